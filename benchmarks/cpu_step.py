@@ -99,8 +99,7 @@ def worker(layout: str, steps: int, changes: list[str]) -> dict:
     """Measures a layout in this process; $STARTED is when it was started."""
     from jaxtrain import cli
     from jaxtrain.devices.startup import start_jax
-    from jaxtrain.run.goodput import Part, WallClock
-    from jaxtrain.run.start_up import imports_without_collection, record
+    from jaxtrain.run.wall_clock import Part, WallClock, imports_without_collection, start_record
 
     clock = WallClock(float(os.environ["STARTED"]), time.time)
     config, namespace = cli.parse(flags(layout, changes), "benchmark")
@@ -142,7 +141,7 @@ def worker(layout: str, steps: int, changes: list[str]) -> dict:
         clock.enter(Part.STEPPING)
         state, out = compiled(state, batch)
         jax.block_until_ready(out)
-        start_up = record(clock)
+        start_up = start_record(clock)
         start_cpu_seconds = time.process_time()
         cpu, wall, matmul = [], [], [matmul_cpu_seconds()]
         # matmuls before and after each step, for the machine's speed changes within a run

@@ -30,7 +30,7 @@ def batches(config: Config, count: int) -> dict[str, np.ndarray]:
     """`count` batches of a made-up corpus, packed as the trainer packs: token frequencies by Zipf's
     law, documents of random lengths."""
     from jaxtrain.data.bad_records import Skipped
-    from jaxtrain.data.packing import Rows
+    from jaxtrain.data.packing import Sequences
     from jaxtrain.data.tokenizer import NoTokenizer
     from jaxtrain.data.tokens import Corpus
 
@@ -56,7 +56,7 @@ def batches(config: Config, count: int) -> dict[str, np.ndarray]:
         0.0,
         Skipped(),
     )
-    rows = Rows(corpus, corpus.train, d.sequence_length, d.attend_across_documents)
+    rows = Sequences(corpus, corpus.train, d.sequence_length, d.attend_across_documents)
     sequences = [rows[i] for i in range(count * d.batch_size)]
     shape = (count, config.pipeline.microbatches, -1, d.sequence_length)
     return {

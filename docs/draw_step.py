@@ -76,7 +76,7 @@ def fingerprint() -> str:
     microbatches = {
         f"{op or 'cell'} microbatch": column for op, column in microbatch_columns().items()
     }
-    for name, array in sorted((columns.runs | columns.slots | microbatches).items()):
+    for name, array in sorted((columns.runs | vars(columns.slots) | microbatches).items()):
         digest.update(name.encode() + np.ascontiguousarray(array, np.int32).tobytes())
     return digest.hexdigest()[:16]
 
@@ -215,7 +215,7 @@ def what_it_does(name: str, stage: int) -> str:
     """The text in the box of an op that a stage runs in the tick."""
     columns, table = ticks().columns, ticks().slotted.table
     microbatch = {op: int(column[TICK, stage]) for op, column in microbatch_columns().items()}
-    slot = {slot: f"[{int(column[TICK, stage])}]" for slot, column in columns.slots.items()}
+    slot = {slot: f"[{int(column[TICK, stage])}]" for slot, column in vars(columns.slots).items()}
     if name in cells():
         kind, unit = cells()[name]
         return "\n".join(
@@ -241,7 +241,7 @@ def what_it_does(name: str, stage: int) -> str:
         return "\n".join([f"microbatch {microbatch[name]}:{part}", *lines])
     if name == EMBED_GRADIENT:
         return (
-            f"microbatch {microbatch[name]}:\ngradient{slot['embed_gradient_gradient']}, "
+            f"microbatch {microbatch[name]}:\ngradient{slot['embedding_gradient']}, "
             "tokens\n→ gradients.embed"
         )
     (copy,) = (copy for copy in (*TAKES, *SENDS, *STAYS) if copy.op == name)

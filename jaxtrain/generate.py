@@ -50,7 +50,7 @@ from jaxtrain.config.rules import divisors, near
 from jaxtrain.devices import startup
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
-from jaxtrain.run.start_up import imports_without_collection
+from jaxtrain.run.wall_clock import imports_without_collection
 
 if TYPE_CHECKING:  # these import jax, or take long
     import numpy as np

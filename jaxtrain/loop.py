@@ -9,7 +9,6 @@ known; and run.lock while it runs.
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import json
 import pathlib
@@ -19,15 +18,9 @@ import jax
 from etils import epath
 
 from jaxtrain import stored_times
-from jaxtrain.checkpoint.keeping import Keep
-from jaxtrain.checkpoint.local_restore import Saved
-from jaxtrain.checkpoint.local_run import LocalCheckpoints
-from jaxtrain.checkpoint.manager import Checkpointer
+from jaxtrain.checkpoint.checkpoints import Checkpoints
 from jaxtrain.checkpoint.parameters import load_parameters
-from jaxtrain.checkpoint.restoring import restore_newest
-from jaxtrain.checkpoint.rollback import roll_back
-from jaxtrain.checkpoint.steps import Choice, Meta
-from jaxtrain.config import Config, history, to_dict
+from jaxtrain.config import Config, to_dict
 from jaxtrain.config.pipeline_setup import Setup
 from jaxtrain.data.loader import Feed
 from jaxtrain.data.tokens import Corpus, bigram_entropy
@@ -36,24 +29,23 @@ from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.generation.text import sample_text
 from jaxtrain.plan.measured_step import AfterWarmUp
 from jaxtrain.preparation import loaders, prepare_corpus, start_compiling, when_compiled
-from jaxtrain.resumption import Resumption, folder_of_checkpoints
 from jaxtrain.run.exit_status import ExitStatus
-from jaxtrain.run.goodput import Part, WallClock
-from jaxtrain.run.goodput_log import GoodputLog, plot_goodput
-from jaxtrain.run.line_file import warned
+from jaxtrain.run.files import warned
+from jaxtrain.run.goodput import GoodputLog, plot_goodput
 from jaxtrain.run.metrics import MetricsWriter, plot_losses
 from jaxtrain.run.progress import Progress
 from jaxtrain.run.run_lock import FolderError, RunLock
 from jaxtrain.run.signals import Signals
+from jaxtrain.run.wall_clock import Part, WallClock
 from jaxtrain.run.watchdog import Watchdog
 from jaxtrain.training.calendar import Calendar
 from jaxtrain.training.evaluation import Evaluation
-from jaxtrain.training.parameter_checks import Copies, Finiteness
+from jaxtrain.training.parameter_checks import Copies
 from jaxtrain.training.profile import Profile, trace_folder
 from jaxtrain.training.recovery import Judge, Memory
 from jaxtrain.training.reporting import Pending, Reporter, Speedometer
 from jaxtrain.training.requests import Request, Requests, no_request
-from jaxtrain.training.state import initial_state, stored_shapes
+from jaxtrain.training.state import initial_state
 from jaxtrain.training.step import make_step
 
 SAMPLE_TEMPERATURE = 0.8
@@ -83,16 +75,15 @@ def run(
     clock.enter(Part.DATA)
     with _watched(config, folder, clock) as (signals, watchdog), contextlib.ExitStack() as lasting:
         # ---------------------------------------------------------------- data: what to train on, a
-        checkpoints = folder_of_checkpoints(config, folder)
-        resumption = Resumption(checkpoints, config, unresolved, recipe)
-        choice = resumption.choose()
-        start = choice.step or 0
+        checkpoints = Checkpoints(config, unresolved, recipe, folder)
+        checkpoints.choose()
         corpus = prepare_corpus(config)
-        resumption.check_corpus(choice, corpus)
-        if start >= config.train.steps:
-            cluster.say(f"{folder} already has its {start} steps: raise train.steps to go on")
+        checkpoints.check_corpus(corpus)
+        if checkpoints.step >= config.train.steps:
+            done = f"{folder} already has its {checkpoints.step} steps"
+            cluster.log(f"{done}: raise train.steps to go on")
             return ExitStatus.FINISHED
-        resumption.say_changes(choice)
+        checkpoints.say_changes()
 
         clock.enter(Part.TRACING)
         mesh = make_mesh(sizes_of(config.mesh))
@@ -102,19 +93,8 @@ def run(
             data, held_out = (
                 closing.enter_context(loader) for loader in loaders(config, step, corpus, folder)
             )
-            shapes, placement = stored_shapes(step.layout, step.optimizer), step.layout.placement
-            local = LocalCheckpoints(
-                config.checkpoint.local,
-                folder,
-                checkpoints,
-                step.abstract_state(),
-                shapes,
-                placement,
-            )
-            newer = local.candidates(
-                start, config.train.steps, functools.partial(resumption.why_not, corpus)
-            )
-            goodput = lasting.enter_context(_timed(folder, clock, newer[0] if newer else choice))
+            checkpoints.attach(step)
+            goodput = lasting.enter_context(_timed(folder, clock, checkpoints))
             signals.before_end(goodput.discard)
             # XLA compiles most of a program on one core
             beside = lasting.enter_context(concurrent.futures.ThreadPoolExecutor(2))
@@ -124,7 +104,7 @@ def run(
             programs = start_compiling(step, data, beside, clock)
             # Not before: one thread traces at a time, and the step's compilation is what takes
             # longest.
-            first_state = None if start or newer else beside.submit(make_state)
+            first_state = None if checkpoints.step else beside.submit(make_state)
             evaluation = Evaluation(step.evaluate, step.abstract_state().trained, held_out)
             soon = (
                 [evaluation.start_compiling(beside)]
@@ -132,54 +112,38 @@ def run(
                 else []
             )
             train, exchange = when_compiled(programs, config, step, corpus, clock, soon)
-            cluster.say(*data.remarks(), *held_out.remarks())
+            cluster.log(*data.remarks(), *held_out.remarks())
 
             # ------------------------------------------------------------ state: restored or new
-            restored = local.restore(newer)
-            if restored:
-                state, choice = (
-                    restored.state,
-                    dataclasses.replace(choice, step=restored.step, meta=restored.meta),
-                )
-            elif start:
-                choose_again = functools.partial(resumption.choose_again, corpus)
-                state, choice = restore_newest(
-                    choice, choose_again, checkpoints, step.abstract_state(), shapes, placement
-                )
-            else:
+            state = checkpoints.restore()
+            if state is None:
                 state = first_state.result() if first_state else make_state()
-            start = choice.step or 0
+            start = checkpoints.step
             goodput.reached(start)
-            source = f", {restored.source}" if restored else ""
-            cluster.say(
-                f"continuing from step {start}{source}"
+            cluster.log(
+                f"continuing from {checkpoints.source}"
                 if start
                 else f"starting: weights from seed {config.train.seed}"
             )
 
             # ------------------------------------------------------------ loop
             log, progress = _open_log(config, unresolved, folder, start, goodput)
-            kept = Keep(
-                config.checkpoint.keep, config.checkpoint.keep_every, config.checkpoint.keep_best
-            )
-            saves = Checkpointer(
-                checkpoints, placement, shapes, kept, choice.strangers, progress.say
-            )
             profile = Profile(
-                trace_folder(folder), start, config.train.profile_steps, clock, progress.say
+                trace_folder(folder), start, config.train.profile_steps, clock, progress.log
             )
             device_kind = mesh.devices.flat[0].device_kind
-            measured = AfterWarmUp(config, device_kind, train, folder, profile, clock, progress.say)
-            local.begin(start, progress.say)
-            for part in (saves, local, log, progress, profile):
-                closing.callback(part.close)
-            calendar, requests = (
-                Calendar.of(config),
-                Requests(mesh, signals, saves, config.checkpoint.minutes, config.checkpoint.grace),
+            measured = AfterWarmUp(config, device_kind, train, folder, profile, clock, progress.log)
+            judge = Judge(
+                config.train, data.describe, Memory.from_json(checkpoints.meta.memory), start
             )
+            checkpoints.begin(judge, goodput.wall_s, progress.log)
+            for part in (checkpoints, log, progress, profile):
+                closing.callback(part.close)
+            calendar = Calendar.of(config)
+            minutes, grace = config.checkpoint.minutes, config.checkpoint.grace
+            requests = Requests(mesh, signals, checkpoints, minutes, grace)
             speedometer, room = Speedometer(config, step, start, clock), config.model.expert_room
-            judge = Judge(config.train, data.rows_of, Memory.from_json(choice.memory), start)
-            finite, copies = Finiteness(mesh), Copies(mesh, state)
+            copies = Copies(mesh, state)
             reporter = Reporter(
                 calendar,
                 step.mean_metrics,
@@ -192,7 +156,7 @@ def run(
                 room,
             )
             closing.enter_context(signals.deferred())
-            feed = Feed(data, choice.position, config.train.steps - start)
+            feed = Feed(data, checkpoints.meta.position, config.train.steps - start)
             at, asked, validation = start, Request.NOTHING, None
             clock.enter(Part.STEPPING)
             while at < config.train.steps and not asked.stop:
@@ -213,35 +177,12 @@ def run(
                     state = exchange(state)
                 profile.after(at, metrics)
                 measured.after(at)
-                if (
-                    asked
-                    or calendar.saves(at)
-                    or calendar.saves_locally(at)
-                    or calendar.evaluates(at)
-                ):
+                if asked or checkpoints.due(at) or calendar.evaluates(at):
                     asked |= reporter.finish(stopping=asked.stop)
-                    lasting_save = (asked or calendar.saves(at)) and Request.HURRY not in asked
-                    saving = judge.good and (lasting_save or calendar.saves_locally(at))
                     with clock.part(Part.SAVING):
-                        if saving and judge.good_parameters(
-                            at, feed.position, finite((state.params, state.anchor))
-                        ):
-                            meta = dataclasses.asdict(
-                                _meta(
-                                    config,
-                                    corpus,
-                                    at,
-                                    feed.position,
-                                    judge.memory,
-                                    goodput.wall_s(),
-                                )
-                            )
-                            if calendar.saves_locally(at):
-                                local.save(at, state, meta)
-                            if lasting_save:
-                                requests.saved()
-                                saves.save(at, state, meta)
-                    reporter.saves(saves.figures())
+                        if checkpoints.after(at, state, feed.position, asked):
+                            requests.saved()
+                    reporter.saves(checkpoints.figures())
                     if (
                         calendar.evaluates(at)
                         and (calendar.is_last(at) or not asked.stop)
@@ -250,33 +191,29 @@ def run(
                         with clock.part(Part.EVALUATING):
                             validation = evaluation.loss(state.trained)
                         reporter.validation(at, validation)
-                        saves.evaluated(at, validation)
+                        checkpoints.evaluated(at, validation)
                 if judge.finding:
                     with clock.part(Part.ROLLING_BACK):
-                        rollback, state = roll_back(
-                            checkpoints, saves, judge.finding, state, step, config.train.seed
-                        )
+                        rollback, state = checkpoints.roll_back(state)
                         at = rollback.step
                         feed.jump(rollback.position, config.train.steps - at)
-                        for listener in (judge, reporter, profile, measured, local):
+                        for listener in (judge, reporter, profile, measured):
                             listener.go_back(rollback)
 
             # ------------------------------------------------------------ end
             clock.enter(Part.ENDING)
             measured.finish(at)
-            saves.wait()
-            reporter.saves(saves.figures())
-            if saves.newest == at:
-                local.forget()
+            checkpoints.finish(at)
+            reporter.saves(checkpoints.figures())
             progress.close()
             picture = beside.submit(_draw_losses, folder)  # while the sampler is compiled
             if at < config.train.steps:
                 saved = (
                     "which is saved"
-                    if saves.newest == at
-                    else f"and step {saves.newest or 0} is saved"
+                    if checkpoints.newest == at
+                    else f"and step {checkpoints.newest or 0} is saved"
                 )
-                cluster.say(
+                cluster.log(
                     f"stopped at step {at} of {config.train.steps}, {saved}: the same command "
                     "goes on from there"
                 )
@@ -285,7 +222,7 @@ def run(
                     ExitStatus.INTERRUPTED if Request.INTERRUPT in asked else ExitStatus.STOPPED
                 )
             del state, batch  # room for the sampler
-        _conclude(config, corpus, validation, checkpoints, at)
+        _conclude(config, corpus, validation, checkpoints.directory, at)
         picture.result()
         return _together(ExitStatus.FINISHED)
 
@@ -313,7 +250,7 @@ def _watched(
     lock = RunLock(folder)
     try:
         with Signals(lock.release, notices=cluster.is_main()) as signals:
-            cluster.from_main(lambda: lock.take(cluster.say), FolderError)
+            cluster.from_main(lambda: lock.take(cluster.log), FolderError)
             peers = cluster.connect_peers()
             with Watchdog(
                 folder, peers, clock, config.train.hang_after, lock.release
@@ -324,23 +261,22 @@ def _watched(
 
 
 @contextlib.contextmanager
-def _timed(folder: pathlib.Path, clock: WallClock, begins: Choice | Saved) -> Iterator[GoodputLog]:
+def _timed(
+    folder: pathlib.Path, clock: WallClock, checkpoints: Checkpoints
+) -> Iterator[GoodputLog]:
     """A context whose wall time by parts is in the run's folder; says at its end, and draws, what
     became of that of all starts.
 
-    begins: what the run goes on from, as far as is known.
+    checkpoints: they know what the run resumes from.
     """
     goodput = GoodputLog(
-        folder if cluster.is_main() else None,
-        clock,
-        begins.step or 0,
-        begins.meta.wall_s if begins.meta else 0.0,
+        folder if cluster.is_main() else None, clock, checkpoints.step, checkpoints.meta.wall_s
     )
     with contextlib.closing(goodput):
         yield goodput
-        cluster.say(goodput.summary())
+        cluster.log(goodput.summary())
     if cluster.is_main():
-        with warned(folder / "goodput.png", cluster.say):
+        with warned(folder / "goodput.png", cluster.log):
             plot_goodput(folder)
 
 
@@ -352,38 +288,21 @@ def _open_log(
     main = cluster.is_main()
     if main:
         folder.mkdir(parents=True, exist_ok=True)
-        with warned(folder / "config.json", cluster.say):
+        with warned(folder / "config.json", cluster.log):
             (folder / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
         if stored_times.to_keep(config, unresolved):
-            with warned(folder / stored_times.OP_TIMES, cluster.say):
+            with warned(folder / stored_times.OP_TIMES, cluster.log):
                 stored_times.keep(config, folder)
     progress = Progress(config.train.steps, start, shown=main)
     return MetricsWriter(
-        folder if main else None, config.metrics.tensorboard, start, goodput.wall_s, progress.say
+        folder if main else None, config.metrics.tensorboard, start, goodput.wall_s, progress.log
     ), progress
-
-
-def _meta(
-    config: Config, corpus: Corpus, at: int, position: int, memory: Memory, wall_s: float
-) -> Meta:
-    """What is saved beside the state of step `at`; position: the number of the next batch."""
-    tokenizer = corpus.tokenizer.describe()
-    return Meta(
-        to_dict(config),
-        history.VERSION,
-        at,
-        position,
-        wall_s,
-        corpus.checksum,
-        tokenizer,
-        memory.to_json(),
-    )
 
 
 def _draw_losses(folder: pathlib.Path) -> None:
     """Writes loss.png, or says why not."""
     if cluster.is_main():
-        with warned(folder / "loss.png", cluster.say):
+        with warned(folder / "loss.png", cluster.log):
             plot_losses(folder)
 
 
@@ -398,7 +317,7 @@ def _conclude(
         beside = (
             f"; the corpus's byte-bigram entropy is {entropy:.4f}" if entropy is not None else ""
         )
-        cluster.say(f"validation loss {validation:.4f} nats a token{beside}")
+        cluster.log(f"validation loss {validation:.4f} nats a token{beside}")
     train = config.train
     if train.sample_tokens:
         parts, params = load_parameters(checkpoints, at, config)
@@ -413,4 +332,4 @@ def _conclude(
             SAMPLE_TEMPERATURE,
             dtype=dtype,
         )
-        cluster.say(f"sample, temperature {SAMPLE_TEMPERATURE}:\n{train.sample_prompt}{text}")
+        cluster.log(f"sample, temperature {SAMPLE_TEMPERATURE}:\n{train.sample_prompt}{text}")

@@ -30,13 +30,13 @@ from jaxtrain.config import Config, addresses
 from jaxtrain.config.errors import UsageError
 from jaxtrain.data import row_log
 from jaxtrain.plan.compare import PLANNED
-from jaxtrain.run import goodput_log, metrics, run_lock, write_trial
+from jaxtrain.run import files, goodput, metrics, run_lock
 from jaxtrain.run.exit_status import ExitStatus, RunError
-from jaxtrain.run.write_trial import Refusal
+from jaxtrain.run.files import Unwritable
 
 OP_TIMES, PROFILE_FOLDER = "op_times.json", "profile"
 FILES = (  # of process 0 in the run's folder
-    *(CONFIG, OP_TIMES, PLANNED, run_lock.NAME, goodput_log.GOODPUT_FILE, goodput_log.GOODPUT_PLOT),
+    *(CONFIG, OP_TIMES, PLANNED, run_lock.NAME, goodput.GOODPUT_FILE, goodput.GOODPUT_PLOT),
     *(metrics.METRICS_FILE, metrics.ROLLED_BACK_FILE, metrics.LOSS_PLOT),
 )
 # seconds until a folder that one host has made is there on the others, which look for it anew only
@@ -133,13 +133,13 @@ def _of_main(config: Config, workdir: str) -> Problem | None:
     """What is wrong with what process 0 alone writes, and with the checkpoints."""
     if problem := _of_workdir(workdir):
         return problem
-    inside = {name: write_trial.of_file(os.path.join(workdir, name)) for name in FILES}
+    inside = {name: files.try_file(os.path.join(workdir, name)) for name in FILES}
     if config.metrics.tensorboard:
-        inside[metrics.TENSORBOARD_FOLDER] = write_trial.of_folder(
+        inside[metrics.TENSORBOARD_FOLDER] = files.try_folder(
             os.path.join(workdir, metrics.TENSORBOARD_FOLDER)
         )
     if not config.checkpoint.directory:
-        inside["checkpoints"] = write_trial.of_folder(os.path.join(workdir, "checkpoints"))
+        inside["checkpoints"] = files.try_folder(os.path.join(workdir, "checkpoints"))
     return _inside(workdir, inside) or _of_checkpoints(config, workdir)
 
 
@@ -151,10 +151,10 @@ def _of_workdir(workdir: str) -> Problem | None:
         )
     if wrong := addresses.not_utf8(os.path.abspath(workdir)):
         return Problem(f"--workdir={workdir!r} {wrong.rule}: {_another(workdir)}")
-    refusal = write_trial.of_folder(workdir)
+    unwritable = files.try_folder(workdir)
     return (
-        Problem(f"--workdir={workdir!r} {refusal.why}: {_another(workdir)}", refusal.passes)
-        if refusal
+        Problem(f"--workdir={workdir!r} {unwritable.why}: {_another(workdir)}", unwritable.passes)
+        if unwritable
         else None
     )
 
@@ -165,12 +165,16 @@ def _of_checkpoints(config: Config, workdir: str) -> Problem | None:
         return None
     named = f"checkpoint.directory={directory!r}"
     if not stores.scheme_of(directory):
-        refusal = write_trial.of_folder(os.path.expanduser(directory))
-        default = write_trial.of_folder(os.path.join(workdir, "checkpoints")) is None
+        unwritable = files.try_folder(os.path.expanduser(directory))
+        default = files.try_folder(os.path.join(workdir, "checkpoints")) is None
         use = cfg.flag_text(
             "config.checkpoint.directory", "" if default else _free(os.path.basename(directory))
         )
-        return Problem(f"{named} {refusal.why}: use {use}", refusal.passes) if refusal else None
+        return (
+            Problem(f"{named} {unwritable.why}: use {use}", unwritable.passes)
+            if unwritable
+            else None
+        )
     try:
         why = stores.cannot_be_used(directory)
     except stores.AddressError as error:
@@ -181,34 +185,34 @@ def _of_checkpoints(config: Config, workdir: str) -> Problem | None:
 def _of_each(config: Config, workdir: str, process: int | None = None) -> Problem | None:
     """What is wrong with what each process writes. process: the number of this one, None where it
     is alone."""
-    inside: dict[str, Refusal | None] = {}
+    inside: dict[str, Unwritable | None] = {}
     if config.train.profile_steps:
-        inside[PROFILE_FOLDER] = write_trial.of_folder(os.path.join(workdir, PROFILE_FOLDER))
+        inside[PROFILE_FOLDER] = files.try_folder(os.path.join(workdir, PROFILE_FOLDER))
     if config.metrics.rows:
-        inside[row_log.FOLDER] = write_trial.of_folder(os.path.join(workdir, row_log.FOLDER))
+        inside[row_log.FOLDER] = files.try_folder(os.path.join(workdir, row_log.FOLDER))
     local = config.checkpoint.local
-    refusal = write_trial.of_folder(local) if local else None
-    if refusal is None:
+    unwritable = files.try_folder(local) if local else None
+    if unwritable is None:
         return _inside(workdir, inside)
     shared_memory = "/dev/shm/jaxtrain"
-    works = local != shared_memory and write_trial.of_folder(shared_memory) is None
+    works = local != shared_memory and files.try_folder(shared_memory) is None
     changes: dict[str, Any] = (
         {"checkpoint.local": shared_memory}
         if works
         else {"checkpoint.local": "", "checkpoint.local_every": 0}
     )
     use = " ".join(cfg.flag_text(f"config.{path}", value) for path, value in changes.items())
-    return Problem(f"checkpoint.local={local!r} {refusal.why}: use {use}", refusal.passes)
+    return Problem(f"checkpoint.local={local!r} {unwritable.why}: use {use}", unwritable.passes)
 
 
-def _inside(workdir: str, inside: Mapping[str, Refusal | None]) -> Problem | None:
+def _inside(workdir: str, inside: Mapping[str, Unwritable | None]) -> Problem | None:
     """The first problem with something in a run's folder."""
-    for name, refusal in inside.items():
-        if refusal:
+    for name, unwritable in inside.items():
+        if unwritable:
             return Problem(
-                f"--workdir={workdir!r}: its {name} {refusal.why}: move it away, or "
+                f"--workdir={workdir!r}: its {name} {unwritable.why}: move it away, or "
                 f"{_another(workdir)}",
-                refusal.passes,
+                unwritable.passes,
             )
     return None
 
@@ -252,7 +256,7 @@ def _marked(folder: str) -> Iterator[str]:
     need be; its path."""
     path = pathlib.Path(folder)
     missing = [each for each in (path, *path.parents) if not os.path.lexists(each)]
-    mark = path / f"{write_trial.TRIAL_NAME}.{secrets.token_hex(8)}"
+    mark = path / f"{files.TRIAL_NAME}.{secrets.token_hex(8)}"
     path.mkdir(parents=True, exist_ok=True)
     mark.touch()
     try:
@@ -278,10 +282,10 @@ def _unseen(mark: str) -> Problem | None:
                 "that all hosts share under the same path"
             )
         time.sleep(0.1)
-    refusal = write_trial.of_folder(folder)
+    unwritable = files.try_folder(folder)
     return (
-        Problem(f"{folder!r} on {socket.gethostname()} {refusal.why}", refusal.passes)
-        if refusal
+        Problem(f"{folder!r} on {socket.gethostname()} {unwritable.why}", unwritable.passes)
+        if unwritable
         else None
     )
 
@@ -308,6 +312,6 @@ def _free(name: str) -> str:
             for n in itertools.count(1)
         )
         folder = next(folder for folder in folders if not os.path.lexists(folder))
-        if write_trial.of_folder(folder) is None:
+        if files.try_folder(folder) is None:
             return folder
     return ""

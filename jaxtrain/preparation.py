@@ -16,7 +16,7 @@ from jaxtrain.data.tokenizer import prompt_ids
 from jaxtrain.data.tokens import Corpus, DataError, prepare
 from jaxtrain.devices import cluster
 from jaxtrain.plan.report import as_compiled, introduction
-from jaxtrain.run.goodput import Part, WallClock
+from jaxtrain.run.wall_clock import Part, WallClock
 from jaxtrain.training.step import Step
 
 
@@ -97,7 +97,7 @@ def when_compiled(
     which has to be idle then.
     """
     held_out = f"{len(corpus.validation):,} tokens held out"
-    cluster.say(
+    cluster.log(
         *introduction(config, step),
         f"corpus: {len(corpus.tokens):,} tokens, {len(corpus.documents) - 1:,} documents from "
         f"{corpus.source}, {held_out}",
@@ -106,7 +106,7 @@ def when_compiled(
     for other in others:
         other.result()
     clock.enter(Part.STATE)
-    cluster.say(
+    cluster.log(
         *as_compiled(step, compiled["step"], clock.spent(Part.TRACING), clock.spent(Part.COMPILING))
     )
     return compiled["step"], compiled.get("exchange")

@@ -19,21 +19,19 @@ import jax
 from etils import epath
 
 from jaxtrain import config as cfg
-from jaxtrain.checkpoint.restoring import restore_newest
-from jaxtrain.checkpoint.steps import CONFIG, TO_TRAIN, Choice, choose
+from jaxtrain.checkpoint.checkpoints import Checkpoints, folder_of_checkpoints
+from jaxtrain.checkpoint.steps import CONFIG, TO_TRAIN, choose
 from jaxtrain.config import Config
 from jaxtrain.config.errors import ConfigError, UsageError
 from jaxtrain.config.pipeline_setup import Setup
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.preparation import loaders, prepare_corpus, start_compiling, when_compiled
-from jaxtrain.resumption import Resumption, folder_of_checkpoints
 from jaxtrain.run.exit_status import ExitStatus, RunError
-from jaxtrain.run.goodput import Part, WallClock
 from jaxtrain.run.metrics import read_metrics
+from jaxtrain.run.wall_clock import Part, WallClock
 from jaxtrain.training.calendar import Calendar
 from jaxtrain.training.optimizer import learning_rate
-from jaxtrain.training.state import stored_shapes
 from jaxtrain.training.step import Step, make_step
 
 FIGURES = {"loss": "loss", "grad_norm": "gradient norm"}  # of a record, and what they are called
@@ -84,23 +82,16 @@ def replay(
     of the step, or no checkpoint before it.
     """
     clock.enter(Part.DATA)
-    checkpoints = folder_of_checkpoints(config, folder)
-    recorded = _recorded(folder, checkpoints, at)
+    checkpoints = Checkpoints(config, unresolved, recipe, folder, before=at)
+    recorded = _recorded(folder, checkpoints.directory, at)
     refuse_another_rate(config, at, recorded.learning_rate, folder)
-    resumption = Resumption(checkpoints, config, unresolved, recipe, before=at)
-
-    def checked(choice: Choice) -> Choice:
-        if choice.step is None:
-            raise ReplayError(
-                f"--replay={at}: {checkpoints} has no whole checkpoint before step {at}"
-            )
-        return choice
-
-    choice = checked(resumption.choose())
+    checkpoints.choose()
+    if not checkpoints.step:
+        place = checkpoints.directory
+        raise ReplayError(f"--replay={at}: {place} has no whole checkpoint before step {at}")
     corpus = prepare_corpus(config)
-    resumption.check_corpus(choice, corpus)
-    resumption.say_changes(choice)
-    choose_again = lambda damaged: checked(resumption.choose_again(corpus, damaged))
+    checkpoints.check_corpus(corpus)
+    checkpoints.say_changes()
     clock.enter(Part.TRACING)
     mesh = make_mesh(sizes_of(config.mesh))
     with jax.set_mesh(mesh), concurrent.futures.ThreadPoolExecutor(1) as beside:
@@ -110,13 +101,10 @@ def replay(
             train, exchange = when_compiled(
                 start_compiling(step, data, beside, clock), config, step, corpus, clock
             )
-            shapes, placement = stored_shapes(step.layout, step.optimizer), step.layout.placement
-            state, choice = restore_newest(
-                choice, choose_again, checkpoints, step.abstract_state(), shapes, placement
-            )
-            start, calendar = choice.step or 0, Calendar.of(config)
-            numbers = batches_of(range(start + 1, at + 1), choice.position, recorded)
-            cluster.say(
+            state = checkpoints.restore_persistent(step)
+            start, calendar = checkpoints.step, Calendar.of(config)
+            numbers = batches_of(range(start + 1, at + 1), checkpoints.meta.position, recorded)
+            cluster.log(
                 f"replaying step {at} from the checkpoint of step {start}, with batches "
                 f"{_listed(numbers)}"
             )
@@ -175,7 +163,7 @@ def check_step(config: Config, folder: pathlib.Path, at: int) -> None:
     """Raises UsageError, or the error of what cannot be read, unless step `at` of the run in
     `folder` can be replayed."""
     try:
-        _read(folder, folder_of_checkpoints(config, folder), at)
+        _read(folder, folder_of_checkpoints(config.checkpoint, folder), at)
     except ReplayError as error:
         raise UsageError(
             str(error).rpartition(": use ")[0] or str(error),
@@ -257,16 +245,16 @@ def _compare(
     differences = {name: _difference(recorded[name], replayed[name]) for name in FIGURES}
     for name, words in FIGURES.items():
         then = "not finite" if recorded[name] is None else f"{recorded[name]:.9g}"
-        cluster.say(
+        cluster.log(
             f"{words} of step {at}: {then} in metrics.jsonl, {replayed[name]:.9g} now, "
             f"difference {differences[name]:.2g}"
         )
     worst = max(differences.values())
     if worst == 0:
-        cluster.say("the same, bit for bit")
+        cluster.log("the same, bit for bit")
     else:
         limit = f"{rounding:g} of each, which another order of sums may change"
-        cluster.say(
+        cluster.log(
             f"the same to rounding ({limit})"
             if worst <= rounding
             else f"not the same: more than {limit}"

@@ -58,7 +58,7 @@ def planned(config: Config) -> tuple[float, ...]:
     if kind is None:
         return ()
     times = planned_op_times(config, kind)
-    cluster.say(describe(times, f"planned for {kind.name}"))
+    cluster.log(describe(times, f"planned for {kind.name}"))
     return times
 
 
@@ -79,7 +79,7 @@ def stored(config: Config, folder: pathlib.Path) -> tuple[float, ...] | None:
 def measure(config: Config, setup: Setup) -> tuple[float, ...]:
     """Process 0's measured times; () where they could not be told apart. Every process must call
     this."""
-    cluster.say("measuring op times")
+    cluster.log("measuring op times")
     mesh = make_mesh(sizes_of(config.mesh))
     with jax.set_mesh(mesh):
         times = measured_times(config, make_step(config, mesh, setup))

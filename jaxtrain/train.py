@@ -23,9 +23,8 @@ from jaxtrain.devices import startup
 from jaxtrain.devices.cluster_environment import several_processes
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
-from jaxtrain.run.goodput import Part, WallClock
-from jaxtrain.run.search_progress import SearchProgress
-from jaxtrain.run.start_up import imports_without_collection
+from jaxtrain.run.progress import SearchProgress
+from jaxtrain.run.wall_clock import Part, WallClock, imports_without_collection
 
 DESCRIPTION = """
 Trains a transformer as a recipe says, on all devices of a mesh.
@@ -143,7 +142,7 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
         ready = check_and_find_tables(with_planned_times(config, flags, folder), flags.recipe)
         if not ready:
             return None
-        cluster.say(
+        cluster.log(
             *(
                 f"note: {note}"
                 for note in (*elastic.notes(config, ready.config), *unused_settings(ready.config))
@@ -151,7 +150,7 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
         )
         plan = dry_run(ready.resolved, ready.setup, clock) if flags.dry_run else None
     if plan:
-        cluster.say(plan.json() if flags.json else "\n".join(plan.lines()))
+        cluster.log(plan.json() if flags.json else "\n".join(plan.lines()))
         return ExitStatus.FINISHED
     ready = with_measured_times(ready, flags, folder)
     if not ready:
@@ -239,7 +238,7 @@ def with_planned_times(
     resolved = meshed.resolve()
     times = None if flags.dry_run else stored_times.stored(resolved, folder)
     if times:
-        cluster.say(stored_times.describe(times))
+        cluster.log(stored_times.describe(times))
     return replace(
         config, {"pipeline.times": stored_times.planned(resolved) if times is None else times}
     )
@@ -263,7 +262,7 @@ def with_measured_times(
     if times is None and not flags.replay:
         times = stored_times.measure(ready.resolved, ready.setup)
     if times is not None:
-        cluster.say(stored_times.describe(times))
+        cluster.log(stored_times.describe(times))
     return (
         check_and_find_tables(replace(ready.config, {"pipeline.times": times}), flags.recipe)
         if times

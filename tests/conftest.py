@@ -2,7 +2,7 @@
 slowest files at the end.
 
 There is no cache of compiled programs: one that comes out of it can hang on several CPU devices
-(jaxtrain/cli.py, use_compilation_cache).
+(jaxtrain/devices/startup.py: use_compilation_cache).
 
 The environment is set before jax starts, and the processes that tests start inherit it. Helper
 modules are in support/, and can be imported from every test folder.

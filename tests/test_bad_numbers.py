@@ -176,7 +176,7 @@ def test_skipping_ends_with_so_many_in_a_row(folder):
     assert error.startswith(
         "error: 3 updates in a row were skipped, from step 5 on: the loss is nan"
     )
-    assert " at step 7, batch 6: epoch 0, rows " in error
+    assert " at step 7, batch 6: epoch 0, sequences " in error
     assert runs.last_step(workdir) == 7 and runs.checkpoints(workdir) == [3, 6]
 
 

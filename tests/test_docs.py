@@ -1,14 +1,16 @@
-"""The documents say what is there: maps of files, commands, links, functions, the tests that hold
-the rules, and pictures."""
+"""The documents name what exists: commands, links, paths, functions, the tests that hold the
+rules. Their tables and pictures are those of the code."""
 
 import ast
 import importlib.util
+import io
 import os
 import pathlib
 import re
 import shlex
 import subprocess
 import sys
+import tokenize
 import tomllib
 import types
 
@@ -34,10 +36,18 @@ from jaxtrain.schedule.slots import assign_slots
 from jaxtrain.schedule.table_spec import TableSpec
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
-README, ARCHITECTURE, FEATURES = (
-    (ROOT / name).read_text() for name in ("README.md", "docs/architecture.md", "docs/features.md")
+README, ARCHITECTURE, PARTS, TRAPS, FEATURES = (
+    (ROOT / name).read_text()
+    for name in (
+        "README.md",
+        "docs/architecture.md",
+        "docs/parts.md",
+        "docs/traps.md",
+        "docs/features.md",
+    )
 )
 README_BYTES = 9 * 1024
+ARCHITECTURE_BYTES = 18 * 1024
 GLOSSARY_LINES = 20
 ENGINES = ("sbatch", "kubectl", "sky", "bash")  # commands that take a template of scripts/launch
 
@@ -52,42 +62,7 @@ def fences(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-# --- the map of files -----------------------------------------------------------------------------
-
-
-def mapped() -> list[str]:
-    """The paths in the map of docs/architecture.md: a folder ends with a slash, and what is
-    indented below it is in it."""
-    paths, folders = [], {}
-    for line in fences(section(ARCHITECTURE, "Files"), "text")[0].splitlines():
-        indent, name = len(line) - len(line.lstrip()), line.split()[0]
-        path = folders.get(indent - 2, "") + name
-        if name.endswith("/"):
-            folders[indent] = path
-        paths.append(path)
-    return paths
-
-
-def test_the_map_has_every_file_and_no_other():
-    patterns = (
-        "jaxtrain/**/*.py",
-        "configs/*.py",
-        "benchmarks/*.py",
-        "scripts/*.*",
-        "scripts/launch/*.*",
-        "docs/*.*",
-    )
-    sources = {
-        str(path.relative_to(ROOT))
-        for pattern in patterns
-        for path in ROOT.glob(pattern)
-        if path.name != "__init__.py"
-    }
-    assert not (missing := sources - set(mapped())), f"not in the map of files: {missing}"
-    assert not (gone := [path for path in mapped() if not (ROOT / path).exists()]), (
-        f"only in the map of files: {gone}"
-    )
-    assert len(set(mapped())) == len(mapped())
+# --- the README -----------------------------------------------------------------------------------
 
 
 def test_the_readme_is_short_and_has_every_room():
@@ -99,6 +74,10 @@ def test_the_readme_is_short_and_has_every_room():
     assert sorted(folders) == sorted(
         ["jaxtrain", "configs", "benchmarks", "scripts", "tests", "docs", *test_imports.ROOMS]
     )
+
+
+def test_the_architecture_is_short():
+    assert len(ARCHITECTURE.encode()) <= ARCHITECTURE_BYTES
 
 
 def test_the_readme_leads_to_every_document():
@@ -275,15 +254,15 @@ def names_in(path: pathlib.Path) -> set[str]:
 
 
 def test_every_rule_is_held_by_a_test_that_exists():
-    rows = [
+    lines = [
         line
-        for line in section(ARCHITECTURE, "Rules, and why").splitlines()
-        if line.startswith("| ")
+        for line in section(TRAPS, "Rules").splitlines()
+        if line.startswith("| ") and not line.startswith("| **")
     ][1:]
-    assert len(rows) > 8
-    for row in rows:
-        holders = re.findall(r"`([^`]+)`", row.rstrip("| ").rpartition(" | ")[2])
-        assert holders and "/" in holders[0], f"nothing holds this rule: {row}"
+    assert len(lines) > 40
+    for line in lines:
+        holders = re.findall(r"`([^`]+)`", line.rstrip("| ").rpartition(" | ")[2])
+        assert holders and "/" in holders[0], f"nothing holds this rule: {line}"
         for holder in holders:
             if "/" in holder:
                 path = ROOT / holder
@@ -346,7 +325,7 @@ for path in sorted((ROOT / "jaxtrain").rglob("*.py")):
     MODULES.setdefault(path.stem, []).append(path)
 
 
-@pytest.mark.parametrize("name", ["architecture.md", "extending.md"])
+@pytest.mark.parametrize("name", ["architecture.md", "parts.md", "traps.md", "extending.md"])
 def test_what_a_module_is_said_to_have_exists(name):
     """Of code such as `columns.results`, where the first word is a module's name and the whole is
     no setting."""
@@ -364,7 +343,7 @@ def test_what_a_module_is_said_to_have_exists(name):
         assert what in there | {inner.partition(".")[2] for inner in there}, (
             f"no {module}.py has {what}"
         )
-    assert len(named) > 5 or name != "architecture.md"
+    assert len(named) > 5 or name != "parts.md"
 
 
 SOURCES = [
@@ -372,16 +351,73 @@ SOURCES = [
     for folder in ("jaxtrain", "tests", "benchmarks", "scripts", "configs", "docs")
     for path in (ROOT / folder).rglob("*.py")
 ]
-EXAMPLES = {"run.py", "NAME.py"}  # of paths that users give
+TEXTS = [
+    *DOCUMENTS,
+    *SOURCES,
+    *ROOT.glob("scripts/*.sh"),
+    *(path for path in ROOT.glob("scripts/launch/*") if path.is_file()),
+    *ROOT.glob("requirements*.txt"),
+]
+FILES = {
+    str(path.relative_to(ROOT))
+    for folder in ("jaxtrain", "tests", "benchmarks", "scripts", "configs", "docs")
+    for path in (ROOT / folder).rglob("*.*")
+} | {path.name for path in ROOT.glob("*.*")}
+# "/cli.py", "/jaxtrain/cli.py": each file by its name, with any number of its folders before it.
+ENDINGS = {
+    "/" + "/".join(pathlib.PurePath(path).parts[start:])
+    for path in FILES
+    for start in range(len(pathlib.PurePath(path).parts))
+}
+# A path: folders and a file's name with one of the suffixes of this repository's text.
+PATH = re.compile(
+    r"(?<![\w/.*<>{}$-])((?:[\w.-]+/)*[\w-]+\.(?:py|md|sh|toml|yaml|sbatch|txtpb))(?![\w/*]|\.\w)"
+)
+# Paths that users give or get, and those of the log, whose entries are as old as their day.
+EXAMPLES = {
+    "run.py",
+    "NAME.py",
+    "configs/NAME.py",
+    "mine/run.py",
+    "planned.py",
+    "crd.yaml",
+    "path/file.py",
+}
+HISTORY = ("docs/log", "CHANGELOG.md")
 
 
-def test_docstrings_name_files_that_exist():
-    names = {path.name for path in SOURCES} | EXAMPLES
+def prose(path: pathlib.Path) -> str:
+    """A document's text without the targets of links; a Python file's docstrings and comments."""
+    text = path.read_text()
+    if path.suffix != ".py":
+        return re.sub(r"\]\([^)]*\)", "]", text)
+    nodes = ast.walk(ast.parse(text))
+    described = ast.Module | ast.ClassDef | ast.FunctionDef
+    docstrings = [ast.get_docstring(node) or "" for node in nodes if isinstance(node, described)]
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    return "\n".join(docstrings + comments)
+
+
+def test_every_path_that_is_named_exists():
+    gone = {}
+    for path in TEXTS:
+        name = str(path.relative_to(ROOT))
+        named = set() if name.startswith(HISTORY) else set(PATH.findall(prose(path))) - EXAMPLES
+        if missing := sorted(other for other in named if f"/{other}" not in ENDINGS):
+            gone[name] = missing
+    assert not gone
+
+
+def test_a_path_that_is_gone_is_noticed():
+    said = "as in jaxtrain/gone.py, data/loader.py (and no_file.md)."
+    assert PATH.findall(said) == ["jaxtrain/gone.py", "data/loader.py", "no_file.md"]
+    assert [f"/{path}" in ENDINGS for path in PATH.findall(said)] == [False, True, False]
+
+
+def test_every_module_says_what_it_has():
     for path in SOURCES:
-        said = re.findall(r"\w+\.py\b", ast.get_docstring(ast.parse(path.read_text())) or "")
-        assert not (gone := [name for name in said if name not in names]), (
-            f"{path.relative_to(ROOT)} speaks of {gone}"
-        )
+        assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
 
 
 def test_what_is_to_be_extended_exists():
@@ -410,7 +446,7 @@ def test_the_table_of_rooms_is_the_tested_one():
 def test_the_slots_are_those_of_the_tables():
     rows = re.findall(
         r"^\| `(\w+)`(?:, (\d) chunks)? \| (\d+, \d+) \| (\d+, \d+) \| (\d+, \d+) \|$",
-        ARCHITECTURE,
+        PARTS,
         re.MULTILINE,
     )
     assert {name for name, *_ in rows} == set(SCHEDULES) and len(rows) == len(SCHEDULES)

@@ -10,7 +10,7 @@ from support import train_runs as runs
 from support.train_runs import assert_same_trajectory, settings
 
 from jaxtrain.launch import free_port
-from jaxtrain.run.goodput_log import Goodput, read_goodput
+from jaxtrain.run.goodput import Goodput, read_goodput
 
 STEPS = 14
 NEVER = settings(train__steps=STEPS, checkpoint__every=0, checkpoint__minutes=0)

@@ -19,7 +19,7 @@ from jaxtrain import places, train
 from jaxtrain.config import Config, flags
 from jaxtrain.devices import cluster
 from jaxtrain.places import NoStorageError, PlaceError, check, check_together
-from jaxtrain.run import write_trial
+from jaxtrain.run import files
 from jaxtrain.run.exit_status import ExitStatus
 
 ALL = {"metrics.tensorboard": True, "metrics.rows": True, "train.profile_steps": 2}
@@ -267,7 +267,7 @@ def test_several_try_a_folder_that_is_new(tmp_path):
     sys.setswitchinterval(1e-6)
     try:
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            assert set(pool.map(write_trial.of_folder, [tmp_path / "a" / "b"] * 400)) == {None}
+            assert set(pool.map(files.try_folder, [tmp_path / "a" / "b"] * 400)) == {None}
     finally:
         sys.setswitchinterval(interval)
 

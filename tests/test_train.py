@@ -25,7 +25,7 @@ from support.train_runs import settings
 
 from jaxtrain.checkpoint.keeping import read_losses
 from jaxtrain.run.exit_status import ExitStatus
-from jaxtrain.run.goodput_log import REDONE, USEFUL, Goodput, read_goodput
+from jaxtrain.run.goodput import REDONE, USEFUL, Goodput, read_goodput
 
 STEPS = 48  # of the run that is never stopped, and of those that are killed
 RESUMED, GOES_ON = 6, 12  # where other meshes take over, and until where
@@ -540,7 +540,8 @@ def test_a_loss_that_is_not_finite(folder, workdir):
     (error,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert "Traceback" not in done.err
     place = (
-        rf"step {last}, batch {last - 1}: epoch 0, rows \d+, .*corpus.txt \(checksum \w+, seed 0\)"
+        rf"step {last}, batch {last - 1}: epoch 0, sequences \d+, .*corpus.txt "
+        r"\(checksum \w+, seed 0\)"
     )
     assert re.match(
         rf"error: the loss is \S+ \(gradient norm \S+\) at {place}; the last checkpoint is kept",

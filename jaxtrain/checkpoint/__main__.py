@@ -29,7 +29,7 @@ from jaxtrain.checkpoint.subject import NoCheckpointsError, Subject
 from jaxtrain.config import Config, ConfigError, fields, flag_text, get, one_line
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, read_flags
-from jaxtrain.run import streams, terminal
+from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.run_lock import RunLock
 
@@ -259,13 +259,13 @@ def verify(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
 
 def _progress(step: str) -> Callable[[int, int], None]:
     """Shows on a terminal how much of a step is read."""
-    line = terminal.Line(sys.stderr)
+    line = streams.TerminalLine(sys.stderr)
     return lambda done, total: line.draw(f"{step}: {in_units(done)} of {in_units(total)}")
 
 
 def _clear_progress() -> None:
-    if terminal.redraws(sys.stderr):
-        terminal.clear(sys.stderr)
+    if streams.redraws(sys.stderr):
+        streams.clear(sys.stderr)
 
 
 # --- show and diff --------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ class LocalFiles:
             )
             why = why or cluster.from_main(functools.partial(wrong, meta), CheckpointError)
             if why:
-                cluster.say(_not_used(saved, why))
+                cluster.log(_not_used(saved, why))
             else:
                 usable.append(dataclasses.replace(saved, meta=meta))
         return usable
@@ -133,7 +133,7 @@ class LocalFiles:
             lost = self._gather_lost(damaged)
             why = _lost_everywhere(self._shards, lost)
             if why:
-                cluster.say(_not_used(saved, why))
+                cluster.log(_not_used(saved, why))
                 continue
             leaves = self._put_together(arrays, lost)
             moved = sum(self._bytes(shard) for shards in lost.values() for shard in shards)

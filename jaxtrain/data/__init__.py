@@ -1,1 +1,1 @@
-"""Text to tokens to rows to sharded batches."""
+"""Text → tokens → sequences → sharded batches."""

@@ -1,8 +1,8 @@
-"""Folders that are there whole or not at all: made under another name, then renamed.
+"""Folders that are complete or absent: made under another name, then renamed.
 
-Correct without any lock (a rename is atomic, and of two finished folders the first stays); the lock
-only spares processes of one machine from doing the same work at once. What a folder holds is its
-maker's business.
+They are correct without any lock, since a rename is atomic, and the first of two finished folders
+stays. The lock only spares processes of one machine the same work at the same time. The callers
+know what the folders hold.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 
 from jaxtrain.config import flag_text
 from jaxtrain.data.tokenizer import DataError
-from jaxtrain.run import streams, write_trial
+from jaxtrain.run import files, streams
 from jaxtrain.run.exit_status import ExitStatus
 
 
@@ -38,17 +38,17 @@ class CacheError(DataError):
 
 
 class FullCacheError(CacheError):
-    """A cache without room."""
+    """A cache whose disk is full."""
 
     status = ExitStatus.STORAGE
 
 
 def refusal(error: OSError, root: pathlib.Path) -> CacheError | None:
-    """What an error of the cache at `root` means: no room there, or no permission; None for an
-    error of other files.
+    """The cache error behind an OSError: a full disk, or a path of the cache at `root` that cannot
+    be written; None for an error of other files.
 
-    What is prepared is written there alone, so errors of too little room are the cache's even where
-    they name no file.
+    A preparation writes into the cache alone, so an error of a full disk is the cache's even if it
+    names no file.
     """
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return FullCacheError(
@@ -64,13 +64,13 @@ def refusal(error: OSError, root: pathlib.Path) -> CacheError | None:
 
 
 def _instead(root: pathlib.Path, full: bool) -> str:
-    """Advice for another cache; where this one is full, on another disk."""
+    """Advice that names another cache: one on another disk if this one is full."""
     which = "with more room" if full else "that can be written"
     for place in (pathlib.Path("~/.cache/jaxtrain").expanduser(), pathlib.Path("/tmp/jaxtrain")):
         if (
             place.resolve() != root
             and not (full and _disk(place) == _disk(root))
-            and write_trial.of_folder(place) is None
+            and files.try_folder(place) is None
         ):
             return f"use {flag_text('config.data.cache', str(place))} (or another folder {which})"
     return f"name a folder {which} with --config.data.cache"
@@ -86,9 +86,9 @@ def ensure(
     make: Callable[[pathlib.Path], None],
     progress: bool,
 ) -> None:
-    """Leaves `folder` complete, calling make(temporary folder) if it is not.
+    """Makes `folder` complete, by make(temporary folder) if it is not complete yet.
 
-    Safe with several processes and machines at once and with a kill at any moment. If `make`
+    Several processes and machines may do this at once, and a kill at any moment is safe. If `make`
     raises, nothing is left behind.
     """
     if complete(folder):
@@ -101,11 +101,12 @@ def ensure(
         with _locked(folder.with_name(folder.name + ".lock"), progress) as alone:
             if complete(folder):  # by the process that we waited for
                 return
-            if alone:
-                _clean(folder)
+            if alone:  # so the makers of folders that are left here were killed
+                for left in folder.parent.glob(f"{folder.name}.tmp-{socket.gethostname()}-*"):
+                    shutil.rmtree(left, ignore_errors=True)
             _make(folder, complete, make)
     except BaseException:
-        # those made here, innermost first, unless somebody uses them by now
+        # innermost first; one that another process uses by now is not empty and stays
         for parent in added_folders:
             with contextlib.suppress(OSError):
                 parent.rmdir()
@@ -124,41 +125,33 @@ def _make(
     try:
         make(temporary)
         if folder.exists() and not complete(folder):
-            shutil.rmtree(folder)  # damaged since: a file cut short, an older format
+            shutil.rmtree(folder)  # damaged since it was made: a file cut short, an older format
         try:
             temporary.rename(folder)
         except OSError:
-            # else another machine was faster: the same content, so theirs stays
-            if not complete(folder):
+            if not complete(folder):  # by another machine that was faster: its content is the same
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _clean(folder: pathlib.Path) -> None:
-    """Removes what killed processes of this machine left. Only under the lock: then none of them is
-    alive."""
-    for left in folder.parent.glob(f"{folder.name}.tmp-{socket.gethostname()}-*"):
-        shutil.rmtree(left, ignore_errors=True)
-
-
 @contextlib.contextmanager
 def _locked(path: pathlib.Path, progress: bool) -> Iterator[bool]:
-    """Holds a lock that ends with the process, however it ends. Yields False where the file system
-    has none."""
+    """Holds a lock that ends with the process, however it ends. Yields False on a file system
+    without locks."""
     while True:
         with open(path, "w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if progress:
-                    streams.say(f"waiting for another process that prepares {path.stem}")
+                    streams.log(f"waiting for another process that prepares {path.stem}")
                 fcntl.flock(file, fcntl.LOCK_EX)
             except OSError:
                 yield False
                 return
             if not _is_at(file.fileno(), path):
-                continue  # its last holder removed it while we waited: newcomers lock another file
+                continue  # its last holder has removed it, and later processes lock another file
             try:
                 yield True
             finally:
@@ -167,6 +160,7 @@ def _locked(path: pathlib.Path, progress: bool) -> Iterator[bool]:
 
 
 def _is_at(descriptor: int, path: pathlib.Path) -> bool:
+    """True if an open file is the one at a path."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:

@@ -1,9 +1,10 @@
 """Files as streams of bytes, decompressed where they are compressed: gzip, bzip2, zstd and xz.
 
-What a file begins with decides, not its name: a compressed file that lost its suffix is
-decompressed, and one that something on its way has decompressed already is read as it is. A file
-may be several compressed streams one after the other, as parallel compressors and `cat` make them.
-Nothing is ever whole in memory.
+The first bytes of a file decide, not its name: a compressed file that lost its suffix is
+decompressed, and a file with a suffix that was decompressed on its way is read as it is. A file may
+be several compressed streams one after the other, as parallel compressors and `cat` make them. The
+readers of the standard library, and of fsspec, which uses them, take a damaged second stream of
+bzip2 or xz for the end of the file; here it is an error. No file is ever in memory entirely.
 """
 
 import bz2
@@ -14,7 +15,7 @@ import pathlib
 import shutil
 import zlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from jaxtrain.data.bad_records import BadRecord
 
@@ -40,31 +41,35 @@ MAGIC = {
         for block in (b"1AY&SY", b"\x17rE8P\x90")
     },
 }
-HEAD = 512  # bytes by which a file is known
+HEAD = 512  # bytes by which a kind of file is recognized
+# kind of archive → where its mark stands, and the mark
+ARCHIVES = {"a tar archive": (257, b"ustar"), "a zip archive": (0, b"PK\x03\x04")}
 TOO_WIDE = "requires too much memory"  # in what zstd says of a window that it does not take unasked
 
 
 class Reader(io.BufferedReader):
     """The bytes of a file, decompressed; read it by blocks or by lines.
 
-    Raises BadRecord where compressed content is damaged or cut short (what comes before has been
-    read by then), and for archives of files.
+    Raises BadRecord where compressed content is damaged or cut short, after the text before that
+    place was read, and for archives of files.
     """
 
     def __init__(self, path: str):
         self._source = _Bytes(path)
         self._taken = 0
         super().__init__(self._source, BLOCK)
-        if archive := _archive(self.peek(HEAD)[:HEAD]):
-            self.close()
-            raise BadRecord(
-                path,
-                f"{archive}, not a text",
-                "unpack it into a folder, or let its name begin with a dot",
-            )
+        head = self.peek(HEAD)[:HEAD]
+        for archive, (place, mark) in ARCHIVES.items():
+            if head.startswith(mark, place):
+                self.close()
+                raise BadRecord(
+                    path,
+                    f"{archive}, not a text",
+                    "unpack it into a folder, or let its name begin with a dot",
+                )
 
     def taken(self) -> int:
-        """Bytes of the file, as it is on the disk, that were read since this was asked last."""
+        """Bytes of the file on the disk that were read since the last call."""
         taken, self._taken = self._source.position - self._taken, self._source.position
         return taken
 
@@ -76,7 +81,7 @@ def without_suffix(path: str) -> str:
 
 
 def is_compressed(path: str) -> bool:
-    """Whether a file begins as compressed ones do."""
+    """True if a file begins as compressed files do."""
     with open(path, "rb", buffering=0) as file:
         return bool(_compression(path, file.read(HEAD)))
 
@@ -87,23 +92,8 @@ def unpack(path: str, target: pathlib.Path) -> None:
         shutil.copyfileobj(stream, file, BLOCK)
 
 
-class _Decompressor(Protocol):
-    """One compressed stream. `eof`: it has ended; `unused_data`: what stands behind it."""
-
-    @property
-    def eof(self) -> bool: ...
-
-    @property
-    def unused_data(self) -> bytes: ...
-
-    @property
-    def needs_input(self) -> bool: ...
-
-    def decompress(self, data: bytes, max_length: int) -> bytes: ...
-
-
 class _Gzip:
-    """zlib's decompressor of a gzip member, with the attributes that those of bz2 and lzma have."""
+    """The decompressor of one gzip member, with the attributes of those of bz2 and lzma."""
 
     def __init__(self) -> None:
         self._member = zlib.decompressobj(16 + zlib.MAX_WBITS)
@@ -123,7 +113,8 @@ class _Gzip:
         return output
 
 
-DECOMPRESSORS: dict[str, Callable[[], _Decompressor]] = {
+# A decompressor of one stream: `eof` says that it has ended, `unused_data` what stands behind it.
+DECOMPRESSORS: dict[str, Callable[[], _Gzip | bz2.BZ2Decompressor | lzma.LZMADecompressor]] = {
     "gzip": _Gzip,
     "bzip2": bz2.BZ2Decompressor,
     "xz": lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ),
@@ -131,9 +122,9 @@ DECOMPRESSORS: dict[str, Callable[[], _Decompressor]] = {
 
 
 class _Bytes(io.RawIOBase):
-    """A file's decompressed bytes, and the position in the file itself."""
+    """The decompressed bytes of a file, and the position in the file itself."""
 
-    _file: Any = None  # where the file cannot be opened, this is closed all the same
+    _file: Any = None  # `close` also runs where the file could not be opened
 
     def __init__(self, path: str):
         self._path, self._file = path, open(path, "rb", buffering=0)  # noqa: SIM115
@@ -168,7 +159,7 @@ class _Bytes(io.RawIOBase):
             self.position = self._file.tell()
         except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
             if isinstance(error, OSError) and error.errno:
-                raise  # of the disk, not of the content
+                raise  # an error of the disk, not of the content
             reason = (str(error).strip().splitlines() or ["it ends too early"])[0]
             if TOO_WIDE in reason:
                 raise BadRecord(
@@ -190,12 +181,12 @@ class _Bytes(io.RawIOBase):
         return len(data)
 
     def _members(self, most: int) -> bytes:
-        """Up to `most` bytes of one compressed stream after the other; none at the end of the
-        last."""
+        """Up to `most` bytes of the compressed streams, one after the other; b"" at the end of the
+        last one."""
         while True:
             if self._stream.eof:
                 rest = self._stream.unused_data or self._file.read(BLOCK)
-                while rest and not rest.strip(b"\0"):  # padding, as on tapes
+                while rest and not rest.strip(b"\0"):  # padding, as tapes have it
                     rest = self._file.read(BLOCK)
                 if not rest:
                     return b""
@@ -216,8 +207,10 @@ class _Bytes(io.RawIOBase):
 
 
 def _compression(path: str, head: bytes) -> str | None:
-    """The compression of a file that begins with `head`. BadRecord for a name that promises one,
-    before what is neither that nor text."""
+    """The compression of a file that begins with `head`, or None.
+
+    Raises BadRecord for content that is neither text nor what the suffix of its name promises.
+    """
     for magic, kind in MAGIC.items():
         if head.startswith(magic):
             return kind
@@ -235,10 +228,3 @@ def _compression(path: str, head: bytes) -> str | None:
             "get it again, or rename it",
         )
     return None
-
-
-def _archive(head: bytes) -> str | None:
-    """What sort of archive begins so."""
-    if head[257:262] == b"ustar":
-        return "a tar archive"
-    return "a zip archive" if head.startswith(b"PK\x03\x04") else None

@@ -1,11 +1,11 @@
-"""Documents → ids, on all cores and in their order.
+"""Documents → ids, on all cores and in the documents' order.
 
     pieces ── lists of about TASK characters ──► threads: tokenizer
            ──► arrays of ids, as they were read
 
-A tokenizers file's work is done outside of Python's lock, so threads are enough: several lists are
-encoded at once, the next ones are read and those before are stored meanwhile. The result does not
-depend on how pieces are put into lists, nor on the number of threads.
+The tokenizers library works outside of Python's lock, so threads are enough: several lists are
+encoded at once, while the next ones are read and earlier ones are stored. The result depends
+neither on the division into lists nor on the number of threads.
 """
 
 import collections
@@ -27,9 +27,10 @@ class Encoded:
     """The ids of some pieces.
 
     ids: [n] of the corpus's type, with the end-of-document ids.
-    ends: [documents] int64: the place behind each document that ends here.
+    ends: [documents that end here] int64: the place after the end of each.
     mask: [n] uint8, 1 where a token counts in the loss.
-    text, size: bytes of text, in UTF-8, and of the files that it was read from.
+    text: bytes of the text in UTF-8.
+    size: bytes of the files that the text was read from.
     """
 
     ids: np.ndarray
@@ -40,7 +41,7 @@ class Encoded:
 
 
 def cores() -> int:
-    """The cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 

@@ -1,20 +1,20 @@
-"""Batches as global arrays: which row stands where, in every process and in every batch, from the
-batch's number alone.
+"""Batches as global arrays: the place of each sequence in every process and in every batch, from
+the batch's number alone.
 
-    row i of batch n  = row order[n·B + i] of the split; order = a permutation of all rows for each
-                        epoch, from the seed
-    place of row i    = [i // (B / microbatches), i % (B / microbatches)]
-                        of arrays [microbatches, B / microbatches, T]
-                        where replicas train apart, so in each replica's part of the batch, its
-                        B / replicas consecutive rows
+    sequence i of batch n  = sequence order[n·B + i] of the split; order = a permutation of all
+                             sequences for each epoch, from the seed
+    place of sequence i    = [i // (B / microbatches), i % (B / microbatches)]
+                             of arrays [microbatches, B / microbatches, T];
+                             with independent replicas, the same within each replica's
+                             B / replicas consecutive sequences of the batch
 
-Packing and shuffling know nothing of meshes, processes or threads; a process then reads those rows
-that its own devices hold, each once. There is no other state: to resume at batch n is to ask for
-batch n of the same corpus. Step t has batch t − 1, unless the run has passed over batches: so a
+Packing and shuffling know nothing of meshes, processes or threads. A process reads the sequences
+that its own devices hold, each once. There is no other state: resuming at batch n is reading
+batch n of the same corpus. Step t has batch t − 1, unless the run has passed over batches, so a
 checkpoint has the number of the next batch beside the step.
 
-Legend: B the global batch in rows, T the sequence length. Cutting rows is in packing.py, preparing
-a corpus in tokens.py.
+Legend: B the sequences of the global batch, T the sequence length. packing.py cuts sequences,
+tokens.py prepares a corpus.
 """
 
 import collections
@@ -29,7 +29,7 @@ import grain
 import jax
 import numpy as np
 
-from jaxtrain.data.packing import Row, Rows
+from jaxtrain.data.packing import Sequences
 from jaxtrain.data.row_log import RowLog
 from jaxtrain.data.tokens import Corpus, DataError
 
@@ -39,24 +39,26 @@ Batch = dict[str, jax.Array]
 class Loader:
     """The batches of one split of a corpus.
 
-    A batch is a dict of arrays [microbatches, B / microbatches, T] with the given sharding: those
-    of packing.Rows.
+    A batch is a dict of arrays [microbatches, B / microbatches, T] with the given sharding; its
+    keys and types are those of packing.Sequences.
 
-    The train split goes on for ever, shuffled anew each epoch. The validation split is read in the
-    order of the corpus, whole or, with `batches`, in rows spread evenly over it (its first rows
-    would be one document's); where it ends within a batch, rows of weight 0 fill that up.
+    The train split goes on for ever, with another order each epoch. The validation split is read
+    once, in the order of the corpus. With `batches` only that many are read, of sequences spread
+    evenly over the split, because its first ones may all be of one document. Sequences of weight 0
+    fill up the last batch.
 
     Args:
-      corpus: prepared; its checksum and the number of the next batch are all that a checkpoint
-        needs.
-      data: config; sequence_length, batch_size, seed, attend_across_documents and prefetch are
-        used.
+      corpus: a prepared corpus; a checkpoint needs only its checksum and the number of the next
+        batch.
+      data: the config's group; sequence_length, batch_size, seed, attend_across_documents and
+        prefetch are used.
       split: "train" or "validation".
-      sharding: of [microbatches, rows, T], over any axes of any mesh.
-      microbatches: into which the batch is cut; divides B.
-      batches: the most that are made of the validation split (None: all of it).
-      independent_replicas: replicas that train apart, along the slowest axis of the rows.
-      log: gets the rows of each batch of `iterate` as that is taken.
+      sharding: the sharding of [microbatches, B / microbatches, T], over any axes of any mesh.
+      microbatches: the number of parts of a batch; divides B.
+      batches: the largest number of batches of the validation split (None: the entire split).
+      independent_replicas: the number of replicas that train separately, along the slowest axis of
+        a batch's sequences.
+      log: writes down the sequences of each batch that is taken from `iterate`.
 
     Raises DataError if the train split is empty.
     """
@@ -78,14 +80,11 @@ class Loader:
             raise ValueError(
                 f"{microbatches} microbatches do not divide data.batch_size={data.batch_size}"
             )
-        self._corpus = corpus
-        self._train, self._batch_size, self._sharding = split == "train", data.batch_size, sharding
-        self._stream, self._split, self._wanted = (
-            corpus.train if self._train else corpus.validation,
-            split,
-            data.validation_fraction > 0,
-        )
-        self._rows = Rows(
+        self._corpus, self._split, self._train = corpus, split, split == "train"
+        self._batch_size, self._sharding = data.batch_size, sharding
+        self._has_validation = data.validation_fraction > 0
+        self._stream = corpus.train if self._train else corpus.validation
+        self._sequences = Sequences(
             corpus,
             self._stream,
             data.sequence_length,
@@ -96,9 +95,9 @@ class Loader:
             f"the {split} split of {corpus.source} (checksum {corpus.checksum[:12]}, seed "
             f"{data.seed})"
         )
-        order = grain.MapDataset.range(len(self._rows))
+        order = grain.MapDataset.range(len(self._sequences))
         if self._train:
-            if not len(self._rows):
+            if not len(self._sequences):
                 rule = (
                     f"data.validation_fraction={data.validation_fraction:g} holds out all of the "
                     f"{len(corpus.tokens)} tokens"
@@ -107,74 +106,83 @@ class Loader:
                     f"{rule} of data.source={corpus.source}: use "
                     "--config.data.validation_fraction=0.0"
                 )
-            order = order.shuffle(seed=_grain_seed(data.seed)).repeat()
+            # Grain adds the epoch to its seed of 32 bits. A digest spreads the seeds, so that
+            # neighbouring ones do not share epochs.
+            digest = hashlib.sha256(str(data.seed).encode()).digest()
+            order = order.shuffle(seed=int.from_bytes(digest[:4], "little")).repeat()
             self.batches = None
         else:
-            available = -(-len(self._rows) // self._batch_size)
+            available = -(-len(self._sequences) // self._batch_size)
             self.batches = available if batches is None else min(batches, available)
         self._order = order
         self.shape = (microbatches, self._batch_size // microbatches, data.sequence_length)
-        self._local, self._place = _local_rows(sharding, self.shape, independent_replicas)
+        self._local, self._place = _local_sequences(sharding, self.shape, independent_replicas)
         self._ahead, self._log = data.prefetch, log
         self._threads = concurrent.futures.ThreadPoolExecutor(
             max(1, data.prefetch), thread_name_prefix=f"jaxtrain-{split}"
         )
 
     def remarks(self) -> list[str]:
-        """For people: what is unusual about so little text; nothing where there is enough."""
-        tokens, rows, length = f"{len(self._stream):,} tokens", len(self._rows), self.shape[2]
-        few = f"corpus: the {self._split} split has {tokens}"
+        """Lines of text about a split with too few tokens for a batch; [] if it has enough."""
+        count, length = len(self._sequences), self.shape[2]
+        few = f"corpus: the {self._split} split has {len(self._stream):,} tokens"
         if not self._train:
-            return [] if rows or not self._wanted else [f"{few}: there is nothing to evaluate on"]
-        if self._rows.repeated:
+            empty = self._has_validation and not count
+            return [f"{few}: there is nothing to evaluate on"] if empty else []
+        if self._sequences.repeated:
             return [
                 f"{few}, and data.sequence_length={length} takes {length + 1}: its documents "
                 "repeat within a sequence"
             ]
-        if rows < self._batch_size:
-            count = f"{rows} sequence{'s'[: rows > 1]} of {length}"
+        if count < self._batch_size:
             return [
-                f"{few}, which are {count}, and data.batch_size={self._batch_size}: they "
-                "repeat within a batch"
+                f"{few}, which are {count} sequence{'s'[: count > 1]} of {length}, and "
+                f"data.batch_size={self._batch_size}: they repeat within a batch"
             ]
         return []
 
     @property
-    def rows(self) -> int:
-        """Rows in the split: an epoch."""
-        return len(self._rows)
+    def sequences(self) -> int:
+        """The number of sequences in the split: an epoch."""
+        return len(self._sequences)
 
     def specification(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes, types and shardings of a batch, for compiling before there is one."""
+        """Shapes, types and shardings of a batch, for compilation before the first one is read."""
         return {
             k: jax.ShapeDtypeStruct(self.shape, v.dtype, sharding=self._sharding)
-            for k, v in self._rows.empty().items()
+            for k, v in self._sequences.empty().items()
         }
 
     def batch(self, number: int) -> Batch:
-        """The batch with a number, from 0, read now."""
+        """Reads the batch with a number; the first one is 0."""
         return self.read(number)[1]
 
     def read(self, number: int) -> tuple[dict[int, int | None], Batch]:
-        """The same after place → row of the split, of those rows that this process has read for
-        it."""
+        """Reads the batch with a number.
+
+        Returns a map from places in the batch to sequences of the split, those that this process
+        has read (None: padding), and the batch.
+        """
         if number < 0 or (self.batches is not None and number >= self.batches):
             raise IndexError(f"batch {number} of {self.batches} of {self._name}")
         self._corpus.check_whole()
         indices = {i: self._index(number * self._batch_size + i) for i in self._local}
-        rows: list[Row] = [
-            self._rows.empty() if index is None else self._rows[index] for index in indices.values()
+        sequences = [
+            self._sequences.empty() if index is None else self._sequences[index]
+            for index in indices.values()
         ]
-        return indices, {name: self._place_array([row[name] for row in rows]) for name in rows[0]}
+        return indices, {
+            name: self._place_array([arrays[name] for arrays in sequences]) for name in sequences[0]
+        }
 
     def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
-        """Batches from number `start` up to `stop` (None: for ever, or all of the validation
+        """Batches from number `start` up to `stop` (None: for ever, or to the end of the validation
         split), data.prefetch of them read ahead.
 
-        An error in a thread is raised here, at the batch that it belongs to.
+        An error in a thread is raised here, at its batch.
         """
-        last = min((end for end in (stop, self.batches) if end is not None), default=sys.maxsize)
-        numbers = iter(range(start, last))
+        end = min((n for n in (stop, self.batches) if n is not None), default=sys.maxsize)
+        numbers = iter(range(start, end))
         if not self._ahead:
             yield from (self._taken(number, *self.read(number)) for number in numbers)
             return
@@ -190,14 +198,14 @@ class Loader:
             for _, future in waiting:
                 future.cancel()
 
-    def rows_of(self, number: int) -> str:
-        """For people: which rows a batch is made of."""
-        first = number * self._batch_size
-        rows = [self._index(first + i) for i in range(self._batch_size)]
-        shown = ", ".join(map(str, rows[:8])) + (", …" if len(rows) > 8 else "")
+    def describe(self, number: int) -> str:
+        """The epoch and the sequences of a batch, in words."""
+        begin = number * self._batch_size
+        sequences = [self._index(begin + i) for i in range(self._batch_size)]
+        shown = ", ".join(map(str, sequences[:8])) + (", …" if len(sequences) > 8 else "")
         return (
-            f"batch {number}: epoch {first // max(1, self.rows)}, rows {shown} of the {self.rows} "
-            f"of {self._name}"
+            f"batch {number}: epoch {begin // max(1, self.sequences)}, sequences {shown} of the "
+            f"{self.sequences} of {self._name}"
         )
 
     def close(self) -> None:
@@ -211,36 +219,37 @@ class Loader:
         self.close()
 
     def _index(self, i: int) -> int | None:
-        """The split's row at place i of the order; None behind the end of the validation split."""
+        """The split's sequence at place i of the order; None after the validation split."""
         if self.batches is None:
             return self._order[i]
-        wanted = self.batches * self._batch_size
-        return (
-            self._order[i * self.rows // wanted if wanted < self.rows else i]
-            if i < self.rows
-            else None
-        )
+        if i >= self.sequences:
+            return None
+        evaluated = self.batches * self._batch_size
+        return self._order[i * self.sequences // evaluated if evaluated < self.sequences else i]
 
-    def _taken(self, number: int, rows: dict[int, int | None], batch: Batch) -> Batch:
+    def _taken(self, number: int, sequences: dict[int, int | None], batch: Batch) -> Batch:
         if self._log:
-            self._log.write(number, rows)
+            self._log.write(number, sequences)
         return batch
 
-    def _place_array(self, rows: list[np.ndarray]) -> jax.Array:
-        local = np.stack(rows)  # [rows that this process needs, T]
+    def _place_array(self, sequences: list[np.ndarray]) -> jax.Array:
+        local = np.stack(sequences)  # [sequences that this process reads, T]
 
         def block(index: Any) -> np.ndarray:
             return local[self._place[index[:2]]][..., index[2]]
 
-        # JAX takes this for an implicit transfer, and it is meant
+        # JAX takes this for an implicit transfer
         with jax.transfer_guard_host_to_device("allow"):
             return jax.make_array_from_callback(self.shape, self._sharding, block)
 
 
 class Feed:
-    """A run's batches, one after the other. position: the number of the next.
+    """A run's batches, one after the other; `position` is the number of the next one.
 
-    loader: of the train split; count: how many batches will be taken.
+    Args:
+      loader: the loader of the train split.
+      position: the number of the first batch.
+      count: the number of batches that will be taken.
     """
 
     def __init__(self, loader: Loader, position: int, count: int):
@@ -253,31 +262,25 @@ class Feed:
         return batch
 
     def jump(self, position: int, count: int) -> None:
-        """The next batch is another one."""
+        """Goes on with batch `position`; `count` batches will be taken."""
         self.position, self._batches = position, self._loader.iterate(position, position + count)
 
 
-def _local_rows(
+def _local_sequences(
     sharding: jax.sharding.NamedSharding, shape: tuple[int, ...], independent_replicas: int
 ) -> tuple[list[int], np.ndarray]:
-    """The rows of a batch that this process's devices hold, ascending; and [microbatches, rows] the
-    place of each in that list, or −1."""
-    microbatches, rows, _ = shape
-    row = (
-        np.arange(microbatches * rows)
+    """The sequences of a batch that this process's devices hold, ascending; and
+    [microbatches, B / microbatches] the place of each in that list, or −1."""
+    microbatches, size, _ = shape
+    sequences = (
+        np.arange(microbatches * size)
         .reshape(independent_replicas, microbatches, -1)
         .swapaxes(0, 1)
-        .reshape(microbatches, rows)
+        .reshape(microbatches, size)
     )
     needed = np.zeros(shape[:2], bool)
     indices: Any = sharding.addressable_devices_indices_map(shape)
     for index in indices.values():
         needed[index[:2]] = True
-    local = np.sort(row[needed])
-    return local.tolist(), np.where(needed, np.searchsorted(local, row), -1)
-
-
-def _grain_seed(seed: int) -> int:
-    """Grain adds the epoch to its seed, so neighbouring seeds would share epochs: spread them over
-    its 32 bits."""
-    return int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "little")
+    local = np.sort(sequences[needed])
+    return local.tolist(), np.where(needed, np.searchsorted(local, sequences), -1)

@@ -1,17 +1,17 @@
-"""Rows of a fixed length, cut from a split's documents by random access.
+"""Sequences of a fixed length, cut from a split's documents by random access.
 
-Documents stand one after the other; row r holds tokens r·T to r·T + T of the stream, so that its T
+Documents stand one after the other. Sequence s holds tokens s·T to s·T + T of the stream: its T
 targets are its T inputs moved on by one, and no token but the very last few is left out. With
-attend_across_documents=False every document in a row is a segment of its own, a document cut by the
-row's beginning starts anew there, and no token is asked to predict the next document's first. Where
-there are too few tokens for one row, the documents repeat in it.
+attend_across_documents=False every document in a sequence is a segment of its own. A document that
+the sequence's beginning cuts starts a segment there, and no token has the first token of the next
+document as its target. Where there are too few tokens for one sequence, the documents repeat in it.
 
     stream      a b c $ d e $ f g h i …           T = 6
     tokens      a b c $ d e                       targets     b c $ d e $
     segments    1 1 1 1 2 2                       weights     1 1 1 0 1 1
     positions   0 1 2 3 0 1
 
-Legend: T the sequence length. Which rows make a batch, and where they go, is in loader.py.
+Legend: T the sequence length. loader.py puts sequences into batches and batches onto devices.
 """
 
 import numpy as np
@@ -19,21 +19,22 @@ import numpy as np
 from jaxtrain.data.split import Stream
 from jaxtrain.data.tokens import Corpus, DataError
 
-Row = dict[str, np.ndarray]
+Arrays = dict[str, np.ndarray]
 
 
-class Rows:
-    """The rows of a stream of a corpus: `len()` and `[r]`.
+class Sequences:
+    """The sequences of a stream of a corpus: `len()` and `[s]`.
 
-    A row is a dict of arrays [T]: `tokens` and `targets` int32, `weights` float32 (0 where the
+    A sequence is a dict of arrays [T]: `tokens` and `targets` int32, `weights` float32 (0 where the
     target does not count in the loss), and, if attend_across_documents is False, `segments` int32
-    (1, 2, … along the row) and `positions` int32.
+    (1, 2, … along the sequence) and `positions` int32.
 
-    With `padded` the stream's rest is a last row too, filled up with targets of weight 0; otherwise
-    it is left out, or, where it is all there is, repeated. `repeated` says so.
+    The rest of the stream is shorter than a sequence. With `padded` it is the last one, filled up
+    with targets of weight 0. Otherwise it is left out, or repeated if it is the entire stream:
+    `repeated` is then True.
 
-    Raises DataError for a row with an id that the corpus's tokenizer does not have: what the corpus
-    was checked for when it was prepared no longer holds.
+    Raises DataError for an id that the corpus's tokenizer does not have. The corpus was checked for
+    such ids when it was prepared, so its files have changed since.
     """
 
     def __init__(
@@ -44,56 +45,48 @@ class Rows:
         attend_across_documents: bool = True,
         padded: bool = False,
     ):
-        self._corpus, self._stream, self._length, self._across = (
-            corpus,
-            stream,
-            sequence_length,
-            attend_across_documents,
-        )
+        self._corpus, self._stream = corpus, stream
+        self._length, self._across = sequence_length, attend_across_documents
         # Plain views: a memmap's own slicing costs several times as much.
         self._tokens, self._documents = np.asarray(corpus.tokens), np.asarray(corpus.documents)
         self._mask = None if corpus.mask is None else np.asarray(corpus.mask)
         targets = max(0, len(stream) - 1)
         self.repeated = not padded and 0 < len(stream) <= sequence_length
-        self._count = (
-            -(-targets // sequence_length)
-            if padded
-            else 1
-            if self.repeated
-            else targets // sequence_length
-        )
+        if padded:
+            self._count = -(-targets // sequence_length)
+        else:
+            self._count = 1 if self.repeated else targets // sequence_length
 
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, r: int) -> Row:
-        if not 0 <= r < self._count:
-            raise IndexError(f"row {r} of {self._count}")
-        begin = r * self._length
+    def __getitem__(self, s: int) -> Arrays:
+        if not 0 <= s < self._count:
+            raise IndexError(f"sequence {s} of {self._count}")
+        begin = s * self._length
         end = begin + self._length + 1
-        return self._row(begin, end if self.repeated else min(end, len(self._stream)))
+        return self._sequence(begin, end if self.repeated else min(end, len(self._stream)))
 
-    def empty(self) -> Row:
-        """A row of padding: all weights 0."""
-        return self._row(0, 0)
+    def empty(self) -> Arrays:
+        """A sequence of padding: all weights 0."""
+        return self._sequence(0, 0)
 
-    def _row(self, begin: int, end: int) -> Row:
-        """The row of tokens [begin, end) of the stream, at most T + 1, padded to T + 1."""
+    def _sequence(self, begin: int, end: int) -> Arrays:
+        """The sequence of tokens [begin, end) of the stream, at most T + 1, padded to T + 1."""
         n, window = end - begin, np.zeros(self._length + 1, np.int32)
         ids = self._stream.read(self._tokens, begin, end)
         self._check(ids)
         window[:n] = ids
         counts = np.zeros(self._length + 1, np.float32)
         counts[:n] = 1 if self._mask is None else self._stream.read(self._mask, begin, end)
-        row = {"tokens": window[:-1], "targets": window[1:], "weights": counts[1:]}
+        arrays = {"tokens": window[:-1], "targets": window[1:], "weights": counts[1:]}
         if not self._across:
-            first = self._starts(begin, end)
-            segments = np.cumsum(first, dtype=np.int32)
+            starts = self._starts(begin, end)
             index = np.arange(self._length + 1, dtype=np.int32)
-            row["weights"] = np.where(first[1:], np.float32(0), row["weights"])
-            row["segments"] = segments[:-1]
-            row["positions"] = (index - np.maximum.accumulate(np.where(first, index, 0)))[:-1]
-        return row
+            arrays["weights"] = np.where(starts[1:], np.float32(0), arrays["weights"])
+            arrays["segments"] = np.cumsum(starts, dtype=np.int32)[:-1]
+            arrays["positions"] = (index - np.maximum.accumulate(np.where(starts, index, 0)))[:-1]
+        return arrays
 
     def _check(self, ids: np.ndarray) -> None:
         size = self._corpus.tokenizer.vocab_size
@@ -109,14 +102,14 @@ class Rows:
             )
 
     def _starts(self, begin: int, end: int) -> np.ndarray:
-        """[T + 1] bool: where a segment begins, which is at the row's beginning, at each
-        document's, and at the padding's."""
-        first, done = np.zeros(self._length + 1, bool), 0
-        first[0] = True
+        """[T + 1] bool: True where a segment begins, which is at the beginning of the sequence, of
+        each document, and of the padding."""
+        starts, done = np.zeros(self._length + 1, bool), 0
+        starts[0] = True
         for low, high in self._stream.ranges(begin, end):
             inside = slice(*np.searchsorted(self._documents, np.array([low, high])))
-            first[self._documents[inside] - low + done] = True
-            first[done] = True
+            starts[self._documents[inside] - low + done] = True
+            starts[done] = True
             done += high - low
-        first[done : done + 1] = True
-        return first
+        starts[done : done + 1] = True
+        return starts

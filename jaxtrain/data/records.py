@@ -1,18 +1,18 @@
 """Files of records → documents: JSONL, JSON and Parquet, and the fields that `data.text_fields`
 names in them.
 
-    JSONL    a record a line; blank lines are no records
-    JSON     a list of records; or one record; or one a line, which is JSONL by another name; or
-             several, one after the other
-    Parquet  a record a row
+    JSONL    one record a line; blank lines are no records
+    JSON     a list of records; or one record; or several, one after the other; or one a line, which
+             is JSONL with another suffix
+    Parquet  one record a row
 
-A record is an object, its text that of its fields, joined. A field's name may be a path: `doc.text`
-is the field `text` of `doc`, and `turns.0.text` that of the first of a list; a field whose own name
-is `doc.text` comes before. Everything is a stream: of a list, the items at hand are in memory, not
-the list.
+A record is an object, and its text is the text of its fields, joined. A field's name may be a path:
+`doc.text` is the field `text` of `doc`, and `turns.0.text` the field `text` of the first item of
+the list `turns`. A field that is itself named `doc.text` has precedence. Everything is a stream:
+the current items of a list are in memory, not the list.
 
-Readers yield the pieces of documents and, in the place of a record that cannot be read, a
-BadRecord. One that is raised ends its file.
+Readers yield the pieces of documents. They yield a BadRecord in the place of a record that cannot
+be read, and raise one where the rest of the file cannot be read.
 """
 
 import codecs
@@ -28,10 +28,10 @@ from jaxtrain.data.compressed import BLOCK, Reader
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SURROGATE = re.compile("[\\ud800-\\udfff]")
 SPACES = re.compile(r"[ \t\r\n]*")
-# characters before the end of what was read in which a word or number that is cut there may begin
+# A word or number that is cut at the end of the characters read so far is at most as long as this.
 CUT = 16
 SET_FIELDS = "set data.text_fields"
-ROWS = 256  # of Parquet, read together
+PARQUET_ROWS = 256  # rows of a Parquet file read at a time
 MISSING = object()
 DECODER = json.JSONDecoder()
 
@@ -40,19 +40,27 @@ Runs = list[tuple[bool, tuple[str, ...]]]
 
 
 class File(NamedTuple):
-    """A file of a source. Size in bytes; `modified` in nanoseconds."""
+    """A file of a source.
+
+    format: text, json, jsonl, parquet, bin, npy, or python: a text that is left out if it is empty
+        or not UTF-8.
+    size: bytes.
+    modified: nanoseconds since the epoch.
+    """
 
     path: str
-    # text, json, jsonl, parquet, bin, npy, or python: a text that is left out if it is empty or not
-    # UTF-8
     format: str
     size: int
     modified: int
 
 
 class Piece(NamedTuple):
-    """A part of a document: its text, whether its tokens count in the loss, whether the document
-    ends here, and the bytes read for it, as they are in the file."""
+    """A part of a document.
+
+    counts: True if its tokens count in the loss.
+    ends: True if the document ends here.
+    size: bytes of the file that were read for it.
+    """
 
     text: str
     counts: bool
@@ -101,7 +109,7 @@ def _parse(line: bytes, where: str) -> Any:
 
 
 def not_utf8(where: str, byte: int, reason: str) -> BadRecord:
-    """What is said of a byte that is not UTF-8."""
+    """The error for a byte that is not UTF-8."""
     return BadRecord(
         where,
         f"not UTF-8 text (0x{byte:02x}: {reason})",
@@ -110,8 +118,8 @@ def not_utf8(where: str, byte: int, reason: str) -> BadRecord:
 
 
 def _check_surrogates(document: list[Piece], where: str) -> None:
-    """BadRecord for half of a surrogate pair: only an escape can bring it into decoded UTF-8, and
-    it has no encoding."""
+    """Raises BadRecord for half of a surrogate pair. It has no encoding, and only an escape can
+    bring it into decoded UTF-8."""
     if any(SURROGATE.search(piece.text) for piece in document):
         raise BadRecord(
             where, "half of a surrogate pair (\\ud800 to \\udfff), which is no character"
@@ -122,28 +130,22 @@ def _check_surrogates(document: list[Piece], where: str) -> None:
 
 
 def read_json(file: File, runs: Runs) -> Pieces:
-    """The records of a JSON file, which is a list of them, or one, or several, one after the
-    other."""
+    """The records of a JSON file: a list of them, or one, or several, one after the other."""
     if _has_records_as_lines(file.path):
         yield from read_jsonl(file, runs)
         return
     with Reader(file.path) as stream:
         text = _JsonText(stream, file.path)
-        first = text.peek()
-        if first not in ("[", "{"):
-            kind = (
-                "nothing"
-                if not first
-                else "text"
-                if first == '"'
-                else f"what begins with {first!r}"
-            )
+        opening = text.peek()
+        if opening not in ("[", "{"):
+            kinds = {"": "nothing", '"': "text"}
+            kind = kinds.get(opening, f"what begins with {opening!r}")
             raise BadRecord(
                 text.where,
                 "a JSON file must hold an object, a list of objects, or one object a line, "
                 f"not {kind}",
             )
-        for where, raw, record in _items(text) if first == "[" else _values(text):
+        for where, raw, record in _items(text) if opening == "[" else _values(text):
             try:
                 _check_bytes(raw, where)
                 if not isinstance(record, dict):
@@ -158,54 +160,55 @@ def read_json(file: File, runs: Runs) -> Pieces:
 
 
 class _JsonText:
-    """The part of a JSON text that is being read: from `at` on, and more of it at its end when that
-    is needed.
+    """A window of a JSON text. `_at` is the place of the reader in it, and blocks of the file are
+    appended when they are needed.
 
-    Bytes that are not UTF-8 are in it as lone surrogates, so that their record can be told from the
-    others.
+    Bytes that are not UTF-8 become lone surrogates, so that only their record is bad.
     """
 
     def __init__(self, stream: Reader, path: str):
         self._path, self._stream, self._line = path, stream, 1
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
         self._text, self._at, self._counted, self._ended = "", 0, 0, False
-        self._before = 0  # characters of the line at hand that are no longer in the text
+        self._before = 0  # characters of the current line that are no longer in the window
         if stream.peek(len(BYTE_ORDER_MARK)).startswith(BYTE_ORDER_MARK):
             stream.read(len(BYTE_ORDER_MARK))
         self._more()
 
     @property
     def where(self) -> str:
-        """File and line of the place that is read."""
+        """File and line of the reader's place."""
         self._count_lines()
         return f"{self._path}:{self._line}"
 
     @property
     def rest_of_line(self) -> str:
-        """What is left of the line, as far as it was read."""
+        """The rest of the current line, as far as the window has it."""
         end = self._text.find("\n", self._at)
         return self._text[self._at : end if end >= 0 else None]
 
     def peek(self) -> str:
-        """The next character that is no space; "" at the end."""
+        """Moves to the next character that is no space, and returns it; "" at the end."""
         while True:
             self._at = SPACES.match(self._text, self._at).end()  # type: ignore[union-attr]  # it matches nothing, too
             if self._at < len(self._text) or not self._more():
                 return self._text[self._at : self._at + 1]
 
     def skip(self) -> None:
-        """Goes on behind the next character."""
+        """Moves behind the next character."""
         self._at += 1
 
     def value(self) -> tuple[str, Any]:
-        """The JSON value that begins here, as it stands there and decoded. BadRecord for what is
-        none."""
+        """Reads the JSON value that begins here: its text, and the decoded value.
+
+        Raises BadRecord for text that is no value.
+        """
         while True:
             try:
                 value, end = DECODER.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
-                # Not whole yet? A string has no line break in it: one that is not closed is a long
-                # one.
+                # The value may go on behind the window. A string has no line break, so one that
+                # does not end is a long one.
                 cut = (
                     error.msg.startswith("Unterminated string")
                     or error.pos >= len(self._text) - CUT
@@ -235,8 +238,10 @@ class _JsonText:
         self._counted = self._at
 
     def _more(self) -> bool:
-        """Reads as much as is waiting once more, so that a long value is tried a few times only.
-        False at the end of the file."""
+        """Doubles the text behind the reader's place, so that a long value is decoded few times.
+
+        Returns False at the end of the file.
+        """
         if self._ended:
             return False
         self._count_lines()
@@ -254,8 +259,7 @@ class _JsonText:
 
 
 def _has_records_as_lines(path: str) -> bool:
-    """Whether a JSON file has an object a line: the first is whole on its line, or was meant to
-    be."""
+    """True if a JSON file has one object a line: its first line is an object, or ends like one."""
     with Reader(path) as stream:
         text = _JsonText(stream, path)
         if text.peek() != "{":
@@ -269,14 +273,14 @@ def _has_records_as_lines(path: str) -> bool:
 
 
 def _values(text: _JsonText) -> Iterator[tuple[str, str, Any]]:
-    """(file and line, as it stands there, decoded) of values one after the other."""
+    """Values one after the other: (file and line, text, decoded value) of each."""
     while text.peek():
         where = text.where
         yield where, *text.value()
 
 
 def _items(text: _JsonText) -> Iterator[tuple[str, str, Any]]:
-    """The same of a list's."""
+    """The items of a list: (file and line, text, decoded value) of each."""
     text.skip()
     following = text.peek()
     while following != "]":
@@ -298,7 +302,7 @@ def _items(text: _JsonText) -> Iterator[tuple[str, str, Any]]:
 
 
 def _check_bytes(raw: str, where: str) -> None:
-    """BadRecord for a byte that was not UTF-8."""
+    """Raises BadRecord for text with a byte that was not UTF-8."""
     try:
         raw.encode()
     except UnicodeEncodeError as error:
@@ -309,7 +313,7 @@ def _check_bytes(raw: str, where: str) -> None:
 
 
 def read_parquet(file: File, path: pathlib.Path, runs: Runs) -> Pieces:
-    """The rows of a Parquet file, which lies at `path`, decompressed."""
+    """The records of a Parquet file, which lies at `path`, decompressed."""
     # Half a second to import, and needed by few: not at the top.
     import pyarrow
     import pyarrow.parquet
@@ -320,7 +324,7 @@ def read_parquet(file: File, path: pathlib.Path, runs: Runs) -> Pieces:
         with pyarrow.parquet.ParquetFile(path) as parquet:
             columns = _columns(file.path, parquet.schema_arrow, fields)
             size = file.size // max(1, parquet.metadata.num_rows)
-            for batch in parquet.iter_batches(batch_size=ROWS, columns=columns):
+            for batch in parquet.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
                 for record in batch.to_pylist():
                     row += 1
                     try:
@@ -331,18 +335,20 @@ def read_parquet(file: File, path: pathlib.Path, runs: Runs) -> Pieces:
                         yield from document
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         if isinstance(error, OSError) and error.errno:
-            raise  # of the disk, not of the content
+            raise  # an error of the disk, not of the content
         raise BadRecord(
             f"{file.path}: row {row + 1}", f"not readable as Parquet: {str(error).splitlines()[0]}"
         ) from error
 
 
 def _columns(path: str, schema: Any, fields: list[str]) -> list[str]:
-    """The columns in which fields are, as pyarrow names them: structs down to the field. BadRecord
-    for a field that is not text."""
+    """The columns that have the fields, as pyarrow names them: structs down to the field.
+
+    Raises BadRecord for a field that is missing or not text.
+    """
     import pyarrow
 
-    # Of lists, the items that a path names.
+    # the items of lists that a path names
     indices = {part for name in fields for part in name.split(".") if part.isdecimal()}
 
     def shape_of(kind: Any) -> Any:
@@ -383,12 +389,12 @@ def _document(record: dict[str, Any], runs: Runs, where: str, size: int) -> Iter
     text is no document."""
     texts = ["".join(_text_of(record, name, where) for name in names) for _, names in runs]
     if any(texts):
-        for i, text in enumerate(texts):
-            last = i == len(runs) - 1
-            yield Piece(text, runs[i][0], last, size if last else 0)
+        for i, (text, (counts, _)) in enumerate(zip(texts, runs, strict=True), 1):
+            yield Piece(text, counts, i == len(runs), size if i == len(runs) else 0)
 
 
 def _text_of(record: dict[str, Any], name: str, where: str) -> str:
+    """The text of a field. Raises BadRecord if it is missing or not text."""
     value = _field(record, name)
     if isinstance(value, str):
         return value
@@ -398,8 +404,10 @@ def _text_of(record: dict[str, Any], name: str, where: str) -> str:
 
 
 def _field(value: Any, name: str) -> Any:
-    """The value of a field of a record, or the type of a column of a schema, by its name or path;
-    MISSING where there is none."""
+    """The value of a field of a record, or the type of a column of a schema, by its name or path.
+
+    MISSING if there is no such field.
+    """
     inner = _inner(value)
     if name in inner:
         return inner[name]
@@ -413,7 +421,7 @@ def _field(value: Any, name: str) -> Any:
 
 
 def _inner(value: Any) -> dict[str, Any]:
-    """What an object or a list has inside, by name."""
+    """The values inside an object or a list, by name."""
     if isinstance(value, dict):
         return value
     if isinstance(value, list):
@@ -422,8 +430,7 @@ def _inner(value: Any) -> dict[str, Any]:
 
 
 def _no_field(value: Any, name: str) -> str:
-    """What is said of a field that is missing: the part of its path that is there, and what that
-    has."""
+    """The message about a missing field: the part of its path that exists, and the fields there."""
     path = ""
     while True:
         inner = _inner(value)
@@ -442,6 +449,7 @@ def _no_field(value: Any, name: str) -> str:
 
 
 def _kind(value: Any) -> str:
+    """The JSON kind of a value, in words."""
     kinds = {
         bool: "true or false",
         int: "a number",

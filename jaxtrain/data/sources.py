@@ -1,19 +1,19 @@
 """The files of `data.source`, and the documents in them.
 
     folder   every text, JSON, JSONL and Parquet file below it, in the order of their paths; names
-             that begin with a dot are left out, links to folders are said and not followed; a pipe,
-             a socket or a link to nothing is a file that cannot be read
+             that begin with a dot are left out, links to folders are reported and not followed; a
+             pipe, a socket or a link to nothing is a file that cannot be read
     text     one document a file; any suffix but those below
     .jsonl   one document a line, of the fields `data.text_fields`, joined in that order; blank
              lines are no documents (.ndjson too)
     .json    one document for each object of a list, or one a line, or one alone, of the same fields
-    .parquet one document a row, of the same fields
+    .parquet one document a record, of the same fields
     stdlib   the sources of the Python standard library: its *.py files without tests, one document
              each
-    .bin .npy  tokens (tokens.py reads them): nothing here but their names
+    .bin .npy  tokens: only their names are read here, tokens.py reads the files
 
-Each may be compressed (`.jsonl.gz`, `.txt.zst`, …; compressed.py). Everything is a stream: a long
-text comes in pieces cut after a line, so that no file is ever whole in memory. Records are in
+Each file may be compressed (`.jsonl.gz`, `.txt.zst`, …; compressed.py). Everything is a stream: a
+long text comes in pieces cut after a line, so no file is ever in memory entirely. Records are in
 records.py; encoding, the end of documents and the prepared corpus in tokens.py.
 """
 
@@ -61,9 +61,12 @@ LEFT_OUT_OF_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_t
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """`name` for messages, and the files in the order of the corpus; `root` is what the user named.
+    """The files of a `data.source`.
 
-    unreadable: paths below a folder that are no files to read: pipes, sockets, devices, links to
+    name: the source as messages name it.
+    root: the folder or file that the user named.
+    files: the files in the order of the corpus.
+    unreadable: paths below a folder that are no regular files: pipes, sockets, devices, links to
         nothing.
     linked_folders: links to folders, which are not followed.
     """
@@ -84,15 +87,11 @@ class Source:
 
 
 def find(name: str) -> Source:
-    """The files behind a `data.source`, looked at but not read. Raises DataError if there are
-    none."""
+    """The files of a `data.source`, which are not read. Raises DataError if there are none."""
     if name == STDLIB:
         root = pathlib.Path(sysconfig.get_path("stdlib"))
-        paths = (
-            [path for path in _walk(root, LEFT_OUT_OF_STDLIB)[0] if path.endswith(".py")]
-            if root.is_dir()
-            else []
-        )
+        # nothing is below a folder that does not exist
+        paths = [path for path in _walk(root, LEFT_OUT_OF_STDLIB)[0] if path.endswith(".py")]
         if not paths:
             raise DataError(
                 f"data.source=stdlib: this Python has no sources in {root}: name a folder or a file"
@@ -134,7 +133,7 @@ def find(name: str) -> Source:
 
 
 def check_files(source: Source) -> None:
-    """Raises DataError if a file has no bytes, or is none to read, before others are read."""
+    """Raises DataError if a file is empty or no regular file, before any file is read."""
     if source.unreadable:
         raise unreadable_file(source.unreadable).refusal()
     empty = [file.path for file in source.files if not file.size and file.format != "python"]
@@ -149,21 +148,20 @@ def pieces(
     scratch: pathlib.Path,
     skipped: Skipped | None = None,
 ) -> Iterator[Piece]:
-    """The documents of a source, piece by piece; a document may be cut anywhere, its last piece
+    """The documents of a source, piece by piece; a document may be cut anywhere, and its last piece
     ends it.
 
     Args:
       fields: names or paths of the fields of JSON, JSONL and Parquet whose text is joined, in this
         order.
-      prompt_only: those of them whose tokens do not count in the loss.
-      scratch: a folder for what has to be decompressed as a whole.
-      skipped: takes the records that cannot be read, as they come; None: the first of them is
-        raised.
+      prompt_only: the fields among them whose tokens do not count in the loss.
+      scratch: a folder for files that have to be decompressed entirely.
+      skipped: collects the records that cannot be read; None: the first of them is raised.
 
-    Raises DataError, with file and line (or row), for what cannot be read.
+    Raises DataError, with file and line (or row of Parquet), for what cannot be read.
     """
-    # Fields are encoded together where nothing tells them apart, and apart where the loss does: as
-    # a prompt is when text is generated.
+    # A prompt is encoded separately from the text that follows it, as when text is generated;
+    # fields of one kind are encoded together.
     runs = [
         (not masked, tuple(names))
         for masked, names in itertools.groupby(fields, lambda name: name in prompt_only)
@@ -173,7 +171,7 @@ def pieces(
             skipped.add(unreadable_file([path]))
     for file in source.files:
         try:
-            for piece in _read(file, runs, scratch, whole=skipped is not None):
+            for piece in _read(file, runs, scratch, complete=skipped is not None):
                 if isinstance(piece, Piece):
                     yield piece
                 elif skipped is None:
@@ -186,16 +184,16 @@ def pieces(
             skipped.add(bad)
 
 
-def _read(file: File, runs: Runs, scratch: pathlib.Path, whole: bool) -> Pieces:
-    """The pieces of a file. `whole`: those of a text only if all of it can be read."""
+def _read(file: File, runs: Runs, scratch: pathlib.Path, complete: bool) -> Pieces:
+    """The pieces of a file. `complete`: pieces of a text only if all of it can be read."""
     if file.format in RECORD_READERS:
         return RECORD_READERS[file.format](file, runs)
     if file.format == "parquet":
         return _parquet(file, runs, scratch)
     if file.format == "python":
         return _python(file)
-    if whole:
-        for _ in _text(file):
+    if complete:
+        for _ in _text(file):  # raises the error of its end before the text's first piece
             pass
     return _text(file)
 
@@ -203,27 +201,24 @@ def _read(file: File, runs: Runs, scratch: pathlib.Path, whole: bool) -> Pieces:
 def _walk(
     root: pathlib.Path, left_out: set[str] | frozenset[str]
 ) -> tuple[list[str], list[str], list[str]]:
-    """Regular files below a folder, what cannot be read, and links to folders, which are not
-    followed; each in the order of their paths."""
+    """Below a folder: the regular files, the paths that cannot be read, and the links to folders,
+    which are not followed; each in the order of their paths."""
     files: list[str] = []
     others: list[str] = []
     linked: list[str] = []
-    for folder, folders, names in os.walk(
-        root, onerror=lambda error: others.append(error.filename)
-    ):
+    unlisted = lambda error: others.append(error.filename)
+    for folder, folders, names in os.walk(root, onerror=unlisted):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
-        linked += [path for name in folders if os.path.islink(path := os.path.join(folder, name))]
-        for name in names:
-            if not name.startswith("."):
-                (files if os.path.isfile(path := os.path.join(folder, name)) else others).append(
-                    path
-                )
+        below = [os.path.join(folder, name) for name in names if not name.startswith(".")]
+        files += [path for path in below if os.path.isfile(path)]
+        others.extend(path for path in below if not os.path.isfile(path))
+        linked += filter(os.path.islink, (os.path.join(folder, name) for name in folders))
     by_parts = lambda path: pathlib.PurePath(path).parts
     return sorted(files, key=by_parts), sorted(others, key=by_parts), sorted(linked, key=by_parts)
 
 
 def unreadable_file(paths: Sequence[str]) -> BadRecord:
-    """What is said of paths that are no files to read."""
+    """The error for paths that are no files to read: the first one, and the number of others."""
     what = "not a regular file"
     if not os.path.exists(paths[0]):
         what = "a link to nothing" if os.path.islink(paths[0]) else "it has gone"
@@ -240,31 +235,31 @@ def _stat(path: str, format: str) -> File:
 
 
 def _text(file: File) -> Iterator[Piece]:
-    decoder, lines, kept, first, empty = codecs.getincrementaldecoder("utf-8")(), 0, "", True, True
+    """The pieces of a text file: one document, cut after lines."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    lines, characters, rest = 0, 0, ""
     with Reader(file.path) as stream:
+        block = stream.read(BLOCK).removeprefix(BYTE_ORDER_MARK)
         while True:
-            block = stream.read(BLOCK)
-            read = len(block)
-            if first:
-                block, first = block.removeprefix(BYTE_ORDER_MARK), False
             try:
-                text = decoder.decode(block, final=not read)
+                text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
                 line = lines + error.object[: error.start].count(b"\n") + 1
                 raise not_utf8(
                     f"{file.path}:{line}", error.object[error.start], error.reason
                 ) from error
             lines += text.count("\n")
-            kept += text
-            empty &= not text
-            if not read:
+            characters += len(text)
+            rest += text
+            if not block:
                 break
-            cut = len(kept) if len(kept) > LONGEST else kept.rfind("\n") + 1
-            yield Piece(kept[:cut], True, False, stream.taken())
-            kept = kept[cut:]
-    if empty:
+            cut = len(rest) if len(rest) > LONGEST else rest.rfind("\n") + 1
+            yield Piece(rest[:cut], True, False, stream.taken())
+            rest = rest[cut:]
+            block = stream.read(BLOCK)
+    if not characters:
         raise _is_empty(file.path)
-    yield Piece(kept, True, True, 0)
+    yield Piece(rest, True, True, 0)
 
 
 def _others(paths: Sequence[str]) -> str:
@@ -278,8 +273,8 @@ def _is_empty(path: str, others: str = "") -> BadRecord:
 
 
 def _parquet(file: File, runs: Runs, scratch: pathlib.Path) -> Pieces:
-    """A file that is compressed as a whole is decompressed first: its parts are read in an order of
-    their own."""
+    """The pieces of a Parquet file. A compressed one is decompressed into `scratch` first, since
+    its parts are not read in their order."""
     if not is_compressed(file.path):
         yield from read_parquet(file, pathlib.Path(file.path), runs)
         return

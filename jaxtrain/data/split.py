@@ -1,8 +1,8 @@
 """The held-out split, and a split's documents as one stream of tokens with random access.
 
-Which documents are held out depends on the document index and the fraction alone. Documents are
-taken in a fixed pseudo-random order until the wanted number of tokens is nearest. Where documents
-are too long for that (one text file, or a few books), the last tokens of the corpus are held out
+The held-out documents depend on their indices and the fraction alone. Documents are taken in a
+fixed pseudo-random order until the number of tokens is nearest to the fraction. Where documents are
+too long for that (one text file, or a few books), the last tokens of the corpus are held out
 instead.
 
     corpus       | d0 | d1 | d2 | d3 | d4 |
@@ -15,15 +15,15 @@ from collections.abc import Iterator
 
 import numpy as np
 
-CHUNK = 1 << 20  # documents looked at together
+CHUNK = 1 << 20  # documents examined at a time
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stream:
     """Ranges of a corpus, one after the other.
 
-    `starts` [n] int64: where each range begins in the corpus; `offsets` [n + 1] int64: where it
-    begins in the stream, then the length.
+    `starts` [n] int64: the place of each range in the corpus. `offsets` [n + 1] int64: its place in
+    the stream, then the length of the stream.
     """
 
     starts: np.ndarray
@@ -33,8 +33,8 @@ class Stream:
         return int(self.offsets[-1])
 
     def ranges(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """The corpus's ranges [first, last) that make tokens [begin, end) of the stream; behind its
-        last one stands its first again."""
+        """The ranges [first, last) of the corpus with tokens [begin, end) of the stream, which
+        repeats after its end."""
         while begin < end:
             at = begin % len(self)
             i = int(np.searchsorted(self.offsets, at, "right")) - 1
@@ -44,28 +44,26 @@ class Stream:
             begin += count
 
     def read(self, array: np.ndarray, begin: int, end: int) -> np.ndarray:
-        """[end − begin] of a per-token array of the corpus: a view where one range has it all, else
-        a copy."""
+        """Elements [end − begin] of a per-token array of the corpus: a view of one range, or a copy
+        of several."""
         parts = [array[first:last] for first, last in self.ranges(begin, end)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts or [array[:0]])
 
 
 def make_stream(starts: np.ndarray, ends: np.ndarray) -> Stream:
-    """The stream of ranges [start, end), [n] int64 each, ascending; those that touch are merged,
-    empty ones dropped."""
+    """The stream of ascending ranges [start, end), two arrays [n] int64. Ranges that touch are
+    merged, and empty ones dropped."""
     keep = ends > starts
     starts, ends = starts[keep], ends[keep]
-    joined = starts[1:] == ends[:-1]
-    starts, ends = (
-        starts[np.append(True, ~joined)[: len(starts)]],
-        ends[np.append(~joined, True)[: len(ends)]],
-    )
+    separate = starts[1:] != ends[:-1]
+    starts = starts[np.append(True, separate)[: len(starts)]]
+    ends = ends[np.append(separate, True)[: len(ends)]]
     return Stream(starts, np.append(0, np.cumsum(ends - starts)))
 
 
 def split(documents: np.ndarray, fraction: float) -> tuple[Stream, Stream]:
-    """(train, validation) of a corpus with document offsets `documents` [n + 1] int64, about
-    `fraction` of the tokens held out."""
+    """The streams (train, validation) of a corpus with document offsets `documents` [n + 1] int64;
+    validation has about `fraction` of the tokens."""
     total = int(documents[-1])
     target = round(fraction * total)
     held = _choose(documents, target)
@@ -76,10 +74,10 @@ def split(documents: np.ndarray, fraction: float) -> tuple[Stream, Stream]:
 
 
 def _choose(documents: np.ndarray, target: int) -> np.ndarray:
-    """Ascending indices [k] int64 of documents of at most `target` tokens each, together as near to
-    it as the fixed order allows."""
+    """Ascending indices [k] int64 of documents of at most `target` tokens each, whose sum is as
+    near to `target` as the fixed order allows."""
     n, total = len(documents) - 1, int(documents[-1])
-    # the order's head is nearly always enough, and far less to sort
+    # the beginning of the order is nearly always enough, and far less to sort
     for cutoff in (min(1.0, 2 * target / total), 1.0):
         chosen, keys = _candidates(documents, target, cutoff)
         chosen = chosen[np.argsort(keys, kind="stable")]
@@ -95,8 +93,8 @@ def _choose(documents: np.ndarray, target: int) -> np.ndarray:
 def _candidates(
     documents: np.ndarray, longest: int, cutoff: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(indices int64, keys uint64) of documents of at most `longest` tokens whose place in the
-    fixed order is before `cutoff` of all."""
+    """Indices (int64) and keys (uint64) of the documents of at most `longest` tokens in the first
+    `cutoff` of the fixed order."""
     indices, keys = [], []
     limit = np.uint64(min(int(cutoff * 2.0**64), 2**64 - 1))
     for first in range(0, len(documents) - 1, CHUNK):
@@ -110,8 +108,8 @@ def _candidates(
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """uint64 → uint64, a bijection that looks random: a step of splitmix64 (Steele, Lea, Flood
-    2014). A library's generator may change."""
+    """A bijection uint64 → uint64 that looks random: a step of splitmix64 (Steele, Lea, Flood
+    2014), written out because a library's generator may change."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,8 +1,8 @@
-"""Tokenizers: text ↔ ids, and the description with which a checkpoint finds its tokenizer again.
+"""Tokenizers: text ↔ ids, and the description from which a checkpoint's tokenizer is made anew.
 
-Three kinds, chosen by `data.tokenizer`: `bytes` (ids 0 to 255, end of document 256), the path of a
-Hugging Face tokenizers JSON file, and `none` for token files whose tokenizer is not at hand (ids
-stand for themselves). Reading files of text is in sources.py, preparing a corpus in tokens.py.
+`data.tokenizer` chooses one of three kinds: `bytes` (ids 0 to 255, end of document 256), the path
+of a Hugging Face tokenizers JSON file, or `none` for token files whose tokenizer is missing (text
+is then decimal ids). sources.py reads files of text, tokens.py prepares a corpus.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import tokenizers
 
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
-# Looked up in this order: what published tokenizers call the end of a document.
+# The names of the end of a document in published tokenizers, in the order of precedence.
 END_OF_DOCUMENT = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -38,8 +38,8 @@ class DataError(RunError, ValueError):
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. `vocab_size` is the largest id plus one; `end_of_document` ends each
-    document (None: there is no such id)."""
+    """Text to ids and back. `vocab_size` is the largest id plus one; `end_of_document` is the id
+    that ends each document (None: there is no such id)."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -56,12 +56,12 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of some ids, without the ends of documents. Ids that stand for no text are left
-        out; it raises for none."""
+        """The text of some ids, without the ends of documents. Ids without a text are left out; no
+        id is an error."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """JSON from which `tokenizer_from` makes this tokenizer again."""
+        """JSON from which `tokenizer_from` makes an equal tokenizer."""
         ...
 
 
@@ -141,8 +141,8 @@ class FileTokenizer:
             raise DataError(
                 f"data.tokenizer={path} is not a tokenizers JSON file: {_first_line(error)}"
             ) from error
-        # Files made for fine-tuning often carry these; in a corpus they would cut or fill documents
-        # silently.
+        # Files made for fine-tuning often have truncation and padding, which would cut or fill the
+        # documents of a corpus silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ids = {token: self._tokenizer.token_to_id(token) for token in END_OF_DOCUMENT}
@@ -203,11 +203,11 @@ def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
 def tokenizer_from(
     description: dict[str, Any], folders: Iterable[str | pathlib.Path] = ()
 ) -> Tokenizer:
-    """The tokenizer that `describe()` described.
+    """The tokenizer with this description, which `describe()` made.
 
     A tokenizers file is looked for at its path, then as `tokenizer.json` in each of `folders` (a
-    prepared corpus holds a copy), and is taken where its content is the same. Raises DataError
-    where there is none.
+    prepared corpus has a copy). The first one with the described content is taken. Raises DataError
+    if there is none.
     """
     if description["kind"] == "bytes":
         return ByteTokenizer()
@@ -235,10 +235,12 @@ def _first_line(error: Exception) -> str:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, vocab_size: int) -> list[int]:
-    """A prompt's ids; an empty one is the end of the document before. DataError for a text or an id
-    that cannot be."""
+    """The ids of a prompt; an empty prompt is an end of document.
+
+    Raises DataError for text that is not UTF-8 and for ids beyond `vocab_size`.
+    """
     try:
-        # a locale of few characters leaves bytes as they are
+        # an ASCII locale passes other bytes on as surrogates
         text = prompt.encode("utf-8", "surrogateescape").decode()
         ids = [int(i) for i in tokenizer.encode(text)]
     except UnicodeError:

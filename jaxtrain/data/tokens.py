@@ -1,22 +1,21 @@
 """Sources → a prepared corpus: memory-mapped tokens, an index of documents, a mask and a checksum.
 
-A corpus is prepared once, into a folder of the cache that is named by what it was made of:
+A corpus is prepared once, into a folder of the cache whose name depends on its source and settings:
 
     <cache>/<source>-<key>/   corpus.json     sizes, checksum, tokenizer, and the bad records that
                                               were left out
                               tokens.bin      uint16 or uint32 [tokens], every document ending with
                                               the end-of-document id
-                              documents.bin   int64 [documents + 1]: where each begins, then the
+                              documents.bin   int64 [documents + 1]: the place of each, then the
                                               number of tokens
                               mask.bin        uint8 [tokens]: 1 where a token counts in the loss;
                                               only with data.loss_mask
-                              tokenizer.json  a copy, if it was a file
+                              tokenizer.json  a copy of the tokenizer's file, if it has one
 
-A source that is a token file stays where it is and is only checked and indexed; a compressed one is
-decompressed into the folder. Everything is streamed: memory does not grow with the corpus. What
-files hold is in sources.py, their encoding in encode.py, the held-out split in split.py, rows of a
-fixed length in packing.py, the cache's safety in cache.py. `data` below is the config's group of
-that name.
+A token file is checked and indexed where it lies; a compressed one is decompressed into the folder.
+Everything is streamed: memory does not grow with the corpus. sources.py reads files, encode.py
+encodes them, split.py holds documents out, packing.py cuts sequences, cache.py has the cache's
+folders. `data` below is the config's group of that name.
 """
 
 import contextlib
@@ -49,7 +48,7 @@ from jaxtrain.data.tokenizer import (
     load_tokenizer,
     tokenizer_from,
 )
-from jaxtrain.run import streams, terminal
+from jaxtrain.run import streams
 
 __all__ = [
     "Corpus",
@@ -61,19 +60,19 @@ __all__ = [
     "tokenizer_from",
 ]
 
-FORMAT = 1  # of a prepared folder; part of its key
-CHUNK = 4 << 20  # tokens looked at together
+FORMAT = 1  # the version of a prepared folder; part of its key
+CHUNK = 4 << 20  # tokens examined at a time
 MOST_IDS = 2**24  # more than any tokenizer has
-BIGRAMS = 1 << 28  # as many as bigram_entropy counts
+BIGRAMS = 1 << 28  # the pairs that bigram_entropy counts at most
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
     """A prepared corpus; its arrays are memory-mapped.
 
-    tokens: [tokens] uint16 or uint32, or the integer type of the token file that was the source.
-    documents: [documents + 1] int64, where each document begins, then the number of tokens.
-    mask: [tokens] uint8, 1 where a token counts in the loss, or None where all do.
+    tokens: [tokens] uint16 or uint32, or the integer type of the source's token file.
+    documents: [documents + 1] int64, the place of each document, then the number of tokens.
+    mask: [tokens] uint8, 1 where a token counts in the loss, or None if all count.
     checksum: sha256 over tokens, documents, mask and the end-of-document id, as hexadecimal.
     skipped: the bad records that were left out.
     """
@@ -94,17 +93,17 @@ class Corpus:
 
     @property
     def train(self) -> Stream:
-        """The documents that are trained on."""
+        """The documents of the training split."""
         return self._splits[0]
 
     @property
     def validation(self) -> Stream:
-        """The documents held out."""
+        """The documents of the held-out split."""
         return self._splits[1]
 
     def check_whole(self) -> None:
-        """Raises DataError where a file has been cut short since: to read what was mapped of it
-        would end the process without a word."""
+        """Raises DataError if a mapped file was cut short since it was opened. Reading the missing
+        part of the map would kill the process without a message."""
         for array in (self.tokens, self.mask):
             if isinstance(array, np.memmap):
                 file: Any = array.base
@@ -117,27 +116,23 @@ class Corpus:
 
 
 def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
-    """The corpus of a `data` config, prepared now if the cache does not hold it.
+    """The corpus of a `data` config, prepared now if the cache does not have it.
 
     Args:
       data: source, tokenizer, text_fields, loss_mask, bad_records, token_dtype, validation_fraction
         and cache are used.
-      vocab_size: of the model; ids must be below it.
-      progress: whether to show a bar on standard error, then how fast it was and which records were
-        left out.
+      vocab_size: the model's vocabulary; ids must be below it.
+      progress: shows a bar on standard error, then the speed and the records that were left out.
 
-    Raises DataError, one line naming file and line where there are any; nothing is left behind
-    then.
+    Raises DataError with one line, which names file and line of the problem if it has some; nothing
+    is left behind then.
     """
     try:
         tokenizer = load_tokenizer(data.tokenizer, vocab_size)
         source = sources.find(data.source)
         _check(data, source, tokenizer)
-        slug = re.sub(
-            r"[^A-Za-z0-9._-]+",
-            "-",
-            source.root.name if source.name != sources.STDLIB else source.name,
-        )[:40]
+        name = source.name if source.name == sources.STDLIB else source.root.name
+        slug = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:40]
         folder = cache.folder_of(data.cache) / f"{slug}-{_key(data, source, tokenizer)}"
 
         def make(temporary: pathlib.Path) -> None:
@@ -150,7 +145,7 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
                 if _has_changed(source) and not (
                     isinstance(error, OSError) and cache.refusal(error, cache.folder_of(data.cache))
                 ):
-                    raise _changed(data) from error  # which is why it could not be read
+                    raise _changed(data) from error  # the change is why it could not be read
                 raise
             if _has_changed(source):
                 raise _changed(data)
@@ -163,26 +158,23 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
             raise _changed(data)
     except OSError as error:
         of_cache = cache.refusal(error, cache.folder_of(data.cache))
-        raise of_cache or DataError(
-            f"{error.filename or data.source}: {error.strerror or error}"
-        ) from error
+        message = f"{error.filename or data.source}: {error.strerror or error}"
+        raise of_cache or DataError(message) from error
     if progress:
-        streams.say(
-            *corpus.skipped.lines(data.source),
-            *(
-                f"data.source={data.source}: {link} is a link to a folder, which is not followed"
-                for link in source.linked_folders
-            ),
-        )
+        links = [
+            f"data.source={data.source}: {link} is a link to a folder, which is not followed"
+            for link in source.linked_folders
+        ]
+        streams.log(*corpus.skipped.lines(data.source), *links)
     return corpus
 
 
 def _has_changed(source: sources.Source) -> bool:
-    """Whether the files of a source are others than they were, by names, sizes and times."""
+    """True if names, sizes or times of a source's files differ from those in `source`."""
     try:
         return source != sources.find(source.name)
     except (DataError, OSError):
-        return True  # they are gone
+        return True  # the files are gone
 
 
 def _changed(data: Any) -> DataError:
@@ -195,9 +187,9 @@ def bigram_entropy(corpus: Corpus) -> float | None:
     """H(next byte | byte) of the training split in nats, from counts of neighbouring tokens; None
     if its tokens are not bytes.
 
-    The loss of the best table of 257 × 257 probabilities: a model that is below it has learned more
-    than pairs. Ends of documents count as a byte. At most BIGRAMS pairs are counted, in blocks
-    spread evenly over the split.
+    This is the loss of the best table of 257 × 257 probabilities, so a model with a lower loss has
+    learned more than pairs. An end of document counts as a byte. At most BIGRAMS pairs are counted,
+    in blocks spread evenly over the split.
     """
     if not isinstance(corpus.tokenizer, ByteTokenizer) or len(corpus.train) < 2:
         return None
@@ -219,7 +211,7 @@ def bigram_entropy(corpus: Corpus) -> float | None:
     seen = table > 0
     nats = float(np.sum(table[seen] * np.log(before[seen] / table[seen])) / table.sum())
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    # a cache that may not be written to: measured again next time
+    # without permission to write into the cache, the next run computes it anew
     with contextlib.suppress(OSError):
         try:
             temporary.write_text(json.dumps(nats))
@@ -230,7 +222,7 @@ def bigram_entropy(corpus: Corpus) -> float | None:
 
 
 def _check(data: Any, source: sources.Source, tokenizer: Tokenizer) -> None:
-    """Raises DataError where the fields of `data` do not fit the source."""
+    """Raises DataError if the settings of `data` do not fit the source."""
     mask, fields, name = ",".join(data.loss_mask), ",".join(data.text_fields), data.source
     if unknown := [field for field in data.loss_mask if field not in data.text_fields]:
         raise DataError(
@@ -269,8 +261,8 @@ def _check(data: Any, source: sources.Source, tokenizer: Tokenizer) -> None:
 
 
 def _key(data: Any, source: sources.Source, tokenizer: Tokenizer) -> str:
-    """What a prepared folder depends on, as 16 hexadecimal digits. Of files only names, sizes and
-    times: the checksum has the content."""
+    """A digest of all that a prepared folder depends on, as 16 hexadecimal digits. Files count by
+    names, sizes and times; the corpus's checksum covers their content."""
     fields = [data.text_fields, data.loss_mask] if source.has_fields else []
     raw = [_token_dtype(data.token_dtype).str] if source.files[0].format == "bin" else []
     description = {k: v for k, v in tokenizer.describe().items() if k != "path"}
@@ -284,7 +276,7 @@ def _key(data: Any, source: sources.Source, tokenizer: Tokenizer) -> str:
 def _open(
     folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: Tokenizer
 ) -> Corpus | None:
-    """The corpus in a prepared folder; None if it is not there or not whole."""
+    """The corpus in a prepared folder; None if the folder is missing or not complete."""
     try:
         info = json.loads((folder / "corpus.json").read_text())
         n = info["tokens"]
@@ -298,13 +290,11 @@ def _open(
         mask = np.memmap(folder / "mask.bin", np.uint8, "r") if info["masked"] else None
     except (FileNotFoundError, KeyError, ValueError):
         return None
-    if (
-        len(ids) != n
-        or len(documents) != info["documents"] + 1
-        or (mask is not None and len(mask) != n)
-    ):
+    if len(ids) != n or len(documents) != info["documents"] + 1:
         return None
-    skipped = Skipped(**info.get("skipped", {}))  # "skipped" is not there where none could be
+    if mask is not None and len(mask) != n:
+        return None
+    skipped = Skipped(**info.get("skipped", {}))  # only bad_records=skip writes "skipped"
     return Corpus(
         ids,
         documents,
@@ -319,8 +309,8 @@ def _open(
 
 
 class _Writer:
-    """Appends to the files of a prepared folder, with their checksums. A file is made when
-    something is appended to it."""
+    """Appends arrays to the files of a prepared folder, and computes their checksums. The first
+    array makes a file."""
 
     def __init__(self, folder: pathlib.Path):
         self._folder, self._files = folder, contextlib.ExitStack()
@@ -328,7 +318,7 @@ class _Writer:
         self._digests: dict[str, Any] = {}
 
     def append(self, name: str, array: np.ndarray, store: bool = True) -> None:
-        """Adds an array to `name`.bin, or to its checksum alone."""
+        """Appends an array to `name`.bin and its checksum, or (store=False) to the latter alone."""
         content = np.ascontiguousarray(array).data.cast("B") if len(array) else memoryview(b"")
         self._digests.setdefault(name, hashlib.sha256()).update(content)
         if store:
@@ -341,13 +331,13 @@ class _Writer:
                 content = content[self._open[name].write(content) :]
 
     def finish(self, tokenizer: Tokenizer, **info: Any) -> None:
-        """Writes everything to disk, and corpus.json with `info` and the checksum."""
+        """Syncs the files, and writes corpus.json with `info` and the checksum."""
         for file in self._open.values():
             os.fsync(file.fileno())
         parts = {name: digest.hexdigest() for name, digest in self._digests.items()}
-        whole = json.dumps([parts, info["dtype"], tokenizer.end_of_document], sort_keys=True)
+        content = json.dumps([parts, info["dtype"], tokenizer.end_of_document], sort_keys=True)
         info |= {
-            "checksum": hashlib.sha256(whole.encode()).hexdigest(),
+            "checksum": hashlib.sha256(content.encode()).hexdigest(),
             "tokenizer": tokenizer.describe(),
         }
         if isinstance(tokenizer, FileTokenizer):
@@ -362,21 +352,21 @@ class _Writer:
 
 
 def _amount(size: float) -> str:
-    """Bytes for people."""
+    """A number of bytes in kB or MB."""
     return f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:,.1f} kB"
 
 
 class _Progress:
-    """How much of a source's files is read, on a terminal in place, with the speed in MB of text
-    (or of token files) a second; at the end a line with it."""
+    """The part of a source's files that is read so far, and the speed in MB of text (or of token
+    files) a second: a line that a terminal shows in place, and a last line for the log."""
 
     def __init__(self, name: str, total: int, shown: bool):
         self._name, self._total, self._shown, self._began = name, total, shown, time.perf_counter()
         self._done = self._read = 0
-        self._line = terminal.Line(sys.stderr, shown)
+        self._line = streams.TerminalLine(sys.stderr, shown)
 
     def update(self, size: int, read: int) -> None:
-        """`size` more bytes of the files, which held `read` bytes."""
+        """Adds `size` bytes of files, which held `read` bytes of text, and draws the line."""
         self._read, self._done = self._read + read, self._done + size
         part = f"{self._done / max(self._total, 1):.0%} of {_amount(self._total)}"
         self._line.draw(f"preparing {self._name}: {part}, {self._speed()}")
@@ -385,12 +375,12 @@ class _Progress:
         return f"{_amount(self._read / (time.perf_counter() - self._began))}/s"
 
     def finish(self, tokens: int, documents: int) -> None:
-        """Says what was prepared."""
+        """Logs the size of the corpus and the speed."""
         self._line.clear()
         if self._shown:
             what = f"{_amount(self._read)}, {documents:,} documents, {tokens:,} tokens"
             seconds = time.perf_counter() - self._began
-            streams.say(f"prepared {self._name}: {what} in {seconds:.1f} s, {self._speed()}")
+            streams.log(f"prepared {self._name}: {what} in {seconds:.1f} s, {self._speed()}")
 
     def __enter__(self) -> "_Progress":
         return self
@@ -444,8 +434,8 @@ def _tokenize(
 def _index(
     folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: Tokenizer, progress: bool
 ) -> None:
-    """Checks a token file and writes its documents, which end with the end-of-document id, or at
-    the end of the file."""
+    """Checks the ids of a token file and writes the places of its documents. A document ends with
+    the end-of-document id, or at the end of the file."""
     file = source.files[0]
     if is_compressed(file.path):
         unpack(file.path, folder / f"source.{file.format}")
@@ -459,7 +449,7 @@ def _index(
     ):
         writer.append("documents", np.zeros(1, "<i8"))
         stream.seek(ids.offset)
-        # read, not mapped: a mapped file that is cut short meanwhile ends the process
+        # read, not mapped: the process would die if a mapped file were cut short meanwhile
         for first in range(0, len(ids), CHUNK):
             chunk = np.fromfile(stream, ids.dtype, min(CHUNK, len(ids) - first))
             if first + len(chunk) < min(first + CHUNK, len(ids)):
@@ -488,15 +478,13 @@ def _index(
 def _beyond(
     where: str, ids: np.ndarray, is_raw: bool, data: Any, tokenizer: Tokenizer
 ) -> DataError:
-    """What is said of an id of a token file that is none of the tokenizer's, or of the model's
-    where there is no tokenizer.
+    """The error for an id of a token file that the tokenizer, or the model if there is no
+    tokenizer, does not have.
 
-    is_raw: whether the ids are read by data.token_dtype; an .npy file has its type in it.
+    is_raw: True if data.token_dtype is the type of the ids; an .npy file states its own.
     """
-    rule, needed = (
-        f"{where} is beyond the {tokenizer.vocab_size} ids of data.tokenizer={data.tokenizer}",
-        int(ids.max()) + 1,
-    )
+    rule = f"{where} is beyond the {tokenizer.vocab_size} ids of data.tokenizer={data.tokenizer}"
+    needed = int(ids.max()) + 1
     if isinstance(tokenizer, NoTokenizer):
         rule = f"{where} is not below model.vocab_size={tokenizer.vocab_size} and at least 0"
     if is_raw and (dtype := _other_dtype(ids, data.token_dtype, tokenizer.vocab_size)):
@@ -516,8 +504,8 @@ def _beyond(
 
 
 def _other_dtype(ids: np.ndarray, dtype: str, ids_known: int) -> str:
-    """The type of integers with which all of a raw file's ids are known, "" if there is none. One
-    byte each is no evidence."""
+    """The integer type with which all ids of a raw file are below `ids_known`, or "". Types of one
+    byte are not tried, since their ids nearly always are."""
     content = ids.view(np.uint8)
     for name in ("uint16", "uint32"):
         size = np.dtype(name).itemsize
@@ -531,15 +519,15 @@ def _other_dtype(ids: np.ndarray, dtype: str, ids_known: int) -> str:
 
 
 def _token_path(folder: pathlib.Path, file: File) -> pathlib.Path:
-    """Where the tokens of a token file lie: in the prepared folder if it was decompressed into
-    that."""
+    """The place of a token file's tokens: the prepared folder if it was decompressed, or the file
+    itself."""
     unpacked = folder / f"source.{file.format}"
     return unpacked if unpacked.exists() else pathlib.Path(file.path)
 
 
 def _map_tokens(file: File, path: pathlib.Path, token_dtype: str) -> np.memmap:
     """The tokens of a .bin or .npy file, [n], memory-mapped. Raises DataError if its size, shape or
-    type is not one of tokens."""
+    type cannot be that of tokens."""
     if file.format == "npy":
         try:
             ids = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -563,6 +551,7 @@ def _map_tokens(file: File, path: pathlib.Path, token_dtype: str) -> np.memmap:
 
 
 def _token_dtype(name: str) -> np.dtype:
+    """The little-endian type of data.token_dtype. Raises DataError if it is no integer type."""
     try:
         dtype = np.dtype(name).newbyteorder("<")
     except TypeError:

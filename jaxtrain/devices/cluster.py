@@ -112,7 +112,7 @@ def notice_of_waiting(
     )
     where = f" at {address}" if address else ""
     line = f"waiting for {whom} to meet{where}; jax gives up after {MEETING_S} s"
-    timer = threading.Timer(after, lambda: streams.say(line))
+    timer = threading.Timer(after, lambda: streams.log(line))
     timer.daemon = True
     timer.start()
     try:
@@ -178,7 +178,7 @@ def connect_peers() -> Peers | None:
         try:
             peers.connect(Address(tuple(address.pop("hosts")), **address), socket.gethostname())
         except PeersError as error:
-            streams.say(f"warning: {error}: processes that hang or go will be found late")
+            streams.log(f"warning: {error}: processes that hang or go will be found late")
     return peers
 
 
@@ -208,10 +208,10 @@ def is_main() -> bool:
     return jax.process_index() == 0
 
 
-def say(*lines: str) -> None:
-    """Prints lines as `streams.say`, in the process that writes the logs alone."""
+def log(*lines: str) -> None:
+    """Prints lines as `streams.log`, in the process that writes the logs alone."""
     if is_main():
-        streams.say(*lines)
+        streams.log(*lines)
 
 
 def compile_everywhere(name: str, program: Lowered) -> Compiled:

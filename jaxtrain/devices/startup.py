@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxtrain.config import Config
 from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES, several_processes
-from jaxtrain.run import streams, write_trial
+from jaxtrain.run import files, streams
 
 
 def start_jax(namespace: types.SimpleNamespace, config: Config | None = None) -> None:
@@ -54,7 +54,7 @@ def start_jax(namespace: types.SimpleNamespace, config: Config | None = None) ->
         and jax.process_count() == 1
         and jax.default_backend() == "cpu"
     ):
-        streams.say(
+        streams.log(
             f"no accelerator found: simulating {jax.device_count()} CPU devices "
             "(--cpu_devices=N for another number)"
         )
@@ -128,8 +128,8 @@ def use_compilation_cache() -> None:
         jax.config.update("jax_enable_compilation_cache", False)
     elif settings.jax_compilation_cache_dir is None:
         folder = compilation_cache(os.environ)
-        if refusal := write_trial.of_folder(folder):
-            streams.say(f"warning: compiled programs are not kept: {folder} {refusal.why}")
+        if refusal := files.try_folder(folder):
+            streams.log(f"warning: compiled programs are not kept: {folder} {refusal.why}")
         else:
             jax.config.update("jax_compilation_cache_dir", folder)
 

@@ -47,7 +47,7 @@ from jaxtrain.devices.startup import start_jax, unused_accelerator
 from jaxtrain.plan.bench import Bench, Exchange, Product, groups_of, without
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
-from jaxtrain.run.search_progress import SearchProgress
+from jaxtrain.run.progress import SearchProgress
 
 MEMORY_USABLE = 0.94  # of a device's memory, where the platform does not say what programs get
 BFLOAT16, FLOAT32 = "bfloat16", "float32"

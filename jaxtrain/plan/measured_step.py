@@ -48,8 +48,8 @@ from jaxtrain.hlo.step_figures import GROUPED, NO_KERNELS
 from jaxtrain.hlo.trace import Event, Events, TraceError, read
 from jaxtrain.parallel.attention import SCOPE
 from jaxtrain.plan.compare import COMMUNICATION, PLANNED, WAITING, PlannedStep, Trace, plan_at_hand
-from jaxtrain.run.goodput import STEPS, Part, WallClock
-from jaxtrain.run.line_file import warned
+from jaxtrain.run.files import warned
+from jaxtrain.run.wall_clock import STEPS, Part, WallClock
 from jaxtrain.training.profile import WARM_UP, Profile
 from jaxtrain.training.recovery import Rollback
 

@@ -23,8 +23,7 @@ from jaxtrain.devices.mesh import DATA
 from jaxtrain.parallel.zero import Reduction
 from jaxtrain.plan.compare import plan_at_hand
 from jaxtrain.plan.explain import aligned
-from jaxtrain.run import start_up
-from jaxtrain.run.goodput import Part, WallClock
+from jaxtrain.run.wall_clock import Part, WallClock, start_record
 from jaxtrain.training.state import bytes_per_device
 from jaxtrain.training.step import (
     Step,
@@ -156,7 +155,7 @@ class DryRun:
 
     record: what --json prints: mesh; the busiest stage and its communication volume; exchange of
             independent replicas; the planned step, None for unknown hardware; memory, bytes on a
-            device; seconds of the command by part, as `start_up.record` has them
+            device; seconds of the command by part, as `wall_clock.start_record` has them
     """
 
     introduction: list[str]
@@ -214,7 +213,7 @@ def dry_run(config: Config, setup: Setup, clock: WallClock) -> DryRun:
         "exchange": _as_dicts(counts.exchange_volume()),
         "planned": plan_at_hand(config, device).as_dict(),
         "memory": {"compiled": compiled_memory(compiled), "state": state_memory(config, step)},
-        "seconds": start_up.record(clock),
+        "seconds": start_record(clock),
     }
     return DryRun(lines, entries, record)
 

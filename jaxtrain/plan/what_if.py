@@ -29,9 +29,9 @@ from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.costs.memory import memory
 from jaxtrain.plan import compare, layout_flag
 from jaxtrain.plan.predict import Prediction, exactly, predict
-from jaxtrain.run.goodput import Part
-from jaxtrain.run.goodput_log import GOODPUT_FILE, REDONE, Goodput, read_goodput
+from jaxtrain.run.goodput import GOODPUT_FILE, REDONE, Goodput, read_goodput
 from jaxtrain.run.metrics import METRICS_FILE, read_metrics
+from jaxtrain.run.wall_clock import Part
 from jaxtrain.schedule.orders import INTERLEAVED, ZERO_BUBBLE
 
 REMATS, ZEROS = ("none", "selective", "full"), (0, 1, 2, 3)

@@ -1,7 +1,7 @@
-"""How a command ends: a status for what starts runs again (Slurm, JobSet, Ray, `jaxtrain.launch
---restarts`), and the error that has it.
+"""Exit statuses, for programs that restart runs (Slurm, JobSet, Ray, `jaxtrain.launch --restarts`),
+and the error that carries one.
 
-docs/operations.md has the table of these for people. Standard library only.
+docs/operations.md has them as a table. Standard library only.
 """
 
 import enum
@@ -13,8 +13,8 @@ class ExitStatus(enum.IntEnum):
     """The exit statuses of `jaxtrain.train`, and of every command that ends for one of these
     reasons.
 
-    64 to 78 have the meaning that sysexits.h gives them; what it does not know follows it. A
-    process that a signal ends has 128 and the signal's number, as shells count.
+    64 to 78 mean what sysexits.h says; 79 and up are reasons that it lacks. A process that a signal
+    ends has 128 plus the signal's number, as in shells.
     """
 
     FINISHED = 0
@@ -32,7 +32,7 @@ class ExitStatus(enum.IntEnum):
 
     @property
     def goes_on(self) -> bool:
-        """Whether the same command, started again, can be expected to come further."""
+        """Whether the same command can be expected to get further when it is started again."""
         return self in (
             ExitStatus.STORAGE,
             ExitStatus.STOPPED,
@@ -42,7 +42,7 @@ class ExitStatus(enum.IntEnum):
 
 
 class RunError(Exception):
-    """What ends a command and is no fault in the program: its text is one line, shown without a
-    traceback; `status` is the command's."""
+    """An error that ends a command and is no fault in the program. Its text is one line, shown
+    without a traceback; `status` is the command's."""
 
     status: ClassVar[ExitStatus] = ExitStatus.FAULT

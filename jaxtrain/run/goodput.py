@@ -1,124 +1,394 @@
-"""Parts of a command's wall time: each moment belongs to one part, so the parts add up to the
-whole.
+"""Goodput of a run: the share of the wall time of all its starts that went into steps that count.
+goodput.jsonl and goodput.png.
 
-imports · table · data · tracing · compiling · state │
-└──────────────────── the start ────────────────────┘
-    │ stepping  awaiting  data wait  stepping  saving … ending
-    └─────────────────────── the loop ───────────────────────┘
+    goodput.jsonl    one JSON object a line, appended while a start lasts, so that a start that is
+                     killed has left its parts
+      {"start": 2, "began": 1763786000.1, "time": 1763786012.6, "step": 47,
+       "seconds": {"imports": 2.01, …, "stepping": 4.5}}
+
+    start      from 1
+    began      Unix seconds at which the start's command began, by its machine's clock at that time
+    time       `began` and the seconds that the start has lasted since: a clock that is set right
+               meanwhile changes nothing
+    step       the last step with results; in a start's first line the step that it goes on from
+    seconds    of each part since `began` (wall_clock.py); their sum is time - began
+
+A start that goes on from step 40 redoes the steps after 40: what these cost earlier starts no
+longer counts. The same holds for a roll-back in a start, where `step` falls from one line to the
+next. Down time lies between a start's last line and the beginning of the next one. It is shown, but
+is no part of the run's wall time. A start that ends before its first line, in the imports, is down
+time too.
 """
 
 import contextlib
 import dataclasses
-import enum
+import json
+import os
+import pathlib
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterable
 
-T = TypeVar("T")
+from jaxtrain.run.files import read_json_lines, replace_text
+from jaxtrain.run.wall_clock import Part, WallClock
 
-
-class Part(enum.Enum):
-    """What a command does at a moment; the value is its name in files and texts."""
-
-    IMPORTS = "imports"  # Python, jax, the processes finding each other
-    TABLE = "table"  # checks of the config and the search for a table
-    DATA = "data"  # the lock, the choice of a checkpoint, the corpus prepared or found
-    TRACING = "tracing"
-    COMPILING = "compiling"
-    STATE = "state"  # first values made, or a checkpoint restored
-    STEPPING = "stepping"  # steps dispatched, and what is done with their results
-    AWAITING = "awaiting"  # the devices, for the results of a step
-    WAITING = "data_wait"  # for a batch
-    SAVING = "saving"  # the loop stands still for a checkpoint
-    EVALUATING = "evaluating"
-    ROLLING_BACK = "rolling_back"  # to an earlier checkpoint, in the same process
-    ENDING = "ending"  # after the last step: the last save finished, pictures, a sample
-    OTHER = "other"
-
-
-STEPS = (Part.STEPPING, Part.AWAITING, Part.WAITING)  # what a loop does that only takes steps
-OWN = (Part.STEPPING, Part.WAITING)  # of these, what a process does by itself
+GOODPUT_FILE, GOODPUT_PLOT = "goodput.jsonl", "goodput.png"
+# The next line is due after this fraction of the time that the start has lasted, between SHORTEST
+# and LONGEST seconds: a kill loses no more.
+GROWTH, SHORTEST, LONGEST = 0.01, 0.05, 60.0
+BEFORE_STATE = {Part.IMPORTS, Part.TABLE, Part.DATA, Part.TRACING, Part.COMPILING}
+LINES_PER_START = 50  # about as many of each start remain once another start follows
+SHOWN = 0.0005  # a part with a smaller share is not in the summary
+STEPPING = (Part.STEPPING.value, Part.AWAITING.value)
+USEFUL, REDONE = "useful steps", "redone steps"  # the two parts of STEPPING
 
 
 @dataclasses.dataclass(frozen=True)
-class Current:
-    """What a command is at now: the part, and the seconds since it began or was gone on with."""
+class Line:
+    """A line of goodput.jsonl."""
 
-    part: Part
-    seconds: float
+    start: int
+    began: float
+    time: float
+    step: int
+    seconds: dict[str, float]
 
-
-@dataclasses.dataclass(frozen=True)
-class _Moment:
-    """A change of parts: the seconds of each part until then, the part that began, and when."""
-
-    seconds: dict[Part, float]  # never changed: other threads read it
-    part: Part
-    since: float
-
-
-class WallClock:
-    """The wall time of a command by parts. One thread changes parts; any thread may ask at any
-    moment, without waiting.
-
-    Args:
-      began: when the command and its first part, the imports, began, by `clock`; now if not given.
-      clock: seconds.
-    """
-
-    def __init__(self, began: float | None = None, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
-        self.began = clock() if began is None else began
-        self._moment = _Moment({}, Part.IMPORTS, self.began)
-
-    def enter(self, part: Part) -> None:
-        """The part begins now, and the one before has ended."""
-        now, before = self._clock(), self._moment
-        self._moment = _Moment(_added(before, now), part, now)
-
-    @contextlib.contextmanager
-    def part(self, part: Part) -> Iterator[None]:
-        """A context that is the part's; the part around it goes on afterwards. What is inside a
-        part inside is not this part's."""
-        around = self._moment.part
-        self.enter(part)
-        try:
-            yield
-        finally:
-            self.enter(around)
-
-    def each(self, part: Part, items: Iterable[T]) -> Iterator[T]:
-        """The items; the time until each is there is the part's."""
-        iterator = iter(items)
-        while True:
-            with self.part(part):
-                try:
-                    item = next(iterator)
-                except StopIteration:
-                    return
-            yield item
-
-    @property
-    def current(self) -> Current:
-        """What the command is at now."""
-        moment = self._moment
-        return Current(moment.part, self._clock() - moment.since)
+    def stepping(self) -> float:
+        """Seconds in steps, without the wait for their batches."""
+        return sum(self.seconds.get(name, 0.0) for name in STEPPING)
 
     def wall_s(self) -> float:
-        """Seconds since the command began."""
-        return self._clock() - self.began
+        """Seconds that the start had lasted."""
+        return sum(self.seconds.values())
 
-    def spent(self, *parts: Part) -> float:
-        """Seconds of these parts together."""
-        seconds = self.seconds()
-        return sum(seconds.get(part, 0.0) for part in parts)
-
-    def seconds(self) -> dict[Part, float]:
-        """The seconds of each part that there was, in the order in which they began; their sum is
-        the time since `began`."""
-        return _added(self._moment, self._clock())
+    def json(self) -> str:
+        """The line's text, with its end."""
+        return json.dumps(dataclasses.asdict(self)) + "\n"
 
 
-def _added(moment: _Moment, now: float) -> dict[Part, float]:
-    """Seconds by part, with those between a moment and now."""
-    return moment.seconds | {moment.part: moment.seconds.get(moment.part, 0.0) + now - moment.since}
+@dataclasses.dataclass
+class Start:
+    """A start, by its last line. redone_s: seconds of its steps that were redone or discarded."""
+
+    last: Line
+    redone_s: float = 0.0
+
+    def parts(self) -> dict[str, float]:
+        """Seconds by part; stepping is split into useful and redone steps."""
+        others = {
+            name: seconds for name, seconds in self.last.seconds.items() if name not in STEPPING
+        }
+        return {USEFUL: self.last.stepping() - self.redone_s, REDONE: self.redone_s} | others
+
+
+@dataclasses.dataclass
+class _Stretch:
+    """Consecutive steps of one start that count so far: those after `begin` up to `end`, and the
+    seconds that they took."""
+
+    begin: int
+    end: int
+    seconds: float
+    start: Start
+
+
+class Goodput:
+    """The starts of a run, from their lines in order."""
+
+    def __init__(self, lines: Iterable[Line] = ()):
+        self.starts: list[Start] = []
+        self.down_s = 0.0
+        self._stretches: list[_Stretch] = []  # in the order of steps, without gap or overlap
+        for line in lines:
+            self.add(line)
+
+    def add(self, line: Line) -> None:
+        """Takes the next line, of the same start or of the next one."""
+        before = self.starts[-1].last if self.starts else None
+        if before is None or line.start != before.start:
+            self.down_s += max(0.0, line.began - before.time) if before else 0.0
+            self._forget_after(line.step)
+            self.starts.append(Start(line))
+            self._stretches.append(_Stretch(line.step, line.step, line.stepping(), self.starts[-1]))
+            return
+        start, seconds = self.starts[-1], line.stepping() - before.stepping()
+        start.last = line
+        if line.step < before.step:
+            start.redone_s += seconds
+            self._forget_after(line.step)
+            self._stretches.append(_Stretch(line.step, line.step, 0.0, start))
+            return
+        stretch = self._stretches[-1]
+        if stretch.end > stretch.begin and stretch.seconds > GROWTH * line.wall_s():
+            self._stretches.append(stretch := _Stretch(before.step, before.step, 0.0, start))
+        stretch.end = line.step
+        stretch.seconds += seconds
+
+    def wall_s(self) -> float:
+        """Seconds that all starts have lasted, without the time between them."""
+        return sum(start.last.wall_s() for start in self.starts)
+
+    def useful_s(self) -> float:
+        """Seconds in steps whose results are in the run's present state."""
+        return sum(start.last.stepping() - start.redone_s for start in self.starts)
+
+    def share(self) -> float:
+        """Goodput, 0 to 1: useful seconds over wall time; 0 before there is any."""
+        return self.useful_s() / wall_s if (wall_s := self.wall_s()) > 0 else 0.0
+
+    def parts(self) -> dict[str, float]:
+        """Seconds by part over all starts; they add up to the wall time."""
+        total: dict[str, float] = {}
+        for start in self.starts:
+            for name, seconds in start.parts().items():
+                total[name] = total.get(name, 0.0) + seconds
+        return total
+
+    def summary(self) -> str:
+        """A line of text with goodput, wall time, and the share of each part."""
+        wall_s, parts = self.wall_s(), self.parts()
+        text = ", ".join(
+            f"{name.replace('_', ' ')} {100 * parts[name] / wall_s:.1f} %"
+            for name in sorted(parts, key=lambda name: -parts[name])
+            if wall_s > 0 and parts[name] / wall_s >= SHOWN
+        )
+        starts = f"{len(self.starts)} start{'s'[: len(self.starts) > 1]}"
+        down = f"; {self.down_s:.1f} s down between them" if len(self.starts) > 1 else ""
+        return f"goodput {100 * self.share():.1f} % of {wall_s:.1f} s in {starts}: {text}{down}"
+
+    def _forget_after(self, step: int) -> None:
+        """Steps after this one no longer count: whole stretches, and a part of the one that it lies
+        in."""
+        while self._stretches and (last := self._stretches[-1]).begin >= step:
+            last.start.redone_s += last.seconds
+            self._stretches.pop()
+        if self._stretches and (last := self._stretches[-1]).end > step:
+            lost = last.seconds * (last.end - step) / (last.end - last.begin)
+            last.start.redone_s += lost
+            last.end, last.seconds = step, last.seconds - lost
+
+
+def read_goodput(workdir: str | os.PathLike) -> list[Line]:
+    """The lines of a run in order, none if there is no file. A line that a kill has cut off is left
+    out."""
+    lines = []
+    for values in read_json_lines(pathlib.Path(workdir) / GOODPUT_FILE):
+        with contextlib.suppress(TypeError):
+            lines.append(Line(**values))
+    return lines
+
+
+def thinned(lines: list[Line]) -> list[Line]:
+    """Some LINES_PER_START lines of each start, with its first and last one and the two at each
+    roll-back."""
+    start_s = {line.start: line.wall_s() for line in lines}  # by each start's last line
+    selected: list[Line] = []
+    for before, line, after in zip([None, *lines], lines, [*lines[1:], None], strict=False):
+        is_first = before is None or before.start != line.start or line.step < before.step
+        is_last = after is None or after.start != line.start or after.step < line.step
+        if (
+            is_first
+            or is_last
+            or line.wall_s() - selected[-1].wall_s() > start_s[line.start] / LINES_PER_START
+        ):
+            selected.append(line)
+    return selected
+
+
+class GoodputLog:
+    """Writes goodput.jsonl for a start, from a thread of its own: also while the loop compiles,
+    saves or hangs.
+
+    Args:
+      workdir: created if missing. None: nothing is written (for the processes that keep no log),
+        and no earlier start is known.
+      clock: of the command.
+      step: the step that the start goes on from.
+      ran_before: wall seconds of the run when the checkpoint was saved that it goes on from; the
+        file may know of more.
+      now: Unix seconds; asked once.
+    """
+
+    def __init__(
+        self,
+        workdir: str | os.PathLike | None,
+        clock: WallClock,
+        step: int = 0,
+        ran_before: float = 0.0,
+        now: Callable[[], float] = time.time,
+    ):
+        self.clock = clock
+        self._goodput = Goodput(read_goodput(workdir) if workdir is not None else [])
+        self._ran_before = max(ran_before, self._goodput.wall_s())
+        self._start = self._goodput.starts[-1].last.start + 1 if self._goodput.starts else 1
+        self._began = now() - clock.wall_s()
+        self._step = step
+        self._ended = threading.Event()
+        self._unwritten: Line | None = self._line()  # the start's first line
+        self._goodput.add(self._unwritten)
+        self._path: pathlib.Path | None = None
+        self._descriptor: int | None = None
+        self._is_new = False  # whether there was no such file before this start
+        self._cut = False  # whether the file ends in the middle of a line
+        self._writing = threading.Lock()
+        if workdir is None:
+            return
+        self._path = pathlib.Path(workdir) / GOODPUT_FILE
+        self._is_new = not self._path.exists()
+        self._write()
+        self._thread = threading.Thread(
+            target=self._write_often, name="jaxtrain-goodput", daemon=True
+        )
+        self._thread.start()
+
+    def reached(self, step: int) -> None:
+        """Takes the step whose results have come, or an earlier one that the run has gone back
+        to."""
+        went_back = step < self._step
+        if went_back:
+            self._goodput.add(self._line())
+            self._write()
+        self._step = step
+        if went_back:
+            self._goodput.add(self._line())
+            self._write()
+
+    def share(self) -> float:
+        """The run's goodput so far, 0 to 1."""
+        self._goodput.add(self._line())
+        return self._goodput.share()
+
+    def wall_s(self) -> float:
+        """Seconds that all starts of the run have lasted by now."""
+        return round(self._ran_before + self.clock.wall_s(), 3)
+
+    def summary(self) -> str:
+        """A line of text about the run so far."""
+        self._goodput.add(self._line())
+        return self._goodput.summary()
+
+    def close(self) -> None:
+        """Writes the last line and ends the thread."""
+        self._ended.set()
+        if self._path is not None:
+            self._thread.join()
+            self._write()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+        self.discard()
+
+    def discard(self) -> None:
+        """Removes the file of a new run that a signal or an error ends before it has a state: such
+        a run leaves nothing. For any thread."""
+        is_early = self.clock.seconds().keys() <= BEFORE_STATE
+        if self._path is not None and self._is_new and is_early:
+            self._ended.set()
+            self._path.unlink(missing_ok=True)
+
+    def _line(self) -> Line:
+        seconds = {part.value: round(seconds, 4) for part, seconds in self.clock.seconds().items()}
+        until = self._began + sum(seconds.values())
+        return Line(self._start, round(self._began, 3), round(until, 3), self._step, seconds)
+
+    def _write(self) -> None:
+        """Appends a line. A line that a full disk does not take is dropped: what is measured must
+        not end what it measures."""
+        with self._writing:  # the loop's thread writes too where the run goes back
+            self._descriptor = self._open() if self._descriptor is None else self._descriptor
+            if self._descriptor is None:
+                return
+            lines = [line for line in (self._unwritten, self._line()) if line]
+            text = ("\n" * self._cut + "".join(line.json() for line in lines)).encode()
+            try:
+                self._cut = os.write(self._descriptor, text) < len(text)
+            except OSError:
+                self._cut = True
+            if not self._cut:
+                self._unwritten = None
+
+    def _open(self) -> int | None:
+        """The descriptor to append to; None where the file cannot be written. Lines of earlier
+        starts are thinned: over hundreds of starts the file would grow without end."""
+        if self._path is None:
+            return None
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            lines = read_goodput(self._path.parent)
+            if len(fewer := thinned(lines)) < len(lines):
+                replace_text(self._path, "".join(line.json() for line in fewer))
+            self._cut = self._path.exists() and not self._path.read_bytes().endswith(b"\n")
+            return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        except OSError:
+            return None
+
+    def _write_often(self) -> None:
+        while not self._ended.wait(min(max(GROWTH * self.clock.wall_s(), SHORTEST), LONGEST)):
+            self._write()
+
+
+# goodput.png is as wide as for this many starts at least; with more than MOST_LABELS not every
+# start has its number.
+LEAST_STARTS, MOST_LABELS = 6, 20
+
+# The parts of every start with their colours, from the bottom up: useful steps are dark green,
+# redone ones red.
+COLOURS = {
+    USEFUL: "#1b6e3c",
+    REDONE: "#c0392b",
+    Part.ROLLING_BACK.value: "#e67e22",
+    Part.WAITING.value: "#f1c40f",
+    Part.SAVING.value: "#2e86c1",
+    Part.EVALUATING.value: "#8e44ad",
+    Part.COMPILING.value: "#7f8c8d",
+    Part.TRACING.value: "#95a5a6",
+    Part.STATE.value: "#aab7b8",
+    Part.DATA.value: "#bfc9ca",
+    Part.TABLE.value: "#d5dbdb",
+    Part.IMPORTS.value: "#e5e8e8",
+    Part.ENDING.value: "#34495e",
+    Part.OTHER.value: "#000000",
+}
+
+
+def plot_goodput(workdir: str | os.PathLike) -> pathlib.Path | None:
+    """Draws goodput.png from goodput.jsonl: each start's seconds by part, and the share of each
+    part over all starts. The picture's path; None if there is nothing to draw."""
+    goodput = Goodput(read_goodput(workdir))
+    if not goodput.wall_s():
+        return None
+    from matplotlib.figure import Figure  # not pyplot: no display, no state
+    from matplotlib.ticker import FixedLocator, MaxNLocator
+
+    figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
+    shares, starts = figure.subplots(1, 2, width_ratios=(1, 5))
+    total = goodput.parts()
+    height, heights = 0.0, [0.0] * len(goodput.starts)
+    numbers = [start.last.start for start in goodput.starts]
+    for name in [*COLOURS, *sorted(total.keys() - COLOURS.keys())]:
+        if not total.get(name):
+            continue
+        share = 100 * total[name] / goodput.wall_s()
+        label = f"{name.replace('_', ' ')} {share:.1f} %"
+        shares.bar([0], [share], bottom=[height], color=COLOURS.get(name), label=label)
+        height += share
+        seconds = [start.parts().get(name, 0.0) for start in goodput.starts]
+        starts.bar(numbers, seconds, bottom=heights, color=COLOURS.get(name))
+        heights = [low + added for low, added in zip(heights, seconds, strict=True)]
+    shares.set(xticks=[], ylabel="% of the wall time of all starts", ylim=(0, 100))
+    starts.set(xlabel="start", ylabel="seconds")
+    # a single bar would fill the picture
+    margin = max(0.5, (LEAST_STARTS - (numbers[-1] - numbers[0])) / 2)
+    starts.set_xlim(numbers[0] - margin, numbers[-1] + margin)
+    starts.xaxis.set_major_locator(
+        MaxNLocator(integer=True) if len(numbers) > MOST_LABELS else FixedLocator(numbers)
+    )
+    figure.legend(
+        *(reversed(labels) for labels in shares.get_legend_handles_labels()),
+        loc="outside right upper",
+        fontsize="small",
+    )
+    figure.suptitle(goodput.summary().partition(":")[0])
+    path = pathlib.Path(workdir) / GOODPUT_PLOT
+    figure.savefig(path)
+    return path

@@ -1,10 +1,10 @@
-"""What the processes of a run tell each other beside their collectives: that they live, how far
-they are, and why one ends. No jax.
+"""Messages between the processes of a run, independent of their collectives: that they live, how
+far they are, why one ends; and which of them the others wait for. No jax.
 
 Process 0 listens, every other process holds one connection to it. Lines of JSON go both ways:
 
-    process i → 0     who it is, once; then a beat a second: its step and what it is at; "bye" with
-                      its status before it ends
+    process i → 0     who it is, once; then a beat a second: its step and its part of the wall
+                      clock; "bye" with its status before it ends
     process 0 → all   a beat a second; an ending, which ends all
 
 A connection that closes without a bye is a process that has died: the kernel closes it at once,
@@ -13,6 +13,11 @@ machine that cannot be reached.
 
 Nothing here waits, has a thread or ends a process: the watchdog (watchdog.py) calls `poll` from its
 own thread.
+
+Stragglers: collectives wait for the last process, so steps take the same time on every process.
+Processes differ in the time that they spend before they await the devices: they wait for their
+data, dispatch, log. The devices of all wait for the process that spends most. A device that is slow
+by itself does not show: its process, like all others, awaits the end of the step.
 """
 
 import contextlib
@@ -22,21 +27,25 @@ import os
 import secrets
 import selectors
 import socket
+import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 CONNECT_S = 5.0  # for one address of process 0
 LARGEST_LINE = 2**16
+WINDOW_S, WINDOW_STEPS = 10.0, 3  # the least length of a window; both hold
+# the fraction of a step by which a slow process's host time exceeds the median at least
+BEHIND = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Beat:
-    """What a process says of itself.
+    """How far a process is.
 
-    step: the last that is finished; part: what it is at (goodput.Part), and for how many seconds;
-    own_s: seconds since it began that it did not await the devices in its steps, of which
-    data_wait_s it waited for data.
+    step: the last finished one; part: of the wall clock (wall_clock.Part), and seconds in it;
+    own_s: seconds of its steps in which it did not await the devices, since it began;
+    data_wait_s: those of own_s in which it waited for data.
     """
 
     step: int = 0
@@ -48,8 +57,8 @@ class Beat:
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """Why a process or the whole run ends: the status, and one line for people. process: who says
-    so, or of whom it is said."""
+    """Why a process or the entire run ends: the exit status, and a line of text. process: the one
+    that ends, or that ends the run."""
 
     status: int
     text: str
@@ -58,8 +67,7 @@ class Ending:
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """Where process 0 listens, what it is, and what it wants to hear from the others; JSON can hold
-    it."""
+    """Where process 0 listens, its process id, and the token that the others must send."""
 
     hosts: tuple[str, ...]
     port: int
@@ -69,8 +77,8 @@ class Address:
 
 @dataclasses.dataclass
 class Peer:
-    """Another process, as it is known here. heard: when it last said something, by the clock; bye:
-    why it has ended, if it said so."""
+    """Another process. heard: when its last message came, by the clock; bye: its last words; gone:
+    whether its connection is closed."""
 
     process: int
     host: str
@@ -92,7 +100,7 @@ class Peers:
     """The connections of one process. Methods but `say_bye` are for one thread.
 
     peers: by number. Process 0 knows all others, another process knows process 0 alone.
-    ending: what process 0 has said that ends the run.
+    ending: why process 0 ends the run, once it does.
     """
 
     def __init__(self, process: int, processes: int, clock: Callable[[], float] = time.monotonic):
@@ -109,7 +117,7 @@ class Peers:
     # --- beginning --------------------------------------------------------------------------------
 
     def listen(self) -> Address:
-        """Process 0 begins to listen. Gives what the others need to connect."""
+        """Process 0 begins to listen; the address is for the others' `connect`."""
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
         self._listener = socket.create_server(
             ("", 0), family=family, backlog=4096, dualstack_ipv6=family == socket.AF_INET6
@@ -122,8 +130,8 @@ class Peers:
         )
 
     def connect(self, address: Address, host: str) -> None:
-        """Another process connects. host: its name, for people. Raises PeersError if no address of
-        process 0 answers."""
+        """Connects another process to process 0. host: its name in messages. Raises PeersError if
+        no address answers."""
         tried = []
         for name in address.hosts:
             try:
@@ -139,11 +147,10 @@ class Peers:
             return
         raise PeersError(f"port {address.port} of process 0 cannot be reached ({'; '.join(tried)})")
 
-    # --- every so often ---------------------------------------------------------------------------
+    # --- polling ----------------------------------------------------------------------------------
 
     def poll(self, seconds: float) -> None:
-        """Takes what has come, waiting for it at most so long: `peers` and `ending` are then up to
-        date."""
+        """Brings `peers` and `ending` up to date; waits at most so long if no message has come."""
         for key, _ in self._selector.select(max(0.0, seconds)):
             connection: Any = key.fileobj
             if connection is self._listener:
@@ -161,7 +168,7 @@ class Peers:
         self._broadcast({"end" if self.process == 0 else "bye": dataclasses.asdict(ending)})
 
     def say_bye(self, ending: Ending) -> None:
-        """This process ends, and is not to be missed; from any thread."""
+        """Tells the others that this process ends on purpose; from any thread."""
         self._broadcast({"bye": dataclasses.asdict(ending)})
 
     def all_gone(self) -> bool:
@@ -169,7 +176,7 @@ class Peers:
         return all(peer.gone for peer in self.peers.values())
 
     def close(self) -> None:
-        """Ends all connections."""
+        """Closes all connections."""
         for connection in [*self._peer_of, *filter(None, [self._listener])]:
             connection.close()
         self._selector.close()
@@ -186,7 +193,7 @@ class Peers:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        with contextlib.suppress(OSError):  # it has gone again
+        with contextlib.suppress(OSError):  # it has disconnected
             self._add(self._listener.accept()[0], None)
 
     def _receive(self, connection: socket.socket) -> None:
@@ -205,7 +212,7 @@ class Peers:
             self._drop(connection)
 
     def _take(self, connection: socket.socket, line: bytes) -> bool:
-        """Takes in one line. False if it is not one that a process of this run says."""
+        """Handles one line. False if no process of this run has sent it."""
         try:
             message = json.loads(line)
             peer = self._peer_of.get(connection)
@@ -242,19 +249,103 @@ class Peers:
             self._send(connection, message)
 
     def _send(self, connection: socket.socket, message: dict) -> None:
-        # A peer that does not read has a full buffer some day. It misses beats then; what is sent
-        # is too short to be cut in between.
+        # A peer that does not read has a full buffer some day, and misses beats. Messages are too
+        # short to be cut.
         with contextlib.suppress(OSError):
             connection.send(json.dumps(message).encode() + b"\n")
 
 
 def _own_addresses() -> Iterable[str]:
-    """The names by which other machines may reach this one; the last is for those of this
+    """The names by which other machines may reach this one; the last is for processes of this
     machine."""
-    found = [socket.gethostname()]
+    names = [socket.gethostname()]
     for family, elsewhere in ((socket.AF_INET, "10.255.255.255"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             # nothing is sent: the system says which of its addresses it would use
             probe.connect((elsewhere, 9))
-            found.append(probe.getsockname()[0])
-    return dict.fromkeys([*found, "localhost"])
+            names.append(probe.getsockname()[0])
+    return dict.fromkeys([*names, "localhost"])
+
+
+# --- stragglers -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Slowest:
+    """The process with the longest host time a step in a window. Seconds are means over its steps.
+
+    name: with its host; steps: the window's first and last; own_s: host time, of which data_wait_s
+        waiting for data; median_s: host time, over all processes; step_s: of a step.
+    """
+
+    process: int
+    name: str
+    steps: tuple[int, int]
+    own_s: float
+    data_wait_s: float
+    median_s: float
+    step_s: float
+
+    @property
+    def behind_s(self) -> float:
+        """Seconds a step that the other processes wait for this one."""
+        return self.own_s - self.median_s
+
+    def line(self) -> str:
+        """A warning for the log."""
+        first, last = self.steps
+        own = (
+            f"{self.own_s:.3f} s of its own a step ({self.data_wait_s:.3f} waiting for data), the "
+            f"median {self.median_s:.3f}"
+        )
+        return (
+            f"warning: steps {first} to {last}: {self.name} is slowest, with {own}; a step takes "
+            f"{self.step_s:.3f} s"
+        )
+
+
+class Stragglers:
+    """Compares the beats of all processes, window by window.
+
+    slowest: in the last window; None if no process was clearly slower than the others.
+    """
+
+    def __init__(self) -> None:
+        self.slowest: Slowest | None = None
+        self._window: dict[int, Beat] = {}  # each process's beat at the window's beginning
+        self._began = 0.0
+
+    def take(self, beats: Mapping[int, tuple[str, Beat]], now: float) -> None:
+        """Takes the name and the newest beat of each process, by number, and the time in
+        seconds."""
+        if any(
+            p not in self._window or not 0 < self._window[p].step <= beat.step
+            for p, (_, beat) in beats.items()
+        ):
+            # a process has not stepped yet, or the run has gone back to an earlier step
+            self._begin(beats, now)
+        steps = {
+            process: beat.step - self._window[process].step for process, (_, beat) in beats.items()
+        }
+        if now - self._began < WINDOW_S or min(steps.values()) < WINDOW_STEPS:
+            return
+        own = {p: (beat.own_s - self._window[p].own_s) / steps[p] for p, (_, beat) in beats.items()}
+        slowest = max(own, key=lambda process: own[process])
+        name, last = beats[slowest]
+        start, count = self._window[slowest], steps[slowest]
+        candidate = Slowest(
+            slowest,
+            name,
+            steps=(start.step + 1, last.step),
+            own_s=own[slowest],
+            data_wait_s=(last.data_wait_s - start.data_wait_s) / count,
+            median_s=statistics.median_low(own.values()),
+            step_s=(now - self._began) / count,
+        )
+        is_behind = candidate.behind_s > BEHIND * candidate.step_s
+        self.slowest = candidate if is_behind else None
+        self._begin(beats, now)
+
+    def _begin(self, beats: Mapping[int, tuple[str, Beat]], now: float) -> None:
+        self._window = {process: beat for process, (_, beat) in beats.items()}
+        self._began = now

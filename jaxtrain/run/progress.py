@@ -1,12 +1,15 @@
-"""How far a run is and how fast: the bar of a terminal, the lines of a log.
+"""Progress of a run and of a search for a table: a bar on a terminal, lines elsewhere. No JAX.
 
     12/150 |██▏            | loss 3.2134 · 12.3k tokens/s · MFU 41.0 % · 4:50 left
-        as much of it as the terminal is wide
+        on a terminal, as far as it is wide
     step 12/150 · loss 3.2134 · 12.3k tokens/s · MFU 41.0 % · 4:50 left
-        elsewhere and in a log, every few seconds
+        elsewhere, every few seconds
+    tables [########............] 40 % list late, 2 chunks a stage, 0:12
+        of a search, on a terminal
+    tables: 40 %, list late, 2 chunks a stage, 0:12
+        of a search, elsewhere, every few seconds
 
-What lasts, metrics.jsonl and the like, is in metrics.py; the progress of a search for a table is in
-search_progress.py.
+The lasting record of a run is in metrics.py.
 """
 
 import collections
@@ -16,79 +19,79 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from jaxtrain.run import streams, terminal
+from jaxtrain.run import streams
 
 WINDOW = 10.0  # seconds of steps whose mean speed is shown
 BAR_SIZES = (3, 40)  # columns of the bar itself, at least and at most
 EIGHTHS = " ▏▎▍▌▋▊▉█"  # the bar's last cell from empty to full
 DOT = " · "
+EVERY = 5.0  # seconds between two lines
+SEARCH_QUIET = 1.0  # seconds of a search before anything is drawn on a terminal
+SEARCH_BAR = 20  # characters
 
 
 class StepTimer:
     """Seconds a step.
 
     Call `lap` when the devices have finished a step: dispatch alone takes no time. A single lap
-    says little, since a host that was late for one result finds the next one there; so both figures
-    are means over several laps where there are several.
+    means little, since a host that was late for one result gets the next one at once; so both
+    figures are means over several laps if there are several.
 
     Args:
-      step: the step that the run begins with.
+      step: the step that the run starts from.
       window: seconds that `recent` looks back.
-      clock: seconds, of those that count: of a clock that stands still in evaluations and saves,
-        say.
+      clock: seconds; a clock may stand still in evaluations and saves, which then do not count.
     """
 
     def __init__(
         self, step: int, window: float = WINDOW, clock: Callable[[], float] = time.perf_counter
     ):
         self._clock, self._window = clock, window
-        # (step, time): the newest lap that is a window old or older, and all since.
+        # (step, time): the newest lap that is older than the window, and all after it
         self._laps = collections.deque([(step, clock())])
         self._asked = self._laps[0]
 
     def lap(self, step: int) -> None:
-        """`step` has ended now."""
+        """Notes that `step` has just ended."""
         now = self._clock()
         self._laps.append((step, now))
         while len(self._laps) > 2 and self._laps[1][1] <= now - self._window:
             self._laps.popleft()
 
     def recent(self) -> float:
-        """Seconds a step: the mean over the steps that ended in the last seconds, over one step
-        where that took longer."""
+        """Seconds a step: the mean over the steps that ended within the window, or over the last
+        one if it took longer."""
         return _seconds_a_step(self._laps[0], self._laps[-1])
 
     def since_asked(self) -> float:
-        """Seconds a step: the mean over the steps since this was asked before, or since the
-        beginning."""
+        """Seconds a step: the mean over the steps since the last call, or since the beginning."""
         before, self._asked = self._asked, self._laps[-1]
         return _seconds_a_step(before, self._asked)
 
     def restart(self, step: int) -> None:
-        """The run stands at this step now, whatever it was: nothing that was timed before
-        counts."""
+        """Starts timing anew, from this step."""
         self._laps.clear()
         self._laps.append((step, self._clock()))
         self._asked = self._laps[0]
 
 
 def _seconds_a_step(first: tuple[int, float], last: tuple[int, float]) -> float:
-    """The mean between two laps, never 0; ValueError if there was no step between."""
+    """The mean between two laps, never 0. ValueError if no step lies between them."""
     if last[0] <= first[0]:
         raise ValueError(f"no step has ended since step {first[0]}")
     return max(last[1] - first[1], 1e-9) / (last[0] - first[0])
 
 
 class Progress:
-    """A progress bar where standard error is a terminal; a line every few seconds where the log is
+    """A progress bar if `stream` is a terminal; a line every few seconds if standard output is
     none.
 
     Args:
       total: the run's last step.
-      step: the step it begins with.
-      stream: where the bar goes if that is a terminal, standard error if not given.
+      step: the step that it starts from.
+      stream: of the bar; standard error if not given.
       every: seconds between lines.
-      shown: False for the processes that say nothing.
+      shown: False for processes that print nothing.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class Progress:
         total: int,
         step: int = 0,
         stream: TextIO | None = None,
-        every: float = 5.0,
+        every: float = EVERY,
         shown: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -104,10 +107,10 @@ class Progress:
         self._stream, self._shown = stream or sys.stderr, shown
         self._every, self._clock = every, clock
         self._status: dict[str, float] = {}
-        # The time left is reckoned from the second step: the first one compiles.
-        self._first: tuple[int, float] | None = None
+        # The time left is extrapolated from the second step on: the first one compiles.
+        self._first_lap: tuple[int, float] | None = None
         self._last = self._last_line = -math.inf  # when the bar was drawn; when a line was printed
-        self._bar = shown and terminal.redraws(self._stream)
+        self._bar = shown and streams.redraws(self._stream)
         self._lines = shown and not (self._bar and sys.stdout.isatty())
         if self._bar:
             self._draw()
@@ -120,54 +123,52 @@ class Progress:
         tokens_per_s: float | None = None,
         mfu: float | None = None,
     ) -> None:
-        """`step` is done. What is not given stays as it was."""
+        """Shows that `step` is done. Figures that are not given stay as they were."""
         figures = {"loss": loss, "tokens_per_s": tokens_per_s, "mfu": mfu}
         self._status |= {name: figure for name, figure in figures.items() if figure is not None}
         self._step = step
-        if self._first is None:
-            self._first = step, self._clock()
+        if self._first_lap is None:
+            self._first_lap = step, self._clock()
         now, is_last = self._clock(), step == self._total
-        if self._bar and (is_last or now - self._last >= terminal.REDRAW):
+        if self._bar and (is_last or now - self._last >= streams.REDRAW):
             self._draw()
         if self._lines and (is_last or now - self._last_line >= self._every):
             self._last_line = now
-            streams.say(DOT.join([f"step {step}/{self._total}", *self._parts().values()]))
+            streams.log(DOT.join([f"step {step}/{self._total}", *self._parts().values()]))
 
     def restart(self, step: int) -> None:
-        """The run stands at this step now, whatever it was."""
-        self._step, self._first = step, None
+        """Goes back to this step."""
+        self._step, self._first_lap = step, None
 
     def _parts(self) -> dict[str, str]:
-        """What is known, in the order in which it is shown."""
+        """The texts of the known figures by name, in the order in which they are shown."""
         return _status_texts(self._status) | ({"left": left} if (left := self._left()) else {})
 
     def _left(self) -> str:
-        first, since = self._first or (self._step, 0.0)
+        first, since = self._first_lap or (self._step, 0.0)
         if first == self._step or self._step >= self._total:
             return ""
         seconds = (self._clock() - since) / (self._step - first) * (self._total - self._step)
         return f"{_duration(seconds)} left"
 
     def _draw(self) -> None:
-        """Draws the bar over the line as it was."""
+        """Draws the bar over the terminal's last line."""
         self._last = self._clock()
-        terminal.draw(
-            self._stream,
-            bar_line(self._step, self._total, self._parts(), terminal.width(self._stream)),
-        )
+        width = streams.width(self._stream)
+        streams.draw(self._stream, bar_line(self._step, self._total, self._parts(), width))
 
-    def say(self, text: str) -> None:
-        """Prints a line as `streams.say`, without breaking the bar."""
+    def log(self, text: str) -> None:
+        """Prints a line as `streams.log` does, above the bar."""
         if not self._shown:
             return
         if self._bar:
-            terminal.clear(self._stream)
-        streams.say(text)
+            streams.clear(self._stream)
+        streams.log(text)
         if self._bar:
             self._draw()
 
     def close(self) -> None:
-        """Leaves the bar as it is and ends its line."""
+        """Draws the bar a last time and ends its line."""
         if self._bar:
             self._draw()
             print(file=self._stream, flush=True)
@@ -175,10 +176,10 @@ class Progress:
 
 
 def bar_line(step: int, total: int, parts: dict[str, str], width: int) -> str:
-    """One line of at most `width` characters: how far, a bar, and those parts that there is room
-    for, the least important left out first.
+    """One line of at most `width` characters: steps, a bar, and as many parts as fit, the least
+    important left out first.
 
-    parts: name → text, in the order shown; names as `_IMPORTANT` has them.
+    parts: name → text, in the order shown; names as in `_IMPORTANT`.
     """
     dot = DOT
     shown = {"step": f"{step}/{total}"}
@@ -200,7 +201,7 @@ _IMPORTANT = ("loss", "left", "tokens_per_s", "mfu")
 
 
 def _status_texts(status: dict[str, float]) -> dict[str, str]:
-    """The parts of the line that the last step's figures are, by name."""
+    """The texts of a step's figures by name."""
     texts = {}
     if "loss" in status:
         texts["loss"] = f"loss {status['loss']:.4f}"
@@ -225,3 +226,53 @@ def _duration(seconds: float) -> str:
     whole_minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(whole_minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+class SearchProgress:
+    """A search.Report that shows a search's progress, and a context that clears its line at the
+    end.
+
+    Args:
+      title: of the line, such as "tables".
+      stream: of the line that is redrawn, if it is a terminal; standard error if not given.
+      log: of lines otherwise; the same stream if not given.
+      shown: False for processes that print nothing.
+      clock: seconds.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        stream: TextIO | None = None,
+        shown: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        log: TextIO | None = None,
+    ):
+        self._title, self._shown, self._clock = title, shown, clock
+        self._line = streams.TerminalLine(stream or sys.stderr, shown)
+        self._log = log or stream or sys.stderr
+        self._began = clock()
+        self._next = self._began + (SEARCH_QUIET if self._line.is_live else EVERY)
+
+    def __call__(self, what: str, done: float) -> None:
+        """Shows that `what` begins now. done: the fraction of the search that is over, 0 to 1."""
+        now = self._clock()
+        if not self._shown or now < self._next:
+            return
+        minutes, seconds = divmod(int(now - self._began), 60)
+        text = f"{what}, {minutes}:{seconds:02}"
+        if self._line.is_live:
+            filled = int(SEARCH_BAR * done)
+            self._line.draw(
+                f"{self._title} [{'#' * filled}{'.' * (SEARCH_BAR - filled)}] {done:4.0%} {text}",
+                now,
+            )
+        else:
+            print(f"{self._title}: {done:.0%}, {text}", file=self._log, flush=True)
+            self._next = now + EVERY
+
+    def __enter__(self) -> "SearchProgress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._line.clear()

@@ -1,23 +1,26 @@
-"""The lock of a run's folder: one run at a time, also where hosts share the file system. No jax.
+"""The lock of a run's folder: one run at a time, also among hosts that share the file system. No
+jax.
 
     run.lock    one line of JSON: the process that holds it, and a count that a thread of that
                 process raises every BEAT_S seconds
 
-The file is created with O_EXCL. Whoever finds one watches it:
+The file is created with O_EXCL. A newcomer that meets one watches it:
 
-    the holder is of this host and gone            taken over at once
-    the bytes change                               refused: it lives
-    no change for SILENCE_S, holder of this host   refused: it is there, though stuck (or stopped:
-                                                   refused at once)
+    the holder ran on this host and is gone        taken over at once
+    the bytes change                               refused: the holder lives
+    no change for SILENCE_S, holder on this host   refused: the holder is stuck (at once if it is
+                                                   stopped)
     no change for SILENCE_S, any other holder      taken over
 
-Clocks of two hosts are never compared: only the newcomer's own counts. A file that was half written
-when its process died has no holder, and falls silent like any other.
+Clocks of two hosts are never compared: a newcomer uses only its own. A file that was half written
+when its process died has no holder, and is taken over after the silence.
 
 A dead lock is taken over in two moves: `run.lock.DIGEST`, named after the dead lock's bytes, is
-created with O_EXCL, and renamed to run.lock if that is still the dead one. So of several newcomers
-one wins. A newcomer that dies in between leaves a dead lock of the same form, which is taken over
-in the same way.
+created with O_EXCL, and renamed to run.lock if that is still the dead one. So only one of several
+newcomers wins. A newcomer that dies in between leaves a dead lock of the same form, which is taken
+over in the same way.
+
+A lock library is no substitute: docs/log.md has how filelock does on these tests.
 """
 
 import contextlib
@@ -41,31 +44,31 @@ from jaxtrain.run.watchdog import end_process
 
 NAME = "run.lock"
 BEAT_S = 2.0  # seconds between two beats
-SILENCE_S = 12.0  # seconds without a beat after which a holder elsewhere counts as dead
+SILENCE_S = 12.0  # seconds without a beat after which a holder on another host counts as dead
 LOOK_S = 0.25  # seconds between two looks of a newcomer
 
 
 class FolderError(RunError):
-    """A folder that this run may not use: it cannot be locked, or another run is at work in it; the
-    text is one line."""
+    """A folder that this run may not use: it cannot be locked, or another run uses it. The text is
+    one line."""
 
     status = ExitStatus.BAD_CONFIG
 
 
 class LostLockError(RunError):
-    """A lock that somebody has removed while its run is at work; the text is one line. Started
-    again, the run takes a new one, or is refused by whoever has taken one meanwhile."""
+    """A lock that was removed while its run used it; the text is one line. The same command takes a
+    new lock, or is refused by a run that has taken one meanwhile."""
 
     status = ExitStatus.STORAGE
 
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """A process, told from all others: of other hosts, of other containers of this host, and of
-    those that had its number before.
+    """The identity of a process among those of other hosts, of other containers, and of those that
+    had its number before.
 
     boot: the kernel's random id of this boot; namespace: of process numbers; start: clock ticks
-    from boot to the process's start. Empty or 0 where there is no /proc.
+    from boot to the process's start. Empty or 0 without /proc.
     """
 
     host: str
@@ -75,7 +78,7 @@ class Process:
     start: int
 
     def shares_pids_with(self, other: "Process") -> bool:
-        """Whether both see each other under their numbers."""
+        """Whether both processes see each other by their process numbers."""
         known = self.host and self.boot and self.namespace
         return bool(known) and (self.host, self.boot, self.namespace) == (
             other.host,
@@ -85,7 +88,7 @@ class Process:
 
 
 def this_process() -> Process:
-    """The process that asks."""
+    """The identity of the calling process."""
     boot = namespace = ""
     with contextlib.suppress(OSError):
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -96,15 +99,15 @@ def this_process() -> Process:
 
 @dataclasses.dataclass(frozen=True)
 class _ProcEntry:
-    """What /proc says about a process: its state as a letter (man 5 proc), and its start in clock
-    ticks from boot."""
+    """A process in /proc: its state as a letter (man 5 proc), and its start in clock ticks from
+    boot."""
 
     state: str
     start: int
 
 
 def _proc_entry(pid: int) -> _ProcEntry | None:
-    """None where /proc does not show the process."""
+    """The entry of a process; None where /proc does not show it."""
     try:
         fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return _ProcEntry(fields[0], int(fields[19]))
@@ -113,17 +116,17 @@ def _proc_entry(pid: int) -> _ProcEntry | None:
 
 
 class Fate(enum.Enum):
-    """What has become of a process of this host."""
+    """The state of a process of this host."""
 
     RUNS = enum.auto()
     STOPPED = enum.auto()  # by Ctrl-Z, SIGSTOP or a debugger: it may go on
-    GONE = enum.auto()  # nobody has its number, or somebody who started at another time
+    GONE = enum.auto()  # no process has its number, or one with another start
 
 
 def fate(process: Process) -> Fate:
-    """What has become of a process that shares its numbers with this one."""
+    """The state of a process that `shares_pids_with` the calling one."""
     try:
-        # of a process that is another user's, but is there
+        # raised for another user's process, which exists
         with contextlib.suppress(PermissionError):
             os.kill(process.pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -138,8 +141,8 @@ def fate(process: Process) -> Fate:
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """What a lock says about its holder. since: UTC, for people; silence: seconds after which it
-    counts as dead where nobody can look."""
+    """A lock's holder. since: its start in UTC, as text; silence: seconds without a beat after
+    which it counts as dead on other hosts."""
 
     process: Process
     since: str
@@ -150,7 +153,7 @@ class Holder:
         return f"process {self.process.pid} on {self.process.host}, which started {self.since}"
 
     def line(self, beat: int) -> bytes:
-        """The lock's bytes: as many for every beat, since they are overwritten in place."""
+        """The lock's bytes, of one length for every beat: they are overwritten in place."""
         rest = {
             "process": dataclasses.asdict(self.process),
             "since": self.since,
@@ -161,8 +164,8 @@ class Holder:
 
 
 def read_holder(text: bytes) -> Holder | None:
-    """The holder that a lock's bytes name; None for bytes that were not written to their end, or by
-    something else."""
+    """The holder that a lock's bytes name; None for bytes that are incomplete, or written by
+    another program."""
     try:
         values = json.loads(text)
         process = Process(**values["process"])
@@ -171,18 +174,16 @@ def read_holder(text: bytes) -> Holder | None:
             isinstance(getattr(process, f.name), f.type)  # type: ignore[arg-type]
             for f in dataclasses.fields(process)
         )
-        return (
-            Holder(process, str(values["since"]), str(values["token"]), silence)
-            if well_typed and process.pid > 0
-            else None
-        )
+        if not well_typed or process.pid <= 0:
+            return None
+        return Holder(process, str(values["since"]), str(values["token"]), silence)
     except (ValueError, TypeError, KeyError):
         return None
 
 
 @dataclasses.dataclass(frozen=True)
 class _File:
-    """A lock as it was at a moment."""
+    """A lock's bytes and inode at one moment."""
 
     text: bytes
     inode: int
@@ -192,17 +193,17 @@ class _File:
         return read_holder(self.text)
 
     def continues(self, earlier: "_File") -> bool:
-        """Whether this is the same lock, perhaps with another beat."""
+        """Whether this is the same lock, possibly with another beat."""
         if self.holder and earlier.holder:
             return self.holder.token == earlier.holder.token
         return self == earlier
 
 
 def _read(path: pathlib.Path) -> _File | None:
-    """None where there is no such file."""
+    """The lock at a path; None where there is no file."""
     try:
-        # Opened anew each time: that is when NFS asks the server. A FIFO is opened without waiting
-        # for somebody who writes.
+        # Opened each time, for then NFS asks the server. A FIFO is opened without waiting for a
+        # writer.
         with open(
             path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
         ) as file:
@@ -216,31 +217,23 @@ def _read(path: pathlib.Path) -> _File | None:
 
 @dataclasses.dataclass
 class _Watch:
-    """What a newcomer has seen of a lock: the first look, and for how many seconds of looking
-    nothing has changed."""
+    """A newcomer's observation of a lock: the first look, and the seconds of looking without a
+    change."""
 
     first: _File
     last_look: float
     silent: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True)
-class _SilentHolder:
-    """A holder of whom nothing is heard: who, in words, and the seconds until it counts as dead."""
-
-    who: str
-    left: float
-
-
 class RunLock:
     """The lock of one folder, for one process.
 
     Args:
-      folder: made if need be.
-      me: the process that takes it.
+      folder: created if missing.
+      me: the process that takes it; the calling one if not given.
       clock, sleep: seconds of this host.
-      lost: called from the thread that beats with what `beat` returns when the lock is lost.
-        Default: ends the process with its status.
+      lost: called with the error of a lost lock, from the thread that beats. Ends the process with
+        the error's status if not given.
     """
 
     def __init__(
@@ -258,54 +251,45 @@ class RunLock:
         self._holder = Holder(self._me, since, secrets.token_hex(8), SILENCE_S)
         self._beats = 0
         self._watches: dict[pathlib.Path, _Watch] = {}
-        self._made_folders: list[pathlib.Path] = []  # the innermost first
-        self._held, self._over, self._thread = (
-            False,
-            threading.Event(),
-            threading.Thread(target=self._beat, daemon=True),
-        )
+        self._created_folders: list[pathlib.Path] = []  # the innermost first
+        self._is_held, self._over = False, threading.Event()
+        self._thread = threading.Thread(target=self._beat_often, daemon=True)
 
     # --- taking -----------------------------------------------------------------------------------
 
-    def take(self, say: Callable[[str], object] = lambda text: None) -> None:
-        """Returns when this process holds the lock. Waits for a holder elsewhere that gives no sign
-        of life, and says so.
+    def take(self, log: Callable[[str], object] = lambda text: None) -> None:
+        """Returns when this process holds the lock. Waits for a silent holder on another host, and
+        logs that.
 
-        Raises FolderError, in one line, where another run holds it, or where the folder cannot be
-        written.
+        Raises FolderError where another run holds the lock, or the folder cannot be written.
         """
-        told = self._clock()
+        logged = self._clock()
         try:
             while not self._try(self._path):
-                if self._clock() - told > 2 * BEAT_S and (silent := self._silent_holder()):
-                    told = self._clock()
-                    begins = f"this run begins in {silent.left:.0f} s"
-                    say(
-                        f"waiting: {self._folder} is locked by {silent.who}; it gives no sign "
-                        f"of life, and {begins}"
-                    )
+                if self._clock() - logged > 2 * BEAT_S and (silence := self._silence()):
+                    logged = self._clock()
+                    log(f"waiting: {self._folder} is locked by {silence}")
                 self._sleep(LOOK_S)
         except OSError as error:
             raise FolderError(
                 f"--workdir={str(self._folder)!r} cannot be locked ({error.strerror}): use "
                 "another --workdir"
             ) from None
-        self._held = True
+        self._is_held = True
         self._thread.start()
 
-    def _silent_holder(self) -> "_SilentHolder | None":
-        """The lock's holder elsewhere; None for a holder of this host, or while it may still
-        beat."""
+    def _silence(self) -> str:
+        """Text about a silent holder on another host, and how long it is waited for; "" for a
+        holder on this host, or one that may still beat."""
         watch = self._watches.get(self._path)
         if watch is None or watch.silent < BEAT_S:
-            return None
+            return ""
         holder = watch.first.holder
         if holder and holder.process.shares_pids_with(self._me):
-            return None
+            return ""
         who = f"the run of {holder}" if holder else "a process that has not written who it is"
-        return _SilentHolder(
-            who, max((holder.silence if holder else SILENCE_S) - watch.silent, 0.0)
-        )
+        left = max((holder.silence if holder else SILENCE_S) - watch.silent, 0.0)
+        return f"{who}; it gives no sign of life, and this run begins in {left:.0f} s"
 
     def _try(self, path: pathlib.Path) -> bool:
         """Whether this process now holds the lock at `path`. FolderError where a live one does."""
@@ -317,7 +301,8 @@ class RunLock:
         successor = path.with_name(f"{path.name}.{hashlib.sha256(file.text).hexdigest()[:12]}")
         if not self._try(successor):
             return False
-        with contextlib.suppress(FileNotFoundError):  # this process was taken for dead meanwhile
+        # raised where this process was considered dead and its successor file taken over
+        with contextlib.suppress(FileNotFoundError):
             if _read(path) == file:
                 os.rename(successor, path)
                 return True
@@ -325,11 +310,14 @@ class RunLock:
         return False
 
     def _create(self, path: pathlib.Path) -> bool:
-        """Whether there was no such file, and now it is this process's."""
-        self._make_folder()
+        """Creates the folder, and the file with this process as holder. False if there is a
+        file."""
+        missing = [each for each in (self._folder, *self._folder.parents) if not each.exists()]
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._created_folders = self._created_folders or missing
         try:
             file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        # FileNotFoundError: another run has just removed the folder that it had made
+        # FileNotFoundError: another run has just removed the folder that it had created
         except (FileExistsError, FileNotFoundError):
             return False
         try:
@@ -341,28 +329,19 @@ class RunLock:
             os.close(file)
         return True
 
-    def _make_folder(self) -> None:
-        """Makes the run's folder, and remembers which ones were not there."""
-        missing = [
-            folder for folder in (self._folder, *self._folder.parents) if not folder.exists()
-        ]
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._made_folders = self._made_folders or missing
-
     def _is_dead(self, path: pathlib.Path, file: _File) -> bool:
-        """Whether nobody holds this lock any more; False while that is open. FolderError where its
-        holder lives."""
+        """Whether the holder of this lock is dead; False while that is unknown. FolderError where
+        it lives."""
         now, holder = self._clock(), file.holder
-        known_fate = (
-            fate(holder.process) if holder and holder.process.shares_pids_with(self._me) else None
-        )
+        is_near = holder and holder.process.shares_pids_with(self._me)
+        known_fate = fate(holder.process) if holder and is_near else None
         if known_fate is Fate.GONE:
             return True
         watch = self._watches.get(path)
         if watch is None or not file.continues(watch.first):
             watch = self._watches[path] = _Watch(file, now)
-        # This process may have been stopped between two looks, or the file system away: that is no
-        # silence of the holder's.
+        # Time in which this process was stopped, or the file system did not answer, does not count
+        # as the holder's silence.
         watch.silent += min(now - watch.last_look, 2 * LOOK_S)
         watch.last_look = now
         silent = watch.silent >= (holder.silence if holder else SILENCE_S)
@@ -375,33 +354,31 @@ class RunLock:
 
     # --- holding ----------------------------------------------------------------------------------
 
-    def _beat(self) -> None:
-        """Beats until the lock is released, or lost."""
+    def _beat_often(self) -> None:
+        """Beats until the lock is released or lost."""
         while not self._over.wait(BEAT_S):
             try:
                 loss = self.beat()
             except OSError:
-                # the file system's, which may pass; whoever takes the folder meanwhile is seen at
-                # the next beat
+                # the file system may answer again; a takeover meanwhile shows at the next beat
                 continue
             if loss and not self._over.is_set():
                 self._lost(loss)
                 return
 
     def beat(self) -> RunError | None:
-        """Raises the count in the lock. None; where the lock is no longer this process's, the error
-        that the run ends with: FolderError where another run has taken it over, LostLockError where
-        it is gone or no lock any more.
+        """Raises the count in the lock. None, or the error that ends the run if the lock is lost:
+        FolderError where another run has taken it over, LostLockError where it is gone or no lock
+        any more.
 
-        Raises OSError where the file cannot be read or written just now.
+        Raises OSError where the file cannot be read or written at the moment.
         """
         try:
             file = os.open(self._path, os.O_RDWR)
         except FileNotFoundError:
             return self._loss("is gone")
         try:
-            # What is written goes into the file that was read, even if the name has come to mean
-            # another one.
+            # The beat goes into the file that was read, even if the name means another one by now.
             holder = read_holder(os.read(file, 4096))
             if holder is None:
                 return self._loss("was overwritten")
@@ -414,7 +391,7 @@ class RunLock:
             os.pwrite(file, self._holder.line(self._beats), 0)
             return None
         finally:
-            os.close(file)  # NFS sends it off now
+            os.close(file)  # NFS sends the beat now
 
     def _loss(self, what: str) -> LostLockError:
         return LostLockError(
@@ -423,21 +400,21 @@ class RunLock:
         )
 
     def release(self) -> None:
-        """Removes the lock, and the folders that `take` has made as far as they are empty. Nothing
-        where the lock is not held."""
+        """Removes the lock if it is held, and the folders that `take` has created if they are
+        empty."""
         self._over.set()
-        if self._held:
-            self._held = False
+        if self._is_held:
+            self._is_held = False
             if self._thread is not threading.current_thread():
                 self._thread.join(timeout=BEAT_S)
             file = _read(self._path)
             if file and file.holder and file.holder.token == self._holder.token:
                 self._path.unlink(missing_ok=True)
-        for folder in self._made_folders:
+        for folder in self._created_folders:
             try:
                 folder.rmdir()
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.ENOENT, errno.EEXIST):
                     raise
                 break
-        self._made_folders = []
+        self._created_folders = []

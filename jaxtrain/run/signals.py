@@ -1,12 +1,12 @@
 """SIGTERM, Ctrl-C and SIGHUP during a run: at first they end the process, later they ask the loop
 to stop. No jax.
 
-SIGHUP, which comes when a terminal or a connection is closed, is SIGTERM by another name; under
+SIGHUP, which comes when a terminal or a connection is closed, means the same as SIGTERM; under
 `nohup` it is ignored.
 
-Python runs a signal's handler when its main thread comes back from C code, and that may compile for
-minutes or wait for a device that will never answer. So the handlers here do nothing; the
-interpreter writes each signal's number into a pipe at once, and a thread reads it there.
+Python runs a signal's handler when its main thread returns from C code, which may compile for
+minutes or wait for a device that never answers. So the handlers here do nothing: the interpreter
+writes each signal's number into a pipe at once, and a thread reads it there.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ NOTICE = "stopping after this step; Ctrl-C again ends at once, without saving\n"
 
 
 def _nothing(number: int, frame: Any) -> None:
-    """The handler: that there is one makes the interpreter write to the pipe."""
+    """A handler without effect; with a handler, the interpreter writes to the pipe."""
 
 
 class Signals:
     """A context in which SIGTERM, Ctrl-C and SIGHUP end the process by that signal, after
-    `before_end()`; inside `deferred()` they do not.
+    `before_end()`; inside `deferred()` they ask the loop to stop.
 
-    A signal that is ignored, or has a handler of its own, keeps that until `deferred()`, and an
-    ignored SIGHUP there too. Entered in another thread than the main one, which alone may change
-    handlers, the context leaves all signals as they are.
+    A signal that is ignored or has another handler keeps it until `deferred()`, an ignored SIGHUP
+    there too. Only the main thread may change handlers: in another thread the context leaves all
+    signals as they are.
 
     Args:
       before_end: called from another thread.
@@ -78,12 +78,12 @@ class Signals:
         os.close(self._write)
 
     def before_end(self, call: Callable[[], object]) -> None:
-        """Has this called too, before what was given so far, from another thread."""
+        """Adds a call before the end, from another thread, ahead of those added so far."""
         self._before_end.insert(0, call)
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Inside, a signal sets `asked`, and the second Ctrl-C ends the process."""
+        """A context in which a signal sets `asked`, and the second Ctrl-C ends the process."""
         if not self._taken:
             yield
             return
@@ -100,7 +100,7 @@ class Signals:
     def _watch(self) -> None:
         while number := os.read(self._read, 1)[0]:
             if number not in NUMBERS:
-                continue  # a handler of somebody else's
+                continue  # another handler's signal
             if self._deferring and not (self.interrupted and number == signal.SIGINT):
                 self.interrupted = self.interrupted or number == signal.SIGINT
                 self.asked_at = min(self.asked_at, time.monotonic())
@@ -114,8 +114,8 @@ class Signals:
 
 
 def _end(number: int) -> None:
-    """Ends the process by a signal, from any thread: Python changes handlers in the main thread
-    alone."""
+    """Ends the process by a signal, from any thread. The C library changes the handler, for Python
+    does that in the main thread only."""
     ctypes.CDLL(None).signal(number, 0)  # SIG_DFL
     os.kill(os.getpid(), number)
     os._exit(128 + number)  # the first process of a container does not die by signals
@@ -125,7 +125,8 @@ _active: list[Signals] = []
 
 
 def _in_a_child() -> None:
-    """A process that was forked shares the pipe, and would answer for its parent."""
+    """Restores the signals of a forked process, which shares the pipe and would answer for its
+    parent."""
     if _active:
         signal.set_wakeup_fd(-1)
         for number in NUMBERS:

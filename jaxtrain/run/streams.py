@@ -1,5 +1,5 @@
 """The standard streams of a command: closed, full, on a terminal that has hung up, of an encoding
-with few characters.
+with few characters; and a line of a terminal that is redrawn in its place.
 
 What becomes of a command (`run`):
 
@@ -19,17 +19,18 @@ import codecs
 import contextlib
 import errno
 import io
+import math
 import os
 import select
 import sys
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
-from jaxtrain.run import terminal
 from jaxtrain.run.exit_status import ExitStatus
 
 NAMES = {1: "standard output", 2: "standard error"}
-# a pipe without a reader, a terminal that has hung up, no stream: for good
+# errors that last: a pipe without a reader, a terminal that has hung up, no stream
 CLOSED = {errno.EPIPE, errno.EIO, errno.EBADF}
 IN_ASCII = {
     "×": "x",
@@ -43,12 +44,15 @@ IN_ASCII = {
     "≤": "<=",
 }
 IN_ASCII |= dict(zip("▏▎▍▌▋▊▉█", "   #####"))
+COLUMNS = 80  # of a terminal that does not tell its size
+ERASE = "\x1b[K"  # clears to the end of the line
+REDRAW = 0.1  # seconds between two drawings of a line
 STAND_IN = "jaxtrain.stand_in"  # the name of `_stand_in` among the codecs' error handlers
 
 
 def run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int:
-    """The exit status of a command, whose standard streams are made safe for the rest of the
-    process. Ctrl-C ends it with 130."""
+    """Runs a command with safe standard streams, which stay for the rest of the process. The exit
+    status; 130 after Ctrl-C."""
     _make_safe()
     try:
         status = main(argv) or ExitStatus.FINISHED
@@ -65,21 +69,21 @@ def run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int
 
 
 def outlive() -> None:
-    """From now on this process goes on where its standard output cannot be written: what it does
-    matters more than what it says."""
+    """Lets this process go on when its standard output cannot be written: training matters more
+    than its log."""
     global _outlives
     _outlives = True
 
 
-def say(*lines: str) -> None:
-    """Prints lines for the log: warnings on standard error, others on standard output."""
+def log(*lines: str) -> None:
+    """Prints lines: warnings on standard error, others on standard output."""
     for line in lines:
         print(line, file=sys.stderr if line.startswith("warning: ") else sys.stdout, flush=True)
 
 
 def write_error(text: str) -> None:
-    """Writes on standard error at once, beside Python's own buffers and locks: for a thread that
-    ends the process. Never raises."""
+    """Writes on standard error at once, past Python's buffers and locks: for a thread that ends the
+    process. Never raises."""
     _write_past(2, text)
 
 
@@ -88,16 +92,16 @@ _outputs: list["_Output"] = []
 
 
 class _Output(io.FileIO):
-    """A standard stream's file descriptor. A write that fails is no OSError: it ends the command,
-    or is said once and passed over.
+    """A standard stream's file descriptor. A write that fails raises no OSError: it ends the
+    command, or is reported once and skipped.
 
-    Where there is room again later, a line says that others are missing before it.
+    When writing works again, a line says that lines are missing before it.
     """
 
     def __init__(self, descriptor: int, is_closed: bool):
         super().__init__(descriptor, "wb", closefd=False)
         self._is_closed, self._why = is_closed, ""
-        self.ends_with: ExitStatus | None = None  # what its loss has ended the command with
+        self.ends_with: ExitStatus | None = None  # status of the command that its loss has ended
 
     def write(self, data: Any) -> int:
         size = memoryview(data).nbytes
@@ -118,15 +122,15 @@ class _Output(io.FileIO):
         rest = memoryview(data)
         while rest:
             written = super().write(rest)
-            if written is None:  # somebody has set the stream to not block, and it is full
+            if written is None:  # somebody has made the stream non-blocking, and it is full
                 select.select([], [self.fileno()], [])
             rest = rest[written or 0 :]
 
     def _lose(self, error: OSError) -> None:
-        said_before, self._why = bool(self._why), error.strerror or str(error)
+        was_reported, self._why = bool(self._why), error.strerror or str(error)
         self._is_closed = self._is_closed or error.errno in CLOSED
         what = f"{NAMES[self.fileno()]} cannot be written ({self._why})"
-        if _outlives and not said_before:
+        if _outlives and not was_reported:
             rest = (
                 "its log; metrics.jsonl has the losses"
                 if self.fileno() == 1
@@ -144,13 +148,13 @@ class _Output(io.FileIO):
 
 
 def _make_safe() -> None:
-    """Opens what is closed of the three descriptors, and puts safe streams in the place of Python's
-    own, where those still stand."""
+    """Opens those of the three descriptors that are closed, and replaces Python's own streams by
+    safe ones."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            # the lowest number that is free, which is this one
+            # opens the lowest free number, which is this one
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
@@ -168,8 +172,8 @@ def _make_safe() -> None:
 
 
 def _flush() -> ExitStatus:
-    """Writes what is left, and gives what the loss of a stream has ended the command with, in
-    whichever thread."""
+    """Flushes both streams. The status with which the loss of a stream has ended the command, in
+    any thread."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(SystemExit):  # `ends_with` has its status
             stream.flush()
@@ -177,10 +181,9 @@ def _flush() -> ExitStatus:
 
 
 def _write_past(descriptor: int, text: str) -> None:
-    """Writes a line to a descriptor, over a progress bar if one is there, and whatever becomes of
-    it."""
+    """Writes a line to a descriptor, over a progress bar if there is one. Errors are ignored."""
     stream = sys.stderr if descriptor == 2 else sys.stdout
-    erase = f"\r{terminal.ERASE}" if stream and terminal.redraws(stream) else ""
+    erase = f"\r{ERASE}" if stream and redraws(stream) else ""
     with contextlib.suppress(OSError):  # nobody is left to be told
         os.write(
             descriptor, (erase + text).encode((stream and stream.encoding) or "ascii", STAND_IN)
@@ -188,8 +191,8 @@ def _write_past(descriptor: int, text: str) -> None:
 
 
 def _stand_in(error: UnicodeError) -> tuple[str, int]:
-    """ASCII for the characters that cannot be encoded, also for those that stand for bytes of a
-    name that is no UTF-8."""
+    """ASCII for characters that cannot be encoded, surrogates for bytes of a name that is no UTF-8
+    included."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return "".join(map(_in_ascii, error.object[error.start : error.end])), error.end
@@ -202,3 +205,61 @@ def _in_ascii(character: str) -> str:
 
 
 codecs.register_error(STAND_IN, _stand_in)
+
+
+# --- a line of a terminal, redrawn in its place ---------------------------------------------------
+
+
+def redraws(stream: TextIO) -> bool:
+    """Whether a line can be redrawn in its place: on a terminal that can erase."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def width(stream: TextIO) -> int:
+    """The characters that a line may have, at least 1. One column stays free: a full line makes
+    some terminals begin the next one."""
+    try:
+        # 0 for a pseudo-terminal without a size
+        columns = os.get_terminal_size(stream.fileno()).columns or COLUMNS
+    except (OSError, ValueError):
+        columns = COLUMNS
+    return max(columns - 1, 1)
+
+
+class TerminalLine:
+    """A line of a terminal, redrawn in its place; nothing on a stream that is no terminal.
+
+    Args:
+      stream: the terminal, if it is one.
+      shown: False for processes that print nothing.
+    """
+
+    def __init__(self, stream: TextIO, shown: bool = True):
+        self._stream = stream
+        self.is_live = shown and redraws(stream)
+        self._next, self._is_drawn = -math.inf, False
+
+    def draw(self, text: str, now: float | None = None) -> None:
+        """Draws the text, unless a text was drawn just before. now: seconds, of one clock at all
+        calls; time.monotonic if not given."""
+        now = time.monotonic() if now is None else now
+        if self.is_live and now >= self._next:
+            # set first, for Ctrl-C may come during the drawing
+            self._is_drawn, self._next = True, now + REDRAW
+            draw(self._stream, text)
+
+    def clear(self) -> None:
+        """Leaves an empty line if one was drawn."""
+        if self._is_drawn:
+            clear(self._stream)
+        self._is_drawn = False
+
+
+def draw(stream: TextIO, line: str) -> None:
+    """Overwrites the terminal's line by as much of this one as fits, with the cursor behind it."""
+    print(f"\r{line[: width(stream)]}{ERASE}", end="", file=stream, flush=True)
+
+
+def clear(stream: TextIO) -> None:
+    """Leaves an empty line."""
+    print(f"\r{ERASE}", end="", file=stream, flush=True)

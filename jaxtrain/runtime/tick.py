@@ -42,12 +42,12 @@ from jaxtrain.schedule.columns import (
     cell_op,
     permute_op,
 )
+from jaxtrain.schedule.slots import Slots
 from jaxtrain.schedule.table import Op, Permute, wraps
 
 # Here, as schedule/ does without JAX.
-jax.tree_util.register_dataclass(
-    TickColumns, data_fields=sorted(fields(TickColumns)), meta_fields=[]
-)
+for record in (TickColumns, Slots):
+    jax.tree_util.register_dataclass(record, data_fields=sorted(fields(record)), meta_fields=[])
 
 Run = Callable[[TickState, Constants, TickColumns], TickState]
 
@@ -345,7 +345,7 @@ class Tick:
     ) -> TickState:
         value = getattr(state, copy.source)
         if copy.slot:
-            value = write_at(getattr(state, copy.target), value, columns.slots[copy.slot])
+            value = write_at(getattr(state, copy.target), value, getattr(columns.slots, copy.slot))
         return dataclasses.replace(state, **{copy.target: value})
 
     def _on_stage(self, result, kept, stage: int):
@@ -358,7 +358,7 @@ class Tick:
         )
 
     def _embed(self, state: TickState, constants: Constants, columns: TickColumns) -> TickState:
-        slot, pool = columns.slots["embed_activation"], state.activation
+        slot, pool = columns.slots.embed_activation, state.activation
         x = self.embedding_and_head.embed(constants, columns.embed_microbatch)
         x = self._on_stage(x, read_at(pool, slot), self.table.stage_of[0])
         return dataclasses.replace(state, activation=write_at(pool, x, slot))
@@ -366,14 +366,14 @@ class Tick:
     def _embed_gradient(
         self, state: TickState, constants: Constants, columns: TickColumns
     ) -> TickState:
-        g = read_at(state.gradient, columns.slots["embed_gradient_gradient"])
+        g = read_at(state.gradient, columns.slots.embedding_gradient)
         sums = self.embedding_and_head.embed_gradient(
             state.gradients, constants, columns.embed_gradient_microbatch, g
         )
         return dataclasses.replace(state, gradients=sums)
 
     def _loss(self, state: TickState, constants: Constants, columns: TickColumns) -> TickState:
-        y = read_at(state.activation, columns.slots["head_activation"])
+        y = read_at(state.activation, columns.slots.head_activation)
         return dataclasses.replace(
             state,
             loss=state.loss + self.embedding_and_head.loss(constants, columns.head_microbatch, y),
@@ -383,8 +383,8 @@ class Tick:
         self, state: TickState, constants: Constants, columns: TickColumns
     ) -> TickState:
         slot, y = (
-            columns.slots["head_gradient"],
-            read_at(state.activation, columns.slots["head_activation"]),
+            columns.slots.head_gradient,
+            read_at(state.activation, columns.slots.head_activation),
         )
         state, g = self.embedding_and_head.loss_and_gradients(
             state, constants, columns.head_microbatch, y
@@ -399,7 +399,7 @@ class Tick:
         self, unit: int, state: TickState, constants: Constants, columns: TickColumns
     ) -> TickState:
         x, extra = (
-            read_at(state.activation, columns.slots["activation"]),
+            read_at(state.activation, columns.slots.activation),
             self._extra(constants, columns),
         )
         y = self.stacks[unit].output(constants.params["layers"][str(unit)], x, extra)
@@ -410,7 +410,7 @@ class Tick:
     ) -> tuple[jax.Array, TickState]:
         """(the unit's output, the state with its residuals)."""
         x, extra = (
-            read_at(state.activation, columns.slots["activation"]),
+            read_at(state.activation, columns.slots.activation),
             self._extra(constants, columns),
         )
         pools, slots = Residuals(state.residual_b, state.residual_w), self._residual_slots(columns)
@@ -420,7 +420,7 @@ class Tick:
         return y, dataclasses.replace(state, residual_b=pools.for_b, residual_w=pools.for_w)
 
     def _residual_slots(self, columns: TickColumns) -> ResidualSlots:
-        return ResidualSlots(columns.slots["residual_b"], columns.slots["residual_w"])
+        return ResidualSlots(columns.slots.residual_b, columns.slots.residual_w)
 
     def _forward_keeping(
         self, unit: int, state: TickState, constants: Constants, columns: TickColumns
@@ -438,10 +438,10 @@ class Tick:
     ) -> TickState:
         pools, slots = Residuals(state.residual_b, state.residual_w), self._residual_slots(columns)
         g, extra = (
-            read_at(state.gradient, columns.slots["gradient"]),
+            read_at(state.gradient, columns.slots.gradient),
             self._extra(constants, columns),
         )
-        params, slot = constants.params["layers"][str(unit)], columns.slots["weight_stash"]
+        params, slot = constants.params["layers"][str(unit)], columns.slots.weight_stash
         g, weight_stash = self.stacks[unit].input_gradient(
             params, extra, pools, slots, g, state.weight_stash, slot
         )
@@ -457,8 +457,8 @@ class Tick:
             state.gradients["layers"][str(unit)],
             self._extra(constants, columns),
             state.residual_w,
-            columns.slots["residual_w"],
+            columns.slots.residual_w,
             state.weight_stash,
-            columns.slots["weight_stash"],
+            columns.slots.weight_stash,
         )
         return dataclasses.replace(state, gradients={"layers": {str(unit): sums}})

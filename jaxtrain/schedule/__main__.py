@@ -24,7 +24,7 @@ from jaxtrain import config as cfg
 from jaxtrain.config.flags import Flag, UsageError
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
-from jaxtrain.run.search_progress import SearchProgress
+from jaxtrain.run.progress import SearchProgress
 from jaxtrain.schedule import by_name, drawing, search
 from jaxtrain.schedule.clock import Times
 from jaxtrain.schedule.figures import comparison, figures, summary

@@ -21,11 +21,10 @@ allows that for the unit on every stage, and into `result` where it does not. No
 """
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
-from jaxtrain.schedule.slots import MESSAGES, POOLS, SHARED_SLOTS, SlottedTable
+from jaxtrain.schedule.slots import MESSAGES, Array, Slots, SlottedTable
 from jaxtrain.schedule.table import Op, Permute, Table, directions
 from jaxtrain.schedule.transport import waiting
 
@@ -51,8 +50,8 @@ def permute_op(when: Permute) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """An op that moves a message on its stage. source, target: buffers, or pools; slot: of the
-    pool, as `TickColumns.slots` has it."""
+    """An op that moves a message on its stage. source, target: buffers, or pools; slot: the field
+    of `Slots` that says where in the pool."""
 
     op: str
     source: str
@@ -71,10 +70,6 @@ STAYS = tuple(
     for message in MESSAGES
     for buffer in BUFFERS
 )
-# the slots that differ between stages
-TICK_SLOTS = (*POOLS, *dict.fromkeys(copy.slot for copy in (*TAKES, *STAYS)))
-
-Array = Any  # numpy's or JAX's
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,9 +81,8 @@ class TickColumns:
     embed_microbatch, head_microbatch, embed_gradient_microbatch: of these ops
     runs:        op → 1 where the stage runs it, else 0
     busy:        1 where it runs any but those that take in what has arrived, and permutes
-    slots:       name of a slot in `SlottedTable` → the slot
 
-    Microbatches and slots are 0 where there are none. On one stage, where a tick is a microbatch,
+    Microbatches and slots are 0 where a tick has none. On one stage, where a tick is a microbatch,
     there is nothing but `microbatch`.
     """
 
@@ -98,7 +92,7 @@ class TickColumns:
     embed_gradient_microbatch: Array = None
     busy: Array = None
     runs: dict[str, Array] = dataclasses.field(default_factory=dict)
-    slots: dict[str, Array] = dataclasses.field(default_factory=dict)
+    slots: Slots = Slots()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -162,7 +156,7 @@ def _columns(slotted: SlottedTable, buffers: dict[tuple[Op, int], str]) -> TickC
         """What a tick says for all stages, for each of them."""
         return np.broadcast_to(column[:, None], table.op.shape)
 
-    takes = {copy.op: getattr(slotted, copy.slot) >= 0 for copy in TAKES}
+    takes = {copy.op: getattr(slotted.slots, copy.slot) >= 0 for copy in TAKES}
     runs = {
         EMBED: of_all(table.embed >= 0) & _takes_part(table, table.stage_of[0]),
         **_cells(table),
@@ -173,8 +167,9 @@ def _columns(slotted: SlottedTable, buffers: dict[tuple[Op, int], str]) -> TickC
     sends = {
         permute_op(when): of_all(table.permute == when) for when in (Permute.EARLY, Permute.LATE)
     }
-    slots = {name: getattr(slotted, name) for name in TICK_SLOTS} | {
-        name: of_all(getattr(slotted, name)) for name in SHARED_SLOTS
+    slots = {
+        name: _numbers(column if column.ndim == 2 else of_all(column))
+        for name, column in vars(slotted.slots).items()
     }
     return TickColumns(
         _numbers(table.microbatch),
@@ -183,7 +178,7 @@ def _columns(slotted: SlottedTable, buffers: dict[tuple[Op, int], str]) -> TickC
         _numbers(of_all(table.embed_gradient)),
         busy=np.any(list(runs.values()), axis=0).astype(np.int32),
         runs={op: column.astype(np.int32) for op, column in (takes | runs | sends).items()},
-        slots={name: _numbers(column) for name, column in slots.items()},
+        slots=Slots(**slots),
     )
 
 
@@ -222,5 +217,5 @@ def _copies(slotted: SlottedTable, buffers: dict[tuple[Op, int], str]) -> dict[s
         written[buffer] |= (table.op == op) & (table.local_unit == u)
     sends = {copy.op: (slotted.send == WAY[copy.target]) & written[copy.source] for copy in SENDS}
     return sends | {
-        copy.op: (getattr(slotted, copy.slot) >= 0) & written[copy.source] for copy in STAYS
+        copy.op: (getattr(slotted.slots, copy.slot) >= 0) & written[copy.source] for copy in STAYS
     }

@@ -22,6 +22,7 @@ slots as are alive at once in the busiest tick: fewer is impossible. No JAX here
 import dataclasses
 import heapq
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -30,50 +31,55 @@ from jaxtrain.schedule.transport import NEVER, arrivals
 
 POOLS = ("activation", "gradient", "residual_b", "residual_w", "weight_stash")
 MESSAGES = ("activation", "gradient")  # those of them that travel
-# of the ops that are no cell's
-SHARED_SLOTS = ("embed_activation", "head_activation", "head_gradient", "embed_gradient_gradient")
+Array = Any  # numpy's or JAX's
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Slots:
+    """The slots that a tick reads or fills, each named by its op and its pool. None: one stage has
+    no slots.
+
+    activation, gradient, residual_b, residual_w, weight_stash: by the tick's cell. F reads
+        activation and fills residual_b and residual_w, unless an R follows that does; R reads
+        activation and fills them; B reads gradient and both, and fills weight_stash; W reads
+        residual_w and weight_stash
+    up_activation, up_gradient, down_activation, down_gradient: filled at the tick's start with the
+        message that the last permute brought from the stage before (up) or after (down)
+    stay_activation, stay_gradient: filled with the cell's message if it stays on its stage
+    embed_activation, embedding_gradient: on the first unit's stage, filled by the embedding, and
+        read by its gradient
+    head_activation, head_gradient: on the last unit's stage, read and filled by the head
+    """
+
+    activation: Array = None
+    gradient: Array = None
+    residual_b: Array = None
+    residual_w: Array = None
+    weight_stash: Array = None
+    up_activation: Array = None
+    up_gradient: Array = None
+    down_activation: Array = None
+    down_gradient: Array = None
+    stay_activation: Array = None
+    stay_gradient: Array = None
+    embed_activation: Array = None
+    embedding_gradient: Array = None
+    head_activation: Array = None
+    head_gradient: Array = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SlottedTable:
-    """A table with its slots: what the runtime reads. −1 means none.
+    """A table with its slots.
 
-    activation, gradient, residual_b, residual_w, weight_stash   int32 [ticks, stages]: the slot of
-                  each pool that the tick's cell reads or fills. F reads activation and fills
-                  residual_b and residual_w (not where there is an R for it); R reads activation and
-                  fills them; B reads gradient and both and fills weight_stash; W reads residual_w
-                  and weight_stash
-    up_activation, up_gradient, down_activation, down_gradient   int32 [ticks, stages]: the slot
-                  into which the tick's start puts what the last permute brought from the stage
-                  before (up) or after (down)
-    stay_activation, stay_gradient   int32 [ticks, stages]: the slot into which the cell's message
-                                     goes if it stays
-    send          int32 [ticks, stages]: the buffer by which the cell's message leaves: +1, −1, or 0
-                  for none
-    embed_activation, head_activation, head_gradient, embed_gradient_gradient   int32 [ticks]: on
-                  the first unit's stage, the activation that embed fills and the gradient that the
-                  embedding's gradient reads; on the last unit's, the activation that the head reads
-                  and the gradient that it fills
+    slots   int32 [ticks, stages], −1 for none; those of head and embedding int32 [ticks]
+    send    int32 [ticks, stages]: the way that the cell's message leaves: +1, −1, or 0 for none
     slots_per_stage   pool → the slots that each stage needs
     """
 
     table: Table
-    activation: np.ndarray
-    gradient: np.ndarray
-    residual_b: np.ndarray
-    residual_w: np.ndarray
-    weight_stash: np.ndarray
-    up_activation: np.ndarray
-    up_gradient: np.ndarray
-    down_activation: np.ndarray
-    down_gradient: np.ndarray
-    stay_activation: np.ndarray
-    stay_gradient: np.ndarray
+    slots: Slots
     send: np.ndarray
-    embed_activation: np.ndarray
-    head_activation: np.ndarray
-    head_gradient: np.ndarray
-    embed_gradient_gradient: np.ndarray
     slots_per_stage: dict[str, tuple[int, ...]]
 
     @property
@@ -109,14 +115,10 @@ class _Uses:
 
 def assign_slots(table: Table) -> SlottedTable:
     """A table with its slots. The table must be right: check it first."""
-    of_stage = (
-        *POOLS,
-        *(f"{way}_{message}" for way in ("up", "down", "stay") for message in MESSAGES),
-    )
-    columns: dict[str, np.ndarray] = {
-        name: np.full(table.op.shape, -1, np.int32) for name in of_stage
-    }
-    columns |= {name: np.full(table.ticks, -1, np.int32) for name in SHARED_SLOTS}
+    columns: dict[str, np.ndarray] = {}
+    for field in dataclasses.fields(Slots):
+        of_one_stage = field.name.startswith(("embed", "head"))
+        columns[field.name] = np.full(table.ticks if of_one_stage else table.op.shape, -1, np.int32)
     slots_per_stage: dict[str, tuple[int, ...]] = {}
     for pool, uses_of in _uses(table).items():
         uses = _Uses.joined(list(uses_of.values()))
@@ -129,7 +131,7 @@ def assign_slots(table: Table) -> SlottedTable:
     send = np.where(
         table.op == Op.IDLE, 0, message_ways(table.stage_of, table.stages)[table.op, table.unit]
     ).astype(np.int32)
-    return SlottedTable(table, **columns, send=send, slots_per_stage=slots_per_stage)
+    return SlottedTable(table, Slots(**columns), send, slots_per_stage)
 
 
 def _assign(uses: _Uses, table: Table) -> tuple[np.ndarray, tuple[int, ...]]:
@@ -200,7 +202,7 @@ def _uses(table: Table) -> dict[str, dict[str, _Uses]]:
     gradient = {
         "gradient": of_cells(op == Op.B),
         "stay_gradient": of_cells((op == Op.B) & stays, -1),
-        "embed_gradient_gradient": _of_column(table.embed_gradient, first_stage, -1),
+        "embedding_gradient": _of_column(table.embed_gradient, first_stage, -1),
     }
     if not table.forward_only:
         gradient["head_gradient"] = _of_column(table.head, last_stage, last)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 
 from jaxtrain.run import streams
-from jaxtrain.run.goodput import STEPS, Part, WallClock
+from jaxtrain.run.wall_clock import STEPS, Part, WallClock
 from jaxtrain.training.recovery import Rollback
 
 WARM_UP = 2  # steps of a run that are not traced
@@ -30,7 +30,7 @@ class Profile:
     start: int
     count: int
     clock: WallClock
-    say: Callable[[str], object] = streams.say
+    say: Callable[[str], object] = streams.log
     step_time_s: float | None = dataclasses.field(default=None, init=False)
     _began: float | None = dataclasses.field(default=None, init=False)
     _failed: bool = dataclasses.field(default=False, init=False)  # jax begins no other trace then

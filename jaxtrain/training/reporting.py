@@ -11,11 +11,11 @@ import numpy as np
 from jaxtrain.config import Config
 from jaxtrain.config.work import kind_at_hand, transformer_of
 from jaxtrain.devices import cluster
-from jaxtrain.run import metrics, start_up
-from jaxtrain.run.goodput import STEPS, Part, WallClock
-from jaxtrain.run.goodput_log import GoodputLog
+from jaxtrain.run import metrics
+from jaxtrain.run.goodput import GoodputLog
+from jaxtrain.run.peers import Stragglers
 from jaxtrain.run.progress import Progress, StepTimer
-from jaxtrain.run.stragglers import Stragglers
+from jaxtrain.run.wall_clock import STEPS, Part, WallClock, start_line, start_record
 from jaxtrain.training.calendar import Calendar
 from jaxtrain.training.metrics import StepMetrics
 from jaxtrain.training.parameter_checks import Comparison
@@ -156,7 +156,7 @@ class Reporter:
         """Logs and shows a validation loss in nats a token, if there is one."""
         if loss is not None:
             self._log.write(at, validation_loss=loss)
-            self._progress.say(f"step {at}: validation loss {loss:.4f} nats a token")
+            self._progress.log(f"step {at}: validation loss {loss:.4f} nats a token")
 
     def saves(self, figures: Mapping[int, Mapping[str, float]]) -> None:
         """Logs, by step, how long saves that have ended blocked the loop and how long they took."""
@@ -214,7 +214,7 @@ class Reporter:
             return {}
         if slowest is not self._warned_of_slowest:
             self._warned_of_slowest = slowest
-            self._progress.say(slowest.line())
+            self._progress.log(slowest.line())
         return {"slowest_process": slowest.process, "slowest_behind_s": round(slowest.behind_s, 4)}
 
     def go_back(self, rollback: Rollback) -> None:
@@ -224,7 +224,7 @@ class Reporter:
         self._goodput.reached(rollback.step)
         self._speedometer.restart(rollback.step)
         self._progress.restart(rollback.step)
-        self._progress.say(
+        self._progress.log(
             f"warning: back from step {rollback.came_from} to step {rollback.step}, and on "
             f"with batch {rollback.position}: {rollback.why}"
         )
@@ -261,7 +261,7 @@ class Reporter:
         count = max(self._skips, 0 if self._skipped is None else round(skipped - self._skipped))
         if count:
             text = f"{count} updates were" if count > 1 else "an update was"
-            self._progress.say(f"warning: {text} skipped: {self._judge.describe(numbers)}")
+            self._progress.log(f"warning: {text} skipped: {self._judge.describe(numbers)}")
         self._skips, self._skipped = 0, skipped
 
     def _warn_of_drops(self, at: int, dropped: float) -> None:
@@ -274,7 +274,7 @@ class Reporter:
             f"{dropped:.2%} of the choices of experts were dropped, beyond "
             f"model.expert_room={room:g}"
         )
-        self._progress.say(
+        self._progress.log(
             f"warning: step {at}: {drops}: --config.model.expert_room={2 * room:g} has room "
             "for more"
         )
@@ -282,8 +282,8 @@ class Reporter:
     def _end_start_up(self, at: int) -> None:
         """Shows and logs where the time up to the first step went, once."""
         if not self._started:
-            self._progress.say(start_up.line(self._goodput.clock))
-            self._log.write(at, **start_up.record(self._goodput.clock))
+            self._progress.log(start_line(self._goodput.clock))
+            self._log.write(at, **start_record(self._goodput.clock))
             self._started = True
 
     def _read(self, metrics: StepMetrics, together: bool) -> dict[str, float]:

@@ -41,10 +41,11 @@ def no_request() -> Request:
 
 
 class Saves(Protocol):
-    """Of checkpoint.manager.Checkpointer: whether a save is under way, and how many seconds the
+    """Of checkpoint.checkpoints.Checkpoints: whether a save is under way, and how many seconds the
     longest so far has taken."""
 
-    longest_s: float
+    @property
+    def longest_s(self) -> float: ...
 
     @property
     def busy(self) -> bool: ...

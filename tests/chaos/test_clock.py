@@ -13,7 +13,7 @@ import pytest
 from support import train_runs as runs
 from support.train_runs import settings
 
-from jaxtrain.run.goodput_log import Goodput, read_goodput
+from jaxtrain.run.goodput import Goodput, read_goodput
 from jaxtrain.run.metrics import read_metrics
 
 LIBRARY = next(iter(glob.glob("/usr/lib/*/faketime/libfaketimeMT.so.1")), "")

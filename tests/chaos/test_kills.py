@@ -15,7 +15,7 @@ from support.chaos import launched
 from support.processes import assert_gone, children, process_of_run
 from support.train_runs import settings
 
-from jaxtrain.run.goodput_log import Goodput, read_goodput
+from jaxtrain.run.goodput import Goodput, read_goodput
 
 EVERY = 5  # steps between checkpoints
 START_UP_S = 8.0  # seconds after a start in which some of the kills fall

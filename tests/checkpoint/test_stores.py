@@ -112,7 +112,7 @@ ADDRESSES = {
 @pytest.mark.parametrize("place", ADDRESSES)
 def test_an_address_that_cannot_be_used(place, monkeypatch, capsys, tmp_path):
     """One line and status 2, in the same words from every command. Training: tests/config and
-    tests/test_train_places.py."""
+    tests/test_places.py."""
     monkeypatch.setattr(addresses, "_is_installed", lambda store: False)
     monkeypatch.chdir(tmp_path)
     rule = ADDRESSES[place]

@@ -1,5 +1,5 @@
-"""Batches: the same rows at the same places whatever the mesh, the processes, the microbatches and
-the threads."""
+"""Batches: the same sequences at the same places whatever the mesh, the processes, the microbatches
+and the threads."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.data import packing, row_log
 from jaxtrain.data.loader import Feed, Loader
-from jaxtrain.data.packing import Rows
+from jaxtrain.data.packing import Sequences
 from jaxtrain.data.row_log import RowLog, read_rows
 from jaxtrain.data.tokens import DataError, prepare
 
@@ -45,7 +45,7 @@ def sharding(replica=1, data=1, context=1, model=1, spec=SPEC):
 
 
 def flat(batch):
-    """Rows in their global order, [B, T] each."""
+    """Sequences in their global order, [B, T] each."""
     return {name: np.asarray(array).reshape(BATCH, LENGTH) for name, array in batch.items()}
 
 
@@ -101,7 +101,7 @@ def test_microbatches_cut_the_batch_in_order(config, corpus, microbatches, layou
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_replicas_that_train_apart_have_rows_of_their_own(config, corpus, microbatches):
+def test_replicas_that_train_apart_have_sequences_of_their_own(config, corpus, microbatches):
     """The same ones whatever the microbatches, in order."""
     layout = sharding(replica=2, data=2)
     with (
@@ -132,43 +132,44 @@ def test_sharded_over_microbatches_too(config, corpus):
 def test_threads_change_nothing(config, corpus, prefetch, monkeypatch):
     with Loader(corpus, config(), "train", sharding()) as reference:
         expected = [flat(reference.batch(step)) for step in range(12)]
-    read = Rows.__getitem__
+    read = Sequences.__getitem__
 
-    def uneven(rows, r):
+    def uneven(sequences, r):
         time.sleep(0.003 * (r % 3))
-        return read(rows, r)
+        return read(sequences, r)
 
-    monkeypatch.setattr(Rows, "__getitem__", uneven)
+    monkeypatch.setattr(Sequences, "__getitem__", uneven)
     with Loader(corpus, config(prefetch=prefetch), "train", sharding(data=2)) as loader:
-        for batch, rows in zip(loader.iterate(0, 12), expected, strict=True):
-            same(flat(batch), rows)
+        for batch, sequences in zip(loader.iterate(0, 12), expected, strict=True):
+            same(flat(batch), sequences)
 
 
 def test_resuming_is_continuing(config, corpus):
     with Loader(corpus, config(), "train", sharding()) as loader:
         whole = [flat(batch) for batch in loader.iterate(0, 40)]
     with Loader(corpus, config(), "train", sharding(data=4), 2) as loader:
-        for rows, batch in zip(whole[17:], loader.iterate(17, 40), strict=True):
-            same(flat(batch), rows)
+        for sequences, batch in zip(whole[17:], loader.iterate(17, 40), strict=True):
+            same(flat(batch), sequences)
 
 
 def order_of(corpus, data, steps):
-    """The rows of the split that steps are made of, found by content."""
-    rows = Rows(corpus, corpus.train, LENGTH)
+    """The sequences of the split that steps are made of, found by content."""
+    sequences = Sequences(corpus, corpus.train, LENGTH)
     index = {
-        rows[r]["tokens"].tobytes() + rows[r]["targets"].tobytes(): r for r in range(len(rows))
+        sequences[r]["tokens"].tobytes() + sequences[r]["targets"].tobytes(): r
+        for r in range(len(sequences))
     }
-    assert len(index) == len(rows)
+    assert len(index) == len(sequences)
     with Loader(corpus, data, "train", sharding()) as loader:
         batches = [flat(loader.batch(step)) for step in range(steps)]
     return [
         index[batch["tokens"][i].tobytes() + batch["targets"][i].tobytes()]
         for batch in batches
         for i in range(BATCH)
-    ], len(rows)
+    ], len(sequences)
 
 
-def test_an_epoch_has_every_row_once_in_a_new_order(config, corpus):
+def test_an_epoch_has_every_sequence_once_in_a_new_order(config, corpus):
     order, n = order_of(corpus, config(), 60)
     epochs = [order[i * n : (i + 1) * n] for i in range(len(order) // n)]
     assert len(epochs) >= 2
@@ -199,9 +200,11 @@ def test_golden_order(config, write):
         assert [loader._index(10**9 + i) for i in range(BATCH)] == [20, 37, 31, 32, 22, 15, 41, 18]
 
 
-def test_each_row_is_read_once(config, corpus, monkeypatch):
-    read, seen = Rows.__getitem__, []
-    monkeypatch.setattr(Rows, "__getitem__", lambda rows, r: seen.append(r) or read(rows, r))
+def test_each_sequence_is_read_once(config, corpus, monkeypatch):
+    read, seen = Sequences.__getitem__, []
+    monkeypatch.setattr(
+        Sequences, "__getitem__", lambda sequences, r: seen.append(r) or read(sequences, r)
+    )
     with Loader(
         corpus,
         config(attend_across_documents=False),
@@ -213,7 +216,7 @@ def test_each_row_is_read_once(config, corpus, monkeypatch):
     assert len(seen) == len(set(seen)) == BATCH
 
 
-def test_only_the_rows_of_this_process(config, corpus, monkeypatch):
+def test_only_the_sequences_of_this_process(config, corpus, monkeypatch):
     """As on process 1 of 2, whose devices are the second half."""
     whole = sharding(data=4, context=2)
     mine = {
@@ -221,26 +224,28 @@ def test_only_the_rows_of_this_process(config, corpus, monkeypatch):
         for device, index in whole.addressable_devices_indices_map((2, 4, LENGTH)).items()
         if device.id >= 4
     }
-    read, seen = Rows.__getitem__, []
+    read, seen = Sequences.__getitem__, []
     with Loader(corpus, config(), "train", whole, 2) as loader:
         everything = [r for i in range(BATCH) for r in [loader._index(i)]]
     monkeypatch.setattr(NamedSharding, "addressable_devices_indices_map", lambda *_: mine)
     with Loader(corpus, config(), "train", whole, 2) as loader:
-        monkeypatch.setattr(Rows, "__getitem__", lambda rows, r: seen.append(r) or read(rows, r))
+        monkeypatch.setattr(
+            Sequences, "__getitem__", lambda sequences, r: seen.append(r) or read(sequences, r)
+        )
         monkeypatch.setattr(
             jax,
             "make_array_from_callback",
             lambda shape, sharding, block: [block(index) for index in mine.values()],
         )
         loader.batch(0)
-    assert seen == [everything[i] for i in (2, 3, 6, 7)]  # rows 2, 3 of each microbatch of 4
+    assert seen == [everything[i] for i in (2, 3, 6, 7)]  # sequences 2, 3 of each microbatch of 4
 
 
-def test_another_number_of_processes_neither_repeats_nor_skips_a_row(
+def test_another_number_of_processes_neither_repeats_nor_skips_a_sequence(
     config, corpus, monkeypatch, tmp_path
 ):
     """4, 2, 1 and again 4 of them, with batches that are taken twice as after a kill: what each has
-    read makes whole batches, and every epoch has each row once."""
+    read makes whole batches, and every epoch has each sequence once."""
     whole, devices_of = sharding(data=8), NamedSharding.addressable_devices_indices_map
     monkeypatch.setattr(jax, "make_array_from_callback", lambda shape, sharding, block: None)
     for start, stop, processes in ((0, 14, 4), (12, 26, 2), (25, 34, 1), (32, 44, 4)):
@@ -256,17 +261,19 @@ def test_another_number_of_processes_neither_repeats_nor_skips_a_row(
                 assert len([*loader.iterate(start, stop)]) == stop - start
     found = read_rows(tmp_path)
     assert [*found] == list(range(44)) and all(
-        rows.keys() == set(range(BATCH)) for rows in found.values()
+        sequences.keys() == set(range(BATCH)) for sequences in found.values()
     )
-    order = [rows[place] for rows in found.values() for place in range(BATCH)]
-    assert order == [loader._index(i) for i in range(44 * BATCH)] and 2 * loader.rows < len(order)
+    order = [sequences[place] for sequences in found.values() for place in range(BATCH)]
+    assert order == [loader._index(i) for i in range(44 * BATCH)] and 2 * loader.sequences < len(
+        order
+    )
     for epoch in range(2):
-        assert sorted(order[epoch * loader.rows : (epoch + 1) * loader.rows]) == list(
-            range(loader.rows)
+        assert sorted(order[epoch * loader.sequences : (epoch + 1) * loader.sequences]) == list(
+            range(loader.sequences)
         )
 
 
-def test_rows_on_a_full_disk_cost_a_warning(tmp_path, capsys):
+def test_sequences_on_a_full_disk_cost_a_warning(tmp_path, capsys):
     log = RowLog(tmp_path, 0, 1)
     (tmp_path / "rows" / "0.jsonl").symlink_to("/dev/full")
     for batch in range(3):
@@ -279,19 +286,22 @@ def test_rows_on_a_full_disk_cost_a_warning(tmp_path, capsys):
     )
 
 
-def test_rows_of_the_last_start_count_whatever_its_clock_says(tmp_path, monkeypatch):
-    for seconds, processes, rows in ((9000.0, 2, [{0: 5}, {1: 6}]), (5000.0, 1, [{0: 7, 1: 8}])):
+def test_sequences_of_the_last_start_count_whatever_its_clock_says(tmp_path, monkeypatch):
+    for seconds, processes, sequences in (
+        (9000.0, 2, [{0: 5}, {1: 6}]),
+        (5000.0, 1, [{0: 7, 1: 8}]),
+    ):
         monkeypatch.setattr(row_log.time, "time", lambda seconds=seconds: seconds)
-        for process, own in enumerate(rows):
+        for process, own in enumerate(sequences):
             RowLog(tmp_path, process, processes).write(3, own)
     assert read_rows(tmp_path) == {3: {0: 7, 1: 8}}
 
 
-def test_processes_that_read_different_rows_are_found_out(tmp_path):
-    for process, row in enumerate([7, 8]):
-        RowLog(tmp_path, process, 2).write(3, {0: 5, 1: row})
+def test_processes_that_read_different_sequences_are_found_out(tmp_path):
+    for process, sequence in enumerate([7, 8]):
+        RowLog(tmp_path, process, 2).write(3, {0: 5, 1: sequence})
     with pytest.raises(
-        ValueError, match="batch 3, place 1: process 1 has read row 8, another one row 7"
+        ValueError, match="batch 3, place 1: process 1 has read sequence 8, another one sequence 7"
     ):
         read_rows(tmp_path)
 
@@ -311,8 +321,8 @@ data = types.SimpleNamespace(
     validation_fraction=0.1, bad_records="stop", token_dtype="uint16", cache=cache,
 )
 corpus = tokens.prepare(data, 257, progress=False)
-read, seen = packing.Rows.__getitem__, []
-packing.Rows.__getitem__ = lambda rows, r: seen.append(r) or read(rows, r)
+read, seen = packing.Sequences.__getitem__, []
+packing.Sequences.__getitem__ = lambda sequences, r: seen.append(r) or read(sequences, r)
 mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
 with loader.Loader(corpus, data, "train", sharding, 2) as batches:
@@ -345,7 +355,7 @@ def test_two_processes(config, corpus, tmp_path, start_python):
             np.testing.assert_array_equal(np.array(mine)[:, :2], expected[:, :2])
             np.testing.assert_array_equal(np.array(theirs)[:, 2:], expected[:, 2:])
             assert not np.array(mine)[:, 2:].any() and not np.array(theirs)[:, :2].any()
-    # rows read by then: its half of both steps
+    # sequences read by then: its half of both steps
     assert [int(lines[-1].split(" ", 1)[0]) for lines in (first, second)] == [8, 8]
 
 
@@ -356,9 +366,9 @@ def test_two_processes(config, corpus, tmp_path, start_python):
     "layout", [{}, {"data": 8}, {"data": 2, "context": 2, "model": 2}], ids=str
 )
 def test_validation_is_read_once_in_order(config, corpus, layout):
-    rows = Rows(corpus, corpus.validation, LENGTH, padded=True)
+    sequences = Sequences(corpus, corpus.validation, LENGTH, padded=True)
     with Loader(corpus, config(), "validation", sharding(**layout)) as loader:
-        assert loader.batches == -(-len(rows) // BATCH) and len(rows) % BATCH
+        assert loader.batches == -(-len(sequences) // BATCH) and len(sequences) % BATCH
         batches = [flat(batch) for batch in loader.iterate()]
         again = [flat(batch) for batch in loader.iterate()]
     assert len(batches) == loader.batches
@@ -368,7 +378,7 @@ def test_validation_is_read_once_in_order(config, corpus, layout):
             r = step * BATCH + i
             same(
                 {name: array[i] for name, array in batch.items()},
-                rows[r] if r < len(rows) else rows.empty(),
+                sequences[r] if r < len(sequences) else sequences.empty(),
             )
     counted = sum(batch["weights"].sum() for batch in batches)
     assert (
@@ -379,18 +389,18 @@ def test_validation_is_read_once_in_order(config, corpus, layout):
 
 
 def test_part_of_the_validation_split(config, corpus):
-    rows = Rows(corpus, corpus.validation, LENGTH, padded=True)
+    sequences = Sequences(corpus, corpus.validation, LENGTH, padded=True)
     with Loader(corpus, config(), "validation", sharding(data=2), batches=1) as loader:
         batches = [flat(batch) for batch in loader.iterate()]
     assert len(batches) == 1
-    index = {rows[r]["tokens"].tobytes(): r for r in range(len(rows))}
-    found = [index[row.tobytes()] for row in batches[0]["tokens"]]
-    assert found == sorted(set(found)) and found[0] == 0 and found[-1] >= len(rows) * 3 // 4
+    index = {sequences[r]["tokens"].tobytes(): r for r in range(len(sequences))}
+    found = [index[sequence.tobytes()] for sequence in batches[0]["tokens"]]
+    assert found == sorted(set(found)) and found[0] == 0 and found[-1] >= len(sequences) * 3 // 4
     with Loader(corpus, config(), "validation", sharding(), batches=10**6) as loader:
-        assert loader.batches == -(-len(rows) // BATCH)
+        assert loader.batches == -(-len(sequences) // BATCH)
 
 
-def test_validation_smaller_than_a_row(config, write):
+def test_validation_smaller_than_a_sequence(config, write):
     corpus = prepare(
         config(source=write("a.txt", "abcdefghijklmnopqrstuvwxyz" * 2)), 257, progress=False
     )
@@ -415,7 +425,7 @@ def test_too_little_text(config, write):
             "corpus: the train split has 8 tokens, and data.sequence_length=8 takes 9: its "
             "documents repeat within a sequence"
         )
-        assert loader.rows == 1 and loader.remarks() == [few]
+        assert loader.sequences == 1 and loader.remarks() == [few]
         for batch in loader.iterate(5, 7):
             assert flat(batch)["tokens"].tolist() == [[*b"abcdefg", 256]] * BATCH
             assert flat(batch)["targets"].tolist() == [[*b"bcdefg", 256, 97]] * BATCH
@@ -424,7 +434,7 @@ def test_too_little_text(config, write):
             "corpus: the train split has 8 tokens, which are 1 sequence of 7, and "
             "data.batch_size=8: they repeat within a batch"
         )
-        assert loader.rows == 1 and loader.remarks() == [few]
+        assert loader.sequences == 1 and loader.remarks() == [few]
         list(loader.iterate(0, 2))
     with Loader(corpus, config(sequence_length=7, batch_size=1), "train", sharding()) as loader:
         assert not loader.remarks()
@@ -436,9 +446,9 @@ def test_too_little_text(config, write):
         ]
 
 
-def test_rows_fewer_than_a_batch_repeat_evenly(config, write):
-    """Row i of step t depends on seed, t and i, whatever the mesh; each row comes as often as the
-    others."""
+def test_sequences_fewer_than_a_batch_repeat_evenly(config, write):
+    """Sequence i of step t depends on seed, t and i, whatever the mesh; each sequence comes equally
+    often."""
     corpus = prepare(
         config(source=write("a.txt", "".join(map(chr, range(32, 59)))), validation_fraction=0.0),
         257,
@@ -448,12 +458,12 @@ def test_rows_fewer_than_a_batch_repeat_evenly(config, write):
         Loader(corpus, config(), "train", sharding()) as one,
         Loader(corpus, config(), "train", sharding(data=4), 2) as many,
     ):
-        assert one.rows == 3 and len(one.remarks()) == 1
+        assert one.sequences == 3 and len(one.remarks()) == 1
         whole = [flat(batch) for batch in one.iterate(0, 6)]
-        for rows, batch in zip(whole[3:], many.iterate(3, 6), strict=True):
-            same(flat(batch), rows)
+        for sequences, batch in zip(whole[3:], many.iterate(3, 6), strict=True):
+            same(flat(batch), sequences)
     counts = [
-        sum(row[0] == first for rows in whole[:3] for row in rows["tokens"])
+        sum(sequence[0] == first for sequences in whole[:3] for sequence in sequences["tokens"])
         for first in (32, 40, 48)
     ]
     assert counts == [8, 8, 8]
@@ -511,17 +521,17 @@ def threads():
 
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_errors_surface_at_their_batch(config, corpus, monkeypatch, prefetch):
-    read, count = Rows.__getitem__, []
+    read, count = Sequences.__getitem__, []
 
-    def failing(rows, r):
+    def failing(sequences, r):
         count.append(r)
         if r == bad:
             raise OSError("the disk is gone")
-        return read(rows, r)
+        return read(sequences, r)
 
     with Loader(corpus, config(prefetch=prefetch), "train", sharding()) as loader:
         bad = loader._index(2 * BATCH + 3)
-        monkeypatch.setattr(packing.Rows, "__getitem__", failing)
+        monkeypatch.setattr(packing.Sequences, "__getitem__", failing)
         batches = loader.iterate(0)
         next(batches), next(batches)
         with pytest.raises(OSError, match="the disk is gone"):
@@ -590,12 +600,12 @@ def test_a_feed_jumps(config, corpus):
             feed.next()
 
 
-def test_a_batch_in_words_names_its_rows(config, corpus):
+def test_a_batch_in_words_names_its_sequences(config, corpus):
     order, n = order_of(corpus, config(), 40)
     with Loader(corpus, config(), "train", sharding()) as loader:
         step = n // BATCH + 2
-        rows = ", ".join(map(str, order[step * BATCH : (step + 1) * BATCH]))
-        assert loader.rows_of(step).startswith(
-            f"batch {step}: epoch 1, rows {rows} of the {n} of the train split of "
+        sequences = ", ".join(map(str, order[step * BATCH : (step + 1) * BATCH]))
+        assert loader.describe(step).startswith(
+            f"batch {step}: epoch 1, sequences {sequences} of the {n} of the train split of "
             f"{corpus.source} (checksum "
         )

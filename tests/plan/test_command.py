@@ -550,7 +550,7 @@ def test_advice(plan, tmp_path):
         "--json=true has no meaning for --advise: use --json=false"
         in plan(f"--advise={tmp_path}", "--json")[1]
     )
-    # no run is there; what is said of one is tested in test_advise.py
+    # no run is there; test_what_if.py tests what is said of one
     assert str(tmp_path) in plan(f"--advise={tmp_path}")[1]
 
 

@@ -27,7 +27,7 @@ from jaxtrain.plan.measured_step import (
     shared_out,
     without_waiting,
 )
-from jaxtrain.run.goodput import Part, WallClock
+from jaxtrain.run.wall_clock import Part, WallClock
 from jaxtrain.training.profile import WARM_UP, Profile
 
 MESH = {"replica": 1, "data": 2, "stage": 2, "context": 1, "expert": 1, "model": 2}

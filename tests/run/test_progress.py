@@ -1,4 +1,5 @@
-"""The speed that is shown, the bar on real terminals of any width, and the lines of a log."""
+"""The speed that is shown, the bar on real terminals of any width, and the lines of a log; and a
+search's progress."""
 
 import fcntl
 import io
@@ -12,7 +13,7 @@ import termios
 
 import pytest
 
-from jaxtrain.run.progress import Progress, StepTimer, bar_line
+from jaxtrain.run.progress import Progress, SearchProgress, StepTimer, bar_line
 
 # --- the timer ------------------------------------------------------------------------------------
 
@@ -126,8 +127,8 @@ def test_a_log_gets_few_lines(capsys, screen):
         progress.update(
             step, loss=1.0 if step % 10 == 0 else None, tokens_per_s=12345.0, mfu=0.4321
         )
-    progress.say("done")
-    progress.say("warning: careful")
+    progress.log("done")
+    progress.log("warning: careful")
     progress.close()
     out, err = capsys.readouterr()
     assert (
@@ -148,7 +149,7 @@ def test_a_terminal_gets_a_bar(monkeypatch):
     progress = Progress(20, step=5, stream=out)
     for step in range(6, 21):
         progress.update(step, loss=2.0, tokens_per_s=950.0)
-    progress.say("a line")
+    progress.log("a line")
     progress.close()
     last = out.getvalue().split("\r")[-1]
     assert re.fullmatch(r"20/20 [|]█+[|] loss 2.0000 · 950 tokens/s\x1b\[K\n", last)
@@ -158,7 +159,7 @@ def test_a_terminal_gets_a_bar(monkeypatch):
 def test_a_silent_process_says_nothing(capsys):
     progress = Progress(2, shown=False)
     progress.update(1, loss=1.0)
-    progress.say("hello")
+    progress.log("hello")
     progress.close()
     assert capsys.readouterr() == ("", "")
 
@@ -173,7 +174,7 @@ def main(argv):
     for step in range(61, 1501, 60):
         progress.update(step, loss=123.456 / step, tokens_per_s=step * 1234.5, mfu=0.4321)
         if step == 661:
-            progress.say("said")
+            progress.log("said")
     progress.update(1500)
     progress.close()
 
@@ -278,4 +279,48 @@ def test_a_terminal_that_cannot_erase_gets_lines():
         rows[0].startswith("step 61/1500 · loss 2.0239 · ")
         and len(rows) > 5
         and not any("█" in row for row in rows)
+    )
+
+
+# --- a search -------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def said(stream: io.StringIO, seconds: list[float], shown: bool = True) -> str:
+    """What a search says that begins at 0 and tells at these times."""
+    clock = iter([0.0, *seconds])
+    with SearchProgress("tables", stream, shown, lambda: next(clock)) as progress:
+        for i in range(len(seconds)):
+            progress(f"order {i}", i / len(seconds))
+    return stream.getvalue()
+
+
+def test_lines_every_few_seconds_where_there_is_no_terminal():
+    text = said(io.StringIO(), [0.1, 4.9, 5.0, 6.0, 9.9, 10.1, 80.0, 81.0])
+    assert (
+        text
+        == "tables: 25%, order 2, 0:05\ntables: 62%, order 5, 0:10\ntables: 75%, order 6, 1:20\n"
+    )
+
+
+def test_one_line_in_place_on_a_terminal_and_none_left():
+    text = said(Terminal(), [0.5, 1.0, 1.05, 70.0])
+    drawn = text.removesuffix("\r\x1b[K").split("\r")
+    assert drawn[0] == "" and text.endswith("\x1b[K\r\x1b[K") and "\n" not in text
+    assert [line.removesuffix("\x1b[K") for line in drawn[1:]] == [
+        "tables [#####...............]  25% order 1, 0:01",
+        "tables [###############.....]  75% order 3, 1:10",
+    ]
+
+
+def test_nothing_where_it_is_short_or_another_process_speaks():
+    assert (
+        said(io.StringIO(), [0.1, 4.0])
+        == said(Terminal(), [0.1, 0.9])
+        == said(io.StringIO(), [10.0, 20.0], shown=False)
+        == ""
     )

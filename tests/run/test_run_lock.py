@@ -138,7 +138,7 @@ def test_a_run_of_this_host_that_is_stuck_is_refused_too(tmp_path, child):
     write_lock(tmp_path, as_holder(child.pid))
     clock = Clock()
     with pytest.raises(FolderError, match=f"in use by the run of process {child.pid} "):
-        lock(tmp_path, clock).take(say=pytest.fail)
+        lock(tmp_path, clock).take(log=pytest.fail)
     assert 12 <= clock.now - 1000 < 13
 
 
@@ -166,7 +166,7 @@ def test_a_run_of_this_host_that_is_gone_is_taken_over_at_once(tmp_path, child, 
     write_lock(tmp_path, holder)
     clock = Clock()
     own = lock(tmp_path, clock)
-    own.take(say=pytest.fail)
+    own.take(log=pytest.fail)
     assert clock.now == 1000
     assert os.listdir(tmp_path) == [run_lock.NAME]
     assert run_lock.read_holder((tmp_path / run_lock.NAME).read_bytes()).process == this_process()

@@ -1,6 +1,7 @@
 """Standard streams that are closed, full, of few characters or on a terminal that has hung up, in
-processes of their own."""
+processes of their own; a line that is redrawn in its place."""
 
+import io
 import os
 import pty
 import subprocess
@@ -8,6 +9,8 @@ import sys
 
 import pytest
 from support import ROOT
+
+from jaxtrain.run import streams
 
 PROGRAM = """
 import os, sys, threading
@@ -17,7 +20,7 @@ def main(argv):
     if "run" in argv:
         streams.outlive()
     print("résumé × 3 → done", "█▌", "漢", os.fsdecode(b"f\\xff"))
-    streams.say("said", "warning: careful")
+    streams.log("said", "warning: careful")
     if "thread" in argv:
         thread = threading.Thread(target=print, args=["in a thread"])
         thread.start()
@@ -174,11 +177,11 @@ def main(argv):
     streams.outlive()
     size = lambda limit: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     size(30)
-    streams.say("one")
-    streams.say("a line that is longer than there is room for")
-    streams.say("another")
+    streams.log("one")
+    streams.log("a line that is longer than there is room for")
+    streams.log("another")
     size(resource.RLIM_INFINITY)
-    streams.say("two")
+    streams.log("two")
     return 0
 
 sys.exit(streams.run(main, []))
@@ -230,7 +233,7 @@ def main(argv):
     while not hung_up:
         time.sleep(0.01)
     print("to nobody")
-    streams.say("warning: to nobody")
+    streams.log("warning: to nobody")
     streams.write_error("to nobody")
     return 75
 
@@ -248,3 +251,31 @@ def test_a_terminal_that_has_hung_up():
     assert os.read(terminal, 100) == b"ready\r\n"
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 75
+
+
+# --- a terminal's line ----------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def drawn(stream: io.StringIO, shown: bool = True) -> str:
+    line = streams.TerminalLine(stream, shown)
+    line.clear()
+    for now, text in ((0.0, "first"), (0.05, "too soon"), (0.2, "x" * 100)):
+        line.draw(text, now)
+    line.clear()
+    line.clear()
+    return stream.getvalue()
+
+
+def test_a_line_on_a_terminal_leaves_nothing():
+    assert drawn(Terminal()) == f"\rfirst\x1b[K\r{'x' * (streams.COLUMNS - 1)}\x1b[K\r\x1b[K"
+
+
+def test_elsewhere_there_is_none(monkeypatch):
+    assert drawn(io.StringIO()) == drawn(Terminal(), shown=False) == ""
+    monkeypatch.setenv("TERM", "dumb")
+    assert drawn(Terminal()) == ""

@@ -11,9 +11,9 @@ from jaxtrain.config import ConfigError
 from jaxtrain.data.tokenizer import DataError
 from jaxtrain.run import watchdog
 from jaxtrain.run.exit_status import ExitStatus
-from jaxtrain.run.goodput import Current, Part, WallClock
 from jaxtrain.run.peers import Ending, Peers
 from jaxtrain.run.run_lock import LostLockError
+from jaxtrain.run.wall_clock import Current, Part, WallClock
 from jaxtrain.run.watchdog import Patience, Watchdog
 
 STEP, SAVE = Part.STEPPING, Part.SAVING

@@ -73,7 +73,10 @@ def reads_of(name: str, ticks: TickTable) -> np.ndarray:
         return runs[f"take_{slot}"] > 0
     if slot.startswith("stay"):
         return any_of(*(copy.op for copy in STAYS if copy.slot == slot))
-    op = next(op for op in (EMBED_GRADIENT, EMBED, HEAD) if slot.startswith(op))
+    if slot == "embedding_gradient":
+        op = EMBED_GRADIENT
+    else:
+        op = next(op for op in (EMBED_GRADIENT, EMBED, HEAD) if slot.startswith(op))
     return (runs[op] > 0) & (np.arange(table.stages) == table.stage_of[-1 if op == HEAD else 0])
 
 

@@ -10,8 +10,8 @@ import pathlib
 from unittest import mock
 
 from jaxtrain import cli, loop, train
-from jaxtrain.run.goodput import WallClock
 from jaxtrain.run.metrics import read_metrics
+from jaxtrain.run.wall_clock import WallClock
 from support import ROOT
 
 FOLDER = ROOT / "tests" / "golden"

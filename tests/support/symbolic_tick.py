@@ -47,7 +47,9 @@ def by_name(columns: TickColumns) -> dict[str, np.ndarray]:
     )
     fields = {name: getattr(columns, name) for name in (*microbatches, "busy")}
     return (
-        fields | columns.runs | {f"{slot}_slot": column for slot, column in columns.slots.items()}
+        fields
+        | columns.runs
+        | {f"{slot}_slot": column for slot, column in vars(columns.slots).items()}
     )
 
 
@@ -154,7 +156,7 @@ class Replay:
                 gradients[tick["head_gradient_slot"]] = ("gradient", last, k)
         if tick[EMBED_GRADIENT] and s == table.stage_of[0]:
             k = tick["embed_gradient_microbatch"]
-            self.find(gradients[tick["embed_gradient_gradient_slot"]], ("gradient", -1, k))
+            self.find(gradients[tick["embedding_gradient_slot"]], ("gradient", -1, k))
             self.count(("E", k))
 
     def compute(self, kind: str, u: int, s: int, tick: dict[str, int]) -> None:

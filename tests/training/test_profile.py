@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jaxtrain.run.goodput import WallClock
+from jaxtrain.run.wall_clock import WallClock
 from jaxtrain.training.profile import WARM_UP, Profile
 
 

@@ -11,9 +11,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.config import TrainConfig
 from jaxtrain.devices.mesh import REPLICA, make_mesh
-from jaxtrain.run.goodput import Part, WallClock
-from jaxtrain.run.goodput_log import GoodputLog
-from jaxtrain.run.stragglers import Slowest, Stragglers
+from jaxtrain.run.goodput import GoodputLog
+from jaxtrain.run.peers import Slowest, Stragglers
+from jaxtrain.run.wall_clock import Part, WallClock
 from jaxtrain.training.calendar import Calendar
 from jaxtrain.training.metrics import StepMetrics, mean_over_replicas
 from jaxtrain.training.recovery import Judge, Memory, NumbersError, Rollback
@@ -39,7 +39,7 @@ class Log:
     def update(self, at, **figures):
         self.shown.append((at, figures["loss"]))
 
-    def say(self, line):
+    def log(self, line):
         self.shown.append(line)
 
     def lap(self, at):

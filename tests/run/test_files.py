@@ -1,5 +1,5 @@
-"""Lines on a disk that is full for a while: kept, written in order when there is room, and warned
-of once."""
+"""A run's files: lines on a disk that is full for a while are kept, written in order when it has
+space, and warned of once."""
 
 import errno
 import os
@@ -7,7 +7,7 @@ import os
 import pytest
 
 from jaxtrain.run import metrics
-from jaxtrain.run.line_file import LineFile
+from jaxtrain.run.files import LineFile
 from jaxtrain.run.metrics import MetricsWriter, read_metrics
 
 
@@ -46,7 +46,7 @@ def test_lines_wait_for_room(tmp_path, room):
 
 def test_metrics_on_a_full_disk(tmp_path, room):
     said = []
-    writer = MetricsWriter(tmp_path, tensorboard=False, say=said.append)
+    writer = MetricsWriter(tmp_path, tensorboard=False, log=said.append)
     writer.write(1, loss=1.0)
     room[0] = 5
     writer.write(2, loss=2.0)
@@ -61,7 +61,7 @@ def test_metrics_on_a_full_disk(tmp_path, room):
 def test_tensorboard_on_a_full_disk(tmp_path, monkeypatch):
     """Its thread lives on: one that had ended would hold up the loop when its queue is full."""
     said = []
-    writer = MetricsWriter(tmp_path, tensorboard=True, say=said.append)
+    writer = MetricsWriter(tmp_path, tensorboard=True, log=said.append)
     recorder = writer._events.file_writer.event_writer._ev_writer._py_recordio_writer
 
     def full(*arguments):

@@ -1,0 +1,363 @@
+"""The checkpoints of one run, as its loop sees them: the one that it resumes from, those that it
+makes, and its way back to an earlier one.
+
+    choose, check_corpus, say_changes     before anything is compiled
+    attach, restore                       when the state's layout is known
+    begin; due, after, evaluated,         while the run trains
+    figures, roll_back
+    finish, close                         at its end
+
+Persistent checkpoints fit every layout (manager.py). Those in the machines' own folders fit one
+(local.py), are made more often, and are lost with the machine.
+"""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable, Mapping
+
+import jax
+from etils import epath
+
+from jaxtrain.checkpoint import stores
+from jaxtrain.checkpoint.keeping import Keep
+from jaxtrain.checkpoint.local_restore import Saved
+from jaxtrain.checkpoint.local_run import LocalCheckpoints
+from jaxtrain.checkpoint.manager import Checkpointer, choose_together
+from jaxtrain.checkpoint.restoring import restore_newest
+from jaxtrain.checkpoint.steps import NONE, Choice, Meta
+from jaxtrain.config import Config, ConfigError, history, to_dict
+from jaxtrain.config.continuing import changes
+from jaxtrain.config.settings import CheckpointConfig
+from jaxtrain.config.surroundings import Surroundings
+from jaxtrain.data.tokens import Corpus, DataError
+from jaxtrain.devices import cluster
+from jaxtrain.training.parameter_checks import Finiteness
+from jaxtrain.training.recovery import Judge, Memory, NumbersError, Rollback
+from jaxtrain.training.requests import Request
+from jaxtrain.training.state import TrainState, initial_state, stored_shapes
+from jaxtrain.training.step import Step
+
+
+def folder_of_checkpoints(settings: CheckpointConfig, workdir: pathlib.Path) -> epath.Path:
+    """The folder or address of a run's persistent checkpoints."""
+    return stores.folder(settings.directory or workdir / "checkpoints")
+
+
+class Checkpoints:
+    """The checkpoints of one run. Every process calls every method, at the same point of the
+    program.
+
+    Args:
+      config: the run's, resolved.
+      unresolved, recipe: the config before it was resolved, and before the command's flags, from
+        which an error's suggestions start.
+      workdir: the run's folder.
+      before: checkpoints of this step and later ones are not looked at; None: all are.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        unresolved: Config,
+        recipe: Config,
+        workdir: pathlib.Path,
+        before: int | None = None,
+    ):
+        self.directory = folder_of_checkpoints(config.checkpoint, workdir)
+        self._config, self._unresolved, self._recipe = config, unresolved, recipe
+        self._workdir, self._before = workdir, before
+        self._choice = Choice(None, None, (), ())
+        self._candidates: list[Saved] = []  # local ones, newest first
+        self._source = ""
+        self._corpus: Corpus
+        self._step: Step
+        self._local: LocalCheckpoints
+        self._saves: Checkpointer
+        self._judge: Judge
+        self._wall_s: Callable[[], float]
+
+    # ---------------------------------------------------------------- the one to resume from
+
+    @property
+    def step(self) -> int:
+        """The step that the run resumes from, as far as is known; 0 for a new run. `restore` makes
+        it certain."""
+        return (self._candidates[0].step if self._candidates else self._choice.step) or 0
+
+    @property
+    def meta(self) -> Meta:
+        """The meta of that step; Meta() for a new run."""
+        meta = self._candidates[0].meta if self._candidates else self._choice.meta
+        return meta or Meta()
+
+    @property
+    def source(self) -> str:
+        """The step that the state was restored from, in words, and the machines' folders if it was
+        local."""
+        return f"step {self.step}{self._source}"
+
+    def choose(self) -> None:
+        """Chooses the newest complete persistent checkpoint, if there is one.
+
+        Raises ConfigError if the config cannot continue it; CheckpointError as `choose_together`.
+        """
+        self._choice = self._choose(NONE)
+
+    def check_corpus(self, corpus: Corpus) -> None:
+        """Takes the corpus that the run trains on. Raises DataError if it is not the
+        checkpoint's."""
+        self._corpus = corpus
+        self._refuse_corpus(self._choice)
+
+    def say_changes(self) -> None:
+        """Lists the settings that differ from those of the checkpoint."""
+        self._say_changes(self._choice)
+
+    def attach(self, step: Step) -> None:
+        """Takes the run's step, which knows the state's layout, and looks for local checkpoints
+        that are newer than the persistent one.
+
+        Raises CheckpointError where the run's id can be neither read nor written.
+        """
+        self._step = step
+        self._local = LocalCheckpoints(
+            self._config.checkpoint.local,
+            self._workdir,
+            self.directory,
+            step.abstract_state(),
+            stored_shapes(step.layout, step.optimizer),
+            step.layout.placement,
+        )
+        self._candidates = self._local.candidates(
+            self.step, self._config.train.steps, self._why_not
+        )
+
+    def restore(self) -> TrainState | None:
+        """The state of the newest checkpoint that turns out to be undamaged; None for a new run."""
+        local = self._local.restore(self._candidates)
+        self._candidates = []
+        if local:
+            self._source = f", {local.source}"
+            self._choice = dataclasses.replace(self._choice, step=local.step, meta=local.meta)
+            return local.state
+        return self.restore_persistent(self._step) if self._choice.step else None
+
+    def restore_persistent(self, step: Step) -> TrainState:
+        """The state of the chosen persistent checkpoint, or of the newest one before it that turns
+        out to be undamaged. Errors as of `choose` and `check_corpus`."""
+
+        def choose_again(damaged: Mapping[int, str]) -> Choice:
+            choice = self._choose(damaged)
+            self._refuse_corpus(choice)
+            self._say_changes(choice)
+            return choice
+
+        state, self._choice = self._restore_newest(step, self._choice, choose_again)
+        return state
+
+    def _choose(self, damaged: Mapping[int, str]) -> Choice:
+        choice = choose_together(self.directory, damaged, self._before)
+        if choice.strangers:
+            rest = (
+                f"the newest whole checkpoint is {choice.step}"
+                if choice.step
+                else "there is no whole checkpoint"
+            )
+            cluster.log(f"passed over in {self.directory}: {choice}; {rest}")
+        if choice.meta:
+            self._refuse(choice.meta)
+        return choice
+
+    def _refuse(self, meta: Meta) -> None:
+        """Raises ConfigError where the config cannot continue a checkpoint with this meta."""
+        surroundings = Surroundings(
+            jax.device_count(), jax.default_backend(), self._recipe, files=True
+        )
+        history.refuse_to_continue(meta.config, meta.version, self._unresolved, surroundings)
+
+    def _refuse_corpus(self, choice: Choice) -> None:
+        corpus = self._corpus
+        if choice.meta and choice.meta.checksum != corpus.checksum:
+            raise DataError(
+                f"data.source={corpus.source} has changed since the checkpoint (checksum "
+                f"{corpus.checksum[:12]}, "
+                f"then {choice.meta.checksum[:12]}): put it back or use another --workdir"
+            )
+
+    def _say_changes(self, choice: Choice) -> None:
+        if choice.meta and (changed := changes(choice.meta.stored_config(), self._config)):
+            cluster.log(
+                f"changed since the checkpoint of step {choice.step}:",
+                *(f"  {change}" for change in changed),
+            )
+
+    def _why_not(self, meta: Meta) -> str:
+        """The reason not to resume from a checkpoint with this meta, in words; "" if there is
+        none."""
+        if meta.checksum != self._corpus.checksum:
+            return f"data.source={self._corpus.source} has changed since"
+        try:
+            self._refuse(meta)
+        except ConfigError as error:
+            return f"{error.field}={error.value!r} {error.rule}"
+        return ""
+
+    def _restore_newest(
+        self, step: Step, choice: Choice, choose_again: Callable[[Mapping[int, str]], Choice]
+    ) -> tuple[TrainState, Choice]:
+        shapes = stored_shapes(step.layout, step.optimizer)
+        return restore_newest(
+            choice,
+            choose_again,
+            self.directory,
+            step.abstract_state(),
+            shapes,
+            step.layout.placement,
+        )
+
+    # ---------------------------------------------------------------- those that it makes
+
+    def begin(
+        self, judge: Judge, wall_s: Callable[[], float], say: Callable[[str], object]
+    ) -> None:
+        """Makes ready to save. Persistent saves begin only in `after`.
+
+        Args:
+          judge: says whether the run's numbers may be saved; its memory is saved with them.
+          wall_s: the seconds that the run has run, over all its starts.
+          say: gets a line for each entry that is set aside, and for each save that fails.
+        """
+        self._judge, self._wall_s = judge, wall_s
+        self._finite = Finiteness(self._step.mesh)
+        settings = self._config.checkpoint
+        self._saves = Checkpointer(
+            self.directory,
+            self._step.layout.placement,
+            stored_shapes(self._step.layout, self._step.optimizer),
+            Keep(settings.keep, settings.keep_every, settings.keep_best),
+            self._choice.strangers,
+            say,
+        )
+        self._local.begin(self.step, say)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a persistent save is under way in this process."""
+        return self._saves.busy
+
+    @property
+    def longest_s(self) -> float:
+        """The seconds that the longest persistent save has taken; 0 before the first has ended."""
+        return self._saves.longest_s
+
+    @property
+    def newest(self) -> int | None:
+        """The newest step that is saved persistently, or being saved, as far as this run knows."""
+        return self._saves.newest
+
+    def due(self, at: int) -> bool:
+        """Whether the settings ask for a checkpoint after step `at`."""
+        return self._due(at) or self._due_locally(at)
+
+    def _due(self, at: int) -> bool:
+        every = self._config.checkpoint.every
+        return at == self._config.train.steps or (every > 0 and at % every == 0)
+
+    def _due_locally(self, at: int) -> bool:
+        """Whether each machine saves for itself; never after the last step, whose persistent save
+        is waited for."""
+        every = self._config.checkpoint.local_every
+        return at != self._config.train.steps and every > 0 and at % every == 0
+
+    def after(self, at: int, state: TrainState, position: int, asked: Request) -> bool:
+        """Begins to save step `at` where that is due or asked for, and its numbers are good. The
+        state may be donated when this returns.
+
+        position: the number of the next batch.
+
+        Returns True if a persistent save was due. Raises NumbersError where parameters that are
+        not finite end the run.
+        """
+        persistent = (bool(asked) or self._due(at)) and Request.HURRY not in asked
+        locally = self._due_locally(at)
+        if not (self._judge.good and (persistent or locally)):
+            return False
+        finite = self._finite((state.params, state.anchor))
+        if not self._judge.good_parameters(at, position, finite):
+            return False
+        meta = Meta(
+            to_dict(self._config),
+            history.VERSION,
+            at,
+            position,
+            self._wall_s(),
+            self._corpus.checksum,
+            self._corpus.tokenizer.describe(),
+            self._judge.memory.to_json(),
+        )
+        if locally:
+            self._local.save(at, state, dataclasses.asdict(meta))
+        if persistent:
+            self._saves.save(at, state, dataclasses.asdict(meta))
+        return persistent
+
+    def evaluated(self, at: int, loss: float | None) -> None:
+        """Notes the validation loss of step `at`, by which the best checkpoints are kept."""
+        self._saves.evaluated(at, loss)
+
+    def figures(self) -> dict[int, dict[str, float]]:
+        """Step → how long its save blocked the loop and how long it took, for those that have ended
+        well since this was asked."""
+        return self._saves.figures()
+
+    def roll_back(self, state: TrainState) -> tuple[Rollback, TrainState]:
+        """The way back to the newest complete checkpoint from before the judge's finding, and its
+        state; without any checkpoint, to the first state. No program is compiled again.
+
+        A save that is under way is finished first. Later checkpoints are set aside, for their steps
+        come again. `state` is deleted, to free its memory.
+
+        Raises NumbersError where there are checkpoints, and none from before; CheckpointError as
+        `choose_together` and `restore_newest` do.
+        """
+        finding = self._judge.finding
+        assert finding
+        self._saves.close()
+        choice = choose_together(self.directory, before=finding.since)
+        if choice.step is None and (kept := choose_together(self.directory).steps):
+            raise NumbersError(
+                f"{finding.why}; the checkpoints that are kept begin with step {kept[0]}, and the "
+                "run would have to go back further: keep more of them (checkpoint.keep), or make "
+                "them less often (checkpoint.every)"
+            )
+        for array in jax.tree.leaves(state):
+            array.delete()
+        if choice.step:
+            choose_again = functools.partial(choose_together, self.directory, before=finding.since)
+            state, choice = self._restore_newest(self._step, choice, choose_again)
+        else:
+            seed = self._config.train.seed
+            state = initial_state(self._step.layout, self._step.optimizer, seed)
+        at = choice.step or 0
+        self._saves.set_aside_after(at, f"the run went back to step {at}")
+        position = choice.position if finding.batch is None else finding.batch + 1
+        memory = Memory.from_json(choice.memory)
+        rollback = Rollback(finding.at, at, position, finding.why, memory)
+        self._local.go_back(rollback)
+        return rollback, state
+
+    def finish(self, at: int) -> None:
+        """Waits for the last save. What the machines have is removed if step `at`, the last, is
+        saved persistently.
+
+        Raises CheckpointError if the last save has failed.
+        """
+        self._saves.wait()
+        if self._saves.newest == at:
+            self._local.forget()
+
+    def close(self) -> None:
+        """Waits for saves that are under way, whatever becomes of them."""
+        self._local.close()
+        self._saves.close()

@@ -1,0 +1,177 @@
+"""Files of a run: lines appended while the disk may be full, JSON lines read back, text replaced at
+once, and whether a place can be written, tried by writing. Standard library only.
+
+Permissions do not decide that: root may write where they forbid it, and nobody may on a disk that
+is mounted read-only.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import pathlib
+import secrets
+import stat
+from collections.abc import Callable, Iterator
+from typing import Any
+
+TRIAL_BYTES = 4096  # a full disk still takes an empty file
+TRIAL_NAME = ".can_be_written"
+TRIALS = 100  # processes that try one new folder together remove it from under each other
+# Errors that may be over when the same command is started again, perhaps elsewhere: a disk that is
+# full, or does not answer.
+TRANSIENT = {
+    getattr(errno, name)
+    for name in (
+        "ENOSPC EDQUOT EIO ESTALE ETIMEDOUT EHOSTDOWN EHOSTUNREACH ENOTCONN EREMOTEIO"
+    ).split()
+}
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class LineFile:
+    """A file that lines are appended to. Lines that cannot be written wait, and are written before
+    the next one. A failure is logged once, until something is written again.
+
+    Args:
+      path: the file, which need not exist.
+      log: gets the warning.
+    """
+
+    def __init__(self, path: pathlib.Path, log: Callable[[str], object]):
+        self._path, self._log = path, log
+        self._descriptor: int | None = None
+        self._pending = b""
+        self._has_warned = False
+
+    def write(self, line: str) -> None:
+        """Appends a line, given without its end, and hands it to the system if the disk is not
+        full."""
+        self._pending += line.encode() + b"\n"
+        try:
+            if self._descriptor is None:
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+                self._descriptor = os.open(self._path, flags, 0o666)
+            while self._pending:
+                self._pending = self._pending[os.write(self._descriptor, self._pending) :]
+            self._has_warned = False
+        except OSError as error:
+            if not self._has_warned:
+                self._log(_warning(self._path, error))
+            self._has_warned = True
+
+    def close(self) -> None:
+        """Closes the file. Lines that could not be written are lost."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+@contextlib.contextmanager
+def warned(path: pathlib.Path, log: Callable[[str], object]) -> Iterator[None]:
+    """A context that writes a file which the run can do without: an OSError becomes a warning."""
+    try:
+        yield
+    except OSError as error:
+        log(_warning(path, error))
+
+
+def _warning(path: pathlib.Path, error: OSError) -> str:
+    why = error.strerror or error
+    return f"warning: {path} cannot be written ({why}): training goes on without it"
+
+
+def read_json_lines(path: pathlib.Path) -> list[Any]:
+    """The JSON values of a file's lines, none if there is no file. A line that a kill has cut off
+    is left out."""
+    values = []
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError):
+            values.append(json.loads(line))
+    return values
+
+
+def replace_text(path: pathlib.Path, text: str) -> None:
+    """Replaces a file's text by a rename, so that a kill leaves the text before or after."""
+    unfinished = path.with_suffix(".new")
+    unfinished.write_text(text)
+    os.replace(unfinished, path)
+
+
+# --- places that can be written -------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Unwritable:
+    """Why a place cannot be written, in words that follow its name. passes: whether it may be
+    writable when the command is started again."""
+
+    why: str
+    passes: bool = False
+
+
+def try_folder(folder: str | os.PathLike) -> Unwritable | None:
+    """Why no file can be written in a folder, which is created for the trial if missing; None where
+    one can. Nothing is left behind."""
+    path = pathlib.Path(os.path.abspath(folder))
+    missing = [each for each in (path, *path.parents) if not os.path.lexists(each)]
+    trial = path / f"{TRIAL_NAME}.{secrets.token_hex(8)}"
+    try:
+        _write(trial)
+    except OSError as error:
+        return _unwritable(path, error)
+    finally:
+        with contextlib.suppress(OSError):
+            trial.unlink()
+        with contextlib.suppress(OSError):  # another process uses it by now
+            for each in missing:
+                each.rmdir()
+    return None
+
+
+def _write(trial: pathlib.Path) -> None:
+    """Writes the trial file, and creates its folder if missing."""
+    for left in reversed(range(TRIALS)):
+        try:
+            trial.parent.mkdir(parents=True, exist_ok=True)
+            with open(trial, "xb") as file:
+                file.write(bytes(TRIAL_BYTES))
+            return
+        except (FileNotFoundError, FileExistsError):
+            if not left:
+                raise
+
+
+def try_file(file: str | os.PathLike) -> Unwritable | None:
+    """Why a file in a writable folder cannot be written; None where it can. The file is not
+    changed."""
+    path = pathlib.Path(file)
+    try:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            return Unwritable(f"is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, not a file")
+        os.close(os.open(path, os.O_WRONLY | os.O_APPEND))
+    except FileNotFoundError as error:
+        return _unwritable(path, error) if os.path.lexists(path) else None
+    except OSError as error:
+        return _unwritable(path, error)
+    return None
+
+
+def _unwritable(path: pathlib.Path, error: OSError) -> Unwritable:
+    for each in (path, *path.parents):
+        part = "" if each == path else f"cannot be written: {str(each)!r} "
+        if os.path.islink(each) and not os.path.exists(each):
+            return Unwritable(f"{part}is a link to {os.readlink(each)!r}, which does not exist")
+        if os.path.exists(each):
+            if not os.path.isdir(each) and error.errno in (errno.ENOTDIR, errno.EEXIST):
+                return Unwritable(f"{part}is not a folder")
+            break
+    return Unwritable(f"cannot be written ({error.strerror or error})", error.errno in TRANSIENT)
