@@ -203,7 +203,7 @@ class StepCollectives:
         queries, heads = m.heads / self.layout.model, max(m.kv_heads / self.layout.model, 1.0)
         key, value = float(self.tokens * m.score_dim), float(self.tokens * m.output_dim)
         if self.context == "ring":
-            sizes, rounds = (heads * key, heads * value), shards - 1 - reuses
+            sizes, rounds = [heads * key, heads * value], shards - 1 - reuses
             gradients = [n * FLOAT32 for n in sizes if op == "B"]
             return [
                 *_alike(PERMUTE, CONTEXT, [n * self.item for n in sizes], rounds),

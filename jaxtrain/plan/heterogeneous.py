@@ -2,8 +2,8 @@
 all stages take as long, if memory lets them.
 
 Groups of devices have entire stages, in the order in which they are named. A stage's layers cost
-what its group takes for them; the table's coupled clock (schedule/) then gives the step's time, with
-the slowest stage and every wait. No jax.
+what its group takes for them; the table's coupled clock (schedule/) then gives the step's time,
+with the slowest stage and every wait. No jax.
 """
 
 import bisect

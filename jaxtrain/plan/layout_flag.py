@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ConfigError, checks
+from jaxtrain.config import Config, checks
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.mesh_rules import AXES, filled
 from jaxtrain.config.rules import divisors, near

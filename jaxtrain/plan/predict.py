@@ -15,7 +15,7 @@ cores.
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -251,7 +251,8 @@ class PlannedTable:
             else _counts(part.with_microbatches(fewer, part.setup.table).setup, times)
         )
         slope = (microbatches - timed) / (timed - fewer)
-        return TableCounts(*(a + (a - b) * slope for a, b in zip(counts, half, strict=True)))
+        both: Iterable[tuple[Any, Any]] = zip(counts, half, strict=True)
+        return TableCounts(*(a + (a - b) * slope for a, b in both))
 
 
 def exactly(prediction: Prediction) -> Prediction:
@@ -288,7 +289,8 @@ def _without_waits(work: StepModel, counts: TableCounts, part: float) -> TableCo
     """Counts of a step of `auto` with this part of the microbatches, if the busiest stage never
     waits in between: the best table for it may be one of another order."""
     busy = max(parts.seconds for parts in _stages(work, counts, dense=False))
-    shorter = TableCounts(*(part * count for count in counts))
+    values: Iterable[Any] = counts
+    shorter = TableCounts(*(part * value for value in values))
     return shorter._replace(seconds=counts.seconds - (1 - part) * busy)
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxtrain.costs.layout import Layout, capacity_of, routed_capacity, device_capacity
+from jaxtrain.costs.layout import Layout, capacity_of, device_capacity, routed_capacity
 from jaxtrain.costs.transformer import gpt
 
 

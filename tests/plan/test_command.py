@@ -526,7 +526,7 @@ def test_unequal_devices_on_which_it_does_not_fit(plan):
         (["--config.data.batch_size=0"], "data.batch_size=0 must be at least 1"),
         (
             ["--layout=data=16,stage=8,model=8,microbatch=1", "--config.pipeline.layers_per_op=1"],
-            "need them whole: .*layers_per_op=0",
+            "need them unsplit: .*layers_per_op=0",
         ),
         (
             ["--layout=data=16,stage=8,model=8,microbatch=1", "--devices=7"],
