@@ -8,7 +8,7 @@ compiled ahead of time, read, never run.
 Needs the compilers of requirements-compilers.txt, and neither a device nor a driver;
 JAXTRAIN_COMPILERS names their folder where that is not .venv-compilers. A case takes one to four
 minutes; the status is 1 if a compiler refused one, 2 if the flags are wrong. ahead_figures.py and
-jaxtrain/hlo/step_figures.py say what each figure means; tables are in ahead.md. Layers are a loop:
+step_seconds.py say what each figure means; tables are in ahead.md. Layers are a loop:
 few of them compile as many do (two at least in each chunk of a stage), and figures of fewer are of
 fewer.
 """
@@ -26,13 +26,13 @@ REPOSITORY = pathlib.Path(__file__).parents[1]
 sys.path[:0] = [path for path in (str(REPOSITORY),) if path not in sys.path]
 
 from ahead_figures import as_dict  # noqa: E402 (the path comes first)
+from step_seconds import StepSeconds  # noqa: E402
 
 from jaxtrain import cli  # noqa: E402
 from jaxtrain import config as configs  # noqa: E402
 from jaxtrain.config import Config, ConfigError, checks  # noqa: E402
 from jaxtrain.config.flags import Flag, apply, read_flags  # noqa: E402
 from jaxtrain.config.recipes import RecipeError, find_recipe, load_recipe  # noqa: E402
-from jaxtrain.hlo.step_figures import StepFigures  # noqa: E402
 from jaxtrain.hlo.topology import (  # noqa: E402
     INSTALL_COMMAND,
     PLATFORMS,
@@ -222,7 +222,7 @@ def measure(case: Case, values: dict) -> dict:
         folder = pathlib.Path(values["text"])
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{case.recipe}_{case.layout}_{platform}.txt").write_text(compiled.text)
-    figures = StepFigures(case.config, platform, compiled, values["products"], values["kernels"])
+    figures = StepSeconds(case.config, platform, compiled, values["products"], values["kernels"])
     return versions() | about | as_dict(figures)
 
 

@@ -7,10 +7,10 @@ import re
 from typing import Any
 
 import step_flops
+from instruction_costs import InstructionCosts
+from step_seconds import StepSeconds
 
-from jaxtrain.hlo.cost import Costs
-from jaxtrain.hlo.program import Instruction
-from jaxtrain.hlo.step_figures import GROUPED, StepFigures
+from jaxtrain.hlo.program import GROUPED, Instruction
 from jaxtrain.training.step import step_counts
 
 LARGE = 1e6  # bytes of a copy that counts
@@ -28,7 +28,7 @@ MOVES = frozenset(
 REORDERS = frozenset({"copy", "transpose"})
 
 
-def as_dict(figures: StepFigures) -> dict[str, Any]:
+def as_dict(figures: StepSeconds) -> dict[str, Any]:
     """All figures as JSON can hold them: bytes, operations, seconds."""
     compiled, setup = figures.compiled, figures.setup
     total = lambda cost: sum(run.times * cost(run.instruction) for run in figures.runs)
@@ -77,7 +77,7 @@ def as_dict(figures: StepFigures) -> dict[str, Any]:
     }
 
 
-def by_op(figures: StepFigures) -> dict[str, float]:
+def by_op(figures: StepSeconds) -> dict[str, float]:
     """Seconds of each scope, the longest first."""
     seconds: dict[str, float] = collections.defaultdict(float)
     for run in figures.runs:
@@ -85,7 +85,7 @@ def by_op(figures: StepFigures) -> dict[str, float]:
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
-def kernels(figures: StepFigures) -> dict[str, dict[str, float]]:
+def kernels(figures: StepSeconds) -> dict[str, dict[str, float]]:
     """The kernels of a step by name: how often it runs each, and the operations of all runs."""
     found: dict[str, dict[str, float]] = {}
     for run in figures.runs:
@@ -96,7 +96,7 @@ def kernels(figures: StepFigures) -> dict[str, dict[str, float]]:
     return found
 
 
-def square_arrays(figures: StepFigures) -> list[str]:
+def square_arrays(figures: StepSeconds) -> list[str]:
     """Arrays with a sequence's length in two dimensions (and no matrix of that size), the largest
     first."""
     length, sizes = figures.config.data.sequence_length, {}
@@ -108,7 +108,7 @@ def square_arrays(figures: StepFigures) -> list[str]:
     return sorted(sizes, key=lambda text: -sizes[text])
 
 
-def copies(figures: StepFigures) -> dict[str, Any]:
+def copies(figures: StepSeconds) -> dict[str, Any]:
     """Copies and transposes of more than LARGE bytes in loops: bytes, seconds, share of the
     estimate, the longest."""
     large = [run for run in figures.runs if run.loops and run.instruction.bytes > LARGE]
@@ -127,7 +127,7 @@ def copies(figures: StepFigures) -> dict[str, Any]:
     }
 
 
-def is_copy(costs: Costs, i: Instruction) -> bool:
+def is_copy(costs: InstructionCosts, i: Instruction) -> bool:
     """Whether an instruction only brings an array into another order or place in the device's
     memory."""
     if i.opcode in ("copy-start", "copy"):

@@ -60,10 +60,10 @@ def measure(options: argparse.Namespace, folder: pathlib.Path) -> None:
     from jaxtrain.checkpoint.local import LocalCheckpointer
     from jaxtrain.checkpoint.manager import Checkpointer
     from jaxtrain.checkpoint.shards import Shards
-    from jaxtrain.config.checks import check_run
     from jaxtrain.data.loader import Loader
     from jaxtrain.data.tokens import prepare
     from jaxtrain.devices.mesh import make_mesh, sizes_of
+    from jaxtrain.pipeline.checks import check_run
     from jaxtrain.training.state import initial_state, stored_shapes
     from jaxtrain.training.step import make_step
 

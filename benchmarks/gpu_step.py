@@ -110,8 +110,8 @@ def run(folder: pathlib.Path) -> dict:
     import jax
 
     from jaxtrain.config.kernels import describe
-    from jaxtrain.config.work import transformer_of
     from jaxtrain.devices.mesh import hardware_of, make_mesh, sizes_of
+    from jaxtrain.pipeline.step_model import transformer_of
     from jaxtrain.training.optimizer import learning_rate
     from jaxtrain.training.state import initial_state
     from jaxtrain.training.step import abstract_batch, make_step

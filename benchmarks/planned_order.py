@@ -93,27 +93,18 @@ def main() -> int:
     start_jax(namespace)
     import jax
 
-    from jaxtrain.plan import bench, calibrate
+    from jaxtrain.plan import calibrate
 
     began = time.process_time()
-    if options.hardware:
-        hardware = kinds.load(options.hardware)
-    else:
-        hardware = calibrate.calibrate()
-    print(
-        "\n".join(
-            [
-                *calibrate.summary(hardware),
-                f"calibrated in {time.process_time() - began:.0f} CPU-seconds, jax "
-                f"{jax.__version__}",
-            ]
-        )
-    )
+    hardware = kinds.load(options.hardware) if options.hardware else calibrate.calibrate()
+    print("\n".join(calibrate.summary(hardware)))
+    print(f"calibrated in {time.process_time() - began:.0f} CPU-seconds, jax {jax.__version__}")
     steps = {layout: Stepped(config) for layout, config in configs.items()}
     times: dict[str, list[float]] = {layout: [] for layout in steps}
+    cores = min(len(os.sched_getaffinity(0)), jax.device_count())
     for turn in range(options.rounds + 1):
         for layout, step in steps.items():
-            seconds = step.cpu_seconds() / bench.Bench(jax.devices(), 0.0).watch.cores
+            seconds = step.cpu_seconds() / cores
             if turn:  # the first step is slower
                 times[layout].append(seconds)
     measured = {layout: statistics.median(values) for layout, values in times.items()}

@@ -19,8 +19,8 @@ REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 def predicted(vocabulary: int, stages_of: list[int]) -> None:
     from jaxtrain import config as configs
-    from jaxtrain.config.pipeline_setup import make_setup
     from jaxtrain.config.recipes import find_recipe, load_recipe
+    from jaxtrain.pipeline.setup import make_setup
 
     recipe = load_recipe(find_recipe("llama3_8b"))
     print(

@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from jaxtrain.schedule.by_name import make_table  # noqa: E402
-from jaxtrain.schedule.clock import Event, Times  # noqa: E402
+from jaxtrain.schedule.clocks import TimedOp, Times  # noqa: E402
 from jaxtrain.schedule.drawing import COLOURS, ink, shade  # noqa: E402
 from jaxtrain.schedule.simulate import Simulation, simulate  # noqa: E402
 from jaxtrain.schedule.table_spec import TableSpec  # noqa: E402
@@ -69,7 +69,7 @@ def costs(simulation: Simulation, repeats: int) -> str:
     return f"idle {simulation.bubble_fraction_coupled:.0%}, activations of {kept:g} microbatches"
 
 
-def colour(event: Event) -> tuple[int, int, int]:
+def colour(event: TimedOp) -> tuple[int, int, int]:
     return shade(event.name, event.unit // STAGES, 2)
 
 

@@ -19,13 +19,14 @@ from typing import NoReturn, TypeVar
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, checks
+from jaxtrain.config.checks import Environment
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import SHARED_FLAGS, Flag, Reading, apply, read_flags, settled
 from jaxtrain.config.recipes import find_recipe, load_recipe
-from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.devices import cluster_environment
 from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES
 from jaxtrain.devices.startup import start_jax
+from jaxtrain.pipeline.checks import RULES, RULES_WITH_TABLES
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
 T = TypeVar("T")
@@ -163,15 +164,18 @@ def _refusal(
         if started
         else cluster_environment.simulated_devices(namespace, os.environ, SIMULATED_DEVICES)
     )
-    around = Surroundings(devices, "cpu" if devices else "", recipe, files=True)
-    if not devices and checks.first_broken(config, around):
+    environment = Environment(devices, "cpu" if devices else "", recipe, rules=RULES)
+    if checks.first_violation(config, environment) is None:
+        return None
+    if not devices:
         start_jax(namespace)
         import jax  # where it is known that this command ends here
 
-        around = dataclasses.replace(
-            around, devices=jax.device_count(), platform=jax.default_backend()
+        environment = dataclasses.replace(
+            environment, devices=jax.device_count(), platform=jax.default_backend()
         )
-    return checks.refusal(config, around)
+    environment = dataclasses.replace(environment, rules=RULES_WITH_TABLES)
+    return checks.error_of(config, environment)
 
 
 def check_cluster(namespace: types.SimpleNamespace) -> None:

@@ -62,7 +62,7 @@ if TYPE_CHECKING:  # these import jax, or take long
 DESCRIPTION = """
 Continues a prompt with the model of a checkpoint.
 
-usage: jaxtrain generate --workdir=DIR --prompt=TEXT [flags]      (or python -m jaxtrain.generate …)
+usage: jaxtrain generate --workdir=DIR --prompt=TEXT [flags]    (or python -m jaxtrain.generate …)
 """
 
 # why a sample ends

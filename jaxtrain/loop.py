@@ -17,16 +17,17 @@ from collections.abc import Iterator
 import jax
 from etils import epath
 
-from jaxtrain import stored_times
 from jaxtrain.checkpoint.checkpoints import Checkpoints
 from jaxtrain.checkpoint.parameters import load_parameters
 from jaxtrain.config import Config, to_dict
-from jaxtrain.config.pipeline_setup import Setup
 from jaxtrain.data.loader import Feed
 from jaxtrain.data.tokens import Corpus, bigram_entropy
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.generation.text import sample_text
+from jaxtrain.pipeline import op_times
+from jaxtrain.pipeline.setup import Setup
+from jaxtrain.plan.compare import plan_at_hand
 from jaxtrain.plan.measured_step import AfterWarmUp
 from jaxtrain.preparation import loaders, prepare_corpus, start_compiling, when_compiled
 from jaxtrain.run.exit_status import ExitStatus
@@ -131,8 +132,8 @@ def run(
             profile = Profile(
                 trace_folder(folder), start, config.train.profile_steps, clock, progress.log
             )
-            device_kind = mesh.devices.flat[0].device_kind
-            measured = AfterWarmUp(config, device_kind, train, folder, profile, clock, progress.log)
+            plan = plan_at_hand(config, mesh.devices.flat[0].device_kind).prediction
+            measured = AfterWarmUp(plan, train, folder, profile, clock, progress.log)
             judge = Judge(
                 config.train, data.describe, Memory.from_json(checkpoints.meta.memory), start
             )
@@ -290,9 +291,11 @@ def _open_log(
         folder.mkdir(parents=True, exist_ok=True)
         with warned(folder / "config.json", cluster.log):
             (folder / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
-        if stored_times.to_keep(config, unresolved):
-            with warned(folder / stored_times.OP_TIMES, cluster.log):
-                stored_times.keep(config, folder)
+        if op_times.worth_storing(config, unresolved):
+            with warned(folder / op_times.OP_TIMES, cluster.log):
+                op_times.store(
+                    config, folder, f"{jax.device_count()} × {jax.devices()[0].device_kind}"
+                )
     progress = Progress(config.train.steps, start, shown=main)
     return MetricsWriter(
         folder if main else None, config.metrics.tensorboard, start, goodput.wall_s, progress.log

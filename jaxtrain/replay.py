@@ -23,9 +23,9 @@ from jaxtrain.checkpoint.checkpoints import Checkpoints, folder_of_checkpoints
 from jaxtrain.checkpoint.steps import CONFIG, TO_TRAIN, choose
 from jaxtrain.config import Config
 from jaxtrain.config.errors import ConfigError, UsageError
-from jaxtrain.config.pipeline_setup import Setup
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
+from jaxtrain.pipeline.setup import Setup
 from jaxtrain.preparation import loaders, prepare_corpus, start_compiling, when_compiled
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.metrics import read_metrics

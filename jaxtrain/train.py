@@ -12,15 +12,16 @@ import types
 from collections.abc import Sequence
 
 from jaxtrain import BEGAN, cli
-from jaxtrain.config import Config, ConfigError, elastic, flags, one_line, replace
-from jaxtrain.config.checks import check_run, refusal
+from jaxtrain.config import Config, ConfigError, flags, one_line, replace
+from jaxtrain.config.checks import Environment, first_violation
 from jaxtrain.config.errors import UsageError
-from jaxtrain.config.mesh_rules import filled
-from jaxtrain.config.pipeline_setup import Setup, make_setup
-from jaxtrain.config.surroundings import Surroundings
+from jaxtrain.config.mesh_rules import elastic_notes, filled
 from jaxtrain.config.unused import unused_settings
 from jaxtrain.devices import startup
 from jaxtrain.devices.cluster_environment import several_processes
+from jaxtrain.pipeline import op_times
+from jaxtrain.pipeline.checks import RULES, check_run
+from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.progress import SearchProgress
@@ -45,8 +46,8 @@ FLAGS = (
     flags.Flag(
         "replay",
         0,
-        "do this step of the run in --workdir again and compare it with metrics.jsonl; writes "
-        "nothing",
+        "repeat this step of the run in --workdir and compare it with metrics.jsonl; nothing is "
+        "written",
         at_least=0,
     ),
 )
@@ -145,7 +146,7 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
         cluster.log(
             *(
                 f"note: {note}"
-                for note in (*elastic.notes(config, ready.config), *unused_settings(ready.config))
+                for note in (*elastic_notes(config, ready.config), *unused_settings(ready.config))
             )
         )
         plan = dry_run(ready.resolved, ready.setup, clock) if flags.dry_run else None
@@ -221,27 +222,25 @@ def with_planned_times(
     stays as it is: `check_and_find_tables` says which. Raises OpTimesError."""
     import jax
 
-    from jaxtrain import stored_times
     from jaxtrain.devices import cluster
+    from jaxtrain.training.op_times import planned_times, stored_times
 
-    around = Surroundings(jax.device_count(), jax.default_backend(), flags.recipe, files=True)
+    environment = Environment(jax.device_count(), jax.default_backend(), flags.recipe, rules=RULES)
     if (
         config.pipeline.measure_times
         or config.pipeline.times
         or config.mesh.stage == 1
-        or refusal(config, around)
+        or first_violation(config, environment)
     ):
         return config
     meshed = filled(config, jax.device_count())
-    if not stored_times.wanted(meshed):
+    if not op_times.needed(meshed):
         return config
     resolved = meshed.resolve()
-    times = None if flags.dry_run else stored_times.stored(resolved, folder)
+    times = None if flags.dry_run else stored_times(resolved, folder)
     if times:
-        cluster.log(stored_times.describe(times))
-    return replace(
-        config, {"pipeline.times": stored_times.planned(resolved) if times is None else times}
-    )
+        cluster.log(op_times.describe(times))
+    return replace(config, {"pipeline.times": planned_times(resolved) if times is None else times})
 
 
 def with_measured_times(
@@ -253,16 +252,16 @@ def with_measured_times(
 
     Raises OpTimesError, and ConfigError as `check_and_find_tables`.
     """
-    from jaxtrain import stored_times
     from jaxtrain.devices import cluster
+    from jaxtrain.training.op_times import measured_times, stored_times
 
-    if not (ready.resolved.pipeline.measure_times and stored_times.wanted(ready.resolved)):
+    if not (ready.resolved.pipeline.measure_times and op_times.needed(ready.resolved)):
         return ready
-    times = stored_times.stored(ready.resolved, folder)
+    times = stored_times(ready.resolved, folder)
     if times is None and not flags.replay:
-        times = stored_times.measure(ready.resolved, ready.setup)
+        times = measured_times(ready.resolved, ready.setup)
     if times is not None:
-        cluster.log(stored_times.describe(times))
+        cluster.log(op_times.describe(times))
     return (
         check_and_find_tables(replace(ready.config, {"pipeline.times": times}), flags.recipe)
         if times

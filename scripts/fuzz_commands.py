@@ -24,13 +24,13 @@ import fuzz_configs
 
 from jaxtrain import config as cfg
 from jaxtrain import generate, launch, train
+from jaxtrain import show_schedule as schedule
 from jaxtrain.checkpoint import __main__ as checkpoint
 from jaxtrain.config.flags import SHARED_FLAGS, Flag
 from jaxtrain.costs import hardware
 from jaxtrain.plan import __main__ as plan
 from jaxtrain.plan import layout_flag
 from jaxtrain.run.exit_status import ExitStatus
-from jaxtrain.schedule import __main__ as schedule
 from jaxtrain.schedule import by_name
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

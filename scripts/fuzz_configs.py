@@ -18,12 +18,12 @@ from typing import Any
 from jaxtrain import cli, train
 from jaxtrain import config as cfg
 from jaxtrain.config import ConfigError
-from jaxtrain.config.checks import check_run, first_broken
+from jaxtrain.config.checks import Environment, first_violation
 from jaxtrain.config.flags import SHARED_FLAGS, apply, read_flags
 from jaxtrain.config.mesh_rules import AXES, filled
-from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.config.recipes import load_recipe
-from jaxtrain.config.surroundings import Surroundings
+from jaxtrain.pipeline.checks import RULES_WITH_TABLES, check_run
+from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.run.exit_status import RunError
 from jaxtrain.schedule.orders import SCHEDULES
 
@@ -187,9 +187,8 @@ def works(flags: list[str], devices: int) -> bool:
     reading = read_flags(flags, "", (*SHARED_FLAGS, *train.FLAGS), with_config=True)
     recipe = load_recipe(RECIPE)
     config = apply(recipe, reading.overrides)
-    if reading.errors or first_broken(
-        config, Surroundings(devices, "cpu", recipe, files=True, tables=True)
-    ):
+    environment = Environment(devices, "cpu", recipe, rules=RULES_WITH_TABLES)
+    if reading.errors or first_violation(config, environment):
         return False
     make_setup(filled(config, devices).resolve())
     return True

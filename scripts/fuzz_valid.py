@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.config import Config, ConfigError, replace
-from jaxtrain.config.checks import first_broken
+from jaxtrain.config.checks import Environment, first_violation
 from jaxtrain.config.mesh_rules import AXES, filled
-from jaxtrain.config.pipeline_setup import make_setup
-from jaxtrain.config.surroundings import Surroundings
+from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.schedule.orders import SCHEDULES
 
 MOST_DEVICES = 14
@@ -197,7 +196,7 @@ def _draw_layout(chance: random.Random, sizes: dict[str, int], layers: int) -> d
 def works(settings: dict[str, Any], devices: int) -> bool:
     """Whether a run with these settings, over the defaults, is one that the trainer begins."""
     config = replace(Config(), settings)
-    if first_broken(config, Surroundings(devices, "cpu")):  # without a search for what would do
+    if first_violation(config, Environment(devices, "cpu")):  # without a search for what would do
         return False
     try:
         make_setup(filled(config, devices).resolve())

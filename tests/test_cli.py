@@ -438,7 +438,9 @@ def test_help_names_everything(capsys):
         with pytest.raises(SystemExit) as ended:
             parse(*argv)
         assert ended.value.code == 0
-    text = capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 100
+    text = " ".join(out.split())
     for path, field in cfg.fields().items():
         assert f"--config.{path}: {cfg.plain_type(field.type)} = " in text
         assert field.metadata["doc"] in text

@@ -23,19 +23,19 @@ sys.path.append(str(ROOT / "scripts"))
 import try_docs
 
 from jaxtrain import cli, generate, launch, train
+from jaxtrain import show_schedule as schedule_command
 from jaxtrain.__main__ import COMMANDS
 from jaxtrain.checkpoint import __main__ as checkpoint_command
 from jaxtrain.config import Config, checks, fields
-from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.devices import cluster_environment
+from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.plan import __main__ as plan_command
-from jaxtrain.schedule import __main__ as schedule_command
 from jaxtrain.schedule.by_name import make_table
 from jaxtrain.schedule.orders import CSV, SCHEDULES
 from jaxtrain.schedule.slots import assign_slots
 from jaxtrain.schedule.table_spec import TableSpec
 
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 README, ARCHITECTURE, PARTS, TRAPS, FEATURES = (
     (ROOT / name).read_text()
     for name in (
@@ -82,7 +82,13 @@ def test_the_architecture_is_short():
 
 def test_the_readme_leads_to_every_document():
     links = set(re.findall(r"\]\(([^)#]+)", README))
-    assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} <= links
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    assert {str(path.relative_to(ROOT)) for path in documents} - {"README.md"} <= links
+
+
+def test_the_log_leads_to_every_month():
+    links = re.findall(r"\]\(log/([^)]+)\)", (ROOT / "docs/log.md").read_text())
+    assert sorted(links) == sorted(path.name for path in (ROOT / "docs/log").iterdir())
 
 
 # --- the commands ---------------------------------------------------------------------------------
@@ -184,6 +190,8 @@ def check_module(module: str, arguments: list[str]) -> None:
         cli.checked_flags(
             flagged, "", checkpoint_command.FLAGS[command], lambda flags: flags, words=True
         )
+    elif module == "pytest":
+        assert all((ROOT / path).exists() for path in arguments)
     elif module == "jaxtrain.plan":
         if not set(arguments) & set(plan_command.COMMANDS):
             cli.parse_unchecked(arguments, "", plan_command.FLAGS, planned_without_a_search)

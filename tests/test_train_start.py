@@ -7,7 +7,7 @@ from support import small
 
 from jaxtrain import train
 from jaxtrain.config import ConfigError
-from jaxtrain.config.pipeline_setup import make_setup
+from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.run.exit_status import ExitStatus
 
 VOCABULARY = {"model.vocab_size": 260}  # as many as the bytes of the corpus want

@@ -25,13 +25,14 @@ from jaxtrain.checkpoint.local_restore import Saved
 from jaxtrain.checkpoint.local_run import LocalCheckpoints
 from jaxtrain.checkpoint.manager import Checkpointer, choose_together
 from jaxtrain.checkpoint.restoring import restore_newest
-from jaxtrain.checkpoint.steps import NONE, Choice, Meta
-from jaxtrain.config import Config, ConfigError, history, to_dict
-from jaxtrain.config.continuing import changes
+from jaxtrain.checkpoint.steps import NONE, VERSION, Choice, Meta
+from jaxtrain.config import Config, ConfigError, to_dict
+from jaxtrain.config.checks import Environment, check_resume
+from jaxtrain.config.resume import changes
 from jaxtrain.config.settings import CheckpointConfig
-from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.data.tokens import Corpus, DataError
 from jaxtrain.devices import cluster
+from jaxtrain.pipeline.checks import RULES_WITH_TABLES
 from jaxtrain.training.parameter_checks import Finiteness
 from jaxtrain.training.recovery import Judge, Memory, NumbersError, Rollback
 from jaxtrain.training.requests import Request
@@ -171,10 +172,10 @@ class Checkpoints:
 
     def _refuse(self, meta: Meta) -> None:
         """Raises ConfigError where the config cannot continue a checkpoint with this meta."""
-        surroundings = Surroundings(
-            jax.device_count(), jax.default_backend(), self._recipe, files=True
+        environment = Environment(
+            jax.device_count(), jax.default_backend(), self._recipe, rules=RULES_WITH_TABLES
         )
-        history.refuse_to_continue(meta.config, meta.version, self._unresolved, surroundings)
+        check_resume(meta.stored_config(), self._unresolved, environment)
 
     def _refuse_corpus(self, choice: Choice) -> None:
         corpus = self._corpus
@@ -288,7 +289,7 @@ class Checkpoints:
             return False
         meta = Meta(
             to_dict(self._config),
-            history.VERSION,
+            VERSION,
             at,
             position,
             self._wall_s(),

@@ -29,7 +29,7 @@ from jaxtrain.checkpoint import database, manifest, stores
 from jaxtrain.checkpoint.database import STATE, DatabaseError
 from jaxtrain.checkpoint.manifest import ManifestError
 from jaxtrain.checkpoint.stores import scheme_of
-from jaxtrain.config import Config, ConfigError, from_dict, history
+from jaxtrain.config import Config, ConfigError, from_dict
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
 META = "meta"
@@ -38,8 +38,8 @@ LOSSES = "validation_losses.json"  # beside the steps
 ORBAX_UNFINISHED, BROKEN = ".orbax-checkpoint-tmp", ".broken-"
 _STEP = re.compile("0|[1-9][0-9]{0,9}")
 
-# The version of a meta (config/history.py) since which a step has a manifest.
-MANIFEST_SINCE = 3
+VERSION = 3  # of the metas that this code writes
+MANIFEST_SINCE = 3  # the version of a meta since which a step has a manifest
 
 # What a run stores beside its state, and what of it is needed to train, and to generate.
 TO_TRAIN: Mapping[str, type] = {"config": dict, "step": int, "checksum": str, "tokenizer": dict}
@@ -86,7 +86,7 @@ class Meta:
     """What a run stores beside its state, as a JSON object with these keys.
 
     config:    the run's whole config, by group and setting
-    version:   of the code that wrote it (config/history.py); version 1 did not write it
+    version:   VERSION of the code that wrote it; version 1 did not write it
     step:      the number of steps done
     position:  the number of the next batch; more than `step` where batches were passed over. Older
                checkpoints have none: it was the step
@@ -124,9 +124,9 @@ class Meta:
         return cls(**{"position": found.get("step", 0)} | found)
 
     def stored_config(self) -> Config:
-        """The config, not resolved; settings that have come since are what the code did then.
-        ConfigError for what is no config."""
-        return history.stored_config(self.config, self.version)
+        """The config, not resolved; a setting that it lacks has its default. ConfigError for what
+        is no config."""
+        return from_dict(self.config)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,6 @@ from jaxtrain.config.paths import (
     unknown_field,
 )
 from jaxtrain.config.settings import (
-    FOLLOWS,
     LARGEST_INT,
     CheckpointConfig,
     Config,
@@ -50,7 +49,6 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataConfig",
-    "FOLLOWS",
     "LARGEST_INT",
     "MeshConfig",
     "MetricsConfig",

@@ -1,34 +1,53 @@
-"""Checks of a config: each setting on its own, all rules between settings, and what surrounds a
-run; with the nearest flags that work.
+"""Checks of a config, and the nearest flags that work.
 
-`check(config)` for what can be known without devices, `check_devices` with their number,
-`check_run` with all that a run meets before anything is compiled (devices, files, tables), and
-`refuse_to_continue` before a checkpoint is resumed (continuing.py has what that changes). What they
-suggest passes all the checks that are known by then (suggestions.py). A setting's own type, bounds
-and choices stand at its field in settings.py. No jax.
+    config, environment ─► the first broken rule ─► its fixes, the best first ─► the first after
+                           which every rule holds
+
+`check` raises for the first broken rule: a setting on its own, then rules between settings, then
+those of the devices, the checkpoint and whatever else the environment has. Where no fix of that
+rule is enough, fixes of the rules that are broken next are combined with it, depth first and the
+fewest settings first; as the last resort settings go back to the recipe's values. The search is cut
+by the number of configs that it looks at, never by time, so that all processes say the same. No
+jax.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ConfigError, mesh_rules, rules, suggestions
-from jaxtrain.config.continuing import CANNOT, broken_continuation
-from jaxtrain.config.field_rules import broken_field
-from jaxtrain.config.mesh_rules import AXES, filled
-from jaxtrain.config.pipeline_setup import make_setup
-from jaxtrain.config.rules import Broken, divisors
-from jaxtrain.config.surroundings import NOTHING, Surroundings, rules_of
-from jaxtrain.schedule.orders import CSV
-from jaxtrain.schedule.search import Report, silent
+from jaxtrain.config import Config, ConfigError, mesh_rules, resume, rules
+from jaxtrain.config.mesh_rules import filled
+from jaxtrain.config.rules import Changes, Rule, Violation, field_violation
 
-MESH_SIZES = tuple(f"mesh.{axis}" for axis in AXES)
+MOST_CONFIGS = 4_000  # looked at, some 50 µs each
+MOST_FIXES = 24  # of a rule
+MOST_COMBINED = 8  # fixes, where no config is known to work
 
 
-def check(config: Config, around: Surroundings = NOTHING) -> None:
-    """Raises ConfigError for the first rule that is broken, of all that is known."""
-    if error := refusal(config, around):
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """What a config is checked against besides its own rules; what is not known is not checked.
+
+    devices:    the number of devices; platform: theirs, as jax names it
+    recipe:     the config before the command's flags, whose values are tried as fixes
+    checkpoint: the config of the checkpoint that is resumed
+    rules:      further rules, for configs that keep all others (pipeline/checks.py)
+    """
+
+    devices: int | None = None
+    platform: str = ""
+    recipe: Config = dataclasses.field(default_factory=Config)
+    checkpoint: Config | None = None
+    rules: tuple[Rule, ...] = ()
+
+
+UNKNOWN = Environment()
+
+
+def check(config: Config, environment: Environment = UNKNOWN) -> None:
+    """Raises ConfigError for the first broken rule."""
+    if error := error_of(config, environment):
         raise error
 
 
@@ -39,232 +58,175 @@ def check_devices(config: Config, device_count: int, platform: str = "gpu") -> C
     platform: of the devices, as jax names it. Raises ConfigError where the mesh does not use all
     the devices, the batch does not divide over them, or they have no such kernel.
     """
-    check(config, Surroundings(device_count, platform))
+    check(config, Environment(device_count, platform))
     return filled(config, device_count)
 
 
-def check_run(
-    config: Config, device_count: int, platform: str, recipe: Config, report: Report = silent
-) -> Config:
-    """As `check_devices`, with the files that the config names and the tables that it is to be
-    trained by."""
-    check(
-        config, Surroundings(device_count, platform, recipe, files=True, tables=True, report=report)
-    )
-    return filled(config, device_count)
+def check_resume(stored: Config, config: Config, environment: Environment = UNKNOWN) -> None:
+    """Raises ConfigError naming the first field in which a config may not differ from the `stored`
+    one of the checkpoint that it resumes."""
+    resolved = filled(config, environment.devices).resolve()
+    if violation := next(resume.violations(resolved, stored.resolve()), None):
+        raise _error(config, dataclasses.replace(environment, checkpoint=stored), violation)
 
 
-def refuse_to_continue(old: Config, config: Config, around: Surroundings = NOTHING) -> None:
-    """Raises ConfigError naming the first field in which a checkpoint's config and the one to
-    resume it with may not differ."""
-    if broken := broken_continuation(filled(config, around.devices).resolve(), old.resolve()):
-        raise _error(config, dataclasses.replace(around, checkpoint=old), broken)
+def error_of(config: Config, environment: Environment = UNKNOWN) -> ConfigError | None:
+    """The error for the first broken rule; its first fix are the settings after which every rule
+    holds. None if every rule holds."""
+    violation = first_violation(config, environment)
+    return _error(config, environment, violation) if violation else None
 
 
-def refusal(config: Config, around: Surroundings = NOTHING) -> ConfigError | None:
-    """The error for the first rule that is broken; its first fix are the settings after which every
-    rule is kept. None if none is."""
-    broken = first_broken(config, around)
-    return _error(config, around, broken) if broken else None
+def first_violation(config: Config, environment: Environment = UNKNOWN) -> Violation | None:
+    """The first broken rule of a config; None if every rule holds."""
+    return next(_violations(config, environment, cfg.fields()), None)
 
 
-def _error(config: Config, around: Surroundings, broken: Broken) -> ConfigError:
-    """The error for a broken rule, with what puts all of them right."""
-    broken, value = (
-        dataclasses.replace(broken, fixes=suggestions.first_fixes(broken)),
-        cfg.get(config, broken.field),
-    )
-    changes, other = _suggestion(config, around, broken)
-    text = cfg.suggestion(changes, other)
-    if around.checkpoint and broken.rule.startswith(CANNOT):
-        text = (
-            f"{text} (or another --workdir)"
-            if changes
-            else f"another --workdir, or other than {around.devices} devices"
-        )
-    return ConfigError(broken.field, value, broken.rule, text, [changes])
+def _violations(
+    config: Config, environment: Environment, paths: Iterable[str]
+) -> Iterator[Violation]:
+    """What is wrong, in order; only the first is certain, for later rules count on earlier ones.
+    paths: the settings to look at on their own."""
+    for path in paths:
+        if violation := field_violation(path, cfg.get(config, path), environment.recipe):
+            yield violation
+    yield from mesh_rules.axes_have_sizes(config)
+    yield from rules.head_size_is_whole(config)
+    on_mesh = filled(config, environment.devices)
+    resolved = on_mesh.resolve()
+    for rule in (*rules.RULES, *mesh_rules.RULES):
+        yield from rule(resolved)
+    if environment.devices is not None:
+        yield from mesh_rules.mesh_uses_devices(on_mesh, environment.devices)
+    if config.model.attention_kernel == "cudnn" and environment.platform not in ("", "gpu"):
+        path = "model.attention_kernel"
+        wrong = f"is for NVIDIA GPUs, and the devices here are of platform {environment.platform!r}"
+        yield Violation(path, wrong, [{path: "auto"}])
+    if environment.checkpoint:
+        yield from resume.violations(resolved, environment.checkpoint.resolve())
+    for rule in environment.rules:
+        yield from rule(resolved)
 
 
-def _suggestion(
-    config: Config, around: Surroundings, broken: Broken
-) -> tuple[suggestions.Changes, list[Any]]:
-    """(the changes after which every rule is kept, other values for the first where it is
-    alone)."""
-    checks = _Checks(config, dataclasses.replace(around, tables=around.files))
-    changes = suggestions.nearest(checks)
-    if changes is None:
-        candidates = (suggestions.towards(checks, anchor) for anchor in _anchors(around))
-        changes = min((change for change in candidates if change), key=len, default=None)
-    if not changes:
-        return {}, []
-    changes = suggestions.ordered(changes, broken.field)
-    path, value = next(iter(changes.items()))
-    if len(changes) > 1 or path != broken.field or isinstance(value, tuple):
-        return changes, []
-    return changes, suggestions.others(checks, path, value, broken)
+# --- suggestions ----------------------------------------------------------------------------------
 
 
-class _Checks:
-    """config_search.Checks of a config in its surroundings."""
+def _error(config: Config, environment: Environment, violation: Violation) -> ConfigError:
+    """The error for a broken rule, with changes after which every rule holds."""
+    field = violation.field
+    search = _Search(config, environment)
+    changes = search.fewest_changes()
+    order = [field, *cfg.fields()]
+    changes = {path: changes[path] for path in sorted(changes, key=order.index)}
+    text = cfg.suggestion(changes, search.other_values(violation, changes))
+    if environment.checkpoint and violation.rule.startswith(resume.CANNOT):
+        nothing_works = f"another --workdir, or other than {environment.devices} devices"
+        text = f"{text} (or another --workdir)" if changes else nothing_works
+    return ConfigError(field, cfg.get(config, field), violation.rule, text, [changes])
 
-    def __init__(self, config: Config, around: Surroundings):
-        self.config, self.around = config, around
-        rules = (
-            (path, broken_field(path, field, cfg.get(config, path), around.recipe))
-            for path, field in cfg.fields().items()
-        )
-        # on their own: of the others only those that change are looked at
-        self._wrong = {path for path, broken in rules if broken}
-        self._values: dict[str, list[Any]] = {}
 
-    def first(self, changes: suggestions.Changes) -> Broken | None:
-        return first_broken(cfg.replace(self.config, changes), self.around, self._changed(changes))
+class _Search:
+    """The search for changes of a config after which every rule holds in its environment."""
 
-    def every(self, changes: suggestions.Changes) -> list[tuple[Broken, suggestions.Reads]]:
-        return _every_broken(cfg.replace(self.config, changes), self.around, self._changed(changes))
-
-    def _changed(self, changes: suggestions.Changes) -> list[str]:
-        """Settings to look at on their own, in one order: a set's would be another in every
-        process."""
-        return [path for path in cfg.fields() if path in changes or path in self._wrong]
-
-    def asked(self, path: str) -> bool:
-        return cfg.get(self.config, path) != cfg.get(self.around.recipe, path)
-
-    def values(self, path: str) -> list[Any]:
-        if path not in self._values:
-            self._values[path] = self._offers(path)
-        return self._values[path]
-
-    def _offers(self, path: str) -> list[Any]:
-        around, at = self.around, cfg.get(self.config, path)
-        settled = [cfg.get(around.recipe, path), cfg.fields()[path].default]
-        if around.checkpoint:
-            settled.insert(0, cfg.get(around.checkpoint, path))
-        devices = around.devices if path in MESH_SIZES else None
-        keeps = lambda value: broken_field(path, cfg.fields()[path], value, around.recipe) is None
-        fits = lambda value: not devices or value == -1 or devices % value == 0
-        sizes = divisors(devices) if devices else ()
-        return [
-            value
-            for value in suggestions.offers(path, *settled, sizes=sizes, at=at)
-            if keeps(value) and fits(value)
+    def __init__(self, config: Config, environment: Environment):
+        self.config, self.environment = config, environment
+        self.walked = 0  # configs
+        self._known: dict[str, tuple[Changes, ...] | None] = {}
+        self._wrong = [
+            path
+            for path in cfg.fields()
+            if field_violation(path, cfg.get(config, path), environment.recipe)
         ]
 
+    def fewest_changes(self) -> Changes:
+        """The changes of the fewest settings that work: of as many settings those that the rules
+        name, before those that go back to another config. Empty where nothing works."""
+        if changes := self._walk({}, 1):
+            return changes
+        restored = (self._restored(other) for other in _known_to_work(self.environment))
+        last_resort = min(filter(None, restored), key=len, default={})
+        most = len(last_resort) + 1 if last_resort else MOST_COMBINED
+        for fixes in range(2, most + 1) if len(last_resort) != 1 else ():
+            if changes := self._walk({}, fixes):
+                return self._needed(changes)
+        return last_resort
 
-def _anchors(around: Surroundings) -> Iterator[Config]:
-    """Configs that work, or nearly always do: the recipe, the checkpoint's, and each on a mesh that
-    is data parallel alone."""
-    known = [around.recipe, *filter(None, [around.checkpoint]), Config()]
-    yield from known
-    for config in known:
+    def other_values(self, violation: Violation, changes: Changes) -> list:
+        """Further values that work for the one setting that is changed, as many as the rule shows;
+        none where several are changed or the rule is about another one."""
+        field = violation.field
+        if list(changes) != [field] or isinstance(changes[field], tuple):
+            return []
+        fixes = itertools.islice(violation.fixes, MOST_FIXES)
+        offered = dict.fromkeys(fix[field] for fix in fixes if list(fix) == [field])
+        others = (
+            value
+            for value in offered
+            if value not in (changes[field], -1) and self.passes({field: value})
+        )
+        values = [*itertools.islice(others, violation.show - 1)]
+        return sorted(values) if all(type(value) is int for value in values) else values
+
+    def passes(self, changes: Changes) -> bool:
+        """Whether every rule holds after these changes."""
+        return self._fixes(changes) is None
+
+    def _walk(self, changes: Changes, most: int) -> Changes | None:
+        """Changes that work, these and at most so many fixes beyond them: the first that a
+        depth-first walk over the fixes of broken rules comes to."""
+        fixes = self._fixes(changes)
+        if fixes is None:
+            return changes
+        for fix in fixes if most else ():
+            if not changes.keys() & fix.keys():
+                if self.walked >= MOST_CONFIGS:
+                    return None
+                self.walked += 1
+                if result := self._walk(changes | fix, most - 1):
+                    return result
+        return None
+
+    def _fixes(self, changes: Changes) -> tuple[Changes, ...] | None:
+        """The fixes of the first rule that is broken after these changes; None if every rule
+        holds."""
+        key = repr(sorted(changes.items()))
+        if key not in self._known:
+            config = cfg.replace(self.config, changes)
+            paths = [path for path in cfg.fields() if path in changes or path in self._wrong]
+            violation = next(_violations(config, self.environment, paths), None)
+            fixes = itertools.islice(violation.fixes, MOST_FIXES) if violation else ()
+            self._known[key] = tuple(fixes) if violation else None
+        return self._known[key]
+
+    def _restored(self, other: Config) -> Changes | None:
+        """The settings in which the config has to become like one that works, none without need;
+        None if that one does not work here."""
+        pairs = {path: (cfg.get(self.config, path), cfg.get(other, path)) for path in cfg.fields()}
+        changes = {path: new for path, (old, new) in pairs.items() if repr(old) != repr(new)}
+        return self._needed(changes) if self.passes(changes) else None
+
+    def _needed(self, changes: Changes) -> Changes:
+        """Changes that work without those that are not needed; the model's are dropped first."""
+        for path in cfg.fields():
+            fewer = {other: value for other, value in changes.items() if other != path}
+            if len(fewer) < len(changes) and self.passes(fewer):
+                return self._needed(fewer)
+        return changes
+
+
+def _known_to_work(environment: Environment) -> Iterator[Config]:
+    """Configs that nearly always work: the checkpoint's, the recipe, the defaults, and each of them
+    with data parallelism alone."""
+    for config in (environment.checkpoint, environment.recipe, Config()):
+        if config is None:
+            continue
+        yield config
+        shards = environment.devices or 1
         plain = dataclasses.replace(
             config,
             mesh=cfg.MeshConfig(),
             parallel=cfg.ParallelConfig(),
             pipeline=cfg.PipelineConfig(),
-            optimizer=cfg.OptimizerConfig(),
         )
-        shards = around.devices or 1
-        batch = (
-            max(1, config.data.batch_size // shards) * shards
-            if isinstance(config.data.batch_size, int)
-            else shards
-        )
+        batch = max(1, config.data.batch_size // shards) * shards
         yield cfg.replace(plain, {"data.batch_size": batch, "train.diloco_inner_steps": 0})
-
-
-# --- the rules, in order --------------------------------------------------------------------------
-
-
-def first_broken(
-    config: Config, around: Surroundings, paths: Iterable[str] = cfg.fields()
-) -> Broken | None:
-    """Settings on their own, of these paths, come before rules between them, and these before what
-    surrounds the run."""
-    return next(_all_broken(config, around, None, paths), None)
-
-
-def _every_broken(
-    config: Config, around: Surroundings, paths: Iterable[str]
-) -> list[tuple[Broken, suggestions.Reads]]:
-    """Every broken rule with the settings that it reads, in the order of `first_broken`."""
-    every_broken = []
-    seen: set[str] = set()
-    for broken in _all_broken(config, around, seen, paths):
-        every_broken.append((broken, _raw(config, seen) if seen else None))
-        seen.clear()
-    return every_broken
-
-
-def _raw(config: Config, seen: set[str]) -> frozenset[str]:
-    """The settings that decide about resolved ones: what a default follows, and the whole mesh for
-    the axis that has what is left."""
-    reads = set(seen)
-    waiting = list(reads)
-    while waiting:
-        path = waiting.pop()
-        follows = () if path not in cfg.fields() else cfg.FOLLOWS.get(path, ())
-        if path in MESH_SIZES and (config.mesh.elastic or cfg.get(config, path) == -1):
-            follows = MESH_SIZES
-        waiting += [other for other in follows if other not in reads]
-        reads |= set(follows)
-    return frozenset(reads)
-
-
-def _all_broken(
-    config: Config, around: Surroundings, seen: set[str] | None, paths: Iterable[str]
-) -> Iterator[Broken]:
-    """Broken rules in order. `seen`: gets the settings that each reads, empty where that is not
-    known. What needs other rules to be kept comes only where they are."""
-    watch = lambda config: (
-        config if seen is None else cast(Config, suggestions.Recorder(config, seen))
-    )
-    count = 0
-
-    def broken_of(rules: Iterator[Broken | None]) -> Iterator[Broken]:
-        nonlocal count
-        for broken in rules:
-            if broken:
-                count += 1
-                yield broken
-            if seen is not None:
-                seen.clear()
-
-    def on_their_own() -> Iterator[Broken | None]:
-        for path in paths:
-            if seen is not None:
-                seen.add(path)
-            yield broken_field(path, cfg.fields()[path], cfg.get(config, path), around.recipe)
-
-    yield from broken_of(on_their_own())
-    if count:
-        return
-    early = (*mesh_rules.EARLY_RULES, *rules.EARLY_RULES)
-    yield from broken_of(rule(watch(config), None) for rule in early)
-    if count:
-        return
-    on_mesh = filled(config, around.devices)
-    resolved = on_mesh.resolve()
-    yield from broken_of(rule(watch(resolved)) for rule in (*rules.RULES, *mesh_rules.RULES))
-    yield from broken_of(rule(watch(config), around.devices) for rule in early)
-    yield from broken_of(rule(watch(config)) for rule in rules_of(around))
-    if around.checkpoint:
-        yield from broken_of(
-            iter([broken_continuation(watch(resolved), around.checkpoint.resolve())])
-        )
-    if around.tables and not count and (broken := _tables_are_made(resolved, around.report)):
-        yield broken
-
-
-def _tables_are_made(resolved: Config, report: Report) -> Broken | None:
-    """What the making of the tables refuses. Only files, and a bound on memory, can be refused
-    (config/pipeline_setup.py)."""
-    p = resolved.pipeline
-    if resolved.mesh.stage < 1 or not (p.schedule.startswith(CSV) or p.memory):
-        return None
-    try:
-        make_setup(resolved, report)
-    except ConfigError as error:
-        return Broken(error.field, error.rule, error.fixes, show=2)
-    return None

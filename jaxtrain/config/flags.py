@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import math
 import sys
+import textwrap
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from jaxtrain.config import Config
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.recipes import DEFAULT_RECIPE, RecipeError, find_recipe, load_recipe
 
+VERSION = f"jaxtrain {__version__}"
 TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
 SETTING = "config."  # what the name of a setting's flag begins with
 WRITTEN = "two dashes before a NAME=VALUE, and quotes around a value with spaces"
@@ -86,22 +88,25 @@ SHARED_FLAGS = (
 
 @dataclasses.dataclass
 class Reading:
-    """A command line: flag → value, (setting's path, text) in order, words that are no flags, and
-    what is wrong; there the fixes are taken for what was meant."""
+    """A command line as it was read.
+
+    values: flag → value; overrides: (setting's path, text), in order; words: those that belong to
+    no flag; errors: what is wrong, whose fixes stand in the values and overrides
+    """
 
     values: dict[str, Any]
-    overrides: list[tuple[str, str]]
-    words: list[str]
-    errors: list[UsageError]
+    overrides: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    words: list[str] = dataclasses.field(default_factory=list)
+    errors: list[UsageError] = dataclasses.field(default_factory=list)
 
     @property
     def namespace(self) -> types.SimpleNamespace:
         """The flags' values as attributes, `words`, and `refused`: whether the command ends with an
-        error whatever else is found, so that a check need not do what takes long."""
+        error in any case, so that a check need not do what takes long."""
         return types.SimpleNamespace(**self.values, words=self.words, refused=bool(self.errors))
 
     def use(self, fixes: Mapping[str, Any]) -> None:
-        """Takes these flags into the command line, behind the others."""
+        """Appends these flags to the command line."""
         for name, value in fixes.items():
             if name.startswith(SETTING):
                 self.overrides.append((name.removeprefix(SETTING), cfg.value_text(value)))
@@ -119,59 +124,56 @@ def read_flags(
     with_config: bool,
     with_words: bool = False,
 ) -> Reading:
-    """What a command line says, with all errors in it. `--help` ends the process.
+    """The reading of a command line, with all errors in it. `--help` and `--version` print and end
+    the process.
 
-    Of a flag given twice the last counts, also where an earlier one is wrong. with_words: whether
-    words that are no flags belong to the command (folders, say); they may stand before, between and
-    after the flags.
+    Of a flag given twice the last counts, also where an earlier one is wrong. with_config: whether
+    settings are flags; with_words: whether words that are no flags (folders, say) belong to the
+    command, before, between and after the flags.
     """
-    if "--help" in argv or "-h" in argv:
-        print(help_text(description, flags, with_config))
-        sys.exit(0)
-    if "--version" in argv:
-        print(f"jaxtrain {__version__}")
+    if {"--help", "-h", "--version"} & set(argv):
+        asks_help = "--help" in argv or "-h" in argv
+        print(help_text(description, flags, with_config) if asks_help else VERSION)
         sys.exit(0)
     known = {flag.name: flag for flag in flags}
-    reading = Reading({flag.name: flag.default for flag in flags}, [], [], [])
-    texts: dict[str, Any] = {}  # a value in the place of a text: what was meant by an unknown flag
+    settings = cfg.fields() if with_config else {}
+    defaults: dict[str, Any] = {flag.name: flag.default for flag in flags}
+    reading = Reading(dict(defaults))
+    defaults |= {SETTING + path: field.default for path, field in settings.items()}
+    texts: dict[str, Any] = {}  # of flags; a value that is no text is what an unknown flag meant
     missing: dict[str, UsageError] = {}  # flags without a value, if none comes later
-    rest, before = list(argv), ""
+    rest, name = list(argv), ""
     while rest:
         token = rest.pop(0)
-        if not token.startswith("-") and with_words:
+        if with_words and not token.startswith("-"):
             reading.words.append(token)
             continue
         if not token.startswith("--") or token in ("--", "--="):
-            continued = (
-                texts
-                if before in known and before != "config" and isinstance(known[before].default, str)
-                else {}
-            )
-            reading.errors.append(_stray(token, before, continued, reading, with_config))
+            takes_text = name in known and name != "config" and isinstance(defaults[name], str)
+            continued = texts if takes_text else {}
+            reading.errors.append(_stray(token, name, continued, reading, settings))
             if token.startswith("-"):
-                _taken(rest)
+                _take_value(rest)
             continue
-        before, equals, text = token[2:].partition("=")
-        name = before
-        if not _is_known(name, known, with_config):
-            error = _unknown(name, text if equals else _taken(rest), known, with_config)
+        name, equals, text = token[2:].partition("=")
+        if name not in defaults:
+            error = _unknown(name, text if equals else _take_value(rest), known, settings)
             reading.errors.append(error)
             texts |= error.fixes
             if error.setting and equals and not error.advice:
                 reading.overrides.append((error.setting, text))
             continue
         missing.pop(name, None)
-        try:
-            if not equals:
-                text = _next_value(name, rest, _default_of(name, known))
-        except UsageError as error:
-            missing[name] = error
+        value = text if equals else _value_after(rest, defaults[name])
+        path = "" if name in known else name.removeprefix(SETTING)
+        if value is None:
+            fixes = {} if path else {name: defaults[name]}
+            missing[name] = UsageError(f"--{name} has no value", fixes, setting=path)
             texts.pop(name, None)
-            continue
-        if name in known:
-            texts[name] = text
+        elif path:
+            reading.overrides.append((path, value))
         else:
-            reading.overrides.append((name.removeprefix(SETTING), text))
+            texts[name] = value
     reading.errors += missing.values()
     for name, text in texts.items():
         try:
@@ -182,34 +184,18 @@ def read_flags(
     return reading
 
 
-def _is_known(name: str, known: Mapping[str, Flag], with_config: bool) -> bool:
-    return name in known or (
-        with_config and name.startswith(SETTING) and name.removeprefix(SETTING) in cfg.fields()
-    )
-
-
-def _default_of(name: str, known: Mapping[str, Flag]) -> Any:
-    return (
-        known[name].default if name in known else cfg.fields()[name.removeprefix(SETTING)].default
-    )
-
-
-def _taken(rest: list[str]) -> str:
-    """The value after a flag without "=", taken off the arguments; "" where none stands there."""
-    return rest.pop(0) if rest and not rest[0].startswith("-") else ""
-
-
-def _next_value(name: str, rest: list[str], default: Any) -> str:
-    """The value of a flag that was given without "=", taken off the arguments after it; a boolean
-    flag may stand alone."""
-    if isinstance(default, bool) and (not rest or rest[0].lower() not in TRUE + FALSE):
+def _value_after(rest: list[str], default: Any) -> str | None:
+    """The value of a flag without "=", taken off the arguments after it; None where none stands
+    there. A boolean flag may stand alone."""
+    if isinstance(default, bool) and not (rest and rest[0].lower() in TRUE + FALSE):
         return "true"
-    if not rest or rest[0].startswith("--"):
-        setting = name.removeprefix(SETTING) if name.startswith(SETTING) else ""
-        raise UsageError(
-            f"--{name} has no value", {} if setting else {name: default}, setting=setting
-        )
-    return rest.pop(0)
+    return rest.pop(0) if rest and not rest[0].startswith("--") else None
+
+
+def _take_value(rest: list[str]) -> str:
+    """The value after a flag that is not known, taken off the arguments; "" where none stands
+    there."""
+    return rest.pop(0) if rest and not rest[0].startswith("-") else ""
 
 
 def _flag_value(flag: Flag, text: str) -> Any:
@@ -258,70 +244,60 @@ def _nearest(flag: Flag, text: str) -> Any:
     return max(round(number), int(flag.at_least or 0))
 
 
-def _unknown(name: str, text: str, known: Mapping[str, Flag], with_config: bool) -> UsageError:
+def _unknown(
+    name: str, text: str, known: Mapping[str, Flag], settings: Mapping[str, Any]
+) -> UsageError:
     """The error for a flag that does not exist; `--stage` and `--mesh.stage` mean
-    `--config.mesh.stage`."""
+    `--config.mesh.stage`. settings: those that are flags, by path."""
     if name in ("help", "version"):
         return UsageError(
             f"--{name}={cfg.shown(text)} is a flag without a value", advice=f"--{name}"
         )
-    if with_config and name.startswith(SETTING):
+    if settings and name.startswith(SETTING):
         path = name.removeprefix(SETTING)
-        if path in {p.split(".")[0] for p in cfg.fields()}:
-            first = next(p for p in cfg.fields() if p.startswith(path + "."))
-            return UsageError(
-                f"{path}={text!r} is a group of settings, such as {first}",
-                setting=first,
-                advice=f"--config.{first}",
-            )
+        member = next((p for p in settings if p.startswith(path + ".")), None)
+        if member:
+            rule = f"{path}={text!r} is a group of settings, such as {member}"
+            return UsageError(rule, setting=member, advice=f"--config.{member}")
         return UsageError(f"{path}={text!r} is an unknown setting", setting=cfg.meant(path))
-    rule, paths = (
-        f"--{name[:MOST_SHOWN]} is an unknown flag",
-        list(cfg.fields()) if with_config else [],
-    )
+    rule = f"--{name[:MOST_SHOWN]} is an unknown flag"
     name = name.lstrip("-").replace("-", "_")
-    meant = [p for p in paths if name == p or p.endswith("." + name)]
-    like = difflib.get_close_matches(name, [*known, *(SETTING + p for p in paths)], n=1)
-    if meant or (like and like[0] not in known):
-        return UsageError(rule, setting=meant[0] if meant else like[0].removeprefix(SETTING))
-    if not like:
+    meant = [path for path in settings if name == path or path.endswith("." + name)]
+    if meant:
+        return UsageError(rule, setting=meant[0])
+    names = [*known, *(SETTING + path for path in settings)]
+    nearest = next(iter(difflib.get_close_matches(name, names, n=1)), "")
+    if not nearest:
         return UsageError(rule, advice="--help, which lists all flags")
-    flag = known[like[0]]
+    if nearest not in known:
+        return UsageError(rule, setting=nearest.removeprefix(SETTING))
+    flag = known[nearest]
+    if not text and isinstance(flag.default, bool):
+        text = "true"
     try:
-        return UsageError(
-            rule,
-            {
-                flag.name: _flag_value(
-                    flag, text or ("true" if isinstance(flag.default, bool) else "")
-                )
-            },
-        )
+        return UsageError(rule, {nearest: _flag_value(flag, text)})
     except UsageError as error:
         return UsageError(rule, error.fixes)
 
 
 def _stray(
-    token: str, before: str, texts: dict[str, str], reading: Reading, with_config: bool
+    token: str, before: str, texts: dict[str, str], reading: Reading, settings: Mapping[str, Any]
 ) -> UsageError:
     """The error for an argument that belongs to no flag: a setting without dashes, or the rest of a
     value with blanks in it.
 
-    before: the name of the flag before it; texts: of the flags whose value it may belong to.
+    before: the name of the flag before it; texts: of the flags whose value it may belong to;
+    settings: those that are flags, by path
     """
     name, equals, text = token.removeprefix("-").partition("=")
     path, last = name.removeprefix(SETTING), before.removeprefix(SETTING)
     rule = f"argument {cfg.shown(token)} belongs to no flag"
-    if with_config and equals and path in cfg.fields():
+    if equals and path in settings:
         reading.overrides.append((path, text))
         return UsageError(rule, setting=path)
     if token.startswith("-"):
         return UsageError(rule, advice=WRITTEN)
-    if (
-        with_config
-        and before.startswith(SETTING)
-        and last in cfg.fields()
-        and cfg.fields()[last].type is str
-    ):
+    if before.startswith(SETTING) and last in settings and settings[last].type is str:
         so_far = next((text for path, text in reversed(reading.overrides) if path == last), "")
         reading.overrides.append((last, f"{so_far} {token}".strip()))
         return UsageError(rule, setting=last)
@@ -446,55 +422,46 @@ def _in_the_end(path: str, reading: Reading, recipe: Config | None) -> list[Any]
 # --- help -----------------------------------------------------------------------------------------
 
 
+WIDTH = 100  # columns
+ABOUT_SETTINGS = """
+Settings: each is a flag, over the recipe's value. Types and defaults (a recipe has its own values):
+"""
+EXAMPLES = """
+Examples:
+  --config=gpt2_124m --workdir=runs/gpt2 --config.data.source=corpus.jsonl
+  --config.mesh.data=2 --config.mesh.stage=4 --config.pipeline.microbatches=8
+  --config.data.text_fields=prompt,answer --config.data.loss_mask=prompt
+A second run with the same --workdir continues from its newest checkpoint, also on another mesh."""
+
+
 def help_text(description: str, flags: Sequence[Flag], with_config: bool) -> str:
     """`--help`: usage, every flag, every setting with its type, default and doc."""
-    lines = [*description.strip().splitlines(), "", "Flags (--flag=value or --flag value):"]
-    rows = [(f"--{flag.name}={_default(flag.default)}", flag.doc) for flag in flags]
-    lines += _table([*rows, ("--help", "this text"), ("--version", "jaxtrain's version")])
+    entries = [(f"--{flag.name}={cfg.value_text(flag.default)}", flag.doc) for flag in flags]
+    entries += [("--help", "this text"), ("--version", "jaxtrain's version")]
+    parts = [description.strip(), "", "Flags (--flag=value or --flag value):"]
+    parts += _two_columns(entries)
     if not with_config:
-        return "\n".join(lines)
-    lines += [
-        "",
-        "Settings: each is a flag, over the recipe's value. Types and defaults (a recipe has "
-        "its own values):",
-    ]
+        return "\n".join(parts)
+    parts.append(ABOUT_SETTINGS)
     for group in dataclasses.fields(Config):
         kind: Any = group.type
-        lines += ["", f"  {group.name}: {kind.__doc__}"]
-        rows = []
+        doc = " ".join(kind.__doc__.split())
+        parts.append(textwrap.fill(f"  {group.name}: {doc}", WIDTH, subsequent_indent=" " * 4))
+        entries = []
         for field in dataclasses.fields(kind):
-            choices = field.metadata["choices"]
-            doc = field.metadata["doc"] + (f" [{' | '.join(map(str, choices))}]" if choices else "")
-            rows.append(
-                (
-                    f"--config.{group.name}.{field.name}: {cfg.plain_type(field.type)} = "
-                    f"{_default(field.default)}",
-                    doc,
-                )
-            )
-        lines += _table(rows)
-    lines += [
-        "",
-        "Examples:",
-        "  --config=gpt2_124m --workdir=runs/gpt2 --config.data.source=corpus.jsonl",
-        "  --config.mesh.data=2 --config.mesh.stage=4 --config.pipeline.microbatches=8",
-        "  --config.data.text_fields=prompt,answer --config.data.loss_mask=prompt",
-        "A second run with the same --workdir continues from its newest checkpoint, also on "
-        "another mesh.",
+            default = cfg.value_text(field.default)
+            name = f"--config.{group.name}.{field.name}: {cfg.plain_type(field.type)} = {default}"
+            choices = " | ".join(map(str, field.metadata["choices"]))
+            entries.append((name, field.metadata["doc"] + (f" [{choices}]" if choices else "")))
+        parts += [*_two_columns(entries), ""]
+    return "\n".join(parts) + EXAMPLES
+
+
+def _two_columns(entries: Sequence[tuple[str, str]]) -> list[str]:
+    """Lines with a name on the left and its text on the right, wrapped."""
+    width = max(len(name) for name, _ in entries)
+    right = " " * (width + 6)
+    return [
+        textwrap.fill(f"    {name:{width}}  {text}", WIDTH, subsequent_indent=right)
+        for name, text in entries
     ]
-    return "\n".join(lines)
-
-
-def _default(value: Any) -> str:
-    return (
-        {True: "true", False: "false"}[value]
-        if isinstance(value, bool)
-        else ",".join(map(str, value))
-        if isinstance(value, tuple)
-        else str(value)
-    )
-
-
-def _table(rows: list[tuple[str, str]]) -> list[str]:
-    width = max(len(left) for left, _ in rows)
-    return [f"    {left:{width}}  {right}" for left, right in rows]

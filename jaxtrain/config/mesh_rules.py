@@ -1,125 +1,183 @@
-"""Rules about the mesh: the sizes of its axes, what they cut, and how they are used. Standard
-library only."""
+"""The sizes of the mesh: how the open ones are filled in, how an elastic mesh (`mesh.elastic`)
+adapts to the devices, and the rules about what each axis cuts. Standard library only.
+
+An elastic mesh gives up replicas first, then data shards; with more devices it gains them in the
+opposite order. All other axes stay, for they cut the model. The batch stays too: where it is cut
+into fewer shards, it is cut into as many more microbatches, so that a device holds as many
+sequences at a time as before, and needs the same memory for them.
+"""
 
 import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ModelConfig
-from jaxtrain.config.elastic import fitted
-from jaxtrain.config.rules import Broken, EarlyRule, Rule, divisors, near, values_for
+from jaxtrain.config import Config, MeshConfig, ModelConfig
+from jaxtrain.config.rules import Changes, Rule, Violation, divisors, near, values_for
+from jaxtrain.schedule.orders import CSV
 
-AXES = tuple(f.name for f in dataclasses.fields(cfg.MeshConfig) if f.type is int)
+AXES = tuple(f.name for f in dataclasses.fields(MeshConfig) if f.type is int)
+REPLICA, DATA, MICROBATCHES = "mesh.replica", "mesh.data", "pipeline.microbatches"
+CUTS_THE_MODEL = ("stage", "context", "expert", "model")
+
+
+def axis_sizes(mesh: MeshConfig) -> dict[str, int]:
+    """Axis → size, slowest network first."""
+    return {axis: getattr(mesh, axis) for axis in AXES}
 
 
 def filled(config: Config, devices: int | None) -> Config:
-    """The config with the mesh's -1 replaced, and with the sizes of an elastic mesh that fit, where
-    the number of devices is known."""
-    if config.mesh.elastic and devices:
-        config = fitted(config, devices)
-    left = [axis for axis in AXES if getattr(config.mesh, axis) == -1]
-    fixed = math.prod(getattr(config.mesh, axis) for axis in AXES if axis not in left)
-    if devices is None or len(left) != 1 or fixed < 1 or devices % fixed:
-        return config
-    return cfg.replace(config, {f"mesh.{left[0]}": devices // fixed})
-
-
-def _axes_are_sizes(c: Config, devices: int | None) -> Broken | None:
-    for axis in AXES:
-        if getattr(c.mesh, axis) < 1 and getattr(c.mesh, axis) != -1:
-            return Broken(
-                f"mesh.{axis}",
-                "must be at least 1, or -1 for what is left",
-                values_for(f"mesh.{axis}", [1, -1]),
-            )
-    left = [axis for axis in AXES if getattr(c.mesh, axis) == -1]
-    if len(left) > 1:
-        path = f"mesh.{left[-1]}"
-        return Broken(
-            path, f"is the second -1 beside mesh.{left[0]}: one axis may be", values_for(path, [1])
-        )
-    return None
-
-
-def _mesh_uses_devices(config: Config, devices: int | None) -> Broken | None:
+    """The config with the mesh's -1 replaced by a size, after an elastic mesh was adapted to the
+    devices; unchanged where their number is None or no size fits."""
     if devices is None:
-        return None
-    config = filled(config, devices)
-    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
-    fixed = {axis: size for axis, size in sizes.items() if size != -1}
-    product = math.prod(fixed.values())
-    open_axis = len(fixed) < len(AXES)
-    if product == devices or (open_axis and devices % product == 0):
-        return None
-    big = {axis: size for axis, size in fixed.items() if size > 1} or {"data": fixed.get("data", 1)}
-    # those that do not divide by themselves come first
-    blame = sorted(big, key=lambda axis: devices % big[axis] == 0)
-    text = " × ".join(f"mesh.{axis}={size}" for axis, size in big.items())
-    what = "does not divide" if open_axis else "is not"
-    rule = (
-        f"does not fit: {text}{f' = {product}' if len(big) > 1 else ''} {what} the {devices} "
-        f"device{'s'[: devices != 1]}"
+        return config
+    if config.mesh.elastic:
+        config = adapted(config, devices)
+    sizes = axis_sizes(config.mesh)
+    open_axes = [axis for axis, size in sizes.items() if size == -1]
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if len(open_axes) != 1 or fixed < 1 or devices % fixed:
+        return config
+    return cfg.replace(config, {f"mesh.{open_axes[0]}": devices // fixed})
+
+
+# --- elastic --------------------------------------------------------------------------------------
+
+
+def adapted(config: Config, devices: int) -> Config:
+    """The config of an elastic mesh with replica, data and microbatches for so many devices;
+    unchanged where its own sizes fit, or no sizes do."""
+    mesh = config.mesh
+    cuts = math.prod(getattr(mesh, axis) for axis in CUTS_THE_MODEL)
+    bad_sizes = min(mesh.replica, mesh.data) < -1 or 0 in (mesh.replica, mesh.data)
+    if bad_sizes or cuts < 1 or devices % cuts:
+        return config
+    independent = config.train.diloco_inner_steps > 0
+    for replica, data in _elastic_sizes(mesh, devices // cuts, independent):
+        shards = replica * data * mesh.expert
+        if config.pipeline.schedule.startswith(CSV):  # a file's table has its own number
+            numbers = [config.pipeline.microbatches]
+        else:
+            numbers = _elastic_microbatches(config, replica * data)
+        for microbatches in numbers:
+            if config.data.batch_size % (shards * microbatches) == 0:
+                changes = {REPLICA: replica, DATA: data, MICROBATCHES: microbatches}
+                return cfg.replace(config, changes)
+    return config
+
+
+def _elastic_sizes(mesh: MeshConfig, shards: int, independent: bool) -> list[tuple[int, int]]:
+    """(replica, data) whose product is the number of shards, the best first. independent: replicas
+    have parameters of their own (DiLoCo), so that their number stays."""
+    replica, data = mesh.replica, mesh.data
+    sizes = [(shards // size, size) for size in divisors(shards)]
+    if independent:
+        sizes = [pair for pair in sizes if pair[0] == replica]
+    if -1 in (replica, data):  # the open axis follows the devices; the other gives way if it must
+        at, size = (0, replica) if data == -1 else (1, data)
+        return sorted(sizes, key=lambda pair: (pair[at] > size, abs(pair[at] - size)))
+    if shards <= replica * data:
+        return sorted(
+            sizes, key=lambda pair: (pair[0] > replica or pair[1] > data, -min(pair[1], data))
+        )
+
+    def shrinks(pair: tuple[int, int]) -> bool:
+        """Replicas grow where there are several, otherwise data shards."""
+        return pair[0] < replica or pair[1] < data or (replica == 1 and pair[0] != 1)
+
+    return sorted(sizes, key=lambda pair: (shrinks(pair), abs(pair[1] - data)))
+
+
+def _elastic_microbatches(config: Config, shards: int) -> list[int]:
+    """Numbers of microbatches, the best first: a device has as many sequences in one as asked for,
+    or else fewer, or else more. shards: replicas × data shards."""
+    microbatches, before = config.pipeline.microbatches, config.mesh.replica * config.mesh.data
+    if shards == before or before < 1:
+        return [microbatches]
+    pieces = microbatches * before
+    sequences = max(1, config.data.batch_size // (shards * config.mesh.expert))
+    return sorted(
+        divisors(sequences), key=lambda n: (n * shards < pieces, abs(n * shards - pieces))
     )
-    return Broken(f"mesh.{blame[0]}", rule, _mesh_fixes(blame, fixed, devices), show=4)
 
 
-def _mesh_fixes(blame: list[str], fixed: dict[str, int], devices: int) -> Iterator[dict[str, Any]]:
-    """Other sizes for one axis, then for two, …, by how far they are from what was asked for."""
-    other_axes = [
-        axis for axis in ("data", "stage", "model") if axis in fixed and axis not in blame
+def elastic_notes(requested: Config, config: Config) -> list[str]:
+    """One line with what an elastic mesh has changed of the requested config, or no line."""
+    pairs = {
+        path: (cfg.get(requested, path), cfg.get(config, path))
+        for path in (REPLICA, DATA, MICROBATCHES)
+    }
+    changed = [
+        f"{path} {before} → {after}"
+        for path, (before, after) in pairs.items()
+        if before not in (after, -1)
     ]
-    for number in range(1, len(blame) + 1):
-        for axes in itertools.combinations([*blame, *(other_axes if number == 1 else ())], number):
-            choices = itertools.product(*(near(fixed[axis], divisors(devices)) for axis in axes))
-            for sizes in choices:
-                if devices % math.prod(sizes) == 0:
-                    yield {f"mesh.{axis}": size for axis, size in zip(axes, sizes, strict=True)}
+    if not changed:
+        return []
+    devices = math.prod(axis_sizes(config.mesh).values())
+    return [
+        f"elastic: {', '.join(changed)} for the {devices} device{'s'[: devices > 1]} at hand; a "
+        f"step still has {config.data.batch_size} sequences"
+    ]
 
 
-def _context_axis_divides(c: Config) -> Broken | None:
-    """The sequence is cut into two chunks for each device of `context`, and those over `model`;
-    ulysses cuts heads over both."""
-    size, model, m = c.mesh.context, max(c.mesh.model, 1), c.model
-    if size <= 1:
-        return None
-    tokens = c.data.sequence_length
-    parts = 2 * size * model
-    if tokens % parts:
-        over = f", each cut by mesh.model={model}" if model > 1 else ""
-        longer = [parts * n for n in (tokens // parts, tokens // parts + 1) if n]
-        fits = (n for n in near(size, divisors(tokens)) if tokens % (2 * n * model) == 0 or n == 1)
-        fixes = itertools.chain(
-            values_for("mesh.context", fits), values_for("data.sequence_length", longer)
-        )
-        return Broken(
-            "mesh.context",
-            f"makes two chunks a device{over}: {parts} parts, which do not divide "
-            f"data.sequence_length={tokens}",
-            fixes,
-        )
-    heads = math.gcd(m.heads, m.kv_heads)
-    if c.parallel.context == "ulysses" and heads % (size * model):
-        path, number = (
-            ("model.kv_heads", m.kv_heads)
-            if m.heads % (size * model) == 0
-            else ("model.heads", m.heads)
-        )
-        over = f"mesh.context={size}" + (f" · mesh.model={model}" if model > 1 else "")
-        fits = (
-            n
-            for n in near(size, divisors(heads))
-            if heads % (n * model) == 0 and tokens % (2 * n * model) == 0
-        )
-        fixes = itertools.chain(
-            [{"parallel.context": "all_gather"}], values_for("mesh.context", fits)
-        )
-        return Broken(
-            "parallel.context", f"cuts heads, and {over} does not divide {path}={number}", fixes
-        )
-    return None
+# --- rules of the devices -------------------------------------------------------------------------
+
+
+def axes_have_sizes(c: Config) -> Iterator[Violation]:
+    """Takes a config that is not resolved."""
+    sizes = axis_sizes(c.mesh)
+    for axis, size in sizes.items():
+        if size < 1 and size != -1:
+            path = f"mesh.{axis}"
+            rule = "must be at least 1, or -1 for the remaining devices"
+            yield Violation(path, rule, values_for(path, [1, -1]))
+    open_axes = [f"mesh.{axis}" for axis, size in sizes.items() if size == -1]
+    if len(open_axes) > 1:
+        rule = f"is the second -1 after {open_axes[0]}: one axis may be"
+        yield Violation(open_axes[-1], rule, [{open_axes[-1]: 1}])
+
+
+def mesh_uses_devices(config: Config, devices: int) -> Iterator[Violation]:
+    """Takes a config that `filled` could not give sizes for these devices, or could."""
+    sizes = {axis: size for axis, size in axis_sizes(config.mesh).items() if size != -1}
+    product = math.prod(sizes.values())
+    is_open = len(sizes) < len(AXES)
+    if product == devices or (is_open and devices % product == 0):
+        return
+    large = {axis: size for axis, size in sizes.items() if size > 1} or {"data": 1}
+    # sizes that do not divide the devices on their own come first
+    blamed = sorted(large, key=lambda axis: devices % large[axis] == 0)
+    text = " × ".join(f"mesh.{axis}={size}" for axis, size in large.items())
+    if len(large) > 1:
+        text += f" = {product}"
+    yield Violation(
+        f"mesh.{blamed[0]}",
+        f"does not fit: {text} {'does not divide' if is_open else 'is not'} the {devices} "
+        f"device{'s'[: devices != 1]}",
+        _mesh_fixes(blamed, sizes, devices, is_open),
+        show=4,
+    )
+
+
+def _mesh_fixes(
+    blamed: list[str], sizes: dict[str, int], devices: int, is_open: bool
+) -> Iterator[Changes]:
+    """Other sizes with which the mesh fits: of one axis, then of two, …, the nearest first.
+    is_open: a further axis is -1."""
+    others = [axis for axis in ("data", "stage", "model") if axis in sizes and axis not in blamed]
+    for number in range(1, len(blamed) + 1):
+        for axes in itertools.combinations([*blamed, *(others if number == 1 else ())], number):
+            rest = math.prod(size for axis, size in sizes.items() if axis not in axes)
+            candidates = (near(sizes[axis], divisors(devices)) for axis in axes)
+            for values in itertools.product(*candidates):
+                product = rest * math.prod(values)
+                if product == devices or (is_open and devices % product == 0):
+                    yield {f"mesh.{axis}": n for axis, n in zip(axes, values, strict=True)}
+
+
+# --- rules of what an axis cuts -------------------------------------------------------------------
 
 
 def kv_heads_fit(m: ModelConfig, size: int) -> bool:
@@ -130,7 +188,7 @@ def kv_heads_fit(m: ModelConfig, size: int) -> bool:
     )
 
 
-def mlp_widths(m: cfg.ModelConfig) -> dict[str, int]:
+def mlp_widths(m: ModelConfig) -> dict[str, int]:
     """Field of a model → the columns of its MLPs that the model axis cuts."""
     names = ["expert_width"] * bool(m.experts) + ["mlp_width"] * (
         not m.experts or m.dense_layers > 0
@@ -138,124 +196,140 @@ def mlp_widths(m: cfg.ModelConfig) -> dict[str, int]:
     return {name: getattr(m, name) for name in names}
 
 
-def _ring_is_all_there(c: Config) -> Broken | None:
-    """Keys go round by permutes, which all devices have to run together."""
-    if c.parallel.context != "ring" or c.mesh.context in (1, -1):
-        return None
-    if c.mesh.stage > 1:
-        rule = f"is for mesh.stage=1, not {c.mesh.stage}: stages do not attend together"
-        return Broken(
-            "parallel.context",
-            rule,
-            values_for("parallel.context", ["all_gather", "ulysses"]),
-            show=2,
+def _context_axis_divides(c: Config) -> Iterator[Violation]:
+    """The sequence is cut into two chunks for each device of `context`, and these over `model`;
+    ulysses cuts heads over both axes."""
+    size, model, m = c.mesh.context, max(c.mesh.model, 1), c.model
+    if size <= 1:
+        return
+    tokens, parts = c.data.sequence_length, 2 * size * model
+    fits = [n for n in near(size, divisors(tokens)) if tokens % (2 * n * model) == 0]
+    if tokens % parts:
+        over = f", each cut by mesh.model={model}" if model > 1 else ""
+        longer = [parts * n for n in (tokens // parts, tokens // parts + 1) if n]
+        yield Violation(
+            "mesh.context",
+            f"makes two chunks a device{over}: {parts} parts, which do not divide "
+            f"data.sequence_length={tokens}",
+            [
+                *values_for("mesh.context", fits or [1]),
+                *values_for("data.sequence_length", longer),
+            ],
         )
-    return None
+    heads = math.gcd(m.heads, m.kv_heads)
+    if c.parallel.context == "ulysses" and heads % (size * model):
+        path, number = (
+            ("model.kv_heads", m.kv_heads)
+            if m.heads % (size * model) == 0
+            else ("model.heads", m.heads)
+        )
+        over = f"mesh.context={size}" + (f" · mesh.model={model}" if model > 1 else "")
+        smaller = [n for n in fits if heads % (n * model) == 0]
+        yield Violation(
+            "parallel.context",
+            f"cuts heads, and {over} does not divide {path}={number}",
+            [{"parallel.context": "all_gather"}, *values_for("mesh.context", smaller)],
+        )
 
 
-def _model_axis_divides(c: Config) -> Broken | None:
+def _ring_has_one_stage(c: Config) -> Iterator[Violation]:
+    """Keys go round by permutes, which all devices have to run together."""
+    if c.parallel.context == "ring" and c.mesh.context not in (1, -1) and c.mesh.stage > 1:
+        rule = f"is for mesh.stage=1, not {c.mesh.stage}: stages do not attend together"
+        fixes = values_for("parallel.context", ["all_gather", "ulysses"])
+        yield Violation("parallel.context", rule, fixes, show=2)
+
+
+def _expert_axis_divides(c: Config) -> Iterator[Violation]:
+    size, experts = c.mesh.expert, c.model.experts
+    if size <= 1:
+        return
+    if not experts:
+        fixes: list[Changes] = [{"mesh.expert": 1}, {"model.experts": size}]
+        yield Violation("mesh.expert", "splits experts, and model.experts=0", fixes)
+    if experts % size:
+        fixes = values_for("mesh.expert", near(size, divisors(experts)))
+        fixes.append({"model.experts": size})
+        yield Violation("mesh.expert", f"does not divide model.experts={experts}", fixes, show=4)
+
+
+def _model_axis_divides(c: Config) -> Iterator[Violation]:
     """Heads and the MLP are cut over `model`, and so is the sequence between the blocks."""
     size, m = c.mesh.model, c.model
+    if size < 1:
+        return
     cut = {"model.heads": m.heads, **{f"model.{name}": n for name, n in mlp_widths(m).items()}}
     cut["data.sequence_length"] = c.data.sequence_length
-    fixes = values_for(
-        "mesh.model",
-        (n for n in near(size, divisors(math.gcd(*cut.values()))) if kv_heads_fit(m, n)),
-    )
-    for path, whole in cut.items():
-        if size > 0 and whole % size:
-            return Broken("mesh.model", f"does not divide {path}={whole}", fixes, show=4)
-    if size > 0 and not kv_heads_fit(m, size):
+    sizes = near(size, divisors(math.gcd(*cut.values())))
+    fixes = values_for("mesh.model", [n for n in sizes if kv_heads_fit(m, n)])
+    for path, length in cut.items():
+        if length % size:
+            yield Violation("mesh.model", f"does not divide {path}={length}", fixes, show=4)
+    if not kv_heads_fit(m, size):
         rule = f"neither divides model.kv_heads={m.kv_heads} nor is a multiple of it"
         if size % m.kv_heads == 0:
             rule = (
                 f"makes {size // m.kv_heads} devices share a head, which does not divide "
                 f"model.head_dim={m.head_dim}"
             )
-        return Broken("mesh.model", rule, fixes, show=4)
-    return None
+        yield Violation("mesh.model", rule, fixes, show=4)
 
 
-def _expert_axis_divides(c: Config) -> Broken | None:
-    size, experts = c.mesh.expert, c.model.experts
-    if size <= 1 or (experts and experts % size == 0):
-        return None
-    if not experts:
-        return Broken(
-            "mesh.expert",
-            "splits experts, and model.experts=0",
-            [{"mesh.expert": 1}, {"model.experts": size}],
-        )
-    fixes = itertools.chain(
-        values_for("mesh.expert", near(size, divisors(experts))), [{"model.experts": size}]
+def _gradients_can_be_reduced(c: Config) -> Iterator[Violation]:
+    if c.parallel.reduce == "microbatch" and c.parallel.zero == 0:
+        rule = "leaves gradients sharded, and parallel.zero=0 shards nothing"
+        fixes: list[Changes] = [{"parallel.reduce": "step"}, {"parallel.zero": 2}]
+        yield Violation("parallel.reduce", rule, fixes)
+
+
+def _independent_replicas(c: Config) -> Iterator[Violation]:
+    """Rules of DiLoCo."""
+    path, steps, offload = (
+        "train.diloco_inner_steps",
+        c.train.diloco_inner_steps,
+        c.parallel.offload,
     )
-    return Broken("mesh.expert", f"does not divide model.experts={experts}", fixes, show=4)
-
-
-def _gradients_can_be_reduced(c: Config) -> Broken | None:
-    p = c.parallel
-    if p.reduce == "microbatch" and p.zero == 0:
-        fixes: list[dict[str, Any]] = [{"parallel.reduce": "step"}, {"parallel.zero": 2}]
-        return Broken(
-            "parallel.reduce", "leaves gradients sharded, and parallel.zero=0 shards nothing", fixes
-        )
-    return None
-
-
-def _replicas_keep_their_state(c: Config) -> Broken | None:
-    steps, offload = c.train.diloco_inner_steps, c.parallel.offload
-    if not steps or offload not in ("optimizer", "both"):
-        return None
-    fixes: list[dict[str, Any]] = [
-        {"parallel.offload": "activations" if offload == "both" else "none"},
-        {"train.diloco_inner_steps": 0},
-    ]
-    rule = (
-        "moves the optimizer's state of replicas that train apart, "
-        f"train.diloco_inner_steps={steps}, which stays on the devices"
-    )
-    return Broken("parallel.offload", rule, fixes)
-
-
-def _replicas_exchange(c: Config) -> Broken | None:
-    path, steps = "train.diloco_inner_steps", c.train.diloco_inner_steps
     if steps and c.mesh.replica == 1:
-        fixes: list[dict[str, Any]] = [{path: 0}, {"mesh.replica": 2}]
-        return Broken(path, "is for replicas that train apart, and mesh.replica=1", fixes)
-    return None
+        fixes: list[Changes] = [{path: 0}, {"mesh.replica": 2}]
+        yield Violation(path, "is for independent replicas, and mesh.replica=1", fixes)
+    if steps and offload in ("optimizer", "both"):
+        yield Violation(
+            "parallel.offload",
+            f"moves the optimizer's state of independent replicas, {path}={steps}, which stays on "
+            "the devices",
+            [{"parallel.offload": "activations" if offload == "both" else "none"}, {path: 0}],
+        )
 
 
-def _batch_divides(c: Config) -> Broken | None:
+def _batch_divides(c: Config) -> Iterator[Violation]:
     batch, micro = c.data.batch_size, c.pipeline.microbatches
-    axes = {axis: getattr(c.mesh, axis) for axis in ("replica", "data", "expert")}
-    shards = math.prod(max(size, 1) for size in axes.values())
-    if batch % (shards * micro) == 0:
-        return None
-    over = "".join(f" × mesh.{axis}={size}" for axis, size in axes.items() if size > 1)
+    axes = {axis: max(getattr(c.mesh, axis), 1) for axis in ("replica", "data", "expert")}
+    shards = math.prod(axes.values())
     unit = shards * micro
+    if batch % unit == 0:
+        return
+    over = "".join(f" × mesh.{axis}={size}" for axis, size in axes.items() if size > 1)
     multiples = [unit * n for n in (batch // unit, batch // unit + 1) if n > 0]
-    whole = values_for("data.batch_size", multiples)
+    batches = values_for("data.batch_size", multiples)
+    others = unit // axes["data"]
+    shares = [n for n in near(axes["data"], divisors(batch)) if batch % (n * others) == 0]
     if batch % shards == 0:
+        micros = values_for(MICROBATCHES, near(micro, divisors(batch // shards)))
         rule = f"{over} does not divide data.batch_size={batch}"
-        micros = values_for("pipeline.microbatches", near(micro, divisors(batch // shards)))
-        return Broken("pipeline.microbatches", rule, itertools.chain(micros, whole), show=4)
+        yield Violation(MICROBATCHES, rule, [*micros, *batches], show=4)
     micro_text = f" × pipeline.microbatches={micro}" if micro > 1 else ""
-    return Broken(
-        "data.batch_size",
-        f"is no multiple of {(over + micro_text).removeprefix(' × ')}, that is {unit}",
-        whole,
-        show=2,
-    )
+    pieces = (over + micro_text).removeprefix(" × ")
+    rule = f"is no multiple of {pieces}, that is {unit}"
+    fixes = [*batches, *values_for(DATA, shares)]
+    yield Violation("data.batch_size", rule, fixes, show=2)
 
 
-EARLY_RULES: tuple[EarlyRule, ...] = (_axes_are_sizes, _mesh_uses_devices)
 RULES: tuple[Rule, ...] = (
     _context_axis_divides,
-    _ring_is_all_there,
+    _ring_has_one_stage,
     _expert_axis_divides,
     _model_axis_divides,
     _gradients_can_be_reduced,
-    _replicas_exchange,
-    _replicas_keep_their_state,
+    _independent_replicas,
     _batch_divides,
 )

@@ -1,42 +1,46 @@
-"""Rules between settings that no mesh decides, and what every rule is made of; those of the mesh
-are in mesh_rules.py.
+"""Rules of a config that no mesh decides: each setting on its own, then between settings; and what
+every rule is made of. Rules of the mesh are in mesh_rules.py.
 
-A rule takes a resolved config and says what is broken, if anything. Standard library only.
+A rule is a generator over a resolved config. It yields a `Violation` for what is broken, of which
+only the first is reported, with the fixes to try, the best first (checks.py tries them). Standard
+library only.
 """
 
 import dataclasses
+import difflib
 import functools
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, addresses, ends_with_layers, kernels
+from jaxtrain.config import Config, ConfigError, addresses, ends_with_layers, kernels
 from jaxtrain.schedule.orders import SCHEDULES, default_repeats, fits_repeats
 
 BYTE_VOCABULARY = 257  # 256 bytes and the document separator
+MOST_SMALLER = 16  # smaller numbers of stages or chunks that are tried
+
+Changes = dict[str, Any]  # setting → value
 
 
 @dataclasses.dataclass(frozen=True)
-class Broken:
-    """A broken rule: the setting at fault, the rule (read after "field=value"), and changes that
-    may mend it, nearest first."""
+class Violation:
+    """A broken rule: the setting at fault, the rule (read after "field=value"), the changes that
+    may fix it, the best first, and how many values that work the message may list."""
 
     field: str
     rule: str
-    fixes: Iterable[dict[str, Any]] = ()
-    show: int = 1  # how many settings that work the message may list
+    fixes: Iterable[Changes] = ()
+    show: int = 1
 
 
-Rule = Callable[[Config], Broken | None]
-# before defaults are filled in; with the number of devices, if known
-EarlyRule = Callable[[Config, int | None], Broken | None]
+Rule = Callable[[Config], Iterator[Violation]]
 
 
 def near(value: int, candidates: Iterable[int]) -> list[int]:
-    """Candidates by their distance from a value; of two as near, the smaller first."""
+    """Candidates by their distance from a value; of two at the same distance, the smaller one
+    first."""
     return sorted(candidates, key=lambda c: (abs(c - value), c))
 
 
@@ -47,74 +51,170 @@ def divisors(n: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(n // d for d in small)}))
 
 
-def values_for(path: str, values: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """Changes of one setting."""
-    return ({path: v} for v in values)
+def values_for(path: str, values: Iterable[Any]) -> list[Changes]:
+    """Changes of one setting, to each of these values."""
+    return [{path: value} for value in values]
 
 
-# --- the rules ---
+# --- a setting on its own -------------------------------------------------------------------------
 
 
-def _kv_heads_divide_heads(c: Config) -> Broken | None:
-    m = c.model
-    if m.heads % m.kv_heads == 0:
-        return None
-    fixes = values_for("model.kv_heads", near(m.kv_heads, divisors(m.heads)))
-    return Broken("model.kv_heads", f"does not divide model.heads={m.heads}", fixes, show=5)
-
-
-def _latent_attention_is_whole(c: Config) -> Broken | None:
-    """The settings of latent attention have a meaning together."""
-    m = c.model
-    if m.attention != "mla":
-        return None
-    if m.positions != "rotary":
-        rule = f"turns a part of its heads, and model.positions={m.positions!r} turn nothing"
-        return Broken(
-            "model.attention", rule, [{"model.positions": "rotary"}, {"model.attention": "gqa"}]
-        )
-    if m.kv_heads != m.heads:
-        rule = (
-            "is for model.attention='gqa': latents make keys and values for each of "
-            f"model.heads={m.heads}"
-        )
-        return Broken("model.kv_heads", rule, values_for("model.kv_heads", [0]))
-    if not m.kv_rank:
-        fixes: list[dict[str, Any]] = [
-            {"model.kv_rank": 4 * m.head_dim},
-            {"model.attention": "gqa"},
-        ]
-        return Broken("model.kv_rank", "leaves model.attention='mla' no latent", fixes)
-    if not m.rope_head_dim or m.rope_head_dim % 2:
-        rule = (
-            "is the rotated part of model.attention='mla', and rotary positions turn pairs: it "
-            "must be even, and not 0"
-        )
-        sizes = [m.rope_head_dim + 1] if m.rope_head_dim else [-(-m.head_dim // 4) * 2]
-        return Broken("model.rope_head_dim", rule, values_for("model.rope_head_dim", sizes))
+def field_violation(path: str, value: Any, recipe: Config) -> Violation | None:
+    """The first fault of a value whatever the other settings are: its type, choices and bounds,
+    which stand at its field in settings.py. recipe: a config whose value is tried as a fix."""
+    field = cfg.fields()[path]
+    usual = [cfg.get(recipe, path), field.default]
+    try:
+        cfg.convert(path, value)
+    except ConfigError as error:
+        values = [cfg.retyped(path, value, usual[0]), *usual]
+        return Violation(path, error.rule, values_for(path, values))
+    choices, prefix = field.metadata["choices"], field.metadata["prefix"]
+    if choices:
+        known = value in choices or (prefix and value.startswith(prefix))
+        return None if known else _unknown_choice(path, value, choices)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return _out_of_bounds(path, value, usual)
+    if cfg.item_type(field.type) in (int, float):
+        if all(math.isfinite(v) and v >= 0 and (v or path == "pipeline.times") for v in value):
+            return None
+        return Violation(path, "has a number that is not above 0", [{path: field.default}])
+    if isinstance(value, tuple) and (len(set(value)) < len(value) or "" in value):
+        names = tuple(dict.fromkeys(v for v in value if v))
+        rule = "has an empty or repeated name"
+        return Violation(path, rule, values_for(path, [names, field.default]))
     return None
 
 
-def _kernel_fits(c: Config) -> Broken | None:
-    """An attention kernel that was asked for by name takes the model; whether it is for the
-    devices, surroundings.py says."""
-    wanted, case = c.model.attention_kernel, kernels.attention_case(c, kernels.Hardware())
-    rows = {
-        kernels.SPLASH: [kernels.SPLASH],
-        kernels.CUDNN: [kernels.CUDNN, kernels.CUDNN_MASK],
-    }.get(wanted, [])
-    refusals = [found for row in rows if (found := kernels.refusal(row, case))]
-    if len(refusals) < len(rows) or not rows:
+def _unknown_choice(path: str, value: Any, choices: tuple) -> Violation:
+    if not isinstance(value, str):
+        words = [repr(choice) for choice in choices]
+        rule = f"is not built: the choices are {', '.join(words[:-1])} or {words[-1]}"
+        return Violation(path, rule, values_for(path, near(value, choices)))
+    close = difflib.get_close_matches(value, choices, n=len(choices), cutoff=0.5)
+    show = 1 if close else len(choices)
+    return Violation(path, "is unknown", values_for(path, close or choices), show)
+
+
+def _out_of_bounds(path: str, value: float, usual: list[Any]) -> Violation | None:
+    field = cfg.fields()[path]
+    kind: Any = field.type
+    bounds = field.metadata["bounds"]
+    if kind is int and abs(value) > cfg.LARGEST_INT:
+        values = [*usual, cfg.LARGEST_INT]
+        if not path.startswith(("model.", "data.", "mesh.", "pipeline.")):
+            values.reverse()  # nobody wants the largest size, but perhaps as many steps
+        return Violation(path, f"is larger than {cfg.LARGEST_INT}", values_for(path, values))
+    if not math.isfinite(value):
+        return Violation(path, "is not a finite number", [{path: field.default}])
+    low, above, high, below = (bounds[name] for name in ("at_least", "above", "at_most", "below"))
+    if (
+        (low is None or value >= low)
+        and (above is None or value > above)
+        and (high is None or value <= high)
+        and (below is None or value < below)
+    ):
         return None
-    return Broken(
-        "model.attention_kernel",
-        refusals[-1].rule,
-        [{"model.attention_kernel": "auto"}, *refusals[-1].fixes],
-    )
+    words = {"at least": low, "above": above, "at most": high, "below": below}
+    limits = (f"{word} {limit}" for word, limit in words.items() if limit is not None)
+    ends = [kind(end) for end in (low, high, *usual) if isinstance(end, int | float)]
+    ends.sort(key=lambda end: abs(end - value))
+    return Violation(path, "must be " + " and ".join(limits), values_for(path, ends))
 
 
-# Of experts alone. Without them these have no use (unused.py), but for dense_layers, which would be
-# missing in the model.
+# --- the model ------------------------------------------------------------------------------------
+
+
+def head_size_is_whole(c: Config) -> Iterator[Violation]:
+    """Takes a config that is not resolved, for `resolve` divides."""
+    m = c.model
+    if not m.head_dim and m.width % m.heads:
+        floor = m.width // m.heads * m.heads
+        wider = near(m.width, [n for n in (floor, floor + m.heads) if n])
+        yield Violation(
+            "model.heads",
+            f"does not divide model.width={m.width}, and model.head_dim=0 means width/heads",
+            [
+                *values_for("model.heads", near(m.heads, divisors(m.width))),
+                *values_for("model.width", wider),
+            ],
+            show=4,
+        )
+
+
+def _latent_attention(c: Config) -> Iterator[Violation]:
+    m = c.model
+    if m.attention != "mla":
+        return
+    if m.positions != "rotary":
+        yield Violation(
+            "model.attention",
+            f"turns a part of its heads, and model.positions={m.positions!r} turn nothing",
+            [{"model.positions": "rotary"}, {"model.attention": "gqa"}],
+        )
+    if m.kv_heads != m.heads:
+        yield Violation(
+            "model.kv_heads",
+            "is for model.attention='gqa': latents make keys and values for each of "
+            f"model.heads={m.heads}",
+            [{"model.kv_heads": 0}],
+        )
+    if not m.kv_rank:
+        yield Violation(
+            "model.kv_rank",
+            "leaves model.attention='mla' no latent",
+            [{"model.kv_rank": 4 * m.head_dim}, {"model.attention": "gqa"}],
+        )
+    if not m.rope_head_dim or m.rope_head_dim % 2:
+        size = m.rope_head_dim + 1 if m.rope_head_dim else -(-m.head_dim // 4) * 2
+        yield Violation(
+            "model.rope_head_dim",
+            "is the rotated part of model.attention='mla', and rotary positions turn pairs: it "
+            "must be even, and not 0",
+            [{"model.rope_head_dim": size}],
+        )
+
+
+def _attention_kernel_takes_the_model(c: Config) -> Iterator[Violation]:
+    """A kernel that was asked for by name takes the model; whether the devices have it is a rule of
+    checks.py."""
+    wanted, case = c.model.attention_kernel, kernels.attention_case(c, kernels.Hardware())
+    refusals = [
+        kernels.refusal(name, case)
+        for name in {
+            kernels.SPLASH: [kernels.SPLASH],
+            kernels.CUDNN: [kernels.CUDNN, kernels.CUDNN_MASK],
+        }.get(wanted, [])
+    ]
+    if refusals and all(refusals) and (last := refusals[-1]):
+        fixes = [{"model.attention_kernel": "auto"}, *last.fixes]
+        yield Violation("model.attention_kernel", last.rule, fixes)
+
+
+def _predictions_fit_the_sequence(c: Config) -> Iterator[Violation]:
+    tokens = c.data.sequence_length
+    if c.model.mtp_depth >= tokens:
+        rule = f"looks beyond data.sequence_length={tokens}"
+        yield Violation("model.mtp_depth", rule, [{"model.mtp_depth": tokens - 1}])
+
+
+def _layers_at_the_ends_need_one_stage(c: Config) -> Iterator[Violation]:
+    """Layers next to the embedding and the head are the work of one stage."""
+    path = ends_with_layers(c.model)
+    if path and c.pipeline.vocabulary == "parallel":
+        rule = f"shares embedding and head, and {path}={cfg.get(c, path)} needs them on one stage"
+        yield Violation("pipeline.vocabulary", rule, [{"pipeline.vocabulary": "auto"}])
+
+
+def _kv_heads_divide_heads(c: Config) -> Iterator[Violation]:
+    m = c.model
+    if m.heads % m.kv_heads:
+        fixes = values_for("model.kv_heads", near(m.kv_heads, divisors(m.heads)))
+        yield Violation("model.kv_heads", f"does not divide model.heads={m.heads}", fixes, show=5)
+
+
+# Settings of experts alone. Without experts they have no use (unused.py), but for dense_layers,
+# whose layers the model would lack.
 OF_EXPERTS = (
     "dense_layers experts_per_token shared_experts expert_width router router_normalize "
     "router_scale router_bias router_groups "
@@ -123,416 +223,277 @@ OF_EXPERTS = (
 ).split()
 
 
-def _experts_go_with_the_others(c: Config) -> Broken | None:
+def _experts(c: Config) -> Iterator[Violation]:
     m = c.model
     if m.experts and m.biases:
-        return Broken(
-            "model.biases",
-            f"are not in model.experts={m.experts}",
-            values_for("model.biases", [False]),
-        )
+        rule = f"are not in model.experts={m.experts}"
+        yield Violation("model.biases", rule, [{"model.biases": False}])
     if m.dense_layers and not m.experts:
-        fixes: list[dict[str, Any]] = [{"model.dense_layers": 0}, {"model.experts": 8}]
-        return Broken(
-            "model.dense_layers", "come before layers with experts, and model.experts=0", fixes
-        )
-    return None
+        fixes: list[Changes] = [{"model.dense_layers": 0}, {"model.experts": 8}]
+        rule = "come before layers with experts, and model.experts=0"
+        yield Violation("model.dense_layers", rule, fixes)
 
 
-def _room_holds_the_mean(c: Config) -> Broken | None:
-    room = c.model.expert_room
-    if room == 0 or room >= 1:
-        return None
-    rule = (
-        "is less than the mean number of rows, so that some are always dropped: it must be at "
-        "least 1, or 0 for all rows there can be"
-    )
-    return Broken("model.expert_room", rule, values_for("model.expert_room", [1.0]))
-
-
-def _tokens_find_experts(c: Config) -> Broken | None:
-    """Groups divide the experts, and those that a token may use hold as many as it takes."""
+def _router_finds_experts(c: Config) -> Iterator[Violation]:
+    """Groups divide the experts, and those that a token may use have as many experts as it
+    takes."""
     m = c.model
     if not m.experts:
-        return None
+        return
     if m.experts % m.router_groups:
         fixes = values_for("model.router_groups", near(m.router_groups, divisors(m.experts)))
-        return Broken(
-            "model.router_groups", f"does not divide model.experts={m.experts}", fixes, show=4
-        )
+        rule = f"does not divide model.experts={m.experts}"
+        yield Violation("model.router_groups", rule, fixes, show=4)
+    groups = f"model.router_groups={m.router_groups}"
     if m.router_group_limit > m.router_groups:
-        rule = f"is more than model.router_groups={m.router_groups}"
-        return Broken(
-            "model.router_group_limit",
-            rule,
-            values_for("model.router_group_limit", [m.router_groups]),
-        )
+        fixes = [{"model.router_group_limit": m.router_groups}]
+        yield Violation("model.router_group_limit", f"is more than {groups}", fixes)
     size = m.experts // m.router_groups
-    default = int(cfg.fields()["model.router_group_best"].default)  # type: ignore[arg-type]
+    default: Any = cfg.fields()["model.router_group_best"].default
     if m.router_groups > 1 and m.router_group_best > max(size, default):
-        rule = f"is more than the {size} in each of model.router_groups={m.router_groups}"
-        return Broken(
-            "model.router_group_best", rule, values_for("model.router_group_best", [size])
-        )
-    within = size * m.router_group_limit
-    if m.experts_per_token > within:
-        grouped = m.router_group_limit < m.router_groups
-        where = (
-            f"the {within} in model.router_group_limit={m.router_group_limit} groups"
-            if grouped
-            else f"model.experts={m.experts}"
-        )
-        return Broken(
-            "model.experts_per_token",
-            f"is more than {where}",
-            values_for("model.experts_per_token", [within]),
-        )
-    return None
+        rule = f"is more than the {size} in each of {groups}"
+        yield Violation("model.router_group_best", rule, [{"model.router_group_best": size}])
+    usable = size * m.router_group_limit
+    if m.experts_per_token > usable:
+        where = f"model.experts={m.experts}"
+        if m.router_group_limit < m.router_groups:
+            where = f"the {usable} in model.router_group_limit={m.router_group_limit} groups"
+        fixes = [{"model.experts_per_token": usable}]
+        yield Violation("model.experts_per_token", f"is more than {where}", fixes)
 
 
-def _predictions_have_a_place(c: Config) -> Broken | None:
-    """Of tokens beyond the next: within the sequence."""
+def _expert_room_holds_the_mean(c: Config) -> Iterator[Violation]:
+    if 0 < c.model.expert_room < 1:
+        yield Violation(
+            "model.expert_room",
+            "is less than the mean number of tokens, so that some are always dropped: it must be "
+            "at least 1, or 0 for the worst case",
+            [{"model.expert_room": 1.0}],
+        )
+
+
+# --- positions and data ---------------------------------------------------------------------------
+
+
+def _rotary_turns_pairs(c: Config) -> Iterator[Violation]:
     m = c.model
-    if m.mtp_depth >= c.data.sequence_length:
-        rule = f"looks beyond data.sequence_length={c.data.sequence_length}"
-        return Broken(
-            "model.mtp_depth", rule, values_for("model.mtp_depth", [c.data.sequence_length - 1])
+    if m.attention == "gqa" and m.positions == "rotary" and (m.head_dim % 2 or m.head_dim < 1):
+        yield Violation(
+            "model.head_dim",
+            f"gives heads of {m.head_dim}, and rotary positions turn pairs: it must be even",
+            [{"model.head_dim": m.head_dim + 1}, {"model.positions": "learned"}],
         )
-    return None
 
 
-def _ends_with_layers_are_stages(c: Config) -> Broken | None:
-    """Layers beside the embedding and the head are the work of one stage."""
-    path = ends_with_layers(c.model)
-    if not path or c.pipeline.vocabulary != "parallel":
-        return None
-    rule = f"shares embedding and head, and {path}={cfg.get(c, path)} needs them on one stage"
-    return Broken("pipeline.vocabulary", rule, values_for("pipeline.vocabulary", ["auto"]))
+def _learned_positions_suffice(c: Config) -> Iterator[Violation]:
+    positions, tokens = c.model.max_positions, c.data.sequence_length
+    if c.model.positions != "learned":
+        return
+    if positions < tokens:
+        rule = f"is a shorter table than data.sequence_length={tokens}"
+        yield Violation("model.max_positions", rule, [{"model.max_positions": tokens}])
+    if c.train.sample_tokens >= positions:
+        yield Violation(
+            "train.sample_tokens",
+            f"and a prompt are longer than the learned positions, model.max_positions={positions}",
+            [{"train.sample_tokens": positions - 1}],
+        )
 
 
-def _rotary_turns_pairs(c: Config) -> Broken | None:
-    m = c.model
-    if m.attention != "gqa" or m.positions != "rotary" or (m.head_dim % 2 == 0 and m.head_dim > 0):
-        return None
-    fixes = itertools.chain(
-        values_for("model.head_dim", [m.head_dim + 1]), values_for("model.positions", ["learned"])
-    )
-    return Broken(
-        "model.head_dim",
-        f"gives heads of {m.head_dim}, and rotary positions turn pairs: it must be even",
-        fixes,
-    )
+def _bytes_fit_vocabulary(c: Config) -> Iterator[Violation]:
+    from_bytes = c.data.tokenizer == "bytes" and not c.data.source.endswith((".bin", ".npy"))
+    if from_bytes and c.model.vocab_size < BYTE_VOCABULARY:
+        rule = f"is too small for data.tokenizer='bytes', which has {BYTE_VOCABULARY} tokens"
+        yield Violation("model.vocab_size", rule, [{"model.vocab_size": BYTE_VOCABULARY}])
 
 
-def _positions_cover_sequence(c: Config) -> Broken | None:
-    if c.model.positions != "learned" or c.model.max_positions >= c.data.sequence_length:
-        return None
-    rule = f"is a shorter table than data.sequence_length={c.data.sequence_length}"
-    return Broken(
-        "model.max_positions", rule, values_for("model.max_positions", [c.data.sequence_length])
-    )
+def _masked_fields_are_read(c: Config) -> Iterator[Violation]:
+    mask, read = c.data.loss_mask, c.data.text_fields
+    if not read:
+        fixes: list[Changes] = [{"data.text_fields": ("text",)}]
+        yield Violation("data.text_fields", "names no field to read", fixes)
+    unread = tuple(name for name in mask if name not in read)
+    if unread:
+        rule = f"names {unread[0]!r}, which is not in data.text_fields={read!r}"
+        yield Violation("data.loss_mask", rule, [{"data.text_fields": unread + read}])
+    if set(mask) == set(read):
+        rule = "names all of data.text_fields: no token would have a loss"
+        yield Violation("data.loss_mask", rule, [{"data.loss_mask": mask[:-1]}])
 
 
-def _sample_fits_positions(c: Config) -> Broken | None:
-    if c.model.positions != "learned" or c.train.sample_tokens < c.model.max_positions:
-        return None
-    rule = (
-        "and a prompt are longer than the learned positions, "
-        f"model.max_positions={c.model.max_positions}"
-    )
-    return Broken(
-        "train.sample_tokens", rule, values_for("train.sample_tokens", [c.model.max_positions - 1])
-    )
-
-
-def _bytes_fit_vocabulary(c: Config) -> Broken | None:
-    ready = c.data.source.endswith((".bin", ".npy"))
-    if ready or c.data.tokenizer != "bytes" or c.model.vocab_size >= BYTE_VOCABULARY:
-        return None
-    rule = f"is too small for data.tokenizer='bytes', which has {BYTE_VOCABULARY} tokens"
-    return Broken("model.vocab_size", rule, values_for("model.vocab_size", [BYTE_VOCABULARY]))
-
-
-def _compiler_options_are_named(c: Config) -> Broken | None:
-    """Each is NAME=VALUE, of a name that begins as all of XLA's do, and none stands twice."""
-    options = c.parallel.compiler_options
+def _compiler_options_have_names(c: Config) -> Iterator[Violation]:
+    """Each option is NAME=VALUE, with a name that begins as all of XLA's do, and none stands
+    twice."""
+    path, options = "parallel.compiler_options", c.parallel.compiler_options
     right = tuple(dict.fromkeys(o for o in options if re.fullmatch(r"xla_\w+=\S+", o)))
-    wrong = [o for o in options if o not in right]
-    if wrong:
+    if wrong := [option for option in options if option not in right]:
         rule = (
             f"has {wrong[0]!r}, which is no option of XLA's such as "
             "xla_gpu_enable_latency_hiding_scheduler=true"
         )
-        return Broken(
-            "parallel.compiler_options", rule, values_for("parallel.compiler_options", [right])
-        )
-    names = [o.partition("=")[0] for o in options]
-    if len(set(names)) < len(names):
-        last = tuple({o.partition("=")[0]: o for o in options}.values())
-        return Broken(
-            "parallel.compiler_options",
-            "names an option twice",
-            values_for("parallel.compiler_options", [last]),
-        )
-    return None
+        yield Violation(path, rule, [{path: right}])
+    last = {option.partition("=")[0]: option for option in options}
+    if len(last) < len(options):
+        yield Violation(path, "names an option twice", [{path: tuple(last.values())}])
 
 
-def _masked_fields_are_read(c: Config) -> Broken | None:
-    mask, read = c.data.loss_mask, c.data.text_fields
-    if not read:
-        return Broken(
-            "data.text_fields",
-            "names no field to read",
-            values_for("data.text_fields", [("text",)]),
-        )
-    unread = tuple(name for name in mask if name not in read)
-    if unread:
-        fixes = [{"data.text_fields": unread + read}]
-        return Broken(
-            "data.loss_mask",
-            f"names {unread[0]!r}, which is not in data.text_fields={read!r}",
-            fixes,
-        )
-    if set(mask) == set(read):
-        return Broken(
-            "data.loss_mask",
-            "names all of data.text_fields: no token would have a loss",
-            values_for("data.loss_mask", [mask[:-1]]),
-        )
-    return None
+# --- the pipeline ---------------------------------------------------------------------------------
 
 
-def _schedule_has_its_repeats(c: Config) -> Broken | None:
+def _schedule_has_its_repeats(c: Config) -> Iterator[Violation]:
     p = c.pipeline
     if c.mesh.stage in (1, -1) or fits_repeats(p.schedule, p.repeats):
-        return None
-    number = SCHEDULES[p.schedule].repeats_rule
-    fixes: list[dict[str, Any]] = [{"pipeline.repeats": SCHEDULES[p.schedule].least_repeats}]
-    fixes += values_for(
-        "pipeline.schedule", (name for name in SCHEDULES if fits_repeats(name, p.repeats))
-    )
-    return Broken(
+        return
+    schedule = SCHEDULES[p.schedule]
+    others = [name for name in SCHEDULES if fits_repeats(name, p.repeats)]
+    yield Violation(
         "pipeline.repeats",
-        f"does not fit pipeline.schedule={p.schedule!r}, which has {number} on a stage",
-        fixes,
+        f"does not fit pipeline.schedule={p.schedule!r}, which has {schedule.repeats_rule} on a "
+        "stage",
+        [{"pipeline.repeats": schedule.least_repeats}, *values_for("pipeline.schedule", others)],
     )
 
 
-def _table_settings_have_a_use(c: Config) -> Broken | None:
+def _table_settings_have_a_use(c: Config) -> Iterator[Violation]:
     p = c.pipeline
     if p.memory and p.schedule != "auto":
-        fixes: list[dict[str, Any]] = [{"pipeline.memory": 0.0}, {"pipeline.schedule": "auto"}]
-        return Broken(
-            "pipeline.memory", f"is for pipeline.schedule='auto' alone, not {p.schedule!r}", fixes
-        )
+        rule = f"is for pipeline.schedule='auto' alone, not {p.schedule!r}"
+        fixes: list[Changes] = [{"pipeline.memory": 0.0}, {"pipeline.schedule": "auto"}]
+        yield Violation("pipeline.memory", rule, fixes)
     if p.times and len(p.times) not in (3, 4, 5, 6):
         fixed = (*p.times, 1.0, 1.0, 1.0)[:3] if len(p.times) < 3 else p.times[:6]
-        return Broken(
-            "pipeline.times",
-            "has to be the times of F, B, W, then message, R, head",
-            values_for("pipeline.times", [fixed, ()]),
-        )
+        rule = "has to be the times of F, B, W, then message, R, head"
+        yield Violation("pipeline.times", rule, values_for("pipeline.times", [fixed, ()]))
     if p.times and not all(p.times[:3]):
-        return Broken(
-            "pipeline.times", "has no time for F, B or W", values_for("pipeline.times", [()])
-        )
-    return None
+        yield Violation("pipeline.times", "has no time for F, B or W", [{"pipeline.times": ()}])
 
 
-def _layers_fill_chunks(c: Config) -> Broken | None:
+def _layers_fill_chunks(c: Config) -> Iterator[Violation]:
     p, layers = c.pipeline, c.model.layers
+    evenly: list[Changes] = [{"pipeline.chunk_layers": ()}]
     if p.layer_costs and len(p.layer_costs) != layers:
-        return Broken(
-            "pipeline.layer_costs",
-            f"has to have a number for each of model.layers={layers}",
-            values_for("pipeline.layer_costs", [()]),
-        )
+        rule = f"has to have a number for each of model.layers={layers}"
+        yield Violation("pipeline.layer_costs", rule, [{"pipeline.layer_costs": ()}])
     if not p.chunk_layers:
-        return None
+        return
+    numbers = len(p.chunk_layers)
     if p.layer_costs:
-        return Broken(
-            "pipeline.chunk_layers",
-            "and pipeline.layer_costs both cut the layers",
-            [{"pipeline.layer_costs": ()}],
-        )
+        rule = "and pipeline.layer_costs both cut the layers"
+        yield Violation("pipeline.chunk_layers", rule, [{"pipeline.layer_costs": ()}])
     if sum(p.chunk_layers) != layers:
-        last = layers - sum(p.chunk_layers[:-1])
-        sizes = [(*p.chunk_layers[:-1], last)] if last > 0 else []
-        return Broken(
-            "pipeline.chunk_layers",
-            f"is not model.layers={layers} in all",
-            values_for("pipeline.chunk_layers", [*sizes, ()]),
-        )
+        *others, _ = p.chunk_layers
+        last = layers - sum(others)
+        fitted = values_for("pipeline.chunk_layers", [(*others, last)] if last > 0 else [])
+        rule = f"is not model.layers={layers} in all"
+        yield Violation("pipeline.chunk_layers", rule, [*fitted, *evenly])
     chunks = c.mesh.stage * p.repeats
-    if p.repeats and c.mesh.stage > 1 and len(p.chunk_layers) != chunks:
-        rule = (
-            f"has to have mesh.stage={c.mesh.stage} · pipeline.repeats={p.repeats} = {chunks} "
-            "numbers"
-        )
-        return Broken("pipeline.chunk_layers", rule, values_for("pipeline.chunk_layers", [()]))
-    if p.schedule == "auto" and len(p.chunk_layers) % c.mesh.stage:
-        rule = f"has {len(p.chunk_layers)} numbers, no multiple of mesh.stage={c.mesh.stage}"
-        return Broken("pipeline.chunk_layers", rule, values_for("pipeline.chunk_layers", [()]))
-    return None
+    if p.repeats and c.mesh.stage > 1 and numbers != chunks:
+        sizes = f"mesh.stage={c.mesh.stage} · pipeline.repeats={p.repeats} = {chunks}"
+        yield Violation("pipeline.chunk_layers", f"has to have {sizes} numbers", evenly)
+    if p.schedule == "auto" and numbers % c.mesh.stage:
+        rule = f"has {numbers} numbers, no multiple of mesh.stage={c.mesh.stage}"
+        yield Violation("pipeline.chunk_layers", rule, evenly)
 
 
-def _chunks_have_layers(c: Config) -> Broken | None:
+def _chunks_have_layers(c: Config) -> Iterator[Violation]:
     stages, repeats, layers = c.mesh.stage, max(c.pipeline.repeats, 1), c.model.layers
     if stages * repeats <= layers or stages == 1:
-        return None
-    rule = (
-        f"makes more chunks (mesh.stage={stages} · pipeline.repeats={repeats}) than "
-        f"model.layers={layers}"
-    )
-    least = max(default_repeats(c.pipeline.schedule), 1)
-    blame, other = (
-        ("mesh.stage", "pipeline.repeats")
-        if stages * least > layers
-        else ("pipeline.repeats", "mesh.stage")
-    )
-    small = {"mesh.stage": layers // repeats, "pipeline.repeats": layers // max(stages, 1)}
+        return
+    smaller = {"mesh.stage": layers // repeats, "pipeline.repeats": layers // max(stages, 1)}
+    if stages * max(default_repeats(c.pipeline.schedule), 1) <= layers:
+        smaller = dict(reversed(smaller.items()))
     fixes = [
-        values_for(path, range(small[path], max(small[path] - 16, 0), -1))
-        for path in (blame, other)
+        {path: size}
+        for path, most in smaller.items()
+        for size in range(most, max(most - MOST_SMALLER, 0), -1)
     ]
-    return Broken(
-        blame, rule, itertools.chain(*fixes, values_for("model.layers", [stages * repeats]))
+    yield Violation(
+        next(iter(smaller)),
+        f"makes more chunks (mesh.stage={stages} · pipeline.repeats={repeats}) than "
+        f"model.layers={layers}",
+        [*fixes, {"model.layers": stages * repeats}],
     )
 
 
-def _schedule_fits_steps(c: Config) -> Broken | None:
+# --- the run --------------------------------------------------------------------------------------
+
+
+def _steps_suffice(c: Config) -> Iterator[Violation]:
     o, steps = c.optimizer, c.train.steps
     # A warm-up may outlast a short run, such as a trial of another's recipe; a decay may not begin
     # before it.
     if o.decay_steps and o.schedule == "constant" and o.warmup_steps + o.decay_steps > steps:
         rule = f"and optimizer.warmup_steps={o.warmup_steps} are more than train.steps={steps}"
-        return Broken(
-            "optimizer.decay_steps",
-            rule,
-            values_for("optimizer.decay_steps", [max(steps - o.warmup_steps, 0)]),
-        )
-    return None
+        fixes = [{"optimizer.decay_steps": max(steps - o.warmup_steps, 0)}]
+        yield Violation("optimizer.decay_steps", rule, fixes)
+    if c.train.profile_steps and c.train.profile_steps + 2 > steps:
+        rule = f"from the third step on are more than train.steps={steps}"
+        fixes = [{"train.profile_steps": max(steps - 2, 0)}]
+        yield Violation("train.profile_steps", rule, fixes)
 
 
-def _profile_fits_steps(c: Config) -> Broken | None:
-    n, steps = c.train.profile_steps, c.train.steps
-    if n == 0 or n + 2 <= steps:
-        return None
-    rule = f"from the third step on are more than train.steps={steps}"
-    return Broken(
-        "train.profile_steps", rule, values_for("train.profile_steps", [max(steps - 2, 0)])
-    )
+def _evaluation_has_data(c: Config) -> Iterator[Violation]:
+    if c.train.eval_every and not c.data.validation_fraction > 0:
+        rule = "needs held-out data, and data.validation_fraction=0"
+        yield Violation("train.eval_every", rule, [{"train.eval_every": 0}])
 
 
-def _evaluation_has_data(c: Config) -> Broken | None:
-    if c.train.eval_every == 0 or c.data.validation_fraction > 0:
-        return None
-    return Broken(
-        "train.eval_every",
-        "needs held-out data, and data.validation_fraction=0",
-        values_for("train.eval_every", [0]),
-    )
-
-
-def _spikes_take_a_run_back(c: Config) -> Broken | None:
+def _spikes_take_a_run_back(c: Config) -> Iterator[Violation]:
     t = c.train
-    if t.spike_threshold == 0 or t.on_nonfinite == "rollback":
-        return None
-    fixes: list[dict[str, Any]] = [
-        {"train.on_nonfinite": "rollback"},
-        {"train.spike_threshold": 0.0},
-    ]
-    return Broken(
-        "train.spike_threshold",
-        f"is for train.on_nonfinite='rollback' alone, not {t.on_nonfinite!r}",
-        fixes,
-    )
-
-
-def _directory_is_a_folder_or_a_store(c: Config) -> Broken | None:
-    if wrong := addresses.fault(c.checkpoint.directory) or addresses.not_utf8(
-        c.checkpoint.directory
-    ):
-        return Broken(
-            "checkpoint.directory",
-            wrong.rule,
-            values_for("checkpoint.directory", wrong.meant or [""]),
-            show=2,
+    if t.spike_threshold and t.on_nonfinite != "rollback":
+        yield Violation(
+            "train.spike_threshold",
+            f"is for train.on_nonfinite='rollback' alone, not {t.on_nonfinite!r}",
+            [{"train.on_nonfinite": "rollback"}, {"train.spike_threshold": 0.0}],
         )
-    return None
 
 
-def _cache_is_a_folder(c: Config) -> Broken | None:
-    cache = c.data.cache
-    if not (addresses.is_address(cache) or addresses.fault(cache)):
-        return None
-    return Broken("data.cache", "is an address, not a folder", values_for("data.cache", [""]))
+def _places_are_folders_or_stores(c: Config) -> Iterator[Violation]:
+    path, place = "checkpoint.directory", c.checkpoint.directory
+    if wrong := addresses.fault(place) or addresses.not_utf8(place):
+        yield Violation(path, wrong.rule, values_for(path, wrong.meant or [""]), show=2)
+    if addresses.is_address(c.data.cache) or addresses.fault(c.data.cache):
+        yield Violation("data.cache", "is an address, not a folder", [{"data.cache": ""}])
 
 
-def _local_checkpoints_have_folder_and_steps(c: Config) -> Broken | None:
+def _local_checkpoints_have_folder_and_steps(c: Config) -> Iterator[Violation]:
     local, every = c.checkpoint.local, c.checkpoint.local_every
-    if bool(local) != (every > 0):
-        if local:
-            rule = f"leaves checkpoint.local={local!r} without a step at which to save"
-            return Broken(
-                "checkpoint.local_every", rule, values_for("checkpoint.local_every", [10])
-            )
-        rule = "needs a folder, and checkpoint.local is empty"
-        return Broken(
+    if local and not every:
+        rule = f"leaves checkpoint.local={local!r} without a step at which to save"
+        yield Violation("checkpoint.local_every", rule, [{"checkpoint.local_every": 10}])
+    if every and not local:
+        yield Violation(
             "checkpoint.local_every",
-            rule,
+            "needs a folder, and checkpoint.local is empty",
             [{"checkpoint.local": "/dev/shm/jaxtrain"}, {"checkpoint.local_every": 0}],
         )
     if local and not local.startswith("/"):
+        folder = f"/dev/shm/{local.partition('://')[2] or local}"
         rule = "is no absolute path, which it must be on every machine"
-        return Broken(
-            "checkpoint.local",
-            rule,
-            values_for("checkpoint.local", [f"/dev/shm/{local.partition('://')[2] or local}"]),
-        )
-    return None
+        yield Violation("checkpoint.local", rule, [{"checkpoint.local": folder}])
 
 
-def _head_size_is_whole(c: Config, devices: int | None) -> Broken | None:
-    m = c.model
-    if m.head_dim or m.width % m.heads == 0:
-        return None
-    whole = m.width // m.heads * m.heads
-    wider = values_for("model.width", near(m.width, [n for n in (whole, whole + m.heads) if n]))
-    fixes = itertools.chain(values_for("model.heads", near(m.heads, divisors(m.width))), wider)
-    return Broken(
-        "model.heads",
-        f"does not divide model.width={m.width}, and model.head_dim=0 means width/heads",
-        fixes,
-        show=4,
-    )
-
-
-EARLY_RULES: tuple[EarlyRule, ...] = (_head_size_is_whole,)
 RULES: tuple[Rule, ...] = (
-    _latent_attention_is_whole,
-    _kernel_fits,
-    _predictions_have_a_place,
-    _ends_with_layers_are_stages,
+    _latent_attention,
+    _attention_kernel_takes_the_model,
+    _predictions_fit_the_sequence,
+    _layers_at_the_ends_need_one_stage,
     _kv_heads_divide_heads,
-    _experts_go_with_the_others,
-    _tokens_find_experts,
-    _room_holds_the_mean,
+    _experts,
+    _router_finds_experts,
+    _expert_room_holds_the_mean,
     _rotary_turns_pairs,
-    _positions_cover_sequence,
-    _sample_fits_positions,
+    _learned_positions_suffice,
     _bytes_fit_vocabulary,
     _masked_fields_are_read,
-    _compiler_options_are_named,
+    _compiler_options_have_names,
     _schedule_has_its_repeats,
     _table_settings_have_a_use,
     _layers_fill_chunks,
     _chunks_have_layers,
-    _schedule_fits_steps,
-    _profile_fits_steps,
+    _steps_suffice,
     _evaluation_has_data,
     _spikes_take_a_run_back,
-    _directory_is_a_folder_or_a_store,
-    _cache_is_a_folder,
+    _places_are_folders_or_stores,
     _local_checkpoints_have_folder_and_steps,
 )

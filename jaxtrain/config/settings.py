@@ -7,7 +7,6 @@ mesh_rules.py, checked by checks.py; flags are in flags.py. No jax.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.schedule.orders import CSV, SCHEDULES, default_repeats
@@ -46,127 +45,135 @@ class ModelConfig:
     heads: int = setting(4, "query heads", at_least=1)
     kv_heads: int = setting(
         0,
-        "key/value heads, shared by heads/kv_heads query heads each; 0: as many as heads",
+        "key/value heads, each shared by heads/kv_heads query heads; 0: as many as heads",
         at_least=0,
     )
     head_dim: int = setting(
-        0, "size of one head (mla: of its part without rotation); 0: width/heads", at_least=0
+        0, "size of one head (mla: of the part that is not rotated); 0: width/heads", at_least=0
     )
     attention: str = setting(
-        "gqa", "grouped-query attention, or multi-head latent attention", choices=("gqa", "mla")
+        "gqa",
+        "gqa: grouped-query attention; mla: multi-head latent attention",
+        choices=("gqa", "mla"),
     )
     query_rank: int = setting(
         0,
-        "mla: size of the queries' latent; 0: queries straight from the residual stream",
+        "mla: size of the latent of queries; 0: queries come straight from the residual stream",
         at_least=0,
     )
     kv_rank: int = setting(0, "mla: size of the latent of keys and values", at_least=0)
     rope_head_dim: int = setting(
-        0, "mla: size of the rotated part of a head, whose key all heads share", at_least=0
+        0, "mla: size of the rotated part of a head; all heads share its key", at_least=0
     )
-    value_head_dim: int = setting(0, "mla: size of one head of the values; 0: head_dim", at_least=0)
+    value_head_dim: int = setting(0, "mla: size of one head's values; 0: head_dim", at_least=0)
     mlp_width: int = setting(0, "size of the MLP's hidden layer; 0: 4·width", at_least=0)
     experts: int = setting(
         0,
-        "experts of a layer, of which a token takes some, in the place of its MLP; 0: one MLP "
-        "for all",
+        "experts in a layer, in place of its MLP; each token uses some of them; 0: no experts",
         at_least=0,
     )
     dense_layers: int = setting(
         0,
-        "layers with one MLP for all, beside and before the `layers` with experts",
+        "layers with one MLP for all tokens, before the `layers` with experts and not "
+        "counted among them",
         at_least=0,
         at_most=MOST_LAYERS,
     )
-    experts_per_token: int = setting(2, "experts that a token takes", at_least=1)
-    shared_experts: int = setting(0, "experts beside these that all tokens take", at_least=0)
+    experts_per_token: int = setting(2, "experts that each token uses", at_least=1)
+    shared_experts: int = setting(0, "additional experts that every token uses", at_least=0)
     expert_width: int = setting(0, "size of an expert's hidden layer; 0: mlp_width", at_least=0)
     router: str = setting(
         "softmax",
-        "an expert's weight: softmax over all, or sigmoid of its own",
+        "weight of an expert: softmax over all experts, or sigmoid of its own score",
         choices=("softmax", "sigmoid"),
     )
     router_normalize: str = setting(
         "auto",
-        "divide the weights of a token's experts by their sum; auto: where it takes several",
+        "whether the weights of a token's experts are divided by their sum; auto: if it "
+        "uses several",
         choices=("auto", "always", "never"),
     )
     router_scale: float = setting(
-        1.0, "factor of the weights of a token's experts, normalized or not", above=0
+        1.0, "factor on the weights of a token's experts, normalized or not", above=0
     )
     router_bias: bool = setting(
-        True, "a bias for each expert, added to its score for the choice alone"
+        True,
+        "a bias for each expert, added to its score for the choice of experts, not for "
+        "their weights",
     )
     router_groups: int = setting(
         1,
-        "groups of experts (nodes), of which a token takes experts from router_group_limit",
+        "groups of experts (nodes); a token uses experts from router_group_limit of them",
         at_least=1,
     )
     router_group_limit: int = setting(
-        1, "groups from which a token takes experts: those of the highest scores", at_least=1
+        1, "groups whose experts a token may use: those with the highest scores", at_least=1
     )
     router_group_best: int = setting(
         2,
-        "best experts of a group, whose scores are added up for the group's (DeepSeek-V3: 2, "
-        "V2: 1); at most all of them",
+        "best experts of a group whose scores are added up to the group's score "
+        "(DeepSeek-V3: 2, V2: 1)",
         at_least=1,
     )
     capacity_factor: float = setting(
         0.0,
-        "most tokens of a sequence for an expert, over an even share: what is beyond is "
-        "dropped; 0: nothing is",
+        "capacity of an expert in a sequence, over an even share of its tokens; tokens "
+        "beyond it are dropped; 0: no capacity, none are dropped",
         at_least=0,
     )
     expert_room: float = setting(
         0.0,
-        "room for rows of experts on a device, over their mean number: what is beyond is "
-        "dropped; 0: room for all that there can be",
+        "capacity of a device for tokens of its experts, over their mean number; tokens "
+        "beyond it are dropped; 0: memory for the worst case, none are dropped",
         at_least=0,
     )
     balance_rate: float = setting(
         0.001,
-        "step of router_bias, which evens out the experts' load without a loss; 0: not moved",
+        "update of router_bias after each step, which balances the experts' load without a "
+        "loss; 0: no update",
         at_least=0,
     )
     balance_loss: float = setting(
-        0.0001, "weight of the loss of uneven load in each sequence", at_least=0
+        0.0001, "weight of the loss for unbalanced experts, in each sequence", at_least=0
     )
-    z_loss: float = setting(0.0, "weight of the router's z-loss, of large logits", at_least=0)
+    z_loss: float = setting(0.0, "weight of the router's z-loss, against large logits", at_least=0)
     vocab_size: int = setting(
         257, "token ids that the model knows (257: bytes and the document separator)", at_least=2
     )
     norm: str = setting("rmsnorm", "normalisation", choices=("rmsnorm", "layernorm"))
     norm_epsilon: float = setting(1e-5, "added to the variance in a normalisation", above=0)
     latent_norm_epsilon: float = setting(
-        0.0, "mla: the same in the norms of the latents; 0: norm_epsilon", at_least=0
+        0.0, "mla: norm_epsilon of the latents' norms; 0: norm_epsilon", at_least=0
     )
     activation: str = setting(
         "swiglu", "MLP: gated SiLU (three matrices) or GELU (two)", choices=("swiglu", "gelu")
     )
     positions: str = setting(
         "rotary",
-        "rotary embedding of queries and keys, or a learned table",
+        "rotary embedding of queries and keys, or a learned position table",
         choices=("rotary", "learned"),
     )
     rotary_base: float = setting(10000.0, "base of the rotary wavelengths (theta)", above=1)
     max_positions: int = setting(
-        0, "rows of the learned position table, in tokens; 0: data.sequence_length", at_least=0
+        0, "length of the learned position table, in tokens; 0: data.sequence_length", at_least=0
     )
-    tied_embeddings: bool = setting(False, "the output matrix is the embedding table")
+    tied_embeddings: bool = setting(False, "whether the output matrix is the embedding table")
     mtp_depth: int = setting(
         0,
-        "tokens beyond the next that training predicts, each by a module of one layer; 0: none",
+        "tokens beyond the next one that training predicts, each by a module of one layer; 0: none",
         at_least=0,
     )
-    mtp_weight: float = setting(0.3, "weight of these predictions' mean loss", above=0)
+    mtp_weight: float = setting(0.3, "weight of the mean loss of these predictions", above=0)
     biases: bool = setting(False, "biases in the dense layers (and in layernorm)")
     init_std: float = setting(0.02, "standard deviation of the initial weights", above=0)
     attention_kernel: str = setting(
         "auto",
-        "what computes attention; auto: the best that the devices have",
+        "kernel of attention; auto: the best one that the devices have",
         choices=("auto", "xla", "cudnn", "splash"),
     )
-    loss_chunk: int = setting(2048, "tokens per device whose logits exist at a time", at_least=1)
+    loss_chunk: int = setting(
+        2048, "tokens per device whose logits are in memory at the same time", at_least=1
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,35 +182,37 @@ class DataConfig:
 
     source: str = setting(
         "stdlib",
-        "folder, or text, JSON, JSONL, Parquet or token file (.bin, .npy), also compressed; "
-        "stdlib: Python's own sources",
+        "corpus: a folder, or a text, JSON, JSONL, Parquet or token file (.bin, .npy), "
+        "which may be compressed; stdlib: Python's own sources",
     )
     tokenizer: str = setting(
         "bytes",
-        "bytes, the path of a Hugging Face tokenizers JSON file, or none: a token file's ids "
-        "as they are",
+        "bytes; the path of a Hugging Face tokenizers JSON file; or none: the ids of a "
+        "token file are used unchanged",
     )
-    sequence_length: int = setting(128, "tokens that the model sees in a sequence", at_least=1)
+    sequence_length: int = setting(128, "tokens in a sequence, as the model sees it", at_least=1)
     batch_size: int = setting(
         16, "sequences in a step, over all devices and microbatches", at_least=1
     )
     seed: int = setting(0, "seed of the order of sequences", at_least=0)
     attend_across_documents: bool = setting(
-        True, "tokens attend to earlier documents packed into the same sequence"
+        True, "whether tokens attend to earlier documents that are packed into the same sequence"
     )
     loss_mask: tuple[str, ...] = setting(
-        (), "names of JSON/Parquet fields that are prompt only: no loss on their tokens"
+        (), "JSON/Parquet fields that are prompts: their tokens have no loss"
     )
     text_fields: tuple[str, ...] = setting(
-        ("text",), "JSON/Parquet fields that are read, joined in this order; by path too: doc.text"
+        ("text",),
+        "JSON/Parquet fields that are read, joined in this order; a path such as doc.text "
+        "works too",
     )
     bad_records: str = setting(
         "stop",
-        "a record that cannot be read ends the run, or is left out and counted",
+        "a record that cannot be read: stop ends the run, skip leaves it out and counts it",
         choices=("stop", "skip"),
     )
     validation_fraction: float = setting(
-        0.05, "part of the corpus held out for evaluation", at_least=0, below=1
+        0.05, "fraction of the corpus that is held out for evaluation", at_least=0, below=1
     )
     token_dtype: str = setting(
         "uint16",
@@ -213,28 +222,30 @@ class DataConfig:
     cache: str = setting(
         "", "folder of prepared corpora; empty: $JAXTRAIN_CACHE or ~/.cache/jaxtrain"
     )
-    prefetch: int = setting(2, "batches made ahead of the step", at_least=0)
+    prefetch: int = setting(2, "batches prepared ahead of the step", at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Sizes of the mesh axes, slowest network first; their product is the number of devices, and
-    one may be -1: what is left."""
+    """Sizes of the mesh axes, slowest network first. Their product is the number of devices; one of
+    them may be -1, for the remaining devices."""
 
     replica: int = setting(
         1,
-        "data parallel over slices or clusters: every step, or with train.diloco_inner_steps "
-        "now and then",
+        "data parallel over slices or clusters: gradients are summed every step, or "
+        "replicas train independently for train.diloco_inner_steps steps",
     )
     data: int = setting(-1, "data parallel; ZeRO shards over it")
     stage: int = setting(1, "pipeline stages")
-    context: int = setting(1, "context parallel: the sequence")
-    expert: int = setting(1, "expert parallel: the experts; outside of them the batch")
+    context: int = setting(1, "context parallel: splits the sequence")
+    expert: int = setting(
+        1, "expert parallel: splits the experts; for all other layers it is data parallel"
+    )
     model: int = setting(1, "tensor and sequence parallel, inside a node")
     elastic: bool = setting(
         False,
-        "with other devices than these sizes ask for, replica and then data give way; the "
-        "batch stays",
+        "adapt to the number of devices: replica and then data shrink or grow, and the "
+        "batch stays the same",
     )
 
 
@@ -244,36 +255,37 @@ class ParallelConfig:
 
     zero: int = setting(
         1,
-        "ZeRO, sharded over mesh.data: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 "
-        "parameters too",
+        "ZeRO stage, over mesh.data: 0 shards nothing, 1 the optimizer's state, 2 also "
+        "gradients, 3 also parameters",
         choices=(0, 1, 2, 3),
     )
     gather: str = setting(
         "layer",
-        "parameters of zero=3: gathered layer by layer, or all once a step",
+        "all-gather of the parameters with zero=3: layer by layer, or once a step",
         choices=("layer", "step"),
     )
     reduce: str = setting(
         "auto",
-        "gradients cross the data axis once a step or each microbatch; auto: step for zero 0 and 1",
+        "reduction of gradients over mesh.data: once a step, or each microbatch; auto: step"
+        " for zero 0 and 1",
         choices=("auto", "step", "microbatch"),
     )
     context: str = setting(
         "all_gather",
-        "attention over mesh.context: all_gather, of keys and values; ulysses, exchange of "
-        "heads; ring, keys go round (one stage)",
+        "attention over mesh.context: all_gather of keys and values; ulysses, an all-to-all"
+        " of heads; ring, a ring of keys and values (mesh.stage=1 only)",
         choices=("all_gather", "ulysses", "ring"),
     )
     offload: str = setting(
         "none",
-        "in the host's memory: optimizer, its state; activations, what the forward leaves for "
-        "the backward; both",
+        "what the host's memory holds: the optimizer's state; activations saved for the "
+        "backward; both",
         choices=("none", "optimizer", "activations", "both"),
     )
     compiler_options: tuple[str, ...] = setting(
         (),
-        "XLA's options, NAME=VALUE each, in place of the platform's own "
-        "(devices/compiler_options.py) or beside them",
+        "XLA options, each NAME=VALUE, which override or extend those of the platform "
+        "(devices/compiler_options.py)",
     )
 
 
@@ -283,53 +295,54 @@ class PipelineConfig:
 
     schedule: str = setting(
         "1f1b",
-        "order of ops; auto: the best found; csv:FILE: a table of your own",
+        "order of ops; auto: the best one that a search finds; csv:FILE: your own table",
         choices=(*SCHEDULES, "auto"),
         prefix=CSV,
     )
-    microbatches: int = setting(
-        1, "pieces that a step's batch is cut into", at_least=1, at_most=MOST_MICROBATCHES
-    )
+    microbatches: int = setting(1, "microbatches of a step", at_least=1, at_most=MOST_MICROBATCHES)
     repeats: int = setting(
         0, "chunks of layers on a stage; 0: the fewest of the schedule (auto: 1 or 2)", at_least=0
     )
     remat: str = setting(
         "full",
-        "computed again in the backward: full, all; selective, all but matmuls; none",
+        "recomputation in the backward: full, of everything; selective, of everything but "
+        "matmuls; none",
         choices=("full", "selective", "none"),
     )
     layers_per_op: int = setting(
-        0, "layers that an op of a stage runs at a time; 0: a whole chunk", at_least=0
+        0, "layers that one op of a stage runs; 0: the complete chunk", at_least=0
     )
     chunk_layers: tuple[int, ...] = setting(
-        (), "layers of each chunk, in model order; empty: evenly"
+        (), "layers of each chunk, in model order; empty: as even as possible"
     )
     layer_costs: tuple[float, ...] = setting(
-        (), "relative cost of each layer, by which chunks are cut; empty: all alike"
+        (),
+        "relative cost of each layer, by which the layers are cut into chunks; empty: all the same",
     )
     vocabulary: str = setting(
         "auto",
-        "embedding and head: parallel, over all stages; end_stages; auto: parallel, unless 5 "
-        "% slower, or with dense_layers or mtp_depth",
+        "embedding and head: parallel, over all stages; or on the end_stages; auto: "
+        "parallel, unless that is 5 % slower or model.dense_layers or mtp_depth is set",
         choices=("auto", "parallel", "end_stages"),
     )
     permute: str = setting(
         "auto",
-        "how rows send their payloads; auto: the fastest for the op times",
+        "when the ticks send messages between stages; auto: the fastest for the op times",
         choices=("auto", "late", "aligned", "early", "spaced"),
     )
     times: tuple[float, ...] = setting(
-        (), "times of F,B,W,message (and R, head) of a stage's microbatch; empty: planned"
+        (),
+        "times of F,B,W,message (and R, head) of a stage's microbatch; empty: planned",
     )
     measure_times: bool = setting(
         False,
-        "measure these times before the first step, once: op_times.json in the run's folder "
-        "keeps them",
+        "measure these times before the first step, once: op_times.json in the run's folder"
+        " stores them",
     )
     memory: float = setting(
         0.0,
-        "for schedule=auto: most microbatches whose activations a stage holds at once; 0: as "
-        "in 1f1b",
+        "for schedule=auto: most microbatches whose activations a stage holds at the same "
+        "time; 0: as in 1f1b",
         at_least=0,
     )
 
@@ -343,15 +356,13 @@ class OptimizerConfig:
     warmup_steps: int = setting(0, "steps of linear warm-up from 0", at_least=0)
     schedule: str = setting(
         "cosine",
-        "after the warm-up; constant may end in a linear decay",
+        "learning rate after the warm-up; constant may end in a linear decay",
         choices=("cosine", "linear", "constant"),
     )
     decay_steps: int = setting(
-        0, "steps of the constant schedule's final decay; 0: none", at_least=0
+        0, "steps of the final decay of the constant schedule; 0: none", at_least=0
     )
-    final_fraction: float = setting(
-        0.1, "learning rate at the end over its peak", at_least=0, at_most=1
-    )
+    final_fraction: float = setting(0.1, "final learning rate over its peak", at_least=0, at_most=1)
     weight_decay: float = setting(
         0.1, "decoupled weight decay of matrices (not of norms and biases)", at_least=0
     )
@@ -360,10 +371,10 @@ class OptimizerConfig:
     b2: float = setting(0.95, "decay of the second moment", at_least=0, below=1)
     epsilon: float = setting(1e-8, "added to the root of the second moment", above=0)
     outer_learning_rate: float = setting(
-        0.7, "DiLoCo: learning rate of the exchange between replicas", above=0
+        0.7, "DiLoCo: learning rate of the outer step, which joins the replicas", above=0
     )
     outer_momentum: float = setting(
-        0.9, "DiLoCo: Nesterov momentum of the exchange", at_least=0, below=1
+        0.9, "DiLoCo: Nesterov momentum of the outer step", at_least=0, below=1
     )
 
 
@@ -371,14 +382,18 @@ class OptimizerConfig:
 class PrecisionConfig:
     """Number formats."""
 
-    params: str = setting("float32", "parameters and optimizer state", choices=("float32",))
-    compute: str = setting("bfloat16", "activations and matmuls", choices=("bfloat16", "float32"))
+    params: str = setting("float32", "type of parameters and optimizer state", choices=("float32",))
+    compute: str = setting(
+        "bfloat16", "type of activations and matmuls", choices=("bfloat16", "float32")
+    )
     reduce: str = setting(
-        "float32", "gradients crossing the data axis", choices=("float32", "bfloat16")
+        "float32",
+        "type in which gradients are reduced over mesh.data",
+        choices=("float32", "bfloat16"),
     )
     outer: str = setting(
         "float32",
-        "DiLoCo: what replicas exchange; int8: with a scale for each block",
+        "DiLoCo: type in which replicas exchange their changes; int8: with a scale for each block",
         choices=("float32", "int8"),
     )
 
@@ -390,7 +405,8 @@ class TrainConfig:
     steps: int = setting(100, "optimizer steps", at_least=1)
     diloco_inner_steps: int = setting(
         0,
-        "DiLoCo: steps between exchanges of mesh.replica; 0: replicas add up every gradient",
+        "DiLoCo: steps that replicas train independently between outer steps; 0: they sum "
+        "every gradient",
         at_least=0,
     )
     seed: int = setting(0, "seed of the initial weights", at_least=0)
@@ -398,44 +414,46 @@ class TrainConfig:
     eval_batches: int = setting(8, "batches in an evaluation", at_least=1)
     on_nonfinite: str = setting(
         "stop",
-        "a loss or gradients that are not finite: stop; skip the update; rollback: skip it, "
-        "and go back to a checkpoint if they last",
+        "what follows a loss or gradient that is not finite: stop; skip the update; "
+        "rollback: skip it, and go back to a checkpoint after nonfinite_limit in a row",
         choices=("stop", "skip", "rollback"),
     )
     nonfinite_limit: int = setting(
         10,
-        "updates skipped in a row that end the run (skip) or take it back (rollback)",
+        "consecutive skipped updates after which the run ends (skip) or goes back (rollback)",
         at_least=1,
     )
     spike_threshold: float = setting(
         0.0,
-        "rollback: a loss so many robust deviations above the median of those before is a "
-        "spike; 0: none is",
+        "rollback: robust deviations above the median of earlier losses from which a loss "
+        "is a spike; 0: off",
         at_least=0,
     )
-    spike_steps: int = setting(3, "spikes in a row that take the run back", at_least=1)
+    spike_steps: int = setting(
+        3, "consecutive spikes after which the run goes back to a checkpoint", at_least=1
+    )
     hash_every: int = setting(
         100,
-        "steps between comparisons of all copies of parameters on different devices, by sums "
-        "of their bits; 0: never",
+        "steps between comparisons of the copies of parameters on different devices, by "
+        "sums of their bits; 0: never",
         at_least=0,
     )
     rollbacks: int = setting(
-        3, "times that a run goes back to a checkpoint, before it ends", at_least=1
+        3, "times that a run may go back to a checkpoint before it ends", at_least=1
     )
     hardware: str = setting(
         "",
-        "kind of device by which op times and the step are planned, as plan's --hardware; "
-        "empty: that of the devices at hand",
+        "hardware for which op times and the step are planned, as in plan --hardware; "
+        "empty: the devices at hand",
     )
     hang_after: float = setting(
         30.0,
-        "seconds without a finished step (or three times the longest) after which a hung run "
-        "ends; 0: never",
+        "seconds without a finished step (or three times the longest step) after which a "
+        "hung run ends; 0: never",
         at_least=0,
     )
     profile_steps: int = setting(
-        0, "steps traced by jax.profiler, from the run's third", at_least=0
+        0, "steps traced by jax.profiler, from the third of the run", at_least=0
     )
     sample_prompt: str = setting("", "start of the sample printed at the end")
     sample_tokens: int = setting(
@@ -448,37 +466,38 @@ class CheckpointConfig:
     """When checkpoints are written and how long they stay."""
 
     every: int = setting(
-        0, "steps between checkpoints; 0: by time alone, and the final one", at_least=0
+        0, "steps between checkpoints; 0: by time alone, and at the end", at_least=0
     )
     minutes: float = setting(
         10.0,
-        "minutes after the last checkpoint until the next, whatever `every` is; 0: never by time",
+        "minutes between checkpoints, whatever `every` is; 0: never by time",
         at_least=0,
     )
     grace: float = setting(
         0.0,
-        "seconds from SIGTERM until the machine is taken away, for the last save; 0: not known",
+        "seconds between SIGTERM and the loss of the machine, in which the last checkpoint "
+        "must be written; 0: unknown",
         at_least=0,
     )
-    keep: int = setting(3, "newest checkpoints kept", at_least=1)
+    keep: int = setting(3, "newest checkpoints that are kept", at_least=1)
     keep_every: int = setting(
-        0, "checkpoints of steps that this divides are kept for ever; 0: none", at_least=0
+        0, "steps whose multiples keep their checkpoints for ever; 0: none", at_least=0
     )
     keep_best: int = setting(
-        0, "checkpoints of the lowest validation losses kept; 0: none", at_least=0
+        0, "checkpoints with the lowest validation losses that are kept; 0: none", at_least=0
     )
     directory: str = setting(
         "",
-        "where checkpoints lie: a folder, or gs://BUCKET/PATH or s3://BUCKET/PATH; empty: "
+        "place of the checkpoints: a folder, gs://BUCKET/PATH or s3://BUCKET/PATH; empty: "
         "WORKDIR/checkpoints",
     )
     local: str = setting(
         "",
-        "folder of each machine's own, on a RAM disk or a local disk, for checkpoints every "
+        "folder on each machine, on a RAM disk or local disk, for a checkpoint every "
         "local_every steps; empty: none",
     )
     local_every: int = setting(
-        0, "steps between checkpoints in `local`, of which the newest two are kept", at_least=0
+        0, "steps between checkpoints in `local`, which keeps the newest two", at_least=0
     )
 
 
@@ -487,13 +506,13 @@ class MetricsConfig:
     """What is written while training."""
 
     log_every: int = setting(
-        10, "steps between rows of metrics.jsonl, which begins with the first", at_least=1
+        10, "steps between lines of metrics.jsonl, which begins with the first step", at_least=1
     )
-    tensorboard: bool = setting(True, "write TensorBoard files too")
+    tensorboard: bool = setting(True, "whether to write TensorBoard files as well")
     rows: bool = setting(
         False,
-        "write which rows each process reads for every step, into rows/: what no number of "
-        "processes may change",
+        "write into the folder rows/ which sequences each process reads in every step, the "
+        "same for any number of processes",
     )
 
 
@@ -521,7 +540,7 @@ class Config:
     def resolve(self) -> "Config":
         """This config with its dependent defaults (kv_heads and the sizes of heads, mlp_width,
         expert_width, max_positions, latent_norm_epsilon, router_normalize; reduce; repeats) filled
-        in, and the sizes of latents 0 where there are none. What follows what is in FOLLOWS."""
+        in, and the sizes of latents 0 where there are none."""
         m = self.model
         head_dim, latent = m.head_dim or m.width // m.heads, m.attention == "mla"
         model = with_values(
@@ -548,24 +567,6 @@ class Config:
         if parallel.reduce == "auto":
             parallel = with_values(parallel, reduce="step" if parallel.zero < 2 else "microbatch")
         return with_values(self, model=model, parallel=parallel, pipeline=pipeline)
-
-
-# The settings that a resolved value follows where it is not the setting's own.
-FOLLOWS: Mapping[str, tuple[str, ...]] = {
-    "model.kv_heads": ("model.heads",),
-    "model.head_dim": ("model.heads", "model.width"),
-    **{
-        f"model.{name}": ("model.attention",) for name in ("query_rank", "kv_rank", "rope_head_dim")
-    },
-    "model.value_head_dim": ("model.attention", "model.head_dim", "model.heads", "model.width"),
-    "model.mlp_width": ("model.width",),
-    "model.expert_width": ("model.experts", "model.mlp_width", "model.width"),
-    "model.max_positions": ("data.sequence_length",),
-    "model.latent_norm_epsilon": ("model.attention", "model.norm_epsilon"),
-    "model.router_normalize": ("model.experts", "model.experts_per_token"),
-    "parallel.reduce": ("parallel.zero",),
-    "pipeline.repeats": ("pipeline.schedule",),
-}
 
 
 def ends_with_layers(m: ModelConfig) -> str:

@@ -71,7 +71,7 @@ USES = (
     Use(
         ["optimizer.outer_learning_rate", "optimizer.outer_momentum", "precision.outer"],
         lambda c: c.train.diloco_inner_steps,
-        lambda c: "with train.diloco_inner_steps=0, where replicas do not train apart",
+        lambda c: "with train.diloco_inner_steps=0, where replicas are not independent",
     ),
     Use(
         ["optimizer.decay_steps"],

@@ -1,10 +1,9 @@
-"""Loops of a compiled step: how often each instruction runs, on a stage.
+"""Loops of a compiled step: how often each instruction runs on a stage.
 
-XLA knows the trips of most loops. Those of a tick's ops are read from columns of the table, which
-differ between stages: an op's loop runs as often in a step as the stage's column has ones, a loop
-over layers as often as the stage's unit has layers. A loop that waits for a flag is what a step
-does when something unusual happens: it counts as never run. A kernel that takes so many documents
-at a time is called once.
+XLA's text has the trip counts of most loops. The table has the others, which differ between stages:
+an op's loop runs as often in a step as the stage's column has ones, and a loop over layers as often
+as the stage's unit has layers. A loop that waits for a flag handles what is unusual in a step, and
+counts as never run. A loop over groups of documents counts one call of its kernel.
 """
 
 import collections
@@ -12,28 +11,28 @@ import dataclasses
 import fractions
 import re
 from collections.abc import Iterator
+from typing import Any
 
-from jaxtrain.config.pipeline_setup import Setup
 from jaxtrain.hlo.program import Instruction, Program
+from jaxtrain.pipeline.setup import Setup
 from jaxtrain.schedule.columns import columns
 
 SCOPE = re.compile(
     r"[/(](?:([FKRBW])\d+|(take|send|stay)_\w+|(reduce)_gradients"
     r"|(embed_gradient|embed|head|permute|optimizer)(?:_EARLY|_LATE)?)(?=[/)]|$)"
 )
-# Names of parallel/grouped.py (capacity, groups, rows of a block) and parallel/cudnn.py.
+# Scopes of parallel/grouped.py (capacity, groups, rows of a block) and of parallel/cudnn.py.
 BLOCKS = re.compile(r"/row_blocks_(\d+)_(\d+)_(\d+)/")
 CALLS = "/document_calls/"
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """An instruction that runs `times` a step, in the scope of `op`, inside of `loops` loops."""
+class Executed:
+    """An instruction that runs `times` a step. loops: those around it, the outermost first."""
 
     instruction: Instruction
     times: float
-    op: str
-    loops: int
+    loops: tuple[Instruction, ...]
 
 
 class StepLoops:
@@ -48,37 +47,28 @@ class StepLoops:
         self.program, self.setup = program, setup
         self.stage, self.expert_tokens = stage, expert_tokens
         table = columns(setup.train) if setup.train else None
-        of_stage = lambda column: int(column[:, stage].sum())
-        self.runs = {op: of_stage(column) for op, column in table.runs.items()} if table else {}
-        self.busy = of_stage(table.busy) if table else 0
+        runs = table.runs if table else {}
+        self.op_runs = {op: int(column[:, stage].sum()) for op, column in runs.items()}
+        self.busy_ticks = int(table.busy[:, stage].sum()) if table else 0
 
-    def executed(self) -> Iterator[Run]:
-        """Every instruction of the step that runs."""
-        return self.below(self.program.entry, 1, "other", 0)
-
-    def below(self, computation: str, times, op: str, loops: int) -> Iterator[Run]:
-        """Every instruction that runs with a computation.
+    def executed(
+        self, computation: str = "", times: Any = 1, loops: tuple[Instruction, ...] = ()
+    ) -> Iterator[Executed]:
+        """Every instruction that runs with a computation; by default, with the whole step.
 
         times: how often the computation runs in a step
-        op:    the scope of instructions that have none
-        loops: around the computation
+        loops: the loops around the computation
         """
-        for i in self.program.inline(computation):
-            scope = self.scope(i, op)
-            if scope == "other" and loops and self.setup.train:
-                scope = "tick"
-            yield Run(i, float(times), scope, loops)
+        for i in self.program.inline(computation or self.program.entry):
+            yield Executed(i, float(times), loops)
             if i.opcode == "while":
                 trips = self.trips(i, times)
-                by_table = self.program.trip_count(i) is None and not self.program.holds_ops(i)
-                if by_table and scope in ("other", "tick"):
-                    scope = scope_of(f"/{self.op_of_loop(i)}/") or scope
-                yield from self.below(i.calls["body"], times * trips, scope, loops + 1)
+                yield from self.executed(i.calls["body"], times * trips, (*loops, i))
 
-    def trips(self, loop: Instruction, times):
-        """Trip count of a loop that is entered `times` a step.
+    def trips(self, loop: Instruction, times: Any) -> Any:
+        """The mean trip count of a loop that is entered `times` a step, an integer or a fraction.
 
-        ValueError where neither XLA nor the table knows.
+        Raises ValueError if neither XLA's text nor the table has it.
         """
         known = self.program.trip_count(loop)
         if known is not None or not times or self.program.waits_for_a_flag(loop):
@@ -90,40 +80,22 @@ class StepLoops:
         if CALLS in loop.op_name:
             return 1
         if self.program.holds_ops(loop):
-            return fractions.Fraction(self.busy) / times
+            return fractions.Fraction(self.busy_ticks) / times
         if units := re.findall(r"/[FKRBW](\d+)/", loop.op_name):
             return self.setup.placement.layer_count(int(units[-1]), self.stage)
         if op := self.op_of_loop(loop):
-            return fractions.Fraction(self.runs[op]) / times
+            return fractions.Fraction(self.op_runs[op]) / times
         raise ValueError(f"a loop without a known number of trips: {loop.text[:200]}")
 
     def op_of_loop(self, loop: Instruction) -> str | None:
-        """The op of the table that a loop runs: the most frequent name, as ops may share code."""
+        """The op of the table that a loop runs: the most frequent name, as XLA may share code."""
         body = self.program.below(loop.calls["body"])
         names = (name for i in body for name in re.findall(r"/(\w+)", i.op_name))
-        counts = collections.Counter(name for name in names if name in self.runs)
+        counts = collections.Counter(name for name in names if name in self.op_runs)
         return max(counts, key=lambda name: counts[name], default=None)
-
-    def scope(self, i: Instruction, otherwise: str) -> str:
-        """The op in whose scope an instruction stands; a fusion without a name has its root's."""
-        name = i.op_name
-        if not name and i.opcode == "fusion":
-            name = self.program.root(i.calls["calls"]).op_name
-        scope = scope_of(name) or otherwise
-        forward = "jvp(" in name and "transpose(" not in name
-        return "R" if forward and scope == "B" and self.setup.train is None else scope
-
-
-def scope_of(op_name: str) -> str:
-    """The scope of a name in the traced program, "" if it has none.
-
-    The innermost op, but `gather` and `reduce` for what gathers or reduces in it.
-    """
-    communicates = re.findall(r"/(gather|reduce)/", op_name)
-    return communicates[-1] if communicates else op_in(op_name)
 
 
 def op_in(op_name: str) -> str:
-    """The innermost op that a name in the traced program names, "" if none."""
+    """The innermost op in a traced name; "" for none."""
     ops = SCOPE.findall(op_name)
     return "".join(ops[-1]) if ops else ""

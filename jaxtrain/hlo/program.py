@@ -1,7 +1,6 @@
 """A compiled program's text as instructions: computations, loops and trip counts, collectives.
 
-Sizes are elements, not bytes: a convert does not change them, and tests choose shapes whose sizes
-tell them apart.
+XLA's text for CPU, GPU and TPU is read (`Compiled.as_text()`), after optimization and scheduling.
 """
 
 import dataclasses
@@ -15,21 +14,29 @@ COLLECTIVES = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"),
     *("collective-broadcast", "ragged-all-to-all"),
 )
-# Opcodes that compute and move nothing: names of values, and loops, whose bodies do the work.
+# Opcodes that neither compute nor move anything: names of values, and loops, whose bodies do.
 FREE = frozenset(
     """parameter get-tuple-element tuple bitcast constant while after-all partition-id replica-id
     opt-barrier""".split()
 )
-# Scopes of ops: a letter with a unit, and those that only some stages have.
+GEMM = re.compile(r"__cublas\$|__triton_gemm|__cudnn\$gemm")  # calls of a library for a product
+# Targets of custom calls that compute nothing by themselves, or are calls of a library.
+NO_KERNELS = re.compile(
+    r"AllocateBuffer|AssumeGatherIndicesInBound|Sharding|SPMD|__cublas|annotate_device_placement"
+    r"|MoveTo|^$|Resource|topk|TopK"
+)
+GROUPED = re.compile(r"gmm|ragged|grouped")  # kernels of experts' products
+# Scopes of a tick's ops: a letter and the unit's number, or an op of embedding and head.
 OP = re.compile(r"[A-Z]\d*|embed|head|embed_gradient")
-BYTES = {
+BYTES = {  # of an element, by type
     **{"token": 0, "s4": 0.5, "u4": 0.5, "pred": 1, "s8": 1, "u8": 1},
     **{"s16": 2, "u16": 2, "bf16": 2, "f16": 2},
     **{"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8},
 }
-# ROOT, name, what it makes, opcode, operands, attributes. The bracket after the operands is the
-# first that an attribute or the line's end follows: others are of layouts.
+# ROOT, name, result, opcode, operands, attributes. The operands end at the first bracket that an
+# attribute or the line's end follows: earlier brackets belong to layouts.
 _LINE = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(, [\w\-]+=.*|)$")
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")  # the first line of a computation
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\](\{[^}]*\})?")
 _CALL = re.compile(
     r"\b(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)"
@@ -41,9 +48,11 @@ _IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 class Instruction:
     """One line of a program.
 
-    computation:            where it stands
-    shapes, types, layouts: of each array that it makes; a layout is "{1,0:T(8,128)}"
-    calls:                  computations that it names, by role
+    computation:            the name of the computation in which it stands
+    shapes, types, layouts: one entry for each array of the result; a layout is "{1,0:T(8,128)}"
+    operands:               names of the instructions whose values it reads
+    calls:                  names of the computations that it calls, by role
+    root:                   the computation returns its value
     """
 
     name: str
@@ -59,7 +68,7 @@ class Instruction:
 
     @property
     def sizes(self) -> list[int]:
-        """Elements of each array."""
+        """The number of elements of each array."""
         return [math.prod(shape) for shape in self.shapes]
 
     @property
@@ -68,37 +77,56 @@ class Instruction:
 
     @property
     def bytes_of_each(self) -> list[int]:
-        """Bytes of each array; BYTES lacks eight-bit floats, whose types have many names."""
-        return [
-            int(size * BYTES.get(kind, 1))
-            for size, kind in zip(self.sizes, self.types, strict=True)
-        ]
+        """Bytes of each array. A type that BYTES lacks is one of the many eight-bit floats."""
+        widths = (BYTES.get(dtype, 1) for dtype in self.types)
+        return [int(size * width) for size, width in zip(self.sizes, widths, strict=True)]
 
     @property
     def spaces(self) -> list[int]:
-        """The memory of each array: 0 is the device's, 1 a TPU's vector memory, 5 the host's."""
+        """The memory space of each array: 0 the device's, 1 a TPU's vector memory, 5 the host's."""
         spaces = (re.search(r"S\((\d+)\)", layout) for layout in self.layouts)
         return [int(space[1]) if space else 0 for space in spaces]
 
     @property
     def collective(self) -> str | None:
-        """The kind of collective; None for other instructions, and for an asynchronous end."""
+        """The kind of collective; None for other instructions and for the end of one (`-done`)."""
         kind = self.opcode.removesuffix("-start")
         return kind if kind in COLLECTIVES else None
 
     @property
     def starts(self) -> bool:
-        """Whether this is the first half of something asynchronous; the second is its `-done`."""
+        """True for the start of an asynchronous operation, whose end is a `-done`."""
         return self.opcode.endswith("-start")
 
     @property
+    def target(self) -> str:
+        """The target of a custom call; "" for other instructions."""
+        name = re.search(r'custom_call_target="([^"]*)"', self.text)
+        return name[1] if name else ""
+
+    @property
+    def is_kernel(self) -> bool:
+        """True for a call of a kernel (Pallas, cuDNN), whose FLOPs the program does not tell."""
+        return self.opcode == "custom-call" and not NO_KERNELS.search(self.target)
+
+    @property
+    def is_product(self) -> bool:
+        """True for a dot, a convolution or a library's call for one."""
+        if self.opcode == "custom-call":
+            return bool(GEMM.search(self.target)) and "dot_dimension_numbers" in self.text
+        return self.opcode in ("dot", "convolution")
+
+    @property
     def op_name(self) -> str:
-        """Scopes of the traced program, with slashes between them; "" for what XLA made."""
+        """The scopes of the traced program, with slashes between; "" for what XLA added."""
         name = re.search(r'op_name="([^"]*)"', self.text)
         return name[1] if name else ""
 
     def groups(self, devices: int) -> set[frozenset[int]]:
-        """Groups of partitions that meet in a collective. ValueError for an unknown notation."""
+        """The groups of partitions that communicate. Raises ValueError for an unknown notation.
+
+        devices: the number of all partitions, which an empty list of groups stands for
+        """
         if listed := re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", self.text):
             groups = re.findall(r"\{([\d,]+)\}", listed[1])
             return {frozenset(_integers(group)) for group in groups} or {frozenset(range(devices))}
@@ -110,10 +138,10 @@ class Instruction:
             self.text,
         ):
             sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
-            met = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", mesh[4])]
-            others = [axis for axis in range(len(sizes)) if axis not in met]
+            grouped = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", mesh[4])]
+            others = [axis for axis in range(len(sizes)) if axis not in grouped]
             ids = _iota(mesh[2] or str(math.prod(sizes.values())), mesh[3])
-            ids = ids.reshape(tuple(sizes.values())).transpose(others + met)
+            ids = ids.reshape(tuple(sizes.values())).transpose(others + grouped)
             ids = ids.reshape(-1, math.prod(ids.shape[len(others) :]))
         else:
             raise ValueError(f"unknown replica groups: {self.text}")
@@ -125,18 +153,15 @@ def _integers(text: str) -> tuple[int, ...]:
 
 
 def _iota(shape: str, order: str | None) -> np.ndarray:
-    """The numbers from 0 on in a shape such as "2,4", transposed by an order such as "1,0"."""
+    """0, 1, 2, … in a shape such as "2,4", transposed by an order such as "1,0"."""
     ids = np.arange(math.prod(_integers(shape))).reshape(_integers(shape))
     return ids.transpose(_integers(order)) if order else ids
 
 
-def _instruction(line: str, computation: str) -> Instruction | None:
-    """The instruction of a line; None if it has none."""
-    match = _LINE.match(line)
-    if not match:
-        return None
-    root, name, made, opcode, operands, attributes = match.groups()
-    arrays, calls = _ARRAY.findall(made), dict(_CALL.findall(attributes))
+def _instruction(match: re.Match[str], computation: str) -> Instruction:
+    """The instruction of a line that _LINE matches."""
+    root, name, result, opcode, operands, attributes = match.groups()
+    arrays, calls = _ARRAY.findall(result), dict(_CALL.findall(attributes))
     if branches := re.search(r"branch_computations=\{([^}]*)\}", attributes):
         calls |= {f"branch{i}": name.strip(" %") for i, name in enumerate(branches[1].split(","))}
     return Instruction(
@@ -144,35 +169,40 @@ def _instruction(line: str, computation: str) -> Instruction | None:
         computation,
         opcode,
         shapes=tuple(_integers(dimensions) if dimensions else () for _, dimensions, _ in arrays),
-        types=tuple(kind for kind, _, _ in arrays),
+        types=tuple(dtype for dtype, _, _ in arrays),
         layouts=tuple(layout for _, _, layout in arrays),
         operands=tuple(re.findall(r"%([\w.\-]+)", operands)),
         calls=calls,
         root=bool(root),
-        text=line.strip(),
+        text=match[0].strip(),
     )
 
 
 class Program:
-    """A compiled program. computations: name → instructions; entry: the first one to run."""
+    """A compiled program. Raises ValueError for a text without an entry computation.
+
+    computations: name → instructions, in the order in which they run
+    entry:        the name of the computation that runs first
+    named:        computation → name → instruction
+    """
 
     def __init__(self, text: str):
         self.computations: dict[str, list[Instruction]] = {}
-        self.entry = name = ""
+        self.entry = computation = ""
         # A kernel's metadata may go over several lines.
         for line in re.sub(r"\n(?=\"|}})", "", text).splitlines():
-            if head := re.match(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line):
-                name = head[2]
-                self.computations[name] = []
-                self.entry = name if head[1] else self.entry
-            elif name and (instruction := _instruction(line, name)):
-                self.computations[name].append(instruction)
+            if head := _HEAD.match(line):
+                computation = head[2]
+                self.computations[computation] = []
+                self.entry = computation if head[1] else self.entry
+            elif computation and (match := _LINE.match(line)):
+                self.computations[computation].append(_instruction(match, computation))
         if not self.entry:
             raise ValueError("this is no program: it has no entry")
         self.named = {name: {i.name: i for i in body} for name, body in self.computations.items()}
 
     def below(self, name: str) -> Iterator[Instruction]:
-        """Every instruction of a computation and of all that it calls, each computation once."""
+        """The instructions of a computation and of all that it calls, each computation once."""
         pending, seen = [name], set()
         while pending:
             current = pending.pop()
@@ -183,7 +213,7 @@ class Program:
                     pending += instruction.calls.values()
 
     def inline(self, name: str) -> Iterator[Instruction]:
-        """The instructions of a computation; for a call or a conditional those of what it names."""
+        """The instructions of a computation, a call or conditional replaced by what it calls."""
         for instruction in self.computations[name]:
             if instruction.opcode in ("call", "conditional"):
                 for called in instruction.calls.values():
@@ -199,18 +229,24 @@ class Program:
         """The instruction whose value a computation returns."""
         return next(i for i in self.computations[computation] if i.root)
 
+    def multiplies(self, i: Instruction) -> bool:
+        """True for an instruction that is a product or fuses one."""
+        return any(j.is_product for j in (i, *self.below(i.calls.get("calls", ""))))
+
     def waits_for_a_flag(self, loop: Instruction) -> bool:
-        """Whether a loop goes on while a flag that it carries is true, and counts nothing."""
-        goes_on = self.root(loop.calls["condition"])
-        while goes_on.opcode in ("fusion", "copy", "bitcast"):
-            fused = goes_on.opcode == "fusion"
-            goes_on = self.root(goes_on.calls["calls"]) if fused else self.operands(goes_on)[0]
-        return goes_on.opcode in ("get-tuple-element", "parameter")
+        """True for a loop that repeats while a flag that it carries is true, without a counter."""
+        condition = self.root(loop.calls["condition"])
+        while condition.opcode in ("fusion", "copy", "bitcast"):
+            if condition.opcode == "fusion":
+                condition = self.root(condition.calls["calls"])
+            else:
+                condition = self.operands(condition)[0]
+        return condition.opcode in ("get-tuple-element", "parameter")
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """Trip count of a while loop, by XLA's text or by its condition; None if neither has it.
+        """The trip count of a while loop, by XLA's annotation or its condition, or None.
 
-        A condition is `counter < limit`, from a constant to a constant; the counter goes up by 1.
+        The condition must be `counter < limit` with constant begin and limit, in steps of 1.
         """
         if known := re.search(r'known_trip_count\\?":\s*\{\\?"n\\?":\\?"(\d+)', loop.text):
             return int(known[1])
@@ -221,41 +257,41 @@ class Program:
         return None if start is None or limit is None else max(0, limit - start)
 
     def _constant(self, i: Instruction, loop: Instruction | None = None) -> int | None:
-        """The integer constant that an instruction is, if any; in a condition, at the loop's
-        begin."""
+        """The integer that an instruction's value is known to be, or None.
+
+        loop: the loop in whose condition the instruction stands; its value is the first trip's.
+        """
         if i.opcode in ("copy", "bitcast", "copy-done", "copy-start"):
             return self._constant(self.operands(i)[0], loop)
         if i.opcode == "get-tuple-element":
             index, values = re.search(r"index=(\d+)", i.text), self.operands(loop or i)[0]
-            return (
-                self._constant(self.operands(values)[int(index[1])])
-                if index and values.opcode == "tuple"
-                else None
-            )
+            if index is None or values.opcode != "tuple":
+                return None
+            return self._constant(self.operands(values)[int(index[1])])
         number = re.search(r"constant\((-?\d+)\)", i.text) if i.opcode == "constant" else None
         return int(number[1]) if number else None
 
     def is_op(self, loop: Instruction) -> bool:
-        """Whether a loop of the tick is an op, by the scopes that stand directly in its body."""
+        """True for a loop of the tick that runs an op, by the scopes directly in its body."""
         body = f"{loop.op_name}/body/"
         names = (i.op_name for i in self.below(loop.calls["body"]) if i.op_name.startswith(body))
         return any(OP.fullmatch(name.removeprefix(body).split("/")[0]) for name in names)
 
     def holds_ops(self, loop: Instruction) -> bool:
-        """Whether a loop is no op itself, but has ops in it."""
+        """True for a loop that runs no op itself, but has loops in it that do."""
         loops = (i for i in self.inline(loop.calls["body"]) if i.opcode == "while")
         return not self.is_op(loop) and any(self.is_op(i) or self.holds_ops(i) for i in loops)
 
 
 def pairs(text: str) -> list[tuple[int, int]]:
-    """The (sending, receiving) partitions of a permute."""
+    """The (sending, receiving) partitions of a permute, from an instruction's text."""
     listed = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", text)
     assert listed is not None, text
     return [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", listed[1])]
 
 
 def along(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
-    """(the mesh axes along which a collective's partitions differ, how many partitions meet)."""
+    """The mesh axes along which a collective's partitions differ, and the number of a group's."""
     shape = tuple(mesh.values())
     permutes = instruction.collective == "collective-permute"
     groups = pairs(instruction.text) if permutes else instruction.groups(math.prod(shape))

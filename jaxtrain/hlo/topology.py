@@ -1,20 +1,20 @@
-"""Devices that need not be there, as compilers know them, and a step compiled for them.
+"""Topologies of devices that need not be there, and a step compiled for them; nothing is run.
 
-A text names them: a TPU slice by its sizes, GPUs by nodes. `v5p:8x8x8`, `v5e:16x16`, `h100:128x8`.
-A TPU's links form a ring where optical switches join a dimension's ends or the pod does: on v4 and
-v5p if every dimension is a multiple of 4, on v5e and v6e along a dimension of 16. (Google Cloud's
-documentation of each chip; libtpu has to be told.)
+A topology is written as the sizes of a TPU slice (`v5p:8x8x8`, `v5e:16x16`) or as GPU nodes
+(`h100:128x8`). A TPU's links form rings where optical switches or the pod join a dimension's ends:
+on v4 and v5p if every dimension is a multiple of 4, on v5e and v6e along a dimension of 16 (Google
+Cloud's documentation of each chip; libtpu has to be told).
 
-The compilers come with jax's own packages and need neither a device nor a driver; nothing here
-installs them. They would look for devices in a process that has some, so they run in a separate
-one, `python -m jaxtrain.hlo.topology FOLDER`. Nothing is run, and nothing written but the program's
-text.
+The compilers come with jax's own packages and need neither a device nor a driver. They would look
+for devices in a process that has some, so they run in a separate one,
+`python -m jaxtrain.hlo.topology FOLDER`.
 """
 
 import dataclasses
 import difflib
 import functools
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -37,24 +37,23 @@ HERE = pathlib.Path(__file__).parent
 REPOSITORY = HERE.parents[1]  # or where the package is installed
 REQUIREMENTS = "requirements-compilers.txt"
 INSTALL_COMMAND = f"python -m pip install --no-deps --target .venv-compilers -r {REQUIREMENTS}"
-CUBE = 4  # chips along each side of what optical switches join: v4 and v5p
-POD_SIDE = 16  # of v5e and v6e
+CUBE = 4  # chips along each side of the cubes that optical switches join: v4 and v5p
+POD_SIDE = 16  # chips along each side of a pod: v5e and v6e
 NODE = 8  # GPUs
 EXAMPLE = 64  # devices of a topology that an error suggests
 HOPPER = 9.0  # an H100's compute capability
 CUDNN = 91400  # 9.14, as jax counts
-# Of XLA's memory analysis.
-MEMORY = ("argument", "temp", "output", "alias", "host_argument", "host_temp")
+MEMORY = ("argument", "temp", "output", "alias", "host_argument", "host_temp")  # XLA's analysis
 NONE = "none"  # version of a compiler that is not installed
 LONGEST = 3600  # seconds that a compiler may take
 
 
 class TopologyError(UsageError):
-    """Devices that no compiler here knows, or that the mesh does not fit; one line."""
+    """A topology that no compiler knows, or that the mesh does not fit; the text is one line."""
 
 
 class Refused(RuntimeError):
-    """A step that the compiler does not take; the text has its words."""
+    """A step that the compiler rejects; the text is the compiler's output."""
 
     @property
     def line(self) -> str:
@@ -65,9 +64,9 @@ class Refused(RuntimeError):
 
 
 def compilers() -> pathlib.Path:
-    """The folder of the compilers: $JAXTRAIN_COMPILERS, or .venv-compilers.
+    """The absolute path of the compilers' folder: $JAXTRAIN_COMPILERS, or .venv-compilers.
 
-    That is the repository's, or the current folder's where the package is installed.
+    The latter lies in the repository, or in the current folder where the package is installed.
     """
     base = REPOSITORY if (REPOSITORY / REQUIREMENTS).exists() else pathlib.Path()
     return pathlib.Path(os.environ.get("JAXTRAIN_COMPILERS") or base / ".venv-compilers").absolute()
@@ -75,13 +74,13 @@ def compilers() -> pathlib.Path:
 
 @dataclasses.dataclass(frozen=True)
 class Platform:
-    """A kind of device with a compiler.
+    """A kind of device that has a compiler.
 
-    package:     the distribution that is the compiler
-    backend:     jax's name of it
-    device_kind: as jax calls a device
-    hardware:    its name in costs/hardware
-    sizes:       how many numbers a topology has
+    package:     the distribution that contains the compiler
+    backend:     "tpu" or "gpu"
+    device_kind: jax's name of a device
+    hardware:    its file in costs/hardware
+    sizes:       the number of a topology's dimensions
     """
 
     name: str
@@ -93,24 +92,26 @@ class Platform:
 
     @property
     def missing(self) -> bool:
-        """Whether neither the environment nor the compilers' folder has the compiler."""
+        """True if neither the environment nor the compilers' folder has the compiler."""
         return self.version == NONE
 
     @property
     def version(self) -> str:
-        """Version of the installed compiler; NONE if there is none."""
-        packages = importlib.metadata.distributions(
-            name=self.package,
-            path=[str(compilers()), *sys.path],
-        )
+        """The version of the installed compiler; NONE if it is missing."""
+        path = [str(compilers()), *sys.path]
+        packages = importlib.metadata.distributions(name=self.package, path=path)
         return next((package.version for package in packages), NONE)
 
     @property
+    def compiler(self) -> str:
+        """The compiler's package and version."""
+        return f"{self.package} {self.version}"
+
+    @property
     def form(self) -> str:
-        """How its topologies are written."""
-        return (
-            f"{self.name}:{'NODESx8' if self.backend == 'gpu' else 'x'.join('ABC'[: self.sizes])}"
-        )
+        """The form in which a topology is written."""
+        sizes = "NODESx8" if self.backend == "gpu" else "x".join("ABC"[: self.sizes])
+        return f"{self.name}:{sizes}"
 
     @property
     def largest_slice(self) -> int:
@@ -119,14 +120,12 @@ class Platform:
 
     @property
     def rule(self) -> str:
-        """What its topologies have in common."""
+        """The rule that its topologies keep, as errors state it."""
         if self.backend == "gpu":
             return "1, 2, 4 or 8 GPUs in a node, 8 in each of several"
-        most = (
-            f"of at most {POD_SIDE} chips"
-            if self.sizes == 2
-            else f"with at most {self.largest_slice} chips in all"
-        )
+        most = f"with at most {self.largest_slice} chips in all"
+        if self.sizes == 2:
+            most = f"of at most {POD_SIDE} chips"
         return f"the first two dimensions are even, for a host has 2 × 2 chips; {most}"
 
 
@@ -145,7 +144,7 @@ PLATFORMS = {
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Devices of a platform: chips along each dimension of a slice, or nodes and GPUs of each."""
+    """Devices of a platform. sizes: chips along a slice's dimensions, or nodes and GPUs of each."""
 
     platform: Platform
     sizes: tuple[int, ...]
@@ -160,7 +159,7 @@ class Topology:
 
     @property
     def wrap(self) -> tuple[bool, ...]:
-        """Whether a slice's links form a ring, by dimension, of three."""
+        """For each of three dimensions, whether a slice's links form a ring."""
         if self.platform.backend == "gpu":
             return (False,) * 3
         if self.platform.sizes == 3:
@@ -169,7 +168,7 @@ class Topology:
 
     @property
     def nearest(self) -> "Topology":
-        """The topology itself if there is such a one, else one close to it."""
+        """The topology itself if the platform has it, else a similar one that it has."""
         if self.platform.backend == "gpu":
             nodes = max(1, self.sizes[0])
             gpus = next((n for n in (1, 2, 4) if nodes == 1 and n >= self.sizes[1] >= 1), NODE)
@@ -184,50 +183,54 @@ class Topology:
         return Topology(self.platform, tuple(sizes))
 
     def arguments(self) -> Mapping[str, Any]:
-        """What describes the devices to `jax.experimental.topologies.get_topology_desc`."""
+        """The arguments of `jax.experimental.topologies.get_topology_desc` for the devices."""
         name, _, sizes = self.text.partition(":")
         if self.platform.backend == "gpu":
             target = (HERE / f"{name}.txtpb").read_text()
-            return {
-                "platform": "cuda",
-                "topology": f"1x{sizes}",
-                "target_config": target,
-            }  # slices, hosts, GPUs
-        name = {"v5p": "v5"}.get(name, name)  # as libtpu calls it
+            slices = f"1x{sizes}"  # slices, hosts, GPUs
+            return {"platform": "cuda", "topology": slices, "target_config": target}
         arguments = {
             "platform": "tpu",
-            "topology_name": f"{name}:{sizes}",
+            "topology_name": f"{'v5' if name == 'v5p' else name}:{sizes}",  # libtpu's name
             "wrap": self.wrap,
             "num_slices": 1,
+            "chips_per_host_bounds": (2, 2, 1),
         }
         cores = {"chip_config_name": "megacore"} if self.platform.sizes == 3 else {}
-        return arguments | {"chips_per_host_bounds": (2, 2, 1)} | cores
+        return arguments | cores
 
 
 def parse(text: str) -> Topology:
-    """The devices of a text like `v5p:8x8x8`. Raises TopologyError, with the nearest that works."""
+    """The topology of a text like `v5p:8x8x8`. Raises TopologyError, which names the nearest."""
     name, _, sizes = text.lower().strip().partition(":")
     if name not in PLATFORMS:
         near = (difflib.get_close_matches(name, PLATFORMS, 1, 0.5) or ["v5p"])[0]
         forms = ", ".join(platform.form for platform in PLATFORMS.values())
-        raise TopologyError(
-            f"--topology={text!r} is none of {forms}", {"topology": fitting(near, EXAMPLE).text}
-        )
+        fix = {"topology": fitting(near, EXAMPLE).text}
+        raise TopologyError(f"--topology={text!r} is none of {forms}", fix)
     platform = PLATFORMS[name]
     if not re.fullmatch(r"\d{1,6}(x\d{1,6})*", sizes) or sizes.count("x") != platform.sizes - 1:
-        rule = f"--topology={text!r} is not written as {platform.form}"
-        raise TopologyError(rule, {"topology": fitting(name, EXAMPLE).text})
-    devices = Topology(platform, tuple(map(int, sizes.split("x"))))
-    if devices != devices.nearest:
+        fix = {"topology": fitting(name, EXAMPLE).text}
+        raise TopologyError(f"--topology={text!r} is not written as {platform.form}", fix)
+    topology = Topology(platform, tuple(map(int, sizes.split("x"))))
+    if topology != topology.nearest:
         rule = f"--topology={text!r} is no {name} topology ({platform.rule})"
-        raise TopologyError(rule, {"topology": devices.nearest.text})
-    return devices
+        raise TopologyError(rule, {"topology": topology.nearest.text})
+    return topology
 
 
 def fitting(name: str, devices: int) -> Topology:
-    """A platform's topology of so many devices, the closest to a cube. Raises TopologyError."""
+    """A platform's topology with this number of devices, the closest to a cube.
+
+    Raises TopologyError if the platform has none.
+    """
     platform = PLATFORMS[name]
-    topologies = (Topology(platform, sizes) for sizes in _factors(devices, platform.sizes))
+    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    topologies = (
+        Topology(platform, (devices // math.prod(sizes), *sizes))
+        for sizes in itertools.product(divisors, repeat=platform.sizes - 1)
+        if devices % math.prod(sizes) == 0
+    )
     possible = [topology for topology in topologies if topology == topology.nearest]
     if not possible:
         raise TopologyError(f"no {name} topology has {devices} devices ({platform.rule})")
@@ -235,23 +238,14 @@ def fitting(name: str, devices: int) -> Topology:
     return min(possible, key=lambda t: (not all(t.wrap), sum(t.sizes), t.sizes))
 
 
-def _factors(number: int, count: int) -> list[tuple[int, ...]]:
-    """All ways to write a number as a product of `count` factors."""
-    if count == 1:
-        return [(number,)]
-    divisors = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    divisors += [number // n for n in divisors]
-    return [(n, *rest) for n in divisors for rest in _factors(number // n, count - 1)]
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Compiled:
     """A compiled program.
 
     tracing, compiling: seconds
-    memory:  XLA's analysis, bytes on a device: MEMORY
-    kinds:   bytes on a device that the program is known to need, by `training.step.state_memory`
-    pools:   kind of slot → how many, bytes of each
+    memory:  bytes on a device by XLA's analysis, with the keys MEMORY
+    kinds:   bytes on a device by what they hold (`training.step.state_memory`)
+    pools:   kind of slot → its number, and the bytes of one
     """
 
     text: str
@@ -271,7 +265,7 @@ class Compiled:
 
     @property
     def total(self) -> int:
-        """Bytes on a device: arguments, temporary, and results that take no argument's place."""
+        """Bytes on a device: arguments, temporary memory, and results in memory of their own."""
         results = self.memory.get("output", 0) - self.memory.get("alias", 0)
         return self.memory["argument"] + self.memory["temp"] + results
 
@@ -282,10 +276,10 @@ def compile_config(
     options: Mapping[str, Any] | None = None,
     program: str = "train",
 ) -> Compiled:
-    """A program of a resolved config's step, compiled. Raises Refused.
+    """Compiles a program of a resolved config's step. Raises Refused.
 
-    options: XLA's, over those of the step
-    program: "train", or "gradients" for these and the loss alone
+    options: XLA's options, which override those of the step
+    program: "train", or "gradients" for gradients and loss without the update
     """
     paths = [str(REPOSITORY), str(compilers()), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
@@ -300,13 +294,13 @@ def compile_config(
         "topology": devices.text,
         "config": configs.to_dict(config),
         "options": dict(options or {}),
+        "program": program,
     }
+    command = [sys.executable, "-m", "jaxtrain.hlo.topology"]
     with tempfile.TemporaryDirectory() as folder:
-        # A file, for a command line has a limit.
-        pathlib.Path(folder, "request.json").write_text(json.dumps(request | {"program": program}))
-        words = [sys.executable, "-m", "jaxtrain.hlo.topology", folder]
+        pathlib.Path(folder, "request.json").write_text(json.dumps(request))
         done = subprocess.run(
-            words, env=environment, capture_output=True, text=True, timeout=LONGEST
+            [*command, folder], env=environment, capture_output=True, text=True, timeout=LONGEST
         )
         if done.returncode:
             raise Refused(f"{devices.text} {program}\n{done.stderr[-6000:]}")
@@ -315,7 +309,7 @@ def compile_config(
 
 
 def stand_in_for_cudnn() -> None:
-    """Has jax find a cuDNN and an H100 when it asks for these, before it lowers attention."""
+    """Makes jax, which asks before it lowers attention, find cuDNN and an H100."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     cudnn.check_cudnn_version = lambda: CUDNN
@@ -324,9 +318,9 @@ def stand_in_for_cudnn() -> None:
 
 
 def main(folder: str) -> None:
-    """Compiles what a folder's request.json asks for.
+    """Compiles what request.json in a folder asks for.
 
-    Writes program.txt, and figures.json with the other fields of `Compiled`.
+    Writes program.txt, and figures.json with the other fields of `Compiled`, into the folder.
     """
     import jax
     from jax.experimental import topologies
@@ -336,11 +330,11 @@ def main(folder: str) -> None:
 
     jax.config.update("jax_enable_compilation_cache", False)
     request = json.loads(pathlib.Path(folder, "request.json").read_text())
-    described, program = parse(request["topology"]), request["program"]
-    if described.platform.backend == "gpu":
+    topology, program = parse(request["topology"]), request["program"]
+    if topology.platform.backend == "gpu":
         stand_in_for_cudnn()
     config = configs.from_dict(request["config"])
-    devices = topologies.get_topology_desc(**described.arguments()).devices
+    devices = topologies.get_topology_desc(**topology.arguments()).devices
     mesh = make_mesh(sizes_of(config.mesh), devices)
     step = make_step(config, mesh)
     state = step.abstract_state()

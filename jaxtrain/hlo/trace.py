@@ -1,12 +1,12 @@
-"""A trace of jax.profiler (`*.xplane.pb`): which instructions each device was at, and when.
+"""A trace of jax.profiler (`*.xplane.pb`): which instructions each device ran, and when.
 
-    CPU   the host's plane; threads of XLA run instructions of several devices, each event names its
-          device
-    GPU   a plane for each device; lines are streams of kernels, each event names its instruction,
-          if it has one
-    TPU   a plane for each device; "XLA Ops" has what the core does, "Async XLA Ops" what overlaps
+    CPU   the host's plane: XLA's threads run instructions of several devices; an event names its
+          instruction and its device
+    GPU   a plane for each device: streams of kernels; an event names its instruction, unless the
+          kernel is in a graph
+    TPU   a plane for each device: "XLA Ops" has what the core runs, "Async XLA Ops" what overlaps
 
-Loops and calls have events of their own, which enclose those of what is in them.
+Loops and calls have events of their own, which enclose those of their bodies.
 """
 
 import dataclasses
@@ -26,15 +26,15 @@ NS = 1e-9
 
 
 class TraceError(ValueError):
-    """A trace that cannot be read, or in which nothing of the program is; the text is one line."""
+    """A trace that cannot be read or has no event of the program; the text is one line."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Event:
-    """What a device did from `begin` to `end`, in seconds of the trace.
+class TraceEvent:
+    """What a device ran from `begin` to `end`, in seconds of the trace.
 
-    instruction: its name in the compiled program; "" where a kernel names none
-    kernel:      the event's own name
+    instruction: its name in the compiled program; "" for a kernel that names none
+    kernel:      the event's name
     """
 
     instruction: str
@@ -43,7 +43,7 @@ class Event:
     end: float
 
 
-Events = dict[int, list[Event]]  # by device, as the process numbers its own
+Events = dict[int, list[TraceEvent]]  # by the device's number in this process
 
 
 def read(folder: pathlib.Path, module: str) -> Events:
@@ -53,30 +53,34 @@ def read(folder: pathlib.Path, module: str) -> Events:
         raise TraceError(f"{folder} has no trace")
     try:
         events = events_of(ProfileData.from_file(str(files[-1])), module)
-    except RuntimeError as error:  # of the parser, which is C++
-        raise TraceError(
-            f"{files[-1]} cannot be read ({' '.join(str(error).split())[:120]})"
-        ) from None
+    except RuntimeError as error:  # from the parser, which is C++
+        reason = " ".join(str(error).split())[:120]
+        raise TraceError(f"{files[-1]} cannot be read ({reason})") from None
     if not events:
         raise TraceError(f"{files[-1]} has no event of {module}")
     return events
 
 
 def events_of(data: ProfileData, module: str) -> Events:
-    """The events of a program, by its name; {} if there are none."""
+    """The events of the program of this name; {} if there are none."""
     events: Events = {}
     for plane in data.planes:
         device = DEVICE.fullmatch(plane.name)
-        if device or plane.name == HOST:
-            for number, event in _of_plane(plane, module, int(device[1]) if device else None):
-                events.setdefault(number, []).append(event)
+        if device is None and plane.name != HOST:
+            continue
+        number = int(device[1]) if device else None
+        for ran_on, event, instruction in _of_plane(plane, module, number):
+            begin, end = NS * event.start_ns, NS * (event.start_ns + event.duration_ns)
+            of_device = events.setdefault(ran_on, [])
+            of_device.append(TraceEvent(instruction, event.name, begin, end))
     return events
 
 
-def _of_plane(plane: Any, module: str, device: int | None) -> Iterator[tuple[int, Event]]:
-    """(device, event) of a plane. device: whose it is; None for the host's, whose events say.
+def _of_plane(plane: Any, module: str, device: int | None) -> Iterator[tuple[int, Any, str]]:
+    """(device, event, instruction) for each event of the program in a plane.
 
     A GPU's kernel that names no program counts: it is in a graph of this program, or is a copy.
+    device: whose plane it is; None for the host's, whose events name their devices
     """
     lines = {line.name: line for line in plane.lines}
     if device is not None and OPS in lines:
@@ -84,29 +88,23 @@ def _of_plane(plane: Any, module: str, device: int | None) -> Iterator[tuple[int
             lines[name].events if name in lines else () for name in (MODULES, OPS, ASYNC_OPS)
         )
         runs = [
-            (e.start_ns, e.start_ns + e.duration_ns)
-            for e in modules
-            if e.name.split("(")[0] == module
+            (run.start_ns, run.start_ns + run.duration_ns)
+            for run in modules
+            if run.name.split("(")[0] == module
         ]
         for event in itertools.chain(ops, async_ops):
             if any(begin <= event.start_ns < end for begin, end in runs):
-                yield device, _event(event, instruction_of(event.name))
+                yield device, event, instruction_of(event.name)
         return
     for line in plane.lines:
         for event in line.events if device is None or line.name.startswith(STREAM) else ():
-            values = dict(event.stats)
-            if device is not None and values.get("hlo_module", module) == module:
-                yield device, _event(event, str(values.get("hlo_op", "")))
-            elif device is None and values.get("hlo_module") == module and "hlo_op" in values:
-                yield int(values.get("device_ordinal", 0)), _event(event, str(values["hlo_op"]))
+            stats = dict(event.stats)
+            if device is not None and stats.get("hlo_module", module) == module:
+                yield device, event, str(stats.get("hlo_op", ""))
+            elif device is None and stats.get("hlo_module") == module and "hlo_op" in stats:
+                yield int(stats.get("device_ordinal", 0)), event, str(stats["hlo_op"])
 
 
 def instruction_of(name: str) -> str:
-    """The instruction of an event's name: that, or its text "%fusion.1 = f32[8] fusion(…)"."""
+    """The instruction of a TPU's event: its name, or its text "%fusion.1 = f32[8] fusion(…)"."""
     return name.split(" = ")[0].strip().removeprefix("%")
-
-
-def _event(event: Any, instruction: str) -> Event:
-    return Event(
-        instruction, event.name, NS * event.start_ns, NS * (event.start_ns + event.duration_ns)
-    )

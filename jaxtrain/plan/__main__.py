@@ -27,10 +27,10 @@ from jaxtrain.config import Config, ConfigError, one_line
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import SHARED_FLAGS, Flag
 from jaxtrain.config.mesh_rules import AXES
-from jaxtrain.config.work import OURS, platform_of
 from jaxtrain.costs import hardware
 from jaxtrain.costs.frameworks import FRAMEWORKS
 from jaxtrain.costs.hardware import Hardware, HardwareError
+from jaxtrain.pipeline.step_model import OURS, platform_of
 from jaxtrain.plan import heterogeneous, layout_flag, picture, search
 from jaxtrain.plan.explain import Prices, explained, flags_of, run_time, table
 from jaxtrain.plan.layout_flag import LayoutError

@@ -1,7 +1,6 @@
-"""What programs on all devices at once take: products, attention, passes over memory, collectives,
-each by itself.
+"""Timed programs on all devices at once: products, attention, passes over memory, collectives.
 
-A figure is the seconds of one of N devices that all work at once, as in a training step. Simulated
+Each time is the seconds of one of N devices that all work at once, as in a training step. Simulated
 devices share cores: the seconds of one of them are the process's CPU-seconds over the cores.
 """
 
@@ -25,15 +24,17 @@ from jaxtrain.devices import mesh as meshes
 from jaxtrain.parallel.attention import attend_whole
 
 REPEATS = 3  # timings, of which the median counts
-SMALL = 16  # rows and columns of a product that takes no time beside its launch
+SMALL = 16  # rows and columns of a product that takes no time beyond its launch
 CHAIN = 64  # small products, one after the other
 LOOPS = 8  # collectives of a program
-# of a time from which its call is taken off: the call was timed apart, and may come out longer
+FEW = 1 << 26  # multiplications of a product that is too short to be timed on its own
+# The least fraction of a time that remains without its call, which is timed separately and may come
+# out longer.
 LEAST_PART = 0.1
 
 
 class Product(NamedTuple):
-    """Seconds of [m, k] · [k, n] on a device."""
+    """Seconds of the product [m, k] · [k, n] on a device."""
 
     m: int
     n: int
@@ -45,8 +46,8 @@ class Product(NamedTuple):
         return 2.0 * self.m * self.n * self.k
 
 
-class Exchange(NamedTuple):
-    """Seconds of collectives over groups of so many neighbours, one after the other."""
+class TimedCollectives(NamedTuple):
+    """Seconds of collectives, one after the other, over groups of `devices` neighbours."""
 
     devices: int
     collectives: tuple[Collective, ...]
@@ -54,7 +55,7 @@ class Exchange(NamedTuple):
 
 
 def without(seconds: float, call: float) -> float:
-    """A time without that of a call or a launch, which was measured apart."""
+    """A time without that of a call or a launch, which was measured separately."""
     return max(seconds - call, LEAST_PART * seconds)
 
 
@@ -62,49 +63,46 @@ def without(seconds: float, call: float) -> float:
 class Stopwatch:
     """Seconds of a device in a program on all devices.
 
-    cores: cores that the devices share; 0 where each has its own, and seconds are those of the wall
-    ahead: calls may be under way beside each other; not those of CPU devices, whose collectives
-           would wait for each other for ever
-    least: seconds of a timing
+    cores: the cores that the devices share, whose CPU-seconds count; 0 where each device has its
+           own, and wall seconds count
+    ahead: several calls may be dispatched at once; CPU devices would deadlock in their collectives
+    least: the least seconds of a timing
     """
 
     cores: int
     ahead: bool
     least: float
 
-    def now(self) -> float:
-        return time.process_time() / self.cores if self.cores else time.perf_counter()
-
     def seconds(self, call: Callable[[], Any]) -> float:
-        """Seconds of a call, the median of REPEATS timings of several one after the other."""
+        """Seconds of a call: the median of REPEATS timings, each of several calls."""
         jax.block_until_ready(call())
         calls = min(1000, math.ceil(self.least / max(self._timed(call, 1), 1e-6)))
         return statistics.median(self._timed(call, calls) for _ in range(REPEATS)) / calls
 
     def _timed(self, call: Callable[[], Any], calls: int) -> float:
-        began = self.now()
+        now = time.process_time if self.cores else time.perf_counter
+        began = now()
         for i in range(calls):
             result = call()
             if i == calls - 1 or not self.ahead:
                 jax.block_until_ready(result)
-        return self.now() - began
+        return (now() - began) / (self.cores or 1)
 
 
 class Bench:
-    """All devices, a part of the batch on each, and how long they take. least: seconds of a
-    timing."""
+    """Programs on all devices, each device with a shard of the batch, and their times.
+
+    least: the least seconds of a timing
+    call:  seconds of the host for a program that does nothing, which no time includes
+    """
 
     def __init__(self, devices: Sequence[jax.Device], least: float):
-        self.mesh = meshes.make_mesh(
-            tuple(len(devices) if axis == DATA else 1 for axis in meshes.AXES), devices
-        )
-        cores = (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
+        sizes = tuple(len(devices) if axis == DATA else 1 for axis in meshes.AXES)
+        self.mesh = meshes.make_mesh(sizes, devices)
+        cores = len(os.sched_getaffinity(0))
         cpu = devices[0].platform == "cpu"
         self.watch = Stopwatch(cores if cpu and len(devices) > cores else 0, not cpu, least)
+        self.call = self._seconds(lambda x: x + 1, *self._arrays((1, 1), np.float32))
 
     def _arrays(
         self,
@@ -114,17 +112,18 @@ class Bench:
         mesh: Mesh | None = None,
         axes: Any = DATA,
     ) -> list[jax.Array]:
-        """Random arrays [devices · first, …], of which each device has one of `shape`; small enough
-        for products of products."""
+        """Random arrays of which each device has a shard of `shape`, [devices · shape[0], …].
+
+        Their numbers are so small that products of products stay finite.
+        """
         sharding = NamedSharding(mesh or self.mesh, P(axes))
-        part = (np.random.default_rng(0).standard_normal(shape) / math.sqrt(shape[-1])).astype(
-            dtype
-        )
+        numbers = np.random.default_rng(0).standard_normal(shape) / math.sqrt(shape[-1])
+        shard = numbers.astype(dtype)
         size = (self.mesh.size * shape[0], *shape[1:])
-        return [jax.make_array_from_callback(size, sharding, lambda _: part) for _ in range(count)]
+        return [jax.make_array_from_callback(size, sharding, lambda _: shard) for _ in range(count)]
 
     def _seconds(self, function: Callable, *arrays: jax.Array) -> float:
-        """Seconds of function(a device's parts) → a device's parts, compiled."""
+        """Seconds of a compiled function of a device's shards, whose results are shards."""
         sharding: Any = arrays[0].sharding
         local = jax.shard_map(
             function,
@@ -136,39 +135,32 @@ class Bench:
         compiled = jax.jit(local).lower(*arrays).compile()
         return self.watch.seconds(lambda: compiled(*arrays))
 
-    def call(self) -> float:
-        """Seconds of a program that does nothing: what a call takes of the host."""
-        return self._seconds(lambda x: x + 1, *self._arrays((1, 1), np.float32))
-
     def launch(self) -> float:
-        """Seconds of an operation that does next to nothing, after another one."""
-        chain = lambda length: (
-            lambda x: functools.reduce(lambda product, _: product @ x, range(length), x)
-        )
+        """Seconds of an operation that computes next to nothing, after another one."""
+        power = lambda x, exponent: functools.reduce(lambda y, _: y @ x, range(exponent), x)
         x = self._arrays((SMALL, SMALL), np.float32)
-        return max(0.0, self._seconds(chain(CHAIN), *x) - self._seconds(chain(1), *x)) / (CHAIN - 1)
-
-    def product(self, m: int, n: int, k: int, dtype: str, call: float) -> Product:
-        """Measures the product [m, k] · [k, n]; a program has several of them where one is
-        short."""
-        count = 4 if m * n * k < 1 << 26 else 1
-        pairs = [
-            *self._arrays((m, k), jnp.dtype(dtype), count),
-            *self._arrays((k, n), jnp.dtype(dtype), count),
-        ]
-        seconds = self._seconds(
-            lambda *arrays: tuple(
-                a @ b for a, b in zip(arrays[:count], arrays[count:], strict=True)
-            ),
-            *pairs,
+        short, long = (
+            self._seconds(functools.partial(power, exponent=exponent), *x)
+            for exponent in (1, CHAIN)
         )
-        return Product(m, n, k, without(seconds, call) / count)
+        return max(0.0, long - short) / (CHAIN - 1)
+
+    def product(self, m: int, n: int, k: int, dtype: str) -> Product:
+        """Measures the product [m, k] · [k, n]; a short one several times in a program."""
+        count = 4 if m * n * k < FEW else 1
+        left = self._arrays((m, k), jnp.dtype(dtype), count)
+        right = self._arrays((k, n), jnp.dtype(dtype), count)
+        products = lambda *arrays: tuple(
+            a @ b for a, b in zip(arrays[:count], arrays[count:], strict=True)
+        )
+        seconds = self._seconds(products, *left, *right)
+        return Product(m, n, k, without(seconds, self.call) / count)
 
     def attention(
-        self, sequences: int, tokens: int, heads: int, size: int, dtype: str, call: float
+        self, sequences: int, tokens: int, heads: int, size: int, dtype: str
     ) -> tuple[float, float]:
-        """(forward, backward) seconds, as the runtime attends: by the kernel of the table, in a
-        region where all axes are manual."""
+        """Seconds forward and backward, by the kernel that the runtime takes, in a region where all
+        axes are manual."""
         qkv = self._arrays((sequences, tokens, heads, size), jnp.dtype(dtype), 3)
         attend = lambda q, k, v: attend_whole(q, k, v, None, "all_gather", "auto")
 
@@ -178,58 +170,56 @@ class Bench:
 
         with jax.set_mesh(self.mesh), meshes.traced_for(self.mesh):
             forward, both_ways = self._seconds(attend, *qkv), self._seconds(both, *qkv)
-        return without(forward, call), without(both_ways, forward)
+        return without(forward, self.call), without(both_ways, forward)
 
-    def streaming(self, size: int, call: float) -> tuple[float, float]:
-        """(bytes read and written, seconds) of a pass over so many bytes, in place: fresh pages,
-        which a host clears first, take longer."""
+    def streaming(self, size: int) -> tuple[float, float]:
+        """Bytes read and written, and seconds, of a pass over an array of `size` bytes.
+
+        The pass is in place, since a host would first clear fresh pages.
+        """
         arrays = self._arrays((size // 4,), np.float32)
         compiled = jax.jit(lambda x: x + 1, donate_argnums=0).lower(*arrays).compile()
 
-        def again() -> jax.Array:
+        def update() -> jax.Array:
             arrays[0] = compiled(arrays[0])
             return arrays[0]
 
-        return 2.0 * size, without(self.watch.seconds(again), call)
+        return 2.0 * size, without(self.watch.seconds(update), self.call)
 
-    def exchanges(self, group: int, size: int, call: float) -> list[Exchange]:
-        """A gather of `size` bytes with the scatter that undoes it, a sum and a message, over all
-        groups of so many neighbours at once. They follow each other inside a program, as in a step,
-        whose arrays have their place in memory."""
-        mesh, axes = (
-            Mesh(self.mesh.devices.reshape(-1, group), ("groups", "group")),
-            ("groups", "group"),
-        )
+    def collectives(self, group: int, size: int) -> list[TimedCollectives]:
+        """Times of an all-gather with the reduce-scatter that undoes it, of an all-reduce and of a
+        permute of `size` bytes, over all groups of `group` neighbours at once.
+
+        LOOPS of them follow each other in a program, as in a step, so arrays keep their memory.
+        """
+        mesh = Mesh(self.mesh.devices.reshape(-1, group), ("groups", "group"))
         ring = [(i, (i + 1) % group) for i in range(group)]
-        part = 1 / group  # or sums of sums would grow
+        mean = 1 / group  # sums of sums would grow
         gathered = lambda x: jax.lax.optimization_barrier(
             jax.lax.all_gather(x, "group", tiled=True)
         )
-        functions: dict[tuple[str, ...], tuple[Callable, int]] = {
-            (GATHER, SCATTER): (
-                lambda x: jax.lax.psum_scatter(gathered(x), "group", tiled=True) * part,
+        cases: tuple[tuple[tuple[str, ...], int, Callable], ...] = (
+            (
+                (GATHER, SCATTER),
                 size // group,
+                lambda x: jax.lax.psum_scatter(gathered(x), "group", tiled=True) * mean,
             ),
-            (SUM,): (lambda x: jax.lax.psum(x, "group") * part, size),
-            (PERMUTE,): (lambda x: jax.lax.ppermute(x, "group", ring), size),
-        }
+            ((SUM,), size, lambda x: jax.lax.psum(x, "group") * mean),
+            ((PERMUTE,), size, lambda x: jax.lax.ppermute(x, "group", ring)),
+        )
         timed = []
-        for kinds, (function, length) in functions.items():
-            chain = functools.partial(
+        for kinds, shard, function in cases:
+            loop = functools.partial(
                 jax.lax.fori_loop, 0, LOOPS, lambda _, x, function=function: function(x)
             )
-            seconds = self._seconds(
-                chain, *self._arrays((length // 4,), np.float32, mesh=mesh, axes=axes)
-            )
+            arrays = self._arrays((shard // 4,), np.float32, mesh=mesh, axes=mesh.axis_names)
+            seconds = without(self._seconds(loop, *arrays), self.call) / LOOPS
             collectives = tuple(Collective(kind, (DATA,), float(size)) for kind in kinds)
-            timed.append(Exchange(group, collectives, without(seconds, call) / LOOPS))
+            timed.append(TimedCollectives(group, collectives, seconds))
         return timed
 
 
 def groups_of(devices: int) -> list[int]:
-    """The sizes of groups of neighbours in which all devices are: 2, 4, … and all."""
-    return [
-        size
-        for size in range(2, devices + 1)
-        if devices % size == 0 and (size == devices or size & (size - 1) == 0)
-    ]
+    """The sizes of groups of neighbours that all devices divide into: 2, 4, … and all of them."""
+    sizes = (size for size in range(2, devices + 1) if devices % size == 0)
+    return [size for size in sizes if size == devices or size & (size - 1) == 0]

@@ -1,18 +1,18 @@
-"""A kind of device measured where this runs, as a hardware file that the planner reads.
+"""Calibration: this machine's devices are measured, and their figures become a hardware file.
 
     products     a sweep over m, n and k, in bfloat16 and float32
-    attention    by the kernel that the trainer would take, forward and backward
-    memory       passes over arrays of several sizes; operations so small that only their launch
+    attention    the kernel that the trainer would take, forward and backward
+    memory       passes over arrays of several sizes, and operations so small that only their launch
                  counts
-    collectives  of several sizes over groups of the devices that are here
+    collectives  several sizes over groups of these devices
 
 Every measurement is one SPMD program on all devices at once, as a training step is (bench.py). So
 the figures are those of one of N devices that all work, which matters where they share something. A
 simulated CPU device that works while the others wait is `alone` times as fast.
 
 Times of products and collectives are sums of known terms (costs/hardware.py: Matmul.reached,
-costs/collectives.py: Links) with factors that are not negative. These come by least squares of the
-relative errors, for times differ by four orders of magnitude.
+costs/collectives.py: Links) with factors that are not negative. The factors minimize the squares of
+the relative errors, since times differ by four orders of magnitude.
 
     python -m jaxtrain.plan.calibrate --out=FILE [--cpu_devices=8]
 """
@@ -27,8 +27,8 @@ import platform
 import statistics
 import sys
 import types
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -44,13 +44,15 @@ from jaxtrain.costs.hardware import FIGURES, GIB, Hardware, Matmul, Tier
 from jaxtrain.costs.layout import Layout
 from jaxtrain.costs.step_time import ATTENTION_BACKWARD
 from jaxtrain.devices.startup import start_jax, unused_accelerator
-from jaxtrain.plan.bench import Bench, Exchange, Product, groups_of, without
+from jaxtrain.plan.bench import Bench, Product, TimedCollectives, groups_of, without
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.progress import SearchProgress
 
 MEMORY_USABLE = 0.94  # of a device's memory, where the platform does not say what programs get
 BFLOAT16, FLOAT32 = "bfloat16", "float32"
+Report = Callable[[str, float], None]  # gets what is measured next, and the fraction that is done
+Case = TypeVar("Case", bound=tuple)
 
 
 class CalibrationError(RunError):
@@ -61,14 +63,14 @@ class CalibrationError(RunError):
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is measured on a platform; all sizes are a device's own.
+    """What is measured on a platform; all sizes are those of one device.
 
-    dtype:       of the products that are swept; of the other one only the peak is measured
+    dtype:       the type of the swept products; of the other type only the peak is measured
     products:    (m, n, k), the largest last
     attention:   (sequences, tokens, heads, size of a head)
     passes:      bytes of an array that is read and written
-    collectives: bytes of a whole array
-    seconds:     of a timing, at least: so many calls one after the other
+    collectives: bytes of an unsharded array
+    seconds:     the least seconds of a timing
     """
 
     dtype: str
@@ -80,13 +82,9 @@ class Sizes:
 
 
 def _sweep(*sizes: int) -> tuple[tuple[int, int, int], ...]:
-    """Every size beside every other one; the largest product last."""
-    return tuple(
-        sorted(
-            ((m, n, k) for m in sizes for n in sizes for k in sizes),
-            key=lambda size: (math.prod(size), size),
-        )
-    )
+    """Products of all combinations of sizes, the largest last."""
+    products = [(m, n, k) for m in sizes for n in sizes for k in sizes]
+    return tuple(sorted(products, key=lambda size: (math.prod(size), size)))
 
 
 CPU = Sizes(
@@ -109,8 +107,10 @@ ACCELERATOR = Sizes(
 
 
 def fit(terms: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[list[float], float]:
-    """(factors, none below 0, with which sums of terms come closest to measured seconds; the median
-    relative error). terms: a row for each measurement."""
+    """The factors ≥ 0 with which sums of terms come closest to measured seconds.
+
+    terms: [measurements, factors]. The second result is the median relative error.
+    """
     parts = np.asarray(terms, float) / np.asarray(seconds, float)[:, None]
     scales = np.abs(parts).max(0)
     scales[scales == 0] = 1.0
@@ -119,50 +119,44 @@ def fit(terms: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[lis
 
 
 def fit_products(measured: Sequence[Product], launch: float) -> tuple[float, Matmul, float]:
-    """(operations a second of a product of any size, the part of that which sizes leave, median
-    relative error). launch: seconds of an operation that does nothing."""
+    """FLOP/s of an infinite product, what smaller ones reach of it, and the median relative error.
+
+    launch: seconds of an operation that does nothing
+    """
     seconds = [without(product.seconds, launch) for product in measured]
-    factors, error = fit(
-        [[p.flops * factor for factor in (1.0, 1 / p.m, 1 / p.n, 1 / p.k)] for p in measured],
-        seconds,
-    )
-    # all of it by their sizes
-    first = factors[0] or min(s / p.flops for s, p in zip(seconds, measured, strict=True))
-    m, n, k = (factor / first for factor in factors[1:])
-    return 1 / first, Matmul(1.0, (m, n, k)), error
+    terms = [[p.flops, p.flops / p.m, p.flops / p.n, p.flops / p.k] for p in measured]
+    (per_flop, *per_size), error = fit(terms, seconds)
+    # 0 if the sizes explain all of the seconds
+    per_flop = per_flop or min(s / p.flops for s, p in zip(seconds, measured, strict=True))
+    m, n, k = (factor / per_flop for factor in per_size)
+    return 1 / per_flop, Matmul(1.0, (m, n, k)), error
 
 
 def fit_links(
-    measured: Sequence[Exchange], hardware: Hardware, name: str, devices: int
+    measured: Sequence[TimedCollectives], hardware: Hardware, name: str, devices: int
 ) -> tuple[Tier, float]:
-    """The tier that joins the devices of these exchanges, and the median relative error; all of its
-    bandwidth is reached."""
+    """The tier that joins the devices of these collectives, and the median relative error."""
     units = [
         dataclasses.replace(hardware, tiers=(Tier(name, 0, *unit),))
         for unit in ((1.0, 1.0, 0.0), (math.inf, 1.0, 1.0))
     ]
     terms = [
-        [Links(Layout(data=e.devices), unit).seconds(e.collectives)[DATA] for unit in units]
-        for e in measured
+        [Links(Layout(data=timed.devices), unit).seconds(timed.collectives)[DATA] for unit in units]
+        for timed in measured
     ]
-    (bandwidth, latency), error = fit(terms, [exchange.seconds for exchange in measured])
+    (per_byte, latency), error = fit(terms, [timed.seconds for timed in measured])
     fastest = FIGURES["gb_per_s"][1]  # where no byte took time
-    return Tier(
-        name, devices, min(fastest, 1 / bandwidth) if bandwidth else fastest, 1.0, latency
-    ), error
+    speed = min(fastest, 1 / per_byte) if per_byte else fastest
+    return Tier(name, devices, speed, 1.0, latency), error
 
 
 # --- the file -----------------------------------------------------------------------------------
 
 
-def calibrate(
-    sizes: Sizes | None = None, report: Callable[[str, float], None] = lambda what, done: None
-) -> Hardware:
-    """The kind of this process's devices, as measured now, when jax has its devices; takes under a
-    minute.
+def calibrate(sizes: Sizes | None = None, report: Report = lambda what, done: None) -> Hardware:
+    """The figures of this process's devices, measured in under a minute.
 
-    report: is told what begins, and which part of the whole is behind. Raises CalibrationError
-    where devices cannot be measured.
+    Raises CalibrationError for devices that cannot be measured.
     """
     devices = jax.devices()
     known = kinds.of_device(devices[0].device_kind)
@@ -179,111 +173,110 @@ def calibrate(
         )
     sizes = sizes or (CPU if devices[0].platform == "cpu" else ACCELERATOR)
     bench = Bench(devices, sizes.seconds)
-    call, launch = bench.call(), bench.launch()
-    products = []
-    for i, (m, n, k) in enumerate(sizes.products):
-        report(f"products, [{m}, {k}] · [{k}, {n}]", 0.05 + 0.5 * i / len(sizes.products))
-        products.append(bench.product(m, n, k, sizes.dtype, call))
+    launch = bench.launch()
+    swept = _announced(sizes.products, "products, [{0}, {2}] · [{2}, {1}]", 0.05, 0.5, report)
+    products = [bench.product(*product, sizes.dtype) for product in swept]
     peak, matmul, error = fit_products(products, launch)
-    fitted = [f"{len(products)} products {error:.0%}"]
+    fits = [f"{len(products)} products {error:.0%}"]
     other = BFLOAT16 if sizes.dtype == FLOAT32 else FLOAT32
     report(f"products in {other}", 0.55)
-    largest = bench.product(*sizes.products[-1], other, call)
+    largest = bench.product(*sizes.products[-1], other)
     rate = largest.flops / without(largest.seconds, launch)
     peaks = {sizes.dtype: peak, other: rate / matmul.reached(largest.m, largest.n, largest.k)}
-    forward, backward = _attention(bench, sizes, peak, call, report)
+    forward, backward = _attention(bench, sizes, peak, report)
     report("passes over memory", 0.7)
-    passes = [bench.streaming(size, call) for size in sizes.passes][-2:]
-    base = _as_fast_as_measured(
-        known or _unknown(devices),
-        peaks,
-        sum(moved for moved, _ in passes) / sum(seconds for _, seconds in passes),
-    )
-    alone = len(devices) / bench.watch.cores if bench.watch.cores else 1.0
+    passes = [bench.streaming(size) for size in sizes.passes][-2:]
+    streaming = sum(moved for moved, _ in passes) / sum(seconds for _, seconds in passes)
+    cores = bench.watch.cores
+    base = _as_fast_as_measured(known or _unknown(devices), peaks, streaming)
+    base = dataclasses.replace(base, alone=len(devices) / cores if cores else 1.0)
     tiers = base.tiers
     if len(devices) > 1:
-        exchanges: list[Exchange] = []
-        tried = [(group, size) for group in groups_of(len(devices)) for size in sizes.collectives]
-        for i, (group, size) in enumerate(tried):
-            report(
-                f"collectives of {size >> 10} KiB over {group} devices",
-                0.75 + 0.25 * i / len(tried),
-            )
-            exchanges += bench.exchanges(group, size, call)
-        here = (tiers[0].name if tiers else "local", len(devices) if len(tiers) > 1 else 0)
-        tier, error = fit_links(exchanges, dataclasses.replace(base, alone=alone), *here)
-        fitted.append(f"{len(exchanges)} collectives {error:.0%}")
+        cases = [
+            (n, size, size >> 10) for n in groups_of(len(devices)) for size in sizes.collectives
+        ]
+        announced = _announced(cases, "collectives of {2} KiB over {0} devices", 0.75, 0.25, report)
+        collectives = [timed for n, size, _ in announced for timed in bench.collectives(n, size)]
+        name, joined = (tiers[0].name if tiers else "local"), len(devices) * (len(tiers) > 1)
+        tier, error = fit_links(collectives, base, name, joined)
+        fits.append(f"{len(collectives)} collectives {error:.0%}")
         tiers = (tier, *tiers[1:])
-    cores = bench.watch.cores
     reached = peak / base.peak(sizes.dtype)
+    simulated = f", {len(devices)} simulated devices on {cores} cores" if cores else ""
     return dataclasses.replace(
         base,
-        name=f"{devices[0].device_kind}"
-        f"{f', {len(devices)} simulated devices on {cores} cores' * bool(cores)}",
+        name=f"{devices[0].device_kind}{simulated}",
         matmul=dataclasses.replace(matmul, peak=min(1.0, reached)),
         attention_forward=min(1.0, forward * reached),
         attention_backward=min(1.0, backward * reached),
         launch_us=1e6 * launch,
         tiers=tiers,
-        alone=alone,
-        sources=_sources(devices, cores, sizes, fitted, known),
+        sources=_sources(devices, cores, sizes, fits, known),
     )
 
 
-def _attention(
-    bench: Bench, sizes: Sizes, peak: float, call: float, report: Any
-) -> tuple[float, float]:
-    """Parts of `peak` that attention reaches, forward and backward: geometric means over the sizes,
-    half of the scores counted."""
-    parts = []
-    for i, (sequences, tokens, heads, size) in enumerate(sizes.attention):
-        report(
-            f"attention, {heads} heads of {size}, {tokens} tokens",
-            0.6 + 0.1 * i / len(sizes.attention),
-        )
+def _announced(
+    cases: Sequence[Case], text: str, begin: float, part: float, report: Report
+) -> Iterator[Case]:
+    """Each case after its report: the text with the case's values, and the fraction that is done.
+
+    begin, part: the fractions of all measurements that come before these, and that these are
+    """
+    for i, case in enumerate(cases):
+        report(text.format(*case), begin + part * i / len(cases))
+        yield case
+
+
+def _attention(bench: Bench, sizes: Sizes, peak: float, report: Report) -> tuple[float, float]:
+    """Fractions of `peak` that attention reaches, forward and backward: geometric means.
+
+    Half of the scores count.
+    """
+    forward, backward = [], []
+    text = "attention, {2} heads of {3}, {1} tokens"
+    for case in _announced(sizes.attention, text, 0.6, 0.1, report):
+        sequences, tokens, heads, size = case
         flops = 0.5 * 4.0 * sequences * heads * tokens**2 * size
-        forward, backward = bench.attention(sequences, tokens, heads, size, sizes.dtype, call)
-        parts.append((flops / forward / peak, ATTENTION_BACKWARD * flops / backward / peak))
-    return statistics.geometric_mean(p for p, _ in parts), statistics.geometric_mean(
-        p for _, p in parts
-    )
+        seconds = bench.attention(*case, sizes.dtype)
+        forward.append(flops / seconds[0] / peak)
+        backward.append(ATTENTION_BACKWARD * flops / seconds[1] / peak)
+    return statistics.geometric_mean(forward), statistics.geometric_mean(backward)
 
 
 def _unknown(devices: Sequence[jax.Device]) -> Hardware:
-    """A kind without a data sheet, of which only the memory's size is known."""
+    """Hardware without a data sheet, of which only the memory's size is known."""
     limit = (devices[0].memory_stats() or {}).get("bytes_limit", 0)
     if not limit and devices[0].platform == "cpu":
         limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(devices)
-    none = dict.fromkeys((BFLOAT16, FLOAT32), 0.0)
     return Hardware(
-        "",
-        none,
-        limit / GIB,
-        MEMORY_USABLE,
-        0.0,
-        1.0,
-        Matmul(1.0, (0.0, 0.0, 0.0)),
-        1.0,
-        1.0,
-        0.0,
-        (),
-        0.0,
-        (),
+        name="",
+        peak_tflops=dict.fromkeys((BFLOAT16, FLOAT32), 0.0),
+        memory_gib=limit / GIB,
+        memory_usable=MEMORY_USABLE,
+        memory_gb_per_s=0.0,
+        memory_reached=1.0,
+        matmul=Matmul(1.0, (0.0, 0.0, 0.0)),
+        attention_forward=1.0,
+        attention_backward=1.0,
+        launch_us=0.0,
+        tiers=(),
+        watts=0.0,
+        sources=(),
     )
 
 
 def _as_fast_as_measured(kind: Hardware, peaks: dict[str, float], streaming: float) -> Hardware:
-    """The kind with its peaks as high as those that were measured, for none reaches more than all
-    of them, and the part of the memory's bandwidth that passes reach."""
+    """The hardware with peaks and bandwidth raised to what was measured, and its `memory_reached`.
+
+    peaks: FLOP/s by type; streaming: bytes a second
+    """
     tflops = {
         dtype: max(peak, peaks.get(dtype, 0.0) / 1e12) for dtype, peak in kind.peak_tflops.items()
     }
     gb_per_s = max(kind.memory_gb_per_s, streaming / 1e9)
+    reached = min(1.0, streaming / (1e9 * gb_per_s))
     return dataclasses.replace(
-        kind,
-        peak_tflops=tflops,
-        memory_gb_per_s=gb_per_s,
-        memory_reached=min(1.0, streaming / (1e9 * gb_per_s)),
+        kind, peak_tflops=tflops, memory_gb_per_s=gb_per_s, memory_reached=reached
     )
 
 
@@ -291,11 +284,11 @@ def _sources(
     devices: Sequence[jax.Device],
     cores: int,
     sizes: Sizes,
-    fitted: Sequence[str],
+    fits: Sequence[str],
     known: Hardware | None,
 ) -> tuple[str, ...]:
-    """When, where and with what it was measured, how well the fits hold, and what was not
-    measured."""
+    """Sources of a file's figures: when, where and how they were measured, the errors of the fits,
+    and what was not measured."""
     when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     seconds = f"CPU-seconds of the process over {cores} cores" if cores else "seconds of the wall"
     sources = [
@@ -304,7 +297,7 @@ def _sources(
         f"{devices[0].device_kind}, "
         f"jax {jax.__version__}, {seconds}; products and attention in {sizes.dtype}, all "
         "devices at once",
-        f"median relative errors of the fits: {', '.join(fitted)}",
+        f"median relative errors of the fits: {', '.join(fits)}",
     ]
     if known:
         rest = (
@@ -320,7 +313,7 @@ def _sources(
 
 
 def summary(hardware: Hardware) -> list[str]:
-    """Lines for people."""
+    """The figures as lines of text."""
     peaks = ", ".join(f"{dtype} {peak:.3g}" for dtype, peak in hardware.peak_tflops.items())
     m, n, k = hardware.matmul.half
     return [
@@ -357,8 +350,7 @@ FLAGS = (
 
 
 def check_flags(flags: types.SimpleNamespace) -> types.SimpleNamespace:
-    """The flags. Raises UsageError unless a file of that name can be written and read again, before
-    a minute is spent."""
+    """The flags. Raises UsageError, before a minute is spent, if the file cannot be written."""
     path = pathlib.Path(flags.out)
     if path.suffix != ".json":
         raise UsageError(
@@ -370,7 +362,7 @@ def check_flags(flags: types.SimpleNamespace) -> types.SimpleNamespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit status."""
+    """Calibrates and writes the file. Returns the exit status."""
     flags = cli.checked_flags(argv, DESCRIPTION, FLAGS, check_flags)
     flags.coordinator, flags.processes, flags.process_id = "", 1, 0
     try:
@@ -379,13 +371,11 @@ def main(argv: Sequence[str]) -> int:
             raise CalibrationError(unused)
         with SearchProgress("calibrating") as progress:
             hardware = calibrate(report=progress)
-        cli.write_output(
-            flags.out,
-            (json.dumps(kinds.to_json(hardware), indent=2, ensure_ascii=False) + "\n").encode(),
-        )
-    except (RunError, cli.FlagsError) as error:
+        text = json.dumps(kinds.to_json(hardware), indent=2, ensure_ascii=False) + "\n"
+        cli.write_output(flags.out, text.encode())
+    except RunError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.status if isinstance(error, RunError) else ExitStatus.BAD_CONFIG
+        return error.status
     print("\n".join([*summary(hardware), f"written to {flags.out}: use --hardware={flags.out}"]))
     return ExitStatus.FINISHED
 

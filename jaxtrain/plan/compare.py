@@ -1,7 +1,7 @@
-"""The planned step of a run on the devices at hand and the measured one: `planned.json`. No jax.
+"""The planned step of a run on the devices at hand, and its record with the measured step. No jax.
 
 The plan is that of `plan --layout --json` for the same config and hardware: closed forms and, with
-stages, the table. The record lies in the run's folder.
+stages, the table. The record is `planned.json` in the run's folder.
 """
 
 import collections
@@ -12,16 +12,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.config import Config
-from jaxtrain.config.work import kind_at_hand
 from jaxtrain.costs.hardware import GIB
 from jaxtrain.costs.step_time import BUBBLE, COMMUNICATION_AXES, FIXED
+from jaxtrain.pipeline.step_model import hardware_at_hand
 from jaxtrain.plan.predict import Prediction, exactly, predict
 
 PLANNED = "planned.json"
 WORTH = 0.02  # of the step: smaller parts are not listed
-# parts that are measured and not planned (measured_step.py)
+# Parts that are measured and not planned (measured_step.py).
 COMMUNICATION, WAITING = "communication", "waiting"
-WAITED = (BUBBLE, FIXED, "stage")  # a stage that waits for another does so in a message
+# Planned part → the measured part that it is compared with, if it has another name: a stage that
+# waits for another one does so in a message.
+WAITS = dict.fromkeys((BUBBLE, FIXED, "stage"), WAITING)
+ANY_AXIS = dict.fromkeys(COMMUNICATION_AXES, COMMUNICATION)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,29 +52,26 @@ class PlanAtHand:
             f"{name} {seconds / plan.seconds:.0%}" for name, seconds in listed(plan.time.exposed)
         )
         hardware, rate = plan.work.hardware, f"{plan.tokens_per_s:,.0f} tokens/s"
-        needs = (
-            f"; it needs {plan.memory.bytes / GIB:.1f} GiB a device, and "
-            f"{hardware.memory / GIB:.1f} are there"
-        )
-        return [
-            f"planned step: {plan.seconds:.4g} s for {hardware.name}, {rate}: "
-            f"{parts}{needs * (not plan.fits)}"
-        ]
+        needs = ""
+        if not plan.fits:
+            needs = f"; it needs {plan.memory.bytes / GIB:.1f} GiB a device, and "
+            needs += f"{hardware.memory / GIB:.1f} are there"
+        return [f"planned step: {plan.seconds:.4g} s for {hardware.name}, {rate}: {parts}{needs}"]
 
 
 def plan_at_hand(config: Config, device_kind: str) -> PlanAtHand:
-    """The plan of a resolved config whose mesh is known, on `train.hardware` or else the devices
-    that jax calls `device_kind`. Raises HardwareError."""
-    kind = kind_at_hand(config, device_kind)
+    """The plan of a resolved config whose mesh is known. Raises HardwareError.
+
+    device_kind: jax's name of the devices, which count unless `train.hardware` names others
+    """
+    kind = hardware_at_hand(config, device_kind)
     if kind is None:
         use = "python -m jaxtrain.plan --calibrate --out=FILE measures it, for train.hardware=FILE"
-        return PlanAtHand(
-            None, "" if device_kind == "cpu" else f"{device_kind!r} is not known: {use}"
-        )
-    if config.precision.compute not in kind.peak_tflops:
-        return PlanAtHand(
-            None, f"{kind.name} has no peak for precision.compute={config.precision.compute}"
-        )
+        unknown = f"{device_kind!r} is not known: {use}"
+        return PlanAtHand(None, "" if device_kind == "cpu" else unknown)
+    dtype = config.precision.compute
+    if dtype not in kind.peak_tflops:
+        return PlanAtHand(None, f"{kind.name} has no peak for precision.compute={dtype}")
     return PlanAtHand(exactly(predict(config, kind)))
 
 
@@ -83,7 +83,7 @@ def listed(parts: Mapping[str, float]) -> list[tuple[str, float]]:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """Traced steps on one device: seconds of a step, and those by part, exposed and hidden.
+    """Traced steps on one device: seconds of a step, and seconds by part, exposed and hidden.
 
     device: the number, in process 0, of the device that computes most
     """
@@ -111,10 +111,10 @@ class Miss:
 class PlannedStep:
     """A planned step compared with the measured one.
 
-    step:     after which it was measured
-    steps:    how many were; step_time_s is their median
-    planned, hidden: seconds by part; planned_step_time_s is the sum of `planned`
-    trace:    None where no steps were traced
+    step:     the last step that was measured
+    planned, hidden: planned seconds by part; planned_step_time_s is the sum of `planned`
+    steps:    the number of measured steps, of whose times step_time_s is the median
+    trace:    None if no steps were traced
     """
 
     step: int
@@ -132,8 +132,7 @@ class PlannedStep:
         return self.step_time_s / self.planned_step_time_s
 
     def misses(self) -> list[Miss]:
-        """Each part as planned and as traced, the largest difference first; nothing without a
-        trace.
+        """Each part as planned and as traced, the largest difference first; [] without a trace.
 
         Bubble, messages between stages and other waits are one part, since a collective of a stage
         that waits for another lasts as long as the wait. So is all communication if the trace does
@@ -141,13 +140,14 @@ class PlannedStep:
         """
         if self.trace is None:
             return []
-        merged = COMMUNICATION in self.trace.exposed
-        planned, measured = _grouped(self.planned, merged), _grouped(self.trace.exposed, merged)
-        parts = [
-            Miss(part, planned.get(part, 0.0), measured.get(part, 0.0))
-            for part in planned | measured
-        ]
-        return sorted(parts, key=lambda miss: -abs(miss.seconds))
+        names = (ANY_AXIS if COMMUNICATION in self.trace.exposed else {}) | WAITS
+        planned, measured = (collections.defaultdict[str, float](float) for _ in range(2))
+        for part, seconds in self.planned.items():
+            planned[names.get(part, part)] += seconds
+        for part, seconds in self.trace.exposed.items():
+            measured[names.get(part, part)] += seconds
+        misses = [Miss(part, planned[part], measured[part]) for part in {**planned, **measured}]
+        return sorted(misses, key=lambda miss: -abs(miss.seconds))
 
     def lines(self) -> list[str]:
         """The comparison as lines of text."""
@@ -159,28 +159,25 @@ class PlannedStep:
             return [f"{text}; --config.train.profile_steps=2 measures its parts"]
         misses = self.misses()
         least = WORTH * max(self.planned_step_time_s, self.trace.step_time_s)
-        shown = [miss for miss in misses if max(miss.planned_s, miss.measured_s) >= least]
         parts = ", ".join(
-            f"{miss.part} {miss.planned_s:.3g} → {miss.measured_s:.3g}" for miss in shown
+            f"{miss.part} {miss.planned_s:.3g} → {miss.measured_s:.3g}"
+            for miss in misses
+            if max(miss.planned_s, miss.measured_s) >= least
         )
         largest = misses[0]
+        sign = "more" if largest.seconds > 0 else "less"
         return [
             text,
             f"parts in s, planned → measured in traced steps of {self.trace.step_time_s:.4g} "
             f"s: {parts}",
-            f"largest miss: {largest.part}, {abs(largest.seconds):.3g} s "
-            f"{'more' if largest.seconds > 0 else 'less'} than planned",
+            f"largest miss: {largest.part}, {abs(largest.seconds):.3g} s {sign} than planned",
         ]
 
     def as_json(self) -> str:
-        """The text of planned.json, which also has what follows from its figures."""
+        """The text of planned.json: the fields, their ratio, and the largest miss."""
         largest = next(map(dataclasses.asdict, self.misses()), None)
-        return (
-            json.dumps(
-                dataclasses.asdict(self) | {"ratio": self.ratio, "largest_miss": largest}, indent=1
-            )
-            + "\n"
-        )
+        values = dataclasses.asdict(self) | {"ratio": self.ratio, "largest_miss": largest}
+        return json.dumps(values, indent=1) + "\n"
 
 
 def read(folder: pathlib.Path) -> PlannedStep | None:
@@ -188,23 +185,7 @@ def read(folder: pathlib.Path) -> PlannedStep | None:
     try:
         values: dict[str, Any] = json.loads((folder / PLANNED).read_bytes())
         values["trace"] = Trace(**values["trace"]) if values["trace"] else None
-        return PlannedStep(
-            **{field.name: values[field.name] for field in dataclasses.fields(PlannedStep)}
-        )
+        names = [field.name for field in dataclasses.fields(PlannedStep)]
+        return PlannedStep(**{name: values[name] for name in names})
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _grouped(parts: Mapping[str, float], merged: bool) -> dict[str, float]:
-    """Seconds of the parts that can be compared. merged: all communication is one part."""
-    grouped: dict[str, float] = collections.defaultdict(float)
-    for part, seconds in parts.items():
-        name = (
-            WAITING
-            if part in WAITED
-            else COMMUNICATION
-            if merged and part in COMMUNICATION_AXES
-            else part
-        )
-        grouped[name] += seconds
-    return dict(grouped)

@@ -1,16 +1,15 @@
-"""The compile check: the train step compiled for devices that need not be there, compared with its
-plan.
+"""The compile check: a train step compiled for devices that need not be there, beside its plan.
 
     python -m jaxtrain.plan --compile --config=llama3_8b --topology=v5p:4x4x4
                             [--layout=data=16,model=4 …] [--config.… …] [--json]
 
-    memory        XLA's figures for a device, and those of costs/memory.py with the table's slots,
-                  by part
-    collectives   bytes that a device of the busiest stage sends in a step, compiled and planned;
-                  which fraction is asynchronous, and which has products beside it
+    memory        bytes on a device by part: XLA's figures, and those of costs/memory.py with the
+                  table's slots
+    collectives   bytes that a device of the stage that sends most sends in a step, compiled and
+                  planned; the fractions that are asynchronous and that overlap with products
 
-Nothing is run. The TPU compiler refuses a step that does not fit; the GPU compiler never does, so
-its figure is compared with the memory.
+Nothing is run. The TPU compiler refuses a step that does not fit. The GPU compiler never does, so
+its figure is compared with the device's memory.
 """
 
 import collections
@@ -19,20 +18,22 @@ import importlib.metadata
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxtrain.config import Config, ConfigError, checks, one_line
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, Reading, apply, read_flags, settled
 from jaxtrain.config.recipes import DEFAULT_RECIPE, find_recipe, load_recipe
-from jaxtrain.config.work import step_model_of
 from jaxtrain.costs import hardware
+from jaxtrain.costs.hardware import GIB
 from jaxtrain.costs.memory import MemoryBreakdown
-from jaxtrain.devices.mesh import sizes_of
+from jaxtrain.costs.step_counts import Entry
+from jaxtrain.devices.mesh import AXES, sizes_of
 from jaxtrain.hlo import topology
+from jaxtrain.hlo.collectives import StepCollective, step_collectives
+from jaxtrain.hlo.loops import StepLoops
 from jaxtrain.hlo.program import Program
-from jaxtrain.hlo.step_figures import StepFigures
 from jaxtrain.hlo.topology import (
     INSTALL_COMMAND,
     Compiled,
@@ -42,6 +43,8 @@ from jaxtrain.hlo.topology import (
     compile_config,
     compilers,
 )
+from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.pipeline.step_model import step_model_of
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.explain import aligned
 from jaxtrain.plan.predict import predict, with_op_times
@@ -49,9 +52,7 @@ from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.training.step import step_counts
 
-GIB = 2**30
-# The planner's part → the kind of `training.step.state_memory` that the compiled program holds of
-# it.
+# The planner's part → the key of `training.step.state_memory` with the compiled program's bytes.
 PARTS = {
     "weights": "parameters",
     "gradients": "accumulators",
@@ -60,35 +61,30 @@ PARTS = {
 }
 REST = "rest"
 AGREES = 0.1  # of the compiler's memory
+FORMS = ", ".join(platform.form for platform in topology.PLATFORMS.values())
 FLAGS = (
     Flag("config", DEFAULT_RECIPE, "recipe: a Python file, or a shipped one's name"),
-    Flag(
-        "topology",
-        "",
-        "devices to compile for: "
-        + ", ".join(platform.form for platform in topology.PLATFORMS.values()),
-    ),
+    Flag("topology", "", f"devices to compile for: {FORMS}"),
     Flag("layout", "", "compile this layout: KEY=VALUE,… as in planning; empty: the recipe's"),
     Flag("json", False, "print one JSON object"),
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """A part of a device's memory, bytes. planned: nan where the planner has no such part."""
+class MemoryPart:
+    """A part of a device's memory, bytes. planned: None if the planner has no such part."""
 
     name: str
     compiled: float
-    planned: float
+    planned: float | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Collectives:
-    """Collectives of a kind over mesh axes: bytes that a device sends in a step, compiled and
-    planned.
+class CollectiveBytes:
+    """Bytes that a device sends in a step by collectives of a kind over the same mesh axes.
 
-    asynchronous: fraction of the compiled ones that have a start and a done
-    beside:       fraction of them that have products in between
+    asynchronous: fraction of the compiled bytes whose collectives have a start and a done
+    overlapped:   fraction of the compiled bytes whose collectives overlap with products
     """
 
     kind: str
@@ -96,64 +92,61 @@ class Collectives:
     compiled: float
     planned: float
     asynchronous: float
-    beside: float
+    overlapped: float
 
 
 @dataclasses.dataclass(frozen=True)
 class CompileCheck:
-    """A resolved config's step, compiled and planned. stage: the busiest, whose collectives are
-    listed."""
+    """A resolved config's step, compiled and planned.
+
+    capacity: bytes that a device has for arrays
+    stage:    the stage whose devices send most, whose collectives these are
+    """
 
     topology: Topology
-    compiler: str
     compiled: Compiled
-    parts: tuple[Part, ...]
-    usable: float
+    parts: tuple[MemoryPart, ...]
+    capacity: float
     stage: int
     stages: int
-    collectives: tuple[Collectives, ...]
+    collectives: tuple[CollectiveBytes, ...]
 
     @property
-    def total(self) -> Part:
+    def total(self) -> MemoryPart:
         """All parts. `compiled` is XLA's sum of arguments, temporary memory and results."""
-        planned = (part.planned for part in self.parts if not math.isnan(part.planned))
-        return Part("total", float(self.compiled.total), sum(planned))
+        planned = sum(part.planned or 0.0 for part in self.parts)
+        return MemoryPart("total", float(self.compiled.total), planned)
 
     @property
     def error(self) -> float:
         """The planner's memory over the compiler's, less 1."""
-        return self.total.planned / self.total.compiled - 1
+        return (self.total.planned or 0.0) / self.total.compiled - 1
 
     @property
     def fits(self) -> bool:
-        """Whether the memory that the compiler asks for is available."""
-        return self.total.compiled <= self.usable
+        """True if a device has the memory that the compiler asks for."""
+        return self.total.compiled <= self.capacity
 
     def as_dict(self) -> dict[str, Any]:
         """The comparison as JSON, in bytes and seconds."""
-        planned = {
-            part.name: None if math.isnan(part.planned) else part.planned for part in self.parts
-        }
-        kinds = {
-            "kinds": dict(self.compiled.kinds),
-            "pools": {kind: list(pool) for kind, pool in self.compiled.pools.items()},
-        }
+        where, compiled, parts = self.topology, self.compiled, (*self.parts, self.total)
         return {
-            "topology": self.topology.text,
-            "devices": self.topology.devices,
-            "device": self.topology.platform.device_kind,
-            "wrap": list(self.topology.wrap),
-            "compiler": self.compiler,
+            "topology": where.text,
+            "devices": where.devices,
+            "device": where.platform.device_kind,
+            "wrap": list(where.wrap),
+            "compiler": where.platform.compiler,
             "jax": importlib.metadata.version("jax"),
-            "tracing_s": self.compiled.tracing,
-            "compiling_s": self.compiled.compiling,
+            "tracing_s": compiled.tracing,
+            "compiling_s": compiled.compiling,
             "memory": {
-                "compiled": dict(self.compiled.memory) | {"total": self.compiled.total},
-                **kinds,
+                "compiled": dict(compiled.memory) | {"total": compiled.total},
+                "kinds": dict(compiled.kinds),
+                "pools": {kind: list(pool) for kind, pool in compiled.pools.items()},
                 "parts": {part.name: part.compiled for part in self.parts},
-                "planned": planned | {"total": self.total.planned},
+                "planned": {part.name: part.planned for part in parts},
                 "error": self.error,
-                "usable": self.usable,
+                "usable": self.capacity,
                 "fits": self.fits,
             },
             "stage": self.stage,
@@ -162,29 +155,25 @@ class CompileCheck:
 
     def lines(self) -> list[str]:
         """The comparison as lines of text."""
-        where, jax = self.topology, importlib.metadata.version("jax")
-        seconds = (
-            f"traced in {self.compiled.tracing:.0f} s, compiled in {self.compiled.compiling:.0f} s"
-        )
-        rings = sum(map(bool, where.wrap[: len(where.sizes)]))
-        links = f", links that go round along {rings} of {len(where.sizes)} dimensions"
-        devices = (
-            f"{where.devices} × "
-            f"{where.platform.device_kind}{links * (where.platform.backend != 'gpu')}"
-        )
+        where, platform, compiled = self.topology, self.topology.platform, self.compiled
+        devices = f"{where.devices} × {platform.device_kind}"
+        if platform.backend != "gpu":
+            rings = sum(map(bool, where.wrap[: len(where.sizes)]))
+            devices += f", links that go round along {rings} of {len(where.sizes)} dimensions"
+        versions = f"{platform.compiler}, jax {importlib.metadata.version('jax')}"
+        seconds = f"traced in {compiled.tracing:.0f} s, compiled in {compiled.compiling:.0f} s"
         return [
-            f"{where.text}: {devices}; {self.compiler}, jax {jax}: {seconds}",
+            f"{where.text}: {devices}; {versions}: {seconds}",
             *self._memory_lines(),
             *self._collective_lines(),
         ]
 
     def _memory_lines(self) -> list[str]:
         unit, name = (GIB, "GiB") if self.total.compiled >= GIB else (2**20, "MiB")
-        text = lambda n: "–" if math.isnan(n) else f"{n / unit:,.2f}"
-        cells = [
-            (f"  {part.name}", text(part.compiled), text(part.planned))
-            for part in (*self.parts, self.total)
-        ]
+        text = lambda n: "–" if n is None else f"{n / unit:,.2f}"
+        cells = [(f"memory per device, {name}", "compiler", "planner")]
+        for part in (*self.parts, self.total):
+            cells.append((f"  {part.name}", text(part.compiled), text(part.planned)))
         split = ", ".join(
             f"{kind} {self.compiled.memory[kind] / unit:,.2f}" for kind in ("argument", "temp")
         )
@@ -192,57 +181,30 @@ class CompileCheck:
         fits = "fits" if self.fits else "does not fit"
         below = "below" if self.error < 0 else "above"
         return [
-            *aligned([(f"memory per device, {name}", "compiler", "planner"), *cells], words=1),
+            *aligned(cells, words=1),
             f"  the planner is {abs(self.error):.1%} {below} the compiler, {agrees} "
             f"{AGREES:.0%}; as compiled it {fits} "
-            f"the {self.usable / GIB:,.1f} GiB that a device has for arrays ({split} {name})",
+            f"the {self.capacity / GIB:,.1f} GiB that a device has for arrays ({split} {name})",
         ]
 
     def _collective_lines(self) -> list[str]:
         whose = f" of stage {self.stage}" if self.stages > 1 else ""
-        compiled, planned = (
-            sum(c.compiled for c in self.collectives),
-            sum(c.planned for c in self.collectives),
-        )
+        compiled = sum(c.compiled for c in self.collectives)
+        planned = sum(c.planned for c in self.collectives)
         unit, name = (1e9, "GB") if compiled >= 1e9 else (1e6, "MB")
+        text = lambda n: f"{n / unit:,.3f}"
         title = f"collectives: {name} that a device{whose} sends in a step"
-        cells = [(title, "compiler", "planner", "asynchronous", "beside products")]
+        cells = [(title, "compiler", "planner", "asynchronous", "overlapped")]
         for c in self.collectives:
-            parts = (f"{c.asynchronous:.0%}", f"{c.beside:.0%}") if c.compiled else ("–", "–")
-            cells.append(
-                (
-                    f"  {c.kind} over {c.axes}",
-                    f"{c.compiled / unit:,.3f}",
-                    f"{c.planned / unit:,.3f}",
-                    *parts,
-                )
-            )
-        cells.append(("  in all", f"{compiled / unit:,.3f}", f"{planned / unit:,.3f}", "", ""))
+            shares = (f"{c.asynchronous:.0%}", f"{c.overlapped:.0%}") if c.compiled else ("–", "–")
+            cells.append((f"  {c.kind} over {c.axes}", text(c.compiled), text(c.planned), *shares))
+        cells.append(("  in all", text(compiled), text(planned), "", ""))
         return [line.rstrip() for line in aligned(cells, words=1)]
 
 
-def compile_check(
-    config: Config, text: str, write: Callable[[str], object] = print
-) -> CompileCheck:
-    """The compile check of a resolved config, whose mesh is known, on the topology of a text like
-    v5p:8x8x8.
-
-    write: gets a line that it takes minutes. Raises TopologyError for devices that are unknown,
-    that the mesh does not use, or whose compiler is missing; Refused with the compiler's words if
-    it rejects the step.
-    """
-    devices = check_topology(config, text)
-    compiler = f"{devices.platform.package} {devices.platform.version}"
-    write(
-        f"compiling the step for {devices.text} with {compiler}: a few minutes at most, "
-        "nothing is run"
-    )
-    return compare(config, devices, compile_config(devices, config))
-
-
-def check_topology(config: Config, text: str) -> Topology:
-    """The topology of a text. Raises TopologyError as `compile_check`."""
-    devices, wanted = topology.parse(text), math.prod(sizes_of(config.mesh))
+def check_topology(devices: Topology, wanted: int) -> Topology:
+    """The topology itself. Raises TopologyError if it has not this number of devices, or no
+    compiler for them is installed."""
     if devices.devices != wanted:
         rule = f"--topology={devices.text} has {devices.devices} devices, and the mesh has {wanted}"
         try:
@@ -259,26 +221,27 @@ def check_topology(config: Config, text: str) -> Topology:
     return devices
 
 
-def compare(config: Config, devices: Topology, compiled: Compiled) -> CompileCheck:
-    """The compile check of a step that has been compiled."""
-    platform = devices.platform
-    device = hardware.load(platform.hardware)
-    figures = StepFigures(config, platform.name, compiled)
+def compile_check(config: Config, devices: Topology, compiled: Compiled) -> CompileCheck:
+    """The compile check of a resolved config's step that has been compiled for these devices."""
+    device, counts = hardware.load(devices.platform.hardware), step_counts(config)
+    stage, program = counts.busiest_stage(), compiled.program
+    computes = lambda i: float(i.is_kernel or program.multiplies(i))
+    mesh = dict(zip(AXES, sizes_of(config.mesh), strict=True))
+    loops = StepLoops(program, make_setup(config), stage)
     return CompileCheck(
         devices,
-        f"{platform.package} {platform.version}",
         compiled,
         tuple(_parts(compiled, predict(config, device).memory)),
         device.memory,
-        figures.stage,
+        stage,
         config.mesh.stage,
-        tuple(_collectives(config, figures)),
+        tuple(_collectives(step_collectives(loops, mesh, computes), counts.volume(stage))),
     )
 
 
-def _parts(compiled: Compiled, planned: MemoryBreakdown) -> list[Part]:
-    """Memory by the planner's parts, as far as the program tells them apart: with one stage, not
-    saved activations."""
+def _parts(compiled: Compiled, planned: MemoryBreakdown) -> list[MemoryPart]:
+    """Memory by the planner's parts, as far as the program tells them apart: with one stage, it
+    does not tell saved activations."""
     known = {
         part: float(compiled.kinds[kind])
         for part, kind in PARTS.items()
@@ -286,26 +249,18 @@ def _parts(compiled: Compiled, planned: MemoryBreakdown) -> list[Part]:
     }
     if "weights" in known:
         known["weights"] += cast_bytes(compiled.program)
-    parts = [Part(part, n, planned.parts[part]) for part, n in known.items()]
-    others = [
-        kind
-        for kind in compiled.kinds
-        if kind not in PARTS.values() and not kind.endswith("on the host")
-    ]
-    parts += [Part(kind, float(compiled.kinds[kind]), math.nan) for kind in others]
+    parts = [MemoryPart(part, n, planned.parts[part]) for part, n in known.items()]
+    for kind, n in compiled.kinds.items():
+        if kind not in PARTS.values() and not kind.endswith("on the host"):
+            parts.append(MemoryPart(kind, float(n), None))
     rest = ", ".join([*(name for name in planned.parts if name not in known), "gaps"])
+    compiled_rest = compiled.total - sum(part.compiled for part in parts)
     planned_rest = planned.bytes - sum(planned.parts[part] for part in known)
-    return [
-        *parts,
-        Part(
-            f"{REST} ({rest})", compiled.total - sum(part.compiled for part in parts), planned_rest
-        ),
-    ]
+    return [*parts, MemoryPart(f"{REST} ({rest})", compiled_rest, planned_rest)]
 
 
 def cast_bytes(program: Program) -> int:
-    """Bytes of the weights that a step casts to bfloat16 for its products once, before all
-    loops."""
+    """Bytes of the weights that a step casts to bfloat16 once, before all loops."""
     cast = 0
     for i in program.inline(program.entry):
         if i.opcode not in ("fusion", "convert"):
@@ -318,43 +273,49 @@ def cast_bytes(program: Program) -> int:
                 sizes.add(source.sizes[0])
         results = zip(i.sizes, i.types, i.bytes_of_each, strict=True)
         cast += sum(
-            size for elements, kind, size in results if kind == "bf16" and elements in sizes
+            size for elements, dtype, size in results if dtype == "bf16" and elements in sizes
         )
     return cast
 
 
-def _collectives(config: Config, figures: StepFigures) -> list[Collectives]:
-    """Collectives of the busiest stage, those with most bytes first."""
-    sent, bytes_, asynchronous, beside, planned = (
-        collections.Counter[tuple[str, str]]() for _ in range(5)
+def _collectives(
+    compiled: Iterable[StepCollective], planned: Iterable[Entry]
+) -> list[CollectiveBytes]:
+    """Bytes of collectives by kind and axes, those with most bytes first."""
+    in_plan = collections.Counter[tuple[str, str]]()
+    sent, size, asynchronous, overlapped = (
+        collections.defaultdict[tuple[str, str], float](float) for _ in range(4)
     )
-    for (_, kind, _, axes), traffic in figures.collectives().items():
-        sent[kind, axes] += round(traffic.sent)
-        bytes_[kind, axes] += round(traffic.bytes)
-        asynchronous[kind, axes] += round(traffic.asynchronous)
-        beside[kind, axes] += round(traffic.hidden)
-    for entry in step_counts(config).volume(figures.stage):
-        planned[entry.kind, "·".join(entry.axes)] += entry.bytes
-    keys = sorted({*sent, *planned}, key=lambda key: (-max(sent[key], planned[key]), key))
-    fraction = lambda count, key: count[key] / bytes_[key] if bytes_[key] else 0.0
+    for each in compiled:
+        key = each.collective.kind, "·".join(each.collective.axes)
+        sent[key] += each.run.times * each.collective.sent
+        unsharded = each.run.times * each.collective.size
+        size[key] += unsharded
+        asynchronous[key] += unsharded * (each.overlapped is not None)
+        overlapped[key] += unsharded * bool(each.overlapped)
+    for entry in planned:
+        in_plan[entry.kind, "·".join(entry.axes)] += entry.bytes
+    keys = sorted({*sent, *in_plan}, key=lambda key: (-max(sent[key], in_plan[key]), key))
     return [
-        Collectives(
-            *key, sent[key], planned[key], fraction(asynchronous, key), fraction(beside, key)
+        CollectiveBytes(
+            *key,
+            round(sent[key]),
+            in_plan[key],
+            asynchronous[key] / (size[key] or 1),
+            overlapped[key] / (size[key] or 1),
         )
         for key in keys
     ]
 
 
 def _requested(reading: Reading) -> tuple[Topology, Config]:
-    """The devices and the resolved config of a command line, with the op times by which they would
-    train it.
+    """The topology and the resolved config of a command line, with the op times by which those
+    devices would train it.
 
     Raises UsageError or ConfigError.
     """
-    devices, recipe = (
-        topology.parse(reading.values["topology"]),
-        load_recipe(find_recipe(reading.values["config"])),
-    )
+    devices = topology.parse(reading.values["topology"])
+    recipe = load_recipe(find_recipe(reading.values["config"]))
     platform, config = devices.platform, apply(recipe, reading.overrides)
     if text := reading.values["layout"]:
         values = layout_flag.read(text)
@@ -364,16 +325,16 @@ def _requested(reading: Reading) -> tuple[Topology, Config]:
         config = checks.check_devices(config, devices.devices, platform.backend)
     config = config.resolve()
     config = with_op_times(config, step_model_of(config, hardware.load(platform.hardware)))
-    return check_topology(config, devices.text), config
+    return check_topology(devices, math.prod(sizes_of(config.mesh))), config
 
 
 def main(argv: Sequence[str]) -> int:
     reading = read_flags(argv, __doc__ or "", FLAGS, with_config=True)
     try:
         devices, config = settled(reading, _requested)
-        check = compile_check(
-            config, devices.text, write=lambda line: print(line, file=sys.stderr, flush=True)
-        )
+        what = f"compiling the step for {devices.text} with {devices.platform.compiler}"
+        print(f"{what}: a few minutes at most, nothing is run", file=sys.stderr, flush=True)
+        check = compile_check(config, devices, compile_config(devices, config))
     except (ConfigError, UsageError) as error:
         print(one_line(f"error: {error}"), file=sys.stderr)
         return ExitStatus.BAD_CONFIG

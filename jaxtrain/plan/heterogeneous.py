@@ -17,11 +17,11 @@ from jaxtrain import config as configs
 from jaxtrain.config import Config
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.rules import divisors, near
-from jaxtrain.config.work import OURS, step_model_of
 from jaxtrain.costs import hardware as kinds
 from jaxtrain.costs.hardware import Hardware, HardwareError
 from jaxtrain.costs.memory import memory
 from jaxtrain.costs.step_time import MATMULS, StepModel, TimeBreakdown
+from jaxtrain.pipeline.step_model import OURS, step_model_of
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.layout_flag import whole_number
 from jaxtrain.plan.predict import PlannedTable, step_figures

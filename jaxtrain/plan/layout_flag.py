@@ -13,10 +13,10 @@ from typing import Any
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, checks
+from jaxtrain.config.checks import UNKNOWN, Environment
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.mesh_rules import AXES, filled
 from jaxtrain.config.rules import divisors, near
-from jaxtrain.config.surroundings import NOTHING, Surroundings
 from jaxtrain.schedule.orders import default_repeats, fits_repeats
 
 MICROBATCH = "microbatch"
@@ -193,19 +193,19 @@ def _dividing(batch: int, count: int, values: Values) -> Iterator[Values]:
         yield layout
 
 
-def _keeps_rules(config: Config, values: Values, environment: Surroundings = NOTHING) -> bool:
+def _keeps_rules(config: Config, values: Values, environment: Environment = UNKNOWN) -> bool:
     """True if the batch divides, and no rule of training is broken."""
     if not _microbatches(config.data.batch_size, config.pipeline.microbatches, values):
         return False
-    return checks.first_broken(apply(config, values), environment) is None
+    return checks.first_violation(apply(config, values), environment) is None
 
 
 def check(config: Config, values: Values, platform: str, recipe: Config) -> None:
     """Raises LayoutError or ConfigError for the first rule of training that a config with this
     layout breaks, with the nearest settings that keep all rules: in --layout where it has them,
     with its microbatch if that works."""
-    environment = Surroundings(None, platform, recipe)
-    error = checks.refusal(config, environment)
+    environment = Environment(None, platform, recipe)
+    error = checks.error_of(config, environment)
     if not error:
         return
     changes = error.fixes[0] if error.fixes else {}

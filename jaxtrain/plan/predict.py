@@ -2,7 +2,7 @@
 
     predict    time by the closed forms of costs/, memory with the slots of the table
     exactly    time by the table: how often each op runs, and its coupled clock
-               (schedule/coupled_clock.py), which know what closed forms do not: R that a table
+               (schedule/clocks.py), which know what closed forms do not: R that a table
                leaves out, permutes, shares of uneven stages, messages that come late. Sums over
                data and the optimizer are outside the table, as in the closed forms.
 
@@ -22,16 +22,15 @@ import numpy as np
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config
-from jaxtrain.config.pipeline_setup import Setup, make_setup, times_of
-from jaxtrain.config.work import OURS, milliseconds, step_model_of
 from jaxtrain.costs.collectives import STAGE
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.costs.memory import MemoryBreakdown, Slots, memory
 from jaxtrain.costs.step_time import BUBBLE, StepModel, TimeBreakdown
+from jaxtrain.pipeline.setup import Setup, make_setup, times_of
+from jaxtrain.pipeline.step_model import OURS, milliseconds, step_model_of
 from jaxtrain.plan import layout_flag
-from jaxtrain.schedule.clock import Times
+from jaxtrain.schedule.clocks import Times, coupled_time
 from jaxtrain.schedule.columns import permutes
-from jaxtrain.schedule.coupled_clock import walk
 from jaxtrain.schedule.orders import AUTO, GROWING, SCHEDULES, ZERO_BUBBLE
 from jaxtrain.schedule.table import Op, Permute, Table, peak_residuals
 
@@ -305,7 +304,7 @@ def _counts(setup: Setup, times: Times) -> TableCounts:
         len(permutes(table)) * int((table.permute == when).sum())
         for when in (Permute.EARLY, Permute.LATE)
     )
-    seconds = walk(table, times, setup.shares)
+    seconds = coupled_time(table, times, setup.shares)
     return TableCounts(seconds, ops, table.microbatches * heads, early + late, early)
 
 

@@ -14,14 +14,14 @@ import jax
 from jax.stages import Compiled
 
 from jaxtrain.config import Config, ModelConfig, kernels
-from jaxtrain.config.pipeline_setup import Setup
-from jaxtrain.config.work import layout_of, transformer_of
 from jaxtrain.costs.layout import Layout, routed_capacity
 from jaxtrain.costs.step_counts import Entry
 from jaxtrain.costs.transformer import Transformer
 from jaxtrain.devices import mesh as meshes
 from jaxtrain.devices.mesh import DATA
 from jaxtrain.parallel.zero import Reduction
+from jaxtrain.pipeline.setup import Setup
+from jaxtrain.pipeline.step_model import layout_of, transformer_of
 from jaxtrain.plan.compare import plan_at_hand
 from jaxtrain.plan.explain import aligned
 from jaxtrain.run.wall_clock import Part, WallClock, start_record

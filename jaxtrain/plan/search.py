@@ -22,15 +22,21 @@ from typing import Any
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, checks
+from jaxtrain.config.checks import Environment
 from jaxtrain.config.rules import divisors, near
 from jaxtrain.config.settings import MOST_MICROBATCHES
-from jaxtrain.config.surroundings import Surroundings
-from jaxtrain.config.work import OURS, framework_of, platform_of, step_model_of, transformer_of
 from jaxtrain.costs import hardware
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.costs.layout import Layout
 from jaxtrain.costs.memory import memory
 from jaxtrain.costs.step_time import StepModel
+from jaxtrain.pipeline.step_model import (
+    OURS,
+    framework_of,
+    platform_of,
+    step_model_of,
+    transformer_of,
+)
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.layout_flag import LayoutError
 from jaxtrain.plan.predict import Prediction, exactly, predict
@@ -182,11 +188,11 @@ def _evaluated(space: Space, work: StepModel, layout: Layout, below: float) -> T
 
 
 def _keeps_rules(space: Space, layout: Layout) -> bool:
-    return checks.first_broken(laid_out(space, layout), _environment(space, layout)) is None
+    return checks.first_violation(laid_out(space, layout), _environment(space, layout)) is None
 
 
-def _environment(space: Space, layout: Layout) -> Surroundings:
-    return Surroundings(layout.devices, platform_of(space.hardware), space.recipe)
+def _environment(space: Space, layout: Layout) -> Environment:
+    return Environment(layout.devices, platform_of(space.hardware), space.recipe)
 
 
 def _with_replicas(space: Space, best: TimedLayout) -> TimedLayout:

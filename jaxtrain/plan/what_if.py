@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 from jaxtrain import config as cfg
 from jaxtrain.checkpoint.steps import CONFIG
 from jaxtrain.config import Config, ConfigError, MeshConfig, PipelineConfig, checks
+from jaxtrain.config.checks import Environment
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.mesh_rules import AXES
-from jaxtrain.config.surroundings import Surroundings
-from jaxtrain.config.work import platform_of, step_model_of
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.costs.memory import memory
+from jaxtrain.pipeline.step_model import platform_of, step_model_of
 from jaxtrain.plan import compare, layout_flag
 from jaxtrain.plan.predict import Prediction, exactly, predict
 from jaxtrain.run.goodput import GOODPUT_FILE, REDONE, Goodput, read_goodput
@@ -61,11 +61,11 @@ def single_changes(prediction: Prediction) -> list[Change]:
     """
     work, config = prediction.work, prediction.config
     exact, layout, changes = prediction.seconds / work.step().seconds, layout_flag.of(config), []
-    environment = Surroundings(prediction.devices, platform_of(work.hardware), config)
+    environment = Environment(prediction.devices, platform_of(work.hardware), config)
     for settings in _candidates(config.mesh, config.pipeline, config.parallel.zero):
         changed = cfg.replace(config, settings)
         pieces = _pieces(changed.mesh, changed.pipeline)
-        if checks.first_broken(changed, environment) or changed.data.batch_size % pieces:
+        if checks.first_violation(changed, environment) or changed.data.batch_size % pieces:
             continue
         resolved = changed.resolve()
         other = step_model_of(resolved, work.hardware, work.framework.name)
@@ -280,7 +280,7 @@ def _check(workdir: str | os.PathLike, config: Config, hardware: Hardware) -> No
     ]
     if unknown:
         rule = f"its {CONFIG} has {unknown[0]}, which is no size that the planner could take"
-    elif refusal := checks.refusal(config, Surroundings(None, platform_of(hardware), config)):
+    elif refusal := checks.error_of(config, Environment(None, platform_of(hardware), config)):
         rule = f"its {CONFIG} is no run's: {str(refusal).partition(': use ')[0]}"
     elif config.data.batch_size % (pieces := _pieces(config.mesh, config.pipeline)):
         rule = f"its {CONFIG} cuts data.batch_size={config.data.batch_size} into {pieces} pieces"

@@ -1,4 +1,4 @@
-"""Tables by name: what `pipeline.schedule` means.
+"""Tables by name: the values of `pipeline.schedule`.
 
     make_table(TableSpec(schedule, stages, repeats, microbatches, …))   gpipe, 1f1b, interleaved,
                                                                         zb_h1, zb_h2, zb_v,
@@ -11,13 +11,13 @@ here.
 
 from jaxtrain.schedule import orders as orders_
 from jaxtrain.schedule import search
-from jaxtrain.schedule.orders import CSV, SCHEDULES, fits_repeats
+from jaxtrain.schedule.orders import AUTO, CSV, SCHEDULES, fits_repeats
 from jaxtrain.schedule.packing import PACKINGS, Tasks, pack_into_ticks
-from jaxtrain.schedule.table import Table, TableShape
+from jaxtrain.schedule.table import ROUNDING, Table, TableShape
 from jaxtrain.schedule.table_csv import read_csv
-from jaxtrain.schedule.table_spec import TableSpec
+from jaxtrain.schedule.table_spec import TableSpec, cost
 
-NAMES = (*SCHEDULES, "auto")
+NAMES = (*SCHEDULES, AUTO)
 PERMUTES = ("auto", *PACKINGS)
 
 
@@ -26,48 +26,60 @@ def check_repeats(schedule: str, stages: int, repeats: int) -> None:
     one stage any works."""
     if stages == 1 or fits_repeats(schedule, repeats):
         return
-    rule, least = SCHEDULES[schedule].repeats_rule, SCHEDULES[schedule].least_repeats
+    known = SCHEDULES[schedule]
     raise ValueError(
-        f"repeats={repeats} does not fit schedule={schedule!r}, which has {rule} on a stage: "
-        f"use {least}"
+        f"repeats={repeats} does not fit schedule={schedule!r}, which has {known.repeats_rule} on "
+        f"a stage: use {known.least_repeats}"
     )
 
 
 def make_table(spec: TableSpec, report: search.Report = search.silent) -> Table:
-    """The training table that a spec wants. `report` is told how far the search has come.
+    """The training table for a spec. `report` is told the progress of the search.
 
     On one stage every schedule is gradient accumulation. Raises ValueError for numbers that do not
-    fit the schedule, for a name that is no schedule's, and for a file that cannot be read or has a
-    wrong table.
+    fit the schedule, for an unknown name, and for a file that cannot be read or has a wrong table.
     """
     for name in ("stages", "repeats", "microbatches"):
         if getattr(spec, name) < 1:
             raise ValueError(f"{name}={getattr(spec, name)} must be at least 1: use 1")
     if spec.permute not in PERMUTES:
         raise ValueError(f"permute={spec.permute!r} is unknown: use {', '.join(PERMUTES)}")
-    if spec.schedule.startswith(CSV):
-        return _read(spec)
-    if spec.schedule == "auto":
+    if spec.schedule == AUTO:
         return search.search([spec], report)
+    if spec.schedule.startswith(CSV):
+        path = spec.schedule.removeprefix(CSV)
+        table = read_csv(path)
+        for name in ("stages", "microbatches"):
+            if getattr(table, name) != getattr(spec, name):
+                raise ValueError(
+                    f"{path} is a table of {name}={getattr(table, name)}, not "
+                    f"{getattr(spec, name)}: use {getattr(table, name)}"
+                )
+        return table
     if spec.schedule not in SCHEDULES:
         raise ValueError(
             f"schedule={spec.schedule!r} is unknown: use {', '.join(NAMES)} or csv:FILE"
         )
     check_repeats(spec.schedule, spec.stages, spec.repeats)
-    return search.named(spec, report)
+    return named_table(spec, report)
 
 
-def _read(spec: TableSpec) -> Table:
-    """A CSV file's table; ValueError if it is for other numbers."""
-    path = spec.schedule.removeprefix(CSV)
-    table = read_csv(path)
-    for name in ("stages", "microbatches"):
-        if getattr(table, name) != getattr(spec, name):
-            raise ValueError(
-                f"{path} is a table of {name}={getattr(table, name)}, not "
-                f"{getattr(spec, name)}: use {getattr(table, name)}"
-            )
-    return table
+def named_table(spec: TableSpec, report: search.Report = search.silent) -> Table:
+    """The table of a named schedule, in the packing of least coupled time that takes no more memory
+    than late permutes do."""
+    schedule = SCHEDULES[spec.schedule]
+    order = schedule.order if spec.stages > 1 else orders_.accumulate
+    orders = order(spec.stages, spec.repeats, spec.microbatches)
+    tasks = spec.tasks(spec.schedule, schedule.placement, orders)
+    tables = []
+    for index, packing in enumerate(spec.packings):
+        report(f"{spec.schedule} {packing}", index / len(spec.packings))
+        tables.append(pack_into_ticks(tasks, packing))
+    if len(tables) == 1:
+        return tables[0]
+    costs = [cost(table, spec) for table in tables]
+    most = costs[0].memory + ROUNDING
+    return tables[min((each, i) for i, each in enumerate(costs) if each.memory <= most)[1]]
 
 
 def make_forward_table(
@@ -78,8 +90,8 @@ def make_forward_table(
     permute: str = "late",
     vocabulary: str = "parallel",
 ) -> Table:
-    """Forwards and losses alone, for evaluation, of units on these stages: those of the training
-    table. `permute`: one of PACKINGS."""
+    """The table of evaluation: forwards and losses alone, of units on the training table's stages.
+    `permute`: one of PACKINGS."""
     shape = TableShape(
         name="forward",
         stage_of=stage_of,

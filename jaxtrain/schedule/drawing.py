@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxtrain.schedule.clock import NAMES, Event, Timeline
+from jaxtrain.schedule.clocks import NAMES, TimedOp, Timeline
 from jaxtrain.schedule.table import Cell, Op, Permute, Table, local_unit_of, units_of
 
 Colour = tuple[int, int, int]  # red, green, blue, 0 to 255
@@ -126,7 +126,7 @@ def _labels(table: Table) -> dict[str, list[str]]:
     """Line → what stands in it for each tick, empty for nothing: a line for each stage, for the
     head and for the permute."""
     index, several = local_unit_of(table.stage_of), table.units > table.stages
-    by_stage = zip(*table.cells(), strict=True)
+    by_stage = zip(*table.cells, strict=True)
     labels = {
         f"stage {stage}": [_label(cell, index, several) if cell else "" for cell in cells]
         for stage, cells in enumerate(by_stage)
@@ -142,7 +142,7 @@ def _tints(table: Table) -> dict[tuple[str, int], Colour]:
     """(line of `_labels`, tick) → the colour of the cell."""
     local, chunks = _local_chunks(table)
     tints = {}
-    for tick, cells in enumerate(table.cells()):
+    for tick, cells in enumerate(table.cells):
         for stage, cell in enumerate(cells):
             if cell:
                 tints[f"stage {stage}", tick] = shade(
@@ -251,7 +251,7 @@ class _Colours:
         self._local, self._chunks = _local_chunks(table)
         self._known: dict[tuple[str, int], Colour] = {}
 
-    def __call__(self, event: Event) -> Colour:
+    def __call__(self, event: TimedOp) -> Colour:
         key = event.name, event.unit
         if key not in self._known:
             of_unit = event.unit >= 0
@@ -312,7 +312,7 @@ def _names(timeline: Timeline) -> list[str]:
     return [name for name in COLOURS if name in present]
 
 
-def _describe(table: Table, event: Event) -> str:
+def _describe(table: Table, event: TimedOp) -> str:
     """An op in words."""
     chunk = f"chunk {table.chunk_of[event.unit]}, " if event.unit >= 0 else ""
     return (

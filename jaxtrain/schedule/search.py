@@ -1,11 +1,10 @@
-"""Tables for given op times: the best way to pack a named schedule, and `auto`, the best table
-found under a memory bound.
+"""`auto`: the best table for given op times under a memory bound.
 
-`auto` compares, by the coupled clock (coupled_clock.walk),
+The search compares, by the coupled clock (clocks.coupled_time),
     - every named schedule that fits, packed in every way: so it never does worse than one of them
       with the same memory;
-    - the orders between 1F1B, ZB-H1 and ZB-H2 that use just the memory there is;
-    - orders made for the op times by list scheduling (list_schedule), under several rules.
+    - the orders between 1F1B, ZB-H1 and ZB-H2 that use exactly the memory of the bound;
+    - orders made for the op times by list scheduling (`list_schedule`), under several rules.
 No randomness and no clock: a spec has one table, in every process and after every restart. What is
 compared depends on its size alone, the tasks of each op, stages · chunks a stage · microbatches;
 the larger it is, the fewer list schedules (`RULES`):
@@ -16,33 +15,35 @@ the larger it is, the fewer list schedules (`RULES`):
                        them
     more               1                             all but aligned
 
-Memory is counted with what B leaves for W: table.peak_residuals with `count_weight_stash`. No JAX
-here.
+Memory includes the weight stash: table.peak_residuals with `count_weight_stash`. No JAX here.
 """
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxtrain.schedule import orders as orders_
-from jaxtrain.schedule.coupled_clock import walk
-from jaxtrain.schedule.list_scheduling import list_schedule
-from jaxtrain.schedule.orders import PLACEMENTS, SCHEDULES, Orders, fits_repeats
-from jaxtrain.schedule.packing import IN_ORDER, Tasks, cut_into_units, pack_into_ticks
-from jaxtrain.schedule.table import Op, Table, TableShape, peak_residuals
-from jaxtrain.schedule.table_spec import TableSpec
+from jaxtrain.schedule.clocks import Times
+from jaxtrain.schedule.orders import PLACEMENTS, SCHEDULES, B, F, Orders, W, fits_repeats
+from jaxtrain.schedule.packing import IN_ORDER, pack_into_ticks
+from jaxtrain.schedule.table import (
+    ROUNDING,
+    Table,
+    counted,
+    directions,
+    local_unit_of,
+    units_of,
+)
+from jaxtrain.schedule.table_spec import Cost, TableSpec, cost, memory_of
 
 ANY_REPEATS = (1, 2)  # what `auto` tries where the number of chunks a stage is left to it
-ROOM = 1e-9
-# microbatches whose residuals the last chunk's F may keep for their Bs under full recomputation:
-# more have an R there too
-MOST_KEPT = 2
-Report = Callable[[str, float], None]  # is told what is tried next, and which part of all is done
+Report = Callable[[str, float], None]  # is told what is tried next, and the fraction that is done
 
 
-class Rule(NamedTuple):
-    """How a list schedule is made: see `list_schedule`."""
+class ListRule(NamedTuple):
+    """The rule of a list schedule: arguments of `list_schedule`."""
 
     patience: float
     forward_first: bool
@@ -50,9 +51,12 @@ class Rule(NamedTuple):
 
 # (tasks of an op up to which it holds, the list schedules to make), best first
 RULES = (
-    (2**15, (Rule(0.5, False), Rule(0.5, True), Rule(1.0, False), Rule(1.0, True))),
-    (2**18, (Rule(0.5, False), Rule(1.0, True))),
-    (None, (Rule(0.5, False),)),
+    (
+        2**15,
+        (ListRule(0.5, False), ListRule(0.5, True), ListRule(1.0, False), ListRule(1.0, True)),
+    ),
+    (2**18, (ListRule(0.5, False), ListRule(1.0, True))),
+    (None, (ListRule(0.5, False),)),
 )
 
 
@@ -61,7 +65,7 @@ def silent(what: str, done: float) -> None:
 
 
 def part_of(report: Report, begin: float, part: float) -> Report:
-    """A Report on what is `part` of the whole, after `begin` of it."""
+    """A Report on the fraction `part` of some work, after the fraction `begin` of it."""
     return lambda what, done: report(what, begin + done * part)
 
 
@@ -73,97 +77,10 @@ class MemoryTooSmall(ValueError):
         self.least = least
 
 
-# --- one order ------------------------------------------------------------------------------------
-
-
-def unit_tasks(spec: TableSpec, name: str, placement: str, orders: Orders) -> Tasks:
-    """An order of chunks, cut into units as a spec says, ready to be packed. Raises ValueError for
-    `groups` of another number of chunks."""
-    stage_of_chunk = PLACEMENTS[placement](spec.stages, spec.repeats)
-    chunks = len(stage_of_chunk)
-    if spec.groups is not None and len(spec.groups) != chunks:
-        raise ValueError(
-            f"groups has {len(spec.groups)} numbers, and {name} has {chunks} chunks: give one "
-            "number for each"
-        )
-    recompute_last = spec.remat_full and _most_kept(orders, chunks - 1) > MOST_KEPT
-    orders_of_units, chunk_of = cut_into_units(
-        orders, spec.groups or [1] * chunks, spec.remat_full, recompute_last
-    )
-    shape = TableShape(
-        name=name,
-        stage_of=tuple(stage_of_chunk[chunk] for chunk in chunk_of),
-        stages=spec.stages,
-        microbatches=spec.microbatches,
-        chunk_of=chunk_of,
-        recompute=spec.remat_full and len(chunk_of) > 1,
-        recompute_last=recompute_last,
-        vocabulary=spec.vocabulary,
-    )
-    return Tasks(orders_of_units, shape)
-
-
-def _most_kept(orders: Orders, chunk: int) -> int:
-    """The most microbatches of a chunk that are between their F and their B at once."""
-    held = most = 0
-    for op, chunk_of_task, _ in (task for order in orders for task in order):
-        if chunk_of_task == chunk:
-            held += (op == Op.F) - (op == Op.B)
-            most = max(most, held)
-    return most
-
-
-class Cost(NamedTuple):
-    """What tables are compared by, in this order: coupled step time, memory as `memory_of` has it,
-    ticks."""
-
-    time: float
-    memory: float
-    ticks: int
-
-
-def cost(table: Table, spec: TableSpec) -> Cost:
-    """The cost of a table by the spec's times; differences by rounding count for nothing."""
-    return Cost(float(f"{walk(table, spec.times, spec.shares):.9g}"), memory_of(table), table.ticks)
-
-
-def memory_of(table: Table) -> float:
-    """The most residuals that any stage holds at once, in those of a chunk, with what B leaves for
-    W."""
-    return max(peak_residuals(table, count_weight_stash=True))
-
-
-def named(spec: TableSpec, report: Report = silent) -> Table:
-    """A named schedule's table, packed in the way of least coupled time that takes no more memory
-    than late permutes do."""
-    known = SCHEDULES[spec.schedule]
-    order = known.order if spec.stages > 1 else orders_.accumulate
-    tasks = unit_tasks(
-        spec, spec.schedule, known.placement, order(spec.stages, spec.repeats, spec.microbatches)
-    )
-    tables = []
-    for index, packing in enumerate(spec.packings):
-        report(f"{spec.schedule} {packing}", index / len(spec.packings))
-        tables.append(pack_into_ticks(tasks, packing))
-    if len(tables) == 1:
-        return tables[0]
-    costs = [cost(table, spec) for table in tables]
-    return tables[
-        min(
-            (price, index)
-            for index, price in enumerate(costs)
-            if price.memory <= costs[0].memory + ROOM
-        )[1]
-    ]
-
-
-# --- auto -----------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
-class Candidate:
-    """An order that `search` compares, packed in each of these ways; `orders` makes it, None where
-    there is no such order."""
+class OrderCandidate:
+    """An order that `search` compares, in each of these packings. `orders` makes it, or None if
+    the bound allows no such order."""
 
     name: str
     spec: TableSpec
@@ -172,91 +89,73 @@ class Candidate:
     orders: Callable[[], Orders | None]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Packed:
-    """A candidate's table, and the most residuals that a stage holds, in those of a whole stage."""
-
-    table: Table
-    memory: float
-    fits: bool
-
-
 def search(specs: Sequence[TableSpec], report: Report = silent) -> Table:
-    """`auto`: the table of least coupled time found for any of these specs, whose stages never hold
-    more than `memory`.
+    """The table of least coupled time for any of these specs, whose stages never hold more than
+    `memory`.
 
     specs: of one pipeline with several numbers of chunks on a stage; they differ in `repeats` and
-    `groups` alone. Raises MemoryTooSmall, with the least memory found, if nothing fits.
+    `groups` alone. Raises MemoryTooSmall, with the least memory of any table, if nothing fits.
     """
     best: tuple[Cost, Table] | None = None
     least = float("inf")
-    tried = [candidate for spec in _sorted(specs) for candidate in candidates(spec)]
-    whole, done = sum(candidate.spec.repeats for candidate in tried), 0
+    specs = sorted(specs, key=lambda spec: spec.repeats)
+    if specs[0].stages == 1:
+        specs = specs[:1]  # chunks change nothing on one stage
+    tried = [candidate for spec in specs for candidate in candidates(spec)]
+    total, done = sum(candidate.spec.repeats for candidate in tried), 0
     for candidate in tried:
-        for packed in _packed(
-            candidate, part_of(report, done / whole, candidate.spec.repeats / whole)
-        ):
-            least = min(least, packed.memory)
-            if packed.fits:
-                price = cost(packed.table, candidate.spec)
-                if best is None or price < best[0]:
-                    best = price, packed.table
-        done += candidate.spec.repeats
+        spec, name, packings = candidate.spec, candidate.name, candidate.packings
+        progress = part_of(report, done / total, spec.repeats / total)
+        done += spec.repeats
+        chunks = f"{counted(spec.repeats, 'chunk')} a stage"
+        progress(f"{name}, {chunks}", 0.0)
+        orders = candidate.orders()
+        if orders is None:
+            continue
+        tasks = spec.tasks(name, candidate.placement, orders)
+        too_much = False  # in one packing of IN_ORDER, and so in the others
+        for index, packing in enumerate(packings, 1):
+            progress(f"{name} {packing}, {chunks}", index / (len(packings) + 1))
+            if too_much and packing in IN_ORDER:
+                continue
+            table = pack_into_ticks(tasks, packing)
+            memory = memory_of(table) / spec.repeats
+            least = min(least, memory)
+            if spec.memory is not None and memory > spec.memory + ROUNDING:
+                too_much |= packing in IN_ORDER
+                continue
+            price = cost(table, spec)
+            if best is None or price < best[0]:
+                best = price, table
     if best is None:
         raise MemoryTooSmall(specs[0].memory or 0.0, least)
     return dataclasses.replace(best[1], name=f"auto-{best[1].name}")
 
 
-def _sorted(specs: Sequence[TableSpec]) -> Sequence[TableSpec]:
-    """The specs by their chunks on a stage; on one stage, where chunks change nothing, the first of
-    these alone."""
-    by_repeats = sorted(specs, key=lambda spec: spec.repeats)
-    return by_repeats if specs[0].stages > 1 else by_repeats[:1]
-
-
-def _packed(candidate: Candidate, report: Report) -> Iterator[_Packed]:
-    """A candidate's tables. Where an order holds too much as it stands, it is packed no more in
-    ways that keep it."""
-    spec = candidate.spec
-    chunks = f"{spec.repeats} chunk{'s'[: spec.repeats != 1]} a stage"
-    report(f"{candidate.name}, {chunks}", 0.0)
-    orders = candidate.orders()
-    if orders is None:
-        return
-    tasks = unit_tasks(spec, candidate.name, candidate.placement, orders)
-    too_much = False
-    for index, packing in enumerate(candidate.packings, 1):
-        report(f"{candidate.name} {packing}, {chunks}", index / (len(candidate.packings) + 1))
-        if too_much and packing in IN_ORDER:
-            continue
-        table = pack_into_ticks(tasks, packing)
-        memory = memory_of(table) / spec.repeats
-        fits = spec.memory is None or memory <= spec.memory + ROOM
-        too_much |= packing in IN_ORDER and not fits
-        yield _Packed(table, memory, fits)
-
-
-def candidates(spec: TableSpec) -> list[Candidate]:
-    """Everything that `search` compares for a spec, in its order: of tables that cost the same, the
-    first is taken."""
+def candidates(spec: TableSpec) -> list[OrderCandidate]:
+    """All orders that `search` compares for a spec; of tables that cost the same, the earliest is
+    taken."""
     stages, repeats, microbatches = spec.stages, spec.repeats, spec.microbatches
     if stages == 1:
         orders = functools.partial(orders_.accumulate, 1, repeats, microbatches)
-        return [Candidate("accumulate", spec, "circular", spec.packings, orders)]
+        return [OrderCandidate("accumulate", spec, "circular", spec.packings, orders)]
     listed = []
     for name, known in SCHEDULES.items():
         if fits_repeats(name, repeats):
             orders = functools.partial(known.order, stages, repeats, microbatches)
-            listed.append(Candidate(name, spec, known.placement, spec.packings, orders))
-    bound = _bound(spec)
+            listed.append(OrderCandidate(name, spec, known.placement, spec.packings, orders))
+    # Chunks' residuals to make orders for: no more than twice what 1F1B takes.
+    bound = min(microbatches, 2 * stages - 1) * repeats
+    if spec.memory is not None:
+        bound = max(1, min(bound, int(spec.memory * repeats + ROUNDING)))
     if repeats == 1:
         orders = functools.partial(orders_.between, stages, microbatches, bound)
-        listed.append(Candidate("between", spec, "circular", spec.packings, orders))
+        listed.append(OrderCandidate("between", spec, "circular", spec.packings, orders))
     return [*listed, *_list_schedules(spec, bound)]
 
 
-def _list_schedules(spec: TableSpec, bound: int) -> Iterator[Candidate]:
-    """Orders by list scheduling, as many as `RULES` has for their size."""
+def _list_schedules(spec: TableSpec, bound: int) -> Iterator[OrderCandidate]:
+    """The orders by list scheduling, as many as `RULES` has for their size."""
     stages, repeats, microbatches, times = spec.stages, spec.repeats, spec.microbatches, spec.times
     of_chunk = dataclasses.replace(
         times, F=times.F / repeats, B=(times.B + times.R) / repeats, W=times.W / repeats
@@ -271,15 +170,148 @@ def _list_schedules(spec: TableSpec, bound: int) -> Iterator[Candidate]:
         stage_of = PLACEMENTS[placement](stages, repeats)
         for rule in rules:
             orders = functools.partial(
-                list_schedule, stage_of, stages, microbatches, bound, of_chunk, *rule
+                list_schedule, stage_of, stages, microbatches, bound, of_chunk, rule
             )
-            yield Candidate("list", spec, placement, packings, orders)
+            yield OrderCandidate("list", spec, placement, packings, orders)
 
 
-def _bound(spec: TableSpec) -> int:
-    """The number of chunks' residuals to make orders for: all that there is, and no more than twice
-    what 1F1B takes."""
-    most = min(spec.microbatches, 2 * spec.stages - 1) * spec.repeats
-    return (
-        most if spec.memory is None else max(1, min(most, int(spec.memory * spec.repeats + ROOM)))
-    )
+# --- list scheduling ------------------------------------------------------------------------------
+
+NEVER = float("inf")
+# When it could begin, op, chunk. Choices are made and compared millions of times: they stay tuples.
+Choice = tuple[float, int, int]
+
+
+def list_schedule(
+    stage_of: tuple[int, ...],
+    stages: int,
+    microbatches: int,
+    bound: int,
+    times: Times,
+    rule: ListRule,
+) -> Orders | None:
+    """Each stage's ops on chunks, in order; None if the bound leaves a stage nothing to do. Stages
+    go by clocks of their own, and each takes the best op that it can begin.
+
+    stage_of: of each chunk
+    bound:    the most chunks' residuals on a stage, from F to the end of W; a chunk leaves capacity
+              for the later chunks of its stage
+    times:    of one chunk's ops (F, B, W) and of a message
+    rule:     patience: how long, in W's, a stage with a W to do waits for a B or F that is on its
+              way. forward_first: F and B take turns where both can begin; otherwise B goes first.
+              Of several B's the one of the earliest microbatch is taken, of several F's the one
+              furthest through the model
+    """
+    state = _ListState(stage_of, stages, microbatches, bound, times)
+    wait, last_op = rule.patience * times.W, [F] * stages
+    for _ in range(3 * len(stage_of) * microbatches):
+        begin = min(state.begin)
+        if begin == NEVER:
+            return None
+        stage = state.begin.index(begin)
+        forward = backward = weights = None
+        for choice in state.choices[stage]:
+            if choice[0] > begin + wait:
+                continue
+            _, op, chunk = choice
+            if op == F:
+                forward = choice if forward is None or chunk > forward[2] else forward
+            elif op == B:
+                # Of B's of one microbatch, the chunk furthest through the model.
+                backward = (
+                    choice
+                    if backward is None or state.next_b[chunk] <= state.next_b[backward[2]]
+                    else backward
+                )
+            else:
+                weights = choice
+        turn = rule.forward_first and last_op[stage] != F
+        chosen = (forward if turn else None) or backward or forward or weights
+        assert chosen is not None  # the choice that begins earliest is one of them
+        last_op[stage] = chosen[1]
+        state.do(stage, chosen)
+    return state.orders
+
+
+class _ListState:
+    """The ops that a list schedule has done so far, and when."""
+
+    def __init__(
+        self, stage_of: tuple[int, ...], stages: int, microbatches: int, bound: int, times: Times
+    ):
+        chunks = len(stage_of)
+        self.stage_of, self.last, self.message = stage_of, chunks - 1, times.message
+        self.ways, self.chunks_of = directions(stage_of, stages), units_of(stage_of, stages)
+        # Of each chunk, the residuals that its stage may hold before another F of it.
+        local = local_unit_of(stage_of)
+        self.capacity = [
+            bound - (len(self.chunks_of[stage]) - 1 - index)
+            for stage, index in zip(stage_of, local, strict=True)
+        ]
+        self.time_f, self.time_b, self.time_w = times.F, times.B, times.W
+        # The next microbatch of each chunk; and, by microbatch, when what F and B need can be read:
+        # it arrives in order.
+        self.next_f, self.next_b = [0] * chunks, [0] * chunks
+        self.arrived_f: list[list[float]] = [[0.0] * microbatches, *([] for _ in stage_of[1:])]
+        self.arrived_b: list[list[float]] = [[] for _ in stage_of]
+        self.held, self.clock = [0] * stages, [0.0] * stages
+        # (chunk, microbatch) of the W's to do
+        self.weights: list[collections.deque[tuple[int, int]]] = [
+            collections.deque() for _ in range(stages)
+        ]
+        self.orders: Orders = [[] for _ in range(stages)]
+        # the next possible ops of each stage, and when the earliest could begin
+        self.choices: list[list[Choice]] = [[] for _ in range(stages)]
+        self.begin = [NEVER] * stages
+        self.look(stage_of[0])
+
+    def look(self, stage: int) -> None:
+        """Lists a stage's choices, each from the time at which it could begin."""
+        clock, held = self.clock[stage], self.held[stage]
+        choices: list[Choice] = (
+            [(clock, W, self.weights[stage][0][0])] if self.weights[stage] else []
+        )
+        earliest = clock if choices else NEVER
+        for chunk in self.chunks_of[stage]:
+            for op, arrived, microbatch in (
+                (F, self.arrived_f[chunk], self.next_f[chunk]),
+                (B, self.arrived_b[chunk], self.next_b[chunk]),
+            ):
+                if microbatch < len(arrived) and (op == B or held < self.capacity[chunk]):
+                    begin = arrived[microbatch]
+                    begin = begin if begin > clock else clock
+                    choices.append((begin, op, chunk))
+                    earliest = begin if begin < earliest else earliest
+        self.choices[stage], self.begin[stage] = choices, earliest
+
+    def do(self, stage: int, choice: Choice) -> None:
+        """Runs an op on a stage, and lists the choices of the stages where they change."""
+        begin, op, chunk = choice
+        if op == W:
+            chunk, microbatch = self.weights[stage].popleft()
+            self.held[stage] -= 1
+            self.clock[stage] = begin + self.time_w
+        elif op == F:
+            microbatch = self.next_f[chunk]
+            self.next_f[chunk] += 1
+            self.held[stage] += 1
+            self.clock[stage] = begin + self.time_f
+            if chunk < self.last:
+                self._send(stage, chunk + 1, self.arrived_f, self.ways[chunk])
+            else:
+                self._send(stage, chunk, self.arrived_b, self.ways[chunk])
+        else:
+            microbatch = self.next_b[chunk]
+            self.next_b[chunk] += 1
+            self.weights[stage].append((chunk, microbatch))
+            self.clock[stage] = begin + self.time_b
+            if chunk > 0:
+                self._send(stage, chunk - 1, self.arrived_b, self.ways[chunk - 1])
+        self.orders[stage].append((op, chunk, microbatch))
+        self.look(stage)
+
+    def _send(self, stage: int, reader: int, arrived: list[list[float]], way: int) -> None:
+        """Sends the result of a stage's op to the chunk that reads it."""
+        arrived[reader].append(self.clock[stage] + (self.message if way else 0.0))
+        if self.stage_of[reader] != stage:
+            self.look(self.stage_of[reader])

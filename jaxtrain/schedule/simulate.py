@@ -1,34 +1,20 @@
-"""What a table costs in time and memory, by two clocks.
-
-    independent   each stage goes through its cells on its own and waits for messages only: what the
-                  papers on schedules assume
-    coupled       the ticks as this runtime executes them: a permute is one operation of all stages,
-                  so a stage waits for its neighbours
-
-A tick's head takes `head` on the last unit's stage if that computes it alone. With the vocabulary
-over all stages it begins when all have come to it and the last unit's output has arrived
-(`message`), and takes head / stages on each. The embedding and its gradient likewise, with the
-first unit's stage and `embed`. What takes no time is no event and makes nobody wait.
-independent_clock.py and coupled_clock.py have the clocks.
-
-Times are of one microbatch on a whole stage; an op on a unit takes its share, by default stages /
-units. No JAX here.
-"""
+"""The time and memory of a table, by the two clocks of clocks.py: as numbers, as figures for JSON,
+and as text. No JAX here."""
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from jaxtrain.schedule.clock import Timeline, Times
-from jaxtrain.schedule.coupled_clock import coupled
-from jaxtrain.schedule.independent_clock import independent
-from jaxtrain.schedule.table import Table, peak_residuals
+from jaxtrain.schedule.clocks import Timeline, Times, coupled, independent
+from jaxtrain.schedule.slots import assign_slots
+from jaxtrain.schedule.table import Permute, Table, peak_residuals
 
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """What `simulate` finds. Bubbles are fractions of time that the busiest stage is idle.
+    """A table's times and memory. Bubbles are fractions of time that the busiest stage is idle.
 
     step_time, step_time_coupled       by the independent and by the coupled clock
     bubble_fraction                    1 − busiest stage's work / step_time
@@ -37,8 +23,8 @@ class Simulation:
                                        optimizer's step follows on each stage without a barrier)
     bubble_fraction_coupled            1 − busiest stage's work / step_time_coupled
     imbalance                          busiest stage's work / mean work of a stage
-    peak_residuals                     of each stage, by `table.peak_residuals`: in chunks', from F
-                                       to the end of B
+    peak_residuals                     of each stage, by `table.peak_residuals`, from F to the end
+                                       of B
     peak_residuals_with_weight_stash   the same, to the end of W
     timeline, timeline_coupled         by each clock
     """
@@ -72,17 +58,21 @@ def simulate(
     timeline = independent(table, times, shares, fused_backward)
     timeline_coupled = coupled(table, times, shares)
     busy = np.bincount(timeline.stage, timeline.end - timeline.start, table.stages).tolist()
-    first, last = np.full(table.stages, np.inf), np.zeros(table.stages)
-    np.minimum.at(first, timeline.stage, timeline.start)
-    np.maximum.at(last, timeline.stage, timeline.end)
-    busiest, step_time = max(busy), float(last.max())
+    begin, end = np.full(table.stages, np.inf), np.zeros(table.stages)
+    np.minimum.at(begin, timeline.stage, timeline.start)
+    np.maximum.at(end, timeline.stage, timeline.end)
+    busiest, step_time = max(busy), float(end.max())
     step_time_coupled = float(timeline_coupled.end.max())
+
+    def bubble(time: float) -> float:
+        return max(0.0, 1 - busiest / time) if time > 0 else 0.0
+
     return Simulation(
         step_time=step_time,
         step_time_coupled=step_time_coupled,
-        bubble_fraction=_bubble(busiest, step_time),
-        bubble_fraction_span=_bubble(busiest, float((last - first).max())),
-        bubble_fraction_coupled=_bubble(busiest, step_time_coupled),
+        bubble_fraction=bubble(step_time),
+        bubble_fraction_span=bubble(float((end - begin).max())),
+        bubble_fraction_coupled=bubble(step_time_coupled),
         imbalance=busiest * table.stages / sum(busy) if busiest else 1.0,
         peak_residuals=peak_residuals(table),
         peak_residuals_with_weight_stash=peak_residuals(table, count_weight_stash=True),
@@ -91,5 +81,74 @@ def simulate(
     )
 
 
-def _bubble(work: float, time: float) -> float:
-    return max(0.0, 1 - work / time) if time > 0 else 0.0
+# --- as figures and text --------------------------------------------------------------------------
+
+Figures = dict[str, Any]  # as JSON has them
+
+
+def figures(table: Table, result: Simulation) -> Figures:
+    """The object that --json prints."""
+    slotted = assign_slots(table)
+    return {
+        "schedule": table.name,
+        "stages": table.stages,
+        "repeats": max(1, len(set(table.chunk_of)) // table.stages),
+        "microbatches": table.microbatches,
+        "permutes": {when.name.lower(): int((table.permute == when).sum()) for when in Permute},
+        "ticks": table.ticks,
+        "step_time": result.step_time,
+        "step_time_coupled": result.step_time_coupled,
+        "bubble_fraction": result.bubble_fraction,
+        "bubble_fraction_span": result.bubble_fraction_span,
+        "bubble_fraction_coupled": result.bubble_fraction_coupled,
+        "peak_residuals": result.peak_residuals,
+        "peak_residuals_with_weight_stash": result.peak_residuals_with_weight_stash,
+        "pool_sizes": slotted.pool_sizes,
+        "slots_per_stage": {pool: list(counts) for pool, counts in slotted.slots_per_stage.items()},
+    }
+
+
+def summary(values: Figures) -> str:
+    """The figures in words, a line each."""
+    permutes = ", ".join(f"{count} {when}" for when, count in values["permutes"].items() if count)
+    peaks, with_stash = (
+        " ".join(f"{value:g}" for value in values[name])
+        for name in ("peak_residuals", "peak_residuals_with_weight_stash")
+    )
+    slots = ", ".join(f"{pool} {count}" for pool, count in values["pool_sizes"].items())
+    lines = [
+        f"ticks               {values['ticks']} (permutes: {permutes})",
+        f"step time           {values['step_time']:g} independent, "
+        f"{values['step_time_coupled']:g} coupled",
+        f"bubble              {values['bubble_fraction']:.2%} of the step, "
+        f"{values['bubble_fraction_span']:.2%} of the longest span, "
+        f"{values['bubble_fraction_coupled']:.2%} coupled",
+        f"peak residuals      {peaks} chunks on each stage; with what B leaves for W {with_stash}",
+        f"slots               {slots}",
+    ]
+    return "\n".join(lines)
+
+
+def comparison(listed: list[Figures], repeats: int) -> str:
+    """The figures of schedules side by side, a line each. repeats: the number of chunks on a stage
+    that was asked for, 0 for none."""
+    width = max(len(values["schedule"]) for values in listed)
+    lines = [
+        f"{'schedule':{width}}  repeats  ticks  step coupled  independent  bubble coupled  "
+        "independent    span  residuals"
+    ]
+    for values in listed:
+        lines.append(
+            f"{values['schedule']:{width}}  {values['repeats']:7}  {values['ticks']:5}  "
+            f"{values['step_time_coupled']:12.6g}  "
+            f"{values['step_time']:11.6g}  {values['bubble_fraction_coupled']:14.2%}  "
+            f"{values['bubble_fraction']:11.2%}  "
+            f"{values['bubble_fraction_span']:6.2%}  {values['memory']:9.4g}"
+            + ("" if values["fits"] else "  more than --memory")
+        )
+    unit = "of a stage" if repeats in (0, 1) else f"of 1/{repeats} of a stage"
+    lines.append(
+        f"residuals: the most at once on any stage, {unit} for one microbatch, from F to the "
+        "end of W"
+    )
+    return "\n".join(lines) + "\n"

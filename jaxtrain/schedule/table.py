@@ -21,7 +21,7 @@ stage:
 
 The head of a microbatch may stand in the tick of the last unit's F, but the last unit's B only in a
 later one. transport.py says when a message can be read, validator.py whether a table is right,
-slots.py where values are kept. by_name.py makes tables, simulate.py times them. No JAX here.
+slots.py where values are held. by_name.py makes tables, simulate.py times them. No JAX here.
 
     1f1b, 3 stages, 3 microbatches     stage 0  F0 F1 F2 .  .  B0 W0 .  B1 W1 .  B2 W2
                                        stage 1  .  F0 F1 .  B0 W0 F2 B1 W1 .  B2 W2 .
@@ -31,14 +31,14 @@ slots.py where values are kept. by_name.py makes tables, simulate.py times them.
 import dataclasses
 import enum
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 
 class Op(enum.IntEnum):
-    """What a cell does."""
+    """The kinds of cells."""
 
     IDLE = 0
     F = 1
@@ -48,7 +48,7 @@ class Op(enum.IntEnum):
 
 
 class Permute(enum.IntEnum):
-    """Whether a tick sends the messages to the neighbours, and when."""
+    """The place in a tick of the permute that sends messages to the neighbours."""
 
     NONE = 0
     LATE = 1
@@ -64,11 +64,10 @@ class Cell(NamedTuple):
 
 
 class TableError(ValueError):
-    """A table that is not right; `tick` and `stage`, or `column`, say where (−1: nowhere in
-    particular).
+    """A fault in a table, at `tick` and `stage` or `column` (−1 and "": nowhere in particular).
 
-    rule: what is wrong, and what would be right; each {} in it stands for one of `ticks`, so that a
-    file's lines can be named there.
+    rule: the fault and what would be right; each {} in it stands for one of `ticks`, so that a file
+        can name its lines instead
     """
 
     def __init__(
@@ -79,18 +78,12 @@ class TableError(ValueError):
         column: str = "",
         ticks: Sequence[int] = (),
     ):
-        where = ([f"tick {tick}"] if tick >= 0 else []) + (
-            [f"stage {stage}"] if stage >= 0 else [column] if column else []
-        )
-        sentence = rule.format(*(f"tick {named}" for named in ticks)) if ticks else rule
-        super().__init__(f"{', '.join(where)}: {sentence}" if where else sentence)
-        self.rule, self.tick, self.stage, self.column, self.ticks = (
-            rule,
-            tick,
-            stage,
-            column,
-            tuple(ticks),
-        )
+        place = f"stage {stage}" if stage >= 0 else column
+        where = ", ".join(filter(None, (f"tick {tick}" if tick >= 0 else "", place)))
+        sentence = rule.format(*(f"tick {number}" for number in ticks)) if ticks else rule
+        super().__init__(f"{where}: {sentence}" if where else sentence)
+        self.rule, self.ticks = rule, tuple(ticks)
+        self.tick, self.stage, self.column = tick, stage, column
 
 
 VOCABULARIES = ("parallel", "end_stages")
@@ -98,16 +91,16 @@ VOCABULARIES = ("parallel", "end_stages")
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class TableShape:
-    """What a table is of, without its ticks.
+    """The pipeline that a table is for, without its ticks.
 
     stage_of      the stage of each unit, in model order
-    chunk_of      the chunk of each unit, in model order; several units of one chunk where
-                  `layers_per_op` cuts it; left out: as units
-    recompute     whether every unit but the last has R ops; `recompute_last`: the last too, where
-                  other Fs come between its F and B
+    chunk_of      the chunk of each unit, in model order; several units have the same chunk where
+                  `layers_per_op` cuts it; left out: a chunk for each unit
+    recompute     every unit but the last has R ops; `recompute_last`: the last too, because other
+                  Fs come between its F and B
     forward_only  evaluation: F, embed and head alone
-    vocabulary    whether head and embedding are the work of all stages ("parallel"), or of the last
-                  and first unit's ("end_stages")
+    vocabulary    "parallel": all stages share head and embedding; "end_stages": the last unit's
+                  stage has the head, the first unit's the embedding
     """
 
     name: str
@@ -179,20 +172,16 @@ class Table(TableShape):
         """Idle cells over all cells; every op counts alike."""
         return float((self.op == Op.IDLE).mean())
 
-    def cells(self) -> list[list[Cell | None]]:
-        """The cells by tick and stage, None for idle ones. One list for all callers: not to be
-        changed."""
-        return self._cells
-
     @functools.cached_property
-    def _cells(self) -> list[list[Cell | None]]:
+    def cells(self) -> list[list[Cell | None]]:
+        """The cells by tick and stage, None for idle ones; not to be changed."""
         ticks = zip(self.op.tolist(), self.unit.tolist(), self.microbatch.tolist(), strict=True)
         return [
             [Cell(*cell) if cell[0] else None for cell in zip(*tick, strict=True)] for tick in ticks
         ]
 
 
-# --- which unit is where --------------------------------------------------------------------------
+# --- units and their stages -----------------------------------------------------------------------
 
 
 @functools.lru_cache
@@ -216,19 +205,19 @@ def unit_lookup(stage_of: tuple[int, ...], stages: int) -> np.ndarray:
     fewer."""
     units = units_of(stage_of, stages)
     lookup = np.full((stages, max(1, *map(len, units))), -1, np.int32)
-    for stage, units_there in enumerate(units):
-        lookup[stage, : len(units_there)] = units_there
+    for stage, units_of_stage in enumerate(units):
+        lookup[stage, : len(units_of_stage)] = units_of_stage
     return lookup
 
 
 @functools.lru_cache
 def directions(stage_of: tuple[int, ...], stages: int) -> tuple[int, ...]:
-    """The way each unit's output goes to the next unit: +1, −1, or 0 where it stays; its gradient
+    """The way of each unit's output to the next unit: +1, −1, or 0 where it stays. Its gradient
     comes back the other way.
 
-    The last entry is 0: the head reads the last unit's output on its stage. Where both ways lead
-    there (two stages), outputs go +1. TableError for units that are not on the same stage or on
-    neighbours.
+    The last entry is 0: the head reads the last unit's output on its stage. With two stages, where
+    both ways lead to the other one, outputs go +1. Raises TableError for consecutive units on
+    stages that are not neighbours.
     """
     ways = []
     for unit, (stage, following) in enumerate(zip(stage_of, stage_of[1:], strict=False)):
@@ -244,7 +233,7 @@ def directions(stage_of: tuple[int, ...], stages: int) -> tuple[int, ...]:
 
 @functools.lru_cache(64)
 def message_ways(stage_of: tuple[int, ...], stages: int) -> np.ndarray:
-    """int8 [ops, units + 1]: the way that the message of an op on a unit goes, 0 where it stays or
+    """The way of the message of each op on each unit, int8 [ops, units + 1]: 0 where it stays or
     there is none.
 
     The last column is 0, so that −1 stands for an idle cell.
@@ -256,12 +245,17 @@ def message_ways(stage_of: tuple[int, ...], stages: int) -> np.ndarray:
 
 
 def wraps(stage_of: tuple[int, ...], stages: int) -> bool:
-    """Whether any message goes between the last stage and stage 0, so that the permutes must close
-    the circle."""
+    """Whether any message goes between the last stage and stage 0: the permutes then close the
+    circle."""
     return any(
         not 0 <= stage + way < stages
         for stage, way in zip(stage_of, directions(stage_of, stages), strict=True)
     )
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun, such as "1 chunk" and "2 chunks"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def cell_name(cell: tuple[int, int, int], stage_of: tuple[int, ...]) -> str:
@@ -272,34 +266,32 @@ def cell_name(cell: tuple[int, int, int], stage_of: tuple[int, ...]) -> str:
 
 # --- memory ---------------------------------------------------------------------------------------
 
-# of a chunk's residuals: its input, which F keeps where R rebuilds the rest. A Llama layer's are
-# some 24 times its input
+# A chunk's input as a fraction of its residuals: in a Llama layer they are some 24 times the input.
+# F saves the input alone where R rebuilds the rest.
 INPUT = 1 / 20
+ROUNDING = 1e-9  # of sums of residuals
 
 
 def peak_residuals(table: Table, count_weight_stash: bool = False) -> list[float]:
-    """The most residuals that each stage holds in one tick, in those of one chunk for one
+    """The most residuals that each stage holds in one tick; 1 is those of one chunk for one
     microbatch.
 
     Residuals are held from the tick of F to the tick of B. With `count_weight_stash` they are held
-    to the tick of W, so that what B leaves for W counts as much as what F left for B; and of a unit
-    that is computed again, F keeps the input alone, a twentieth, and R the rest. A unit counts as
-    the part that it is of its chunk. Forward-only tables hold none.
+    to the tick of W, so that the weight stash counts as much as the residuals of B; and of a
+    recomputed unit F saves the input alone, a twentieth, and R the rest. A unit counts as its
+    fraction of its chunk. Forward-only tables hold none.
     """
     if table.forward_only:
         return [0.0] * table.stages
     last_reader = Op.W if count_weight_stash else Op.B
-    # what a cell adds or takes; the last column: of idle cells
+    # what a cell saves or frees; the last column: of idle cells
     change = np.zeros((len(Op), table.units + 1))
     for unit, chunk in enumerate(table.chunk_of):
         part = 1 / table.chunk_of.count(chunk)
-        kept = (
-            {Op.F: INPUT, Op.R: 1 - INPUT}
-            if count_weight_stash and table.recomputes(unit)
-            else {Op.F: 1.0}
-        )
-        for op, share in kept.items():
-            change[op, unit] = part * share
+        if count_weight_stash and table.recomputes(unit):
+            change[Op.F, unit], change[Op.R, unit] = part * INPUT, part * (1 - INPUT)
+        else:
+            change[Op.F, unit] = part
         change[last_reader, unit] = -part
     held = np.cumsum(change[table.op, table.unit], axis=0)
     return [round(peak, 9) for peak in held.max(axis=0, initial=0.0).tolist()]
@@ -311,12 +303,10 @@ def peak_residuals(table: Table, count_weight_stash: bool = False) -> list[float
 def from_cells(
     shape: TableShape,
     cells: Sequence[Sequence[tuple[int, int, int] | None]],
-    *,
-    permute: Sequence[int] | None = None,
-    columns: Mapping[str, Sequence[int]] | None = None,
+    **columns: Sequence[int] | None,
 ) -> Table:
-    """A table, not checked, of cells by tick and stage; None for idle ones. `permute` and `columns`
-    as in `from_arrays`."""
+    """A table, not checked, of cells by tick and stage; None for idle ones. columns: those of
+    `from_arrays`."""
     arrays = np.full((3, len(cells), shape.stages), -1, np.int32)
     arrays[0] = Op.IDLE
     for tick, cells_of_tick in enumerate(cells):
@@ -324,7 +314,7 @@ def from_cells(
             if cell is not None:
                 arrays[:, tick, stage] = cell
     op, unit, microbatch = arrays
-    return from_arrays(shape, op, unit, microbatch, permute=permute, columns=columns)
+    return from_arrays(shape, op, unit, microbatch, **columns)
 
 
 def from_arrays(
@@ -333,49 +323,39 @@ def from_arrays(
     unit: np.ndarray,
     microbatch: np.ndarray,
     *,
-    permute: Sequence[int] | np.ndarray | None = None,
-    columns: Mapping[str, Sequence[int]] | None = None,
+    permute: Sequence[int] | None = None,
+    head: Sequence[int] | None = None,
+    embed: Sequence[int] | None = None,
+    embed_gradient: Sequence[int] | None = None,
 ) -> Table:
     """A table, not checked, of int32 [ticks, stages] arrays, `unit` in model order; unit and
     microbatch are −1 in idle cells.
 
-    permute: int [ticks]; left out, late in every tick in which a message that moves is made.
-    columns: head, embed and embed_gradient, int [ticks]; those left out stand in the tick of the
-        last unit's F, the first unit's F and the first unit's B.
+    permute: int [ticks]; left out, late in every tick in which a message that moves is made
+    head, embed, embed_gradient: int [ticks]; left out, in the tick of the last unit's F, the first
+        unit's F and the first unit's B
     """
 
-    def microbatch_of(op_wanted: int, unit_wanted: int) -> np.ndarray:
-        column = np.full(len(op), -1, np.int32)
-        ticks, stages = np.nonzero((op == op_wanted) & (unit == unit_wanted))
-        column[ticks] = microbatch[ticks, stages]
-        return column
+    def column(given: Sequence[int] | None, op_of_column: Op, unit_of_column: int) -> np.ndarray:
+        if given is not None:
+            return np.array(given, np.int32)
+        microbatches = np.full(len(op), -1, np.int32)
+        ticks, stages = np.nonzero((op == op_of_column) & (unit == unit_of_column))
+        microbatches[ticks] = microbatch[ticks, stages]
+        return microbatches
 
-    filled = {
-        "head": microbatch_of(Op.F, shape.units - 1),
-        "embed": microbatch_of(Op.F, 0),
-        "embed_gradient": microbatch_of(Op.B, 0),
-    }
-    filled |= {name: np.array(column, np.int32) for name, column in (columns or {}).items()}
     if permute is None:
         moves = message_ways(shape.stage_of, shape.stages)[op, unit] != 0
         if shape.forward_only:
             moves &= op == Op.F
-        permute = np.where(moves.any(axis=1), Permute.LATE, Permute.NONE)
+        permute = np.where(moves.any(axis=1), Permute.LATE, Permute.NONE).tolist()
     return Table(
-        name=shape.name,
-        stage_of=shape.stage_of,
-        stages=shape.stages,
-        microbatches=shape.microbatches,
-        chunk_of=shape.chunk_of,
-        recompute=shape.recompute,
-        recompute_last=shape.recompute_last,
-        forward_only=shape.forward_only,
-        vocabulary=shape.vocabulary,
+        **dataclasses.asdict(shape),
         op=op,
         local_unit=np.array([*local_unit_of(shape.stage_of), -1], np.int32)[unit],
         microbatch=microbatch,
-        permute=np.asarray(permute, np.int32),
-        head=filled["head"],
-        embed=filled["embed"],
-        embed_gradient=filled["embed_gradient"],
+        permute=np.array(permute, np.int32),
+        head=column(head, Op.F, shape.units - 1),
+        embed=column(embed, Op.F, 0),
+        embed_gradient=column(embed_gradient, Op.B, 0),
     )

@@ -53,7 +53,7 @@ def to_csv(table: Table) -> str:
         settings.append(f"chunk={_numbers(table.chunk_of)}")
     lines = [f"# {' '.join([*settings, f'vocabulary={table.vocabulary}'])}"]
     lines.append(",".join([*(f"stage {s}" for s in range(table.stages)), *COLUMNS]))
-    for tick, cells in enumerate(table.cells()):
+    for tick, cells in enumerate(table.cells):
         names = [cell_name(cell, table.stage_of) if cell else "" for cell in cells]
         permute = Permute(int(table.permute[tick])).name.lower()
         microbatches = [int(getattr(table, name)[tick]) for name in COLUMNS[1:]]
@@ -245,8 +245,7 @@ def _table(body: _Body, header: list[str], settings: dict[str, _Setting], stem: 
         forward_only=all(cell.op == Op.F for cell in cells),
         vocabulary=vocabulary,
     )
-    columns = {name: values for name, values in body.columns.items() if name != "permute"}
-    return from_cells(shape, in_model_order, permute=body.columns.get("permute"), columns=columns)
+    return from_cells(shape, in_model_order, **body.columns)
 
 
 def _in_model_order(

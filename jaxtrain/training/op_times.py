@@ -6,6 +6,7 @@ ticks time what every tick costs, and what comes before and after.
 """
 
 import dataclasses
+import pathlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -15,8 +16,12 @@ import jax
 import numpy as np
 
 from jaxtrain.config import Config
-from jaxtrain.config.work import milliseconds
-from jaxtrain.schedule.clock import Times
+from jaxtrain.devices import cluster
+from jaxtrain.devices.mesh import make_mesh, sizes_of
+from jaxtrain.pipeline.op_times import OpTimesError, describe, read
+from jaxtrain.pipeline.setup import Setup
+from jaxtrain.pipeline.step_model import hardware_at_hand, milliseconds, planned_op_times
+from jaxtrain.schedule.clocks import Times
 from jaxtrain.schedule.columns import (
     EMBED,
     EMBED_GRADIENT,
@@ -28,7 +33,7 @@ from jaxtrain.schedule.columns import (
 )
 from jaxtrain.schedule.table import Permute, Table, local_unit_of
 from jaxtrain.training.state import initial_state
-from jaxtrain.training.step import Step, abstract_batch
+from jaxtrain.training.step import Step, abstract_batch, make_step
 
 TICKS = 12  # of an op, in a timing
 REPEATS = 5  # timings, of which the median counts
@@ -122,20 +127,47 @@ def random_batch(config: Config, step: Step) -> dict[str, jax.Array]:
     return {name: filled(name, a) for name, a in abstract_batch(config, step).items()}
 
 
-def measured_times(config: Config, step: Step) -> tuple[float, ...]:
-    """F, B, W, message, R and head in milliseconds, as `pipeline.times` takes them, as this process
-    has measured them; () where F, B or W cannot be told from nothing. Every process of a run must
-    call this, in the mesh's context; a step with one stage has no such times."""
-    slotted = step.setup.train
-    assert slotted is not None, "one stage has no table"
-    table_columns = columns(slotted)
-    params = initial_state(step.layout, step.optimizer, 0).params
-    batch = random_batch(config, step)
-    short = jax.tree.map(lambda column: column[:1].repeat(TICKS, 0), table_columns)
-    compiled = step.gradients.lower(params, batch, short).compile()
-    ops = op_seconds(
-        table_columns, lambda ticks: on_a_device(measure(lambda: compiled(params, batch, ticks)))
-    )
-    times = times_of(ops.seconds, step.setup.table, step.setup.shares)
+def measured_times(config: Config, setup: Setup) -> tuple[float, ...]:
+    """F, B, W, message, R and head in milliseconds, as `pipeline.times` takes them, measured by
+    process 0; () where F, B or W takes no measurable time.
+
+    config: resolved, of a mesh with several stages. Every process of a run must call this.
+    """
+    cluster.log("measuring op times")
+    mesh = make_mesh(sizes_of(config.mesh))
+    with jax.set_mesh(mesh):
+        step = make_step(config, mesh, setup)
+        slotted = setup.train
+        assert slotted is not None, "one stage has no table"
+        table_columns = columns(slotted)
+        params = initial_state(step.layout, step.optimizer, 0).params
+        batch = random_batch(config, step)
+        short = jax.tree.map(lambda column: column[:1].repeat(TICKS, 0), table_columns)
+        compiled = step.gradients.lower(params, batch, short).compile()
+        ops = op_seconds(
+            table_columns,
+            lambda ticks: on_a_device(measure(lambda: compiled(params, batch, ticks))),
+        )
+    times = times_of(ops.seconds, setup.table, setup.shares)
     values = (times.F, times.B, times.W, times.message, times.R, times.head)
-    return milliseconds(values) if all(values[:3]) else ()
+    known = milliseconds(values) if all(values[:3]) else ()
+    return tuple(cluster.from_main(lambda: known, OpTimesError))
+
+
+def planned_times(config: Config) -> tuple[float, ...]:
+    """The planner's times of a resolved config for `train.hardware` or the devices at hand, which
+    a line names; () where their hardware is not known or has no peak for `precision.compute`.
+    Raises HardwareError."""
+    hardware = hardware_at_hand(config, jax.devices()[0].device_kind)
+    if hardware is None or config.precision.compute not in hardware.peak_tflops:
+        return ()
+    times = planned_op_times(config, hardware)
+    cluster.log(describe(times, f"planned for {hardware.name}"))
+    return times
+
+
+def stored_times(config: Config, folder: pathlib.Path) -> tuple[float, ...] | None:
+    """What pipeline.op_times.read returns in process 0, on every process, which all must call
+    this."""
+    times = cluster.from_main(lambda: read(config, folder), OpTimesError)
+    return None if times is None else tuple(times)

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from jaxtrain.config import Config
-from jaxtrain.config.work import kind_at_hand, transformer_of
 from jaxtrain.devices import cluster
+from jaxtrain.pipeline.step_model import hardware_at_hand, transformer_of
 from jaxtrain.run import metrics
 from jaxtrain.run.goodput import GoodputLog
 from jaxtrain.run.peers import Stragglers
@@ -65,7 +65,7 @@ class Speedometer:
 
     def __init__(self, config: Config, step: Step, start: int, clock: WallClock):
         self.tokens_per_step = config.data.batch_size * config.data.sequence_length
-        self._hardware = kind_at_hand(config, step.mesh.devices.flat[0].device_kind)
+        self._hardware = hardware_at_hand(config, step.mesh.devices.flat[0].device_kind)
         self._flops_per_token, self._dtype = (
             transformer_of(config).training_flops_per_token() / step.mesh.size,
             config.precision.compute,

@@ -12,8 +12,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
 from jaxtrain.config import Config, ConfigError
-from jaxtrain.config.pipeline_setup import Setup, make_setup
-from jaxtrain.config.work import layout_of, transformer_of
 from jaxtrain.costs.collectives import FLOAT32, StepCollectives
 from jaxtrain.costs.step_counts import StepCounts
 from jaxtrain.costs.step_time import bytes_of
@@ -23,6 +21,8 @@ from jaxtrain.devices.sharding import BATCH_SPEC
 from jaxtrain.models.transformer import Parts, build
 from jaxtrain.parallel import host_memory, replicas
 from jaxtrain.parallel.zero import Zero
+from jaxtrain.pipeline.setup import Setup, make_setup
+from jaxtrain.pipeline.step_model import layout_of, transformer_of
 from jaxtrain.runtime.loss import cut_count
 from jaxtrain.runtime.runtime import LossesAndGradients, Runtime
 from jaxtrain.training import balance, diloco

@@ -7,17 +7,17 @@ import ahead as benchmark
 import pytest
 import step_flops
 from ahead_figures import as_dict, is_copy
+from instruction_costs import InstructionCosts
+from step_seconds import StepSeconds
 from support import ROOT
 from support.step_text import CONFIG, STEP, TICKS
 
-from jaxtrain.config.pipeline_setup import make_setup
-from jaxtrain.config.work import planned_op_times
 from jaxtrain.costs.hardware import load
 from jaxtrain.hlo import topology
-from jaxtrain.hlo.cost import Costs
 from jaxtrain.hlo.program import Program
-from jaxtrain.hlo.step_figures import StepFigures
 from jaxtrain.hlo.topology import INSTALL_COMMAND, Platform, parse
+from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.pipeline.step_model import planned_op_times
 from jaxtrain.schedule.columns import columns
 from jaxtrain.training.step import step_counts
 
@@ -152,7 +152,7 @@ def test_what_is_printed_and_written(monkeypatch, tmp_path, capsys):
 
 def test_what_it_says_of_a_step():
     compiled = topology.Compiled(STEP, memory={"argument": 5, "temp": 7})
-    found, runs = as_dict(StepFigures(CONFIG, "v5p", compiled)), int(RUNS["K0"][:, 0].sum())
+    found, runs = as_dict(StepSeconds(CONFIG, "v5p", compiled)), int(RUNS["K0"][:, 0].sum())
     backward = int(RUNS["B0"][:, 0].sum())
     assert found["memory"] == {"arguments": 5, "temporary": 7}
     planned = step_flops.total(step_counts(CONFIG), found["stage"])
@@ -211,7 +211,7 @@ ENTRY %main (a: f32[8,64,64]) -> f32[8,64,64] {
 def test_copies():
     """Also into the same order, if in the device's memory; not into vector memory in the same
     order."""
-    costs = Costs(Program(MOVES))
+    costs = InstructionCosts(Program(MOVES))
     assert [i.name for i in costs.program.computations["main"] if is_copy(costs, i)] == [
         "same",
         "other",

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from ahead_figures import PLAIN, as_dict
+from step_seconds import StepSeconds
 from support.compilers import needs
 
 from jaxtrain import config as configs
 from jaxtrain.config import Config, checks
-from jaxtrain.hlo.step_figures import StepFigures
 from jaxtrain.hlo.topology import PLATFORMS, compile_config, fitting
 
 DEVICES = 16
@@ -59,7 +59,7 @@ def figures(platform: str, case: str) -> dict[str, Any]:
         configs.replace(Config(), MODEL | CASES[case]), DEVICES, backend
     ).resolve()
     return as_dict(
-        StepFigures(config, platform, compile_config(fitting(platform, DEVICES), config))
+        StepSeconds(config, platform, compile_config(fitting(platform, DEVICES), config))
     )
 
 

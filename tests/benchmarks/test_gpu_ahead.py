@@ -6,9 +6,9 @@ import gpu_cases
 import pytest
 from ahead_figures import square_arrays
 from gpu_cases import CASES
+from step_seconds import StepSeconds
 from support.compilers import compiled_for
 
-from jaxtrain.hlo.step_figures import StepFigures
 from jaxtrain.hlo.topology import compile_config, fitting
 
 H100 = 81_559 * 2**20  # bytes of an "80 GB" H100, as its driver counts them
@@ -23,5 +23,5 @@ def test_a_case_fits_one_gpu(platform, case):
     assert memory < float(gpu.DEFAULTS["XLA_PYTHON_CLIENT_MEM_FRACTION"]) * H100
     # A model whose width is its sequences' length has matrices of that shape, too.
     assert config.data.sequence_length == config.model.width or not square_arrays(
-        StepFigures(config, platform, compiled)
+        StepSeconds(config, platform, compiled)
     )

@@ -18,8 +18,7 @@ from jaxtrain import config as configs
 from jaxtrain.checkpoint import __main__ as command
 from jaxtrain.checkpoint import keeping, steps
 from jaxtrain.checkpoint.manager import Checkpointer
-from jaxtrain.checkpoint.steps import Meta
-from jaxtrain.config import history
+from jaxtrain.checkpoint.steps import VERSION, Meta
 from jaxtrain.run import streams
 from jaxtrain.training.state import stored_shapes
 from jaxtrain.training.step import make_step
@@ -50,7 +49,7 @@ def original(tmp_path_factory):
         )
         changed = configs.replace(CONFIG, {"optimizer.learning_rate": value / 100})
         about = {"wall_s": 12.5, "checksum": "ab" * 32, "tokenizer": {"kind": "bytes"}}
-        meta = Meta(config=configs.to_dict(changed), version=history.VERSION, step=number, **about)
+        meta = Meta(config=configs.to_dict(changed), version=VERSION, step=number, **about)
         saves.save(number, state, dataclasses.asdict(meta))
         saves.evaluated(number, float(value))
     saves.close()

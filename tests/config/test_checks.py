@@ -14,11 +14,12 @@ from support import ROOT
 from support.broken_settings import ALLOWED, RULES, UNUSED
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ConfigError, addresses, checks, flags, suggestions
-from jaxtrain.config.continuing import changes
+from jaxtrain.config import Config, ConfigError, addresses, checks, flags
+from jaxtrain.config.checks import Environment
 from jaxtrain.config.mesh_rules import filled
-from jaxtrain.config.surroundings import Surroundings
+from jaxtrain.config.resume import changes
 from jaxtrain.config.unused import USES, unused_settings
+from jaxtrain.pipeline.checks import RULES as RUN_RULES
 
 BASE = cfg.replace(
     Config(),
@@ -94,18 +95,18 @@ def test_the_nearest_setting_works():
     for _ in range(300):
         path = chance.choice(numbers)
         config = cfg.replace(BASE, {path: chance.choice([-3, 0, 3, 5, 6, 7, 9, 12, 100, 1000])})
-        around = Surroundings(8, "cpu", BASE)
+        environment = Environment(8, "cpu", BASE)
         try:
-            checks.check(config, around)
+            checks.check(config, environment)
         except ConfigError as error:
             assert len(offer(error)) == 1, error
-            checks.check(cfg.replace(config, offer(error)), around)
+            checks.check(cfg.replace(config, offer(error)), environment)
             offered += 1
     assert offered > 50
 
 
 SEVERAL = [  # devices, changes, flags that mend all at once
-    (16, {"mesh.model": 16, "mesh.data": 1, "mesh.stage": 1}, {"mesh.model": 8, "mesh.stage": 2}),
+    (16, {"mesh.model": 16, "mesh.data": 1, "mesh.stage": 1}, {"mesh.model": 8, "mesh.data": 2}),
     (
         8,
         {"mesh.data": 1, "mesh.stage": 1, "mesh.model": 1},
@@ -140,12 +141,12 @@ def test_what_was_asked_for_elsewhere_is_not_changed():
     """`zb_h1` and 6 sequences were asked for; the recipe's repeats and microbatches have to
     follow."""
     config = cfg.replace(BASE, {"pipeline.schedule": "zb_h1", "data.batch_size": 6})
-    error = checks.refusal(config, Surroundings(8, "cpu", BASE))
+    error = checks.error_of(config, Environment(8, "cpu", BASE))
     assert error and error.nearest == "--config.pipeline.repeats=1 --config.pipeline.microbatches=3"
 
 
 def test_the_search_is_cut_by_configs_and_still_ends_with_what_works(monkeypatch):
-    monkeypatch.setattr(suggestions, "MOST_CONFIGS", 3)
+    monkeypatch.setattr(checks, "MOST_CONFIGS", 3)
     spoilt = {
         "mesh.data": 3,
         "mesh.stage": 3,
@@ -160,39 +161,7 @@ def test_the_search_is_cut_by_configs_and_still_ends_with_what_works(monkeypatch
         checks.check_devices(cfg.replace(BASE, spoilt | changes), devices)
         for idle in changes:
             fewer = {path: value for path, value in changes.items() if path != idle}
-            assert checks.refusal(cfg.replace(BASE, spoilt | fewer), Surroundings(devices)), idle
-
-
-def test_what_resolved_settings_follow_is_known():
-    """A setting whose resolved value moves with another one has it in FOLLOWS: the search tries
-    that one."""
-    latent = cfg.replace(
-        BASE,
-        {
-            "model.attention": "mla",
-            "model.kv_rank": 8,
-            "model.query_rank": 4,
-            "model.rope_head_dim": 2,
-        },
-    )
-    moved = {
-        "parallel.zero": 3,
-        "pipeline.schedule": "gpipe",
-        "model.attention": "gqa",
-        "model.experts": 4,
-    }
-    for base in (Config(), cfg.replace(latent, {"model.kv_heads": 0})):
-        for path, field in cfg.fields().items():
-            if path not in moved and (field.type is not int or field.metadata["choices"]):
-                continue
-            changed = cfg.replace(
-                base, {path: moved[path] if path in moved else 3 * cfg.get(base, path) + 16}
-            )
-            for other in cfg.fields():
-                if other != path and cfg.get(base.resolve(), other) != cfg.get(
-                    changed.resolve(), other
-                ):
-                    assert path in cfg.FOLLOWS[other], (path, other)
+            assert checks.error_of(cfg.replace(BASE, spoilt | fewer), Environment(devices)), idle
 
 
 VALUES = [
@@ -308,8 +277,8 @@ def test_the_nearest_mesh_works(devices):
 
 
 def test_a_kernel_and_a_mesh_at_once():
-    error = checks.refusal(
-        cfg.replace(BASE, {"model.attention_kernel": "cudnn"}), Surroundings(2, "cpu")
+    error = checks.error_of(
+        cfg.replace(BASE, {"model.attention_kernel": "cudnn"}), Environment(2, "cpu")
     )
     assert error and set(offer(error)) in (
         {path, "model.attention_kernel"} for path in ("mesh.stage", "mesh.model")
@@ -320,7 +289,7 @@ def test_a_kernel_and_a_mesh_at_once():
 
 
 def test_files(tmp_path):
-    files = Surroundings(files=True)
+    files = Environment(rules=RUN_RULES)
     (tmp_path / "corpus.jsonl").write_text("{}")
     checks.check(BASE, files)
     checks.check(
@@ -470,7 +439,7 @@ def test_what_cannot_continue(changes):
     with pytest.raises(
         ConfigError, match=f"{field}=.* cannot continue a checkpoint of {field}="
     ) as error:
-        checks.refuse_to_continue(BASE, cfg.replace(BASE, changes))
+        checks.check_resume(BASE, cfg.replace(BASE, changes))
     assert error.value.field == field
 
 
@@ -495,7 +464,7 @@ def test_what_can_continue():
         "checkpoint.every": 7,
         "metrics.log_every": 3,
     }
-    checks.refuse_to_continue(BASE, cfg.replace(BASE, changes))
+    checks.check_resume(BASE, cfg.replace(BASE, changes))
 
 
 def test_all_that_a_checkpoint_keeps_is_put_back_at_once():
@@ -508,10 +477,10 @@ def test_all_that_a_checkpoint_keeps_is_put_back_at_once():
         "train.seed": 2,
         "mesh.model": 16,
     }
-    around = Surroundings(64, "cpu", BASE)
+    environment = Environment(64, "cpu", BASE)
     base = cfg.replace(BASE, {"model.kv_heads": 0, "pipeline.microbatches": 1})
     with pytest.raises(ConfigError) as raised:
-        checks.refuse_to_continue(base.resolve(), cfg.replace(base, asked), around)
+        checks.check_resume(base.resolve(), cfg.replace(base, asked), environment)
     changes = offer(raised.value)
     assert {path: changes[path] for path in changes if path != "mesh.model"} == {
         "model.width": 128,
@@ -520,7 +489,7 @@ def test_all_that_a_checkpoint_keeps_is_put_back_at_once():
         "train.seed": 0,
     }
     assert str(raised.value).endswith(" (or another --workdir)")
-    checks.refuse_to_continue(base.resolve(), cfg.replace(base, asked | changes), around)
+    checks.check_resume(base.resolve(), cfg.replace(base, asked | changes), environment)
 
 
 def test_where_no_setting_continues_a_checkpoint_another_folder_does():
@@ -534,8 +503,8 @@ def test_where_no_setting_continues_a_checkpoint_another_folder_does():
     }
     old = cfg.replace(BASE, plain | {"data.batch_size": 8, "model.layers": 2})
     with pytest.raises(ConfigError) as raised:
-        checks.refuse_to_continue(
-            old, cfg.replace(old, {"data.batch_size": 7}), Surroundings(7, "cpu", old)
+        checks.check_resume(
+            old, cfg.replace(old, {"data.batch_size": 7}), Environment(7, "cpu", old)
         )
     assert str(raised.value).endswith(": use another --workdir, or other than 7 devices")
 
@@ -548,15 +517,15 @@ def test_replicas_that_train_apart_stay_as_many():
         "optimizer.outer_learning_rate": 1.0,
         "mesh.data": 4,
     }
-    checks.refuse_to_continue(apart, cfg.replace(apart, outer))
+    checks.check_resume(apart, cfg.replace(apart, outer))
     with pytest.raises(
         ConfigError,
         match="mesh.replica=4 cannot continue a checkpoint of mesh.replica=2: use "
         "--config.mesh.replica=2 .or another --workdir.",
     ):
-        checks.refuse_to_continue(apart, cfg.replace(apart, {"mesh.replica": 4}))
+        checks.check_resume(apart, cfg.replace(apart, {"mesh.replica": 4}))
     with pytest.raises(ConfigError, match="train.diloco_inner_steps=0 cannot continue"):
-        checks.refuse_to_continue(apart, cfg.replace(apart, {"train.diloco_inner_steps": 0}))
+        checks.check_resume(apart, cfg.replace(apart, {"train.diloco_inner_steps": 0}))
 
 
 # --- recipes --------------------------------------------------------------------------------------

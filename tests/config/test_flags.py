@@ -10,12 +10,12 @@ import pytest
 from support import ROOT
 
 from jaxtrain import generate, launch, train
+from jaxtrain import show_schedule as schedule
 from jaxtrain.checkpoint import __main__ as checkpoint
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import SHARED_FLAGS, Flag, read_flags, settled
 from jaxtrain.plan import __main__ as plan
 from jaxtrain.plan import calibrate
-from jaxtrain.schedule import __main__ as schedule
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from fuzz_configs import suggested

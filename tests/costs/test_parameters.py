@@ -8,9 +8,9 @@ import pytest
 
 from jaxtrain import config as configs
 from jaxtrain.config.recipes import find_recipe, load_recipe
-from jaxtrain.config.work import step_model_of
 from jaxtrain.costs.hardware import load
 from jaxtrain.devices.mesh import make_mesh, sizes_of
+from jaxtrain.pipeline.step_model import step_model_of
 from jaxtrain.plan.predict import PlannedTable, with_op_times
 from jaxtrain.training.step import make_step
 

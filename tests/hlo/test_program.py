@@ -1,6 +1,7 @@
 """The reader of compiled programs, on text whose meaning is known."""
 
 import pytest
+from support.products_text import PROGRAM as PRODUCTS
 from support.ticks_text import groups_over, is_fill, loop, moves
 
 from jaxtrain.hlo.program import Program
@@ -115,3 +116,53 @@ def test_all_devices_and_unknown_groups():
     }
     with pytest.raises(ValueError, match="unknown replica groups"):
         Program(line.format("replica_groups=something")).computations["e"][0].groups(4)
+
+
+def test_trips_by_a_condition():
+    """From 2 to 7; of a counter that begins with an argument nothing is known."""
+    program = Program(PRODUCTS)
+    loops = program.named[program.entry]
+    assert program.trip_count(loops["loop"]) == 5 and program.trip_count(loops["loop.1"]) is None
+
+
+FLAG = """
+%go (g: (s32[], pred[])) -> pred[] {
+  %g = (s32[], pred[]) parameter(0)
+  %flag = pred[] get-tuple-element(%g), index=1
+  ROOT %same.1 = pred[] copy(%flag)
+}
+
+%fused_compare (h.0: s32[], h.1: s32[]) -> pred[] {
+  %h.0 = s32[] parameter(0)
+  %h.1 = s32[] parameter(1)
+  ROOT %less.1 = pred[] compare(%h.0, %h.1), direction=LT
+}
+
+%more (k: (s32[], s32[])) -> pred[] {
+  %k = (s32[], s32[]) parameter(0)
+  %k.0 = s32[] get-tuple-element(%k), index=0
+  %k.1 = s32[] get-tuple-element(%k), index=1
+  ROOT %compared = pred[] fusion(%k.0, %k.1), kind=kLoop, calls=%fused_compare
+}
+"""
+
+
+def test_a_loop_that_waits_for_a_flag():
+    """The first loop's condition is each of these in turn."""
+    waits = {}
+    for condition in ("go", "more", "less"):
+        text = PRODUCTS.replace("\nENTRY", FLAG + "\nENTRY").replace(
+            "condition=%less", f"condition=%{condition}", 1
+        )
+        program = Program(text)
+        waits[condition] = program.waits_for_a_flag(program.named[program.entry]["loop"])
+    assert waits == {"go": True, "more": False, "less": False}
+
+
+def test_what_multiplies():
+    """Products, also fused ones and a library's; no cuts, copies or loops around them."""
+    program = Program(PRODUCTS)
+    instructions = [i for body in program.computations.values() for i in body]
+    multiplying = {i.name for i in instructions if program.multiplies(i)}
+    assert multiplying == {"conv", "result", "dot", "gemm"}
+    assert not any(i.is_kernel for i in instructions)

@@ -4,7 +4,7 @@ ones: test_measured_step.py."""
 import pytest
 from jax.profiler import ProfileData
 
-from jaxtrain.hlo.trace import Event, TraceError, events_of, instruction_of, read
+from jaxtrain.hlo.trace import TraceError, TraceEvent, events_of, instruction_of, read
 
 
 def plane(
@@ -108,7 +108,7 @@ def test_a_tpu():
 
 def test_names():
     assert [instruction_of(name) for name in ("%a.1 = f32[] add(%x)", "a.1", "%a.1")] == ["a.1"] * 3
-    assert Event("a", "k", 0.0, 1.0).end == 1.0
+    assert TraceEvent("a", "k", 0.0, 1.0).end == 1.0
 
 
 def test_what_cannot_be_read(tmp_path):

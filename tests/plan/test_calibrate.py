@@ -9,7 +9,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 
 import jax
 import pytest
@@ -18,8 +17,8 @@ from support import ROOT
 from jaxtrain.costs import hardware as kinds
 from jaxtrain.costs.collectives import DATA, GATHER, PERMUTE, SCATTER, SUM, Collective
 from jaxtrain.costs.hardware import Matmul
-from jaxtrain.plan import bench, calibrate
-from jaxtrain.plan.bench import Exchange, Product
+from jaxtrain.plan import calibrate
+from jaxtrain.plan.bench import Product, TimedCollectives
 
 TINY = calibrate.Sizes(
     "float32",
@@ -58,24 +57,6 @@ def test_a_file_that_the_planner_reads(tmp_path):
     ][1] < 1
 
 
-def test_seconds_of_devices_that_share_cores_are_cpu_seconds():
-    """A call that sleeps takes none of them; on devices of their own it takes what the clock
-    says."""
-    calls = []
-    nap = lambda: calls.append(time.sleep(0.01))
-    assert bench.Stopwatch(2, False, 0.001).seconds(nap) < 0.005
-    assert bench.Stopwatch(0, False, 0.001).seconds(nap) >= 0.01
-
-
-@pytest.mark.parametrize(
-    ("devices", "groups"),
-    [(1, []), (2, [2]), (6, [2, 6]), (8, [2, 4, 8]), (12, [2, 4, 12])],
-    ids=lambda value: str(value),
-)
-def test_groups(devices, groups):
-    assert bench.groups_of(devices) == groups
-
-
 @pytest.mark.parametrize(
     ("flag", "error"),
     [
@@ -111,8 +92,10 @@ def swept(matmul: Matmul, peak: float, launch: float, noise: float = 0.0) -> lis
     return [Product(*size, seconds(*size) * (1 + rng.uniform(-noise, noise))) for size in SIZES]
 
 
-def exchange(devices: int, size: float, seconds: float, *kinds: str) -> Exchange:
-    return Exchange(devices, tuple(Collective(kind, (DATA,), size) for kind in kinds), seconds)
+def timed(devices: int, size: float, seconds: float, *kinds: str) -> TimedCollectives:
+    return TimedCollectives(
+        devices, tuple(Collective(kind, (DATA,), size) for kind in kinds), seconds
+    )
 
 
 def test_products_of_a_known_device():
@@ -143,12 +126,12 @@ def test_links_of_a_known_device():
         for size in (1e5, 1e6, 1e7):
             once = size * (devices - 1) / devices / 2e9 + 2 * math.log2(devices) * 3e-6
             measured += [
-                exchange(devices, size, once, GATHER),
-                exchange(devices, size, 2 * once, GATHER, SCATTER),
+                timed(devices, size, once, GATHER),
+                timed(devices, size, 2 * once, GATHER, SCATTER),
             ]
             measured += [
-                exchange(devices, size, 2 * once, SUM),
-                exchange(devices, size, size / 2e9 + 3e-6, PERMUTE),
+                timed(devices, size, 2 * once, SUM),
+                timed(devices, size, size / 2e9 + 3e-6, PERMUTE),
             ]
     tier, error = calibrate.fit_links(measured, kinds.load("h100"), "local", 8)
     assert (tier.name, tier.devices) == ("local", 8)
@@ -163,7 +146,7 @@ def test_one_memory():
     """Where devices are simulated, a sum over any number takes as long as a message."""
     simulated = dataclasses.replace(kinds.load("h100"), alone=4.0)
     measured = [
-        exchange(n, size, size / 2e9 + 5e-5, kind)
+        timed(n, size, size / 2e9 + 5e-5, kind)
         for n in (2, 8)
         for size in (1e5, 1e7)
         for kind in (SUM, PERMUTE)

@@ -7,12 +7,12 @@ import pytest
 from support.compilers import KINDS, compiled_for
 from support.step_text import CONFIG, STEP, TICKS
 
-from jaxtrain.config.work import step_model_of
 from jaxtrain.costs import hardware
 from jaxtrain.costs.memory import memory
 from jaxtrain.hlo import topology
 from jaxtrain.hlo.program import Program
 from jaxtrain.hlo.topology import INSTALL_COMMAND, parse
+from jaxtrain.pipeline.step_model import step_model_of
 from jaxtrain.plan import compile_check
 from jaxtrain.training.step import step_counts
 
@@ -36,17 +36,19 @@ SIZE = 4 * 64 * 16 * 512  # bytes of the array that the program permutes
 H100S = parse("h100:1x2")
 
 
-def found() -> compile_check.CompileCheck:
-    return compile_check.compare(CONFIG, H100S, topology.Compiled(STEP, 2.0, 10.0, MEMORY, KNOWN))
+def checked() -> compile_check.CompileCheck:
+    return compile_check.compile_check(
+        CONFIG, H100S, topology.Compiled(STEP, 2.0, 10.0, MEMORY, KNOWN)
+    )
 
 
 def test_memory_by_part():
     """What the program is known to hold stands beside the planner's part of the same; the rest of
     both is one part; nothing is lost."""
-    record = found()
+    record = checked()
     planned = memory(step_model_of(CONFIG, hardware.load("h100")), CONFIG.model.loss_chunk)
     by_name = {part.name: part for part in record.parts}
-    assert by_name["weights"] == compile_check.Part("weights", 1e9, planned.parts["weights"])
+    assert by_name["weights"] == compile_check.MemoryPart("weights", 1e9, planned.parts["weights"])
     assert (
         by_name["optimizer"].compiled == 2e9
         and by_name["activations"].compiled == 5e8
@@ -97,17 +99,17 @@ backend_config={"known_trip_count":{"n":"2"}}
 
 def test_a_device_that_is_too_small():
     huge = topology.Compiled(STEP, memory=MEMORY | {"temp": 10**12}, kinds=KNOWN)
-    assert not compile_check.compare(CONFIG, H100S, huge).fits
+    assert not compile_check.compile_check(CONFIG, H100S, huge).fits
 
 
 def test_collectives_compiled_and_planned():
-    """Of the busiest stage, the first of two: it sends both ways of its permutes, which lie round
-    the ops."""
-    record = found()
+    """A device of the stage that sends most sends both ways of its permutes, one of which overlaps
+    with the ops."""
+    record = checked()
     (permute,) = [c for c in record.collectives if c.kind == "collective-permute"]
     assert (permute.axes, permute.compiled) == ("stage", 2 * TICKS * SIZE)
     # the other is done before the ops begin
-    assert permute.asynchronous == 1 and permute.beside == pytest.approx(0.5)
+    assert permute.asynchronous == 1 and permute.overlapped == pytest.approx(0.5)
     assert sum(c.planned for c in record.collectives) == sum(
         entry.bytes for entry in step_counts(CONFIG).volume(record.stage)
     )
@@ -116,7 +118,7 @@ def test_collectives_compiled_and_planned():
 
 
 def test_what_is_printed_and_what_json_has():
-    record = found()
+    record = checked()
     values = json.loads(json.dumps(record.as_dict()))
     assert (
         values["devices"] == 2
@@ -152,18 +154,18 @@ def test_a_mesh_that_does_not_use_the_devices():
     with pytest.raises(
         topology.TopologyError, match=r"has 8 devices, and the mesh has 2: use --topology=h100:1x2"
     ):
-        compile_check.check_topology(CONFIG, "h100:1x8")
+        compile_check.check_topology(parse("h100:1x8"), 2)
     with pytest.raises(
         topology.TopologyError, match=r"no v5p topology has 2 devices .*: use another mesh"
     ):
-        compile_check.check_topology(CONFIG, "v5p:2x2x2")
+        compile_check.check_topology(parse("v5p:2x2x2"), 2)
 
 
 def test_a_missing_compiler_names_the_command(monkeypatch, tmp_path):
     monkeypatch.setattr(topology.Platform, "missing", True)
     monkeypatch.setenv("JAXTRAIN_COMPILERS", str(tmp_path))
     with pytest.raises(topology.TopologyError) as error:
-        compile_check.compile_check(CONFIG, "h100:1x2")
+        compile_check.check_topology(H100S, 2)
     assert INSTALL_COMMAND in str(error.value) and str(tmp_path) in str(error.value)
 
 

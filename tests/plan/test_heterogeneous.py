@@ -6,8 +6,8 @@ import pytest
 
 from jaxtrain import config as configs
 from jaxtrain.config.recipes import find_recipe, load_recipe
-from jaxtrain.config.work import step_model_of
 from jaxtrain.costs.hardware import HardwareError, load
+from jaxtrain.pipeline.step_model import step_model_of
 from jaxtrain.plan import heterogeneous
 from jaxtrain.plan.heterogeneous import parse, plan, split_layers
 from jaxtrain.plan.predict import exactly, predict

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from support import hardware_file
 
 from jaxtrain.config import Config, MeshConfig, ModelConfig, PipelineConfig, TrainConfig, replace
-from jaxtrain.hlo.trace import Event, TraceError, read
+from jaxtrain.hlo.trace import TraceError, TraceEvent, read
 from jaxtrain.parallel.attention import attend_whole
 from jaxtrain.plan.compare import PLANNED, plan_at_hand
 from jaxtrain.plan.measured_step import (
@@ -78,7 +78,7 @@ source_target_pairs={{0,2},{2,0}}
 
 
 def part_of(kinds: Kinds, instruction: str, kernel: str = "") -> str | None:
-    kind = kinds.of(Event(instruction, kernel, 0.0, 1.0))
+    kind = kinds.of(TraceEvent(instruction, kernel, 0.0, 1.0))
     return kind and kind.part
 
 
@@ -111,7 +111,7 @@ def test_kinds_of_instructions():
         "back-done": "host",
     }
     assert {name: part_of(kinds, name) for name in expected} == expected
-    rank = lambda name: kinds.of(Event(name, "", 0.0, 1.0)).rank
+    rank = lambda name: kinds.of(TraceEvent(name, "", 0.0, 1.0)).rank
     ranks = [Rank.COMPUTES, Rank.COMMUNICATES, Rank.ENCLOSES, Rank.ENCLOSES]
     assert [rank(name) for name in ("product", "sum", "fetch-done", "small")] == ranks
 
@@ -167,9 +167,9 @@ def test_what_counts_at_each_moment(spans, exposed, hidden):
     )
 
 
-def at(name: str, *times: tuple[float, float]) -> list[Event]:
+def at(name: str, *times: tuple[float, float]) -> list[TraceEvent]:
     """Events of an instruction, each with its begin and end."""
-    return [Event(name, "", *each) for each in times]
+    return [TraceEvent(name, "", *each) for each in times]
 
 
 def test_a_step_is_the_sum_of_its_parts():
@@ -280,7 +280,7 @@ class Run:
         ).resolve()
         self.planned = plan_at_hand(config, "cpu").prediction
         self.measured = AfterWarmUp(
-            config, "cpu", program, folder, self.profile, self.clock, self.lines.append
+            self.planned, program, folder, self.profile, self.clock, self.lines.append
         )
         self.at = start
 

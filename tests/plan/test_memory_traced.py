@@ -8,10 +8,10 @@ import jax
 import pytest
 
 from jaxtrain import config as configs
-from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.costs.hardware import load
 from jaxtrain.devices.mesh import make_mesh, sizes_of
+from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.plan.predict import predict
 from jaxtrain.training.state import bytes_per_device
 from jaxtrain.training.step import Step, make_step, slot_pools

@@ -11,9 +11,9 @@ from support import ROOT
 
 from jaxtrain import config as configs
 from jaxtrain.config.recipes import find_recipe, load_recipe
-from jaxtrain.config.work import transformer_of
 from jaxtrain.costs.hardware import known, load
 from jaxtrain.models import transformer
+from jaxtrain.pipeline.step_model import transformer_of
 from jaxtrain.plan.predict import predict
 from jaxtrain.training.reporting import Speedometer
 

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from jaxtrain.config.recipes import find_recipe, load_recipe
-from jaxtrain.config.work import step_model_of
 from jaxtrain.costs.hardware import load
 from jaxtrain.costs.memory import memory
+from jaxtrain.pipeline.step_model import step_model_of
 from jaxtrain.plan import search
 from jaxtrain.plan.layout_flag import of
 from jaxtrain.plan.search import Space, by_offload, laid_out

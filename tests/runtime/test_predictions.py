@@ -16,9 +16,9 @@ from jaxtrain import config as configs
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.parameters import load_parameters
 from jaxtrain.config import ConfigError
-from jaxtrain.config.pipeline_setup import make_setup, times_of
-from jaxtrain.config.work import transformer_of
 from jaxtrain.models import transformer
+from jaxtrain.pipeline.setup import make_setup, times_of
+from jaxtrain.pipeline.step_model import transformer_of
 from jaxtrain.runtime.embedding_and_head import look_ahead
 from jaxtrain.training.state import stored_shapes
 from jaxtrain.training.step import make_step

@@ -9,7 +9,7 @@ import pytest
 
 from jaxtrain.schedule import drawing
 from jaxtrain.schedule.by_name import make_table
-from jaxtrain.schedule.clock import Times
+from jaxtrain.schedule.clocks import Times
 from jaxtrain.schedule.simulate import simulate
 from jaxtrain.schedule.table import Op
 from jaxtrain.schedule.table_spec import TableSpec

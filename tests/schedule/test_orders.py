@@ -7,7 +7,7 @@ import pytest
 
 from jaxtrain.schedule import orders
 from jaxtrain.schedule.by_name import NAMES, check_repeats, make_forward_table, make_table
-from jaxtrain.schedule.clock import Times
+from jaxtrain.schedule.clocks import Times
 from jaxtrain.schedule.orders import PLACEMENTS
 from jaxtrain.schedule.packing import Tasks, pack_into_ticks
 from jaxtrain.schedule.simulate import simulate

@@ -5,8 +5,7 @@ import itertools
 import pytest
 
 from jaxtrain.schedule.by_name import make_table
-from jaxtrain.schedule.clock import Times
-from jaxtrain.schedule.coupled_clock import Starts, walk
+from jaxtrain.schedule.clocks import Times, coupled_starts
 from jaxtrain.schedule.orders import SCHEDULES, default_repeats
 from jaxtrain.schedule.simulate import simulate
 from jaxtrain.schedule.table import Op, TableShape, from_cells
@@ -150,8 +149,8 @@ def test_an_op_takes_its_units_share():
     ],
 )
 def test_those_wait_that_exchange_messages(schedule, stages, repeats, waiting):
-    table, starts = make_table(TableSpec(schedule, stages, repeats, 4, permute="late")), Starts()
-    walk(table, Times(), starts=starts)  # stage 0 alone has something to do in tick 0
+    table = make_table(TableSpec(schedule, stages, repeats, 4, permute="late"))
+    starts = coupled_starts(table, Times())  # stage 0 alone has something to do in tick 0
     assert {s for s, start in enumerate(starts.cells[1]) if start > 0} == waiting
 
 

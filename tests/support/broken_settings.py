@@ -48,15 +48,17 @@ RULES = [
     ),
     (
         {"mesh.stage": 0},
-        "mesh.stage=0 must be at least 1, or -1 for what is left: use --config.mesh.stage=1",
+        "mesh.stage=0 must be at least 1, or -1 for the remaining devices: use "
+        "--config.mesh.stage=1",
     ),
     (
         {"mesh.stage": -2},
-        "mesh.stage=-2 must be at least 1, or -1 for what is left: use --config.mesh.stage=1",
+        "mesh.stage=-2 must be at least 1, or -1 for the remaining devices: use "
+        "--config.mesh.stage=1",
     ),
     (
         {"mesh.stage": -1},
-        "mesh.stage=-1 is the second -1 beside mesh.data: one axis may be: use "
+        "mesh.stage=-1 is the second -1 after mesh.data: one axis may be: use "
         "--config.mesh.stage=1",
     ),
     (
@@ -140,9 +142,9 @@ RULES = [
     ),
     (
         {"model.experts": 4, "model.expert_room": 0.5},
-        "model.expert_room=0.5 is less than the mean number of rows, so that some are always "
-        "dropped: it must be at least 1, "
-        "or 0 for all rows there can be: use --config.model.expert_room=1.0",
+        "model.expert_room=0.5 is less than the mean number of tokens, so that some are always "
+        "dropped: it must be at least 1, or 0 for the worst case: use "
+        "--config.model.expert_room=1.0",
     ),
     (
         {"model.experts": 8, "model.router_groups": 4, "model.experts_per_token": 3},
@@ -201,15 +203,15 @@ RULES = [
     ),
     (
         {"train.diloco_inner_steps": 20, "mesh.replica": 2, "parallel.offload": "both"},
-        "parallel.offload='both' moves the optimizer's state of replicas that train apart, "
+        "parallel.offload='both' moves the optimizer's state of independent replicas, "
         "train.diloco_inner_steps=20, "
         "which stays on the devices"
         ": use --config.parallel.offload=activations",
     ),
     (
         {"train.diloco_inner_steps": 20, "mesh.replica": 2, "parallel.offload": "optimizer"},
-        "parallel.offload='optimizer' moves the optimizer's state of replicas that train "
-        "apart, train.diloco_inner_steps=20, "
+        "parallel.offload='optimizer' moves the optimizer's state of independent "
+        "replicas, train.diloco_inner_steps=20, "
         "which stays on the devices"
         ": use --config.parallel.offload=none",
     ),
@@ -231,7 +233,7 @@ RULES = [
     ),
     (
         {"train.diloco_inner_steps": 20},
-        "train.diloco_inner_steps=20 is for replicas that train apart, and mesh.replica=1: "
+        "train.diloco_inner_steps=20 is for independent replicas, and mesh.replica=1: "
         "use --config.train.diloco_inner_steps=0",
     ),
     (
@@ -641,7 +643,7 @@ UNUSED = [
         {"optimizer.outer_learning_rate": 1.0, "precision.outer": "int8", "mesh.replica": 2},
         "optimizer.outer_learning_rate=1.0 and precision.outer=int8 have no use with "
         "train.diloco_inner_steps=0, "
-        "where replicas do not train apart",
+        "where replicas are not independent",
     ),
     (
         {"optimizer.decay_steps": 3},

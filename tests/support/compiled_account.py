@@ -6,11 +6,10 @@ from collections.abc import Mapping
 import jax
 
 from jaxtrain.config import Config
-from jaxtrain.config.pipeline_setup import Setup
-from jaxtrain.hlo.cost import Costs
+from jaxtrain.hlo.collectives import collectives
 from jaxtrain.hlo.loops import StepLoops, op_in
 from jaxtrain.hlo.program import Instruction, Program
-from jaxtrain.hlo.traffic import collectives
+from jaxtrain.pipeline.setup import Setup
 from jaxtrain.training.step import Step, abstract_batch, make_step
 
 
@@ -40,12 +39,3 @@ def read(
                 op = op_of(run.instruction, c.instruction)
                 found[op, c.kind, c.axes, c.devices] += float(run.times * c.sent)
     return found
-
-
-def products(setup: Setup, program: Program, stage: int) -> float:
-    """Operations of a step's dots and convolutions on a device of the stage."""
-    costs = Costs(program)
-    return sum(
-        run.times * costs.flops(run.instruction)
-        for run in StepLoops(program, setup, stage).executed()
-    )

@@ -178,7 +178,7 @@ def random_table(source: random.Random) -> Table:
             send(t)
         rows.append(row)
         permutes.append(int(when))
-    return from_cells(shape, rows, permute=permutes, columns=columns)
+    return from_cells(shape, rows, permute=permutes, **columns)
 
 
 def expected(table) -> set[tuple]:
@@ -203,7 +203,7 @@ def execute(table: Table) -> bool:
         arrived[+1] = buffers[+1][-1:] + buffers[+1][:-1]
         arrived[-1] = buffers[-1][1:] + buffers[-1][:1]
 
-    for t, row in enumerate(table.cells()):
+    for t, row in enumerate(table.cells):
         staying = []
         for way in (+1, -1):
             for s in range(p):

@@ -1,7 +1,7 @@
 """The text of a small step's program whose numbers are known, as a TPU's compiler writes it, and
 the config that it is of."""
 
-from jaxtrain.config.pipeline_setup import make_setup
+from jaxtrain.pipeline.setup import make_setup
 from support import small
 
 # Two stages and four microbatches; a tick permutes beside one loop around its ops. Arrays

@@ -8,10 +8,10 @@ from support import small
 
 from jaxtrain import config as configs
 from jaxtrain.config import ConfigError
-from jaxtrain.config.checks import refusal
-from jaxtrain.config.pipeline_setup import make_setup, times_of
-from jaxtrain.config.surroundings import Surroundings
-from jaxtrain.config.work import transformer_of
+from jaxtrain.config.checks import Environment, error_of
+from jaxtrain.pipeline.checks import RULES_WITH_TABLES
+from jaxtrain.pipeline.setup import make_setup, times_of
+from jaxtrain.pipeline.step_model import transformer_of
 from jaxtrain.schedule.by_name import make_table
 from jaxtrain.schedule.orders import SCHEDULES
 from jaxtrain.schedule.table import Op
@@ -156,11 +156,11 @@ def test_what_a_file_needs_is_suggested_at_once(tmp_path):
         configs.Config(),
         {"model.layers": 8, "mesh.stage": 2, "mesh.model": 3, "pipeline.schedule": f"csv:{path}"},
     )
-    around = Surroundings(8, "cpu", configs.Config(), files=True, tables=True)
-    error = refusal(config, around)
+    environment = Environment(8, "cpu", configs.Config(), rules=RULES_WITH_TABLES)
+    error = error_of(config, environment)
     assert error is not None
     changes = error.fixes[0]
-    assert refusal(configs.replace(config, changes), around) is None
+    assert error_of(configs.replace(config, changes), environment) is None
     assert (changes["mesh.stage"], changes["pipeline.microbatches"], changes["pipeline.remat"]) == (
         4,
         6,
@@ -181,7 +181,7 @@ def test_a_broken_file_is_refused_with_schedules_that_work(tmp_path):
     config = configs.replace(
         configs.Config(), {"mesh.stage": 2, "pipeline.schedule": f"csv:{path}"}
     )
-    error = refusal(config, Surroundings(2, "cpu", files=True, tables=True))
+    error = error_of(config, Environment(2, "cpu", rules=RULES_WITH_TABLES))
     assert error is not None and str(error).count(": use ") == 1
     assert str(error).endswith(": use --config.pipeline.schedule=gpipe (or 1f1b)")
 

@@ -1,12 +1,12 @@
-"""The costs of an instruction of a compiled program: operations, bytes of memory, a TPU's cycles.
+"""The cost of a compiled instruction: FLOPs, bytes of the device's memory, a TPU's cycles.
 
-    flops    2 · multiplications of its dots and convolutions, also of those that it fuses; a
-             kernel's are not in the program
-    bytes    read from and written to the device's memory; of an array that it cuts, or updates in
-             place, the part
+    flops    2 · multiplications of its dots and convolutions, also of those that it fuses;
+             a kernel's are not in the program
+    bytes    read from and written to the device's memory; where an array is sliced, or updated in
+             place, those of the slice
     cycles   `estimated_cycles`, with which libtpu schedules
 
-A loop costs nothing itself: what is in it runs as often as its trips say (loops.py).
+A loop costs nothing itself: its body runs as often as its trips say (jaxtrain/hlo/loops.py).
 """
 
 import functools
@@ -18,54 +18,40 @@ import numpy as np
 
 from jaxtrain.hlo.program import FREE, Instruction, Program
 
+# The contracted dimensions of a dot, or of a library's call.
+CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s?"?[=:][{\[]([\d,"]*)')
+WINDOW = {"stride": "1", "pad": "0_0", "lhs_dilate": "1", "rhs_dilate": "1"}  # and its defaults
 COSTLESS = FREE | {"call", "conditional"}
-READS_A_PART = frozenset({"dynamic-slice", "slice", "gather"})
+SLICES = frozenset({"dynamic-slice", "slice", "gather"})
 VIEWS = frozenset({"bitcast", "reshape"})
-GEMM = re.compile(r"__cublas\$|__triton_gemm|__cudnn\$gemm")
-# Contracted dimensions of a dot, or of a call of a library.
-CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)')
-# Of a convolution's window, with defaults.
-WINDOW = (("stride", "1"), ("pad", "0_0"), ("lhs_dilate", "1"), ("rhs_dilate", "1"))
 # Memory spaces of arrays that are in the device's memory; a TPU's 1 is its vector memory.
 TPU_MEMORY, GPU_MEMORY = frozenset({0}), frozenset({0, 1, 7})
 
 
-class Costs:
+class InstructionCosts:
     """The costs of a program's instructions. memory: the spaces that are the device's memory."""
 
     def __init__(self, program: Program, memory: Set[int] = TPU_MEMORY):
         self.program, self.memory = program, memory
-        sum_of = lambda name: sum(map(self.flops, program.computations[name]))
-        self._of_computation = functools.lru_cache(maxsize=None)(sum_of)
-
-    # ------------------------------------------------------------------ products
+        self._of_computation: dict[str, int] = {}
 
     def flops(self, i: Instruction) -> int:
-        """Operations of an instruction's products."""
+        """FLOPs of an instruction's products, also of those that it fuses; two a multiplication."""
         if i.opcode == "convolution":
             return self._convolution(i)
-        library = i.opcode == "custom-call" and GEMM.search(target(i))
-        if i.opcode == "dot" or (library and "dot_dimension_numbers" in i.text):
+        if i.is_product:
             contracted, left = CONTRACTED.search(i.text), self.program.operands(i)[0].shapes[0]
             dimensions = re.findall(r"\d+", contracted[1]) if contracted else ()
             return 2 * i.sizes[0] * math.prod(left[int(d)] for d in dimensions)
-        if i.opcode.removesuffix("-start") in ("fusion", "async") and "calls" in i.calls:
-            return self._of_computation(i.calls["calls"])
-        return 0
-
-    def in_float32(self, i: Instruction) -> bool:
-        """Whether one of an instruction's products has operands of 32 bits."""
-        fused = self.program.below(i.calls["calls"]) if "calls" in i.calls else [i]
-        products = (
-            j for j in fused if j.opcode in ("dot", "convolution", "custom-call") and j.operands
-        )
-        return any(self.program.operands(j)[0].types[0] == "f32" for j in products if self.flops(j))
+        called = i.calls.get("calls", "")
+        if not called or i.opcode.removesuffix("-start") not in ("fusion", "async"):
+            return 0
+        if called not in self._of_computation:
+            self._of_computation[called] = sum(map(self.flops, self.program.computations[called]))
+        return self._of_computation[called]
 
     def _convolution(self, i: Instruction) -> int:
-        """FLOPs of a convolution.
-
-        An output counts the window's places that meet a number, neither padding nor a hole.
-        """
+        """FLOPs of a convolution. Pairs of a window's place with padding or a hole do not count."""
         left, right = (operand.shapes[0] for operand in self.program.operands(i)[:2])
         labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.text)
         assert labels is not None, i.text
@@ -75,22 +61,25 @@ class Costs:
         window = dict(part.split("=") for part in written[1].split()) if written else {}
         flops = 2 * kernel["i"] * outputs["b"] * outputs["f"]
         for n, d in enumerate(sorted(filter(str.isdigit, inputs))):
-            numbers = (
-                window[key].split("x")[n] if key in window else usual for key, usual in WINDOW
-            )
-            flops *= _meetings(
-                inputs[d], outputs[d], kernel[d], *(int(number.split("_")[0]) for number in numbers)
-            )
+            settings = {key: window[key].split("x")[n] for key in WINDOW if key in window}
+            numbers = [int(text.split("_")[0]) for text in (WINDOW | settings).values()]
+            flops *= _pairs(inputs[d], outputs[d], kernel[d], *numbers)
         return flops
 
-    # ------------------------------------------------------------------ bytes of the device's memor
+    def in_float32(self, i: Instruction) -> bool:
+        """True if one of an instruction's products has operands of 32 bits."""
+        fused = self.program.below(i.calls["calls"]) if "calls" in i.calls else [i]
+        products = (
+            j for j in fused if j.opcode in ("dot", "convolution", "custom-call") and j.operands
+        )
+        return any(self.program.operands(j)[0].types[0] == "f32" for j in products if self.flops(j))
 
     def bytes(self, i: Instruction) -> int:
-        """Bytes that an instruction reads and writes; something asynchronous does at its start."""
+        """Bytes that an instruction reads and writes; an asynchronous one does so at its start."""
         if (
             i.opcode in COSTLESS
             or i.opcode.endswith(("-done", "-update"))
-            or target(i) == "AllocateBuffer"
+            or i.target == "AllocateBuffer"
         ):
             return 0
         if i.opcode in ("fusion", "fusion-start"):
@@ -100,7 +89,7 @@ class Costs:
             return used + self._written(i)
         if i.starts:
             return self._in_memory(i)
-        if i.opcode in READS_A_PART:
+        if i.opcode in SLICES:
             return 2 * self._in_memory(i)
         operands = self.program.operands(i)
         if i.opcode == "dynamic-update-slice":
@@ -109,11 +98,8 @@ class Costs:
 
     def _in_memory(self, i: Instruction) -> int:
         """Bytes of an instruction's arrays that are in the device's memory."""
-        return sum(
-            size
-            for size, space in zip(i.bytes_of_each, i.spaces, strict=True)
-            if space in self.memory
-        )
+        arrays = zip(i.bytes_of_each, i.spaces, strict=True)
+        return sum(size for size, space in arrays if space in self.memory)
 
     def _parameters(self, fusion: Instruction) -> dict[int, Instruction]:
         """The parameters of a fused computation by the number of the operand."""
@@ -124,12 +110,12 @@ class Costs:
         return {int(number[1]): i for number, i in numbers if number}
 
     def _used(self, value: Instruction) -> int:
-        """Bytes of a value in a fused computation that others in it read."""
+        """Bytes of a value in a fused computation that other instructions in it read."""
         used = 0
         for user in self.program.computations[value.computation]:
             if value.name not in user.operands:
                 continue
-            if user.opcode in READS_A_PART:
+            if user.opcode in SLICES:
                 used += user.bytes
             elif user.opcode in VIEWS:
                 used += self._used(user)
@@ -150,25 +136,20 @@ class Costs:
         results = self.program.operands(root) if root.opcode == "tuple" else [root]
         if len(results) != len(fusion.sizes):  # an asynchronous fusion's tuple has its operands too
             return sum(result.bytes for result in results)
-        return sum(
-            self._update(r)
-            for r, space in zip(results, fusion.spaces, strict=True)
-            if space in self.memory
-        )
-
-    def _update(self, result: Instruction) -> int:
-        source = result
-        while source.opcode in VIEWS or source.opcode == "copy":
-            source = self.program.operands(source)[0]
-        updates = source.opcode == "dynamic-update-slice"
-        return self.program.operands(source)[1].bytes if updates else result.bytes
-
-    # ------------------------------------------------------------------ cycles
+        written = 0
+        for result, space in zip(results, fusion.spaces, strict=True):
+            if space in self.memory:
+                source = result
+                while source.opcode in VIEWS or source.opcode == "copy":
+                    source = self.program.operands(source)[0]
+                updates = source.opcode == "dynamic-update-slice"
+                written += (self.program.operands(source)[1] if updates else result).bytes
+        return written
 
     def cycles(self, i: Instruction) -> int:
         """Cycles by libtpu's estimate, or 0.
 
-        A fusion without one, whose parts run on different cores, has the sum of its parts'.
+        A fusion without an estimate, whose parts run on different cores, has the sum of its parts'.
         """
         if estimate := re.search(r'"estimated_cycles":"(\d+)"', i.text):
             return int(estimate[1])
@@ -176,22 +157,17 @@ class Costs:
         return sum(map(self.cycles, fused))
 
 
-def target(i: Instruction) -> str:
-    """Target of a custom call; "" for other instructions."""
-    name = re.search(r'custom_call_target="([^"]*)"', i.text)
-    return name[1] if name else ""
-
-
 @functools.lru_cache(maxsize=1024)
-def _meetings(
+def _pairs(
     size: int,
     outputs: int,
     window: int,
     stride: int,
-    before: int,
+    padding: int,
     base_dilation: int,
     window_dilation: int,
 ) -> int:
-    """Pairs (output, place of the window) of a dimension that meet one of its `size` numbers."""
-    at = np.arange(outputs)[:, None] * stride + np.arange(window)[None] * window_dilation - before
+    """The number of pairs (output, place in its window) that lie on one of a dimension's `size`
+    numbers."""
+    at = np.arange(outputs)[:, None] * stride + np.arange(window)[None] * window_dilation - padding
     return int(((at % base_dilation == 0) & (at >= 0) & (at // base_dilation < size)).sum())

@@ -7,25 +7,24 @@ import json
 import pytest
 from support import train_runs as runs
 
-from jaxtrain import stored_times
 from jaxtrain.config import (
     Config,
     MeshConfig,
     ModelConfig,
     PipelineConfig,
     get,
-    pipeline_setup,
     replace,
 )
 from jaxtrain.config.unused import unused_settings
-from jaxtrain.config.work import step_model_of
 from jaxtrain.costs.hardware import load, to_json
+from jaxtrain.pipeline import op_times, setup
+from jaxtrain.pipeline.op_times import OP_TIMES, OpTimesError, needed, worth_storing
+from jaxtrain.pipeline.step_model import step_model_of
 from jaxtrain.schedule.by_name import make_table
 from jaxtrain.schedule.columns import EMBED, EMBED_GRADIENT, HEAD, cell_op, permute_op
 from jaxtrain.schedule.table import Permute
 from jaxtrain.schedule.table_spec import TableSpec
-from jaxtrain.stored_times import OP_TIMES, OpTimesError, stored
-from jaxtrain.training.op_times import times_of
+from jaxtrain.training.op_times import planned_times, stored_times, times_of
 
 CONFIG = Config(
     model=ModelConfig(layers=4, width=32, heads=4, mlp_width=64),
@@ -43,13 +42,13 @@ def own_kind(file, tflops, *dtypes):
 
 
 def keep(config, folder, times=TIMES):
-    stored_times.keep(replace(config, {"pipeline.times": times}), folder)
+    op_times.store(replace(config, {"pipeline.times": times}), folder, "8 × cpu")
 
 
 def test_who_needs_times():
-    assert stored_times.wanted(CONFIG)
+    assert needed(CONFIG)
     for changes in ({"pipeline.times": TIMES}, {"mesh.stage": 1}):
-        assert not stored_times.wanted(replace(CONFIG, changes)), changes
+        assert not needed(replace(CONFIG, changes)), changes
     notes = unused_settings(replace(CONFIG, {"pipeline.times": TIMES}))
     assert "pipeline.measure_times=true has no use with pipeline.times, which count" in notes
 
@@ -61,32 +60,32 @@ def test_which_times_are_kept():
         replace(CONFIG, {"pipeline.times": TIMES}),
         replace(CONFIG, {"pipeline.measure_times": False}),
     )
-    assert stored_times.to_keep(known, CONFIG) and stored_times.to_keep(CONFIG, CONFIG)
-    assert not stored_times.to_keep(known, known) and not stored_times.to_keep(sizes, sizes)
-    assert not stored_times.to_keep(replace(CONFIG, {"mesh.stage": 1}), CONFIG)
+    assert worth_storing(known, CONFIG) and worth_storing(CONFIG, CONFIG)
+    assert not worth_storing(known, known) and not worth_storing(sizes, sizes)
+    assert not worth_storing(replace(CONFIG, {"mesh.stage": 1}), CONFIG)
 
 
 def test_times_stay(tmp_path):
     """They are read to the last digit, and nothing else is left beside them."""
-    assert stored(CONFIG, tmp_path) is None
+    assert stored_times(CONFIG, tmp_path) is None
     keep(CONFIG, tmp_path)
-    assert stored(CONFIG, tmp_path) == TIMES and [path.name for path in tmp_path.iterdir()] == [
-        OP_TIMES
-    ]
+    assert stored_times(CONFIG, tmp_path) == TIMES and [
+        path.name for path in tmp_path.iterdir()
+    ] == [OP_TIMES]
 
 
 def test_planned_times_are_the_planners(tmp_path):
     """F, B, W, message, R and head in milliseconds, of the kind of device that is named, and none
     of a type that it has no peak for."""
-    assert stored_times.planned(CONFIG) == ()
+    assert planned_times(CONFIG) == ()
     file = own_kind(tmp_path / "own.json", 100.0, "bfloat16")
     config = replace(CONFIG, {"train.hardware": file, "precision.compute": "bfloat16"})
-    times = stored_times.planned(config)
+    times = planned_times(config)
     assert times == pytest.approx(
         [1e3 * seconds for seconds in step_model_of(config, load(file)).op_times()], rel=1e-3
     )
-    assert dataclasses.astuple(pipeline_setup.times_of(config, 2))[:6] == times
-    assert stored_times.planned(replace(config, {"precision.compute": "float32"})) == ()
+    assert dataclasses.astuple(setup.times_of(config, 2))[:6] == times
+    assert planned_times(replace(config, {"precision.compute": "float32"})) == ()
 
 
 CHANGES = (
@@ -103,16 +102,16 @@ def test_times_of_something_else_are_made_again(change, tmp_path):
     changed = replace(CONFIG, change)
     assert [get(changed, path) for path in change] != [get(CONFIG, path) for path in change]
     keep(CONFIG, tmp_path)
-    assert stored(changed, tmp_path) is None
+    assert stored_times(changed, tmp_path) is None
     keep(changed, tmp_path, TIMES[::-1])
-    assert stored(changed, tmp_path) == TIMES[::-1]
+    assert stored_times(changed, tmp_path) == TIMES[::-1]
 
 
 def test_what_may_change_beside_them(tmp_path):
     """Another schedule is another table of the same times; a run is longer."""
     keep(CONFIG, tmp_path)
     assert (
-        stored(
+        stored_times(
             replace(
                 CONFIG,
                 {"pipeline.schedule": "1f1b", "train.steps": 7, "optimizer.learning_rate": 1.0},
@@ -125,15 +124,15 @@ def test_what_may_change_beside_them(tmp_path):
 
 def test_times_that_cannot_be_told_are_not_measured_again(tmp_path):
     keep(CONFIG, tmp_path, ())
-    assert stored(CONFIG, tmp_path) == ()
-    assert "model's sizes" in stored_times.describe(())
+    assert stored_times(CONFIG, tmp_path) == ()
+    assert "model's sizes" in op_times.describe(())
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"times": ["x"], "of": {}}'])
 def test_a_broken_file_is_one_line(text, tmp_path):
     (tmp_path / OP_TIMES).write_text(text)
     with pytest.raises(OpTimesError, match="has no op times: delete it"):
-        stored(CONFIG, tmp_path)
+        stored_times(CONFIG, tmp_path)
 
 
 def test_times_of_a_whole_stage():

@@ -16,11 +16,11 @@ import pytest
 from support import ROOT
 
 from jaxtrain import cli
+from jaxtrain import show_schedule as schedule
 from jaxtrain.config.flags import read_flags, settled
-from jaxtrain.schedule import __main__ as schedule
-from jaxtrain.schedule.__main__ import FLAGS, check_flags, shown_by
 from jaxtrain.schedule.by_name import NAMES
 from jaxtrain.schedule.orders import SCHEDULES
+from jaxtrain.show_schedule import FLAGS, check_flags, shown_by
 
 sys.path.append(str(ROOT / "scripts"))
 
@@ -319,7 +319,7 @@ def test_help_and_a_start_without_jax():
         for flag in ("times", "compare", "fused_backward", "memory", "head")
     )
     code = (
-        "import sys; from jaxtrain.schedule.__main__ import main; main(['--json']); "
+        "import sys; from jaxtrain.show_schedule import main; main(['--json']); "
         "sys.exit(len({'jax', 'matplotlib'} & {*sys.modules}))"
     )
     assert (

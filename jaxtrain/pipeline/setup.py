@@ -1,30 +1,31 @@
-"""From a run's config to its tables and its placement: what is known of a step before any device
-is.
+"""The tables and the placement of a config: all that is known of a step before any device is. No
+jax.
 
-The times for which tables are made come from the config; or else from the planner, for the kind of
-device that it names; or else from the model's sizes: F, B and W of a stage are taken as equal, R as
-another F, the head by its share of the multiplications, a message as a fiftieth of F. No JAX here.
+Op times, for which tables are made, are those of the config; or else the planner's, for the
+hardware that the config names; or else they follow from the model's sizes: F, B and W of a stage
+take the same time, R takes that of F, the head its share of the multiplications, a message a
+fiftieth of F.
 """
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
 
 from jaxtrain.config import Config, ConfigError, ends_with_layers, get
-from jaxtrain.config.work import planned_op_times, transformer_of
+from jaxtrain.config.rules import Violation, values_for
 from jaxtrain.costs import hardware
+from jaxtrain.pipeline.step_model import planned_op_times, transformer_of
 from jaxtrain.schedule import by_name, search
-from jaxtrain.schedule.clock import Times
+from jaxtrain.schedule.clocks import Times
 from jaxtrain.schedule.orders import CSV, ONE_CHUNK, SCHEDULES
 from jaxtrain.schedule.placement import Placement, cut, spread
-from jaxtrain.schedule.search import ANY_REPEATS, Cost, Report, cost, part_of
+from jaxtrain.schedule.search import ANY_REPEATS, Report, part_of
 from jaxtrain.schedule.simulate import Simulation, simulate
 from jaxtrain.schedule.slots import SlottedTable, assign_slots
 from jaxtrain.schedule.table import VOCABULARIES, Table
 from jaxtrain.schedule.table_csv import read_csv
-from jaxtrain.schedule.table_spec import TableSpec
+from jaxtrain.schedule.table_spec import Cost, TableSpec, cost, memory_of
 from jaxtrain.schedule.validator import check
 
 MESSAGE = 0.02  # of F, where the config names no times
@@ -35,8 +36,8 @@ BUSY = 1.1  # of the mean work of a stage: what the busiest one works beyond tha
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Candidate:
-    """A table that is compared with others: its cost, and of each of its units the layers and the
-    part of a stage's work."""
+    """A table that is compared with others: its cost, and for each of its units the number of
+    layers and the fraction of a stage's work."""
 
     cost: Cost
     table: Table
@@ -45,28 +46,21 @@ class _Candidate:
 
     @property
     def weighed(self) -> Cost:
-        """The cost by which the places for the vocabulary are compared.
+        """The cost by which the two places of the vocabulary are compared.
 
-        Time is weighed against memory: each stage's share of the tables against both of them on the
-        end stages.
+        Time is weighed against memory: embedding and head sharded over all stages need less of it
+        than on the end stages alone.
         """
         factor = SAVED_MEMORY if self.table.vocabulary == "parallel" else 1.0
         return self.cost._replace(time=self.cost.time * factor)
 
 
-class _Change(NamedTuple):
-    """What is wrong with a setting for a file's table, and the value that the table needs."""
-
-    rule: str
-    value: Any
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Setup:
-    """A step's tables.
+    """A step's tables and its placement.
 
-    table:           the training table, also on one stage
-    shares:          of each unit, its part of a stage's work
+    table:  the training table, also with one stage
+    shares: for each unit its fraction of a stage's work
     """
 
     placement: Placement
@@ -76,12 +70,12 @@ class Setup:
 
     @functools.cached_property
     def train(self) -> SlottedTable | None:
-        """The training table with its slots; None on one stage."""
+        """The training table with its slots; None with one stage."""
         return assign_slots(self.table) if self.table.stages > 1 else None
 
     @functools.cached_property
     def evaluate(self) -> SlottedTable | None:
-        """Forwards and losses alone, with their slots; None on one stage."""
+        """The table of forwards and losses alone, with its slots; None with one stage."""
         table = self.table
         if table.stages == 1:
             return None
@@ -96,12 +90,12 @@ class Setup:
         return self.table.stages > 1 and self.table.vocabulary == "parallel"
 
     def simulation(self) -> Simulation:
-        """What the table costs in time and memory."""
+        """The table's time and memory, simulated."""
         return simulate(self.table, self.times, shares=self.shares)
 
     def describe(self) -> str:
-        """One line for people: the table, its predicted bubble, and the most activations on a
-        stage."""
+        """A line of text: the table, its ticks and predicted bubble, where embedding and head
+        are."""
         table = self.table
         if table.stages == 1:
             return f"{table.microbatches} microbatches one after the other"
@@ -124,9 +118,9 @@ class Setup:
 
 
 def times_of(config: Config, stages: int) -> Times:
-    """The op times of a resolved config: its own; those planned for `train.hardware`, in ms; or
-    those of the module's text, with F = 1. Raises HardwareError for a kind of device that is not
-    known."""
+    """The op times of a resolved config: its `pipeline.times`; or those planned for
+    `train.hardware`, in ms; or those that follow from the model's sizes, with F = 1. Raises
+    HardwareError."""
     pipeline, model, sizes = config.pipeline, config.model, transformer_of(config)
     recompute = {"full": 1.0, "selective": 0.0, "none": 0.0}[pipeline.remat] if stages > 1 else 0.0
     # A module that predicts a further token is another head, a layer and its projection, forward
@@ -158,10 +152,10 @@ MOST_SETUPS = 16
 
 
 def make_setup(config: Config, report: Report = search.silent) -> Setup:
-    """The tables of a resolved config whose mesh is known; the same object as long as it is
-    remembered.
+    """The tables of a resolved config whose mesh is known; the same object as long as it is one of
+    the last MOST_SETUPS.
 
-    `report` is told how far the search for a table has come, where there is one. Raises ConfigError
+    report: is told how far the search for a table has come, where there is one. Raises ConfigError
     for a schedule that does not fit.
     """
     if config not in _SETUPS:
@@ -179,22 +173,18 @@ def _search(config: Config, report: Report) -> Setup:
         table = by_name.make_table(TableSpec(ONE_CHUNK, 1, 1, pipeline.microbatches))
         return Setup(Placement(config.model.layers), table, times_of(config, 1), (1.0,))
     try:
-        candidates = _candidates(config, _memory(config), report)
+        candidates = _candidates(config, _memory_bound(config), report)
     except ConfigError:
         raise
     except search.MemoryTooSmall as error:
         if pipeline.memory:
-            enough = [{"pipeline.memory": error.least}, {"pipeline.memory": 0.0}]
-            raise ConfigError(
-                "pipeline.memory",
-                pipeline.memory,
-                "is too little for any table found",
-                fixes=enough,
-            ) from None
+            rule = "is too little for any table found"
+            fixes = values_for("pipeline.memory", [error.least, 0.0])
+            raise ConfigError("pipeline.memory", pipeline.memory, rule, fixes=fixes) from None
         candidates = _candidates(config, error.least, report)
     except ValueError as error:
         reason, _, instead = str(error).partition(": use ")
-        fixes = [{"pipeline.schedule": name} for name in SCHEDULES]
+        fixes = values_for("pipeline.schedule", SCHEDULES)
         rule = f"does not work: {reason}{f' (use {instead})' * bool(instead)}"
         raise ConfigError("pipeline.schedule", pipeline.schedule, rule, fixes=fixes) from None
     best = min(candidates, key=lambda candidate: candidate.weighed)
@@ -205,80 +195,71 @@ def _search(config: Config, report: Report) -> Setup:
     return Setup(placement, table, times_of(config, stages), best.shares)
 
 
-def _memory(config: Config) -> float | None:
-    """For `auto`, the most residuals that a stage may hold, in those of a whole one: by default
-    those of 1F1B, sent in the same way."""
+def _memory_bound(config: Config) -> float | None:
+    """The most residuals that a stage may hold with `auto`, in those of all its layers; by default
+    as many as in 1F1B with the same permutes."""
     pipeline = config.pipeline
     if pipeline.schedule != "auto" or pipeline.memory:
         return pipeline.memory or None
-    permute = "late" if pipeline.permute == "auto" else pipeline.permute
     spec = TableSpec(
         ONE_CHUNK,
         config.mesh.stage,
         1,
         pipeline.microbatches,
-        permute=permute,
+        permute="late" if pipeline.permute == "auto" else pipeline.permute,
         remat_full=pipeline.remat == "full",
     )
-    return search.memory_of(by_name.make_table(spec))
+    return memory_of(by_name.make_table(spec))
 
 
 def _candidates(config: Config, memory: float | None, report: Report) -> list[_Candidate]:
-    """The tables for each number of chunks on a stage and place of the vocabulary. Raises
-    MemoryTooSmall, with the least, if none fits."""
+    """The tables for each number of chunks on a stage, and each place of the vocabulary, that the
+    config leaves open. Raises MemoryTooSmall, with the least that suffices, if none fits."""
+    pipeline, stages = config.pipeline, config.mesh.stage
+    repeats: Sequence[int] = (pipeline.repeats,)
+    if pipeline.schedule == "auto" and not pipeline.repeats:
+        repeats = [n for n in ANY_REPEATS if n * stages <= config.model.layers]
+        if pipeline.chunk_layers:
+            repeats = (len(pipeline.chunk_layers) // stages,)
+    vocabularies: Sequence[str] = (pipeline.vocabulary,)
+    if pipeline.vocabulary == "auto" and not pipeline.schedule.startswith(CSV):
+        vocabularies = ("end_stages",) if ends_with_layers(config.model) else VOCABULARIES
+    # the work grows with the chunks; a file's table needs none
+    total, done = max(1, sum(repeats) * len(vocabularies)), 0
     candidates, too_small = [], []
-    tried = list(itertools.product(_repeats(config), _vocabularies(config)))
-    # the work grows with the chunks; of a file's table there is none
-    whole, done = max(1, sum(repeats for repeats, _ in tried)), 0
-    for repeats, vocabulary in tried:
-        part = part_of(report, done / whole, repeats / whole)
+    for number, vocabulary in itertools.product(repeats, vocabularies):
+        part = part_of(report, done / total, number / total)
         try:
-            candidates.append(_candidate(config, repeats, vocabulary, memory, part))
+            candidates.append(_candidate(config, number, vocabulary, memory, part))
         except search.MemoryTooSmall as error:
             too_small.append(error.least)
-        done += repeats
+        done += number
     if not candidates:
         raise search.MemoryTooSmall(memory or 0.0, min(too_small))
     return candidates
 
 
-def _repeats(config: Config) -> Sequence[int]:
-    """The numbers of chunks on a stage to try."""
-    pipeline, stages = config.pipeline, config.mesh.stage
-    if pipeline.repeats or pipeline.schedule != "auto":
-        return (pipeline.repeats,)
-    if pipeline.chunk_layers:
-        return (len(pipeline.chunk_layers) // stages,)
-    return [repeats for repeats in ANY_REPEATS if repeats * stages <= config.model.layers]
-
-
-def _vocabularies(config: Config) -> Sequence[str]:
-    """The places of the vocabulary to try."""
-    vocabulary = config.pipeline.vocabulary
-    if vocabulary != "auto" or config.pipeline.schedule.startswith(CSV):
-        return (vocabulary,)
-    return ("end_stages",) if ends_with_layers(config.model) else VOCABULARIES
-
-
 def _candidate(
     config: Config, repeats: int, vocabulary: str, memory: float | None, report: Report
 ) -> _Candidate:
-    """A table for so many chunks on a stage; of `auto`, within so many residuals of a stage."""
+    """A table with `repeats` chunks on a stage; of `auto`, within `memory` residuals of a stage."""
     pipeline, stages, layers = config.pipeline, config.mesh.stage, config.model.layers
     table = None
     if pipeline.schedule.startswith(CSV):
         table = read_csv(pipeline.schedule.removeprefix(CSV))
         _check_fits(config, table)
-        groups = _groups(table)
+        groups = _units_of_chunks(table)
         chunks = pipeline.chunk_layers or spread(layers, len(groups), pipeline.layer_costs)
-        sizes = tuple(
-            size
-            for chunk, units in zip(chunks, groups, strict=True)
-            for size in spread(chunk, units)
-        )
+        sizes = tuple(itertools.chain.from_iterable(map(spread, chunks, groups)))
     else:
         chunks = pipeline.chunk_layers or spread(layers, stages * repeats, pipeline.layer_costs)
         groups, sizes = cut(chunks, pipeline.layers_per_op)
+    costs = pipeline.layer_costs or (1.0,) * layers
+    ends = itertools.accumulate(sizes)
+    shares = tuple(
+        sum(costs[end - size : end]) / (sum(costs) / stages)
+        for size, end in zip(sizes, ends, strict=True)
+    )
     spec = TableSpec(
         pipeline.schedule,
         stages,
@@ -288,106 +269,80 @@ def _candidate(
         permute=pipeline.permute,
         remat_full=pipeline.remat == "full",
         groups=groups,
-        shares=_shares(config, sizes),
+        shares=shares,
         vocabulary=vocabulary,
         memory=memory,
     )
     table = table or by_name.make_table(spec, report)
-    return _Candidate(cost(table, spec), table, sizes, _shares(config, sizes))
-
-
-def _groups(table: Table) -> tuple[int, ...]:
-    """The number of units of each chunk of a table."""
-    return tuple(table.chunk_of.count(chunk) for chunk in sorted(set(table.chunk_of)))
-
-
-def _shares(config: Config, sizes: Sequence[int]) -> tuple[float, ...]:
-    """Of each unit, its part of a stage's work, by its layers' costs."""
-    costs = config.pipeline.layer_costs or (1.0,) * config.model.layers
-    stage, first, shares = sum(costs) / config.mesh.stage, 0, []
-    for size in sizes:
-        shares.append(sum(costs[first : first + size]) / stage)
-        first += size
-    return tuple(shares)
+    return _Candidate(cost(table, spec), table, sizes, shares)
 
 
 # --- a file's table and the config ----------------------------------------------------------------
 
 
+def _units_of_chunks(table: Table) -> tuple[int, ...]:
+    """The number of units of each chunk of a table."""
+    return tuple(table.chunk_of.count(chunk) for chunk in sorted(set(table.chunk_of)))
+
+
 def _check_fits(config: Config, table: Table) -> None:
-    """ConfigError unless a file's table does what the config says.
+    """Raises ConfigError unless a file's table does what the config says.
 
     Its fix is all that the table needs changed, at once: whoever names a file asks for that table,
     and not for the least change.
     """
     schedule = config.pipeline.schedule
-    by_names = [{"pipeline.schedule": name} for name in SCHEDULES]
+    by_names = values_for("pipeline.schedule", SCHEDULES)
     if table.forward_only:
         rule = "has F ops alone, and training needs their B and W"
         raise ConfigError("pipeline.schedule", schedule, rule, fixes=by_names)
-    changes = _changes(config, table)
-    if changes:
-        path, change = next(iter(changes.items()))
-        raise ConfigError(
-            path,
-            get(config, path),
-            change.rule,
-            fixes=[{path: change.value for path, change in changes.items()}],
-        )
+    if needs := [*_needs(config, table)]:
+        changes = {
+            path: value for need in needs for fix in need.fixes for path, value in fix.items()
+        }
+        field = needs[0].field
+        raise ConfigError(field, get(config, field), needs[0].rule, fixes=[changes])
     if table.vocabulary == "parallel" and (path := ends_with_layers(config.model)):
         rule = f"needs embedding and head on one stage, and {schedule} shares them"
         raise ConfigError(path, get(config, path), rule, fixes=[{path: 0}, *by_names])
 
 
-def _changes(config: Config, table: Table) -> dict[str, _Change]:
-    """Setting → what a file's table needs changed in it."""
-    pipeline, name = config.pipeline, config.pipeline.schedule
-    chunks = len(_groups(table))
-    changes: dict[str, _Change] = {}
+def _needs(config: Config, table: Table) -> Iterator[Violation]:
+    """The settings that a file's table needs changed, each with one fix."""
+    pipeline, name, layers = config.pipeline, config.pipeline.schedule, config.model.layers
+    units = _units_of_chunks(table)
+    chunks = len(units)
+
+    def change(path: str, rule: str, value: object) -> Violation:
+        return Violation(path, rule, [{path: value}])
+
     for path, value in (
         ("mesh.stage", table.stages),
         ("pipeline.microbatches", table.microbatches),
     ):
         if get(config, path) != value:
-            changes[path] = _Change(f"is not the {value} of the table of {name}", value)
+            yield change(path, f"is not the {value} of the table of {name}", value)
     if table.recompute and pipeline.remat != "full":
-        changes["pipeline.remat"] = _Change(f"does not go with the R ops of {name}", "full")
+        yield change("pipeline.remat", f"does not go with the R ops of {name}", "full")
     if pipeline.remat == "full" and not table.recompute:
-        changes["pipeline.remat"] = _Change(f"needs R ops, and {name} has none", "selective")
+        yield change("pipeline.remat", f"needs R ops, and {name} has none", "selective")
     if pipeline.vocabulary not in ("auto", table.vocabulary):
-        changes["pipeline.vocabulary"] = _Change(f"is not that of {name}", table.vocabulary)
+        yield change("pipeline.vocabulary", f"is not that of {name}", table.vocabulary)
     if pipeline.repeats and pipeline.repeats != chunks / table.stages:
-        changes["pipeline.repeats"] = _Change(
-            f"is not that of {name}, {chunks} chunks on {table.stages} stages", 0
-        )
+        rule = f"is not that of {name}, {chunks} chunks on {table.stages} stages"
+        yield change("pipeline.repeats", rule, 0)
     if pipeline.chunk_layers and len(pipeline.chunk_layers) != chunks:
-        changes["pipeline.chunk_layers"] = _Change(
-            f"has another number than the {chunks} chunks of {name}", ()
-        )
-    return changes | _changed_layers(config, table)
-
-
-def _changed_layers(config: Config, table: Table) -> dict[str, _Change]:
-    """What a file's table needs changed in the layers or their cut: every unit has one, at
-    least."""
-    pipeline, layers, name, groups = (
-        config.pipeline,
-        config.model.layers,
-        config.pipeline.schedule,
-        _groups(table),
-    )
+        rule = f"has another number than the {chunks} chunks of {name}"
+        yield change("pipeline.chunk_layers", rule, ())
     if table.units > layers:
-        return {"model.layers": _Change(f"are fewer than the units of {name}", table.units)}
-    given = pipeline.chunk_layers if len(pipeline.chunk_layers) == len(groups) else ()
-    chunks = given or spread(layers, len(groups), pipeline.layer_costs)
-    if all(size >= units for size, units in zip(chunks, groups, strict=True)):
-        return {}
-    cut_by = [
-        path for path in ("pipeline.chunk_layers", "pipeline.layer_costs") if get(config, path)
-    ]
-    rule = f"leaves a chunk fewer layers than it has units in {name}"
-    return (
-        {cut_by[0]: _Change(rule, ())}
-        if cut_by
-        else {"model.layers": _Change(rule, len(groups) * max(groups))}
-    )
+        yield change("model.layers", f"are fewer than the units of {name}", table.units)
+        return
+    given = pipeline.chunk_layers if len(pipeline.chunk_layers) == chunks else ()
+    sizes = given or spread(layers, chunks, pipeline.layer_costs)
+    if any(size < least for size, least in zip(sizes, units, strict=True)):
+        rule = f"leaves a chunk fewer layers than it has units in {name}"
+        cuts = [p for p in ("pipeline.chunk_layers", "pipeline.layer_costs") if get(config, p)]
+        if cuts:
+            yield change(cuts[0], rule, ())
+        else:
+            yield change("model.layers", rule, chunks * max(units))

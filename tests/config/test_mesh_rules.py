@@ -4,7 +4,7 @@ everything else is an error as before."""
 import pytest
 
 from jaxtrain import config as cfg
-from jaxtrain.config import ConfigError, checks, elastic
+from jaxtrain.config import ConfigError, checks, mesh_rules
 
 BASE = cfg.replace(
     cfg.Config(), {"mesh.elastic": True, "data.batch_size": 96, "pipeline.microbatches": 2}
@@ -75,12 +75,12 @@ def test_without_the_setting_nothing_gives_way():
 
 def test_a_files_table_keeps_its_microbatches(tmp_path):
     config = cfg.replace(BASE, {"mesh.data": 4, "pipeline.schedule": f"csv:{tmp_path}/table.csv"})
-    assert elastic.fitted(config, 2).pipeline.microbatches == 2
+    assert mesh_rules.adapted(config, 2).pipeline.microbatches == 2
 
 
 def test_the_line_says_what_gave_way():
     asked = cfg.replace(BASE, {"mesh.replica": 2, "mesh.data": 4})
-    say = lambda devices: elastic.notes(asked, checks.check_devices(asked, devices))
+    say = lambda devices: mesh_rules.elastic_notes(asked, checks.check_devices(asked, devices))
     changed = "mesh.replica 2 → 1, pipeline.microbatches 2 → 4"
     assert (
         say(4) == [f"elastic: {changed} for the 4 devices at hand; a step still has 96 sequences"]
@@ -91,4 +91,4 @@ def test_the_line_says_what_gave_way():
 def test_a_checkpoint_of_another_size_is_continued():
     asked = cfg.replace(BASE, {"mesh.data": 4})
     stored = checks.check_devices(asked, 2).resolve()
-    checks.refuse_to_continue(stored, asked, checks.Surroundings(4, "cpu"))
+    checks.check_resume(stored, asked, checks.Environment(4, "cpu"))

@@ -48,7 +48,7 @@ def milliseconds(times: Iterable[float]) -> tuple[float, ...]:
     return tuple(float(f"{1e3 * seconds:.{DIGITS}g}") for seconds in times)
 
 
-def kind_at_hand(config: Config, device_kind: str) -> Hardware | None:
+def hardware_at_hand(config: Config, device_kind: str) -> Hardware | None:
     """The kind of device that `train.hardware` names, or else the one that jax calls so; None where
     it is not known, as any CPU. Raises HardwareError."""
     name = config.train.hardware

@@ -1,11 +1,11 @@
-"""Figures of a compiled step on a device: seconds, kernels, collectives; nothing is run.
+"""The estimated seconds of a compiled step, with its kernels and collectives; nothing is run.
 
-    seconds    TPU: libtpu's cycles at the platform's clock; H100: the longer of an instruction's
-               operations at a fraction of the peak and its bytes at the memory's speed. A kernel,
-               which has neither, takes its operations at another one. Collectives are left out.
+    TPU      libtpu's cycles at the platform's clock
+    H100     the longer of an instruction's FLOPs at a fraction of the peak and its bytes at the
+             memory's bandwidth
+    kernel   its FLOPs at another fraction of the peak
 
-A scope's names are those of the table's ops; with one stage R is what B computes again, and B all
-of the backward.
+Collectives take no time here.
 """
 
 import collections
@@ -13,34 +13,29 @@ import dataclasses
 import math
 import re
 
+from instruction_costs import GPU_MEMORY, TPU_MEMORY, InstructionCosts
+
 from jaxtrain.config import Config
-from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.costs import hardware
 from jaxtrain.devices.mesh import AXES, batch_shards, sizes_of
-from jaxtrain.hlo.cost import GPU_MEMORY, TPU_MEMORY, Costs, target
-from jaxtrain.hlo.loops import Run, StepLoops
-from jaxtrain.hlo.program import Instruction
+from jaxtrain.hlo.collectives import step_collectives
+from jaxtrain.hlo.loops import Executed, StepLoops, op_in
+from jaxtrain.hlo.program import GROUPED, Instruction
 from jaxtrain.hlo.topology import PLATFORMS, Compiled
-from jaxtrain.hlo.traffic import collectives
+from jaxtrain.pipeline.setup import make_setup
 
-# Custom calls that compute nothing by themselves, or are counted as products
-NO_KERNELS = re.compile(
-    r"AllocateBuffer|AssumeGatherIndicesInBound|Sharding|SPMD|__cublas|annotate_device_placement"
-    r"|MoveTo|^$|Resource|topk|TopK"
-)
-GROUPED = re.compile(r"gmm|ragged|grouped")
 FLOATS = ("bf16", "f16", "f32")
 
 
 @dataclasses.dataclass
 class Traffic:
-    """Collectives alike, in a step.
+    """Collectives of a step that are alike.
 
     bytes         of the unsharded arrays: an all-gather's results, the operands of others
-    sent          what a device sends of them, by the ring algorithms
-    asynchronous  those of them that have a start and a done, or stand in one fusion with products
-    hidden        those that have products between start and done, or in the fusion
-    flops         these products; what overlaps with two collectives counts for both
+    sent          bytes that a device sends, by the ring algorithms
+    asynchronous  bytes of those that have a start and a done, or are fused with products
+    hidden        bytes of those that overlap with products
+    flops         FLOPs of these products; what overlaps with two collectives counts for both
     """
 
     times: float = 0.0
@@ -51,11 +46,67 @@ class Traffic:
     flops: float = 0.0
 
 
-class StepFigures:
-    """The figures of a compiled `train` of a resolved config, for a device of the busiest stage.
+class Scopes:
+    """The scopes in which a step's instructions run.
+
+    A scope is an op of the table; `gather` or `reduce` for communication in an op; `tick` for the
+    rest of a tick, `other` for the rest of a step. With one stage, R is what B recomputes.
+    """
+
+    def __init__(self, loops: StepLoops):
+        self.loops = loops
+        self._of_loops: dict[tuple[str, ...], str] = {}
+
+    def of(self, i: Instruction, loops: tuple[Instruction, ...]) -> str:
+        """The scope of an instruction inside of these loops: by its name, or else the loops'."""
+        name = i.op_name
+        if not name and i.opcode == "fusion":  # then its root has a name
+            name = self.loops.program.root(i.calls["calls"]).op_name
+        scope = scope_of(name) or self._inside(loops)
+        forward = "jvp(" in name and "transpose(" not in name
+        if forward and scope == "B" and self.loops.setup.train is None:
+            scope = "R"
+        return "tick" if scope == "other" and loops and self.loops.setup.train else scope
+
+    def _inside(self, loops: tuple[Instruction, ...]) -> str:
+        """The scope of what stands in the last of these loops, each in the one before."""
+        key = tuple(loop.name for loop in loops)
+        if loops and key not in self._of_loops:
+            *outer, loop = loops
+            program, scope = self.loops.program, self.of(loop, tuple(outer))
+            by_table = program.trip_count(loop) is None and not program.holds_ops(loop)
+            if by_table and scope in ("other", "tick"):
+                scope = scope_of(f"/{self.loops.op_of_loop(loop)}/") or scope
+            self._of_loops[key] = scope
+        return self._of_loops.get(key, "other")
+
+
+@dataclasses.dataclass(frozen=True)
+class ScopedRun(Executed):
+    """An instruction that runs in the scope of `op`."""
+
+    op: str
+
+
+def scoped_runs(loops: StepLoops) -> list[ScopedRun]:
+    """Every instruction of the step that runs, with its scope."""
+    scopes = Scopes(loops)
+    return [
+        ScopedRun(**vars(run), op=scopes.of(run.instruction, run.loops)) for run in loops.executed()
+    ]
+
+
+def scope_of(op_name: str) -> str:
+    """The scope that a traced name states, `gather`, `reduce` or its innermost op; "" for none."""
+    communicates = re.findall(r"/(gather|reduce)/", op_name)
+    return communicates[-1] if communicates else op_in(op_name)
+
+
+class StepSeconds:
+    """A compiled `train` of a resolved config, as the busiest stage's devices run it.
 
     product_efficiency: the fraction of the peak that products in XLA's own code reach (H100)
-    kernel_efficiency:  the fraction of it that kernels reach
+    kernel_efficiency:  the fraction of the peak that kernels reach
     """
 
     def __init__(
@@ -71,16 +122,16 @@ class StepFigures:
         self.setup, self.program = make_setup(config), compiled.program
         device = PLATFORMS[platform]
         self.hardware, self.tpu = hardware.load(device.hardware), device.backend == "tpu"
-        self.costs = Costs(self.program, TPU_MEMORY if self.tpu else GPU_MEMORY)
+        self.costs = InstructionCosts(self.program, TPU_MEMORY if self.tpu else GPU_MEMORY)
         self.mesh = dict(zip(AXES, sizes_of(config.mesh), strict=True))
         shards = batch_shards(self.mesh) * config.mesh.context
         tokens = config.sequences_per_microbatch * config.data.sequence_length // shards
-        # Those of a microbatch that reach a device's experts.
+        # Tokens of a microbatch that reach a device's experts.
         self._expert_tokens = tokens * config.model.experts_per_token
         self.busy_seconds = -1.0
         for stage in range(config.mesh.stage):
             loops = StepLoops(self.program, self.setup, stage, self._expert_tokens or None)
-            runs = list(loops.executed())
+            runs = scoped_runs(loops)
             if (seconds := sum(map(self.seconds, runs))) > self.busy_seconds:
                 self.stage, self.loops, self.runs, self.busy_seconds = stage, loops, runs, seconds
 
@@ -88,11 +139,8 @@ class StepFigures:
 
     def kernel(self, i: Instruction) -> str:
         """The name of a custom call that is a kernel of its own; "" for other instructions."""
-        if (
-            i.opcode != "custom-call"
-            or NO_KERNELS.search(name := target(i))
-            or self.costs.cycles(i)
-        ):
+        name = i.target
+        if not i.is_kernel or self.costs.cycles(i):
             return ""
         if name == "tpu_custom_call":
             named = re.search(r'kernel_name="?([\w.]+)', i.text)
@@ -138,7 +186,7 @@ class StepFigures:
         """FLOPs of an instruction's products and of a kernel, run once."""
         return self.costs.flops(i) + self.kernel_flops(i)
 
-    def seconds(self, run: Run) -> float:
+    def seconds(self, run: Executed) -> float:
         """Seconds of all runs of an instruction in a step."""
         i = run.instruction
         if i.collective or not run.times:
@@ -160,51 +208,18 @@ class StepFigures:
     def collectives(self) -> dict[tuple[str, str, str, str], Traffic]:
         """(scope, kind, type, mesh axes) → the collectives of a step."""
         by_kind: dict[tuple[str, str, str, str], Traffic] = collections.defaultdict(Traffic)
-        overlapped = self._overlapped_flops()
-        for run in self.runs:
-            flops = overlapped.get((run.instruction.computation, run.instruction.name))
-            for c in (
-                collectives(self.program, run.instruction, self.mesh, self.stage)
-                if run.times
-                else ()
-            ):
-                traffic = by_kind[run.op, c.kind, c.dtype, "·".join(c.axes)]
-                size = run.times * c.size
-                traffic.times += run.times
-                traffic.bytes += size
-                traffic.sent += run.times * c.sent
-                if flops is not None:
-                    traffic.asynchronous += size
-                    traffic.hidden += size * (flops > 0)
-                    traffic.flops += run.times * flops
+        scopes = Scopes(self.loops)
+        for each in step_collectives(self.loops, self.mesh, self.product_flops):
+            c = each.collective
+            traffic = by_kind[
+                scopes.of(each.run.instruction, each.run.loops), c.kind, c.dtype, "·".join(c.axes)
+            ]
+            size = each.run.times * c.size
+            traffic.times += each.run.times
+            traffic.bytes += size
+            traffic.sent += each.run.times * c.sent
+            if each.overlapped is not None:
+                traffic.asynchronous += size
+                traffic.hidden += size * (each.overlapped > 0)
+                traffic.flops += each.run.times * each.overlapped
         return dict(by_kind)
-
-    def _overlapped_flops(self) -> dict[tuple[str, str], float]:
-        """(computation, name) of asynchronous collectives → FLOPs between start and done, run once.
-
-        A loop in between counts with its mean number of trips.
-        """
-        times = {
-            (run.instruction.computation, run.instruction.name): run.times for run in self.runs
-        }
-
-        def flops(i: Instruction) -> float:
-            reached = times.get((i.computation, i.name))
-            if i.opcode != "while" or not reached:
-                return self.product_flops(i)
-            runs = self.loops.below(
-                i.calls["body"], reached * float(self.loops.trips(i, reached)), "", 0
-            )
-            return sum(run.times * self.product_flops(run.instruction) for run in runs) / reached
-
-        overlapped = {}
-        for computation in {computation for (computation, _), often in times.items() if often}:
-            instructions = self.program.computations[computation]
-            for n, i in enumerate(instructions):
-                if i.opcode == "fusion" and (fused := self.costs.flops(i)):
-                    overlapped[computation, i.name] = float(fused)
-                if i.collective and i.starts and '"is_sync":true' not in i.text:
-                    users = (m for m, j in enumerate(instructions) if i.name in j.operands)
-                    done = next(users, n)
-                    overlapped[computation, i.name] = sum(map(flops, instructions[n + 1 : done]))
-        return overlapped

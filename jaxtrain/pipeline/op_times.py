@@ -1,0 +1,95 @@
+"""A run's op times, planned or measured once (`pipeline.measure_times`), as its folder stores them.
+No jax.
+
+    op_times.json   {"times": [F, B, W, message, R, head] in ms, "of": {setting: value}, "devices":
+                    "8 × TPU v5p"}
+
+The file decides for all processes and for every restart, whatever the devices and the version of
+the code: the run's table stays the same. Times are made anew only where a setting in "of" has
+changed, such as the mesh or the model. They are measured in training/op_times.py.
+"""
+
+import json
+import os
+import pathlib
+
+from jaxtrain.config import Config, fields, get, replace, value_text
+from jaxtrain.run.exit_status import ExitStatus, RunError
+
+OP_TIMES = "op_times.json"
+# Settings and groups of settings on which the times of a stage's microbatch depend, and how the
+# times were made. The schedule is not among them.
+_OF = (
+    "model.",
+    "mesh.",
+    "data.sequence_length",
+    "data.batch_size",
+    "pipeline.microbatches",
+    "pipeline.remat",
+    "precision.compute",
+    "pipeline.measure_times",
+    "train.hardware",
+)
+
+
+class OpTimesError(RunError):
+    """A file of op times that cannot be read; the text is one line."""
+
+    status = ExitStatus.BAD_CONFIG
+
+
+def needed(config: Config) -> bool:
+    """Whether a config, whose mesh is known, has a table and gives no op times for it."""
+    return config.mesh.stage > 1 and not config.pipeline.times
+
+
+def read(config: Config, folder: pathlib.Path) -> tuple[float, ...] | None:
+    """The times in a run's folder, () if they could not be measured; None where the folder has none
+    for this resolved config. Raises OpTimesError."""
+    file = folder / OP_TIMES
+    if file.exists() and not file.is_file():  # reading a FIFO would wait for a writer
+        raise OpTimesError(f"{str(file)!r} is no file: move it away")
+    try:
+        values = json.loads(file.read_bytes())
+        times = tuple(float(value) for value in values["times"])
+        return times if values["of"] == _of(config) else None
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise OpTimesError(
+            f"{str(file)!r} cannot be read ({os.strerror(error.errno or 0)})"
+        ) from None
+    except (ValueError, KeyError, TypeError):
+        raise OpTimesError(
+            f"{str(file)!r} has no op times: delete it, and they are made again"
+        ) from None
+
+
+def worth_storing(config: Config, given: Config) -> bool:
+    """Whether a resolved config's times were planned or measured in this run, even if measuring
+    failed, and not `given` by the user."""
+    planned_or_measured = config.pipeline.times or config.pipeline.measure_times
+    without = replace(config, {"pipeline.times": given.pipeline.times})
+    return bool(planned_or_measured) and needed(without)
+
+
+def store(config: Config, folder: pathlib.Path, devices: str) -> None:
+    """Writes a resolved config's times into a run's folder, in one piece or not at all. devices:
+    in words, such as "8 × TPU v5p". Raises OSError."""
+    values = {"times": config.pipeline.times, "of": _of(config), "devices": devices}
+    part = folder / f"{OP_TIMES}.part"
+    part.write_text(json.dumps(values, indent=1) + "\n")
+    os.replace(part, folder / OP_TIMES)
+
+
+def describe(times: tuple[float, ...], source: str = f"of {OP_TIMES}") -> str:
+    """A line of text with the times. source: where they come from."""
+    if not times:
+        return "op times could not be told apart: the table is made for those of the model's sizes"
+    named = zip(("F", "B", "W", "message", "R", "head"), times, strict=True)
+    return f"op times in ms, {source}: " + ", ".join(f"{name} {value:g}" for name, value in named)
+
+
+def _of(config: Config) -> dict[str, str]:
+    """The settings on which a config's times depend, as text."""
+    return {path: value_text(get(config, path)) for path in fields() if path.startswith(_OF)}

@@ -1,0 +1,451 @@
+"""`python -m jaxtrain.schedule`: a pipeline schedule as a picture and as figures, before anything
+is trained.
+
+    schedule, stages, microbatches, op times  →  table
+                                              →  timeline, CSV, bubbles by two clocks, memory, slots
+
+    --compare    all schedules side by side, best first
+
+The coupled clock is that of the runtime, which executes ticks. No jax.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import os
+import shutil
+import sys
+import types
+from collections.abc import Sequence
+
+from jaxtrain import cli
+from jaxtrain import config as cfg
+from jaxtrain.config.flags import Flag, UsageError
+from jaxtrain.run import streams
+from jaxtrain.run.exit_status import ExitStatus
+from jaxtrain.run.progress import SearchProgress
+from jaxtrain.schedule import by_name, drawing, search
+from jaxtrain.schedule.clocks import NotFused, Times
+from jaxtrain.schedule.orders import CSV, FUSED, ONE_CHUNK, SCHEDULES, default_repeats, fits_repeats
+from jaxtrain.schedule.simulate import Simulation, comparison, figures, simulate, summary
+from jaxtrain.schedule.table import ROUNDING, VOCABULARIES, Table
+from jaxtrain.schedule.table_csv import read_csv, to_csv
+from jaxtrain.schedule.table_spec import TableSpec, memory_of
+from jaxtrain.schedule.validator import check
+
+DESCRIPTION = """usage: jaxtrain schedule [flags]      (or python -m jaxtrain.schedule …)
+
+Shows a pipeline schedule and says what it costs, such as
+  jaxtrain schedule --schedule=zb_v --stages=4 --microbatches=8
+  jaxtrain schedule --schedule=1f1b --stages=8 --microbatches=64 --times=18.5,18.1,9.3,0.6 \\
+      --svg=1f1b.svg
+  jaxtrain schedule --compare --stages=8 --microbatches=32 --times=18.5,18.1,9.3,0.6 --memory=8
+
+Schedules: gpipe, 1f1b, interleaved, zb_h1, zb_h2, zb_v, dualpipe_v; auto, the best table found for
+the times within --memory; csv:FILE, your own table (write one with --csv and change it).
+
+Ops: F forward, B gradient of the input, W gradient of the weights, R recompute. Times are of one
+microbatch on a whole stage, in any unit; an op on one of a stage's `repeats` chunks takes its part
+of that.
+
+Two clocks: independent (stages wait for messages alone, as papers assume) and coupled (the ticks as
+this runtime executes them, where a permute makes a stage wait for its neighbours). What --json
+prints, and the timeline shows below it:
+  ticks                     of the table: what every stage does between two permutes
+  step_time                 by the independent clock; step_time_coupled by the coupled one
+  bubble_fraction           1 - busiest stage's work / step_time
+  bubble_fraction_span      1 - busiest stage's work / longest time from a stage's first op to its
+                            last, independent clock
+  bubble_fraction_coupled   1 - busiest stage's work / step_time_coupled
+  peak_residuals            of each stage, the most chunks whose residuals it holds at once, each
+                            from its F to the end of its B
+                            (peak_residuals_with_weight_stash: to the end of its W)
+  pool_sizes                slots that a stage needs of each pool; slots_per_stage: on each
+                            stage"""
+
+FLAGS = (
+    Flag("schedule", ONE_CHUNK, f"{', '.join(by_name.NAMES)} or csv:FILE"),
+    Flag("stages", 0, "pipeline stages; 0: 4, or those of the CSV file", at_least=1),
+    Flag("microbatches", 0, "microbatches of a step; 0: 8, or those of the CSV file", at_least=1),
+    Flag(
+        "repeats",
+        0,
+        "chunks of the model on each stage; 0: the fewest that the schedule is made for "
+        "(auto: 1 or 2)",
+        at_least=1,
+    ),
+    Flag(
+        "times",
+        "1,1,1,0",
+        "F,B,W,message: time of each op of one microbatch on a whole stage, and of a message",
+    ),
+    Flag(
+        "recompute",
+        "",
+        "time of R: full recomputation, with R ops on all chunks but the last; empty: none",
+    ),
+    Flag(
+        "head",
+        0.0,
+        "time of the head, loss and gradients of one microbatch on one stage",
+        at_least=0,
+    ),
+    Flag(
+        "embed",
+        0.0,
+        "time of the embedding of one microbatch on one stage, and of its gradient",
+        at_least=0,
+    ),
+    Flag(
+        "row", 0.0, "time that every tick of the table costs every stage, coupled clock", at_least=0
+    ),
+    Flag(
+        "vocabulary",
+        "parallel",
+        "parallel: all stages share head and embedding; end_stages: the last unit's stage and "
+        "the first's have them",
+    ),
+    Flag(
+        "fused_backward",
+        False,
+        "the gradient leaves after W, as where B and W are one op; 1f1b, interleaved, gpipe; "
+        "independent clock",
+    ),
+    Flag(
+        "permute",
+        "auto",
+        "when ticks send messages: auto (best for the times), late, aligned, early or spaced",
+    ),
+    Flag("ops_per_chunk", 1, "ops that each chunk's layers are cut into", at_least=1),
+    Flag(
+        "memory",
+        0.0,
+        "bound for auto and --compare: residuals at once, with what W waits for, in those of "
+        "a chunk, 1/repeats of a stage; 0: none",
+        at_least=0,
+    ),
+    Flag(
+        "compare",
+        False,
+        "all schedules side by side, best coupled time first; those within --memory before "
+        "the others",
+    ),
+    Flag("json", False, "print the figures as JSON in place of the timeline"),
+    Flag("csv", "", "write the table to this file, which --schedule=csv:FILE reads back"),
+    Flag("svg", "", "write the timeline (coupled clock) to this file"),
+    Flag("png", "", "as --svg, drawn by matplotlib"),
+)
+DEFAULT_STAGES, DEFAULT_MICROBATCHES = 4, 8
+MOST_CELLS = 200_000  # stages · repeats · (stages + microbatches): some ten seconds
+MOST_TIME = 1e15  # of an op, in any unit: sums of larger ones can be neither compared nor drawn
+# of tables that are made for the sake of a better error: some seconds with --compare
+MOST_REFUSED_CELLS = 1_000
+
+
+def main(argv: Sequence[str]) -> None:
+    """The command. Whatever is wrong with the flags ends it with one line and status 2 before
+    anything is written, Ctrl-C with one line and status 130; a file is written whole or not at
+    all."""
+    try:
+        shown = cli.checked_flags(
+            argv, DESCRIPTION, FLAGS, lambda flags: shown_by(check_flags(flags))
+        )
+        for path, content in shown.files.items():
+            cli.write_output(path, content)
+        sys.stdout.write(shown.text)
+    except cli.FlagsError as error:
+        cli.fail(str(error))
+    except KeyboardInterrupt:
+        print("stopped: no file is half written", file=sys.stderr, flush=True)
+        sys.exit(ExitStatus.INTERRUPTED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """What the command has to show: text for standard output, and the contents of files by their
+    paths."""
+
+    text: str
+    files: dict[str, bytes] = dataclasses.field(default_factory=dict)
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Request:
+    """What checked flags ask for. spec: with `repeats` 0 where it is left to the schedule; table: a
+    CSV file's, None for others."""
+
+    flags: types.SimpleNamespace
+    spec: TableSpec
+    table: Table | None
+
+
+def check_flags(flags: types.SimpleNamespace) -> Request:
+    """What the flags ask for. Raises UsageError for what cannot be."""
+    of_file = flags.schedule.startswith(CSV)
+    if not of_file:
+        _check_choice("schedule", flags.schedule, by_name.NAMES)
+    for flag, known in (("vocabulary", VOCABULARIES), ("permute", by_name.PERMUTES)):
+        _check_choice(flag, getattr(flags, flag), known)
+    times = read_times(flags)
+    table = _read_table(flags) if of_file else None
+    spec = TableSpec(
+        flags.schedule,
+        table.stages if table else flags.stages or DEFAULT_STAGES,
+        flags.repeats,
+        table.microbatches if table else flags.microbatches or DEFAULT_MICROBATCHES,
+        times=times,
+        permute=flags.permute,
+        remat_full=bool(flags.recompute),
+        vocabulary=flags.vocabulary,
+        memory=flags.memory / (flags.repeats or 1) or None,
+    )
+    _check_size(flags, spec)
+    _check_schedule(flags, spec)
+    for flag in ("csv", "svg", "png"):
+        cli.check_output(flag, getattr(flags, flag), f"schedule.{flag}")
+    return Request(flags, spec, table)
+
+
+def _check_size(flags: types.SimpleNamespace, spec: TableSpec) -> None:
+    """UsageError for a table of more tasks than can be made in a while."""
+    sizes = {
+        "microbatches": spec.microbatches,
+        "ops_per_chunk": flags.ops_per_chunk,
+        "repeats": max(2, spec.repeats),
+        "stages": spec.stages,
+    }
+    others = math.prod(sizes.values()) // spec.microbatches
+    if others * (spec.stages + spec.microbatches) <= MOST_CELLS:
+        return
+    # Fewer microbatches where these are enough, else less of what is most.
+    if (most := MOST_CELLS // others - spec.stages) > 0:
+        name = "microbatches"
+    else:
+        name = max(sizes, key=lambda name: sizes[name])
+        rest = others // sizes[name] if name != "microbatches" else others
+        most = (
+            math.isqrt(MOST_CELLS // rest) - spec.microbatches
+            if name == "stages"
+            else MOST_CELLS // (rest * (spec.stages + spec.microbatches))
+        )
+    rule = (
+        f"--{name}={sizes[name]} with these stages, chunks and microbatches is more than "
+        f"{MOST_CELLS} tasks"
+    )
+    raise UsageError(rule, {name: max(1, most)})
+
+
+def _check_schedule(flags: types.SimpleNamespace, spec: TableSpec) -> None:
+    """UsageError for flags that do not go with the schedule, or with all of them."""
+    if flags.compare:
+        if given := [flag for flag in ("csv", "svg", "png") if getattr(flags, flag)]:
+            raise UsageError(
+                f"--{given[0]} needs one schedule, and --compare shows all", {"compare": False}
+            )
+        return
+    name = spec.schedule
+    if spec.repeats and name in SCHEDULES:
+        try:
+            by_name.check_repeats(name, spec.stages, spec.repeats)
+        except ValueError as error:
+            rule = str(error).partition(": use ")[0]
+            raise UsageError(f"--{rule}", {"repeats": max(1, default_repeats(name))}) from None
+    if flags.fused_backward and name not in FUSED and not name.startswith(CSV):
+        rule = f"--fused_backward does not fit --schedule={name!r}, whose W's stand apart"
+        raise UsageError(rule, {"schedule": FUSED[0]}, FUSED[1:])
+
+
+def _check_choice(flag: str, value: str, known: Sequence[str]) -> None:
+    """UsageError for what is no choice: with the one that is most like it, or all of them where
+    none is."""
+    if value not in known:
+        near = difflib.get_close_matches(value, known, n=1, cutoff=0.5) or list(known)
+        raise UsageError(f"--{flag}={value!r} is unknown", {flag: near[0]}, near[1:])
+
+
+def _read_table(flags: types.SimpleNamespace) -> Table:
+    """The CSV file's table. Raises UsageError for flags that do not go with it."""
+    try:
+        table = read_csv(flags.schedule.removeprefix(CSV))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    for flag in ("stages", "microbatches"):
+        if getattr(flags, flag) not in (0, getattr(table, flag)):
+            raise UsageError(
+                f"--{flag}={getattr(flags, flag)} is not what the CSV file has",
+                {flag: getattr(table, flag)},
+            )
+    if flags.recompute and not table.recompute:
+        raise UsageError(
+            f"--recompute={flags.recompute} is the time of R, and the CSV file has no R",
+            {"recompute": ""},
+        )
+    return table
+
+
+def read_times(flags: types.SimpleNamespace) -> Times:
+    """Times from --times, --recompute, --head, --embed and --row. Raises UsageError for what are no
+    times."""
+    numbers = [cfg.number(text) for text in flags.times.split(",")]
+    known = [number for number in numbers if number is not None and number >= 0]
+    if len(known) != 4 or len(numbers) != 4 or not sum(known[:3]) > 0 or max(known) > MOST_TIME:
+        most = f", and none more than {MOST_TIME:g}" if known and max(known) > MOST_TIME else ""
+        rule = (
+            f"--times={cfg.shown(flags.times)} is not four times F,B,W,message, of which F, B or "
+            f"W is more than 0{most}"
+        )
+        raise UsageError(rule, {"times": "1,1,1,0"})
+    recompute = cfg.number(flags.recompute or "0")
+    for name in ("head", "embed", "row"):
+        if not getattr(flags, name) <= MOST_TIME:
+            raise UsageError(
+                f"--{name}={getattr(flags, name):g} must be at most {MOST_TIME:g}", {name: 0.0}
+            )
+    if recompute is None or not 0 <= recompute <= MOST_TIME:
+        raise UsageError(
+            f"--recompute={cfg.shown(flags.recompute)} is not a time, such as that of F",
+            {"recompute": "1"},
+        )
+    forward, backward, weights, message = known
+    return Times(
+        forward,
+        backward,
+        weights,
+        message,
+        R=recompute,
+        head=flags.head,
+        tick=flags.row,
+        embed=flags.embed,
+    )
+
+
+# --- one schedule ---------------------------------------------------------------------------------
+
+
+def make(request: Request, name: str, repeats: Sequence[int], report: search.Report) -> Table:
+    """The checked table of a schedule; of `auto`, the best with any of these numbers of chunks on a
+    stage."""
+    if request.table is not None:
+        return request.table
+    specs = []
+    for count in repeats:
+        groups = [request.flags.ops_per_chunk] * (request.spec.stages * count)
+        specs.append(dataclasses.replace(request.spec, schedule=name, repeats=count, groups=groups))
+    table = (
+        search.search(specs, report) if name == "auto" else by_name.named_table(specs[0], report)
+    )
+    check(table)
+    return table
+
+
+def shown_by(request: Request) -> Shown:
+    """What the checked flags ask for; nothing where they are refused and it would take long. Raises
+    UsageError where no table found is as they want it."""
+    flags, size = (
+        request.flags,
+        request.spec.stages
+        * max(2, request.spec.repeats)
+        * request.spec.microbatches
+        * request.flags.ops_per_chunk,
+    )
+    if flags.refused and size > MOST_REFUSED_CELLS:
+        return Shown("")
+    try:
+        with SearchProgress(flags.schedule if not flags.compare else "all schedules") as progress:
+            return compare(request, progress) if flags.compare else one(request, progress)
+    except search.MemoryTooSmall as error:
+        least = {"memory": error.least * (flags.repeats or 1)}
+        raise UsageError(
+            f"--memory={flags.memory:g} is too little for any table found", least
+        ) from None
+    except NotFused as error:
+        raise UsageError(f"--{error}", {"fused_backward": False}) from None
+
+
+def one(request: Request, report: search.Report) -> Shown:
+    """What there is to show of one schedule."""
+    flags, spec = request.flags, request.spec
+    default = (
+        search.ANY_REPEATS if spec.schedule == "auto" else (max(1, default_repeats(spec.schedule)),)
+    )
+    table = make(request, spec.schedule, (spec.repeats,) if spec.repeats else default, report)
+    report("clocks and slots", 1.0)
+    result = simulate(table, spec.times, fused_backward=flags.fused_backward)
+    values = figures(table, result)
+    files = {}
+    for flag in ("csv", "svg", "png"):
+        if path := getattr(flags, flag):
+            report(f"--{flag}", 1.0)
+            files[path] = _content(flag, table, result)
+    if flags.json:
+        return Shown(json.dumps(values) + "\n", files)
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    width = shutil.get_terminal_size((140, 24)).columns
+    chunks = f"chunks of {drawing.stage_chunks(table)}"
+    lines = [
+        f"{table.name}: {table.stages} stages, {table.microbatches} microbatches; {chunks}",
+        "",
+        drawing.text(table, width, colour),
+    ]
+    return Shown("\n".join([*lines, summary(values)]) + "\n", files)
+
+
+def _content(flag: str, table: Table, result: Simulation) -> bytes:
+    """The content of the file that --csv, --svg or --png names."""
+    if flag == "csv":
+        return to_csv(table).encode()
+    sizes = f"{table.stages} stages, {table.microbatches} microbatches"
+    title = f"{table.name}: {sizes}, coupled bubble {result.bubble_fraction_coupled:.1%}"
+    if flag == "svg":
+        return drawing.svg(table, result.timeline_coupled, title).encode()
+    return drawing.png(table, result.timeline_coupled, title)
+
+
+# --- all schedules --------------------------------------------------------------------------------
+
+
+def compare(request: Request, progress: search.Report) -> Shown:
+    """All schedules, best first: those within the memory bound by coupled time, then the others."""
+    flags, asked = request.flags, request.spec.repeats
+    repeats: dict[str, Sequence[int]] = {
+        name: (_repeats_to_compare(name, asked),) for name in SCHEDULES
+    }
+    repeats["auto"] = tuple(
+        sorted({*(count for counts in repeats.values() for count in counts), *search.ANY_REPEATS})
+    )
+    listed, done = [], 0.0
+    for name, counts in repeats.items():
+        part = 0.5 if name == "auto" else 0.5 / len(SCHEDULES)
+        table = make(request, name, counts, search.part_of(progress, done, part))
+        done += part
+        values = figures(
+            table,
+            simulate(
+                table, request.spec.times, fused_backward=flags.fused_backward and name in FUSED
+            ),
+        )
+        values["memory"] = memory_of(table) / values["repeats"] * (asked or 1)
+        values["fits"] = not flags.memory or values["memory"] <= flags.memory + ROUNDING
+        listed.append(values)
+    listed.sort(
+        key=lambda values: (
+            not values["fits"],
+            float(f"{values['step_time_coupled']:.9g}"),
+            values["memory"],
+        )
+    )
+    return Shown(json.dumps(listed) + "\n" if flags.json else comparison(listed, asked))
+
+
+def _repeats_to_compare(name: str, repeats: int) -> int:
+    """The number of chunks asked for if the schedule is made for it, else the fewest that it is
+    made for."""
+    return repeats if repeats and fits_repeats(name, repeats) else max(1, default_repeats(name))
+
+
+if __name__ == "__main__":
+    sys.exit(streams.run(main, sys.argv[1:]))

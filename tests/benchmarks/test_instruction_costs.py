@@ -1,0 +1,86 @@
+"""An instruction's costs, on text whose meaning is known."""
+
+import pytest
+from instruction_costs import InstructionCosts
+from support.products_text import PROGRAM
+
+from jaxtrain.hlo.program import Instruction, Program
+
+POOL, ROW = 4 * 8 * 64 * 64, 4 * 64 * 64  # bytes
+
+
+@pytest.fixture(scope="module")
+def costs() -> InstructionCosts:
+    return InstructionCosts(Program(PROGRAM))
+
+
+def named(costs: InstructionCosts, name: str) -> Instruction:
+    return next(
+        i
+        for instructions in costs.program.computations.values()
+        for i in instructions
+        if i.name == name
+    )
+
+
+@pytest.mark.parametrize("name", ["conv", "result", "dot"])
+def test_products(costs, name):
+    """Of eight matrices, each output is a sum of 16 products, however the batch is written."""
+    assert costs.flops(named(costs, name)) == 2 * 8 * 8 * 4 * 16
+
+
+def test_a_call_of_cublas(costs):
+    assert costs.flops(named(costs, "gemm")) == 2 * 8 * 4 * 16
+
+
+@pytest.mark.parametrize(
+    ("window", "times"),
+    [
+        ("size=3 pad=1_1", 3 * 8 - 2),  # at both ends a place of the window is outside
+        ("size=3", 3 * 6),
+        ("size=1 stride=2", 4),
+        # every pair of a number and a place of the window, once
+        ("size=15 pad=14_14 rhs_reversal=1 lhs_dilate=2", 8 * 15),
+    ],
+)
+def test_windows(window, times):
+    size = {"size=3 pad=1_1": 8, "size=3": 6, "size=1 stride=2": 4}.get(window, 29)
+    kernel = window.split("=")[1].split(" ")[0]
+    text = f"""HloModule m
+ENTRY %main (a: f32[2,8,3], b: f32[{kernel},3,5]) -> f32[2,{size},5] {{
+  %a = f32[2,8,3]{{2,1,0}} parameter(0)
+  %b = f32[{kernel},3,5]{{2,1,0}} parameter(1)
+  ROOT %c = f32[2,{size},5]{{2,1,0}} convolution(%a, %b), window={{{window}}}, \
+dim_labels=b0f_0io->b0f
+}}
+"""
+    costs = InstructionCosts(Program(text))
+    assert costs.flops(named(costs, "c")) == 2 * 2 * 3 * 5 * times
+
+
+def test_bytes_of_memory(costs):
+    """What is cut, and what is updated in place, counts its part; what lies in vector memory not at
+    all."""
+    counts = {
+        name: costs.bytes(named(costs, name))
+        for name in ("part", "new", "same", "near", "dot", "loop", "pool")
+    }
+    assert counts == {
+        "part": 2 * ROW + 4,  # the row, its negative, and its number
+        "new": 2 * ROW + 4,
+        "same": 2 * POOL,
+        "near": POOL,
+        "dot": 2 * 8 * 8 * 16 + 4 * 8 * 8 * 4,
+        "loop": 0,
+        "pool": 0,
+    }
+
+
+def test_cycles(costs):
+    """Its own, or its parts' where it has none."""
+    assert costs.cycles(named(costs, "part")) == 50 and costs.cycles(named(costs, "new")) == 0
+    inner = PROGRAM.replace(
+        "%zero.1, %zero.1)", '%zero.1, %zero.1), backend_config={"estimated_cycles":"9"}'
+    )
+    with_parts = InstructionCosts(Program(inner))
+    assert with_parts.cycles(named(with_parts, "new")) == 9
