@@ -335,7 +335,7 @@ class StepCollectives:
         return [*collectives, Collective(SUM, sums, share)]
 
     def _sharded_weights(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Those of the axes over which weights stay scattered: ZeRO-3's."""
+        """The axes, of these, over which ZeRO-3 leaves weights scattered."""
         return tuple(a for a in axes if a == DATA and self.layout.zero == 3)
 
     def after_the_update(self, p: Parameters) -> Collective:

@@ -58,8 +58,8 @@ class MemoryBreakdown:
 
 
 @dataclasses.dataclass(frozen=True)
-class Slots:
-    """Slots of each pool on the fullest stage.
+class SlotCounts:
+    """The numbers of slots of each pool on the fullest stage.
 
     layers:             of the largest unit; each slot has the memory for them
     stored_layers:      layers whose parameters a device has memory for, the same on all stages
@@ -77,7 +77,9 @@ class Slots:
     shares_vocabulary: bool
 
 
-def memory(step: StepModel, loss_chunk: int = 2048, slots: Slots | None = None) -> MemoryBreakdown:
+def memory(
+    step: StepModel, loss_chunk: int = 2048, slots: SlotCounts | None = None
+) -> MemoryBreakdown:
     """Bytes of a step by part.
 
     loss_chunk: tokens whose logits exist at a time
@@ -115,7 +117,7 @@ def memory(step: StepModel, loss_chunk: int = 2048, slots: Slots | None = None) 
 # --- our own runtime ----------------------------------------------------------------------------
 
 
-def estimated_slots(step: StepModel) -> Slots | None:
+def estimated_slots(step: StepModel) -> SlotCounts | None:
     """Slots of a layout with stages, by the peaks of the named schedules' tables
     (schedule/orders.py); None with one stage."""
     layout, p, v = step.layout, step.layout.stage, max(1, step.layout.repeats)
@@ -125,7 +127,7 @@ def estimated_slots(step: StepModel) -> Slots | None:
     residuals = min(schedule.residuals(p, v, layout.microbatches), chunks)
     stashes = min(schedule.stashes(p), chunks)
     full, layers = layout.remat == "full", math.ceil(step.model.layers / (p * v))
-    return Slots(
+    return SlotCounts(
         activation=residuals if full else TRANSIT,
         gradient=schedule.gradients(p, layout.microbatches),
         residual_b=1 if full else residuals,
@@ -225,7 +227,7 @@ def masks(step: StepModel) -> float:
     return step.item * layout.microbatch * piece * 1.5 * length * (layout.context > 1)
 
 
-def _pools(step: StepModel, slots: Slots) -> dict[str, float]:
+def _pools(step: StepModel, slots: SlotCounts) -> dict[str, float]:
     """Bytes of each pool in the device's memory."""
     layer, layers = layer_bytes(step), slots.layers
     pools = {
@@ -240,7 +242,7 @@ def _pools(step: StepModel, slots: Slots) -> dict[str, float]:
     return {pool: size for pool, size in pools.items() if pool not in offloaded}
 
 
-def transposed_pools(step: StepModel, slots: Slots) -> float:
+def transposed_pools(step: StepModel, slots: SlotCounts) -> float:
     """Bytes of copies where `model` splits layers: XLA transposes arrays of an entire pool before
     an op's loop over layers.
 

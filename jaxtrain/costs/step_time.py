@@ -150,37 +150,36 @@ class StepModel:
     @property
     def shards(self) -> int:
         """ZeRO's shard count over `data`; 1 if it does not divide the model's dimensions."""
-        data = self.layout.data
-        return 1 if self.framework.by_dimension and self.model.width % data else data
+        undivided = self.framework.by_dimension and self.model.width % self.layout.data
+        return 1 if undivided else self.layout.data
 
     # --------------------------------------------------------------------------------------- layers
 
     def layer(self, dense: bool = False) -> dict[str, TimeBreakdown]:
         """F, R, B and W of one layer and microbatch; R is what the layout's recomputation costs."""
-        remat, framework = self.layout.remat, self.framework
         products = list(self._products(dense))
         forward, inputs, weights = (sum(seconds) for seconds in zip(*products, strict=True))
-        attention, attention_back = self._attention()
-        passes, scores = self._passes(dense), self._scores()
-        parameters = self.layer_parameters(dense) / self.hardware.streaming
-        copies = framework.weight_copies if self._layers_of_unit() > 1 else 0.0
-        read, sums = self.item * copies, 2 * ITEM * framework.sum_passes
-        memory = passes + scores + read * parameters
-        memory_back = BACKWARD_PASSES * (passes + scores) + read * parameters
-        recomputed: dict[str, float] = {}
-        if remat == "full":
-            # the last product makes the layer's output; experts' gradients need theirs
-            skipped = 0.0 if self.model.experts and not dense else self._unread * products[-1][0]
-            recomputed = {MATMULS: forward - skipped, ATTENTION: attention, MEMORY: memory}
-        elif remat == "selective" and framework.recomputes_core:
-            recomputed = {ATTENTION: attention, MEMORY: scores}
-        elif remat == "selective":
-            recomputed = {MEMORY: passes}
+        attention, attention_back, scores = self._attention()
+        passes = self._passes(dense)
+        pass_over_weights = self.item * self.layer_parameters(dense) / self.hardware.streaming
+        looped = self._layers_of_unit() > 1
+        read = self.framework.weight_copies * pass_over_weights if looped else 0.0
+        sums = self.framework.sum_passes * pass_over_weights * 2 * ITEM / self.item
+        # the last product makes the layer's output; experts' gradients need theirs
+        skipped = 0.0 if self.model.experts and not dense else self._unread * products[-1][0]
+        memory = passes + scores + read
+        core = {ATTENTION: attention, MEMORY: scores}
+        recomputed: dict[str, dict[str, float]] = {
+            "full": {MATMULS: forward - skipped, ATTENTION: attention, MEMORY: memory},
+            "selective": core if self.framework.recomputes_core else {MEMORY: passes},
+            "none": {},
+        }
+        memory_back = BACKWARD_PASSES * (passes + scores) + read
         ops = {
             "F": {MATMULS: forward, ATTENTION: attention, MEMORY: memory},
-            "R": recomputed,
+            "R": recomputed[self.layout.remat],
             "B": {MATMULS: inputs, ATTENTION: attention_back, MEMORY: memory_back},
-            "W": {MATMULS: weights, MEMORY: sums * parameters},
+            "W": {MATMULS: weights, MEMORY: sums},
         }
         return {
             op: TimeBreakdown(parts) + self._layer_collectives(op, dense, parts)
@@ -279,24 +278,19 @@ class StepModel:
         """Parameters of one layer on a device."""
         return self.model.device_layer_parameters(self.layout.model, self.layout.expert, dense)
 
-    def _attention(self) -> tuple[float, float]:
-        """Seconds of attention's core, forward and backward: fused kernels leave out what is
-        masked."""
+    def _attention(self) -> tuple[float, float, float]:
+        """Seconds of attention's core, forward and backward, and of its scores' passes through
+        memory, forward. Fused kernels leave out what is masked, and keep scores on the chip."""
         model, layout, hardware = self.model, self.layout, self.hardware
         flops = layout.microbatch * model.attention_flops() / (layout.model * layout.context)
         seconds = flops / hardware.peak(self.dtype)
         if self.framework.fused_attention:
             forward = 0.5 * seconds / hardware.attention_forward
-            return forward, ATTENTION_BACKWARD * 0.5 * seconds / hardware.attention_backward
+            return forward, ATTENTION_BACKWARD * 0.5 * seconds / hardware.attention_backward, 0.0
         seconds /= hardware.matmul.reached(model.sequence, model.sequence, model.score_dim)
-        return seconds, 2 * seconds
-
-    def _scores(self) -> float:
-        """Seconds in which scores pass through memory, forward."""
-        model, layout, framework = self.model, self.layout, self.framework
-        scores = layout.microbatch * model.heads / layout.model * model.sequence**2 / layout.context
-        passes = 0.0 if framework.fused_attention else framework.attention_passes
-        return self.item * passes * scores / self.hardware.streaming
+        scores = self.tokens * model.sequence * model.heads / layout.model
+        moved = self.item * self.framework.attention_passes * scores
+        return seconds, 2 * seconds, moved / hardware.streaming
 
     def _passes(self, dense: bool) -> float:
         """Seconds of passes over activations besides products, forward."""
@@ -316,8 +310,8 @@ class StepModel:
 
     def message(self) -> float:
         """Seconds of a microbatch's activations from a stage to its neighbour."""
-        permute = Collective(PERMUTE, (STAGE,), self.message_bytes())
-        return self.links.seconds([permute]).get(STAGE, 0.0)
+        message = Collective(PERMUTE, (STAGE,), self.message_bytes())
+        return self.links.seconds([message]).get(STAGE, 0.0)
 
     def message_bytes(self) -> float:
         """Bytes that a device sends of a message between stages."""

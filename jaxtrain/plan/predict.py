@@ -24,7 +24,7 @@ from jaxtrain import config as cfg
 from jaxtrain.config import Config
 from jaxtrain.costs.collectives import STAGE
 from jaxtrain.costs.hardware import GIB, Hardware
-from jaxtrain.costs.memory import MemoryBreakdown, Slots, memory
+from jaxtrain.costs.memory import MemoryBreakdown, SlotCounts, memory
 from jaxtrain.costs.step_time import BUBBLE, StepModel, TimeBreakdown
 from jaxtrain.pipeline.setup import Setup, make_setup, times_of
 from jaxtrain.pipeline.step_model import OURS, milliseconds, step_model_of
@@ -213,7 +213,7 @@ class PlannedTable:
             )
         )
 
-    def slots(self) -> Slots | None:
+    def slots(self) -> SlotCounts | None:
         """Slots of the step; None with one stage, which has no table.
 
         A shortened step has as many as the full one: no stage needs more than in its first rounds.
@@ -223,7 +223,7 @@ class PlannedTable:
         setup = self.part().setup
         placement = setup.placement
         assert setup.train is not None  # there are stages
-        return Slots(
+        return SlotCounts(
             **setup.train.pool_sizes,
             layers=max(placement.sizes),
             stored_layers=sum(map(placement.stack_size, range(placement.units_per_stage))),

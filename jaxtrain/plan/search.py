@@ -124,11 +124,12 @@ def check(space: Space) -> None:
     LayoutError for settings of one layout."""
     for path in TABLE_SETTINGS:
         if (value := cfg.get(space.config, path)) != cfg.get(space.recipe, path):
-            use = {f"config.{path}": cfg.get(space.recipe, path)}
-            flag = cfg.flag_text(f"config.{path}", value)
-            error = LayoutError(f"{flag} is of one layout, which the planner is to find", use)
-            text = f"{error}, or a --layout of one kind of devices"
-            raise LayoutError(error.rule, use, text=text)
+            raise LayoutError(
+                f"{cfg.flag_text(f'config.{path}', value)} is of one layout, which the planner is "
+                "to find",
+                {f"config.{path}": cfg.get(space.recipe, path)},
+                advice="(or a --layout of one kind of devices)",
+            )
     layout = _smallest(space, Layout(replica=_replicas(space)))
     checks.check(laid_out(space, layout), _environment(space, layout))
 

@@ -323,7 +323,7 @@ def test_a_model_that_fits_nowhere(plan, monkeypatch):
 
 def test_settings_of_one_layout_are_no_searchs(plan):
     assert plan("--config=tiny", "--devices=8", "--config.pipeline.chunk_layers=1,1")[1].endswith(
-        "use --config.pipeline.chunk_layers=, or a --layout of one kind of devices\n"
+        "use --config.pipeline.chunk_layers= (or a --layout of one kind of devices)\n"
     )
 
 
