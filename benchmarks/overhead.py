@@ -41,11 +41,11 @@ def plain_step(config, parts, optimizer):
 
     def loss(params, tokens, targets, weights):
         positions = default_positions(tokens)
-        x = parts.embed(params["embed"], tokens, positions, dtype)
-        block = jax.checkpoint(lambda x, layer: (parts.block(layer, x, positions), None))
+        x = parts.embedder(params["embed"])(tokens, positions, dtype)
+        block = jax.checkpoint(lambda x, layer: (parts.block(layer)(x, positions), None))
         x, _ = jax.lax.scan(block, x, params["layers"]["0"])
         return loss_sum(
-            lambda x: parts.head(params["head"], x), x, targets, weights, config.model.loss_chunk
+            lambda x: parts.head(params["head"])(x), x, targets, weights, config.model.loss_chunk
         )
 
     def step(params, state, batch):
@@ -85,7 +85,7 @@ def main() -> None:
 
     from jaxtrain.devices.mesh import make_mesh
     from jaxtrain.training.state import initial_state
-    from jaxtrain.training.step import abstract_batch, make_step
+    from jaxtrain.training.step import make_step
 
     settings = SETTINGS | {
         "data.batch_size": 4 * options.microbatches,
@@ -101,7 +101,7 @@ def main() -> None:
     random = np.random.default_rng(0)
     with jax.set_mesh(mesh):
         step = make_step(config, mesh)
-        shapes = abstract_batch(config, step)
+        shapes = step.abstract_batch
         batch = {
             k: random.integers(0, config.model.vocab_size, a.shape).astype(np.int32)
             for k, a in shapes.items()
