@@ -144,9 +144,8 @@ MOST_REFUSED_CELLS = 1_000
 
 
 def main(argv: Sequence[str]) -> None:
-    """The command. Whatever is wrong with the flags ends it with one line and status 2 before
-    anything is written, Ctrl-C with one line and status 130; a file is written whole or not at
-    all."""
+    """Runs the command. An error in the flags ends it with one line and status 2 before anything is
+    written, Ctrl-C with one line and status 130. A file is written completely or not at all."""
     try:
         shown = cli.checked_flags(
             argv, DESCRIPTION, FLAGS, lambda flags: shown_by(check_flags(flags))
@@ -163,7 +162,7 @@ def main(argv: Sequence[str]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-    """What the command has to show: text for standard output, and the contents of files by their
+    """The output of the command: text for standard output, and the contents of files by their
     paths."""
 
     text: str
@@ -174,17 +173,17 @@ class Shown:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Request:
-    """What checked flags ask for. spec: with `repeats` 0 where it is left to the schedule; table: a
-    CSV file's, None for others."""
+class ScheduleRequest:
+    """The schedule that checked flags ask for. spec: its `repeats` are 0 where they are left to the
+    schedule; table: that of a CSV file, None for others."""
 
     flags: types.SimpleNamespace
     spec: TableSpec
     table: Table | None
 
 
-def check_flags(flags: types.SimpleNamespace) -> Request:
-    """What the flags ask for. Raises UsageError for what cannot be."""
+def check_flags(flags: types.SimpleNamespace) -> ScheduleRequest:
+    """The request of the flags. Raises UsageError where they cannot work."""
     of_file = flags.schedule.startswith(CSV)
     if not of_file:
         _check_choice("schedule", flags.schedule, by_name.NAMES)
@@ -207,11 +206,11 @@ def check_flags(flags: types.SimpleNamespace) -> Request:
     _check_schedule(flags, spec)
     for flag in ("csv", "svg", "png"):
         cli.check_output(flag, getattr(flags, flag), f"schedule.{flag}")
-    return Request(flags, spec, table)
+    return ScheduleRequest(flags, spec, table)
 
 
 def _check_size(flags: types.SimpleNamespace, spec: TableSpec) -> None:
-    """UsageError for a table of more tasks than can be made in a while."""
+    """Raises UsageError for a table with more tasks than can be made in some seconds."""
     sizes = {
         "microbatches": spec.microbatches,
         "ops_per_chunk": flags.ops_per_chunk,
@@ -240,7 +239,7 @@ def _check_size(flags: types.SimpleNamespace, spec: TableSpec) -> None:
 
 
 def _check_schedule(flags: types.SimpleNamespace, spec: TableSpec) -> None:
-    """UsageError for flags that do not go with the schedule, or with all of them."""
+    """Raises UsageError for flags that do not fit the schedule, or not --compare."""
     if flags.compare:
         if given := [flag for flag in ("csv", "svg", "png") if getattr(flags, flag)]:
             raise UsageError(
@@ -260,15 +259,15 @@ def _check_schedule(flags: types.SimpleNamespace, spec: TableSpec) -> None:
 
 
 def _check_choice(flag: str, value: str, known: Sequence[str]) -> None:
-    """UsageError for what is no choice: with the one that is most like it, or all of them where
-    none is."""
+    """Raises UsageError for an unknown choice, with the one that is most like it, or all of them
+    where none is."""
     if value not in known:
         near = difflib.get_close_matches(value, known, n=1, cutoff=0.5) or list(known)
         raise UsageError(f"--{flag}={value!r} is unknown", {flag: near[0]}, near[1:])
 
 
 def _read_table(flags: types.SimpleNamespace) -> Table:
-    """The CSV file's table. Raises UsageError for flags that do not go with it."""
+    """The CSV file's table. Raises UsageError for flags that do not fit it."""
     try:
         table = read_csv(flags.schedule.removeprefix(CSV))
     except ValueError as error:
@@ -288,8 +287,8 @@ def _read_table(flags: types.SimpleNamespace) -> Table:
 
 
 def read_times(flags: types.SimpleNamespace) -> Times:
-    """Times from --times, --recompute, --head, --embed and --row. Raises UsageError for what are no
-    times."""
+    """The times of --times, --recompute, --head, --embed and --row. Raises UsageError for other
+    texts than times."""
     numbers = [cfg.number(text) for text in flags.times.split(",")]
     known = [number for number in numbers if number is not None and number >= 0]
     if len(known) != 4 or len(numbers) != 4 or not sum(known[:3]) > 0 or max(known) > MOST_TIME:
@@ -326,7 +325,9 @@ def read_times(flags: types.SimpleNamespace) -> Times:
 # --- one schedule ---------------------------------------------------------------------------------
 
 
-def make(request: Request, name: str, repeats: Sequence[int], report: search.Report) -> Table:
+def make(
+    request: ScheduleRequest, name: str, repeats: Sequence[int], report: search.Report
+) -> Table:
     """The checked table of a schedule; of `auto`, the best with any of these numbers of chunks on a
     stage."""
     if request.table is not None:
@@ -342,9 +343,9 @@ def make(request: Request, name: str, repeats: Sequence[int], report: search.Rep
     return table
 
 
-def shown_by(request: Request) -> Shown:
-    """What the checked flags ask for; nothing where they are refused and it would take long. Raises
-    UsageError where no table found is as they want it."""
+def shown_by(request: ScheduleRequest) -> Shown:
+    """The output for checked flags; an empty one where they are refused and it would take long.
+    Raises UsageError where no table fits them."""
     flags, size = (
         request.flags,
         request.spec.stages
@@ -366,8 +367,8 @@ def shown_by(request: Request) -> Shown:
         raise UsageError(f"--{error}", {"fused_backward": False}) from None
 
 
-def one(request: Request, report: search.Report) -> Shown:
-    """What there is to show of one schedule."""
+def one(request: ScheduleRequest, report: search.Report) -> Shown:
+    """The output for one schedule."""
     flags, spec = request.flags, request.spec
     default = (
         search.ANY_REPEATS if spec.schedule == "auto" else (max(1, default_repeats(spec.schedule)),)
@@ -408,8 +409,9 @@ def _content(flag: str, table: Table, result: Simulation) -> bytes:
 # --- all schedules --------------------------------------------------------------------------------
 
 
-def compare(request: Request, progress: search.Report) -> Shown:
-    """All schedules, best first: those within the memory bound by coupled time, then the others."""
+def compare(request: ScheduleRequest, progress: search.Report) -> Shown:
+    """The output for all schedules, best first: those within the memory bound by coupled time, then
+    the others."""
     flags, asked = request.flags, request.spec.repeats
     repeats: dict[str, Sequence[int]] = {
         name: (_repeats_to_compare(name, asked),) for name in SCHEDULES
@@ -442,8 +444,7 @@ def compare(request: Request, progress: search.Report) -> Shown:
 
 
 def _repeats_to_compare(name: str, repeats: int) -> int:
-    """The number of chunks asked for if the schedule is made for it, else the fewest that it is
-    made for."""
+    """The requested number of chunks if the schedule takes it, else its least number."""
     return repeats if repeats and fits_repeats(name, repeats) else max(1, default_repeats(name))
 
 
