@@ -11,7 +11,7 @@ from instruction_costs import InstructionCosts
 from step_seconds import StepSeconds
 
 from jaxtrain.hlo.program import GROUPED, Instruction
-from jaxtrain.training.step import step_counts
+from jaxtrain.training.sizes import step_counts
 
 LARGE = 1e6  # bytes of a copy that counts
 LISTED = 5  # of the largest copies and square arrays
@@ -73,7 +73,7 @@ def as_dict(figures: StepSeconds) -> dict[str, Any]:
         "collectives": [
             dict(zip(names, key, strict=True)) | dataclasses.asdict(t) for key, t in collectives
         ],
-        "compile_seconds": compiled.seconds,
+        "compile_seconds": compiled.tracing + compiled.compiling,
     }
 
 

@@ -66,14 +66,14 @@ def bytes_a_step(flags: list[str]) -> float:
     from jaxtrain.config import checks
     from jaxtrain.devices.mesh import make_mesh, sizes_of
     from jaxtrain.hlo.program import Program
-    from jaxtrain.training.step import abstract_batch, make_step
+    from jaxtrain.training.step import make_step
 
     config = checks.check_devices(cli.parse(flags, "")[0], 8).resolve()
     step = make_step(config, make_mesh(sizes_of(config.mesh)))
     with jax.set_mesh(step.mesh):
         state = step.abstract_state()
         sent = bytes_sent(
-            Program(step.train.lower(state, abstract_batch(config, step)).compile().as_text()),
+            Program(step.train.lower(state, step.abstract_batch).compile().as_text()),
             step.mesh,
         )
         if step.exchange:

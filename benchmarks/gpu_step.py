@@ -114,7 +114,7 @@ def run(folder: pathlib.Path) -> dict:
     from jaxtrain.pipeline.step_model import transformer_of
     from jaxtrain.training.optimizer import learning_rate
     from jaxtrain.training.state import initial_state
-    from jaxtrain.training.step import abstract_batch, make_step
+    from jaxtrain.training.step import make_step
 
     mesh = make_mesh(sizes_of(config.mesh), jax.devices()[:1])
     with jax.set_mesh(mesh):
@@ -133,7 +133,7 @@ def run(folder: pathlib.Path) -> dict:
                 vocabulary_rows=rows,
             )
         began = time.perf_counter()
-        lowered = step.train.lower(step.abstract_state(), abstract_batch(config, step))
+        lowered = step.train.lower(step.abstract_state(), step.abstract_batch)
         traced = time.perf_counter()
         compiled = lowered.compile()
         compile_s = time.perf_counter() - traced

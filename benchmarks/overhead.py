@@ -85,7 +85,7 @@ def main() -> None:
 
     from jaxtrain.devices.mesh import make_mesh
     from jaxtrain.training.state import initial_state
-    from jaxtrain.training.step import abstract_batch, make_step
+    from jaxtrain.training.step import make_step
 
     settings = SETTINGS | {
         "data.batch_size": 4 * options.microbatches,
@@ -101,7 +101,7 @@ def main() -> None:
     random = np.random.default_rng(0)
     with jax.set_mesh(mesh):
         step = make_step(config, mesh)
-        shapes = abstract_batch(config, step)
+        shapes = step.abstract_batch
         batch = {
             k: random.integers(0, config.model.vocab_size, a.shape).astype(np.int32)
             for k, a in shapes.items()

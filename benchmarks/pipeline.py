@@ -77,14 +77,14 @@ def main(argv: list[str]) -> None:
         setup, table_columns = step.setup, columns(step.setup.train)
         print(f"table: {setup.describe()}", flush=True)
         params = initial_state(step.layout, step.optimizer, 0).params
-        batch = random_batch(config, step)
+        batch = random_batch(step, config.model.vocab_size)
         compiled = lambda columns: step.gradients.lower(params, batch, columns).compile()
         short = compiled(jax.tree.map(lambda column: column[:1].repeat(TICKS, 0), table_columns))
         per_device = lambda took: took.cpu / mesh.size if simulated else took.wall
         ops = op_seconds(
             table_columns, lambda ticks: per_device(measure(lambda: short(params, batch, ticks)))
         )
-        found, base = ops.seconds, ops.around
+        found, base = ops.seconds, ops.outside
         whole = compiled(table_columns)
         took = measure(lambda: whole(params, batch, table_columns))
         wall, cpu = took.wall, took.cpu

@@ -66,7 +66,7 @@ def compiled(vocabulary: int, flags: list[str]) -> None:
     from jaxtrain import cli
     from jaxtrain import config as configs
     from jaxtrain.devices.mesh import make_mesh, sizes_of
-    from jaxtrain.training.step import abstract_batch, make_step
+    from jaxtrain.training.step import make_step
 
     changed = f", {' '.join(flags)}" if flags else ""
     print(
@@ -98,7 +98,7 @@ def compiled(vocabulary: int, flags: list[str]) -> None:
         step = make_step(config, mesh)
         with jax.set_mesh(mesh):
             memory = (
-                step.train.lower(step.abstract_state(), abstract_batch(config, step))
+                step.train.lower(step.abstract_state(), step.abstract_batch)
                 .compile()
                 .memory_analysis()
             )

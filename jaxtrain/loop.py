@@ -1,10 +1,10 @@
-"""The training loop, from top to bottom: data, step, state, loop, end. `run` reads as the run goes;
-its parts are in training/.
+"""The training loop: `run` sets a run up, trains and finishes; `Trainer` has its parts, and
+`Trainer.train` is the loop.
 
-What a run leaves in its folder: config.json, metrics.jsonl, goodput.jsonl, checkpoints/,
-tensorboard/, loss.png, goodput.png, profile/, metrics.rolled_back.jsonl of a run that has gone
-back; op_times.json where they are planned or measured; planned.json where the kind of device is
-known; and run.lock while it runs.
+Files that a run leaves in its folder: config.json, metrics.jsonl, goodput.jsonl, checkpoints/,
+tensorboard/, loss.png, goodput.png, profile/; metrics.rolled_back.jsonl if it has gone back;
+op_times.json if op times are planned or measured; planned.json if the hardware is known; and
+run.lock while it runs.
 """
 
 import concurrent.futures
@@ -12,13 +12,12 @@ import contextlib
 import functools
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
-from etils import epath
 
 from jaxtrain.checkpoint.checkpoints import Checkpoints
-from jaxtrain.checkpoint.parameters import load_parameters
+from jaxtrain.checkpoint.restoring import load_parameters
 from jaxtrain.config import Config, to_dict
 from jaxtrain.data.loader import Feed
 from jaxtrain.data.tokens import Corpus, bigram_entropy
@@ -29,7 +28,7 @@ from jaxtrain.pipeline import op_times
 from jaxtrain.pipeline.setup import Setup
 from jaxtrain.plan.compare import plan_at_hand
 from jaxtrain.plan.measured_step import AfterWarmUp
-from jaxtrain.preparation import loaders, prepare_corpus, start_compiling, when_compiled
+from jaxtrain.plan.report import as_compiled, introduction
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.files import warned
 from jaxtrain.run.goodput import GoodputLog, plot_goodput
@@ -39,15 +38,16 @@ from jaxtrain.run.run_lock import FolderError, RunLock
 from jaxtrain.run.signals import Signals
 from jaxtrain.run.wall_clock import Part, WallClock
 from jaxtrain.run.watchdog import Watchdog
-from jaxtrain.training.calendar import Calendar
 from jaxtrain.training.evaluation import Evaluation
+from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.parameter_checks import Copies
+from jaxtrain.training.preparation import Programs, make_loaders, prepare_corpus, start_compiling
 from jaxtrain.training.profile import Profile, trace_folder
-from jaxtrain.training.recovery import Judge, Memory
+from jaxtrain.training.recovery import DetectorState, SpikeDetector
 from jaxtrain.training.reporting import Pending, Reporter, Speedometer
 from jaxtrain.training.requests import Request, Requests, no_request
 from jaxtrain.training.state import initial_state
-from jaxtrain.training.step import make_step
+from jaxtrain.training.step import Step, StepMetrics, make_step
 
 SAMPLE_TEMPERATURE = 0.8
 
@@ -60,180 +60,310 @@ def run(
     unresolved: Config,
     recipe: Config,
 ) -> ExitStatus:
-    """Trains as a resolved config says until `train.steps`, or until SIGTERM or Ctrl-C, and leaves
-    a checkpoint. What the run ends with.
+    """Trains until `train.steps`, or until SIGTERM or Ctrl-C, and leaves a checkpoint. Continues
+    from the newest complete checkpoint of `folder`.
 
-    Continues from the newest whole checkpoint of `folder`. setup: the config's tables; clock: of
-    the command;
+    config: resolved; setup: its tables; clock: of the command;
     unresolved, recipe: the config before it was resolved, and before the command's flags, from
         which an error's suggestions start.
 
-    Raises FolderError where another run is at work in the folder; ConfigError, DataError or
-    CheckpointError, before anything is compiled or written, for a config that does not fit the
-    checkpoint or the corpus, and for checkpoints of which none is whole; NumbersError where numbers
-    are not good and the run cannot help itself.
+    Raises FolderError if another run uses the folder. Before anything is compiled or written:
+    ConfigError, DataError or CheckpointError for a config that does not fit the checkpoint or the
+    corpus, and if no checkpoint is complete. NumbersError if numbers are not good and the run
+    cannot go back.
     """
     clock.enter(Part.DATA)
-    with _watched(config, folder, clock) as (signals, watchdog), contextlib.ExitStack() as lasting:
-        # ---------------------------------------------------------------- data: what to train on, a
+    with (
+        _watched(config.train.hang_after, folder, clock) as (signals, watchdog),
+        contextlib.ExitStack() as lasting,
+    ):
         checkpoints = Checkpoints(config, unresolved, recipe, folder)
         checkpoints.choose()
-        corpus = prepare_corpus(config)
+        corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
         checkpoints.check_corpus(corpus)
         if checkpoints.step >= config.train.steps:
             done = f"{folder} already has its {checkpoints.step} steps"
             cluster.log(f"{done}: raise train.steps to go on")
             return ExitStatus.FINISHED
-        checkpoints.say_changes()
+        checkpoints.log_changes()
 
         clock.enter(Part.TRACING)
         mesh = make_mesh(sizes_of(config.mesh))
         with jax.set_mesh(mesh), contextlib.ExitStack() as closing:
-            # ------------------------------------------------------------ step: its programs, compi
             step = make_step(config, mesh, setup)
-            data, held_out = (
-                closing.enter_context(loader) for loader in loaders(config, step, corpus, folder)
-            )
+            trainer = Trainer(config, folder, clock, step, corpus, checkpoints)
+            closing.callback(trainer.close_loaders)
             checkpoints.attach(step)
             goodput = lasting.enter_context(_timed(folder, clock, checkpoints))
             signals.before_end(goodput.discard)
             # XLA compiles most of a program on one core
-            beside = lasting.enter_context(concurrent.futures.ThreadPoolExecutor(2))
-            make_state = functools.partial(
-                initial_state, step.layout, step.optimizer, config.train.seed
-            )
-            programs = start_compiling(step, data, beside, clock)
-            # Not before: one thread traces at a time, and the step's compilation is what takes
-            # longest.
-            first_state = None if checkpoints.step else beside.submit(make_state)
-            evaluation = Evaluation(step.evaluate, step.abstract_state().trained, held_out)
-            soon = (
-                [evaluation.start_compiling(beside)]
-                if config.train.eval_every and held_out.batches
-                else []
-            )
-            train, exchange = when_compiled(programs, config, step, corpus, clock, soon)
-            cluster.log(*data.remarks(), *held_out.remarks())
-
-            # ------------------------------------------------------------ state: restored or new
-            state = checkpoints.restore()
-            if state is None:
-                state = first_state.result() if first_state else make_state()
-            start = checkpoints.step
-            goodput.reached(start)
-            cluster.log(
-                f"continuing from {checkpoints.source}"
-                if start
-                else f"starting: weights from seed {config.train.seed}"
-            )
-
-            # ------------------------------------------------------------ loop
-            log, progress = _open_log(config, unresolved, folder, start, goodput)
-            profile = Profile(
-                trace_folder(folder), start, config.train.profile_steps, clock, progress.log
-            )
-            plan = plan_at_hand(config, mesh.devices.flat[0].device_kind).prediction
-            measured = AfterWarmUp(plan, train, folder, profile, clock, progress.log)
-            judge = Judge(
-                config.train, data.describe, Memory.from_json(checkpoints.meta.memory), start
-            )
-            checkpoints.begin(judge, goodput.wall_s, progress.log)
-            for part in (checkpoints, log, progress, profile):
-                closing.callback(part.close)
-            calendar = Calendar.of(config)
-            minutes, grace = config.checkpoint.minutes, config.checkpoint.grace
-            requests = Requests(mesh, signals, checkpoints, minutes, grace)
-            speedometer, room = Speedometer(config, step, start, clock), config.model.expert_room
-            copies = Copies(mesh, state)
-            reporter = Reporter(
-                calendar,
-                step.mean_metrics,
-                judge,
-                speedometer,
-                log,
-                progress,
-                goodput,
-                watchdog.stragglers,
-                room,
-            )
-            closing.enter_context(signals.deferred())
-            feed = Feed(data, checkpoints.meta.position, config.train.steps - start)
-            at, asked, validation = start, Request.NOTHING, None
-            clock.enter(Part.STEPPING)
-            while at < config.train.steps and not asked.stop:
-                profile.before(at)
-                with clock.part(Part.WAITING):
-                    batch = feed.next()
-                with jax.profiler.StepTraceAnnotation("train", step_num=at):
-                    state, metrics = train(state, batch)
-                at += 1
-                comparison = None
-                if calendar.compares(at):
-                    with clock.part(Part.OTHER):
-                        comparison = copies.compare(state)
-                answer = requests.ask() if calendar.meets(at) else no_request
-                asked = reporter.add(Pending(at, feed.position - 1, metrics, answer, comparison))
-                watchdog.finished(at - 1)
-                if exchange and calendar.exchanges(at):
-                    state = exchange(state)
-                profile.after(at, metrics)
-                measured.after(at)
-                if asked or checkpoints.due(at) or calendar.evaluates(at):
-                    asked |= reporter.finish(stopping=asked.stop)
-                    with clock.part(Part.SAVING):
-                        if checkpoints.after(at, state, feed.position, asked):
-                            requests.saved()
-                    reporter.saves(checkpoints.figures())
-                    if (
-                        calendar.evaluates(at)
-                        and (calendar.is_last(at) or not asked.stop)
-                        and judge.good
-                    ):
-                        with clock.part(Part.EVALUATING):
-                            validation = evaluation.loss(state.trained)
-                        reporter.validation(at, validation)
-                        checkpoints.evaluated(at, validation)
-                if judge.finding:
-                    with clock.part(Part.ROLLING_BACK):
-                        rollback, state = checkpoints.roll_back(state)
-                        at = rollback.step
-                        feed.jump(rollback.position, config.train.steps - at)
-                        for listener in (judge, reporter, profile, measured):
-                            listener.go_back(rollback)
-
-            # ------------------------------------------------------------ end
-            clock.enter(Part.ENDING)
-            measured.finish(at)
-            checkpoints.finish(at)
-            reporter.saves(checkpoints.figures())
-            progress.close()
-            picture = beside.submit(_draw_losses, folder)  # while the sampler is compiled
-            if at < config.train.steps:
-                saved = (
-                    "which is saved"
-                    if checkpoints.newest == at
-                    else f"and step {checkpoints.newest or 0} is saved"
-                )
-                cluster.log(
-                    f"stopped at step {at} of {config.train.steps}, {saved}: the same command "
-                    "goes on from there"
-                )
-                picture.result()
-                return _together(
-                    ExitStatus.INTERRUPTED if Request.INTERRUPT in asked else ExitStatus.STOPPED
-                )
-            del state, batch  # room for the sampler
-        _conclude(config, corpus, validation, checkpoints.directory, at)
-        picture.result()
-        return _together(ExitStatus.FINISHED)
+            executor = lasting.enter_context(concurrent.futures.ThreadPoolExecutor(2))
+            trainer.compile_and_restore(executor)
+            trainer.open(unresolved, goodput, signals, watchdog, closing)
+            trainer.train()
+            status = trainer.finish(executor)
+            if status is not ExitStatus.FINISHED:
+                return _together(status)
+        trainer.conclude()
+        return _together(status)
 
 
-# --- the parts ------------------------------------------------------------------------------------
+class Trainer:
+    """The parts of a run. Its methods are called in their order, each once; `train` is the loop.
+
+    at: the last dispatched step; state: after it; asked: the requests so far;
+    validation_loss: the last one, if any.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: pathlib.Path,
+        clock: WallClock,
+        step: Step,
+        corpus: Corpus,
+        checkpoints: Checkpoints,
+    ):
+        self.config, self.folder, self.clock = config, folder, clock
+        self.step, self.corpus, self.checkpoints = step, corpus, checkpoints
+        rows_folder = folder if config.metrics.rows else None
+        self.data, self.held_out = make_loaders(
+            step, corpus, config.data, config.train.eval_batches, rows_folder
+        )
+        self.intervals = Intervals.of(config.train, config.checkpoint, config.metrics.log_every)
+        self.asked = Request.NOTHING
+        self.validation_loss: float | None = None
+
+    def close_loaders(self) -> None:
+        """Ends the loaders' threads."""
+        self.held_out.close()
+        self.data.close()
+
+    # --- set up -----------------------------------------------------------------------------------
+
+    def compile_and_restore(self, executor: concurrent.futures.Executor) -> None:
+        """Compiles the programs, meanwhile initializes the state of a new run, and restores the
+        state of another."""
+        config, step = self.config, self.step
+        compiling = start_compiling(step, executor)
+        self.clock.enter(Part.COMPILING)
+        make_state = functools.partial(
+            initial_state, step.layout, step.optimizer, config.train.seed
+        )
+        # Not before: one thread traces at a time, and the step takes longest to compile.
+        new_state = None if self.checkpoints.step else executor.submit(make_state)
+        abstract = step.abstract_state().trained
+        self.evaluation = Evaluation(step.evaluate, abstract, self.held_out, executor)
+        others = []
+        if config.train.eval_every and self.held_out.batches:
+            others.append(self.evaluation.start_compiling())
+        self.programs = when_compiled(config, step, self.corpus, self.clock, compiling, others)
+        cluster.log(*self.data.remarks(), *self.held_out.remarks())
+        state = self.checkpoints.restore()
+        if state is None:
+            state = new_state.result() if new_state else make_state()
+        self.state, self.at = state, self.checkpoints.step
+
+    def open(
+        self,
+        unresolved: Config,
+        goodput: GoodputLog,
+        signals: Signals,
+        watchdog: Watchdog,
+        closing: contextlib.ExitStack,
+    ) -> None:
+        """Opens the log and all that watches the loop, to be closed by `closing`. From now on
+        signals ask the loop to stop."""
+        config, clock, start, checkpoints = self.config, self.clock, self.at, self.checkpoints
+        main, mesh = cluster.is_main(), self.step.mesh
+        goodput.reached(start)
+        cluster.log(
+            f"continuing from {checkpoints.source}"
+            if start
+            else f"starting: weights from seed {config.train.seed}"
+        )
+        if main:
+            _write_settings(config, unresolved, self.folder)
+        self.progress = Progress(config.train.steps, start, shown=main)
+        say = self.progress.log
+        tensorboard = config.metrics.tensorboard
+        log = MetricsWriter(self.folder if main else None, tensorboard, start, goodput.wall_s, say)
+        traces, count = trace_folder(self.folder), config.train.profile_steps
+        self.profile = Profile(traces, start, count, clock, say)
+        plan = plan_at_hand(config, mesh.devices.flat[0].device_kind).prediction
+        program = self.programs.train
+        self.measured = AfterWarmUp(plan, program, self.folder, self.profile, clock, say)
+        detected = DetectorState.from_json(checkpoints.meta.memory)
+        self.detector = SpikeDetector(config.train, self.data.describe, detected, start)
+        checkpoints.begin(self.detector, goodput.wall_s, say)
+        for part in (checkpoints, log, self.progress, self.profile):
+            closing.callback(part.close)
+        minutes, grace = config.checkpoint.minutes, config.checkpoint.grace
+        self.requests = Requests(mesh, signals, checkpoints, minutes, grace)
+        self.copies = Copies(mesh, self.state)
+        self.watchdog = watchdog
+        self.reporter = Reporter(
+            intervals=self.intervals,
+            mean_metrics=self.step.mean_metrics,
+            detector=self.detector,
+            speedometer=Speedometer(config, self.step, start, clock),
+            log=log,
+            progress=self.progress,
+            goodput=goodput,
+            stragglers=watchdog.stragglers,
+            expert_capacity=config.model.expert_room,
+        )
+        closing.enter_context(signals.deferred())
+        self.feed = Feed(self.data, checkpoints.meta.position, config.train.steps - start)
+
+    # --- train ------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Trains until `train.steps`, or until a request to stop."""
+        self.clock.enter(Part.STEPPING)
+        while self.at < self.config.train.steps and not self.asked.stop:
+            self.profile.before(self.at)
+            metrics = self.train_step()
+            self.watchdog.finished(self.at - 1)
+            if self.programs.exchange and self.intervals.exchanges(self.at):
+                self.state = self.programs.exchange(self.state)
+            self.profile.after(self.at, metrics)
+            self.measured.after(self.at)
+            validates = self.intervals.evaluates(self.at)
+            if self.asked or self.checkpoints.due(self.at) or validates:
+                self.asked |= self.reporter.finish(stopping=self.asked.stop)
+                self.save()
+                if validates:
+                    self.validate()
+            if self.detector.fault:
+                self.roll_back()
+
+    def train_step(self) -> StepMetrics:
+        """Dispatches the next step, and reports the one before. The metrics of the dispatched step,
+        which the devices may still compute."""
+        with self.clock.part(Part.WAITING):
+            batch = self.feed.next()
+        with jax.profiler.StepTraceAnnotation("train", step_num=self.at):
+            self.state, metrics = self.programs.train(self.state, batch)
+        self.at += 1
+        comparison = None
+        if self.intervals.compares(self.at):
+            with self.clock.part(Part.OTHER):
+                comparison = self.copies.compare(self.state)
+        answer = self.requests.ask() if self.intervals.synchronizes(self.at) else no_request
+        number = self.feed.position - 1
+        self.asked = self.reporter.add(Pending(self.at, number, metrics, answer, comparison))
+        return metrics
+
+    def save(self) -> None:
+        """Saves the state where that is due or asked for."""
+        with self.clock.part(Part.SAVING):
+            if self.checkpoints.after(self.at, self.state, self.feed.position, self.asked):
+                self.requests.saved()
+        self.reporter.saves(self.checkpoints.figures())
+
+    def validate(self) -> None:
+        """Evaluates the state, unless its numbers are not good or the run stops early."""
+        if self.detector.fault or (self.asked.stop and self.at < self.config.train.steps):
+            return
+        with self.clock.part(Part.EVALUATING):
+            self.validation_loss = self.evaluation.loss(self.state.trained)
+        self.reporter.validation(self.at, self.validation_loss)
+        self.checkpoints.evaluated(self.at, self.validation_loss)
+
+    def roll_back(self) -> None:
+        """Goes back to a good checkpoint, and on with the batches after those at fault."""
+        with self.clock.part(Part.ROLLING_BACK):
+            rollback, self.state = self.checkpoints.roll_back(self.state)
+            self.at = rollback.step
+            self.feed.jump(rollback.position, self.config.train.steps - self.at)
+            for listener in (self.detector, self.reporter, self.profile, self.measured):
+                listener.go_back(rollback)
+
+    # --- finish -----------------------------------------------------------------------------------
+
+    def finish(self, executor: concurrent.futures.Executor) -> ExitStatus:
+        """Waits for the last save, and draws the losses. The run's status."""
+        self.clock.enter(Part.ENDING)
+        self.measured.finish(self.at)
+        self.checkpoints.finish(self.at)
+        self.reporter.saves(self.checkpoints.figures())
+        self.progress.close()
+        # drawn while the sampler is compiled
+        self.picture = executor.submit(_draw_losses, self.folder)
+        del self.state  # the sampler needs its memory
+        if self.at == self.config.train.steps:
+            return ExitStatus.FINISHED
+        newest = self.checkpoints.newest
+        saved = "which is saved" if newest == self.at else f"and step {newest or 0} is saved"
+        cluster.log(
+            f"stopped at step {self.at} of {self.config.train.steps}, {saved}: the same command "
+            "goes on from there"
+        )
+        self.picture.result()
+        interrupted = Request.INTERRUPT in self.asked
+        return ExitStatus.INTERRUPTED if interrupted else ExitStatus.STOPPED
+
+    def conclude(self) -> None:
+        """Logs the last validation loss next to the corpus's entropy, and a sample."""
+        if cluster.is_main():
+            if self.validation_loss is not None:
+                entropy = bigram_entropy(self.corpus)
+                line = f"validation loss {self.validation_loss:.4f} nats a token"
+                if entropy is not None:
+                    line += f"; the corpus's byte-bigram entropy is {entropy:.4f}"
+                cluster.log(line)
+            if self.config.train.sample_tokens:
+                self._log_sample()
+        self.picture.result()
+
+    def _log_sample(self) -> None:
+        train = self.config.train
+        parts, params = load_parameters(self.checkpoints.directory, self.at, self.config)
+        text = sample_text(
+            parts,
+            params,
+            self.corpus.tokenizer,
+            train.sample_prompt,
+            train.sample_tokens,
+            train.seed,
+            SAMPLE_TEMPERATURE,
+            dtype=jax.numpy.dtype(self.config.precision.compute),
+        )
+        cluster.log(f"sample, temperature {SAMPLE_TEMPERATURE}:\n{train.sample_prompt}{text}")
+
+
+def when_compiled(
+    config: Config,
+    step: Step,
+    corpus: Corpus,
+    clock: WallClock,
+    compiling: concurrent.futures.Future[Programs],
+    others: Sequence[concurrent.futures.Future] = (),
+) -> Programs:
+    """Waits for a step's programs, and meanwhile logs what is known of the step and the corpus.
+
+    others: compilations that have to end too: a GPU's compiler tries kernels out on the device,
+    which has to be idle then.
+    """
+    documents = f"{len(corpus.documents) - 1:,} documents from {corpus.source}"
+    cluster.log(
+        *introduction(config, step),
+        f"corpus: {len(corpus.tokens):,} tokens, {documents}, "
+        f"{len(corpus.validation):,} tokens held out",
+    )
+    programs = compiling.result()
+    for other in others:
+        other.result()
+    clock.enter(Part.STATE)
+    tracing, seconds = clock.spent(Part.TRACING), clock.spent(Part.COMPILING)
+    cluster.log(*as_compiled(step, programs.train, tracing, seconds))
+    return programs
 
 
 def _together(status: ExitStatus) -> ExitStatus:
-    """The status, when every process is here: process 0 still draws and samples, and jax aborts
-    those that wait long for it."""
+    """Returns the status when every process is here: process 0 still draws and samples, and jax
+    aborts processes that wait long for it."""
     if jax.process_count() > 1:
         cluster.barrier("the run has ended")
     return status
@@ -241,21 +371,19 @@ def _together(status: ExitStatus) -> ExitStatus:
 
 @contextlib.contextmanager
 def _watched(
-    config: Config, folder: pathlib.Path, clock: WallClock
+    hang_after: float, folder: pathlib.Path, clock: WallClock
 ) -> Iterator[tuple[Signals, Watchdog]]:
-    """A context in which no other run is at work in the folder, and whatever ends this one, a
-    signal or a hang, leaves no lock.
+    """A context in which no other run uses the folder. Whatever ends this run, a signal or a hang,
+    leaves no lock.
 
-    FolderError as RunLock.take.
+    Raises FolderError as RunLock.take.
     """
     lock = RunLock(folder)
     try:
         with Signals(lock.release, notices=cluster.is_main()) as signals:
             cluster.from_main(lambda: lock.take(cluster.log), FolderError)
-            peers = cluster.connect_peers()
-            with Watchdog(
-                folder, peers, clock, config.train.hang_after, lock.release
-            ).watching() as watchdog:
+            watchdog = Watchdog(folder, cluster.connect_peers(), clock, hang_after, lock.release)
+            with watchdog.watching():
                 yield signals, watchdog
     finally:
         lock.release()
@@ -265,74 +393,30 @@ def _watched(
 def _timed(
     folder: pathlib.Path, clock: WallClock, checkpoints: Checkpoints
 ) -> Iterator[GoodputLog]:
-    """A context whose wall time by parts is in the run's folder; says at its end, and draws, what
-    became of that of all starts.
-
-    checkpoints: they know what the run resumes from.
-    """
-    goodput = GoodputLog(
-        folder if cluster.is_main() else None, clock, checkpoints.step, checkpoints.meta.wall_s
-    )
+    """A context whose wall time by parts is logged in the run's folder. At its end the goodput of
+    all starts is logged and drawn."""
+    main = cluster.is_main()
+    goodput = GoodputLog(folder if main else None, clock, checkpoints.step, checkpoints.meta.wall_s)
     with contextlib.closing(goodput):
         yield goodput
         cluster.log(goodput.summary())
-    if cluster.is_main():
+    if main:
         with warned(folder / "goodput.png", cluster.log):
             plot_goodput(folder)
 
 
-def _open_log(
-    config: Config, unresolved: Config, folder: pathlib.Path, start: int, goodput: GoodputLog
-) -> tuple[MetricsWriter, Progress]:
-    """What a step's results are written to and shown by; config.json, and op times that were not
-    given, are written too."""
-    main = cluster.is_main()
-    if main:
-        folder.mkdir(parents=True, exist_ok=True)
-        with warned(folder / "config.json", cluster.log):
-            (folder / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
-        if op_times.worth_storing(config, unresolved):
-            with warned(folder / op_times.OP_TIMES, cluster.log):
-                op_times.store(
-                    config, folder, f"{jax.device_count()} × {jax.devices()[0].device_kind}"
-                )
-    progress = Progress(config.train.steps, start, shown=main)
-    return MetricsWriter(
-        folder if main else None, config.metrics.tensorboard, start, goodput.wall_s, progress.log
-    ), progress
+def _write_settings(config: Config, unresolved: Config, folder: pathlib.Path) -> None:
+    """Writes config.json, and op_times.json for op times that the config did not have."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with warned(folder / "config.json", cluster.log):
+        (folder / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
+    if op_times.worth_storing(config, unresolved):
+        devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
+        with warned(folder / op_times.OP_TIMES, cluster.log):
+            op_times.store(config, folder, devices)
 
 
 def _draw_losses(folder: pathlib.Path) -> None:
-    """Writes loss.png, or says why not."""
     if cluster.is_main():
         with warned(folder / "loss.png", cluster.log):
             plot_losses(folder)
-
-
-def _conclude(
-    config: Config, corpus: Corpus, validation: float | None, checkpoints: epath.Path, at: int
-) -> None:
-    """Says the result beside the corpus's own, and a sample."""
-    if not cluster.is_main():
-        return
-    if validation is not None:
-        entropy = bigram_entropy(corpus)
-        beside = (
-            f"; the corpus's byte-bigram entropy is {entropy:.4f}" if entropy is not None else ""
-        )
-        cluster.log(f"validation loss {validation:.4f} nats a token{beside}")
-    train = config.train
-    if train.sample_tokens:
-        parts, params = load_parameters(checkpoints, at, config)
-        dtype = jax.numpy.dtype(config.precision.compute)
-        text = sample_text(
-            parts,
-            params,
-            corpus.tokenizer,
-            train.sample_prompt,
-            train.sample_tokens,
-            train.seed,
-            SAMPLE_TEMPERATURE,
-            dtype=dtype,
-        )
-        cluster.log(f"sample, temperature {SAMPLE_TEMPERATURE}:\n{train.sample_prompt}{text}")

@@ -1,10 +1,10 @@
-"""`--replay=STEP`: a step of a run done again, from the checkpoint before it and with the batches
-that the run had, beside its record.
+"""`--replay=STEP`: repeats a step of a run, from the checkpoint before it and with the run's
+batches, and compares it with the run's record.
 
     checkpoint 60 ── steps 61 … 70, batches as recorded ──▶ loss and gradient norm of step 70
                                                             │ those in metrics.jsonl
 
-Nothing is written into the run's folder, and no lock is taken: a run may be at work there.
+Nothing is written into the run's folder, and no lock is taken: a run may be using it.
 """
 
 import concurrent.futures
@@ -25,24 +25,25 @@ from jaxtrain.config import Config
 from jaxtrain.config.errors import ConfigError, UsageError
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
+from jaxtrain.loop import when_compiled
 from jaxtrain.pipeline.setup import Setup
-from jaxtrain.preparation import loaders, prepare_corpus, start_compiling, when_compiled
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.metrics import read_metrics
 from jaxtrain.run.wall_clock import Part, WallClock
-from jaxtrain.training.calendar import Calendar
+from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.optimizer import learning_rate
-from jaxtrain.training.step import Step, make_step
+from jaxtrain.training.preparation import make_loaders, prepare_corpus, start_compiling
+from jaxtrain.training.step import make_step
 
-FIGURES = {"loss": "loss", "grad_norm": "gradient norm"}  # of a record, and what they are called
-# by the type of compute: what another order of sums may change, of a figure
+FIGURES = {"loss": "loss", "grad_norm": "gradient norm"}  # figures of a record → their names
+# by precision.compute: the relative change of a figure that another order of sums can cause
 ROUNDING = {"float32": 1e-4, "bfloat16": 1e-2}
-NEAREST = 3  # steps that are suggested
+NEAREST = 3  # steps that are suggested besides the nearest
 
 
 class ReplayError(RunError):
-    """A step that cannot be done again; the message names those that can. nearest: the first of
-    these, 0 if there are none."""
+    """A step that cannot be replayed; the message names steps that can. nearest: the nearest of
+    them, 0 if there are none."""
 
     status = ExitStatus.BAD_CONFIG
 
@@ -53,11 +54,11 @@ class ReplayError(RunError):
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """What metrics.jsonl has about a step: its figures by name, None where one was not finite; and
-    what it has of all steps' batches.
+    """The record of a step in metrics.jsonl, and of the batches of all steps.
 
-    batches: step → number of the batch, of the steps that are logged; jumps: steps to which the run
-    went back, after which other batches came. learning_rate: the step's.
+    figures: by name, None where one was not finite; learning_rate: of the step, None if unknown;
+    batches: logged step → number of its batch; jumps: steps to which the run went back, after which
+        other batches came.
     """
 
     figures: dict[str, float | None]
@@ -75,34 +76,36 @@ def replay(
     unresolved: Config,
     recipe: Config,
 ) -> ExitStatus:
-    """Does step `at` of the run in `folder` again and says what differs: FINISHED where it is the
-    same to rounding, else BAD_NUMBERS.
+    """Repeats step `at` of the run in `folder` and logs the differences. FINISHED if they are
+    rounding, else BAD_NUMBERS.
 
-    Arguments as of loop.run, whose errors this raises; ReplayError where the folder has no record
-    of the step, or no checkpoint before it.
+    Arguments as of loop.run, whose errors this raises; ReplayError if the folder has no record of
+    the step, or no checkpoint before it.
     """
     clock.enter(Part.DATA)
     checkpoints = Checkpoints(config, unresolved, recipe, folder, before=at)
-    recorded = _recorded(folder, checkpoints.directory, at)
+    values = cluster.from_main(lambda: _read(folder, checkpoints.directory, at), ReplayError)
+    recorded = Recorded(**values | {"batches": dict(values["batches"])})
     refuse_another_rate(config, at, recorded.learning_rate, folder)
     checkpoints.choose()
     if not checkpoints.step:
         place = checkpoints.directory
         raise ReplayError(f"--replay={at}: {place} has no whole checkpoint before step {at}")
-    corpus = prepare_corpus(config)
+    corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
     checkpoints.check_corpus(corpus)
-    checkpoints.say_changes()
+    checkpoints.log_changes()
     clock.enter(Part.TRACING)
     mesh = make_mesh(sizes_of(config.mesh))
-    with jax.set_mesh(mesh), concurrent.futures.ThreadPoolExecutor(1) as beside:
+    with jax.set_mesh(mesh), concurrent.futures.ThreadPoolExecutor(1) as executor:
         step = make_step(config, mesh, setup)
-        data, held_out = loaders(config, step, corpus, folder=None)
+        data, held_out = make_loaders(step, corpus, config.data, config.train.eval_batches)
         with data, held_out:
-            train, exchange = when_compiled(
-                start_compiling(step, data, beside, clock), config, step, corpus, clock
-            )
+            compiling = start_compiling(step, executor)
+            clock.enter(Part.COMPILING)
+            programs = when_compiled(config, step, corpus, clock, compiling)
             state = checkpoints.restore_persistent(step)
-            start, calendar = checkpoints.step, Calendar.of(config)
+            start = checkpoints.step
+            intervals = Intervals.of(config.train, config.checkpoint, config.metrics.log_every)
             numbers = batches_of(range(start + 1, at + 1), checkpoints.meta.position, recorded)
             cluster.log(
                 f"replaying step {at} from the checkpoint of step {start}, with batches "
@@ -110,18 +113,19 @@ def replay(
             )
             clock.enter(Part.STEPPING)
             for done, number in enumerate(numbers, start + 1):
-                state, metrics = train(state, data.batch(number))
-                if exchange and calendar.exchanges(done):
-                    state = exchange(state)
-            figures = _figures(step, metrics)
+                state, metrics = programs.train(state, data.batch(number))
+                if programs.exchange and intervals.exchanges(done):
+                    state = programs.exchange(state)
+            metrics = step.mean_metrics(metrics) if step.mean_metrics else metrics
+            figures = {name: float(getattr(metrics, name)) for name in FIGURES}
     return _compare(recorded.figures, figures, at, ROUNDING[config.precision.compute])
 
 
 def batches_of(steps: range, position: int, recorded: Recorded) -> list[int]:
-    """The numbers of the batches of consecutive steps, the last of which is logged; position: of
-    the first, if the log does not say.
+    """The numbers of the batches of consecutive steps, the last of which is logged. position: the
+    number of the first one, if the log does not have it.
 
-    From a logged step backwards they are consecutive, as far as no rollback lies between.
+    Backwards from a logged step numbers are consecutive up to a roll-back.
     """
     numbers: dict[int, int] = {}
     for at in reversed(steps):
@@ -129,28 +133,18 @@ def batches_of(steps: range, position: int, recorded: Recorded) -> list[int]:
             numbers[at] = recorded.batches[at]
         elif at + 1 in numbers and at not in recorded.jumps:
             numbers[at] = numbers[at + 1] - 1
-    for at in steps:  # before a rollback, from the checkpoint or a logged step on
+    for at in steps:  # before a roll-back: forwards from the checkpoint or a logged step
         numbers.setdefault(at, numbers.get(at - 1, position - 1) + 1)
     return [numbers[at] for at in steps]
 
 
-def _recorded(folder: pathlib.Path, checkpoints: epath.Path, at: int) -> Recorded:
-    """What the log has of step `at`, as process 0 reads it, on every process. ReplayError where it
-    cannot be replayed."""
-
-    values = cluster.from_main(lambda: _read(folder, checkpoints, at), ReplayError)
-    return Recorded(
-        values["figures"], dict(values["batches"]), values["jumps"], values["learning_rate"]
-    )
-
-
 def _read(folder: pathlib.Path, checkpoints: epath.Path, at: int) -> dict[str, Any]:
-    """What the log has of step `at`, as `Recorded` has it. ReplayError where the step cannot be
-    replayed."""
+    """The fields of `Recorded` for step `at`, as JSON; `batches` as pairs. Raises ReplayError if
+    the step cannot be replayed."""
     records = read_metrics(folder)
     logged = {record["step"]: record for record in records if "grad_norm" in record}
-    first = min(choose(checkpoints, TO_TRAIN).steps, default=math.inf)
-    refuse_unknown_step(at, sorted(logged), first, folder)
+    oldest = min(choose(checkpoints, TO_TRAIN).steps, default=math.inf)
+    refuse_unknown_step(at, sorted(logged), oldest, folder)
     return {
         "figures": {name: logged[at][name] for name in FIGURES},
         "batches": [[step, record.get("batch", step - 1)] for step, record in logged.items()],
@@ -160,8 +154,8 @@ def _read(folder: pathlib.Path, checkpoints: epath.Path, at: int) -> dict[str, A
 
 
 def check_step(config: Config, folder: pathlib.Path, at: int) -> None:
-    """Raises UsageError, or the error of what cannot be read, unless step `at` of the run in
-    `folder` can be replayed."""
+    """Raises UsageError unless step `at` of the run in `folder` can be replayed; errors of reading
+    the folder too."""
     try:
         _read(folder, folder_of_checkpoints(config.checkpoint, folder), at)
     except ReplayError as error:
@@ -171,10 +165,12 @@ def check_step(config: Config, folder: pathlib.Path, at: int) -> None:
         ) from None
 
 
-def refuse_unknown_step(at: int, logged: Sequence[int], first: float, folder: pathlib.Path) -> None:
-    """Raises ReplayError unless step `at` is one of the logged ones, after the `first` checkpoint;
-    it names the nearest that are."""
-    possible = [step for step in logged if step > first]
+def refuse_unknown_step(
+    at: int, logged: Sequence[int], oldest: float, folder: pathlib.Path
+) -> None:
+    """Raises ReplayError, which names the nearest possible steps, unless step `at` is logged and
+    after the oldest checkpoint."""
+    possible = [step for step in logged if step > oldest]
     if at in possible:
         return
     if at not in logged:
@@ -194,14 +190,14 @@ def refuse_unknown_step(at: int, logged: Sequence[int], first: float, folder: pa
 def refuse_another_rate(
     config: Config, at: int, recorded: float | None, folder: pathlib.Path
 ) -> None:
-    """Raises ReplayError where step `at` was logged with another learning rate than the config's;
-    it suggests the settings of the run's last start where these give that rate. With updates left
-    out (train.on_nonfinite) no step's rate is known beforehand."""
-    same = lambda config: math.isclose(
-        float(learning_rate(config.optimizer, config.train.steps)(at - 1)),
-        recorded or 0.0,
-        rel_tol=1e-5,
-    )
+    """Raises ReplayError if step `at` was logged with another learning rate than the config's. It
+    suggests the settings of the run's last start if these give that rate. If updates may be skipped
+    (train.on_nonfinite), a step's rate is not known beforehand."""
+
+    def same(config: Config) -> bool:
+        rate = learning_rate(config.optimizer, config.train.steps)(at - 1)
+        return math.isclose(float(rate), recorded or 0.0, rel_tol=1e-5)
+
     if recorded is None or config.train.on_nonfinite != "stop" or same(config):
         return
     try:
@@ -223,25 +219,21 @@ def refuse_another_rate(
     )
 
 
-def _figures(step: Step, metrics: object) -> dict[str, float]:
-    """A step's figures, of independent replicas together."""
-    whole = step.mean_metrics(metrics) if step.mean_metrics else metrics
-    return {name: float(getattr(whole, name)) for name in FIGURES}
-
-
 def _listed(numbers: Sequence[int]) -> str:
-    """Ascending numbers in words: "3", "3 to 7", "3 to 7, 9"."""
-    starts = [i for i, number in enumerate(numbers) if i == 0 or number != numbers[i - 1] + 1]
-    runs = [
-        numbers[first:end] for first, end in zip(starts, [*starts[1:], len(numbers)], strict=True)
-    ]
+    """Ascending numbers as a text: "3", "3 to 7", "3 to 7, 9"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
     return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _compare(
     recorded: Mapping[str, float | None], replayed: Mapping[str, float], at: int, rounding: float
 ) -> ExitStatus:
-    """Says both and their differences. FINISHED where these are rounding."""
+    """Logs recorded and replayed figures and their differences. FINISHED if these are rounding."""
     differences = {name: _difference(recorded[name], replayed[name]) for name in FIGURES}
     for name, words in FIGURES.items():
         then = "not finite" if recorded[name] is None else f"{recorded[name]:.9g}"
@@ -250,21 +242,17 @@ def _compare(
             f"difference {differences[name]:.2g}"
         )
     worst = max(differences.values())
-    if worst == 0:
-        cluster.log("the same, bit for bit")
-    else:
-        limit = f"{rounding:g} of each, which another order of sums may change"
-        cluster.log(
-            f"the same to rounding ({limit})"
-            if worst <= rounding
-            else f"not the same: more than {limit}"
-        )
-    return ExitStatus.FINISHED if worst <= rounding else ExitStatus.BAD_NUMBERS
+    limit = f"{rounding:g} of each, which another order of sums may change"
+    if worst > rounding:
+        cluster.log(f"not the same: more than {limit}")
+        return ExitStatus.BAD_NUMBERS
+    cluster.log(f"the same to rounding ({limit})" if worst else "the same, bit for bit")
+    return ExitStatus.FINISHED
 
 
 def _difference(recorded: float | None, replayed: float) -> float:
-    """Of two figures, relative to the recorded one; None and what is not finite are the same, and
-    nothing else is like them."""
+    """The relative difference of a figure. A recorded None equals a figure that is not finite, and
+    differs infinitely from others."""
     if recorded is None or not math.isfinite(replayed):
         return 0.0 if recorded is None and not math.isfinite(replayed) else math.inf
     return abs(replayed - recorded) / max(abs(recorded), 1e-30)

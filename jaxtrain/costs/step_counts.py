@@ -75,7 +75,7 @@ class Run(NamedTuple):
 class StepCounts:
     """The counts of a step.
 
-    parameters: of a device, by group and name (training/parameters.py)
+    parameters: of a device, by group and name (training/sizes.py)
     table:      None with one stage
     exchanges:  replicas are independent, and exchange what they have learned
     """

@@ -123,9 +123,11 @@ class Platform:
         """The rule that its topologies keep, as errors state it."""
         if self.backend == "gpu":
             return "1, 2, 4 or 8 GPUs in a node, 8 in each of several"
-        most = f"with at most {self.largest_slice} chips in all"
-        if self.sizes == 2:
-            most = f"of at most {POD_SIDE} chips"
+        slices, pods = (
+            f"with at most {self.largest_slice} chips in all",
+            f"of at most {POD_SIDE} chips",
+        )
+        most = pods if self.sizes == 2 else slices
         return f"the first two dimensions are even, for a host has 2 × 2 chips; {most}"
 
 
@@ -187,8 +189,8 @@ class Topology:
         name, _, sizes = self.text.partition(":")
         if self.platform.backend == "gpu":
             target = (HERE / f"{name}.txtpb").read_text()
-            slices = f"1x{sizes}"  # slices, hosts, GPUs
-            return {"platform": "cuda", "topology": slices, "target_config": target}
+            # The topology is slices, hosts, GPUs.
+            return {"platform": "cuda", "topology": f"1x{sizes}", "target_config": target}
         arguments = {
             "platform": "tpu",
             "topology_name": f"{'v5' if name == 'v5p' else name}:{sizes}",  # libtpu's name
@@ -206,12 +208,13 @@ def parse(text: str) -> Topology:
     if name not in PLATFORMS:
         near = (difflib.get_close_matches(name, PLATFORMS, 1, 0.5) or ["v5p"])[0]
         forms = ", ".join(platform.form for platform in PLATFORMS.values())
-        fix = {"topology": fitting(near, EXAMPLE).text}
-        raise TopologyError(f"--topology={text!r} is none of {forms}", fix)
+        raise TopologyError(
+            f"--topology={text!r} is none of {forms}", {"topology": fitting(near, EXAMPLE).text}
+        )
     platform = PLATFORMS[name]
     if not re.fullmatch(r"\d{1,6}(x\d{1,6})*", sizes) or sizes.count("x") != platform.sizes - 1:
-        fix = {"topology": fitting(name, EXAMPLE).text}
-        raise TopologyError(f"--topology={text!r} is not written as {platform.form}", fix)
+        rule = f"--topology={text!r} is not written as {platform.form}"
+        raise TopologyError(rule, {"topology": fitting(name, EXAMPLE).text})
     topology = Topology(platform, tuple(map(int, sizes.split("x"))))
     if topology != topology.nearest:
         rule = f"--topology={text!r} is no {name} topology ({platform.rule})"
@@ -244,7 +247,7 @@ class Compiled:
 
     tracing, compiling: seconds
     memory:  bytes on a device by XLA's analysis, with the keys MEMORY
-    kinds:   bytes on a device by what they hold (`training.step.state_memory`)
+    kinds:   bytes on a device by what they hold (`training.sizes.state_memory`)
     pools:   kind of slot → its number, and the bytes of one
     """
 
@@ -258,10 +261,6 @@ class Compiled:
     @functools.cached_property
     def program(self) -> Program:
         return Program(self.text)
-
-    @property
-    def seconds(self) -> float:
-        return self.tracing + self.compiling
 
     @property
     def total(self) -> int:
@@ -326,7 +325,8 @@ def main(folder: str) -> None:
     from jax.experimental import topologies
 
     from jaxtrain.devices.mesh import make_mesh, sizes_of
-    from jaxtrain.training.step import abstract_batch, make_step, slot_pools, state_memory
+    from jaxtrain.training.sizes import slot_pools, state_memory
+    from jaxtrain.training.step import make_step
 
     jax.config.update("jax_enable_compilation_cache", False)
     request = json.loads(pathlib.Path(folder, "request.json").read_text())
@@ -341,7 +341,7 @@ def main(folder: str) -> None:
     with jax.set_mesh(mesh), jax.default_device(devices[0]):
         begin = time.time()
         lowered = getattr(step, program).lower(
-            state if program == "train" else state.params, abstract_batch(config, step)
+            state if program == "train" else state.params, step.abstract_batch
         )
         traced = time.time()
         compiled = lowered.compile(compiler_options=request["options"])
@@ -351,7 +351,7 @@ def main(folder: str) -> None:
         "tracing": round(traced - begin, 1),
         "compiling": round(done - traced, 1),
         "memory": {name: getattr(analysis, f"{name}_size_in_bytes") for name in MEMORY},
-        "kinds": state_memory(config, step),
+        "kinds": state_memory(step, config.parallel.reduce == "microbatch"),
         "pools": slot_pools(step),
     }
     pathlib.Path(folder, "program.txt").write_text(compiled.as_text())

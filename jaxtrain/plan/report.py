@@ -24,15 +24,9 @@ from jaxtrain.pipeline.step_model import layout_of, transformer_of
 from jaxtrain.plan.compare import plan_at_hand
 from jaxtrain.plan.explain import aligned
 from jaxtrain.run.wall_clock import Part, WallClock, start_record
+from jaxtrain.training.sizes import slot_pools, state_memory, step_counts
 from jaxtrain.training.state import bytes_per_device
-from jaxtrain.training.step import (
-    Step,
-    abstract_batch,
-    make_step,
-    slot_pools,
-    state_memory,
-    step_counts,
-)
+from jaxtrain.training.step import Step, make_step
 
 
 def mebibytes(n: float) -> str:
@@ -194,7 +188,7 @@ def dry_run(config: Config, setup: Setup, clock: WallClock) -> DryRun:
     mesh = meshes.make_mesh(meshes.sizes_of(config.mesh))
     with jax.set_mesh(mesh):
         step = make_step(config, mesh, setup)
-        lowered = step.train.lower(step.abstract_state(), abstract_batch(config, step))
+        lowered = step.train.lower(step.abstract_state(), step.abstract_batch)
         with clock.part(Part.COMPILING):
             compiled = lowered.compile()
         seconds = clock.spent(Part.TRACING), clock.spent(Part.COMPILING)
@@ -212,7 +206,10 @@ def dry_run(config: Config, setup: Setup, clock: WallClock) -> DryRun:
         "communication_volume": _as_dicts(entries),
         "exchange": _as_dicts(counts.exchange_volume()),
         "planned": plan_at_hand(config, device).as_dict(),
-        "memory": {"compiled": compiled_memory(compiled), "state": state_memory(config, step)},
+        "memory": {
+            "compiled": compiled_memory(compiled),
+            "state": state_memory(step, config.parallel.reduce == "microbatch"),
+        },
         "seconds": start_record(clock),
     }
     return DryRun(lines, entries, record)

@@ -42,11 +42,11 @@ from jaxtrain.schedule.columns import (
     cell_op,
     permute_op,
 )
-from jaxtrain.schedule.slots import Slots
+from jaxtrain.schedule.slots import TickSlots
 from jaxtrain.schedule.table import Op, Permute, wraps
 
 # Here, as schedule/ does without JAX.
-for record in (TickColumns, Slots):
+for record in (TickColumns, TickSlots):
     jax.tree_util.register_dataclass(record, data_fields=sorted(fields(record)), meta_fields=[])
 
 Run = Callable[[TickState, Constants, TickColumns], TickState]

@@ -1,8 +1,8 @@
-"""Op times of a pipeline, measured: what `pipeline.times` is given as.
+"""Op times of a pipeline, measured for `pipeline.times`.
 
 The step's gradients are compiled once with the ticks of the table as an argument. Ticks in which
-all stages run one op and nothing else time that op, inside the very program that trains; empty
-ticks time what every tick costs, and what comes before and after.
+all stages run one op and nothing else time that op, in the same program that trains; empty ticks
+time the fixed cost of every tick, and of the program before and after them.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from jaxtrain.schedule.columns import (
 )
 from jaxtrain.schedule.table import Permute, Table, local_unit_of
 from jaxtrain.training.state import initial_state
-from jaxtrain.training.step import Step, abstract_batch, make_step
+from jaxtrain.training.step import Step, make_step
 
 TICKS = 12  # of an op, in a timing
 REPEATS = 5  # timings, of which the median counts
@@ -48,7 +48,7 @@ class Duration:
 
 
 def measure(call: Callable[[], Any], repeats: int = REPEATS) -> Duration:
-    """What a call takes, the median of several after a first one."""
+    """The duration of a call: the median of several, after one that is not counted."""
     jax.block_until_ready(call())
     wall, cpu = [], []
     for _ in range(repeats):
@@ -60,71 +60,70 @@ def measure(call: Callable[[], Any], repeats: int = REPEATS) -> Duration:
 
 
 def on_a_device(duration: Duration) -> float:
-    """Seconds of one device in an SPMD program: of CPU devices, which share cores, its part of the
-    CPU-seconds."""
+    """Seconds of one device in an SPMD program. Several CPU devices share cores: one of them has
+    its share of the CPU-seconds."""
     shared = jax.default_backend() == "cpu" and jax.local_device_count() > 1
     return duration.cpu / jax.local_device_count() if shared else duration.wall
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ops:
-    """Seconds on a device of each op that the table has, and of all that is not in a tick."""
+    """Seconds on a device of each op that the table has, and of the program outside of its
+    ticks."""
 
     seconds: dict[str, float]
-    around: float
+    outside: float
 
 
 def op_seconds(table_columns: TickColumns, run_ticks: Callable[[TickColumns], float]) -> Ops:
     """The ops' seconds. run_ticks: columns of TICKS ticks → seconds on a device."""
     empty = jax.tree.map(lambda column: np.zeros((TICKS, column.shape[1]), np.int32), table_columns)
-    around = run_ticks(empty)
-    found = {}
+    outside = run_ticks(empty)
+    seconds = {}
     for op, column in table_columns.runs.items():
-        if column.all():  # has no loop: every tick has it, the empty ones too
-            found[op] = 0.0
+        if column.all():  # it has no loop: every tick runs it, the empty ones too
+            seconds[op] = 0.0
         elif column.any():
             # With early permutes all ops are in a loop of busy ticks.
             one = dataclasses.replace(
                 empty, runs={**empty.runs, op: empty.runs[op] + 1}, busy=empty.busy + 1
             )
-            found[op] = max(0.0, run_ticks(one) - around) / TICKS
-    return Ops(found, around)
+            seconds[op] = max(0.0, run_ticks(one) - outside) / TICKS
+    return Ops(seconds, outside)
 
 
-def times_of(found: dict[str, float], table: Table, shares: Sequence[float]) -> Times:
-    """The simulator's Times, of a microbatch on a whole stage, from seconds by op. shares: of each
-    unit, its part of a stage's work."""
+def times_of(by_op: dict[str, float], table: Table, shares: Sequence[float]) -> Times:
+    """The simulator's Times of a microbatch on one stage, from seconds by op. shares: each unit's
+    fraction of a stage's work."""
     per_stage = {}
     for op, kinds in {"F": "FK", "B": "B", "W": "W", "R": "R"}.items():
-        seconds, part = 0.0, 0.0
+        seconds, share = 0.0, 0.0
         for g, u in enumerate(local_unit_of(table.stage_of)):
-            measured = [found[cell_op(kind, u)] for kind in kinds if cell_op(kind, u) in found]
+            ops = [cell_op(kind, u) for kind in kinds]
+            measured = [by_op[name] for name in ops if name in by_op]
             if measured:
-                seconds, part = seconds + statistics.mean(measured), part + shares[g]
-        per_stage[op] = seconds / part if part else 0.0
+                seconds, share = seconds + statistics.mean(measured), share + shares[g]
+        per_stage[op] = seconds / share if share else 0.0
     together = table.stages if table.vocabulary == "parallel" else 1
-    message = max(found.get(permute_op(when), 0.0) for when in (Permute.LATE, Permute.EARLY))
-    embed = (found[EMBED] + found[EMBED_GRADIENT]) / 2
-    return Times(**per_stage, message=message, head=found[HEAD] * together, embed=embed * together)
+    message = max(by_op.get(permute_op(when), 0.0) for when in (Permute.LATE, Permute.EARLY))
+    embed = (by_op[EMBED] + by_op[EMBED_GRADIENT]) / 2
+    return Times(**per_stage, message=message, head=by_op[HEAD] * together, embed=embed * together)
 
 
-def random_batch(config: Config, step: Step) -> dict[str, jax.Array]:
-    """A batch of random tokens that all count, as the step takes it."""
+def random_batch(step: Step, vocab_size: int) -> dict[str, jax.Array]:
+    """A batch of random tokens of weight 1, as the step takes it."""
 
     def filled(name: str, a: Any) -> jax.Array:
         def part(index: Any) -> np.ndarray:
             shape = np.empty(a.shape, np.bool_)[index].shape
             if name in ("tokens", "targets"):
-                return (
-                    np.random.default_rng(0)
-                    .integers(0, config.model.vocab_size, shape)
-                    .astype(a.dtype)
-                )
+                tokens = np.random.default_rng(0).integers(0, vocab_size, shape)
+                return tokens.astype(a.dtype)
             return np.ones(shape, a.dtype)
 
         return jax.make_array_from_callback(a.shape, a.sharding, part)
 
-    return {name: filled(name, a) for name, a in abstract_batch(config, step).items()}
+    return {name: filled(name, a) for name, a in step.abstract_batch.items()}
 
 
 def measured_times(config: Config, setup: Setup) -> tuple[float, ...]:
@@ -141,7 +140,7 @@ def measured_times(config: Config, setup: Setup) -> tuple[float, ...]:
         assert slotted is not None, "one stage has no table"
         table_columns = columns(slotted)
         params = initial_state(step.layout, step.optimizer, 0).params
-        batch = random_batch(config, step)
+        batch = random_batch(step, config.model.vocab_size)
         short = jax.tree.map(lambda column: column[:1].repeat(TICKS, 0), table_columns)
         compiled = step.gradients.lower(params, batch, short).compile()
         ops = op_seconds(

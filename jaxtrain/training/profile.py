@@ -16,27 +16,26 @@ WARM_UP = 2  # steps of a run that are not traced
 
 @dataclasses.dataclass
 class Profile:
-    """A jax.profiler trace of `count` steps after the first WARM_UP ones, or of those that there
-    are: whole steps and nothing else.
+    """A jax.profiler trace of the `count` steps after the first WARM_UP ones, or of as many of them
+    as the run has.
 
-    folder: where the trace goes, one of this process alone; start: the step that the run begins
-        with; clock: of the command; say: gets a line where the trace cannot be written, which the
-        run can do without.
-    step_time_s: the mean of the traced steps, by the parts of the clock that are steps; None until
-        all of them have been traced.
+    folder: of the trace, for this process only; start: the step that the run starts from; clock:
+        of the command; log: gets a warning where the trace cannot be written
+    step_time_s: the mean over the traced steps, in seconds of the clock's STEPS; None until all of
+        them have been traced
     """
 
     folder: pathlib.Path
     start: int
     count: int
     clock: WallClock
-    say: Callable[[str], object] = streams.log
+    log: Callable[[str], object] = streams.log
     step_time_s: float | None = dataclasses.field(default=None, init=False)
     _began: float | None = dataclasses.field(default=None, init=False)
     _failed: bool = dataclasses.field(default=False, init=False)  # jax begins no other trace then
 
     def before(self, at: int) -> None:
-        """The step after step `at` begins."""
+        """Starts the trace if it begins with the step after `at`."""
         if self.count and at == self.start + WARM_UP and not self._failed:
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0
@@ -45,7 +44,8 @@ class Profile:
             self._began = self.clock.spent(*STEPS)
 
     def after(self, at: int, results: object) -> None:
-        """Step `at` has been dispatched; `results`: arrays that are there when it has ended."""
+        """Ends the trace if step `at` is its last. results: the arrays of this step, which has been
+        dispatched."""
         if self.count and at == self.start + WARM_UP:
             jax.block_until_ready(results)
         if self._began is not None and at == self.start + WARM_UP + self.count:
@@ -54,8 +54,7 @@ class Profile:
             self.close()
 
     def go_back(self, _: Rollback) -> None:
-        """The run stands at an earlier step: a trace under way ends, and begins anew where its
-        first step comes again."""
+        """Ends a trace under way; it begins anew when its first step comes again."""
         self.close()
 
     def close(self) -> None:
@@ -66,15 +65,15 @@ class Profile:
         with self.clock.part(Part.OTHER):
             try:
                 jax.profiler.stop_trace()
-            # which names the file, and what the disk lacks
+            # the message names the file and the reason
             except (OSError, jax.errors.JaxRuntimeError) as error:
                 why = " ".join(str(error).rpartition("; ")[2].split())
                 self._failed = True
-                self.say(
+                self.log(
                     f"warning: {self.folder} cannot be written ({why}): training goes on without it"
                 )
 
 
 def trace_folder(run: pathlib.Path) -> pathlib.Path:
-    """This process's folder of traces: processes of one machine would write to one file."""
+    """This process's folder of traces, for processes of one machine would write to one file."""
     return run / "profile" / (f"process_{jax.process_index()}" if jax.process_count() > 1 else "")

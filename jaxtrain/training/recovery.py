@@ -1,19 +1,20 @@
-"""Whether a run's numbers are good, and what follows where they are not. No jax.
+"""Detection of losses, gradients and parameters that cannot be trusted, and the run's reaction. No
+jax.
 
     train.on_nonfinite
       stop       the first loss or gradients that are not finite end the run
       skip       their update is skipped (step.py); train.nonfinite_limit of them in a row end the
                  run
-      rollback   so many in a row take the run back to the newest checkpoint from before the first
-                 of them, as train.spike_steps spikes in a row do; the batches between that
-                 checkpoint and the last of them are passed over. After train.rollbacks of these it
-                 ends
+      rollback   train.nonfinite_limit of them in a row, or train.spike_steps spikes in a row, take
+                 the run back to the newest checkpoint from before the first of them; the batches
+                 from that checkpoint to the last of them are skipped. After train.rollbacks
+                 roll-backs the run ends
 
-A loss is a spike where it is more than train.spike_threshold robust deviations above the median of
-the last WINDOW good losses. The robust deviation is 1.4826 times the median distance from the
-median, which is the standard deviation of normal noise (Hampel 1974), and at least FLOOR.
+A loss is a spike if it is more than train.spike_threshold robust deviations above the median of the
+last WINDOW good losses. The robust deviation is 1.4826 times the median distance from the median,
+which is the standard deviation of normal noise (Hampel 1974), and at least FLOOR.
 
-What this remembers is in every checkpoint, so a run that was killed judges as if it had not been.
+The detector's state is in every checkpoint, so a run that was killed decides as if it had not been.
 """
 
 import dataclasses
@@ -25,10 +26,10 @@ from typing import Any
 from jaxtrain.config import TrainConfig
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
-# good losses that are remembered; fewer than these say nothing of what is usual
+# The good losses that are remembered; with fewer than LEAST of them no loss is a spike.
 WINDOW, LEAST = 64, 16
 NORMAL = 1.4826  # standard deviations of normal noise in its median distance from the median
-FLOOR = 1e-3  # nats: losses that hardly differ do not make every other one a spike
+FLOOR = 1e-3  # nats: after losses that hardly differ, not every other loss is a spike
 
 
 class NumbersError(RunError):
@@ -40,12 +41,13 @@ class NumbersError(RunError):
 
 @dataclasses.dataclass(frozen=True)
 class Numbers:
-    """What is looked at after a step.
+    """The numbers of a step.
 
     at: the step; batch: the number of its batch
-    loss, grad_norm: of the step, or of those replicas whose results this process has
-    finite: whether both are, of each of these replicas; of one, where replicas meet in every step
-    whole: loss and norm are those of all replicas together
+    loss, grad_norm: of the step, or the means over this process's independent replicas
+    finite: whether both are finite, for each of these replicas; one value if replicas are not
+        independent
+    is_global: loss and norm are those of all replicas
     """
 
     at: int
@@ -53,17 +55,16 @@ class Numbers:
     loss: float
     grad_norm: float
     finite: tuple[bool, ...]
-    whole: bool = True
+    is_global: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
-    """What cannot stay as it is.
+class Fault:
+    """A reason to go back or to end, noticed after step `at`.
 
-    since: the first step that it is about: a good checkpoint is from before
-    batch: the last one that is passed over; None: the data is not at fault, and the same batches
-        come again
-    why:   in words
+    since: the first step with this fault; a good checkpoint is from before it
+    batch: the last one to skip; None: the data is not at fault, and the same batches come again
+    why:   a line of text
     """
 
     at: int
@@ -74,25 +75,25 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Rollback:
-    """A run's way back: from which step to which, the number of the batch that comes next, and what
-    was remembered at that checkpoint."""
+    """A run's way back: the steps that it leaves and reaches, the number of the next batch, and the
+    detector's state in the checkpoint that is reached."""
 
     came_from: int
     step: int
     position: int
     why: str
-    memory: "Memory"
+    detector: "DetectorState"
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
-    """What is remembered between steps, as a checkpoint's meta holds it.
+class DetectorState:
+    """The state of a SpikeDetector between steps, as a checkpoint's meta has it.
 
     rollbacks:       how often the run has gone back
     losses:          the last good ones, at most WINDOW
-    nonfinite_since: the first step of those in a row up to now that are not finite; None if the
-        last one was, or where replicas train apart
-    spike_since, spikes: the first of the spikes in a row up to now, and how many these are
+    nonfinite_since: the first of the consecutive steps up to now that are not finite; None if the
+        last one was finite, or if replicas are independent
+    spike_since, spikes: the first of the consecutive spikes up to now, and their number
     """
 
     rollbacks: int = 0
@@ -102,8 +103,9 @@ class Memory:
     spikes: int = 0
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Memory":
-        """What `to_json` gave; what is missing, or is of another type, is as in the beginning."""
+    def from_json(cls, values: Mapping[str, Any]) -> "DetectorState":
+        """The state from the values of `to_json`; values that are missing or of another type are
+        those of a new run."""
         kinds: dict[str, Any] = {
             "rollbacks": int,
             "losses": list,
@@ -111,49 +113,45 @@ class Memory:
             "spike_since": int,
             "spikes": int,
         }
-        found = {
+        valid = {
             name: values[name] for name, kind in kinds.items() if isinstance(values.get(name), kind)
         }
-        losses = tuple(loss for loss in found.pop("losses", ()) if isinstance(loss, (int, float)))
-        return cls(losses=losses, **found)
+        losses = tuple(loss for loss in valid.pop("losses", ()) if isinstance(loss, (int, float)))
+        return cls(losses=losses, **valid)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"losses": list(self.losses)}
 
 
-class Judge:
-    """Sees every step's numbers, and says when the run has to end or to go back.
+class SpikeDetector:
+    """Checks every step's numbers, and decides when the run has to end or to go back.
 
     Args:
       policy: the settings.
-      rows_of: a batch's number → it and its rows, in words.
-      memory: of the checkpoint that the run goes on from.
+      describe_batch: a batch's number → a text with it and its rows.
+      state: of the checkpoint that the run goes on from.
       start: its step.
     """
 
     def __init__(
         self,
         policy: TrainConfig,
-        rows_of: Callable[[int], str],
-        memory: Memory = Memory(),
+        describe_batch: Callable[[int], str],
+        state: DetectorState = DetectorState(),
         start: int = 0,
     ):
-        self._policy, self._rows_of, self.memory = policy, rows_of, memory
-        self.finding: Finding | None = None  # why the run has to go back
-        self._since: list[int | None] = [memory.nonfinite_since]  # of each replica
+        self._policy, self._describe_batch, self.state = policy, describe_batch, state
+        self.fault: Fault | None = None  # why the run has to go back
+        self._since: list[int | None] = [state.nonfinite_since]  # of each replica
         self._copies_agreed = start  # the last step at which copies of parameters were the same
 
     @property
     def skips(self) -> bool:
+        """Whether updates that are not finite are skipped."""
         return self._policy.on_nonfinite != "stop"
 
-    @property
-    def good(self) -> bool:
-        """Whether the run may go on from where it stands."""
-        return self.finding is None
-
-    def good_parameters(self, at: int, position: int, finite: bool) -> bool:
-        """Whether the parameters after step `at` may be saved; if not, the run goes back, or ends
+    def check_parameters(self, at: int, position: int, finite: bool) -> bool:
+        """Whether the parameters after step `at` may be saved. If not, the run goes back, or ends
         by NumbersError as in `act`.
 
         position: the number of the next batch.
@@ -163,104 +161,83 @@ class Judge:
                 f"the parameters after step {at} are not finite, though its loss was: no "
                 "checkpoint is made of them"
             )
-            self.act(Finding(at, at, position - 1, why))
+            self.act(Fault(at, at, position - 1, why))
         return finite
 
-    def see_copies(self, at: int, wrong: str) -> None:
-        """Takes what is wrong with the copies of parameters after step `at`, in words; "" if they
-        are all the same. Raises as `act`."""
-        if not wrong:
+    def check_copies(self, at: int, difference: str) -> None:
+        """Takes the difference between copies of parameters after step `at`, as a text; "" if they
+        are the same. Raises NumbersError as `act`."""
+        if not difference:
             self._copies_agreed = at
             return
-        since = self._copies_agreed + 1
-        self.act(
-            Finding(
-                at,
-                since,
-                None,
-                f"{wrong}, at step {at}" + (f" (not yet at step {since - 1})" if since > 1 else ""),
-            )
-        )
+        agreed = self._copies_agreed
+        before = f" (not yet at step {agreed})" if agreed else ""
+        self.act(Fault(at, agreed + 1, None, f"{difference}, at step {at}{before}"))
 
-    def see(self, numbers: Numbers) -> Finding | None:
-        """What has to be done something about after this step, which is for `act`. Every step is to
-        be seen, in turn."""
+    def check(self, numbers: Numbers) -> Fault | None:
+        """The fault after this step, for `act`; None if there is none. For every step, in order."""
         if len(self._since) != len(numbers.finite):
             self._since = [None] * len(numbers.finite)
         self._since = [
             None if good else numbers.at if at is None else at
             for good, at in zip(numbers.finite, self._since, strict=True)
         ]
-        alone = len(self._since) == 1
-        self.memory = dataclasses.replace(
-            self.memory, nonfinite_since=self._since[0] if alone else None
-        )
+        since = self._since[0] if len(self._since) == 1 else None
+        self.state = dataclasses.replace(self.state, nonfinite_since=since)
         first = min((at for at in self._since if at is not None), default=numbers.at + 1)
         count, limit = numbers.at - first + 1, self._policy.nonfinite_limit if self.skips else 1
         if count >= limit:
-            many = (
-                f"{count} updates in a row were skipped, from step {first} on: "
-                if self.skips
-                else ""
-            )
-            return Finding(numbers.at, first, numbers.batch, many + self.describe(numbers))
-        return self._see_spikes(numbers) if numbers.whole and all(numbers.finite) else None
+            skipped = f"{count} updates in a row were skipped, from step {first} on: "
+            why = f"{skipped if self.skips else ''}{self.describe(numbers)}"
+            return Fault(numbers.at, first, numbers.batch, why)
+        return self._check_spike(numbers) if numbers.is_global and all(numbers.finite) else None
 
     def describe(self, numbers: Numbers) -> str:
-        """A step's numbers and its batch, in words."""
+        """A text with a step's numbers and its batch."""
         loss = f"the loss is {numbers.loss:g} (gradient norm {numbers.grad_norm:g})"
-        return f"{loss} at step {numbers.at}, {self._rows_of(numbers.batch)}"
+        return f"{loss} at step {numbers.at}, {self._describe_batch(numbers.batch)}"
 
-    def _see_spikes(self, numbers: Numbers) -> Finding | None:
-        losses, threshold = self.memory.losses, self._policy.spike_threshold
-        above = (
-            deviations(numbers.loss, losses)
-            if threshold and len(losses) >= LEAST and math.isfinite(numbers.loss)
-            else 0.0
-        )
+    def _check_spike(self, numbers: Numbers) -> Fault | None:
+        losses, threshold = self.state.losses, self._policy.spike_threshold
+        counts = threshold > 0 and math.isfinite(numbers.loss)
+        above = deviations(numbers.loss, losses) if counts and len(losses) >= LEAST else 0.0
         if above <= threshold:
-            good = (
-                (*losses, numbers.loss)[-WINDOW:]
-                if threshold and math.isfinite(numbers.loss)
-                else losses
-            )
-            self.memory = dataclasses.replace(self.memory, losses=good, spike_since=None, spikes=0)
+            good = (*losses, numbers.loss)[-WINDOW:] if counts else losses
+            self.state = dataclasses.replace(self.state, losses=good, spike_since=None, spikes=0)
             return None
-        since, spikes = self.memory.spike_since or numbers.at, self.memory.spikes + 1
-        self.memory = dataclasses.replace(self.memory, spike_since=since, spikes=spikes)
+        since, spikes = self.state.spike_since or numbers.at, self.state.spikes + 1
+        self.state = dataclasses.replace(self.state, spike_since=since, spikes=spikes)
         if spikes < self._policy.spike_steps:
             return None
         usual = f"{above:.1f} robust deviations above the usual {statistics.median(losses):.4f}"
         count = f"the last of {spikes} spikes in a row, " if spikes > 1 else ""
-        return Finding(
-            numbers.at, since, numbers.batch, f"{self.describe(numbers)}: {count}{usual}"
-        )
+        why = f"{self.describe(numbers)}: {count}{usual}"
+        return Fault(numbers.at, since, numbers.batch, why)
 
-    def act(self, finding: Finding | None) -> None:
-        """Sets `finding` where the run has to go back. NumbersError where it has to end instead;
-        nothing for None."""
-        if finding is None:
+    def act(self, fault: Fault | None) -> None:
+        """Sets `self.fault` if the run has to go back; does nothing for None. Raises NumbersError
+        if the run has to end instead."""
+        if fault is None:
             return
         if self._policy.on_nonfinite != "rollback":
-            raise NumbersError(f"{finding.why}; the last checkpoint is kept")
-        if self.memory.rollbacks >= self._policy.rollbacks:
+            raise NumbersError(f"{fault.why}; the last checkpoint is kept")
+        if self.state.rollbacks >= self._policy.rollbacks:
             times = (
-                f"the run has gone back {self.memory.rollbacks} times, as often as "
+                f"the run has gone back {self.state.rollbacks} times, as often as "
                 f"train.rollbacks={self._policy.rollbacks} lets it"
             )
-            raise NumbersError(f"{finding.why}; {times}")
-        self.finding = self.finding or finding
+            raise NumbersError(f"{fault.why}; {times}")
+        self.fault = self.fault or fault
 
     def go_back(self, rollback: Rollback) -> None:
-        """The run stands at another step now: what was seen since is forgotten, but for how often
-        this has happened."""
-        memory = rollback.memory
-        self.memory = Memory(self.memory.rollbacks + 1, memory.losses)
-        self.finding, self._since, self._copies_agreed = None, [None], rollback.step
+        """Takes the state of the checkpoint that the run has gone back to, and counts this
+        roll-back."""
+        self.state = DetectorState(self.state.rollbacks + 1, rollback.detector.losses)
+        self.fault, self._since, self._copies_agreed = None, [None], rollback.step
 
 
 def deviations(loss: float, losses: Sequence[float]) -> float:
-    """How many robust deviations a loss lies above the median of others."""
+    """The distance of a loss above the median of others, in robust deviations."""
     median = statistics.median(losses)
     spread = NORMAL * statistics.median(abs(other - median) for other in losses)
     return (loss - median) / max(spread, FLOOR)

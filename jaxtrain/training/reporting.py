@@ -1,5 +1,4 @@
-"""What is done with a step's results: they are awaited one step behind, written to the log, and
-shown."""
+"""Results of steps: they are awaited one step behind, checked, logged and shown."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -11,28 +10,27 @@ import numpy as np
 from jaxtrain.config import Config
 from jaxtrain.devices import cluster
 from jaxtrain.pipeline.step_model import hardware_at_hand, transformer_of
-from jaxtrain.run import metrics
 from jaxtrain.run.goodput import GoodputLog
-from jaxtrain.run.peers import Stragglers
+from jaxtrain.run.metrics import MetricsWriter
+from jaxtrain.run.peers import Slowest, Stragglers
 from jaxtrain.run.progress import Progress, StepTimer
 from jaxtrain.run.wall_clock import STEPS, Part, WallClock, start_line, start_record
-from jaxtrain.training.calendar import Calendar
-from jaxtrain.training.metrics import StepMetrics
+from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.parameter_checks import Comparison
-from jaxtrain.training.recovery import Finding, Judge, Numbers, Rollback
+from jaxtrain.training.recovery import Fault, Numbers, Rollback, SpikeDetector
 from jaxtrain.training.requests import Answer, Request
-from jaxtrain.training.step import Step
+from jaxtrain.training.step import Step, StepMetrics
 
-TINY = 1e-12  # any drop at all: one choice of a large batch is more
+TINY = 1e-12  # the least fraction of dropped choices that is warned of: any at all
 
 
 @dataclasses.dataclass(frozen=True)
 class Pending:
-    """A step that has been dispatched: its number, its batch's, and its results, which the devices
-    may still be at work on.
+    """A dispatched step: its number, its batch's, and its results, which the devices may still
+    compute.
 
-    metrics: of each replica where replicas are independent; answer: what processes ask of the loop
-    after it; comparison: of copies of the parameters after it, where there is one.
+    metrics: of each replica if replicas are independent; answer: the processes' requests after the
+    step; comparison: of copies of the parameters after it, if there is one.
     """
 
     at: int
@@ -44,8 +42,8 @@ class Pending:
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """Means over some steps. mfu: model FLOPs utilisation, 0 to 1; None where a device's peak is
-    not known."""
+    """Means over some steps. mfu: model FLOPs utilization, 0 to 1; None if the device's peak is
+    unknown."""
 
     step_time_s: float
     tokens_per_s: float
@@ -53,23 +51,21 @@ class Speed:
 
 
 class Speedometer:
-    """Speed over the last seconds and since the last record, of the time that steps took:
-    evaluations and saves are left out.
+    """Speed over the last seconds and since the last record, in the time that steps took, without
+    evaluations and saves.
 
     Args:
       config: a resolved config.
       step: of this config.
-      start: the step that the run begins with.
+      start: the step that the run starts from.
       clock: of the command.
     """
 
     def __init__(self, config: Config, step: Step, start: int, clock: WallClock):
         self.tokens_per_step = config.data.batch_size * config.data.sequence_length
         self._hardware = hardware_at_hand(config, step.mesh.devices.flat[0].device_kind)
-        self._flops_per_token, self._dtype = (
-            transformer_of(config).training_flops_per_token() / step.mesh.size,
-            config.precision.compute,
-        )
+        self._flops_per_token = transformer_of(config).training_flops_per_token() / step.mesh.size
+        self._dtype = config.precision.compute
         self._timer = StepTimer(start, clock=lambda: clock.spent(*STEPS))
         self.lap, self.restart = self._timer.lap, self._timer.restart
 
@@ -78,226 +74,188 @@ class Speedometer:
         return self._speed(self._timer.recent())
 
     def since_asked(self) -> Speed:
-        """The mean over the steps since this was asked before."""
+        """The mean over the steps since the last call."""
         return self._speed(self._timer.since_asked())
 
     def _speed(self, seconds: float) -> Speed:
         tokens_per_s = self.tokens_per_step / seconds
         flops_per_s = tokens_per_s * self._flops_per_token
-        return Speed(
-            seconds,
-            tokens_per_s,
-            self._hardware.utilization(flops_per_s, self._dtype) if self._hardware else None,
-        )
+        mfu = self._hardware.utilization(flops_per_s, self._dtype) if self._hardware else None
+        return Speed(seconds, tokens_per_s, mfu)
 
 
+@dataclasses.dataclass
 class Reporter:
-    """Reads steps' results one step behind, so that the devices never wait for the host; logs and
-    shows them.
+    """Reads steps' results one step behind, so that the devices never wait for the host; checks,
+    logs and shows them.
 
-    Args:
-      calendar: says which steps are logged.
-      mean_metrics: as in Step.
-      judge: sees every step's numbers, and raises NumbersError, or finds that the run has to go
-        back.
-      speedometer, log, progress: get every step, every logged step, and every step.
-      goodput: of the run; where the time of this start has gone up to the first step that is
-        reported is shown and logged.
-      stragglers: of process 0; names a process that is slower than the others.
-      expert_room: model.expert_room; what finds no room is warned of. A capacity drops by
-        intention, and is only logged.
+    intervals: the steps that are logged.
+    mean_metrics: as in Step.
+    detector: checks every step's numbers; raises NumbersError, or sets the fault for which the run
+        goes back.
+    speedometer, progress, log: get every step, the log those that are due.
+    goodput: of the run; the first reported step ends the start, whose seconds are shown and logged.
+    stragglers: of process 0.
+    expert_capacity: model.expert_room; choices of experts that exceed it are warned of. Those that
+        exceed a capacity factor are dropped by intention, and only logged.
     """
 
-    def __init__(
-        self,
-        calendar: Calendar,
-        mean_metrics: Callable[[StepMetrics], StepMetrics] | None,
-        judge: Judge,
-        speedometer: Speedometer,
-        log: metrics.MetricsWriter,
-        progress: Progress,
-        goodput: GoodputLog,
-        stragglers: Stragglers,
-        expert_room: float = 0.0,
-    ):
-        self._calendar, self._mean_metrics, self._judge = calendar, mean_metrics, judge
-        self._speedometer, self._log, self._progress = speedometer, log, progress
-        self._goodput, self._started = goodput, False
-        self._stragglers, self._warned_of_slowest = stragglers, stragglers.slowest
-        self._pending: Pending | None = None
-        self._expert_room, self._warned_of = expert_room, 0.0
-        self._skips = 0  # of this process's replicas, since the last warning
-        self._skipped: float | None = None  # of the run by then, if that is known
+    intervals: Intervals
+    mean_metrics: Callable[[StepMetrics], StepMetrics] | None
+    detector: SpikeDetector
+    speedometer: Speedometer
+    log: MetricsWriter
+    progress: Progress
+    goodput: GoodputLog
+    stragglers: Stragglers
+    expert_capacity: float = 0.0
+    _pending: Pending | None = dataclasses.field(default=None, init=False)
+    _has_started: bool = dataclasses.field(default=False, init=False)
+    _warned_of_slowest: Slowest | None = dataclasses.field(default=None, init=False)
+    _warned_of_drops: float = dataclasses.field(default=0.0, init=False)
+    # of this process's replicas, since the last warning; of the run by then, if that is known
+    _skips: int = dataclasses.field(default=0, init=False)
+    _skipped: float | None = dataclasses.field(default=None, init=False)
 
     def add(self, pending: Pending) -> Request:
-        """Takes a step that has just been dispatched and reports the one before. What was asked
-        after that; NumbersError as `finish`."""
-        before, self._pending = self._pending, pending
-        return (
-            Request.NOTHING
-            if before is None
-            else self._report(before, together=False, logged=self._calendar.logs(before.at))
-        )
+        """Takes the step that has just been dispatched and reports the one before. The requests
+        after that one; raises NumbersError as `finish`."""
+        previous, self._pending = self._pending, pending
+        if previous is None:
+            return Request.NOTHING
+        return self._report(previous, together=False, logged=self.intervals.logs(previous.at))
 
     def finish(self, stopping: bool) -> Request:
-        """Reports the step that was added last, and returns what was asked after it. It is logged
-        if the run stops with it.
+        """Reports the step that was added last, and returns the requests after it. It is logged if
+        the run stops with it.
 
-        Raises NumbersError as the judge's `act`.
+        Raises NumbersError as SpikeDetector.act.
         """
         pending, self._pending = self._pending, None
         if pending is None:
             return Request.NOTHING
-        return self._report(
-            pending, together=True, logged=stopping or self._calendar.logs(pending.at)
-        )
+        logged = stopping or self.intervals.logs(pending.at)
+        return self._report(pending, together=True, logged=logged)
 
     def validation(self, at: int, loss: float | None) -> None:
         """Logs and shows a validation loss in nats a token, if there is one."""
         if loss is not None:
-            self._log.write(at, validation_loss=loss)
-            self._progress.log(f"step {at}: validation loss {loss:.4f} nats a token")
+            self.log.write(at, validation_loss=loss)
+            self.progress.log(f"step {at}: validation loss {loss:.4f} nats a token")
 
     def saves(self, figures: Mapping[int, Mapping[str, float]]) -> None:
-        """Logs, by step, how long saves that have ended blocked the loop and how long they took."""
+        """Logs, by step, the seconds that completed saves took and blocked the loop."""
         for at, values in figures.items():
-            self._log.write(at, **values)
-
-    def _report(self, pending: Pending, together: bool, logged: bool) -> Request:
-        """together: all processes are at this step, so that independent replicas' results can be
-        put together."""
-        together = together or logged or self._mean_metrics is None
-        with self._goodput.clock.part(Part.AWAITING):
-            values, asked = self._read(pending.metrics, together), pending.answer()
-        values |= {"tokens": pending.at * self._speedometer.tokens_per_step, "batch": pending.batch}
-        self._speedometer.lap(pending.at)
-        self._goodput.reached(pending.at)
-        self._end_start_up(pending.at)
-        finite = np.isfinite(_of_replicas(pending.metrics.loss)) & np.isfinite(
-            _of_replicas(pending.metrics.grad_norm)
-        )
-        numbers = Numbers(
-            pending.at,
-            pending.batch,
-            values["loss"],
-            values["grad_norm"],
-            tuple(finite.tolist()),
-            whole=together,
-        )
-        finding = self._judge.see(numbers)
-        recent = self._speedometer.recent()
-        self._progress.update(
-            pending.at, loss=values["loss"], tokens_per_s=recent.tokens_per_s, mfu=recent.mfu
-        )
-        if logged or (together and (finding or not finite.all())):
-            speed = dataclasses.asdict(self._speedometer.since_asked())
-            self._log.write(
-                pending.at,
-                **values,
-                **speed,
-                goodput=round(self._goodput.share(), 4),
-                **self._slowest(),
-            )
-        self._warn_of_drops(pending.at, values.get("dropped", 0.0))
-        self._warn_of_skipping(numbers, values.get("skipped", 0.0))
-        if together:  # one replica's numbers do not end the run before all see them
-            self._judge.act(self._agreed(finding, numbers))
-        if pending.comparison:
-            self._judge.see_copies(pending.at, pending.comparison())
-        return asked
-
-    def _slowest(self) -> dict[str, float]:
-        """What is logged of the slowest process, where one is clearly slower than the others. A
-        line for each window in which one is."""
-        slowest = self._stragglers.slowest
-        if slowest is None:
-            return {}
-        if slowest is not self._warned_of_slowest:
-            self._warned_of_slowest = slowest
-            self._progress.log(slowest.line())
-        return {"slowest_process": slowest.process, "slowest_behind_s": round(slowest.behind_s, 4)}
+            self.log.write(at, **values)
 
     def go_back(self, rollback: Rollback) -> None:
-        """The run stands at an earlier step: that is said and logged, and what was dispatched since
-        is forgotten."""
+        """Logs and shows a roll-back, and forgets what was dispatched since."""
         self._pending, self._skips, self._skipped = None, 0, None
-        self._goodput.reached(rollback.step)
-        self._speedometer.restart(rollback.step)
-        self._progress.restart(rollback.step)
-        self._progress.log(
+        self.goodput.reached(rollback.step)
+        self.speedometer.restart(rollback.step)
+        self.progress.restart(rollback.step)
+        self.progress.log(
             f"warning: back from step {rollback.came_from} to step {rollback.step}, and on "
             f"with batch {rollback.position}: {rollback.why}"
         )
-        self._log.go_back(
+        self.log.go_back(
             rollback.step,
             rolled_back_from=rollback.came_from,
             next_batch=rollback.position,
             why=rollback.why,
-            rollbacks=self._judge.memory.rollbacks,
+            rollbacks=self.detector.state.rollbacks,
         )
 
-    def _agreed(self, finding: Finding | None, numbers: Numbers) -> Finding | None:
-        """What the processes have found, whose replicas have numbers of their own; of several
-        findings the one that goes back furthest."""
-        if self._mean_metrics is None or jax.process_count() == 1:
-            return finding
+    def _report(self, pending: Pending, together: bool, logged: bool) -> Request:
+        """together: all processes are at this step, so that independent replicas' results can be
+        averaged."""
+        at, metrics = pending.at, pending.metrics
+        together = together or logged or self.mean_metrics is None
+        with self.goodput.clock.part(Part.AWAITING):
+            if together and self.mean_metrics is not None:
+                metrics = self.mean_metrics(metrics)
+            values = {name: float(np.mean(_local(a))) for name, a in metrics.by_name().items()}
+            asked = pending.answer()
+        values |= {"tokens": at * self.speedometer.tokens_per_step, "batch": pending.batch}
+        self.speedometer.lap(at)
+        self.goodput.reached(at)
+        if not self._has_started:
+            self.progress.log(start_line(self.goodput.clock))
+            self.log.write(at, **start_record(self.goodput.clock))
+            self._has_started = True
+        losses, norms = _local(pending.metrics.loss), _local(pending.metrics.grad_norm)
+        finite = tuple((np.isfinite(losses) & np.isfinite(norms)).tolist())
+        numbers = Numbers(
+            at, pending.batch, values["loss"], values["grad_norm"], finite, is_global=together
+        )
+        fault = self.detector.check(numbers)
+        recent = self.speedometer.recent()
+        self.progress.update(
+            at, loss=values["loss"], tokens_per_s=recent.tokens_per_s, mfu=recent.mfu
+        )
+        if logged or (together and (fault or not all(finite))):
+            speed = dataclasses.asdict(self.speedometer.since_asked())
+            goodput = round(self.goodput.share(), 4)
+            self.log.write(at, **values, **speed, goodput=goodput, **self._slowest())
+        self._warn_of_drops(at, values.get("dropped", 0.0))
+        self._warn_of_skips(numbers, values.get("skipped", 0.0))
+        if together:  # one replica's numbers do not end the run before all processes see them
+            self.detector.act(self._agreed(fault, numbers))
+        if pending.comparison:
+            self.detector.check_copies(at, pending.comparison())
+        return asked
+
+    def _slowest(self) -> dict[str, float]:
+        """The log's figures of the slowest process, if it is clearly slower than the others. A
+        warning is shown once a window."""
+        slowest = self.stragglers.slowest
+        if slowest is None:
+            return {}
+        if slowest is not self._warned_of_slowest:
+            self._warned_of_slowest = slowest
+            self.progress.log(slowest.line())
+        return {"slowest_process": slowest.process, "slowest_behind_s": round(slowest.behind_s, 4)}
+
+    def _agreed(self, fault: Fault | None, numbers: Numbers) -> Fault | None:
+        """The fault that all processes agree on, the one that goes back furthest: each has checked
+        the numbers of its own replicas."""
+        if self.mean_metrics is None or jax.process_count() == 1:
+            return fault
         none = numbers.at + 1
-        since = cluster.least(finding.since if finding else none)
+        since = cluster.least(fault.since if fault else none)
         if since == none:
             return None
-        return Finding(
-            numbers.at,
-            since,
-            numbers.batch,
-            finding.why if finding else self._judge.describe(numbers),
-        )
+        why = fault.why if fault else self.detector.describe(numbers)
+        return Fault(numbers.at, since, numbers.batch, why)
 
-    def _warn_of_skipping(self, numbers: Numbers, skipped: float) -> None:
-        """A line for updates that were skipped; where replicas train apart, for all since they met
-        before. skipped: so far in the run."""
-        self._skips += self._judge.skips * numbers.finite.count(False)
-        if not numbers.whole:
+    def _warn_of_skips(self, numbers: Numbers, skipped: float) -> None:
+        """Warns of skipped updates; with independent replicas, of all since they last
+        synchronized. skipped: their number in the run so far."""
+        self._skips += self.detector.skips * numbers.finite.count(False)
+        if not numbers.is_global:
             return
         count = max(self._skips, 0 if self._skipped is None else round(skipped - self._skipped))
         if count:
             text = f"{count} updates were" if count > 1 else "an update was"
-            self._progress.log(f"warning: {text} skipped: {self._judge.describe(numbers)}")
+            self.progress.log(f"warning: {text} skipped: {self.detector.describe(numbers)}")
         self._skips, self._skipped = 0, skipped
 
     def _warn_of_drops(self, at: int, dropped: float) -> None:
-        """dropped: the part of the choices of experts. A line for the first that find no room, and
-        whenever these are twice as many."""
-        if not self._expert_room or dropped < max(2 * self._warned_of, TINY):
+        """Warns of the first choices of experts that exceed the capacity, and whenever their
+        fraction has doubled. dropped: that fraction."""
+        capacity = self.expert_capacity
+        if not capacity or dropped < max(2 * self._warned_of_drops, TINY):
             return
-        self._warned_of, room = dropped, self._expert_room
-        drops = (
-            f"{dropped:.2%} of the choices of experts were dropped, beyond "
-            f"model.expert_room={room:g}"
-        )
-        self._progress.log(
-            f"warning: step {at}: {drops}: --config.model.expert_room={2 * room:g} has room "
+        self._warned_of_drops = dropped
+        self.progress.log(
+            f"warning: step {at}: {dropped:.2%} of the choices of experts were dropped, beyond "
+            f"model.expert_room={capacity:g}: --config.model.expert_room={2 * capacity:g} has room "
             "for more"
         )
 
-    def _end_start_up(self, at: int) -> None:
-        """Shows and logs where the time up to the first step went, once."""
-        if not self._started:
-            self._progress.log(start_line(self._goodput.clock))
-            self._log.write(at, **start_record(self._goodput.clock))
-            self._started = True
 
-    def _read(self, metrics: StepMetrics, together: bool) -> dict[str, float]:
-        """A step's metrics by name. Of independent replicas: of all `together`, or of those that
-        this process has a part of."""
-        if self._mean_metrics is not None and together:
-            metrics = self._mean_metrics(metrics)
-        return {
-            name: float(np.mean(_of_replicas(value))) for name, value in metrics.by_name().items()
-        }
-
-
-def _of_replicas(value: jax.Array) -> np.ndarray:
-    """The values, [replicas], of those replicas that this process has a part of; [1] of a scalar
+def _local(value: jax.Array) -> np.ndarray:
+    """The values of those replicas, [replicas], that this process holds a part of; [1] of a scalar
     that all devices have."""
     if value.is_fully_replicated:
         return np.ravel(value)

@@ -1,5 +1,5 @@
-"""What the processes of a run want of its loop, to stop or to save. All must do it after the same
-step, so they ask each other."""
+"""Requests to the loop, to stop or to save. All processes must follow them after the same step, so
+they ask each other."""
 
 import enum
 import functools
@@ -18,25 +18,25 @@ from jaxtrain.run.signals import Signals
 
 
 class Request(enum.Flag):
-    """What is asked of the loop."""
+    """Requests to the loop, to be combined."""
 
     NOTHING = 0
     STOP = enum.auto()  # a signal has reached some process
-    # and it was Ctrl-C: somebody is there, and does not want the run started again
+    # the signal was Ctrl-C: a person does not want the run restarted
     INTERRUPT = enum.auto()
-    HURRY = enum.auto()  # and the machine is taken away before another save could end
-    SAVE = enum.auto()  # process 0 finds that it is time
+    HURRY = enum.auto()  # the machine is taken away before another save could end
+    SAVE = enum.auto()  # checkpoint.minutes have passed on process 0
 
     @property
     def stop(self) -> bool:
         return Request.STOP in self
 
 
-Answer = Callable[[], Request]  # waits for what all processes together ask
+Answer = Callable[[], Request]  # waits for the requests of all processes
 
 
 def no_request() -> Request:
-    """The answer after a step at which nobody is asked."""
+    """The answer after a step at which processes do not ask each other."""
     return Request.NOTHING
 
 
@@ -83,7 +83,7 @@ class Requests:
         )
 
     def saved(self) -> None:
-        """A save begins now: the time until the next is counted from here."""
+        """Counts the minutes until the next save from now on."""
         self._last_save = self._clock()
 
     def ask(self) -> Answer:

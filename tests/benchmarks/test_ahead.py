@@ -19,7 +19,7 @@ from jaxtrain.hlo.topology import INSTALL_COMMAND, Platform, parse
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.pipeline.step_model import planned_op_times
 from jaxtrain.schedule.columns import columns
-from jaxtrain.training.step import step_counts
+from jaxtrain.training.sizes import step_counts
 
 CLOCK = 1e9 * load("tpu-v5p").clock_ghz
 SIZE = 4 * 64 * 16 * 512  # bytes

@@ -9,7 +9,7 @@ from support import small
 
 from jaxtrain import config as configs
 from jaxtrain.devices.compiler_options import PLATFORMS, compiler_options
-from jaxtrain.training.step import abstract_batch, make_step
+from jaxtrain.training.step import make_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,4 +60,4 @@ def test_they_reach_the_compiler():
         jax.set_mesh(step.mesh),
         pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"),
     ):
-        step.evaluate.lower(step.abstract_state().params, abstract_batch(cfg, step)).compile()
+        step.evaluate.lower(step.abstract_state().params, step.abstract_batch).compile()

@@ -15,7 +15,7 @@ from jaxtrain.config import replace
 from jaxtrain.hlo.program import Program
 from jaxtrain.parallel import blockwise, context
 from jaxtrain.runtime.runtime import Runtime
-from jaxtrain.training.step import abstract_batch, make_step
+from jaxtrain.training.step import make_step
 
 APART = {"data.attend_across_documents": False}
 GPT2 = {
@@ -154,9 +154,7 @@ def compiled(size: int, **changes):
     cfg = small.config((1, 1, 1), "1f1b", 1, 2, shapes | changes)
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
-        made = step.gradients.lower(
-            step.abstract_state().params, abstract_batch(cfg, step)
-        ).compile()
+        made = step.gradients.lower(step.abstract_state().params, step.abstract_batch).compile()
     return step, Program(made.as_text())
 
 
@@ -181,7 +179,7 @@ def test_residuals_shrink_with_the_context(how, small_blocks, monkeypatch):
         cfg = small.config((1, 1, 1), "1f1b", 1, 2, changes)
         step = make_step(cfg, small.mesh_of(cfg))
         with jax.set_mesh(step.mesh):
-            step.gradients.trace(step.abstract_state().params, abstract_batch(cfg, step))
+            step.gradients.trace(step.abstract_state().params, step.abstract_batch)
     whole, *parts = [split.residual_bytes() for split in splits]
     assert [n * part <= 1.1 * whole for n, part in zip((2, 4), parts, strict=True)] == [True, True]
 

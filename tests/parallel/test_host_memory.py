@@ -17,11 +17,12 @@ from support.plain_loop import CLIP, assert_same, reference, train, weights
 from support.small import Case
 
 from jaxtrain.checkpoint.manager import Checkpointer
+from jaxtrain.checkpoint.restoring import restore
 from jaxtrain.config import ConfigError
 from jaxtrain.parallel import host_memory
 from jaxtrain.plan.report import introduction
 from jaxtrain.training.state import bytes_per_device, initial_state, stored_shapes
-from jaxtrain.training.step import abstract_batch, make_step
+from jaxtrain.training.step import make_step
 
 ENDS = {"pipeline.vocabulary": "end_stages"}
 CASES = {
@@ -136,7 +137,7 @@ def test_the_program_has_what_is_said_on_the_host(offload):
     """Arguments and results: the moments. The scan over the rows: the residuals. Nothing else."""
     cfg, step = step_of(offload)
     with jax.set_mesh(step.mesh):
-        traced = step.train.trace(step.abstract_state(), abstract_batch(cfg, step))
+        traced = step.train.trace(step.abstract_state(), step.abstract_batch)
     on_host = lambda avals: [a.shape for a in avals if a.memory_space == jax.memory.Space.Host]
     arguments = on_host(traced.jaxpr.in_avals)
     moments = [a.shape for a in jax.tree.leaves(step.abstract_state().params)] * 2
@@ -158,9 +159,7 @@ def test_the_program_has_what_is_said_on_the_host(offload):
 
 def test_any_checkpoint_continues_with_any_offload(tmp_path):
     (_, first), (_, second) = step_of("both"), step_of("none", (1, 1, 1))
-    keeper = lambda s: Checkpointer(
-        tmp_path, s.layout.placement, stored_shapes(s.layout, s.optimizer)
-    )
+    layout_of = lambda s: (stored_shapes(s.layout, s.optimizer), s.layout.placement)
     plain = weights(config())
 
     def filled(step):
@@ -171,10 +170,11 @@ def test_any_checkpoint_continues_with_any_offload(tmp_path):
         return dataclasses.replace(state, optimizer=(state.optimizer[0], new, *state.optimizer[2:]))
 
     for at, (one, other) in enumerate(((first, second), (second, first))):
-        saves = keeper(one)
+        shapes, placement = layout_of(one)
+        saves = Checkpointer(tmp_path, placement, shapes)
         saves.save(at, filled(one), {})
         saves.close()
-        restored = keeper(other).restore(at, other.abstract_state())
+        restored = restore(tmp_path, at, other.abstract_state(), *layout_of(other))
         jax.tree.map(np.testing.assert_array_equal, restored, filled(other))
         jax.tree.map(
             lambda a, b: a.sharding == b.sharding or pytest.fail(f"{a.sharding}"),

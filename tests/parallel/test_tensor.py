@@ -14,7 +14,7 @@ from support.ticks_text import groups_over
 
 from jaxtrain.devices.mesh import AXES, MODEL
 from jaxtrain.hlo.program import Program
-from jaxtrain.training.step import abstract_batch, make_step
+from jaxtrain.training.step import make_step
 
 ROWS, TOKENS, WIDTH, MODEL_SIZE = 4, 16, 64, 4
 ACTIVATION = ROWS * TOKENS * WIDTH
@@ -41,9 +41,7 @@ def compiled(case: str) -> Program:
     cfg = small.config((1, 2, MODEL_SIZE), "1f1b", 1, 4, BASE | (CASES | MORE)[case])
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
-        made = step.gradients.lower(
-            step.abstract_state().params, abstract_batch(cfg, step)
-        ).compile()
+        made = step.gradients.lower(step.abstract_state().params, step.abstract_batch).compile()
     return Program(made.as_text())
 
 

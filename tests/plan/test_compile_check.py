@@ -14,7 +14,7 @@ from jaxtrain.hlo.program import Program
 from jaxtrain.hlo.topology import INSTALL_COMMAND, parse
 from jaxtrain.pipeline.step_model import step_model_of
 from jaxtrain.plan import compile_check
-from jaxtrain.training.step import step_counts
+from jaxtrain.training.sizes import step_counts
 
 MEMORY = {
     "argument": 3 * 10**9,

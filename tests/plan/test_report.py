@@ -14,7 +14,8 @@ from jaxtrain.config.recipes import load_recipe
 from jaxtrain.costs.hardware import load
 from jaxtrain.plan.predict import predict
 from jaxtrain.plan.report import introduction
-from jaxtrain.training.step import make_step, step_counts
+from jaxtrain.training.sizes import step_counts
+from jaxtrain.training.step import make_step
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from support import small
 from support.small import Case
 
-from jaxtrain.training.step import abstract_batch, make_step
+from jaxtrain.training.step import make_step
 
 # A payload of 4 · 64 · 256 elements is what counts here: weights are a quarter of it, and there is
 # one layer a chunk.
@@ -48,9 +48,7 @@ def temporary_bytes(name: str, microbatches: int) -> int:
     cfg = dataclasses.replace(case, microbatches=microbatches).config(shapes)
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
-        compiled = step.gradients.lower(
-            step.abstract_state().params, abstract_batch(cfg, step)
-        ).compile()
+        compiled = step.gradients.lower(step.abstract_state().params, step.abstract_batch).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 

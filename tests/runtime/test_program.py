@@ -27,7 +27,7 @@ from jaxtrain.runtime.tick_state import TickState, merged, only
 from jaxtrain.schedule.columns import permutes
 from jaxtrain.schedule.slots import SlottedTable
 from jaxtrain.schedule.table import Permute, wraps
-from jaxtrain.training.step import Step, abstract_batch, make_step
+from jaxtrain.training.step import Step, make_step
 
 WIDTH, LENGTH = 64, 8
 SHAPES = {
@@ -126,7 +126,7 @@ def compile_program(case: Case) -> Compiled:
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
         state = step.abstract_state()
-        arguments = (state if which == "train" else state.params, abstract_batch(cfg, step))
+        arguments = (state if which == "train" else state.params, step.abstract_batch)
         text = getattr(step, which).lower(*arguments).compile().as_text()
     table = step.setup.evaluate if which == "evaluate" else step.setup.train
     return Compiled(cfg, step, table, Program(text), text)
@@ -326,9 +326,7 @@ def test_one_microbatch_on_one_stage_is_no_loop_at_all(which):
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
         text = (
-            getattr(step, which)
-            .lower(step.abstract_state().params, abstract_batch(cfg, step))
-            .as_text()
+            getattr(step, which).lower(step.abstract_state().params, step.abstract_batch).as_text()
         )
     assert "stablehlo.dot_general" in text and "stablehlo.while" not in text
 
@@ -340,9 +338,7 @@ def test_the_partitioner_has_nothing_to_decide_where_model_has_one_device(model)
     cfg = small.config((1, 2, model), microbatches=2)
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
-        text = step.gradients.lower(
-            step.abstract_state().params, abstract_batch(cfg, step)
-        ).as_text()
+        text = step.gradients.lower(step.abstract_state().params, step.abstract_batch).as_text()
     assert ("sdy.sharding_constraint" in text) == (model > 1)
 
 
@@ -454,7 +450,7 @@ def test_slots_are_as_large_as_is_said(changes, monkeypatch):
     )
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
-        step.gradients.trace(step.abstract_state().params, abstract_batch(cfg, step))
+        step.gradients.trace(step.abstract_state().params, step.abstract_batch)
     size = lambda kind: sum(
         a.size * a.dtype.itemsize for a in jax.tree.leaves(getattr(states[-1], kind))
     )

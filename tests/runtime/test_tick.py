@@ -9,7 +9,7 @@ from jaxtrain.runtime import tick
 from jaxtrain.runtime.tick import TickOp
 from jaxtrain.runtime.tick_state import TickState
 from jaxtrain.schedule.columns import TickColumns
-from jaxtrain.training.step import abstract_batch, make_step
+from jaxtrain.training.step import make_step
 
 
 def run(state, constants, columns):
@@ -82,7 +82,7 @@ def test_every_op_writes_what_it_names_and_nothing_else(schedule, remat, monkeyp
     cfg = small.config((1, 2, 1), schedule, 2, 4, {"pipeline.remat": remat, "model.mtp_depth": 1})
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
-        step.gradients.trace(step.abstract_state().params, abstract_batch(cfg, step))
+        step.gradients.trace(step.abstract_state().params, step.abstract_batch)
     assert {"embed", "B0", "W1", "K1", "head", "embed_gradient"} <= set(seen) and all(
         seen.values()
     ), seen

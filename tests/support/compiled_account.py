@@ -10,13 +10,13 @@ from jaxtrain.hlo.collectives import collectives
 from jaxtrain.hlo.loops import StepLoops, op_in
 from jaxtrain.hlo.program import Instruction, Program
 from jaxtrain.pipeline.setup import Setup
-from jaxtrain.training.step import Step, abstract_batch, make_step
+from jaxtrain.training.step import Step, make_step
 
 
 def compile_train(cfg: Config, mesh: jax.sharding.Mesh) -> tuple[Step, Program]:
     step = make_step(cfg, mesh)
     with jax.set_mesh(step.mesh):
-        made = step.train.lower(step.abstract_state(), abstract_batch(cfg, step)).compile()
+        made = step.train.lower(step.abstract_state(), step.abstract_batch).compile()
     return step, Program(made.as_text())
 
 

@@ -23,7 +23,7 @@ MOMENTS = {
     "data": ("jaxtrain.data.tokens", "_tokenize"),
     "tracing": ("jaxtrain.loop", "make_step"),
     "compiling": ("jaxtrain.devices.cluster", "compile_everywhere"),
-    "restoring": ("jaxtrain.loop", "restore_newest"),
+    "restoring": ("jaxtrain.checkpoint.checkpoints", "restore_newest"),
     "step": ("jaxtrain.data.loader", "Feed.next"),
     "saving": ("jaxtrain.checkpoint.saving", "SaveThread._write"),
     "finishing a save": ("jaxtrain.checkpoint.saving", "SaveThread._finish"),

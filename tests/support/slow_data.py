@@ -18,7 +18,7 @@ class SlowLoader(Loader):
 
 if __name__ == "__main__":
     if f"--process_id={SLOW_PROCESS}" in sys.argv:
-        from jaxtrain import preparation
+        from jaxtrain.training import preparation
 
         preparation.Loader = SlowLoader
     sys.exit(train.main(sys.argv[1:], BEGAN))

@@ -26,10 +26,9 @@ from jaxtrain.devices.mesh import REPLICA, make_mesh
 from jaxtrain.hlo.program import Program
 from jaxtrain.models import transformer
 from jaxtrain.parallel import replicas
-from jaxtrain.training.metrics import StepMetrics, mean_over_replicas
 from jaxtrain.training.optimizer import make_optimizer
 from jaxtrain.training.state import TrainState
-from jaxtrain.training.step import Step, abstract_batch, make_step
+from jaxtrain.training.step import Step, StepMetrics, make_step, mean_over_replicas
 
 STEPS, INNER = 7, 3
 
@@ -335,7 +334,7 @@ def test_gradients_are_summed_inside_first(zero, context):
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
         program = Program(
-            step.gradients.lower(step.abstract_state().params, abstract_batch(cfg, step))
+            step.gradients.lower(step.abstract_state().params, step.abstract_batch)
             .compile()
             .as_text()
         )

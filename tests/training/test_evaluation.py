@@ -20,11 +20,13 @@ def test_batches_are_weighted_by_their_tokens():
         compile=lambda: compiled.append(1) or (lambda params, batch: batch)
     )
     evaluate = types.SimpleNamespace(lower=lambda *arguments: lowered)
-    evaluation = Evaluation(evaluate, {}, held_out(Losses(1.0, 10.0), Losses(2.0, 30.0)))
-    assert not compiled  # only when it is asked for
-    with concurrent.futures.ThreadPoolExecutor(1) as beside:
-        evaluation.start_compiling(beside).result()
-    assert len(compiled) == 1
-    assert evaluation.loss({}) == evaluation.loss({}) == 1.75 and len(compiled) == 1
-    assert Evaluation(evaluate, {}, held_out(Losses(0.0, 0.0))).loss({}) is None
-    assert Evaluation(evaluate, {}, held_out()).loss({}) is None and len(compiled) == 2
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        batches = held_out(Losses(1.0, 10.0), Losses(2.0, 30.0))
+        evaluation = Evaluation(evaluate, {}, batches, executor)
+        assert not compiled  # only when it is asked for
+        evaluation.start_compiling().result()
+        assert len(compiled) == 1
+        assert evaluation.loss({}) == evaluation.loss({}) == 1.75 and len(compiled) == 1
+        assert Evaluation(evaluate, {}, held_out(Losses(0.0, 0.0)), executor).loss({}) is None
+        assert Evaluation(evaluate, {}, held_out(), executor).loss({}) is None
+        assert len(compiled) == 2

@@ -11,7 +11,7 @@ from support.small import Case
 from support.ticks_text import executed
 
 from jaxtrain.hlo.program import Program
-from jaxtrain.training.step import abstract_batch, make_step
+from jaxtrain.training.step import make_step
 
 LATENT = {  # no size is another's
     "model.attention": "mla",
@@ -78,9 +78,7 @@ def test_what_crosses_model():
     cfg = small.config((1, 1, 2), "1f1b", 1, 1, LATENT | shapes)
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
-        made = step.gradients.lower(
-            step.abstract_state().params, abstract_batch(cfg, step)
-        ).compile()
+        made = step.gradients.lower(step.abstract_state().params, step.abstract_batch).compile()
     program, found = Program(made.as_text()), collections.Counter()
     for i, times in executed(program, program.entry):
         if i.collective == "all-gather":

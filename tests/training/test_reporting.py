@@ -14,11 +14,11 @@ from jaxtrain.devices.mesh import REPLICA, make_mesh
 from jaxtrain.run.goodput import GoodputLog
 from jaxtrain.run.peers import Slowest, Stragglers
 from jaxtrain.run.wall_clock import Part, WallClock
-from jaxtrain.training.calendar import Calendar
-from jaxtrain.training.metrics import StepMetrics, mean_over_replicas
-from jaxtrain.training.recovery import Judge, Memory, NumbersError, Rollback
+from jaxtrain.training.intervals import Intervals
+from jaxtrain.training.recovery import DetectorState, NumbersError, Rollback, SpikeDetector
 from jaxtrain.training.reporting import Pending, Reporter, Speed
 from jaxtrain.training.requests import Request, no_request
+from jaxtrain.training.step import StepMetrics, mean_over_replicas
 
 
 class Log:
@@ -65,7 +65,7 @@ def reporter(
     **policy,
 ) -> tuple[Reporter, Log]:
     log = Log()
-    calendar = Calendar(
+    intervals = Intervals(
         last=10,
         save_every=0,
         evaluate_every=0,
@@ -74,17 +74,17 @@ def reporter(
     )
     clock = WallClock(4.0, clock=lambda: 6.5)
     clock.enter(Part.STEPPING)
-    judge = Judge(TrainConfig(**policy), lambda number: f"batch {number}: its rows")
+    detector = SpikeDetector(TrainConfig(**policy), lambda number: f"batch {number}: its rows")
     return Reporter(
-        calendar,
-        mean_metrics,
-        judge,
-        log,
-        log,
-        log,
-        GoodputLog(None, clock),
-        stragglers or Stragglers(),
-        expert_room,
+        intervals=intervals,
+        mean_metrics=mean_metrics,
+        detector=detector,
+        speedometer=log,
+        log=log,
+        progress=log,
+        goodput=GoodputLog(None, clock),
+        stragglers=stragglers or Stragglers(),
+        expert_capacity=expert_room,
     ), log
 
 
@@ -253,14 +253,14 @@ def test_a_skipped_update_is_logged_and_warned_of():
 
 def test_going_back_is_said_and_logged():
     reports, log = reporter(on_nonfinite="rollback", nonfinite_limit=2)
-    judge = reports._judge
+    detector = reports.detector
     for each in (skipping(5, 1), skipping(6, 2), skipping(7, 3)):
         reports.add(each)
-    assert judge.finding.since == 5 and judge.finding.batch == 5
-    rollback = Rollback(6, 4, 6, "why", Memory())
-    for part in (judge, reports):
+    assert detector.fault.since == 5 and detector.fault.batch == 5
+    rollback = Rollback(6, 4, 6, "why", DetectorState())
+    for part in (detector, reports):
         part.go_back(rollback)
-    assert judge.good and log.laps[-1] == "from 4"
+    assert detector.fault is None and log.laps[-1] == "from 4"
     assert log.written["back to 4"] == {
         "rolled_back_from": 6,
         "next_batch": 6,

@@ -11,7 +11,7 @@ from support.small import Case
 
 from jaxtrain.parallel import replicas
 from jaxtrain.training.state import TrainState
-from jaxtrain.training.step import Step, abstract_batch, make_step
+from jaxtrain.training.step import Step, make_step
 
 SKIP = {"train.on_nonfinite": "skip"}
 OFFLOAD = {"parallel.zero": 2, "parallel.offload": "optimizer", "model.layers": 2}
@@ -42,7 +42,7 @@ def compiled(case: Case):
         return (
             cfg,
             step,
-            step.train.lower(step.abstract_state(), abstract_batch(cfg, step)).compile(),
+            step.train.lower(step.abstract_state(), step.abstract_batch).compile(),
         )
 
 
@@ -131,7 +131,5 @@ def test_a_run_that_stops_has_no_guard_in_its_program():
         )
         step = make_step(changed, small.mesh_of(changed))
         with jax.set_mesh(step.mesh):
-            texts.append(
-                step.train.lower(step.abstract_state(), abstract_batch(changed, step)).as_text()
-            )
+            texts.append(step.train.lower(step.abstract_state(), step.abstract_batch).as_text())
     assert "is_finite" not in texts[0] and "is_finite" in texts[1]

@@ -12,7 +12,7 @@ from support.ticks_text import executed, loop
 
 from jaxtrain import config as configs
 from jaxtrain.hlo.program import Program
-from jaxtrain.training.step import abstract_batch, make_step
+from jaxtrain.training.step import make_step
 
 ENDS, SHARED = {"pipeline.vocabulary": "end_stages"}, {"pipeline.vocabulary": "parallel"}
 TIED = {"model.tied_embeddings": True}
@@ -101,7 +101,7 @@ def compiled(which: str, **changes):
     with jax.set_mesh(step.mesh):
         state = step.abstract_state()
         argument = state if which == "train" else state.params
-        made = getattr(step, which).lower(argument, abstract_batch(cfg, step)).compile()
+        made = getattr(step, which).lower(argument, step.abstract_batch).compile()
     return step, Program(made.as_text()), made.memory_analysis()
 
 
