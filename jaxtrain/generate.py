@@ -57,7 +57,7 @@ if TYPE_CHECKING:  # these import jax, or take long
 
     from jaxtrain.data.tokenizer import Tokenizer
     from jaxtrain.generation.sampling import Sampler
-    from jaxtrain.models.transformer import Parts
+    from jaxtrain.models.transformer import ModelParts
 
 DESCRIPTION = """
 Continues a prompt with the model of a checkpoint.
@@ -295,7 +295,7 @@ class Loaded:
     config: Config
     tokenizer: "Tokenizer"
     ids: list[int]
-    parts: "Parts"
+    parts: "ModelParts"
     params: dict
 
 

@@ -32,7 +32,7 @@ from jaxtrain.config import Config
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import AXES, MODEL, REPLICA, make_mesh
 from jaxtrain.models.spec import Spec
-from jaxtrain.models.transformer import Parts, build
+from jaxtrain.models.transformer import ModelParts, build
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.training.optimizer import make_optimizer
 from jaxtrain.training.state import Layout, abstract_state, stored_shapes
@@ -173,7 +173,7 @@ def load_parameters(
     step: int,
     config: Config,
     devices: Sequence[jax.Device] | None = None,
-) -> tuple[Parts, dict]:
+) -> tuple[ModelParts, dict]:
     """A step's model and parameters for use without training, whatever mesh and schedule saved them
     → (parts, {"embed", "layers" (leaves [L, ...]), "head"}).
 

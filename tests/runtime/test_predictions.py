@@ -128,9 +128,8 @@ def test_the_loss_is_reported_apart():
             transformer.default_positions(tokens),
             jax.tree.map(lambda a: a[0], plain["layers"]),
         )
-        x = parts.block(
-            layer, parts.embed(plain["embed"], tokens, positions, np.float32), positions
-        )
+        x = parts.embedder(plain["embed"])(tokens, positions, np.float32)
+        x = parts.block(layer)(x, positions)
         norm = lambda p, x: x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * p["scale"]
         x = norm(plain["head"]["norm"], x)
         losses = [mean(x @ plain["head"]["table"].T, arrays["targets"], arrays["weights"])]
@@ -139,8 +138,8 @@ def test_the_loss_is_reported_apart():
             last, rest = module.pop("norm"), slice(None, tokens.shape[1] - k)
             x = norm(
                 last,
-                parts.predictor(
-                    module, x[:, rest], plain["embed"]["table"][tokens[:, k:]], positions[:, rest]
+                parts.predictor(module)(
+                    x[:, rest], plain["embed"]["table"][tokens[:, k:]], positions[:, rest]
                 ),
             )
             losses.append(
