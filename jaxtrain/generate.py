@@ -196,8 +196,8 @@ def find_checkpoint(
     say: Callable[[str], object] = lambda line: None,
     damaged: Mapping[int, str] = NONE,
 ) -> tuple[epath.Path, int]:
-    """The folder of checkpoints and the step, the newest complete one for −1. Raises UsageError where
-    it is missing or not complete.
+    """The folder of checkpoints and the step, the newest complete one for −1. Raises UsageError if
+    that is missing or not complete.
 
     wrong, damaged: as in `choose`; say: gets a line about what is passed over.
     """
