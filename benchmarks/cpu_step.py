@@ -6,7 +6,7 @@ time, memory, time to the first step.
 
 The configuration is the one at which MaxText (e591f30, 2026-08) was measured on a machine of two
 cores: 8 layers, width 256, 8 heads of 32, gated MLP of 1024, vocabulary 2048, sequence 256, batch
-32, 8 microbatches in a pipeline, float32, AdamW. Its figures stand beside ours. CPU-seconds differ
+32, 8 microbatches in a pipeline, float32, AdamW. Its figures are printed too. CPU-seconds differ
 between machines, so every layout's process also times plain matmuls and gives the step as a
 multiple of the time that they need for the step's 0.49 TFLOP (forward and backward, without
 recomputation): MaxText's 15.53 CPU-seconds for data 2 · stage 4 with 2 repeats are 3.3 of that.
