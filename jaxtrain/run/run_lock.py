@@ -20,7 +20,7 @@ created with O_EXCL, and renamed to run.lock if that is still the dead one. So o
 newcomers wins. A newcomer that dies in between leaves a dead lock of the same form, which is taken
 over in the same way.
 
-A lock library is no substitute: docs/log.md has how filelock does on these tests.
+A lock library is no substitute: docs/log/2026-11.md has the results of filelock on our tests.
 """
 
 import contextlib
