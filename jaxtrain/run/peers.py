@@ -153,8 +153,9 @@ class Peers:
         """Brings `peers` and `ending` up to date; waits at most so long if no message has come."""
         for key, _ in self._selector.select(max(0.0, seconds)):
             connection: Any = key.fileobj
-            if connection is self._listener:
-                self._accept()
+            if self._listener and connection is self._listener:
+                with contextlib.suppress(OSError):  # it has disconnected
+                    self._add(connection.accept()[0], None)
             else:
                 self._receive(connection)
 
@@ -190,11 +191,6 @@ class Peers:
         self._lines[connection] = b""
         if peer:
             self._peer_of[connection] = self.peers[peer.process] = peer
-
-    def _accept(self) -> None:
-        assert self._listener is not None
-        with contextlib.suppress(OSError):  # it has disconnected
-            self._add(self._listener.accept()[0], None)
 
     def _receive(self, connection: socket.socket) -> None:
         try:

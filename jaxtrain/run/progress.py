@@ -142,7 +142,16 @@ class Progress:
 
     def _parts(self) -> dict[str, str]:
         """The texts of the known figures by name, in the order in which they are shown."""
-        return _status_texts(self._status) | ({"left": left} if (left := self._left()) else {})
+        status, texts = self._status, {}
+        if "loss" in status:
+            texts["loss"] = f"loss {status['loss']:.4f}"
+        if "tokens_per_s" in status:
+            texts["tokens_per_s"] = f"{_short(status['tokens_per_s'])} tokens/s"
+        if "mfu" in status:
+            texts["mfu"] = f"MFU {100 * status['mfu']:.1f} %"
+        if left := self._left():
+            texts["left"] = left
+        return texts
 
     def _left(self) -> str:
         first, since = self._first_lap or (self._step, 0.0)
@@ -198,18 +207,6 @@ def bar_line(step: int, total: int, parts: dict[str, str], width: int) -> str:
 
 
 _IMPORTANT = ("loss", "left", "tokens_per_s", "mfu")
-
-
-def _status_texts(status: dict[str, float]) -> dict[str, str]:
-    """The texts of a step's figures by name."""
-    texts = {}
-    if "loss" in status:
-        texts["loss"] = f"loss {status['loss']:.4f}"
-    if "tokens_per_s" in status:
-        texts["tokens_per_s"] = f"{_short(status['tokens_per_s'])} tokens/s"
-    if "mfu" in status:
-        texts["mfu"] = f"MFU {100 * status['mfu']:.1f} %"
-    return texts
 
 
 def _short(number: float) -> str:

@@ -26,7 +26,6 @@ A lock library is no substitute: docs/log/2026-11.md has the results of filelock
 import contextlib
 import dataclasses
 import datetime
-import enum
 import errno
 import hashlib
 import json
@@ -115,28 +114,20 @@ def _proc_entry(pid: int) -> _ProcEntry | None:
         return None
 
 
-class Fate(enum.Enum):
-    """The state of a process of this host."""
-
-    RUNS = enum.auto()
-    STOPPED = enum.auto()  # by Ctrl-Z, SIGSTOP or a debugger: it may go on
-    GONE = enum.auto()  # no process has its number, or one with another start
-
-
-def fate(process: Process) -> Fate:
-    """The state of a process that `shares_pids_with` the calling one."""
+def state_of(process: Process) -> str:
+    """The state letter of a process that `shares_pids_with` the calling one: "T" or "t" if it is
+    stopped and may go on; "" if no process has its number, or one with another start."""
     try:
         # raised for another user's process, which exists
         with contextlib.suppress(PermissionError):
             os.kill(process.pid, 0)
     except (ProcessLookupError, OverflowError):
-        return Fate.GONE
+        return ""
     entry = _proc_entry(process.pid)
     if entry is None:
-        return Fate.RUNS
-    if entry.state in "ZX" or entry.start != process.start:
-        return Fate.GONE
-    return Fate.STOPPED if entry.state in "Tt" else Fate.RUNS
+        return "R"
+    is_gone = entry.state in "ZX" or entry.start != process.start
+    return "" if is_gone else entry.state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,8 +325,8 @@ class RunLock:
         it lives."""
         now, holder = self._clock(), file.holder
         is_near = holder and holder.process.shares_pids_with(self._me)
-        known_fate = fate(holder.process) if holder and is_near else None
-        if known_fate is Fate.GONE:
+        state = state_of(holder.process) if holder and is_near else None
+        if state == "":
             return True
         watch = self._watches.get(path)
         if watch is None or not file.continues(watch.first):
@@ -345,7 +336,7 @@ class RunLock:
         watch.silent += min(now - watch.last_look, 2 * LOOK_S)
         watch.last_look = now
         silent = watch.silent >= (holder.silence if holder else SILENCE_S)
-        if file != watch.first or known_fate is Fate.STOPPED or (silent and known_fate):
+        if file != watch.first or (state and (silent or state in "Tt")):
             raise FolderError(
                 f"--workdir={str(self._folder)!r} is in use by the run of {holder}: stop that "
                 "run, or use another --workdir"
