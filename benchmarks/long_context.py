@@ -43,7 +43,7 @@ def compiled(recipe, settings: dict[str, str], length: int, mode: str) -> dict:
     return {
         "length": length,
         "mode": mode,
-        "seconds": round(program.seconds),
+        "seconds": round(program.tracing + program.compiling),
         "arguments": program.memory["argument"],
         "temporary": program.memory["temp"],
         "total": program.total,

@@ -36,7 +36,6 @@ from jaxtrain.schedule.columns import (  # noqa: E402
     cell_op,
     permute_op,
     tick_table,
-    units,
 )
 from jaxtrain.schedule.slots import assign_slots  # noqa: E402
 from jaxtrain.schedule.table import Op, Permute, wraps  # noqa: E402
@@ -112,7 +111,7 @@ def cells() -> dict[str, tuple[str, int]]:
     return {
         cell_op(kind, unit): (kind, unit)
         for kind in CELL_OPS
-        for unit in range(units(ticks().slotted.table))
+        for unit in range(ticks().slotted.table.units_per_stage)
     }
 
 
@@ -358,7 +357,7 @@ def draw() -> Canvas:
     )
     table, canvas = ticks().slotted.table, Canvas()
     title = (
-        f"The table: {table.name}, {table.stages} stages of {units(table)} chunks, "
+        f"The table: {table.name}, {table.stages} stages of {table.units_per_stage} chunks, "
         f"{table.microbatches} microbatches, {table.ticks} ticks"
     )
     canvas.text(LEFT, 545, title, 10, "left", fontweight="bold")

@@ -11,13 +11,14 @@ The coupled clock is that of the runtime, which executes ticks. No jax.
 
 import dataclasses
 import difflib
+import itertools
 import json
 import math
 import os
 import shutil
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxtrain import cli
 from jaxtrain import config as cfg
@@ -27,8 +28,16 @@ from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.progress import SearchProgress
 from jaxtrain.schedule import by_name, drawing, search
 from jaxtrain.schedule.clocks import NotFused, Times
-from jaxtrain.schedule.orders import CSV, FUSED, ONE_CHUNK, SCHEDULES, default_repeats, fits_repeats
-from jaxtrain.schedule.simulate import Simulation, comparison, figures, simulate, summary
+from jaxtrain.schedule.orders import (
+    AUTO,
+    CSV,
+    FUSED,
+    ONE_CHUNK,
+    SCHEDULES,
+    default_repeats,
+    fits_repeats,
+)
+from jaxtrain.schedule.simulate import comparison, figures, simulate, summary
 from jaxtrain.schedule.table import ROUNDING, VOCABULARIES, Table
 from jaxtrain.schedule.table_csv import read_csv, to_csv
 from jaxtrain.schedule.table_spec import TableSpec, memory_of
@@ -136,17 +145,17 @@ FLAGS = (
     Flag("svg", "", "write the timeline (coupled clock) to this file"),
     Flag("png", "", "as --svg, drawn by matplotlib"),
 )
+OUTPUTS = ("csv", "svg", "png")  # flags that name a file to write
 DEFAULT_STAGES, DEFAULT_MICROBATCHES = 4, 8
 MOST_CELLS = 200_000  # stages · repeats · (stages + microbatches): some ten seconds
 MOST_TIME = 1e15  # of an op, in any unit: sums of larger ones can be neither compared nor drawn
-# of tables that are made for the sake of a better error: some seconds with --compare
+# of tables that are made only to improve an error: some seconds with --compare
 MOST_REFUSED_CELLS = 1_000
 
 
 def main(argv: Sequence[str]) -> None:
-    """The command. Whatever is wrong with the flags ends it with one line and status 2 before
-    anything is written, Ctrl-C with one line and status 130; a file is written whole or not at
-    all."""
+    """The command. A mistake in the flags ends it with one line and status 2 before anything is
+    written, Ctrl-C with one line and status 130; a file is written whole or not at all."""
     try:
         shown = cli.checked_flags(
             argv, DESCRIPTION, FLAGS, lambda flags: shown_by(check_flags(flags))
@@ -163,7 +172,7 @@ def main(argv: Sequence[str]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-    """What the command has to show: text for standard output, and the contents of files by their
+    """The output of the command: text for standard output, and the contents of files by their
     paths."""
 
     text: str
@@ -174,17 +183,17 @@ class Shown:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Request:
-    """What checked flags ask for. spec: with `repeats` 0 where it is left to the schedule; table: a
-    CSV file's, None for others."""
+class ScheduleRequest:
+    """The schedule that checked flags ask for. spec: with `repeats` 0 where it is left to the
+    schedule; table: a CSV file's, None for others."""
 
     flags: types.SimpleNamespace
     spec: TableSpec
     table: Table | None
 
 
-def check_flags(flags: types.SimpleNamespace) -> Request:
-    """What the flags ask for. Raises UsageError for what cannot be."""
+def check_flags(flags: types.SimpleNamespace) -> ScheduleRequest:
+    """The request of the flags. Raises UsageError for flags that cannot be met."""
     of_file = flags.schedule.startswith(CSV)
     if not of_file:
         _check_choice("schedule", flags.schedule, by_name.NAMES)
@@ -205,9 +214,9 @@ def check_flags(flags: types.SimpleNamespace) -> Request:
     )
     _check_size(flags, spec)
     _check_schedule(flags, spec)
-    for flag in ("csv", "svg", "png"):
+    for flag in OUTPUTS:
         cli.check_output(flag, getattr(flags, flag), f"schedule.{flag}")
-    return Request(flags, spec, table)
+    return ScheduleRequest(flags, spec, table)
 
 
 def _check_size(flags: types.SimpleNamespace, spec: TableSpec) -> None:
@@ -222,16 +231,14 @@ def _check_size(flags: types.SimpleNamespace, spec: TableSpec) -> None:
     if others * (spec.stages + spec.microbatches) <= MOST_CELLS:
         return
     # Fewer microbatches where these are enough, else less of what is most.
-    if (most := MOST_CELLS // others - spec.stages) > 0:
-        name = "microbatches"
-    else:
+    name, most = "microbatches", MOST_CELLS // others - spec.stages
+    if most <= 0:
         name = max(sizes, key=lambda name: sizes[name])
         rest = others // sizes[name] if name != "microbatches" else others
-        most = (
-            math.isqrt(MOST_CELLS // rest) - spec.microbatches
-            if name == "stages"
-            else MOST_CELLS // (rest * (spec.stages + spec.microbatches))
-        )
+        if name == "stages":
+            most = math.isqrt(MOST_CELLS // rest) - spec.microbatches
+        else:
+            most = MOST_CELLS // (rest * (spec.stages + spec.microbatches))
     rule = (
         f"--{name}={sizes[name]} with these stages, chunks and microbatches is more than "
         f"{MOST_CELLS} tasks"
@@ -240,12 +247,12 @@ def _check_size(flags: types.SimpleNamespace, spec: TableSpec) -> None:
 
 
 def _check_schedule(flags: types.SimpleNamespace, spec: TableSpec) -> None:
-    """UsageError for flags that do not go with the schedule, or with all of them."""
+    """UsageError for flags that do not fit the schedule, or --compare."""
     if flags.compare:
-        if given := [flag for flag in ("csv", "svg", "png") if getattr(flags, flag)]:
-            raise UsageError(
-                f"--{given[0]} needs one schedule, and --compare shows all", {"compare": False}
-            )
+        for flag in OUTPUTS:
+            if getattr(flags, flag):
+                rule = f"--{flag} needs one schedule, and --compare shows all"
+                raise UsageError(rule, {"compare": False})
         return
     name = spec.schedule
     if spec.repeats and name in SCHEDULES:
@@ -260,8 +267,8 @@ def _check_schedule(flags: types.SimpleNamespace, spec: TableSpec) -> None:
 
 
 def _check_choice(flag: str, value: str, known: Sequence[str]) -> None:
-    """UsageError for what is no choice: with the one that is most like it, or all of them where
-    none is."""
+    """UsageError for a value that is no choice, with the choice that is most like it, or with all
+    of them."""
     if value not in known:
         near = difflib.get_close_matches(value, known, n=1, cutoff=0.5) or list(known)
         raise UsageError(f"--{flag}={value!r} is unknown", {flag: near[0]}, near[1:])
@@ -288,8 +295,8 @@ def _read_table(flags: types.SimpleNamespace) -> Table:
 
 
 def read_times(flags: types.SimpleNamespace) -> Times:
-    """Times from --times, --recompute, --head, --embed and --row. Raises UsageError for what are no
-    times."""
+    """Times from --times, --recompute, --head, --embed and --row. Raises UsageError for values that
+    are no times."""
     numbers = [cfg.number(text) for text in flags.times.split(",")]
     known = [number for number in numbers if number is not None and number >= 0]
     if len(known) != 4 or len(numbers) != 4 or not sum(known[:3]) > 0 or max(known) > MOST_TIME:
@@ -326,7 +333,9 @@ def read_times(flags: types.SimpleNamespace) -> Times:
 # --- one schedule ---------------------------------------------------------------------------------
 
 
-def make(request: Request, name: str, repeats: Sequence[int], report: search.Report) -> Table:
+def make(
+    request: ScheduleRequest, name: str, repeats: Sequence[int], report: search.Report
+) -> Table:
     """The checked table of a schedule; of `auto`, the best with any of these numbers of chunks on a
     stage."""
     if request.table is not None:
@@ -335,24 +344,20 @@ def make(request: Request, name: str, repeats: Sequence[int], report: search.Rep
     for count in repeats:
         groups = [request.flags.ops_per_chunk] * (request.spec.stages * count)
         specs.append(dataclasses.replace(request.spec, schedule=name, repeats=count, groups=groups))
-    table = (
-        search.search(specs, report) if name == "auto" else by_name.named_table(specs[0], report)
-    )
+    if name == AUTO:
+        table = search.search(specs, report)
+    else:
+        table = by_name.named_table(specs[0], report)
     check(table)
     return table
 
 
-def shown_by(request: Request) -> Shown:
-    """What the checked flags ask for; nothing where they are refused and it would take long. Raises
-    UsageError where no table found is as they want it."""
-    flags, size = (
-        request.flags,
-        request.spec.stages
-        * max(2, request.spec.repeats)
-        * request.spec.microbatches
-        * request.flags.ops_per_chunk,
-    )
-    if flags.refused and size > MOST_REFUSED_CELLS:
+def shown_by(request: ScheduleRequest) -> Shown:
+    """The output for a request; empty for refused flags whose table would take long. Raises
+    UsageError where no table meets the request."""
+    flags, spec = request.flags, request.spec
+    cells = spec.stages * max(2, spec.repeats) * spec.microbatches * flags.ops_per_chunk
+    if flags.refused and cells > MOST_REFUSED_CELLS:
         return Shown("")
     try:
         with SearchProgress(flags.schedule if not flags.compare else "all schedules") as progress:
@@ -366,69 +371,61 @@ def shown_by(request: Request) -> Shown:
         raise UsageError(f"--{error}", {"fused_backward": False}) from None
 
 
-def one(request: Request, report: search.Report) -> Shown:
-    """What there is to show of one schedule."""
+def one(request: ScheduleRequest, report: search.Report) -> Shown:
+    """The output for one schedule."""
     flags, spec = request.flags, request.spec
-    default = (
-        search.ANY_REPEATS if spec.schedule == "auto" else (max(1, default_repeats(spec.schedule)),)
-    )
-    table = make(request, spec.schedule, (spec.repeats,) if spec.repeats else default, report)
+    repeats: Sequence[int] = (spec.repeats or max(1, default_repeats(spec.schedule)),)
+    if spec.schedule == AUTO and not spec.repeats:
+        repeats = search.ANY_REPEATS
+    table = make(request, spec.schedule, repeats, report)
     report("clocks and slots", 1.0)
     result = simulate(table, spec.times, fused_backward=flags.fused_backward)
     values = figures(table, result)
+    sizes = f"{table.stages} stages, {table.microbatches} microbatches"
+    title = f"{table.name}: {sizes}, coupled bubble {result.bubble_fraction_coupled:.1%}"
+    content: dict[str, Callable[[], bytes]] = {
+        "csv": lambda: to_csv(table).encode(),
+        "svg": lambda: drawing.svg(table, result.timeline_coupled, title).encode(),
+        "png": lambda: drawing.png(table, result.timeline_coupled, title),
+    }
     files = {}
-    for flag in ("csv", "svg", "png"):
+    for flag in OUTPUTS:
         if path := getattr(flags, flag):
             report(f"--{flag}", 1.0)
-            files[path] = _content(flag, table, result)
+            files[path] = content[flag]()
     if flags.json:
         return Shown(json.dumps(values) + "\n", files)
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     width = shutil.get_terminal_size((140, 24)).columns
-    chunks = f"chunks of {drawing.stage_chunks(table)}"
     lines = [
-        f"{table.name}: {table.stages} stages, {table.microbatches} microbatches; {chunks}",
+        f"{table.name}: {sizes}; chunks of {drawing.stage_chunks(table)}",
         "",
         drawing.text(table, width, colour),
+        summary(values),
     ]
-    return Shown("\n".join([*lines, summary(values)]) + "\n", files)
-
-
-def _content(flag: str, table: Table, result: Simulation) -> bytes:
-    """The content of the file that --csv, --svg or --png names."""
-    if flag == "csv":
-        return to_csv(table).encode()
-    sizes = f"{table.stages} stages, {table.microbatches} microbatches"
-    title = f"{table.name}: {sizes}, coupled bubble {result.bubble_fraction_coupled:.1%}"
-    if flag == "svg":
-        return drawing.svg(table, result.timeline_coupled, title).encode()
-    return drawing.png(table, result.timeline_coupled, title)
+    return Shown("\n".join(lines) + "\n", files)
 
 
 # --- all schedules --------------------------------------------------------------------------------
 
 
-def compare(request: Request, progress: search.Report) -> Shown:
-    """All schedules, best first: those within the memory bound by coupled time, then the others."""
-    flags, asked = request.flags, request.spec.repeats
-    repeats: dict[str, Sequence[int]] = {
-        name: (_repeats_to_compare(name, asked),) for name in SCHEDULES
-    }
-    repeats["auto"] = tuple(
-        sorted({*(count for counts in repeats.values() for count in counts), *search.ANY_REPEATS})
-    )
+def compare(request: ScheduleRequest, progress: search.Report) -> Shown:
+    """All schedules, best first: those within the memory bound by coupled time, then the others.
+    Each has the number of chunks asked for if it is made for that, else the fewest."""
+    flags, spec, requested = request.flags, request.spec, request.spec.repeats
+    repeats: dict[str, Sequence[int]] = {}
+    for name in SCHEDULES:
+        fits = requested and fits_repeats(name, requested)
+        repeats[name] = (requested if fits else max(1, default_repeats(name)),)
+    repeats[AUTO] = sorted({*itertools.chain(*repeats.values()), *search.ANY_REPEATS})
     listed, done = [], 0.0
     for name, counts in repeats.items():
-        part = 0.5 if name == "auto" else 0.5 / len(SCHEDULES)
+        part = 0.5 if name == AUTO else 0.5 / len(SCHEDULES)
         table = make(request, name, counts, search.part_of(progress, done, part))
         done += part
-        values = figures(
-            table,
-            simulate(
-                table, request.spec.times, fused_backward=flags.fused_backward and name in FUSED
-            ),
-        )
-        values["memory"] = memory_of(table) / values["repeats"] * (asked or 1)
+        fused = flags.fused_backward and name in FUSED
+        values = figures(table, simulate(table, spec.times, fused_backward=fused))
+        values["memory"] = memory_of(table) / values["repeats"] * (requested or 1)
         values["fits"] = not flags.memory or values["memory"] <= flags.memory + ROUNDING
         listed.append(values)
     listed.sort(
@@ -438,13 +435,7 @@ def compare(request: Request, progress: search.Report) -> Shown:
             values["memory"],
         )
     )
-    return Shown(json.dumps(listed) + "\n" if flags.json else comparison(listed, asked))
-
-
-def _repeats_to_compare(name: str, repeats: int) -> int:
-    """The number of chunks asked for if the schedule is made for it, else the fewest that it is
-    made for."""
-    return repeats if repeats and fits_repeats(name, repeats) else max(1, default_repeats(name))
+    return Shown(json.dumps(listed) + "\n" if flags.json else comparison(listed, requested))
 
 
 if __name__ == "__main__":

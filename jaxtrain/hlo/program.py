@@ -78,8 +78,8 @@ class Instruction:
     @property
     def bytes_of_each(self) -> list[int]:
         """Bytes of each array. A type that BYTES lacks is one of the many eight-bit floats."""
-        widths = (BYTES.get(dtype, 1) for dtype in self.types)
-        return [int(size * width) for size, width in zip(self.sizes, widths, strict=True)]
+        typed = zip(self.sizes, self.types, strict=True)
+        return [int(size * BYTES.get(dtype, 1)) for size, dtype in typed]
 
     @property
     def spaces(self) -> list[int]:
@@ -149,7 +149,7 @@ class Instruction:
 
 
 def _integers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
+    return tuple(map(int, text.split(","))) if text else ()
 
 
 def _iota(shape: str, order: str | None) -> np.ndarray:
@@ -158,32 +158,12 @@ def _iota(shape: str, order: str | None) -> np.ndarray:
     return ids.transpose(_integers(order)) if order else ids
 
 
-def _instruction(match: re.Match[str], computation: str) -> Instruction:
-    """The instruction of a line that _LINE matches."""
-    root, name, result, opcode, operands, attributes = match.groups()
-    arrays, calls = _ARRAY.findall(result), dict(_CALL.findall(attributes))
-    if branches := re.search(r"branch_computations=\{([^}]*)\}", attributes):
-        calls |= {f"branch{i}": name.strip(" %") for i, name in enumerate(branches[1].split(","))}
-    return Instruction(
-        name,
-        computation,
-        opcode,
-        shapes=tuple(_integers(dimensions) if dimensions else () for _, dimensions, _ in arrays),
-        types=tuple(dtype for dtype, _, _ in arrays),
-        layouts=tuple(layout for _, _, layout in arrays),
-        operands=tuple(re.findall(r"%([\w.\-]+)", operands)),
-        calls=calls,
-        root=bool(root),
-        text=match[0].strip(),
-    )
-
-
 class Program:
     """A compiled program. Raises ValueError for a text without an entry computation.
 
     computations: name → instructions, in the order in which they run
     entry:        the name of the computation that runs first
-    named:        computation → name → instruction
+    named:        name → instruction; XLA gives no name twice
     """
 
     def __init__(self, text: str):
@@ -196,10 +176,27 @@ class Program:
                 self.computations[computation] = []
                 self.entry = computation if head[1] else self.entry
             elif computation and (match := _LINE.match(line)):
-                self.computations[computation].append(_instruction(match, computation))
+                root, name, result, opcode, operands, attributes = match.groups()
+                arrays, calls = _ARRAY.findall(result), dict(_CALL.findall(attributes))
+                if branches := re.search(r"branch_computations=\{([^}]*)\}", attributes):
+                    called = (branch.strip(" %") for branch in branches[1].split(","))
+                    calls |= {f"branch{n}": branch for n, branch in enumerate(called)}
+                instruction = Instruction(
+                    name,
+                    computation,
+                    opcode,
+                    shapes=tuple(_integers(dimensions) for _, dimensions, _ in arrays),
+                    types=tuple(dtype for dtype, _, _ in arrays),
+                    layouts=tuple(layout for _, _, layout in arrays),
+                    operands=tuple(re.findall(r"%([\w.\-]+)", operands)),
+                    calls=calls,
+                    root=bool(root),
+                    text=line.strip(),
+                )
+                self.computations[computation].append(instruction)
         if not self.entry:
             raise ValueError("this is no program: it has no entry")
-        self.named = {name: {i.name: i for i in body} for name, body in self.computations.items()}
+        self.named = {i.name: i for body in self.computations.values() for i in body}
 
     def below(self, name: str) -> Iterator[Instruction]:
         """The instructions of a computation and of all that it calls, each computation once."""
@@ -223,7 +220,7 @@ class Program:
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
         """The instructions whose values an instruction reads."""
-        return [self.named[instruction.computation][operand] for operand in instruction.operands]
+        return [self.named[operand] for operand in instruction.operands]
 
     def root(self, computation: str) -> Instruction:
         """The instruction whose value a computation returns."""

@@ -123,9 +123,11 @@ class Platform:
         """The rule that its topologies keep, as errors state it."""
         if self.backend == "gpu":
             return "1, 2, 4 or 8 GPUs in a node, 8 in each of several"
-        most = f"with at most {self.largest_slice} chips in all"
-        if self.sizes == 2:
-            most = f"of at most {POD_SIDE} chips"
+        slices, pods = (
+            f"with at most {self.largest_slice} chips in all",
+            f"of at most {POD_SIDE} chips",
+        )
+        most = pods if self.sizes == 2 else slices
         return f"the first two dimensions are even, for a host has 2 × 2 chips; {most}"
 
 
@@ -187,8 +189,8 @@ class Topology:
         name, _, sizes = self.text.partition(":")
         if self.platform.backend == "gpu":
             target = (HERE / f"{name}.txtpb").read_text()
-            slices = f"1x{sizes}"  # slices, hosts, GPUs
-            return {"platform": "cuda", "topology": slices, "target_config": target}
+            # The topology is slices, hosts, GPUs.
+            return {"platform": "cuda", "topology": f"1x{sizes}", "target_config": target}
         arguments = {
             "platform": "tpu",
             "topology_name": f"{'v5' if name == 'v5p' else name}:{sizes}",  # libtpu's name
@@ -206,12 +208,13 @@ def parse(text: str) -> Topology:
     if name not in PLATFORMS:
         near = (difflib.get_close_matches(name, PLATFORMS, 1, 0.5) or ["v5p"])[0]
         forms = ", ".join(platform.form for platform in PLATFORMS.values())
-        fix = {"topology": fitting(near, EXAMPLE).text}
-        raise TopologyError(f"--topology={text!r} is none of {forms}", fix)
+        raise TopologyError(
+            f"--topology={text!r} is none of {forms}", {"topology": fitting(near, EXAMPLE).text}
+        )
     platform = PLATFORMS[name]
     if not re.fullmatch(r"\d{1,6}(x\d{1,6})*", sizes) or sizes.count("x") != platform.sizes - 1:
-        fix = {"topology": fitting(name, EXAMPLE).text}
-        raise TopologyError(f"--topology={text!r} is not written as {platform.form}", fix)
+        rule = f"--topology={text!r} is not written as {platform.form}"
+        raise TopologyError(rule, {"topology": fitting(name, EXAMPLE).text})
     topology = Topology(platform, tuple(map(int, sizes.split("x"))))
     if topology != topology.nearest:
         rule = f"--topology={text!r} is no {name} topology ({platform.rule})"
@@ -258,10 +261,6 @@ class Compiled:
     @functools.cached_property
     def program(self) -> Program:
         return Program(self.text)
-
-    @property
-    def seconds(self) -> float:
-        return self.tracing + self.compiling
 
     @property
     def total(self) -> int:

@@ -66,13 +66,12 @@ def events_of(data: ProfileData, module: str) -> Events:
     events: Events = {}
     for plane in data.planes:
         device = DEVICE.fullmatch(plane.name)
-        if device is None and plane.name != HOST:
-            continue
-        number = int(device[1]) if device else None
-        for ran_on, event, instruction in _of_plane(plane, module, number):
-            begin, end = NS * event.start_ns, NS * (event.start_ns + event.duration_ns)
-            of_device = events.setdefault(ran_on, [])
-            of_device.append(TraceEvent(instruction, event.name, begin, end))
+        if device or plane.name == HOST:
+            number = int(device[1]) if device else None
+            for ran_on, event, instruction in _of_plane(plane, module, number):
+                begin, end = NS * event.start_ns, NS * (event.start_ns + event.duration_ns)
+                read_event = TraceEvent(instruction, event.name, begin, end)
+                events.setdefault(ran_on, []).append(read_event)
     return events
 
 

@@ -4,7 +4,6 @@ Each time is the seconds of one of N devices that all work at once, as in a trai
 devices share cores: the seconds of one of them are the process's CPU-seconds over the cores.
 """
 
-import dataclasses
 import functools
 import math
 import os
@@ -33,19 +32,6 @@ FEW = 1 << 26  # multiplications of a product that is too short to be timed on i
 LEAST_PART = 0.1
 
 
-class Product(NamedTuple):
-    """Seconds of the product [m, k] · [k, n] on a device."""
-
-    m: int
-    n: int
-    k: int
-    seconds: float
-
-    @property
-    def flops(self) -> float:
-        return 2.0 * self.m * self.n * self.k
-
-
 class TimedCollectives(NamedTuple):
     """Seconds of collectives, one after the other, over groups of `devices` neighbours."""
 
@@ -59,49 +45,42 @@ def without(seconds: float, call: float) -> float:
     return max(seconds - call, LEAST_PART * seconds)
 
 
-@dataclasses.dataclass(frozen=True)
-class Stopwatch:
-    """Seconds of a device in a program on all devices.
+def seconds_of(call: Callable[[], Any], cores: int, ahead: bool, least: float) -> float:
+    """Seconds of a call on a device: the median of REPEATS timings, each of several calls.
 
     cores: the cores that the devices share, whose CPU-seconds count; 0 where each device has its
            own, and wall seconds count
     ahead: several calls may be dispatched at once; CPU devices would deadlock in their collectives
     least: the least seconds of a timing
     """
+    now = time.process_time if cores else time.perf_counter
 
-    cores: int
-    ahead: bool
-    least: float
-
-    def seconds(self, call: Callable[[], Any]) -> float:
-        """Seconds of a call: the median of REPEATS timings, each of several calls."""
-        jax.block_until_ready(call())
-        calls = min(1000, math.ceil(self.least / max(self._timed(call, 1), 1e-6)))
-        return statistics.median(self._timed(call, calls) for _ in range(REPEATS)) / calls
-
-    def _timed(self, call: Callable[[], Any], calls: int) -> float:
-        now = time.process_time if self.cores else time.perf_counter
+    def timed(calls: int) -> float:
         began = now()
         for i in range(calls):
             result = call()
-            if i == calls - 1 or not self.ahead:
+            if i == calls - 1 or not ahead:
                 jax.block_until_ready(result)
-        return (now() - began) / (self.cores or 1)
+        return (now() - began) / (cores or 1)
+
+    jax.block_until_ready(call())
+    calls = min(1000, math.ceil(least / max(timed(1), 1e-6)))
+    return statistics.median(timed(calls) for _ in range(REPEATS)) / calls
 
 
 class Bench:
     """Programs on all devices, each device with a shard of the batch, and their times.
 
     least: the least seconds of a timing
+    cores: the cores that simulated devices share; 0 for devices of their own
     call:  seconds of the host for a program that does nothing, which no time includes
     """
 
     def __init__(self, devices: Sequence[jax.Device], least: float):
         sizes = tuple(len(devices) if axis == DATA else 1 for axis in meshes.AXES)
-        self.mesh = meshes.make_mesh(sizes, devices)
-        cores = len(os.sched_getaffinity(0))
-        cpu = devices[0].platform == "cpu"
-        self.watch = Stopwatch(cores if cpu and len(devices) > cores else 0, not cpu, least)
+        self.mesh, self.least = meshes.make_mesh(sizes, devices), least
+        self.cpu, cores = devices[0].platform == "cpu", len(os.sched_getaffinity(0))
+        self.cores = cores if self.cpu and len(devices) > cores else 0
         self.call = self._seconds(lambda x: x + 1, *self._arrays((1, 1), np.float32))
 
     def _arrays(
@@ -133,7 +112,7 @@ class Bench:
             check_vma=False,
         )
         compiled = jax.jit(local).lower(*arrays).compile()
-        return self.watch.seconds(lambda: compiled(*arrays))
+        return seconds_of(lambda: compiled(*arrays), self.cores, not self.cpu, self.least)
 
     def launch(self) -> float:
         """Seconds of an operation that computes next to nothing, after another one."""
@@ -145,8 +124,8 @@ class Bench:
         )
         return max(0.0, long - short) / (CHAIN - 1)
 
-    def product(self, m: int, n: int, k: int, dtype: str) -> Product:
-        """Measures the product [m, k] · [k, n]; a short one several times in a program."""
+    def product(self, m: int, n: int, k: int, dtype: str) -> float:
+        """Seconds of the product [m, k] · [k, n]; a program has several of a short one."""
         count = 4 if m * n * k < FEW else 1
         left = self._arrays((m, k), jnp.dtype(dtype), count)
         right = self._arrays((k, n), jnp.dtype(dtype), count)
@@ -154,7 +133,7 @@ class Bench:
             a @ b for a, b in zip(arrays[:count], arrays[count:], strict=True)
         )
         seconds = self._seconds(products, *left, *right)
-        return Product(m, n, k, without(seconds, self.call) / count)
+        return without(seconds, self.call) / count
 
     def attention(
         self, sequences: int, tokens: int, heads: int, size: int, dtype: str
@@ -184,7 +163,8 @@ class Bench:
             arrays[0] = compiled(arrays[0])
             return arrays[0]
 
-        return 2.0 * size, without(self.watch.seconds(update), self.call)
+        seconds = seconds_of(update, self.cores, not self.cpu, self.least)
+        return 2.0 * size, without(seconds, self.call)
 
     def collectives(self, group: int, size: int) -> list[TimedCollectives]:
         """Times of an all-gather with the reduce-scatter that undoes it, of an all-reduce and of a

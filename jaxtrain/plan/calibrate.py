@@ -44,7 +44,7 @@ from jaxtrain.costs.hardware import FIGURES, GIB, Hardware, Matmul, Tier
 from jaxtrain.costs.layout import Layout
 from jaxtrain.costs.step_time import ATTENTION_BACKWARD
 from jaxtrain.devices.startup import start_jax, unused_accelerator
-from jaxtrain.plan.bench import Bench, Product, TimedCollectives, groups_of, without
+from jaxtrain.plan.bench import Bench, TimedCollectives, groups_of, without
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.progress import SearchProgress
@@ -55,10 +55,21 @@ Report = Callable[[str, float], None]  # gets what is measured next, and the fra
 Case = TypeVar("Case", bound=tuple)
 
 
-class CalibrationError(RunError):
-    """Devices that cannot be measured; the text is one line."""
-
-    status = ExitStatus.BAD_CONFIG
+NO_DATA_SHEET = Hardware(
+    name="",
+    peak_tflops=dict.fromkeys((BFLOAT16, FLOAT32), 0.0),
+    memory_gib=0.0,
+    memory_usable=MEMORY_USABLE,
+    memory_gb_per_s=0.0,
+    memory_reached=1.0,
+    matmul=Matmul(1.0, (0.0, 0.0, 0.0)),
+    attention_forward=1.0,
+    attention_backward=1.0,
+    launch_us=0.0,
+    tiers=(),
+    watts=0.0,
+    sources=(),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +114,11 @@ ACCELERATOR = Sizes(
 )
 
 
+def flops(m: int, n: int, k: int) -> float:
+    """FLOPs of the product [m, k] · [k, n]."""
+    return 2.0 * m * n * k
+
+
 # --- fits ---------------------------------------------------------------------------------------
 
 
@@ -118,16 +134,17 @@ def fit(terms: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[lis
     return factors.tolist(), float(np.median(np.abs(parts @ factors - 1)))
 
 
-def fit_products(measured: Sequence[Product], launch: float) -> tuple[float, Matmul, float]:
+def fit_products(
+    products: Sequence[tuple[int, int, int]], seconds: Sequence[float]
+) -> tuple[float, Matmul, float]:
     """FLOP/s of an infinite product, what smaller ones reach of it, and the median relative error.
 
-    launch: seconds of an operation that does nothing
+    products: (m, n, k); seconds: their times without a launch
     """
-    seconds = [without(product.seconds, launch) for product in measured]
-    terms = [[p.flops, p.flops / p.m, p.flops / p.n, p.flops / p.k] for p in measured]
+    terms = [[flops(*size), *(flops(*size) / length for length in size)] for size in products]
     (per_flop, *per_size), error = fit(terms, seconds)
     # 0 if the sizes explain all of the seconds
-    per_flop = per_flop or min(s / p.flops for s, p in zip(seconds, measured, strict=True))
+    per_flop = per_flop or min(s / flops(*p) for s, p in zip(seconds, products, strict=True))
     m, n, k = (factor / per_flop for factor in per_size)
     return 1 / per_flop, Matmul(1.0, (m, n, k)), error
 
@@ -156,18 +173,18 @@ def fit_links(
 def calibrate(sizes: Sizes | None = None, report: Report = lambda what, done: None) -> Hardware:
     """The figures of this process's devices, measured in under a minute.
 
-    Raises CalibrationError for devices that cannot be measured.
+    Raises cli.FlagsError for devices that cannot be measured.
     """
     devices = jax.devices()
     known = kinds.of_device(devices[0].device_kind)
     if jax.process_count() > 1:
-        raise CalibrationError(
+        raise cli.FlagsError(
             "--calibrate measures one process's devices: start it on one machine, without "
             "--processes"
         )
     if len(devices) == 1 and known is None:
         kind = devices[0].device_kind
-        raise CalibrationError(
+        raise cli.FlagsError(
             f"--calibrate needs two devices to measure links, and {kind!r} is one of no known "
             "kind: use --cpu_devices=8"
         )
@@ -175,43 +192,40 @@ def calibrate(sizes: Sizes | None = None, report: Report = lambda what, done: No
     bench = Bench(devices, sizes.seconds)
     launch = bench.launch()
     swept = _announced(sizes.products, "products, [{0}, {2}] · [{2}, {1}]", 0.05, 0.5, report)
-    products = [bench.product(*product, sizes.dtype) for product in swept]
-    peak, matmul, error = fit_products(products, launch)
-    fits = [f"{len(products)} products {error:.0%}"]
+    seconds = [without(bench.product(*product, sizes.dtype), launch) for product in swept]
+    peak, matmul, error = fit_products(sizes.products, seconds)
+    fits = [f"{len(seconds)} products {error:.0%}"]
     other = BFLOAT16 if sizes.dtype == FLOAT32 else FLOAT32
     report(f"products in {other}", 0.55)
-    largest = bench.product(*sizes.products[-1], other)
-    rate = largest.flops / without(largest.seconds, launch)
-    peaks = {sizes.dtype: peak, other: rate / matmul.reached(largest.m, largest.n, largest.k)}
-    forward, backward = _attention(bench, sizes, peak, report)
+    largest = sizes.products[-1]
+    rate = flops(*largest) / without(bench.product(*largest, other), launch)
+    peaks = {sizes.dtype: peak, other: rate / matmul.reached(*largest)}
+    announced = _announced(
+        sizes.attention, "attention, {2} heads of {3}, {1} tokens", 0.6, 0.1, report
+    )
+    forward, backward = zip(
+        *(bench.attention(*case, sizes.dtype) for case in announced), strict=True
+    )
     report("passes over memory", 0.7)
     passes = [bench.streaming(size) for size in sizes.passes][-2:]
     streaming = sum(moved for moved, _ in passes) / sum(seconds for _, seconds in passes)
-    cores = bench.watch.cores
-    base = _as_fast_as_measured(known or _unknown(devices), peaks, streaming)
-    base = dataclasses.replace(base, alone=len(devices) / cores if cores else 1.0)
+    base = _base(bench, devices, known, peaks, streaming)
     tiers = base.tiers
     if len(devices) > 1:
-        cases = [
-            (n, size, size >> 10) for n in groups_of(len(devices)) for size in sizes.collectives
-        ]
-        announced = _announced(cases, "collectives of {2} KiB over {0} devices", 0.75, 0.25, report)
-        collectives = [timed for n, size, _ in announced for timed in bench.collectives(n, size)]
-        name, joined = (tiers[0].name if tiers else "local"), len(devices) * (len(tiers) > 1)
-        tier, error = fit_links(collectives, base, name, joined)
-        fits.append(f"{len(collectives)} collectives {error:.0%}")
+        tier, fit_of_links = _links(bench, sizes, base, report)
+        fits.append(fit_of_links)
         tiers = (tier, *tiers[1:])
     reached = peak / base.peak(sizes.dtype)
-    simulated = f", {len(devices)} simulated devices on {cores} cores" if cores else ""
     return dataclasses.replace(
         base,
-        name=f"{devices[0].device_kind}{simulated}",
         matmul=dataclasses.replace(matmul, peak=min(1.0, reached)),
-        attention_forward=min(1.0, forward * reached),
-        attention_backward=min(1.0, backward * reached),
+        attention_forward=min(1.0, _attention_rate(sizes, forward) / base.peak(sizes.dtype)),
+        attention_backward=min(
+            1.0, ATTENTION_BACKWARD * _attention_rate(sizes, backward) / base.peak(sizes.dtype)
+        ),
         launch_us=1e6 * launch,
         tiers=tiers,
-        sources=_sources(devices, cores, sizes, fits, known),
+        sources=_sources(devices, bench.cores, sizes, fits, known),
     )
 
 
@@ -227,56 +241,56 @@ def _announced(
         yield case
 
 
-def _attention(bench: Bench, sizes: Sizes, peak: float, report: Report) -> tuple[float, float]:
-    """Fractions of `peak` that attention reaches, forward and backward: geometric means.
-
-    Half of the scores count.
-    """
-    forward, backward = [], []
-    text = "attention, {2} heads of {3}, {1} tokens"
-    for case in _announced(sizes.attention, text, 0.6, 0.1, report):
-        sequences, tokens, heads, size = case
-        flops = 0.5 * 4.0 * sequences * heads * tokens**2 * size
-        seconds = bench.attention(*case, sizes.dtype)
-        forward.append(flops / seconds[0] / peak)
-        backward.append(ATTENTION_BACKWARD * flops / seconds[1] / peak)
-    return statistics.geometric_mean(forward), statistics.geometric_mean(backward)
-
-
-def _unknown(devices: Sequence[jax.Device]) -> Hardware:
-    """Hardware without a data sheet, of which only the memory's size is known."""
-    limit = (devices[0].memory_stats() or {}).get("bytes_limit", 0)
-    if not limit and devices[0].platform == "cpu":
-        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(devices)
-    return Hardware(
-        name="",
-        peak_tflops=dict.fromkeys((BFLOAT16, FLOAT32), 0.0),
-        memory_gib=limit / GIB,
-        memory_usable=MEMORY_USABLE,
-        memory_gb_per_s=0.0,
-        memory_reached=1.0,
-        matmul=Matmul(1.0, (0.0, 0.0, 0.0)),
-        attention_forward=1.0,
-        attention_backward=1.0,
-        launch_us=0.0,
-        tiers=(),
-        watts=0.0,
-        sources=(),
+def _attention_rate(sizes: Sizes, seconds: Sequence[float]) -> float:
+    """FLOP/s of attention forward with half of the scores: the geometric mean over the sizes."""
+    cases = zip(sizes.attention, seconds, strict=True)
+    return statistics.geometric_mean(
+        0.5 * 4.0 * sequences * heads * tokens**2 * size / s
+        for (sequences, tokens, heads, size), s in cases
     )
 
 
-def _as_fast_as_measured(kind: Hardware, peaks: dict[str, float], streaming: float) -> Hardware:
-    """The hardware with peaks and bandwidth raised to what was measured, and its `memory_reached`.
+def _links(bench: Bench, sizes: Sizes, base: Hardware, report: Report) -> tuple[Tier, str]:
+    """The measured tier of links that joins all devices, and how well it fits."""
+    devices = bench.mesh.size
+    cases = [(n, size, size >> 10) for n in groups_of(devices) for size in sizes.collectives]
+    announced = _announced(cases, "collectives of {2} KiB over {0} devices", 0.75, 0.25, report)
+    collectives = [timed for n, size, _ in announced for timed in bench.collectives(n, size)]
+    # The last tier joins any number of devices.
+    name, joined = (base.tiers[0].name if base.tiers else "local"), devices * (len(base.tiers) > 1)
+    tier, error = fit_links(collectives, base, name, joined)
+    return tier, f"{len(collectives)} collectives {error:.0%}"
 
-    peaks: FLOP/s by type; streaming: bytes a second
+
+def _base(
+    bench: Bench,
+    devices: Sequence[jax.Device],
+    known: Hardware | None,
+    peaks: dict[str, float],
+    streaming: float,
+) -> Hardware:
+    """The data sheet with peaks and bandwidth raised to what was measured, and `memory_reached`.
+
+    Devices without a data sheet have only these figures and the memory's size. peaks: FLOP/s by
+    type; streaming: bytes a second
     """
+    kind, cores = devices[0].device_kind, bench.cores
+    if known is None:
+        limit = (devices[0].memory_stats() or {}).get("bytes_limit", 0)
+        if not limit and devices[0].platform == "cpu":
+            limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(devices)
+        known = dataclasses.replace(NO_DATA_SHEET, memory_gib=limit / GIB)
     tflops = {
-        dtype: max(peak, peaks.get(dtype, 0.0) / 1e12) for dtype, peak in kind.peak_tflops.items()
+        dtype: max(peak, peaks.get(dtype, 0.0) / 1e12) for dtype, peak in known.peak_tflops.items()
     }
-    gb_per_s = max(kind.memory_gb_per_s, streaming / 1e9)
-    reached = min(1.0, streaming / (1e9 * gb_per_s))
+    gb_per_s = max(known.memory_gb_per_s, streaming / 1e9)
     return dataclasses.replace(
-        kind, peak_tflops=tflops, memory_gb_per_s=gb_per_s, memory_reached=reached
+        known,
+        name=f"{kind}, {len(devices)} simulated devices on {cores} cores" if cores else kind,
+        peak_tflops=tflops,
+        memory_gb_per_s=gb_per_s,
+        memory_reached=min(1.0, streaming / (1e9 * gb_per_s)),
+        alone=len(devices) / cores if cores else 1.0,
     )
 
 
@@ -368,7 +382,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         start_jax(flags)
         if unused := unused_accelerator(flags):
-            raise CalibrationError(unused)
+            raise cli.FlagsError(unused)
         with SearchProgress("calibrating") as progress:
             hardware = calibrate(report=progress)
         text = json.dumps(kinds.to_json(hardware), indent=2, ensure_ascii=False) + "\n"

@@ -59,7 +59,6 @@ PARTS = {
     "optimizer": "moments",
     "activations": "slots",
 }
-REST = "rest"
 AGREES = 0.1  # of the compiler's memory
 FORMS = ", ".join(platform.form for platform in topology.PLATFORMS.values())
 FLAGS = (
@@ -156,35 +155,29 @@ class CompileCheck:
     def lines(self) -> list[str]:
         """The comparison as lines of text."""
         where, platform, compiled = self.topology, self.topology.platform, self.compiled
-        devices = f"{where.devices} × {platform.device_kind}"
-        if platform.backend != "gpu":
-            rings = sum(map(bool, where.wrap[: len(where.sizes)]))
-            devices += f", links that go round along {rings} of {len(where.sizes)} dimensions"
+        rings = sum(map(bool, where.wrap[: len(where.sizes)]))
+        links = f", links that go round along {rings} of {len(where.sizes)} dimensions"
+        devices = f"{where.devices} × {platform.device_kind}{links * (platform.backend != 'gpu')}"
         versions = f"{platform.compiler}, jax {importlib.metadata.version('jax')}"
         seconds = f"traced in {compiled.tracing:.0f} s, compiled in {compiled.compiling:.0f} s"
+        big = self.total.compiled >= GIB
+        size = lambda n: "–" if n is None else f"{n / (GIB if big else 2**20):,.2f}"
+        unit = "GiB" if big else "MiB"
+        memory = [(f"memory per device, {unit}", "compiler", "planner")]
+        memory += [
+            (f"  {part.name}", size(part.compiled), size(part.planned))
+            for part in (*self.parts, self.total)
+        ]
+        split = ", ".join(f"{kind} {size(compiled.memory[kind])}" for kind in ("argument", "temp"))
+        agrees = "within" if abs(self.error) <= AGREES else "not within"
         return [
             f"{where.text}: {devices}; {versions}: {seconds}",
-            *self._memory_lines(),
+            *aligned(memory, words=1),
+            f"  the planner is {abs(self.error):.1%} {'below' if self.error < 0 else 'above'} the "
+            f"compiler, {agrees} {AGREES:.0%}; as compiled it "
+            f"{'fits' if self.fits else 'does not fit'} the {self.capacity / GIB:,.1f} GiB that a "
+            f"device has for arrays ({split} {unit})",
             *self._collective_lines(),
-        ]
-
-    def _memory_lines(self) -> list[str]:
-        unit, name = (GIB, "GiB") if self.total.compiled >= GIB else (2**20, "MiB")
-        text = lambda n: "–" if n is None else f"{n / unit:,.2f}"
-        cells = [(f"memory per device, {name}", "compiler", "planner")]
-        for part in (*self.parts, self.total):
-            cells.append((f"  {part.name}", text(part.compiled), text(part.planned)))
-        split = ", ".join(
-            f"{kind} {self.compiled.memory[kind] / unit:,.2f}" for kind in ("argument", "temp")
-        )
-        agrees = "within" if abs(self.error) <= AGREES else "not within"
-        fits = "fits" if self.fits else "does not fit"
-        below = "below" if self.error < 0 else "above"
-        return [
-            *aligned(cells, words=1),
-            f"  the planner is {abs(self.error):.1%} {below} the compiler, {agrees} "
-            f"{AGREES:.0%}; as compiled it {fits} "
-            f"the {self.capacity / GIB:,.1f} GiB that a device has for arrays ({split} {name})",
         ]
 
     def _collective_lines(self) -> list[str]:
@@ -192,13 +185,13 @@ class CompileCheck:
         compiled = sum(c.compiled for c in self.collectives)
         planned = sum(c.planned for c in self.collectives)
         unit, name = (1e9, "GB") if compiled >= 1e9 else (1e6, "MB")
-        text = lambda n: f"{n / unit:,.3f}"
+        size = lambda n: f"{n / unit:,.3f}"
         title = f"collectives: {name} that a device{whose} sends in a step"
         cells = [(title, "compiler", "planner", "asynchronous", "overlapped")]
         for c in self.collectives:
             shares = (f"{c.asynchronous:.0%}", f"{c.overlapped:.0%}") if c.compiled else ("–", "–")
-            cells.append((f"  {c.kind} over {c.axes}", text(c.compiled), text(c.planned), *shares))
-        cells.append(("  in all", text(compiled), text(planned), "", ""))
+            cells.append((f"  {c.kind} over {c.axes}", size(c.compiled), size(c.planned), *shares))
+        cells.append(("  in all", size(compiled), size(planned), "", ""))
         return [line.rstrip() for line in aligned(cells, words=1)]
 
 
@@ -256,7 +249,7 @@ def _parts(compiled: Compiled, planned: Memory) -> list[MemoryPart]:
     rest = ", ".join([*(name for name in planned.parts if name not in known), "gaps"])
     compiled_rest = compiled.total - sum(part.compiled for part in parts)
     planned_rest = planned.bytes - sum(planned.parts[part] for part in known)
-    return [*parts, MemoryPart(f"{REST} ({rest})", compiled_rest, planned_rest)]
+    return [*parts, MemoryPart(f"rest ({rest})", compiled_rest, planned_rest)]
 
 
 def cast_bytes(program: Program) -> int:

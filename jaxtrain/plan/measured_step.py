@@ -93,7 +93,6 @@ class Kinds:
     def __init__(self, text: str, mesh: Mapping[str, int]):
         self.program, self.mesh = Program(text), mesh
         self._axes = [name for name, size in mesh.items() if size > 1]
-        self._named = {i.name: i for body in self.program.computations.values() for i in body}
         self._kinds: dict[tuple[str, str], Kind | None] = {}
 
     def of(self, event: TraceEvent) -> Kind | None:
@@ -101,19 +100,16 @@ class Kinds:
 
         None for a loop, whose time is that of its body.
         """
-        instruction = self._named.get(event.instruction)
+        instruction = self.program.named.get(event.instruction)
         key = event.instruction, "" if instruction else event.kernel
-        if key not in self._kinds:
-            self._kinds[key] = (
-                self._of(instruction) if instruction else self._of_kernel(event.kernel)
-            )
+        if key not in self._kinds and instruction:
+            self._kinds[key] = self._of(instruction)
+        elif key not in self._kinds:
+            part = next((part for kernel, part in KERNELS if kernel.search(event.kernel)), MEMORY)
+            rank = Rank.COMMUNICATES if part in (COMMUNICATION, HOST) else Rank.COMPUTES
+            only_axis = part == COMMUNICATION and len(self._axes) == 1
+            self._kinds[key] = Kind(self._axes[0] if only_axis else part, rank)
         return self._kinds[key]
-
-    def _of_kernel(self, name: str) -> Kind:
-        part = next((part for pattern, part in KERNELS if pattern.search(name)), MEMORY)
-        rank = Rank.COMMUNICATES if part in (COMMUNICATION, HOST) else Rank.COMPUTES
-        only_axis = part == COMMUNICATION and len(self._axes) == 1
-        return Kind(self._axes[0] if only_axis else part, rank)
 
     def _of(self, i: Instruction) -> Kind | None:
         if i.opcode in BODIES_COUNT:
@@ -122,14 +118,16 @@ class Kinds:
             return Kind(OTHER, Rank.ENCLOSES)
         start = i
         if i.opcode.endswith("-done"):
-            start = self._named.get(next(iter(i.operands), ""), i)
+            start = self.program.named.get(next(iter(i.operands), ""), i)
         products = self.program.multiplies(start)
         inside = [start, *self.program.below(start.calls.get("calls", ""))]
         if not products:
             if collective := next((j for j in inside if j.collective), None):
                 axes, _ = along(collective, self.mesh)
                 return Kind(axes[0], Rank.COMMUNICATES) if axes else None
-            operands = [self._named[name] for name in start.operands if name in self._named]
+            operands = [
+                self.program.named[name] for name in start.operands if name in self.program.named
+            ]
             if any(HOST_MEMORY in j.spaces for j in (start, *operands)):
                 return Kind(HOST, Rank.COMMUNICATES)
         op_name = i.op_name

@@ -258,10 +258,7 @@ def coupled(table: Table, times: Times, shares: Sequence[float] | None = None) -
     """The timeline of the ticks as the runtime executes them, ordered by tick, part of the tick and
     stage."""
     starts = coupled_starts(table, times, shares)
-    tick, stage = np.nonzero(table.op)
-    op, unit, microbatch = (
-        array[tick, stage] for array in (table.op, table.unit, table.microbatch)
-    )
+    tick, stage, op, unit, microbatch = table.busy
     cells = _steps(
         stage=stage,
         tick=tick,
@@ -348,10 +345,7 @@ def _cell_steps(
     fused_backward: bool,
 ) -> np.ndarray:
     """The steps of the cells, STEP [cells]."""
-    tick, stage = np.nonzero(table.op)
-    op, unit, microbatch = (
-        array[tick, stage] for array in (table.op, table.unit, table.microbatch)
-    )
+    tick, stage, op, unit, microbatch = table.busy
     ways = message_ways(table.stage_of, table.stages)
     way = ways[op, unit]
     forward, backward, weights = (op == kind for kind in (Op.F, Op.B, Op.W))

@@ -1,13 +1,13 @@
-"""What a tick reads of the table: for each op whether this stage runs it in this tick, and with
+"""The columns of a table that a tick reads: whether this stage runs an op in this tick, and with
 which microbatch and slots.
 
 The ops of a tick, in order:
 
     take_up_activation, take_down_activation, take_up_gradient, take_down_gradient
-                                      what the last permute brought goes into its slot
+                                      the message of the last permute goes into its slot
     permute_EARLY
     embed                             the first unit's input
-    F, K, R, B, W of each unit        forward; forward that keeps what the backward reads;
+    F, K, R, B, W of each unit        forward; forward that saves what the backward reads;
                                       recompute; gradients
     send_up, send_down                a result that goes by another buffer than its op writes, into
                                       that buffer
@@ -24,7 +24,7 @@ import dataclasses
 
 import numpy as np
 
-from jaxtrain.schedule.slots import MESSAGES, Array, Slots, SlottedTable
+from jaxtrain.schedule.slots import MESSAGES, Array, SlottedTable, TickSlots
 from jaxtrain.schedule.table import Op, Permute, Table, directions
 from jaxtrain.schedule.transport import waiting
 
@@ -32,7 +32,7 @@ RESULT = "result"
 # buffer by which a message leaves → the step from its stage to the other one
 WAY = {"up": 1, "down": -1}
 BUFFERS = (*WAY, RESULT)
-# that buffer → the one in which its message is found on the other stage
+# that buffer → the one in which its message arrives on the other stage
 ARRIVED = {"up": "up_arrived", "down": "down_arrived"}
 CELL_OPS = ("F", "K", "R", "B", "W")
 EMBED, HEAD, EMBED_GRADIENT = "embed", "head", "embed_gradient"
@@ -51,7 +51,7 @@ def permute_op(when: Permute) -> str:
 @dataclasses.dataclass(frozen=True)
 class Copy:
     """An op that moves a message on its stage. source, target: buffers, or pools; slot: the field
-    of `Slots` that says where in the pool."""
+    of `TickSlots` that says where in the pool."""
 
     op: str
     source: str
@@ -80,7 +80,7 @@ class TickColumns:
     microbatch:  of the cell
     embed_microbatch, head_microbatch, embed_gradient_microbatch: of these ops
     runs:        op → 1 where the stage runs it, else 0
-    busy:        1 where it runs any but those that take in what has arrived, and permutes
+    busy:        1 where it runs any op besides permutes and those that take in arrived messages
 
     Microbatches and slots are 0 where a tick has none. On one stage, where a tick is a microbatch,
     there is nothing but `microbatch`.
@@ -92,16 +92,16 @@ class TickColumns:
     embed_gradient_microbatch: Array = None
     busy: Array = None
     runs: dict[str, Array] = dataclasses.field(default_factory=dict)
-    slots: Slots = Slots()
+    slots: TickSlots = TickSlots()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TickTable:
-    """What the runtime knows of a table when it makes its ops.
+    """A table as the runtime needs it to make its ops.
 
-    columns:        arrays [ticks, stages]
-    result_buffers: as `result_buffers` says
-    permutes:       as `permutes` says
+    columns:        by `columns`, arrays [ticks, stages]
+    result_buffers: by `result_buffers`
+    permutes:       by `permutes`
     """
 
     slotted: SlottedTable
@@ -112,25 +112,14 @@ class TickTable:
 
 def tick_table(slotted: SlottedTable) -> TickTable:
     """The ticks of a table."""
-    buffers = result_buffers(slotted)
-    return TickTable(slotted, _columns(slotted, buffers), buffers, permutes(slotted.table))
-
-
-def columns(slotted: SlottedTable) -> TickColumns:
-    """The columns of a table, arrays [ticks, stages]."""
-    return _columns(slotted, result_buffers(slotted))
-
-
-def units(table: Table) -> int:
-    """Units on a stage, the most of all stages."""
-    return max(table.stage_of.count(s) for s in range(table.stages))
+    return TickTable(slotted, columns(slotted), result_buffers(slotted), permutes(slotted.table))
 
 
 def permutes(table: Table) -> dict[str, int]:
     """The buffers that ever leave their stages → the step that they make."""
     ways = set(directions(table.stage_of, table.stages)) - {0}
     if not table.forward_only:
-        ways |= {-d for d in ways}
+        ways |= {-way for way in ways}
     return {name: step for name, step in WAY.items() if step in ways}
 
 
@@ -139,46 +128,58 @@ def result_buffers(slotted: SlottedTable) -> dict[tuple[Op, int], str]:
     table, buffers = slotted.table, {}
     unsent = waiting(table)
     for op in (Op.F, Op.B):
-        for u in range(units(table)):
-            cells = (table.op == op) & (table.local_unit == u)
+        for unit in range(table.units_per_stage):
+            cells = (table.op == op) & (table.local_unit == unit)
             leaves_by = [way for way, step in WAY.items() if (cells & (slotted.send == step)).any()]
             stays = cells & (slotted.send == 0)
             # A result that stays passes through the buffer too, which must not hold a message then.
             direct = len(leaves_by) == 1 and not (unsent[WAY[leaves_by[0]]] & stays).any()
-            buffers[op, u] = leaves_by[0] if direct else RESULT
+            buffers[op, unit] = leaves_by[0] if direct else RESULT
     return buffers
 
 
-def _columns(slotted: SlottedTable, buffers: dict[tuple[Op, int], str]) -> TickColumns:
-    table = slotted.table
+def columns(slotted: SlottedTable) -> TickColumns:
+    """The columns of a table, arrays [ticks, stages]."""
+    table, slots = slotted.table, slotted.slots
 
     def of_all(column: np.ndarray) -> np.ndarray:
-        """What a tick says for all stages, for each of them."""
+        """[ticks] → [ticks, stages]: the same for all stages."""
         return np.broadcast_to(column[:, None], table.op.shape)
 
-    takes = {copy.op: getattr(slotted.slots, copy.slot) >= 0 for copy in TAKES}
-    runs = {
-        EMBED: of_all(table.embed >= 0) & _takes_part(table, table.stage_of[0]),
+    def taking_part(column: np.ndarray, end_stage: int) -> np.ndarray:
+        """bool [ticks, stages]: the stages that run the column's op, in its ticks."""
+        stages = (np.arange(table.stages) == end_stage) | (table.vocabulary == "parallel")
+        return of_all(column >= 0) & stages
+
+    written = {buffer: np.zeros(table.op.shape, bool) for buffer in BUFFERS}
+    for (op, unit), buffer in result_buffers(slotted).items():
+        written[buffer] |= (table.op == op) & (table.local_unit == unit)
+    takes = {copy.op: getattr(slots, copy.slot) >= 0 for copy in TAKES}
+    sends = {copy.op: (slotted.send == WAY[copy.target]) & written[copy.source] for copy in SENDS}
+    stays = {copy.op: (getattr(slots, copy.slot) >= 0) & written[copy.source] for copy in STAYS}
+    ops = {
+        EMBED: taking_part(table.embed, table.stage_of[0]),
         **_cells(table),
-        **_copies(slotted, buffers),
-        HEAD: of_all(table.head >= 0) & _takes_part(table, table.stage_of[-1]),
-        EMBED_GRADIENT: of_all(table.embed_gradient >= 0) & _takes_part(table, table.stage_of[0]),
+        **sends,
+        **stays,
+        HEAD: taking_part(table.head, table.stage_of[-1]),
+        EMBED_GRADIENT: taking_part(table.embed_gradient, table.stage_of[0]),
     }
-    sends = {
+    permuted = {
         permute_op(when): of_all(table.permute == when) for when in (Permute.EARLY, Permute.LATE)
     }
-    slots = {
+    slot_columns = {
         name: _numbers(column if column.ndim == 2 else of_all(column))
-        for name, column in vars(slotted.slots).items()
+        for name, column in vars(slots).items()
     }
     return TickColumns(
         _numbers(table.microbatch),
         _numbers(of_all(table.embed)),
         _numbers(of_all(table.head)),
         _numbers(of_all(table.embed_gradient)),
-        busy=np.any(list(runs.values()), axis=0).astype(np.int32),
-        runs={op: column.astype(np.int32) for op, column in (takes | runs | sends).items()},
-        slots=Slots(**slots),
+        busy=np.any(list(ops.values()), axis=0).astype(np.int32),
+        runs={op: column.astype(np.int32) for op, column in (takes | ops | permuted).items()},
+        slots=TickSlots(**slot_columns),
     )
 
 
@@ -186,36 +187,14 @@ def _numbers(column: np.ndarray) -> np.ndarray:
     return np.maximum(column, 0).astype(np.int32)
 
 
-def _takes_part(table: Table, stage: int) -> np.ndarray:
-    """bool [1, stages]: whether a stage takes part in the embedding or the head, whose end stage
-    this is."""
-    return (np.arange(table.stages) == stage)[None] | (table.vocabulary == "parallel")
-
-
 def _cells(table: Table) -> dict[str, np.ndarray]:
     """Op of a unit → bool [ticks, stages]."""
     recomputed = np.array([table.forward_only or table.recomputes(g) for g in range(table.units)])
-    keeps = (table.op == Op.F) & ~recomputed[table.unit]
-    runs: dict[str, np.ndarray] = {}
-    for u in range(units(table)):
-        kinds = {
-            "F": (table.op == Op.F) & ~keeps,
-            "K": keeps,
-            "R": table.op == Op.R,
-            "B": table.op == Op.B,
-            "W": table.op == Op.W,
-        }
-        runs |= {cell_op(kind, u): kinds[kind] & (table.local_unit == u) for kind in CELL_OPS}
-    return runs
-
-
-def _copies(slotted: SlottedTable, buffers: dict[tuple[Op, int], str]) -> dict[str, np.ndarray]:
-    """Op that moves a result → bool [ticks, stages]."""
-    table = slotted.table
-    written = {buffer: np.zeros(table.op.shape, bool) for buffer in BUFFERS}
-    for (op, u), buffer in buffers.items():
-        written[buffer] |= (table.op == op) & (table.local_unit == u)
-    sends = {copy.op: (slotted.send == WAY[copy.target]) & written[copy.source] for copy in SENDS}
-    return sends | {
-        copy.op: (getattr(slotted.slots, copy.slot) >= 0) & written[copy.source] for copy in STAYS
+    kinds = {kind: table.op == Op[kind] for kind in "FRBW"}
+    kinds["K"] = kinds["F"] & ~recomputed[table.unit]
+    kinds["F"] = kinds["F"] & ~kinds["K"]
+    return {
+        cell_op(kind, unit): kinds[kind] & (table.local_unit == unit)
+        for unit in range(table.units_per_stage)
+        for kind in CELL_OPS
     }

@@ -1,22 +1,19 @@
-"""A table as something to look at: text for the terminal, SVG, and PNG (by matplotlib, which is
-imported then alone).
+"""Pictures of a table: text for the terminal, SVG, and PNG (the only one that imports matplotlib).
 
     text        a line a stage, a column a tick, each cell its op, local unit (if there are several)
                 and microbatch
     svg, png    a lane a stage, time by the coupled clock to the right, the microbatch in each op
 
-Colours say the op, their shade the chunk: darkest for a stage's first. No JAX here.
+The colour says the op, its shade the chunk: darkest for a stage's lowest. No JAX here.
 """
 
 import html
 import io
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from jaxtrain.schedule.clocks import NAMES, TimedOp, Timeline
-from jaxtrain.schedule.table import Cell, Op, Permute, Table, local_unit_of, units_of
+from jaxtrain.schedule.clocks import NAMES, Timeline
+from jaxtrain.schedule.table import Op, Permute, Table, local_unit_of, units_of
 
 Colour = tuple[int, int, int]  # red, green, blue, 0 to 255
 COLOURS = {
@@ -56,17 +53,33 @@ def ink(colour: Colour) -> str:
     return "#000" if 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2] > 150 else "#fff"
 
 
-def _local_chunks(table: Table) -> tuple[list[int], list[int]]:
-    """(of each unit, which of its stage's chunks it is in; of each stage, its number of chunks)."""
-    chunks: list[list[int]] = [[] for _ in range(table.stages)]
-    for chunk, stage in zip(table.chunk_of, table.stage_of, strict=True):
-        if chunk not in chunks[stage]:
-            chunks[stage].append(chunk)
-    local = [
-        chunks[stage].index(chunk)
-        for chunk, stage in zip(table.chunk_of, table.stage_of, strict=True)
+def _chunks(table: Table) -> list[list[int]]:
+    """The chunks of each stage, in model order."""
+    return [
+        list(dict.fromkeys(table.chunk_of[unit] for unit in units))
+        for units in units_of(table.stage_of, table.stages)
     ]
-    return local, [len(of_stage) for of_stage in chunks]
+
+
+def _colours(table: Table) -> dict[tuple[str, int], Colour]:
+    """(name of an op, unit) → its colour; unit −1 of the head and the embedding."""
+    chunks = _chunks(table)
+    colours = {(name, -1): shade(name, 0, 1) for name in "HE"}
+    for unit, (chunk, stage) in enumerate(zip(table.chunk_of, table.stage_of, strict=True)):
+        local, count = chunks[stage].index(chunk), len(chunks[stage])
+        colours |= {(name, unit): shade(name, local, count) for name in "FRBW"}
+    return colours
+
+
+def stage_chunks(table: Table) -> str:
+    """One line with the chunks of each stage; of many stages, the lowest and the highest."""
+    listed = [
+        f"stage {stage}: {', '.join(map(str, chunks))}"
+        for stage, chunks in enumerate(_chunks(table))
+    ]
+    if table.stages > MOST_STAGES:
+        listed[MOST_STAGES // 2 : -MOST_STAGES // 2] = ["…"]
+    return "; ".join(listed)
 
 
 # --- text -----------------------------------------------------------------------------------------
@@ -76,32 +89,34 @@ def text(table: Table, width: int = 120, colour: bool = False) -> str:
     """The table in blocks of as many ticks as fit into `width` characters; with `colour`, by the
     terminal's 24-bit colours.
 
-    Of a table that would take more than some MOST_LINES lines, the first and the last blocks.
+    A table of more than some MOST_LINES lines is cut in the middle.
     """
     labels = _labels(table)
     wide = 1 + max(len(label) for line in labels.values() for label in line)
     margin = 1 + max(map(len, labels))
     columns = max(1, (width - margin) // wide)
-    ops = [name for name in ("F", "R", "B", "W") if (table.op == Op[name]).any()]
-    lines = [
-        "  ".join(
-            _paint(f" {name} {MEANINGS[name]} ", shade(name, 0, 1) if colour else None)
-            for name in ops
-        )
+    ops = [name for name in "FRBW" if (table.op == Op[name]).any()]
+    legend = [
+        _paint(f" {name} {MEANINGS[name]} ", shade(name, 0, 1) if colour else None) for name in ops
     ]
-    lines.append("head: the microbatch whose head and loss the tick has; permute: l late, e early")
-    tints = _tints(table) if colour else {}
+    lines = [
+        "  ".join(legend),
+        "head: the microbatch whose head and loss the tick has; permute: l late, e early",
+    ]
+    tints: dict[tuple[str, int], Colour] = {}  # of a line's tick
+    if colour:
+        colours, busy = _colours(table), table.busy
+        for tick, stage, op, unit, _ in zip(*(array.tolist() for array in busy), strict=True):
+            tints[f"stage {stage}", tick] = colours[Op(op).name, unit]
     begins = list(range(0, table.ticks, columns))
     most_blocks = max(2, MOST_LINES // (table.stages + 4))
-    left_out = (
-        begins[(most_blocks + 1) // 2 : len(begins) - most_blocks // 2]
-        if len(begins) > most_blocks
-        else []
-    )
-    for begin in begins:
-        if begin in left_out:
-            if begin == left_out[0]:
-                end = left_out[-1] + columns - 1
+    cut = range(0)  # of `begins`: blocks that are not shown
+    if len(begins) > most_blocks:
+        cut = range((most_blocks + 1) // 2, len(begins) - most_blocks // 2)
+    for block, begin in enumerate(begins):
+        if block in cut:
+            if block == cut[0]:
+                end = begins[cut[-1]] + columns - 1
                 lines += [
                     "",
                     f"ticks {begin} to {end} are not shown: --csv=FILE writes all, --svg=FILE "
@@ -111,53 +126,30 @@ def text(table: Table, width: int = 120, colour: bool = False) -> str:
         lines += ["", " " * margin + f"tick {begin}"]
         for name, line in labels.items():
             idle = "." if name.startswith("stage") else ""
-            block = range(begin, min(begin + columns, table.ticks))
             painted = [
                 _paint(line[tick].ljust(wide - 1), tints.get((name, tick))) + " "
                 if line[tick]
                 else idle.ljust(wide)
-                for tick in block
+                for tick in range(begin, min(begin + columns, table.ticks))
             ]
             lines.append((name.ljust(margin) + "".join(painted)).rstrip())
     return "\n".join(lines) + "\n"
 
 
 def _labels(table: Table) -> dict[str, list[str]]:
-    """Line → what stands in it for each tick, empty for nothing: a line for each stage, for the
-    head and for the permute."""
-    index, several = local_unit_of(table.stage_of), table.units > table.stages
-    by_stage = zip(*table.cells, strict=True)
-    labels = {
-        f"stage {stage}": [_label(cell, index, several) if cell else "" for cell in cells]
-        for stage, cells in enumerate(by_stage)
-    }
+    """Line → its label for each tick, empty for nothing: a line for each stage, for the head and
+    for the permute."""
+    local, several = local_unit_of(table.stage_of), table.units > table.stages
+    labels = {f"stage {stage}": [""] * table.ticks for stage in range(table.stages)}
+    busy = (array.tolist() for array in table.busy)
+    for tick, stage, op, unit, microbatch in zip(*busy, strict=True):
+        of_unit = f"{local[unit]}." if several else ""
+        labels[f"stage {stage}"][tick] = f"{Op(op).name}{of_unit}{microbatch}"
     labels["head"] = [
         "" if microbatch < 0 else str(microbatch) for microbatch in table.head.tolist()
     ]
     labels["permute"] = [PERMUTE_MARKS[Permute(when)] for when in table.permute.tolist()]
     return labels
-
-
-def _tints(table: Table) -> dict[tuple[str, int], Colour]:
-    """(line of `_labels`, tick) → the colour of the cell."""
-    local, chunks = _local_chunks(table)
-    tints = {}
-    for tick, cells in enumerate(table.cells):
-        for stage, cell in enumerate(cells):
-            if cell:
-                tints[f"stage {stage}", tick] = shade(
-                    Op(cell.op).name, local[cell.unit], chunks[stage]
-                )
-    return tints
-
-
-def _label(cell: Cell, index: Sequence[int], several: bool) -> str:
-    """The op and microbatch of a cell, with the local unit if a stage has `several`."""
-    return (
-        f"{Op(cell.op).name}{index[cell.unit]}.{cell.microbatch}"
-        if several
-        else f"{Op(cell.op).name}{cell.microbatch}"
-    )
 
 
 def _paint(label: str, colour: Colour | None) -> str:
@@ -171,7 +163,7 @@ def _paint(label: str, colour: Colour | None) -> str:
 
 
 def svg(table: Table, timeline: Timeline, title: str) -> str:
-    """A timeline as an SVG picture. `timeline` is of simulate.simulate; `title` says what it is."""
+    """A timeline of simulate.simulate as an SVG picture."""
     total = float(timeline.end.max()) or 1.0
     scale = _pixels(timeline, total) / total
     width, height = LABEL + total * scale + 12, TOP + LANE * table.stages + BOTTOM
@@ -190,11 +182,8 @@ def svg(table: Table, timeline: Timeline, title: str) -> str:
             f'<rect x="{LABEL}" y="{y + 1}" width="{total * scale:.1f}" height="{LANE - 2}" '
             'fill="#eee"/>'
         )
-    parts += (
-        _lanes(table, timeline, scale)
-        if len(timeline) > MOST_SHAPES
-        else _shapes(table, timeline, scale)
-    )
+    draw = _lanes if len(timeline) > MOST_SHAPES else _shapes
+    parts += draw(table, timeline, scale)
     y = TOP + LANE * table.stages + 16
     parts.append(f'<text x="{LABEL}" y="{y}">0</text>')
     parts.append(
@@ -205,7 +194,7 @@ def svg(table: Table, timeline: Timeline, title: str) -> str:
 
 
 def _legend(table: Table, timeline: Timeline) -> list[str]:
-    """What the colours mean."""
+    """The meaning of the colours."""
     parts, x = [], 8.0
     for name in _names(timeline):
         parts.append(
@@ -213,78 +202,51 @@ def _legend(table: Table, timeline: Timeline) -> list[str]:
         )
         parts.append(f'<text x="{x + 16:.0f}" y="34">{MEANINGS[name]}</text>')
         x += 30 + 6.2 * len(MEANINGS[name])
-    if max(_local_chunks(table)[1]) > 1:
+    if max(map(len, _chunks(table))) > 1:
         parts.append(f'<text x="{x:.0f}" y="34">lighter: later chunks; number: microbatch</text>')
     return parts
 
 
 def _shapes(table: Table, timeline: Timeline, scale: float) -> list[str]:
-    """Each op that takes time as a rectangle, with its microbatch where there is room."""
-    colour_of, parts = _Colours(table), []
-    for event in timeline:
-        if event.end <= event.start:
+    """Each op that takes time as a rectangle, with its microbatch where that fits."""
+    colours, parts = _colours(table), []
+    for op in timeline:
+        if op.end <= op.start:
             continue
-        colour = colour_of(event)
-        left, width, y = (
-            LABEL + event.start * scale,
-            (event.end - event.start) * scale,
-            TOP + LANE * event.stage,
-        )
+        colour = colours[op.name, op.unit]
+        left, width = LABEL + op.start * scale, (op.end - op.start) * scale
+        y = TOP + LANE * op.stage
+        chunk = f"chunk {table.chunk_of[op.unit]}, " if op.unit >= 0 else ""
+        title = f"{chunk}microbatch {op.microbatch}: {op.start:g} to {op.end:g}"
         parts.append(
             f'<rect x="{left:.2f}" y="{y + 1}" width="{max(width - 0.6, 0.4):.2f}" '
             f'height="{LANE - 2}" fill="{_hex(colour)}">'
-            f"<title>{_describe(table, event)}</title></rect>"
+            f"<title>{MEANINGS[op.name]}, {title}</title></rect>"
         )
-        if width > 6 * len(str(event.microbatch)) + 2:
+        if width > 6 * len(str(op.microbatch)) + 2:
             parts.append(
                 f'<text x="{left + width / 2:.2f}" y="{y + LANE * 0.62:.0f}" '
                 f'text-anchor="middle" fill="{ink(colour)}" '
-                f'pointer-events="none">{event.microbatch}</text>'
+                f'pointer-events="none">{op.microbatch}</text>'
             )
     return parts
 
 
-class _Colours:
-    """The colour of a table's events."""
-
-    def __init__(self, table: Table):
-        self._local, self._chunks = _local_chunks(table)
-        self._known: dict[tuple[str, int], Colour] = {}
-
-    def __call__(self, event: TimedOp) -> Colour:
-        key = event.name, event.unit
-        if key not in self._known:
-            of_unit = event.unit >= 0
-            local, chunks = (
-                (self._local[event.unit], self._chunks[event.stage]) if of_unit else (0, 1)
-            )
-            self._known[key] = shade(event.name, local, chunks)
-        return self._known[key]
-
-
-class _Span(NamedTuple):
-    """A time in which an op runs."""
-
-    start: float
-    end: float
-
-
-def _by_colour(table: Table, timeline: Timeline) -> dict[tuple[int, Colour], list[_Span]]:
-    """(stage, colour) → the times of its ops that take time, in order of their starts."""
-    colour_of = _Colours(table)
-    spans: dict[tuple[int, Colour], list[_Span]] = {}
-    for event in timeline:
-        if event.end > event.start:
-            spans.setdefault((event.stage, colour_of(event)), []).append(
-                _Span(event.start, event.end)
-            )
+def _spans(table: Table, timeline: Timeline) -> dict[tuple[int, Colour], list[tuple[float, float]]]:
+    """(stage, colour) → (start, end) of its ops that take time, in order of their starts."""
+    colours = _colours(table)
+    spans: dict[tuple[int, Colour], list[tuple[float, float]]] = {}
+    for op in timeline:
+        if op.end > op.start:
+            key = op.stage, colours[op.name, op.unit]
+            spans.setdefault(key, []).append((op.start, op.end))
     return {key: sorted(times) for key, times in spans.items()}
 
 
 def _lanes(table: Table, timeline: Timeline, scale: float) -> list[str]:
     """The ops of a long timeline as one broad line for each stage and colour."""
     parts = []
-    for (stage, colour), spans in _by_colour(table, timeline).items():
+    for (stage, colour), spans in _spans(table, timeline).items():
         steps, pen = [], 0.0
         for start, end in spans:
             gap, width = round(LABEL + start * scale - pen, 2), round((end - start) * scale, 2)
@@ -305,20 +267,9 @@ def _pixels(timeline: Timeline, total: float) -> float:
 
 
 def _names(timeline: Timeline) -> list[str]:
-    """The names of the events that take time."""
-    present = {
-        NAMES[index] for index in np.unique(timeline.name[timeline.end > timeline.start]).tolist()
-    }
-    return [name for name in COLOURS if name in present]
-
-
-def _describe(table: Table, event: TimedOp) -> str:
-    """An op in words."""
-    chunk = f"chunk {table.chunk_of[event.unit]}, " if event.unit >= 0 else ""
-    return (
-        f"{MEANINGS[event.name]}, {chunk}microbatch {event.microbatch}: {event.start:g} to "
-        f"{event.end:g}"
-    )
+    """The names of the ops that take time."""
+    present = np.unique(timeline.name[timeline.end > timeline.start])
+    return [name for name in COLOURS if NAMES.index(name) in present]
 
 
 def _hex(colour: Colour) -> str:
@@ -334,35 +285,33 @@ def png(table: Table, timeline: Timeline, title: str) -> bytes:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    colour_of, few = _Colours(table), len(timeline) <= MOST_SHAPES
+    colours, few = _colours(table), len(timeline) <= MOST_SHAPES
     total = float(timeline.end.max()) or 1.0
     inches = (_pixels(timeline, total) + 150) / 100
     figure = Figure(figsize=(inches, 1.1 + 0.3 * table.stages), dpi=130, layout="constrained")
     axes = figure.add_subplot()
     per_point = total / ((inches - 1.2) * 72)
-    for (stage, colour), spans in _by_colour(table, timeline).items():
-        bars = [(start, end - start) for start, end in spans]
+    for (stage, colour), spans in _spans(table, timeline).items():
         axes.broken_barh(
-            bars,
+            [(start, end - start) for start, end in spans],
             (stage - 0.46, 0.92),
             facecolors=_hex(colour),
             edgecolor="white",
             linewidth=0.4 if few else 0.0,
         )
-    for event in timeline if few else ():
-        number, middle = str(event.microbatch), (event.start + event.end) / 2
-        if (
-            event.end > event.start
-            and (event.end - event.start) / per_point > 4.6 * len(number) + 1
-        ):
+    for op in timeline if few else ():
+        number, time = str(op.microbatch), op.end - op.start
+        if time > 0 and time / per_point > 4.6 * len(number) + 1:
+            colour = colours[op.name, op.unit]
+            middle = (op.start + op.end) / 2
             axes.text(
                 middle,
-                event.stage,
+                op.stage,
                 number,
                 ha="center",
                 va="center",
                 fontsize=7,
-                color=_named_ink(colour_of(event)),
+                color=ink(colour),
             )
     axes.set(
         xlim=(0, total),
@@ -375,11 +324,8 @@ def png(table: Table, timeline: Timeline, title: str) -> bytes:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    several = max(_local_chunks(table)[1]) > 1
-    lighter = (
-        "   (lighter: later chunks; number: microbatch)" if several else "   (number: microbatch)"
-    )
-    axes.set_title(title + lighter, fontsize=9, loc="left")
+    lighter = "lighter: later chunks; " if max(map(len, _chunks(table))) > 1 else ""
+    axes.set_title(f"{title}   ({lighter}number: microbatch)", fontsize=9, loc="left")
     patches = [
         Patch(color=_hex(shade(name, 0, 1)), label=MEANINGS[name]) for name in _names(timeline)
     ]
@@ -389,18 +335,3 @@ def png(table: Table, timeline: Timeline, title: str) -> bytes:
     buffer = io.BytesIO()
     FigureCanvasAgg(figure).print_png(buffer)
     return buffer.getvalue()
-
-
-def _named_ink(colour: Colour) -> str:
-    return "black" if ink(colour) == "#000" else "white"
-
-
-def stage_chunks(table: Table) -> str:
-    """One line: which chunks each stage has; of many stages, the first and the last ones."""
-    listed = []
-    for stage, units in enumerate(units_of(table.stage_of, table.stages)):
-        chunks = dict.fromkeys(table.chunk_of[unit] for unit in units)
-        listed.append(f"stage {stage}: {', '.join(map(str, chunks))}")
-    if table.stages > MOST_STAGES:
-        listed[MOST_STAGES // 2 : -MOST_STAGES // 2] = ["…"]
-    return "; ".join(listed)

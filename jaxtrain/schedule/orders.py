@@ -8,7 +8,7 @@ a chunk, k a microbatch.
 
 Chunks are placed round a circle (chunk c on stage c mod p) or, for `zb_v` and `dualpipe_v`, in a V:
 down the stages and back up, so that the last chunk is on stage 0 and the message stays where the V
-turns. Nothing here says in which tick a task stands: packing.py does. The figures are in unit times
+turns. packing.py says in which tick a task stands. The figures are in unit times
 (F = B = W, no message time); the peak is the most residuals at once, in chunks', of tables with
 late permutes:
 
@@ -25,9 +25,10 @@ late permutes:
 import collections
 import dataclasses
 import heapq
+import itertools
 from collections.abc import Callable
 
-from jaxtrain.schedule.table import Op
+from jaxtrain.schedule.table import Op, counted
 
 # op, chunk or unit, microbatch: no table.Cell, since a search makes millions of them
 Task = tuple[int, int, int]
@@ -116,42 +117,37 @@ def interleaved(p: int, v: int, m: int) -> Orders:
     1 keep the idle time at 1/v of 1F1B's. With fewer microbatches than stages there is one short
     group: right, but with more idle time.
     """
-    groups = _groups(p, m)
+    count = max(1, m // p)
+    groups = [range(i * p, (i + 1) * p if i < count - 1 else m) for i in range(count)]
     forward = [(c, k) for group in groups for c in range(v) for k in group]
     backward = [(c, k) for group in groups for c in reversed(range(v)) for k in group]
     ahead = (v - 1) * max(map(len, groups))
     orders = []
     for s in range(p):
-        first = min(len(forward), 2 * (p - s - 1) + ahead + 1)
-        tasks: list[Task] = [(F, c * p + s, k) for c, k in forward[:first]]
-        for i, (c, k) in enumerate(backward):
+        warmup = min(len(forward), 2 * (p - s - 1) + ahead + 1)
+        tasks: list[Task] = [(F, c * p + s, k) for c, k in forward[:warmup]]
+        steady = itertools.zip_longest(backward, forward[warmup:])
+        for (c, k), following in steady:
             tasks += [(B, c * p + s, k), (W, c * p + s, k)]
-            if first + i < len(forward):
-                tasks.append((F, forward[first + i][0] * p + s, forward[first + i][1]))
+            if following:
+                tasks.append((F, following[0] * p + s, following[1]))
         orders.append(tasks)
     return orders
-
-
-def _groups(p: int, m: int) -> list[range]:
-    """The microbatches in groups of p, the last of p to 2p − 1, or all in one if they are fewer
-    than p."""
-    count = max(1, m // p)
-    return [range(i * p, (i + 1) * p if i < count - 1 else m) for i in range(count)]
 
 
 # --- V placement ----------------------------------------------------------------------------------
 
 
 class _CountedOrder:
-    """A stage's order, of ops on chunks; each takes its next microbatch. `count`: how many of each
-    there are."""
+    """A stage's order of ops on chunks; each takes its next microbatch. `count`: the number of
+    each so far."""
 
     def __init__(self) -> None:
         self._tasks: list[Task] = []
         self.count: collections.Counter[tuple[int, int]] = collections.Counter()
 
     def add(self, times: int, *ops: tuple[int, int]) -> None:
-        """Adds these (op, chunk), one after the other, so many times."""
+        """Adds these (op, chunk), one after the other, `times` times."""
         for op in ops * times:
             self._tasks.append((*op, self.count[op]))
             self.count[op] += 1
@@ -203,14 +199,14 @@ def dualpipe_v(p: int, v: int, m: int) -> Orders:
         down, back = s, 2 * p - 1 - s
         order = _CountedOrder()
         add, count = order.add, order.count
-        whole = {c: ((B, c), (W, c)) for c in (down, back)}
+        backward = {c: ((B, c), (W, c)) for c in (down, back)}
         add(2 * (p - s - 1), (F, down))
         add(s + 1, (F, down), (F, back))
-        add(p - s - 1, *whole[back], (F, back))
-        add(full - 2 * p + s + 1, (F, down), *whole[back], (F, back), *whole[down])
-        add(p - s - 1, *whole[back], (F, back), *whole[down])
+        add(p - s - 1, *backward[back], (F, back))
+        add(full - 2 * p + s + 1, (F, down), *backward[back], (F, back), *backward[down])
+        add(p - s - 1, *backward[back], (F, back), *backward[down])
         soon = (s + 1) // 2
-        add(soon, *whole[back], *whole[down])
+        add(soon, *backward[back], *backward[down])
         add(s + 1 - soon, (B, back), (B, down))
         for _ in range(p - s - 1):
             add(1, (W, back if count[W, back] < count[B, back] else down), (B, down))
@@ -228,17 +224,15 @@ def accumulate(p: int, v: int, m: int) -> Orders:
 
 
 def forward(stage_of: tuple[int, ...], p: int, m: int) -> Orders:
-    """Evaluation, an order of units: each stage takes what is furthest through the model of what
-    has come, so that none collects inputs."""
+    """Evaluation, an order of units: of the inputs that have arrived a stage takes the one furthest
+    through the model, so that none collects inputs."""
     ready: list[list[tuple[int, int]]] = [[] for _ in range(p)]  # heaps of (−unit, microbatch)
     ready[stage_of[0]] = [(0, k) for k in range(m)]
     orders: Orders = [[] for _ in range(p)]
     while any(ready):
-        taken = [heapq.heappop(heap) if heap else None for heap in ready]
-        for s, furthest in enumerate(taken):
-            if furthest is None:
-                continue
-            unit, k = -furthest[0], furthest[1]
+        furthest = [(s, *heapq.heappop(heap)) for s, heap in enumerate(ready) if heap]
+        for s, minus_unit, k in furthest:
+            unit = -minus_unit
             orders[s].append((F, unit, k))
             if unit + 1 < len(stage_of):
                 heapq.heappush(ready[stage_of[unit + 1]], (-(unit + 1), k))
@@ -264,10 +258,10 @@ class StageTimes:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A named schedule: its order, and what is known of its tables without making one, for p
-    stages, v chunks on each, m microbatches.
+    """A named schedule: its order, and closed forms for its tables, for p stages, v chunks on each,
+    m microbatches. A new schedule is an order and a record in SCHEDULES.
 
-    placement:     circular or v
+    placement:     a name of PLACEMENTS
     least_repeats, most_repeats: the numbers of chunks on a stage that it is made for; most_repeats
         0: any
     idle:          (p, v, times) → seconds of a step that a stage waits (Narayanan et al. 2021; Qi
@@ -295,10 +289,8 @@ class Schedule:
     @property
     def repeats_rule(self) -> str:
         """The numbers of chunks in words, such as "exactly 1 chunk"."""
-        exactly, count = self.least_repeats == self.most_repeats, self.least_repeats
-        return (
-            f"exactly {count} chunk{'s'[: count != 1]}" if exactly else f"at least {count} chunks"
-        )
+        exactly = self.least_repeats == self.most_repeats
+        return f"{'exactly' if exactly else 'at least'} {counted(self.least_repeats, 'chunk')}"
 
 
 def _idle_fused(p: int, v: int, t: StageTimes) -> float:
@@ -306,7 +298,7 @@ def _idle_fused(p: int, v: int, t: StageTimes) -> float:
 
 
 def _idle_filled(delayed: int) -> Callable[[int, int, StageTimes], float]:
-    """What is left to wait where so many W of a microbatch fill it."""
+    """The closed form of idle time of which `delayed` W's of a microbatch fill a part."""
     return lambda p, v, t: (p - 1) * max(0.0, t.F + t.R + t.B - delayed * t.W) / v
 
 
@@ -319,40 +311,75 @@ ONE_CHUNK = "1f1b"  # for one chunk on a stage, and for one stage
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": Schedule(
         gpipe,
-        "circular",
-        1,
-        0,
-        lambda p, v, t: (p - 1) * t.all,
-        lambda p, v, m: m * v,
-        lambda p: 1,
-        lambda p, m: m,
+        placement="circular",
+        least_repeats=1,
+        most_repeats=0,
+        idle=lambda p, v, t: (p - 1) * t.all,
+        residuals=lambda p, v, m: m * v,
+        stashes=lambda p: 1,
+        gradients=lambda p, m: m,
         fused=True,
     ),
     ONE_CHUNK: Schedule(
-        one_f_one_b, "circular", 1, 1, _idle_fused, lambda p, v, m: p, lambda p: 1, fused=True
+        one_f_one_b,
+        placement="circular",
+        least_repeats=1,
+        most_repeats=1,
+        idle=_idle_fused,
+        residuals=lambda p, v, m: p,
+        stashes=lambda p: 1,
+        fused=True,
     ),
     INTERLEAVED: Schedule(
         interleaved,
-        "circular",
-        2,
-        0,
-        _idle_fused,
-        lambda p, v, m: p * v + p - 1,
-        lambda p: 1,
-        lambda p, m: p / 2,
+        placement="circular",
+        least_repeats=2,
+        most_repeats=0,
+        idle=_idle_fused,
+        residuals=lambda p, v, m: p * v + p - 1,
+        stashes=lambda p: 1,
+        gradients=lambda p, m: p / 2,
         fused=True,
     ),
-    "zb_h1": Schedule(zb_h1, "circular", 1, 1, _idle_filled(1), lambda p, v, m: p, lambda p: p),
-    "zb_h2": Schedule(
-        zb_h2, "circular", 1, 1, _idle_filled(2), lambda p, v, m: 2 * p - 1, lambda p: 2 * p - 1
+    "zb_h1": Schedule(
+        zb_h1,
+        placement="circular",
+        least_repeats=1,
+        most_repeats=1,
+        idle=_idle_filled(1),
+        residuals=lambda p, v, m: p,
+        stashes=lambda p: p,
     ),
-    "zb_v": Schedule(zb_v, "v", 2, 2, _idle_filled(2), lambda p, v, m: 2 * p, lambda p: 2 * p - 1),
+    "zb_h2": Schedule(
+        zb_h2,
+        placement="circular",
+        least_repeats=1,
+        most_repeats=1,
+        idle=_idle_filled(2),
+        residuals=lambda p, v, m: 2 * p - 1,
+        stashes=lambda p: 2 * p - 1,
+    ),
+    "zb_v": Schedule(
+        zb_v,
+        placement="v",
+        least_repeats=2,
+        most_repeats=2,
+        idle=_idle_filled(2),
+        residuals=lambda p, v, m: 2 * p,
+        stashes=lambda p: 2 * p - 1,
+    ),
     "dualpipe_v": Schedule(
-        dualpipe_v, "v", 2, 2, _idle_dualpipe, lambda p, v, m: 2 * p + 1, lambda p: p
+        dualpipe_v,
+        placement="v",
+        least_repeats=2,
+        most_repeats=2,
+        idle=_idle_dualpipe,
+        residuals=lambda p, v, m: 2 * p + 1,
+        stashes=lambda p: p,
     ),
 }
 CSV = "csv:"  # before the path of a file with a schedule
-AUTO = "auto"  # the best table found
+AUTO = "auto"  # the best table of a search
 FUSED = tuple(name for name, schedule in SCHEDULES.items() if schedule.fused)
 ZERO_BUBBLE = tuple(
     name
@@ -379,6 +406,6 @@ def fits_repeats(schedule: str, repeats: int) -> bool:
 
 
 def default_repeats(schedule: str) -> int:
-    """The chunks on a stage of a schedule that is told none: the fewest it is made for; 0 for
-    `auto` and a file, which choose."""
+    """The number of chunks on a stage where none is given: the fewest that the schedule is made
+    for; 0 for `auto` and a file, which choose."""
     return SCHEDULES[schedule].least_repeats if schedule in SCHEDULES else 0

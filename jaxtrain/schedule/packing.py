@@ -1,5 +1,5 @@
-"""From the order of each stage's ops to a table: chunks become units, cells get their ticks and
-ticks their permutes.
+"""Packing: the order of each stage's ops becomes a table. Chunks become units, cells get their
+ticks and ticks their permutes.
 
 Four ways to pack an order into ticks, for the coupled clock of simulate.py:
 
@@ -46,7 +46,7 @@ from jaxtrain.schedule.table import (
 from jaxtrain.schedule.transport import NEVER, delays, read_after
 
 PACKINGS = ("late", "aligned", "early", "spaced")
-# those that keep each stage's order, so that they all hold as many residuals
+# keep each stage's order, so that all hold as many residuals
 IN_ORDER = ("late", "early", "spaced")
 PAIR = 2  # ticks of F and B between two ticks of W in `aligned`
 MOST_IDLE_TICKS = 3  # one after the other, in a table that ends
@@ -62,8 +62,8 @@ def cut_into_units(
     its B at once or later; at once, and with R, unit by unit: R, B, W, so that one unit is rebuilt
     at a time.
     """
-    first_unit = [sum(groups[:chunk]) for chunk in range(len(groups) + 1)]
-    last = first_unit[-1] - 1
+    begin = [sum(groups[:chunk]) for chunk in range(len(groups) + 1)]  # the lowest unit
+    last = begin[-1] - 1
     if last + 1 == len(groups) and not recompute:
         return orders, tuple(range(len(groups)))
     orders_of_units: Orders = []
@@ -71,7 +71,7 @@ def cut_into_units(
         tasks: list[Task] = []
         done_with_its_b: Task | None = None
         for (op, chunk, microbatch), following in zip(order, [*order[1:], None], strict=True):
-            units = range(first_unit[chunk], first_unit[chunk + 1])
+            units = range(begin[chunk], begin[chunk + 1])
             if op == Op.F:
                 tasks += [(Op.F, unit, microbatch) for unit in units]
             elif op == Op.W and done_with_its_b != (op, chunk, microbatch):
@@ -98,12 +98,12 @@ ACTIVATION, GRADIENT, DONE = 0, 1, 2
 
 
 class Tasks:
-    """Every stage's tasks one after the other, and what each waits for, as a shape's table wants
-    them.
+    """The tasks of all stages, stage by stage, and the facts that each waits for.
 
-    Arrays have an entry a task, and one more after each stage's own, which is never ready.
+    Arrays have an entry a task, and one more after those of each stage, which is never ready.
 
-    first, end      int [stages]: each stage's first task, and the entry after its last
+    begin, end      int [stages]: the entry of each stage's earliest task, and the one after its
+                    last
     op, unit, microbatch, way   int [tasks]: the task, and the way that its message goes (0: it
                                 stays, or there is none)
     reads, follows  int [tasks]: the facts that must hold before it: a message can be read, an
@@ -115,55 +115,54 @@ class Tasks:
     def __init__(self, orders: Orders, shape: TableShape):
         self.shape = shape
         closed = [np.array([*order, (Op.IDLE, 0, 0)], np.int32).reshape(-1, 3) for order in orders]
-        self.first = np.cumsum([0, *map(len, closed[:-1])])
-        self.end = self.first + [len(order) - 1 for order in closed]
+        self.begin = np.cumsum([0, *map(len, closed[:-1])])
+        self.end = self.begin + [len(order) - 1 for order in closed]
         self.op, self.unit, self.microbatch = np.concatenate(closed).T.copy()
         self.way = message_ways(shape.stage_of, shape.stages)[self.op, self.unit].astype(np.int64)
         kinds = DONE + len(Op)
         self._always, self._never, self._unread = (
             kinds * shape.units * shape.microbatches + extra for extra in range(3)
         )
-        self.reads, self.follows = self._waits()
-        self.sends, self.does = self._sends(), self._fact(DONE + self.op, self.unit)
+        self.does = self._fact(DONE + self.op, self.unit)
+        self._connect()
         self.forget()
 
     def _fact(self, kind: int | np.ndarray, unit: np.ndarray) -> np.ndarray:
         """int [tasks]: each task's fact of a kind, of a unit."""
         return (kind * self.shape.units + unit) * self.shape.microbatches + self.microbatch
 
-    def _waits(self) -> tuple[np.ndarray, np.ndarray]:
-        """`reads` and `follows`."""
+    def _connect(self) -> None:
+        """Sets `reads`, `follows` and `sends`. The head is in the tick of the last unit's F, whose
+        message is therefore the gradient that the head makes."""
         idle, forward, recompute, backward, weights = (
             self.op == op for op in (Op.IDLE, Op.F, Op.R, Op.B, Op.W)
         )
-        from_before = np.where(self.unit == 0, self._always, self._fact(ACTIVATION, self.unit))
-        from_after = self._fact(GRADIENT, self.unit)
-        reads = np.select(
-            [idle, forward, backward],
-            [np.full(len(idle), self._never), from_before, from_after],
-            self._always,
+        lowest, last = self.unit == 0, self.unit == self.shape.units - 1
+        activation, gradient = self._fact(ACTIVATION, self.unit), self._fact(GRADIENT, self.unit)
+        never = np.full(len(idle), self._never)
+        self.reads = np.select(
+            [idle, forward & ~lowest, backward], [never, activation, gradient], self._always
         )
         f_done, b_done = self._fact(DONE + Op.F, self.unit), self._fact(DONE + Op.B, self.unit)
-        return reads, np.select([backward | recompute, weights], [f_done, b_done], self._always)
-
-    def _sends(self) -> np.ndarray:
-        """The head is in the tick of the last unit's F, which so stands for the gradient that the
-        head makes."""
-        last = self.unit == self.shape.units - 1
-        forward = np.where(
-            last, self._fact(GRADIENT, self.unit), self._fact(ACTIVATION, self.unit + 1)
+        self.follows = np.select([backward | recompute, weights], [f_done, b_done], self._always)
+        output, input_gradient = (
+            self._fact(ACTIVATION, self.unit + 1),
+            self._fact(GRADIENT, self.unit - 1),
         )
-        backward = np.where(self.unit == 0, self._unread, self._fact(GRADIENT, self.unit - 1))
-        return np.select([self.op == Op.F, self.op == Op.B], [forward, backward], self._unread)
+        self.sends = np.select(
+            [forward & last, forward, backward & ~lowest],
+            [gradient, output, input_gradient],
+            self._unread,
+        )
 
     def forget(self) -> None:
-        """Nothing is known yet: another table can be packed."""
+        """Forgets all that is known, so that another table can be packed."""
         self.known = np.full(self._unread + 1, NEVER, np.int64)
         self.known[self._always] = 0
 
     def ready(self, tasks: np.ndarray, tick: int) -> np.ndarray:
-        """bool [tasks]: whether a tick may hold each of these tasks, as far as its message and its
-        own earlier op go."""
+        """bool [tasks]: whether each of these tasks has its message and its own earlier op in a
+        tick."""
         return (self.known[self.reads[tasks]] <= tick) & (self.known[self.follows[tasks]] <= tick)
 
     def table(self, packed: "Packed") -> Table:
@@ -173,14 +172,13 @@ class Tasks:
         op = np.full(size, Op.IDLE, np.int32)
         unit, microbatch = np.full(size, -1, np.int32), np.full(size, -1, np.int32)
         tasks = np.flatnonzero(self.op)
-        cells = packed.tick[tasks], np.repeat(np.arange(shape.stages), self.end - self.first)
+        cells = packed.tick[tasks], np.repeat(np.arange(shape.stages), self.end - self.begin)
         for array, values in ((op, self.op), (unit, self.unit), (microbatch, self.microbatch)):
             array[cells] = values[tasks]
         return from_arrays(shape, op, unit, microbatch, permute=packed.permutes)
 
     def refuse_endless(self, tick: int, waiting: np.ndarray) -> NoReturn:
-        """TableError for tasks, one a stage, that wait in a tick while nothing can come any
-        more."""
+        """TableError for tasks, one a stage, that wait in a tick for messages that never arrive."""
         stage = int(np.flatnonzero(self.op[waiting])[0])
         op, unit, microbatch = (
             int(array[waiting[stage]]) for array in (self.op, self.unit, self.microbatch)
@@ -212,28 +210,28 @@ def pack_into_ticks(tasks: Tasks, packing: str) -> Table:
 
 
 def _pack_in_order(tasks: Tasks, when: Permute, ticks_of_f: int) -> Packed:
-    """Every task in the first tick in which it is ready, in order; an F keeps its stage for
-    `ticks_of_f` ticks.
+    """Packs every task into the earliest tick in which it is ready, in order; an F occupies its
+    stage for `ticks_of_f` ticks.
 
     Every tick that makes messages sends them, at its end or, if `when` is early, at the next one's
     start: no buffer is ever in the way.
     """
     ticks = np.full(len(tasks.op), -1)
-    following, free, known = tasks.first.copy(), np.zeros(len(tasks.first), int), tasks.known
+    following, free, known = tasks.begin.copy(), np.zeros(len(tasks.begin), int), tasks.known
     delay = delays(tasks.way, when)
-    keeps = np.where(tasks.op == Op.F, ticks_of_f, 1)
+    duration = np.where(tasks.op == Op.F, ticks_of_f, 1)
     permutes: list[int] = []
-    left, idle = int((tasks.end - tasks.first).sum()), 0
-    while left:
+    remaining, idle = int((tasks.end - tasks.begin).sum()), 0
+    while remaining:
         tick = len(permutes)
         stages = np.flatnonzero(tasks.ready(following, tick) & (free <= tick))
         done = following[stages]
         ticks[done] = tick
         known[tasks.sends[done]] = tick + delay[done]
         known[tasks.does[done]] = tick + 1
-        free[stages] = tick + keeps[done]
+        free[stages] = tick + duration[done]
         following[stages] += 1
-        left -= len(done)
+        remaining -= len(done)
         permutes.append(when if when == Permute.EARLY or tasks.way[done].any() else Permute.NONE)
         idle = 0 if len(done) else idle + 1
         if idle > MOST_IDLE_TICKS:
@@ -242,16 +240,14 @@ def _pack_in_order(tasks: Tasks, when: Permute, ticks_of_f: int) -> Packed:
 
 
 class _Lane:
-    """The tasks of some ops, in order, each stage's followed by one that is never ready; `at` is
-    the place of each stage's next one."""
+    """The tasks of some ops, in order, those of each stage followed by one that is never ready.
+    `at`: the index of each stage's next task."""
 
     def __init__(self, tasks: Tasks, *ops: Op):
         self.tasks = np.flatnonzero(np.isin(tasks.op, (*ops, Op.IDLE)))
-        self.first, self.end = (
-            np.searchsorted(self.tasks, tasks.first),
-            np.searchsorted(self.tasks, tasks.end),
-        )
-        self.at = self.first.copy()
+        self.begin = np.searchsorted(self.tasks, tasks.begin)
+        self.end = np.searchsorted(self.tasks, tasks.end)
+        self.at = self.begin.copy()
 
     @property
     def following(self) -> np.ndarray:
@@ -270,14 +266,14 @@ class _Lanes:
             _Lane(tasks, Op.W),
             _Lane(tasks, Op.R),
         )
-        # Of each task of `main`: the W's and R's before it in its stage's order, as places in their
-        # lanes.
+        # Of each task of `main`: the W's and R's before it in its stage's order, as indices of
+        # their lanes.
         self._weights_before = np.searchsorted(self.weights.tasks, self.main.tasks)
         self._recomputes_before = np.searchsorted(self.recomputes.tasks, self.main.tasks)
         self._is_f = tasks.op[self.main.tasks] == Op.F
         # whether a message waits in the send buffer down, up
-        self._buffered = np.zeros((len(tasks.first), 2), bool)
-        self._waiting: list[np.ndarray] = []  # what those messages are
+        self._buffered = np.zeros((len(tasks.begin), 2), bool)
+        self._waiting: list[np.ndarray] = []  # those messages
 
     def quiet(self, tick: int) -> np.ndarray:
         """int [stages]: an R that one of the next two tasks of the stage's order needs, else a W,
@@ -286,7 +282,7 @@ class _Lanes:
         second = np.minimum(main.at + PAIR, main.end) - 1
         r, w = self.recomputes.following, self.weights.following
         needed = (
-            (main.end > main.first)
+            (main.end > main.begin)
             & (self._recomputes_before[second] > self.recomputes.at)
             & tasks.ready(r, tick)
         )
@@ -308,7 +304,7 @@ class _Lanes:
         )
 
     def do(self, chosen: np.ndarray, tick: int) -> np.ndarray:
-        """Does a tick's tasks, int [stages], −1 for none → those that are some."""
+        """Does a tick's tasks, int [stages], −1 for none, and returns the tasks without −1."""
         tasks = self._tasks
         stages = np.flatnonzero(chosen >= 0)
         done = chosen[stages]
@@ -342,14 +338,13 @@ class _Lanes:
 
 
 def _pack_aligned(tasks: Tasks) -> Packed:
-    """Two ticks of F and B (or of W and R where there is none to do), then a tick of W and R; with
-    recompute, two."""
+    """Packs two ticks of F and B (or of W and R where no F or B is ready), then a tick of W and R;
+    with recompute, two."""
     lanes = _Lanes(tasks)
     quiet_ticks = 2 if (tasks.op == Op.R).any() else 1
     ticks = np.full(len(tasks.op), -1)
     permutes: list[int] = []
-    # Ticks of F and B since the last tick of W, ticks of W since then, idle ticks since the last
-    # other one.
+    # Ticks of F and B since the last tick of W, ticks of W since then, idle ticks up to now.
     since, quiet, idle = 0, 0, 0
     waiting = lanes.quiet(0)
     while lanes.unfinished():

@@ -1,9 +1,9 @@
-"""Which layer lives where: layers → chunks → units → stages.
+"""The placement of layers: layers → chunks → units → stages.
 
 A model of L layers is cut into consecutive chunks, each chunk into one or more units (an op's
 layers), and unit u lies on stage `stage_of[u]`. In memory the u-th units of all stages are one
-stacked array [stages, stack_size(u), ...]. A stage with fewer layers there, or without such a unit,
-has unused rows, which are zero, have no gradient, and are in no count, norm or checkpoint.
+stacked array [stages, stack_size(u), ...]. A stage with fewer layers in it, or without such a unit,
+has unused entries, which are zero, have no gradient, and are in no count, norm or checkpoint.
 
       L = 7, stages = 2, chunks = 2          stage 0     stage 1
                                     unit 0   0 1         2 3
@@ -11,17 +11,16 @@ has unused rows, which are zero, have no gradient, and are in no count, norm or 
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxtrain.schedule.table import units_of
+from jaxtrain.schedule.table import counted, units_of
 
 
 class _Cut(NamedTuple):
-    """A cut of the first layers into chunks: the cost of the dearest chunk, and the layer at which
+    """A cut of the lowest layers into chunks: the cost of the dearest chunk, and the layer at which
     the last one begins."""
 
     cost: float
@@ -31,15 +30,15 @@ class _Cut(NamedTuple):
 def spread(layers: int, chunks: int, costs: Sequence[float] = ()) -> tuple[int, ...]:
     """The number of layers of each chunk, at least one each.
 
-    Without `costs` evenly, the first chunks one more where they do not divide. With a cost for
-    every layer, so that the dearest chunk costs least; among those cuts, the later chunks are
-    filled first.
+    Without `costs` evenly; where the layers do not divide, the lowest chunks have one more. With a
+    cost for every layer, the cut whose dearest chunk costs least; of several, the one whose later
+    chunks are the largest.
     """
     if not costs:
         size, longer = divmod(layers, chunks)
         return tuple(size + (chunk < longer) for chunk in range(chunks))
     total = np.concatenate([[0.0], np.cumsum(costs)])
-    # of so many chunks: the first layers that they hold → how best to cut these
+    # for 0, 1, … chunks: the number of lowest layers that they hold → the best cut of these
     cuts = [{0: _Cut(0.0, 0)}]
     for count in range(1, chunks + 1):
         fewer, best = cuts[-1], {}
@@ -61,8 +60,8 @@ def spread(layers: int, chunks: int, costs: Sequence[float] = ()) -> tuple[int, 
 
 
 def cut(chunks: Sequence[int], layers_per_op: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(into how many units each chunk is cut, the layers of every unit in model order); 0 layers
-    per op: a chunk is one unit.
+    """(the number of units of each chunk, the layers of every unit in model order); 0 layers per
+    op: a chunk is one unit.
 
     A chunk whose layers do not divide has units as equal as can be.
     """
@@ -74,13 +73,13 @@ def cut(chunks: Sequence[int], layers_per_op: int) -> tuple[tuple[int, ...], tup
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Layers over stages.
+    """The layers of each stage.
 
-    units_per_stage: units on a stage, the most of all stages; the circular placement has exactly so
-        many on each
+    units_per_stage: units on a stage, the most of all stages; the circular placement has this
+        number on each
     stage_of: the stage of each unit, in model order; left out: circular, unit u on stage u mod
         stages
-    sizes:    the layers of each unit, in model order; left out: evenly
+    sizes:    the layers of each unit, in model order; left out: as equal as can be
 
     Raises ValueError if there are more units than layers.
     """
@@ -110,41 +109,36 @@ class Placement:
             self, "units_per_stage", max(stage_of.count(stage) for stage in range(stages))
         )
 
-    @functools.cached_property
-    def _units(self) -> tuple[tuple[int, ...], ...]:
-        return units_of(self.stage_of, self.stages)
-
     def unit_at(self, local_unit: int, stage: int) -> int | None:
-        """The unit, in model order, that is a stage's `local_unit`-th; None if the stage has
-        fewer."""
-        units = self._units[stage]
+        """The unit, in model order, of a stage's local unit; None if the stage has fewer."""
+        units = units_of(self.stage_of, self.stages)[stage]
         return units[local_unit] if local_unit < len(units) else None
 
     def first_layer(self, local_unit: int, stage: int) -> int:
-        """The first layer of a stage's unit; 0 where there is none."""
+        """The lowest layer of a stage's unit; 0 without such a unit."""
         unit = self.unit_at(local_unit, stage)
         return 0 if unit is None else sum(self.sizes[:unit])
 
     def layer_count(self, local_unit: int, stage: int) -> int:
-        """The number of layers in a stage's unit; 0 where there is none."""
+        """The number of layers in a stage's unit; 0 without such a unit."""
         unit = self.unit_at(local_unit, stage)
         return 0 if unit is None else self.sizes[unit]
 
     def stack_size(self, local_unit: int) -> int:
-        """Rows of the stacked array of these units: the most layers that a stage has in it."""
+        """The layers in the stacked array of these units: the most that a stage has."""
         return max(self.layer_count(local_unit, stage) for stage in range(self.stages))
 
     def layer_index(self, local_unit: int) -> np.ndarray:
-        """int32 [stages, stack_size(local_unit)]: the layer in each row of the stacked array, −1 in
-        an unused row."""
+        """int32 [stages, stack_size(local_unit)]: the layer of each entry of the stacked array, −1
+        of an unused one."""
         index = np.full((self.stages, self.stack_size(local_unit)), -1, np.int32)
         for stage in range(self.stages):
-            first, count = self.first_layer(local_unit, stage), self.layer_count(local_unit, stage)
-            index[stage, :count] = np.arange(first, first + count)
+            begin, count = self.first_layer(local_unit, stage), self.layer_count(local_unit, stage)
+            index[stage, :count] = np.arange(begin, begin + count)
         return index
 
     def describe(self) -> str:
-        """One line for people: the number of layers on each stage, unit by unit."""
+        """One line with the number of layers on each stage, unit by unit."""
         if self.stages == 1 and self.units_per_stage == 1:
             return f"{self.layers} layers on one stage"
         counts = [
@@ -154,5 +148,5 @@ class Placement:
         listed = ", ".join(
             "+".join(str(count) for count in of_stage if count) for of_stage in counts
         )
-        chunks = f"{self.units_per_stage} chunk{'s'[: self.units_per_stage != 1]}"
+        chunks = counted(self.units_per_stage, "chunk")
         return f"{self.layers} layers over {self.stages} stages × {chunks}: {listed}"

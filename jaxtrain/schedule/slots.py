@@ -1,9 +1,9 @@
-"""Where every value of a table is kept: slots by interval colouring of lifetimes, the fewest that
-the table allows.
+"""The slots that hold every value of a table: interval colouring of lifetimes, the fewest that the
+table allows.
 
 A stage has five pools of slots, each shared by all its units. A value takes one slot of its pool
-from the tick in which it comes to the tick of its last reader, both included, so no tick reads a
-slot and fills it with something else:
+from the tick in which it arrives to the tick of its last reader, both included, so no tick reads a
+slot and fills it with another value:
 
     activation     a unit's input          from arrival, the embedding or the unit before (if it
                                            stays) to F, and to R where there is one;
@@ -21,8 +21,7 @@ slots as are alive at once in the busiest tick: fewer is impossible. No JAX here
 
 import dataclasses
 import heapq
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,12 +29,12 @@ from jaxtrain.schedule.table import Op, Table, directions, message_ways
 from jaxtrain.schedule.transport import NEVER, arrivals
 
 POOLS = ("activation", "gradient", "residual_b", "residual_w", "weight_stash")
-MESSAGES = ("activation", "gradient")  # those of them that travel
+MESSAGES = ("activation", "gradient")  # pools whose values travel
 Array = Any  # numpy's or JAX's
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Slots:
+class TickSlots:
     """The slots that a tick reads or fills, each named by its op and its pool. None: one stage has
     no slots.
 
@@ -78,23 +77,22 @@ class SlottedTable:
     """
 
     table: Table
-    slots: Slots
+    slots: TickSlots
     send: np.ndarray
     slots_per_stage: dict[str, tuple[int, ...]]
 
     @property
     def pool_sizes(self) -> dict[str, int]:
-        """Pool → the most slots that any stage needs, which is what every stage's array has, in one
-        compiled program for all."""
+        """Pool → the most slots that any stage needs: the size of every stage's array, since all
+        run one compiled program."""
         return {pool: max(counts) for pool, counts in self.slots_per_stage.items()}
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Uses:
-    """The ticks in which something fills or reads values of one pool: int arrays of one length.
+class _Uses(NamedTuple):
+    """The ticks in which an op fills or reads values of one pool: int arrays of one length.
 
     unit: −1 … units; the activation of unit `units` is the last unit's output, the gradient of unit
-    −1 the first's input gradient
+        −1 the lowest unit's input gradient
     """
 
     stage: np.ndarray
@@ -102,26 +100,16 @@ class _Uses:
     microbatch: np.ndarray
     tick: np.ndarray
 
-    @classmethod
-    def joined(cls, parts: Sequence["_Uses"]) -> "_Uses":
-        """One after the other."""
-        return cls(
-            *(
-                np.concatenate([getattr(part, field.name) for part in parts])
-                for field in dataclasses.fields(cls)
-            )
-        )
-
 
 def assign_slots(table: Table) -> SlottedTable:
     """A table with its slots. The table must be right: check it first."""
     columns: dict[str, np.ndarray] = {}
-    for field in dataclasses.fields(Slots):
+    for field in dataclasses.fields(TickSlots):
         of_one_stage = field.name.startswith(("embed", "head"))
         columns[field.name] = np.full(table.ticks if of_one_stage else table.op.shape, -1, np.int32)
     slots_per_stage: dict[str, tuple[int, ...]] = {}
     for pool, uses_of in _uses(table).items():
-        uses = _Uses.joined(list(uses_of.values()))
+        uses = _Uses(*map(np.concatenate, zip(*uses_of.values(), strict=True)))
         slots, slots_per_stage[pool] = _assign(uses, table)
         begin = 0
         for name, part in uses_of.items():
@@ -131,7 +119,7 @@ def assign_slots(table: Table) -> SlottedTable:
     send = np.where(
         table.op == Op.IDLE, 0, message_ways(table.stage_of, table.stages)[table.op, table.unit]
     ).astype(np.int32)
-    return SlottedTable(table, Slots(**columns), send, slots_per_stage)
+    return SlottedTable(table, TickSlots(**columns), send, slots_per_stage)
 
 
 def _assign(uses: _Uses, table: Table) -> tuple[np.ndarray, tuple[int, ...]]:
@@ -141,30 +129,31 @@ def _assign(uses: _Uses, table: Table) -> tuple[np.ndarray, tuple[int, ...]]:
         uses.stage.astype(np.int64) * units + uses.unit + 1
     ) * table.microbatches + uses.microbatch
     values, value_of_use = np.unique(key, return_inverse=True)
-    first, last = np.full(len(values), table.ticks, np.int64), np.full(len(values), -1, np.int64)
-    np.minimum.at(first, value_of_use, uses.tick)
-    np.maximum.at(last, value_of_use, uses.tick)
+    begin, end = np.full(len(values), table.ticks, np.int64), np.full(len(values), -1, np.int64)
+    np.minimum.at(begin, value_of_use, uses.tick)
+    np.maximum.at(end, value_of_use, uses.tick)
     stage_of_value = values // (units * table.microbatches)
     slots, counts = np.zeros(len(values), np.int32), []
     for stage in range(table.stages):
         of_stage = np.flatnonzero(stage_of_value == stage)
-        slots[of_stage], count = colour(first[of_stage], last[of_stage])
+        slots[of_stage], count = colour(begin[of_stage], end[of_stage])
         counts.append(count)
     return slots[value_of_use], tuple(counts)
 
 
-def colour(first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, int]:
-    """(slot of each value, number of slots) from first and last ticks, both included.
+def colour(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, int]:
+    """(slot of each value, number of slots) for values from ticks `begins` to `ends`, both
+    included.
 
     Values, in the order of their ticks, take the lowest slot that is free.
     """
-    slots = np.zeros(len(first), np.int32)
+    slots = np.zeros(len(begins), np.int32)
     busy: list[tuple[int, int]] = []  # last tick, slot
     free: list[int] = []
     count = 0
-    order = np.lexsort((last, first))
+    order = np.lexsort((ends, begins))
     for value, begin, end in zip(
-        order.tolist(), first[order].tolist(), last[order].tolist(), strict=True
+        order.tolist(), begins[order].tolist(), ends[order].tolist(), strict=True
     ):
         while busy and busy[0][0] < begin:
             heapq.heappush(free, heapq.heappop(busy)[1])
@@ -178,13 +167,9 @@ def colour(first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def _uses(table: Table) -> dict[str, dict[str, _Uses]]:
-    """Pool → column that names a slot → where something fills or reads a value of the pool by
-    it."""
-    first_stage, last_stage, last = table.stage_of[0], table.stage_of[-1], table.units - 1
-    tick, stage = np.nonzero(table.op)
-    op, unit, microbatch = (
-        array[tick, stage] for array in (table.op, table.unit, table.microbatch)
-    )
+    """Pool → field of TickSlots → the uses of the pool's slots that the field names."""
+    lowest_stage, last_stage, last = table.stage_of[0], table.stage_of[-1], table.units - 1
+    tick, stage, op, unit, microbatch = table.busy
     stays = message_ways(table.stage_of, table.stages)[op, unit] == 0
     rebuilt = np.array([table.recomputes(each) for each in range(table.units)])[unit]
     keeps = (op == Op.F) & ~rebuilt if not table.forward_only else np.zeros(len(op), bool)
@@ -196,22 +181,22 @@ def _uses(table: Table) -> dict[str, dict[str, _Uses]]:
     activation = {
         "activation": of_cells((op == Op.F) | (op == Op.R)),
         "stay_activation": of_cells((op == Op.F) & stays, 1),
-        "embed_activation": _of_column(table.embed, first_stage, 0),
+        "embed_activation": _of_column(table.embed, lowest_stage, 0),
         "head_activation": _of_column(table.head, last_stage, last + 1),
     }
     gradient = {
         "gradient": of_cells(op == Op.B),
         "stay_gradient": of_cells((op == Op.B) & stays, -1),
-        "embedding_gradient": _of_column(table.embed_gradient, first_stage, -1),
+        "embedding_gradient": _of_column(table.embed_gradient, lowest_stage, -1),
     }
     if not table.forward_only:
         gradient["head_gradient"] = _of_column(table.head, last_stage, last)
-    come = arrivals(table)
+    arrived = arrivals(table)
     ways = np.array(directions(table.stage_of, table.stages))
     return {
         "activation": activation
-        | _brought(table, "activation", come.activation, np.concatenate([[0], ways[:-1]])),
-        "gradient": gradient | _brought(table, "gradient", come.gradient, -ways),
+        | _brought(table, "activation", arrived.activation, np.concatenate([[0], ways[:-1]])),
+        "gradient": gradient | _brought(table, "gradient", arrived.gradient, -ways),
         "residual_b": {"residual_b": of_cells(residuals)},
         "residual_w": {"residual_w": of_cells(residuals | (op == Op.W))},
         "weight_stash": {"weight_stash": of_cells((op == Op.B) | (op == Op.W))},
@@ -219,23 +204,23 @@ def _uses(table: Table) -> dict[str, dict[str, _Uses]]:
 
 
 def _of_column(column: np.ndarray, stage: int, unit: int) -> _Uses:
-    """The uses of an op that a column of the table names: in one unit's values on one stage."""
+    """The uses of one unit's values, on one stage, by an op that a column of the table names."""
     ticks = np.flatnonzero(column >= 0)
     return _Uses(np.full_like(ticks, stage), np.full_like(ticks, unit), column[ticks], ticks)
 
 
-def _brought(table: Table, pool: str, come: np.ndarray, ways: np.ndarray) -> dict[str, _Uses]:
-    """The uses of the columns that name the slots of what permutes bring.
+def _brought(table: Table, pool: str, arrived: np.ndarray, ways: np.ndarray) -> dict[str, _Uses]:
+    """Field of TickSlots → the uses of the slots that messages of permutes fill.
 
-    come: int [units + 1, microbatches], the tick in which each unit can read its message
-    ways: int [units], the way that this message comes; 0 where it stays or is no other unit's
+    arrived: int [units + 1, microbatches], the tick in which each unit can read its message
+    ways:    int [units], the way of this message; 0 where it stays or is no other unit's
     """
     brought: dict[str, _Uses] = {}
     for name, direction in (("up", 1), ("down", -1)):
         readers = np.flatnonzero(ways == direction)
-        index, microbatches = np.nonzero(come[readers] != NEVER)
+        index, microbatches = np.nonzero(arrived[readers] != NEVER)
         units = readers[index]
         brought[f"{name}_{pool}"] = _Uses(
-            np.array(table.stage_of)[units], units, microbatches, come[units, microbatches]
+            np.array(table.stage_of)[units], units, microbatches, arrived[units, microbatches]
         )
     return brought

@@ -63,6 +63,16 @@ class Cell(NamedTuple):
     microbatch: int
 
 
+class CellArrays(NamedTuple):
+    """Cells as int arrays of one length, ordered by tick and stage."""
+
+    tick: np.ndarray
+    stage: np.ndarray
+    op: np.ndarray
+    unit: np.ndarray
+    microbatch: np.ndarray
+
+
 class TableError(ValueError):
     """A fault in a table, at `tick` and `stage` or `column` (−1 and "": nowhere in particular).
 
@@ -122,8 +132,13 @@ class TableShape:
         """The number of units of the model."""
         return len(self.stage_of)
 
+    @property
+    def units_per_stage(self) -> int:
+        """The number of units on a stage, the most of all stages."""
+        return max(map(self.stage_of.count, range(self.stages)))
+
     def recomputes(self, unit: int) -> bool:
-        """Whether a unit has R ops: then its F keeps its input alone."""
+        """Whether a unit has R ops: then its F saves its input alone."""
         return (
             self.recompute
             and not self.forward_only
@@ -161,6 +176,13 @@ class Table(TableShape):
         lookup = unit_lookup(self.stage_of, self.stages)
         units = lookup[np.arange(self.stages), np.maximum(self.local_unit, 0)]
         return np.where(self.op == Op.IDLE, -1, units).astype(np.int32)
+
+    @functools.cached_property
+    def busy(self) -> CellArrays:
+        """The cells that are not idle."""
+        tick, stage = np.nonzero(self.op)
+        arrays = (array[tick, stage] for array in (self.op, self.unit, self.microbatch))
+        return CellArrays(tick, stage, *arrays)
 
     @property
     def ticks(self) -> int:

@@ -16,6 +16,7 @@ that begin with # are comments. No JAX here.
 import csv
 import dataclasses
 import difflib
+import itertools
 import os
 import pathlib
 import re
@@ -32,6 +33,7 @@ from jaxtrain.schedule.table import (
     TableError,
     TableShape,
     cell_name,
+    counted,
     directions,
     from_cells,
     units_of,
@@ -47,25 +49,18 @@ def to_csv(table: Table) -> str:
     """The text of a table's CSV file."""
     settings = [
         f"name={re.sub(r'[^A-Za-z0-9_.-]', '_', table.name)}",
-        f"place={_numbers(table.stage_of)}",
+        f"place={','.join(map(str, table.stage_of))}",
     ]
     if table.chunk_of != tuple(range(table.units)):
-        settings.append(f"chunk={_numbers(table.chunk_of)}")
+        settings.append(f"chunk={','.join(map(str, table.chunk_of))}")
     lines = [f"# {' '.join([*settings, f'vocabulary={table.vocabulary}'])}"]
     lines.append(",".join([*(f"stage {s}" for s in range(table.stages)), *COLUMNS]))
     for tick, cells in enumerate(table.cells):
         names = [cell_name(cell, table.stage_of) if cell else "" for cell in cells]
         permute = Permute(int(table.permute[tick])).name.lower()
         microbatches = [int(getattr(table, name)[tick]) for name in COLUMNS[1:]]
-        lines.append(
-            ",".join(
-                [
-                    *names,
-                    permute,
-                    *("" if microbatch < 0 else str(microbatch) for microbatch in microbatches),
-                ]
-            )
-        )
+        shown = ["" if microbatch < 0 else str(microbatch) for microbatch in microbatches]
+        lines.append(",".join([*names, permute, *shown]))
     return "\n".join(lines) + "\n"
 
 
@@ -75,35 +70,38 @@ def read_csv(path: str) -> Table:
     Raises ValueError, in one line, with file, line as an editor counts, column and what would be
     right, also for a file that cannot be read.
     """
-    lines: list[int] = []  # the line in the file of each tick
+    text = _read(path)
     try:
-        table = _parse(_read(path), pathlib.Path(path).stem, lines)
-        check(table)
+        lines = _parse(text)
+        table = _table(lines, pathlib.Path(path).stem)
+        try:
+            check(table)
+        except TableError as error:
+            raise _in_lines(error, lines.numbers) from None
     except _FileError as error:
-        raise ValueError(f"{path}, {error}" if error.located else f"{path}: {error}") from None
-    except TableError as error:
-        where = [path]
-        if 0 <= error.tick < len(lines):
-            where.append(f"line {lines[error.tick]} (tick {error.tick})")
-        if error.stage >= 0 or error.column:
-            where.append(f"column {error.column or f'stage {error.stage}'!r}")
-        named = [
-            f"line {lines[tick]}" if tick < len(lines) else f"a line after {lines[-1]}"
-            for tick in error.ticks
-        ]
-        raise ValueError(
-            f"{', '.join(where)}: {error.rule.format(*named) if named else error.rule}"
-        ) from None
+        raise ValueError(f"{path}{error}") from None
     return table
 
 
 class _FileError(ValueError):
-    """What is wrong with a file as a text; `line` and `column` say where, if there is a place."""
+    """A fault in a file. Its text follows the file's name: ", line 3, column 'head': …"."""
 
-    def __init__(self, rule: str, line: int = 0, column: str = ""):
-        where = ([f"line {line}"] if line else []) + ([f"column {column!r}"] if column else [])
-        super().__init__(f"{', '.join(where)}: {rule}" if where else rule)
-        self.located = bool(where)
+    def __init__(self, rule: str, line: int | str = "", column: str = ""):
+        where = f", line {line}" if line else ""
+        super().__init__(f"{where}{f', column {column!r}' if column else ''}: {rule}")
+
+
+def _in_lines(error: TableError, lines: list[int]) -> _FileError:
+    """The fault with the file's lines in place of ticks. lines: of each tick."""
+    ticks = [
+        f"line {lines[tick]}" if tick < len(lines) else f"a line after {lines[-1]}"
+        for tick in error.ticks
+    ]
+    return _FileError(
+        error.rule.format(*ticks) if ticks else error.rule,
+        f"{lines[error.tick]} (tick {error.tick})" if 0 <= error.tick < len(lines) else "",
+        f"stage {error.stage}" if error.stage >= 0 else error.column,
+    )
 
 
 def _read(path: str) -> str:
@@ -139,8 +137,15 @@ def _read(path: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _numbers(values: tuple[int, ...]) -> str:
-    return ",".join(map(str, values))
+def _range(count: int) -> str:
+    return f"0 to {count - 1}" if count > 1 else "0"
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    return difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.0)[0]
+
+
+# --- lines ----------------------------------------------------------------------------------------
 
 
 class _LocalCell(NamedTuple):
@@ -152,24 +157,32 @@ class _LocalCell(NamedTuple):
 
 
 class _Setting(NamedTuple):
-    """The value of a setting, and the line in which it stands."""
+    """The value of a setting, and its line in the file (0: it is not in the file)."""
 
     value: str
-    line: int
+    line: int = 0
 
 
 @dataclasses.dataclass
-class _Body:
-    """The lines under a header: of each tick, its line in the file, and its cells; the values of
-    each column that the file has, by tick."""
+class _Lines:
+    """The contents of a file.
 
-    lines: list[int]
+    settings: of the comments, by name
+    header:   names of the columns, `stages` stages before the others
+    numbers, cells: of each tick, its line in the file and its cells, by stage
+    columns:  of each column that is no stage, its values by tick
+    """
+
+    settings: dict[str, _Setting]
+    header: list[str]
+    stages: int
+    numbers: list[int]
     cells: list[list[_LocalCell | None]]
     columns: dict[str, list[int]]
 
 
-def _parse(text: str, stem: str, lines: list[int]) -> Table:
-    """A table, not checked, from a file's text; fills `lines`."""
+def _parse(text: str) -> _Lines:
+    """The contents of a file's text. Raises _FileError."""
     settings: dict[str, _Setting] = {}
     table_lines: list[tuple[int, list[str]]] = []
     for number, line in enumerate(text.split("\n"), 1):
@@ -183,107 +196,25 @@ def _parse(text: str, stem: str, lines: list[int]) -> Table:
             f"the file {what}: write a header line such as 'stage 0,stage 1' and one line for "
             "each tick of the table"
         )
-    (header_line, header), rest = table_lines[0], table_lines[1:]
+    (header_line, header), ticks = table_lines[0], table_lines[1:]
     stages = _stages(header, header_line)
-    if not rest:
+    if not ticks:
         raise _FileError(
             "no ticks follow the header: write one line for each tick of the table, such as "
             "'F0.0,'",
             header_line,
         )
-    body = _Body(lines, [], {name: [] for name in header[stages:]})
-    for number, fields in rest:
-        _read_tick(body, number, fields, header)
-    _check_numbers(body, header)
-    return _table(body, header, settings, stem)
-
-
-def _read_tick(body: _Body, number: int, fields: list[str], header: list[str]) -> None:
-    """Adds a line to the body."""
-    body.lines.append(number)
-    if len(fields) != len(header):
-        counts = f"{_count(len(fields), 'cell')} under a header of {len(header)}"
-        raise _FileError(f"{counts}: use one for each column, empty or not", number)
-    stages = len(header) - len(body.columns)
-    body.cells.append(
-        [_cell(field, number, header[stage]) for stage, field in enumerate(fields[:stages])]
-    )
-    for name, field in zip(body.columns, fields[stages:], strict=True):
-        body.columns[name].append(_column_value(name, field, number))
-
-
-def _table(body: _Body, header: list[str], settings: dict[str, _Setting], stem: str) -> Table:
-    """The table of a body whose numbers have no gaps."""
-    cells = [cell for tick in body.cells for cell in tick if cell]
-    stages = len(header) - len(body.columns)
-    stage_of = _stage_of(settings, stages, 1 + max(cell.local_unit for cell in cells))
-    in_model_order = _in_model_order(body, header, stage_of)
-    microbatches = 1 + max(cell.microbatch for cell in cells)
-    for name, values in body.columns.items():
-        for number, microbatch in zip(body.lines, values, strict=True):
-            if name != "permute" and microbatch >= microbatches:
-                raise _FileError(
-                    f"microbatch {microbatch} is in no cell: use {_range(microbatches)}",
-                    number,
-                    name,
-                )
-    vocabulary, number = settings.get("vocabulary", ("parallel", 0))
-    if vocabulary not in VOCABULARIES:
-        raise _FileError(
-            f"vocabulary={vocabulary!r} is unknown: use {_nearest(vocabulary, VOCABULARIES)}",
-            number,
-        )
-    recomputed = {cell.unit for tick in in_model_order for cell in tick if cell and cell.op == Op.R}
-    shape = TableShape(
-        name=settings.get("name", _Setting(stem, 0)).value,
-        stage_of=stage_of,
-        stages=stages,
-        microbatches=microbatches,
-        chunk_of=_chunk_of(settings, stage_of),
-        recompute=bool(recomputed),
-        recompute_last=len(stage_of) - 1 in recomputed,
-        forward_only=all(cell.op == Op.F for cell in cells),
-        vocabulary=vocabulary,
-    )
-    return from_cells(shape, in_model_order, **body.columns)
-
-
-def _in_model_order(
-    body: _Body, header: list[str], stage_of: tuple[int, ...]
-) -> list[list[Cell | None]]:
-    """The cells with units in model order."""
-    units = units_of(stage_of, len(header) - len(body.columns))
-    in_model_order: list[list[Cell | None]] = []
-    for number, cells in zip(body.lines, body.cells, strict=True):
-        in_model_order.append([])
-        for stage, cell in enumerate(cells):
-            count = len(units[stage])
-            if cell and cell.local_unit >= count:
-                fix = f"use unit {_range(count)}, or" if count else "leave it empty, or"
-                rule = (
-                    f"there is no local unit {cell.local_unit} on a stage with {count}: {fix} say "
-                    "place=… in a comment"
-                )
-                raise _FileError(rule, number, header[stage])
-            in_model_order[-1].append(
-                Cell(cell.op, units[stage][cell.local_unit], cell.microbatch) if cell else None
-            )
-    return in_model_order
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s'[: number != 1]}"
-
-
-def _range(count: int) -> str:
-    return f"0 to {count - 1}" if count > 1 else "0"
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    return difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.0)[0]
-
-
-# --- lines ----------------------------------------------------------------------------------------
+    lines = _Lines(settings, header, stages, [], [], {name: [] for name in header[stages:]})
+    for number, fields in ticks:
+        if len(fields) != len(header):
+            counts = f"{counted(len(fields), 'cell')} under a header of {len(header)}"
+            raise _FileError(f"{counts}: use one for each column, empty or not", number)
+        lines.numbers.append(number)
+        cells = zip(fields, header[:stages], strict=False)
+        lines.cells.append([_cell(field, number, column) for field, column in cells])
+        for name, field in zip(lines.columns, fields[stages:], strict=True):
+            lines.columns[name].append(_column_value(name, field, number))
+    return lines
 
 
 def _split(line: str, number: int) -> list[str]:
@@ -298,50 +229,51 @@ SETTINGS = ("name", "place", "chunk", "vocabulary")
 
 
 def _read_settings(line: str, number: int, settings: dict[str, _Setting]) -> None:
-    """Adds the settings of a comment, each with its line; what is not like one is a remark."""
+    """Adds the settings of a comment, each with its line; anything else is a remark."""
     for name, value in re.findall(r"(\w+)=(\S*)", line):
-        if name not in SETTINGS and (
-            near := difflib.get_close_matches(name.lower(), SETTINGS, n=1, cutoff=0.75)
-        ):
+        near = difflib.get_close_matches(name.lower(), SETTINGS, n=1, cutoff=0.75)
+        if name in SETTINGS:
+            known = settings.setdefault(name, _Setting(value, number))
+            if known.value != value:
+                raise _FileError(
+                    f"{name}={value!r} is another value than in line {known.line}: leave one of "
+                    "them out",
+                    number,
+                )
+        elif near:
             raise _FileError(f"the setting {name!r} is unknown: use {near[0]}", number)
-        if name in settings and name in SETTINGS and settings[name].value != value:
-            raise _FileError(
-                f"{name}={value!r} is another value than in line {settings[name].line}: leave "
-                "one of them out",
-                number,
-            )
-        settings[name] = _Setting(value, number)
 
 
-SEPARATORS = {";": "a semicolon", "\t": "a tab", "|": "a bar"}
+SEPARATORS = {";": "a semicolon", "\t": "a tab", "|": "a bar", " ": "a space"}
 
 
-def _separator(fields: list[str]) -> str | None:
-    """What separates cells in a line that has no commas, in words; None if nothing does."""
-    text = ",".join(fields)
-    if "," in text:
-        return None
-    separator = next((name for mark, name in SEPARATORS.items() if mark in text), None)
-    cell = rf"(stage ?\d+|\d+|[A-Za-z]\d+\.\d+|{'|'.join(COLUMNS)})"
-    return separator or ("a space" if re.fullmatch(rf"{cell}(\s+{cell})+", text) else None)
+def _separator(text: str) -> str | None:
+    """The name of what may separate the cells of a text without commas."""
+    return next((name for mark, name in SEPARATORS.items() if mark in text), None)
 
 
 def _stages(header: list[str], number: int) -> int:
     """The number of stages of a header."""
-    if separator := _separator(header):
-        raise _FileError(f"the cells are separated by {separator}: use commas", number)
+    text = ",".join(header)
+    if "," not in text and (separator := _separator(text)):
+        cell = rf"(stage ?\d+|\d+|[A-Za-z]\d+\.\d+|{'|'.join(COLUMNS)})"
+        if separator != "a space" or re.fullmatch(rf"{cell}(\s+{cell})+", text):
+            raise _FileError(f"the cells are separated by {separator}: use commas", number)
     if any(CELL.fullmatch(name) for name in header):
         example = ",".join(f"stage {stage}" for stage in range(len(header)))
         raise _FileError(
             f"a tick stands where the header should: write a line such as {example!r} before it",
             number,
         )
-    if all(name.isdecimal() for name in header if name not in COLUMNS):
-        style = "{}"  # bare numbers
-    else:
-        style = "stage {}"
-    stages = sum(name not in COLUMNS and not _like_a_column(name) for name in header)
-    known = [style.format(stage) for stage in range(stages)]
+    of_stages = [
+        name
+        for name in header
+        if name not in COLUMNS
+        and not difflib.get_close_matches(name.lower(), COLUMNS, n=1, cutoff=0.7)
+    ]
+    stages = len(of_stages)
+    bare_numbers = all(name.isdecimal() for name in header if name not in COLUMNS)
+    known = [str(stage) if bare_numbers else f"stage {stage}" for stage in range(stages)]
     for index, name in enumerate(header):
         if name not in known and name not in COLUMNS:
             raise _unknown_column(header, index, known, number)
@@ -358,18 +290,14 @@ def _stages(header: list[str], number: int) -> int:
 
 def _unknown_column(header: list[str], index: int, known: list[str], number: int) -> _FileError:
     """The error of a header's name at an index; `known`: the names of as many stages as it has."""
-    name, in_stages = header[index], index < len(known)
-    fix = known[index] if in_stages else _nearest(name, COLUMNS)
-    unused = [other for other in COLUMNS if other not in header]
-    if not in_stages and fix in header and unused:
-        fix = _nearest(name, unused)
+    name = header[index]
+    if index < len(known):
+        fix = known[index]
+    else:
+        fix = _nearest(name, [column for column in COLUMNS if column not in header] or COLUMNS)
     if re.fullmatch(r"stage \d+|\d+", name) and fix in known:
         return _FileError(f"column {fix!r} is missing: use {','.join(known)}", number)
     return _FileError(f"column {index + 1}, {name!r}, is unknown: use {fix!r}", number)
-
-
-def _like_a_column(name: str) -> bool:
-    return bool(difflib.get_close_matches(name.lower(), COLUMNS, n=1, cutoff=0.7))
 
 
 # --- cells ----------------------------------------------------------------------------------------
@@ -381,91 +309,129 @@ def _cell(field: str, number: int, column: str) -> _LocalCell | None:
         return None
     if match := CELL.fullmatch(field):
         return _LocalCell(int(Op[match[1]]), int(match[2]), int(match[3]))
-    separator = next(
-        (name for mark, name in SEPARATORS.items() if mark in field),
-        "a space" if len(field.split()) > 1 else None,
-    )
-    if separator and all(CELL.fullmatch(part) for part in re.split(r"[;\t|\s]+", field) if part):
-        raise _FileError(
-            f"{field!r}: cells are separated by {separator}: use commas", number, column
-        )
-    if match := re.fullmatch(r"([A-Za-z]+)(\d{1,6})\.(\d{1,6})", field, re.ASCII):
+    form = "write op, unit, dot, microbatch, such as"
+    rule = f"{field[:40]!r} is no cell: {form} F0.3"
+    parts = [part for part in re.split(r"[;\t|\s]+", field) if part]
+    if (separator := _separator(field)) and all(CELL.fullmatch(part) for part in parts):
+        rule = f"{field!r}: cells are separated by {separator}: use commas"
+    elif match := re.fullmatch(r"([A-Za-z]+)(\d{1,6})\.(\d{1,6})", field, re.ASCII):
         op = match[1].upper() if match[1].upper() in Op.__members__ else ""
         fix = f"use {op}{match[2]}.{match[3]}" if op else "use F, R, B or W"
-        raise _FileError(f"{field!r} has the unknown op {match[1]!r}: {fix}", number, column)
-    if re.fullmatch(r"[FRBW]\d+", field):
-        raise _FileError(
-            f"{field!r} has no microbatch: write op, unit, dot, microbatch, such as "
-            f"{field[0]}0.{field[1:][:6]}",
-            number,
-            column,
-        )
-    raise _FileError(
-        f"{field[:40]!r} is no cell: write op, unit, dot, microbatch, such as F0.3", number, column
-    )
+        rule = f"{field!r} has the unknown op {match[1]!r}: {fix}"
+    elif re.fullmatch(r"[FRBW]\d+", field):
+        rule = f"{field!r} has no microbatch: {form} {field[0]}0.{field[1:][:6]}"
+    raise _FileError(rule, number, column)
 
 
 def _column_value(name: str, field: str, number: int) -> int:
     """The Permute or the microbatch that a field of a column says, −1 for none."""
     if name == "permute":
-        if (field or "none").upper() not in Permute.__members__:
-            near = difflib.get_close_matches(
-                field.lower(), ("late", "early", "none"), n=1, cutoff=0.6
-            )
-            raise _FileError(
-                f"{field!r} is no permute: use {near[0] if near else 'late, early or none'}",
-                number,
-                name,
-            )
-        return int(Permute[(field or "none").upper()])
+        field = field or "none"
+        if field.upper() in Permute.__members__:
+            return int(Permute[field.upper()])
+        near = difflib.get_close_matches(field.lower(), ("late", "early", "none"), n=1, cutoff=0.6)
+        fix = near[0] if near else "late, early or none"
+        raise _FileError(f"{field!r} is no permute: use {fix}", number, name)
     if field and not re.fullmatch(r"\d{1,6}", field, re.ASCII):
         raise _FileError(f"{field[:40]!r} is no microbatch: use a number or nothing", number, name)
     return int(field) if field else -1
 
 
-def _check_numbers(body: _Body, header: list[str]) -> None:
-    """_FileError for a microbatch or a unit far from all others: whatever the file's numbers are,
-    none is left out below the largest."""
-    for name, noun in (("microbatch", "microbatch"), ("local_unit", "unit")):
-        present = {getattr(cell, name) for cells in body.cells for cell in cells if cell}
-        if not present:
-            raise _FileError(
-                "every cell is empty: write tasks such as F0.0, op, unit, dot, microbatch"
-            )
-        gap = next(number for number in range(len(present) + 1) if number not in present)
-        if gap > max(present):
-            continue
-        beyond = min(number for number in present if number > gap)
-        for line, cells in zip(body.lines, body.cells, strict=True):
-            for column, cell in zip(header, cells, strict=False):
-                if cell and getattr(cell, name) == beyond:
-                    written = f"{Op(cell.op).name}{cell.local_unit}.{cell.microbatch}"
-                    missing = f"{written} has {noun} {beyond}, and {noun} {gap} is in no cell"
-                    fix = f"use {_range(gap)}" if gap else "use 0"
-                    raise _FileError(
-                        f"{missing}: {fix}, or write the tasks of {gap} too", line, column
-                    )
+def _size(lines: _Lines, number_name: str) -> int:
+    """The number of microbatches or of local units of a file's cells. Raises _FileError for one far
+    from all others: no number below the largest may be left out."""
+    present = {getattr(cell, number_name) for cells in lines.cells for cell in cells if cell}
+    if not present:
+        raise _FileError("every cell is empty: write tasks such as F0.0, op, unit, dot, microbatch")
+    gap = next(number for number in range(len(present) + 1) if number not in present)
+    if gap > max(present):
+        return gap
+    beyond = min(number for number in present if number > gap)
+    line, column, cell = next(
+        (line, column, cell)
+        for line, cells in zip(lines.numbers, lines.cells, strict=True)
+        for column, cell in zip(lines.header, cells, strict=False)
+        if cell and getattr(cell, number_name) == beyond
+    )
+    noun = number_name.removeprefix("local_")
+    written = f"{Op(cell.op).name}{cell.local_unit}.{cell.microbatch}"
+    missing = f"{written} has {noun} {beyond}, and {noun} {gap} is in no cell"
+    fix = f"use {_range(gap)}" if gap else "use 0"
+    raise _FileError(f"{missing}: {fix}, or write the tasks of {gap} too", line, column)
 
 
-# --- settings -------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
 
-def _stage_of(settings: dict[str, _Setting], stages: int, repeats: int) -> tuple[int, ...]:
+def _table(lines: _Lines, stem: str) -> Table:
+    """The table, not checked, of a file's contents. Raises _FileError."""
+    microbatches, local_units = _size(lines, "microbatch"), _size(lines, "local_unit")
+    stage_of = _stage_of(lines, local_units)
+    cells = _in_model_order(lines, stage_of)
+    for name, values in lines.columns.items():
+        for number, microbatch in zip(lines.numbers, values, strict=True):
+            if name != "permute" and microbatch >= microbatches:
+                raise _FileError(
+                    f"microbatch {microbatch} is in no cell: use {_range(microbatches)}",
+                    number,
+                    name,
+                )
+    vocabulary, number = lines.settings.get("vocabulary", _Setting("parallel"))
+    if vocabulary not in VOCABULARIES:
+        raise _FileError(
+            f"vocabulary={vocabulary!r} is unknown: use {_nearest(vocabulary, VOCABULARIES)}",
+            number,
+        )
+    recomputed = {cell.unit for tick in cells for cell in tick if cell and cell.op == Op.R}
+    shape = TableShape(
+        name=lines.settings.get("name", _Setting(stem)).value,
+        stage_of=stage_of,
+        stages=lines.stages,
+        microbatches=microbatches,
+        chunk_of=_chunk_of(lines.settings, stage_of),
+        recompute=bool(recomputed),
+        recompute_last=len(stage_of) - 1 in recomputed,
+        forward_only=all(cell.op == Op.F for tick in cells for cell in tick if cell),
+        vocabulary=vocabulary,
+    )
+    return from_cells(shape, cells, **lines.columns)
+
+
+def _in_model_order(lines: _Lines, stage_of: tuple[int, ...]) -> list[list[Cell | None]]:
+    """The cells with units in model order."""
+    units = units_of(stage_of, lines.stages)
+    for number, cells in zip(lines.numbers, lines.cells, strict=True):
+        for stage, cell in enumerate(cells):
+            count = len(units[stage])
+            if cell and cell.local_unit >= count:
+                fix = f"use unit {_range(count)}, or" if count else "leave it empty, or"
+                rule = (
+                    f"there is no local unit {cell.local_unit} on a stage with {count}: {fix} say "
+                    "place=… in a comment"
+                )
+                raise _FileError(rule, number, lines.header[stage])
+    return [
+        [
+            Cell(cell.op, units[stage][cell.local_unit], cell.microbatch) if cell else None
+            for stage, cell in enumerate(cells)
+        ]
+        for cells in lines.cells
+    ]
+
+
+def _stage_of(lines: _Lines, local_units: int) -> tuple[int, ...]:
     """The stage of each unit, by the setting `place`."""
-    text, number = settings.get("place", ("circular", 0))
+    stages = lines.stages
+    text, number = lines.settings.get("place", _Setting("circular"))
     if text in PLACEMENTS:
-        return PLACEMENTS[text](stages, repeats)
+        return PLACEMENTS[text](stages, local_units)
     if not NUMBERS.fullmatch(text):
         near = difflib.get_close_matches(text.lower(), PLACEMENTS, n=1, cutoff=0.6)
-        fix = (
-            near[0]
-            if near
-            else "circular, v, or the stage of each unit with commas between and no spaces"
-        )
-        raise _FileError(f"place={text!r} is no place: use {fix}", number)
+        fix = "circular, v, or the stage of each unit with commas between and no spaces"
+        raise _FileError(f"place={text!r} is no place: use {near[0] if near else fix}", number)
     stage_of = tuple(map(int, text.split(",")))
     if max(stage_of) >= stages:
-        known = f"the header has {_count(stages, 'stage')}: use {_range(stages)}"
+        known = f"the header has {counted(stages, 'stage')}: use {_range(stages)}"
         raise _FileError(f"place={text!r} names stage {max(stage_of)}, and {known}", number)
     try:
         directions(stage_of, stages)
@@ -480,9 +446,9 @@ def _chunk_of(settings: dict[str, _Setting], stage_of: tuple[int, ...]) -> tuple
         return ()
     text, number = settings["chunk"]
     chunk_of = tuple(map(int, text.split(","))) if NUMBERS.fullmatch(text) else ()
-    steps = [following - chunk for chunk, following in zip(chunk_of, chunk_of[1:], strict=False)]
-    if len(chunk_of) != len(stage_of) or chunk_of[0] != 0 or set(steps) - {0, 1}:
-        numbers = _count(len(stage_of), "number")
+    steps = {following - chunk for chunk, following in itertools.pairwise(chunk_of)}
+    if len(chunk_of) != len(stage_of) or chunk_of[0] != 0 or steps - {0, 1}:
+        numbers = counted(len(stage_of), "number")
         raise _FileError(
             f"chunk={text!r}: use {numbers}, from 0 on, each the one before or one more", number
         )

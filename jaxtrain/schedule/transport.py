@@ -25,14 +25,14 @@ Ticks = TypeVar("Ticks", int, np.ndarray)
 
 
 def read_after(tick: Ticks) -> Ticks:
-    """The first tick in which can be read what a tick's permute sends, or what its ops make and
-    what stays on its stage: the next one."""
+    """The earliest tick that can read a message that a tick's permute sends, or that its op makes
+    and that stays: the next one."""
     return tick + 1
 
 
 def departures(permute: np.ndarray) -> np.ndarray:
-    """int64 [ticks]: the tick whose permute sends what each tick's ops make, NEVER where none does.
-    `permute`: int [ticks], of Permute."""
+    """The tick whose permute sends the messages of each tick's ops, int64 [ticks]; NEVER where none
+    does. permute: int [ticks], of Permute."""
     ticks = np.arange(len(permute))
     leaves = np.full(len(permute), NEVER, np.int64)
     # an early permute of the op's own tick is before the op
@@ -43,11 +43,10 @@ def departures(permute: np.ndarray) -> np.ndarray:
 
 
 def readable_from(ticks: np.ndarray, ways: np.ndarray, permute: np.ndarray) -> np.ndarray:
-    """int [messages]: the first tick in which each message can be read, NEVER for one that no
+    """The earliest tick in which each message can be read, int [messages]; NEVER for one that no
     permute sends.
 
-    ticks, ways: int [messages], the tick of the op that makes it and the way that it goes, 0 where
-    it stays.
+    ticks, ways: int [messages], the tick of its op, and its way, 0 where it stays
     """
     leaves = departures(permute)[ticks]
     return np.where(
@@ -56,17 +55,17 @@ def readable_from(ticks: np.ndarray, ways: np.ndarray, permute: np.ndarray) -> n
 
 
 def delays(ways: np.ndarray, when: Permute) -> np.ndarray:
-    """int [messages]: ticks from each message's op until it can be read, where every tick permutes
-    at this time."""
+    """Ticks from each message's op until it can be read, int [messages], if every tick permutes at
+    this time."""
     return readable_from(np.zeros(len(ways), int), ways, np.full(2, when))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Arrivals:
-    """The first tick in which each message can be read, NEVER for one that never comes.
+    """The earliest tick in which each message can be read, NEVER for one that never arrives.
 
-    activation: int32 [units + 1, microbatches], input of each unit; of unit `units`, the head's,
-        from the tick in which it is made
+    activation: int32 [units + 1, microbatches], input of each unit; activation[-1], the head's,
+                from the tick in which it is made
     gradient:   int32 [units + 1, microbatches], gradient of each unit's output; gradient[-1], of
                 the embedding, from the tick in which it is made
     """
@@ -76,12 +75,8 @@ class Arrivals:
 
 
 def arrivals(table: Table) -> Arrivals:
-    """When each message can be read, as a runtime that goes through the ticks would find. The
-    table's cells and columns must be right."""
-    tick, stage = np.nonzero(table.op)
-    op, unit, microbatch = (
-        array[tick, stage] for array in (table.op, table.unit, table.microbatch)
-    )
+    """The arrivals of all messages of a table whose cells and columns are right."""
+    tick, stage, op, unit, microbatch = table.busy
     readable = readable_from(
         tick, message_ways(table.stage_of, table.stages)[op, unit], table.permute
     )
@@ -104,7 +99,7 @@ def arrivals(table: Table) -> Arrivals:
 
 
 def _ticks_of(column: np.ndarray, microbatches: int) -> np.ndarray:
-    """int32 [microbatches]: the tick in which a column names each."""
+    """The tick in which a column names each microbatch, int32 [microbatches]."""
     ticks = np.full(microbatches, NEVER, np.int32)
     named = np.flatnonzero(column >= 0)
     ticks[column[named]] = named
@@ -112,11 +107,11 @@ def _ticks_of(column: np.ndarray, microbatches: int) -> np.ndarray:
 
 
 def waiting(table: Table) -> dict[int, np.ndarray]:
-    """Way (+1, −1) → bool [ticks, stages]: whether the send buffer of that way holds a message that
-    is still to leave, when the tick's op begins."""
+    """Way (+1, −1) → bool [ticks, stages]: the send buffer of that way holds a message that is
+    still to leave when the tick's op begins."""
     ways = message_ways(table.stage_of, table.stages)[table.op, table.unit]
     leaves = departures(table.permute)
-    # Of each tick's messages, the first tick whose op finds the buffer free.
+    # The earliest tick in which the buffer is free of each tick's messages.
     late = table.permute[np.minimum(leaves, table.ticks - 1)] == Permute.LATE
     free = np.where(leaves == NEVER, table.ticks, np.where(late, leaves + 1, leaves))
     buffers = {}

@@ -1,13 +1,13 @@
-"""Whether a table is right: a runtime that follows it computes every task once, on the right
-values, and ends. No JAX here."""
-
-import dataclasses
+"""Checks of a table: a runtime that follows it computes every task once, on the right values, and
+ends. No JAX here."""
 
 import numpy as np
 
 from jaxtrain.schedule.table import (
+    ROUNDING,
     VOCABULARIES,
     Cell,
+    CellArrays,
     Op,
     Permute,
     Table,
@@ -19,17 +19,16 @@ from jaxtrain.schedule.table import (
 )
 from jaxtrain.schedule.transport import NEVER, Arrivals, arrivals, departures
 
-ROOM = 1e-9  # of rounding
-
 
 def check(table: Table, memory: float | None = None, count_weight_stash: bool = False) -> None:
-    """Raises TableError, for the first tick that is wrong, unless a runtime that follows the table
-    does every task once and right.
+    """Raises TableError, for the earliest tick that is wrong, unless a runtime that follows the
+    table does every task once and right.
 
     memory: the most residuals that a stage may hold, as `peak_residuals` counts them.
     """
     _check_shape(table)
     _check_cells(table)
+    _check_missing(table)
     for name in ("head", "embed", "embed_gradient"):
         _check_column(table, name)
     permutes = set(table.permute.tolist())
@@ -38,7 +37,7 @@ def check(table: Table, memory: float | None = None, count_weight_stash: bool = 
     _check_order(table)
     if memory is not None:
         for stage, peak in enumerate(peak_residuals(table, count_weight_stash)):
-            if peak > memory + ROOM:
+            if peak > memory + ROUNDING:
                 raise TableError(
                     f"the residuals of {peak:g} chunks at once are more than the bound of "
                     f"{memory:g}",
@@ -68,24 +67,9 @@ def _check_shape(table: Table) -> None:
             raise TableError(f"{name} is {array.dtype} {array.shape}: use int32 {shape}")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Cells:
-    """The cells that are not idle, by ticks and stages: int arrays of one length."""
-
-    tick: np.ndarray
-    stage: np.ndarray
-    op: np.ndarray
-    unit: np.ndarray
-    microbatch: np.ndarray
-
-    def __getitem__(self, index: int) -> Cell:
-        """The cell at an index."""
-        return Cell(int(self.op[index]), int(self.unit[index]), int(self.microbatch[index]))
-
-
 def _check_cells(table: Table) -> None:
-    """TableError for cells that do not exist, do not belong into the table, stand there twice or
-    are missing."""
+    """TableError for a cell that does not exist, does not belong in the table, or stands there
+    twice."""
     lookup = unit_lookup(table.stage_of, table.stages)
     ticks, stages = np.nonzero(
         (table.op != Op.IDLE) | (table.local_unit != -1) | (table.microbatch != -1)
@@ -104,83 +88,59 @@ def _check_cells(table: Table) -> None:
     op_or_idle = np.where(exists, op, Op.IDLE)
     unit = np.where(exists, lookup[stages, np.where(exists, local, 0)], -1)
     foreign = (unit < 0) | ~_ops_of_units(table)[op_or_idle, unit]
-    first = _first_of_equals(
-        (op_or_idle.astype(np.int64) * table.units + unit) * table.microbatches + microbatch
-    )
-    wrong = np.flatnonzero(foreign | (first != np.arange(len(first))))
-    cells = _Cells(ticks, stages, op, unit, microbatch)
-    if len(wrong):
-        index = int(wrong[0])
-        tick, stage, name = (
-            int(ticks[index]),
-            int(stages[index]),
-            f"op {op[index]}, unit {local[index]}, microbatch {microbatch[index]}",
-        )
-        if unit[index] < 0:
-            raise TableError(
-                f"{name}: no such cell on a stage with {table.stage_of.count(stage)} units",
-                tick,
-                stage,
-            )
-        name = cell_name(cells[index], table.stage_of)
-        if foreign[index]:
-            raise TableError(
-                f"{name} does not belong in this table: leave the cell empty", tick, stage
-            )
+    # of each cell, the one before it that is equal, or itself
+    keys = (op_or_idle.astype(np.int64) * table.units + unit) * table.microbatches + microbatch
+    equal_before, ordered = np.arange(len(keys)), np.argsort(keys, kind="stable")
+    repeated = np.flatnonzero(keys[ordered][1:] == keys[ordered][:-1]) + 1
+    equal_before[ordered[repeated]] = ordered[repeated - 1]
+    wrong = np.flatnonzero(foreign | (equal_before != np.arange(len(keys))))
+    if not len(wrong):
+        return
+    i = int(wrong[0])
+    tick, stage = int(ticks[i]), int(stages[i])
+    if unit[i] < 0:
         raise TableError(
-            f"{name} stands already in {{}}: use it once",
+            f"op {op[i]}, unit {local[i]}, microbatch {microbatch[i]}: no such cell on a stage "
+            f"with {table.stage_of.count(stage)} units",
             tick,
             stage,
-            ticks=(int(ticks[first[index]]),),
         )
-    _check_missing(table, cells)
+    name = cell_name((op[i], unit[i], microbatch[i]), table.stage_of)
+    if foreign[i]:
+        raise TableError(f"{name} does not belong in this table: leave the cell empty", tick, stage)
+    rule = f"{name} stands already in {{}}: use it once"
+    raise TableError(rule, tick, stage, ticks=(int(ticks[equal_before[i]]),))
 
 
-def _first_of_equals(keys: np.ndarray) -> np.ndarray:
-    """int [keys]: of each key, the index of the one before it that is equal, or its own."""
-    first = np.arange(len(keys))
-    ordered = np.argsort(keys, kind="stable")
-    again = np.flatnonzero(keys[ordered][1:] == keys[ordered][:-1]) + 1
-    first[ordered[again]] = ordered[again - 1]
-    return first
-
-
-def _check_missing(table: Table, cells: _Cells) -> None:
+def _check_missing(table: Table) -> None:
     """TableError for tasks of which the table has no cell."""
     present = np.zeros((len(Op), table.units, table.microbatches), bool)
-    present[cells.op, cells.unit, cells.microbatch] = True
+    present[table.busy.op, table.busy.unit, table.busy.microbatch] = True
     missing = _ops_of_units(table)[:, :-1, None] & ~present
-    count = int(missing.sum())
-    if not count:
+    if not missing.any():
         return
     microbatch, op, unit = (int(number) for number in np.argwhere(missing.transpose(2, 0, 1))[0])
-    before = (
-        Cell(Op.F, unit - 1, microbatch)
-        if op == Op.F
-        else Cell(int(_earlier_ops(table)[op, unit]), unit, microbatch)
-    )
+    before = Cell(int(_earlier_ops(table)[op, unit]), unit, microbatch)
+    if op == Op.F:
+        before = Cell(Op.F, unit - 1, microbatch)
     fix, ticks = "write each task once", []
     if before.unit >= 0 and present[before]:
-        fix, ticks = (
-            f"write it after {cell_name(before, table.stage_of)} in {{}}",
-            [_tick_of(table, before)],
-        )
+        fix = f"write it after {cell_name(before, table.stage_of)} in {{}}"
+        ticks = [_tick_of(table, before)]
     name = cell_name((op, unit, microbatch), table.stage_of)
-    raise TableError(
-        f"{name} is missing ({count} in all): {fix}", stage=table.stage_of[unit], ticks=ticks
-    )
+    rule = f"{name} is missing ({int(missing.sum())} in all): {fix}"
+    raise TableError(rule, stage=table.stage_of[unit], ticks=ticks)
 
 
 def _tick_of(table: Table, cell: Cell) -> int:
     """The tick in which a cell stands."""
-    cells = (
-        (table.op == cell.op) & (table.unit == cell.unit) & (table.microbatch == cell.microbatch)
-    )
-    return int(np.flatnonzero(cells.any(axis=1))[0])
+    cells = table.busy
+    same = (cells.op == cell.op) & (cells.unit == cell.unit) & (cells.microbatch == cell.microbatch)
+    return int(cells.tick[same][0])
 
 
 def _ops_of_units(table: Table) -> np.ndarray:
-    """bool [ops, units + 1]: which ops a table of this shape has on each unit; none on the last
+    """bool [ops, units + 1]: the ops that a table of this shape has on each unit; none on the last
     column, which stands for no unit."""
     ops = np.zeros((len(Op), table.units + 1), bool)
     for unit in range(table.units):
@@ -209,12 +169,8 @@ def _check_column(table: Table, name: str) -> None:
             fix = f"use 0 to {microbatches - 1}" if microbatches else "leave the column empty"
             raise TableError(f"microbatch {microbatch} does not exist: {fix}", tick, column=name)
         if microbatch in ticks:
-            raise TableError(
-                f"microbatch {microbatch} stands already in {{}}: use it once",
-                tick,
-                column=name,
-                ticks=(ticks[microbatch],),
-            )
+            rule = f"microbatch {microbatch} stands already in {{}}: use it once"
+            raise TableError(rule, tick, column=name, ticks=(ticks[microbatch],))
         ticks[microbatch] = tick
     if len(ticks) < microbatches:
         missing = min(set(range(microbatches)) - set(ticks))
@@ -233,92 +189,71 @@ def _check_column(table: Table, name: str) -> None:
 # --- on the right values --------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Fault:
-    """Something that is wrong, where a runtime that goes through the ticks would find it: by tick,
-    the part of the tick, and stage."""
-
-    tick: int
-    phase: int
-    stage: int
-    error: TableError
-
-
 def _check_order(table: Table) -> None:
-    """TableError for the first thing, as ticks run, that reads what is not there or overwrites what
-    has not left."""
-    tick, stage = np.nonzero(table.op)
-    cells = _Cells(
-        tick, stage, *(array[tick, stage] for array in (table.op, table.unit, table.microbatch))
-    )
-    come = arrivals(table)
+    """TableError for the earliest tick, and part of it, that reads what is not there or overwrites
+    a message that has not left."""
+    readable = arrivals(table)
     faults = [
-        *_early_cells(table, cells, come),
-        *_lost_messages(table, cells),
-        *_early_columns(table, "head", come.activation[-1], 2),
-        *_early_columns(table, "embed_gradient", come.gradient[-1], 3),
+        _early_cell(table, readable),
+        _lost_message(table),
+        _early_column(table, "head", readable.activation[-1]),
+        _early_column(table, "embed_gradient", readable.gradient[-1]),
     ]
-    if faults:
-        raise min(faults, key=lambda fault: (fault.tick, fault.phase, fault.stage)).error
+    in_order = [(fault.tick, part, fault) for part, fault in enumerate(faults) if fault is not None]
+    if in_order:
+        raise min(in_order)[-1]
 
 
-def _early_cells(table: Table, cells: _Cells, come: Arrivals) -> list[_Fault]:
-    """The first cell whose message or own earlier op is not there in its tick, if there is one."""
+def _cell_at(cells: CellArrays, index: int) -> Cell:
+    return Cell(int(cells.op[index]), int(cells.unit[index]), int(cells.microbatch[index]))
+
+
+def _early_cell(table: Table, readable: Arrivals) -> TableError | None:
+    """The fault of the earliest cell whose message or own earlier op is not there in its tick."""
+    cells = table.busy
     ticks = np.full((len(Op), table.units, table.microbatches), NEVER, np.int32)
     ticks[cells.op, cells.unit, cells.microbatch] = cells.tick
     before = _earlier_ops(table)[cells.op, cells.unit]
     early = (before > 0) & (ticks[before, cells.unit, cells.microbatch] >= cells.tick)
-    for op, readable in ((Op.F, come.activation), (Op.B, come.gradient)):
-        early |= (cells.op == op) & (readable[cells.unit, cells.microbatch] > cells.tick)
-    first = np.flatnonzero(early)[:1].tolist()
-    return [
-        _Fault(
-            int(cells.tick[index]), 0, int(cells.stage[index]), _waits(table, cells, come, index)
-        )
-        for index in first
-    ]
+    for op, arrival in ((Op.F, readable.activation), (Op.B, readable.gradient)):
+        early |= (cells.op == op) & (arrival[cells.unit, cells.microbatch] > cells.tick)
+    if not early.any():
+        return None
+    index = int(np.argmax(early))
+    cell, tick, stage = _cell_at(cells, index), int(cells.tick[index]), int(cells.stage[index])
+    rule, named = _waits(table, cell, tick, Cell(int(before[index]), *cell[1:]), readable)
+    return TableError(
+        f"{cell_name(cell, table.stage_of)} waits for {rule}", tick, stage, ticks=named
+    )
 
 
-def _waits(table: Table, cells: _Cells, come: Arrivals, index: int) -> TableError:
-    """The error of a cell that stands too early."""
-    cell, tick, stage = cells[index], int(cells.tick[index]), int(cells.stage[index])
+def _waits(
+    table: Table, cell: Cell, tick: int, before: Cell, readable: Arrivals
+) -> tuple[str, tuple[int, ...]]:
+    """(what a cell waits for that stands too early, and the fix; the ticks named there). before:
+    the op of its own unit on which it waits, IDLE for none."""
     op, unit, microbatch = cell
-    stage_of, name = table.stage_of, cell_name(cell, table.stage_of)
-    before = Cell(int(_earlier_ops(table)[op, unit]), unit, microbatch)
     if before.op and (earlier := _tick_of(table, before)) >= tick:
-        rule = f"{name} waits for its {cell_name(before, stage_of)} in {{}}: move it after that"
-        return TableError(rule, tick, stage, ticks=(earlier,))
-    readable = int((come.activation if op == Op.F else come.gradient)[unit, microbatch])
-    source = Cell(Op.F, unit - 1, microbatch) if op == Op.F else Cell(Op.B, unit + 1, microbatch)
+        return f"its {cell_name(before, table.stage_of)} in {{}}: move it after that", (earlier,)
+    arrival = int((readable.activation if op == Op.F else readable.gradient)[unit, microbatch])
+    source = Cell(op, unit - 1 if op == Op.F else unit + 1, microbatch)
     if not 0 <= source.unit < table.units:
         column = "embed" if op == Op.F else "head"
-        named = int(np.flatnonzero(getattr(table, column) == microbatch)[0])
-        rule = (
-            f"{name} waits for {column} of microbatch {microbatch} in {{}}: move it to {{}} or "
-            "later"
-        )
-        return TableError(rule, tick, stage, ticks=(named, readable))
-    waits, sent = (
-        f"{name} waits for {cell_name(source, stage_of)} of stage {stage_of[source.unit]} in {{}}",
-        _tick_of(table, source),
-    )
-    if readable == NEVER:
-        return TableError(
-            f"{waits}, whose message no permute sends: send it by one in that tick or after",
-            tick,
-            stage,
-            ticks=(sent,),
-        )
-    return TableError(
-        f"{waits}, whose message can be read from {{}} on: move it there or later",
-        tick,
-        stage,
-        ticks=(sent, readable),
-    )
+        made = int(np.flatnonzero(getattr(table, column) == microbatch)[0])
+        rule = f"{column} of microbatch {microbatch} in {{}}: move it to {{}} or later"
+        return rule, (made, arrival)
+    name = cell_name(source, table.stage_of)
+    source_tick = _tick_of(table, source)
+    message = f"{name} of stage {table.stage_of[source.unit]} in {{}}, whose message"
+    if arrival == NEVER:
+        return f"{message} no permute sends: send it by one in that tick or after", (source_tick,)
+    rule = f"{message} can be read from {{}} on: move it there or later"
+    return rule, (source_tick, arrival)
 
 
-def _lost_messages(table: Table, cells: _Cells) -> list[_Fault]:
-    """The first cell that overwrites a message in its stage's send buffer, if there is one."""
+def _lost_message(table: Table) -> TableError | None:
+    """The fault of the earliest cell that overwrites a message in its stage's send buffer."""
+    cells = table.busy
     ways = message_ways(table.stage_of, table.stages)[cells.op, cells.unit]
     leaves = departures(table.permute)[cells.tick]
     by_buffer = np.lexsort((cells.tick, ways, cells.stage))
@@ -326,34 +261,32 @@ def _lost_messages(table: Table, cells: _Cells) -> list[_Fault]:
     earlier, later = by_buffer[:-1], by_buffer[1:]
     lost = np.all([array[earlier] == array[later] for array in (cells.stage, ways, leaves)], axis=0)
     if not lost.any():
-        return []
+        return None
     later, earlier = later[lost], earlier[lost]
-    first = int(np.argmin(later))  # cells stand by ticks and stages
-    over, under = int(later[first]), int(earlier[first])
-    names = [cell_name(cells[index], table.stage_of) for index in (over, under)]
-    rule = f"{names[0]} overwrites the message of {names[1]} in {{}}: send that by a permute before"
+    earliest = int(np.argmin(later))  # cells stand by ticks and stages
+    over, under = int(later[earliest]), int(earlier[earliest])
+    writer, message = (cell_name(_cell_at(cells, i), table.stage_of) for i in (over, under))
+    rule = f"{writer} overwrites the message of {message} in {{}}: send that by a permute before"
     tick, stage = int(cells.tick[over]), int(cells.stage[over])
-    return [_Fault(tick, 1, stage, TableError(rule, tick, stage, ticks=(int(cells.tick[under]),)))]
+    return TableError(rule, tick, stage, ticks=(int(cells.tick[under]),))
 
 
-def _early_columns(table: Table, name: str, readable: np.ndarray, phase: int) -> list[_Fault]:
-    """The first tick whose head or embedding's gradient reads what is not made, if there is one.
+def _early_column(table: Table, name: str, readable: np.ndarray) -> TableError | None:
+    """The fault of the earliest tick whose head or embedding's gradient reads what is not made.
     readable: int [microbatches]."""
     column = getattr(table, name)
     ticks = np.flatnonzero(column >= 0)
-    early = ticks[readable[column[ticks]] > ticks][:1].tolist()
-    faults = []
-    for tick in early:
-        microbatch = int(column[tick])
-        source = (
-            Cell(Op.F, table.units - 1, microbatch) if name == "head" else Cell(Op.B, 0, microbatch)
-        )
-        waits = (
-            f"microbatch {microbatch} waits for {cell_name(source, table.stage_of)} of stage "
-            f"{table.stage_of[source.unit]} in {{}}"
-        )
-        error = TableError(
-            f"{waits}: not before it", tick, column=name, ticks=(int(readable[microbatch]),)
-        )
-        faults.append(_Fault(tick, phase, 0, error))
-    return faults
+    early = ticks[readable[column[ticks]] > ticks]
+    if not len(early):
+        return None
+    tick, microbatch = int(early[0]), int(column[early[0]])
+    source = Cell(Op.F, table.units - 1, microbatch)
+    if name == "embed_gradient":
+        source = Cell(Op.B, 0, microbatch)
+    waits = (
+        f"microbatch {microbatch} waits for {cell_name(source, table.stage_of)} of stage "
+        f"{table.stage_of[source.unit]} in {{}}"
+    )
+    return TableError(
+        f"{waits}: not before it", tick, column=name, ticks=(int(readable[microbatch]),)
+    )

@@ -4,7 +4,7 @@ import pytest
 from instruction_costs import InstructionCosts
 from support.products_text import PROGRAM
 
-from jaxtrain.hlo.program import Instruction, Program
+from jaxtrain.hlo.program import Program
 
 POOL, ROW = 4 * 8 * 64 * 64, 4 * 64 * 64  # bytes
 
@@ -14,23 +14,14 @@ def costs() -> InstructionCosts:
     return InstructionCosts(Program(PROGRAM))
 
 
-def named(costs: InstructionCosts, name: str) -> Instruction:
-    return next(
-        i
-        for instructions in costs.program.computations.values()
-        for i in instructions
-        if i.name == name
-    )
-
-
 @pytest.mark.parametrize("name", ["conv", "result", "dot"])
 def test_products(costs, name):
     """Of eight matrices, each output is a sum of 16 products, however the batch is written."""
-    assert costs.flops(named(costs, name)) == 2 * 8 * 8 * 4 * 16
+    assert costs.flops(costs.program.named[name]) == 2 * 8 * 8 * 4 * 16
 
 
 def test_a_call_of_cublas(costs):
-    assert costs.flops(named(costs, "gemm")) == 2 * 8 * 4 * 16
+    assert costs.flops(costs.program.named["gemm"]) == 2 * 8 * 4 * 16
 
 
 @pytest.mark.parametrize(
@@ -55,14 +46,14 @@ dim_labels=b0f_0io->b0f
 }}
 """
     costs = InstructionCosts(Program(text))
-    assert costs.flops(named(costs, "c")) == 2 * 2 * 3 * 5 * times
+    assert costs.flops(costs.program.named["c"]) == 2 * 2 * 3 * 5 * times
 
 
 def test_bytes_of_memory(costs):
     """What is cut, and what is updated in place, counts its part; what lies in vector memory not at
     all."""
     counts = {
-        name: costs.bytes(named(costs, name))
+        name: costs.bytes(costs.program.named[name])
         for name in ("part", "new", "same", "near", "dot", "loop", "pool")
     }
     assert counts == {
@@ -78,9 +69,12 @@ def test_bytes_of_memory(costs):
 
 def test_cycles(costs):
     """Its own, or its parts' where it has none."""
-    assert costs.cycles(named(costs, "part")) == 50 and costs.cycles(named(costs, "new")) == 0
+    assert (
+        costs.cycles(costs.program.named["part"]) == 50
+        and costs.cycles(costs.program.named["new"]) == 0
+    )
     inner = PROGRAM.replace(
         "%zero.1, %zero.1)", '%zero.1, %zero.1), backend_config={"estimated_cycles":"9"}'
     )
     with_parts = InstructionCosts(Program(inner))
-    assert with_parts.cycles(named(with_parts, "new")) == 9
+    assert with_parts.cycles(with_parts.program.named["new"]) == 9

@@ -55,7 +55,7 @@ ENTRY %main (a: f32[8,64], n: f32[32]) -> f32[16,64] {
 )
 def test_sizes(name, kind, size, sent):
     program = Program(ALONE)
-    (found,) = collectives(program, program.named["main"][name], MESH)
+    (found,) = collectives(program, program.named[name], MESH)
     assert (found.kind, found.size, found.sent) == (kind, size, sent)
     assert (found.dtype, found.axes, found.devices) == ("f32", ("stage",), 2)
 
@@ -63,7 +63,6 @@ def test_sizes(name, kind, size, sent):
 def test_what_does_not_count():
     """Few bytes; a permute that does not begin on the stage sends none."""
     program = Program(ALONE)
-    named = program.named["main"]
-    assert not list(collectives(program, named["norm"], MESH)) and FEW >= 4 * 32
-    (permute,) = collectives(program, named["sent"], MESH, stage=1)
+    assert not list(collectives(program, program.named["norm"], MESH)) and FEW >= 4 * 32
+    (permute,) = collectives(program, program.named["sent"], MESH, stage=1)
     assert permute.sent == 0 and permute.size == 2048

@@ -121,8 +121,8 @@ def test_all_devices_and_unknown_groups():
 def test_trips_by_a_condition():
     """From 2 to 7; of a counter that begins with an argument nothing is known."""
     program = Program(PRODUCTS)
-    loops = program.named[program.entry]
-    assert program.trip_count(loops["loop"]) == 5 and program.trip_count(loops["loop.1"]) is None
+    assert program.trip_count(program.named["loop"]) == 5
+    assert program.trip_count(program.named["loop.1"]) is None
 
 
 FLAG = """
@@ -155,7 +155,7 @@ def test_a_loop_that_waits_for_a_flag():
             "condition=%less", f"condition=%{condition}", 1
         )
         program = Program(text)
-        waits[condition] = program.waits_for_a_flag(program.named[program.entry]["loop"])
+        waits[condition] = program.waits_for_a_flag(program.named["loop"])
     assert waits == {"go": True, "more": False, "less": False}
 
 

@@ -14,11 +14,12 @@ import jax
 import pytest
 from support import ROOT
 
+from jaxtrain import cli
 from jaxtrain.costs import hardware as kinds
 from jaxtrain.costs.collectives import DATA, GATHER, PERMUTE, SCATTER, SUM, Collective
 from jaxtrain.costs.hardware import Matmul
 from jaxtrain.plan import calibrate
-from jaxtrain.plan.bench import Product, TimedCollectives
+from jaxtrain.plan.bench import TimedCollectives
 
 TINY = calibrate.Sizes(
     "float32",
@@ -80,16 +81,16 @@ def test_errors_are_one_line(flag, error, capsys, tmp_path, monkeypatch):
 def test_one_device_of_no_known_kind_has_no_links(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: jax.local_devices()[:1])
     with pytest.raises(
-        calibrate.CalibrationError, match="needs two devices to measure links.*use --cpu_devices=8"
+        cli.FlagsError, match="needs two devices to measure links.*use --cpu_devices=8"
     ):
         calibrate.calibrate(TINY)
 
 
-def swept(matmul: Matmul, peak: float, launch: float, noise: float = 0.0) -> list[Product]:
-    """What products would take on such a device, each off by up to `noise`."""
+def swept(matmul: Matmul, peak: float, noise: float = 0.0) -> list[float]:
+    """Seconds of products on such a device, each off by up to `noise`."""
     rng = random.Random(0)
-    seconds = lambda m, n, k: 2 * m * n * k / (peak * matmul.reached(m, n, k)) + launch
-    return [Product(*size, seconds(*size) * (1 + rng.uniform(-noise, noise))) for size in SIZES]
+    seconds = lambda m, n, k: 2 * m * n * k / (peak * matmul.reached(m, n, k))
+    return [seconds(*size) * (1 + rng.uniform(-noise, noise)) for size in SIZES]
 
 
 def timed(devices: int, size: float, seconds: float, *kinds: str) -> TimedCollectives:
@@ -99,9 +100,8 @@ def timed(devices: int, size: float, seconds: float, *kinds: str) -> TimedCollec
 
 
 def test_products_of_a_known_device():
-    peak, matmul, error = calibrate.fit_products(
-        swept(Matmul(1.0, (5.0, 20.0, 80.0)), 3e10, 1e-5), 1e-5
-    )
+    seconds = swept(Matmul(1.0, (5.0, 20.0, 80.0)), 3e10)
+    peak, matmul, error = calibrate.fit_products(SIZES, seconds)
     assert (
         peak == pytest.approx(3e10)
         and matmul.half == pytest.approx((5.0, 20.0, 80.0))
@@ -111,9 +111,8 @@ def test_products_of_a_known_device():
 
 
 def test_noise_and_what_has_no_part():
-    peak, matmul, error = calibrate.fit_products(
-        swept(Matmul(1.0, (0.0, 20.0, 0.0)), 3e10, 0.0, noise=0.1), 0.0
-    )
+    seconds = swept(Matmul(1.0, (0.0, 20.0, 0.0)), 3e10, noise=0.1)
+    peak, matmul, error = calibrate.fit_products(SIZES, seconds)
     assert peak == pytest.approx(3e10, rel=0.1) and matmul.half[1] == pytest.approx(20, rel=0.4)
     assert all(half >= 0 for half in matmul.half) and matmul.half[0] < 8 and matmul.half[2] < 8
     assert 0.01 < error < 0.1

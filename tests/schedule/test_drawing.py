@@ -91,7 +91,9 @@ def test_svg_has_every_op_at_its_time():
     end = max(float(r.get("x")) + float(r.get("width")) for r in found.values())
     scale = (end + 0.6 - drawing.LABEL) / total
     for event in timeline:
-        rect = found[drawing._describe(table, event)]
+        chunk = f"chunk {table.chunk_of[event.unit]}, " if event.unit >= 0 else ""
+        op = f"{drawing.MEANINGS[event.name]}, {chunk}microbatch {event.microbatch}"
+        rect = found[f"{op}: {event.start:g} to {event.end:g}"]
         assert float(rect.get("x")) == pytest.approx(drawing.LABEL + event.start * scale, abs=0.02)
         assert float(rect.get("width")) == pytest.approx(
             (event.end - event.start) * scale - 0.6, abs=0.02

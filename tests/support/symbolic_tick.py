@@ -26,7 +26,6 @@ from jaxtrain.schedule.columns import (
     cell_op,
     permute_op,
 )
-from jaxtrain.schedule.columns import units as units_per_stage
 from jaxtrain.schedule.slots import POOLS
 from jaxtrain.schedule.table import Op, Permute, units_of, wraps
 
@@ -124,7 +123,7 @@ class Replay:
     def ops(self, s: int, tick: dict[str, int]) -> None:
         """All that a stage computes in a tick, in order."""
         stage, table = self.stages[s], self.table
-        of_units = [cell_op(kind, u) for u in range(units_per_stage(table)) for kind in CELL_OPS]
+        of_units = [cell_op(kind, u) for u in range(table.units_per_stage) for kind in CELL_OPS]
         run = [
             name
             for name in (*SHARED, *of_units, *(copy.op for copy in (*SENDS, *STAYS)))
@@ -138,7 +137,7 @@ class Replay:
         )
         if tick[EMBED] and s == table.stage_of[0]:
             activations[tick["embed_activation_slot"]] = ("activation", 0, tick["embed_microbatch"])
-        for u in range(units_per_stage(table)):
+        for u in range(table.units_per_stage):
             for kind in CELL_OPS:
                 if tick[cell_op(kind, u)]:
                     self.compute(kind, u, s, tick)

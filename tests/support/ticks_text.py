@@ -69,10 +69,10 @@ def moves(program: Program, body: str, loops: Container[str] = ()) -> collection
 
 def is_fill(program: Program, name: str) -> bool:
     """Whether the instruction of this name only spreads a constant."""
-    made = next(i for c in program.computations.values() for i in c if i.name == name)
-    if made.opcode == "fusion":
-        made = program.root(made.calls["calls"])
-    return made.opcode in ("broadcast", "constant")
+    instruction = program.named[name]
+    if instruction.opcode == "fusion":
+        instruction = program.root(instruction.calls["calls"])
+    return instruction.opcode in ("broadcast", "constant")
 
 
 def _written(program: Program, instruction: Instruction) -> list[int]:
@@ -81,10 +81,7 @@ def _written(program: Program, instruction: Instruction) -> list[int]:
         return [_update_size(program, instruction)]
     if instruction.opcode != "fusion":
         return instruction.sizes
-    named, root = (
-        program.named[instruction.calls["calls"]],
-        program.root(instruction.calls["calls"]),
-    )
+    named, root = program.named, program.root(instruction.calls["calls"])
     results = [named[operand] for operand in root.operands] if root.opcode == "tuple" else [root]
     sizes = []
     for result in results:
