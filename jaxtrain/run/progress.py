@@ -75,11 +75,11 @@ class StepTimer:
         self._asked = self._laps[0]
 
 
-def _seconds_a_step(first: tuple[int, float], last: tuple[int, float]) -> float:
+def _seconds_a_step(begin: tuple[int, float], end: tuple[int, float]) -> float:
     """The mean between two laps, never 0. ValueError if no step lies between them."""
-    if last[0] <= first[0]:
-        raise ValueError(f"no step has ended since step {first[0]}")
-    return max(last[1] - first[1], 1e-9) / (last[0] - first[0])
+    if end[0] <= begin[0]:
+        raise ValueError(f"no step has ended since step {begin[0]}")
+    return max(end[1] - begin[1], 1e-9) / (end[0] - begin[0])
 
 
 class Progress:
@@ -154,10 +154,10 @@ class Progress:
         return texts
 
     def _left(self) -> str:
-        first, since = self._first_lap or (self._step, 0.0)
-        if first == self._step or self._step >= self._total:
+        begin, since = self._first_lap or (self._step, 0.0)
+        if begin == self._step or self._step >= self._total:
             return ""
-        seconds = (self._clock() - since) / (self._step - first) * (self._total - self._step)
+        seconds = (self._clock() - since) / (self._step - begin) * (self._total - self._step)
         return f"{_duration(seconds)} left"
 
     def _draw(self) -> None:

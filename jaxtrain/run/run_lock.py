@@ -208,10 +208,10 @@ def _read(path: pathlib.Path) -> _File | None:
 
 @dataclasses.dataclass
 class _Watch:
-    """A newcomer's observation of a lock: the first look, and the seconds of looking without a
+    """A newcomer's observation of a lock: its initial look, and the seconds of looking without a
     change."""
 
-    first: _File
+    initial: _File
     last_look: float
     silent: float = 0.0
 
@@ -275,7 +275,7 @@ class RunLock:
         watch = self._watches.get(self._path)
         if watch is None or watch.silent < BEAT_S:
             return ""
-        holder = watch.first.holder
+        holder = watch.initial.holder
         if holder and holder.process.shares_pids_with(self._me):
             return ""
         who = f"the run of {holder}" if holder else "a process that has not written who it is"
@@ -329,14 +329,14 @@ class RunLock:
         if state == "":
             return True
         watch = self._watches.get(path)
-        if watch is None or not file.continues(watch.first):
+        if watch is None or not file.continues(watch.initial):
             watch = self._watches[path] = _Watch(file, now)
         # Time in which this process was stopped, or the file system did not answer, does not count
         # as the holder's silence.
         watch.silent += min(now - watch.last_look, 2 * LOOK_S)
         watch.last_look = now
         silent = watch.silent >= (holder.silence if holder else SILENCE_S)
-        if file != watch.first or (state and (silent or state in "Tt")):
+        if file != watch.initial or (state and (silent or state in "Tt")):
             raise FolderError(
                 f"--workdir={str(self._folder)!r} is in use by the run of {holder}: stop that "
                 "run, or use another --workdir"

@@ -256,11 +256,13 @@ def abstract_state(layout: Layout, optimizer: optax.GradientTransformation) -> T
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), arrays, shardings
         )
 
-    whole = NamedSharding(layout.mesh, P())
+    replicated = NamedSharding(layout.mesh, P())
     params = laid_out(layout.shapes, layout.shardings)
-    moments = _optimizer_tree(optimizer, layout.shapes, layout.moments, whole)
+    moments = _optimizer_tree(optimizer, layout.shapes, layout.moments, replicated)
     optimizer_state = laid_out(jax.eval_shape(optimizer.init, layout.shapes), moments)
-    state = TrainState(params, optimizer_state, jax.ShapeDtypeStruct((), jnp.int32, sharding=whole))
+    state = TrainState(
+        params, optimizer_state, jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+    )
     if not layout.independent_replicas:
         return state
     params, optimizer_state = jax.tree.map(replicas.each, (params, optimizer_state))
