@@ -328,14 +328,14 @@ class Stragglers:
         host_s = {
             p: (beat.own_s - self._window[p].own_s) / steps[p] for p, (_, beat) in beats.items()
         }
-        slowest = max(host_s, key=lambda process: own[process])
+        slowest = max(host_s, key=lambda process: host_s[process])
         name, last = beats[slowest]
         start, count = self._window[slowest], steps[slowest]
         candidate = Slowest(
             slowest,
             name,
             steps=(start.step + 1, last.step),
-            own_s=own[slowest],
+            own_s=host_s[slowest],
             data_wait_s=(last.data_wait_s - start.data_wait_s) / count,
             median_s=statistics.median_low(host_s.values()),
             step_s=(now - self._began) / count,
