@@ -137,8 +137,8 @@ class Checkpointer:
             )
 
     def figures(self) -> dict[int, dict[str, float]]:
-        """Step → how long its save blocked its caller, and how long it took in all, for those that
-        have succeeded since the last call."""
+        """Step → the seconds that its save blocked its caller and took in all, for saves that have
+        succeeded since the last call."""
         ended, self._ended = self._ended, []
         return {
             save.step: {
@@ -174,7 +174,7 @@ class Checkpointer:
             )
 
     def close(self) -> None:
-        """Waits for the last attempt of the save that is under way, whatever comes of it."""
+        """Waits for the last attempt of the save that is under way, whether it succeeds or not."""
         if self._thread:
             self._thread.give_up_waiting()
         self._settle()

@@ -152,15 +152,15 @@ class StepChoice:
 Shapes = Mapping[str, tuple[int, ...]]  # array → shape
 NONE: Mapping[int, str] = {}
 # (meta, shapes of the arrays) of a step → what is wrong with it, in words; "" if nothing is
-Judge = Callable[[Meta, Shapes], str]
+StepCheck = Callable[[Meta, Shapes], str]
 
 
 def nothing_wrong(meta: Meta, shapes: Shapes) -> str:
-    """The Judge that accepts every step."""
+    """The StepCheck that accepts every step."""
     return ""
 
 
-def what_is_wrong(step: str | os.PathLike, meta: Meta, wrong: Judge = nothing_wrong) -> str:
+def what_is_wrong(step: str | os.PathLike, meta: Meta, wrong: StepCheck = nothing_wrong) -> str:
     """The first fault of a step's folder that has this meta, in words; "" if it is complete. The
     numbers of its arrays are not read."""
     folder = epath.Path(step)
@@ -187,7 +187,7 @@ def fault(folder: epath.Path) -> str:
 def choose(
     directory: str | os.PathLike,
     needs: Mapping[str, type],
-    wrong: Judge = nothing_wrong,
+    wrong: StepCheck = nothing_wrong,
     damaged: Mapping[int, str] = NONE,
     before: int | None = None,
 ) -> StepChoice:
