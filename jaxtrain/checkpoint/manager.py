@@ -31,6 +31,7 @@ from jaxtrain.checkpoint.steps import (
     UnrecognizedEntry,
     choose,
     is_unfinished,
+    unrecognized,
 )
 from jaxtrain.checkpoint.storage import host_tree
 from jaxtrain.devices import cluster
@@ -230,13 +231,15 @@ class Checkpointer:
         """Before the first save: removes what a kill has left, and sets aside what is no complete
         step. Returns the complete steps, or why the storage fails, in words."""
         try:
-            choice = choose(self._directory, {})
+            # A step that cannot be read at the moment, which `choose` leaves out, is not broken.
             broken = {
                 entry.name: entry
-                for entry in (*choice.unrecognized, *self._broken)
+                for entry in (*unrecognized(self._directory), *self._broken)
                 if entry.step is not None
             }
-            complete = [step for step in choice.steps if str(step) not in broken]
+            complete = [
+                step for step in choose(self._directory, {}).steps if str(step) not in broken
+            ]
             if self._directory.is_dir():
                 for path in [path for path in self._directory.iterdir() if is_unfinished(path)]:
                     _remove(path)

@@ -219,6 +219,11 @@ def choose(
     return StepChoice(newest, meta, tuple(sorted(metas)), tuple(unrecognized))
 
 
+def unrecognized(directory: epath.Path) -> list[UnrecognizedEntry]:
+    """The entries of a folder of checkpoints without a state or a meta that could be a step's."""
+    return _look(directory, {})[1]
+
+
 def read_meta(directory: str | os.PathLike, step: int) -> dict:
     """The JSON object that was saved with a step. Raises CheckpointError if it is missing."""
     meta = _meta(epath.Path(directory) / str(step))
@@ -301,25 +306,25 @@ def look_at(
     step: the number by the folder's name, None where that does not matter; needs: as in `choose`.
     """
 
-    def unrecognized(why: str, holds_data: bool = True) -> UnrecognizedEntry:
+    def entry(why: str, holds_data: bool = True) -> UnrecognizedEntry:
         return UnrecognizedEntry(folder.name, why, step, holds_data)
 
     try:
         if not folder.exists():
-            return unrecognized("a link to nothing", False)
+            return entry("a link to nothing", False)
         if not folder.is_dir():
-            return unrecognized("a file", False)
+            return entry("a file", False)
         if next(iter(folder.iterdir()), None) is None:
-            return unrecognized("an empty folder", False)
+            return entry("an empty folder", False)
         if not (folder / STATE).is_dir():
-            return unrecognized("it has no state")
+            return entry("it has no state")
     except OSError as error:
-        return unrecognized(f"it cannot be read: {error.strerror}")
+        return entry(f"it cannot be read: {error.strerror}")
     meta = _meta(folder)
     if isinstance(meta, str):
-        return unrecognized(meta)
+        return entry(meta)
     why = _lacks(meta, step, needs)
-    return unrecognized(why) if why else Meta.from_json(meta)
+    return entry(why) if why else Meta.from_json(meta)
 
 
 def _meta(folder: epath.Path) -> dict | str:
