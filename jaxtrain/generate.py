@@ -232,7 +232,7 @@ def find_checkpoint(
         why = what_is_wrong(folder / str(step), Meta.from_json(read_meta(folder, step)), wrong)
         if not why:
             return folder, step
-    others = [whole for whole in choice.steps if whole != step]
+    others = [other for other in choice.steps if other != step]
     nearest = min(others, key=lambda other: (abs(other - step), other)) if others else choice.step
     rule = f"--step={step} {f'is not whole: {why}' if why else f'is no checkpoint of {workdir}'}"
     raise UsageError(f"{rule} (it has {', '.join(map(str, others))})", {"step": nearest})

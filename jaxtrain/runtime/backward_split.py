@@ -426,10 +426,9 @@ class LayerSplit:
 
     def output_and_residuals(self, params, x: jax.Array, extra) -> tuple[jax.Array, Residuals]:
         """(y, which has the shape of x; what the backward reads)."""
-        y, *kept = self._run(
-            LayerOp.FORWARD, params, extra, {self._x: x}, [self._y, *self._for_b, *self._for_w]
-        )
-        return y, Residuals(kept[: len(self._for_b)], kept[len(self._for_b) :])
+        outputs, n = [self._y, *self._for_b, *self._for_w], len(self._for_b)
+        y, *residuals = self._run(LayerOp.FORWARD, params, extra, {self._x: x}, outputs)
+        return y, Residuals(residuals[:n], residuals[n:])
 
     def input_gradient(
         self, params, extra, residuals: Residuals, g: jax.Array
