@@ -9,6 +9,7 @@ jax.
 """
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -31,7 +32,7 @@ VERSION = f"jaxtrain {__version__}"
 TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
 SETTING = "config."  # what the name of a setting's flag begins with
 WRITTEN = "two dashes before a NAME=VALUE, and quotes around a value with spaces"
-MOST_MENDED = 32  # errors of one command line
+MOST_ERRORS = 32  # errors of one command line
 MOST_SHOWN = 200  # characters of a flag's name
 MOST_CPU_DEVICES = 1024  # each has threads and buffers of its own
 MOST_PROCESSES = 2**20  # more than any cluster has
@@ -42,8 +43,8 @@ T = TypeVar("T")
 class Flag:
     """A command's own flag, `--name=value`; its type is its default's (bool, int, float or str).
 
-    The bounds are those of other values than the default, which may be given whatever they are (0
-    for "not said", say).
+    The bounds hold for all values but the default, which is always allowed (0 for "not given",
+    say).
     """
 
     name: str
@@ -175,13 +176,18 @@ def read_flags(
         else:
             texts[name] = value
     reading.errors += missing.values()
+    _read_values(reading, known, texts)
+    return reading
+
+
+def _read_values(reading: Reading, known: Mapping[str, Flag], texts: Mapping[str, Any]) -> None:
+    """Takes flags' texts, and values that are known already, into the reading's values."""
     for name, text in texts.items():
         try:
             reading.values[name] = _flag_value(known[name], text) if isinstance(text, str) else text
         except UsageError as error:
             reading.errors.append(error)
             reading.values[name] = error.fixes[name]
-    return reading
 
 
 def _value_after(rest: list[str], default: Any) -> str | None:
@@ -232,8 +238,8 @@ def _flag_value(flag: Flag, text: str) -> Any:
 
 
 def _nearest(flag: Flag, text: str) -> Any:
-    """The value of the flag's type that is nearest to a text which is none, within its bounds: 20
-    for 19.8; its default without any."""
+    """The value of the flag's type, within its bounds, that is nearest to a text of another type:
+    20 for 19.8; its default where there is none."""
     number = cfg.number(text) if isinstance(flag.default, int) else None
     if (
         number is None
@@ -311,15 +317,15 @@ def _stray(
 
 
 def apply(config: Config, overrides: Sequence[tuple[str, str]]) -> Config:
-    """A config with (path, text) overrides, of which the last for a path counts. A text that is not
-    of its setting's type stays a text, which the checks refuse."""
+    """The config with (path, text) overrides, of which the last for a path counts. A text that is
+    not of its setting's type stays a text, which the checks refuse."""
     return cfg.replace(
         cfg.converted(config), {path: _value(path, text) for path, text in overrides}
     )
 
 
 def _value(path: str, text: str) -> Any:
-    """A text as its setting's type, by ml_collections' flags; the text itself if it is none of that
+    """A text as its setting's type, by ml_collections' flags; the text itself if it is not of that
     type."""
     group, name = path.split(".")
     field, values = cfg.fields()[path], absl_flags.FlagValues()
@@ -352,71 +358,56 @@ def _tuple_text(text: str, item: type) -> str:
 
 
 def settled(reading: Reading, check: Callable[[Reading], T], recipe: Config | None = None) -> T:
-    """What `check` makes of a command line. recipe: instead of the one that --config names.
+    """The result of `check` on a command line. recipe: instead of the one that --config names.
 
-    Where the command line is wrong, or the check refuses it, what the error has to put it right is
-    taken into the command line, which is then checked again, until it passes: so a suggestion
-    works, and has all that is wrong. Raises UsageError with the first error, these flags, and after
-    them what no flag mends.
+    Where the command line is wrong, or the check refuses it, the fixes of the error are appended to
+    the command line, which is checked once more, until it passes. So a suggestion works, and it
+    fixes all errors at once. Raises UsageError with the first error, these fixes, and after them
+    the errors that no flag fixes.
     """
     errors = reading.errors
-    for _ in range(MOST_MENDED):
+    for _ in range(MOST_ERRORS):
+        known = {name: value for error in errors for name, value in error.fixes.items()}
         try:
-            found = check(reading)
-        except (UsageError, cfg.ConfigError) as error:
-            fixes = {name: value for error in errors for name, value in error.fixes.items()}
-            errors.append(error if isinstance(error, UsageError) else _usage_error(error))
-            if errors[-1].fixes.items() <= fixes.items():
-                # they do not help
-                errors[-1] = UsageError(errors[-1].rule) if errors[-1].fixes else errors[-1]
-                raise UsageError(_all_together(errors, reading, recipe)) from None
-            reading.use(errors[-1].fixes)
-            continue
-        if not errors:
-            return found
-        raise UsageError(_all_together(errors, reading, recipe))
+            result = check(reading)
+        except (UsageError, cfg.ConfigError) as refused:
+            error = refused if isinstance(refused, UsageError) else _usage_error(refused)
+        else:
+            if not errors:
+                return result
+            raise UsageError(_all_together(errors, reading, recipe))
+        if error.fixes.items() <= known.items():  # they do not help
+            errors.append(UsageError(error.rule) if error.fixes else error)
+            raise UsageError(_all_together(errors, reading, recipe)) from None
+        errors.append(error)
+        reading.use(error.fixes)
     raise UsageError(errors[0].rule)  # one undoes another
 
 
 def _usage_error(error: cfg.ConfigError) -> UsageError:
-    """A config's error, which is about settings, as one about their flags."""
+    """The UsageError with the flags of a ConfigError."""
     fixes = {SETTING + path: value for path, value in error.fixes[0].items()} if error.fixes else {}
     return UsageError(str(error).rpartition(": use ")[0] or str(error), fixes, text=str(error))
 
 
 def _all_together(errors: Sequence[UsageError], reading: Reading, recipe: Config | None) -> str:
-    """The first error that flags mend, with the flags that mend all of these, and then what they do
-    not mend."""
+    """The first error that flags fix, with the flags that fix all of them, and then the errors that
+    no flag fixes."""
     if len(errors) == 1 and not errors[0].setting:
         return str(errors[0])
     flags = {name: value for error in errors for name, value in error.fixes.items()}
-    meant = {
-        SETTING + error.setting: value
-        for error in errors
-        if error.setting
-        for value in _in_the_end(error.setting, reading, recipe)
-    }
+    meant: dict[str, Any] = {}  # settings that unknown flags were meant for, and their final values
+    if settings := [error.setting for error in errors if error.setting]:
+        with contextlib.suppress(RecipeError):
+            recipe = recipe or load_recipe(find_recipe(reading.values["config"]))
+            config = apply(recipe, reading.overrides)
+            meant = {SETTING + path: cfg.get(config, path) for path in settings}
     flags = {name: flags[name] for name in flags if not name.startswith(SETTING)} | meant | flags
     use = " ".join(cfg.flag_text(name, value) for name, value in flags.items())
-    mended = [error for error in errors if error.fixes or error.setting]
-    others = [str(error) for error in errors if error not in mended]
-    first = f"{mended[0].rule}: use {use}" if use else others.pop(0)
-    return first + (f" (and {'; '.join(others)})" if others else "")
-
-
-def _in_the_end(path: str, reading: Reading, recipe: Config | None) -> list[Any]:
-    """The value that a setting has after all flags; none where there is no recipe."""
-    try:
-        return [
-            cfg.get(
-                apply(
-                    recipe or load_recipe(find_recipe(reading.values["config"])), reading.overrides
-                ),
-                path,
-            )
-        ]
-    except RecipeError:
-        return []
+    fixed = [error for error in errors if error.fixes or error.setting]
+    others = [str(error) for error in errors if error not in fixed]
+    text = f"{fixed[0].rule}: use {use}" if use else others.pop(0)
+    return text + (f" (and {'; '.join(others)})" if others else "")
 
 
 # --- help -----------------------------------------------------------------------------------------

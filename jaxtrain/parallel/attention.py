@@ -202,7 +202,7 @@ def _flash_kernel(chosen: str, shape: tuple[int, ...], case: AttentionCase) -> K
     there are few, and for cuDNN's mask."""
     rows = shape[0] * shape[2] * shape[1] // case.keys if not case.context else shape[0] * shape[2]
     if chosen == SPLASH:
-        return splash.kernel(interpret=case.hardware.platform != TPU)
+        return splash.kernel(interpret=case.device.platform != TPU)
     if chosen == CUDNN and (not case.documents or cudnn.is_addressable(shape)):
         return cudnn.KERNEL
     if chosen in (XLA, CUDNN) and blockwise.is_long(rows, case.queries, case.keys):

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from support import small
 
 from jaxtrain.config import Config, ModelConfig
-from jaxtrain.costs.layout import capacity_of, room_of
+from jaxtrain.costs.layout import capacity_of, device_capacity
 from jaxtrain.devices.mesh import AXES, EXPERT, MANUAL_AXES, make_mesh
 from jaxtrain.models.moe import MoE, with_counts, with_loss
 from jaxtrain.models.spec import binder, specs
@@ -249,7 +249,7 @@ def test_rows_beyond_the_room_are_dropped(room):
     chosen = np.array([chosen_of(cfg, row) for row in biased.reshape(-1, cfg.experts)]).reshape(
         b, t, k
     )
-    limit = room_of(b // devices * t, k, cfg.experts, devices, room)
+    limit = device_capacity(b // devices * t, k, cfg.experts, devices, room)
     served = served_within(chosen, devices, cfg.experts, limit)
     assert 0 < (~served).sum() < served.size / 2
 
