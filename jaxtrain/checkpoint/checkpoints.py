@@ -238,7 +238,7 @@ class Checkpoints:
 
     @property
     def busy(self) -> bool:
-        """Whether a persistent save is under way in this process."""
+        """True while a persistent save is under way in this process."""
         return self._saves.busy
 
     @property
@@ -252,7 +252,7 @@ class Checkpoints:
         return self._saves.newest
 
     def due(self, at: int) -> bool:
-        """Whether the settings ask for a checkpoint after step `at`."""
+        """True if the settings ask for a checkpoint after step `at`."""
         return self._intervals.saves(at) or self._intervals.saves_locally(at)
 
     def after(self, at: int, state: TrainState, position: int, asked: Request) -> bool:
@@ -292,8 +292,8 @@ class Checkpoints:
         self._saves.evaluated(at, loss)
 
     def figures(self) -> dict[int, dict[str, float]]:
-        """Step → how long its save blocked the loop and how long it took, for those that have ended
-        well since this was asked."""
+        """Step → the seconds that its save blocked the loop and took in all, for saves that have
+        succeeded since the last call."""
         return self._saves.figures()
 
     def roll_back(self, state: TrainState) -> tuple[Rollback, TrainState]:
@@ -336,8 +336,8 @@ class Checkpoints:
         return rollback, state
 
     def finish(self, at: int) -> None:
-        """Waits for the last save. What the machines have is removed if step `at`, the last, is
-        saved persistently.
+        """Waits for the last save. Local checkpoints are removed if step `at`, the last, is saved
+        persistently.
 
         Raises CheckpointError if the last save has failed.
         """
@@ -346,7 +346,7 @@ class Checkpoints:
             self._local_saves.forget()
 
     def close(self) -> None:
-        """Waits for saves that are under way, whatever becomes of them."""
+        """Waits for saves that are under way, whether they succeed or not."""
         if self._local_saves:
             self._local_saves.close()
         self._saves.close()
