@@ -24,7 +24,7 @@ from jax import lax
 from jaxtrain.config import ModelConfig
 from jaxtrain.devices.sharding import Axes, constrain
 from jaxtrain.models.transformer import Parts
-from jaxtrain.parallel.tensor import heads_here
+from jaxtrain.parallel.tensor import attention_kv_heads
 
 Cache = tuple[jax.Array, ...]
 
@@ -41,7 +41,7 @@ def _kept(cfg: ModelConfig) -> tuple[_Kept, ...]:
     """One for each array of a cache."""
     if cfg.attention == "mla":
         return (_Kept((cfg.kv_rank + cfg.rope_head_dim,), (None,)),)
-    return (_Kept((heads_here(cfg.kv_heads), cfg.head_dim), ("kv_heads", None)),) * 2
+    return (_Kept((attention_kv_heads(cfg.kv_heads), cfg.head_dim), ("kv_heads", None)),) * 2
 
 
 def cache_axes(cfg: ModelConfig) -> tuple[Axes, ...]:

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtrain.devices.mesh import on_cpu
 from jaxtrain.devices.sharding import constrain, is_split, reshard
 from jaxtrain.models.spec import parameter
-from jaxtrain.parallel.tensor import all_tokens, own_tokens
+from jaxtrain.parallel.tensor import gather_tokens, scattered_products
 
 SPLIT = ("batch", "sequence", None)  # between blocks
 WHOLE = ("batch", "token", None)  # inside a block
@@ -91,7 +91,7 @@ def _by_columns(x_BTD, weights):
 
 def _by_columns_backward(kept, gradients):
     whole_BTD, weights = kept
-    return own_tokens(gradients, weights, 1), tuple(
+    return scattered_products(gradients, weights, 1), tuple(
         contract_rows(_flat(whole_BTD), _flat(g)) for g in gradients
     )
 
@@ -102,12 +102,12 @@ by_columns.defvjp(_by_columns, _by_columns_backward)
 @jax.custom_vjp
 def by_rows(x_BTI: jax.Array, weight_IO: jax.Array) -> jax.Array:
     """x @ weight, whose sum over the columns of x leaves split along the sequence."""
-    return own_tokens([x_BTI], [weight_IO], 0)
+    return scattered_products([x_BTI], [weight_IO], 0)
 
 
 def _by_rows_backward(kept, g_BTO):
     x_BTI, weight_IO = kept
-    whole_BTO = all_tokens(g_BTO)
+    whole_BTO = gather_tokens(g_BTO)
     return (_flat(whole_BTO) @ weight_IO.T).reshape(x_BTI.shape), contract_rows(
         _flat(x_BTI), _flat(whole_BTO)
     )

@@ -24,8 +24,7 @@ from jaxtrain.models.latent import LatentAttention
 from jaxtrain.models.layers import MLP, SPLIT, Dense, Norm, contract_rows, gather_sequence
 from jaxtrain.models.moe import MoE
 from jaxtrain.models.spec import functional, parameter, specs
-from jaxtrain.parallel.tensor import own_tokens
-from jaxtrain.parallel.vocabulary import lookup
+from jaxtrain.parallel.tensor import lookup, scattered_products
 
 ATTENTION = {"gqa": Attention, "mla": LatentAttention}
 
@@ -138,7 +137,7 @@ def _vocabulary_logits_backward(kept, g_BCV):
     whole_BCD, table_VD = kept
     g_BCV = g_BCV.astype(whole_BCD.dtype)
     flat = lambda a: a.reshape(-1, a.shape[-1])
-    return own_tokens([g_BCV], [table_VD], 0), contract_rows(flat(g_BCV), flat(whole_BCD))
+    return scattered_products([g_BCV], [table_VD], 0), contract_rows(flat(g_BCV), flat(whole_BCD))
 
 
 vocabulary_logits.defvjp(_vocabulary_logits, _vocabulary_logits_backward)

@@ -145,7 +145,7 @@ class Layout:
     @property
     def shardings(self) -> dict:
         """Shardings of the parameters, or of one replica's."""
-        return self._shardings("sharded" if self.zero == 3 else "whole")
+        return self._shardings("sharded" if self.zero == 3 else "unsharded")
 
     @property
     def scattered(self) -> dict:
