@@ -56,10 +56,10 @@ def measure(options: argparse.Namespace, folder: pathlib.Path) -> None:
     start_jax(namespace)
     import jax
 
-    from jaxtrain.checkpoint.layout import stored_arrays
+    from jaxtrain.checkpoint.layout import Shards, stored_arrays
     from jaxtrain.checkpoint.local import LocalCheckpointer
     from jaxtrain.checkpoint.manager import Checkpointer
-    from jaxtrain.checkpoint.shards import Shards
+    from jaxtrain.checkpoint.retention import Retention
     from jaxtrain.data.loader import Loader
     from jaxtrain.data.tokens import prepare
     from jaxtrain.devices.mesh import make_mesh, sizes_of
@@ -78,7 +78,9 @@ def measure(options: argparse.Namespace, folder: pathlib.Path) -> None:
         state, batch = initial_state(step.layout, step.optimizer, 0), loader.batch(0)
         compiled = step.train.lower(step.abstract_state(), loader.specification()).compile()
         placement, shapes = step.layout.placement, stored_shapes(step.layout, step.optimizer)
-        saves: Checkpointer | LocalCheckpointer = Checkpointer(folder, placement, shapes, 2)
+        saves: Checkpointer | LocalCheckpointer = Checkpointer(
+            folder, placement, shapes, Retention(2)
+        )
         if options.local:
             saves = LocalCheckpointer(
                 folder,

@@ -41,11 +41,11 @@ def plain_step(config, parts, optimizer):
 
     def loss(params, tokens, targets, weights):
         positions = default_positions(tokens)
-        x = parts.embed(params["embed"], tokens, positions, dtype)
-        block = jax.checkpoint(lambda x, layer: (parts.block(layer, x, positions), None))
+        x = parts.embedder(params["embed"])(tokens, positions, dtype)
+        block = jax.checkpoint(lambda x, layer: (parts.block(layer)(x, positions), None))
         x, _ = jax.lax.scan(block, x, params["layers"]["0"])
         return loss_sum(
-            lambda x: parts.head(params["head"], x), x, targets, weights, config.model.loss_chunk
+            lambda x: parts.head(params["head"])(x), x, targets, weights, config.model.loss_chunk
         )
 
     def step(params, state, batch):

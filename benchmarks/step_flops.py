@@ -42,7 +42,7 @@ class Flops:
 def by_op(counts: StepCounts, stage: int = 0) -> dict[str, Flops]:
     """Operations of a step by op, for the devices of a stage."""
     flops: dict[str, Flops] = collections.defaultdict(Flops)
-    for run in counts.runs(stage):
+    for run in counts.layer_passes(stage):
         flops[run.op] += _layer(counts, run.op) * (run.times * (run.layers - run.unread))
         flops[run.op] += _layer(counts, run.op, output=False) * (run.times * run.unread)
     times, dense = counts.times(stage), counts.collectives.model.dense_layers

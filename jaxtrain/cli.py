@@ -52,12 +52,14 @@ def parse(
     """The checked config (not resolved) and the values of the other flags, by name, of a command
     that takes a recipe.
 
-    argv: without the program's name; recipe: instead of the one that --config names; check: raises
-    UsageError for flags that do not go together. The namespace's `config` is the recipe's path,
-    `recipe` its config before the flags, and `workdir` is filled in. `--help` ends the process with
-    status 0. Raises FlagsError for whatever is wrong, whose flags put everything right that is
-    known to be wrong by then; ClusterError or DevicesError where jax has to be asked for its
-    devices, as `start_jax`.
+    argv: without the program's name
+    recipe: a config instead of the one that --config names
+    check: raises UsageError for flags that do not fit each other
+
+    The namespace's `config` is the recipe's path, `recipe` its config before the flags, and
+    `workdir` is filled in. `--help` ends the process with status 0. Raises FlagsError, whose flags
+    fix all errors that are known by then; ClusterError or DevicesError where jax has to be asked
+    for its devices, as `start_jax`.
     """
 
     def complete(
@@ -81,11 +83,11 @@ def parse_unchecked(
     check: Callable[[types.SimpleNamespace, Config, Config], T],
     recipe: Config | None = None,
 ) -> T:
-    """What `check` makes of (values of the flags, config, recipe before the flags), for a command
-    with a recipe; nothing else is checked.
+    """The result of `check` on (values of the flags, config, recipe before the flags), for a
+    command with a recipe. Nothing else is checked, and no devices are asked for.
 
-    flags: all of the command's, with `config`; check: raises UsageError or ConfigError. Asks nobody
-    for devices. Raises FlagsError for what cannot be understood or what is refused.
+    flags: all of the command's, with `config`; check: raises UsageError or ConfigError. Raises
+    FlagsError for what is not understood or refused.
     """
 
     def read(reading: Reading) -> T:
@@ -110,11 +112,11 @@ def checked_flags(
     check: Callable[[types.SimpleNamespace], T],
     words: bool = False,
 ) -> T:
-    """What `check` makes of the values of the flags of a command that takes no recipe; errors as
-    `parse_flags`.
+    """The result of `check` on the values of the flags of a command that takes no recipe. Errors
+    end the process, as in `parse_flags`.
 
-    check: raises UsageError for flags that do not go together; words: whether words that are no
-    flags are the command's.
+    check: raises UsageError for flags that do not fit each other; words: whether words that are no
+    flags belong to the command.
     """
     try:
         return checked(
@@ -132,8 +134,9 @@ def fail(message: str) -> NoReturn:
 
 
 def checked(reading: Reading, check: Callable[[Reading], T], recipe: Config | None = None) -> T:
-    """`flags.settled` with the flags of a run of several processes checked, too. A RunError, which
-    no flag mends, counts as such where other errors come before it. Raises FlagsError."""
+    """The result of `flags.settled`, where the flags of a run of several processes are checked as
+    well. A RunError, which no flag fixes, counts as a UsageError after other errors. Raises
+    FlagsError."""
 
     def passes(reading: Reading) -> T:
         if "coordinator" in reading.values:
@@ -154,8 +157,9 @@ def checked(reading: Reading, check: Callable[[Reading], T], recipe: Config | No
 def _refusal(
     namespace: types.SimpleNamespace, config: Config, recipe: Config
 ) -> ConfigError | None:
-    """What is wrong with a config, with the number of devices taken into account: jax is asked for
-    it only where something is wrong, and it may find other devices than simulated ones."""
+    """The error of a config, with the number of devices taken into account; None if it works. jax
+    is asked for that number only where something is wrong, and it may know other devices than
+    simulated ones."""
     loaded = sys.modules.get("jax")
     # by the program that trains, and the environment says nothing of it
     started = loaded and loaded.distributed.is_initialized()
@@ -179,7 +183,7 @@ def _refusal(
 
 
 def check_cluster(namespace: types.SimpleNamespace) -> None:
-    """UsageError where the flags of a run of several processes do not fit together."""
+    """Raises UsageError where the flags of a run of several processes do not fit each other."""
     host, _, port = namespace.coordinator.rpartition(":")
     address = f"{'localhost' if '/' in namespace.coordinator else host or 'localhost'}:29500"
     if namespace.coordinator and not (host and port.isdigit() and 0 < int(port) < 65536):
@@ -199,10 +203,10 @@ def check_cluster(namespace: types.SimpleNamespace) -> None:
 
 
 def check_output(flag: str, name: str, otherwise: str) -> None:
-    """Raises UsageError where a file that a flag names cannot be written, found by writing nothing
-    to it. Empty names and what is no file (a pipe, a device) pass.
+    """Raises UsageError where a file that a flag names cannot be written, which is tried by writing
+    nothing to it. Empty names pass, and so does what is no file (a pipe, a device).
 
-    otherwise: a name for the file where the given one is none.
+    otherwise: a name for the file that is suggested where the given one cannot be one.
     """
     if not name or (os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name)):
         return
@@ -220,15 +224,16 @@ def check_output(flag: str, name: str, otherwise: str) -> None:
 
 
 def write_output(name: str, content: bytes) -> None:
-    """Writes a file that a flag names, whole or not at all; a device or a pipe, and a file in a
-    folder that may not be written, are written as they are. Raises FlagsError where it cannot be
-    written after all: no room is left, or nobody reads the pipe."""
+    """Writes a file that a flag names, completely or not at all; a device or a pipe, and a file in
+    a folder that may not be written, are written directly. Raises FlagsError where that fails: the
+    disk is full, or nobody reads the pipe."""
     try:
         _write(pathlib.Path(name), content)
     except OSError as error:
         why = "nobody reads it" if error.errno == errno.ENXIO else error.strerror
         raise FlagsError(
-            f"{name!r} cannot be written ({why}): name a file in a folder with room, of your own"
+            f"{name!r} cannot be written ({why}): name a file in a folder of your own, on a disk "
+            "that is not full"
         ) from None
 
 
@@ -248,8 +253,8 @@ def _write(path: pathlib.Path, content: bytes) -> None:
 
 
 def _opened(path: pathlib.Path) -> int:
-    """A device's or a pipe's descriptor. OSError for a pipe that nothing reads for READER_S
-    seconds."""
+    """The descriptor of a device or a pipe. Raises OSError for a pipe that nothing reads for
+    READER_S seconds."""
     end = time.monotonic() + READER_S
     while True:
         try:
@@ -265,8 +270,8 @@ def _why(error: OSError | ValueError) -> str:
 
 
 def _writable(path: pathlib.Path, otherwise: str) -> str:
-    """The first file that can be written: of the path's name, or another one, in this folder, at
-    home or with the temporary files."""
+    """The first file that can be written: with the path's name, or else `otherwise`, in this
+    folder, at home or with the temporary files."""
     suffix = pathlib.Path(otherwise).suffix
     near = (
         path.with_suffix(suffix).name

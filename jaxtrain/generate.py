@@ -30,10 +30,10 @@ from jaxtrain.checkpoint.steps import (
     NONE,
     TO_GENERATE,
     CheckpointError,
-    Choice,
     DamageError,
     Judge,
     Meta,
+    StepChoice,
     checkpoints_of,
     choose,
     nothing_wrong,
@@ -57,7 +57,7 @@ if TYPE_CHECKING:  # these import jax, or take long
 
     from jaxtrain.data.tokenizer import Tokenizer
     from jaxtrain.generation.sampling import Sampler
-    from jaxtrain.models.transformer import Parts
+    from jaxtrain.models.transformer import ModelParts
 
 DESCRIPTION = """
 Continues a prompt with the model of a checkpoint.
@@ -165,7 +165,7 @@ def check(flags: types.SimpleNamespace) -> types.SimpleNamespace:
     check_flags(flags)
     found = find_checkpoint(flags.workdir, flags.step)
     if flags.refused:  # there is time for what takes jax
-        from jaxtrain.checkpoint.manager import wrong_arrays
+        from jaxtrain.checkpoint.restoring import wrong_arrays
 
         found = find_checkpoint(
             flags.workdir, flags.step, functools.partial(wrong_arrays, trained_alone=True)
@@ -203,20 +203,18 @@ def find_checkpoint(
     """
     folder, choice = _checkpoints_of(workdir, wrong, damaged)
     if choice.step is None:
-        broken = ", ".join(
-            str(stranger) for stranger in choice.strangers if stranger.step is not None
-        )
+        broken = ", ".join(str(entry) for entry in choice.unrecognized if entry.step is not None)
         but = f"; these are not whole: {broken}" if broken else ""
         train = f"it first in python -m jaxtrain.train --workdir={workdir}"
         rule = f"--workdir={workdir!r} has no finished checkpoint{but}"
         raise UsageError(rule, advice="the folder of a run" if stores.scheme_of(folder) else train)
     if step < 0:
         if newer := [
-            str(s) for s in choice.strangers if s.step is not None and s.step > choice.step
+            str(e) for e in choice.unrecognized if e.step is not None and e.step > choice.step
         ]:
             say(f"passed over: {', '.join(newer)}")
         return folder, choice.step
-    why = next((s.why for s in choice.strangers if s.step == step), "")
+    why = next((e.why for e in choice.unrecognized if e.step == step), "")
     if not why and step in choice.steps:
         why = what_is_wrong(folder / str(step), Meta.from_json(read_meta(folder, step)), wrong)
         if not why:
@@ -229,7 +227,7 @@ def find_checkpoint(
 
 def _checkpoints_of(
     workdir: str, wrong: Judge, damaged: Mapping[int, str]
-) -> tuple[epath.Path, Choice]:
+) -> tuple[epath.Path, StepChoice]:
     """A run's folder of checkpoints, and what is in it. UsageError where there is none,
     CheckpointError if it cannot be read."""
     if not workdir:
@@ -297,7 +295,7 @@ class Loaded:
     config: Config
     tokenizer: "Tokenizer"
     ids: list[int]
-    parts: "Parts"
+    parts: "ModelParts"
     params: dict
 
 
@@ -309,8 +307,7 @@ def load(flags: types.SimpleNamespace, damaged: dict[int, str]) -> Loaded | None
     """
     import jax
 
-    from jaxtrain.checkpoint.manager import wrong_arrays
-    from jaxtrain.checkpoint.parameters import load_parameters
+    from jaxtrain.checkpoint.restoring import load_parameters, wrong_arrays
 
     folder, step = find_checkpoint(
         flags.workdir,

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from jaxtrain.checkpoint.checkpoints import Checkpoints
-from jaxtrain.checkpoint.parameters import load_parameters
+from jaxtrain.checkpoint.restoring import load_parameters
 from jaxtrain.config import Config, to_dict
 from jaxtrain.data.loader import Feed
 from jaxtrain.data.tokens import Corpus, bigram_entropy

@@ -1,13 +1,13 @@
-"""Every place that a run will write, tried by writing before anything is compiled. No jax, but for
-a run of several processes.
+"""The places that a run will write, each tried by writing before anything is compiled. jax is only
+needed for a run of several processes.
 
     process 0     the run's folder and its files, the checkpoints, tensorboard/
     each process  checkpoints, checkpoint.local, profile/, rows/
 
 A place that cannot be written ends the command with one line that names the flag or setting, the
 reason, and one that works: with status 2, or with 74 where it may pass (a full disk, a store that
-does not answer). Nothing is left behind. The cache of corpora is tried by who prepares one
-(data/tokens.py).
+does not answer). Nothing is left behind. data/tokens.py tries the cache of corpora when it prepares
+one.
 """
 
 import contextlib
@@ -40,8 +40,7 @@ FILES = (  # of process 0 in the run's folder
     *(CONFIG, OP_TIMES, PLANNED, run_lock.NAME, goodput.GOODPUT_FILE, goodput.GOODPUT_PLOT),
     *(metrics.METRICS_FILE, metrics.ROLLED_BACK_FILE, metrics.LOSS_PLOT),
 )
-# seconds until a folder that one host has made is there on the others, which look for it anew only
-# so often
+# seconds until a folder that one host has made appears on the others, which cache its absence
 SEEN_S = 40.0
 
 
@@ -52,14 +51,15 @@ class PlaceError(RunError):
 
 
 class NoStorageError(PlaceError):
-    """One that it may be able to write when it is started again."""
+    """A place that the run may be able to write when it is started again."""
 
     status = ExitStatus.STORAGE
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is wrong with a place, in one line, and whether that may pass."""
+    """The problem with a place, in one line; passes: it may be gone when the run is started
+    again."""
 
     text: str
     passes: bool = False
@@ -75,16 +75,16 @@ def check(config: Config, workdir: str) -> None:
 
 
 def check_workdir(workdir: str) -> None:
-    """Raises UsageError, with a folder that works, for one that can never be a run's: to be said
-    beside what else is wrong with flags."""
+    """Raises UsageError, with a folder that works, for one that can never be a run's: it is told
+    together with other errors of flags."""
     problem, free = _of_workdir(workdir), _free(os.path.basename(os.path.abspath(workdir)))
     if problem and free and not problem.passes:
         raise UsageError(problem.text.partition(": use ")[0], {"workdir": free})
 
 
 def check_together(config: Config, workdir: str) -> None:
-    """As `check`, for a run of several processes: each must call it, and raises the same error. All
-    hosts must see the checkpoints."""
+    """Raises PlaceError where a run of several processes cannot write. Each must call it, and
+    raises the same error. All hosts must see the checkpoints."""
     import jax
 
     from jaxtrain.devices import cluster
@@ -96,7 +96,7 @@ def check_together(config: Config, workdir: str) -> None:
 
         def of_main() -> dict:
             problem, mark = _of_main(config, workdir), ""
-            folder = _folder_of_checkpoints(config, workdir)
+            folder = _shared_folder(config.checkpoint.directory, workdir)
             if folder and not problem:
                 mark = until_all_have_looked.enter_context(_marked(folder))
             return {"problem": problem and dataclasses.asdict(problem), "mark": mark}
@@ -111,17 +111,17 @@ def check_together(config: Config, workdir: str) -> None:
             f"{question}/each", json.dumps(problem and dataclasses.asdict(problem))
         )
 
-        def first() -> dict | None:
-            problems = ((number, json.loads(report)) for number, report in enumerate(reports))
-            return next(
-                ({"number": number, **problem} for number, problem in problems if problem), None
-            )
+        def first_problem() -> dict | None:
+            for number, values in enumerate(map(json.loads, reports)):
+                if values:
+                    who = f"process {number}: " if number else ""
+                    return values | {"text": who + values["text"]}
+            return None
 
-        found = cluster.told_by_main(f"{question}/all", first)
+        first = cluster.told_by_main(f"{question}/all", first_problem)
         cluster.barrier(f"{question} are known")  # process 0, whom all ask, may end now
-    if found:
-        who = f"process {found['number']}: " if found["number"] else ""
-        raise Problem(f"{who}{found['text']}", found["passes"]).error()
+    if first:
+        raise Problem(**first).error()
 
 
 _questions = itertools.count()
@@ -131,7 +131,7 @@ _questions = itertools.count()
 
 
 def _of_main(config: Config, workdir: str) -> Problem | None:
-    """What is wrong with what process 0 alone writes, and with the checkpoints."""
+    """The first problem with the places that process 0 alone writes, and with the checkpoints."""
     if problem := _of_workdir(workdir):
         return problem
     inside = {name: files.try_file(os.path.join(workdir, name)) for name in FILES}
@@ -141,7 +141,7 @@ def _of_main(config: Config, workdir: str) -> Problem | None:
         )
     if not config.checkpoint.directory:
         inside["checkpoints"] = files.try_folder(os.path.join(workdir, "checkpoints"))
-    return _inside(workdir, inside) or _of_checkpoints(config, workdir)
+    return _inside(workdir, inside) or _of_checkpoints(config.checkpoint.directory, workdir)
 
 
 def _of_workdir(workdir: str) -> Problem | None:
@@ -160,8 +160,8 @@ def _of_workdir(workdir: str) -> Problem | None:
     )
 
 
-def _of_checkpoints(config: Config, workdir: str) -> Problem | None:
-    directory = config.checkpoint.directory
+def _of_checkpoints(directory: str, workdir: str) -> Problem | None:
+    """directory: checkpoint.directory."""
     if not directory:
         return None
     named = f"checkpoint.directory={directory!r}"
@@ -184,8 +184,8 @@ def _of_checkpoints(config: Config, workdir: str) -> Problem | None:
 
 
 def _of_each(config: Config, workdir: str, process: int | None = None) -> Problem | None:
-    """What is wrong with what each process writes. process: the number of this one, None where it
-    is alone."""
+    """The first problem with the places that each process writes. process: the number of this one,
+    None if it is alone."""
     inside: dict[str, Unwritable | None] = {}
     if config.train.profile_steps:
         inside[PROFILE_FOLDER] = files.try_folder(os.path.join(workdir, PROFILE_FOLDER))
@@ -221,21 +221,19 @@ def _inside(workdir: str, inside: Mapping[str, Unwritable | None]) -> Problem | 
 # --- folders that all hosts see -------------------------------------------------------------------
 
 
-def _folder_of_checkpoints(config: Config, workdir: str) -> str:
-    """The folder of checkpoints in a file system; "" for those in a store."""
-    directory = config.checkpoint.directory
+def _shared_folder(directory: str, workdir: str) -> str:
+    """The folder of checkpoints in a file system; "" for those in a store. directory:
+    checkpoint.directory."""
     if stores.scheme_of(directory):
         return ""
-    return os.path.abspath(
-        os.path.expanduser(directory) if directory else os.path.join(workdir, "checkpoints")
-    )
+    return os.path.abspath(os.path.expanduser(directory) or os.path.join(workdir, "checkpoints"))
 
 
 @contextlib.contextmanager
 def _left_as_it_was(workdir: str) -> Iterator[None]:
-    """A context behind which the run's folder, and those in it that are tried, are gone if they
-    were before it. Several processes that try them at a time leave folders behind: who has made one
-    cannot remove it while another one's trial is in it."""
+    """A context that removes the run's folder, and those in it that are tried, if they did not
+    exist before. Several processes that try them at the same time leave folders: whoever has made
+    one cannot remove it while another one's trial is in it."""
     path = pathlib.Path(os.path.abspath(workdir))
     tried = [
         path / name
@@ -246,7 +244,7 @@ def _left_as_it_was(workdir: str) -> Iterator[None]:
         yield
     finally:
         for each in missing:
-            # it is not there, or another run has something in it by now
+            # it does not exist, or another run has something in it by now
             with contextlib.suppress(OSError):
                 each.rmdir()
 
@@ -270,8 +268,8 @@ def _marked(folder: str) -> Iterator[str]:
 
 
 def _unseen(mark: str) -> Problem | None:
-    """What is wrong where this host does not see, or may not write, the folder of a file of process
-    0's; "" for none in a file system."""
+    """The problem where this host does not see, or may not write, the folder of a file of process
+    0's. mark: that file, "" if the checkpoints are in a store."""
     if not mark:
         return None
     folder, end = os.path.dirname(mark), time.monotonic() + SEEN_S
@@ -301,7 +299,7 @@ def _another(workdir: str) -> str:
 
 
 def _free(name: str) -> str:
-    """A folder of a name like this that is not there and can be written; "" where none is known."""
+    """A new folder of a name like this that can be written; "" if none is known."""
     bases = ["runs", os.path.expanduser("~/runs")]
     with contextlib.suppress(OSError):  # there is none that can be written
         bases.append(os.path.join(tempfile.gettempdir(), "runs"))

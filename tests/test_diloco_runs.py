@@ -29,7 +29,7 @@ def whole(tmp_path_factory):
 def test_a_run_learns_and_says_what_it_does(whole):
     workdir, done = whole
     assert (
-        "replicas: 2 train apart and exchange float32 every 4 steps and after the last"
+        "replicas: 2 train independently and exchange float32 every 4 steps and after the last"
         in done.out.splitlines()
     )
     losses = runs.losses(workdir)

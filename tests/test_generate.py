@@ -24,7 +24,7 @@ from jaxtrain import cli, generate
 from jaxtrain import config as configs
 from jaxtrain.checkpoint import manifest
 from jaxtrain.checkpoint.manager import Checkpointer
-from jaxtrain.checkpoint.parameters import load_parameters
+from jaxtrain.checkpoint.restoring import load_parameters
 from jaxtrain.checkpoint.steps import Meta
 from jaxtrain.data.tokenizer import ByteTokenizer, NoTokenizer
 from jaxtrain.devices.mesh import make_mesh

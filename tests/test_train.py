@@ -23,7 +23,7 @@ from support import train_runs as runs
 from support.damage import damage_numbers
 from support.train_runs import settings
 
-from jaxtrain.checkpoint.keeping import read_losses
+from jaxtrain.checkpoint.retention import read_losses
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.goodput import REDONE, USEFUL, Goodput, read_goodput
 
@@ -389,8 +389,8 @@ def test_goes_on_on_every_mesh_from_every_mesh(folder, workdir, layers):
 
 
 def test_the_newest_whole_checkpoint_is_used_and_what_differs_is_said(whole, workdir):
-    """Strangers do not hold up a run, nor its save of a step whose name one of them has. It saves
-    by time too."""
+    """Unrecognized entries do not hold up a run, nor its save of a step whose name one of them has.
+    It saves by time too."""
     runs.copy_up_to(9, whole[0], workdir)
     checkpoints = workdir / "checkpoints"
     (checkpoints / "9" / "meta" / "metadata").write_text('{"config": {"mod')

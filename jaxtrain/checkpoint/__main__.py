@@ -1,12 +1,12 @@
-"""`python -m jaxtrain.checkpoint ls | verify | show | diff | prune DIR`: what lies in a folder of
-checkpoints. No jax, and no device.
+"""`python -m jaxtrain.checkpoint ls | verify | show | diff | prune DIR`: lists, verifies, shows,
+compares and deletes checkpoints. No jax, and no device.
 
-What DIR is, subject.py says.
+subject.py finds the checkpoints that DIR stands for.
 """
 
+import contextlib
 import dataclasses
 import datetime
-import functools
 import json
 import math
 import os
@@ -19,11 +19,11 @@ from typing import NoReturn
 from etils import epath
 
 from jaxtrain import cli
-from jaxtrain.checkpoint import keeping, reading, steps, subject
-from jaxtrain.checkpoint.database import DatabaseError
-from jaxtrain.checkpoint.keeping import Keep
-from jaxtrain.checkpoint.reading import StoredStep, Verified, in_units
-from jaxtrain.checkpoint.steps import BROKEN, CheckpointError, Meta, Stranger, choose, what_is_wrong
+from jaxtrain.checkpoint import reading, retention, steps, subject
+from jaxtrain.checkpoint.manifest import STATE, DatabaseError, read_database
+from jaxtrain.checkpoint.reading import in_units
+from jaxtrain.checkpoint.retention import Retention
+from jaxtrain.checkpoint.steps import BROKEN, CheckpointError, Meta, UnrecognizedEntry, choose
 from jaxtrain.checkpoint.stores import scheme_of, size_of
 from jaxtrain.checkpoint.subject import NoCheckpointsError, Subject
 from jaxtrain.config import Config, ConfigError, fields, flag_text, get, one_line
@@ -94,8 +94,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[str, list[Subject], types.SimpleNamespace]:
-    """The command, what it is about, and its flags; ends with status 2 for what is none. Raises
-    RunError for a place that is none."""
+    """The command, its places, and its flags; ends with status 2 for what is none. Raises RunError
+    for a place without checkpoints."""
     command, flagged = command_of(argv)
     if command not in FLAGS:
         asked = [word for word in argv if word in ASK]
@@ -106,9 +106,21 @@ def parse(argv: Sequence[str]) -> tuple[str, list[Subject], types.SimpleNamespac
             f"{command or argv[0]!r} is no command of jaxtrain checkpoint: use one of "
             f"{commands}, such as jaxtrain checkpoint ls DIR"
         )
-    return command, *cli.checked_flags(
-        flagged, DESCRIPTION, FLAGS[command], functools.partial(_checked, command), words=True
-    )
+
+    def check(flags: types.SimpleNamespace) -> tuple[list[Subject], types.SimpleNamespace]:
+        count = 2 if command == "diff" else 1
+        if len(flags.words) != count:
+            what = "two steps or runs" if count == 2 else "one folder"
+            use = f"jaxtrain checkpoint {command} {'A B' if count == 2 else 'DIR'}"
+            raise UsageError(f"{command} is about {what}, not {len(flags.words)}", advice=use)
+        subjects = list(map(subject.find, flags.words))
+        if command == "prune":
+            _check_prune(subjects[0], flags)
+        elif getattr(flags, "step", -1) >= 0:
+            _step_of(subjects[0], flags.step)
+        return subjects, flags
+
+    return command, *cli.checked_flags(flagged, DESCRIPTION, FLAGS[command], check, words=True)
 
 
 def command_of(argv: Sequence[str]) -> tuple[str, list[str]]:
@@ -122,150 +134,102 @@ def command_of(argv: Sequence[str]) -> tuple[str, list[str]]:
         with_config=False,
         with_words=True,
     ).words
+    others = list(argv)
     if not words:
-        return "", list(argv)
-    return words[0], [word for at, word in enumerate(argv) if at != list(argv).index(words[0])]
-
-
-def _checked(
-    command: str, flags: types.SimpleNamespace
-) -> tuple[list[Subject], types.SimpleNamespace]:
-    """What a command is about, and its flags. Raises UsageError, or RunError for a place that is
-    none."""
-    wanted = 2 if command == "diff" else 1
-    if len(flags.words) != wanted:
-        what = "two steps or runs" if wanted == 2 else "one folder"
-        use = f"jaxtrain checkpoint {command} {'A B' if wanted == 2 else 'DIR'}"
-        raise UsageError(f"{command} is about {what}, not {len(flags.words)}", advice=use)
-    subjects = list(map(subject.find, flags.words))
-    if command == "prune":
-        _check_prune(subjects[0], flags)
-    elif getattr(flags, "step", -1) >= 0:
-        _step_of(subjects[0], flags.step)
-    return subjects, flags
+        return "", others
+    others.remove(words[0])
+    return words[0], others
 
 
 # --- ls and verify --------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Listed:
-    """A step as `ls` shows it. seconds: since 1970, None where that is not known; why: what is
-    wrong with it, "" if nothing is."""
-
-    folder: epath.Path
-    size: int
-    seconds: float | None
-    loss: float | None
-    why: str
-
-
-def listed(of: Subject) -> list[Listed]:
-    """The steps that are meant, in order, whole or not."""
-    losses = keeping.read_losses(of.directory)
-    found = []
-    for folder in of.folders():
-        meta = steps.look_at(folder)
-        why = meta.why if isinstance(meta, Stranger) else what_is_wrong(folder, meta)
-        loss = losses.get(int(folder.name)) if folder.name.isdigit() else None
-        found.append(Listed(folder, size_of(folder), _saved_at(folder), loss, why))
-    return found
-
-
-def _saved_at(folder: epath.Path) -> float | None:
-    """When a step was saved, in seconds since 1970. A store's folders have no times, but each step
-    in one has Orbax's file."""
-    try:
-        if not scheme_of(folder):
-            return os.lstat(folder).st_mtime
-        return (
-            json.loads((folder / "_CHECKPOINT_METADATA").read_bytes())["commit_timestamp_nsecs"]
-            / 1e9
-        )
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None  # it is damaged, or was deleted meanwhile
-
-
 def ls(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
     (of,) = subjects
-    rows = [("step", "size", "saved", "validation loss", "")]
-    for row in listed(of):
-        when = (
-            ""
-            if row.seconds is None
-            else datetime.datetime.fromtimestamp(row.seconds).strftime("%Y-%m-%d %H:%M:%S")
-        )
-        rows.append(
+    losses = retention.read_losses(of.directory)
+    table = [("step", "size", "saved", "validation loss", "")]
+    for folder in of.folders():
+        loss = losses.get(int(folder.name)) if folder.name.isdigit() else None
+        table.append(
             (
-                row.folder.name,
-                in_units(row.size),
-                when,
-                "" if row.loss is None else f"{row.loss:.4f}",
-                row.why or "whole",
+                folder.name,
+                in_units(size_of(folder)),
+                _saved_at(folder),
+                "" if loss is None else f"{loss:.4f}",
+                steps.fault(folder) or "whole",
             )
         )
-    if len(rows) == 1:
+    if len(table) == 1:
         print(f"{of.directory} has no checkpoint")
     else:
-        _print_table(rows)
+        _print_table(table)
     for path in of.others():
-        print(
-            f"{path.name}  "
-            f"{in_units(size_of(path))}{'' if BROKEN in path.name else '  not finished'}"
-        )
+        remark = "" if BROKEN in path.name else "  not finished"
+        print(f"{path.name}  {in_units(size_of(path))}{remark}")
     return ExitStatus.FINISHED
+
+
+def _saved_at(folder: epath.Path) -> str:
+    """The local time of a step's save; "" if it is not known. A store's folders have no times, but
+    each step in one has Orbax's file."""
+    try:
+        if scheme_of(folder):
+            metadata = json.loads((folder / "_CHECKPOINT_METADATA").read_bytes())
+            seconds = metadata["commit_timestamp_nsecs"] / 1e9
+        else:
+            seconds = os.lstat(folder).st_mtime
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return ""  # it is damaged, or was deleted meanwhile
+    return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def verify(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
     (of,) = subjects
     if flags.step >= 0:
         of = Subject(of.directory, _step_of(of, flags.step))
-    done: list[Verified] = []
+    verified: dict[str, int] = {}  # step → bytes
+    damaged: list[str] = []
     seen: set[str] = set()
     # again where a run has deleted all, and saved others
     for newest_first in (False, *[True] * LOOKS):
         folders = [folder for folder in of.folders() if folder.name not in seen]
         seen |= {folder.name for folder in folders}
         for folder in folders[:: -1 if newest_first else 1]:
-            step = reading.verify(folder, _progress(folder.name))
-            _clear_progress()
-            print(
-                "\n".join(step.lines())
-                if step
-                else f"{folder.name}: was deleted while it was read",
-                flush=True,
-            )
-            if step:
-                done.append(step)
-            if done and newest_first:
+            size = size_of(folder)
+            damage = _verify(folder)
+            if damage is None:
+                print(f"{folder.name}: was deleted while it was read", flush=True)
+                continue
+            verified[folder.name] = size
+            result = f"{len(damage)} damaged" if damage else f"whole, {in_units(size)} read"
+            lines = [*(f"{folder}: {why}" for why in damage), f"{folder.name}: {result}"]
+            print("\n".join(lines), flush=True)
+            if damage:
+                damaged.append(folder.name)
+            if newest_first:
                 break
-        if done:
+        if verified:
             break
-    if not done:
+    if not verified:
         others = ", ".join(path.name for path in of.others())
         raise NoCheckpointsError(
             f"{of.directory} has no checkpoint to verify{', only ' * bool(others)}{others}"
         )
-    damaged, unchecked = (
-        ", ".join(step.folder.name for step in done if step.damage),
-        sum(not step.checked for step in done),
-    )
-    result = f"{damaged} damaged" if damaged else "all whole"
-    without = f", {unchecked} without checksums" if unchecked else ""
-    size = in_units(sum(step.size for step in done))
-    print(f"verified {len(done)} step{'s'[: len(done) > 1]}, {size}: {result}{without}", flush=True)
+    result = f"{', '.join(damaged)} damaged" if damaged else "all whole"
+    count = f"{len(verified)} step{'s'[: len(verified) > 1]}"
+    print(f"verified {count}, {in_units(sum(verified.values()))}: {result}", flush=True)
     return ExitStatus.STORAGE if damaged else ExitStatus.FINISHED
 
 
-def _progress(step: str) -> Callable[[int, int], None]:
-    """Shows on a terminal how much of a step is read."""
+def _verify(folder: epath.Path) -> list[str] | None:
+    """Calls `reading.verify`, and shows on a terminal how much of the step is read."""
     line = streams.TerminalLine(sys.stderr)
-    return lambda done, total: line.draw(f"{step}: {in_units(done)} of {in_units(total)}")
-
-
-def _clear_progress() -> None:
-    if streams.redraws(sys.stderr):
-        streams.clear(sys.stderr)
+    damage = reading.verify(
+        folder,
+        lambda done, total: line.draw(f"{folder.name}: {in_units(done)} of {in_units(total)}"),
+    )
+    line.clear()
+    return damage
 
 
 # --- show and diff --------------------------------------------------------------------------------
@@ -273,28 +237,22 @@ def _clear_progress() -> None:
 
 def _step_of(of: Subject, step: int = -1) -> epath.Path:
     """The folder of the step that is meant: the only one, or that of this number, or for −1 the
-    newest whole one."""
+    newest complete one."""
     if of.step:
         if step >= 0 and of.step.name != str(step):
-            _no_such_step(
-                f"{of.step}, which is a step",
-                [int(of.step.name)] if of.step.name.isdigit() else [],
-                step,
-            )
+            present = [int(of.step.name)] if of.step.name.isdigit() else []
+            _no_such_step(f"{of.step}, which is a step", present, step)
         return of.step
     if step < 0:
         choice = choose(of.directory, {})
         if choice.step is None:
-            raise CheckpointError(
-                f"{of.directory} has no whole checkpoint{': ' * bool(choice.strangers)}{choice}"
-            )
+            rest = f": {choice}" if choice.unrecognized else ""
+            raise CheckpointError(f"{of.directory} has no whole checkpoint{rest}")
         return of.directory / str(choice.step)
     present = steps.names(of.directory)
-    return (
-        of.directory / str(step)
-        if step in present
-        else _no_such_step(str(of.directory), present, step)
-    )
+    if step not in present:
+        _no_such_step(str(of.directory), present, step)
+    return of.directory / str(step)
 
 
 def _no_such_step(place: str, present: Sequence[int], step: int) -> NoReturn:
@@ -303,130 +261,100 @@ def _no_such_step(place: str, present: Sequence[int], step: int) -> NoReturn:
     raise UsageError(f"--step={step} is no checkpoint of {place}{words}", {"step": nearest})
 
 
-def _opened(folder: epath.Path) -> StoredStep:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Opened:
+    """A step that is shown or compared: its folder, meta, resolved config, and arrays by name."""
+
+    folder: epath.Path
+    meta: Meta
+    config: Config
+    arrays: Mapping[str, reading.Array]
+
+
+def _open(folder: epath.Path) -> Opened:
+    """Raises CheckpointError for a step that cannot be read."""
+    meta = steps.look_at(folder)
+    if isinstance(meta, UnrecognizedEntry):
+        raise CheckpointError(f"{folder} is no whole checkpoint: {meta.why}")
     try:
-        return reading.open_step(folder)
+        arrays = reading.open_arrays(folder, read_database(folder / STATE))
+        return Opened(folder, meta, meta.stored_config().resolve(), arrays)
+    except ConfigError as error:
+        raise CheckpointError(f"{folder}: its config cannot be read: {error}") from None
     except DatabaseError as error:
         raise CheckpointError(f"{folder}: its state {error}") from None
 
 
-def _meta_of(folder: epath.Path) -> tuple[Meta, Config]:
-    meta = steps.look_at(folder)
-    if isinstance(meta, Stranger):
-        raise CheckpointError(f"{folder} is no whole checkpoint: {meta.why}")
-    try:
-        return meta, meta.stored_config().resolve()
-    except ConfigError as error:
-        raise CheckpointError(f"{folder}: its config cannot be read: {error}") from None
-
-
 def show(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
-    folder = _step_of(subjects[0], flags.step)
-    meta, config = _meta_of(folder)
-    stored = _opened(folder)
+    step = _open(_step_of(subjects[0], flags.step))
+    meta = step.meta
     print(
-        f"{folder}: step {meta.step}, {meta.wall_s:.0f} s of training, corpus "
+        f"{step.folder}: step {meta.step}, {meta.wall_s:.0f} s of training, corpus "
         f"{meta.checksum[:12]}, tokenizer {meta.tokenizer.get('kind')}"
     )
-    print("\n".join(f"  {path} = {get(config, path)}" for path in fields()))
-    rows = [
-        (
-            "array",
-            "shape",
-            "type",
-            "size",
-            *(("least", "greatest", "norm", "not finite") if flags.statistics else ()),
-        )
-    ]
-    for name, array in stored.arrays.items():
-        figures: tuple[str, ...] = ()
-        if flags.statistics:
-            try:
-                s = reading.statistics(array)
-                figures = (
-                    f"{s.least:.4g}",
-                    f"{s.greatest:.4g}",
-                    f"{s.norm:.6g}",
-                    str(s.not_finite),
-                )
-            except DatabaseError as error:
-                figures = (str(error), "", "", "")
-        rows.append(
-            (
-                name,
-                str(list(array.shape)),
-                array.dtype.name,
-                in_units(reading.nbytes(array)),
-                *figures,
-            )
-        )
-    _print_table(rows)
-    print(
-        f"{len(stored.arrays)} arrays, {in_units(sum(map(reading.nbytes, stored.arrays.values())))}"
-    )
+    print("\n".join(f"  {path} = {get(step.config, path)}" for path in fields()))
+    head = ("array", "shape", "type", "size")
+    table: list[tuple[str, ...]] = [head]
+    if flags.statistics:
+        table = [(*head, "least", "greatest", "norm", "not finite")]
+    for name, array in step.arrays.items():
+        size = in_units(reading.nbytes(array))
+        cells = (name, str(list(array.shape)), array.dtype.name, size)
+        table.append((*cells, *_statistics(array)) if flags.statistics else cells)
+    _print_table(table)
+    print(f"{len(step.arrays)} arrays, {in_units(sum(map(reading.nbytes, step.arrays.values())))}")
     return ExitStatus.FINISHED
 
 
+def _statistics(array: reading.Array) -> tuple[str, str, str, str]:
+    try:
+        s = reading.statistics(array)
+    except DatabaseError as error:
+        return str(error), "", "", ""
+    return f"{s.least:.4g}", f"{s.greatest:.4g}", f"{s.norm:.6g}", str(s.not_finite)
+
+
 def diff(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
-    a, b = map(_step_of, subjects)
-    (meta_a, config_a), (meta_b, config_b) = _meta_of(a), _meta_of(b)
-    print(f"a  {a}: step {meta_a.step}\nb  {b}: step {meta_b.step}")
+    a, b = (_open(_step_of(subject)) for subject in subjects)
+    print(f"a  {a.folder}: step {a.meta.step}\nb  {b.folder}: step {b.meta.step}")
     for path in fields():
-        if get(config_a, path) != get(config_b, path):
-            print(f"  {path}: {get(config_a, path)} → {get(config_b, path)}")
-    arrays_a, arrays_b = _opened(a).arrays, _opened(b).arrays
-    rows, same = [], 0
-    for name in sorted({*arrays_a, *arrays_b}):
-        if name not in arrays_a or name not in arrays_b:
-            print(f"  {name}: in {'b' if name in arrays_b else 'a'} alone")
-        elif (arrays_a[name].shape, arrays_a[name].dtype) != (
-            arrays_b[name].shape,
-            arrays_b[name].dtype,
-        ):
-            of = [
-                f"{array.dtype.name}{list(array.shape)}"
-                for array in (arrays_a[name], arrays_b[name])
-            ]
-            print(f"  {name}: {of[0]} → {of[1]}")
+        if get(a.config, path) != get(b.config, path):
+            print(f"  {path}: {get(a.config, path)} → {get(b.config, path)}")
+    differences: dict[str, reading.Difference] = {}
+    same = 0
+    for name in sorted({*a.arrays, *b.arrays}):
+        if name not in a.arrays or name not in b.arrays:
+            print(f"  {name}: in {'b' if name in b.arrays else 'a'} alone")
+            continue
+        kinds = [f"{x.dtype.name}{list(x.shape)}" for x in (a.arrays[name], b.arrays[name])]
+        if kinds[0] != kinds[1]:
+            print(f"  {name}: {kinds[0]} → {kinds[1]}")
+            continue
+        try:
+            difference = reading.difference(a.arrays[name], b.arrays[name])
+        except DatabaseError as error:
+            raise CheckpointError(f"{name} {error} in {a.folder} or {b.folder}") from None
+        if difference.count:
+            differences[name] = difference
         else:
-            try:
-                found = reading.difference(arrays_a[name], arrays_b[name])
-            except DatabaseError as error:
-                raise CheckpointError(f"{name} {error} in {a} or {b}") from None
-            if found.count:
-                rows.append((name, found))
-            else:
-                same += 1
-    rows.sort(key=lambda row: -row[1].relative if math.isfinite(row[1].relative) else -math.inf)
-    shown = rows if flags.all else rows[:LISTED]
+            same += 1
+    largest = sorted(differences.items(), key=lambda item: item[1].relative, reverse=True)
+    shown = largest if flags.all else largest[:LISTED]
     if shown:
-        share = lambda name, found: f"{found.count / max(math.prod(arrays_a[name].shape), 1):.1%}"
-        head = ("array", "largest difference", "relative", "numbers that differ")
-        _print_table(
-            [head, *((n, f"{d.absolute:.4g}", f"{d.relative:.4g}", share(n, d)) for n, d in shown)]
-        )
-    more = f", of which {len(shown)} are listed (--all lists all)" if len(shown) < len(rows) else ""
-    print(f"{len(rows)} arrays differ{more}; {same} are the same")
+        table = [("array", "largest difference", "relative", "numbers that differ")]
+        for name, d in shown:
+            share = d.count / max(math.prod(a.arrays[name].shape), 1)
+            table.append((name, f"{d.absolute:.4g}", f"{d.relative:.4g}", f"{share:.1%}"))
+        _print_table(table)
+    rest = f", of which {len(shown)} are listed (--all lists all)"
+    print(
+        f"{len(differences)} arrays differ{rest if len(shown) < len(differences) else ''}; "
+        f"{same} are the same"
+    )
     return ExitStatus.FINISHED
 
 
 # --- prune ----------------------------------------------------------------------------------------
-
-
-def doomed(of: Subject, flags: types.SimpleNamespace) -> dict[epath.Path, str]:
-    """What `prune` deletes, each with its reason."""
-    found: dict[epath.Path, str] = {}
-    if flags.keep:
-        whole = {int(row.folder.name): row.folder for row in listed(of) if not row.why}
-        kept = Keep(flags.keep, flags.keep_every, flags.keep_best).kept(
-            whole, keeping.read_losses(of.directory)
-        )
-        found |= {folder: "not kept" for step, folder in whole.items() if step not in kept}
-    if flags.broken:
-        found |= {path: "set aside as broken" for path in of.others() if BROKEN in path.name}
-    if flags.unfinished:
-        found |= {path: "not finished" for path in of.others() if BROKEN not in path.name}
-    return found
 
 
 def _check_prune(of: Subject, flags: types.SimpleNamespace) -> None:
@@ -450,47 +378,55 @@ def _check_prune(of: Subject, flags: types.SimpleNamespace) -> None:
         )
 
 
+def _to_delete(of: Subject, flags: types.SimpleNamespace) -> dict[epath.Path, str]:
+    """The folders that `prune` deletes, each with its reason."""
+    reasons: dict[epath.Path, str] = {}
+    if flags.keep:
+        complete = {int(each.name): each for each in of.folders() if not steps.fault(each)}
+        policy = Retention(flags.keep, flags.keep_every, flags.keep_best)
+        retained = policy.retained(complete, retention.read_losses(of.directory))
+        reasons |= {each: "not kept" for step, each in complete.items() if step not in retained}
+    if flags.broken:
+        reasons |= {path: "set aside as broken" for path in of.others() if BROKEN in path.name}
+    if flags.unfinished:
+        reasons |= {path: "not finished" for path in of.others() if BROKEN not in path.name}
+    return reasons
+
+
 def prune(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
     (of,) = subjects
-    directory = of.directory
-    run = directory.parent if directory.name == "checkpoints" else directory
-    lock = RunLock(run) if flags.yes and not scheme_of(run) else None  # a store has no locks
-    if lock:
-        lock.take()
+    run = of.directory.parent if of.directory.name == "checkpoints" else of.directory
     try:
-        going = doomed(of, flags)
-        total = sum(map(size_of, going))
-        for folder, why in going.items():
-            print(
-                f"{'deleting' if flags.yes else 'would delete'} {folder} ({why}, "
-                f"{in_units(size_of(folder))})",
-                flush=True,
-            )
+        with contextlib.ExitStack() as locked:
+            if flags.yes and not scheme_of(run):  # a store has no locks
+                lock = RunLock(run)
+                lock.take()
+                locked.callback(lock.release)
+            reasons = _to_delete(of, flags)
+            total = in_units(sum(map(size_of, reasons)))
+            for folder, why in reasons.items():
+                doing = "deleting" if flags.yes else "would delete"
+                print(f"{doing} {folder} ({why}, {in_units(size_of(folder))})", flush=True)
+                if flags.yes:
+                    retention.delete(folder)
             if flags.yes:
-                keeping.delete(folder) if why == "not kept" else folder.rmtree()
-        if flags.yes:
-            keeping.forget_losses(directory, steps.names(directory))
-        verb = "deleted" if flags.yes else "would be deleted: --yes deletes them"
-        print(f"{len(going)} folders, {in_units(total)} {verb}" if going else "nothing to delete")
+                retention.forget_losses(of.directory, steps.names(of.directory))
     except OSError as error:
-        raise CheckpointError(f"{directory}: not all is deleted ({error.strerror})") from None
-    finally:
-        if lock:
-            lock.release()
+        raise CheckpointError(f"{of.directory}: not all is deleted ({error.strerror})") from None
+    done = "deleted" if flags.yes else "would be deleted: --yes deletes them"
+    print(f"{len(reasons)} folders, {total} {done}" if reasons else "nothing to delete")
     return ExitStatus.FINISHED
 
 
 # --- output ---------------------------------------------------------------------------------------
 
 
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
+def _print_table(table: Sequence[Sequence[str]]) -> None:
     """Columns as wide as they need to be; the first and the last to the left."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = [
-            f"{cell:{'<' if column in (0, len(row) - 1) else '>'}{widths[column]}}"
-            for column, cell in enumerate(row)
-        ]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for line in table:
+        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
+        cells[0], cells[-1] = line[0].ljust(widths[0]), line[-1]
         print("  ".join(cells).rstrip())
 
 

@@ -14,18 +14,21 @@ Persistent checkpoints fit every layout (manager.py). Those in the machines' own
 import dataclasses
 import functools
 import pathlib
+import secrets
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 from etils import epath
 
 from jaxtrain.checkpoint import stores
-from jaxtrain.checkpoint.keeping import Keep
-from jaxtrain.checkpoint.local_restore import Saved
-from jaxtrain.checkpoint.local_run import LocalCheckpoints
-from jaxtrain.checkpoint.manager import Checkpointer, choose_together
-from jaxtrain.checkpoint.restoring import restore_newest
-from jaxtrain.checkpoint.steps import NONE, VERSION, Choice, Meta
+from jaxtrain.checkpoint.layout import Shards, stored_arrays
+from jaxtrain.checkpoint.local import LocalCheckpointer, run_name
+from jaxtrain.checkpoint.local_restore import LocalFiles, LocalStep
+from jaxtrain.checkpoint.manager import Checkpointer
+from jaxtrain.checkpoint.restoring import choose_together, restore_newest
+from jaxtrain.checkpoint.retention import Retention
+from jaxtrain.checkpoint.steps import NONE, VERSION, CheckpointError, Meta, StepChoice
 from jaxtrain.config import Config, ConfigError, to_dict
 from jaxtrain.config.checks import Environment, check_resume
 from jaxtrain.config.resume import changes
@@ -33,6 +36,7 @@ from jaxtrain.config.settings import CheckpointConfig
 from jaxtrain.data.tokens import Corpus, DataError
 from jaxtrain.devices import cluster
 from jaxtrain.pipeline.checks import RULES_WITH_TABLES
+from jaxtrain.schedule.placement import Placement
 from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.parameter_checks import Finiteness
 from jaxtrain.training.recovery import DetectorState, NumbersError, Rollback, SpikeDetector
@@ -70,15 +74,17 @@ class Checkpoints:
         self._config, self._unresolved, self._recipe = config, unresolved, recipe
         self._workdir, self._before = workdir, before
         self._intervals = Intervals.of(config.train, config.checkpoint, config.metrics.log_every)
-        self._choice = Choice(None, None, (), ())
-        self._candidates: list[Saved] = []  # local ones, newest first
-        self._source = ""
+        self._choice = StepChoice()
+        self._candidates: list[LocalStep] = []  # newest first
+        self._local_files: LocalFiles | None = None
+        self._local_saves: LocalCheckpointer | None = None
+        self._source = ""  # of a local checkpoint that was restored
         self._corpus: Corpus
         self._step: Step
-        self._local: LocalCheckpoints
         self._saves: Checkpointer
         self._detector: SpikeDetector
         self._wall_s: Callable[[], float]
+        self._finite: Finiteness
 
     # ---------------------------------------------------------------- the one to resume from
 
@@ -91,8 +97,7 @@ class Checkpoints:
     @property
     def meta(self) -> Meta:
         """The meta of that step; Meta() for a new run."""
-        meta = self._candidates[0].meta if self._candidates else self._choice.meta
-        return meta or Meta()
+        return self._candidates[0].meta if self._candidates else self._choice.meta
 
     @property
     def source(self) -> str:
@@ -100,22 +105,44 @@ class Checkpoints:
         local."""
         return f"step {self.step}{self._source}"
 
-    def choose(self) -> None:
+    def choose(self, damaged: Mapping[int, str] = NONE) -> None:
         """Chooses the newest complete persistent checkpoint, if there is one.
+
+        damaged: step → its damage, for those whose arrays turned out to be damaged.
 
         Raises ConfigError if the config cannot continue it; CheckpointError as `choose_together`.
         """
-        self._choice = self._choose(NONE)
+        choice = self._choice = choose_together(self.directory, damaged, self._before)
+        if choice.unrecognized:
+            rest = (
+                f"the newest whole checkpoint is {choice.step}"
+                if choice.step
+                else "there is no whole checkpoint"
+            )
+            cluster.log(f"passed over in {self.directory}: {choice}; {rest}")
+        if choice.step:
+            self._refuse(choice.meta)
 
     def check_corpus(self, corpus: Corpus) -> None:
         """Takes the corpus that the run trains on. Raises DataError if it is not the
         checkpoint's."""
         self._corpus = corpus
-        self._refuse_corpus(self._choice)
+        if self._choice.step and self._choice.meta.checksum != corpus.checksum:
+            raise DataError(
+                f"data.source={corpus.source} has changed since the checkpoint (checksum "
+                f"{corpus.checksum[:12]}, "
+                f"then {self._choice.meta.checksum[:12]}): put it back or use another --workdir"
+            )
 
     def log_changes(self) -> None:
         """Lists the settings that differ from those of the checkpoint."""
-        self._log_changes(self._choice)
+        if not self._choice.step:
+            return
+        if changed := changes(self._choice.meta.stored_config(), self._config):
+            cluster.log(
+                f"changed since the checkpoint of step {self._choice.step}:",
+                *(f"  {change}" for change in changed),
+            )
 
     def attach(self, step: Step) -> None:
         """Takes the run's step, which knows the state's layout, and looks for local checkpoints
@@ -124,53 +151,47 @@ class Checkpoints:
         Raises CheckpointError where the run's id can be neither read nor written.
         """
         self._step = step
-        self._local = LocalCheckpoints(
-            self._config.checkpoint.local,
-            self._workdir,
-            self.directory,
-            step.abstract_state(),
-            stored_shapes(step.layout, step.optimizer),
-            step.layout.placement,
+        local = self._config.checkpoint.local
+        if not local:
+            return
+        name, self._start = cluster.from_main(
+            lambda: (run_name(self._workdir, self.directory), secrets.token_hex(4)), CheckpointError
         )
-        self._candidates = self._local.candidates(
+        shards = Shards(stored_arrays(*self._laid_out(step)), step.layout.placement)
+        self._local_files = LocalFiles(pathlib.Path(local) / name, shards)
+        self._candidates = self._local_files.candidates(
             self.step, self._config.train.steps, self._why_not
         )
 
     def restore(self) -> TrainState | None:
         """The state of the newest checkpoint that turns out to be undamaged; None for a new run."""
-        local = self._local.restore(self._candidates)
+        local = self._local_files.restore(self._candidates) if self._local_files else None
         self._candidates = []
         if local:
             self._source = f", {local.source}"
             self._choice = dataclasses.replace(self._choice, step=local.step, meta=local.meta)
-            return local.state
+            return jax.tree.unflatten(jax.tree.structure(self._step.abstract_state()), local.leaves)
         return self.restore_persistent(self._step) if self._choice.step else None
 
     def restore_persistent(self, step: Step) -> TrainState:
         """The state of the chosen persistent checkpoint, or of the newest one before it that turns
         out to be undamaged. Errors as of `choose` and `check_corpus`."""
 
-        def choose_again(damaged: Mapping[int, str]) -> Choice:
-            choice = self._choose(damaged)
-            self._refuse_corpus(choice)
-            self._log_changes(choice)
-            return choice
+        def choose_again(damaged: Mapping[int, str]) -> StepChoice:
+            self.choose(damaged)
+            self.check_corpus(self._corpus)
+            self.log_changes()
+            return self._choice
 
-        state, self._choice = self._restore_newest(step, self._choice, choose_again)
+        state, self._choice = restore_newest(
+            self._choice, choose_again, self.directory, *self._laid_out(step)
+        )
         return state
 
-    def _choose(self, damaged: Mapping[int, str]) -> Choice:
-        choice = choose_together(self.directory, damaged, self._before)
-        if choice.strangers:
-            rest = (
-                f"the newest whole checkpoint is {choice.step}"
-                if choice.step
-                else "there is no whole checkpoint"
-            )
-            cluster.log(f"passed over in {self.directory}: {choice}; {rest}")
-        if choice.meta:
-            self._refuse(choice.meta)
-        return choice
+    def _laid_out(self, step: Step) -> tuple[TrainState, Any, Placement]:
+        """The state as ShapeDtypeStructs with shardings, its stored shapes, and the placement."""
+        shapes = stored_shapes(step.layout, step.optimizer)
+        return step.abstract_state(), shapes, step.layout.placement
 
     def _refuse(self, meta: Meta) -> None:
         """Raises ConfigError where the config cannot continue a checkpoint with this meta."""
@@ -178,22 +199,6 @@ class Checkpoints:
             jax.device_count(), jax.default_backend(), self._recipe, rules=RULES_WITH_TABLES
         )
         check_resume(meta.stored_config(), self._unresolved, environment)
-
-    def _refuse_corpus(self, choice: Choice) -> None:
-        corpus = self._corpus
-        if choice.meta and choice.meta.checksum != corpus.checksum:
-            raise DataError(
-                f"data.source={corpus.source} has changed since the checkpoint (checksum "
-                f"{corpus.checksum[:12]}, "
-                f"then {choice.meta.checksum[:12]}): put it back or use another --workdir"
-            )
-
-    def _log_changes(self, choice: Choice) -> None:
-        if choice.meta and (changed := changes(choice.meta.stored_config(), self._config)):
-            cluster.log(
-                f"changed since the checkpoint of step {choice.step}:",
-                *(f"  {change}" for change in changed),
-            )
 
     def _why_not(self, meta: Meta) -> str:
         """The reason not to resume from a checkpoint with this meta, in words; "" if there is
@@ -205,19 +210,6 @@ class Checkpoints:
         except ConfigError as error:
             return f"{error.field}={error.value!r} {error.rule}"
         return ""
-
-    def _restore_newest(
-        self, step: Step, choice: Choice, choose_again: Callable[[Mapping[int, str]], Choice]
-    ) -> tuple[TrainState, Choice]:
-        shapes = stored_shapes(step.layout, step.optimizer)
-        return restore_newest(
-            choice,
-            choose_again,
-            self.directory,
-            step.abstract_state(),
-            shapes,
-            step.layout.placement,
-        )
 
     # ---------------------------------------------------------------- those that it makes
 
@@ -234,15 +226,15 @@ class Checkpoints:
         self._detector, self._wall_s = detector, wall_s
         self._finite = Finiteness(self._step.mesh)
         settings = self._config.checkpoint
+        _, shapes, placement = self._laid_out(self._step)
+        retention = Retention(settings.keep, settings.keep_every, settings.keep_best)
         self._saves = Checkpointer(
-            self.directory,
-            self._step.layout.placement,
-            stored_shapes(self._step.layout, self._step.optimizer),
-            Keep(settings.keep, settings.keep_every, settings.keep_best),
-            self._choice.strangers,
-            log,
+            self.directory, placement, shapes, retention, self._choice.unrecognized, log
         )
-        self._local.begin(self.step, log)
+        if self._local_files:
+            self._local_saves = LocalCheckpointer(
+                self._local_files.folder, self._local_files.shards, self._start, self.step, log
+            )
 
     @property
     def busy(self) -> bool:
@@ -289,8 +281,8 @@ class Checkpoints:
             self._corpus.tokenizer.describe(),
             self._detector.state.to_json(),
         )
-        if locally:
-            self._local.save(at, state, dataclasses.asdict(meta))
+        if self._local_saves and locally:
+            self._local_saves.save(at, state, dataclasses.asdict(meta))
         if persistent:
             self._saves.save(at, state, dataclasses.asdict(meta))
         return persistent
@@ -305,8 +297,8 @@ class Checkpoints:
         return self._saves.figures()
 
     def roll_back(self, state: TrainState) -> tuple[Rollback, TrainState]:
-        """The way back to the newest complete checkpoint from before the fault, and its
-        state; without any checkpoint, to the first state. No program is compiled again.
+        """The way back to the newest complete checkpoint from before the fault, and its state;
+        without any checkpoint, to the first state. No program is compiled again.
 
         A save that is under way is finished first. Later checkpoints are set aside, for their steps
         come again. `state` is deleted, to free its memory.
@@ -318,9 +310,9 @@ class Checkpoints:
         assert fault
         self._saves.close()
         choice = choose_together(self.directory, before=fault.since)
-        if choice.step is None and (kept := choose_together(self.directory).steps):
+        if choice.step is None and (later := choose_together(self.directory).steps):
             raise NumbersError(
-                f"{fault.why}; the checkpoints that are kept begin with step {kept[0]}, and the "
+                f"{fault.why}; the checkpoints that are kept begin with step {later[0]}, and the "
                 "run would have to go back further: keep more of them (checkpoint.keep), or make "
                 "them less often (checkpoint.every)"
             )
@@ -328,16 +320,19 @@ class Checkpoints:
             array.delete()
         if choice.step:
             choose_again = functools.partial(choose_together, self.directory, before=fault.since)
-            state, choice = self._restore_newest(self._step, choice, choose_again)
+            state, choice = restore_newest(
+                choice, choose_again, self.directory, *self._laid_out(self._step)
+            )
         else:
             seed = self._config.train.seed
             state = initial_state(self._step.layout, self._step.optimizer, seed)
         at = choice.step or 0
         self._saves.set_aside_after(at, f"the run went back to step {at}")
-        position = choice.position if fault.batch is None else fault.batch + 1
-        detector = DetectorState.from_json(choice.memory)
+        position = choice.meta.position if fault.batch is None else fault.batch + 1
+        detector = DetectorState.from_json(choice.meta.memory)
         rollback = Rollback(fault.at, at, position, fault.why, detector)
-        self._local.go_back(rollback)
+        if self._local_saves:
+            self._local_saves.give_up(at)
         return rollback, state
 
     def finish(self, at: int) -> None:
@@ -347,10 +342,11 @@ class Checkpoints:
         Raises CheckpointError if the last save has failed.
         """
         self._saves.wait()
-        if self._saves.newest == at:
-            self._local.forget()
+        if self._local_saves and self._saves.newest == at:
+            self._local_saves.forget()
 
     def close(self) -> None:
         """Waits for saves that are under way, whatever becomes of them."""
-        self._local.close()
+        if self._local_saves:
+            self._local_saves.close()
         self._saves.close()

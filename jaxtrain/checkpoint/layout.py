@@ -1,21 +1,30 @@
-"""Which part of a stored array lies where on the devices: the geometry of a checkpoint, both ways.
+"""The geometry of checkpoints: which region of which stored array a device's shard is, and which
+processes hold which shard.
 
-A checkpoint must not know the mesh, the stages or the units that wrote it. So every parameter is
-one stored array with its layers in order and nothing padded, and this file says, for the shard that
-a device holds of an array in memory, which region of which stored array it is. Saving copies one
-way along these pairs, restoring the other. No collective is needed for either.
+A persistent checkpoint must not know the mesh, the stages or the units that wrote it. So every
+parameter is one stored array with its layers in order and nothing padded. Saving copies a shard
+into its region of the stored array, restoring copies the other way, both without a collective.
 
       in memory (stages 2, 2 units each, 7 layers)                          stored
       params/layers/0/w  [2, 2, 8, 8]   stage 0: 0 1   stage 1: 2 3   ⎫   params/layers/w  [7, 8, 8]
       params/layers/1/w  [2, 2, 8, 8]   stage 0: 4 5   stage 1: 6 –   ⎭
       params/embed/w     [512, 8]       padded in memory                  params/embed/w   [500, 8]
 
-Nothing here touches a file or a device: see storage.py for the copying.
+A local checkpoint (local.py) holds shards as they lie on a machine's devices, so it fits one layout
+alone. A shard that several processes hold, as they hold parameters over `data` without ZeRO,
+survives the loss of all but one of them:
+
+      leaf 3 over stage, copies over data          process 0: (3, stage 0)   process 1: (3, stage 1)
+                                                   process 2: (3, stage 0)   process 3: (3, stage 1)
+
+Nothing here touches a file or a device: storage.py does the copying.
 """
 
 import dataclasses
+import hashlib
+import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,22 +37,21 @@ LAYERS = "layers"
 # (start, stop) in each dimension.
 Bounds = tuple[tuple[int, int], ...]
 
-# A bigger array is stored in pieces of at most this many bytes, because reading any part of a piece
-# costs reading all of it.
+# Bytes of a piece at most: reading any part of a piece costs reading all of it.
 PIECE_BYTES = 32 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """One leaf in memory: the whole of a stored array, or the layers of one local unit.
+class Leaf:
+    """One leaf of the state in memory: a complete stored array, or the layers of one local unit.
 
-    leaf: its place among the leaves of the flattened state
+    index: its place among the leaves of the flattened state
     unit: None for a leaf outside the layers
     lead: the number of dimensions before the layers, which are stored as they are: independent
         replicas
     """
 
-    leaf: int
+    index: int
     unit: int | None
     shape: tuple[int, ...]
     sharding: jax.sharding.Sharding
@@ -58,7 +66,7 @@ class StoredArray:
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    parts: tuple[Part, ...]
+    leaves: tuple[Leaf, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,23 +83,22 @@ def stored_arrays(state: Any, stored_shapes: Any, placement: Placement) -> list[
 
     Args:
       state: a pytree of jax.Array or of jax.ShapeDtypeStruct with shardings. Under a key "layers"
-        the next key is the local unit, and leaves are [stages, rows(unit), *layer shape].
-      stored_shapes: the same tree with the true shape of each leaf, as a tuple or as anything with
-        a `shape`: of one layer under "layers", without padding elsewhere. What has a `lead` too has
-        dimensions of these sizes in front.
-      placement: which layer is in which row.
+        the next key is the local unit, and leaves are [stages, stack_size(unit), *layer shape].
+      stored_shapes: the same tree with the true shape of each leaf, as a tuple or as an object with
+        a `shape`: of one layer under "layers", without padding elsewhere. An object with a `lead`
+        too has dimensions of these sizes in front.
+      placement: the stage, unit and place in the unit's stack of each layer.
 
     Raises:
       ValueError: a leaf without sharding, or whose shape is not what placement and stored shape
         make it.
     """
     tree: Any
-    leaves, tree = jax.tree_util.tree_flatten_with_path(state)
+    in_memory, tree = jax.tree_util.tree_flatten_with_path(state)
     arrays: dict[str, StoredArray] = {}
-    for number, ((path, leaf), shape) in enumerate(
-        zip(leaves, tree.flatten_up_to(stored_shapes), strict=True)
-    ):
-        array = _stored_array(number, path, leaf, shape, placement)
+    shapes = tree.flatten_up_to(stored_shapes)
+    for index, ((path, leaf), shape) in enumerate(zip(in_memory, shapes, strict=True)):
+        array = _stored_array(index, path, leaf, shape, placement)
         if array.name in arrays:
             before = arrays[array.name]
             if (before.shape, before.dtype) != (array.shape, array.dtype):
@@ -99,23 +106,27 @@ def stored_arrays(state: Any, stored_shapes: Any, placement: Placement) -> list[
                     f"{array.name}: units differ, {before.dtype}{list(before.shape)} and "
                     f"{array.dtype}{list(array.shape)}"
                 )
-            array = dataclasses.replace(before, parts=(*before.parts, *array.parts))
+            array = dataclasses.replace(before, leaves=(*before.leaves, *array.leaves))
         arrays[array.name] = array
     for array in arrays.values():
-        if array.parts[0].unit is not None and len(array.parts) != placement.units_per_stage:
+        if array.leaves[0].unit is not None and len(array.leaves) != placement.units_per_stage:
             raise ValueError(
-                f"{array.name}: {len(array.parts)} units are not the "
+                f"{array.name}: {len(array.leaves)} units are not the "
                 f"{placement.units_per_stage} of {placement.describe()}"
             )
     return list(arrays.values())
 
 
 def _stored_array(
-    number: int, path: tuple, leaf: Any, shape: Any, placement: Placement
+    index: int, path: tuple, leaf: Any, shape: Any, placement: Placement
 ) -> StoredArray:
-    """The array that holds one leaf, with that leaf alone as its part. Arguments and errors as of
+    """The array that holds one leaf, with that leaf alone. Arguments and errors as of
     `stored_arrays`."""
-    name, unit = _stored_name(path)
+    keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
+    unit = None
+    if LAYERS in keys[:-1]:
+        unit = int(keys.pop(keys.index(LAYERS) + 1))
+    name = "/".join(keys)
     lead, shape = tuple(getattr(shape, "lead", ())), tuple(getattr(shape, "shape", shape))
     if getattr(leaf, "sharding", None) is None:
         raise ValueError(
@@ -125,17 +136,8 @@ def _stored_array(
         raise ValueError(f"{name}: {list(leaf.shape)} does not begin with {list(lead)}")
     _check(name, leaf.shape[len(lead) :], shape, placement, unit)
     layers = () if unit is None else (placement.layers,)
-    part = Part(number, unit, tuple(leaf.shape), leaf.sharding, len(lead))
-    return StoredArray(name, (*lead, *layers, *shape), np.dtype(leaf.dtype), (part,))
-
-
-def _stored_name(path: tuple) -> tuple[str, int | None]:
-    """The stored name of a leaf's path, and its local unit if the path goes through "layers"."""
-    keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
-    if LAYERS not in keys[:-1]:
-        return "/".join(keys), None
-    at = keys.index(LAYERS) + 1
-    return "/".join(keys[:at] + keys[at + 1 :]), int(keys[at])
+    in_memory = Leaf(index, unit, tuple(leaf.shape), leaf.sharding, len(lead))
+    return StoredArray(name, (*lead, *layers, *shape), np.dtype(leaf.dtype), (in_memory,))
 
 
 def _check(
@@ -158,20 +160,20 @@ def _check(
 
 
 def regions(
-    part: Part, bounds: Bounds, stored: tuple[int, ...], placement: Placement
+    leaf: Leaf, bounds: Bounds, stored: tuple[int, ...], placement: Placement
 ) -> Iterator[Region]:
-    """The regions of a shard and of the stored array that hold the same numbers. What none covers
-    is padding or an unused row, and zero.
+    """The regions of a shard and of the stored array that hold the same numbers. The rest of the
+    shard is padding, and zero.
 
     Args:
-      part: a leaf in memory.
+      leaf: a leaf in memory.
       bounds: the block of the leaf that is the shard.
       stored: the stored array's shape.
     """
-    lead, bounds, stored = bounds[: part.lead], bounds[part.lead :], stored[part.lead :]
+    lead, bounds, stored = bounds[: leaf.lead], bounds[leaf.lead :], stored[leaf.lead :]
     runs = [Region((), ())]
-    if part.unit is not None:
-        runs = list(_layer_runs(part.unit, bounds[0], bounds[1], placement))
+    if leaf.unit is not None:
+        runs = list(_layer_runs(leaf.unit, bounds[0], bounds[1], placement))
         bounds, stored = bounds[2:], stored[1:]
     clipped = [(start, min(stop, size)) for (start, stop), size in zip(bounds, stored, strict=True)]
     if any(start >= stop for start, stop in clipped):
@@ -193,41 +195,38 @@ def _from_zero(bounds: Iterable[tuple[int, int]]) -> list[slice]:
 
 
 def _layer_runs(
-    unit: int, stages: tuple[int, int], rows: tuple[int, int], placement: Placement
+    unit: int, stages: tuple[int, int], places: tuple[int, int], placement: Placement
 ) -> Iterator[Region]:
-    """The used rows in a block of [stages, rows], by stage, and the layers that they are; a stage's
-    layers are consecutive."""
+    """The layers in a block of a unit's stack [stages, places], by stage, whose layers are
+    consecutive."""
     for stage in range(*stages):
-        first, stop = (
-            placement.first_layer(unit, stage),
-            min(rows[1], placement.layer_count(unit, stage)),
-        )
-        if rows[0] < stop:
+        first = placement.first_layer(unit, stage)
+        stop = min(places[1], placement.layer_count(unit, stage))
+        if places[0] < stop:
             yield Region(
-                (stage - stages[0], slice(0, stop - rows[0])),
-                (slice(first + rows[0], first + stop),),
+                (stage - stages[0], slice(0, stop - places[0])),
+                (slice(first + places[0], first + stop),),
             )
 
 
-def holders(part: Part) -> dict[Bounds, list[jax.Device]]:
+def holders(leaf: Leaf) -> dict[Bounds, list[jax.Device]]:
     """The distinct shards of a leaf and the devices that hold each, on all processes and in the
     same order on each."""
     held: dict[Bounds, list[jax.Device]] = {}
-    for device, index in part.sharding.devices_indices_map(part.shape).items():
-        held.setdefault(
-            tuple(i.indices(n)[:2] for i, n in zip(index, part.shape, strict=True)), []
-        ).append(device)
+    for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+        bounds = tuple(i.indices(n)[:2] for i, n in zip(index, leaf.shape, strict=True))
+        held.setdefault(bounds, []).append(device)
     return {bounds: sorted(devices, key=lambda d: d.id) for bounds, devices in held.items()}
 
 
-def writers(part: Part) -> dict[jax.Device, Bounds]:
+def writers(leaf: Leaf) -> dict[jax.Device, Bounds]:
     """The devices that write a leaf and the shard that each writes: every element once, however
     often it is replicated.
 
     Replicas take turns, leaf by leaf, so that parameters that all data shards hold are written by
     all.
     """
-    return {devices[part.leaf % len(devices)]: bounds for bounds, devices in holders(part).items()}
+    return {devices[leaf.index % len(devices)]: bounds for bounds, devices in holders(leaf).items()}
 
 
 def piece_shape(array: StoredArray, limit: int = PIECE_BYTES) -> tuple[int, ...]:
@@ -235,27 +234,117 @@ def piece_shape(array: StoredArray, limit: int = PIECE_BYTES) -> tuple[int, ...]
 
     A piece must be written by one device, so it never crosses the border of a shard: a layer is a
     piece of its own (a replica's, where each has its own), and where a dimension is sharded the
-    piece divides the shard. Pieces over `limit` bytes are cut in two, along whole dimensions first,
-    or into as few as divide a shard.
+    piece divides the shard. Pieces over `limit` bytes are cut in two, along unsharded dimensions
+    first, or into as few as divide a shard.
     """
-    lead, in_layers = array.parts[0].lead, array.parts[0].unit is not None
+    lead, in_layers = array.leaves[0].lead, array.leaves[0].unit is not None
     skip = lead + 2 * in_layers
-    full = array.parts[0].shape[skip:]
+    full = array.leaves[0].shape[skip:]
     stored = array.shape[lead + in_layers :]
-    shards = [part.sharding.shard_shape(part.shape)[skip:] for part in array.parts]
-    whole = [all(shard[dim] == size for shard in shards) for dim, size in enumerate(full)]
+    shards = [leaf.sharding.shard_shape(leaf.shape)[skip:] for leaf in array.leaves]
+    unsharded = [all(shard[dim] == size for shard in shards) for dim, size in enumerate(full)]
     piece = [
-        size if whole[dim] else math.gcd(*(shard[dim] for shard in shards))
+        size if unsharded[dim] else math.gcd(*(shard[dim] for shard in shards))
         for dim, size in enumerate(stored)
     ]
     while math.prod(piece) * array.dtype.itemsize > limit and max(piece, default=1) > 1:
-        # The longest whole dimension, or the longest; of equal ones the first.
-        dim = max(
-            (dim for dim, size in enumerate(piece) if size > 1),
-            key=lambda dim: (whole[dim], piece[dim]),
-        )
-        parts = (
-            2 if whole[dim] else next(n for n in range(2, piece[dim] + 1) if piece[dim] % n == 0)
-        )
-        piece[dim] = -(-piece[dim] // parts)
+        # The longest unsharded dimension, or the longest; of equal ones the first.
+        dims = [dim for dim, size in enumerate(piece) if size > 1]
+        dim = max(dims, key=lambda dim: (unsharded[dim], piece[dim]))
+        if unsharded[dim]:
+            piece[dim] = -(-piece[dim] // 2)
+        else:
+            piece[dim] //= next(n for n in range(2, piece[dim] + 1) if piece[dim] % n == 0)
     return (*[1] * (lead + in_layers), *piece)
+
+
+# --- shards and their processes -------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Shard:
+    """A distinct shard: the index of its leaf in the flattened state, and the block of the leaf."""
+
+    leaf: int
+    bounds: Bounds
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.bounds)
+
+
+class Shards:
+    """All distinct shards of a state, with their devices; the same on every process.
+
+    Args:
+      arrays: the state's, as of `stored_arrays`.
+      placement: as of `stored_arrays`.
+      process_of: a device's process; tests have others than jax.
+    """
+
+    def __init__(
+        self,
+        arrays: Sequence[StoredArray],
+        placement: Placement,
+        process_of: Callable[[jax.Device], int] = lambda device: device.process_index,
+    ):
+        self._array = {leaf.index: array for array in arrays for leaf in array.leaves}
+        self.leaves = {leaf.index: leaf for array in arrays for leaf in array.leaves}
+        self.devices = {
+            Shard(index, bounds): devices
+            for index, leaf in self.leaves.items()
+            for bounds, devices in sorted(holders(leaf).items())
+        }
+        self._process_of = process_of
+        self._placement = placement
+
+    def dtype(self, leaf: int) -> np.dtype:
+        return self._array[leaf].dtype
+
+    def name(self, shard: Shard) -> str:
+        """The stored array that a shard is a part of, such as "params/embed/w"."""
+        return self._array[shard.leaf].name
+
+    def needed_by(self, process: int) -> list[Shard]:
+        """The shards that a process's devices hold, in an order that all processes know."""
+        return [
+            shard
+            for shard, devices in self.devices.items()
+            if process in map(self._process_of, devices)
+        ]
+
+    def givers(self, lost: Mapping[int, Iterable[Shard]]) -> dict[Shard, jax.Device | None]:
+        """Lost shard → the first device that still has it, or None if no device has.
+
+        lost: process → the shards that it needs and does not have.
+        """
+        losers: dict[Shard, set[int]] = {}
+        for process, shards in lost.items():
+            for shard in shards:
+                losers.setdefault(shard, set()).add(process)
+        givers: dict[Shard, jax.Device | None] = {}
+        for shard, processes in losers.items():
+            holding = [d for d in self.devices[shard] if self._process_of(d) not in processes]
+            givers[shard] = holding[0] if holding else None
+        return givers
+
+    def fingerprint(self) -> str:
+        """A digest that two states share exactly if the shards of one are those of the other: of
+        names, shapes, types, blocks and placement."""
+        leaves = [
+            (
+                self._array[index].name,
+                leaf.unit,
+                leaf.shape,
+                leaf.lead,
+                self._array[index].shape,
+                str(self._array[index].dtype),
+            )
+            for index, leaf in sorted(self.leaves.items())
+        ]
+        blocks = [(shard.leaf, shard.bounds) for shard in sorted(self.devices)]
+        layers = [
+            self._placement.layer_index(unit).tolist()
+            for unit in range(self._placement.units_per_stage)
+        ]
+        return hashlib.sha256(json.dumps([leaves, blocks, layers]).encode()).hexdigest()

@@ -3,14 +3,14 @@ steps, lost with the machine.
 
     LOCAL/tiny-3fa9c2b1d0e4/     a run: the name of its folder, and a digest of that folder and the
                                  run's id
-      process-0/                 what process 0 has written
+      process-0/                 written by process 0
         30  35                   steps: the shards of its devices, one after the other, then the
                                  index, then where the index begins
         .40                      a step that is being written
 
 A file has the shards of one process, each once however many of its devices hold it, with a checksum
-for each. Nothing is gathered and nothing is agreed upon while saving: what all processes together
-have is found out by the next run (local_restore.py). Files of other runs are left alone.
+for each. Nothing is gathered and nothing is agreed upon while saving: the next run finds out what
+all processes together have (local_restore.py). Files of other runs are left alone.
 """
 
 import concurrent.futures
@@ -32,7 +32,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from jaxtrain.checkpoint.shards import Shard, Shards
+from jaxtrain.checkpoint.layout import Shard, Shards
 from jaxtrain.checkpoint.steps import CheckpointError
 from jaxtrain.checkpoint.storage import to_host
 
@@ -45,7 +45,7 @@ MAGIC = b"JTLOCAL1"
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a shard's bytes are, and their checksum."""
+    """The bytes of a shard in a file, and their checksum."""
 
     path: pathlib.Path
     offset: int
@@ -55,12 +55,11 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """What a file says of itself.
+    """The index of a file.
 
     fingerprint: of the state's layout (Shards.fingerprint)
-    start: the id of the start of the run that wrote it: what two starts have made of a step is
-        never put together
-    meta: what a checkpoint has beside its state
+    start: the id of the start of the run that wrote it: files of two starts are never combined
+    meta: a checkpoint's meta, as JSON
     """
 
     fingerprint: str
@@ -70,18 +69,18 @@ class Index:
 
 
 class DamagedError(Exception):
-    """A local file or a shard in it that is not what was written; the message says which."""
+    """A local file or a shard in it that is not as it was written; the message says which."""
 
 
-def run_name(workdir: pathlib.Path, checkpoints: str | os.PathLike) -> str:
+def run_name(workdir: pathlib.Path, checkpoints: epath.Path) -> str:
     """The name of the run's folder on each machine. The main process alone calls it: others need
     not see the run's own folders yet.
 
-    Makes the run's id, in the folder of its checkpoints, where there is none.
+    Makes the run's id, in the folder of its persistent checkpoints, if there is none.
 
     Raises CheckpointError if the id can be neither read nor written.
     """
-    path = epath.Path(os.fspath(checkpoints)) / RUN_ID
+    path = checkpoints / RUN_ID
     try:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,16 +98,16 @@ def run_name(workdir: pathlib.Path, checkpoints: str | os.PathLike) -> str:
 class LocalCheckpointer:
     """Saves this process's shards of one run's state; every process calls every method.
 
-    The newest two are kept while a third is written. Two are enough: a process begins to save only
-    when the step is done on all devices, so when each has begun the save before, and has therefore
-    finished the one before that.
+    The newest two are retained while a third is written. Two are enough: a process begins to save
+    only when the step is done on all devices, so when each has begun the save before, and has
+    therefore finished the one before that.
 
     Args:
-      folder: of the run on this machine; it is there, or can be made.
+      folder: of the run on this machine; it exists, or can be made.
       shards: of the state.
       start: an id of this start of the run, the same on all processes.
-      after: the step that this start goes on from; what is there of later steps is removed.
-      say: gets a line when a save fails, and training goes on.
+      after: the step that this start resumes from; files of later steps are removed.
+      log: gets a line when a save fails, and training goes on.
       process: this one's number.
     """
 
@@ -118,14 +117,14 @@ class LocalCheckpointer:
         shards: Shards,
         start: str,
         after: int,
-        say: Callable[[str], object],
+        log: Callable[[str], object],
         process: int | None = None,
     ):
         process = jax.process_index() if process is None else process
         self._run, self._folder = folder, folder / f"process-{process}"
-        self._shards, self._say = shards, say
+        self._shards, self._log = shards, log
         self._needed = shards.needed_by(process)
-        self._fingerprint, self._start = shards.fingerprint(), start
+        self._head = {"fingerprint": shards.fingerprint(), "start": start}
         self._thread = concurrent.futures.ThreadPoolExecutor(
             1, thread_name_prefix="local_checkpoint"
         )
@@ -137,7 +136,8 @@ class LocalCheckpointer:
         self.give_up(after)
 
     def give_up(self, after: int) -> None:
-        """Removes what this machine has of steps later than `after`, from which the run goes on."""
+        """Removes the files on this machine of steps later than `after`, from which the run goes
+        on."""
         self.wait()
         self._saved = [step for step in self._saved if step <= after]
         for path, step in files_of(self._run):
@@ -148,27 +148,24 @@ class LocalCheckpointer:
         """Begins to save, and returns once this process's shards are copied to the host: the state
         may be changed or donated then.
 
-        A save that is under way is finished first. One that fails is told by a line, and the next
-        is tried.
+        A save that is under way is finished first. The failure of one is told by a line, and the
+        next is tried.
 
         Args:
           state: a pytree of jax.Array, whose layout is that of `shards`.
-          meta: what JSON can hold.
+          meta: a JSON object.
         """
         self.wait()
         self._remove_old()
         leaves = jax.tree.leaves(state)
         held = {
             leaf: {shard.device: shard.data for shard in leaves[leaf].addressable_shards}
-            for leaf in self._shards.parts
+            for leaf in self._shards.leaves
         }
         copies = []
         for shard in self._needed:
-            data = next(
-                held[shard.leaf][device]
-                for device in self._shards.devices[shard]
-                if device in held[shard.leaf]
-            )
+            devices = self._shards.devices[shard]
+            data = next(held[shard.leaf][d] for d in devices if d in held[shard.leaf])
             data.copy_to_host_async()  # all copies are under way before the first is waited for
             copies.append((shard, data))
         numbers = [(shard, to_host(data)) for shard, data in copies]
@@ -181,7 +178,7 @@ class LocalCheckpointer:
             writing.result()
 
     def forget(self) -> None:
-        """Removes all that this machine has of the run: the persistent checkpoints have its newest
+        """Removes all files of the run on this machine: the persistent checkpoints have its newest
         step."""
         self.wait()
         shutil.rmtree(self._run, ignore_errors=True)
@@ -195,21 +192,17 @@ class LocalCheckpointer:
         self, step: int, numbers: list[tuple[Shard, np.ndarray]], meta: dict[str, Any]
     ) -> None:
         unfinished = self._folder / f".{step}"
+        size = sum(array.nbytes for _, array in numbers)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with open(unfinished, "wb") as file:
-                _write_file(
-                    file,
-                    numbers,
-                    {"fingerprint": self._fingerprint, "start": self._start, "meta": meta},
-                )
+                _write_file(file, numbers, self._head | {"meta": meta})
             os.rename(unfinished, self._folder / str(step))
         except OSError as error:
             with contextlib.suppress(OSError):
                 unfinished.unlink(missing_ok=True)
             if not self._failed:  # once for as long as it lasts
-                size = sum(array.nbytes for _, array in numbers)
-                self._say(
+                self._log(
                     f"warning: local checkpoint {step} is not written ({error.strerror}; "
                     f"{size:,} bytes in {self._folder})"
                 )
@@ -221,14 +214,16 @@ class LocalCheckpointer:
     def _remove_old(self) -> None:
         """Removes this run's files on this machine beyond the newest two of this process, before it
         writes one more."""
-        for path, step in _files(self._folder):
-            if step not in self._saved[-2:] and len(self._saved) >= 2:
-                path.unlink(missing_ok=True)
-        # Processes of another number, of an earlier start, may have written here; those at work now
-        # are at most a save behind.
-        for path, step in files_of(self._run):
-            if len(self._saved) >= 3 and step < self._saved[-3]:
-                path.unlink(missing_ok=True)
+        if len(self._saved) >= 2:
+            for path, step in _files(self._folder):
+                if step not in self._saved[-2:]:
+                    path.unlink(missing_ok=True)
+        if len(self._saved) >= 3:
+            # Processes of another number, of an earlier start, may have written here; those at work
+            # now are at most a save behind.
+            for path, step in files_of(self._run):
+                if step < self._saved[-3]:
+                    path.unlink(missing_ok=True)
 
 
 def _write_file(file: Any, numbers: list[tuple[Shard, np.ndarray]], index: dict[str, Any]) -> None:
@@ -244,32 +239,25 @@ def _write_file(file: Any, numbers: list[tuple[Shard, np.ndarray]], index: dict[
     file.write(_TAIL.pack(len(text), zlib.crc32(text), MAGIC))
 
 
-def _folders(run: pathlib.Path) -> list[pathlib.Path]:
-    try:
-        return sorted(path for path in run.iterdir() if path.name.startswith("process-"))
-    except OSError:
-        return []
+def files_of(run: pathlib.Path) -> list[tuple[pathlib.Path, int]]:
+    """The files of finished steps of a run on this machine, with their steps, whichever processes
+    have written them."""
+    with contextlib.suppress(OSError):
+        folders = sorted(path for path in run.iterdir() if path.name.startswith("process-"))
+        return [file for folder in folders for file in _files(folder)]
+    return []
 
 
 def _files(folder: pathlib.Path) -> list[tuple[pathlib.Path, int]]:
-    """The files of finished steps in a process's folder, with their steps."""
-    try:
-        return sorted(
-            ((path, int(path.name)) for path in folder.iterdir() if _STEP.fullmatch(path.name)),
-            key=lambda file: file[1],
-        )
-    except OSError:
-        return []
-
-
-def files_of(run: pathlib.Path) -> list[tuple[pathlib.Path, int]]:
-    """What this machine has of a run, whichever processes have written it: files of finished steps,
-    with their steps."""
-    return [file for folder in _folders(run) for file in _files(folder)]
+    """The files of finished steps in a process's folder, with their steps, in order of these."""
+    with contextlib.suppress(OSError):
+        files = [(path, int(path.name)) for path in folder.iterdir() if _STEP.fullmatch(path.name)]
+        return sorted(files, key=lambda file: file[1])
+    return []
 
 
 def read_index(path: pathlib.Path) -> Index:
-    """What a file says of itself. Raises DamagedError where it cannot be read, or is not as it was
+    """The index of a file. Raises DamagedError where it cannot be read, or is not as it was
     written."""
     try:
         with open(path, "rb") as file:
@@ -287,10 +275,8 @@ def read_index(path: pathlib.Path) -> Index:
         raise DamagedError(f"{path} is damaged in its index")
     values = json.loads(index)
     places = {
-        Shard(leaf, tuple((start, stop) for start, stop in bounds)): Place(
-            path, offset, nbytes, crc
-        )
-        for leaf, bounds, offset, nbytes, crc in values["places"]
+        Shard(leaf, tuple((start, stop) for start, stop in bounds)): Place(path, *place)
+        for leaf, bounds, *place in values["places"]
     }
     return Index(values["fingerprint"], values["start"], values["meta"], places)
 

@@ -28,19 +28,19 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.checkpoint.layout import Part
+from jaxtrain.checkpoint.layout import Leaf, Shard, Shards
 from jaxtrain.checkpoint.local import DamagedError, Place, files_of, read_index, read_shard
-from jaxtrain.checkpoint.shards import Shard, Shards
 from jaxtrain.checkpoint.steps import CheckpointError, Meta
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import psum
+from jaxtrain.devices.sharding import mesh_axes
 from jaxtrain.parallel import host_memory
 
-_exchanges = itertools.count()
+_copies = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True, order=True)
-class Saved:
+class LocalStep:
     """A step, the start of the run that saved it, and its meta once that is known on this
     process."""
 
@@ -51,26 +51,18 @@ class Saved:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Restored:
-    """What was restored. leaves: in the order of the flattened state; moved: bytes that came from
-    other processes, of all together."""
+    """A restored state. leaves: in the order of the flattened state; source: the folder on the
+    machines, and the bytes that other processes gave, in words."""
 
     step: int
     meta: Meta
     leaves: list[jax.Array]
-    moved: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Here:
-    """What this machine has of a step."""
-
-    meta: dict[str, Any]
-    places: dict[Shard, Place]
+    source: str
 
 
 class LocalFiles:
-    """What the machines of a run have of it. Every process calls every method, at the same point of
-    the program.
+    """The files that the machines of a run have of it. Every process calls every method, at the
+    same point of the program.
 
     Args:
       folder: the run's on each machine.
@@ -78,118 +70,125 @@ class LocalFiles:
     """
 
     def __init__(self, folder: pathlib.Path, shards: Shards):
-        self._shards, self._folder = shards, folder
+        self.folder, self.shards = folder, shards
         self._needed = shards.needed_by(jax.process_index())
-        self._here = self._look()
-
-    def _look(self) -> dict[Saved, _Here]:
-        found: dict[Saved, _Here] = {}
-        fingerprint = self._shards.fingerprint()
-        for path, step in files_of(self._folder):
+        # of this machine, by step
+        self._metas: dict[LocalStep, dict[str, Any]] = {}
+        self._places: dict[LocalStep, dict[Shard, Place]] = {}
+        fingerprint = shards.fingerprint()
+        for path, step in files_of(folder):
             try:
                 index = read_index(path)
             except DamagedError as error:
-                _say_here(f"passed over: {error}")
+                _log_here(f"passed over: {error}")
                 continue
             if index.fingerprint == fingerprint:
-                here = found.setdefault(Saved(step, index.start), _Here(index.meta, {}))
-                here.places.update(index.places)
-        return found
+                saved = LocalStep(step, index.start)
+                self._metas.setdefault(saved, index.meta)
+                self._places.setdefault(saved, {}).update(index.places)
 
-    def candidates(self, after: int, before: int, wrong: Callable[[Meta], str]) -> list[Saved]:
+    def candidates(self, after: int, before: int, wrong: Callable[[Meta], str]) -> list[LocalStep]:
         """The steps between `after` and `before`, both exclusive, that all processes together seem
         to have, newest first.
 
-        wrong: what speaks against going on from a step with this meta, in words, or ""; process 0
-        asks it.
+        wrong: the reason not to resume from a step with this meta, in words, or ""; process 0 asks
+        it.
 
-        Says why the others that somebody has cannot be used.
+        Logs why other steps that some process has cannot be used.
         """
-        offers = cluster.gather([[saved.step, saved.start] for saved in self._here])
-        owners: dict[Saved, int] = {}
+        offers = cluster.gather([[saved.step, saved.start] for saved in self._places])
+        owners: dict[LocalStep, int] = {}
         for process, offer in enumerate(offers):
             for saved in offer:
-                owners.setdefault(Saved(*saved), process)
+                owners.setdefault(LocalStep(*saved), process)
         usable = []
-        for saved in sorted(
-            (saved for saved in owners if after < saved.step < before), reverse=True
-        ):
-            meta = self._meta(saved, owners[saved])
-            why = _lost_everywhere(
-                self._shards, self._gather_lost(set(self._needed) - set(self._places(saved)))
-            )
+        for saved in sorted(owners, reverse=True):
+            if not after < saved.step < before:
+                continue
+            owner = owners[saved]
+            mine = self._metas[saved] if jax.process_index() == owner else None
+            meta = Meta(**cluster.gather(mine)[owner])
+            missing = set(self._needed) - set(self._places.get(saved, {}))
+            why = self._lost_everywhere(self._gather_lost(missing))
             why = why or cluster.from_main(functools.partial(wrong, meta), CheckpointError)
             if why:
-                cluster.log(_not_used(saved, why))
+                cluster.log(f"the local checkpoint of step {saved.step} is not used: {why}")
             else:
                 usable.append(dataclasses.replace(saved, meta=meta))
         return usable
 
-    def restore(self, candidates: list[Saved]) -> Restored | None:
+    def restore(self, candidates: list[LocalStep]) -> Restored | None:
         """The first of the candidates that all processes together have undamaged, on the devices;
-        None if there is none, which is said."""
+        None if there is none, which is told by a line."""
         for saved in candidates:
             arrays, damaged = self._read(saved)
             lost = self._gather_lost(damaged)
-            why = _lost_everywhere(self._shards, lost)
-            if why:
-                cluster.log(_not_used(saved, why))
+            if why := self._lost_everywhere(lost):
+                cluster.log(f"the local checkpoint of step {saved.step} is not used: {why}")
                 continue
-            leaves = self._put_together(arrays, lost)
-            moved = sum(self._bytes(shard) for shards in lost.values() for shard in shards)
-            return Restored(saved.step, saved.meta, leaves, moved)
+            leaves = self._complete(arrays, lost)
+            moved = sum(
+                math.prod(shard.shape) * self.shards.dtype(shard.leaf).itemsize
+                for shards in lost.values()
+                for shard in shards
+            )
+            machines = (
+                "this machine still has" if jax.process_count() == 1 else "the machines still have"
+            )
+            source = f"which {machines} in {self.folder}"
+            if moved:
+                source += f"; {moved:,} bytes of it came from other processes"
+            return Restored(saved.step, saved.meta, leaves, source)
         return None
 
-    def _places(self, saved: Saved) -> dict[Shard, Place]:
-        here = self._here.get(saved)
-        return here.places if here else {}
-
-    def _bytes(self, shard: Shard) -> int:
-        return math.prod(shard.shape) * self._shards.dtype(shard).itemsize
-
-    def _meta(self, saved: Saved, owner: int) -> Meta:
-        """The meta of a step, which process `owner` has, on every process."""
-        mine = self._here[saved].meta if jax.process_index() == owner else None
-        return Meta(**cluster.gather(mine)[owner])
-
     def _gather_lost(self, lost: set[Shard]) -> dict[int, list[Shard]]:
-        """Process → the shards that it needs and does not have, of all processes that lack some.
+        """Process → the shards that it needs and does not have, for all processes that lack some.
         lost: this process's."""
-        bits = (
-            np.packbits([shard in lost for shard in self._needed]).tobytes().hex() if lost else ""
-        )
+        flags = [shard in lost for shard in self._needed]
+        bits = np.packbits(flags).tobytes().hex() if lost else ""
         gathered: dict[int, list[Shard]] = {}
         for process, text in enumerate(cluster.gather(bits)):
             if text:
-                needed = self._shards.needed_by(process)
-                flags = np.unpackbits(
-                    np.frombuffer(bytes.fromhex(text), np.uint8), count=len(needed)
-                )
-                gathered[process] = [
-                    shard for shard, flag in zip(needed, flags, strict=True) if flag
-                ]
+                needed = self.shards.needed_by(process)
+                packed = np.frombuffer(bytes.fromhex(text), np.uint8)
+                missing = np.unpackbits(packed, count=len(needed))
+                gathered[process] = list(itertools.compress(needed, missing))
         return gathered
 
-    def _read(self, saved: Saved) -> tuple[dict[jax.Device, dict[int, jax.Array]], set[Shard]]:
+    def _lost_everywhere(self, lost: dict[int, list[Shard]]) -> str:
+        """The lost shards that no process has, in words; "" if there is none."""
+        gone = [shard for shard, giver in self.shards.givers(lost).items() if giver is None]
+        if not gone:
+            return ""
+        process = min(process for process, of_process in lost.items() if gone[0] in of_process)
+        name = self.shards.name(gone[0])
+        parts = (
+            f"{len(gone)} parts of the state, {name} first,"
+            if len(gone) > 1
+            else f"a part of {name}"
+        )
+        return f"no machine has {parts} for process {process}"
+
+    def _read(self, saved: LocalStep) -> tuple[dict[jax.Device, dict[int, jax.Array]], set[Shard]]:
         """Device → leaf → its shard there, as far as this machine has them undamaged; and the
         shards that it has not."""
-        places, lost = self._places(saved), set[Shard]()
+        places, lost = self._places.get(saved, {}), set[Shard]()
         arrays: dict[jax.Device, dict[int, jax.Array]] = {
             device: {} for device in jax.local_devices()
         }
         for shard in self._needed:
+            if shard not in places:
+                lost.add(shard)
+                continue
             try:
-                if shard not in places:
-                    raise DamagedError("")
-                numbers = read_shard(places[shard], shard, self._shards.dtype(shard))
+                numbers = read_shard(places[shard], shard, self.shards.dtype(shard.leaf))
             except DamagedError as error:
                 lost.add(shard)
-                if str(error):
-                    _say_here(f"passed over: {error}")
+                _log_here(f"passed over: {error}")
                 continue
-            for device in self._shards.devices[shard]:
+            kind = self.shards.leaves[shard.leaf].sharding.memory_kind
+            for device in self.shards.devices[shard]:
                 if device in arrays:
-                    kind = self._shards.parts[shard.leaf].sharding.memory_kind
                     sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
                     # The buffers live until they are copied: without waiting those of all shards
                     # could pile up.
@@ -198,44 +197,46 @@ class LocalFiles:
                     )
         return arrays, lost
 
-    def _put_together(
+    def _complete(
         self, arrays: dict[jax.Device, dict[int, jax.Array]], lost: dict[int, list[Shard]]
     ) -> list[jax.Array]:
-        """The leaves, of which each lost shard comes from a device that still has it. Every process
-        gives and takes in the same order."""
-        givers = self._shards.givers(lost)
+        """The leaves; each lost shard comes from a device that still has it. Every process gives
+        and takes in the same order."""
+        givers = self.shards.givers(lost)
         incomplete = {shard.leaf for shard in givers}
         leaves = []
-        for leaf, part in sorted(self._shards.parts.items()):
-            mine = {device: shards.pop(leaf) for device, shards in arrays.items() if leaf in shards}
-            if leaf in incomplete:
+        for index, leaf in sorted(self.shards.leaves.items()):
+            mine = {
+                device: shards.pop(index) for device, shards in arrays.items() if index in shards
+            }
+            if index in incomplete:
                 giving = {
                     givers.get(shard) or devices[0]
-                    for shard, devices in self._shards.devices.items()
-                    if shard.leaf == leaf
+                    for shard, devices in self.shards.devices.items()
+                    if shard.leaf == index
                 }
-                leaves.append(give_copies(part, self._shards.dtype_of(leaf), mine, giving))
+                leaves.append(give_copies(leaf, self.shards.dtype(index), mine, giving))
             else:
-                shards = [mine[device] for device in part.sharding.addressable_devices]
+                shards = [mine[device] for device in leaf.sharding.addressable_devices]
                 leaves.append(
-                    jax.make_array_from_single_device_arrays(part.shape, part.sharding, shards)
+                    jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
                 )
         return leaves
 
 
 def give_copies(
-    part: Part, dtype: np.dtype, mine: dict[jax.Device, jax.Array], giving: set[jax.Device]
+    leaf: Leaf, dtype: np.dtype, mine: dict[jax.Device, jax.Array], giving: set[jax.Device]
 ) -> jax.Array:
-    """A leaf of which some devices lack their shard, with the numbers that `giving` have: one
-    device for each distinct shard.
+    """A leaf of which some devices lack their shard, with the numbers of the devices in `giving`:
+    one for each distinct shard.
 
     All processes call this at the same point. mine: the shards that this process's devices have.
-    Room for two more shards is needed on each device meanwhile.
+    Memory for two more shards is needed on each device meanwhile.
     """
-    sharding = part.sharding
+    sharding = leaf.sharding
     assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
     mesh, on_device = sharding.mesh, NamedSharding(sharding.mesh, sharding.spec)
-    shape = sharding.shard_shape(part.shape)
+    shape = sharding.shard_shape(leaf.shape)
     shards = [
         jax.device_put(
             mine[device] if device in mine else np.zeros(shape, dtype),
@@ -243,7 +244,7 @@ def give_copies(
         )
         for device in sharding.addressable_devices
     ]
-    numbers = jax.make_array_from_single_device_arrays(part.shape, on_device, shards)
+    numbers = jax.make_array_from_single_device_arrays(leaf.shape, on_device, shards)
     flags = np.array([device in giving for device in mesh.devices.flat], np.uint32)
     flag = jax.make_array_from_callback(
         flags.shape, NamedSharding(mesh, P(mesh.axis_names)), flags.__getitem__
@@ -251,31 +252,25 @@ def give_copies(
     program = jax.jit(functools.partial(_sum_of_copies, mesh=mesh, spec=sharding.spec)).lower(
         numbers, flag
     )
-    whole = cluster.compile_everywhere(f"copies of leaf {part.leaf}, {next(_exchanges)}", program)(
-        numbers, flag
-    )
+    compiled = cluster.compile_everywhere(f"copies of leaf {leaf.index}, {next(_copies)}", program)
+    complete = compiled(numbers, flag)
     if not host_memory.is_host(sharding):
-        return jax.block_until_ready(whole)
+        return jax.block_until_ready(complete)
     moved = [
         jax.device_put(
             s.data, jax.sharding.SingleDeviceSharding(s.device, memory_kind=host_memory.KIND)
         )
-        for s in whole.addressable_shards
+        for s in complete.addressable_shards
     ]
     return jax.block_until_ready(
-        jax.make_array_from_single_device_arrays(part.shape, sharding, moved)
+        jax.make_array_from_single_device_arrays(leaf.shape, sharding, moved)
     )
 
 
 def _sum_of_copies(numbers: jax.Array, flag: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
-    """Inside jit: the numbers of the devices whose flag is 1, on all devices that have the same
+    """Inside jit: the numbers of the devices whose flag is 1, on all devices that hold the same
     shard; bit for bit."""
-    names = {
-        name
-        for entry in spec
-        if entry is not None
-        for name in (entry if isinstance(entry, tuple) else (entry,))
-    }
+    names = {name for part in spec for name in mesh_axes(part)}
     copies = [axis for axis in mesh.axis_names if axis not in names]
 
     def on_each(x: jax.Array, flag: jax.Array) -> jax.Array:
@@ -289,24 +284,6 @@ def _sum_of_copies(numbers: jax.Array, flag: jax.Array, mesh: Mesh, spec: P) -> 
     )(numbers, flag)
 
 
-def _lost_everywhere(shards: Shards, lost: dict[int, list[Shard]]) -> str:
-    """What of the lost shards no process has, in words; "" if nothing."""
-    gone = [shard for shard, giver in shards.givers(lost).items() if giver is None]
-    if not gone:
-        return ""
-    process = min(process for process, of_process in lost.items() if gone[0] in of_process)
-    parts = (
-        f"{len(gone)} parts of the state, {shards.name(gone[0])} first,"
-        if len(gone) > 1
-        else f"a part of {shards.name(gone[0])}"
-    )
-    return f"no machine has {parts} for process {process}"
-
-
-def _not_used(saved: Saved, why: str) -> str:
-    return f"the local checkpoint of step {saved.step} is not used: {why}"
-
-
-def _say_here(line: str) -> None:
-    """Says what one machine has found: its own process, not the main one."""
+def _log_here(line: str) -> None:
+    """A line of this process about its machine, on standard error."""
     print(line, file=sys.stderr, flush=True)

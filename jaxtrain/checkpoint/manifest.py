@@ -1,5 +1,5 @@
-"""The manifest of a step: its files with sizes and checksums, written last, so that a step without
-one is not whole. No jax.
+"""The files of a step: a manifest with their sizes and checksums, and the database of arrays among
+them. No array is read. No jax.
 
     200/manifest.json
       {"version": 1,
@@ -8,28 +8,52 @@ one is not whole. No jax.
                  …},
        "crc32": 99201}
 
-Every byte of a step has a checksum in one place. Pieces of arrays have theirs behind them
-(database.py), and whoever restores an array compares them as it reads. All other bytes are few, and
-whoever chooses a step compares them with the manifest: whole files, and of a file with pieces what
-lies between these (the database's tree, and what of it is no longer in use). The manifest's last
-entry is the checksum of the manifest without it.
+The manifest is written last, so a step without one is not complete. Its last entry is the checksum
+of the manifest without it.
+
+The state is an OCDBT database. Its own manifest names a tree of keys, whose leaves say in which
+file, where and how long each value is. Each array has a description, and its numbers in pieces:
+
+    params.embed.table/zarr.json        shape, type, codecs
+    params.embed.table/c/0/1            a piece with its checksum
+
+Every byte of a step has a checksum in one place. Pieces of arrays have theirs behind them, and
+whoever restores an array compares them as it reads. All other bytes are few, and whoever chooses a
+step compares them with the manifest: complete files, and of a file with pieces the bytes between
+these (the database's tree, and what of it is no longer in use).
 """
 
 import concurrent.futures
 import dataclasses
 import json
+import re
+import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+import tensorstore as ts
 from etils import epath
 
-from jaxtrain.checkpoint import database
-from jaxtrain.checkpoint.database import STATE, Value
+from jaxtrain.checkpoint.stores import files_below, kvstore, no_damage
 
-FILE = "manifest.json"
+FILE, STATE, META = "manifest.json", "state", "meta"
 FORMAT = 1
 READERS = 16  # files that are read at a time, which a remote store answers slowly
 READ_BYTES = 2**24
+_DESCRIPTION = re.compile(r"(.*)/zarr\.json")
+_PIECE = re.compile(r".*/c(?:/\d+)*")
+
+
+class ManifestError(Exception):
+    """The damage of a manifest, in words."""
+
+
+class DatabaseError(Exception):
+    """The damage of a state's database, in words that follow "its state"."""
+
+
+# --- the manifest ---------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,81 +66,37 @@ class StoredFile:
     pieces: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class Manifest:
-    """The files of a step by their paths in its folder."""
-
-    files: dict[str, StoredFile]
-
-    def damage(self, step: epath.Path) -> str:
-        """What is wrong with files that have no pieces, and with the sizes of all, in words; "" if
-        nothing is."""
-        return next(self.damages(step), "")
-
-    def damages(self, step: epath.Path) -> Iterator[str]:
-        """All that is wrong with files that have no pieces, and with the sizes of all, file by
-        file."""
-        yield from filter(
-            None, _at_once(lambda path: _damage(step, path, self.files[path]), list(self.files))
-        )
-
-    def damage_beside(self, step: epath.Path, values: Sequence[Value]) -> str:
-        """What is wrong beside the pieces in the files that have some, in words; "" if nothing is.
-        values: of the step's database."""
-        return next(self.damages_beside(step, values), "")
-
-    def damages_beside(self, step: epath.Path, values: Sequence[Value]) -> Iterator[str]:
-        """All that is wrong beside the pieces, file by file."""
-        pieces = _pieces(values)
-
-        def damage(path: str) -> str:
-            try:
-                found = _checksum(step / path, pieces.get(path, []))
-            except OSError as error:
-                return _unreadable(path, error)
-            return "" if found == self.files[path].crc32 else f"{path} is damaged"
-
-        yield from filter(
-            None, _at_once(damage, [path for path, file in self.files.items() if file.pieces])
-        )
-
-
-class ManifestError(Exception):
-    """What is wrong with a manifest, in words."""
+Files = Mapping[str, StoredFile]  # by path in the step's folder
 
 
 def write(step: epath.Path) -> None:
-    """Writes the manifest of a step, of which everything else is written. OSError or DatabaseError
-    where that cannot be read."""
-    pieces = _pieces(database.read(step / STATE))
+    """Writes the manifest of a step, of which everything else is written. Raises OSError or
+    DatabaseError where that cannot be read."""
+    pieces = _pieces(read_database(step / STATE))
 
     def look(path: str) -> StoredFile:
         size = (step / path).stat().length
         return StoredFile(size, _checksum(step / path, pieces.get(path, [])), path in pieces)
 
-    paths = sorted(path for path in _files(step) if path != FILE)
-    (step / FILE).write_bytes(
-        _encode(Manifest(dict(zip(paths, _at_once(look, paths), strict=True))))
-    )
+    paths = sorted(path for path in files_below(step) if path != FILE)
+    (step / FILE).write_bytes(_encode(dict(zip(paths, _at_once(look, paths), strict=True))))
 
 
-def read(step: epath.Path) -> Manifest | None:
-    """A step's manifest; None if it has none. ManifestError for one that is damaged or of a later
-    format."""
+def read(step: epath.Path) -> Files:
+    """The files of a step by its manifest. Raises ManifestError if it has none, or one that is
+    damaged or of a later format."""
     try:
         content = (step / FILE).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        return None
+        raise ManifestError(f"it has no {FILE}") from None
     except OSError as error:
         raise ManifestError(_unreadable(FILE, error)) from None
     try:
         values = json.loads(content)
         if values["version"] == FORMAT:
-            manifest = Manifest(
-                {path: StoredFile(**file) for path, file in values["files"].items()}
-            )
-            if content == _encode(manifest):
-                return manifest
+            files = {path: StoredFile(**file) for path, file in values["files"].items()}
+            if content == _encode(files):
+                return files
         later = values["crc32"] == _crc32_without(values) and values["version"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         later = None
@@ -127,10 +107,46 @@ def read(step: epath.Path) -> Manifest | None:
     )
 
 
-def _encode(manifest: Manifest) -> bytes:
+def damages(step: epath.Path, files: Files) -> Iterator[str]:
+    """The damage of files without pieces, and wrong sizes of all, file by file, in words."""
+
+    def damage(path: str) -> str:
+        file = files[path]
+        try:
+            size = (step / path).stat().length
+            if size != file.size:
+                return f"{path} has {size:,} bytes of {file.size:,}"
+            intact = file.pieces or _checksum(step / path, []) == file.crc32
+        except FileNotFoundError:
+            return f"{path} is missing"
+        except OSError as error:
+            return _unreadable(path, error)
+        return "" if intact else f"{path} is damaged"
+
+    yield from filter(None, _at_once(damage, list(files)))
+
+
+def damages_between_pieces(
+    step: epath.Path, files: Files, values: Sequence["Value"]
+) -> Iterator[str]:
+    """The damage between the pieces of files that have some, file by file, in words. values: of the
+    step's database."""
+    pieces = _pieces(values)
+
+    def damage(path: str) -> str:
+        try:
+            crc32 = _checksum(step / path, pieces.get(path, []))
+        except OSError as error:
+            return _unreadable(path, error)
+        return "" if crc32 == files[path].crc32 else f"{path} is damaged"
+
+    yield from filter(None, _at_once(damage, [path for path in files if files[path].pieces]))
+
+
+def _encode(files: Files) -> bytes:
     values = {
         "version": FORMAT,
-        "files": {path: dataclasses.asdict(file) for path, file in manifest.files.items()},
+        "files": {path: dataclasses.asdict(file) for path, file in files.items()},
     }
     return json.dumps(values | {"crc32": _crc32_without(values)}).encode()
 
@@ -141,24 +157,10 @@ def _crc32_without(values: dict) -> int:
     )
 
 
-def _at_once(ask, paths: Sequence[str]) -> Iterator:
+def _at_once(ask: Callable[[str], Any], paths: Sequence[str]) -> Iterator:
     """The answers for some paths, in their order."""
     with concurrent.futures.ThreadPoolExecutor(READERS) as readers:
         yield from readers.map(ask, paths)
-
-
-def _damage(step: epath.Path, path: str, file: StoredFile) -> str:
-    try:
-        size = (step / path).stat().length
-        if size != file.size:
-            return f"{path} has {size:,} bytes of {file.size:,}"
-        return (
-            "" if file.pieces or _checksum(step / path, []) == file.crc32 else f"{path} is damaged"
-        )
-    except FileNotFoundError:
-        return f"{path} is missing"
-    except OSError as error:
-        return _unreadable(path, error)
 
 
 def _unreadable(path: str, error: OSError) -> str:
@@ -167,32 +169,115 @@ def _unreadable(path: str, error: OSError) -> str:
 
 def _checksum(file: epath.Path, without: Sequence[tuple[int, int]]) -> int:
     """The CRC-32 of a file's bytes without these ranges, which are in order and may touch."""
-    crc32, at = 0, 0
+    crc32 = 0
+    starts, stops = [start for start, _ in without], [stop for _, stop in without]
     with file.open("rb") as stream:
-        for start, stop in [*without, (None, None)]:
-            if start is None or start > at:
-                stream.seek(at)
-                while part := stream.read(
-                    READ_BYTES if start is None else min(READ_BYTES, start - at)
-                ):
-                    crc32, at = zlib.crc32(part, crc32), at + len(part)
-            at = max(at, stop or 0)
+        for at, end in zip([0, *stops], [*starts, sys.maxsize], strict=True):
+            stream.seek(at)
+            while at < end and (part := stream.read(min(READ_BYTES, end - at))):
+                crc32, at = zlib.crc32(part, crc32), at + len(part)
     return crc32
 
 
-def _pieces(values: Sequence[Value]) -> dict[str, list[tuple[int, int]]]:
-    """Path in the step's folder → where pieces lie in it, in order."""
-    found: dict[str, list[tuple[int, int]]] = {}
+def _pieces(values: Sequence["Value"]) -> dict[str, list[tuple[int, int]]]:
+    """Path in the step's folder → the ranges of the pieces in it, in order."""
+    ranges: dict[str, list[tuple[int, int]]] = {}
     for value in values:
-        if value.is_checked_piece:
-            found.setdefault(f"{STATE}/{value.file}", []).append((value.start, value.stop))
-    return {path: sorted(ranges) for path, ranges in found.items()}
+        if value.is_piece:
+            ranges.setdefault(f"{STATE}/{value.file}", []).append((value.start, value.stop))
+    return {path: sorted(of_file) for path, of_file in ranges.items()}
 
 
-def _files(folder: epath.Path, prefix: str = "") -> Iterator[str]:
-    """The paths of all files below a folder."""
-    for path in folder.iterdir():
-        if path.is_dir():
-            yield from _files(path, f"{prefix}{path.name}/")
-        else:
-            yield prefix + path.name
+# --- the database ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A value of the database: its key, and its bytes if they stand in the tree itself, or else
+    file[start:stop], where they are."""
+
+    key: str
+    inline: bytes | None
+    file: str = ""
+    start: int = 0
+    stop: int = 0
+
+    @property
+    def is_piece(self) -> bool:
+        """True for numbers with their checksum behind them, in a file."""
+        return self.inline is None and _PIECE.fullmatch(self.key) is not None
+
+
+def read_database(folder: epath.Path) -> list[Value]:
+    """All values of the newest version of the database in a state's folder.
+
+    Raises DatabaseError where something of it is missing, cut off or damaged. The numbers are not
+    looked at.
+    """
+    sizes: dict[str, int] = {}
+    values = []
+    try:
+        for value in _values(folder):
+            values.append(value)
+            if value.inline is None:
+                if value.file not in sizes:
+                    sizes[value.file] = (folder / value.file).stat().length
+                if sizes[value.file] < value.stop:
+                    raise DatabaseError(
+                        f"is cut off: {STATE}/{value.file} has {sizes[value.file]:,} bytes of "
+                        f"at least {value.stop:,}"
+                    )
+    except FileNotFoundError as error:
+        # stores' errors name no file
+        missing = (
+            epath.Path(error.filename).relative_to(folder) if error.filename else "manifest.ocdbt"
+        )
+        raise DatabaseError(f"has no {missing}") from None
+    except OSError as error:
+        raise DatabaseError(f"cannot be read: {error.strerror}") from None
+    except ValueError as error:  # TensorStore's, for whatever it cannot make sense of
+        raise DatabaseError(no_damage(error) or "is damaged") from None
+    return values
+
+
+def shapes(values: Sequence[Value]) -> dict[str, tuple[int, ...]]:
+    """Array → shape, by the names in memory, "params/embed/table". Raises DatabaseError for a
+    description without a shape."""
+    by_name = {}
+    for value in values:
+        if value.inline is not None and (match := _DESCRIPTION.fullmatch(value.key)):
+            try:
+                by_name[match[1].replace(".", "/")] = tuple(json.loads(value.inline)["shape"])
+            except (ValueError, KeyError, TypeError):
+                raise DatabaseError(f"has an array {match[1]} without a shape") from None
+    return by_name
+
+
+def _values(folder: epath.Path) -> Iterator[Value]:
+    """All values. Raises OSError or ValueError where the tree cannot be read."""
+    # FileNotFoundError: TensorStore takes a database without one for an empty one
+    (folder / "manifest.ocdbt").stat()
+    base = ts.KvStore.open(kvstore(folder)).result()
+    root = ts.ocdbt.dump(base).result()["versions"][-1]["root"]
+    nodes = [("", root["location"])] if "location" in root else []
+    while nodes:
+        prefix, location = nodes.pop()
+        file, _, stop = _place(location)
+        if (folder / file).stat().length < stop:
+            raise ValueError(f"{file} is cut off")
+        node: dict[str, Any] = ts.ocdbt.dump(base, node=location).result()
+        for entry in node["entries"]:
+            if "location" in entry:
+                nodes.append((prefix + entry["subtree_common_prefix"].decode(), entry["location"]))
+            elif "inline_value" in entry:
+                yield Value(prefix + entry["key"].decode(), entry["inline_value"])
+            else:
+                yield Value(prefix + entry["key"].decode(), None, *_place(entry["indirect_value"]))
+
+
+def _place(location: str) -> tuple[str, int, int]:
+    """(file, start, stop) of "value:ocdbt.process_0/:d/0123:512:16", where the last two are offset
+    and length."""
+    path, offset, length = location.partition(":")[2].rsplit(":", 2)
+    base, _, file = path.partition(":")
+    return base + file, int(offset), int(offset) + int(length)

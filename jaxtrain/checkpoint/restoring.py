@@ -1,69 +1,241 @@
-"""Restoring from the newest step that turns out to be whole, by all processes together.
+"""Restoring a step onto the devices of a run: chosen by process 0, read by all processes together.
 
-Whether the numbers of arrays are whole is known only by reading them, and each process reads
-others. So one may find damage where none of the others do; they tell each other, and all take an
-older step, or none does.
+Damage to the numbers of an array is known only by reading them, and each process reads others. So
+one process may find damage where none of the others do; they tell each other, and all take an older
+step, or none does.
 """
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from etils import epath
+import jax
+import jax.numpy as jnp
 
-from jaxtrain.checkpoint.manager import restore
-from jaxtrain.checkpoint.steps import CheckpointError, Choice, DamageError
+from jaxtrain.checkpoint import stores
+from jaxtrain.checkpoint.layout import stored_arrays
+from jaxtrain.checkpoint.manifest import STATE
+from jaxtrain.checkpoint.steps import (
+    NONE,
+    TO_TRAIN,
+    CheckpointError,
+    DamageError,
+    Meta,
+    Shapes,
+    StepChoice,
+    UnrecognizedEntry,
+    choose,
+)
+from jaxtrain.checkpoint.storage import read_tree
+from jaxtrain.config import Config
 from jaxtrain.devices import cluster
+from jaxtrain.devices.mesh import AXES, MODEL, REPLICA, make_mesh
+from jaxtrain.models.spec import Spec
+from jaxtrain.models.transformer import ModelParts, build
 from jaxtrain.schedule.placement import Placement
+from jaxtrain.training.optimizer import make_optimizer
+from jaxtrain.training.state import Layout, abstract_state, stored_shapes
 
-ChooseAgain = Callable[[Mapping[int, str]], Choice]
+# --- the step -------------------------------------------------------------------------------------
+
+
+def choose_together(
+    directory: str | os.PathLike, damaged: Mapping[int, str] = NONE, before: int | None = None
+) -> StepChoice:
+    """The step that a run resumes from, and what else is in the directory: process 0's answer, on
+    every process. damaged, before: as in `choose`.
+
+    Raises CheckpointError where no step is complete, but something of one exists: a new run would
+    push it aside.
+    """
+
+    def decide() -> dict:
+        choice = choose(directory, TO_TRAIN, wrong_arrays, damaged, before)
+        lost = ", ".join(str(entry) for entry in choice.unrecognized if entry.holds_data)
+        if choice.step is None and lost:
+            raise CheckpointError(
+                f"{directory} has no whole checkpoint: {lost}: move it away to begin anew, or "
+                "use another --workdir"
+            )
+        return dataclasses.asdict(choice)
+
+    values = cluster.from_main(decide, CheckpointError)
+    entries = tuple(UnrecognizedEntry(**entry) for entry in values["unrecognized"])
+    return StepChoice(
+        values["step"], Meta(**values["meta"]), tuple(values["steps"]), unrecognized=entries
+    )
+
+
+def wrong_arrays(meta: Meta, stored: Shapes, trained_alone: bool = False) -> str:
+    """The first array of a state that is missing or is not as the config in its meta makes it, in
+    words; "" if there is none.
+
+    stored: array → shape; trained_alone: look only at the parameters that are evaluated and used.
+    """
+    config = meta.stored_config().resolve()
+    trained = "anchor/" if config.train.diloco_inner_steps else "params/"
+    for name, shape in expected_shapes(config).items():
+        if trained_alone and not name.startswith(trained):
+            continue
+        if name not in stored:
+            return f"its state lacks {name}"
+        if stored[name] != shape:
+            return f"its state's {name} is {list(stored[name])}, not {list(shape)}"
+    return ""
+
+
+def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Array → shape of the state that a resolved config's checkpoints hold. No device is used."""
+    independent = config.train.diloco_inner_steps > 0
+    sizes = [config.mesh.replica if independent and axis == REPLICA else 1 for axis in AXES]
+    mesh: Any = jax.sharding.AbstractMesh(tuple(sizes), AXES)
+    parts, placement = build(config.model, 1), Placement(config.model.layers)
+    layout = Layout(parts, placement, mesh, 0, jnp.dtype(config.precision.params), independent)
+    optimizer = make_optimizer(config.optimizer, config.train.steps, layout.specs)
+    arrays = stored_arrays(
+        abstract_state(layout, optimizer), stored_shapes(layout, optimizer), placement
+    )
+    return {array.name: array.shape for array in arrays}
+
+
+# --- its state ------------------------------------------------------------------------------------
+
+
+def restore(
+    directory: str | os.PathLike, step: int, abstract: Any, stored_shapes: Any, placement: Placement
+) -> Any:
+    """The state of a step, laid out as `abstract` says; padding is zero.
+
+    Args:
+      directory: the folder of the steps.
+      abstract: the state, or some of it, with a jax.ShapeDtypeStruct with sharding for each array.
+      stored_shapes, placement: as in Checkpointer, for the same arrays.
+
+    Raises:
+      CheckpointError: no such step, or an array that is not stored or has another shape or dtype.
+      DamageError: an array is damaged.
+      ValueError: `abstract` is not laid out as the placement says.
+    """
+    steps_folder = stores.absolute(directory)
+    folder = steps_folder / str(step) / STATE
+    if not folder.exists():
+        raise CheckpointError(f"{steps_folder} has no checkpoint of step {step}")
+    arrays = stored_arrays(abstract, stored_shapes, placement)
+    return jax.tree.unflatten(jax.tree.structure(abstract), read_tree(folder, arrays, placement))
 
 
 def restore_newest(
-    choice: Choice,
-    choose_again: ChooseAgain,
-    directory: epath.Path,
-    abstract: Any,
-    stored_shapes: Any,
-    placement: Placement,
-) -> tuple[Any, Choice]:
-    """The state of the chosen step, or of the newest one before it whose arrays are whole; and the
-    choice that it is of.
+    choice: StepChoice,
+    choose_again: Callable[[Mapping[int, str]], StepChoice],
+    directory: str | os.PathLike,
+    *state: Any,
+) -> tuple[Any, StepChoice]:
+    """The state of the chosen step, or of the newest one before it whose arrays are undamaged; and
+    the choice of that step. Every process must call this.
 
     Args:
       choice: of a step.
-      choose_again: step → why it is damaged, for all that turned out to be → the next choice, which
-        has a step.
-      directory, abstract, stored_shapes, placement: as in `restore`.
+      choose_again: step → its damage, for all that turned out to be damaged → the next choice,
+        which has a step.
+      directory, state: as in `restore`, whose last three arguments are `state`.
 
     Raises:
-      CheckpointError: as `restore` on any process, for what is no damage; and what `choose_again`
-        raises.
+      CheckpointError: as `restore` on any process, for what is no damage; and as `choose_again`.
     """
     damaged: dict[int, str] = {}
     while True:
         assert choice.step is not None
-        state, why = _restore_together(directory, choice.step, abstract, stored_shapes, placement)
-        if not why:
-            return state, choice
-        damaged[choice.step] = why
+        restored, damage, refusal = None, "", ""
+        try:
+            restored = restore(directory, choice.step, *state)
+        except DamageError as error:
+            damage = error.what
+        except CheckpointError as error:
+            refusal = str(error)
+        answers = cluster.gather([damage, refusal])
+        for _, refusal in answers:
+            if refusal:
+                raise CheckpointError(refusal)
+        damage = next((damage for damage, _ in answers if damage), "")
+        if not damage:
+            return restored, choice
+        del restored  # its memory is needed for the next one
+        damaged[choice.step] = damage
         choice = choose_again(damaged)
 
 
-def _restore_together(directory: epath.Path, step: int, *what: Any) -> tuple[Any, str]:
-    """(the state, "") if every process has restored its part, or (None, why not). Raises
-    CheckpointError as `restore_newest`."""
-    state, found = None, {"damage": "", "refusal": ""}
-    try:
-        state = restore(directory, step, *what)
-    except DamageError as error:
-        found["damage"] = error.what
-    except CheckpointError as error:
-        found["refusal"] = str(error)
-    answers = cluster.gather(found)
-    for kind, text in (
-        (kind, answer[kind]) for kind in ("refusal", "damage") for answer in answers if answer[kind]
-    ):
-        if kind == "refusal":
-            raise CheckpointError(text)
-        return None, text
-    return state, ""
+# --- its parameters alone -------------------------------------------------------------------------
+
+
+def load_parameters(
+    directory: str | os.PathLike,
+    step: int,
+    config: Config,
+    devices: Sequence[jax.Device] | None = None,
+) -> tuple[ModelParts, dict]:
+    """A step's model and parameters for use without training, whatever mesh and schedule saved them
+    → (parts, {"embed", "layers" (leaves [L, ...]), "head"}).
+
+    The modules that predict further tokens, which only training needs, are left out. Parameters of
+    independent replicas are those of the last exchange.
+
+    Matrices come in the compute type, in which the model uses them. Vectors stay as stored, and so
+    does the embedding, of which only a few rows are read (and whose rows the devices of `model` add
+    up: XLA's CPU compiler fails on that sum in bfloat16).
+
+    Args:
+      directory: the folder of checkpoints.
+      config: a resolved config, as in the step's meta.
+      devices: the tensor-parallel group; its size must divide heads, key/value heads and the MLP.
+        Default: one device.
+
+    Raises:
+      CheckpointError: no such step, or its arrays are not this config's.
+    """
+    devices = jax.local_devices()[:1] if devices is None else list(devices)
+    mesh = make_mesh([len(devices) if axis == MODEL else 1 for axis in AXES], devices)
+    parts = build(dataclasses.replace(config.model, mtp_depth=0), len(devices))
+    layout = Layout(
+        parts, Placement(config.model.layers), mesh, 0, jnp.dtype(config.precision.params)
+    )
+    abstract = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+        layout.shapes,
+        layout.shardings,
+    )
+    name = "anchor" if config.train.diloco_inner_steps else "params"
+    restored = restore(
+        directory, step, {name: abstract}, {name: layout.stored_shapes}, layout.placement
+    )[name]
+    specs = parts.specs | {"layers": parts.specs["layer"]}
+    layers, specs["layers"] = restored["layers"].pop("0"), specs.pop("layer")
+    compute = jnp.dtype(config.precision.compute)
+    with jax.set_mesh(mesh):  # the caller may be inside another one
+        first = (
+            {"first": _ready(restored.pop("first"), specs["first"], compute)}
+            if "first" in restored
+            else {}
+        )
+        return parts, {
+            "embed": restored.pop("embed"),
+            **first,
+            "layers": _ready(layers, specs["layers"], compute, stage=0),
+            "head": _ready(restored.pop("head"), specs["head"], compute),
+        }
+
+
+def _ready(params: dict, specs: dict, compute: jnp.dtype, stage=...) -> dict:
+    """Parameters of `specs`, at one stage where they are stacked by stage, with matrices in the
+    compute type.
+
+    Takes the arrays out of `params` one by one: a model is never in memory twice.
+    """
+    out = {}
+    for name in list(params):
+        if isinstance(specs[name], Spec):
+            out[name] = params.pop(name)[stage]
+            out[name] = out[name].astype(compute) if specs[name].cast else out[name]
+        else:
+            out[name] = _ready(params[name], specs[name], compute, stage)
+    return out

@@ -1,16 +1,16 @@
-"""One save at a time, in a thread: written by all processes, tried again when the storage fails,
+"""One save at a time, in a thread: written by all processes, retried when the storage fails,
 finished by process 0.
 
     process 0   makes N.orbax-checkpoint-tmp/
     each        writes its part of the arrays into it, and tells process 0 whether that went well
     process 0   joins the parts, writes meta and manifest, and renames the folder to N/: a step
-                appears whole or not at all (in an object store it has this name from the beginning,
-                and the manifest makes it whole)
-                or removes the folder, waits, and lets all begin again; or gives up
+                appears complete or not at all (in an object store it has this name from the
+                beginning, and the manifest makes it complete)
+                or removes the folder, waits, and lets all retry; or gives up
     each        is told which
 
-What processes tell each other goes through the coordination service, for the main thread's
-collectives must not be disturbed. Nothing here knows which steps are kept (manager.py).
+Processes tell each other through the coordination service, for the main thread's collectives must
+not be disturbed. manager.py decides which steps stay.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxtrain.checkpoint import manifest
-from jaxtrain.checkpoint.database import STATE, DatabaseError
-from jaxtrain.checkpoint.steps import META, ORBAX_UNFINISHED, CheckpointError, is_unfinished
+from jaxtrain.checkpoint.manifest import META, STATE, DatabaseError
+from jaxtrain.checkpoint.steps import ORBAX_UNFINISHED, CheckpointError, is_unfinished
 from jaxtrain.checkpoint.storage import tree_handler
 from jaxtrain.checkpoint.stores import failure, scheme_of
 from jaxtrain.devices import cluster
@@ -37,7 +37,7 @@ RETRY_WAITS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 
 FAULT = "a fault in the program"
 
-# Which class of Orbax reads each item, for programs that know Orbax alone.
+# The class of Orbax that reads each item, for programs that know Orbax alone.
 _ORBAX_METADATA = {
     "item_handlers": {
         META: "orbax.checkpoint._src.handlers.json_checkpoint_handler.JsonCheckpointHandler",
@@ -51,37 +51,38 @@ _ORBAX_METADATA = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Save:
-    """What is to be saved. tree: this process's HostArrays (storage.host_tree); number: of the save
-    in this run; meta: what JSON holds."""
+    """The data of a save. number: of the save in this run; tree: this process's HostArrays
+    (storage.host_tree); meta: a JSON object; blocked_s: seconds that its caller waited."""
 
     number: int
     step: int
     tree: dict
     meta: Mapping[str, Any]
+    blocked_s: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a save ended. why: what failed last, in words, "" if nothing did; attempts: how often it
-    was tried; seconds: how long it took."""
+    """The end of a save. why: the last failure, in words, "" if it succeeded; seconds: of all
+    attempts together; blocked_s: seconds that its caller waited."""
 
     step: int
     why: str
     attempts: int
     seconds: float
+    blocked_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
-    """Of process 0 after an attempt. why: what failed, "" if nothing did; again: whether all shall
-    try again."""
+class Verdict:
+    """The answer of process 0 to an attempt. why: the failure, "" if there is none."""
 
     why: str
-    again: bool
+    retry: bool
 
 
 class SaveThread:
-    """A save on its way.
+    """A save that is under way.
 
     Args:
       directory: where the steps lie.
@@ -99,11 +100,11 @@ class SaveThread:
         after: Callable[[Outcome], object],
     ):
         self._directory, self._save, self._before, self._after = directory, save, before, after
-        # a store's folder cannot be renamed: a step is there when its manifest is
+        # a store's folder cannot be renamed: a step is complete when its manifest exists
         self._in_place = bool(scheme_of(directory))
         self._unfinished = directory / f"{save.step}{'' if self._in_place else ORBAX_UNFINISHED}"
         self._hurry = threading.Event()
-        # in the program: is raised where the save is waited for
+        # of the program: it is raised where the save is waited for
         self._fault: Exception | None = None
         self.outcome: Outcome | None = None
         # A daemon: a process that ends for another reason does not wait for a store that does not
@@ -116,11 +117,11 @@ class SaveThread:
         return self._thread.is_alive()
 
     def give_up_waiting(self) -> None:
-        """Makes this attempt the last: another save is due."""
+        """Makes this attempt the last, for another save is due."""
         self._hurry.set()
 
     def wait(self) -> Outcome:
-        """How the save ended, when it has. Raises what was a fault in the program."""
+        """The outcome of the save, when it has ended. Raises a fault in the program."""
         self._thread.join()
         if self._fault is not None:
             raise self._fault
@@ -128,39 +129,38 @@ class SaveThread:
         return self.outcome
 
     def _run(self) -> None:
-        began, attempt, answer = time.monotonic(), 0, Answer("", again=True)
+        began, attempt, verdict = time.monotonic(), 0, Verdict("", retry=True)
         try:
-            while answer.again:
-                answer = self._attempt(attempt)
+            while verdict.retry:
+                verdict = self._attempt(attempt)
                 attempt += 1
-            self.outcome = Outcome(self._save.step, answer.why, attempt, time.monotonic() - began)
+            seconds, save = time.monotonic() - began, self._save
+            self.outcome = Outcome(save.step, verdict.why, attempt, seconds, save.blocked_s)
             if cluster.is_main():
                 self._after(self.outcome)
         except Exception as error:
             self._fault = self._fault or error
 
-    def _attempt(self, attempt: int) -> Answer:
-        """What process 0 answers when all have done their part."""
+    def _attempt(self, attempt: int) -> Verdict:
+        """The answer of process 0 when all have done their part."""
         question = f"save {self._save.number}/{attempt}"
-        made = cluster.told_by_main(f"{question}/folder", lambda: self._done(self._make_folder))
-        reports = cluster.told_to_main(f"{question}/parts", made or self._done(self._write))
+        why = cluster.told_by_main(f"{question}/folder", lambda: self._failure(self._make_folder))
+        reports = cluster.told_to_main(f"{question}/parts", why or self._failure(self._write))
 
         def decide() -> dict:
             cluster.forget(f"save {self._save.number - 1}")
-            why = next(filter(None, reports), "") or self._done(self._finish)
+            why = next(filter(None, reports), "") or self._failure(self._finish)
             if why:
-                self._done(lambda: _remove(self._unfinished))
+                self._failure(lambda: _remove(self._unfinished))
             last = attempt == len(RETRY_WAITS_S) or why.startswith(FAULT)
-            return {
-                "why": why,
-                "again": bool(why) and not last and not self._hurry.wait(RETRY_WAITS_S[attempt]),
-            }
+            retry = bool(why) and not last and not self._hurry.wait(RETRY_WAITS_S[attempt])
+            return {"why": why, "retry": retry}
 
-        return Answer(**cluster.told_by_main(f"{question}/end", decide))
+        return Verdict(**cluster.told_by_main(f"{question}/end", decide))
 
-    def _done(self, do: Callable[[], object]) -> str:
-        """What the storage did not do, in words. A fault in the program is kept, and has words too,
-        for which the others wait."""
+    def _failure(self, do: Callable[[], object]) -> str:
+        """Calls `do`, and returns the storage's failure in words, "" if there is none. A fault in
+        the program has words too, for which the others wait; `wait` raises it."""
         try:
             do()
         except Exception as error:
@@ -198,7 +198,7 @@ def _remove(folder: epath.Path) -> None:
 
 
 def _storage_failure(error: Exception) -> str:
-    """What the storage did not do, in words; "" for an error of another kind."""
+    """The storage's failure, in words; "" for an error of another kind."""
     if why := failure(error):
         return why
     if isinstance(error, CheckpointError):

@@ -1,15 +1,14 @@
-"""Which steps in a folder of checkpoints are whole, and what else lies there. Nothing is written
-here, and no array is read.
+"""The complete steps in a folder of checkpoints, and what else lies there. Nothing is written here,
+and no array is read.
 
     checkpoints/
-      200/                      a step, if state/, meta/ and manifest.json in it are whole
-      300.orbax-checkpoint-tmp  a save that did not end: of no interest, the next save removes it
-      100.broken-1              what was set aside
-      anything else             a stranger
+      200/                      a step, if state/, meta/ and manifest.json in it are complete
+      300.orbax-checkpoint-tmp  a save that did not end: the next save removes it
+      100.broken-1              a step that was set aside
+      anything else             an unrecognized entry
 
-A step is whole if all files are there with the sizes and checksums of its manifest (manifest.py),
-and its state is a database that is whole (database.py). Damage inside of an array's numbers is not
-known from these: whoever reads an array finds it (storage.py).
+A step is complete if all files have the sizes and checksums of its manifest (manifest.py). Damage
+to the numbers of an array is not known from these: whoever reads an array finds it (storage.py).
 
 No jax: commands find out what is wrong before they start it.
 """
@@ -21,27 +20,25 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from etils import epath
 
-from jaxtrain.checkpoint import database, manifest, stores
-from jaxtrain.checkpoint.database import STATE, DatabaseError
-from jaxtrain.checkpoint.manifest import ManifestError
+from jaxtrain.checkpoint import manifest, stores
+from jaxtrain.checkpoint.manifest import META, STATE, DatabaseError, ManifestError
 from jaxtrain.checkpoint.stores import scheme_of
 from jaxtrain.config import Config, ConfigError, from_dict
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
-META = "meta"
 CONFIG = "config.json"  # in a run's folder
 LOSSES = "validation_losses.json"  # beside the steps
 ORBAX_UNFINISHED, BROKEN = ".orbax-checkpoint-tmp", ".broken-"
 _STEP = re.compile("0|[1-9][0-9]{0,9}")
 
 VERSION = 3  # of the metas that this code writes
-MANIFEST_SINCE = 3  # the version of a meta since which a step has a manifest
 
-# What a run stores beside its state, and what of it is needed to train, and to generate.
+# The keys of a meta that are needed to train, and to generate, with their types.
 TO_TRAIN: Mapping[str, type] = {"config": dict, "step": int, "checksum": str, "tokenizer": dict}
 TO_GENERATE: Mapping[str, type] = {"config": dict, "tokenizer": dict}
 _TYPES = {dict: "an object", int: "an integer", str: "a string"}
@@ -55,7 +52,7 @@ class CheckpointError(RunError):
 
 @contextlib.contextmanager
 def read_errors(place: object) -> Iterator[None]:
-    """A context in which what a file system or a store does not give becomes a CheckpointError that
+    """A context in which the failure of a file system or a store becomes a CheckpointError that
     names the place."""
     try:
         yield
@@ -73,7 +70,7 @@ def read_errors(place: object) -> Iterator[None]:
 
 
 class DamageError(CheckpointError):
-    """A step that turned out to be damaged when its arrays were read. what: the damage, in words,
+    """A step whose arrays turned out to be damaged when they were read. what: the damage, in words,
     without the step."""
 
     def __init__(self, folder: str | os.PathLike, what: str):
@@ -83,22 +80,20 @@ class DamageError(CheckpointError):
 
 @dataclasses.dataclass(frozen=True)
 class Meta:
-    """What a run stores beside its state, as a JSON object with these keys.
+    """The JSON object that a run stores beside its state, with these keys.
 
-    config:    the run's whole config, by group and setting
-    version:   VERSION of the code that wrote it; version 1 did not write it
+    config:    the run's entire config, by group and setting
+    version:   VERSION of the code that wrote it
     step:      the number of steps done
-    position:  the number of the next batch; more than `step` where batches were passed over. Older
-               checkpoints have none: it was the step
+    position:  the number of the next batch; more than `step` where batches were passed over
     wall_s:    seconds that the run had run
     checksum:  of the corpus
-    tokenizer: what Tokenizer.describe gives
-    memory:    what the run remembers of its losses and rollbacks (training/recovery.py: Memory);
-               older checkpoints have none
+    tokenizer: the tokenizer, as Tokenizer.describe gives it
+    memory:    the losses and rollbacks that the run remembers (training/recovery.py)
     """
 
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
-    version: int = 1
+    version: int = VERSION
     step: int = 0
     position: int = 0
     wall_s: float = 0.0
@@ -108,97 +103,85 @@ class Meta:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Meta":
-        """The meta that a JSON object holds; what it lacks, or has of another type, is as by
+        """The meta that a JSON object holds. Keys that are missing or have another type get their
         default."""
-        kinds: dict[str, Any] = {
-            "config": dict,
-            "checksum": str,
-            "tokenizer": dict,
-            "memory": dict,
-            "wall_s": (int, float),
-        }
-        kinds |= dict.fromkeys(("version", "step", "position"), int)
-        found = {
-            name: values[name] for name, kind in kinds.items() if isinstance(values.get(name), kind)
-        }
-        return cls(**{"position": found.get("step", 0)} | found)
+        types: dict[str, Any] = dict.fromkeys(("config", "tokenizer", "memory"), dict)
+        types |= dict.fromkeys(("version", "step", "position"), int)
+        types |= {"checksum": str, "wall_s": (int, float)}
+        return cls(
+            **{name: values[name] for name, t in types.items() if isinstance(values.get(name), t)}
+        )
 
     def stored_config(self) -> Config:
-        """The config, not resolved; a setting that it lacks has its default. ConfigError for what
-        is no config."""
+        """The config, not resolved; a setting that it lacks has its default. Raises ConfigError for
+        what is no config."""
         return from_dict(self.config)
 
 
 @dataclasses.dataclass(frozen=True)
-class Stranger:
-    """What lies among the checkpoints and is no whole one.
+class UnrecognizedEntry:
+    """An entry among the checkpoints that is no complete step.
 
-    why: in words; step: which one it should be by its name, None for another name; holds: whether
-    something could be lost with it.
+    why: the reason, in words; step: the number of the step that its name stands for, None for
+    another name; holds_data: whether something could be lost with it.
     """
 
     name: str
     why: str
     step: int | None = None
-    holds: bool = False
+    holds_data: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} ({self.why})"
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """The newest whole step with its meta, or None and None; the steps that are whole by their
-    meta, in order; and all strangers."""
+class StepChoice:
+    """The newest complete step with its meta, or None and an empty meta; the steps that are
+    complete by their meta, in order; and all unrecognized entries."""
 
-    step: int | None
-    meta: Meta | None
-    steps: tuple[int, ...]
-    strangers: tuple[Stranger, ...]
-
-    @property
-    def position(self) -> int:
-        """The number of the batch that comes next; 0 where there is no step."""
-        return self.meta.position if self.meta else 0
-
-    @property
-    def memory(self) -> Mapping[str, Any]:
-        """The meta's `memory`; empty where there is no step."""
-        return self.meta.memory if self.meta else {}
+    step: int | None = None
+    meta: Meta = Meta()
+    steps: tuple[int, ...] = ()
+    unrecognized: tuple[UnrecognizedEntry, ...] = ()
 
     def __str__(self) -> str:
-        return ", ".join(map(str, self.strangers))
+        return ", ".join(map(str, self.unrecognized))
 
 
 Shapes = Mapping[str, tuple[int, ...]]  # array → shape
 NONE: Mapping[int, str] = {}
-# of a step with this meta and these arrays, what is wrong with it, in words; "" if nothing is
+# (meta, shapes of the arrays) of a step → what is wrong with it, in words; "" if nothing is
 Judge = Callable[[Meta, Shapes], str]
 
 
 def nothing_wrong(meta: Meta, shapes: Shapes) -> str:
-    """The `wrong` of `choose` that finds nothing."""
+    """The Judge that accepts every step."""
     return ""
 
 
 def what_is_wrong(step: str | os.PathLike, meta: Meta, wrong: Judge = nothing_wrong) -> str:
-    """What is wrong with a step's folder that has this meta, in words; "" if it is whole. The
+    """The first fault of a step's folder that has this meta, in words; "" if it is complete. The
     numbers of its arrays are not read."""
     folder = epath.Path(step)
     try:
-        listed = manifest.read(folder)
-        if listed is None and meta.version >= MANIFEST_SINCE:
-            return f"it has no {manifest.FILE}"
-        if listed and (damage := listed.damage(folder)):
+        files = manifest.read(folder)
+        if damage := next(manifest.damages(folder, files), ""):
             return damage
-        values = database.read(folder / STATE)
-        return (listed.damage_beside(folder, values) if listed else "") or wrong(
-            meta, database.shapes(values)
-        )
+        values = manifest.read_database(folder / STATE)
+        between_pieces = next(manifest.damages_between_pieces(folder, files, values), "")
+        return between_pieces or wrong(meta, manifest.shapes(values))
     except ManifestError as error:
         return str(error)
     except DatabaseError as error:
         return f"its state {error}"
+
+
+def fault(folder: epath.Path) -> str:
+    """The first fault of a step's folder, in words; "" if it is complete. The numbers of its arrays
+    are not read."""
+    meta = look_at(folder)
+    return meta.why if isinstance(meta, UnrecognizedEntry) else what_is_wrong(folder, meta)
 
 
 def choose(
@@ -207,44 +190,37 @@ def choose(
     wrong: Judge = nothing_wrong,
     damaged: Mapping[int, str] = NONE,
     before: int | None = None,
-) -> Choice:
-    """The newest whole step, and what else is there.
+) -> StepChoice:
+    """The newest complete step, and what else is in the directory.
 
     Args:
       directory: the folder of checkpoints; it need not exist.
-      needs: what a meta must have, as TO_TRAIN.
-      wrong: asked of the newest step that is whole otherwise, then of the one before.
-      damaged: step → what is wrong with it, for steps of which that is known.
+      needs: the keys that a meta must have, as TO_TRAIN.
+      wrong: asked about the newest step that is complete otherwise, then about the one before.
+      damaged: step → its damage, for steps that are known to be damaged.
       before: this step and later ones are not looked at; None: all are.
 
     Raises:
       CheckpointError: the folder cannot be read.
     """
     folder = epath.Path(directory)
-    metas, strangers = _look(folder, needs)
+    metas, unrecognized = _look(folder, needs)
     metas = {step: meta for step, meta in metas.items() if before is None or step < before}
+    newest = None
     for step in sorted(metas, reverse=True):
         why = damaged.get(step) or what_is_wrong(folder / str(step), metas[step], wrong)
         if not why:
-            return Choice(step, metas[step], tuple(sorted(metas)), _sorted(strangers))
-        strangers.append(Stranger(str(step), why, step, holds=True))
+            newest = step
+            break
+        unrecognized.append(UnrecognizedEntry(str(step), why, step, holds_data=True))
         del metas[step]
-    return Choice(None, None, (), _sorted(strangers))
-
-
-def strangers(directory: str | os.PathLike) -> tuple[Stranger, ...]:
-    """What lies among the checkpoints and has no state or no meta that could be one's."""
-    return _sorted(_look(epath.Path(directory), {})[1])
-
-
-def look_at(step: epath.Path) -> Meta | Stranger:
-    """The meta of a step's folder, or what the folder is instead. The step's files are not compared
-    with its manifest: `what_is_wrong`."""
-    return _look_at_step(step, None, {})
+    unrecognized.sort(key=lambda e: (math.inf if e.step is None else e.step, e.name))
+    meta = Meta() if newest is None else metas[newest]
+    return StepChoice(newest, meta, tuple(sorted(metas)), tuple(unrecognized))
 
 
 def read_meta(directory: str | os.PathLike, step: int) -> dict:
-    """The JSON object that was saved with a step. Raises CheckpointError if there is none."""
+    """The JSON object that was saved with a step. Raises CheckpointError if it is missing."""
     meta = _meta(epath.Path(directory) / str(step))
     if isinstance(meta, str):
         raise CheckpointError(f"{directory} has no checkpoint of step {step}: {meta}")
@@ -266,19 +242,18 @@ def checkpoints_of(place: str | os.PathLike) -> epath.Path:
 
 
 def names(directory: str | os.PathLike) -> list[int]:
-    """The steps that have a folder there, whole or not, in order; none if there is no such
-    directory."""
+    """The steps that have a folder in a directory, complete or not, in order; none if there is no
+    such directory."""
     folder = epath.Path(directory)
-    found = (
-        [path for path in folder.iterdir() if _STEP.fullmatch(path.name)] if folder.is_dir() else []
-    )
-    return sorted(int(path.name) for path in found if not is_unfinished(path))
+    if not folder.is_dir():
+        return []
+    steps = [path for path in folder.iterdir() if _STEP.fullmatch(path.name)]
+    return sorted(int(path.name) for path in steps if not is_unfinished(path))
 
 
 def is_unfinished(path: epath.Path) -> bool:
-    """Whether something among the checkpoints is a save that did not end: by its name, or, in an
-    object store, where nothing is renamed and a save has its step's name from the beginning,
-    because it has no manifest yet."""
+    """True for an entry among the checkpoints that is a save which did not end: by its name, or, in
+    an object store, where a save has its step's name from the beginning, for lack of a manifest."""
     if ORBAX_UNFINISHED in path.name:
         return True
     return (
@@ -288,14 +263,12 @@ def is_unfinished(path: epath.Path) -> bool:
     )
 
 
-def _sorted(strangers: list[Stranger]) -> tuple[Stranger, ...]:
-    return tuple(sorted(strangers, key=lambda s: (math.inf if s.step is None else s.step, s.name)))
-
-
-def _look(folder: epath.Path, needs: Mapping[str, type]) -> tuple[dict[int, Meta], list[Stranger]]:
-    """The metas of the steps that have both parts, by step; and the strangers."""
+def _look(
+    folder: epath.Path, needs: Mapping[str, type]
+) -> tuple[dict[int, Meta], list[UnrecognizedEntry]]:
+    """The metas of the steps that have state and meta, by step; and the unrecognized entries."""
     metas: dict[int, Meta] = {}
-    strangers: list[Stranger] = []
+    unrecognized: list[UnrecognizedEntry] = []
     try:
         names = sorted(path.name for path in folder.iterdir())
     except FileNotFoundError:
@@ -309,49 +282,50 @@ def _look(folder: epath.Path, needs: Mapping[str, type]) -> tuple[dict[int, Meta
         if name.startswith(".") or name == LOSSES or ORBAX_UNFINISHED in name or BROKEN in name:
             continue
         if not _STEP.fullmatch(name):
-            strangers.append(Stranger(name, "no step's name"))
-            continue
-        if is_unfinished(folder / name):
-            continue
-        meta = _look_at_step(folder / name, int(name), needs)
-        if isinstance(meta, Stranger):
-            strangers.append(meta)
-        else:
-            metas[int(name)] = meta
-    return metas, strangers
+            unrecognized.append(UnrecognizedEntry(name, "no step's name"))
+        elif not is_unfinished(folder / name):
+            meta = look_at(folder / name, int(name), needs)
+            if isinstance(meta, UnrecognizedEntry):
+                unrecognized.append(meta)
+            else:
+                metas[int(name)] = meta
+    return metas, unrecognized
 
 
-def _look_at_step(
-    folder: epath.Path, step: int | None, needs: Mapping[str, type]
-) -> Meta | Stranger:
-    """The meta of a step's folder, or what the folder is instead."""
+def look_at(
+    folder: epath.Path, step: int | None = None, needs: Mapping[str, type] = MappingProxyType({})
+) -> Meta | UnrecognizedEntry:
+    """The meta of a step's folder, or the reason that it is none. Its files are not compared with
+    its manifest: `what_is_wrong` does that.
 
-    def stranger(why: str, holds: bool = True) -> Stranger:
-        return Stranger(folder.name, why, step, holds)
+    step: the number by the folder's name, None where that does not matter; needs: as in `choose`.
+    """
+
+    def unrecognized(why: str, holds_data: bool = True) -> UnrecognizedEntry:
+        return UnrecognizedEntry(folder.name, why, step, holds_data)
 
     try:
         if not folder.exists():
-            return stranger("a link to nothing", False)
+            return unrecognized("a link to nothing", False)
         if not folder.is_dir():
-            return stranger("a file", False)
+            return unrecognized("a file", False)
         if next(iter(folder.iterdir()), None) is None:
-            return stranger("an empty folder", False)
+            return unrecognized("an empty folder", False)
         if not (folder / STATE).is_dir():
-            return stranger("it has no state")
+            return unrecognized("it has no state")
     except OSError as error:
-        return stranger(f"it cannot be read: {error.strerror}")
+        return unrecognized(f"it cannot be read: {error.strerror}")
     meta = _meta(folder)
     if isinstance(meta, str):
-        return stranger(meta)
-    why = _lacks(meta, step, needs) or _orbax_stumbles(folder / "_CHECKPOINT_METADATA")
-    return stranger(why) if why else Meta.from_json(meta)
+        return unrecognized(meta)
+    why = _lacks(meta, step, needs)
+    return unrecognized(why) if why else Meta.from_json(meta)
 
 
 def _meta(folder: epath.Path) -> dict | str:
-    """The meta of a step's folder; what is wrong with it, in words, where it is none."""
-    path = folder / META / "metadata"
+    """The meta of a step's folder, or its fault in words."""
     try:
-        meta = json.loads(path.read_bytes())
+        meta = json.loads((folder / META / "metadata").read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return "it has no meta"
     except OSError as error:
@@ -361,21 +335,8 @@ def _meta(folder: epath.Path) -> dict | str:
     return meta if isinstance(meta, dict) else "its meta is no JSON object"
 
 
-def _orbax_stumbles(path: epath.Path) -> str:
-    """What is wrong with Orbax's own file of a step, which it reads of all steps before it saves;
-    "" also where there is none."""
-    try:
-        values = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return ""
-    except (OSError, ValueError, RecursionError):
-        return f"its {path.name} is no JSON"
-    fits = isinstance(values, dict) and isinstance(values.get("item_handlers", {}), dict | str)
-    return "" if fits else f"its {path.name} is not Orbax's"
-
-
 def _lacks(meta: dict, step: int | None, needs: Mapping[str, type]) -> str:
-    """What a meta lacks of `needs`, in words; "" if nothing."""
+    """The first key of `needs` that a meta lacks or has wrong, in words; "" if none."""
     for key, kind in needs.items():
         if key not in meta:
             return f"its meta has no {key!r}"

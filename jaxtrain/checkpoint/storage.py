@@ -1,13 +1,12 @@
-"""Copies between device memory and the arrays of an Orbax checkpoint. What lies where is
-layout.py's business.
+"""Copies between device memory and the arrays of an Orbax checkpoint; layout.py says which numbers
+go where.
 
 Orbax writes a jax.Array only if every process holds a shard of it and all its shards are alike,
 which a layer that lives on one stage does not do. So saving hands Orbax the numbers already on the
-host, as `HostArray`s: a shard is copied from device memory once, whole, and cut on the host, so
-that saving takes no device memory. What is written is an ordinary Orbax checkpoint (zarr 3 arrays
-in an OCDBT database), and any Orbax program restores it. Every piece is stored with its checksum
-(the codec crc32c of zarr 3), which TensorStore compares whenever it reads the piece; arrays of zarr
-2, which was written before, are read too, and have none.
+host, as `HostArray`s: a shard is copied from device memory once, entirely, and cut on the host, so
+that saving takes no device memory. The result is an ordinary Orbax checkpoint (zarr 3 arrays in an
+OCDBT database), and any Orbax program restores it. Every piece is stored with its checksum (the
+codec crc32c of zarr 3), which TensorStore compares whenever it reads the piece.
 
 Restoring goes straight from the files into host buffers shaped like the shards that this process
 needs, one leaf at a time, and from there onto the devices: no array but the result ever exists in
@@ -28,7 +27,7 @@ from etils import epath
 
 from jaxtrain.checkpoint.layout import (
     Bounds,
-    Part,
+    Leaf,
     StoredArray,
     holders,
     piece_shape,
@@ -40,18 +39,16 @@ from jaxtrain.checkpoint.stores import no_damage
 from jaxtrain.parallel import host_memory
 from jaxtrain.schedule.placement import Placement
 
-# How much is written at a time.
-WRITE_BYTES = 128 * 2**20
+WRITE_BYTES = 128 * 2**20  # written at a time
 
-# What becomes of a piece's numbers before they are stored: bytes, then four more that are their
-# checksum.
+# The stored form of a piece's numbers: bytes, then four more that are their checksum.
 CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostArray:
-    """A stored array, and what this process writes of it: (index in the stored array, numbers). It
-    is stored in pieces of `piece`."""
+    """A stored array in pieces of the shape `piece`, and the blocks of it that this process writes:
+    (index in the stored array, numbers)."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -84,12 +81,8 @@ async def _write(values: Sequence[HostArray], infos: Sequence[Any]):
     specs = [_write_spec(value, info) for value, info in zip(values, infos, strict=True)]
     if jax.process_index() == 0:
         async with _transaction() as transaction:
-            await asyncio.gather(
-                *[
-                    ts.open(spec, create=True, open=True, context=context, transaction=transaction)
-                    for spec in specs
-                ]
-            )
+            opening = {"create": True, "open": True, "context": context, "transaction": transaction}
+            await asyncio.gather(*[ts.open(spec, **opening) for spec in specs])
 
     written = [(spec, value) for spec, value in zip(specs, values, strict=True) if value.blocks]
     arrays = await asyncio.gather(
@@ -156,24 +149,24 @@ def host_tree(arrays: list[StoredArray], state: Any, placement: Placement) -> di
     leaves = jax.tree.leaves(state)
     # by leaf: the shards that this process writes
     written: dict[int, list[tuple[Bounds, jax.Array]]] = {}
-    for part in [part for array in arrays for part in array.parts]:
-        shards = {shard.device: shard.data for shard in leaves[part.leaf].addressable_shards}
-        written[part.leaf] = [
-            (bounds, shards[device]) for device, bounds in writers(part).items() if device in shards
+    for leaf in [leaf for array in arrays for leaf in array.leaves]:
+        shards = {shard.device: shard.data for shard in leaves[leaf.index].addressable_shards}
+        written[leaf.index] = [
+            (bounds, shards[device]) for device, bounds in writers(leaf).items() if device in shards
         ]
         # All copies are under way before the first is waited for.
-        for _, data in written[part.leaf]:
+        for _, data in written[leaf.index]:
             data.copy_to_host_async()
 
     tree: dict = {}
     for array in arrays:
         blocks = []
-        for part in array.parts:
-            for bounds, data in written.pop(part.leaf):
+        for leaf in array.leaves:
+            for bounds, data in written.pop(leaf.index):
                 numbers = to_host(data)
                 blocks += [
                     (region.stored, numbers[region.local])
-                    for region in regions(part, bounds, array.shape, placement)
+                    for region in regions(leaf, bounds, array.shape, placement)
                 ]
         *folders, name = array.name.split("/")
         at = tree
@@ -184,8 +177,8 @@ def host_tree(arrays: list[StoredArray], state: Any, placement: Placement) -> di
 
 
 def to_host(data: jax.Array) -> np.ndarray:
-    # Of what lies in the host's memory, as all does on CPU, asarray may be a view, and the next
-    # step overwrites it.
+    # asarray may return a view of what lies in the host's memory, as all does on CPU, and the next
+    # step overwrites that.
     on_cpu = {device.platform for device in data.devices()} == {"cpu"}
     return np.array(data) if on_cpu or host_memory.is_host(data.sharding) else np.asarray(data)
 
@@ -204,9 +197,9 @@ def read_tree(
     sources = _open(directory, arrays)
     leaves: dict[int, jax.Array] = {}
     for array, source in zip(arrays, sources, strict=True):
-        for part in array.parts:
+        for leaf in array.leaves:
             try:
-                leaves[part.leaf] = _read_part(source, array, part, placement)
+                leaves[leaf.index] = _read_leaf(source, array, leaf, placement)
             except ValueError as error:  # TensorStore's for whatever is wrong with the data
                 raise _error(directory, array, error) from error
     return [leaves[i] for i in sorted(leaves)]
@@ -215,50 +208,33 @@ def read_tree(
 def _open(directory: epath.Path, arrays: list[StoredArray]) -> list[ts.TensorStore]:
     context = ocp.type_handlers.get_ts_context(use_ocdbt=True)
 
-    def begin(array: StoredArray, zarr3: bool) -> ts.Future:
-        # Orbax's name for the path in the tree.
+    openings = []
+    for array in arrays:
+        name = array.name.replace("/", ".")  # Orbax's name for the path in the tree
         info = ocp.type_handlers.ParamInfo(
-            name=array.name.replace("/", "."),
-            parent_dir=directory,
-            ts_context=context,
-            use_zarr3=zarr3,
+            name=name, parent_dir=directory, ts_context=context, use_zarr3=True
         )
-        return ts.open(
-            ts.Spec(ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=True)),
-            open=True,
-            context=context,
-        )
-
-    def opened(array: StoredArray, opening: ts.Future) -> ts.TensorStore:
-        try:
-            return opening.result()
-        except ValueError as error:
-            if not str(error).startswith("NOT_FOUND"):
-                raise
-            return begin(array, zarr3=False).result()
-
+        spec = ts.Spec(ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=True))
+        openings.append(ts.open(spec, open=True, context=context))
     sources = []
-    for array, opening in [(array, begin(array, zarr3=True)) for array in arrays]:
+    for array, opening in zip(arrays, openings, strict=True):
         expected = f"{array.dtype}{list(array.shape)} is wanted"
         try:
-            source = opened(array, opening)
+            source = opening.result()
         except ValueError as error:
-            if str(error).startswith("NOT_FOUND"):
-                raise CheckpointError(
-                    f"{directory}: {array.name} is not stored; {expected}"
-                ) from error
-            raise _error(directory, array, error) from error
+            if not str(error).startswith("NOT_FOUND"):
+                raise _error(directory, array, error) from error
+            why = f"{array.name} is not stored; {expected}"
+            raise CheckpointError(f"{directory}: {why}") from error
         if (source.shape, source.dtype.numpy_dtype) != (array.shape, array.dtype):
-            raise CheckpointError(
-                f"{directory}: {array.name} is stored as "
-                f"{source.dtype.name}{list(source.shape)}; {expected}"
-            )
+            stored = f"{source.dtype.name}{list(source.shape)}"
+            raise CheckpointError(f"{directory}: {array.name} is stored as {stored}; {expected}")
         sources.append(source)
     return sources
 
 
 def _error(directory: epath.Path, array: StoredArray, error: ValueError) -> CheckpointError:
-    """What TensorStore's error, which begins with a code, says of an array that is stored."""
+    """The error of an array that is stored, by TensorStore's error, which begins with a code."""
     if why := no_damage(error):
         return CheckpointError(f"{directory}: {array.name} {why}")
     damage = (
@@ -267,27 +243,27 @@ def _error(directory: epath.Path, array: StoredArray, error: ValueError) -> Chec
     return DamageError(directory, f"{array.name} cannot be read: {damage}")
 
 
-def _read_part(
-    source: ts.TensorStore, array: StoredArray, part: Part, placement: Placement
+def _read_leaf(
+    source: ts.TensorStore, array: StoredArray, leaf: Leaf, placement: Placement
 ) -> jax.Array:
     """One leaf, read and laid on this process's devices."""
     buffers, reads = [], []
-    for bounds, devices in holders(part).items():
+    for bounds, devices in holders(leaf).items():
         if local_devices := [
             device for device in devices if device.process_index == jax.process_index()
         ]:
             buffer = np.zeros([stop - start for start, stop in bounds], array.dtype)
             buffers.append((buffer, local_devices))
-            for region in regions(part, bounds, array.shape, placement):
+            for region in regions(leaf, bounds, array.shape, placement):
                 reads.append(ts.array(buffer[region.local]).write(source[region.stored]))
     for read in reads:
         read.result()
-    kind = part.sharding.memory_kind
+    kind = leaf.sharding.memory_kind
     shards = [
         jax.device_put(b, jax.sharding.SingleDeviceSharding(d, memory_kind=kind))
         for b, devices in buffers
         for d in devices
     ]
-    leaf = jax.make_array_from_single_device_arrays(part.shape, part.sharding, shards)
+    result = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
     # The buffers live until they are copied: without this those of all leaves could pile up.
-    return jax.block_until_ready(leaf)
+    return jax.block_until_ready(result)

@@ -1,14 +1,14 @@
-"""Folders in object stores, gs://BUCKET/PATH and s3://BUCKET/PATH: what differs from a folder of a
-file system. No jax.
+"""Folders in object stores, gs://BUCKET/PATH and s3://BUCKET/PATH, and how they differ from folders
+of a file system. No jax.
 
 Two libraries talk to a store. Small files, listings and deletions go through epath, which uses
 fsspec (the packages s3fs and gcsfs); arrays go through TensorStore's own drivers. Both take
-credentials from the environment, as the vendors' own programs do. Where an S3-compatible store is
-(AWS_ENDPOINT_URL, AWS_REGION) TensorStore has to be told.
+credentials from the environment, as the vendors' own programs do. TensorStore has to be told the
+address of an S3-compatible store (AWS_ENDPOINT_URL, AWS_REGION).
 
-A store has no folders: one is there as long as something is in it. Nothing can be renamed there,
-only copied; so a save has its step's name from the beginning, and is a step when its manifest is
-there, which is written last (steps.py, saving.py).
+A store has no folders: one exists as long as it has a file. Files cannot be renamed there, only
+copied. So a save has its step's name from the beginning, and is a step when its manifest exists,
+which is written last (steps.py, saving.py).
 
 Orbax 0.12.8 builds TensorStore's specs for gs:// alone; `_teach_orbax` adds s3://.
 """
@@ -16,7 +16,7 @@ Orbax 0.12.8 builds TensorStore's specs for gs:// alone; `_teach_orbax` adds s3:
 import functools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import fsspec
@@ -48,9 +48,9 @@ _LIBRARIES = (
 
 
 class AddressError(RunError):
-    """An address that is in no store that can be used; the text is one line.
+    """An address of no store that can be used; the text is one line.
 
-    place: the address; wrong: what is wrong with it, and what it may have been meant for.
+    place: the address; wrong: the fault, and the addresses that it may have been meant for.
     """
 
     status = ExitStatus.BAD_CONFIG
@@ -62,15 +62,10 @@ class AddressError(RunError):
         )
 
     def about(self, flag: str) -> str:
-        """The text about a flag whose value the address is."""
+        """The text of this error where the address is a flag's value."""
         meant = self.wrong.meant
-        return str(
-            UsageError(
-                f"--{flag}={self.place!r} {self.wrong.rule}",
-                {flag: meant[0]} if meant else {},
-                meant[1:],
-            )
-        )
+        text = f"--{flag}={self.place!r} {self.wrong.rule}"
+        return str(UsageError(text, {flag: meant[0]} if meant else {}, meant[1:]))
 
 
 def scheme_of(path: str | os.PathLike) -> str:
@@ -80,11 +75,10 @@ def scheme_of(path: str | os.PathLike) -> str:
 
 
 def folder(path: str | os.PathLike) -> epath.Path:
-    """A folder by its path or URL, made ready to be used: what other processes write in a store is
-    seen at once.
+    """A folder by its path or URL, ready to be used: files that other processes write to a store
+    are seen at once.
 
-    Raises AddressError for what looks like a URL and is of no store, or of one whose package is not
-    installed.
+    Raises AddressError for a URL of no known store, or of one whose package is not installed.
     """
     place = os.fspath(path)
     if wrong := addresses.fault(place) or addresses.missing_package(place):
@@ -92,9 +86,9 @@ def folder(path: str | os.PathLike) -> epath.Path:
     scheme = scheme_of(path)
     if not scheme:
         return epath.Path(path).expanduser()
-    options: dict[str, Any] = {"use_listings_cache": False} | (
-        {"config_kwargs": _TIMEOUTS} if scheme == "s3" else {}
-    )
+    options: dict[str, Any] = {"use_listings_cache": False}
+    if scheme == "s3":
+        options["config_kwargs"] = _TIMEOUTS
     fsspec.config.conf.setdefault(_PROTOCOLS[scheme], {}).update(options)
     # gcsfs logs what it raises, too, with a traceback
     logging.getLogger(addresses.PACKAGES[scheme]).setLevel(logging.CRITICAL)
@@ -103,12 +97,12 @@ def folder(path: str | os.PathLike) -> epath.Path:
 
 
 def absolute(path: str | os.PathLike) -> epath.Path:
-    """`folder`, absolute; epath takes URLs for relative paths."""
+    """The absolute `folder`; epath takes URLs for relative paths."""
     return folder(path) if scheme_of(path) else folder(path).absolute()
 
 
 def cannot_be_used(path: str | os.PathLike) -> str:
-    """Why nothing can be written in a store's folder, in words; "" where it can, and for a folder
+    """The reason that a store's folder cannot be written, in words; "" if it can, and for a folder
     of a file system."""
     if not scheme_of(path):
         return ""
@@ -124,39 +118,38 @@ def cannot_be_used(path: str | os.PathLike) -> str:
 
 
 def failure(error: Exception) -> str:
-    """What a store did not do, in words; "" for an error that is not of the libraries that talk to
-    it."""
+    """The failure of a file system or a store, in words; "" for an error that does not come from
+    them or the libraries that talk to them."""
     words = " ".join(str(error).split())[:200] or type(error).__name__
     if isinstance(error, OSError):
         return error.strerror or words
-    return (
-        words
-        if type(error).__module__.partition(".")[0] in _LIBRARIES or isinstance(error, TimeoutError)
-        else ""
-    )
+    library = type(error).__module__.partition(".")[0]
+    return words if library in _LIBRARIES else ""
 
 
 def move(source: epath.Path, target: epath.Path) -> None:
-    """Gives a folder another name. In a store its files are copied there, and then deleted. OSError
-    where that is not possible."""
+    """Gives a folder another name. In a store its files are copied there, and then deleted. Raises
+    OSError where that is not possible."""
     if not scheme_of(source):
         os.rename(source, target)
         return
-    _copy(source, target)
+    for name in files_below(source):
+        (source / name).copy(target / name)
     source.rmtree()
 
 
-def _copy(source: epath.Path, target: epath.Path) -> None:
-    for path in source.iterdir():
+def files_below(folder: epath.Path) -> Iterator[str]:
+    """The paths of all files below a folder, relative to it."""
+    for path in folder.iterdir():
         if path.is_dir():
-            _copy(path, target / path.name)
+            yield from (f"{path.name}/{name}" for name in files_below(path))
         else:
-            path.copy(target / path.name)
+            yield path.name
 
 
 def is_folder(path: epath.Path) -> bool:
-    """Whether a folder is there; in a store, whether something is in it. Raises the error of a
-    store that does not say, which its library's own `is_dir` takes for no folder."""
+    """True if a folder exists; in a store, if it has a file. Raises the error of a store that does
+    not answer, which its library's own `is_dir` takes for no folder."""
     if not scheme_of(path):
         return path.is_dir()
     try:
@@ -166,8 +159,8 @@ def is_folder(path: epath.Path) -> bool:
 
 
 def size_of(path: epath.Path) -> int:
-    """The bytes of a file, or of all files below a folder; of what is deleted meanwhile, or a link
-    to nothing, none."""
+    """The bytes of a file, or of all files below a folder. Links, and files that are deleted
+    meanwhile, count for nothing."""
     try:
         if path.is_dir():
             return sum(size_of(each) for each in path.iterdir() if not os.path.islink(each))
@@ -177,7 +170,7 @@ def size_of(path: epath.Path) -> int:
 
 
 def exists(path: epath.Path) -> bool:
-    """Whether something has this name, be it a link to nothing."""
+    """True if something has this name, a link to nothing included."""
     return path.exists() or os.path.lexists(path)
 
 
@@ -185,39 +178,30 @@ def exists(path: epath.Path) -> bool:
 
 
 def kvstore(folder: str | os.PathLike) -> dict[str, Any]:
-    """TensorStore's spec of a folder."""
+    """TensorStore's spec of a folder. The address, region and credentials of S3 come from the
+    environment variables that Amazon's programs read."""
     path, scheme = os.fspath(folder), scheme_of(folder)
     if not scheme:
         return {"driver": "file", "path": f"{epath.Path(folder).absolute()}/"}
     bucket, _, key = path.partition("://")[2].partition("/")
-    place = {"bucket": bucket, "path": f"{key.rstrip('/')}/"}
+    spec: dict[str, Any] = {"bucket": bucket, "path": f"{key.rstrip('/')}/"}
     if scheme == "gs":
-        return {"driver": "gcs", **place, "context": {"gcs_request_retries": _RETRIES}}
-    return {
-        "driver": "s3",
-        **place,
-        **_s3_place(os.environ),
-        "context": {"s3_request_retries": _RETRIES},
-    }
-
-
-def _s3_place(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Where S3 is and who asks, as far as the environment says it: by the variables that Amazon's
-    programs read."""
-    place: dict[str, Any] = {}
+        return spec | {"driver": "gcs", "context": {"gcs_request_retries": _RETRIES}}
+    spec |= {"driver": "s3", "context": {"s3_request_retries": _RETRIES}}
+    environment = os.environ
     if endpoint := environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL"):
-        place["endpoint"] = endpoint
+        spec["endpoint"] = endpoint
     if region := environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION"):
-        place["aws_region"] = region
+        spec["aws_region"] = region
     if "AWS_ACCESS_KEY_ID" in environment:
-        # at once; else TensorStore looks through all places, for seconds
-        place["aws_credentials"] = {"type": "environment"}
-    return place
+        # TensorStore would look through all sources of credentials, for seconds
+        spec["aws_credentials"] = {"type": "environment"}
+    return spec
 
 
 @functools.cache
 def _teach_orbax() -> None:
-    """Makes Orbax build specs of s3:// folders: as of a local folder, whose driver is then
+    """Makes Orbax build specs of s3:// folders: those of a local folder, whose driver is then
     replaced."""
     from orbax.checkpoint._src.serialization import tensorstore_utils as orbax
 
@@ -233,19 +217,18 @@ def _teach_orbax() -> None:
 
 
 def _in_store(spec: Any) -> Any:
-    """A spec in which the placeholder's folders are the store's."""
+    """The spec with the store's folders in place of the placeholder's."""
     if not isinstance(spec, dict):
         return spec
     if spec.get("driver") == "file" and spec["path"].startswith(_PLACEHOLDER):
         return kvstore("s3://" + spec["path"].removeprefix(_PLACEHOLDER))
-    # What is written in place and what by renaming is a matter of file systems alone: a store's
-    # spec is the same for both.
+    # Orbax's specs differ in writing in place or by renaming, which a store does not know.
     return {name: _in_store(value) for name, value in spec.items()}
 
 
 def no_damage(error: ValueError) -> str:
-    """Why TensorStore could not read, in words, where that is not for damage to what is stored; ""
-    for damage."""
+    """The reason that TensorStore could not read, in words, if it is no damage to what is stored;
+    "" for damage."""
     return _NO_DAMAGE.get(str(error).partition(":")[0], "")
 
 

@@ -1,8 +1,8 @@
-"""What a place is that a command is given: a folder of checkpoints, or one step. Nothing is written
-here. No jax.
+"""The checkpoints that a command's place stands for: a folder of them, or one step. Nothing is
+written here. No jax.
 
 RUN, RUN/checkpoints, s3://BUCKET/PATH     all steps there
-RUN/checkpoints/20                         that step alone, whole or not; also one set aside, or
+RUN/checkpoints/20                         that step alone, complete or not; also one set aside, or
                                            copied to a folder of another name
 anything else                              NoCheckpointsError, with the nearest place that has
                                            checkpoints
@@ -20,8 +20,8 @@ import shlex
 from etils import epath
 
 from jaxtrain.checkpoint import manifest, steps, stores
-from jaxtrain.checkpoint.database import STATE
-from jaxtrain.checkpoint.steps import BROKEN, CONFIG, META, ORBAX_UNFINISHED, checkpoints_of
+from jaxtrain.checkpoint.manifest import META, STATE
+from jaxtrain.checkpoint.steps import BROKEN, CONFIG, ORBAX_UNFINISHED, checkpoints_of
 from jaxtrain.checkpoint.stores import scheme_of
 from jaxtrain.config import addresses
 from jaxtrain.run.exit_status import ExitStatus, RunError
@@ -39,42 +39,31 @@ class NoCheckpointsError(RunError):
 @dataclasses.dataclass(frozen=True)
 class Subject:
     """The folder of checkpoints that a command is about. step: the folder of the one step that is
-    meant; None: all are."""
+    meant, None if all are."""
 
     directory: epath.Path
     step: epath.Path | None = None
 
     def folders(self) -> list[epath.Path]:
-        """The folders of the steps that are meant, whole or not, in order."""
-        return (
-            [self.step]
-            if self.step
-            else [self.directory / str(step) for step in steps.names(self.directory)]
-        )
+        """The folders of the steps that are meant, complete or not, in order."""
+        every = (self.directory / str(step) for step in steps.names(self.directory))
+        return [self.step] if self.step else list(every)
 
     def others(self) -> list[epath.Path]:
-        """What runs have set aside in the directory, and saves that did not end or are under way;
-        none beside one step."""
-        return (
-            []
-            if self.step
-            else sorted(
-                (path for path in self.directory.iterdir() if _is_left(path)),
-                key=lambda path: path.name,
-            )
-        )
+        """The entries that runs have set aside in the directory, and saves that did not end or are
+        under way; none if one step is meant."""
+        others = [] if self.step else filter(_is_other, self.directory.iterdir())
+        return sorted(others, key=lambda path: path.name)
 
 
 def find(place: str) -> Subject:
-    """What a place is. Raises AddressError, NoCheckpointsError, or CheckpointError where it cannot
-    be read."""
+    """The checkpoints that a place stands for. Raises AddressError, NoCheckpointsError, or
+    CheckpointError where it cannot be read."""
     folder = stores.folder(place)
     with steps.read_errors(place):
         if not stores.is_folder(folder):
-            raise NoCheckpointsError(
-                f"{place!r} "
-                f"{'is a file' if folder.exists() else 'does not exist'}{_instead(folder)}"
-            )
+            fault = "is a file" if folder.exists() else "does not exist"
+            raise NoCheckpointsError(f"{place!r} {fault}{_instead(folder)}")
         if step := step_folder(folder):
             return Subject(step.parent, step)
         directory = checkpoints_of(folder)
@@ -86,17 +75,14 @@ def find(place: str) -> Subject:
 def some_run(name: str) -> str:
     """The run below ./runs whose folder's name is most like this; "" if there is none with
     checkpoints."""
-    runs = [
-        str(path.parent)
-        for path in sorted(pathlib.Path("runs").glob("*/checkpoints"))
-        if _has_steps(epath.Path(path))
-    ]
+    paths = sorted(pathlib.Path("runs").glob("*/checkpoints"))
+    runs = [str(path.parent) for path in paths if _has_steps(epath.Path(path))]
     return (difflib.get_close_matches(name, runs, n=1, cutoff=0) or [""])[0]
 
 
 def step_folder(folder: epath.Path) -> epath.Path | None:
-    """The folder of the step that this is, by its name and what it holds; None if it is none.
-    NoCheckpointsError for an unfinished one."""
+    """The folder of the step that a folder, or a link, stands for, by its name and its files; None
+    if it is no step. Raises NoCheckpointsError for an unfinished one."""
     if (folder / CONFIG).exists() or (folder / "checkpoints").exists():
         return None  # a run, whatever its name is
     if ORBAX_UNFINISHED in folder.name or (scheme_of(folder) and steps.is_unfinished(folder)):
@@ -104,64 +90,59 @@ def step_folder(folder: epath.Path) -> epath.Path | None:
             f"'{folder}' is a save that did not end, or is under way: use "
             f"{shlex.quote(str(folder.parent))}"
         )
-    real = folder if scheme_of(folder) else epath.Path(os.path.realpath(folder))  # a link to a step
-    path = (
-        real
-        if _STEPS_NAME.fullmatch(real.name) and not _STEPS_NAME.fullmatch(folder.name)
-        else folder
-    )
+    path = folder
+    if not scheme_of(folder) and not _STEPS_NAME.fullmatch(folder.name):
+        target = epath.Path(os.path.realpath(folder))
+        if _STEPS_NAME.fullmatch(target.name):  # a link to a step
+            path = target
     if (path / STATE).exists() and ((path / META).exists() or (path / manifest.FILE).exists()):
         return path
-    named = _STEPS_NAME.fullmatch(path.name)
-    return (
-        path
-        if named and (_holds(path) or path.parent.name == "checkpoints" or _has_steps(path.parent))
-        else None
-    )
+    if _STEPS_NAME.fullmatch(path.name) and (
+        _has_parts(path) or path.parent.name == "checkpoints" or _has_steps(path.parent)
+    ):
+        return path
+    return None
 
 
-def _holds(step: epath.Path) -> bool:
-    """Whether a folder has something of a step."""
+def _has_parts(step: epath.Path) -> bool:
+    """True for a folder with some part of a step."""
     return any((step / name).exists() for name in (STATE, META, manifest.FILE))
 
 
 def _has_steps(directory: epath.Path) -> bool:
-    """Whether a folder is one of checkpoints: not /proc, whose entries have numbers for names,
+    """True for a folder of checkpoints, and not for /proc, whose entries have numbers for names,
     too."""
     if not directory.is_dir():
         return False
     for path in directory.iterdir():
-        if _is_left(path) or (
-            _STEPS_NAME.fullmatch(path.name) and (directory.name == "checkpoints" or _holds(path))
-        ):
+        named = _STEPS_NAME.fullmatch(path.name)
+        if _is_other(path) or (named and (directory.name == "checkpoints" or _has_parts(path))):
             return True
     return False
 
 
-def _is_left(path: epath.Path) -> bool:
-    """Whether an entry of a folder of checkpoints is set aside, or an unfinished save."""
-    return (
-        BROKEN in path.name and _STEPS_NAME.fullmatch(path.name) is not None
-    ) or steps.is_unfinished(path)
+def _is_other(path: epath.Path) -> bool:
+    """True for an entry of a folder of checkpoints that is set aside, or an unfinished save."""
+    set_aside = BROKEN in path.name and _STEPS_NAME.fullmatch(path.name)
+    return bool(set_aside) or steps.is_unfinished(path)
 
 
 def _instead(folder: epath.Path) -> str:
-    """What to use, as the end of a line: the nearest place with checkpoints, if there is one."""
-    in_store = bool(scheme_of(folder))
+    """The place to use, as the end of a line: the nearest one with checkpoints, if there is one."""
+    near, in_store = "", bool(scheme_of(folder))
     with contextlib.suppress(OSError):
-        near = next(filter(_has_checkpoints, _above(folder)), None) if in_store else _near(folder)
-        if near:
-            return f": use {shlex.quote(os.fspath(near))}"
-    near = "" if in_store else some_run(str(folder))
+        if in_store:
+            near = os.fspath(next(filter(_has_checkpoints, _above(folder)), ""))
+        else:
+            near = _near(folder)
+    near = near or ("" if in_store else some_run(str(folder)))
     return f": use {shlex.quote(near) if near else 'the folder of a run'}"
 
 
 def _above(folder: epath.Path) -> list[epath.Path]:
-    """The three folders above one, as far as they are in a bucket's."""
+    """The three folders above one, without a bucket itself."""
     parents = itertools.islice(folder.parents, 3)
-    return [
-        path for path in parents if not scheme_of(path) or addresses.fault(os.fspath(path)) is None
-    ]
+    return [path for path in parents if addresses.fault(os.fspath(path)) is None]
 
 
 def _has_checkpoints(path: epath.Path) -> bool:
@@ -171,17 +152,15 @@ def _has_checkpoints(path: epath.Path) -> bool:
 
 
 def _near(folder: epath.Path) -> str:
-    """The first place with checkpoints above a folder, in it, or beside it, where the likest name
+    """The first place with checkpoints above a folder, in it, or next to it, where the likest name
     comes first; "" if there is none."""
     absolute = epath.Path(os.path.abspath(folder))
     likeness = lambda path: -difflib.SequenceMatcher(None, path.name, absolute.name).ratio()
-    beside = sorted(_folders_in(absolute.parent), key=likeness)
-    path = next(
-        filter(_has_checkpoints, (*_above(absolute), *_folders_in(absolute), *beside)), None
-    )
-    if path is None:
-        return ""
-    return os.fspath(path) if folder.is_absolute() else os.path.relpath(path)
+    siblings = sorted(_folders_in(absolute.parent), key=likeness)
+    for path in (*_above(absolute), *_folders_in(absolute), *siblings):
+        if _has_checkpoints(path):
+            return os.fspath(path) if folder.is_absolute() else os.path.relpath(path)
+    return ""
 
 
 def _folders_in(folder: epath.Path) -> list[epath.Path]:

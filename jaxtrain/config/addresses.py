@@ -15,20 +15,20 @@ _LOOKS = re.compile(r"([^:/]*):/(/?)(.*)", re.DOTALL)
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What is wrong with a place, in words that follow it, and the places that it may have been
-    meant for, nearest first: folders, and addresses in stores whose packages are installed."""
+    """A fault of a place, in words that follow it, and the places that were perhaps meant, nearest
+    first: folders, and addresses in stores whose packages are installed."""
 
     rule: str
     meant: tuple[str, ...] = ()
 
 
 def is_address(place: str) -> bool:
-    """Whether a place is in no file system, be there such a store or not."""
+    """Whether a place is an address and no file, in any store or none."""
     return "://" in place
 
 
 def fault(place: str) -> Fault | None:
-    """What is wrong with a place that is, or looks like, an address; None for a folder in a store's
+    """The fault of a place that is an address or looks like one; None for a folder in a store's
     bucket or in a file system."""
     looks = _LOOKS.match(place)
     if not looks:
@@ -47,8 +47,8 @@ def fault(place: str) -> Fault | None:
 
 
 def not_utf8(place: str) -> Fault | None:
-    """What is wrong with a folder of checkpoints whose name is no UTF-8 (or, in a locale of fewer
-    characters, cannot be read as such)."""
+    """The fault of a folder of checkpoints whose name is not UTF-8 (or cannot be read as such in a
+    locale of fewer characters)."""
     clean = re.sub("[\ud800-\udfff]", "_", place)
     return (
         None
@@ -60,7 +60,7 @@ def not_utf8(place: str) -> Fault | None:
 
 
 def missing_package(place: str) -> Fault | None:
-    """What is wrong with an address in a store whose package is not installed; None for another
+    """The fault of an address in a store whose package is not installed; None for any other
     place."""
     scheme = place.partition("://")[0] if is_address(place) else ""
     if scheme not in PACKAGES or _is_installed(scheme):
@@ -72,8 +72,7 @@ def missing_package(place: str) -> Fault | None:
 
 
 def _in_stores(path: str, *stores: str) -> tuple[str, ...]:
-    """A bucket and a folder in it, as far as a path names them, by the addresses of those stores
-    that can be used."""
+    """The addresses of a path, bucket and folder, in those of the stores that can be used."""
     bucket, _, key = path.rstrip("/").partition("/")
     return tuple(
         f"{store}://{bucket or 'BUCKET'}/{key or 'run'}" for store in stores if _is_installed(store)

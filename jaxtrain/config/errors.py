@@ -92,6 +92,6 @@ def value_text(value: Any) -> str:
 
 
 def shown(value: object) -> str:
-    """A value in one short piece of a line."""
+    """The repr of a value, cut to 200 characters."""
     text = repr(value)
     return text if len(text) <= 200 else text[:200] + "…"

@@ -42,8 +42,8 @@ T = TypeVar("T")
 class Flag:
     """A command's own flag, `--name=value`; its type is its default's (bool, int, float or str).
 
-    The bounds are those of other values than the default, which may be given whatever they are (0
-    for "not said", say).
+    The bounds hold for all values but the default, which is always allowed (0 for "not given",
+    say).
     """
 
     name: str
@@ -232,8 +232,8 @@ def _flag_value(flag: Flag, text: str) -> Any:
 
 
 def _nearest(flag: Flag, text: str) -> Any:
-    """The value of the flag's type that is nearest to a text which is none, within its bounds: 20
-    for 19.8; its default without any."""
+    """The value of the flag's type, within its bounds, that is nearest to a text of another type:
+    20 for 19.8; its default where there is none."""
     number = cfg.number(text) if isinstance(flag.default, int) else None
     if (
         number is None
@@ -311,15 +311,15 @@ def _stray(
 
 
 def apply(config: Config, overrides: Sequence[tuple[str, str]]) -> Config:
-    """A config with (path, text) overrides, of which the last for a path counts. A text that is not
-    of its setting's type stays a text, which the checks refuse."""
+    """The config with (path, text) overrides, of which the last for a path counts. A text that is
+    not of its setting's type stays a text, which the checks refuse."""
     return cfg.replace(
         cfg.converted(config), {path: _value(path, text) for path, text in overrides}
     )
 
 
 def _value(path: str, text: str) -> Any:
-    """A text as its setting's type, by ml_collections' flags; the text itself if it is none of that
+    """A text as its setting's type, by ml_collections' flags; the text itself if it is not of that
     type."""
     group, name = path.split(".")
     field, values = cfg.fields()[path], absl_flags.FlagValues()
@@ -352,12 +352,12 @@ def _tuple_text(text: str, item: type) -> str:
 
 
 def settled(reading: Reading, check: Callable[[Reading], T], recipe: Config | None = None) -> T:
-    """What `check` makes of a command line. recipe: instead of the one that --config names.
+    """The result of `check` on a command line. recipe: instead of the one that --config names.
 
-    Where the command line is wrong, or the check refuses it, what the error has to put it right is
-    taken into the command line, which is then checked again, until it passes: so a suggestion
-    works, and has all that is wrong. Raises UsageError with the first error, these flags, and after
-    them what no flag mends.
+    Where the command line is wrong, or the check refuses it, the fixes of the error are appended to
+    the command line, which is checked once more, until it passes. So a suggestion works, and it
+    fixes all errors at once. Raises UsageError with the first error, these fixes, and after them
+    the errors that no flag fixes.
     """
     errors = reading.errors
     for _ in range(MOST_MENDED):
@@ -379,14 +379,14 @@ def settled(reading: Reading, check: Callable[[Reading], T], recipe: Config | No
 
 
 def _usage_error(error: cfg.ConfigError) -> UsageError:
-    """A config's error, which is about settings, as one about their flags."""
+    """The UsageError with the flags of a ConfigError."""
     fixes = {SETTING + path: value for path, value in error.fixes[0].items()} if error.fixes else {}
     return UsageError(str(error).rpartition(": use ")[0] or str(error), fixes, text=str(error))
 
 
 def _all_together(errors: Sequence[UsageError], reading: Reading, recipe: Config | None) -> str:
-    """The first error that flags mend, with the flags that mend all of these, and then what they do
-    not mend."""
+    """The first error that flags fix, with the flags that fix all of them, and then the errors that
+    no flag fixes."""
     if len(errors) == 1 and not errors[0].setting:
         return str(errors[0])
     flags = {name: value for error in errors for name, value in error.fixes.items()}
@@ -405,7 +405,8 @@ def _all_together(errors: Sequence[UsageError], reading: Reading, recipe: Config
 
 
 def _in_the_end(path: str, reading: Reading, recipe: Config | None) -> list[Any]:
-    """The value that a setting has after all flags; none where there is no recipe."""
+    """The value that a setting has after all flags, in a list; an empty one where there is no
+    recipe."""
     try:
         return [
             cfg.get(

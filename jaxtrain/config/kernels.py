@@ -1,9 +1,9 @@
-"""The table of kernels: which one attends, which one multiplies rows with their experts, and why
-the others do not. Standard library only.
+"""The table of kernels: which one computes attention, which one multiplies tokens with the
+matrices of their experts, and why the others do not. Standard library only.
 
-A row is a kernel, in the order in which they are tried; what it does not take is said by its rules,
-one line each. The same table checks a kernel that was asked for by name, chooses while a step is
-traced, and writes the start-up text. Attention's, of which `auto` is the first that takes the case:
+Kernels are tried in the order of the table. Each has rules, which say in one line what it does not
+take. The same table checks a kernel that was asked for by name, chooses one while a step is traced,
+and writes the start-up text. Attention by `auto` uses the first that takes the case:
 
     kernel      devices               takes                                 is
     splash      TPUs                  heads of any size, also of two;       jax's Pallas kernel
@@ -17,15 +17,15 @@ traced, and writes the start-up text. Attention's, of which `auto` is the first 
     xla         any                   everything                            products and a softmax
                                                                             in XLA
 
-Products of experts (dropless), which go by the devices alone; rows × matrices and the gradients of
-both take the same one:
+Products of experts without a capacity depend on the devices alone. Tokens × matrices, and the
+gradients of both, use the same kernel:
 
     megablox      TPUs         everything      jax's Pallas kernels
     large_blocks  NVIDIA GPUs  everything      a loop over blocks of rows in XLA
-    blocks        any          everything      the same, of fewer rows
+    blocks        any          everything      the same, with fewer rows
 
-What jax checks before it calls cuDNN (check_is_flash_attention in
-jax._src.cudnn.fused_attention_stablehlo) is where its rules are from.
+The rules of cuDNN are what jax checks before it calls it (check_is_flash_attention in
+jax._src.cudnn.fused_attention_stablehlo).
 """
 
 import dataclasses
@@ -45,10 +45,14 @@ LONG = 1024  # keys from which attention is a good part of a step
 
 
 @dataclasses.dataclass(frozen=True)
-class Hardware:
-    """The devices that a program is for. platform: "" if not known; of NVIDIA GPUs the compute
-    capability, and cuDNN's version as it says it (91200 for 9.12), None where nobody can be asked:
-    compiled ahead of time, it is taken for what the packages ask for."""
+class TargetDevice:
+    """The kind of device that a program is for.
+
+    platform:   as jax names it; "" if not known
+    capability: the compute capability of an NVIDIA GPU
+    cudnn:      cuDNN's version as it gives it (91200 for 9.12). None where it cannot be asked, as
+                ahead of time: then it is the version that the packages require
+    """
 
     platform: str = ""
     capability: tuple[int, int] = HOPPER
@@ -63,17 +67,17 @@ class Hardware:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCase:
-    """What is to be attended on a device.
+    """The attention of one device.
 
-    bits: of queries, keys and values
-    key_size, value_size: of a head's queries and keys, and of its values
-    queries, keys: tokens of which a query can see any, and of those keys; of a part of a sequence
-        `queries` is its shortest piece
-    context: "" for whole sequences, else how parts of them attend: "all_gather" or "ring"
-        (parallel/context.py), or "cache" in generation
+    bits:       of queries, keys and values
+    key_size:   of a head's queries and keys; value_size: of its values
+    queries:    number of queries, in the shortest piece of a split sequence; keys: number of keys
+    documents:  whether tokens attend inside their document only
+    context:    "" for unsplit sequences, else how split ones attend: "all_gather" or "ring"
+                (parallel/context.py), or "cache" in generation
     """
 
-    hardware: Hardware
+    device: TargetDevice
     bits: int
     key_size: int
     value_size: int
@@ -85,28 +89,28 @@ class AttentionCase:
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """Why a kernel does not take a case: a rule, read after its name, and the setting that ends it,
-    if one does."""
+    """The reason why a kernel does not take a case: a rule, read after the kernel's name, and
+    settings with which it would."""
 
     rule: str
     fixes: tuple[dict[str, Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """A kernel, in words too, and those before it in the table: name → why not."""
+class KernelChoice:
+    """The kernel of a case, also in words, and the refusals of those before it in the table."""
 
     kernel: str
     words: str
-    passed_over: dict[str, Refusal]
+    refusals: dict[str, Refusal]
 
 
-Rule = Callable[[AttentionCase], Refusal | None]
+KernelRule = Callable[[AttentionCase], Refusal | None]
 
 
-def _for(platform: str, devices: str) -> Rule:
+def _for(platform: str, devices: str) -> KernelRule:
     def rule(case: AttentionCase) -> Refusal | None:
-        return None if case.hardware.platform in ("", platform) else Refusal(f"is for {devices}")
+        return None if case.device.platform in ("", platform) else Refusal(f"is for {devices}")
 
     return rule
 
@@ -134,7 +138,7 @@ def _in_16_bits(case: AttentionCase) -> Refusal | None:
 
 
 def _cudnn_heads(case: AttentionCase) -> Refusal | None:
-    most = 256 if case.hardware.capability >= HOPPER else 128
+    most = 256 if case.device.capability >= HOPPER else 128
     if any(size > most or size % 8 for size in (case.key_size, case.value_size)):
         sizes = (
             f"{case.key_size}"
@@ -148,9 +152,9 @@ def _cudnn_heads(case: AttentionCase) -> Refusal | None:
 def _cudnn_two_sizes(case: AttentionCase) -> Refusal | None:
     if case.key_size == case.value_size:
         return None
-    if case.hardware.capability < HOPPER:
+    if case.device.capability < HOPPER:
         return Refusal("takes queries and values of two sizes from compute capability 9.0 on")
-    if (case.hardware.cudnn or CUDNN_TWO_SIZES) < CUDNN_TWO_SIZES:
+    if (case.device.cudnn or CUDNN_TWO_SIZES) < CUDNN_TWO_SIZES:
         return Refusal(
             "takes queries and values of two sizes from cuDNN 9.10 on: python -m pip install "
             "-U nvidia-cudnn-cu13"
@@ -166,7 +170,7 @@ def _cudnn_whole(case: AttentionCase) -> Refusal | None:
 
 
 def _cudnn_documents(case: AttentionCase) -> Refusal | None:
-    if case.documents and case.hardware.capability < HOPPER:
+    if case.documents and case.device.capability < HOPPER:
         return Refusal("takes documents without a mask from compute capability 9.0 on")
     return None
 
@@ -186,13 +190,13 @@ def _cudnn_mask(case: AttentionCase) -> Refusal | None:
     return None
 
 
-CUDNN_RULES: tuple[Rule, ...] = (
+CUDNN_RULES: tuple[KernelRule, ...] = (
     _for(GPU, "NVIDIA GPUs"),
     _in_16_bits,
     _cudnn_heads,
     _cudnn_two_sizes,
 )
-TABLE: dict[str, tuple[str, tuple[Rule, ...]]] = {
+TABLE: dict[str, tuple[str, tuple[KernelRule, ...]]] = {
     SPLASH: ("splash, jax's kernel for TPUs", (_for(TPU, "TPUs"), _in_steps)),
     CUDNN: ("cuDNN's flash attention", (*CUDNN_RULES, _cudnn_whole, _cudnn_documents)),
     CUDNN_MASK: ("cuDNN's flash attention, given a mask", (*CUDNN_RULES, _cudnn_mask)),
@@ -207,32 +211,32 @@ NAMES = ("auto", XLA, CUDNN, SPLASH)  # of model.attention_kernel
 
 
 def refusal(kernel: str, case: AttentionCase) -> Refusal | None:
-    """Why a kernel does not take the case, if it does not."""
+    """The reason why a kernel does not take the case; None if it does."""
     return next((refused for rule in TABLE[kernel][1] if (refused := rule(case))), None)
 
 
-def attention_kernel(case: AttentionCase, wanted: str = "auto") -> Choice:
+def attention_kernel(case: AttentionCase, wanted: str = "auto") -> KernelChoice:
     """The kernel for a case: the first of the table that takes it, or what was asked for by name.
 
-    `splash` by name is that kernel on any platform, interpreted off a TPU; `cudnn` is either of its
-    two rows. A kernel that was asked for and does not take the case is refused before anything is
-    traced (config/rules.py), so that nothing here has to be raised.
+    `splash` by name is that kernel on any platform, interpreted where there is no TPU; `cudnn` is
+    either of its two entries. Nothing is raised: a kernel that was asked for and does not take the
+    case is refused before anything is traced (config/rules.py).
     """
     if wanted in (SPLASH, XLA):
-        interpreted = wanted == SPLASH and case.hardware.platform != TPU
-        return Choice(wanted, TABLE[wanted][0] + ", interpreted" * interpreted, {})
-    passed_over: dict[str, Refusal] = {}
+        interpreted = wanted == SPLASH and case.device.platform != TPU
+        return KernelChoice(wanted, TABLE[wanted][0] + ", interpreted" * interpreted, {})
+    refusals: dict[str, Refusal] = {}
     for kernel, (words, _) in TABLE.items():
         if wanted == CUDNN and kernel not in (CUDNN, CUDNN_MASK):
             continue
         if not (refused := refusal(kernel, case)):
-            return Choice(kernel, words, passed_over)
-        passed_over[kernel] = refused
-    return Choice(CUDNN, TABLE[CUDNN][0], passed_over)
+            return KernelChoice(kernel, words, refusals)
+        refusals[kernel] = refused
+    return KernelChoice(CUDNN, TABLE[CUDNN][0], refusals)
 
 
-def attention_case(config: Config, hardware: Hardware) -> AttentionCase:
-    """What a resolved config's step attends to on a device."""
+def attention_case(config: Config, hardware: TargetDevice) -> AttentionCase:
+    """The attention of a resolved config's step on one device."""
     model, tokens = config.model, config.data.sequence_length
     latent, parts = model.attention == "mla", max(config.mesh.context, 1)
     context = config.parallel.context if parts > 1 and config.parallel.context != "ulysses" else ""
@@ -248,23 +252,25 @@ def attention_case(config: Config, hardware: Hardware) -> AttentionCase:
     )
 
 
-def product_kernel(hardware: Hardware) -> Choice:
+def product_kernel(hardware: TargetDevice) -> KernelChoice:
     """The kernel of the products of experts."""
     if hardware.platform == TPU:
-        return Choice(MEGABLOX, PRODUCTS[MEGABLOX], {})
-    passed_over = {MEGABLOX: Refusal("is for TPUs")}
+        return KernelChoice(MEGABLOX, PRODUCTS[MEGABLOX], {})
+    refusals = {MEGABLOX: Refusal("is for TPUs")}
     if hardware.platform == GPU:
-        return Choice(LARGE_BLOCKS, PRODUCTS[LARGE_BLOCKS], passed_over)
-    return Choice(BLOCKS, PRODUCTS[BLOCKS], passed_over | {LARGE_BLOCKS: Refusal("are for GPUs")})
+        return KernelChoice(LARGE_BLOCKS, PRODUCTS[LARGE_BLOCKS], refusals)
+    return KernelChoice(
+        BLOCKS, PRODUCTS[BLOCKS], refusals | {LARGE_BLOCKS: Refusal("are for GPUs")}
+    )
 
 
-def describe(config: Config, hardware: Hardware) -> Iterator[str]:
-    """Lines for people: the kernels of a resolved config's step, what was passed over and why, and
-    a warning for each that is slow."""
+def describe(config: Config, hardware: TargetDevice) -> Iterator[str]:
+    """Lines of text: the kernels of a resolved config's step, which others were refused and why,
+    and a warning for each that is slow."""
     yield from _describe_attention(config, hardware)
     if config.model.experts and not config.model.capacity_factor:
         choice = product_kernel(hardware)
-        yield f"products of experts: {choice.words}{_passed_over(choice)}"
+        yield f"products of experts: {choice.words}{_refusals(choice)}"
         if hardware.platform == GPU:
             yield (
                 "warning: products of experts are no kernel of their own on a GPU, and wait "
@@ -273,19 +279,19 @@ def describe(config: Config, hardware: Hardware) -> Iterator[str]:
             )
 
 
-def _passed_over(choice: Choice) -> str:
-    """In brackets what was tried before, a rule that several have once; nothing where nothing
-    was."""
-    rules = {refusal.rule: name for name, refusal in reversed(choice.passed_over.items())}
+def _refusals(choice: KernelChoice) -> str:
+    """The refusals of a choice, in brackets, with a rule that several kernels share once; "" if
+    there are none."""
+    rules = {refusal.rule: name for name, refusal in reversed(choice.refusals.items())}
     passed = ", ".join(f"{name} {rule}" for rule, name in reversed(rules.items()))
     return f" ({passed})" if passed else ""
 
 
-def _describe_attention(config: Config, hardware: Hardware) -> Iterator[str]:
+def _describe_attention(config: Config, hardware: TargetDevice) -> Iterator[str]:
     wanted, case = config.model.attention_kernel, attention_case(config, hardware)
     choice = attention_kernel(case, wanted)
     asked = f" (model.attention_kernel={wanted})" if wanted != "auto" else ""
-    yield f"attention: {choice.words}{asked}{_passed_over(choice)}"
+    yield f"attention: {choice.words}{asked}{_refusals(choice)}"
     if choice.kernel == SPLASH and hardware.platform != TPU:
         yield (
             f"warning: splash is interpreted on {hardware.name}, for tests: a step takes minutes "
@@ -293,7 +299,7 @@ def _describe_attention(config: Config, hardware: Hardware) -> Iterator[str]:
         )
     elif choice.kernel in (XLA, CUDNN_MASK) and hardware.platform != CPU and case.keys >= LONG:
         fast = {TPU: SPLASH, GPU: CUDNN}.get(hardware.platform, XLA)
-        refused = choice.passed_over.get(fast) or Refusal(
+        refused = choice.refusals.get(fast) or Refusal(
             "is not asked for", ({"model.attention_kernel": "auto"},)
         )
         ends = " or ".join(

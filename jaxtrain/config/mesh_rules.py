@@ -198,7 +198,8 @@ def mlp_widths(m: ModelConfig) -> dict[str, int]:
 
 def _context_axis_divides(c: Config) -> Iterator[Violation]:
     """The sequence is cut into two chunks for each device of `context`, and these over `model`;
-    ulysses cuts heads over both axes."""
+    ulysses cuts heads over both axes. In a ring keys go round by permutes, which the devices of all
+    stages would have to run together."""
     size, model, m = c.mesh.context, max(c.mesh.model, 1), c.model
     if size <= 1:
         return
@@ -230,11 +231,7 @@ def _context_axis_divides(c: Config) -> Iterator[Violation]:
             f"cuts heads, and {over} does not divide {path}={number}",
             [{"parallel.context": "all_gather"}, *values_for("mesh.context", smaller)],
         )
-
-
-def _ring_has_one_stage(c: Config) -> Iterator[Violation]:
-    """Keys go round by permutes, which all devices have to run together."""
-    if c.parallel.context == "ring" and c.mesh.context not in (1, -1) and c.mesh.stage > 1:
+    if c.parallel.context == "ring" and c.mesh.stage > 1:
         rule = f"is for mesh.stage=1, not {c.mesh.stage}: stages do not attend together"
         fixes = values_for("parallel.context", ["all_gather", "ulysses"])
         yield Violation("parallel.context", rule, fixes, show=2)
@@ -275,22 +272,19 @@ def _model_axis_divides(c: Config) -> Iterator[Violation]:
         yield Violation("mesh.model", rule, fixes, show=4)
 
 
-def _gradients_can_be_reduced(c: Config) -> Iterator[Violation]:
-    if c.parallel.reduce == "microbatch" and c.parallel.zero == 0:
-        rule = "leaves gradients sharded, and parallel.zero=0 shards nothing"
-        fixes: list[Changes] = [{"parallel.reduce": "step"}, {"parallel.zero": 2}]
-        yield Violation("parallel.reduce", rule, fixes)
-
-
-def _independent_replicas(c: Config) -> Iterator[Violation]:
-    """Rules of DiLoCo."""
+def _reductions(c: Config) -> Iterator[Violation]:
+    """Gradients over `data`, and the outer steps of independent replicas (DiLoCo)."""
     path, steps, offload = (
         "train.diloco_inner_steps",
         c.train.diloco_inner_steps,
         c.parallel.offload,
     )
+    if c.parallel.reduce == "microbatch" and c.parallel.zero == 0:
+        rule = "leaves gradients sharded, and parallel.zero=0 shards nothing"
+        fixes: list[Changes] = [{"parallel.reduce": "step"}, {"parallel.zero": 2}]
+        yield Violation("parallel.reduce", rule, fixes)
     if steps and c.mesh.replica == 1:
-        fixes: list[Changes] = [{path: 0}, {"mesh.replica": 2}]
+        fixes = [{path: 0}, {"mesh.replica": 2}]
         yield Violation(path, "is for independent replicas, and mesh.replica=1", fixes)
     if steps and offload in ("optimizer", "both"):
         yield Violation(
@@ -326,10 +320,8 @@ def _batch_divides(c: Config) -> Iterator[Violation]:
 
 RULES: tuple[Rule, ...] = (
     _context_axis_divides,
-    _ring_has_one_stage,
     _expert_axis_divides,
     _model_axis_divides,
-    _gradients_can_be_reduced,
-    _independent_replicas,
+    _reductions,
     _batch_divides,
 )

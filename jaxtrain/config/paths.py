@@ -1,6 +1,7 @@
 """Settings by their paths, such as "mesh.stage": reading, replacing and converting values; a config
 as JSON. No jax."""
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -51,13 +52,12 @@ def replace(config: Config, changes: dict[str, Any]) -> Config:
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
-    """Group → field → value, as JSON can hold it (tuples become arrays there)."""
+    """Group → field → value; JSON turns tuples into arrays."""
     return dataclasses.asdict(config)
 
 
 def from_dict(values: dict[str, Any]) -> Config:
-    """The config of `to_dict`'s result, also after JSON. A setting that is not there has its
-    default.
+    """The config of `to_dict`'s result, also after JSON. A missing setting has its default.
 
     Raises ConfigError for an unknown group or field and for a value of a wrong type (an integer
     passes for a float).
@@ -67,15 +67,12 @@ def from_dict(values: dict[str, Any]) -> Config:
     given = {}
     for group, settings in values.items():
         if group not in groups:
-            raise ConfigError(
-                str(group), settings, "is an unknown group of settings", closest(str(group), groups)
-            )
+            nearest = closest(str(group), groups)
+            raise ConfigError(str(group), settings, "is an unknown group of settings", nearest)
         if not isinstance(settings, dict):
-            path, rule = (
-                next(p for p in known if p.startswith(group + ".")),
-                "is a group of settings, not a value",
-            )
-            raise ConfigError(group, settings, rule, fixes=[{path: retyped(path, settings)}])
+            path = next(p for p in known if p.startswith(group + "."))
+            fixes = [{path: retyped(path, settings)}]
+            raise ConfigError(group, settings, "is a group of settings, not a value", fixes=fixes)
         for name, value in settings.items():
             if f"{group}.{name}" not in known:
                 raise unknown_field(f"{group}.{name}", value)
@@ -90,18 +87,14 @@ def converted(config: Config) -> Config:
     are."""
     changes = {}
     for path in fields():
-        try:
+        with contextlib.suppress(ConfigError):
             changes[path] = convert(path, get(config, path))
-        except ConfigError:
-            continue
-    return replace(
-        config, {path: value for path, value in changes.items() if value is not get(config, path)}
-    )
+    return replace(config, changes)
 
 
 def convert(path: str, value: Any) -> Any:
-    """A value as its setting's type: int → float and list → tuple, nothing else. ConfigError for
-    any other type."""
+    """A value as its setting's type: int → float and list → tuple, nothing else. Raises ConfigError
+    for any other type."""
     field = fields()[path]
     kind = field.type
     if kind is float and type(value) is int:
@@ -118,8 +111,8 @@ def convert(path: str, value: Any) -> Any:
 
 
 def retyped(path: str, value: Any, otherwise: Any = None) -> Any:
-    """The value of the setting's type that is closest to one of another type; where there is none
-    `otherwise`, or the default."""
+    """The value of the setting's type that is closest to a value of another type; `otherwise`, or
+    the default, where there is none."""
     field = fields()[path]
     item, default = item_type(field.type), field.default if otherwise is None else otherwise
     if item is str and isinstance(value, str):
@@ -142,7 +135,7 @@ def retyped(path: str, value: Any, otherwise: Any = None) -> Any:
 
 
 def number(text: str) -> float | None:
-    """The finite number that a text is; None for any other."""
+    """The finite number of a text; None for any other text."""
     try:
         number = float(text)
     except ValueError:
@@ -151,12 +144,12 @@ def number(text: str) -> float | None:
 
 
 def item_type(kind: Any) -> Any:
-    """The type of a tuple's items; None for another type than a tuple."""
+    """The type of a tuple's items; None if the type is no tuple."""
     return typing.get_args(kind)[0] if isinstance(kind, types.GenericAlias) else None
 
 
 def kind_name(kind: Any) -> str:
-    """A setting's type for people, with its article."""
+    """A setting's type in words, with its article."""
     names = {
         int: "an integer",
         float: "a number",
@@ -167,7 +160,7 @@ def kind_name(kind: Any) -> str:
 
 
 def meant(path: str) -> str:
-    """The setting that a path which is none is most like."""
+    """The setting whose path is most like an unknown path."""
     paths = list(fields())
     group, _, name = path.partition(".")
     elsewhere = [p for p in paths if p.endswith("." + name)]
@@ -179,16 +172,14 @@ def unknown_field(path: str, value: Any) -> ConfigError:
     """The error for a setting that does not exist, with the closest one that does."""
     near = meant(path)
     try:
-        value = convert(near, value)
+        value_of_type = convert(near, value)
     except ConfigError:
-        return ConfigError(
-            path, value, "is an unknown setting", fixes=[{near: retyped(near, value)}]
-        )
-    return ConfigError(path, value, "is an unknown setting", fixes=[{near: value}])
+        value_of_type = retyped(near, value)
+    return ConfigError(path, value, "is an unknown setting", fixes=[{near: value_of_type}])
 
 
 def closest(word: str, known: Iterable[str]) -> str:
-    """The known word most like a given one."""
+    """The known word that is most like a given one."""
     words = list(known)
     return max(words, key=lambda w: difflib.SequenceMatcher(None, word, w).ratio())
 

@@ -10,10 +10,9 @@ cli.py.
 
 import dataclasses
 import difflib
-import importlib.util
 import os
 import pathlib
-import sys
+import runpy
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -28,10 +27,10 @@ DEFAULT_RECIPE = "tiny"
 
 
 class RecipeError(UsageError):
-    """A recipe that is not there or cannot be read; the text is one line.
+    """A recipe that does not exist or cannot be read; the text is one line.
 
-    rule: what is wrong; nearest: what `--config` works instead, or "", where `advice` says what to
-    do; others: names to choose from.
+    rule: what is wrong; nearest: a value of `--config` that works, or "" where `advice` says what
+    to do; others: further names.
     """
 
     def __init__(
@@ -49,36 +48,32 @@ def find_recipe(name: str) -> pathlib.Path:
     """The file of `--config`: the Python file of this path, else the shipped recipe of this name,
     which may be written NAME, NAME.py or configs/NAME.py.
 
-    What is no Python file hides no recipe: a folder `tiny`, say. Raises RecipeError, which names
-    the nearest recipe, where there is none.
+    Only a Python file hides a shipped recipe; a folder `tiny`, say, does not. Raises RecipeError,
+    which names the nearest recipe, where there is none.
     """
     path = pathlib.Path(os.path.expanduser(name))
-    by_name = path.suffix in ("", ".py") and path.parent in (
-        pathlib.Path("."),
-        pathlib.Path("configs"),
-    )
+    folders = (pathlib.Path("."), pathlib.Path("configs"))
+    by_name = path.suffix in ("", ".py") and path.parent in folders
     shipped = shipped_recipes().get(path.stem) if by_name else None
     if os.path.isfile(path) and (path.suffix == ".py" or not shipped):
         return path.resolve()
     if shipped:
         return shipped
-    special = (
-        "is not a regular file"
-        if os.path.exists(path)
-        else "is neither a file nor a recipe of jaxtrain's"
-    )
-    rule = "is a folder, not a recipe" if os.path.isdir(path) else special
+    rule = "is neither a file nor a recipe of jaxtrain's"
+    if os.path.exists(path):
+        folder = os.path.isdir(path)
+        rule = "is a folder, not a recipe" if folder else "is not a regular file"
     raise _unknown(f"--config={name!r} {rule}", path)
 
 
 def _unknown(rule: str, path: pathlib.Path) -> RecipeError:
-    """The error for a path that is no recipe, with the recipe most like it. Where none is like it,
-    all that are shipped."""
+    """The error for a path that is no recipe, with the recipe most like it; with all that are
+    shipped where none is."""
     shipped, current = shipped_recipes(), pathlib.Path()
-    beside = _recipes_in(path.parent) if path.parent != current else []
+    neighbours = _recipes_in(path.parent) if path.parent != current else []
     known: dict[str, str] = {}  # the first of several with one name counts
     for recipe in [
-        *beside,
+        *neighbours,
         *map(pathlib.Path, shipped),
         *_recipes_in(current),
         *_recipes_in(current / "configs"),
@@ -99,8 +94,8 @@ def _unknown(rule: str, path: pathlib.Path) -> RecipeError:
 
 
 def _recipes_in(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The Python files of a folder that look like recipes; none where it is not there or may not be
-    read."""
+    """The Python files of a folder that look like recipes; none where the folder does not exist or
+    may not be read."""
     if not (folder.is_dir() and os.access(folder, os.R_OK | os.X_OK)):
         return []
     files = [
@@ -110,35 +105,24 @@ def _recipes_in(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def load_recipe(path: pathlib.Path) -> Config:
-    """What the file's get_config() returns. RecipeError for whatever goes wrong in it, with the
-    line."""
-    # a config that is refused leaves nothing behind
-    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    """The config that the file's get_config() returns. Raises RecipeError, with the line, for
+    whatever goes wrong in it."""
     name = f"--config={str(path)!r}"
+    if path.suffix != ".py":
+        raise RecipeError(f"{name} is not a Python file")
     try:
-        spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
-        if spec is None or spec.loader is None:
-            raise RecipeError(f"{name} is not a Python file")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        if not callable(getattr(module, "get_config", None)):
-            raise RecipeError(
-                f"{name} defines no function get_config(), which returns a jaxtrain.config.Config"
-            )
-        config = module.get_config()
-    except RecipeError:
-        raise
+        get_config = runpy.run_path(str(path), run_name=f"recipe_{path.stem}").get("get_config")
+        config = get_config() if callable(get_config) else None
     except (Exception, SystemExit) as error:
-        lines = [
-            frame.lineno
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename == str(path)
-        ]
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         line = error.lineno if isinstance(error, SyntaxError) else (lines[-1] if lines else None)
         where = f", line {line}," if line else ""
         raise RecipeError(f"{name}{where} raises {type(error).__name__}: {error}") from None
-    finally:
-        sys.dont_write_bytecode = writes
+    if not callable(get_config):
+        raise RecipeError(
+            f"{name} defines no function get_config(), which returns a jaxtrain.config.Config"
+        )
     if not isinstance(config, Config):
         raise RecipeError(
             f"{name}: get_config() returns {type(config).__name__}, not a jaxtrain.config.Config"

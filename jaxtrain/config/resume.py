@@ -28,24 +28,21 @@ CANNOT = "cannot continue a checkpoint"
 def violations(config: Config, stored: Config) -> Iterator[Violation]:
     """The fields in which a resolved config may not differ from the stored one of its checkpoint,
     data's first, for model.max_positions follows data.sequence_length."""
+    free = {*_FREE}
+    if config.model.positions == "rotary":
+        free.add("model.max_positions")
+    if config.model.expert_room and stored.model.expert_room:
+        free.add("model.expert_room")  # a checkpoint has other parameters with and without it
+    fixed = {*_FIXED}
+    if config.train.diloco_inner_steps and stored.train.diloco_inner_steps:
+        fixed.add("mesh.replica")  # independent replicas have parameters of their own
+    elif config.train.diloco_inner_steps or stored.train.diloco_inner_steps:
+        fixed.add("train.diloco_inner_steps")
     for path in sorted(cfg.fields(), key=lambda path: not path.startswith("data.")):
-        if cfg.get(stored, path) != cfg.get(config, path) and not _may_differ(path, config, stored):
-            value = cfg.get(stored, path)
+        value = cfg.get(stored, path)
+        matters = path in fixed or (path.startswith(("model.", "data.")) and path not in free)
+        if matters and value != cfg.get(config, path):
             yield Violation(path, f"{CANNOT} of {path}={value!r}", [{path: value}])
-
-
-def _may_differ(path: str, config: Config, stored: Config) -> bool:
-    if path == "model.max_positions" and config.model.positions == "rotary":
-        return True
-    if path == "model.expert_room":  # a checkpoint has other parameters with and without it
-        return bool(config.model.expert_room) == bool(stored.model.expert_room)
-    inner_steps = (config.train.diloco_inner_steps, stored.train.diloco_inner_steps)
-    if path == "train.diloco_inner_steps":
-        return all(inner_steps)
-    if path == "mesh.replica":  # independent replicas have parameters of their own
-        return not all(inner_steps)
-    fixed = path in _FIXED or path.startswith(("model.", "data."))
-    return path in _FREE or not fixed
 
 
 def changes(stored: Config, config: Config) -> list[str]:

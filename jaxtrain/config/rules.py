@@ -175,42 +175,27 @@ def _latent_attention(c: Config) -> Iterator[Violation]:
         )
 
 
-def _attention_kernel_takes_the_model(c: Config) -> Iterator[Violation]:
-    """A kernel that was asked for by name takes the model; whether the devices have it is a rule of
-    checks.py."""
-    wanted, case = c.model.attention_kernel, kernels.attention_case(c, kernels.Hardware())
-    refusals = [
-        kernels.refusal(name, case)
-        for name in {
-            kernels.SPLASH: [kernels.SPLASH],
-            kernels.CUDNN: [kernels.CUDNN, kernels.CUDNN_MASK],
-        }.get(wanted, [])
-    ]
+def _attention(c: Config) -> Iterator[Violation]:
+    """Heads, and the kernel that was asked for by name. Whether the devices have that kernel is a
+    rule of checks.py."""
+    m, case = c.model, kernels.attention_case(c, kernels.TargetDevice())
+    named = {
+        kernels.SPLASH: [kernels.SPLASH],
+        kernels.CUDNN: [kernels.CUDNN, kernels.CUDNN_MASK],
+    }.get(m.attention_kernel, [])
+    refusals = [kernels.refusal(kernel, case) for kernel in named]
     if refusals and all(refusals) and (last := refusals[-1]):
         fixes = [{"model.attention_kernel": "auto"}, *last.fixes]
         yield Violation("model.attention_kernel", last.rule, fixes)
-
-
-def _predictions_fit_the_sequence(c: Config) -> Iterator[Violation]:
-    tokens = c.data.sequence_length
-    if c.model.mtp_depth >= tokens:
-        rule = f"looks beyond data.sequence_length={tokens}"
-        yield Violation("model.mtp_depth", rule, [{"model.mtp_depth": tokens - 1}])
-
-
-def _layers_at_the_ends_need_one_stage(c: Config) -> Iterator[Violation]:
-    """Layers next to the embedding and the head are the work of one stage."""
-    path = ends_with_layers(c.model)
-    if path and c.pipeline.vocabulary == "parallel":
-        rule = f"shares embedding and head, and {path}={cfg.get(c, path)} needs them on one stage"
-        yield Violation("pipeline.vocabulary", rule, [{"pipeline.vocabulary": "auto"}])
-
-
-def _kv_heads_divide_heads(c: Config) -> Iterator[Violation]:
-    m = c.model
     if m.heads % m.kv_heads:
         fixes = values_for("model.kv_heads", near(m.kv_heads, divisors(m.heads)))
         yield Violation("model.kv_heads", f"does not divide model.heads={m.heads}", fixes, show=5)
+    if m.attention == "gqa" and m.positions == "rotary" and (m.head_dim % 2 or m.head_dim < 1):
+        yield Violation(
+            "model.head_dim",
+            f"gives heads of {m.head_dim}, and rotary positions turn pairs: it must be even",
+            [{"model.head_dim": m.head_dim + 1}, {"model.positions": "learned"}],
+        )
 
 
 # Settings of experts alone. Without experts they have no use (unused.py), but for dense_layers,
@@ -225,18 +210,26 @@ OF_EXPERTS = (
 
 def _experts(c: Config) -> Iterator[Violation]:
     m = c.model
+    if m.dense_layers and not m.experts:
+        yield Violation(
+            "model.dense_layers",
+            "come before layers with experts, and model.experts=0",
+            [{"model.dense_layers": 0}, {"model.experts": 8}],
+        )
+    if 0 < m.expert_room < 1:
+        yield Violation(
+            "model.expert_room",
+            "is less than the mean number of tokens, so that some are always dropped: it must be "
+            "at least 1, or 0 for the worst case",
+            [{"model.expert_room": 1.0}],
+        )
     if m.experts and m.biases:
         rule = f"are not in model.experts={m.experts}"
         yield Violation("model.biases", rule, [{"model.biases": False}])
-    if m.dense_layers and not m.experts:
-        fixes: list[Changes] = [{"model.dense_layers": 0}, {"model.experts": 8}]
-        rule = "come before layers with experts, and model.experts=0"
-        yield Violation("model.dense_layers", rule, fixes)
 
 
-def _router_finds_experts(c: Config) -> Iterator[Violation]:
-    """Groups divide the experts, and those that a token may use have as many experts as it
-    takes."""
+def _router(c: Config) -> Iterator[Violation]:
+    """Groups divide the experts, and those that a token may use have as many experts as it uses."""
     m = c.model
     if not m.experts:
         return
@@ -262,103 +255,65 @@ def _router_finds_experts(c: Config) -> Iterator[Violation]:
         yield Violation("model.experts_per_token", f"is more than {where}", fixes)
 
 
-def _expert_room_holds_the_mean(c: Config) -> Iterator[Violation]:
-    if 0 < c.model.expert_room < 1:
-        yield Violation(
-            "model.expert_room",
-            "is less than the mean number of tokens, so that some are always dropped: it must be "
-            "at least 1, or 0 for the worst case",
-            [{"model.expert_room": 1.0}],
-        )
+# --- sequences and data ---------------------------------------------------------------------------
 
 
-# --- positions and data ---------------------------------------------------------------------------
-
-
-def _rotary_turns_pairs(c: Config) -> Iterator[Violation]:
-    m = c.model
-    if m.attention == "gqa" and m.positions == "rotary" and (m.head_dim % 2 or m.head_dim < 1):
-        yield Violation(
-            "model.head_dim",
-            f"gives heads of {m.head_dim}, and rotary positions turn pairs: it must be even",
-            [{"model.head_dim": m.head_dim + 1}, {"model.positions": "learned"}],
-        )
-
-
-def _learned_positions_suffice(c: Config) -> Iterator[Violation]:
-    positions, tokens = c.model.max_positions, c.data.sequence_length
-    if c.model.positions != "learned":
-        return
-    if positions < tokens:
+def _sequence(c: Config) -> Iterator[Violation]:
+    m, tokens = c.model, c.data.sequence_length
+    if m.mtp_depth >= tokens:
+        rule = f"looks beyond data.sequence_length={tokens}"
+        yield Violation("model.mtp_depth", rule, [{"model.mtp_depth": tokens - 1}])
+    if m.positions == "learned" and m.max_positions < tokens:
         rule = f"is a shorter table than data.sequence_length={tokens}"
         yield Violation("model.max_positions", rule, [{"model.max_positions": tokens}])
-    if c.train.sample_tokens >= positions:
-        yield Violation(
-            "train.sample_tokens",
-            f"and a prompt are longer than the learned positions, model.max_positions={positions}",
-            [{"train.sample_tokens": positions - 1}],
-        )
+    if m.positions == "learned" and m.max_positions <= c.train.sample_tokens:
+        learned = f"the learned positions, model.max_positions={m.max_positions}"
+        fixes = [{"train.sample_tokens": m.max_positions - 1}]
+        yield Violation("train.sample_tokens", f"and a prompt are longer than {learned}", fixes)
 
 
-def _bytes_fit_vocabulary(c: Config) -> Iterator[Violation]:
+def _data(c: Config) -> Iterator[Violation]:
+    mask, read = c.data.loss_mask, c.data.text_fields
     from_bytes = c.data.tokenizer == "bytes" and not c.data.source.endswith((".bin", ".npy"))
     if from_bytes and c.model.vocab_size < BYTE_VOCABULARY:
         rule = f"is too small for data.tokenizer='bytes', which has {BYTE_VOCABULARY} tokens"
         yield Violation("model.vocab_size", rule, [{"model.vocab_size": BYTE_VOCABULARY}])
-
-
-def _masked_fields_are_read(c: Config) -> Iterator[Violation]:
-    mask, read = c.data.loss_mask, c.data.text_fields
     if not read:
-        fixes: list[Changes] = [{"data.text_fields": ("text",)}]
-        yield Violation("data.text_fields", "names no field to read", fixes)
-    unread = tuple(name for name in mask if name not in read)
-    if unread:
+        rule = "names no field to read"
+        yield Violation("data.text_fields", rule, [{"data.text_fields": ("text",)}])
+    if unread := tuple(name for name in mask if name not in read):
         rule = f"names {unread[0]!r}, which is not in data.text_fields={read!r}"
         yield Violation("data.loss_mask", rule, [{"data.text_fields": unread + read}])
     if set(mask) == set(read):
         rule = "names all of data.text_fields: no token would have a loss"
         yield Violation("data.loss_mask", rule, [{"data.loss_mask": mask[:-1]}])
-
-
-def _compiler_options_have_names(c: Config) -> Iterator[Violation]:
-    """Each option is NAME=VALUE, with a name that begins as all of XLA's do, and none stands
-    twice."""
-    path, options = "parallel.compiler_options", c.parallel.compiler_options
-    right = tuple(dict.fromkeys(o for o in options if re.fullmatch(r"xla_\w+=\S+", o)))
-    if wrong := [option for option in options if option not in right]:
-        rule = (
-            f"has {wrong[0]!r}, which is no option of XLA's such as "
-            "xla_gpu_enable_latency_hiding_scheduler=true"
-        )
-        yield Violation(path, rule, [{path: right}])
-    last = {option.partition("=")[0]: option for option in options}
-    if len(last) < len(options):
-        yield Violation(path, "names an option twice", [{path: tuple(last.values())}])
+    if c.train.eval_every and not c.data.validation_fraction > 0:
+        rule = "needs held-out data, and data.validation_fraction=0"
+        yield Violation("train.eval_every", rule, [{"train.eval_every": 0}])
 
 
 # --- the pipeline ---------------------------------------------------------------------------------
 
 
-def _schedule_has_its_repeats(c: Config) -> Iterator[Violation]:
-    p = c.pipeline
-    if c.mesh.stage in (1, -1) or fits_repeats(p.schedule, p.repeats):
-        return
-    schedule = SCHEDULES[p.schedule]
-    others = [name for name in SCHEDULES if fits_repeats(name, p.repeats)]
-    yield Violation(
-        "pipeline.repeats",
-        f"does not fit pipeline.schedule={p.schedule!r}, which has {schedule.repeats_rule} on a "
-        "stage",
-        [{"pipeline.repeats": schedule.least_repeats}, *values_for("pipeline.schedule", others)],
-    )
-
-
-def _table_settings_have_a_use(c: Config) -> Iterator[Violation]:
-    p = c.pipeline
+def _pipeline(c: Config) -> Iterator[Violation]:
+    p, at_an_end = c.pipeline, ends_with_layers(c.model)
+    if at_an_end and p.vocabulary == "parallel":
+        needs = f"{at_an_end}={cfg.get(c, at_an_end)} needs them on one stage"
+        fixes: list[Changes] = [{"pipeline.vocabulary": "auto"}]
+        yield Violation("pipeline.vocabulary", f"shares embedding and head, and {needs}", fixes)
+    if c.mesh.stage not in (1, -1) and not fits_repeats(p.schedule, p.repeats):
+        schedule = SCHEDULES[p.schedule]
+        fitting = [name for name in SCHEDULES if fits_repeats(name, p.repeats)]
+        fixes = [{"pipeline.repeats": schedule.least_repeats}]
+        yield Violation(
+            "pipeline.repeats",
+            f"does not fit pipeline.schedule={p.schedule!r}, which has {schedule.repeats_rule} on "
+            "a stage",
+            [*fixes, *values_for("pipeline.schedule", fitting)],
+        )
     if p.memory and p.schedule != "auto":
+        fixes = [{"pipeline.memory": 0.0}, {"pipeline.schedule": "auto"}]
         rule = f"is for pipeline.schedule='auto' alone, not {p.schedule!r}"
-        fixes: list[Changes] = [{"pipeline.memory": 0.0}, {"pipeline.schedule": "auto"}]
         yield Violation("pipeline.memory", rule, fixes)
     if p.times and len(p.times) not in (3, 4, 5, 6):
         fixed = (*p.times, 1.0, 1.0, 1.0)[:3] if len(p.times) < 3 else p.times[:6]
@@ -370,29 +325,28 @@ def _table_settings_have_a_use(c: Config) -> Iterator[Violation]:
 
 def _layers_fill_chunks(c: Config) -> Iterator[Violation]:
     p, layers = c.pipeline, c.model.layers
-    evenly: list[Changes] = [{"pipeline.chunk_layers": ()}]
     if p.layer_costs and len(p.layer_costs) != layers:
         rule = f"has to have a number for each of model.layers={layers}"
         yield Violation("pipeline.layer_costs", rule, [{"pipeline.layer_costs": ()}])
     if not p.chunk_layers:
         return
-    numbers = len(p.chunk_layers)
+    path, numbers = "pipeline.chunk_layers", len(p.chunk_layers)
+    evenly: Changes = {path: ()}
     if p.layer_costs:
         rule = "and pipeline.layer_costs both cut the layers"
-        yield Violation("pipeline.chunk_layers", rule, [{"pipeline.layer_costs": ()}])
+        yield Violation(path, rule, [{"pipeline.layer_costs": ()}])
     if sum(p.chunk_layers) != layers:
         *others, _ = p.chunk_layers
         last = layers - sum(others)
-        fitted = values_for("pipeline.chunk_layers", [(*others, last)] if last > 0 else [])
-        rule = f"is not model.layers={layers} in all"
-        yield Violation("pipeline.chunk_layers", rule, [*fitted, *evenly])
+        fitted = values_for(path, [(*others, last)] if last > 0 else [])
+        yield Violation(path, f"is not model.layers={layers} in all", [*fitted, evenly])
     chunks = c.mesh.stage * p.repeats
     if p.repeats and c.mesh.stage > 1 and numbers != chunks:
         sizes = f"mesh.stage={c.mesh.stage} · pipeline.repeats={p.repeats} = {chunks}"
-        yield Violation("pipeline.chunk_layers", f"has to have {sizes} numbers", evenly)
+        yield Violation(path, f"has to have {sizes} numbers", [evenly])
     if p.schedule == "auto" and numbers % c.mesh.stage:
         rule = f"has {numbers} numbers, no multiple of mesh.stage={c.mesh.stage}"
-        yield Violation("pipeline.chunk_layers", rule, evenly)
+        yield Violation(path, rule, [evenly])
 
 
 def _chunks_have_layers(c: Config) -> Iterator[Violation]:
@@ -418,55 +372,55 @@ def _chunks_have_layers(c: Config) -> Iterator[Violation]:
 # --- the run --------------------------------------------------------------------------------------
 
 
-def _steps_suffice(c: Config) -> Iterator[Violation]:
-    o, steps = c.optimizer, c.train.steps
+def _run(c: Config) -> Iterator[Violation]:
+    o, t = c.optimizer, c.train
     # A warm-up may outlast a short run, such as a trial of another's recipe; a decay may not begin
     # before it.
-    if o.decay_steps and o.schedule == "constant" and o.warmup_steps + o.decay_steps > steps:
-        rule = f"and optimizer.warmup_steps={o.warmup_steps} are more than train.steps={steps}"
-        fixes = [{"optimizer.decay_steps": max(steps - o.warmup_steps, 0)}]
+    if o.decay_steps and o.schedule == "constant" and o.warmup_steps + o.decay_steps > t.steps:
+        rule = f"and optimizer.warmup_steps={o.warmup_steps} are more than train.steps={t.steps}"
+        fixes: list[Changes] = [{"optimizer.decay_steps": max(t.steps - o.warmup_steps, 0)}]
         yield Violation("optimizer.decay_steps", rule, fixes)
-    if c.train.profile_steps and c.train.profile_steps + 2 > steps:
-        rule = f"from the third step on are more than train.steps={steps}"
-        fixes = [{"train.profile_steps": max(steps - 2, 0)}]
+    if t.profile_steps and t.profile_steps + 2 > t.steps:
+        rule = f"from the third step on are more than train.steps={t.steps}"
+        fixes = [{"train.profile_steps": max(t.steps - 2, 0)}]
         yield Violation("train.profile_steps", rule, fixes)
-
-
-def _evaluation_has_data(c: Config) -> Iterator[Violation]:
-    if c.train.eval_every and not c.data.validation_fraction > 0:
-        rule = "needs held-out data, and data.validation_fraction=0"
-        yield Violation("train.eval_every", rule, [{"train.eval_every": 0}])
-
-
-def _spikes_take_a_run_back(c: Config) -> Iterator[Violation]:
-    t = c.train
     if t.spike_threshold and t.on_nonfinite != "rollback":
-        yield Violation(
-            "train.spike_threshold",
-            f"is for train.on_nonfinite='rollback' alone, not {t.on_nonfinite!r}",
-            [{"train.on_nonfinite": "rollback"}, {"train.spike_threshold": 0.0}],
+        rule = f"is for train.on_nonfinite='rollback' alone, not {t.on_nonfinite!r}"
+        fixes = [{"train.on_nonfinite": "rollback"}, {"train.spike_threshold": 0.0}]
+        yield Violation("train.spike_threshold", rule, fixes)
+
+
+def _compiler_options(c: Config) -> Iterator[Violation]:
+    """Each option is NAME=VALUE, with a name that begins as all of XLA's do, and none stands
+    twice."""
+    path, options = "parallel.compiler_options", c.parallel.compiler_options
+    right = tuple(dict.fromkeys(o for o in options if re.fullmatch(r"xla_\w+=\S+", o)))
+    if wrong := [option for option in options if option not in right]:
+        rule = (
+            f"has {wrong[0]!r}, which is no option of XLA's such as "
+            "xla_gpu_enable_latency_hiding_scheduler=true"
         )
+        yield Violation(path, rule, [{path: right}])
+    last = {option.partition("=")[0]: option for option in options}
+    if len(last) < len(options):
+        yield Violation(path, "names an option twice", [{path: tuple(last.values())}])
 
 
-def _places_are_folders_or_stores(c: Config) -> Iterator[Violation]:
-    path, place = "checkpoint.directory", c.checkpoint.directory
-    if wrong := addresses.fault(place) or addresses.not_utf8(place):
-        yield Violation(path, wrong.rule, values_for(path, wrong.meant or [""]), show=2)
+def _places(c: Config) -> Iterator[Violation]:
+    directory, local = c.checkpoint.directory, c.checkpoint.local
+    every = c.checkpoint.local_every
+    if wrong := addresses.fault(directory) or addresses.not_utf8(directory):
+        fixes = values_for("checkpoint.directory", wrong.meant or [""])
+        yield Violation("checkpoint.directory", wrong.rule, fixes, show=2)
     if addresses.is_address(c.data.cache) or addresses.fault(c.data.cache):
         yield Violation("data.cache", "is an address, not a folder", [{"data.cache": ""}])
-
-
-def _local_checkpoints_have_folder_and_steps(c: Config) -> Iterator[Violation]:
-    local, every = c.checkpoint.local, c.checkpoint.local_every
     if local and not every:
         rule = f"leaves checkpoint.local={local!r} without a step at which to save"
         yield Violation("checkpoint.local_every", rule, [{"checkpoint.local_every": 10}])
     if every and not local:
-        yield Violation(
-            "checkpoint.local_every",
-            "needs a folder, and checkpoint.local is empty",
-            [{"checkpoint.local": "/dev/shm/jaxtrain"}, {"checkpoint.local_every": 0}],
-        )
+        fixes = [{"checkpoint.local": "/dev/shm/jaxtrain"}, {"checkpoint.local_every": 0}]
+        rule = "needs a folder, and checkpoint.local is empty"
+        yield Violation("checkpoint.local_every", rule, fixes)
     if local and not local.startswith("/"):
         folder = f"/dev/shm/{local.partition('://')[2] or local}"
         rule = "is no absolute path, which it must be on every machine"
@@ -475,25 +429,15 @@ def _local_checkpoints_have_folder_and_steps(c: Config) -> Iterator[Violation]:
 
 RULES: tuple[Rule, ...] = (
     _latent_attention,
-    _attention_kernel_takes_the_model,
-    _predictions_fit_the_sequence,
-    _layers_at_the_ends_need_one_stage,
-    _kv_heads_divide_heads,
+    _attention,
     _experts,
-    _router_finds_experts,
-    _expert_room_holds_the_mean,
-    _rotary_turns_pairs,
-    _learned_positions_suffice,
-    _bytes_fit_vocabulary,
-    _masked_fields_are_read,
-    _compiler_options_have_names,
-    _schedule_has_its_repeats,
-    _table_settings_have_a_use,
+    _router,
+    _sequence,
+    _data,
+    _compiler_options,
+    _pipeline,
     _layers_fill_chunks,
     _chunks_have_layers,
-    _steps_suffice,
-    _evaluation_has_data,
-    _spikes_take_a_run_back,
-    _places_are_folders_or_stores,
-    _local_checkpoints_have_folder_and_steps,
+    _run,
+    _places,
 )

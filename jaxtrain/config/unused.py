@@ -24,8 +24,8 @@ def _under(group: str, names: str | Iterable[str]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """What settings are for. used: whether they have a use in a config whose mesh is known; reason:
-    why not, read after "has no use"."""
+    """Settings that have a use under the same condition. used: whether they have one in a config
+    whose mesh is known; reason: why not, read after "has no use"."""
 
     settings: list[str]
     used: Callable[[Config], object]

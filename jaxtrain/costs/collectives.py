@@ -6,18 +6,18 @@ a collective that is added there needs its line here. A test compares both with 
 program.
 
     F, R, B, W    forward, recomputation, gradient of inputs, gradient of weights; of one layer
-    size          bytes of the whole array: an all-gather's result, the operand of the others
+    size          bytes of the unsharded array: an all-gather's result, the operand of the others
     item          bytes of an activation's number
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxtrain.costs.hardware import Hardware, Tier
-from jaxtrain.costs.layout import AXES, Layout, expert_rows
+from jaxtrain.costs.layout import AXES, Layout, routed_capacity
 from jaxtrain.costs.transformer import Transformer
 
 GATHER, SCATTER, SUM = "all-gather", "reduce-scatter", "all-reduce"
@@ -28,8 +28,8 @@ OUTER_BLOCK = 1024  # numbers that share a scale where replicas exchange int8
 
 
 class Collective(NamedTuple):
-    """`times` collectives over mesh `axes`, of `size` bytes each; among `devices` neighbours, or
-    all along the axes if 0."""
+    """`times` collectives over mesh `axes`, of `size` bytes each, among `devices` neighbours; 0:
+    among all devices along the axes."""
 
     kind: str
     axes: tuple[str, ...]
@@ -46,16 +46,23 @@ def sent(kind: str, size: float, devices: int) -> float:
     return size * (devices - 1) / devices * (2 if kind == SUM else 1)
 
 
+def _alike(
+    kind: str, axis: str, sizes: Iterable[float], times: float = 1, devices: int = 0
+) -> list[Collective]:
+    """Collectives over one axis, one for each of these sizes."""
+    return [Collective(kind, (axis,), size, times, devices) for size in sizes]
+
+
 class Parameters(NamedTuple):
-    """A parameter, or several alike.
+    """One parameter, or several that are sharded alike.
 
     size:     elements on a device, unsharded over `data`
     scatter:  axes over which ZeRO leaves the sum of its gradient scattered
     sums:     axes over which the gradient is only summed
     split:    axes that split the parameter itself
-    outer:    axes over which ZeRO scatters what replicas have in common
-    cast:     products read it in the type that they compute in
-    matrix:   no norm, bias or count
+    outer:    axes over which ZeRO scatters the state that independent replicas share
+    cast:     matrix products read it in the type that they compute in
+    matrix:   False for a norm, a bias or a count
     """
 
     size: float
@@ -80,15 +87,15 @@ class StepCollectives:
                         a sum
     updated:            bytes of a parameter's number that is gathered after the update
     context:            `parallel.context`
-    explicit:           as our own runtime sends: W gathers its inputs again, latents and shared
-                        heads travel, all devices of `model` send all rows of experts
+    explicit:           as our own runtime communicates: W gathers its inputs again, latents and
+                        shared heads are gathered, every device of `model` sends all routed tokens
     shares_vocabulary:  embedding and head are split over the stages
     gathers_in_ops, reduces_in_ops: of ZeRO-3's parameters, and of each microbatch's gradients
     documents:          tokens attend within their document alone
     loss_cuts:          parts of a microbatch whose logits exist at a time
-    imbalance:          rows of the busiest device's experts, over the mean
+    imbalance:          routed tokens of the busiest device's experts, over the mean
     cpu:                as XLA's CPU backend lowers them: 16-bit numbers are summed in 32 bits, and
-                        all room for rows of experts travels
+                        the experts' full capacity is sent
     outer_int8:         replicas exchange int8 with scales
     """
 
@@ -110,7 +117,7 @@ class StepCollectives:
     outer_int8: bool = False
 
     def devices(self, axes: Iterable[str]) -> int:
-        """Devices along axes together."""
+        """The number of devices along these axes together."""
         return math.prod(getattr(self.layout, axis) for axis in axes)
 
     @property
@@ -125,367 +132,256 @@ class StepCollectives:
 
     @functools.cached_property
     def activation(self) -> int:
-        """Elements of a microbatch's activation, on one group of `model` devices."""
+        """Elements of a microbatch's activation on one group of `model` devices."""
         return self.tokens * self.model.width
 
     # --------------------------------------------------------------------------- layers (models/)
 
     def layer(
-        self, op: str, last: bool = False, again: bool = False, dense: bool = False
-    ) -> Iterator[Collective]:
-        """One layer's activations in F, R, B or W.
+        self, op: str, unread: bool = False, fused: bool = False, dense: bool = False
+    ) -> list[Collective]:
+        """The collectives of one layer's activations in F, R, B or W.
 
-        last:  nothing reads the layer's output
-        again: B and W follow R in one op, which still has what R has gathered
-        dense: a layer without experts where the others have them
+        unread: nothing reads the layer's output
+        fused:  R, B and W are one op, in which B and W reuse what R has gathered
+        dense:  a layer without experts in a model that has them
         """
+        collectives = []
         if self.layout.model > 1:
-            inputs = [self.model.width]
-            if self.model.mla and self.explicit:
-                inputs = [self.model.query_rank or self.model.width, self.model.kv_rank]
-            yield from self._tensor(op, inputs, again)
-            yield from self._tensor(op, [self.model.width], again, not last)
-            yield from self._heads(op, again) if self.explicit else ()
+            collectives += self._over_model(op, unread, fused)
         if self.layout.context > 1:
-            yield from self._context(op, again)
+            collectives += self._over_context(op, fused and op == "B")
         if self.model.experts and not dense:
-            yield from self._experts(op, last)
+            collectives += self._experts(op, unread)
+        return collectives
 
-    def _tensor(
-        self, op: str, inputs: list[int], again: bool, output: bool = True
-    ) -> Iterator[Collective]:
-        """A column-parallel product with inputs of these widths and the row-parallel one behind it
-        (parallel/tensor.py). Without sequence parallelism two all-reduces send as many bytes."""
-        width = self.model.width
-        gathered = lambda width: Collective(GATHER, (MODEL,), self.tokens * width * self.item)
-        scattered = lambda width: Collective(SCATTER, (MODEL,), self.tokens * width * self.summed)
-        if op in "FR" or (op == "W" and self.explicit and not again):
-            yield from map(gathered, inputs)
-        if op == "B":
-            yield gathered(width)
-            yield from map(scattered, inputs)
-        if op in "FR" and output:
-            yield scattered(width)
+    def _over_model(self, op: str, unread: bool, fused: bool) -> list[Collective]:
+        """The collectives of two column-parallel products, attention's and the MLP's, and of the
+        row-parallel product after each (parallel/tensor.py). Without sequence parallelism two
+        all-reduces send as many bytes."""
+        m, outputs = self.model, [self.model.width] * 2
+        inputs = outputs
+        if m.mla and self.explicit:
+            inputs = [m.query_rank or m.width, m.kv_rank, m.width]
+        read = outputs[:1] if unread else outputs
+        in_weights = inputs if self.explicit and not fused else []
+        gathered = {"F": inputs, "R": inputs, "B": outputs, "W": in_weights}[op]
+        scattered = {"F": read, "R": read, "B": inputs, "W": []}[op]
+        collectives = _alike(GATHER, MODEL, [self.tokens * n * self.item for n in gathered])
+        collectives += _alike(SCATTER, MODEL, [self.tokens * n * self.summed for n in scattered])
+        return collectives + self._unsplit_over_model(op, fused) if self.explicit else collectives
 
-    def _heads(self, op: str, again: bool) -> Iterator[Collective]:
-        """What devices of `model` have each: latents' rotated key, shared key/value heads,
-        vectors."""
-        m, latents = self.model, 0
-        if m.mla:
-            latents = m.width * (m.query_rank + m.kv_rank + m.rope_dim)
-            if op in "FR":
-                yield Collective(GATHER, (MODEL,), self.tokens * m.rope_dim * self.item)
-            if op == "B":  # the partitioner sums its gradient
-                kind = SUM if self.cpu else SCATTER
-                yield Collective(kind, (MODEL,), self.tokens * m.rope_dim * self.summed)
-        else:
-            yield from self._shared_heads(op, again)
-        if op == "W":
-            norms = m.norm_vectors * 2 * m.width + (m.query_rank + m.kv_rank if m.mla else 0)
-            yield Collective(SUM, (MODEL,), norms * FLOAT32)
-            yield Collective(SUM, (MODEL,), 2 * m.width * self.summed * m.biases)
-            yield Collective(SUM, (MODEL,), latents * self.summed)
-
-    def _shared_heads(self, op: str, again: bool) -> Iterator[Collective]:
-        """Columns of key/value heads that several devices of `model` share
-        (tensor.shared_columns)."""
-        m, devices = self.model, self.layout.model // self.model.kv_heads
-        if devices > 1 and not (again and op == "B"):
+    def _unsplit_over_model(self, op: str, fused: bool) -> list[Collective]:
+        """The collectives of what several devices of `model` hold each: the rotated key of latent
+        attention, key/value heads that they share (tensor.shared_columns), vectors and latents."""
+        m, rotated, collectives = self.model, self.tokens * self.model.rope_dim, []
+        sharing = self.layout.model // m.kv_heads
+        if m.mla and op in "FR":
+            collectives = [Collective(GATHER, (MODEL,), rotated * self.item)]
+        elif m.mla and op == "B":  # the partitioner sums the rotated key's gradient
+            kind = SUM if self.cpu else SCATTER
+            collectives = [Collective(kind, (MODEL,), rotated * self.summed)]
+        elif not m.mla and sharing > 1 and not (fused and op == "B"):
             kind, number = (SCATTER, self.summed) if op == "W" else (GATHER, self.item)
-            for columns in (m.width, 1)[: 1 + m.biases]:
-                yield Collective(kind, (MODEL,), columns * m.head_dim * number, 2, devices)
+            sizes = [n * m.head_dim * number for n in (m.width, 1)[: 1 + m.biases]]
+            collectives = _alike(kind, MODEL, sizes, 2, sharing)
+        if op == "W":
+            ranks = m.query_rank + m.kv_rank
+            norms = (m.norm_vectors * 2 * m.width + ranks) * FLOAT32
+            latents = m.width * (ranks + m.rope_dim) * self.summed
+            collectives += _alike(
+                SUM, MODEL, [norms, 2 * m.width * self.summed * m.biases, latents]
+            )
+        return collectives
 
-    def _context(self, op: str, again: bool) -> Iterator[Collective]:
-        """Attention over a split sequence (parallel/context.py, parallel/ring.py)."""
-        m, parts, again = self.model, self.layout.context, again and op == "B"
-        selective = self.layout.remat == "selective"
-        if op == "W" and (self.context != "ulysses" or not selective):
-            return
+    def _over_context(self, op: str, reuses: bool) -> list[Collective]:
+        """The collectives of attention over a split sequence (parallel/context.py,
+        parallel/ring.py). reuses: B has the keys and values that R has gathered."""
+        m, shards, selective = self.model, self.layout.context, self.layout.remat == "selective"
+        if op == "W" and not (selective and self.context == "ulysses"):
+            return []
         queries, heads = m.heads / self.layout.model, max(m.kv_heads / self.layout.model, 1.0)
         key, value = float(self.tokens * m.score_dim), float(self.tokens * m.output_dim)
         if self.context == "ring":
-            rounds = parts - 1 - again
-            for size in (key, value):
-                yield Collective(PERMUTE, (CONTEXT,), heads * size * self.item, rounds)
-                if op == "B":
-                    yield Collective(PERMUTE, (CONTEXT,), heads * size * FLOAT32, parts)
-            if self.documents:
-                yield Collective(PERMUTE, (CONTEXT,), self.tokens * FLOAT32, rounds)
-        elif self.context == "all_gather":
-            for size in (key, value) if self.explicit else (key + value,):
-                if not again:
-                    yield Collective(GATHER, (CONTEXT,), parts * heads * size * self.item)
-                if op == "B" and self.explicit:
-                    yield Collective(SCATTER, (CONTEXT,), parts * heads * size * self.item)
-        else:
-            inputs, result = [queries * key, heads * key, heads * value], [queries * value]
-            # A selective remat keeps nothing that was exchanged: queries, keys and values go again
-            # in B, the results in W.
-            exchanged = {"B": [*inputs, *result, *inputs * selective], "W": result}.get(
-                op, [*inputs, *result]
-            )
-            for size in exchanged:
-                yield Collective(EXCHANGE, (CONTEXT,), size * self.item)
+            sizes, rounds = [heads * key, heads * value], shards - 1 - reuses
+            gradients = [n * FLOAT32 for n in sizes if op == "B"]
+            return [
+                *_alike(PERMUTE, CONTEXT, [n * self.item for n in sizes], rounds),
+                *_alike(PERMUTE, CONTEXT, gradients, shards),
+                Collective(PERMUTE, (CONTEXT,), self.tokens * FLOAT32 * self.documents, rounds),
+            ]
+        if self.context == "all_gather":
+            arrays = (key, value) if self.explicit else (key + value,)
+            sizes = [shards * heads * n * self.item for n in arrays]
+            gathers = [] if reuses else _alike(GATHER, CONTEXT, sizes)
+            return gathers + _alike(SCATTER, CONTEXT, sizes if op == "B" and self.explicit else [])
+        inputs, result = [queries * key, heads * key, heads * value], [queries * value]
+        # Selective remat saves nothing that was exchanged: B sends queries, keys and values once
+        # more, W the results.
+        both = inputs + result
+        sizes = {"F": both, "R": both, "B": both + inputs * selective, "W": result}[op]
+        return _alike(EXCHANGE, CONTEXT, [n * self.item for n in sizes])
 
-    def _experts(self, op: str, last: bool) -> Iterator[Collective]:
-        """Rows on their way to experts and back, with their weights (parallel/experts.py)."""
-        m, choices, received = (
-            self.model,
-            float(self.tokens * self.model.experts_per_token),
-            expert_rows(self.model, self.layout),
-        )
-        selective = self.layout.remat == "selective"
-        size = m.width * self.item
+    def _experts(self, op: str, unread: bool) -> list[Collective]:
+        """The collectives of routed tokens on their way to experts and back, and of their weights
+        (parallel/experts.py)."""
+        m, layout, size = self.model, self.layout, self.model.width * self.item
+        routed, capacity = float(self.tokens * m.experts_per_token), routed_capacity(m, layout)
+        exchanged = routed * self.imbalance
         if not self.explicit:  # each device of `model` sends its share
-            if op != "W":
-                yield Collective(
-                    EXCHANGE, (EXPERT,), choices * self.imbalance / self.layout.model * size, 2
-                )
-            return
-        if op == "W" and not selective:
-            return
-        kind = EXCHANGE if self.cpu or m.capacity_factor else RAGGED
-        travelling = choices * self.imbalance
+            sizes = [exchanged / layout.model * size] * 2
+            return [] if op == "W" else _alike(EXCHANGE, EXPERT, sizes)
+        if op == "W" and layout.remat != "selective":
+            return []
         if m.capacity_factor:
-            travelling = received
+            exchanged = capacity
         elif self.cpu:
-            devices = self.layout.expert
-            travelling = devices * min(
-                self.tokens * min(m.experts_per_token, m.experts // devices), received
-            )
-        # Selective remat does not keep what was sent: W sends it again.
-        for each in [size] if op == "W" else [size, FLOAT32] if last else [size, FLOAT32, size]:
-            yield Collective(kind, (EXPERT,), travelling * each)
-        if op == "B":
-            weighted = received if self.layout.expert > 1 or m.capacity_factor else choices
-            yield Collective(SUM, (MODEL,), weighted * FLOAT32)
+            most = self.tokens * min(m.experts_per_token, m.experts // layout.expert)
+            exchanged = layout.expert * min(most, capacity)
+        # Selective remat does not save what was sent: W sends it once more.
+        widths = [size] if op == "W" else [size, FLOAT32] + [size] * (not unread)
+        kind = EXCHANGE if self.cpu or m.capacity_factor else RAGGED
+        weighted = capacity if layout.expert > 1 or m.capacity_factor else routed
+        return [
+            *_alike(kind, EXPERT, [exchanged * width for width in widths]),
+            Collective(SUM, (MODEL,), weighted * FLOAT32 * (op == "B")),
+        ]
 
-    def document_ids(self, op: str) -> Iterator[Collective]:
-        """The documents of the whole sequence's tokens, once for all layers of an op."""
-        if self.documents and op in "FRB" and self.context != "ring":
-            yield Collective(GATHER, (CONTEXT,), self.tokens * self.layout.context * FLOAT32)
+    def document_ids(self, op: str) -> list[Collective]:
+        """The all-gather of the documents of a sequence's tokens, once for all layers of an op."""
+        is_gathered = self.documents and op in "FRB" and self.context != "ring"
+        return _alike(GATHER, CONTEXT, [self.tokens * self.layout.context * FLOAT32] * is_gathered)
 
     # ------------------------------------------- embedding and head (runtime/embedding_and_head.py)
 
-    def stage_sum(self) -> Collective:
-        """One stage's activation brought to all stages, or the sum of all of them."""
-        return Collective(
-            SUM,
-            (STAGE,) if self.shares_vocabulary else (),
-            self.activation / self.layout.model * self.summed,
-        )
+    def stage_sum(self, times: int = 1) -> Collective:
+        """The collective that brings one stage's activation to all stages, or sums all of them."""
+        axes = (STAGE,) if self.shares_vocabulary else ()
+        return Collective(SUM, axes, self.activation / self.layout.model * self.summed, times)
 
-    def lookup(self, table: Parameters) -> Iterator[Collective]:
-        """Embedded tokens. The rows of a table that ZeRO-3 has scattered travel, and not the
-        table."""
-        if self.gathers_in_ops and table.over_data:
-            yield from self._rows_of_table()
-        yield Collective(SCATTER, (MODEL,), self.activation * self.summed)
+    def lookup(self, table: Parameters) -> list[Collective]:
+        """The collectives of the embedding. Of a table that ZeRO-3 has scattered the tokens'
+        vectors are sent, and not the table."""
+        scatter = Collective(SCATTER, (MODEL,), self.activation * self.summed)
+        sharded = self.gathers_in_ops and table.over_data
+        return [*self._over_table_shards(), scatter] if sharded else [scatter]
 
-    def lookup_gradient(self, table: Parameters, same_op: bool) -> Iterator[Collective]:
-        """Gradients of embedded tokens. same_op: tokens that `lookup` has gathered are still
-        there."""
-        if self.reduces_in_ops and table.over_data:
-            yield from self._rows_of_table(tokens=not (same_op and self.gathers_in_ops))
-        yield Collective(GATHER, (MODEL,), self.activation * self.item)
+    def lookup_gradient(self, table: Parameters, same_op: bool) -> list[Collective]:
+        """The collectives of the embedding's gradient. same_op: the token ids that `lookup` has
+        gathered still exist."""
+        gather = Collective(GATHER, (MODEL,), self.activation * self.item)
+        sharded = self.reduces_in_ops and table.over_data
+        ids, vectors = self._over_table_shards()
+        sent_again = [vectors] if same_op and self.gathers_in_ops else [ids, vectors]
+        return [*sent_again, gather] if sharded else [gather]
 
-    def _rows_of_table(self, tokens: bool = True) -> Iterator[Collective]:
-        if tokens:
-            yield Collective(GATHER, (DATA,), self.tokens * self.layout.data * FLOAT32)
-        yield Collective(EXCHANGE, (DATA,), self.activation / self.layout.model * self.item)
+    def _over_table_shards(self) -> tuple[Collective, Collective]:
+        """The all-gather of token ids and the all-to-all of their vectors, for a table that is
+        scattered over `data`."""
+        vectors = self.activation / self.layout.model * self.item
+        ids = self.tokens * self.layout.data * FLOAT32
+        return Collective(GATHER, (DATA,), ids), Collective(EXCHANGE, (DATA,), vectors)
 
-    def loss(self) -> Iterator[Collective]:
-        """The last norm, the product with the output matrix, and the softmax (runtime/loss.py)."""
+    def loss(self) -> list[Collective]:
+        """The collectives of the last norm, the product with the output matrix, and the softmax
+        (runtime/loss.py)."""
         n, number = self.loss_cuts, self.tokens / self.loss_cuts * FLOAT32
-        for axis in (MODEL, STAGE)[: 1 + self.shares_vocabulary]:
-            yield Collective(SUM, (axis,), number, n)  # the largest logit
-            # the softmax's sum and the target's logit
-            yield Collective(SUM, (axis,), 2 * number, n)
-        yield Collective(GATHER, (MODEL,), self.activation / n * self.item, n)
-        yield Collective(SCATTER, (MODEL,), self.activation / n * self.summed, n)
-        yield Collective(SUM, (MODEL,), self.model.norm_vectors * self.model.width * FLOAT32, n)
+        softmax = (number, 2 * number)  # the largest logit; the sum and the target's logit
+        return [
+            *_alike(SUM, MODEL, softmax, n),
+            *_alike(SUM, STAGE, softmax if self.shares_vocabulary else (), n),
+            Collective(GATHER, (MODEL,), self.activation / n * self.item, n),
+            Collective(SCATTER, (MODEL,), self.activation / n * self.summed, n),
+            Collective(SUM, (MODEL,), self.model.norm_vectors * self.model.width * FLOAT32, n),
+        ]
 
     def joining(self) -> Collective:
-        """Gradients of what joins two streams in a module that predicts a further token."""
-        m = self.model
-        norms = 3 * m.norm_vectors * m.width
-        return Collective(
-            SUM, (MODEL,), norms * FLOAT32 + (2 * m.width + m.biases) * m.width * self.summed
-        )
+        """The sum of the gradients of what joins two streams in a multi-token prediction module."""
+        width, norms = self.model.width, 3 * self.model.norm_vectors * self.model.width
+        matrix = (2 * width + self.model.biases) * width * self.summed
+        return Collective(SUM, (MODEL,), norms * FLOAT32 + matrix)
 
     # ------------------------------------------------------------- parameters (parallel/zero.py)
 
-    def gathers(self, parameters: Iterable[Parameters]) -> Iterator[Collective]:
-        """Parameters that an op gathers before it reads them."""
-        if self.gathers_in_ops:
-            yield from (self.gathered(p) for p in parameters if p.over_data)
+    def gathers(self, parameters: Iterable[Parameters]) -> list[Collective]:
+        """The all-gathers of the parameters that an op reads."""
+        return [self.gathered(p) for p in parameters if p.over_data and self.gathers_in_ops]
 
     def gathered(self, p: Parameters) -> Collective:
-        """A parameter of ZeRO-3, brought together on each data shard."""
+        """The all-gather of a parameter that ZeRO-3 has scattered over `data`."""
         return Collective(GATHER, (DATA,), p.size * (self.read if p.cast else FLOAT32))
 
-    def reductions_in_op(self, parameters: Iterable[Parameters]) -> Iterator[Collective]:
-        """A microbatch's gradients."""
-        if self.reduces_in_ops:
-            yield from (
-                Collective(SCATTER, (DATA,), p.size * self.reduced)
-                for p in parameters
-                if p.over_data
-            )
+    def reductions_in_op(self, parameters: Iterable[Parameters]) -> list[Collective]:
+        """The reduce-scatters of one microbatch's gradients."""
+        scattered = [p for p in parameters if p.over_data and self.reduces_in_ops]
+        return [Collective(SCATTER, (DATA,), p.size * self.reduced) for p in scattered]
 
-    def reductions(self, p: Parameters) -> Iterator[Collective]:
-        """A gradient after the last microbatch: what the ops have left to do."""
-        in_ops = self.reduces_in_ops and p.over_data
-        size = p.size * self.reduced / (self.layout.data if in_ops else 1)
-        scatter = tuple(
-            a for a in p.scatter if getattr(self.layout, a) > 1 and not (in_ops and a == DATA)
-        )
-        if scatter:
-            yield Collective(SCATTER, scatter, size)
-            size /= self.devices(scatter)
+    def reductions(self, p: Parameters) -> list[Collective]:
+        """The collectives of a gradient after the last microbatch: what the ops have not
+        reduced."""
+        reduced = {DATA} if self.reduces_in_ops and p.over_data else set()
+        scatter = tuple(a for a in p.scatter if getattr(self.layout, a) > 1 and a not in reduced)
         sums = tuple(a for a in p.sums if getattr(self.layout, a) > 1)
         inside = tuple(a for a in sums if a != REPLICA)
-        # inside a replica first; a device's share then crosses (parallel/replicas.py)
+        size = p.size * self.reduced / self.devices(reduced)
+        share = size / self.devices(scatter)
+        collectives = [Collective(SCATTER, scatter, size)]
+        # Gradients are summed inside each replica first; a device's share then crosses `replica`
+        # (parallel/replicas.py).
         if REPLICA in sums and inside:
-            yield Collective(SCATTER, inside, size)
-            yield Collective(SUM, (REPLICA,), size / self.devices(inside))
-            yield Collective(GATHER, inside, size)
-        elif sums:
-            yield Collective(SUM, sums, size)
+            across = Collective(SUM, (REPLICA,), share / self.devices(inside))
+            gather = Collective(GATHER, inside, share)
+            return [*collectives, Collective(SCATTER, inside, share), across, gather]
+        return [*collectives, Collective(SUM, sums, share)]
 
-    def after_the_update(self, p: Parameters) -> Iterator[Collective]:
-        """A parameter whose shards are updated where their optimizer state lies
+    def _sharded_weights(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """The axes, of these, over which ZeRO-3 leaves weights scattered."""
+        return tuple(a for a in axes if a == DATA and self.layout.zero == 3)
+
+    def after_the_update(self, p: Parameters) -> Collective:
+        """The all-gather of a parameter whose shards are updated where their optimizer state lies
         (training/step.py)."""
-        stays = {DATA} if self.layout.zero == 3 else set()
-        if axes := tuple(a for a in p.scatter if a not in stays):
-            yield Collective(
-                GATHER,
-                axes,
-                p.size / self.devices(a for a in p.scatter if a in stays) * self.updated,
-            )
+        scattered = self._sharded_weights(p.scatter)
+        axes = tuple(a for a in p.scatter if a not in scattered)
+        return Collective(GATHER, axes, p.size / self.devices(scattered) * self.updated)
 
     # --------------------------------------------- independent replicas (parallel/replicas.py)
 
-    def outer_exchange(self, parameters: Iterable[Parameters]) -> Iterator[Collective]:
-        """`replicas.mean_across`: each device exchanges its shard over `replica`, then all-gathers
-        inside the replica; and the parameters made of the result (training/diloco.py)."""
-        replicas, int8, scales = self.layout.replica, 0, 0
+    def outer_exchange(self, parameters: Iterable[Parameters]) -> list[Collective]:
+        """The collectives of `replicas.mean_across`, in which each device exchanges its shard over
+        `replica` and then all-gathers inside the replica, and the all-gather of the parameters
+        that this updates (training/diloco.py)."""
+        collectives: list[Collective] = []
+        int8 = scales = 0
         for p in (p for p in parameters if p.size):
-            stays = {DATA} & set(p.outer) if self.layout.zero == 3 else set()
+            scattered = self._sharded_weights(p.outer)
+            gathered = tuple(a for a in p.outer if a not in scattered)
             part = math.ceil(p.size / self.devices(p.outer))
-            yield Collective(
-                GATHER,
-                tuple(a for a in p.outer if a not in stays),
-                p.size / self.devices(stays) * FLOAT32,
-            )
             copies = tuple(a for a in AXES if a != REPLICA and a not in (*p.split, *p.outer))
-            share = -(-part // self.devices(copies))
-            block = min(OUTER_BLOCK, -(-share // replicas))
-            blocks = -(-share // (replicas * block)) * replicas
-            int8, scales = int8 + blocks * block, scales + blocks
-            if not self.outer_int8:
-                yield Collective(SUM, (REPLICA,), share * FLOAT32)
-            yield Collective(GATHER, copies, part * FLOAT32)
-        if self.outer_int8:
-            for kind in (EXCHANGE, GATHER):
-                yield Collective(kind, (REPLICA,), int8)
-                yield Collective(kind, (REPLICA,), scales * FLOAT32)
+            share = math.ceil(part / self.devices(copies))
+            block = min(OUTER_BLOCK, math.ceil(share / self.layout.replica))
+            blocks = math.ceil(share / (self.layout.replica * block)) * self.layout.replica
+            int8 += blocks * block
+            scales += blocks
+            collectives += [
+                Collective(GATHER, gathered, p.size / self.devices(scattered) * FLOAT32),
+                Collective(SUM, (REPLICA,), share * FLOAT32 * (not self.outer_int8)),
+                Collective(GATHER, copies, part * FLOAT32),
+            ]
+        for kind in (EXCHANGE, GATHER) if self.outer_int8 else ():
+            collectives += _alike(kind, REPLICA, (int8, scales * FLOAT32))
+        return collectives
 
 
 # --- how long they take -------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Links:
-    """The links between the devices of a layout."""
+class Route(NamedTuple):
+    """The links that collectives over some axes use.
 
-    layout: Layout
-    hardware: Hardware
-
-    def seconds(self, collectives: Iterable[Collective], one_link: float = 0.0) -> dict[str, float]:
-        """Seconds by mesh axis. Several axes together count for the outermost.
-
-        one_link: the part of one adapter's bandwidth that a ring between islands reaches; 0: its
-                  devices in an island use all their adapters together
-        """
-        by_axis: dict[str, float] = {}
-        for kind, axes, size, times, devices in collectives:
-            route = self._route(axes)
-            if route.devices > 1 and size and times:
-                each = self._each(route, kind, size, devices or route.devices, one_link)
-                by_axis[route.axis] = by_axis.get(route.axis, 0.0) + times * each
-        return by_axis
-
-    def tier(self, axes: tuple[str, ...]) -> Tier:
-        """The slowest tier that a ring of these axes crosses. One that does not fit an island, or
-        does not divide it, crosses to the next tier on some device, and the whole ring waits for
-        that one."""
-        return self._route(axes).tier
-
-    def _each(self, route: "_Route", kind: str, size: float, count: int, one_link: float) -> float:
-        """Seconds of one collective among `count` devices.
-
-        A permute between islands goes through one adapter. In an all-to-all a device sends to
-        neighbours in its island over the links inside, and at the same time to the others over its
-        adapter. A ring between islands is bound by the slower links. Simulated devices share one
-        memory, in which a sum takes as long as a message.
-        """
-        tier, inside, latency = route.tier, self.hardware.tiers[0], 1e-6 * route.tier.latency_us
-        if kind == PERMUTE:
-            return size / tier.bytes_per_s + latency
-        passes = 2 if kind == SUM else 1
-        if self.hardware.alone > 1:
-            return passes * (size / tier.bytes_per_s + latency) / 2
-        latency *= 2 * math.log2(count)
-        if kind in (EXCHANGE, RAGGED):
-            return (
-                max(
-                    size * (route.near - 1) / inside.bytes_per_s,
-                    size * (count - route.near) / tier.bytes_per_s,
-                )
-                / count
-                + latency
-            )
-        bytes_per_s = tier.bytes_per_s
-        if tier is not inside:
-            bytes_per_s = (
-                bytes_per_s * one_link
-                if one_link
-                else min(bytes_per_s * route.near, inside.bytes_per_s)
-            )
-        return passes * (size * (count - 1) / count / bytes_per_s + latency)
-
-    def _route(self, axes: tuple[str, ...]) -> "_Route":
-        if axes in self._routes:
-            return self._routes[axes]
-        layout, tiers = self.layout, self.hardware.tiers
-        tier, near, devices, outermost = 0, 1, 1, ""
-        for axis in axes:
-            count, apart = layout.neighbours(axis)
-            if count == 1:
-                continue
-            span = count * apart
-            fits = (
-                not t.devices or layout.devices <= t.devices or _sharing(t, span) == span
-                for t in tiers
-            )
-            tier = max(tier, next((n for n, fit in enumerate(fits) if fit), len(tiers) - 1))
-            near, devices = near * max(1, _sharing(tiers[0], span) // apart), devices * count
-            outermost = outermost or axis
-        self._routes[axes] = _Route(outermost, devices, tiers[tier], near if tier else devices)
-        return self._routes[axes]
-
-    @functools.cached_property
-    def _routes(self) -> dict[tuple[str, ...], "_Route"]:
-        return {}
-
-
-class _Route(NamedTuple):
-    """What collectives over some axes go over.
-
-    axis:    the outermost of them
+    axis:    the outermost of the axes
     devices: along them together
-    tier:    the links by which they are bound
+    tier:    the slowest links that are crossed
     near:    devices of a ring that share an island of the first tier
     """
 
@@ -495,11 +391,79 @@ class _Route(NamedTuple):
     near: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """The links between the devices of a layout."""
+
+    layout: Layout
+    hardware: Hardware
+    _routes: dict[tuple[str, ...], Route] = dataclasses.field(default_factory=dict, init=False)
+
+    def seconds(self, collectives: Iterable[Collective], one_link: float = 0.0) -> dict[str, float]:
+        """Seconds by mesh axis. Several axes together count for the outermost.
+
+        one_link: the part of one adapter's bandwidth that a ring between islands reaches; 0: its
+                  devices in an island use all their adapters together
+        """
+        by_axis: dict[str, float] = {}
+        for kind, axes, size, times, devices in collectives:
+            route = self._routes.get(axes) or self.route(axes)
+            if route.devices > 1 and size and times:
+                each = self._each(route, kind, size, devices or route.devices, one_link)
+                by_axis[route.axis] = by_axis.get(route.axis, 0.0) + times * each
+        return by_axis
+
+    def _each(self, route: Route, kind: str, size: float, count: int, one_link: float) -> float:
+        """Seconds of one collective among `count` devices.
+
+        A permute between islands goes through one adapter. In an all-to-all a device sends to
+        neighbours in its island over the links inside, and at the same time to the others over its
+        adapter. A ring between islands is bound by the slower links. Simulated devices share one
+        memory, in which a sum takes as long as a message.
+        """
+        tier, inside, latency = route.tier, self.hardware.tiers[0], 1e-6 * route.tier.latency_us
+        bytes_per_s, passes = tier.bytes_per_s, 2 if kind == SUM else 1
+        if kind == PERMUTE:
+            return size / bytes_per_s + latency
+        if self.hardware.alone > 1:
+            return passes * (size / bytes_per_s + latency) / 2
+        latency *= 2 * math.log2(count)
+        if kind in (EXCHANGE, RAGGED):
+            near = (route.near - 1) / inside.bytes_per_s
+            far = (count - route.near) / bytes_per_s
+            return size * max(near, far) / count + latency
+        if tier is not inside and one_link:
+            bytes_per_s *= one_link
+        elif tier is not inside:
+            bytes_per_s = min(bytes_per_s * route.near, inside.bytes_per_s)
+        return passes * (size * (count - 1) / count / bytes_per_s + latency)
+
+    def route(self, axes: tuple[str, ...]) -> Route:
+        """The links that collectives over these axes use. A ring that does not fit an island, or
+        does not divide it, crosses to the next tier on some device, and the entire ring waits for
+        that one."""
+        layout, tiers = self.layout, self.hardware.tiers
+        tier, near, devices, outermost = 0, 1, 1, ""
+        for axis in axes:
+            count, stride = layout.neighbours(axis)
+            if count == 1:
+                continue
+            span = count * stride
+            fits = [
+                not t.devices or layout.devices <= t.devices or _sharing(t, span) == span
+                for t in tiers
+            ]
+            tier = max(tier, fits.index(True) if any(fits) else len(tiers) - 1)
+            near, devices = near * max(1, _sharing(tiers[0], span) // stride), devices * count
+            outermost = outermost or axis
+        self._routes[axes] = Route(outermost, devices, tiers[tier], near if tier else devices)
+        return self._routes[axes]
+
+
 def _sharing(tier: Tier, span: int) -> int:
     """The least number of `span` consecutive devices that share an island, over all starting
     positions. A job may take a power of two of an island with another number: 64 of 72."""
-    return (
-        max(math.gcd(span, tier.devices), math.gcd(span, 2 ** int(math.log2(tier.devices))))
-        if tier.devices
-        else span
-    )
+    if not tier.devices:
+        return span
+    power = 2 ** int(math.log2(tier.devices))
+    return max(math.gcd(span, tier.devices), math.gcd(span, power))

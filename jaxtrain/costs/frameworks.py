@@ -1,7 +1,7 @@
 """Frameworks that train transformers, by what differs between them in time and memory. Published
-runs were made by others than ours.
+runs were made by frameworks other than ours.
 
-Each difference is physical: what is kept, what passes through memory, what waits for what.
+Each difference is physical: what is saved, what passes through memory, what waits for what.
 """
 
 import dataclasses
@@ -9,39 +9,46 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Framework:
-    """What a framework does.
+    """A framework's differences. "Passes" are reads and writes of an array in memory.
 
     text:             the differences in words
     fused_attention:  scores stay on the chip; otherwise they pass through memory
     attention_passes: over the scores, forward, where they do
     sequence_parallel: what lies between products is split over `model`, too
-    core_again:       "selective" computes attention's core again; otherwise all that is no product
-    passes:           over a layer's [tokens, width], forward, beside its products: norms,
+    recomputes_core:  "selective" recomputes attention's core; otherwise all that is no product
+    passes:           over a layer's [tokens, width], forward, besides its products: norms,
                       residuals, dropout
     inner_passes:     over what products make inside attention and MLP: copies by head, activation
     logit_passes:     over a microbatch's logits in 32 bits: written, read for the loss, and for its
                       gradient
-    model_overlap:    part of the time of `model`'s collectives that stands beside products
-    data_overlap:     the same of the sums of gradients, beside the backward of the last microbatch
-    gather_overlap:   the same of ZeRO-3's gathers, and of its sums, beside all ops
-    one_link:         part of one link's bandwidth that ZeRO-3's collectives reach where they leave
-                      an island; 0: all its links, as others
-    stage_overlap:    messages between stages go beside ops
-    weight_bytes, gradient_bytes, state_bytes: of a parameter: of the copy that products use, of its
-                      gradient, of optimizer and master copy
-    outer_bytes:      the same of what replicas that train apart have in common, which is shared out
-                      over `data` at every stage of ZeRO
+    model_overlap:    fraction of the time of `model`'s collectives that overlaps with products
+    data_overlap:     fraction of the sums of gradients that overlaps with the backward of the last
+                      microbatch
+    gather_overlap:   fraction of ZeRO-3's all-gathers and reduce-scatters that overlaps with ops
+    one_link:         fraction of one link's bandwidth that ZeRO-3's collectives reach where they
+                      leave an island; 0: they use all links of the island
+    stage_overlap:    messages between stages overlap with ops
+    weight_bytes, gradient_bytes, state_bytes: bytes of a parameter's copy that products use, of its
+                      gradient, of its optimizer state and master copy
+    outer_bytes:      bytes of a parameter's state that independent replicas share, sharded over
+                      `data` at every stage of ZeRO
     sent_gradient, sent_weight: bytes of a number that crosses `data`
     split_sends:      messages between stages are split over `model`
     vocabulary_parallel: embedding and head are split over the stages
-    by_dimension:     ZeRO shares out a dimension of each array, so `data` has to divide the width;
+    by_dimension:     ZeRO shards a dimension of each array, so `data` has to divide the width;
                       otherwise it cuts flat buffers anywhere
     slots:            activations lie in slots of a table (memory.py); with several chunks of layers
-                      one is computed again at a time
+                      one is recomputed at a time
+    imbalance:        routed tokens of the busiest device's experts, over the mean
+    context_by:       attention over a split sequence, as `parallel.context`
+    inner_steps:      steps between two exchanges of independent replicas; 0: replicas are not
+                      independent
+    sent_outer:       bytes of a number in such an exchange
+    gathers_once:     ZeRO-3 gathers parameters once a step, not in each op
     weight_copies:    passes of F, R and B over a layer's weights, where a loop over layers copies
                       them out of their stack
     sum_passes:       passes of W over the sums of a layer's gradients, in 32 bits
-    fixed_s:          seconds of a step beside all this: its host, the loss, the norm of gradients
+    fixed_s:          seconds of a step besides all this: its host, the loss, the norm of gradients
     causal_rates:     its published rates count the half of attention's operations that a causal
                       mask leaves; otherwise all of them
     """
@@ -51,7 +58,7 @@ class Framework:
     fused_attention: bool = True
     attention_passes: float = 0.0
     sequence_parallel: bool = True
-    core_again: bool = False
+    recomputes_core: bool = False
     passes: float = 8.0
     inner_passes: float = 2.0
     logit_passes: float = 3.0
@@ -90,7 +97,7 @@ _MEGATRON_2021 = Framework(
     # bits
     attention_passes=6.5,
     sequence_parallel=False,
-    core_again=True,
+    recomputes_core=True,
     passes=14.0,  # two norms (2 each), two residuals with dropout and bias (5 each)
     inner_passes=3.0,
     logit_passes=8.0,
@@ -135,7 +142,7 @@ FRAMEWORKS: dict[str, Framework] = {
             "megatron_core",
             "sequence parallelism, fused attention, distributed optimizer; tensor's and "
             "data's collectives beside products in part",
-            core_again=True,
+            recomputes_core=True,
             passes=14.0,
             inner_passes=3.0,
             logit_passes=8.0,

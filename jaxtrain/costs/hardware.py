@@ -1,6 +1,6 @@
-"""Kinds of devices, as data: hardware/NAME.json, or a file of a user's own with the same keys.
+"""Kinds of devices, as data: hardware/NAME.json, or a user's file with the same keys.
 
-A file says what a data sheet says (peaks, memory, links) and which part of it programs reach. The
+A file has what a data sheet says (peaks, memory, links) and which part of it programs reach. The
 parts are few and physical:
 
     matmul.peak     part of the peak that large products reach
@@ -13,8 +13,8 @@ parts are few and physical:
     launch_us       time between the operations of a program
     clock_ghz       cycles of a TPU's cores, of which its compiler estimates each operation's
                     number; 0, unknown, if left out
-    alone           simulated devices share their cores: how many times as fast one is while the
-                    others wait; 1 if left out
+    alone           for simulated devices, which share their cores: how many times as fast one is
+                    while the others wait; 1 if left out
     tiers           links from the fastest to the slowest. devices: how many one of them joins, 0
                     for any number; gb_per_s: what a device sends at most, one way; reached: the
                     part of it that large collectives reach; latency_us: of one step of a ring
@@ -30,7 +30,6 @@ Sources of the figures stand in each file.
 import dataclasses
 import difflib
 import functools
-import itertools
 import json
 import os
 import pathlib
@@ -42,31 +41,15 @@ FOLDER = pathlib.Path(__file__).parent / "hardware"
 GIB = 2**30
 # GB/s one way of PCIe 3 × 16, and the part of a link to the host that large copies reach
 HOST, HOST_REACHED = 16.0, 0.8
-# of products, as `precision.compute` has them; a file has the peak of at least one
+# `precision.compute`'s types; a file has the peak of at least one
 DTYPES = ("bfloat16", "float32")
-# types that a file may have the peak of
+# types whose peak a file may have
 PEAKS = (*DTYPES, "float16", "float8", "float4", "int8", "int4")
-TIER_KEYS = ("name", "devices", "gb_per_s", "reached", "latency_us")
-MATMUL_KEYS = ("peak", "half")
-KEYS = (  # of a file, beside `like`
-    *(
-        "name",
-        "peak_tflops",
-        "memory_gib",
-        "memory_usable",
-        "memory_gb_per_s",
-        "memory_reached",
-        "matmul",
-        "attention",
-        "launch_us",
-    ),
-    *("tiers", "watts", "sources", "alone", "host_gb_per_s", "clock_ghz", "device_kind"),
-)
 MOST_DEVICES = 10**9  # that links join
 PART = (1e-6, 1.0, 0.8)
 SPEED = (1e-9, 1e6, 450.0)
-# Key of a figure → the least and the most that it may be, and a usual one. What is beyond that is
-# in another unit, or a slip.
+# Key of a figure → its least, its greatest and a usual value. What is beyond that is in another
+# unit, or a slip.
 FIGURES: Mapping[str, tuple[float, float, float]] = {
     "peak_tflops": (1e-9, 1e6, 989.0),
     "memory_gib": (1e-6, 1e6, 80.0),
@@ -88,10 +71,9 @@ FIGURES: Mapping[str, tuple[float, float, float]] = {
 
 
 class HardwareError(Exception):
-    """A kind of device that is not known, or a file that does not describe one; the message is one
-    line.
+    """A kind of device that is not known, or a file that does not describe one, in one line.
 
-    rule: what is wrong, to be read after the name; use: a name that works.
+    rule: what is wrong, to be read after the name; use: a name that works
     """
 
     def __init__(self, name: str, rule: str, use: str):
@@ -101,7 +83,7 @@ class HardwareError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Tier:
-    """Links of one kind, which join so many devices; 0: any number."""
+    """Links of one kind, which join `devices` devices; 0: any number."""
 
     name: str
     devices: int
@@ -111,7 +93,7 @@ class Tier:
 
     @property
     def bytes_per_s(self) -> float:
-        """What a device sends, one way, in a large collective."""
+        """Bytes a second that a device sends, one way, in a large collective."""
         return 1e9 * self.gb_per_s * self.reached
 
 
@@ -123,7 +105,7 @@ class Matmul:
     half: tuple[float, float, float]  # m, n, k
 
     def reached(self, m: float, n: float, k: float) -> float:
-        """Operations a second of a product of these sizes, less than `peak`."""
+        """The part of the peak that a product of these sizes reaches; less than `peak`."""
         half_m, half_n, half_k = self.half
         return self.peak / (1 + half_m / max(m, 1) + half_n / max(n, 1) + half_k / max(k, 1))
 
@@ -133,13 +115,13 @@ class Hardware:
     """A kind of device.
 
     peak_tflops:    dense, by the type of the operands
-    memory_gib, memory_usable: and the part of it that a program's arrays may take
+    memory_gib, memory_usable: memory, and the part of it that a program's arrays may take
     memory_gb_per_s, memory_reached: bandwidth, and the part that is reached
-    attention_forward, attention_backward: parts of the peak
-    watts:          of the device under load, for energy; 0: not known
-    clock_ghz:      cycles, 10⁹ a second, that a TPU's compiler counts in; 0: not known
-    host_gb_per_s:  of copies to or from the host's memory, one way
-    alone:          how many times as fast a device is while those that share its cores wait
+    attention_forward, attention_backward: parts of the peak that a fused kernel reaches
+    watts:          power under load, for energy; 0: not known
+    clock_ghz:      10⁹ cycles a second that a TPU's compiler counts in; 0: not known
+    host_gb_per_s:  bandwidth of copies to or from the host's memory, one way
+    alone:          the factor by which a device is faster while those that share its cores wait
     device_kind:    a pattern of jax's name of it; "" for none
     """
 
@@ -171,8 +153,8 @@ class Hardware:
         return 1e12 * self.peak_tflops[dtype]
 
     def utilization(self, flops_per_s: float, dtype: str) -> float | None:
-        """The part of a device's peak that so many operations a second are (MFU, of a model's own);
-        None where the peak is not known."""
+        """The part of a device's peak that so many operations a second are (MFU, for those of the
+        model); None where the peak is not known."""
         return flops_per_s / self.peak(dtype) if dtype in self.peak_tflops else None
 
     @property
@@ -192,27 +174,21 @@ class Hardware:
 
 
 def known() -> tuple[str, ...]:
-    """The kinds of devices that are there by name."""
+    """The names of the kinds of devices that have a file in FOLDER."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 
 
 @functools.cache
-def of_device(kind: str) -> "Hardware | None":
-    """The kind of device that jax calls so (`Device.device_kind`); None if it is not known, as any
-    CPU."""
-    listed = map(load, known())
-    return next(
-        (
-            each
-            for each in listed
-            if each.device_kind and re.search(each.device_kind, kind, re.IGNORECASE)
-        ),
-        None,
-    )
+def of_device(kind: str) -> Hardware | None:
+    """The hardware whose pattern matches jax's name (`Device.device_kind`); None for a device that
+    has no file, as any CPU."""
+    patterned = (each for each in map(load, known()) if each.device_kind)
+    matches = (each for each in patterned if re.search(each.device_kind, kind, re.IGNORECASE))
+    return next(matches, None)
 
 
 def load(name: str) -> Hardware:
-    """The kind of device with this name, or that of this file. Raises HardwareError."""
+    """The kind of device with this name, or of this JSON file. Raises HardwareError."""
     path = pathlib.Path(name)
     if path.suffix != ".json":
         if name not in known():
@@ -238,9 +214,9 @@ def load(name: str) -> Hardware:
 
 
 def _completed(values: dict[str, Any]) -> dict[str, Any]:
-    """A file's object with the figures of the kind that it is like. Raises ValueError for a key
-    that is none, and where no kind has that name."""
-    _check_keys(values, (*KEYS, "like"), "")
+    """A file's object with the figures of the kind that it is like. Raises ValueError for an
+    unknown key, and where no kind has that name."""
+    _check_keys(values, (*_keys(), "like"), "")
     if "like" not in values:
         return values
     name = values["like"]
@@ -258,61 +234,52 @@ def _completed(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _nearest(name: str) -> str:
-    """The known name that is most like a text: of those with the text in them the shortest, of two
-    alike the later one; without any, the longest that is in the text or begins as the text does."""
+    """The known name that has the longest text in common with this one, without punctuation; of
+    several the shortest, of these the last."""
     letters = lambda text: re.sub(r"[^a-z0-9]", "", text.lower())
-    wanted = letters(name)
-    if not wanted:
+    if not letters(name):
         return "h100"
-    if containing := [kind for kind in known() if wanted in letters(kind)]:
-        return min(reversed(containing), key=lambda kind: len(letters(kind)))
-    begins = lambda kind: len(os.path.commonprefix([letters(kind), wanted]))
-    longest = max(map(begins, known()))
-    if contained := [
-        kind for kind in known() if letters(kind) in wanted and len(letters(kind)) >= longest
-    ]:
-        return max(contained, key=len)
-    alike = [kind for kind in known() if begins(kind) == longest] if longest > 1 else known()
-    return difflib.get_close_matches(name.lower(), alike, 1, 0.0)[0]
+    shared = lambda kind: difflib.SequenceMatcher(None, letters(kind), letters(name))
+    longest = lambda kind: shared(kind).find_longest_match().size
+    return max(known(), key=lambda kind: (longest(kind), -len(letters(kind)), kind))
+
+
+def _keys() -> list[str]:
+    """The keys of a file besides `like`."""
+    names = [field.name for field in dataclasses.fields(Hardware)]
+    return [*(name for name in names if not name.startswith("attention_")), "attention"]
 
 
 def from_json(values: Mapping[str, Any]) -> Hardware:
-    """A kind of device from a file's object, without `like`. Raises KeyError for a key that it
-    lacks, ValueError for one that is none, or that has no such value."""
-    _check_keys(values, KEYS, "")
-    tiers, matmul = _tiers(_list(values["tiers"], "tiers")), values["matmul"]
-    _check_keys(values["peak_tflops"], PEAKS, "peak_tflops")
-    peaks = {
-        dtype: _figure(peak, "peak_tflops", f"peak_tflops.{dtype}")
-        for dtype, peak in values["peak_tflops"].items()
-    }
+    """A kind of device from a file's object, without `like`. Raises KeyError for a missing key,
+    ValueError for an unknown one or an impossible value."""
+    _check_keys(values, _keys(), "")
+    tiers, peaks = _tiers(_list(values["tiers"], "tiers")), values["peak_tflops"]
+    _check_keys(peaks, PEAKS, "peak_tflops")
+    peaks = {key: _figure(peak, "peak_tflops", f"peak_tflops.{key}") for key, peak in peaks.items()}
     if not any(dtype in peaks for dtype in DTYPES):
         raise ValueError(f"peak_tflops has none of {', '.join(DTYPES)}")
-    _check_keys(matmul, MATMUL_KEYS, "matmul")
+    matmul = values["matmul"]
+    _check_keys(matmul, [field.name for field in dataclasses.fields(Matmul)], "matmul")
     m, n, k = (_figure(size, "matmul.half") for size in _list(matmul["half"], "matmul.half", 3))
-    forward, backward = (
-        _figure(part, "attention") for part in _list(values["attention"], "attention", 2)
-    )
+    attention = [_figure(part, "attention") for part in _list(values["attention"], "attention", 2)]
+    sources = _list(values.get("sources", []), "sources")
+    figures = {
+        field.name: _figure(values[field.name], field.name)
+        for field in dataclasses.fields(Hardware)
+        if field.name in FIGURES.keys() - {"peak_tflops"}
+        if field.name in values or field.default is dataclasses.MISSING
+    }
     return Hardware(
         name=_text(values["name"], "name"),
         peak_tflops=peaks,
-        memory_gib=_figure(values["memory_gib"], "memory_gib"),
-        memory_usable=_figure(values["memory_usable"], "memory_usable"),
-        memory_gb_per_s=_figure(values["memory_gb_per_s"], "memory_gb_per_s"),
-        memory_reached=_figure(values["memory_reached"], "memory_reached"),
         matmul=Matmul(_figure(matmul["peak"], "matmul.peak"), (m, n, k)),
-        attention_forward=forward,
-        attention_backward=backward,
-        launch_us=_figure(values["launch_us"], "launch_us"),
+        attention_forward=attention[0],
+        attention_backward=attention[1],
         tiers=tiers,
-        watts=_figure(values["watts"], "watts"),
-        sources=tuple(
-            _text(source, "sources") for source in _list(values.get("sources", []), "sources")
-        ),
-        alone=_figure(values.get("alone", 1.0), "alone"),
-        host_gb_per_s=_figure(values.get("host_gb_per_s", HOST), "host_gb_per_s"),
-        clock_ghz=_figure(values.get("clock_ghz", 0.0), "clock_ghz"),
+        sources=tuple(_text(source, "sources") for source in sources),
         device_kind=_pattern(values.get("device_kind", "")),
+        **figures,
     )
 
 
@@ -321,28 +288,20 @@ def _tiers(listed: Sequence[Any]) -> tuple[Tier, ...]:
     tiers = []
     for at, values in enumerate(listed):
         key = f"tiers[{at}]"
-        _check_keys(values, TIER_KEYS, key)
-        devices = values["devices"]
-        if (
-            isinstance(devices, bool)
-            or not isinstance(devices, int)
-            or not 0 <= devices <= MOST_DEVICES
-        ):
+        _check_keys(values, [field.name for field in dataclasses.fields(Tier)], key)
+        values, devices = {"reached": 1.0, "latency_us": 0.0} | values, values["devices"]
+        if type(devices) is not int or not 0 <= devices <= MOST_DEVICES:
             raise ValueError(
                 f"{key}.devices={_shown(devices)} must be a whole number up to "
                 f"{MOST_DEVICES:,}, and 0 for the last tier"
             )
-        figure = lambda name, value, key=key: _figure(value, name, f"{key}.{name}")
-        speed, reached = (
-            figure("gb_per_s", values["gb_per_s"]),
-            figure("reached", values.get("reached", 1.0)),
-        )
-        latency = figure("latency_us", values.get("latency_us", 0.0))
-        tiers.append(Tier(_text(values["name"], f"{key}.name"), devices, speed, reached, latency))
+        names = ("gb_per_s", "reached", "latency_us")
+        figures = [_figure(values[name], name, f"{key}.{name}") for name in names]
+        tiers.append(Tier(_text(values["name"], f"{key}.name"), devices, *figures))
     sizes = [tier.devices for tier in tiers]
     if not sizes or sizes[-1]:
         raise ValueError("the last of tiers joins any number of devices: devices 0")
-    if any(a >= b for a, b in itertools.pairwise(sizes[:-1])) or 0 in sizes[:-1]:
+    if sizes[:-1] != sorted(set(sizes[:-1]) - {0}):
         raise ValueError(
             f"tiers have devices {', '.join(map(str, sizes))}, which must grow, and 0 for the last"
         )
@@ -353,8 +312,8 @@ def _tiers(listed: Sequence[Any]) -> tuple[Tier, ...]:
 
 
 def _figure(value: Any, figure: str, key: str = "") -> float:
-    """The number of a key, whose limits are those of this figure. Raises ValueError where it is
-    none, or beyond them."""
+    """The number of a key, within the limits of this figure. Raises ValueError for anything
+    else."""
     least, most, usual = FIGURES[figure]
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if is_number and least <= value <= most:
@@ -379,8 +338,8 @@ def _shown(value: Any) -> str:
 
 
 def _check_keys(values: Any, keys: Sequence[str], where: str) -> None:
-    """Raises ValueError for what is no object, and for the first key of one that is none of these,
-    with the nearest that is."""
+    """Raises ValueError for what is no object, and for an object's first key that is not one of
+    these, with the nearest that is."""
     if not isinstance(values, Mapping):
         raise ValueError(f"{where or 'the file'} must be an object of keys")
     for key in values:
@@ -393,7 +352,7 @@ def _check_keys(values: Any, keys: Sequence[str], where: str) -> None:
 
 
 def _pattern(value: Any) -> str:
-    """A regular expression. Raises ValueError where it is none."""
+    """A regular expression. Raises ValueError for anything else."""
     try:
         return re.compile(value).pattern
     except (re.error, TypeError) as error:
@@ -401,7 +360,7 @@ def _pattern(value: Any) -> str:
 
 
 def _list(value: Any, key: str, length: int = 0) -> Sequence[Any]:
-    """length: 0 for any."""
+    """A list of this length; 0: of any. Raises ValueError for anything else."""
     if not isinstance(value, (list, tuple)) or (length and len(value) != length):
         raise ValueError(f"{key} must be a list{f' of {length} numbers' * bool(length)}")
     return value
@@ -411,8 +370,4 @@ def to_json(hardware: Hardware) -> dict[str, Any]:
     """The object of a file that `from_json` reads as this."""
     values = dataclasses.asdict(hardware)
     values["attention"] = [values.pop("attention_forward"), values.pop("attention_backward")]
-    values["matmul"]["half"] = list(hardware.matmul.half)
-    return values | {
-        "peak_tflops": dict(hardware.peak_tflops),
-        "tiers": [dataclasses.asdict(tier) for tier in hardware.tiers],
-    }
+    return values

@@ -1,5 +1,7 @@
-"""A layout: how a step is laid over devices, as numbers; and for how many rows of experts a device
-has room."""
+"""A layout: how a step is laid over devices, as numbers; and the capacity of a device's experts.
+
+A routed token is one token's choice of one expert (parallel/experts.py).
+"""
 
 import dataclasses
 import math
@@ -45,22 +47,28 @@ class Layout:
         """Sequences of a step."""
         return self.batch_shards * self.microbatch * self.microbatches
 
+    def offloads(self, what: str) -> bool:
+        """True where the optimizer's state ("optimizer") or what layers save ("activations") is in
+        the host's memory."""
+        return self.offload in (what, "both")
+
     def neighbours(self, axis: str) -> tuple[int, int]:
-        """(devices along an axis, how far apart in the order of devices): `model` is innermost,
+        """(devices along an axis, their stride in the order of devices): `model` is innermost,
         `replica` outermost."""
-        apart = math.prod(getattr(self, name) for name in AXES[AXES.index(axis) + 1 :])
-        return getattr(self, axis), apart
+        inner = AXES[AXES.index(axis) + 1 :]
+        return getattr(self, axis), math.prod(getattr(self, name) for name in inner)
 
 
-def room_of(tokens: int, choices: int, experts: int, devices: int, room: float) -> int:
-    """Rows of experts that one of `devices` can receive, each of which has so many tokens of so
-    many choices: all rows in the worst case, or `room` times the mean if that is fewer and not 0,
-    and a little more, so that large rooms are cut into equal tiles. A row is a token's choice of an
-    expert (parallel/experts.py)."""
+def device_capacity(tokens: int, choices: int, experts: int, devices: int, over_mean: float) -> int:
+    """Routed tokens that each of `devices` can receive, where each sends `tokens` of `choices`.
+
+    The worst case, or `over_mean` times the mean if that is less and not 0, rounded up so that
+    large buffers are cut into equal tiles.
+    """
     worst = devices * tokens * min(choices, experts // devices)
-    bound = math.ceil(room * tokens * choices)
+    bound = math.ceil(over_mean * tokens * choices)
     step = 1 << max(bound.bit_length() - 7, 0)
-    return min(worst, -(-bound // step) * step) if room else worst
+    return min(worst, -(-bound // step) * step) if over_mean else worst
 
 
 def capacity_of(tokens: int, choices: int, experts: int, factor: float) -> int:
@@ -69,21 +77,14 @@ def capacity_of(tokens: int, choices: int, experts: int, factor: float) -> int:
     return min(tokens, math.ceil(factor * tokens * choices / experts))
 
 
-def expert_rows(model: Transformer, layout: Layout) -> int:
-    """A microbatch's rows of experts for which a device has room: by capacity if there is one, else
-    by `expert_room`; 0 without experts."""
+def routed_capacity(model: Transformer, layout: Layout) -> int:
+    """Routed tokens of a microbatch that a device's experts can receive: by `capacity_factor` if
+    there is one, else by `expert_room`; 0 without experts."""
     if not model.experts:
         return 0
-    tokens = model.sequence // layout.context
+    tokens, choices = model.sequence // layout.context, model.experts_per_token
     if model.capacity_factor:
-        most = capacity_of(
-            model.sequence, model.experts_per_token, model.experts, model.capacity_factor
-        )
+        most = capacity_of(model.sequence, choices, model.experts, model.capacity_factor)
         return model.experts * layout.microbatch * min(most, tokens)
-    return room_of(
-        layout.microbatch * tokens,
-        model.experts_per_token,
-        model.experts,
-        layout.expert,
-        model.expert_room,
-    )
+    sent = layout.microbatch * tokens
+    return device_capacity(sent, choices, model.experts, layout.expert, model.expert_room)

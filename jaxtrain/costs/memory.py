@@ -1,6 +1,6 @@
-"""What a step holds on the fullest device, by parts, in closed form.
+"""A step's memory on the fullest device, by part, in closed form.
 
-weights, gradients, optimizer   by the stage of ZeRO, of the stage with most parameters
+weights, gradients, optimizer   by ZeRO's stage, on the pipeline stage with most parameters
 outer                           of independent replicas: the parameters of the last exchange, and
                                 its momentum
 activations                     what layers save of a microbatch, for those that a stage holds at
@@ -20,7 +20,7 @@ Activations of our own runtime lie in slots of five pools, each shared by a stag
 
 A table says how many slots there are of each (schedule/slots.py); `estimated_slots` has closed
 forms of that. Bytes of a slot are those of the arrays that cross between ops as the layers are
-traced (runtime/backward_split.py), by their widths. With one stage layers keep their inputs, or
+traced (runtime/backward_split.py), by their widths. With one stage layers save their inputs, or
 both residuals.
 """
 
@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxtrain.costs.collectives import FLOAT32
-from jaxtrain.costs.layout import expert_rows
+from jaxtrain.costs.layout import routed_capacity
 from jaxtrain.costs.step_time import ITEM, StepModel
 from jaxtrain.schedule.orders import closed_forms
 
@@ -44,7 +44,7 @@ TRANSIT = 2  # slots of what comes and what leaves besides those that wait
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class MemoryBreakdown:
     """Bytes by part on the fullest device. pools: of the activations, by their pool of slots, if
     any."""
 
@@ -58,13 +58,13 @@ class Memory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Slots:
-    """Slots of each pool on the fullest stage.
+class SlotCounts:
+    """The numbers of slots of each pool on the fullest stage.
 
-    layers:             of the largest unit, for which each slot has room
-    stored_layers:      layers for whose parameters a device has room, the same on all stages
-    shares_vocabulary:  tables are split over the stages; otherwise every stage has room for all of
-                        them
+    layers:             of the largest unit; each slot has the memory for them
+    stored_layers:      layers whose parameters a device has memory for, the same on all stages
+    shares_vocabulary:  tables are split over the stages; otherwise every stage has memory for all
+                        of them
     """
 
     activation: float
@@ -77,75 +77,47 @@ class Slots:
     shares_vocabulary: bool
 
 
-def memory(step: StepModel, loss_chunk: int = 2048, slots: Slots | None = None) -> Memory:
+def memory(
+    step: StepModel, loss_chunk: int = 2048, slots: SlotCounts | None = None
+) -> MemoryBreakdown:
     """Bytes of a step by part.
 
     loss_chunk: tokens whose logits exist at a time
     slots: of our own runtime's table; by default those of the schedule's closed form
     """
-    if step.framework.slots:
-        return _own_memory(step, loss_chunk, slots or estimated_slots(step))
-    parameters, layout, framework = step.device_parameters().all, step.layout, step.framework
+    layout, framework, shared, cast = step.layout, step.framework, None, 0
+    pools: dict[str, float] = {}
+    if framework.slots:
+        slots = slots or estimated_slots(step)
+        shared = bool(slots and slots.shares_vocabulary)
+        # XLA casts all weights to the type of the products before the loops, once.
+        cast = 0 if step.dtype == "float32" else step.item
+        pools = _pools(step, slots) if slots else {}
+        activations = sum(pools.values()) if slots else _saved_by_layers(step)
+        working = _layer_working(step) + (transposed_pools(step, slots) if slots else 0.0)
+        head = _head_working(step, loss_chunk, shared)
+    else:
+        activations, working = _framework_activations(step), _framework_working(step)
+        head = LOGIT_BYTES * min(step.tokens, loss_chunk) * step.model.vocab_size / layout.model
+    held = step.device_parameters(slots.stored_layers if slots else 0, shared)
     shards = {stage: step.shards if layout.zero >= stage else 1 for stage in (1, 2, 3)}
-    layers = math.ceil(step.model.layers / layout.stage) + step.model.dense_layers * (
-        layout.stage == 1
-    )
-    logits = LOGIT_BYTES * min(step.tokens, loss_chunk) * step.model.vocab_size / layout.model
-    offloaded, working = _offloaded(step), _framework_working(step)
-    in_flight = 1.0 if "activations" in offloaded else microbatches_in_flight(step)
-    return Memory(
-        {
-            "weights": framework.weight_bytes * parameters / shards[3],
-            "gradients": framework.gradient_bytes * parameters / shards[2],
-            "optimizer": 0.0
-            if "optimizer" in offloaded
-            else framework.state_bytes * parameters / shards[1],
-            "activations": layer_activations(step) * layers * in_flight,
-            "working": working,
-            "logits": max(0.0, logits - working),
-        }
-    )
-
-
-def _offloaded(step: StepModel) -> tuple[str, ...]:
-    """What lies in the host's memory."""
-    return ("activations", "optimizer") if step.layout.offload == "both" else (step.layout.offload,)
+    state = held.layers + held.ends / step.parts_of_ends(layout.zero, shared)
+    parts = {
+        "weights": (framework.weight_bytes + cast) * held.all / shards[3],
+        "gradients": framework.gradient_bytes * held.all / shards[2],
+        "optimizer": framework.state_bytes * state / shards[1] * (not layout.offloads("optimizer")),
+    }
+    if framework.outer_bytes:
+        outer = held.layers + held.ends / step.parts_of_ends(max(layout.zero, 1), shared)
+        parts["outer"] = framework.outer_bytes * outer / step.shards
+    parts |= {"activations": activations, "working": working, "logits": max(0.0, head - working)}
+    return MemoryBreakdown(parts, pools)
 
 
 # --- our own runtime ----------------------------------------------------------------------------
 
 
-def _own_memory(step: StepModel, loss_chunk: int, slots: Slots | None) -> Memory:
-    """Bytes of our own runtime's step. slots: None with one stage."""
-    layout, framework = step.layout, step.framework
-    shared = slots.shares_vocabulary if slots else False
-    held = step.device_parameters(slots.stored_layers if slots else 0, shared)
-    shards = {stage: step.shards if layout.zero >= stage else 1 for stage in (1, 2, 3)}
-    state = (held.layers + held.ends / step.parts_of_ends(layout.zero, shared)) / shards[1]
-    outer = (
-        held.layers + held.ends / step.parts_of_ends(max(layout.zero, 1), shared)
-    ) / step.shards
-    # XLA casts all weights to the type of the products before the loops, once.
-    cast = 0 if step.dtype == "float32" else step.item
-    pools = _pools(step, slots)
-    working = _layer_working(step) + (transposed_pools(step, slots) if slots else 0.0)
-    head = _head_working(step, loss_chunk, shared)
-    optimizer = 0.0 if "optimizer" in _offloaded(step) else framework.state_bytes * state
-    return Memory(
-        {
-            "weights": (framework.weight_bytes + cast) * held.all / shards[3],
-            "gradients": framework.gradient_bytes * held.all / shards[2],
-            "optimizer": optimizer,
-            **({"outer": framework.outer_bytes * outer} if framework.outer_bytes else {}),
-            "activations": sum(pools.values()) if slots else _saved_by_layers(step),
-            "working": working,
-            "logits": max(0.0, head - working),
-        },
-        pools,
-    )
-
-
-def estimated_slots(step: StepModel) -> Slots | None:
+def estimated_slots(step: StepModel) -> SlotCounts | None:
     """Slots of a layout with stages, by the peaks of the named schedules' tables
     (schedule/orders.py); None with one stage."""
     layout, p, v = step.layout, step.layout.stage, max(1, step.layout.repeats)
@@ -155,7 +127,7 @@ def estimated_slots(step: StepModel) -> Slots | None:
     residuals = min(schedule.residuals(p, v, layout.microbatches), chunks)
     stashes = min(schedule.stashes(p), chunks)
     full, layers = layout.remat == "full", math.ceil(step.model.layers / (p * v))
-    return Slots(
+    return SlotCounts(
         activation=residuals if full else TRANSIT,
         gradient=schedule.gradients(p, layout.microbatches),
         residual_b=1 if full else residuals,
@@ -168,8 +140,8 @@ def estimated_slots(step: StepModel) -> Slots | None:
 
 
 class LayerBytes(NamedTuple):
-    """Bytes on a device that one layer keeps of one microbatch: what crosses from the forward to B
-    alone and to W, from B to W, and the layer's input."""
+    """Bytes on a device that one layer saves of one microbatch: from the forward for B alone and
+    for W, from B for W, and the layer's input."""
 
     residual_b: float
     residual_w: float
@@ -179,16 +151,18 @@ class LayerBytes(NamedTuple):
 
 def layer_bytes(step: StepModel, dense: bool = False) -> LayerBytes:
     """Bytes by the widths of the arrays: of a token's attention, of the MLP that it goes through,
-    or of all rows of experts for which a device has room. dense: a layer before those with
-    experts."""
+    and of the capacity of a device's experts. dense: a layer before those with experts."""
     model, layout, item = step.model, step.layout, step.item
     width, experts = float(model.width), bool(model.experts) and not dense
-    # keeps its input less the mean in 32 bits; RMSNorm its input
+    # saves its input less the mean in 32 bits; RMSNorm its input
     layer_norm = model.norm_vectors > 1
     selective = layout.remat == "selective"
-    attention = _attention_widths(step)
+    attention, routed = _attention_widths(step), LayerBytes(0.0, 0.0, 0.0)
     hidden = model.shared_experts * model.expert_width if experts else model.mlp_width
-    mlp = _mlp_widths(step, hidden)
+    arrays = 3 if model.gated else 2
+    mlp = LayerBytes(arrays * hidden, 0.0, arrays * hidden)
+    if selective:
+        mlp = LayerBytes(hidden if model.gated else 0.0, hidden, arrays * hidden)
     gradients = (4 if hidden else 3) * width
     statistics = FLOAT32 * model.heads  # a softmax's log-sum-exp
     for_b = item * (attention.residual_b + mlp.residual_b) + statistics
@@ -198,25 +172,21 @@ def layer_bytes(step: StepModel, dense: bool = False) -> LayerBytes:
         norms = item * 2 * width
         for_b += norms * layer_norm
         for_w += norms * (not layer_norm)
-        stash += FLOAT32 * 2 * width * layer_norm  # made again by B
+        stash += FLOAT32 * 2 * width * layer_norm  # B makes it once more
     else:
         for_w += 2 * width * (FLOAT32 if layer_norm else item)
-    gathered = 0.0
     # B leaves gradients gathered over `model` as they are; biases need a device's part too
-    if layout.model > 1:
-        products = (1 if experts else 2) * item * width
-        gathered = products * step.tokens
-        stash -= 0.0 if model.biases else products
-    received = LayerBytes(0.0, 0.0, 0.0)
+    gathered = (1 if experts else 2) * item * width * (layout.model > 1)
+    stash -= 0.0 if model.biases else gathered
     if experts:
         scores = FLOAT32 * model.experts  # of the router, and their gradients
         for_b, stash = for_b + scores * (1 if selective else 2), stash + scores
-        received = _expert_row_bytes(step)
+        routed = _routed_bytes(step)
     split = step.tokens / layout.model
     return LayerBytes(
-        for_b * split + masks(step) + received.residual_b,
-        for_w * split + received.residual_w,
-        stash * split + gathered + received.weight_stash,
+        for_b * split + masks(step) + routed.residual_b,
+        for_w * split + routed.residual_w,
+        stash * split + gathered * step.tokens + routed.weight_stash,
         item * width * split,
     )
 
@@ -230,67 +200,51 @@ def _attention_widths(step: StepModel) -> LayerBytes:
     result, value = model.heads * model.output_dim, model.kv_heads * model.output_dim
     if not model.mla:
         return LayerBytes(query + key + value, result, query + key + value)
-    latents = model.query_rank + model.kv_rank
-    spread, rotated = (
-        model.heads * (model.head_dim + model.value_dim),
-        model.rope_dim * (1 + model.heads),
-    )
+    latents, rotated = model.query_rank + model.kv_rank, model.rope_dim * (1 + model.heads)
+    spread = model.heads * (model.head_dim + model.value_dim)
     stash = query + key + value + 2 * latents + rotated
     return LayerBytes(query + spread, result + latents + model.rope_dim, stash)
 
 
-def _mlp_widths(step: StepModel, hidden: int) -> LayerBytes:
-    """Numbers of a token in an MLP with a hidden layer of this width."""
-    gated = step.model.gated
-    arrays = 3 if gated else 2
-    if step.layout.remat == "selective":
-        return LayerBytes(hidden if gated else 0.0, hidden, arrays * hidden)
-    return LayerBytes(arrays * hidden, 0.0, arrays * hidden)
-
-
-def _expert_row_bytes(step: StepModel) -> LayerBytes:
-    """Bytes of all rows of experts on a device: as wide as an expert, which `model` splits, and as
-    the layer, which it does not."""
+def _routed_bytes(step: StepModel) -> LayerBytes:
+    """Bytes of all routed tokens that a device has the capacity for: as wide as an expert, which
+    `model` splits, and as the layer, which it does not."""
     model, layout = step.model, step.layout
-    size = step.item * expert_rows(model, layout)
+    size = step.item * routed_capacity(model, layout)
     hidden, width = size * model.expert_width / layout.model, size * model.width
     arrays = 2 if model.gated else 1
-    if layout.remat == "selective":  # B leaves what it computes again, too
+    if layout.remat == "selective":  # B leaves what it recomputes, too
         return LayerBytes(arrays * hidden, 0.0, (arrays + 1) * hidden + width)
     return LayerBytes((arrays + 1) * hidden, hidden + width, arrays * hidden + width)
 
 
 def masks(step: StepModel) -> float:
-    """Bytes of what hides keys from queries where `context` splits a sequence: a device has two
-    pieces of it, one of which looks at half of the sequence and one at all of it. Devices of
-    `model` have it each."""
+    """Bytes of what hides keys from queries where `context` splits a sequence. A device has two
+    pieces of it, one of which attends to half of the sequence and one to all of it. Each device of
+    `model` has them."""
     layout, length = step.layout, step.model.sequence
-    if layout.context == 1:
-        return 0.0
     piece = length / (2 * layout.context)
-    return step.item * layout.microbatch * piece * 1.5 * length
+    return step.item * layout.microbatch * piece * 1.5 * length * (layout.context > 1)
 
 
-def _pools(step: StepModel, slots: Slots | None) -> dict[str, float]:
-    """Bytes of each pool in the device's memory; none with one stage."""
-    if slots is None:
-        return {}
-    layer = layer_bytes(step)
-    inputs = ("activation",) if step.layout.remat == "full" else ("residual_b", "residual_w")
+def _pools(step: StepModel, slots: SlotCounts) -> dict[str, float]:
+    """Bytes of each pool in the device's memory."""
+    layer, layers = layer_bytes(step), slots.layers
     pools = {
         "activation": slots.activation * layer.input,
         "gradient": slots.gradient * layer.input,
-        "residual_b": slots.residual_b * slots.layers * layer.residual_b,
-        "residual_w": slots.residual_w * slots.layers * layer.residual_w,
-        "weight_stash": slots.weight_stash * slots.layers * layer.weight_stash,
+        "residual_b": slots.residual_b * layers * layer.residual_b,
+        "residual_w": slots.residual_w * layers * layer.residual_w,
+        "weight_stash": slots.weight_stash * layers * layer.weight_stash,
     }
-    offloaded = inputs if "activations" in _offloaded(step) else ()
+    inputs = ("activation",) if step.layout.remat == "full" else ("residual_b", "residual_w")
+    offloaded = inputs if step.layout.offloads("activations") else ()
     return {pool: size for pool, size in pools.items() if pool not in offloaded}
 
 
-def transposed_pools(step: StepModel, slots: Slots) -> float:
-    """Bytes of copies where `model` splits layers: XLA transposes arrays of a whole pool before an
-    op's loop over layers.
+def transposed_pools(step: StepModel, slots: SlotCounts) -> float:
+    """Bytes of copies where `model` splits layers: XLA transposes arrays of an entire pool before
+    an op's loop over layers.
 
     For microbatches of several sequences W transposes a gathered array of the stash, and B what a
     norm has saved; the ops take turns. For one sequence, W transposes the two gradients that it
@@ -301,23 +255,22 @@ def transposed_pools(step: StepModel, slots: Slots) -> float:
         return 0.0
     stash = slots.weight_stash * slots.layers * step.item * step.tokens
     if layout.microbatch == 1:
-        return stash * (model.hidden() + model.width) / layout.model if model.biases else 0.0
+        return stash * (model.hidden() + model.width) / layout.model * model.biases
     number = 0 if layout.remat == "selective" else FLOAT32 if model.norm_vectors > 1 else step.item
     norms = number * slots.residual_w * slots.layers * step.tokens * model.width / layout.model
     return max(stash * model.width, norms)
 
 
 def _saved_by_layers(step: StepModel) -> float:
-    """Bytes that all layers save of the microbatch at hand, with one stage."""
-    if "activations" in _offloaded(step):
+    """Bytes that all layers save of a microbatch in the device's memory, with one stage."""
+    if step.layout.offloads("activations"):
         return 0.0
-    saved = 0.0
-    for dense, layers in ((False, step.model.layers), (True, step.model.dense_layers)):
-        layer = layer_bytes(step, dense)
-        saved += layers * (
-            layer.input if step.layout.remat == "full" else layer.residual_b + layer.residual_w
-        )
-    return saved
+    saved, dense = layer_bytes(step), layer_bytes(step, dense=True)
+    layers, dense_layers = step.model.layers, step.model.dense_layers
+    if step.layout.remat == "full":
+        return layers * saved.input + dense_layers * dense.input
+    residuals = layers * (saved.residual_b + saved.residual_w)
+    return residuals + dense_layers * (dense.residual_b + dense.residual_w)
 
 
 def _layer_working(step: StepModel) -> float:
@@ -331,9 +284,12 @@ def _layer_working(step: StepModel) -> float:
     """
     model, layout, number = step.model, step.layout, step.framework.gradient_bytes
     arrays = WIDE * step.item * _widest(step) + masks(step)
-    layer = step.layer_parameters()
+    layer, scores = step.layer_parameters(), model.heads * model.score_dim
     if layout.zero < 2 or step.shards == 1:
-        return arrays + step.item * model.width * _columns(step)
+        # the layer's largest matrix on a device, of all experts there together
+        experts = model.expert_width * max(model.experts / layout.expert, model.shared_experts)
+        columns = max(experts if model.experts else model.hidden(), scores) / layout.model
+        return arrays + step.item * model.width * columns
     gathered = 2 * step.item * layer if layout.zero >= 3 else 0.0
     if layout.stage > 1:
         return arrays + max((step.item + number) * layer, gathered)
@@ -342,82 +298,76 @@ def _layer_working(step: StepModel) -> float:
 
 
 def _widest(step: StepModel) -> float:
-    """Numbers of a microbatch at the layer's width and at its widest: in attention or an MLP, or in
-    all rows of experts."""
+    """Numbers of a microbatch at the layer's width and at its widest: in attention, in an MLP, or
+    in the capacity of a device's experts."""
     model, layout = step.model, step.layout
     attention = model.heads * model.score_dim / layout.model
     if not model.experts:
         return step.tokens * (model.width + max(model.hidden() / layout.model, attention))
-    shared = model.shared_experts * model.expert_width / layout.model
-    routed = expert_rows(model, layout) * (model.width + model.expert_width / layout.model)
-    return max(
-        step.tokens * (model.width + shared) + routed, step.tokens * (model.width + attention)
-    )
-
-
-def _columns(step: StepModel) -> float:
-    """Columns of a layer's largest matrix on a device; of all experts there together."""
-    model, layout = step.model, step.layout
-    experts = model.expert_width * max(model.experts / layout.expert, model.shared_experts)
-    return (
-        max(experts if model.experts else model.hidden(), model.heads * model.score_dim)
-        / layout.model
-    )
+    expert = model.expert_width / layout.model
+    routed = routed_capacity(model, layout) * (model.width + expert)
+    shared = step.tokens * (model.width + model.shared_experts * expert)
+    return max(shared + routed, step.tokens * (model.width + attention))
 
 
 def _head_working(step: StepModel, loss_chunk: int, shared: bool) -> float:
     """Bytes of what head and loss have: their input and its gradient, logits, with ZeRO-2 the
-    gradient of the table. Layers of modules that predict further tokens keep all that they have
-    until after the loss their backward works as any layer's. shared: all stages share the head."""
+    gradient of the table. Layers of multi-token prediction modules save all that they have: their
+    backward, which comes after the loss, works as any layer's. shared: all stages share the
+    head."""
     model, layout = step.model, step.layout
     columns = model.vocab_size / layout.model / (layout.stage if shared else 1)
+    scattered = layout.zero >= 2 and step.shards > 1
+    gradient = step.framework.gradient_bytes * model.width * columns * scattered
     logits = LOGIT_BYTES * min(step.tokens, loss_chunk) * columns
-    gradient = (
-        step.framework.gradient_bytes
-        * model.width
-        * columns
-        * (layout.zero >= 2 and step.shards > 1)
-    )
     head = WIDE * step.item * step.tokens * model.width + logits + gradient
     if not model.predictions:
         return head
     layer = layer_bytes(dataclasses.replace(step, layout=dataclasses.replace(layout, remat="none")))
-    return model.predictions * (layer.residual_b + layer.residual_w) + max(
-        head, _layer_working(step)
-    )
+    saved = model.predictions * (layer.residual_b + layer.residual_w)
+    return saved + max(head, _layer_working(step))
 
 
 # --- other frameworks ---------------------------------------------------------------------------
 
 
-def layer_activations(step: StepModel) -> float:
-    """Bytes that one layer keeps of one microbatch on a device."""
+def _framework_activations(step: StepModel) -> float:
+    """Bytes that the fullest stage saves of its microbatches in flight, or of the one at work where
+    the host's memory has the others."""
+    layout, p, v = step.layout, step.layout.stage, step.layout.repeats
+    layers = math.ceil(step.model.layers / p) + step.model.dense_layers * (p == 1)
+    in_flight = 1.0
+    if p > 1 and not layout.offloads("activations"):
+        residuals = closed_forms(layout.schedule).residuals(p, v, layout.microbatches)
+        in_flight = min(float(layout.microbatches), residuals / v)
+    return _layer_activations(step) * layers * in_flight
+
+
+def _layer_activations(step: StepModel) -> float:
+    """Bytes that one layer saves of one microbatch on a device."""
     model, layout, framework = step.model, step.layout, step.framework
+    remat, split = layout.remat, layout.model if framework.sequence_parallel else 1
     if not framework.fused_attention:
-        kind = layout.remat
-        if kind != "full" and framework.sequence_parallel:
-            kind = {"selective": "selective_sequence", "none": "sequence"}[kind]
-        elif kind == "none" and layout.model > 1:
-            kind = "tensor"
-        return activation_bytes(
-            kind, model.sequence, layout.microbatch, model.width, model.heads, layout.model
-        )
-    hidden = model.hidden()
+        plain = "tensor" if layout.model > 1 else "none"
+        kinds = {"full": "full", "selective": "selective", "none": plain}
+        if framework.sequence_parallel:
+            kinds |= {"selective": "selective_sequence", "none": "sequence"}
+        sizes = model.sequence, layout.microbatch, model.width, model.heads, layout.model
+        return activation_bytes(kinds[remat], *sizes)
+    width = {"full": 1.0, "selective": 2.0, "none": 4.0}[remat] * model.width / split
+    arrays = {"full": 0, "selective": 1, "none": 2}[remat] * (2 if model.gated else 1)
     # queries, keys, values, and the result
     heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
-    split = layout.model if framework.sequence_parallel else 1
-    width = {"full": 1.0, "selective": 2.0, "none": 4.0}[layout.remat] * model.width / split
-    arrays = {"full": 0, "selective": 1, "none": 2}[layout.remat] * (2 if model.gated else 1)
-    inner = heads + hidden * arrays if arrays else 0.0
+    inner = heads + model.hidden() * arrays if arrays else 0.0
     return ITEM * step.tokens * (width + inner / layout.model)
 
 
 def activation_bytes(kind: str, s: int, b: int, h: int, a: int, t: int = 1) -> float:
-    """Bytes that one layer keeps of a microbatch for its backward, in 16 bits (Korthikanti 2022,
+    """Bytes that one layer saves of a microbatch for its backward, in 16 bits (Korthikanti 2022,
     arXiv:2205.05198, table 2): h width, a heads, s sequence, b microbatch, t tensor parallel.
 
     kind: none, no parallelism; tensor; sequence, tensor and sequence parallelism; selective and
-    selective_sequence, with attention's core computed again; full, the layer's input alone.
+    selective_sequence, where attention's core is recomputed; full, the layer's input alone.
     """
     scores = 5 * a * s / h
     factor = {
@@ -431,13 +381,6 @@ def activation_bytes(kind: str, s: int, b: int, h: int, a: int, t: int = 1) -> f
     return s * b * h * factor
 
 
-def microbatches_in_flight(step: StepModel) -> float:
-    """Microbatches whose activations the fullest stage holds at once, in those of a whole stage."""
-    layout = step.layout
-    p, v, m = layout.stage, layout.repeats, layout.microbatches
-    return min(float(m), closed_forms(layout.schedule).residuals(p, v, m) / v) if p > 1 else 1.0
-
-
 def _framework_working(step: StepModel) -> float:
     """Bytes of one layer's backward: with ZeRO-3 its matrices and the next one's, gathered, and
     their gradients before they are scattered, with the head's."""
@@ -447,7 +390,6 @@ def _framework_working(step: StepModel) -> float:
     layer = model.layer().all / layout.model / max(1, layout.expert)
     matrices = ITEM * layer
     if layout.zero >= 3 and layout.data > 1:
-        matrices = (
-            3 * ITEM + number
-        ) * layer + number * model.vocab_size * model.width / layout.model / layout.stage
+        head = model.vocab_size * model.width / layout.model / layout.stage
+        matrices = (3 * ITEM + number) * layer + number * head
     return matrices + ITEM * 4 * step.tokens * widest

@@ -1,13 +1,13 @@
 """The communication volume of a step: its collectives by op, as the schedule's table runs them.
 
-The table says how often a stage runs an op, collectives.py which collectives stand in one. Nothing
+The table says how often a stage runs an op, collectives.py which collectives are in one. Nothing
 is traced or compiled. Numbers of a few bytes (the loss, the norm of the gradients, counts) are left
 out. With stages the counts are one stage's.
 """
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from jaxtrain.costs.collectives import (
@@ -39,8 +39,8 @@ from jaxtrain.schedule.table import Permute, wraps
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Collectives of an op, alike: over mesh axes, among `devices` of them, `count` times a step,
-    of `size` bytes (collectives.py)."""
+    """Collectives of an op that are alike: over mesh axes, among `devices` of them, `count` times a
+    step, of `size` bytes (collectives.py)."""
 
     op: str
     kind: str
@@ -55,10 +55,10 @@ class Entry:
         return round(self.count * sent(self.kind, self.size, self.devices))
 
 
-class Run(NamedTuple):
+class LayerPass(NamedTuple):
     """Layers of a local unit that go through F, R, B or W.
 
-    label:  the op in whose program they stand
+    label:  the op in whose program they are
     times:  a step
     unread: layers of which nothing reads the output
     """
@@ -89,33 +89,30 @@ class StepCounts:
     # --- how often -----------------------------------------------------------------------------
 
     def times(self, stage: int) -> Mapping[str, int]:
-        """How often a stage runs each op; one stage runs each once a microbatch."""
+        """The number of times that a stage runs each op; one stage runs each once a microbatch."""
         if self.table is None:
             return collections.defaultdict(lambda: self.collectives.layout.microbatches)
         return {op: int(column[:, stage].sum()) for op, column in columns(self.table).runs.items()}
 
-    def runs(self, stage: int) -> Iterator[Run]:
-        """What layers go through on a stage; a single stage has R, B and W in one op
+    def layer_passes(self, stage: int) -> list[LayerPass]:
+        """The passes of layers through ops on a stage; a single stage has R, B and W in one op
         (tick.Accumulate)."""
-        times = self.times(stage)
+        times, c = self.times(stage), self.collectives
         if self.table is None:
-            layers, ops = (
-                self.collectives.model.layers,
-                "FRBW" if self.collectives.layout.remat == "full" else "FBW",
-            )
-            yield from (
-                Run("F" if op == "F" else "B", op, times[op], 0, layers, layers * (op == "R"))
-                for op in ops
-            )
-            return
+            layers = c.model.layers
+            return [
+                LayerPass("F" if op == "F" else "B", op, times[op], 0, layers, layers * (op == "R"))
+                for op in ("FRBW" if c.layout.remat == "full" else "FBW")
+            ]
+        passes = []
         for unit in range(self.placement.units_per_stage):
-            # A layer that stands outside of the loop over layers makes no output that nobody reads.
-            outside = self.placement.stack_size(unit) == 1 or self.collectives.gathers_in_ops
+            # A layer outside of the loop over layers makes no output that nobody reads.
+            outside = self.placement.stack_size(unit) == 1 or c.gathers_in_ops
+            layers = self.placement.layer_count(unit, stage)
             for name in CELL_OPS:
-                op, layers = "F" if name == "K" else name, self.placement.layer_count(unit, stage)
-                yield Run(
-                    op, op, times[cell_op(name, unit)], unit, layers, int(outside and op == "R")
-                )
+                op, count = "F" if name == "K" else name, times[cell_op(name, unit)]
+                passes.append(LayerPass(op, op, count, unit, layers, int(outside and op == "R")))
+        return passes
 
     # --- communication volume ------------------------------------------------------------------
 
@@ -130,22 +127,19 @@ class StepCounts:
 
     def busiest_stage(self) -> int:
         """The stage whose devices send most."""
-        return max(
-            range(self.collectives.layout.stage),
-            key=lambda stage: sum(entry.bytes for entry in self.volume(stage)),
-        )
+        volumes = [self.volume(stage) for stage in range(self.collectives.layout.stage)]
+        sizes = [sum(entry.bytes for entry in volume) for volume in volumes]
+        return sizes.index(max(sizes))
 
     def _entries(self, ops: Iterable[tuple[str, float, Iterable[Collective]]]) -> list[Entry]:
         counts: collections.Counter = collections.Counter()
+        sizes = dataclasses.asdict(self.collectives.layout)
         for op, times, collectives in ops:
             for c in collectives:
-                axes = tuple(
-                    a for a in AXES if a in c.axes and getattr(self.collectives.layout, a) > 1
-                )
+                axes = tuple(a for a in AXES if a in c.axes and sizes[a] > 1)
                 if axes and c.size and times:
-                    counts[
-                        op, c.kind, axes, c.devices or self.collectives.devices(axes), round(c.size)
-                    ] += round(times * c.times)
+                    devices = c.devices or self.collectives.devices(axes)
+                    counts[op, c.kind, axes, devices, round(c.size)] += round(times * c.times)
         return [
             Entry(op, kind, axes, devices, count, size)
             for (op, kind, axes, devices, size), count in counts.items()
@@ -155,108 +149,103 @@ class StepCounts:
         """All parameters, layers in their stacks."""
         return [p for group in self.parameters.values() for p in group.values()]
 
-    def _step(self, stage: int) -> Iterator[tuple[str, float, Iterable[Collective]]]:
+    def _step(self, stage: int) -> list[tuple[str, float, list[Collective]]]:
         """(op, how often a step, its collectives)."""
-        c, times, parameters, one_stage = (
-            self.collectives,
-            self.times(stage),
-            self._all_parameters(),
-            self.table is None,
-        )
-        if c.layout.zero == 3 and not c.gathers_in_ops:
-            yield "gather", 1, (c.gathered(p) for p in parameters if p.over_data)
-        yield EMBED, times[EMBED], self._embed()
-        # On one stage R, B and W are one op, which reads parameters and documents once; B and W
-        # still have what R has gathered.
-        again = one_stage and c.layout.remat == "full"
-        for label, op, runs, unit, layers, unread in self.runs(stage):
+        c, times, one_stage = self.collectives, self.times(stage), self.table is None
+        parameters = self._all_parameters()
+        once = c.layout.zero == 3 and not c.gathers_in_ops
+        ops = [("gather", 1.0, [c.gathered(p) for p in parameters if p.over_data and once])]
+        ops.append((EMBED, times[EMBED], self._embed()))
+        # On one stage R, B and W are one op, which reads parameters and documents once.
+        fused = one_stage and c.layout.remat == "full"
+        for label, op, runs, unit, layers, unread in self.layer_passes(stage):
             reads = not one_stage or op in "FB"
-            if reads:
-                yield label, runs, c.document_ids(op)
-            yield label, runs * layers, self._weights(op, unit, reads)
-            yield label, runs * (layers - unread), c.layer(op, again=again)
-            yield label, runs * unread, c.layer(op, last=True, again=again)
-        yield HEAD, times[HEAD], self._head()
-        yield EMBED_GRADIENT, times[EMBED_GRADIENT], self._embed_gradient()
+            ops += [
+                (label, runs, c.document_ids(op) if reads else []),
+                (label, runs * layers, self._weights(op, unit, reads)),
+                (label, runs * (layers - unread), c.layer(op, fused=fused)),
+                (label, runs * unread, c.layer(op, unread=True, fused=fused)),
+            ]
+        ops.append((HEAD, times[HEAD], self._head()))
+        ops.append((EMBED_GRADIENT, times[EMBED_GRADIENT], self._embed_gradient()))
         if self.table:
-            yield (
-                "permute",
-                times[permute_op(Permute.EARLY)] + times[permute_op(Permute.LATE)],
-                self._messages(self.table, stage),
-            )
-        yield "reduce", 1, (each for p in parameters for each in c.reductions(p))
-        yield "optimizer", 1, (each for p in parameters for each in c.after_the_update(p))
+            permutations = times[permute_op(Permute.EARLY)] + times[permute_op(Permute.LATE)]
+            ops.append(("permute", permutations, self._messages(self.table, stage)))
+        reductions = [collective for p in parameters for collective in c.reductions(p)]
+        ops.append(("reduce", 1, reductions))
+        return [*ops, ("optimizer", 1, [c.after_the_update(p) for p in parameters])]
 
-    def _weights(self, op: str, unit: int, reads: bool) -> Iterator[Collective]:
+    def _weights(self, op: str, unit: int, reads: bool) -> list[Collective]:
         """Collectives of an op on one layer's parameters: those that it reads, and gradients."""
-        layers = self.placement.stack_size(unit)
-        layer = [
-            p._replace(size=p.size // layers) for p in self.parameters[f"layers/{unit}"].values()
+        layers, stacks = self.placement.stack_size(unit), self.parameters[f"layers/{unit}"].values()
+        layer = [p._replace(size=p.size // layers) for p in stacks]
+        read = [p for p in layer if reads and (op != "W" or not p.matrix)]
+        return [
+            *self.collectives.gathers(read),
+            *self.collectives.reductions_in_op(layer if op == "W" else []),
         ]
-        if reads:
-            yield from self.collectives.gathers(p for p in layer if op != "W" or not p.matrix)
-        if op == "W":
-            yield from self.collectives.reductions_in_op(layer)
 
-    def _messages(self, slotted: SlottedTable, stage: int) -> Iterator[Collective]:
+    def _messages(self, slotted: SlottedTable, stage: int) -> list[Collective]:
         table, c = slotted.table, self.collectives
-        for way in permutes(table):
-            if wraps(table.stage_of, table.stages) or 0 <= stage + WAY[way] < table.stages:
-                yield Collective(PERMUTE, (STAGE,), c.activation / c.layout.model * c.item)
+        goes_round = wraps(table.stage_of, table.stages)
+        sent_to = [stage + WAY[way] for way in permutes(table)]
+        message = Collective(PERMUTE, (STAGE,), c.activation / c.layout.model * c.item)
+        return [message for to in sent_to if goes_round or 0 <= to < table.stages]
 
-    def _embed(self) -> Iterator[Collective]:
+    def _embed(self) -> list[Collective]:
         c, embed = self.collectives, self.parameters["embed"]
-        yield from c.lookup(embed["table"])
-        yield c.stage_sum()
-        yield from c.gathers(p for name, p in embed.items() if name == "positions")
-        yield from self._dense_layers("F")
+        return [
+            *c.lookup(embed["table"]),
+            c.stage_sum(),
+            *c.gathers(p for name, p in embed.items() if name == "positions"),
+            *self._dense_layers("F"),
+        ]
 
-    def _dense_layers(self, ops: str) -> Iterator[Collective]:
-        """Dense layers before the first unit."""
-        c, count = self.collectives, self.collectives.model.dense_layers
+    def _dense_layers(self, ops: str) -> list[Collective]:
+        """Collectives of the dense layers before the first unit."""
+        c, count, collectives = self.collectives, self.collectives.model.dense_layers, []
         for i in range(count):
             layer = self.parameters[f"first/{i}"].values()
-            last = "W" in ops and i == count - 1  # the last one's output is there already
-            yield from c.document_ids("F")
-            yield from c.gathers(layer)
+            unread = "W" in ops and i == count - 1  # its output is there already
+            collectives += [*c.document_ids("F"), *c.gathers(layer)]
             for op in ops:
-                yield from c.layer(op, last=last, again=True, dense=True)
-            if "W" in ops:
-                yield from c.reductions_in_op(layer)
+                collectives += c.layer(op, unread=unread, fused=True, dense=True)
+            collectives += c.reductions_in_op(layer if "W" in ops else [])
+        return collectives
 
-    def _embed_gradient(self) -> Iterator[Collective]:
+    def _embed_gradient(self) -> list[Collective]:
         c, embed, one_stage = self.collectives, self.parameters["embed"], self.table is None
+        collectives = []
         if c.model.dense_layers:  # they are run once more
             # on one stage the embedding is still there
-            yield from () if one_stage else c.lookup(embed["table"])
-            yield from self._dense_layers("FBW")
-        yield c.stage_sum()
-        yield from c.lookup_gradient(embed["table"], same_op=one_stage)
+            collectives += [] if one_stage else c.lookup(embed["table"])
+            collectives += self._dense_layers("FBW")
+        collectives += [c.stage_sum(), *c.lookup_gradient(embed["table"], same_op=one_stage)]
         if "positions" in embed:
-            yield Collective(GATHER, (MODEL,), c.activation * c.item)
-            yield from c.reductions_in_op([embed["positions"]])
+            collectives.append(Collective(GATHER, (MODEL,), c.activation * c.item))
+            collectives += c.reductions_in_op([embed["positions"]])
+        return collectives
 
-    def _head(self) -> Iterator[Collective]:
-        """Head and loss, and the predictions of further tokens."""
-        c, head = self.collectives, dict(self.parameters["head"])
-        if c.model.tied:
-            head["table"] = self.parameters["embed"]["table"]
-        yield c.stage_sum()._replace(times=2)
-        yield from c.gathers(head.values())
-        yield from c.reductions_in_op(head.values())
-        yield from c.loss()
+    def _head(self) -> list[Collective]:
+        """Collectives of head and loss, and of the multi-token prediction modules, whose forward
+        and backward are one op (EmbeddingAndHead._predict)."""
+        c, head, table = (
+            self.collectives,
+            self.parameters["head"],
+            self.parameters["embed"]["table"],
+        )
+        read = [*head.values(), table] if c.model.tied else list(head.values())
+        collectives = [c.stage_sum(2), *c.gathers(read), *c.reductions_in_op(read), *c.loss()]
         for i in range(c.model.predictions):
-            yield from self._prediction(self.parameters[f"predictors/{i}"])
-
-    def _prediction(self, module: Mapping[str, Parameters]) -> Iterator[Collective]:
-        """A module's forward and backward at once (EmbeddingAndHead._predict)."""
-        c, table = self.collectives, self.parameters["embed"]["table"]
-        yield from c.gathers(module.values())
-        yield from c.reductions_in_op(module.values())
-        yield from c.lookup(table)
-        yield from c.lookup_gradient(table, same_op=True)
-        yield from c.document_ids("F")
-        for op in "FBW":
-            yield from c.layer(op, again=True)
-        yield c.joining()
-        yield from c.loss()
+            module = self.parameters[f"predictors/{i}"].values()
+            collectives += [
+                *c.gathers(module),
+                *c.reductions_in_op(module),
+                *c.lookup(table),
+                *c.lookup_gradient(table, same_op=True),
+                *c.document_ids("F"),
+                *(collective for op in "FBW" for collective in c.layer(op, fused=True)),
+                c.joining(),
+                *c.loss(),
+            ]
+        return collectives

@@ -1,4 +1,4 @@
-"""How long a step takes, in parts, in closed form: fast enough to compare thousands of layouts.
+"""A step's time, by part, in closed form: fast enough to compare thousands of layouts.
 
     layer   products by their shapes, attention by its kernel, passes over memory, collectives of
             `model`, `context` and `expert`
@@ -6,8 +6,8 @@
     step    microbatches one after the other, the bubble of the schedule, messages, sums of
             gradients, the optimizer
 
-The exposed parts add up to the step's time; what is hidden behind other work is listed apart. The
-exact clock of a table comes after (plan/predict.py).
+The exposed parts add up to the step's time; time hidden behind other work is listed separately.
+plan/predict.py then times the schedule's own table.
 """
 
 import dataclasses
@@ -31,14 +31,14 @@ from jaxtrain.costs.collectives import (
 from jaxtrain.costs.frameworks import Framework
 from jaxtrain.costs.hardware import Hardware
 from jaxtrain.costs.layout import Layout
-from jaxtrain.costs.transformer import COLUMNS, WHOLE, Transformer
+from jaxtrain.costs.transformer import COLUMNS, UNSPLIT, Transformer
 from jaxtrain.schedule.orders import StageTimes, closed_forms
 
 ITEM = 2  # bytes of a number in 16 bits
 # AdamW in 32 bits, for a parameter: three numbers read, three written, and the gradient
 UPDATE_BYTES = 28.0
 BACKWARD_PASSES = 2.0  # passes of the backward over memory, for one of the forward
-# products of attention's backward over the two of its forward: scores again, and four
+# products of attention's backward over the two of its forward: scores once more, and four
 ATTENTION_BACKWARD = 2.5
 
 MATMULS, ATTENTION, MEMORY, BUBBLE, OPTIMIZER, HOST, FIXED = (
@@ -63,7 +63,7 @@ class TimeBreakdown:
     """Seconds by part. Communication is named by its mesh axis.
 
     exposed: parts that add up to the time
-    hidden:  seconds that run beside other parts
+    hidden:  seconds that overlap with other parts
     """
 
     exposed: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -84,10 +84,7 @@ class TimeBreakdown:
 
 
 def _sum(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
-    total = dict(a)
-    for part, seconds in b.items():
-        total[part] = total.get(part, 0.0) + seconds
-    return total
+    return {**a, **{part: a.get(part, 0.0) + seconds for part, seconds in b.items()}}
 
 
 def overlapped(
@@ -110,8 +107,8 @@ class DeviceParameters:
     """Numbers of parameters on a device.
 
     layers:  in the stage's layers
-    ends:    before and after them: tables, the last norm, dense first layers, modules that predict
-             further tokens
+    ends:    before and after them: tables, the last norm, dense first layers, multi-token
+             prediction modules
     experts: the part of `layers` that experts have
     """
 
@@ -153,103 +150,91 @@ class StepModel:
     @property
     def shards(self) -> int:
         """ZeRO's shard count over `data`; 1 if it does not divide the model's dimensions."""
-        data = self.layout.data
-        return 1 if self.framework.by_dimension and self.model.width % data else data
+        undivided = self.framework.by_dimension and self.model.width % self.layout.data
+        return 1 if undivided else self.layout.data
 
     # --------------------------------------------------------------------------------------- layers
 
     def layer(self, dense: bool = False) -> dict[str, TimeBreakdown]:
         """F, R, B and W of one layer and microbatch; R is what the layout's recomputation costs."""
-        layout, framework = self.layout, self.framework
-        shapes = tuple(self._products(dense))
-        products = [times * self._product(m, n, k) for times, m, n, k in shapes]
-        inputs = sum(times * self._product(m, k, n) for times, m, n, k in shapes)
-        weights = sum(times * self._product(k, n, m) for times, m, n, k in shapes)
-        attention, attention_back = self._attention()
-        passes, scores = self._passes(dense), self._scores()
-        copies = framework.weight_copies * self.item if self._layers_of_unit() > 1 else 0.0
-        parameters = self.layer_parameters(dense) / self.hardware.streaming
-        read, sums = copies * parameters, 2 * ITEM * framework.sum_passes * parameters
-        f = TimeBreakdown(
-            {MATMULS: sum(products), ATTENTION: attention, MEMORY: passes + scores + read}
-        )
-        b = TimeBreakdown(
-            {
-                MATMULS: inputs,
-                ATTENTION: attention_back,
-                MEMORY: BACKWARD_PASSES * (passes + scores) + read,
-            }
-        )
-        again: dict[str, float] = {}
+        products = list(self._products(dense))
+        forward, inputs, weights = (sum(seconds) for seconds in zip(*products, strict=True))
+        attention, attention_back, scores = self._attention()
+        passes = self._passes(dense)
+        pass_over_weights = self.item * self.layer_parameters(dense) / self.hardware.streaming
+        looped = self._layers_of_unit() > 1
+        read = self.framework.weight_copies * pass_over_weights if looped else 0.0
+        sums = self.framework.sum_passes * pass_over_weights * 2 * ITEM / self.item
         # the last product makes the layer's output; experts' gradients need theirs
-        if layout.remat == "full":
-            skipped = 0.0 if self.model.experts and not dense else self._unread * products[-1]
-            again = {**f.exposed, MATMULS: f.exposed[MATMULS] - skipped}
-        elif layout.remat == "selective":
-            again = (
-                {ATTENTION: attention, MEMORY: scores} if framework.core_again else {MEMORY: passes}
-            )
+        skipped = 0.0 if self.model.experts and not dense else self._unread * products[-1][0]
+        memory = passes + scores + read
+        core = {ATTENTION: attention, MEMORY: scores}
+        recomputed: dict[str, dict[str, float]] = {
+            "full": {MATMULS: forward - skipped, ATTENTION: attention, MEMORY: memory},
+            "selective": core if self.framework.recomputes_core else {MEMORY: passes},
+            "none": {},
+        }
+        memory_back = BACKWARD_PASSES * (passes + scores) + read
         ops = {
-            "F": f,
-            "R": TimeBreakdown(again),
-            "B": b,
-            "W": TimeBreakdown({MATMULS: weights, MEMORY: sums}),
+            "F": {MATMULS: forward, ATTENTION: attention, MEMORY: memory},
+            "R": recomputed[self.layout.remat],
+            "B": {MATMULS: inputs, ATTENTION: attention_back, MEMORY: memory_back},
+            "W": {MATMULS: weights, MEMORY: sums},
         }
         return {
-            name: op + self._layer_collectives(name, dense, op.exposed.get(ATTENTION, 0.0))
-            if name != "R" or layout.remat == "full"
-            else op
-            for name, op in ops.items()
+            op: TimeBreakdown(parts) + self._layer_collectives(op, dense, parts)
+            for op, parts in ops.items()
         }
 
-    def _products(self, dense: bool) -> Iterator[tuple[float, float, float, float]]:
-        """(times, m, n, k) of a layer's products [m, k] · [k, n] on a device."""
+    def _products(self, dense: bool) -> Iterator[tuple[float, float, float]]:
+        """Seconds on a device of each product of a layer, and of its gradients of inputs and of
+        weights."""
         model, layout = self.model, self.layout
         for name, inputs, outputs in model.layer(dense).products:
-            k = inputs if name in COLUMNS or name in WHOLE else inputs / layout.model
+            k = inputs if name in COLUMNS or name in UNSPLIT else inputs / layout.model
             n = outputs / layout.model if name in COLUMNS else outputs
-            if model.experts and not dense and name.startswith("mlp"):
-                chosen = model.experts_per_token + model.shared_experts
-                k, n = (k / chosen, n) if name == "mlp_out" else (k, n / chosen)
-                local = model.experts / layout.expert
-                # Rows of an expert on the busiest device of `expert`, for which the others wait.
-                rows = (
-                    self.tokens
-                    * model.experts_per_token
-                    / local
-                    * (self.framework.imbalance if layout.expert > 1 else 1.0)
-                )
-                yield local, rows, n, k
-                yield model.shared_experts, self.tokens, n, k
-            else:
-                yield 1, self.tokens, n, k
+            if not (model.experts and not dense and name.startswith("mlp")):
+                yield self._product(self.tokens, n, k)
+                continue
+            chosen = model.experts_per_token + model.shared_experts
+            k, n = (k / chosen, n) if name == "mlp_out" else (k, n / chosen)
+            local = model.experts / layout.expert
+            # Tokens of an expert on the busiest device of `expert`, for which the others wait.
+            busiest = self.framework.imbalance if layout.expert > 1 else 1.0
+            routed = self.tokens * model.experts_per_token / local * busiest
+            yield self._product(routed, n, k, local)
+            yield self._product(self.tokens, n, k, model.shared_experts)
 
-    def _product(self, m: float, n: float, k: float) -> float:
-        """Seconds of [m, k] · [k, n]."""
+    def _product(
+        self, m: float, n: float, k: float, times: float = 1
+    ) -> tuple[float, float, float]:
+        """Seconds of so many products [m, k] · [k, n], and of the gradients of both operands."""
         hardware = self.hardware
-        flops = 2.0 * m * n * k / (hardware.peak(self.dtype) * hardware.matmul.reached(m, n, k))
+        flops = 2.0 * m * n * k / hardware.peak(self.dtype)
         moved = self.item * (m * k + k * n + m * n) / hardware.streaming
-        return max(flops, moved) + 1e-6 * hardware.launch_us
-
-    def _with_gradients(self, m: float, n: float, k: float) -> float:
-        """Seconds of [m, k] · [k, n] and of the gradients of both operands."""
-        return self._product(m, n, k) + self._product(m, k, n) + self._product(k, n, m)
-
-    def _layer_collectives(self, op: str, dense: bool, attention: float) -> TimeBreakdown:
-        """Collectives of one layer's op. attention: its seconds, with which rings of keys and
-        values overlap."""
-        again = self.framework.slots and self.layout.stage == 1 and self.layout.remat == "full"
-        seconds = self.links.seconds(self.collectives.layer(op, again=again, dense=dense))
-        if op == "R" and self._unread:
-            last = self.links.seconds(self.collectives.layer(op, True, again, dense))
-            seconds = {
-                axis: s + self._unread * (last.get(axis, 0.0) - s) for axis, s in seconds.items()
-            }
-        ring = self.framework.context_by == "ring" and self.hardware.alone <= 1
-        return overlapped(
-            seconds,
-            {MODEL: (self.framework.model_overlap, math.inf), CONTEXT: (float(ring), attention)},
+        launch, reached = 1e-6 * hardware.launch_us, hardware.matmul.reached
+        return (
+            times * (max(flops / reached(m, n, k), moved) + launch),
+            times * (max(flops / reached(m, k, n), moved) + launch),
+            times * (max(flops / reached(k, n, m), moved) + launch),
         )
+
+    def _layer_collectives(self, op: str, dense: bool, parts: Mapping[str, float]) -> TimeBreakdown:
+        """Collectives of one layer's op. parts: its seconds; rings of keys and values overlap with
+        those of attention."""
+        c, full = self.collectives, self.layout.remat == "full"
+        if op == "R" and not full:
+            return TimeBreakdown()
+        fused = self.framework.slots and self.layout.stage == 1 and full
+        seconds = self.links.seconds(c.layer(op, fused=fused, dense=dense))
+        if op == "R" and self._unread:
+            unread = self.links.seconds(c.layer(op, True, fused, dense))
+            seconds = {
+                axis: s + self._unread * (unread.get(axis, 0.0) - s) for axis, s in seconds.items()
+            }
+        ring = float(self.framework.context_by == "ring" and self.hardware.alone <= 1)
+        overlap = self.framework.model_overlap, math.inf
+        return overlapped(seconds, {MODEL: overlap, CONTEXT: (ring, parts.get(ATTENTION, 0.0))})
 
     @functools.cached_property
     def collectives(self) -> StepCollectives:
@@ -277,200 +262,137 @@ class StepModel:
         reads its output: all of them with one stage (every layer's input was saved); with several
         stages only a unit's last layer, when it runs outside the unit's loop."""
         layout, layers = self.layout, self._layers_of_unit()
+        gathers = layout.zero == 3 and self.shards > 1 and not self.framework.gathers_once
         if not self.framework.slots:
             return 0.0
         if layout.stage == 1:
             return 1.0
-        outside = layers <= 1 or (
-            layout.zero == 3 and self.shards > 1 and not self.framework.gathers_once
-        )
-        return 1 / max(1.0, layers) if outside else 0.0
+        return 1 / max(1.0, layers) if layers <= 1 or gathers else 0.0
 
     def _layers_of_unit(self) -> float:
         """Layers that an op of our own runtime goes through."""
-        return self.model.layers / (
-            self.layout.stage * self.layout.repeats if self.layout.stage > 1 else 1
-        )
+        layout = self.layout
+        return self.model.layers / (layout.stage * layout.repeats if layout.stage > 1 else 1)
 
     def layer_parameters(self, dense: bool = False) -> float:
         """Parameters of one layer on a device."""
         return self.model.device_layer_parameters(self.layout.model, self.layout.expert, dense)
 
-    def _attention(self) -> tuple[float, float]:
-        """Seconds of attention's core, forward and backward: fused kernels leave out what is
-        masked."""
+    def _attention(self) -> tuple[float, float, float]:
+        """Seconds of attention's core, forward and backward, and of its scores' passes through
+        memory, forward. Fused kernels leave out what is masked, and keep scores on the chip."""
         model, layout, hardware = self.model, self.layout, self.hardware
-        seconds = (
-            layout.microbatch
-            * model.attention_flops()
-            / (layout.model * layout.context)
-            / hardware.peak(self.dtype)
-        )
+        flops = layout.microbatch * model.attention_flops() / (layout.model * layout.context)
+        seconds = flops / hardware.peak(self.dtype)
         if self.framework.fused_attention:
-            return (
-                0.5 * seconds / hardware.attention_forward,
-                ATTENTION_BACKWARD * 0.5 * seconds / hardware.attention_backward,
-            )
+            forward = 0.5 * seconds / hardware.attention_forward
+            return forward, ATTENTION_BACKWARD * 0.5 * seconds / hardware.attention_backward, 0.0
         seconds /= hardware.matmul.reached(model.sequence, model.sequence, model.score_dim)
-        return seconds, 2 * seconds
-
-    def _scores(self) -> float:
-        """Seconds in which scores pass through memory, forward."""
-        model, layout = self.model, self.layout
-        if self.framework.fused_attention:
-            return 0.0
-        scores = layout.microbatch * model.heads / layout.model * model.sequence**2 / layout.context
-        return self.item * self.framework.attention_passes * scores / self.hardware.streaming
+        scores = self.tokens * model.sequence * model.heads / layout.model
+        moved = self.item * self.framework.attention_passes * scores
+        return seconds, 2 * seconds, moved / hardware.streaming
 
     def _passes(self, dense: bool) -> float:
-        """Seconds of passes over activations beside products, forward."""
-        model, layout, framework = self.model, self.layout, self.framework
-        outside = (
-            framework.passes * model.width / (layout.model if framework.sequence_parallel else 1)
-        )
+        """Seconds of passes over activations besides products, forward."""
+        model, framework, split = self.model, self.framework, self.layout.model
+        outside = framework.passes * model.width
+        if framework.sequence_parallel:
+            outside /= split
         heads = (model.heads + 2 * model.kv_heads) * model.head_dim
-        inner = (
-            framework.inner_passes
-            * (heads + model.hidden(dense) * (1.5 if model.gated else 1.0))
-            / layout.model
-        )
+        hidden = model.hidden(dense) * (1.5 if model.gated else 1.0)
+        inner = framework.inner_passes * (heads + hidden) / split
         # operations, each of which reads and writes
         started = (framework.passes + framework.inner_passes) / 2
-        return (
-            self.item * self.tokens * (outside + inner) / self.hardware.streaming
-            + 1e-6 * self.hardware.launch_us * started
-        )
+        moved = self.item * self.tokens * (outside + inner)
+        return moved / self.hardware.streaming + 1e-6 * self.hardware.launch_us * started
 
     # ----------------------------------------------------------------------------- messages and end
 
     def message(self) -> float:
         """Seconds of a microbatch's activations from a stage to its neighbour."""
-        return self.links.seconds([Collective(PERMUTE, (STAGE,), self.message_bytes())]).get(
-            STAGE, 0.0
-        )
+        message = Collective(PERMUTE, (STAGE,), self.message_bytes())
+        return self.links.seconds([message]).get(STAGE, 0.0)
 
     def message_bytes(self) -> float:
-        """Bytes of a message between stages, a device."""
-        return (
-            self.item
-            * self.tokens
-            * self.model.width
-            / (self.layout.model if self.framework.split_sends else 1)
-        )
+        """Bytes that a device sends of a message between stages."""
+        split = self.layout.model if self.framework.split_sends else 1
+        return self.item * self.tokens * self.model.width / split
 
     def head(self) -> TimeBreakdown:
-        """Head, loss, embedding and predictions of further tokens of one microbatch, forward and
+        """Head, loss, embedding and multi-token prediction modules of one microbatch, forward and
         backward, on the devices of one stage."""
-        model, columns = self.model, self.model.vocab_size / self.layout.model
-        memory = (
-            4 * self.framework.logit_passes * self.tokens * columns
-            + 3 * self.item * self.tokens * model.width
-        )
-        products = self._with_gradients(self.tokens, columns, model.width)
-        logits = TimeBreakdown({MATMULS: products, MEMORY: memory / self.hardware.streaming})
-        if not model.predictions:
+        width, columns = self.model.width, self.model.vocab_size / self.layout.model
+        passes = 4 * self.framework.logit_passes * columns + 3 * self.item * width
+        products = sum(self._product(self.tokens, columns, width))
+        memory = self.tokens * passes / self.hardware.streaming
+        logits = TimeBreakdown({MATMULS: products, MEMORY: memory})
+        # A prediction module joins two streams of the width and has a layer.
+        modules = self.model.predictions
+        if not modules:
             return logits
-        # A module that predicts a further token joins two streams of the width and has a layer.
-        join = TimeBreakdown(
-            {
-                MATMULS: self._with_gradients(
-                    self.tokens / self.layout.model, model.width, 2 * model.width
-                )
-            }
-        )
-        layer = (op for name, op in self.layer().items() if name != "R")
-        return logits * (1 + model.predictions) + sum(layer, join) * model.predictions
+        joining = sum(self._product(self.tokens / self.layout.model, width, 2 * width))
+        layer = [op for name, op in self.layer().items() if name != "R"]
+        return logits * (1 + modules) + sum(layer, TimeBreakdown({MATMULS: joining})) * modules
 
     def end_collectives(self, shared: bool) -> TimeBreakdown:
         """Collectives of embedding, head and loss of one microbatch over `model` and `stage`.
 
         shared: all stages share both ends; otherwise those of the stage that has the head
         """
-        seconds = self._end_seconds(shared and self.layout.stage > 1)
+        seconds = self._end_seconds[shared and self.layout.stage > 1]
         return TimeBreakdown({axis: s for axis, s in seconds.items() if axis != DATA})
 
-    def _end_seconds(self, shared: bool) -> dict[str, float]:
-        """Seconds by axis of the collectives of a microbatch's embedding, head and loss. shared: by
-        all stages."""
-        if shared not in self._ends:
-            c = self.collectives
-            if c.shares_vocabulary != shared:
-                c = dataclasses.replace(c, shares_vocabulary=shared)
-            collectives = [c.stage_sum()._replace(times=4)]
-            if self.framework.slots:
-                collectives += [
-                    part for _ in range(1 + self.model.predictions) for part in c.loss()
-                ]
-                if shared or self.layout.stage == 1:
-                    table = self._parameters[-1]
-                    collectives += [
-                        *c.lookup(table),
-                        *c.lookup_gradient(table, same_op=self.layout.stage == 1),
-                    ]
-            self._ends[shared] = self.links.seconds(collectives)
-        return self._ends[shared]
-
     @functools.cached_property
-    def _ends(self) -> dict[bool, dict[str, float]]:
-        return {}
+    def _end_seconds(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Seconds by axis of the collectives of a microbatch's embedding, head and loss, where one
+        stage has them and where all stages share them."""
+        one_stage, table, by_sharing = self.layout.stage == 1, self._parameters[-1], []
+        for shared in (False, True):
+            c = dataclasses.replace(self.collectives, shares_vocabulary=shared)
+            collectives = [c.stage_sum(4)]
+            if self.framework.slots:
+                collectives += c.loss() * (1 + self.model.predictions)
+            if self.framework.slots and (shared or one_stage):
+                collectives += c.lookup(table) + c.lookup_gradient(table, same_op=one_stage)
+            by_sharing.append(self.links.seconds(collectives))
+        return by_sharing[0], by_sharing[1]
 
     # ------------------------------------------------------------------------------------- the step
 
     def step(self) -> TimeBreakdown:
-        """All of a step, on the device that works most."""
-        model, layout = self.model, self.layout
-        p, m, layers = (
-            layout.stage,
-            layout.microbatches,
-            math.ceil(self.model.layers / layout.stage),
-        )
+        """The step, on the device that works most."""
+        model, layout, m = self.model, self.layout, self.layout.microbatches
+        layers, several = math.ceil(model.layers / layout.stage), layout.stage > 1
         ops = self.layer()
         stage = sum(ops.values(), TimeBreakdown()) * layers
         if model.dense_layers:
             stage += sum(self.layer(dense=True).values(), TimeBreakdown()) * model.dense_layers
-        shared = self.framework.vocabulary_parallel and p > 1
-        step = stage * m + self.head() * (m / p if shared else m) + self.end_collectives(shared) * m
+        shared = self.framework.vocabulary_parallel and several
+        step = stage * m + self.head() * (m / layout.stage if shared else m)
+        step += self.end_collectives(shared) * m
         times = StageTimes(*(ops[name].seconds * layers for name in "FRBW"))
-        waits = (
-            self.hardware.waited(
-                step.seconds, closed_forms(layout.schedule).idle(p, layout.repeats, times)
-            )
-            if p > 1
-            else 0.0
-        )
-        beside = self._messages(times.all) + self.outside_microbatches(
-            step, times.F, times.B + times.W
-        )
-        return step + TimeBreakdown({BUBBLE: waits}) + beside
-
-    def outside_microbatches(
-        self, busy: TimeBreakdown, forward: float, backward: float
-    ) -> TimeBreakdown:
-        """ZeRO-3's collectives, sums of gradients, the optimizer.
-
-        busy: a stage with its microbatches; forward, backward: seconds of one microbatch
-        """
-        collectives = self._parameter_collectives(busy.seconds, forward, backward)
-        return collectives + self.update() + TimeBreakdown({FIXED: self.framework.fixed_s})
+        waits = TimeBreakdown({BUBBLE: 0.0})
+        if several:
+            idle = closed_forms(layout.schedule).idle(layout.stage, layout.repeats, times)
+            waits = TimeBreakdown({BUBBLE: self.hardware.waited(step.seconds, idle)})
+            waits += self._messages(times.all)
+        return step + waits + self.outside_microbatches(step, times.F, times.B + times.W)
 
     def _messages(self, microbatch: float) -> TimeBreakdown:
-        """Two messages a chunk and microbatch, one each way, and the wait of the first ones to
-        arrive."""
+        """Two messages a chunk and microbatch, one each way, and the wait for those that arrive
+        before any work. microbatch: seconds of a stage's work for one."""
         layout, each = self.layout, self.message()
-        if layout.stage == 1:
-            return TimeBreakdown()
         number = 2 * layout.microbatches * layout.repeats
         if not self.framework.stage_overlap:
             return TimeBreakdown({STAGE: each * number})
-        exposed = max(0.0, each - microbatch / layout.repeats / 2) * number + 2 * each * (
-            layout.stage - 1
-        )
+        late = max(0.0, each - microbatch / layout.repeats / 2) * number
+        exposed = late + 2 * each * (layout.stage - 1)
         return TimeBreakdown({STAGE: exposed}, {STAGE: max(0.0, each * number - exposed)})
 
     def device_parameters(self, layers: int = 0, shared: bool | None = None) -> DeviceParameters:
         """The parameters of a device on the stage with most of them.
 
-        layers: for which a device has room; those of the busiest stage if 0
+        layers: that a device has memory for; those of the busiest stage if 0
         shared: all stages share the tables at both ends; as the framework has it if None. Where
                 they do not, each stage of our own runtime has both tables; others' first and last
                 stage have one each.
@@ -488,83 +410,64 @@ class StepModel:
 
     @functools.cached_property
     def _parameters(self) -> tuple[Parameters, ...]:
-        """A device's parameters as collectives see them: experts, other layers, the matrix that
-        makes logits with modules that predict further tokens, and the table of the input last.
-        Other frameworks have the last three in one."""
+        """A device's parameters as collectives see them: experts; other layers; the output matrix
+        with the prediction modules; the input's table. Other frameworks have the last three in
+        one."""
         model, layout, framework = self.model, self.layout, self.framework
         held = self.device_parameters()
         dense = model.dense_layers * self.layer_parameters(dense=True)
         data = (DATA,) if self.shards > 1 else ()
         scatter = data if layout.zero else ()
-        sums = tuple(
-            a
-            for a in (REPLICA, DATA, CONTEXT)
-            if a not in scatter and not (a == REPLICA and framework.inner_steps)
-        )
+        replicas = () if framework.inner_steps else (REPLICA,)
+        sums = tuple(a for a in (*replicas, DATA, CONTEXT) if a not in scatter)
         experts = Parameters(held.experts, scatter, sums, (STAGE, EXPERT, MODEL), data)
-        layers = Parameters(
-            held.layers + dense - held.experts, scatter, (*sums, EXPERT), (STAGE, MODEL), data
-        )
-        ends = held.ends - dense
+        size, ends = held.layers + dense - held.experts, held.ends - dense
+        layers = Parameters(size, scatter, (*sums, EXPERT), (STAGE, MODEL), data)
         if not framework.slots:
-            return experts, layers._replace(size=layers.size + ends)
-        shared = framework.vocabulary_parallel and layout.stage > 1
-        table = (
-            0.0
-            if model.tied
-            else model.device_table_parameters(layout.model, layout.stage if shared else 1)
-        )
+            return experts, layers._replace(size=size + ends)
+        stages = layout.stage if framework.vocabulary_parallel else 1
+        table = 0.0 if model.tied else model.device_table_parameters(layout.model, stages)
         at_ends = layers
-        if layout.stage > 1 and not shared and self.parts_of_ends(layout.zero) > 1:
-            at_ends = layers._replace(
-                scatter=(*scatter, STAGE), split=(MODEL,), outer=(*data, STAGE)
-            )
-        elif layout.stage > 1 and not shared:
-            at_ends = layers._replace(sums=(*sums, STAGE, EXPERT), split=(MODEL,))
+        if layout.stage > stages and self.parts_of_ends(layout.zero) > 1:
+            at_ends = Parameters(0, (*scatter, STAGE), (*sums, EXPERT), (MODEL,), (*data, STAGE))
+        elif layout.stage > stages:
+            at_ends = Parameters(0, scatter, (*sums, STAGE, EXPERT), (MODEL,), data)
         return experts, layers, at_ends._replace(size=ends - table), at_ends._replace(size=table)
 
-    def _parameter_collectives(self, busy: float, forward: float, backward: float) -> TimeBreakdown:
-        """Collectives of parameters and their gradients: ZeRO's in each microbatch, sums behind
-        them, what the update gathers, DiLoCo's.
+    def outside_microbatches(
+        self, busy: TimeBreakdown, forward: float, backward: float
+    ) -> TimeBreakdown:
+        """Collectives of parameters and their gradients (ZeRO's in each microbatch, sums after the
+        last one, what the update gathers, DiLoCo's), the optimizer, and the framework's fixed time.
 
-        busy: seconds of a stage with its microbatches; forward, backward: seconds of one of them
+        busy: a stage with its microbatches; forward, backward: seconds of one microbatch
         """
-        layout, framework, c, m = (
-            self.layout,
-            self.framework,
-            self.collectives,
-            self.layout.microbatches,
-        )
-        parameters = self._parameters
-        one_link = framework.one_link if layout.zero == 3 else 0.0
-        over_data = lambda collectives: self.links.seconds(collectives, one_link).get(DATA, 0.0)
+        layout, framework, c = self.layout, self.framework, self.collectives
+        parameters, m = self._parameters, layout.microbatches
         reads = 3 if framework.slots and layout.stage > 1 and layout.remat == "full" else 2
-        microbatch = reads * over_data(c.gathers(parameters[:2])) + over_data(
-            c.reductions_in_op(parameters[:3])
-        )
-        if framework.slots:  # rows of the input's table travel
-            microbatch += over_data(c.gathers(parameters[2:3]))
-        zero = m * (microbatch + self._end_seconds(c.shares_vocabulary).get(DATA, 0.0))
-        if layout.zero == 3 and framework.gathers_once:
-            zero += over_data(c.gathered(p) for p in parameters if p.over_data)
-        gathers = layout.zero == 3 and self.shards > 1
-        overlap = (
-            (framework.gather_overlap, busy) if gathers else (framework.data_overlap, backward * m)
-        )
-        parts = overlapped({DATA: zero}, {DATA: overlap})
-        for collectives, work in (
-            (c.reductions, backward),
-            (c.after_the_update, forward if layout.zero else backward),
-        ):
-            after = self.links.seconds(
-                collective for p in parameters for collective in collectives(p)
-            )
-            parts += overlapped(after, {DATA: (framework.data_overlap, work)})
+        microbatch = c.gathers(parameters[:2]) * reads + c.reductions_in_op(parameters[:3])
+        if framework.slots:  # of the input's table, tokens' vectors are sent
+            microbatch += c.gathers(parameters[2:3])
+        once = [c.gathered(p) for p in parameters if p.over_data and framework.gathers_once]
+        one_link = framework.one_link if layout.zero == 3 else 0.0
+        over_data = [
+            self.links.seconds(collectives, one_link).get(DATA, 0.0)
+            for collectives in (microbatch, once if layout.zero == 3 else [])
+        ]
+        zero = m * (over_data[0] + self._end_seconds[c.shares_vocabulary].get(DATA, 0.0))
+        overlap = framework.data_overlap, backward * m
+        if layout.zero == 3 and self.shards > 1:
+            overlap = framework.gather_overlap, busy.seconds
+        parts = overlapped({DATA: zero + over_data[1]}, {DATA: overlap})
+        reductions = [collective for p in parameters for collective in c.reductions(p)]
+        updated = [c.after_the_update(p) for p in parameters]
+        for after, work in (reductions, backward), (updated, forward if layout.zero else backward):
+            seconds = self.links.seconds(after)
+            parts += overlapped(seconds, {DATA: (framework.data_overlap, work)})
         if framework.inner_steps:
-            parts += TimeBreakdown(self.links.seconds(c.outer_exchange(parameters))) * (
-                1 / framework.inner_steps
-            )
-        return parts
+            outer = TimeBreakdown(self.links.seconds(c.outer_exchange(parameters)))
+            parts += outer * (1 / framework.inner_steps)
+        return parts + self.update() + TimeBreakdown({FIXED: framework.fixed_s})
 
     def parts_of_ends(self, zero: int, shared: bool | None = None) -> int:
         """The number of shards into which stages cut the state of embedding and head; each stage
@@ -572,35 +475,25 @@ class StepModel:
 
         zero: ZeRO's stage; shared: as in `device_parameters`
         """
-        layout, shared = (
-            self.layout,
-            self.framework.vocabulary_parallel if shared is None else shared,
-        )
-        if (
-            not self.framework.slots
-            or shared
-            or not zero
-            or self.model.width % (self.shards * layout.stage)
-        ):
-            return 1
-        return layout.stage
+        shared = self.framework.vocabulary_parallel if shared is None else shared
+        divides = self.model.width % (self.shards * self.layout.stage) == 0
+        return self.layout.stage if self.framework.slots and not shared and zero and divides else 1
 
     def update(self) -> TimeBreakdown:
         """The optimizer's passes over its state, which comes from the host's memory and goes back
         where it is offloaded."""
         layout, held = self.layout, self.device_parameters()
-        parameters = (held.layers + held.ends / self.parts_of_ends(layout.zero)) / (
-            self.shards if layout.zero else 1
-        )
+        parameters = held.layers + held.ends / self.parts_of_ends(layout.zero)
+        if layout.zero:
+            parameters /= self.shards
         seconds = {OPTIMIZER: UPDATE_BYTES * parameters / self.hardware.streaming}
-        if layout.offload in ("optimizer", "both"):
-            seconds[HOST] = (
-                2 * self.framework.state_bytes * parameters / self.hardware.host_bytes_per_s
-            )
+        if layout.offloads("optimizer"):
+            state = 2 * self.framework.state_bytes * parameters
+            seconds[HOST] = state / self.hardware.host_bytes_per_s
         return TimeBreakdown(seconds)
 
     def ops(self) -> dict[str, TimeBreakdown]:
-        """F, B, W and R of one microbatch on a whole stage: what no R op computes again is part of
+        """F, B, W and R of one microbatch on an entire stage. What no R op recomputes is part of
         B."""
         layers = self.model.layers / self.layout.stage
         ops = {name: op * layers for name, op in self.layer().items()}
@@ -610,15 +503,15 @@ class StepModel:
 
     def dense_layers(self) -> TimeBreakdown:
         """The layers before the first unit, of one microbatch: forward with the embedding, and
-        again with its gradient."""
+        once more with its gradient."""
         if not self.model.dense_layers:
             return TimeBreakdown()
         ops = self.layer(dense=True)
         return (ops["F"] * 2 + ops["B"] + ops["W"]) * self.model.dense_layers
 
     def op_times(self) -> tuple[float, ...]:
-        """Seconds of F, B, W, message, R and head of one microbatch on a whole stage, in the order
-        of `pipeline.times`."""
+        """Seconds of F, B, W, message, R and head of one microbatch on an entire stage, in the
+        order of `pipeline.times`."""
         ops = {name: op.seconds for name, op in self.ops().items()}
         return ops["F"], ops["B"], ops["W"], self.message(), ops["R"], self.head().seconds
 
@@ -627,21 +520,16 @@ class StepModel:
     def model_flops(self) -> float:
         """Operations of a step that the model itself needs, on all devices: forward, and twice that
         backward. Attention is counted as the framework's rates do."""
-        return (
-            self.layout.batch
-            * self.model.sequence
-            * self.model.training_flops_per_token(self.framework.causal_rates)
-        )
+        tokens = self.layout.batch * self.model.sequence
+        return tokens * self.model.training_flops_per_token(self.framework.causal_rates)
 
     def hardware_flops(self) -> float:
-        """Operations with those that are computed again, of the layers (Narayanan 2021, Korthikanti
-        2022)."""
-        model, layout, causal = self.model, self.layout, self.framework.causal_rates
-        again = 0.0
-        if layout.remat == "full":
-            again = model.sequence_flops(
-                causal
-            ) - 2.0 * model.vocab_size * model.width * model.sequence * (1 + model.predictions)
-        elif layout.remat == "selective" and self.framework.core_again:
-            again = model.layers * model.attention_flops() * (0.5 if causal else 1.0)
-        return self.model_flops() + layout.batch * again
+        """Operations with those that layers recompute (Narayanan 2021, Korthikanti 2022)."""
+        model, remat, causal = self.model, self.layout.remat, self.framework.causal_rates
+        recomputed = 0.0
+        if remat == "full":
+            heads = model.vocab_size * model.width * (1 + model.predictions)
+            recomputed = model.sequence_flops(causal) - 2.0 * model.sequence * heads
+        elif remat == "selective" and self.framework.recomputes_core:
+            recomputed = model.layers * model.attention_flops() * (0.5 if causal else 1.0)
+        return self.model_flops() + self.layout.batch * recomputed

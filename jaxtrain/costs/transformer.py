@@ -1,4 +1,4 @@
-"""A transformer in sizes: the parameters of its layers, and what a token costs in each of them."""
+"""The sizes of a transformer: the parameters of its layers, and the operations of a token."""
 
 import dataclasses
 import functools
@@ -7,8 +7,8 @@ from typing import NamedTuple
 TILE = 128  # matrix units want the vocabulary in multiples of this
 # matrices whose outputs `model` splits
 COLUMNS = frozenset({"query_key_value", "query", "key_value", "mlp_in"})
-# matrices that it does not split; of all others it splits the inputs
-WHOLE = frozenset({"latent", "router"})
+# matrices that `model` does not split; of all others it splits the inputs
+UNSPLIT = frozenset({"latent", "router"})
 
 
 class LayerSizes(NamedTuple):
@@ -18,8 +18,8 @@ class LayerSizes(NamedTuple):
                count as one matrix, as wide as all of them
     per_token: parameters that a token is multiplied with
     all:       parameters with all experts, norms and biases
-    unsplit:   parameters that `model` does not split: latents, the router, norms, biases of what is
-               split by its inputs
+    unsplit:   parameters that `model` does not split: latents, the router, norms, biases of
+               matrices whose inputs it splits
     """
 
     products: tuple[tuple[str, int, int], ...]
@@ -38,8 +38,8 @@ class Transformer:
     value_dim, query_rank, kv_rank, rope_dim: sizes of latent attention (mla), else 0
     experts, experts_per_token, shared_experts, expert_width: of each of `layers`
     dense_layers: layers before those, with an MLP
-    capacity_factor, expert_room: for how many rows experts have room (layout.py)
-    predictions:  modules that predict further tokens, each with a layer of its own
+    capacity_factor, expert_room: capacity of the experts (layout.py)
+    predictions:  multi-token prediction modules, each with a layer of its own
     """
 
     layers: int
@@ -80,28 +80,24 @@ class Transformer:
         return self.value_dim or self.score_dim
 
     def hidden(self, dense: bool = False) -> int:
-        """Columns of a layer's hidden layer that a token goes through: an MLP's, or all its
-        experts' together. dense: as in `layer`."""
+        """Columns of the hidden layer that a token goes through: an MLP's, or all its experts'
+        together. dense: as in `layer`."""
         if dense or not self.experts:
             return self.mlp_width
         return (self.experts_per_token + self.shared_experts) * self.expert_width
 
     def layer(self, dense: bool = False) -> LayerSizes:
-        """Sizes of one layer. dense: of those before the others, which have experts."""
+        """Sizes of one layer. dense: of the layers before those that have experts."""
         return self._layers[dense]
 
     @functools.cached_property
     def _layers(self) -> tuple[LayerSizes, LayerSizes]:
-        """What a search asks for thousands of times, by `dense`."""
+        """Sizes by `dense`; a search asks for them thousands of times."""
         return self._layer_sizes(False), self._layer_sizes(True)
 
     def _layer_sizes(self, dense: bool) -> LayerSizes:
-        width, heads, hidden, experts = (
-            self.width,
-            self.heads,
-            self.hidden(dense),
-            0 if dense else self.experts,
-        )
+        width, heads, hidden = self.width, self.heads, self.hidden(dense)
+        experts = 0 if dense else self.experts
         if self.mla:
             products = [
                 ("latent", width, self.query_rank + self.kv_rank + self.rope_dim),
@@ -110,10 +106,9 @@ class Transformer:
             ]
         else:
             products = [("query_key_value", width, (heads + 2 * self.kv_heads) * self.head_dim)]
-        products += [("attention_output", heads * self.output_dim, width)] + [
-            ("router", width, experts)
-        ] * bool(experts)
         products += [
+            ("attention_output", heads * self.output_dim, width),
+            *[("router", width, experts)] * bool(experts),
             ("mlp_in", width, hidden * (2 if self.gated else 1)),
             ("mlp_out", hidden, width),
         ]
@@ -121,19 +116,14 @@ class Transformer:
         norms = self.norm_vectors * (2 * width + self.query_rank + self.kv_rank)
         biases = {name: outputs * self.biases for name, _, outputs in products if name != "router"}
         split_biases = sum(biases[name] for name in biases if name in COLUMNS)
-        # the router counts rows by expert
+        # the router counts the tokens of each expert
         vectors = norms + sum(biases.values()) - split_biases + experts
-        unsplit = vectors + sum(
-            inputs * outputs for name, inputs, outputs in products if name in WHOLE
-        )
-        other_experts = (
-            self.expert_parameters() // experts * (experts - self.experts_per_token)
-            if experts
-            else 0
-        )
-        return LayerSizes(
-            tuple(products), per_token, per_token + other_experts + split_biases + vectors, unsplit
-        )
+        matrices = sum(inputs * outputs for name, inputs, outputs in products if name in UNSPLIT)
+        total = per_token + split_biases + vectors
+        if experts:
+            others = experts - self.experts_per_token
+            total += self.expert_parameters() // experts * others
+        return LayerSizes(tuple(products), per_token, total, vectors + matrices)
 
     def expert_parameters(self) -> int:
         """Parameters of all experts of one layer."""
@@ -144,18 +134,18 @@ class Transformer:
         tables = self.vocab_size * (1 if self.tied else 2) + self.positions
         return tables * self.width + self.norm_vectors * self.width
 
-    # ----------------------------------------------------------------------------------- on a devic
+    # ---------------------------------------------------------------------------------- on a device
 
     def device_layer_parameters(self, model: int, expert: int, dense: bool = False) -> float:
-        """Parameters of one layer on a device: `expert` splits the experts, `model` all but what it
-        leaves whole."""
+        """Parameters of one layer on a device: `expert` splits the experts, `model` all but
+        `unsplit`."""
         sizes, experts = self.layer(dense), 0 if dense else self.expert_parameters()
         return sizes.unsplit + (sizes.all - sizes.unsplit - experts * (1 - 1 / expert)) / model
 
     def device_table_parameters(self, model: int, stages: int = 1) -> float:
-        """Parameters of a table of the vocabulary on a device, split over `model` and so many
-        stages."""
-        return padded_vocabulary(self.vocab_size, model * stages) * self.width / (model * stages)
+        """Parameters of a table of the vocabulary on a device, split over `model` and stages."""
+        shards = model * stages
+        return padded_vocabulary(self.vocab_size, shards) * self.width / shards
 
     def device_end_parameters(self, model: int, stages: int = 1) -> float:
         """Parameters of the tables at both ends and the last norm on a device."""
@@ -176,24 +166,20 @@ class Transformer:
         )
 
     def attention_flops(self) -> float:
-        """Forward operations of attention in one layer and sequence, each token with all tokens;
-        causal attention needs half of them."""
+        """Forward operations of attention in one layer and sequence, where each token attends to
+        all tokens; causal attention needs half of them."""
         return 2.0 * self.sequence**2 * self.heads * (self.score_dim + self.output_dim)
 
     def sequence_flops(self, causal: bool = True) -> float:
         """Forward operations of a sequence: products with matrices, attention and the head. causal:
         attention's half counts."""
-        layers = (
-            self.layers + self.predictions
-        ) * self.layer().per_token + self.dense_layers * self.layer(dense=True).per_token
-        head = self.vocab_size * self.width * (1 + self.predictions)
-        joining = self.predictions * 2 * self.width**2
-        attention = (
-            (self.layers + self.dense_layers + self.predictions)
-            * self.attention_flops()
-            * (0.5 if causal else 1.0)
-        )
-        return 2.0 * self.sequence * (layers + head + joining) + attention
+        layers = self.layers + self.predictions
+        per_token = layers * self.layer().per_token
+        per_token += self.dense_layers * self.layer(dense=True).per_token
+        per_token += self.vocab_size * self.width * (1 + self.predictions)
+        per_token += self.predictions * 2 * self.width**2
+        attention = (layers + self.dense_layers) * self.attention_flops() * (0.5 if causal else 1.0)
+        return 2.0 * self.sequence * per_token + attention
 
     def training_flops_per_token(self, causal: bool = True) -> float:
         """Operations of forward and backward for one token, recomputation not counted: the backward
@@ -203,8 +189,8 @@ class Transformer:
 
 
 def padded_vocabulary(vocab_size: int, shards: int) -> int:
-    """Rows of a table held in memory: divisible by the shards, and large vocabularies by whole
-    tiles on each."""
+    """Rows of a table held in memory: divisible by the shards, and for a large vocabulary by entire
+    tiles on each of them."""
     unit = shards if vocab_size < 32 * TILE else shards * TILE
     return -(-vocab_size // unit) * unit
 

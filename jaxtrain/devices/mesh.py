@@ -24,7 +24,7 @@ from jax._src.lib import cuda_versions
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from jaxtrain.config.kernels import GPU, Hardware
+from jaxtrain.config.kernels import GPU, TargetDevice
 
 REPLICA, DATA, STAGE, CONTEXT, EXPERT, MODEL = AXES = (
     "replica",
@@ -236,25 +236,25 @@ def traced_for(mesh: Mesh) -> Iterator[None]:
         _TRACED_FOR.reset(token)
 
 
-def hardware() -> Hardware:
+def hardware() -> TargetDevice:
     """The hardware that a program is traced for: the devices of `traced_for`, or else jax's default
     ones."""
     device: Any = _TRACED_FOR.get() or jax.config.jax_default_device or jax.devices()[0]  # type: ignore[attr-defined]
     return hardware_of(device)
 
 
-def hardware_of(device: jax.Device) -> Hardware:
+def hardware_of(device: jax.Device) -> TargetDevice:
     """The platform of a device, and the properties of an NVIDIA GPU that decide about kernels."""
     if device.platform != GPU:
-        return Hardware(device.platform)
+        return TargetDevice(device.platform)
     major, _, minor = str(device.compute_capability).partition(".")
     if not major.isdigit():
-        return Hardware("rocm")  # jax calls AMD's devices gpu, too
+        return TargetDevice("rocm")  # jax calls AMD's devices gpu, too
     try:
         cudnn = cuda_versions.cudnn_get_version() if cuda_versions else None
     except RuntimeError:  # compiled ahead of time without cuDNN
         cudnn = None
-    return Hardware(GPU, (int(major), int(minor or 0)), cudnn)
+    return TargetDevice(GPU, (int(major), int(minor or 0)), cudnn)
 
 
 def on_cpu() -> bool:

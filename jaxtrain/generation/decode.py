@@ -23,7 +23,7 @@ from jax import lax
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.devices.sharding import Axes, constrain
-from jaxtrain.models.transformer import Parts
+from jaxtrain.models.transformer import ModelParts
 from jaxtrain.parallel.tensor import attention_kv_heads
 
 Cache = tuple[jax.Array, ...]
@@ -59,7 +59,7 @@ def empty_cache(cfg: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) -> C
 
 
 def extend(
-    parts: Parts, params: dict, tokens_BT: jax.Array, cache: Cache, start: jax.Array, dtype
+    parts: ModelParts, params: dict, tokens_BT: jax.Array, cache: Cache, start: jax.Array, dtype
 ) -> tuple[jax.Array, Cache]:
     """The residual stream [B, T, D] of T tokens at positions start, start + 1, … behind the blocks,
     and the cache with them in it.
@@ -74,13 +74,13 @@ def extend(
         # Tokens that only fill up a call may lie beyond the table, and must be finite: a weight of
         # 0 does not hide a NaN.
         positions_1T = jnp.minimum(positions_1T, parts.cfg.max_positions - 1)
-    x_BTD = parts.embed(params["embed"], tokens_BT, positions_1T, dtype)
+    x_BTD = parts.embedder(params["embed"])(tokens_BT, positions_1T, dtype)
 
     def layer(carry, index_and_weights, block=parts.block):
         x_BTD, cache = carry
         index, weights = index_and_weights
         of_layer = [lax.dynamic_index_in_dim(array, index, 0, keepdims=False) for array in cache]
-        x_BTD, of_layer = block(weights, x_BTD, positions_1T, of_layer, start, method="cached")
+        x_BTD, of_layer = block(weights).cached(x_BTD, positions_1T, of_layer, start)
         # Only the T slots of these tokens go back into the cache: the carried arrays are updated in
         # place, not copied layer by layer.
         written = [lax.dynamic_slice_in_dim(array, start, t, 1) for array in of_layer]
@@ -92,20 +92,22 @@ def extend(
         return (x_BTD, cache), None
 
     for index in range(parts.cfg.dense_layers):
-        (x_BTD, cache), _ = layer((x_BTD, cache), (index, params["first"][str(index)]), parts.first)
+        (x_BTD, cache), _ = layer(
+            (x_BTD, cache), (index, params["first"][str(index)]), parts.dense_block
+        )
     indices = parts.cfg.dense_layers + jnp.arange(parts.cfg.layers)
     (x_BTD, cache), _ = lax.scan(layer, (x_BTD, cache), (indices, params["layers"]))
     return x_BTD, tuple(map(constrain, cache, cache_axes(parts.cfg)))
 
 
-def tied_table(parts: Parts, params: dict, dtype) -> jax.Array | None:
+def tied_table(parts: ModelParts, params: dict, dtype) -> jax.Array | None:
     """The embedding table [V, D] as the head multiplies with it, None where the head has its own;
     made once, before a loop over tokens."""
     return params["embed"]["table"].astype(dtype) if parts.cfg.tied_embeddings else None
 
 
 def next_logits(
-    parts: Parts, params: dict, x_BTD: jax.Array, table_VD: jax.Array | None
+    parts: ModelParts, params: dict, x_BTD: jax.Array, table_VD: jax.Array | None
 ) -> jax.Array:
     """Float32 logits [B, V] of what follows the first token of a residual stream [B, T, D].
 
@@ -113,5 +115,5 @@ def next_logits(
     `tied_table`.
     """
     first_B1D = constrain(x_BTD, ("batch", "token", None))[:, :1]
-    logits_B1V = parts.head(params["head"], first_B1D, table_VD)
+    logits_B1V = parts.head(params["head"])(first_B1D, table_VD)
     return constrain(logits_B1V, ("batch", "token", None))[:, 0, : parts.cfg.vocab_size]

@@ -27,7 +27,7 @@ from jaxtrain.config import ModelConfig
 from jaxtrain.devices.mesh import AXES, make_mesh
 from jaxtrain.devices.sharding import named, shards
 from jaxtrain.generation.decode import cache_axes, empty_cache, extend, next_logits, tied_table
-from jaxtrain.models.transformer import Parts
+from jaxtrain.models.transformer import ModelParts
 
 BURST = 32  # most tokens that one call of the decoding program makes
 # most tokens of a prompt that one call reads: its attention scores are [heads, PIECE, slots]
@@ -141,7 +141,7 @@ class Sampler:
       dtype: of activations, matmuls and the cache.
     """
 
-    def __init__(self, parts: Parts, params: dict, dtype=jnp.float32):
+    def __init__(self, parts: ModelParts, params: dict, dtype=jnp.float32):
         self.parts, self.params, self.dtype = parts, params, jnp.dtype(dtype)
         sharding = jax.tree.leaves(params)[0].sharding
         on_mesh = (

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from jaxtrain.data.tokenizer import Tokenizer, prompt_ids
 from jaxtrain.generation.sampling import Sampler, Sampling, room
-from jaxtrain.models.transformer import Parts
+from jaxtrain.models.transformer import ModelParts
 
 NOT_TEXT = "\N{REPLACEMENT CHARACTER}"
 
@@ -49,7 +49,7 @@ class TextStream:
 
 
 def sample_text(
-    parts: Parts,
+    parts: ModelParts,
     params: dict,
     tokenizer: Tokenizer,
     prompt: str,

@@ -6,21 +6,25 @@ Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value head
 import jax
 from flax import nnx
 
+from jaxtrain.config import ModelConfig
 from jaxtrain.devices.sharding import constrain
-from jaxtrain.models.layers import Dense, columns, rotary
+from jaxtrain.models.layers import Dense, column_parallel, rotary
 from jaxtrain.parallel.attention import HEADS, KV_HEADS, attend_cached, attend_whole
 from jaxtrain.parallel.heads import row_major
 from jaxtrain.parallel.tensor import attention_kv_heads, shared_columns
 
 
 class Attention(nnx.Module):
-    """Causal self-attention with N query heads in K groups. over: how it goes over a split sequence
-    (parallel/context.py)."""
+    """Causal self-attention with N query heads in K groups.
 
-    def __init__(self, cfg, residual_std, over="all_gather"):
+    context: how it reaches the tokens of other devices, where a sequence is split over the mesh's
+        context axis (parallel/context.py)
+    """
+
+    def __init__(self, cfg: ModelConfig, residual_std: float, context: str = "all_gather"):
         self.heads, self.kv_heads, self.head_dim = cfg.heads, cfg.kv_heads, cfg.head_dim
         self.rotary_base = cfg.rotary_base if cfg.positions == "rotary" else None
-        self.implementation, self.over = cfg.attention_kernel, over
+        self.kernel, self.context = cfg.attention_kernel, context
         d, n, k = cfg.width, cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
         self.query = Dense(d, n, ("width", "heads"), cfg.init_std, cfg.biases)
         self.key = Dense(d, k, ("width", "kv_heads"), cfg.init_std, cfg.biases)
@@ -28,11 +32,13 @@ class Attention(nnx.Module):
         self.out = Dense(n, d, ("heads", "width"), residual_std, cfg.biases)
 
     def project(self, x_BTD, positions_BT):
-        """Queries, keys and values by head, rotated where positions are rotary; of the latter at
-        least one head for each device that heads are split over."""
+        """Returns queries [B, T, N, H], keys and values [B, T, K, H], rotated where positions are
+        rotary. K is at least the number of devices that heads are split over."""
         split = lambda y, n: y.reshape(*y.shape[:2], n, self.head_dim)
         change = lambda layer, a: a if layer is self.query else shared_columns(a, self.kv_heads)
-        q, k, v = map(row_major, columns(x_BTD, self.query, self.key, self.value, change=change))
+        q, k, v = map(
+            row_major, column_parallel(x_BTD, self.query, self.key, self.value, change=change)
+        )
         q_BTNH = constrain(split(q, self.heads), HEADS)
         k_BTKH, v_BTKH = (
             constrain(split(a, attention_kv_heads(self.kv_heads)), KV_HEADS) for a in (k, v)
@@ -42,20 +48,22 @@ class Attention(nnx.Module):
         return row_major(q_BTNH), row_major(k_BTKH), row_major(v_BTKH)
 
     def __call__(self, x_BTD, positions_BT, segments_BT=None) -> jax.Array:
-        """Over whole sequences; with segments (int32 [B, T]) a token sees its own segment alone."""
+        """[B, T, D] → [B, T, D], sequences from their beginning. With segments (int32 [B, T]) a
+        token sees its own segment alone."""
         q, k, v = self.project(x_BTD, positions_BT)
-        y = attend_whole(q, k, v, segments_BT, self.over, self.implementation)
-        return self.out.rows(y.reshape(*y.shape[:2], -1))
+        y = attend_whole(q, k, v, segments_BT, self.context, self.kernel)
+        return self.out.row_parallel(y.reshape(*y.shape[:2], -1))
 
     def cached(self, x_BTD, positions_BT, cache, start):
-        """T more tokens at `start` after those in the cache (keys and values, each [B, S, K, H]) →
-        output, new cache."""
+        """Returns (the output [B, T, D], the cache with these tokens), for tokens at positions
+        `start` and on.
+
+        cache: keys and values of the tokens before, [B, S, K, H] each.
+        """
         q, k, v = self.project(x_BTD, positions_BT)
         cache = [
-            jax.lax.dynamic_update_slice_in_dim(old, fresh.astype(old.dtype), start, 1)
-            for old, fresh in zip(cache, (k, v), strict=True)
+            jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), start, 1)
+            for old, new in zip(cache, (k, v), strict=True)
         ]
-        y = attend_cached(
-            q, cache[0].astype(q.dtype), cache[1].astype(q.dtype), start, self.implementation
-        )
-        return self.out.rows(y.reshape(*y.shape[:2], -1)), cache
+        y = attend_cached(q, cache[0].astype(q.dtype), cache[1].astype(q.dtype), start, self.kernel)
+        return self.out.row_parallel(y.reshape(*y.shape[:2], -1)), cache

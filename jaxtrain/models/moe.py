@@ -1,5 +1,5 @@
-"""Mixture of experts: a router that chooses some of many MLPs for each token, and what keeps their
-load even.
+"""Mixture of experts: a router that chooses some of many MLPs for each token, and the losses and
+counts that keep their load even.
 
 Shape suffixes: B batch, T tokens, K choices of a token, D width, E experts, F columns of an expert.
 """
@@ -8,17 +8,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.config import ModelConfig
 from jaxtrain.devices.sharding import constrain
-from jaxtrain.models.layers import WHOLE, matmul
-from jaxtrain.models.spec import Parameter, parameter
+from jaxtrain.models.layers import GATHERED, flat, matmul
+from jaxtrain.models.spec import Parameter, Spec, parameter
 from jaxtrain.parallel import context, experts
 
-TINY = 1e-18  # beside a sum of scores, all of which may underflow; its square is a number, too
+# Added to a divisor that is a sum of scores, all of which may underflow; its square is not 0 in
+# float32.
+TINY = 1e-18
 
 
 @jax.custom_vjp
 def with_loss(y: jax.Array, loss: jax.Array) -> jax.Array:
-    """y; in the backward `loss` (a scalar) counts as a part of the loss."""
+    """Returns y, and adds `loss` (a scalar) to the step's loss: only its gradient is used."""
     return y
 
 
@@ -27,7 +30,7 @@ with_loss.defvjp(lambda y, loss: (y, None), lambda _, g: (g, jnp.ones((), jnp.fl
 
 @jax.custom_vjp
 def with_counts(y: jax.Array, parameters: list, counts: list) -> jax.Array:
-    """y; in the backward the gradients of `parameters`, on which nothing depends, are `counts`."""
+    """Returns y, and makes `counts` the gradients of `parameters`, which y does not depend on."""
     return y
 
 
@@ -36,54 +39,46 @@ with_counts.defvjp(lambda y, parameters, counts: (y, counts), lambda counts, g: 
 
 def _counter(experts: int) -> Parameter:
     """A parameter [E] whose gradient is a count."""
-    return parameter((experts,), ("expert",), counts=True)
+    return parameter(Spec((experts,), ("expert",), counts=True))
 
 
 class Router(nnx.Module):
-    """Chooses `choices` of the experts for a token.
+    """Chooses `choices` of the experts for each token.
 
-    Weights are a softmax over all experts or sigmoids; `normalized`, divided by the sum of those
-    chosen. `bias` is added to the scores for the choice alone; it is moved by the load of the
-    experts (Wang et al. 2024), not by a gradient. With `groups`, a token's experts are in
-    `group_limit` of them: those whose `group_best` best experts have the highest sum of such scores
-    (DeepSeek-V3, section 2.1.2, as in its released code; a bias counts there, too). Where there is
-    no bias, `load` has its place as the parameter on which the load is hung.
+    A choice's weight is its score, from a softmax over all experts or a sigmoid; `normalized`
+    weights are divided by their sum over the token's choices. `bias` is added to the scores only
+    for the choice; the experts' load moves it, not a gradient (Wang et al. 2024). Without a bias,
+    `load` is the parameter whose "gradient" is the load. With `groups`, a token's experts come from
+    `group_limit` of them: the groups with the highest sum of their `group_best` best scores, bias
+    included (DeepSeek-V3, section 2.1.2, as in its released code).
     """
 
-    def __init__(self, cfg, batch_size: int):
-        self.kind, self.experts, self.choices, self.scale = (
-            cfg.router,
-            cfg.experts,
-            cfg.experts_per_token,
-            cfg.router_scale,
-        )
-        self.groups, self.group_limit, self.normalized = (
-            cfg.router_groups,
-            cfg.router_group_limit,
-            cfg.router_normalize == "always",
-        )
+    def __init__(self, cfg: ModelConfig, batch_size: int):
+        self.kind, self.experts, self.choices = cfg.router, cfg.experts, cfg.experts_per_token
+        self.scale, self.normalized = cfg.router_scale, cfg.router_normalize == "always"
+        self.groups, self.group_limit = cfg.router_groups, cfg.router_group_limit
         self.group_best = min(cfg.router_group_best, cfg.experts // cfg.router_groups)
         self.balance_loss, self.z_loss, self.batch_size = cfg.balance_loss, cfg.z_loss, batch_size
-        self.capacity, self.room = cfg.capacity_factor, cfg.expert_room
-        self.weight = parameter(
-            (cfg.width, cfg.experts), ("width", "expert"), std=cfg.init_std, exact=True
-        )
+        self.capacity, self.device_capacity = cfg.capacity_factor, cfg.expert_room
+        shape, axes = (cfg.width, cfg.experts), ("width", "expert")
+        self.weight = parameter(Spec(shape, axes, std=cfg.init_std, exact=True))
         self.bias = _counter(cfg.experts) if cfg.router_bias else None
         self.load = None if cfg.router_bias else _counter(cfg.experts)
-        self.dropped = _counter(cfg.experts) if self.capacity or self.room else None
+        bounded = self.capacity or self.device_capacity
+        self.dropped = _counter(cfg.experts) if bounded else None
 
     def __call__(self, x_BTD, drops: bool):
-        """x, whole along the sequence → (weights of the choices float32 [B, T, K], where their rows
-        go).
+        """Returns (the choices' weights, float32 [B, T, K]; the routing of tokens to experts), for
+        the full sequence x.
 
-        The losses and counts of the router hang on the weights. Without `drops` there are no
-        bounds.
+        The router's losses and counts are attached to the weights. Without `drops` no capacity
+        applies.
         """
         x = x_BTD.astype(jnp.float32)
-        # On TPUs and GPUs float32 products have fewer bits unless asked: a choice would hang on the
+        # TPUs and GPUs multiply float32 in fewer bits unless asked: choices would depend on the
         # rounding.
-        logits = matmul(x.reshape(-1, x.shape[-1]), self.weight[...], jax.lax.Precision.HIGHEST)
-        logits_BTE = constrain(logits.reshape(*x.shape[:-1], -1), WHOLE)
+        logits = matmul(flat(x), self.weight[...], jax.lax.Precision.HIGHEST)
+        logits_BTE = constrain(logits.reshape(*x.shape[:-1], -1), GATHERED)
         scores_BTE = (
             jax.nn.softmax(logits_BTE) if self.kind == "softmax" else jax.nn.sigmoid(logits_BTE)
         )
@@ -95,32 +90,32 @@ class Router(nnx.Module):
         gates_BTK = jnp.take_along_axis(scores_BTE, chosen_BTK, -1)
         if self.normalized:
             gates_BTK = gates_BTK / (gates_BTK.sum(-1, keepdims=True) + TINY)
-        counted, parameters = [experts.counts(chosen_BTK, self.experts).sum(0)], [load[...]]
+        counts, counters = [experts.counts(chosen_BTK, self.experts).sum(0)], [load[...]]
         if self.capacity and drops:
             routing, dropped = experts.by_capacity(chosen_BTK, self.experts, self.capacity)
         else:
             routing, dropped = experts.dropless(
-                chosen_BTK, self.experts, self.room if drops else 0.0
+                chosen_BTK, self.experts, self.device_capacity if drops else 0.0
             )
         if self.dropped is not None:
-            counted, parameters = [*counted, dropped], [*parameters, self.dropped[...]]
-        gates_BTK = with_counts(gates_BTK * self.scale, parameters, counted)
+            counts, counters = [*counts, dropped], [*counters, self.dropped[...]]
+        gates_BTK = with_counts(gates_BTK * self.scale, counters, counts)
         return with_loss(gates_BTK, self._losses(logits_BTE, scores_BTE)), routing
 
     def _choose(self, scores_BTE) -> jax.Array:
-        """int32 [B, T, K]."""
+        """Each token's experts by their scores, int32 [B, T, K]."""
         if self.groups > 1:
             by_group = scores_BTE.reshape(*scores_BTE.shape[:-1], self.groups, -1)
             best = jax.lax.top_k(by_group, self.group_best)[0].sum(-1)
-            taken = jax.lax.top_k(best, self.group_limit)[1]
-            inside = (taken[..., None] == jnp.arange(self.groups)).any(-2)
-            scores_BTE = jnp.where(inside[..., None], by_group, -jnp.inf).reshape(scores_BTE.shape)
+            groups = jax.lax.top_k(best, self.group_limit)[1]
+            allowed = (groups[..., None] == jnp.arange(self.groups)).any(-2)
+            scores_BTE = jnp.where(allowed[..., None], by_group, -jnp.inf).reshape(scores_BTE.shape)
         return jax.lax.top_k(scores_BTE, self.choices)[1].astype(jnp.int32)
 
     def _losses(self, logits_BTE, scores_BTE) -> jax.Array:
-        """This device's part of the losses' mean over the step's sequences: of how uneven each
-        one's load is (DeepSeek-V3, eq. 17–20), and of the logits' size (Zoph et al. 2022, eq.
-        5)."""
+        """This device's part of two losses, each a mean over the step's sequences: the unevenness
+        of a sequence's load (DeepSeek-V3, eq. 17–20) and the size of its logits (Zoph et al. 2022,
+        eq. 5)."""
         tokens = scores_BTE.shape[1] * context.size()
         loss = jnp.zeros(())
         if self.balance_loss:
@@ -142,60 +137,57 @@ class MoE(nnx.Module):
     batch_size: sequences in a step, over which the router's losses are a mean.
     """
 
-    def __init__(self, cfg, residual_std, batch_size: int):
+    def __init__(self, cfg: ModelConfig, residual_std: float, batch_size: int):
         d, f, shared = cfg.width, cfg.expert_width, cfg.shared_experts * cfg.expert_width
         self.experts = cfg.experts
         self.router = Router(cfg, batch_size)
         gated = cfg.activation == "swiglu"
         up_EDF, down_EFD = ("experts", "width", "mlp"), ("experts", "mlp", "width")
-        self.up = parameter((cfg.experts, d, f), up_EDF, std=cfg.init_std)
-        self.gate = parameter((cfg.experts, d, f), up_EDF, std=cfg.init_std) if gated else None
-        self.down = parameter((cfg.experts, f, d), down_EFD, std=residual_std)
-        self.shared_up = parameter((d, shared), up_EDF[1:], std=cfg.init_std) if shared else None
-        self.shared_gate = (
-            parameter((d, shared), up_EDF[1:], std=cfg.init_std) if shared and gated else None
-        )
-        self.shared_down = (
-            parameter((shared, d), down_EFD[1:], std=residual_std) if shared else None
-        )
+        weight = lambda shape, axes, std: parameter(Spec(shape, axes, std=std))
+        up = lambda: weight((cfg.experts, d, f), up_EDF, cfg.init_std)
+        shared_up = lambda: weight((d, shared), up_EDF[1:], cfg.init_std)
+        self.up, self.gate = up(), up() if gated else None
+        self.down = weight((cfg.experts, f, d), down_EFD, residual_std)
+        self.shared_up = shared_up() if shared else None
+        self.shared_gate = shared_up() if shared and gated else None
+        self.shared_down = weight((shared, d), down_EFD[1:], residual_std) if shared else None
 
     def __call__(self, x_BTD, drops: bool = True) -> jax.Array:
         """[B, T, D] → [B, T, D], both split along the sequence. Without `drops` every token is
         served."""
         b, t, d = x_BTD.shape
-        whole_BTD, x_MBTD = experts.spread(x_BTD)
-        gates_BTK, routing = self.router(whole_BTD, drops)
+        gathered_BTD, x_MBTD = experts.spread(x_BTD)
+        gates_BTK, routing = self.router(gathered_BTD, drops)
         size = experts.Size(self.experts, b, t)
-        rows, gates = experts.send(x_MBTD, gates_BTK, routing, size)
+        received, gates = experts.send(x_MBTD, gates_BTK, routing, size)
         hidden = None
         if self.shared_up is not None:
-            # What all tokens take is split in two: the first products stand beside the rows' way to
-            # their experts, the last beside the way back; the gradients', too. Left to itself XLA
-            # puts all of them beside one, or beside the few numbers that routing exchanges.
-            one_MERD = experts.after(routing, x_MBTD).reshape(x_MBTD.shape[0], 1, b * t, d)
-            rows, hidden = jax.lax.optimization_barrier(
-                (rows, _hidden(one_MERD, self.shared_up, self.shared_gate))
+            # The shared experts' first products overlap with the all-to-all to the experts, their
+            # last product with the one back; so do the gradients'. Left to itself XLA overlaps all
+            # of them with one of the two, or with the few numbers that routing exchanges.
+            x_MERD = experts.after(routing, x_MBTD).reshape(x_MBTD.shape[0], 1, b * t, d)
+            received, hidden = jax.lax.optimization_barrier(
+                (received, _hidden(x_MERD, self.shared_up, self.shared_gate))
             )
-        h = experts.weigh(_hidden(rows, self.up, self.gate, routing.sizes), gates)
-        y_MBTD = experts.receive(
-            experts.product(h, _matrix(self.down, h), routing.sizes, experts.ROWS), routing, size
-        )
-        if hidden is not None:
-            y_MBTD += experts.product(
-                hidden, _matrix(self.shared_down, hidden), None, experts.ROWS
-            ).reshape(y_MBTD.shape)
+        h = experts.weigh(_hidden(received, self.up, self.gate, routing.sizes), gates)
+        y = experts.product(h, _matrix(self.down, h), routing.sizes, experts.ROWS)
+        y_MBTD = experts.receive(y, routing, size)
+        if hidden is not None and self.shared_down is not None:
+            shared = experts.product(hidden, _matrix(self.shared_down, hidden), None, experts.ROWS)
+            y_MBTD += shared.reshape(y_MBTD.shape)
         return experts.collect(y_MBTD)
 
 
-def _matrix(parameter, rows):
-    """The experts' matrices [E, …], or one expert's, of the rows' type."""
-    matrix = parameter[...]
-    return (matrix if matrix.ndim == 3 else matrix[None]).astype(rows.dtype)
+def _matrix(weight: Parameter, x: jax.Array) -> jax.Array:
+    """The experts' matrices [E, …], or the shared experts' as one, in the dtype of x."""
+    matrix = weight[...]
+    return (matrix if matrix.ndim == 3 else matrix[None]).astype(x.dtype)
 
 
-def _hidden(rows, up, gate, sizes=None):
-    """The hidden layer of the experts' MLPs on their rows."""
-    h = experts.product(rows, _matrix(up, rows), sizes, experts.COLUMNS)
+def _hidden(x, up: Parameter, gate: Parameter | None, sizes=None) -> jax.Array:
+    """The hidden layer of the experts' MLPs. sizes: tokens of each expert, in the order of x; None
+    where all tokens are one expert's."""
+    h = experts.product(x, _matrix(up, x), sizes, experts.COLUMNS)
     if gate is None:
         return jax.nn.gelu(h, approximate=True)
-    return jax.nn.silu(experts.product(rows, _matrix(gate, rows), sizes, experts.COLUMNS)) * h
+    return jax.nn.silu(experts.product(x, _matrix(gate, x), sizes, experts.COLUMNS)) * h

@@ -3,24 +3,31 @@ counts."""
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+Module = TypeVar("Module", bound=nnx.Module)
+
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What a parameter is.
+    """The shape, logical axes, initial values and use of one parameter.
 
-    shape:  as stored and counted; a vocabulary dimension without its padding
-    padded: as held in memory
-    axes:   a logical axis name for each dimension (sharding.RULES)
-    std:    standard deviation of its normal initial values; None with `constant`
+    shape:    as stored and counted; a vocabulary dimension without its padding
+    axes:     a logical axis name for each dimension (sharding.RULES)
+    std:      standard deviation of its normal initial values; None with `constant`
     constant: initial value where it is not random
-    exact:  a matrix that is used in float32, whatever the compute type
-    counts: what is taken for its gradient is a count, by which the step moves it
+    padded:   shape as held in memory; that of `shape` if not given
+    exact:    a matrix that is used in float32, whatever the compute type
+    counts:   its "gradient" is a number of tokens, by which the step moves it
         (training/balance.py)
+
+    Raises ValueError for axes that do not fit the shape, and for padding of any dimension but the
+    first.
     """
 
     shape: tuple[int, ...]
@@ -52,15 +59,15 @@ class Spec:
 
     @property
     def cast(self) -> bool:
-        """Whether it is used in the compute type."""
+        """True for a parameter that is used in the compute type."""
         return self.matrix and not self.exact
 
     def draw(self, key: jax.Array) -> jax.Array:
-        """Float32 standard normal noise, [*padded]; padding is zero, and what the rest is does not
+        """Float32 standard normal noise, [*padded]. Padding is zero, and the other values do not
         depend on it."""
         # A random value depends on its row-major index alone, so more rows leave the others as they
-        # are, and every device can make its own: cutting an unpadded array into uneven shards would
-        # make it whole everywhere first.
+        # are, and every device can draw its own: cutting an unpadded array into uneven shards would
+        # first make it on every device in full size.
         value = jax.random.normal(key, self.padded, jnp.float32)
         if self.padded == self.shape:
             return value
@@ -74,12 +81,9 @@ class Parameter(nnx.Param):
     in."""
 
 
-def parameter(
-    shape, axes, std=None, constant=0.0, padded=(), exact=False, counts=False
-) -> Parameter:
+def parameter(spec: Spec) -> Parameter:
     """A module's parameter, not yet materialised."""
-    s = Spec(tuple(shape), tuple(axes), std, constant, tuple(padded), exact, counts)
-    return Parameter(jax.ShapeDtypeStruct(s.padded, jnp.float32), spec=s)
+    return Parameter(jax.ShapeDtypeStruct(spec.padded, jnp.float32), spec=spec)
 
 
 def specs(module: nnx.Module) -> dict:
@@ -92,17 +96,16 @@ def specs(module: nnx.Module) -> dict:
     )
 
 
-def functional(module: nnx.Module):
-    """module → f(params, *args, method="__call__"): the module's code applied to a nested dict of
-    arrays.
+def binder(module: Module) -> Callable[[dict], Module]:
+    """Returns a function from a nested dict of arrays to the module with these as its parameters.
 
-    Modules are built here, outside of any mesh; inside a traced function they are only merged.
+    The module is built once, outside of any mesh; inside a traced function it is only merged.
     """
     graph, template = nnx.split(module)
 
-    def apply(params: dict, *args, method: str = "__call__", **kwargs):
+    def bind(params: dict) -> Module:
         state = jax.tree.map(lambda v: v, template)
         nnx.replace_by_pure_dict(state, params)
-        return getattr(nnx.merge(graph, state), method)(*args, **kwargs)
+        return nnx.merge(graph, state)
 
-    return apply
+    return bind

@@ -206,7 +206,7 @@ def _flash_kernel(chosen: str, shape: tuple[int, ...], case: AttentionCase) -> K
     if not case.context:
         batch_heads = batch_heads * shape[1] // case.keys
     if chosen == SPLASH:
-        return splash.kernel(interpret=case.hardware.platform != TPU)
+        return splash.kernel(interpret=case.device.platform != TPU)
     if chosen == CUDNN and (not case.documents or cudnn.is_addressable(shape)):
         return cudnn.KERNEL
     if chosen in (XLA, CUDNN) and blockwise.is_long(batch_heads, case.queries, case.keys):

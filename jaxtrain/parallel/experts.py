@@ -34,7 +34,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.kernels import BLOCKS, LARGE_BLOCKS, MEGABLOX, product_kernel
-from jaxtrain.costs.layout import capacity_of, room_of
+from jaxtrain.costs.layout import capacity_of, device_capacity
 from jaxtrain.devices.mesh import (
     CONTEXT,
     EXPERT,
@@ -137,8 +137,8 @@ def dropless(chosen: jax.Array, experts: int, room: float = 0.0) -> tuple[Routin
         return Routing(order, _inverse(order), sizes), jnp.zeros(experts)
     me = lax.axis_index(EXPERT)
     all_sizes = lax.all_gather(sizes.reshape(devices, local_experts), EXPERT)  # [from, to, expert]
-    rows = room_of(b * t, k, experts, devices, room)
-    if rows == room_of(b * t, k, experts, devices, 0.0):
+    rows = device_capacity(b * t, k, experts, devices, room)
+    if rows == device_capacity(b * t, k, experts, devices, 0.0):
         choice, position, dropped = order, _inverse(order), jnp.zeros(experts)
     else:
         all_sizes = _fitting(all_sizes, rows)

@@ -26,8 +26,8 @@ DIGITS = 4  # of a time for a table
 
 
 def step_model_of(config: Config, hardware: Hardware, assume: str = OURS) -> StepModel:
-    """The step of a resolved config whose mesh is known, on this kind of device, by the framework
-    of that name."""
+    """The step of a resolved config, whose mesh is known, on this hardware, by the framework of
+    that name."""
     return StepModel(
         transformer_of(config),
         layout_of(config),
@@ -44,19 +44,20 @@ def planned_op_times(config: Config, kind: Hardware) -> tuple[float, ...]:
 
 
 def milliseconds(times: Iterable[float]) -> tuple[float, ...]:
-    """Seconds as `pipeline.times` takes them."""
+    """Seconds as milliseconds of four digits, as `pipeline.times` takes them."""
     return tuple(float(f"{1e3 * seconds:.{DIGITS}g}") for seconds in times)
 
 
 def hardware_at_hand(config: Config, device_kind: str) -> Hardware | None:
-    """The kind of device that `train.hardware` names, or else the one that jax calls so; None where
-    it is not known, as any CPU. Raises HardwareError."""
+    """The hardware that `train.hardware` names, or else the one that jax calls `device_kind`; None
+    where it is not known, as for any CPU. Raises HardwareError."""
     name = config.train.hardware
     return kinds.load(name) if name else kinds.of_device(device_kind)
 
 
 def transformer_of(config: Config) -> Transformer:
-    """A resolved config's model and the length of its sequences."""
+    """The transformer of a resolved config, as costs/ counts it, with the length of its
+    sequences."""
     m = config.model
     return Transformer(
         layers=m.layers,
@@ -98,7 +99,7 @@ def _experts_of(m: ModelConfig) -> dict[str, Any]:
 
 
 def layout_of(config: Config) -> Layout:
-    """A resolved config's layout; its mesh is known, and its batch divides."""
+    """The layout of a resolved config whose mesh is known and whose batch divides."""
     mesh, pipeline = config.mesh, config.pipeline
     return Layout(
         data=mesh.data,
@@ -119,8 +120,9 @@ def layout_of(config: Config) -> Layout:
 
 
 def framework_of(config: Config, hardware: Hardware, assume: str = OURS) -> Framework:
-    """The framework of this name, as a resolved config changes it: its kernel of attention, where
-    its vocabulary lies, what it sends, what its replicas have in common."""
+    """The framework of this name with what a resolved config changes: the kernel of attention, the
+    place of the vocabulary, the types and times of its collectives, the state of independent
+    replicas."""
     framework = FRAMEWORKS[assume]
     vocabulary = config.pipeline.vocabulary
     if vocabulary != "auto":
@@ -155,20 +157,20 @@ def framework_of(config: Config, hardware: Hardware, assume: str = OURS) -> Fram
 
 
 def _scores_pass_through_memory(config: Config, hardware: Hardware, assume: str) -> bool:
-    """Whether no fused kernel attends: plain XLA is asked for, or, in our own framework, all that
-    takes the case."""
+    """Whether attention has no fused kernel: plain XLA is asked for, or, in our own framework, no
+    other kernel takes the case."""
     wanted = config.model.attention_kernel
     if wanted != "auto" or assume != OURS:
         return wanted == kernels.XLA
     # a file of `--calibrate`: plain XLA is what it has measured
     if platform_of(hardware) == kernels.CPU:
         return False
-    case = kernels.attention_case(config, kernels.Hardware(platform_of(hardware)))
+    case = kernels.attention_case(config, kernels.TargetDevice(platform_of(hardware)))
     return kernels.attention_kernel(case).kernel == kernels.XLA
 
 
 def platform_of(hardware: Hardware) -> str:
-    """The platform of a kind of device, as jax names it."""
+    """The platform of a hardware, as jax names it."""
     name = hardware.name.lower()
     return next(
         (platform for platform in (kernels.TPU, kernels.CPU) if name.startswith(platform)),

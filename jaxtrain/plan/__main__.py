@@ -1,5 +1,4 @@
-"""`python -m jaxtrain.plan`: whether a run fits, how long it takes and how to lay it out, before
-anyone pays.
+"""`python -m jaxtrain.plan`: the memory, the time and the best layout of a run, before anyone pays.
 
     recipe, hardware  ─ --layout ──→  one layout, evaluated
                       ─ --devices ─→  the best of all layouts
@@ -57,32 +56,31 @@ them, such as
   jaxtrain plan --config=gpt3_175b --hardware=a100-80gb \\
       --layout=data=8,stage=16,model=8,microbatch=1
 
---layout is in the place of the recipe's mesh, microbatches, repeats, remat, ZeRO stage and
-schedule:
+--layout replaces the recipe's mesh, microbatches, repeats, remat, ZeRO stage and schedule:
   data, stage, model, context, expert, replica            sizes of the mesh's axes; 1 where not
                                                           named
   microbatch                                              sequences of a microbatch on a data shard
-  repeats, remat, zero, schedule, offload, vocabulary     as in a recipe, whose they are where not
+  repeats, remat, zero, schedule, offload, vocabulary     as in a recipe; the recipe's where not
                                                           named
-A layout that does not fit is evaluated all the same. Without --layout all layouts are searched, by
-closed forms. A layout, or the ten best that fit, are timed by the exact clock of their tables,
-where the framework is our own.
+A layout that does not fit is evaluated, too. Without --layout all layouts are searched, by closed
+forms. The layout, or the ten best that fit, are timed by the exact clock of their tables, if the
+framework is our own.
 
 What --json prints, of the layout or of the best:
   step_time_s                   of a step
-  model_tflops_per_device       of the model alone; hardware_tflops_per_device, with what is
-                                computed again
+  model_tflops_per_device       of the model alone; hardware_tflops_per_device, with
+                                recomputation
   mfu, hfu                      the same over the peak; a run's metrics.jsonl has the same mfu
-  attention_flops               counted in these: causal, the half that a causal mask leaves, or
-                                full, as --assume's own papers do
-  memory_gib_per_device         of the fullest; fits, whether it has so much
+  attention_flops               attention's operations in these: causal, the half that a causal
+                                mask leaves, or full, as in the papers of --assume
+  memory_gib_per_device         of the fullest; fits, true if it has so much
   bubble_fraction               of the whole step
   tokens_per_s, train_days      days without a stop, null without --tokens
   layout                        as --layout has it"""
 DEFAULT_HARDWARE = "h100"
-FILES = {"recipe": "planned.py", "png": "plan.png"}  # flags of files to write, and their names
+FILES = {"recipe": "planned.py", "png": "plan.png"}  # flags of files to write, and usual names
 WIDTH = 98  # of the call that makes a group of a recipe's settings, without its parentheses
-MOST_TRIED = 128  # layouts over groups, where one that works is looked for
+MOST_TRIED = 128  # layouts over groups that are tried to suggest one
 FLAGS = (
     next(flag for flag in SHARED_FLAGS if flag.name == "config"),
     Flag(
@@ -145,8 +143,8 @@ class Output:
 
 
 def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Output:
-    """The output that the flags ask for; none where they are refused anyhow and it would take long.
-    Raises UsageError or ConfigError."""
+    """The output that the flags ask for; empty where they are refused anyhow and it would take
+    long. Raises UsageError or ConfigError."""
     if flags.advise:
         _refuse_others(flags, ("config", "advise", "hardware"), "--advise")
         return Output(
@@ -188,10 +186,8 @@ def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config
         "groups of devices",
     )
     groups = _read(heterogeneous.parse, flags.hardware)
-    space, count = (
-        [_space(config, recipe, flags, group.hardware) for group in groups][0],
-        sum(group.devices for group in groups),
-    )
+    space = [_space(config, recipe, flags, group.hardware) for group in groups][0]
+    count = sum(group.devices for group in groups)
     if flags.devices not in (0, count):
         raise UsageError(
             f"--devices={flags.devices} is not the {count} of --hardware={flags.hardware!r}",
@@ -221,19 +217,11 @@ def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config
         ) from None
     figures = plan.figures(flags.tokens or None)
     run = [run_time(flags.tokens, figures["tokens_per_s"])] if flags.tokens else []
-    trained, lines = (
-        cfg.replace(laid_out, dict(plan.settings())),
-        lambda: [*heterogeneous.describe(plan), *run],
-    )
-    return _output(
-        flags,
-        trained,
-        recipe,
-        flags.hardware,
-        figures,
-        lines,
-        lambda model: picture.of_groups(plan, model),
-    )
+    chunks = {"pipeline.chunk_layers": plan.config.pipeline.chunk_layers}
+    lines = lambda: [*heterogeneous.describe(plan), *run]
+    image = lambda model: picture.of_groups(plan, model)
+    trained = cfg.replace(laid_out, chunks)
+    return _output(flags, trained, recipe, flags.hardware, figures, lines, image)
 
 
 def _output(
@@ -247,9 +235,9 @@ def _output(
 ) -> Output:
     """The output of a plan: its figures or its lines, and the requested files.
 
-    config:  the plan's, which is to be trained
+    config:  of the plan, to be trained
     devices: their number and hardware, for the recipe
-    image:   the picture of the plan, by the name of the model
+    image:   makes the picture of the plan from the name of the model
     """
     files, model = {}, os.path.basename(flags.config).removesuffix(".py")
     if flags.recipe:
@@ -272,14 +260,15 @@ def _layout_of_groups(
     values: layout_flag.Values,
     text_of_groups: str,
 ) -> LayoutError:
-    """The error with the nearest layout over these groups that works, one that fits before others;
-    if none works, with the devices of the first group only."""
+    """The error with the nearest layout over these groups that works, one that fits before others.
+    If none works, it has the devices of the first group alone."""
     working = []
     for tried in itertools.islice(heterogeneous.layouts(space.config, groups, values), MOST_TRIED):
         with contextlib.suppress(LayoutError, ConfigError):
             working.append((text := layout_flag.text_of(tried), _laid_out(space, text).resolve()))
     for text, config in sorted(
-        working, key=lambda layout: not heterogeneous.has_room(layout[1], groups, space.assume)
+        working,
+        key=lambda layout: not heterogeneous.hold_all_layers(layout[1], groups, space.assume),
     ):
         with contextlib.suppress(ConfigError, ValueError):
             heterogeneous.plan(config, groups, space.assume)
@@ -288,7 +277,7 @@ def _layout_of_groups(
 
 
 def _read(read: Callable[[str], T], text: str) -> T:
-    """What --hardware names. Raises UsageError."""
+    """The hardware or groups of --hardware. Raises UsageError."""
     try:
         return read(text)
     except HardwareError as error:
@@ -298,7 +287,7 @@ def _read(read: Callable[[str], T], text: str) -> T:
 
 
 def _refuse_others(flags: types.SimpleNamespace, known: Sequence[str], what: str) -> None:
-    """Raises UsageError for the first flag that is given and not one of these."""
+    """Raises UsageError for the first flag that is not one of these and not at its default."""
     for flag in FLAGS:
         value = getattr(flags, flag.name)
         if flag.name not in known and value != flag.default:
@@ -341,8 +330,8 @@ def _laid_out(space: Space, text: str) -> Config:
 
 
 def _with_devices(space: Space) -> Space:
-    """The space with the devices of the recipe's mesh, where no number is given. Raises UsageError
-    where the mesh leaves it open."""
+    """The space with the devices of the recipe's mesh, if no number is given. Raises UsageError if
+    the mesh leaves it open."""
     if space.devices:
         return space
     sizes = [getattr(space.config.mesh, axis) for axis in AXES]
@@ -385,7 +374,7 @@ def recipe_text(config: Config, doc: str) -> str:
 
 
 def _group(group: Any) -> str:
-    """A group of settings as the call that makes it, over several lines where one is not enough."""
+    """The call that makes a group of settings, over several lines where one is not enough."""
     values = (
         (field.name, getattr(group, field.name), field.default)
         for field in dataclasses.fields(group)

@@ -27,7 +27,7 @@ from jaxtrain.config.flags import Flag, Reading, apply, read_flags, settled
 from jaxtrain.config.recipes import DEFAULT_RECIPE, find_recipe, load_recipe
 from jaxtrain.costs import hardware
 from jaxtrain.costs.hardware import GIB
-from jaxtrain.costs.memory import Memory
+from jaxtrain.costs.memory import MemoryBreakdown
 from jaxtrain.costs.step_counts import Entry
 from jaxtrain.devices.mesh import AXES, sizes_of
 from jaxtrain.hlo import topology
@@ -232,7 +232,7 @@ def compile_check(config: Config, devices: Topology, compiled: Compiled) -> Comp
     )
 
 
-def _parts(compiled: Compiled, planned: Memory) -> list[MemoryPart]:
+def _parts(compiled: Compiled, planned: MemoryBreakdown) -> list[MemoryPart]:
     """Memory by the planner's parts, as far as the program tells them apart: with one stage, it
     does not tell saved activations."""
     known = {

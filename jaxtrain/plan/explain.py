@@ -1,13 +1,14 @@
-"""A plan in words and columns: memory and time by part, rates, a run's time and cost, what-ifs. No
-jax."""
+"""A plan as lines of text and tables: memory and time by part, rates, a run's time and cost, single
+changes that make it faster. No jax."""
 
 import dataclasses
 from collections.abc import Sequence
 from decimal import Decimal
+from typing import Any
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config
-from jaxtrain.costs.hardware import GIB, Hardware
+from jaxtrain.costs.hardware import GIB
 from jaxtrain.costs.step_time import BUBBLE, COMMUNICATION_AXES
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.predict import Prediction
@@ -15,8 +16,8 @@ from jaxtrain.plan.search import Plan
 from jaxtrain.plan.what_if import single_changes
 
 HOUR = 3600
-LARGE = 10**15  # from which on a number is written as a power of ten
-LEAST_GAIN = 0.005  # fraction of a step, from which on a gain has a line
+LARGE = 10**15  # the least number that is written as a power of ten
+LEAST_GAIN = 0.005  # the least gain that has a line, as a fraction of a step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,24 +31,23 @@ class Prices:
 def table(plans: Sequence[Plan]) -> list[str]:
     """Plans as lines of a table, without the keys that have their default in all of them."""
     layouts = [layout_flag.of(plan.prediction.config) for plan in plans]
-    unused = {"offload": "none", "vocabulary": "auto"} | dict.fromkeys(
-        ("context", "expert", "replica"), 1
-    )
+    unused = {"offload": "none", "vocabulary": "auto", "context": 1, "expert": 1, "replica": 1}
     keys = [
         key for key in layout_flag.KEYS if any(layout[key] != unused.get(key) for layout in layouts)
     ]
-    rows = [[*keys, "GiB", "bubble", "MFU", "step"]]
+    lines = [[*keys, "GiB", "bubble", "MFU", "step"]]
     for plan, layout in zip(plans, layouts, strict=True):
-        prediction = plan.prediction
-        mfu = prediction.model_flops_per_s / prediction.work.hardware.peak(prediction.work.dtype)
-        figures = [
-            f"{prediction.memory.bytes / GIB:.1f}",
-            f"{prediction.bubble_fraction:.1%}",
-            f"{mfu:.1%}",
-            _seconds(prediction.seconds),
-        ]
-        rows.append([*(str(layout[key]) for key in keys), *figures])
-    return aligned(rows)
+        figures = plan.prediction.figures()
+        lines.append(
+            [
+                *(str(layout[key]) for key in keys),
+                f"{figures['memory_gib_per_device']:.1f}",
+                f"{figures['bubble_fraction']:.1%}",
+                f"{figures['mfu']:.1%}",
+                _seconds(plan.prediction.seconds),
+            ]
+        )
+    return aligned(lines)
 
 
 def aligned(cells: Sequence[Sequence[str]], words: int = 0) -> list[str]:
@@ -64,12 +64,9 @@ def aligned(cells: Sequence[Sequence[str]], words: int = 0) -> list[str]:
 
 def flags_of(config: Config, recipe: Config) -> str:
     """The flags of `train` that make this config from its recipe."""
-    changes = {
-        path: value
-        for path in cfg.fields()
-        if (value := cfg.get(config, path)) != cfg.get(recipe, path)
-    }
-    return " ".join(cfg.flag_text(f"config.{path}", value) for path, value in changes.items())
+    values = {path: cfg.get(config, path) for path in cfg.fields()}
+    changed = (path for path, value in values.items() if value != cfg.get(recipe, path))
+    return " ".join(cfg.flag_text(f"config.{path}", values[path]) for path in changed)
 
 
 def explained(plan: Plan, prices: Prices) -> list[str]:
@@ -78,20 +75,17 @@ def explained(plan: Plan, prices: Prices) -> list[str]:
     work, layout = prediction.work, prediction.work.layout
     chunks = f" in {layout.repeats} chunks" if layout.repeats > 1 and layout.stage > 1 else ""
     layers = f"{work.model.layers / layout.stage:.4g} layers a stage{chunks}"
-    what = (
-        f"{layout.microbatches} microbatches of {layout.microbatch} "
-        f"sequence{'s'[: layout.microbatch > 1]} on each of "
+    sequences = f"{layout.microbatch} sequence{'s'[: layout.microbatch > 1]}"
+    batch = f"{layout.microbatches} microbatches of {sequences} on each of {layout.batch_shards}"
+    busiest = (
+        f"  assumed: the experts of the busiest device receive {work.framework.imbalance:g} times "
+        "the mean number of tokens"
     )
     return [
         f"layout: {layout_flag.text_of(layout_flag.of(prediction.config))}",
-        f"  {layout.devices:,} × {work.hardware.name}, {layers}; {what}{layout.batch_shards} "
-        "batch shards",
+        f"  {layout.devices:,} × {work.hardware.name}, {layers}; {batch} batch shards",
         f"  as the framework {work.framework.name}: {work.framework.text}",
-        *[
-            f"  assumed: the busiest device of expert has {work.framework.imbalance:g} times "
-            "as many rows as the mean"
-        ]
-        * (layout.expert > 1),
+        *[busiest] * (layout.expert > 1),
         *_memory(prediction),
         *_time(prediction),
         *_run(prediction, prices),
@@ -105,57 +99,49 @@ def _memory(prediction: Prediction) -> list[str]:
     lines = [
         f"memory of the fullest device: {total / GIB:.1f} GiB of {capacity / GIB:.1f}, {verdict}"
     ]
-    pools = ", ".join(
-        f"{pool} {size / GIB:.2f}" for pool, size in prediction.memory.pools.items() if size
-    )
-    for name, size in prediction.memory.parts.items():
-        lines += [f"  {name:14} {size / GIB:8.2f} GiB  {size / total:6.1%}"] * bool(size)
-        lines += [f"    in slots, GiB: {pools}"] * bool(pools and name == "activations")
+    pools = [f"{pool} {n / GIB:.2f}" for pool, n in prediction.memory.pools.items() if n]
     gaps = total - sum(prediction.memory.parts.values())
-    lines += [f"  {'between arrays':14} {gaps / GIB:8.2f} GiB  {gaps / total:6.1%}"] * (gaps > 0)
+    for name, size in {**prediction.memory.parts, "between arrays": gaps}.items():
+        if size > 0:
+            lines.append(f"  {name:14} {size / GIB:8.2f} GiB  {size / total:6.1%}")
+        if name == "activations" and pools:
+            lines.append(f"    in slots, GiB: {', '.join(pools)}")
     if prediction.in_flight is not None:
         lines.append(
-            f"  at most {prediction.in_flight:.4g} microbatches of a whole stage between "
+            f"  at most {prediction.in_flight:.4g} microbatches of an entire stage between "
             "forward and backward, by the table"
         )
     return lines
 
 
 def _time(prediction: Prediction) -> list[str]:
-    time, work = prediction.time, prediction.work
-    lines = [f"time: {_seconds(time.seconds)} a step"]
+    time, work, figures = prediction.time, prediction.work, prediction.figures()
+    step = f"time: {_seconds(time.seconds)} a step"
     if prediction.in_flight is not None:
-        lines[0] += (
+        step += (
             f", by the exact clock of its table; {_seconds(work.step().seconds)} by closed forms"
         )
-    seconds = {
-        name: (time.exposed.get(name, 0.0), time.hidden.get(name, 0.0))
-        for name in (*time.exposed, *time.hidden)
-    }
-    for name, (exposed, hidden) in seconds.items():
-        if not exposed and not hidden:
-            continue
-        where = ""
+    lines = [step]
+    for name in dict.fromkeys([*time.exposed, *time.hidden]):
+        exposed, hidden = time.exposed.get(name, 0.0), time.hidden.get(name, 0.0)
+        line = f"  {name:14} {_seconds(exposed):>10}  {exposed / time.seconds:6.1%}"
         if name in COMMUNICATION_AXES:
-            where = f"  {getattr(work.layout, name)} devices over {work.links.tier((name,)).name}"
-        behind = f", {_seconds(hidden)} hidden behind other work" if hidden else ""
-        lines.append(
-            f"  {name:14} {_seconds(exposed):>10}  {exposed / time.seconds:6.1%}{where}{behind}"
-        )
-    peak = work.hardware.peak(work.dtype)
-    mfu, hfu = prediction.model_flops_per_s, prediction.hardware_flops_per_s
-    rates = (
-        f"{mfu / 1e12:.1f} TFLOP/s a device, MFU {mfu / peak:.1%}; {hfu / 1e12:.1f} with "
-        f"recomputation, HFU {hfu / peak:.1%}"
-    )
-    counted = (
-        "attention counted as masked"
-        if work.framework.causal_rates
-        else f"attention counted in full, as {work.framework.name} does"
-    )
+            tier = work.links.route((name,)).tier
+            line += f"  {getattr(work.layout, name)} devices over {tier.name}"
+        if hidden:
+            line += f", {_seconds(hidden)} hidden behind other work"
+        if exposed or hidden:
+            lines.append(line)
+    counted = f"in full, as {work.framework.name} does"
+    if work.framework.causal_rates:
+        counted = "as masked"
+    model, hardware = (figures[f"{kind}_tflops_per_device"] for kind in ("model", "hardware"))
+    tokens_per_s = amount(Decimal(prediction.tokens_per_s))
     return [
         *lines,
-        f"rate: {rates} ({counted}); {amount(Decimal(prediction.tokens_per_s))} tokens/s",
+        f"rate: {model:.1f} TFLOP/s a device, MFU {figures['mfu']:.1%}; {hardware:.1f} with "
+        f"recomputation, HFU {figures['hfu']:.1%} (attention counted {counted}); "
+        f"{tokens_per_s} tokens/s",
     ]
 
 
@@ -205,56 +191,48 @@ def amount(number: Decimal, digits: int = 0) -> str:
 
 def _next(prediction: Prediction) -> list[str]:
     """The next bottlenecks: the hardware figures whose doubling gains most, and faster layouts."""
-    now, capacity, exposed = (
-        prediction.seconds,
-        prediction.work.hardware.memory,
-        prediction.time.exposed,
-    )
+    now, capacity = prediction.seconds, prediction.work.hardware.memory
     gain = lambda text, seconds: f"  {text}: {_seconds(seconds)} ({seconds / now - 1:+.1%})"
     most = now * (1 - LEAST_GAIN)
-    hardware = sorted(
-        (change for change in _on_other_hardware(prediction) if change[1] < most),
-        key=lambda change: change[1],
-    )
+    on_hardware = sorted(_on_other_hardware(prediction).items(), key=lambda change: change[1])
     faster = [change for change in single_changes(prediction) if change.seconds < most]
-    lines = ["what would change the answer:"]
-    waits = max(
-        (name for name in exposed if name in (*COMMUNICATION_AXES, BUBBLE)),
-        key=exposed.__getitem__,
-        default="",
-    )
-    if waits and exposed[waits] > LEAST_GAIN * now:
-        lines.append(f"  {waits} is the longest wait, {exposed[waits] / now:.1%} of the step")
-    lines += [gain(*change) for change in hardware[:2]]
+    waits = {
+        name: seconds
+        for name, seconds in prediction.time.exposed.items()
+        if name in (*COMMUNICATION_AXES, BUBBLE)
+    }
+    lines = []
+    longest = max(waits, key=waits.__getitem__, default="")
+    if longest and waits[longest] > LEAST_GAIN * now:
+        lines.append(f"  {longest} is the longest wait, {waits[longest] / now:.1%} of the step")
+    lines += [gain(text, seconds) for text, seconds in on_hardware if seconds < most][:2]
     lines += [f"{gain(c.text, c.seconds)}, and fits" for c in faster if c.bytes <= capacity][:2]
-    needs = f", but needs {{:.1f}} GiB of {capacity / GIB:.1f}"
     lines += [
-        gain(c.text, c.seconds) + needs.format(c.bytes / GIB) for c in faster if c.bytes > capacity
+        f"{gain(c.text, c.seconds)}, but needs {c.bytes / GIB:.1f} GiB of {capacity / GIB:.1f}"
+        for c in faster
+        if c.bytes > capacity
     ][:2]
-    return lines if len(lines) > 1 else []
+    return ["what would change the answer:", *lines] if lines else []
 
 
-def _on_other_hardware(prediction: Prediction) -> list[tuple[str, float]]:
-    """The figures of the hardware that could double, and the seconds of the step if each does."""
+def _on_other_hardware(prediction: Prediction) -> dict[str, float]:
+    """Seconds of the step with each figure of the hardware doubled, by that change in words."""
     hardware = prediction.work.hardware
-    doubled: dict[str, Hardware] = {
-        "twice the peak": dataclasses.replace(
-            hardware, peak_tflops={k: 2 * v for k, v in hardware.peak_tflops.items()}
-        ),
-        "twice the memory's bandwidth": dataclasses.replace(
-            hardware, memory_gb_per_s=2 * hardware.memory_gb_per_s
-        ),
+    peaks = {dtype: 2 * peak for dtype, peak in hardware.peak_tflops.items()}
+    doubled: dict[str, dict[str, Any]] = {
+        "twice the peak": {"peak_tflops": peaks},
+        "twice the memory's bandwidth": {"memory_gb_per_s": 2 * hardware.memory_gb_per_s},
     }
     for at, tier in enumerate(hardware.tiers):
-        tiers = (
-            *hardware.tiers[:at],
-            dataclasses.replace(tier, gb_per_s=2 * tier.gb_per_s),
-            *hardware.tiers[at + 1 :],
-        )
-        doubled[f"twice the bandwidth of {tier.name}"] = dataclasses.replace(hardware, tiers=tiers)
-    # closed forms, which a table would change as it does this step
+        tiers = list(hardware.tiers)
+        tiers[at] = dataclasses.replace(tier, gb_per_s=2 * tier.gb_per_s)
+        doubled[f"twice the bandwidth of {tier.name}"] = {"tiers": tuple(tiers)}
+    # closed forms, scaled as the table scales this step
     exact = prediction.seconds / prediction.work.step().seconds
-    return [
-        (text, exact * dataclasses.replace(prediction.work, hardware=other).step().seconds)
-        for text, other in doubled.items()
-    ]
+    works = {
+        text: dataclasses.replace(
+            prediction.work, hardware=dataclasses.replace(hardware, **figures)
+        )
+        for text, figures in doubled.items()
+    }
+    return {text: exact * work.step().seconds for text, work in works.items()}

@@ -1,8 +1,8 @@
-"""`--layout=data=8,stage=16,…`: a layout in one flag, in the place of the recipe's. No jax.
+"""`--layout=data=8,stage=16,…`: a layout in one flag, which replaces the recipe's. No jax.
 
 Axes that the flag does not name are 1; everything else that it does not name is the recipe's.
-`microbatch` is the sequences of a microbatch on a data shard: the number of microbatches follows
-from the batch.
+`microbatch` is the number of sequences of a microbatch on a data shard: the number of microbatches
+follows from the batch.
 """
 
 import difflib
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ConfigError, checks
+from jaxtrain.config import Config, checks
 from jaxtrain.config.checks import UNKNOWN, Environment
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.mesh_rules import AXES, filled
@@ -27,7 +27,7 @@ SETTINGS = {
     "context": "mesh.context",
     "expert": "mesh.expert",
     "replica": "mesh.replica",
-    MICROBATCH: "pipeline.microbatches",  # their number, of which the flag names the size
+    MICROBATCH: "pipeline.microbatches",  # their number, where the flag has their size
     "repeats": "pipeline.repeats",
     "remat": "pipeline.remat",
     "zero": "parallel.zero",
@@ -51,41 +51,37 @@ Values = dict[str, Any]  # by key
 
 
 class LayoutError(UsageError):
-    """A layout that cannot be; the text is one line and ends with the flags of one that can."""
+    """A layout that cannot work; the text is one line and ends with the flags of one that can."""
 
 
 def whole_number(text: str) -> int | None:
     """The number of a text of digits, up to the largest of a setting; None for any other text."""
-    return (
-        int(text)
-        if text.isascii() and text.isdecimal() and len(text) <= 10 and int(text) <= cfg.LARGEST_INT
-        else None
-    )
+    is_short = text.isascii() and text.isdecimal() and len(text) <= 10
+    return int(text) if is_short and int(text) <= cfg.LARGEST_INT else None
 
 
 def read(text: str) -> Values:
-    """The values that `--layout` names, by key. Raises LayoutError for what is no such text."""
+    """The values that `--layout` names, by key. Raises LayoutError for any other text."""
     values: Values = {}
     words = list(filter(None, (word.strip() for word in text.split(","))))
     for at, word in enumerate(words):
         key, equals, value = (part.strip() for part in word.partition("="))
-        instead = lambda *meant, at=at: {
-            "layout": ",".join([*words[:at], *meant, *words[at + 1 :]])
-        }
-        if key not in KEYS:
+        if key in KEYS and key not in values and equals and value:
+            values[key], rule = _converted(key, value)
+            if not rule:
+                continue
+            rule, instead = f"has {key}={cfg.shown(value)}, {rule}", [f"{key}={values[key]}"]
+        elif key not in KEYS:
             meant = OTHER_NAMES.get(key) or difflib.get_close_matches(key, KEYS, 1, 0.0)[0]
             taken, wrong = _converted(meant, value)
-            rule = f"--layout names {cfg.shown(key)}, and its keys are {', '.join(KEYS)}"
-            raise LayoutError(rule, instead(f"{meant}={_example(meant) if wrong else taken}"))
-        if key in values:
-            raise LayoutError(f"--layout names {key} twice", instead())
-        if not equals or not value:
-            raise LayoutError(f"--layout has no value for {key}", instead(f"{key}={_example(key)}"))
-        values[key], rule = _converted(key, value)
-        if rule:
-            raise LayoutError(
-                f"--layout has {key}={cfg.shown(value)}, {rule}", instead(f"{key}={values[key]}")
-            )
+            rule = f"names {cfg.shown(key)}, and its keys are {', '.join(KEYS)}"
+            instead = [f"{meant}={_example(meant) if wrong else taken}"]
+        elif key in values:
+            rule, instead = f"names {key} twice", []
+        else:
+            rule, instead = f"has no value for {key}", [f"{key}={_example(key)}"]
+        layout = ",".join([*words[:at], *instead, *words[at + 1 :]])
+        raise LayoutError(f"--layout {rule}", {"layout": layout})
     return values
 
 
@@ -103,9 +99,8 @@ def _converted(key: str, text: str) -> tuple[Any, str]:
         if value in choices or (prefix and text.startswith(prefix)):
             return value, ""
         names = [str(choice) for choice in choices]
-        return difflib.get_close_matches(text, names, 1, 0.0)[
-            0
-        ], f"and the choices are {', '.join(names)}"
+        nearest = difflib.get_close_matches(text, names, 1, 0.0)[0]
+        return nearest, f"and the choices are {', '.join(names)}"
     least = int(key != "repeats")  # repeats=0: as many as the schedule chooses
     if number is not None and number >= least:
         return number, ""
@@ -138,8 +133,8 @@ def devices(values: Mapping[str, Any]) -> int:
 def apply(config: Config, values: Values) -> Config:
     """The config with this layout. Raises LayoutError where the batch does not divide."""
     batch, microbatches = config.data.batch_size, config.pipeline.microbatches
-    if isinstance(batch, int) and batch > 0:  # otherwise `check` tells the rule of the config's own
-        microbatches = _microbatches(config, values)
+    if isinstance(batch, int) and batch > 0:  # otherwise `check` refuses the config's batch
+        microbatches = _microbatches(batch, microbatches, values)
         if not microbatches:
             raise _undivided(config, values)
     settings = {SETTINGS[axis]: 1 for axis in AXES} | {
@@ -152,98 +147,79 @@ def apply(config: Config, values: Values) -> Config:
     return cfg.replace(config, settings)
 
 
-def _microbatches(config: Config, values: Values) -> int:
-    """The number of microbatches that the batch makes; 0 where it does not divide."""
-    each, rest = divmod(config.data.batch_size, shards(values))
-    count = each // values[MICROBATCH] if MICROBATCH in values else config.pipeline.microbatches
+def _microbatches(batch: int, count: int, values: Values) -> int:
+    """The number of microbatches that the batch makes; 0 where it does not divide. count: the
+    recipe's."""
+    each, rest = divmod(batch, shards(values))
+    if MICROBATCH in values:
+        count = each // values[MICROBATCH]
     return count if count > 0 and not rest and each % values.get(MICROBATCH, count) == 0 else 0
 
 
 def _undivided(config: Config, values: Values) -> LayoutError:
-    """Why the batch does not divide, and the nearest layout with which it does."""
-    batch, parts, asked = config.data.batch_size, shards(values), config.pipeline.microbatches
-    over = (
-        " · ".join(f"{axis}={values[axis]}" for axis in BATCH_AXES if values.get(axis, 1) > 1)
-        or "data=1"
-    )
+    """The error for a batch that does not divide, with the nearest layout with which it does."""
+    batch, parts, count = config.data.batch_size, shards(values), config.pipeline.microbatches
+    split = [f"{axis}={values[axis]}" for axis in BATCH_AXES if values.get(axis, 1) > 1]
+    over = " · ".join(split) or "data=1"
     if batch % parts:
-        rule = (
-            f"--layout cuts data.batch_size={batch} by {over}, that is {parts}, which does not "
-            "divide it"
-        )
+        rule = f" cuts data.batch_size={batch} by {over}, that is {parts}, which does not divide it"
     elif MICROBATCH in values:
-        rule = (
-            f"--layout: microbatch={values[MICROBATCH]} does not divide the {batch // parts} "
-            "sequences of a shard, "
-        )
-        rule += f"data.batch_size={batch} over {over}"
+        rule = f": microbatch={values[MICROBATCH]} does not divide the {batch // parts} sequences "
+        rule += f"of a shard, data.batch_size={batch} over {over}"
     else:
-        rule = (
-            f"--layout: the recipe's pipeline.microbatches={asked} do not divide the "
-            f"{batch // parts} sequences of a shard"
-        )
-    near_by = list(itertools.islice(_dividing(config, values), MOST_TRIED))
-    if use := next(
-        (layout for layout in near_by if _keeps_rules(config, layout)),
-        near_by[0] if near_by else None,
-    ):
-        return LayoutError(rule, {"layout": text_of(use)})
-    multiple = parts * values.get(MICROBATCH, max(1, asked))
-    return LayoutError(rule, {"config.data.batch_size": -(-batch // multiple) * multiple})
+        rule = f": the recipe's pipeline.microbatches={count} do not divide the {batch // parts} "
+        rule += "sequences of a shard"
+    tried = list(itertools.islice(_dividing(batch, count, values), MOST_TRIED))
+    working = [layout for layout in tried if _keeps_rules(config, layout)] or tried
+    if working:
+        return LayoutError(f"--layout{rule}", {"layout": text_of(working[0])})
+    multiple = parts * values.get(MICROBATCH, max(1, count))
+    use = {"config.data.batch_size": -(-batch // multiple) * multiple}
+    return LayoutError(f"--layout{rule}", use)
 
 
-def _dividing(config: Config, values: Values) -> Iterator[Values]:
-    """Layouts with other data shards, the nearest first, each with the nearest microbatch."""
-    batch, data, asked = config.data.batch_size, values.get("data", 1), config.pipeline.microbatches
+def _dividing(batch: int, count: int, values: Values) -> Iterator[Values]:
+    """Layouts with other data shards, the nearest first, each with the nearest microbatch. count:
+    the recipe's microbatches."""
+    data = values.get("data", 1)
     rest = shards(values) // data
     for size in near(data, [size for size in divisors(batch) if batch % (size * rest) == 0]):
         each = batch // (size * rest)
         layout = values | ({"data": size} if size > 1 or "data" in values else {})
         if MICROBATCH in values:
             layout |= {MICROBATCH: near(values[MICROBATCH], divisors(each))[0]}
-        elif asked < 1 or each % asked:
-            layout |= {MICROBATCH: each // near(asked, divisors(each))[0]}
+        elif count < 1 or each % count:
+            layout |= {MICROBATCH: each // near(count, divisors(each))[0]}
         yield layout
 
 
 def _keeps_rules(config: Config, values: Values, environment: Environment = UNKNOWN) -> bool:
-    """Whether the batch divides, and no rule of training is broken."""
-    return (
-        bool(_microbatches(config, values))
-        and checks.first_violation(apply(config, values), environment) is None
-    )
+    """True if the batch divides, and no rule of training is broken."""
+    if not _microbatches(config.data.batch_size, config.pipeline.microbatches, values):
+        return False
+    return checks.first_violation(apply(config, values), environment) is None
 
 
 def check(config: Config, values: Values, platform: str, recipe: Config) -> None:
     """Raises LayoutError or ConfigError for the first rule of training that a config with this
-    layout breaks, with the nearest settings that keep all rules: in --layout where it can name
-    them."""
+    layout breaks, with the nearest settings that keep all rules: in --layout where it has them,
+    with its microbatch if that works."""
     environment = Environment(None, platform, recipe)
-    if error := checks.error_of(config, environment):
-        raise _in_layout(error, config, values, environment)
-
-
-def _in_layout(
-    error: ConfigError, config: Config, values: Values, environment: Environment
-) -> LayoutError | ConfigError:
-    """The error with settings that --layout has in --layout; with its microbatch, if that works."""
+    error = checks.error_of(config, environment)
+    if not error:
+        return
     changes = error.fixes[0] if error.fixes else {}
     others = {path: value for path, value in changes.items() if path not in SETTINGS.values()}
     if len(others) == len(changes):
-        return error
+        raise error
     fixed = of(filled(cfg.replace(config, changes), devices(values)).resolve())
     named = {
         key: fixed[key]
         for key in KEYS
         if (SETTINGS[key] in changes or key in values) and key != MICROBATCH
     }
-    own = {MICROBATCH: values[MICROBATCH]} if MICROBATCH in values else {}
-    tried = (named | own, named | {MICROBATCH: fixed[MICROBATCH]})
-    changed_config = cfg.replace(config, others)
-    use = next(
-        (layout for layout in tried if _keeps_rules(changed_config, layout, environment)), tried[-1]
-    )
-    rule = str(error).rpartition(": use ")[0]
-    return LayoutError(
-        rule, {"layout": text_of(use)} | {f"config.{path}": value for path, value in others.items()}
-    )
+    use = named | {key: value for key, value in values.items() if key == MICROBATCH}
+    if not _keeps_rules(cfg.replace(config, others), use, environment):
+        use = named | {MICROBATCH: fixed[MICROBATCH]}
+    flags = {"layout": text_of(use)} | {f"config.{path}": value for path, value in others.items()}
+    raise LayoutError(str(error).rpartition(": use ")[0], flags)

@@ -1,5 +1,5 @@
-"""Memory and time of plans as stacked bars: one a layout, or one a stage of groups of devices. No
-jax."""
+"""Pictures of plans: memory and time as stacked bars, one a layout, or one a stage of groups of
+devices. No jax."""
 
 import io
 import textwrap
@@ -12,7 +12,7 @@ from jaxtrain.plan.heterogeneous import HeterogeneousPlan
 from jaxtrain.plan.predict import Prediction
 from jaxtrain.plan.search import Plan
 
-# What a bar is named by, where it is not this.
+# Key of a layout → the value that a bar's name leaves out.
 USUAL = {
     "data": 1,
     "stage": 1,
@@ -25,12 +25,12 @@ USUAL = {
 }
 BAR, LEAST_WIDTH, MOST_WIDTH = 0.9, 7.0, 24.0  # inches of a bar with its margins, and of a picture
 LETTERS = 9  # of a title in an inch
-LEAST_BARS = 4  # whose width the axes have at least
-MOST_LABELS = 32  # stages that have theirs
+LEAST_BARS = 4  # that the axes are wide enough for, at least
+MOST_LABELS = 32  # of stages
 
 
 def png(figure: Any) -> bytes:
-    """A picture as a file."""
+    """A picture as the bytes of a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     buffer = io.BytesIO()
@@ -114,7 +114,7 @@ def of_groups(plan: HeterogeneousPlan, model: str) -> Any:
         bottom=plan.stage_s,
         width=0.7,
         color="#dddddd",
-        label="waiting, and what is beside the table",
+        label="waiting, and what is outside the table",
     )
     above.set_ylabel("GiB of the fullest device")
     below.set_ylabel("seconds of a step")

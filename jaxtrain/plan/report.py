@@ -13,9 +13,10 @@ from typing import Any
 import jax
 from jax.stages import Compiled
 
-from jaxtrain.config import Config, kernels
-from jaxtrain.costs.layout import expert_rows
+from jaxtrain.config import Config, ModelConfig, kernels
+from jaxtrain.costs.layout import Layout, routed_capacity
 from jaxtrain.costs.step_counts import Entry
+from jaxtrain.costs.transformer import Transformer
 from jaxtrain.devices import mesh as meshes
 from jaxtrain.devices.mesh import DATA
 from jaxtrain.parallel.zero import Reduction
@@ -47,7 +48,7 @@ def introduction(config: Config, step: Step) -> list[str]:
     lines.append(f"step: {d.batch_size * d.sequence_length:,} tokens in {parts}")
     if every := config.train.diloco_inner_steps:
         lines.append(
-            f"replicas: {config.mesh.replica} train apart and exchange "
+            f"replicas: {config.mesh.replica} train independently and exchange "
             f"{config.precision.outer} every {every} steps and after the last"
         )
     lines += kernels.describe(config, meshes.hardware_of(device))
@@ -55,10 +56,10 @@ def introduction(config: Config, step: Step) -> list[str]:
         data = config.mesh.data
         why = f"mesh.data={data} divides no free dimension of theirs (model.width={m.width})"
         lines.append(
-            f"ZeRO: {unsharded:.0%} of the parameters stay whole on all {data} data shards: {why}"
+            f"ZeRO: {unsharded:.0%} of the parameters are unsharded over all {data} devices: {why}"
         )
     if m.experts and not m.capacity_factor and config.mesh.expert > 1:
-        lines.append(_expert_capacity(config))
+        lines.append(_expert_capacity(m, transformer_of(config), layout_of(config)))
     lines.append(f"table: {step.setup.describe()}")
     if step.setup.train:
         pools = slot_pools(step)
@@ -84,18 +85,16 @@ def introduction(config: Config, step: Step) -> list[str]:
     return lines + plan_at_hand(config, device.device_kind).lines()
 
 
-def _expert_capacity(config: Config) -> str:
-    """The number of rows that can arrive at a device's experts, where `expert` divides them."""
-    m, model, layout = config.model, transformer_of(config), layout_of(config)
-    rows = expert_rows(model, layout)
+def _expert_capacity(m: ModelConfig, model: Transformer, layout: Layout) -> str:
+    """The number of tokens that a device's experts can receive, where `expert` divides them."""
+    capacity = routed_capacity(model, layout)
     mean = layout.microbatch * (model.sequence // layout.context) * m.experts_per_token
-    beyond = (
-        f"model.expert_room={m.expert_room:g}; what is beyond is dropped"
-        if m.expert_room
-        else "all that there can be"
-    )
+    beyond = "the worst case"
+    if m.expert_room:
+        beyond = f"model.expert_room={m.expert_room:g}; tokens beyond it are dropped"
     return (
-        f"experts: room for {rows:,} rows on a device, {rows / mean:.2f} times the mean ({beyond})"
+        f"experts: a device's capacity is {capacity:,} routed tokens, {capacity / mean:.2f} times "
+        f"the mean ({beyond})"
     )
 
 

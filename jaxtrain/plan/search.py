@@ -5,10 +5,10 @@
     × microbatch    divisors of a shard's sequences
     × remat         × zero × schedule × repeats; offload only where nothing fits without
 
-Closed forms find the BEST layouts; the exact clock of their tables ranks these again. The ops of
-all microbatches, one after the other, are a lower bound of a step for every schedule: layouts whose
+Closed forms find the BEST layouts; the exact clock of their tables then ranks these. The ops of all
+microbatches, one after the other, are a lower bound of a step for every schedule: layouts whose
 bound is above the best are passed over. `gpipe` is left out, since 1f1b takes as long and holds
-less, and so is zero=0 beside zero=1; `replica` is tried for the best only.
+less. So is zero=0, since zero=1 holds less; `replica` is tried for the best only.
 """
 
 import contextlib
@@ -16,7 +16,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterator
 from typing import Any
 
 from jaxtrain import config as cfg
@@ -43,9 +44,9 @@ from jaxtrain.schedule.orders import GROWING, SCHEDULES
 
 SHOWN = 10
 BEST = 14  # by closed forms
-LEAST_TOKENS = 1024  # of a sequence on a device of `context`: shorter parts are not tried
+LEAST_TOKENS = 1024  # of a sequence on a device of `context`; shorter parts are not tried
 MOST_MODEL, MOST_REPLICAS, MOST_SEQUENCES, MOST_REPEATS = 64, 16, 64, 8
-MOST_TIMES = 4096  # times as many devices, among which a number that works is looked for
+MOST_TIMES = 4096  # the largest multiple of the devices that is tried where no layout fits
 MOST_NUMBERS, MOST_STAGES = 64, 512  # numbers of devices that are tried in turn; their stages
 REMATS = ("none", "selective", "full")
 OFFLOADS = ("none", "optimizer", "activations", "both")
@@ -59,7 +60,8 @@ TABLE_SETTINGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """What is searched: layouts of this config, whose own is of no account, on so many devices."""
+    """The space that is searched: layouts of this config, whose own is ignored, on a number of
+    devices."""
 
     config: Config
     recipe: Config
@@ -69,7 +71,7 @@ class Space:
 
 
 @dataclasses.dataclass(frozen=True)
-class Candidate:
+class TimedLayout:
     """A layout that fits, and the seconds of its step."""
 
     layout: Layout
@@ -78,7 +80,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A config with a layout, not resolved, and what is predicted of it."""
+    """A config with a layout, not resolved, and its prediction."""
 
     config: Config
     prediction: Prediction
@@ -86,9 +88,7 @@ class Plan:
 
 def plan_of(config: Config, kind: Hardware, assume: str, tokens: float | None) -> Plan:
     """The plan of a config that keeps its rules, timed on its table where our own runtime trains.
-
-    Raises ConfigError for a table that cannot be made.
-    """
+    Raises ConfigError for a table that cannot be made."""
     return Plan(config, exactly(predict(config.resolve(), kind, assume, tokens)))
 
 
@@ -100,15 +100,20 @@ def best_plans(space: Space, tokens: float | None) -> list[Plan]:
     """
     check(space)
     for candidates in by_offload(space):
+        plans = []
+        for candidate in candidates:
+            config = laid_out(space, candidate.layout)
+            with contextlib.suppress(ConfigError):  # no table for such stages and microbatches
+                plans.append(plan_of(config, space.hardware, space.assume, tokens))
         # A candidate fits by closed forms; its plan has to by its own table, too.
-        plans = [plan for plan in _plans(space, candidates, tokens) if plan.prediction.fits]
-        if plans:
-            return sorted(plans, key=lambda plan: plan.prediction.seconds)[:SHOWN]
+        fitting = [plan for plan in plans if plan.prediction.fits]
+        if fitting:
+            return sorted(fitting, key=lambda plan: plan.prediction.seconds)[:SHOWN]
     raise _none_fits(space)
 
 
 def check_fits(space: Space) -> None:
-    """Raises what `best_plans` raises, as far as that is known without a search."""
+    """Raises the errors of `best_plans` that are known without a search."""
     check(space)
     if not _fits(space):
         raise _none_fits(space)
@@ -119,40 +124,30 @@ def check(space: Space) -> None:
     LayoutError for settings of one layout."""
     for path in TABLE_SETTINGS:
         if (value := cfg.get(space.config, path)) != cfg.get(space.recipe, path):
-            use = {f"config.{path}": cfg.get(space.recipe, path)}
-            rule = (
-                f"{cfg.flag_text(f'config.{path}', value)} is of one layout, which the planner is "
-                "to find"
-            )
             raise LayoutError(
-                rule, use, text=f"{LayoutError(rule, use)}, or a --layout of one kind of devices"
+                f"{cfg.flag_text(f'config.{path}', value)} is of one layout, which the planner is "
+                "to find",
+                {f"config.{path}": cfg.get(space.recipe, path)},
+                advice="(or a --layout of one kind of devices)",
             )
     layout = _smallest(space, Layout(replica=_replicas(space)))
     checks.check(laid_out(space, layout), _environment(space, layout))
 
 
 def _smallest(space: Space, mesh: Layout) -> Layout:
-    """A mesh with the smallest microbatch of which a step may have as many as that makes."""
-    batch = space.config.data.batch_size
-    each = (
-        batch // mesh.batch_shards if isinstance(batch, int) and 0 < batch <= cfg.LARGEST_INT else 1
-    )
+    """The mesh with the smallest microbatch of which a step may have as many as that makes."""
+    batch, each = space.config.data.batch_size, 1
+    if isinstance(batch, int) and 0 < batch <= cfg.LARGEST_INT:
+        each = batch // mesh.batch_shards
     size = next((size for size in divisors(max(1, each)) if each // size <= MOST_MICROBATCHES), 1)
     return dataclasses.replace(mesh, microbatch=size, microbatches=each // size)
-
-
-def _plans(space: Space, candidates: Sequence[Candidate], tokens: float | None) -> Iterator[Plan]:
-    """Plans of the candidates whose table can be made."""
-    for candidate in candidates:
-        with contextlib.suppress(ConfigError):  # no such table for so many stages and microbatches
-            yield plan_of(laid_out(space, candidate.layout), space.hardware, space.assume, tokens)
 
 
 # --- by closed forms ----------------------------------------------------------------------------
 
 
-def by_offload(space: Space) -> Iterator[list[Candidate]]:
-    """For every offload, the least first, the best layouts that fit, fastest first: at most BEST,
+def by_offload(space: Space) -> Iterator[list[TimedLayout]]:
+    """The best layouts that fit, for every offload, the least first; fastest first, at most BEST,
     one for each way to cut the model and schedule it."""
     return (_search(space, offload) for offload in OFFLOADS)
 
@@ -163,14 +158,13 @@ def laid_out(space: Space, layout: Layout) -> Config:
     return layout_flag.apply(cfg.replace(space.config, TABLE_SETTINGS), values)
 
 
-def _search(space: Space, offload: str) -> list[Candidate]:
-    """Candidates with this offload. Cuts are tried in the order of their lower bounds, until none
-    can be among the best."""
-    best: dict[tuple, Candidate] = {}
-    bound = math.inf
-    for least, work in sorted(
-        ((_lower_bound(work), work) for work in _cuts(space, offload)), key=lambda pair: pair[0]
-    ):
+def _search(space: Space, offload: str) -> list[TimedLayout]:
+    """The best layouts with this offload. Cuts are tried in the order of their lower bounds, until
+    none can be among the best."""
+    best: dict[tuple, TimedLayout] = {}
+    bound, by_seconds = math.inf, operator.attrgetter("seconds")
+    bounds = [(_lower_bound(work), work) for work in _cuts(space, offload)]
+    for least, work in sorted(bounds, key=operator.itemgetter(0)):
         if least >= bound:
             break
         for layout in _tables(work):
@@ -178,26 +172,20 @@ def _search(space: Space, offload: str) -> list[Candidate]:
             below = min(bound, best[group].seconds if group in best else math.inf)
             if candidate := _evaluated(space, work, layout, below):
                 best[group] = candidate
-                bound = (
-                    sorted(candidate.seconds for candidate in best.values())[BEST - 1]
-                    if len(best) >= BEST
-                    else math.inf
-                )
-    ranked = sorted(best.values(), key=lambda candidate: candidate.seconds)[:BEST]
-    return sorted(
-        (_with_replicas(space, candidate) for candidate in ranked),
-        key=lambda candidate: candidate.seconds,
-    )
+                if len(best) >= BEST:
+                    bound = sorted(map(by_seconds, best.values()))[BEST - 1]
+    ranked = sorted(best.values(), key=by_seconds)[:BEST]
+    return sorted((_with_replicas(space, candidate) for candidate in ranked), key=by_seconds)
 
 
-def _evaluated(space: Space, work: StepModel, layout: Layout, below: float) -> Candidate | None:
+def _evaluated(space: Space, work: StepModel, layout: Layout, below: float) -> TimedLayout | None:
     """The layout with its step's seconds, if it fits, keeps the rules and takes less than
     `below`."""
     work = dataclasses.replace(work, layout=layout)
     if memory(work, space.config.model.loss_chunk).bytes > space.hardware.memory:
         return None
     seconds = work.step().seconds
-    return Candidate(layout, seconds) if seconds < below and _keeps_rules(space, layout) else None
+    return TimedLayout(layout, seconds) if seconds < below and _keeps_rules(space, layout) else None
 
 
 def _keeps_rules(space: Space, layout: Layout) -> bool:
@@ -208,7 +196,7 @@ def _environment(space: Space, layout: Layout) -> Environment:
     return Environment(layout.devices, platform_of(space.hardware), space.recipe)
 
 
-def _with_replicas(space: Space, best: Candidate) -> Candidate:
+def _with_replicas(space: Space, best: TimedLayout) -> TimedLayout:
     """The fastest of this candidate and its variants that turn data shards into replicas."""
     layout = best.layout
     work = step_model_of(laid_out(space, layout).resolve(), space.hardware, space.assume)
@@ -216,7 +204,8 @@ def _with_replicas(space: Space, best: Candidate) -> Candidate:
         if replica > MOST_REPLICAS or space.config.train.diloco_inner_steps:
             break
         changed = dataclasses.replace(layout, replica=replica, data=layout.data // replica)
-        best = _evaluated(space, work, changed, best.seconds) or best
+        # as fast but for rounding is no reason for replicas
+        best = _evaluated(space, work, changed, best.seconds * (1 - 1e-9)) or best
     return best
 
 
@@ -226,11 +215,8 @@ def _lower_bound(work: StepModel) -> float:
     layout, layers = work.layout, work.model.layers
     chunks = max(1, min(MOST_REPEATS, layers // layout.stage))
     least = dataclasses.replace(work, layout=dataclasses.replace(layout, repeats=chunks, zero=3))
-    return (
-        math.ceil(layers / layout.stage)
-        * layout.microbatches
-        * sum(op.seconds for op in least.layer().values())
-    )
+    each = sum(op.seconds for op in least.layer().values())
+    return math.ceil(layers / layout.stage) * layout.microbatches * each
 
 
 def least_memory(space: Space) -> tuple[float, Layout] | None:
@@ -240,9 +226,8 @@ def least_memory(space: Space) -> tuple[float, Layout] | None:
     for work in _works(space):
         smallest = dataclasses.replace(_smallest(space, work.layout), remat="full", offload="both")
         for layout in _tables(dataclasses.replace(work, layout=smallest)):
-            size = memory(
-                dataclasses.replace(work, layout=layout), space.config.model.loss_chunk
-            ).bytes
+            tried = dataclasses.replace(work, layout=layout)
+            size = memory(tried, space.config.model.loss_chunk).bytes
             if not least or size < least[0]:
                 least = size, layout
     return least
@@ -272,17 +257,18 @@ def _cuts(space: Space, offload: str) -> Iterator[StepModel]:
         each = space.config.data.batch_size // work.layout.batch_shards
         sizes = [size for size in divisors(each) if size <= MOST_SEQUENCES]
         for size, remat in itertools.product(sizes, REMATS):
-            cut: dict[str, Any] = {
-                "microbatch": size,
-                "microbatches": each // size,
-                "remat": remat,
-                "offload": offload,
-            }
-            yield dataclasses.replace(work, layout=dataclasses.replace(work.layout, **cut))
+            layout = dataclasses.replace(
+                work.layout,
+                microbatch=size,
+                microbatches=each // size,
+                remat=remat,
+                offload=offload,
+            )
+            yield dataclasses.replace(work, layout=layout)
 
 
 def meshes(space: Space) -> Iterator[Layout]:
-    """Every mesh of so many devices that keeps the rules, as a layout."""
+    """Every mesh of the space's devices that keeps the rules, as a layout."""
     m, data, n, replicas = space.config.model, space.config.data, space.devices, _replicas(space)
     models = [size for size in divisors(n) if size <= MOST_MODEL and m.heads % size == 0]
     contexts = [
@@ -291,12 +277,11 @@ def meshes(space: Space) -> Iterator[Layout]:
     experts = [size for size in divisors(n) if m.experts and m.experts % size == 0] or [1]
     for model, context, expert in itertools.product(models, contexts, experts):
         inside = Layout(model=model, context=context, expert=expert, replica=replicas)
-        if n % (model * context * expert) or not _cuts_evenly(space, inside):
+        outside, rest = divmod(n, model * context * expert)
+        if rest or not _cuts_evenly(space, inside):
             continue
-        for stage in (
-            size for size in divisors(n // (model * context * expert)) if size <= m.layers
-        ):
-            shards = n // (model * context * expert * stage)
+        for stage in (size for size in divisors(outside) if size <= m.layers):
+            shards = outside // stage
             if shards % replicas == 0 and data.batch_size % (shards * expert) == 0:
                 yield dataclasses.replace(inside, data=shards // replicas, stage=stage)
 
@@ -307,7 +292,7 @@ def _replicas(space: Space) -> int:
 
 
 def _cuts_evenly(space: Space, layout: Layout) -> bool:
-    """Whether these axes keep the rules with one data shard and stage and a batch that divides."""
+    """True if these axes keep the rules with one data shard and stage and a batch that divides."""
     config = cfg.replace(space.config, {"data.batch_size": layout.batch_shards})
     return _keeps_rules(dataclasses.replace(space, config=config), layout)
 
@@ -319,40 +304,29 @@ def _tables(work: StepModel) -> Iterator[Layout]:
         if layout.stage == 1:
             yield dataclasses.replace(layout, zero=zero)
             continue
-        for name, schedule in SCHEDULES.items():
-            for repeats in range(1, MOST_REPEATS + 1):
-                even = layers % (layout.stage * repeats) == 0 or (
-                    repeats == schedule.least_repeats and layers % layout.stage
-                )
-                if (
-                    name not in GROWING
-                    and schedule.fits(repeats)
-                    and layout.stage * repeats <= layers
-                    and even
-                ):
-                    yield dataclasses.replace(layout, zero=zero, schedule=name, repeats=repeats)
+        most = min(MOST_REPEATS, layers // layout.stage)
+        names = [name for name in SCHEDULES if name not in GROWING]
+        for name, repeats in itertools.product(names, range(1, most + 1)):
+            uneven = repeats == SCHEDULES[name].least_repeats and layers % layout.stage
+            if SCHEDULES[name].fits(repeats) and (layers % (layout.stage * repeats) == 0 or uneven):
+                yield dataclasses.replace(layout, zero=zero, schedule=name, repeats=repeats)
 
 
 # --- where none fits ----------------------------------------------------------------------------
 
 
 def _none_fits(space: Space) -> LayoutError:
-    """Why a search found nothing, and the nearest request that works: with other devices, a larger
-    batch, fewer layers, shorter sequences."""
-    least, batch, layers = (
-        least_memory(space),
-        space.config.data.batch_size,
-        space.config.model.layers,
-    )
+    """The error for a search without a result, with the nearest request that works: with other
+    devices, a larger batch, fewer layers, shorter sequences."""
+    least = least_memory(space)
+    batch, layers = space.config.data.batch_size, space.config.model.layers
     requests: list[dict[str, Any]] = []
     if least is None:
         rule = (
             f"--devices={space.devices}: no layout uses so many devices with "
             f"data.batch_size={batch} and model.layers={layers}"
         )
-        requests += [
-            {"devices": number} for number in itertools.islice(_usable_numbers(space), MOST_NUMBERS)
-        ]
+        requests += [{"devices": number} for number in _usable_numbers(space)[:MOST_NUMBERS]]
         sequences = max(1, batch // space.devices)  # of a device
         requests += [{"config.data.batch_size": space.devices * sequences}]
     else:
@@ -423,7 +397,7 @@ def _with_flags(space: Space, flags: dict[str, Any]) -> Space:
 
 
 def _fits(space: Space) -> bool:
-    """Whether a layout fits, by closed forms, and keeps all rules."""
+    """True if a layout fits, by closed forms, and keeps all rules."""
     with contextlib.suppress(ConfigError, LayoutError):
         check(space)
         least = least_memory(space)

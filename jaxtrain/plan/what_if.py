@@ -3,13 +3,12 @@ records. No jax.
 
 Advice has three sources: goodput.jsonl, the fraction of wall time that went elsewhere than into
 steps; planned.json, the part of the step that takes longer than planned; and, if the hardware is
-given, the planner: the step with its parts, and the layouts that differ in one choice. A measured
+given, the planner: the step with its parts, and the layouts that differ in one setting. A measured
 step that is far from the planned one is reported first: a plan that is wrong for a machine gives
 poor advice.
 """
 
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -20,7 +19,7 @@ from typing import Any, TypeVar
 
 from jaxtrain import config as cfg
 from jaxtrain.checkpoint.steps import CONFIG
-from jaxtrain.config import Config, ConfigError, checks
+from jaxtrain.config import Config, ConfigError, MeshConfig, PipelineConfig, checks
 from jaxtrain.config.checks import Environment
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.mesh_rules import AXES
@@ -35,7 +34,7 @@ from jaxtrain.run.wall_clock import Part
 from jaxtrain.schedule.orders import INTERLEAVED, ZERO_BUBBLE
 
 REMATS, ZEROS = ("none", "selective", "full"), (0, 1, 2, 3)
-# (axis of half as many, of twice as many)
+# (axis that is halved, axis that is doubled)
 HALVED_FOR = (("model", "data"), ("stage", "data"), ("data", "model"), ("stage", "model"))
 
 
@@ -46,7 +45,7 @@ class Change:
     settings: fields of the config and their other values
     text:     the change as `--layout` writes it
     seconds:  of the changed step
-    bytes:    on its fullest device
+    bytes:    of its fullest device
     """
 
     settings: Mapping[str, Any]
@@ -63,11 +62,10 @@ def single_changes(prediction: Prediction) -> list[Change]:
     work, config = prediction.work, prediction.config
     exact, layout, changes = prediction.seconds / work.step().seconds, layout_flag.of(config), []
     environment = Environment(prediction.devices, platform_of(work.hardware), config)
-    for settings in _candidates(config):
+    for settings in _candidates(config.mesh, config.pipeline, config.parallel.zero):
         changed = cfg.replace(config, settings)
-        if checks.first_violation(changed, environment) or changed.data.batch_size % _pieces(
-            changed
-        ):
+        pieces = _pieces(changed.mesh, changed.pipeline)
+        if checks.first_violation(changed, environment) or changed.data.batch_size % pieces:
             continue
         resolved = changed.resolve()
         other = step_model_of(resolved, work.hardware, work.framework.name)
@@ -81,12 +79,11 @@ def single_changes(prediction: Prediction) -> list[Change]:
     return sorted(changes, key=lambda change: change.seconds)
 
 
-def _candidates(config: Config) -> Iterator[dict[str, Any]]:
-    """Settings that change one choice each, before any rule is checked."""
-    pipeline, mesh = config.pipeline, config.mesh
+def _candidates(mesh: MeshConfig, pipeline: PipelineConfig, zero: int) -> Iterator[dict[str, Any]]:
+    """Settings for each single change, before any rule is checked."""
     yield from ({"pipeline.remat": remat} for remat in REMATS if remat != pipeline.remat)
     if mesh.data > 1:
-        yield from ({"parallel.zero": zero} for zero in ZEROS if zero != config.parallel.zero)
+        yield from ({"parallel.zero": other} for other in ZEROS if other != zero)
     yield from (
         {"pipeline.microbatches": n}
         for n in (2 * pipeline.microbatches, pipeline.microbatches // 2)
@@ -99,31 +96,26 @@ def _candidates(config: Config) -> Iterator[dict[str, Any]]:
             for name in ZERO_BUBBLE
             if name != pipeline.schedule
         )
-    for fewer, more in HALVED_FOR:
-        sizes = {axis: getattr(mesh, axis) for axis in (fewer, more)}
-        if sizes[fewer] % 2 == 0:
-            yield {
-                f"mesh.{fewer}": sizes[fewer] // 2,
-                f"mesh.{more}": 2 * sizes[more],
-                "pipeline.repeats": 0,
-            }
+    for halved, doubled in HALVED_FOR:
+        size = getattr(mesh, halved)
+        if size % 2 == 0:
+            sizes = {f"mesh.{halved}": size // 2, f"mesh.{doubled}": 2 * getattr(mesh, doubled)}
+            yield sizes | {"pipeline.repeats": 0}
 
 
-def _pieces(config: Config) -> int:
+def _pieces(mesh: MeshConfig, pipeline: PipelineConfig) -> int:
     """The number of pieces into which replicas, shards and microbatches cut a step's batch."""
-    mesh = config.mesh
-    return mesh.replica * mesh.data * mesh.expert * config.pipeline.microbatches
+    return mesh.replica * mesh.data * mesh.expert * pipeline.microbatches
 
 
 # --- advice from a run's records ------------------------------------------------------------------
 
 T = TypeVar("T")
-# ratio of measured and planned step, either way, from which on the plan is not of this machine
-FAR = 1.5
+FAR = 1.5  # ratio of measured and planned step, either way, beyond which the plan does not apply
 MOST = 5  # changes that are listed
-WORTH = 0.02  # fraction of the step or of the wall time, from which on a change is listed
+WORTH = 0.02  # the least fraction of the step or of the wall time of a change that is listed
 
-# Part of the wall time → what is to be done about it.
+# Part of the wall time → its remedy.
 REMEDIES: Mapping[str, str] = {
     Part.WAITING.value: "the step waits for batches: raise data.prefetch, put the corpus on a "
     "local disk, or give hosts more cores",
@@ -133,8 +125,8 @@ REMEDIES: Mapping[str, str] = {
     "train.eval_batches",
     Part.COMPILING.value: "starts compile: keep the cache of programs ($JAXTRAIN_CACHE) on a "
     "disk that outlives them, and start less often",
-    REDONE: "steps are done again after stops: save more often, or beside that every few steps "
-    "into checkpoint.local",
+    REDONE: "steps are repeated after stops: save more often, or every few steps into "
+    "checkpoint.local as well",
     Part.ROLLING_BACK.value: "the run goes back often: look at its warnings, and at "
     "optimizer.learning_rate",
 }
@@ -149,20 +141,20 @@ class Measured:
     """The records of a run.
 
     seconds: of a step, the median of the later half of the records
-    rows:    the number of records in that half
+    records: the number of records in that half
     last:    the newest record of metrics.jsonl
     """
 
     config: Config
     seconds: float
-    rows: int
+    records: int
     goodput: Goodput
     last: Mapping[str, Any]
 
 
 def read(workdir: str | os.PathLike) -> Measured:
-    """The records of a run's folder. Raises AdviceError for records that are missing or not a
-    run's."""
+    """The records of a run's folder. Raises AdviceError for records that are missing or that no run
+    writes."""
     folder, shown = pathlib.Path(workdir), cfg.shown(str(workdir))
     # a pipe would be waited for, a device has no end
     for name in (CONFIG, METRICS_FILE, GOODPUT_FILE, compare.PLANNED):
@@ -180,26 +172,26 @@ def read(workdir: str | os.PathLike) -> Measured:
     except (ValueError, ConfigError, TypeError, AttributeError, RecursionError) as error:
         what = f"its {CONFIG} is no config ({' '.join(str(error).split())[:100]})"
         raise AdviceError(f"--advise={shown}: {what}: name the folder of a run") from None
-    rows = [
-        row
-        for row in _records(workdir, METRICS_FILE, read_metrics)
-        if _is_seconds(row.get("step_time_s")) and row["step_time_s"]
+    records = [
+        record
+        for record in _records(workdir, METRICS_FILE, read_metrics)
+        if _is_seconds(record.get("step_time_s")) and record["step_time_s"]
     ]
-    later = rows[len(rows) // 2 :] if len(rows) > 2 else rows[1:]
+    later = records[len(records) // 2 :] if len(records) > 2 else records[1:]
     if not later:
         raise AdviceError(
-            f"--advise={shown} has {len(rows)} rows with a step's time: let it run for some "
+            f"--advise={shown} has {len(records)} records with a step's time: let it run for some "
             "steps more"
         )
-    seconds = statistics.median(row["step_time_s"] for row in later)
+    seconds = statistics.median(record["step_time_s"] for record in later)
     goodput = _records(workdir, GOODPUT_FILE, lambda folder: Goodput(read_goodput(folder)))
-    return Measured(config, seconds, len(later), goodput, rows[-1])
+    return Measured(config, seconds, len(later), goodput, records[-1])
 
 
 def _records(
     workdir: str | os.PathLike, name: str, read_file: Callable[[str | os.PathLike], T]
 ) -> T:
-    """The records of one file. Raises AdviceError if it cannot be read or has what no run
+    """The records of one file. Raises AdviceError if it cannot be read or is not what a run
     writes."""
     try:
         return read_file(workdir)
@@ -222,19 +214,18 @@ def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list
     measured = read(workdir)
     goodput = measured.goodput
     lines = [
-        f"a step takes {measured.seconds:.4g} s, the median of {measured.rows} rows of "
+        f"a step takes {measured.seconds:.4g} s, the median of {measured.records} records of "
         "metrics.jsonl"
     ]
     if goodput.starts:
         lines.append(goodput.summary())
     if (wall_s := goodput.wall_s()) > 0:
-        losses = {
-            name: seconds / wall_s for name, seconds in goodput.parts().items() if name in REMEDIES
-        }
-        listed = sorted(
-            (name for name in losses if losses[name] >= WORTH), key=lambda name: -losses[name]
-        )
-        lines += [f"{losses[name]:.1%} of the wall time: {REMEDIES[name]}" for name in listed]
+        losses = {name: seconds / wall_s for name, seconds in goodput.parts().items()}
+        lines += [
+            f"{losses[name]:.1%} of the wall time: {REMEDIES[name]}"
+            for name in sorted(losses.keys() & REMEDIES.keys(), key=lambda name: -losses[name])
+            if losses[name] >= WORTH
+        ]
     slowest, behind_s = (
         measured.last.get(name) for name in ("slowest_process", "slowest_behind_s")
     )
@@ -262,16 +253,15 @@ def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list
         f"{name} {seconds / now.seconds:.0%}" for name, seconds in compare.listed(now.time.exposed)
     )
     lines.append(f"planned parts: {parts}")
-    gainful = (
-        c
-        for c in single_changes(now)
-        if c.bytes <= hardware.memory and c.seconds <= now.seconds * (1 - WORTH)
-    )
-    changes = list(itertools.islice(gainful, MOST))
+    changes = [
+        change
+        for change in single_changes(now)
+        if change.bytes <= hardware.memory and change.seconds <= now.seconds * (1 - WORTH)
+    ]
     if not changes:
         return [*lines, "no single change of the layout is planned to make it faster and to fit"]
     lines.append("planned to be faster, one change at a time:")
-    for change in changes:
+    for change in changes[:MOST]:
         flags = " ".join(f"--config.{path}={value}" for path, value in change.settings.items())
         lines.append(
             f"  {flags}: {1 - change.seconds / now.seconds:.0%} less time, "
@@ -292,11 +282,8 @@ def _check(workdir: str | os.PathLike, config: Config, hardware: Hardware) -> No
         rule = f"its {CONFIG} has {unknown[0]}, which is no size that the planner could take"
     elif refusal := checks.error_of(config, Environment(None, platform_of(hardware), config)):
         rule = f"its {CONFIG} is no run's: {str(refusal).partition(': use ')[0]}"
-    elif config.data.batch_size % _pieces(config):
-        rule = (
-            f"its {CONFIG} cuts data.batch_size={config.data.batch_size} into {_pieces(config)} "
-            "pieces"
-        )
+    elif config.data.batch_size % (pieces := _pieces(config.mesh, config.pipeline)):
+        rule = f"its {CONFIG} cuts data.batch_size={config.data.batch_size} into {pieces} pieces"
     elif config.precision.compute not in hardware.peak_tflops:
         rule = f"precision.compute={config.precision.compute!r} has no peak on {hardware.name}"
     else:

@@ -241,10 +241,10 @@ def _shapes(values: Iterable) -> list[jax.ShapeDtypeStruct]:
 
 
 class LayerSplit:
-    """A layer `fn(params, x, extra) → y`, cut.
+    """A layer, a function (params, x, extra) → y, cut into ops.
 
     Args:
-      fn: the layer; y has the shape and dtype of x.
+      layer: y has the shape and dtype of x.
       params, x, extra: examples, pytrees of arrays or ShapeDtypeStructs; only shapes and dtypes
         matter.
       keep: what may cross from the forward to the backward.
@@ -254,8 +254,9 @@ class LayerSplit:
         gathered it, so that the devices of `model` hold the same
     """
 
-    def __init__(self, fn: Callable, params, x, extra, keep: KeepRule = keep_everything):
-        self._trace(fn, params, x, extra)
+    def __init__(self, layer: Callable, params, x, extra, keep: KeepRule = keep_everything):
+        self.layer = layer
+        self._trace(layer, params, x, extra)
         kept = self._without_cheap(self._kept_values(keep))
         self._stashed, for_weights = self._crossing_to_weights(kept)
         self._for_b, self._for_w = (
@@ -434,10 +435,12 @@ class LayerSplit:
             )
         return [_value(a, env) for a in outputs]
 
-    def reads(self, op: LayerOp) -> list[bool]:
-        """Which of the parameters' leaves an op reads, in the order of the leaves."""
+    def reads(self, op: LayerOp) -> Any:
+        """A tree of bools like the parameters: whether an op reads each."""
         used = {a for equation in self._equations.get(op, ()) for a in _variables(equation.invars)}
-        return [op is LayerOp.WHOLE or p in used for p in self._params]
+        return jax.tree.unflatten(
+            self._tree, [op is LayerOp.WHOLE or p in used for p in self._params]
+        )
 
     def _by_variable(self, residuals: Residuals) -> dict:
         return dict(zip(self._for_b, residuals.for_b, strict=True)) | dict(

@@ -1,5 +1,5 @@
-"""The layers of one unit on one stage: a loop over the rows of their stacked parameters, for each
-op of the schedule.
+"""The layers of one unit on one stage: a loop over its stacked parameters, for each op of the
+schedule.
 
 The number of layers may differ between stages; the loop's bound is then this stage's own, and a
 stage with fewer layers does less work. A single layer needs no loop.
@@ -22,33 +22,21 @@ from jaxtrain.parallel import host_memory
 from jaxtrain.parallel.heads import as_written
 from jaxtrain.parallel.zero import Zero, gather, reduce_in_op
 from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, Residuals
+from jaxtrain.runtime.tick_state import Pools
 from jaxtrain.schedule.placement import Placement
+from jaxtrain.schedule.slots import TickSlots
 
 Arrays = list[jax.Array]
 Shapes = Sequence[jax.ShapeDtypeStruct]
-NO_GATHERS = Zero()  # nor reductions: gradients are summed up whole
-
-
-@dataclasses.dataclass(frozen=True)
-class ResidualSlots:
-    """The slots of one unit's residuals in the pools of `Residuals`: traced int32 scalars, or
-    ints."""
-
-    for_b: Any
-    for_w: Any
-
-
-def _row(tree, i):
-    """Row i of stacked parameters."""
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), tree)
+UNSHARDED = Zero()  # parameters are neither gathered nor their gradients reduced inside an op
 
 
 def slot_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """How an array lies in a slot: one of four dimensions (tokens, heads, size of a head) with the
-    last two as one.
+    """The shape of an array in a slot: one of four dimensions (tokens, heads, size of a head) has
+    the last two as one.
 
     XLA's GPU compiler would give an array of heads one layout where it is written and another where
-    it is read, and transpose it whole in every tick. The last dimension is never split over
+    it is read, and transpose all of it in every tick. The last dimension is never split over
     devices, so merging it moves nothing.
     """
     return shape if len(shape) < 4 else (*shape[:-2], shape[-2] * shape[-1])
@@ -67,80 +55,79 @@ def empty_pool(slots: int, layers: int, shapes: Shapes, on_host: bool = False) -
     ]
 
 
-def read_pool(pool: Arrays, shapes: Shapes, index) -> Arrays:
-    """What lies at an index of a pool, in these shapes."""
-    return [
-        as_written(host_memory.read_at(a, index)).reshape(like.shape)
-        for a, like in zip(pool, shapes, strict=True)
-    ]
+class RecomputedLayer:
+    """A layer whose backward runs it once more from its input, the one residual: full remat on one
+    stage. It has the methods of a LayerSplit that forward and backward at once need."""
 
+    def __init__(self, layer: Callable, params, x: jax.ShapeDtypeStruct):
+        self.layer, self.residuals = layer, x
+        self._reads = jax.tree.map(lambda _: True, params)
 
-def write_pool(pool: Arrays, values: Arrays, index) -> Arrays:
-    """The pool with what lies at an index replaced."""
-    return [
-        host_memory.write_at(a, value.reshape(a.shape[1:]), index)
-        for a, value in zip(pool, values, strict=True)
-    ]
+    def reads(self, op: LayerOp) -> Any:
+        return self._reads
+
+    def output_and_residuals(self, params, x: jax.Array, extra) -> tuple[jax.Array, jax.Array]:
+        return self.layer(params, x, extra), x
+
+    def gradients(self, params, extra, x: jax.Array, g: jax.Array) -> tuple[Any, jax.Array]:
+        return jax.vjp(lambda p, x: self.layer(p, x, extra), params, x)[1](g)
 
 
 class LayerStack:
-    """The blocks of the unit with the local index `unit` on this stage.
+    """The blocks of one local unit on this stage.
 
     Args:
-      layer: (params of one layer, x, extra) → y, of the shape and dtype of x.
-      split: its partition, whose residuals and weight stash say what lies in the pools, in which
-        order.
+      split: a layer, cut into ops; its residuals and weight stash say which arrays lie in the
+        pools, in which order.
       placement: how many layers the unit has on each stage.
-      unit: the local unit.
+      unit: the local unit's number.
       stage: this device's stage, a traced int32.
       zero, reductions: whether each layer's parameters are gathered before they are used and its
         gradients reduced after they are made, and how; `reductions` is a pytree like one layer's
         parameters.
 
     The methods take `params`, the stacked parameters, with leaves [stack_size, ...], and `sums`,
-    float32 sums of their gradients.
+    float32 sums of their gradients. `pools` and `slots` are those that the op uses.
+
+    unit: the unit's key in trees of parameters
     """
 
     def __init__(
         self,
-        layer: Callable,
-        split: LayerSplit,
+        split: LayerSplit | RecomputedLayer,
         placement: Placement,
         unit: int,
         stage,
-        zero: Zero = NO_GATHERS,
+        zero: Zero = UNSHARDED,
         reductions: Any = None,
     ):
-        self._layer, self._split, self._zero, self._reductions = layer, split, zero, reductions
+        self.unit = str(unit)
+        self._split, self._zero, self._reductions = split, zero, reductions
         counts = [placement.layer_count(unit, s) for s in range(placement.stages)]
         self._count = counts[0] if len(set(counts)) == 1 else jnp.asarray(counts)[stage]
         self._stack_size = placement.stack_size(unit)
         # then every stage that has the unit has that one layer
         self._is_single = self._stack_size == 1
-        # A layer's gradients are then reduced beside the products of the layer before it: XLA's GPU
-        # compiler moves no collective into a loop's next trip. A TPU's has these collectives wait
-        # in any case.
+        # A layer's gradients are then reduced overlapped with the products of the layer before it:
+        # XLA's GPU compiler moves no collective into a loop's next trip. A TPU's has these
+        # collectives wait in any case.
         self._reduces_late = (
             zero.gathers_in_ops and zero.reduces_in_ops and hardware().platform == GPU
         )
         self._layers_per_slot = max(placement.sizes)
 
-    def _index(self, slot, i):
-        """Where in a pool layer i of a slot lies."""
-        return slot * self._layers_per_slot + i
-
     def _parameters(self, params, i, op: LayerOp):
-        """Row i of the parameters: whole, where the op reads them."""
-        row = _row(params, i)
+        """Layer i's parameters, gathered where the op reads them."""
+        one = lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False)
+        params = jax.tree.map(one, params)
         if not self._zero.gathers_in_ops:
-            return row
-        reads = jax.tree.unflatten(jax.tree.structure(row), self._split.reads(op))
+            return params
         with jax.named_scope("gather"):
             return jax.tree.map(
                 lambda a, reduction, read: gather(a, reduction) if read else a,
-                row,
+                params,
                 self._reductions,
-                reads,
+                self._split.reads(op),
             )
 
     def _each_layer(
@@ -150,11 +137,11 @@ class LayerStack:
         params,
         carry,
         reverse: bool = False,
-        first_apart: bool = False,
+        unrolls_first: bool = False,
     ):
         """carry = body(i, parameters of layer i, carry) for every layer. Where parameters are
-        gathered, the next layer's are on their way while this one's are at work. first_apart: then
-        the first of several layers is not in the loop, and may give another carry."""
+        gathered, the next layer's are on their way while this one's are at work. unrolls_first:
+        then the first of several layers is not in the loop, and may give another carry."""
         if self._is_single:
             return body(0, self._parameters(params, 0, op), carry)
         last = self._count - 1
@@ -170,75 +157,83 @@ class LayerStack:
             following = self._parameters(params, layer(i + 1), op)
             return following, body(layer(i), parameters, carry)
 
-        if not self._zero.gathers_in_ops or not any(self._split.reads(op)):
+        if not self._zero.gathers_in_ops or not any(jax.tree.leaves(self._split.reads(op))):
             return lax.fori_loop(0, self._count, step, carry)
         start, parameters = 0, self._parameters(params, layer(0), op)
-        if first_apart:
+        if unrolls_first:
             start, (parameters, carry) = 1, step_with_next(0, (parameters, carry))
         parameters, carry = lax.fori_loop(start, last, step_with_next, (parameters, carry))
         return body(layer(last), parameters, carry)
 
-    # ------------------------------------------------------------------ an op alone
+    def _read(self, pool: Arrays, shapes: Shapes, slot, i) -> Arrays:
+        """Layer i's arrays in a slot, in these shapes."""
+        index = slot * self._layers_per_slot + i
+        return [
+            as_written(host_memory.read_at(a, index)).reshape(like.shape)
+            for a, like in zip(pool, shapes, strict=True)
+        ]
+
+    def _write(self, pool: Arrays, values: Arrays, slot, i) -> Arrays:
+        """The pool with layer i's arrays in a slot."""
+        index = slot * self._layers_per_slot + i
+        return [
+            host_memory.write_at(a, value.reshape(a.shape[1:]), index)
+            for a, value in zip(pool, values, strict=True)
+        ]
+
+    # ------------------------------------------------------------------ one op
 
     def output(self, params, x: jax.Array, extra) -> jax.Array:
         """The unit's output."""
-        return self._each_layer(LayerOp.WHOLE, lambda i, p, x: self._layer(p, x, extra), params, x)
+        layer = lambda i, p, x: self._split.layer(p, x, extra)
+        return self._each_layer(LayerOp.WHOLE, layer, params, x)
 
     def output_and_residuals(
-        self, params, x: jax.Array, extra, pools: Residuals, slots: ResidualSlots
-    ) -> tuple[jax.Array, Residuals]:
-        """(the unit's output, the pools with what the backward reads in these slots)."""
+        self, params, x: jax.Array, extra, pools: Pools, slots: TickSlots
+    ) -> tuple[jax.Array, Pools]:
+        """(the unit's output, the pools with the residuals that its backward reads)."""
 
         def layer(i, p, carry):
-            x, pools = carry
+            x, for_b, for_w = carry
             y, residuals = self._split.output_and_residuals(p, x, extra)
-            for_b = write_pool(pools.for_b, residuals.for_b, self._index(slots.for_b, i))
-            return y, Residuals(
-                for_b, write_pool(pools.for_w, residuals.for_w, self._index(slots.for_w, i))
-            )
+            for_b = self._write(for_b, residuals.for_b, slots.residual_b, i)
+            return y, for_b, self._write(for_w, residuals.for_w, slots.residual_w, i)
 
-        return self._each_layer(LayerOp.FORWARD, layer, params, (x, pools))
+        carry = (x, pools.residual_b, pools.residual_w)
+        y, for_b, for_w = self._each_layer(LayerOp.FORWARD, layer, params, carry)
+        return y, dataclasses.replace(pools, residual_b=for_b, residual_w=for_w)
 
     def input_gradient(
-        self,
-        params,
-        extra,
-        pools: Residuals,
-        slots: ResidualSlots,
-        g: jax.Array,
-        stash_pool: Arrays,
-        stash_slot,
-    ) -> tuple[jax.Array, Arrays]:
-        """(the gradient of the unit's input, the pool with the weight stash in its slot), from the
-        gradient g of its output."""
+        self, params, extra, pools: Pools, slots: TickSlots, g: jax.Array
+    ) -> tuple[jax.Array, Pools]:
+        """(the gradient of the unit's input, the pools with the weight stash), from the gradient g
+        of its output."""
         shapes = self._split.residuals
 
         def layer(i, p, carry):
             g, stash_pool = carry
-            for_b = read_pool(pools.for_b, shapes.for_b, self._index(slots.for_b, i))
-            residuals = Residuals(
-                for_b, read_pool(pools.for_w, shapes.for_w, self._index(slots.for_w, i))
-            )
-            g, stash = self._split.input_gradient(p, extra, residuals, g)
-            return g, write_pool(stash_pool, stash, self._index(stash_slot, i))
+            for_b = self._read(pools.residual_b, shapes.for_b, slots.residual_b, i)
+            for_w = self._read(pools.residual_w, shapes.for_w, slots.residual_w, i)
+            g, stash = self._split.input_gradient(p, extra, Residuals(for_b, for_w), g)
+            return g, self._write(stash_pool, stash, slots.weight_stash, i)
 
-        return self._each_layer(
-            LayerOp.INPUT_GRADIENT, layer, params, (g, stash_pool), reverse=True
-        )
+        carry = (g, pools.weight_stash)
+        g, stash_pool = self._each_layer(LayerOp.INPUT_GRADIENT, layer, params, carry, reverse=True)
+        return g, dataclasses.replace(pools, weight_stash=stash_pool)
 
-    def weight_gradient(
-        self, params, sums, extra, for_w_pool: Arrays, for_w_slot, stash_pool: Arrays, stash_slot
-    ):
+    def weight_gradient(self, params, sums, extra, pools: Pools, slots: TickSlots):
         """`sums` + the gradients of the parameters."""
+        split = self._split
 
         def layer(i, p, sums):
-            for_w = read_pool(for_w_pool, self._split.residuals.for_w, self._index(for_w_slot, i))
-            stash = read_pool(stash_pool, self._split.weight_stash, self._index(stash_slot, i))
-            return self._add(sums, self._split.weight_gradient(p, extra, for_w, stash), i)
+            for_w = self._read(pools.residual_w, split.residuals.for_w, slots.residual_w, i)
+            stash = self._read(pools.weight_stash, split.weight_stash, slots.weight_stash, i)
+            return self._add(sums, split.weight_gradient(p, extra, for_w, stash), i)
 
         return self._each_layer(LayerOp.WEIGHT_GRADIENT, layer, params, sums)
 
     def _add(self, sums, gradients, i):
+        """The sums with layer i's gradients."""
         if self._zero.reduces_in_ops:
             with jax.named_scope("reduce"):
                 gradients = jax.tree.map(
@@ -248,76 +243,45 @@ class LayerStack:
             return jax.tree.map(lambda a, g: a + g[None].astype(a.dtype), sums, gradients)
         return jax.tree.map(lambda a, g: a.at[i].add(g.astype(a.dtype)), sums, gradients)
 
-    # ------------------------------------------------------------------ forward and backward at onc
+    # ------------------------------------------------------------------ forward and backward
 
-    def output_keeping_inputs(
+    def output_saving(
         self, params, x: jax.Array, extra, on_host: bool = False
-    ) -> tuple[jax.Array, jax.Array]:
-        """(the unit's output, each layer's input [stack_size, B, T, D] in the device's or the
-        host's memory)."""
-        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return self._output_keeping(
-            LayerOp.WHOLE, lambda p, x: (self._layer(p, x, extra), x), params, x, shape, on_host
-        )
-
-    def output_keeping_residuals(
-        self, params, x: jax.Array, extra, on_host: bool = False
-    ) -> tuple[jax.Array, Residuals]:
+    ) -> tuple[jax.Array, Any]:
         """(the unit's output, each layer's residuals [stack_size, ...] in the device's or the
         host's memory)."""
-        run = lambda p, x: self._split.output_and_residuals(p, x, extra)
-        return self._output_keeping(LayerOp.FORWARD, run, params, x, self._split.residuals, on_host)
-
-    def _output_keeping(
-        self, op: LayerOp, run: Callable, params, x: jax.Array, shapes, on_host: bool
-    ):
-        """(the unit's output, what `run` leaves of each layer, a pytree like `shapes`). run:
-        (params of one layer, x) → (y, values)."""
         if self._is_single and not on_host:
-            y, values = run(self._parameters(params, 0, op), x)
+            params = self._parameters(params, 0, LayerOp.FORWARD)
+            y, values = self._split.output_and_residuals(params, x, extra)
             return y, jax.tree.map(lambda value: value[None], values)
 
         def layer(i, p, carry):
-            x, kept = carry
-            y, values = run(p, x)
-            return y, jax.tree.map(lambda a, value: host_memory.write_at(a, value, i), kept, values)
+            x, saved = carry
+            y, values = self._split.output_and_residuals(p, x, extra)
+            write = lambda a, value: host_memory.write_at(a, value, i)
+            return y, jax.tree.map(write, saved, values)
 
         empty = jax.tree.map(
-            lambda a: host_memory.empty_pool((self._stack_size, *a.shape), a.dtype, on_host), shapes
+            lambda a: host_memory.empty_pool((self._stack_size, *a.shape), a.dtype, on_host),
+            self._split.residuals,
         )
-        return self._each_layer(op, layer, params, (x, empty))
+        return self._each_layer(LayerOp.FORWARD, layer, params, (x, empty))
 
-    def gradients_from_inputs(self, params, sums, extra, inputs: jax.Array, g: jax.Array):
-        """(`sums` + the gradients of the parameters, the gradient of the unit's input); each layer
-        is run once more."""
-
-        def gradients(p, x, g):
-            return jax.vjp(lambda p, x: self._layer(p, x, extra), p, x)[1](g)
-
-        return self._gradients(LayerOp.WHOLE, gradients, params, sums, inputs, g)
-
-    def gradients_from_residuals(self, params, sums, extra, residuals: Residuals, g: jax.Array):
-        """(`sums` + the gradients of the parameters, the gradient of the unit's input)."""
-
-        def gradients(p, kept, g):
-            return self._split.gradients(p, extra, kept, g)
-
-        return self._gradients(LayerOp.BACKWARD, gradients, params, sums, residuals, g)
-
-    def _gradients(self, op: LayerOp, gradients_of: Callable, params, sums, kept, g: jax.Array):
+    def gradients(self, params, sums, extra, saved, g: jax.Array) -> tuple[Any, jax.Array]:
+        """(`sums` + the gradients of the parameters, the gradient of the unit's input), from what
+        `output_saving` has saved."""
         late = self._reduces_late and not self._is_single
 
         def layer(i, p, carry):
             # the gradients of the layer before, where they are reduced late
             g, sums, *waiting = carry
-            gradients, g = gradients_of(
-                p, jax.tree.map(lambda a: host_memory.read_at(a, i), kept), g
-            )
+            residuals = jax.tree.map(lambda a: host_memory.read_at(a, i), saved)
+            gradients, g = self._split.gradients(p, extra, residuals, g)
             if not late:
                 return g, self._add(sums, gradients, i)
             return g, self._add(sums, waiting[0], i + 1) if waiting else sums, gradients
 
         g, sums, *waiting = self._each_layer(
-            op, layer, params, (g, sums), reverse=True, first_apart=late
+            LayerOp.BACKWARD, layer, params, (g, sums), reverse=True, unrolls_first=late
         )
         return self._add(sums, waiting[0], 0) if late else sums, g

@@ -5,10 +5,11 @@ A stage that does not want an op pays nothing, and what an op writes is updated 
 rules keep XLA from undoing that (tests read them off the compiled program):
 
   · an op's body begins with an optimization barrier, or loop-invariant code motion lifts its
-  matmuls into every tick; · state that an op only reads is carried through its loop as well, or
-    nothing orders the reader before the next writer and whole pools are copied;
+    matmuls into every tick;
+  · state that an op only reads is carried through its loop as well, or nothing orders the reader
+    before the next writer and entire pools are copied;
   · no permute stands inside an op: stages run different ops in one tick, and XLA's CPU backend
-  waits for all devices.
+    waits for all devices.
 
 The state and the constants are in tick_state.py.
 """
@@ -24,10 +25,9 @@ from jax import lax
 from jaxtrain.config.kernels import TPU
 from jaxtrain.devices.mesh import STAGE, hardware
 from jaxtrain.parallel.host_memory import read_at, write_at
-from jaxtrain.runtime.backward_split import Residuals
 from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead
-from jaxtrain.runtime.layer_stack import LayerStack, ResidualSlots
-from jaxtrain.runtime.tick_state import Constants, Field, TickState, fields, keys_of, merged, only
+from jaxtrain.runtime.layer_stack import LayerStack
+from jaxtrain.runtime.tick_state import Constants, ModelTree, Pools, TickState, merged, only
 from jaxtrain.schedule.columns import (
     ARRIVED,
     EMBED,
@@ -45,9 +45,10 @@ from jaxtrain.schedule.columns import (
 from jaxtrain.schedule.slots import TickSlots
 from jaxtrain.schedule.table import Op, Permute, wraps
 
-# Here, as schedule/ does without JAX.
+# They are registered here, as schedule/ does without JAX.
 for record in (TickColumns, TickSlots):
-    jax.tree_util.register_dataclass(record, data_fields=sorted(fields(record)), meta_fields=[])
+    names = sorted(field.name for field in dataclasses.fields(record))
+    jax.tree_util.register_dataclass(record, data_fields=names, meta_fields=[])
 
 Run = Callable[[TickState, Constants, TickColumns], TickState]
 
@@ -57,57 +58,27 @@ class TickOp:
     """An op of a tick.
 
     name: its column in `TickColumns.runs`, and its scope in a profile
-    reads: fields of `TickState` and `Constants`
-    writes: fields of `TickState`
-    run: the state and the constants with nothing but these fields, the tick's columns → that state,
-        changed
-
-    Raises ValueError for a name that is no field.
+    state, constants: masks (tick_state.py) of what the op reads or writes
+    run: (that part of the state, that part of the constants, the tick's columns) → the same part
+        of the state, changed
     """
 
     name: str
-    reads: tuple[Field, ...]
-    writes: tuple[Field, ...]
+    state: TickState
+    constants: Constants
     run: Run
-
-    def __post_init__(self):
-        state, constants = fields(TickState), fields(Constants)
-        for field in (*self.reads, *self.writes):
-            known = state if field in self.writes else state | constants
-            if keys_of(field)[0] not in known:
-                verb, records = (
-                    ("writes", "TickState")
-                    if field in self.writes
-                    else ("reads", "TickState or Constants")
-                )
-                raise ValueError(
-                    f"op {self.name} {verb} {field!r}, which is no field of {records}: use "
-                    f"one of {', '.join(sorted(known))}"
-                )
-
-    @property
-    def carried(self) -> tuple[Field, ...]:
-        """What goes through its loop: the state that it reads or writes."""
-        return tuple(
-            field for field in (*self.reads, *self.writes) if keys_of(field)[0] in fields(TickState)
-        )
-
-    @property
-    def fixed(self) -> tuple[Field, ...]:
-        """The constants that it reads."""
-        return tuple(field for field in self.reads if keys_of(field)[0] in fields(Constants))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Accumulate:
     """One microbatch on one stage, forward and backward at once: what a table with one stage is.
 
-    recompute: full remat; on_host: what is kept for the backward lies in the host's memory
+    stack: the model's only unit
+    on_host: what is saved for the backward lies in the host's memory
     """
 
     embedding_and_head: EmbeddingAndHead
     stack: LayerStack
-    recompute: bool
     on_host: bool
     constants: Constants
 
@@ -125,50 +96,40 @@ class Accumulate:
         with jax.named_scope(EMBED):
             x = self.embedding_and_head.embed(constants, microbatch)
         with jax.named_scope(cell_op("F", 0)):
-            y = self.stack.output(constants.params["layers"]["0"], x, extra)
+            y = self.stack.output(constants.params.layers[self.stack.unit], x, extra)
         with jax.named_scope(HEAD):
-            return dataclasses.replace(
-                state, loss=state.loss + self.embedding_and_head.loss(constants, microbatch, y)
-            )
+            loss = state.loss + self.embedding_and_head.loss(constants, microbatch, y)
+        return dataclasses.replace(state, loss=loss)
 
     def add_gradients(self, state: TickState, columns: TickColumns) -> TickState:
         """The state with the microbatch's losses and gradients."""
+        stack, ends = self.stack, self.embedding_and_head
         constants, microbatch = self._constants(columns)
-        params, extra = (
-            constants.params["layers"]["0"],
-            self.embedding_and_head.extra(constants.batch, microbatch),
-        )
+        params, extra = constants.params.layers[stack.unit], ends.extra(constants.batch, microbatch)
         with jax.named_scope(EMBED):
-            x = self.embedding_and_head.embed(constants, microbatch)
+            x = ends.embed(constants, microbatch)
         with jax.named_scope(cell_op("F", 0)):
-            keeping: Callable = (
-                self.stack.output_keeping_inputs
-                if self.recompute
-                else self.stack.output_keeping_residuals
-            )
-            y, kept = keeping(params, x, extra, self.on_host)
+            y, saved = stack.output_saving(params, x, extra, self.on_host)
         with jax.named_scope(HEAD):
-            state, g = self.embedding_and_head.loss_and_gradients(state, constants, microbatch, y)
-        if self.embedding_and_head.zero.reduces_in_ops and hardware().platform == TPU:
-            # There a sum beside products needs room of its own: the head's, left to wait, 0.6 of
+            state, g = ends.loss_and_gradients(state, constants, microbatch, y)
+        if ends.zero.reduces_in_ops and hardware().platform == TPU:
+            # A TPU needs memory for each sum that waits beside products: the head's took 0.6 of
             # 11.3 GB for Llama 3 8B on 64 chips.
             state, g = lax.optimization_barrier((state, g))
         with jax.named_scope(cell_op("B", 0)):
-            gradients_from: Callable = (
-                self.stack.gradients_from_inputs
-                if self.recompute
-                else self.stack.gradients_from_residuals
-            )
-            sums, g = gradients_from(params, state.gradients["layers"]["0"], extra, kept, g)
+            sums = state.gradients.layers[stack.unit]
+            sums, g = stack.gradients(params, sums, extra, saved, g)
         with jax.named_scope(EMBED_GRADIENT):
-            embedding = self.embedding_and_head.embed_gradient(
-                state.gradients, constants, microbatch, g
-            )
-        return merged(state, TickState(gradients={"layers": {"0": sums}, **embedding}))
+            changed = ends.embed_gradient(state.gradients, constants, microbatch, g)
+        changed = dataclasses.replace(changed, layers={stack.unit: sums})
+        return merged(state, TickState(gradients=changed))
 
 
 class Tick:
-    """tick(state, columns) → state, for the columns of one tick."""
+    """tick(state, columns) → state, for the columns of one tick.
+
+    stacks: by local unit
+    """
 
     def __init__(
         self,
@@ -177,11 +138,12 @@ class Tick:
         ticks: TickTable,
         constants: Constants,
     ):
-        self.embedding_and_head, self.stacks, self.constants = embedding_and_head, stacks, constants
+        self.embedding_and_head, self.constants = embedding_and_head, constants
         self.ticks, self.table = ticks, ticks.slotted.table
         self._stage = lax.axis_index(STAGE)
+        self._has_dense_layers = embedding_and_head.parts.cfg.dense_layers > 0
         self._takes = [self._copy_op(copy) for copy in TAKES]
-        cells = [op for unit in range(len(stacks)) for op in self._cell_ops(unit)]
+        cells = [op for unit, stack in enumerate(stacks) for op in self._cell_ops(unit, stack)]
         copies = [self._copy_op(copy) for copy in (*SENDS, *STAYS)]
         self._ops = [self._embed_op(), *cells, *copies, *self._end_ops()]
 
@@ -191,33 +153,28 @@ class Tick:
             state = self._run(self._ops, self._permute(Permute.EARLY, state, columns), columns)
             return self._permute(Permute.LATE, state, columns)
         # What arrived last is in its slot before anything is sent: then what arrives next lands
-        # where that was. What is sent lies apart from what the ops write: or XLA makes two copies
+        # where that was. What is sent is separate from what the ops write: or XLA makes two copies
         # of it, or has a permute finished before the ops.
-        sent, rest = lax.optimization_barrier(
-            (self._departing(state), only(state, ("activation", "gradient", *self.ticks.permutes)))
-        )
+        leaving = TickState(buffers=dict.fromkeys(self.ticks.permutes, True))
+        filled = dataclasses.replace(leaving, pools=Pools(activation=True, gradient=True))
+        sent, rest = lax.optimization_barrier((_copied(only(state, leaving)), only(state, filled)))
         state = merged(state, rest)
-        arrived = only(
-            self._permute(Permute.EARLY, merged(state, sent), columns),
-            [ARRIVED[way] for way in self.ticks.permutes],
-        )
+        sent = self._permute(Permute.EARLY, merged(state, sent), columns)
+        arrived = {ARRIVED[way]: sent.buffers[ARRIVED[way]] for way in self.ticks.permutes}
         # One loop around all ops: XLA's TPU scheduler starts a permute as late as the loops behind
-        # it take, were they to run, and the last ones mostly do not. Only as a whole do they stand
-        # beside it.
-        carried = only(state, fields(TickState) - set(ARRIVED.values()))
+        # it take, were they to run, and the last ones mostly do not. Only as one loop do they
+        # overlap with it.
+        buffers = {name: a for name, a in state.buffers.items() if name not in arrived}
         carried = lax.fori_loop(
-            0, columns.busy, lambda _, carried: self._run(self._ops, carried, columns), carried
+            0,
+            columns.busy,
+            lambda _, carried: self._run(self._ops, carried, columns),
+            dataclasses.replace(state, buffers=buffers),
         )
         # Without this XLA's GPU compiler moves the permutes, which nothing else in the tick reads,
         # in front of the next tick's ops.
         arrived, loss = lax.optimization_barrier((arrived, carried.loss))
-        return merged(state, merged(carried, dataclasses.replace(arrived, loss=loss)))
-
-    def _departing(self, state: TickState) -> TickState:
-        """The payloads once more. XLA takes a copy away again, but not a sum: with a zero that it
-        does not know to be one."""
-        zero = lax.optimization_barrier(jnp.zeros((), jnp.float32))
-        return jax.tree.map(lambda a: a + -zero.astype(a.dtype), only(state, self.ticks.permutes))
+        return merged(state, merged(carried, TickState(loss=loss, buffers=arrived)))
 
     # ------------------------------------------------------------------ how an op is run
 
@@ -232,7 +189,7 @@ class Tick:
         column = self.ticks.columns.runs[op.name]
         if not column.any():
             return state
-        carried, constants = only(state, op.carried), only(self.constants, op.fixed)
+        carried, constants = only(state, op.state), only(self.constants, op.constants)
         if column.all():
             with jax.named_scope(op.name):
                 return merged(state, op.run(carried, constants, columns))
@@ -256,86 +213,76 @@ class Tick:
             arrived = {}
             with jax.named_scope(name):
                 for way, step in ways.items():
-                    pairs = [
-                        (i, (i + step) % stages)
-                        for i in range(stages)
-                        if closed or 0 <= i + step < stages
-                    ]
-                    arrived[ARRIVED[way]] = lax.ppermute(getattr(state, way), STAGE, pairs)
-            return TickState(**arrived)
-
-        if column.all():
-            return merged(state, send(state))
+                    to = [(i, i + step) for i in range(stages) if closed or 0 <= i + step < stages]
+                    pairs = [(i, j % stages) for i, j in to]
+                    arrived[ARRIVED[way]] = lax.ppermute(state.buffers[way], STAGE, pairs)
+            return TickState(buffers=arrived)
 
         def body(i, _):
             # No trip changes what is sent: without the barrier it would be sent before the loop, in
             # every tick.
-            _, sources = lax.optimization_barrier((i, only(state, ways)))
-            return send(sources)
+            leaving = only(state, TickState(buffers=dict.fromkeys(ways, True)))
+            return send(lax.optimization_barrier((i, leaving))[1])
 
-        carried = only(state, [ARRIVED[way] for way in ways])
-        return merged(state, lax.fori_loop(0, columns.runs[name], body, carried))
+        if column.all():
+            return merged(state, send(state))
+        arrived = only(state, TickState(buffers={ARRIVED[way]: True for way in ways}))
+        return merged(state, lax.fori_loop(0, columns.runs[name], body, arrived))
 
-    # ------------------------------------------------------------------ the ops: names, what they r
+    # ------------------------------------------------------------------ the ops: what they use
 
     def _copy_op(self, copy: Copy) -> TickOp:
-        return TickOp(copy.op, (copy.source,), (copy.target,), functools.partial(self._copy, copy))
+        """Moves a message from a buffer to another one, or to a slot of a pool."""
+        message, slotted = copy.target == "activation", bool(copy.slot)
+        pools = Pools(activation=slotted and message, gradient=slotted and not message)
+        buffers = dict.fromkeys((copy.source,) if slotted else (copy.source, copy.target), True)
+        run = functools.partial(self._copy, copy)
+        return TickOp(copy.op, TickState(pools=pools, buffers=buffers), Constants(), run)
 
     def _embed_op(self) -> TickOp:
-        first = [("params", "first")] if self.embedding_and_head.parts.cfg.dense_layers else []
-        return TickOp(EMBED, (("params", "embed"), *first, "batch"), ("activation",), self._embed)
+        params = ModelTree(embed=True, first=self._has_dense_layers)
+        state = TickState(pools=Pools(activation=True))
+        return TickOp(EMBED, state, Constants(params, batch=True), self._embed)
 
-    def _cell_ops(self, unit: int) -> list[TickOp]:
+    def _cell_ops(self, unit: int, stack: LayerStack) -> list[TickOp]:
         """F, K, R, B and W of a local unit."""
-        fixed = (("params", "layers", str(unit)), "batch")
-        output, input_gradient = (self.ticks.result_buffers[op, unit] for op in (Op.F, Op.B))
-        residuals = ("residual_b", "residual_w")
-
-        def cell(
-            kind: str, reads: tuple[Field, ...], writes: tuple[Field, ...], run: Callable
-        ) -> TickOp:
-            return TickOp(
-                cell_op(kind, unit), (*fixed, *reads), writes, functools.partial(run, unit)
-            )
-
+        output, input_gradient = (
+            {self.ticks.result_buffers[op, unit]: True} for op in (Op.F, Op.B)
+        )
+        one_unit = ModelTree(layers={stack.unit: True})
+        recompute = Pools(activation=True, residual_b=True, residual_w=True)
+        backward = Pools(gradient=True, residual_b=True, residual_w=True, weight_stash=True)
+        weights = Pools(residual_w=True, weight_stash=True)
+        ops = {
+            "F": (TickState(pools=Pools(activation=True), buffers=output), self._forward),
+            "K": (TickState(pools=recompute, buffers=output), self._forward_saving),
+            "R": (TickState(pools=recompute), self._forward_saving),
+            "B": (TickState(pools=backward, buffers=input_gradient), self._input_gradient),
+            "W": (TickState(gradients=one_unit, pools=weights), self._weight_gradient),
+        }
+        constants = Constants(one_unit, batch=True)
         return [
-            cell("F", ("activation",), (output,), self._forward),
-            cell("K", ("activation",), (output, *residuals), self._forward_keeping),
-            cell("R", ("activation",), residuals, self._recompute),
-            cell(
-                "B",
-                ("gradient", *residuals),
-                (input_gradient, "weight_stash"),
-                self._input_gradient,
-            ),
-            cell(
-                "W",
-                ("residual_w", "weight_stash"),
-                (("gradients", "layers", str(unit)),),
-                self._weight_gradient,
-            ),
+            TickOp(cell_op(kind, unit), state, constants, functools.partial(run, stack))
+            for kind, (state, run) in ops.items()
         ]
 
     def _end_ops(self) -> list[TickOp]:
         """The head and the embedding's gradient; in evaluation the loss."""
-        cfg = self.embedding_and_head.parts.cfg
-        head: tuple[Field, ...] = (("params", "embed"), ("params", "head"))
+        cfg, dense = self.embedding_and_head.parts.cfg, self._has_dense_layers
+        predicts = cfg.mtp_depth > 0 and not self.table.forward_only
+        params = ModelTree(embed=True, head=True, predictors=predicts)
+        constants, pools = Constants(params, batch=True), Pools(activation=True)
         if self.table.forward_only:
-            return [TickOp(HEAD, (*head, "batch", "activation"), ("loss",), self._loss)]
-        writes: tuple[Field, ...] = ("loss", "gradient", ("gradients", "head"))
-        if cfg.tied_embeddings or cfg.mtp_depth:
-            writes += (("gradients", "embed"),)
-        if cfg.mtp_depth:
-            head, writes = (
-                (*head, ("params", "predictors")),
-                (*writes, "mtp_loss", ("gradients", "predictors")),
-            )
-        first = ("first",) if cfg.dense_layers else ()
-        dense = (("params", "embed"), ("params", "first")) if first else ()
-        sums = tuple(("gradients", name) for name in ("embed", *first))
+            return [TickOp(HEAD, TickState(loss=True, pools=pools), constants, self._loss)]
+        pools = Pools(activation=True, gradient=True)
+        sums = ModelTree(cfg.tied_embeddings or predicts, head=True, predictors=predicts)
+        head = TickState(loss=True, mtp_loss=predicts, gradients=sums, pools=pools)
+        sums = ModelTree(embed=True, first=dense)
+        embedding = TickState(gradients=sums, pools=Pools(gradient=True))
+        dense_layers = Constants(ModelTree(embed=dense, first=dense), batch=True)
         return [
-            TickOp(HEAD, (*head, "batch", "activation"), writes, self._loss_and_gradients),
-            TickOp(EMBED_GRADIENT, ("gradient", *dense, "batch"), sums, self._embed_gradient),
+            TickOp(HEAD, head, constants, self._loss_and_gradients),
+            TickOp(EMBED_GRADIENT, embedding, dense_layers, self._embed_gradient),
         ]
 
     # ------------------------------------------------------------------ the ops: what they do
@@ -343,122 +290,92 @@ class Tick:
     def _copy(
         self, copy: Copy, state: TickState, constants: Constants, columns: TickColumns
     ) -> TickState:
-        value = getattr(state, copy.source)
-        if copy.slot:
-            value = write_at(getattr(state, copy.target), value, getattr(columns.slots, copy.slot))
-        return dataclasses.replace(state, **{copy.target: value})
+        message = state.buffers[copy.source]
+        if not copy.slot:
+            return merged(state, TickState(buffers={copy.target: message}))
+        slot = getattr(columns.slots, copy.slot)
+        pools = jax.tree.map(lambda pool: write_at(pool, message, slot), state.pools)
+        return dataclasses.replace(state, pools=pools)
 
-    def _on_stage(self, result, kept, stage: int):
-        """Of an op that all stages share: its result on the stage that keeps it, on the others what
-        they kept before."""
-        return (
-            jnp.where(self._stage == stage, result.astype(kept.dtype), kept)
-            if self.embedding_and_head.shared
-            else result
-        )
+    def _on_stage(self, result: jax.Array, before: jax.Array, stage: int) -> jax.Array:
+        """The result of an op that all stages share on `stage`; on the others what is there
+        before."""
+        if not self.embedding_and_head.shared:
+            return result
+        return jnp.where(self._stage == stage, result.astype(before.dtype), before)
+
+    def _extra(self, constants: Constants, columns: TickColumns):
+        return self.embedding_and_head.extra(constants.batch, columns.microbatch)
 
     def _embed(self, state: TickState, constants: Constants, columns: TickColumns) -> TickState:
-        slot, pool = columns.slots.embed_activation, state.activation
+        slot, pool = columns.slots.embed_activation, state.pools.activation
         x = self.embedding_and_head.embed(constants, columns.embed_microbatch)
         x = self._on_stage(x, read_at(pool, slot), self.table.stage_of[0])
-        return dataclasses.replace(state, activation=write_at(pool, x, slot))
+        return dataclasses.replace(state, pools=Pools(activation=write_at(pool, x, slot)))
 
     def _embed_gradient(
         self, state: TickState, constants: Constants, columns: TickColumns
     ) -> TickState:
-        g = read_at(state.gradient, columns.slots.embedding_gradient)
+        g = read_at(state.pools.gradient, columns.slots.embedding_gradient)
         sums = self.embedding_and_head.embed_gradient(
             state.gradients, constants, columns.embed_gradient_microbatch, g
         )
         return dataclasses.replace(state, gradients=sums)
 
     def _loss(self, state: TickState, constants: Constants, columns: TickColumns) -> TickState:
-        y = read_at(state.activation, columns.slots.head_activation)
-        return dataclasses.replace(
-            state,
-            loss=state.loss + self.embedding_and_head.loss(constants, columns.head_microbatch, y),
-        )
+        y = read_at(state.pools.activation, columns.slots.head_activation)
+        loss = self.embedding_and_head.loss(constants, columns.head_microbatch, y)
+        return dataclasses.replace(state, loss=state.loss + loss)
 
     def _loss_and_gradients(
         self, state: TickState, constants: Constants, columns: TickColumns
     ) -> TickState:
-        slot, y = (
-            columns.slots.head_gradient,
-            read_at(state.activation, columns.slots.head_activation),
-        )
+        slot, pools = columns.slots.head_gradient, state.pools
+        y = read_at(pools.activation, columns.slots.head_activation)
         state, g = self.embedding_and_head.loss_and_gradients(
             state, constants, columns.head_microbatch, y
         )
-        g = self._on_stage(g, read_at(state.gradient, slot), self.table.stage_of[-1])
-        return dataclasses.replace(state, gradient=write_at(state.gradient, g, slot))
-
-    def _extra(self, constants: Constants, columns: TickColumns):
-        return self.embedding_and_head.extra(constants.batch, columns.microbatch)
+        g = self._on_stage(g, read_at(pools.gradient, slot), self.table.stage_of[-1])
+        pools = dataclasses.replace(pools, gradient=write_at(pools.gradient, g, slot))
+        return dataclasses.replace(state, pools=pools)
 
     def _forward(
-        self, unit: int, state: TickState, constants: Constants, columns: TickColumns
+        self, stack: LayerStack, state: TickState, constants: Constants, columns: TickColumns
     ) -> TickState:
-        x, extra = (
-            read_at(state.activation, columns.slots.activation),
-            self._extra(constants, columns),
-        )
-        y = self.stacks[unit].output(constants.params["layers"][str(unit)], x, extra)
-        return dataclasses.replace(state, **{self.ticks.result_buffers[Op.F, unit]: y})
+        x = read_at(state.pools.activation, columns.slots.activation)
+        params = constants.params.layers[stack.unit]
+        y = stack.output(params, x, self._extra(constants, columns))
+        return dataclasses.replace(state, buffers=dict.fromkeys(state.buffers, y))
 
-    def _output_and_residuals(
-        self, unit: int, state: TickState, constants: Constants, columns: TickColumns
-    ) -> tuple[jax.Array, TickState]:
-        """(the unit's output, the state with its residuals)."""
-        x, extra = (
-            read_at(state.activation, columns.slots.activation),
-            self._extra(constants, columns),
-        )
-        pools, slots = Residuals(state.residual_b, state.residual_w), self._residual_slots(columns)
-        y, pools = self.stacks[unit].output_and_residuals(
-            constants.params["layers"][str(unit)], x, extra, pools, slots
-        )
-        return y, dataclasses.replace(state, residual_b=pools.for_b, residual_w=pools.for_w)
-
-    def _residual_slots(self, columns: TickColumns) -> ResidualSlots:
-        return ResidualSlots(columns.slots.residual_b, columns.slots.residual_w)
-
-    def _forward_keeping(
-        self, unit: int, state: TickState, constants: Constants, columns: TickColumns
+    def _forward_saving(
+        self, stack: LayerStack, state: TickState, constants: Constants, columns: TickColumns
     ) -> TickState:
-        y, state = self._output_and_residuals(unit, state, constants, columns)
-        return dataclasses.replace(state, **{self.ticks.result_buffers[Op.F, unit]: y})
-
-    def _recompute(
-        self, unit: int, state: TickState, constants: Constants, columns: TickColumns
-    ) -> TickState:
-        return self._output_and_residuals(unit, state, constants, columns)[1]
+        """The state with the unit's residuals, and with its output where the op (K, not R) has a
+        buffer for it."""
+        x = read_at(state.pools.activation, columns.slots.activation)
+        params, extra = constants.params.layers[stack.unit], self._extra(constants, columns)
+        y, pools = stack.output_and_residuals(params, x, extra, state.pools, columns.slots)
+        return dataclasses.replace(state, pools=pools, buffers=dict.fromkeys(state.buffers, y))
 
     def _input_gradient(
-        self, unit: int, state: TickState, constants: Constants, columns: TickColumns
+        self, stack: LayerStack, state: TickState, constants: Constants, columns: TickColumns
     ) -> TickState:
-        pools, slots = Residuals(state.residual_b, state.residual_w), self._residual_slots(columns)
-        g, extra = (
-            read_at(state.gradient, columns.slots.gradient),
-            self._extra(constants, columns),
-        )
-        params, slot = constants.params["layers"][str(unit)], columns.slots.weight_stash
-        g, weight_stash = self.stacks[unit].input_gradient(
-            params, extra, pools, slots, g, state.weight_stash, slot
-        )
-        return dataclasses.replace(
-            state, weight_stash=weight_stash, **{self.ticks.result_buffers[Op.B, unit]: g}
-        )
+        g = read_at(state.pools.gradient, columns.slots.gradient)
+        params, extra = constants.params.layers[stack.unit], self._extra(constants, columns)
+        g, pools = stack.input_gradient(params, extra, state.pools, columns.slots, g)
+        return dataclasses.replace(state, pools=pools, buffers=dict.fromkeys(state.buffers, g))
 
     def _weight_gradient(
-        self, unit: int, state: TickState, constants: Constants, columns: TickColumns
+        self, stack: LayerStack, state: TickState, constants: Constants, columns: TickColumns
     ) -> TickState:
-        sums = self.stacks[unit].weight_gradient(
-            constants.params["layers"][str(unit)],
-            state.gradients["layers"][str(unit)],
-            self._extra(constants, columns),
-            state.residual_w,
-            columns.slots.residual_w,
-            state.weight_stash,
-            columns.slots.weight_stash,
-        )
-        return dataclasses.replace(state, gradients={"layers": {str(unit): sums}})
+        params, extra = constants.params.layers[stack.unit], self._extra(constants, columns)
+        sums = state.gradients.layers[stack.unit]
+        sums = stack.weight_gradient(params, sums, extra, state.pools, columns.slots)
+        return dataclasses.replace(state, gradients=ModelTree(layers={stack.unit: sums}))
+
+
+def _copied(messages: TickState) -> TickState:
+    """The same messages in arrays of their own. XLA takes a plain copy away again, but not a sum
+    with a zero that it does not know to be one."""
+    zero = lax.optimization_barrier(jnp.zeros((), jnp.float32))
+    return jax.tree.map(lambda a: a + -zero.astype(a.dtype), messages)

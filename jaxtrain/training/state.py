@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.devices.sharding import constrain, restricted, spec
 from jaxtrain.models.spec import Spec
-from jaxtrain.models.transformer import Parts
+from jaxtrain.models.transformer import ModelParts
 from jaxtrain.parallel import host_memory, replicas
 from jaxtrain.parallel.zero import Reduction, reduction_of
 from jaxtrain.schedule.placement import Placement
@@ -72,7 +72,7 @@ class Layout:
     """Where the model's parameters lie: everything about the state that the mesh decides. Its trees
     are shaped like the parameters."""
 
-    parts: Parts
+    parts: ModelParts
     placement: Placement
     mesh: Mesh
     zero: int = 1

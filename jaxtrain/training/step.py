@@ -17,7 +17,7 @@ from jaxtrain.config import Config, ConfigError, DataConfig, OptimizerConfig
 from jaxtrain.devices.compiler_options import compiler_options
 from jaxtrain.devices.mesh import CONTEXT, batch_shards
 from jaxtrain.devices.sharding import BATCH_SPEC
-from jaxtrain.models.transformer import Parts, build
+from jaxtrain.models.transformer import ModelParts, build
 from jaxtrain.parallel import host_memory, replicas
 from jaxtrain.parallel.zero import Zero
 from jaxtrain.pipeline.setup import Setup, make_setup
@@ -88,7 +88,7 @@ class Step:
     host_pools:   the pools in the host's memory
     """
 
-    parts: Parts
+    parts: ModelParts
     layout: Layout
     setup: Setup
     optimizer: optax.GradientTransformation

@@ -16,7 +16,7 @@ import worker
 from gpu_cases import CASES, KERNELS, OURS, TORCH
 
 from jaxtrain.config import ConfigError
-from jaxtrain.config.kernels import BLOCKS, PRODUCTS, Hardware, product_kernel
+from jaxtrain.config.kernels import BLOCKS, PRODUCTS, TargetDevice, product_kernel
 from jaxtrain.devices.mesh import make_mesh
 
 BY_NAME = {case.name: case for case in CASES}
@@ -374,8 +374,8 @@ def test_a_report_is_json():
 def test_the_chosen_product_is_beside_plain_products_and_beside_blocks_of_rows(
     monkeypatch, platform
 ):
-    monkeypatch.setattr("jaxtrain.devices.mesh.hardware", lambda: Hardware(platform))
-    chosen = PRODUCTS[product_kernel(Hardware(platform)).kernel]
+    monkeypatch.setattr("jaxtrain.devices.mesh.hardware", lambda: TargetDevice(platform))
+    chosen = PRODUCTS[product_kernel(TargetDevice(platform)).kernel]
     names = [c.name for c in gpu_kernels.products("m", 64, 8, 8, 4)]
     besides = ["a plain product for each", PRODUCTS[BLOCKS]][
         : 1 if chosen == PRODUCTS[BLOCKS] else 2
@@ -386,7 +386,7 @@ def test_the_chosen_product_is_beside_plain_products_and_beside_blocks_of_rows(
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])  # megablox takes no shapes as small as these
 def test_a_kernel_and_its_fallback_are_of_the_same_shapes(monkeypatch, platform):
     """Traced alone: what they compute is in test_gpu_torch.py."""
-    monkeypatch.setattr("jaxtrain.devices.mesh.hardware", lambda: Hardware(platform))
+    monkeypatch.setattr("jaxtrain.devices.mesh.hardware", lambda: TargetDevice(platform))
     with jax.set_mesh(make_mesh((1,) * 6, jax.devices()[:1])):
         for c in gpu_kernels.comparisons(True, "float32"):
             arrays = [jax.ShapeDtypeStruct(shape, "float32") for shape in c.shapes]

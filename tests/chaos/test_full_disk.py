@@ -20,7 +20,7 @@ from support import train_runs as runs
 from support.train_runs import settings
 
 from jaxtrain.checkpoint import __main__ as checkpoint
-from jaxtrain.checkpoint import keeping
+from jaxtrain.checkpoint import retention
 from jaxtrain.data.row_log import read_rows
 from jaxtrain.run.exit_status import ExitStatus
 
@@ -74,8 +74,8 @@ def test_a_disk_that_fills_up_and_is_enlarged(folder):
             and "absl" not in done.err
             and "Exception ignored" not in done.err
         )
-        assert runs.checkpoints(disk) == [3, 6] and not keeping.unfinished(
-            keeping.epath.Path(disk / "checkpoints")
+        assert runs.checkpoints(disk) == [3, 6] and not retention.unfinished(
+            retention.epath.Path(disk / "checkpoints")
         )
         subprocess.run(["mount", "-o", "remount,size=9m", disk], check=True)
         done = runs.train(folder / "run", *FLAGS, devices=1)

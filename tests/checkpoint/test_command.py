@@ -16,9 +16,9 @@ from support.damage import damage_numbers
 
 from jaxtrain import config as configs
 from jaxtrain.checkpoint import __main__ as command
-from jaxtrain.checkpoint import keeping, steps
+from jaxtrain.checkpoint import retention, steps
 from jaxtrain.checkpoint.manager import Checkpointer
-from jaxtrain.checkpoint.steps import VERSION, Meta
+from jaxtrain.checkpoint.steps import Meta
 from jaxtrain.run import streams
 from jaxtrain.training.state import stored_shapes
 from jaxtrain.training.step import make_step
@@ -40,7 +40,7 @@ def original(tmp_path_factory):
         folder / "checkpoints",
         step.layout.placement,
         stored_shapes(step.layout, step.optimizer),
-        command.Keep(5, best=1),
+        command.Retention(5, best=1),
     )
     for number, value in ((3, 1), (6, 2)):
         state = jax.tree.map(
@@ -49,7 +49,7 @@ def original(tmp_path_factory):
         )
         changed = configs.replace(CONFIG, {"optimizer.learning_rate": value / 100})
         about = {"wall_s": 12.5, "checksum": "ab" * 32, "tokenizer": {"kind": "bytes"}}
-        meta = Meta(config=configs.to_dict(changed), version=VERSION, step=number, **about)
+        meta = Meta(config=configs.to_dict(changed), step=number, **about)
         saves.save(number, state, dataclasses.asdict(meta))
         saves.evaluated(number, float(value))
     saves.close()
@@ -66,7 +66,7 @@ def run(original, tmp_path):
 def here(capsys, monkeypatch):
     """Runs the command in this process → (status, lines on standard output, standard error)."""
 
-    monkeypatch.setattr(keeping, "DELETION_S", 0.1)
+    monkeypatch.setattr(retention, "DELETION_S", 0.1)
 
     def call(*argv) -> tuple[int, list[str], str]:
         try:
@@ -212,7 +212,7 @@ def test_a_step_that_a_run_deletes_meanwhile_is_not_damaged(places, here, monkey
 
     def delete_first(folder, *rest):
         if folder.name == "3":
-            command.keeping.delete(folder)
+            command.retention.delete(folder)
         yield from damages(folder, *rest)
 
     monkeypatch.setattr(command.reading, "damages", delete_first)
@@ -236,7 +236,7 @@ def test_a_run_that_saves_and_deletes_faster_than_it_is_read(places, here, monke
         if step.name in ("3", "6"):
             for new in range(3):
                 shutil.copytree(step, folder / f"{10 * (new + int(step.name))}")
-            command.keeping.delete(step)
+            command.retention.delete(step)
         yield from damages(step, *rest)
 
     monkeypatch.setattr(command.reading, "damages", save_and_delete)

@@ -9,20 +9,24 @@ import random
 import shutil
 from collections.abc import Callable
 
-import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
-from etils import epath
-from support.checkpoint_state import Layout, abstract_state, assert_same, state, stored_shapes
+from support.checkpoint_state import (
+    Layout,
+    abstract_state,
+    assert_same,
+    checkpointer,
+    restored,
+    state,
+    stored_shapes,
+)
 from support.damage import DAMAGE, damage_numbers, files_of
 
-from jaxtrain.checkpoint import database, manager, saving, storage
-from jaxtrain.checkpoint.manager import Checkpointer
-from jaxtrain.checkpoint.restoring import restore_newest
-from jaxtrain.checkpoint.steps import MANIFEST_SINCE, CheckpointError, choose
+from jaxtrain.checkpoint import storage
+from jaxtrain.checkpoint.restoring import restore, restore_newest
+from jaxtrain.checkpoint.steps import CheckpointError, choose
 
 LAYOUT = Layout(18, stages=2, chunks=2, data=2, model=2)
-META = {"version": MANIFEST_SINCE}
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +34,12 @@ def original(tmp_path_factory):
     """A folder with steps 5 and 6; pieces of arrays lie in data files, for none is so small that it
     would be a part of the tree."""
     folder = tmp_path_factory.mktemp("original")
-    checkpointer = Checkpointer(folder, LAYOUT.placement, stored_shapes(LAYOUT))
+    saves = checkpointer(folder, LAYOUT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage, "_write_spec", without_inline_values(storage._write_spec))
         for step in (5, 6):
-            checkpointer.save(step, state(LAYOUT), META)
-        checkpointer.close()
+            saves.save(step, state(LAYOUT), {})
+        saves.close()
     return folder
 
 
@@ -57,12 +61,10 @@ def notice(folder: pathlib.Path) -> str:
     restore it. Fails if there is none."""
     choice = choose(folder, {})
     if choice.step == 5:
-        assert choice.strangers[0].step == 6
+        assert choice.unrecognized[0].step == 6
         return str(choice)
     try:
-        Checkpointer(folder, LAYOUT.placement, stored_shapes(LAYOUT)).restore(
-            6, abstract_state(LAYOUT)
-        )
+        restored(folder, 6, LAYOUT)
     except CheckpointError as error:
         return str(error)
     raise AssertionError("restored without a word")
@@ -127,51 +129,15 @@ def test_a_damaged_piece_is_refused_with_its_array_and_step(original, tmp_path):
     shutil.copytree(original, folder)
     damage_numbers(folder / "6", "params.layers.mlp.w/c/7")
     assert choose(folder, {}).step == 6
-    checkpointer = Checkpointer(folder, LAYOUT.placement, stored_shapes(LAYOUT))
     with pytest.raises(
         CheckpointError, match=r"6/state: params/layers/mlp/w cannot be read: its data is damaged$"
     ):
-        checkpointer.restore(6, abstract_state(LAYOUT))
+        restored(folder, 6, LAYOUT)
     part = lambda tree: {"params": {"embed": tree["params"]["embed"]}}
-    restored = manager.restore(
+    embed = restore(
         folder, 6, part(abstract_state(LAYOUT)), part(stored_shapes(LAYOUT)), LAYOUT.placement
     )
-    assert_same(restored, part(state(LAYOUT)))
-
-
-def test_a_checkpoint_of_zarr_2_is_read(tmp_path, monkeypatch):
-    """As they were before they had checksums."""
-    registry = ocp.type_handlers.create_type_handler_registry(
-        (storage.HostArray, storage.HostArrayHandler())
-    )
-    handler = lambda: ocp.PyTreeCheckpointHandler(
-        type_handler_registry=registry, use_compression=False
-    )
-
-    def zarr_2(value, info):
-        spec = ocp.type_handlers.get_json_tspec_write(
-            info,
-            use_ocdbt=True,
-            global_shape=value.shape,
-            local_shape=value.piece,
-            dtype=value.dtype,
-            process_index=0,
-        )
-        return ts.Spec(spec)
-
-    monkeypatch.setattr(storage, "_write_spec", zarr_2)
-    monkeypatch.setattr(saving, "tree_handler", handler)
-    monkeypatch.setattr(saving.manifest, "write", lambda step: None)
-    checkpointer = Checkpointer(tmp_path, LAYOUT.placement, stored_shapes(LAYOUT))
-    checkpointer.save(5, state(LAYOUT), {})
-    checkpointer.close()
-    stored = database.read(epath.Path(tmp_path / "5" / "state"))
-    assert any(v.key.endswith("/.zarray") for v in stored) and not any(
-        v.key.endswith("/zarr.json") for v in stored
-    )
-    choice = choose(tmp_path, {})
-    assert choice.step == 5
-    assert_same(checkpointer.restore(5, abstract_state(LAYOUT)), state(LAYOUT))
+    assert_same(embed, part(state(LAYOUT)))
 
 
 def test_a_run_goes_on_from_the_newest_step_whose_arrays_are_whole(original, tmp_path):
@@ -186,8 +152,8 @@ def test_a_run_goes_on_from_the_newest_step_whose_arrays_are_whole(original, tmp
         return choose(folder, {}, damaged=damaged)
 
     what = (folder, abstract_state(LAYOUT), stored_shapes(LAYOUT), LAYOUT.placement)
-    restored, choice = restore_newest(choose(folder, {}), choose_again, *what)
-    assert_same(restored, state(LAYOUT))
+    numbers, choice = restore_newest(choose(folder, {}), choose_again, *what)
+    assert_same(numbers, state(LAYOUT))
     why = "params/layers/mlp/w cannot be read: its data is damaged"
     assert (choice.step, str(choice), chosen) == (
         5,

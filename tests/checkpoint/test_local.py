@@ -9,39 +9,32 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from etils import epath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.checkpoint_processes import run_together
-from support.checkpoint_state import Layout, abstract_state, assert_same, state, stored_shapes
+from support.checkpoint_state import Layout, assert_same, shards_of, state
 
 from jaxtrain.checkpoint import local
-from jaxtrain.checkpoint.layout import Part, stored_arrays
+from jaxtrain.checkpoint.layout import Leaf
 from jaxtrain.checkpoint.local import (
     DamagedError,
     LocalCheckpointer,
     files_of,
     read_index,
     read_shard,
+    run_name,
 )
-from jaxtrain.checkpoint.local_restore import give_copies
-from jaxtrain.checkpoint.local_run import LocalCheckpoints
-from jaxtrain.checkpoint.shards import Shards
+from jaxtrain.checkpoint.local_restore import LocalFiles, Restored, give_copies
 
 LAYOUT = Layout(7, stages=2, chunks=2, data=2, model=2)
-
-
-def shards_of(layout: Layout = LAYOUT) -> Shards:
-    return Shards(
-        stored_arrays(abstract_state(layout), stored_shapes(layout), layout.placement),
-        layout.placement,
-    )
 
 
 def saver(
     folder: pathlib.Path, after: int = 0, said: list | None = None, process: int = 0
 ) -> LocalCheckpointer:
     say = (lambda line: pytest.fail(line)) if said is None else said.append
-    return LocalCheckpointer(folder, shards_of(), "start", after, say, process)
+    return LocalCheckpointer(folder, shards_of(LAYOUT), "start", after, say, process)
 
 
 def save(folder: pathlib.Path, *steps: int, **arguments) -> None:
@@ -51,31 +44,27 @@ def save(folder: pathlib.Path, *steps: int, **arguments) -> None:
     c.close()
 
 
-def opened(folder: pathlib.Path, layout: Layout = LAYOUT) -> LocalCheckpoints:
-    """The local checkpoints of a run whose own folder is beside the machine's."""
+def run_folder(folder: pathlib.Path) -> pathlib.Path:
+    """The folder on the machine of the run whose own folder is beside the machine's."""
     run = folder / "run"
-    return LocalCheckpoints(
-        str(folder / "machine"),
-        run,
-        run / "checkpoints",
-        abstract_state(layout),
-        stored_shapes(layout),
-        layout.placement,
-    )
+    return folder / "machine" / run_name(run, epath.Path(run / "checkpoints"))
 
 
 def save_in_run(folder: pathlib.Path, *steps: int) -> None:
-    c = opened(folder)
-    c.begin(0, pytest.fail)
-    for step in steps:
-        c.save(step, state(LAYOUT), {"step": step})
-    c.close()
+    save(run_folder(folder), *steps)
 
 
-def restored(folder: pathlib.Path, layout: Layout = LAYOUT, after: int = 0, before: int = 100):
-    c = opened(folder, layout)
+def restored(
+    folder: pathlib.Path, layout: Layout = LAYOUT, after: int = 0, before: int = 100
+) -> Restored | None:
+    files = LocalFiles(run_folder(folder), shards_of(layout))
     with jax.set_mesh(layout.mesh):
-        return c.restore(c.candidates(after, before, lambda meta: ""))
+        return files.restore(files.candidates(after, before, lambda meta: ""))
+
+
+def assert_is_the_state(found: Restored) -> None:
+    expected = state(LAYOUT)
+    assert_same(jax.tree.unflatten(jax.tree.structure(expected), found.leaves), expected)
 
 
 def machine_files(folder: pathlib.Path) -> dict[int, pathlib.Path]:
@@ -87,16 +76,18 @@ def machine_files(folder: pathlib.Path) -> dict[int, pathlib.Path]:
 def test_a_file_has_each_shard_once(tmp_path):
     save(tmp_path, 5)
     ((path, step),) = files_of(tmp_path)
-    index, shards = read_index(path), shards_of()
+    index, shards = read_index(path), shards_of(LAYOUT)
     assert (step, index.start, index.meta) == (5, "start", {"step": 5})
     assert set(index.places) == set(shards.devices)
-    numbers = sum(math.prod(shard.shape) * shards.dtype(shard).itemsize for shard in shards.devices)
+    numbers = sum(
+        math.prod(shard.shape) * shards.dtype(shard.leaf).itemsize for shard in shards.devices
+    )
     assert sum(place.size for place in index.places.values()) == numbers
     assert numbers < path.stat().st_size < numbers + 200 * len(index.places) + 1000
     for shard, place in index.places.items():
         leaf = jax.tree.leaves(state(LAYOUT))[shard.leaf]
         expected = np.asarray(leaf)[tuple(slice(*b) for b in shard.bounds)]
-        assert read_shard(place, shard, shards.dtype(shard)).tobytes() == expected.tobytes()
+        assert read_shard(place, shard, shards.dtype(shard.leaf)).tobytes() == expected.tobytes()
 
 
 def test_the_newest_two_are_kept_beside_the_one_that_is_written(tmp_path, monkeypatch):
@@ -184,7 +175,7 @@ def test_the_newest_within_bounds_is_restored(tmp_path, capsys):
     for bounds, step in [((0, 100), 15), ((0, 15), 10), ((14, 16), 15)]:
         found = restored(tmp_path, after=bounds[0], before=bounds[1])
         assert (found.step, found.meta.step) == (step, step)
-        assert_same(found.state, state(LAYOUT))
+        assert_is_the_state(found)
     assert f"which this machine still has in {tmp_path}/machine/run-" in found.source
     for bounds in [(15, 100), (0, 5)]:
         assert restored(tmp_path, after=bounds[0], before=bounds[1]) is None
@@ -206,7 +197,7 @@ def test_every_damage_is_found_and_the_one_before_restored(tmp_path, capsys):
         found = restored(tmp_path)
         output = capsys.readouterr()
         assert found.step == 10
-        assert_same(found.state, state(LAYOUT))
+        assert_is_the_state(found)
         assert (str(path) in output.err) == (content is not None)
     path.write_bytes(whole)
     assert restored(tmp_path).step == 15
@@ -230,8 +221,8 @@ def test_another_layout_or_run_restores_nothing(tmp_path):
 
 def test_a_reason_not_to_go_on_is_said(tmp_path, capsys):
     save_in_run(tmp_path, 5, 10)
-    c = opened(tmp_path)
-    candidates = c.candidates(
+    files = LocalFiles(run_folder(tmp_path), shards_of(LAYOUT))
+    candidates = files.candidates(
         0, 100, lambda meta: "its data have changed" if meta.step == 10 else ""
     )
     assert [saved.step for saved in candidates] == [5]
@@ -262,8 +253,8 @@ def test_copies_are_given_bit_for_bit(shape, spec, dtype):
     for shard in whole.addressable_shards:
         groups.setdefault(str(shard.index), []).append(shard)
     kept = {shard.device: shard.data for shards in groups.values() for shard in shards[1:]}
-    part = Part(0, None, shape, sharding)
-    given = give_copies(part, dtype, kept, {shards[1].device for shards in groups.values()})
+    leaf = Leaf(0, None, shape, sharding)
+    given = give_copies(leaf, dtype, kept, {shards[1].device for shards in groups.values()})
     assert given.sharding == sharding and given.dtype == dtype
     for shard in given.addressable_shards:
         assert (

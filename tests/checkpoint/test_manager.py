@@ -22,22 +22,20 @@ from support.checkpoint_state import (
     Layout,
     abstract_state,
     assert_same,
+    checkpointer,
+    latest_step,
+    restored,
     state,
     stored_numbers,
     stored_shapes,
 )
 
 from jaxtrain import config as configs
-from jaxtrain.checkpoint import database, keeping, saving, steps, storage
-from jaxtrain.checkpoint.keeping import Keep
-from jaxtrain.checkpoint.manager import (
-    Checkpointer,
-    expected_shapes,
-    latest_step,
-    restore,
-    wrong_arrays,
-)
-from jaxtrain.checkpoint.steps import CheckpointError, Meta, Stranger, choose, read_meta
+from jaxtrain.checkpoint import manifest, retention, saving, steps, storage
+from jaxtrain.checkpoint.manager import Checkpointer
+from jaxtrain.checkpoint.restoring import expected_shapes, restore, wrong_arrays
+from jaxtrain.checkpoint.retention import Retention
+from jaxtrain.checkpoint.steps import CheckpointError, Meta, UnrecognizedEntry, choose, read_meta
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.training import state as state_module
 from jaxtrain.training.step import make_step
@@ -64,10 +62,6 @@ LAYOUTS = {
 }
 
 
-def checkpointer(folder, layout: Layout, keep: int = 3) -> Checkpointer:
-    return Checkpointer(folder, layout.placement, stored_shapes(layout), keep)
-
-
 @pytest.fixture
 def saved(tmp_path):
     """A folder with step 5 of a state of 7 layers, and its layout."""
@@ -87,9 +81,7 @@ def test_every_layout_restores_every_other(tmp_path, layers):
     for target in LAYOUTS[layers]:
         expected = state(target)
         for i in range(len(LAYOUTS[layers])):
-            assert_same(
-                checkpointer(tmp_path / str(i), target).restore(1, abstract_state(target)), expected
-            )
+            assert_same(restored(tmp_path / str(i), 1, target), expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[7][1:], ids=str)
@@ -122,13 +114,13 @@ def test_stored_form_is_the_layers_in_order_and_nothing_padded(tmp_path, layout)
 def test_nothing_is_made_before_the_first_save(tmp_path):
     layout = Layout(7)
     c = checkpointer(tmp_path / "run", layout)
-    assert c.latest_step() is None
+    assert latest_step(tmp_path / "run") is None
     c.wait()
     c.close()
     with pytest.raises(CheckpointError, match="no checkpoint of step 3"):
-        c.restore(3, abstract_state(layout))
+        restored(tmp_path / "run", 3, layout)
     with pytest.raises(CheckpointError, match="no checkpoint of step 3"):
-        c.read_meta(3)
+        read_meta(tmp_path / "run", 3)
     assert not (tmp_path / "run").exists()
 
 
@@ -160,18 +152,18 @@ def test_the_state_may_be_overwritten_after_save_returns(tmp_path, monkeypatch):
     c.save(1, live, {})
     live = jax.jit(lambda s: jax.tree.map(lambda x: x * 0, s), donate_argnums=0)(live)
     assert not any(np.any(x) for x in jax.tree.leaves(jax.tree.map(jnp.any, live)))
-    assert c.latest_step() is None, "save must not wait for the files"
+    assert latest_step(tmp_path) is None, "save must not wait for the files"
     gate.set()
     c.wait()
-    assert_same(c.restore(1, abstract_state(layout)), state(layout))
+    assert_same(restored(tmp_path, 1, layout), state(layout))
     c.close()
 
 
 def test_a_restored_state_can_be_donated(saved):
     folder, layout = saved
-    restored = checkpointer(folder, layout).restore(5, abstract_state(layout))
+    numbers = restored(folder, 5, layout)
     expected = jax.tree.map(lambda x: np.asarray(x) + 1, state(layout))
-    got = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(restored)
+    got = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(numbers)
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
@@ -182,7 +174,8 @@ def test_keeps_the_newest(tmp_path):
         c.save(step, state(layout), {"step": step})
     c.wait()
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.isdigit()) == ["5", "9"]
-    assert (c.latest_step(), c.read_meta(5), c.read_meta(9)) == (9, {"step": 5}, {"step": 9})
+    assert latest_step(tmp_path) == 9
+    assert (read_meta(tmp_path, 5), read_meta(tmp_path, 9)) == ({"step": 5}, {"step": 9})
     c.close()
     # The next run goes on counting those that it finds.
     c = checkpointer(tmp_path, layout, keep=2)
@@ -193,17 +186,19 @@ def test_keeps_the_newest(tmp_path):
 
 def test_steps_that_a_run_has_gone_back_over_are_set_aside_and_saved_again(tmp_path):
     layout, said = Layout(7), []
-    c = Checkpointer(tmp_path, layout.placement, stored_shapes(layout), Keep(9), say=said.append)
+    c = checkpointer(tmp_path, layout, keep=9, log=said.append)
     for step in (1, 2, 3):
         c.save(step, state(layout), {"first": True})
     c.set_aside_after(1, "the run went back to step 1")  # while the last is being saved
-    assert c.latest_step() == 1 and c.save(2, state(layout), {"first": False})
+    assert latest_step(tmp_path) == 1 and c.save(2, state(layout), {"first": False})
     assert [*c.figures()] == [1]
     c.wait()
     assert [*c.figures()] == [2]
     c.close()
     names = sorted(p.name for p in tmp_path.iterdir())
-    assert names == ["1", "2", "2.broken-1", "3.broken-1"] and c.read_meta(2) == {"first": False}
+    assert names == ["1", "2", "2.broken-1", "3.broken-1"] and read_meta(tmp_path, 2) == {
+        "first": False
+    }
     assert [line.partition(": ")[2] for line in said] == [
         f"{step} (the run went back to step 1) is now {step}.broken-1" for step in (2, 3)
     ]
@@ -211,7 +206,7 @@ def test_steps_that_a_run_has_gone_back_over_are_set_aside_and_saved_again(tmp_p
 
 def test_keeps_some_for_ever_and_the_best(tmp_path):
     """By what is stored: the next run keeps the same ones."""
-    layout, keep = Layout(7), Keep(newest=1, every=4, best=2)
+    layout, keep = Layout(7), Retention(newest=1, every=4, best=2)
     losses = {1: 3.0, 2: 2.0, 3: 2.5, 4: 2.6, 5: 2.4, 6: 2.7}
     for first, last in ((1, 4), (4, 7)):
         c = Checkpointer(tmp_path, layout.placement, stored_shapes(layout), keep)
@@ -220,7 +215,7 @@ def test_keeps_some_for_ever_and_the_best(tmp_path):
             c.evaluated(step, losses[step])
         c.close()
     # 3 was among the best two until 5 came, 4 stays for ever, and 6 is the newest.
-    assert steps.names(tmp_path) == [2, 4, 5, 6] and choose(tmp_path, {}).strangers == ()
+    assert steps.names(tmp_path) == [2, 4, 5, 6] and choose(tmp_path, {}).unrecognized == ()
     (tmp_path / "validation_losses.json").write_text("{")
     c = Checkpointer(tmp_path, layout.placement, stored_shapes(layout), keep)
     c.save(7, state(layout), {})
@@ -231,7 +226,7 @@ def test_keeps_some_for_ever_and_the_best(tmp_path):
 def test_validation_losses_are_noted_of_all_steps_that_are_saved(tmp_path):
     """Also where none is kept for its loss. A step that is to be saved again has none until it is
     evaluated again."""
-    layout, noted = Layout(7), lambda: keeping.read_losses(epath.Path(tmp_path))
+    layout, noted = Layout(7), lambda: retention.read_losses(epath.Path(tmp_path))
     c = checkpointer(tmp_path, layout, keep=3)
     for step in (1, 2, 3, 4):
         if step != 2:
@@ -280,7 +275,7 @@ def test_a_checkpoint_whose_deletion_was_interrupted_is_in_nobodys_way(tmp_path)
     shutil.rmtree(tmp_path / "1" / "state")
     (tmp_path / "1" / "_CHECKPOINT_METADATA").unlink()
     c = checkpointer(tmp_path, layout, keep=2)
-    assert c.latest_step() == 3
+    assert latest_step(tmp_path) == 3
     c.save(4, state(layout), {})
     c.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["3", "4"]
@@ -319,13 +314,13 @@ def test_a_store_that_fails_for_a_while_costs_no_checkpoint(tmp_path, monkeypatc
     monkeypatch.setattr(saving, "RETRY_WAITS_S", (0.05, 0.1, 0.2))
     begun = failing(monkeypatch, FULL, ValueError("UNAVAILABLE: the store is busy"), FULL)
     layout, said = Layout(7), []
-    c = Checkpointer(tmp_path, layout.placement, stored_shapes(layout), say=said.append)
+    c = checkpointer(tmp_path, layout, log=said.append)
     c.save(1, state(layout), {})
     c.wait()
     waits = np.diff(begun)
     assert len(waits) == 3 and (waits >= (0.05, 0.1, 0.2)).all()
     assert not said and not caplog.records
-    assert_same(c.restore(1, abstract_state(layout)), state(layout))
+    assert_same(restored(tmp_path, 1, layout), state(layout))
     assert list(c.figures()) == [1] and not c.figures()
     c.close()
 
@@ -333,7 +328,7 @@ def test_a_store_that_fails_for_a_while_costs_no_checkpoint(tmp_path, monkeypatc
 def test_a_failed_save_is_reported_and_the_next_one_tries_again(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(saving, "RETRY_WAITS_S", (0.01, 0.01))
     layout, said = Layout(7), []
-    c = Checkpointer(tmp_path, layout.placement, stored_shapes(layout), say=said.append)
+    c = checkpointer(tmp_path, layout, log=said.append)
     c.save(1, state(layout), {})
     c.wait()
     with monkeypatch.context() as patch:
@@ -356,14 +351,14 @@ def test_a_failed_save_is_reported_and_the_next_one_tries_again(tmp_path, monkey
     assert c.save(3, state(layout), {})
     c.close()
     assert latest_step(tmp_path) == 3
-    assert_same(c.restore(1, abstract_state(layout)), state(layout))
+    assert_same(restored(tmp_path, 1, layout), state(layout))
 
 
 def test_a_save_that_fails_does_not_hold_up_the_next(tmp_path, monkeypatch):
     """It is not tried again when another one is due."""
     monkeypatch.setattr(saving, "RETRY_WAITS_S", (100.0,))
     begun, layout, said = failing(monkeypatch, FULL), Layout(7), []
-    c = Checkpointer(tmp_path, layout.placement, stored_shapes(layout), say=said.append)
+    c = checkpointer(tmp_path, layout, log=said.append)
     c.save(1, state(layout), {})
     began = time.monotonic()
     c.save(2, state(layout), {})
@@ -387,10 +382,10 @@ def test_parameters_alone(saved):
     folder, _ = saved
     layout = Layout(7, stages=1)
     part = lambda state: {"params": state["params"]}
-    restored = restore(
+    parameters = restore(
         folder, 5, part(abstract_state(layout)), part(stored_shapes(layout)), layout.placement
     )
-    assert_same(restored, {"params": state(layout)["params"]})
+    assert_same(parameters, {"params": state(layout)["params"]})
 
 
 def restore_with(saved, change) -> str:
@@ -399,7 +394,7 @@ def restore_with(saved, change) -> str:
     abstract, shapes = abstract_state(layout), stored_shapes(layout)
     change(abstract["params"]["embed"], shapes["params"]["embed"])
     with pytest.raises(CheckpointError) as error:
-        Checkpointer(folder, layout.placement, shapes).restore(5, abstract)
+        restore(folder, 5, abstract, shapes, layout.placement)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -440,7 +435,7 @@ def test_another_number_of_layers_is_named(saved):
         CheckpointError,
         match=r"layers/mlp/w is stored as float32\[7, 8, 16\]; float32\[6, 8, 16\] is wanted",
     ):
-        checkpointer(saved[0], layout).restore(5, abstract_state(layout))
+        restored(saved[0], 5, layout)
 
 
 def test_damaged_trees_are_named_in_plain_words(saved):
@@ -448,27 +443,26 @@ def test_damaged_trees_are_named_in_plain_words(saved):
     for file in (folder / "5" / "state").glob("**/d/*"):
         file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"5/state: \S+ cannot be read: its data is damaged$"):
-        checkpointer(folder, layout).restore(5, abstract_state(layout))
+        restored(folder, 5, layout)
 
 
-def save_of(config: configs.Config, folder, *at: int):
-    """A Checkpointer and the abstract state of a run of this config, after it has saved zeros at
-    these steps."""
+def save_of(config: configs.Config, folder, *at: int) -> tuple:
+    """The abstract state, its stored shapes and placement of a run of this config, after it has
+    saved zeros at these steps."""
     step = make_step(config, small.mesh_of(config))
     abstract = step.abstract_state()
     made = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), abstract)
-    c = Checkpointer(
-        folder, step.layout.placement, state_module.stored_shapes(step.layout, step.optimizer)
-    )
+    shapes = state_module.stored_shapes(step.layout, step.optimizer)
+    c = Checkpointer(folder, step.layout.placement, shapes)
     for number in at:
         c.save(number, made, {})
     c.close()
-    return c, abstract
+    return abstract, shapes, step.layout.placement
 
 
 def test_a_state_that_is_cut_off_is_known_without_reading_it(tmp_path):
     # A value of more than 1 KiB lies in a file of its own, which is not the tree's.
-    c, abstract = save_of(
+    what = save_of(
         small.config((1, 2, 1), changes={"model.mlp_width": 512}).resolve(), tmp_path, 5, 6
     )
     assert choose(tmp_path, {}).step == 6
@@ -481,14 +475,18 @@ def test_a_state_that_is_cut_off_is_known_without_reading_it(tmp_path):
     assert choice.step == 5 and latest_step(tmp_path) == 5
     assert re.fullmatch(rf"6 \({name} has [\d,]+ bytes of [\d,]+\)", str(choice)), str(choice)
     with pytest.raises(CheckpointError, match=r"6/state: \S+ cannot be read: its data is damaged$"):
-        c.restore(6, abstract)
-    (tmp_path / "6" / "manifest.json").unlink()  # as one that was saved before there were any
-    choice = choose(tmp_path, {})
-    assert re.fullmatch(
-        rf"6 \(its state is cut off: {name} has [\d,]+ bytes of at least [\d,]+\)", str(choice)
-    ), str(choice)
+        restore(tmp_path, 6, *what)
+    database = epath.Path(tmp_path / "6" / "state")  # by itself, without the manifest
+    with pytest.raises(
+        manifest.DatabaseError, match=rf"^is cut off: {name} has [\d,]+ bytes of at least [\d,]+$"
+    ):
+        manifest.read_database(database)
     file.unlink()
-    assert str(choose(tmp_path, {})) == f"6 (its state has no {name.relative_to('state')})"
+    assert str(choose(tmp_path, {})) == f"6 ({name} is missing)"
+    with pytest.raises(manifest.DatabaseError, match=f"^has no {name.relative_to('state')}$"):
+        manifest.read_database(database)
+    (tmp_path / "6" / "manifest.json").unlink()
+    assert str(choose(tmp_path, {})) == "6 (it has no manifest.json)"
 
 
 # --- what is set aside ----------------------------------------------------------------------------
@@ -506,8 +504,8 @@ def test_what_has_a_step_s_name_is_set_aside_by_the_first_save(saved):
     shutil.copytree(folder / "5", folder / "8")
     (folder / "notes").mkdir()
     said = []
-    cut_off = Stranger("8", "of another model", 8, holds=True)
-    c = Checkpointer(folder, layout.placement, stored_shapes(layout), 2, [cut_off], said.append)
+    cut_off = UnrecognizedEntry("8", "of another model", 8, holds_data=True)
+    c = checkpointer(folder, layout, keep=2, broken=[cut_off], log=said.append)
     assert c.save(6, state(layout), {}) and c.save(7, state(layout), {})
     (folder / "8").mkdir()  # while the run goes on
     assert c.save(8, state(layout), {})
@@ -529,7 +527,7 @@ def test_what_has_a_step_s_name_is_set_aside_by_the_first_save(saved):
         f"set aside in {folder}: 6 (an empty folder) is now 6.broken-1" in said
         and len(said) == len(moved) - 1
     )
-    assert_same(c.restore(8, abstract_state(layout)), state(layout))
+    assert_same(restored(folder, 8, layout), state(layout))
 
 
 @pytest.mark.parametrize(
@@ -543,7 +541,7 @@ def test_arrays_that_the_config_of_the_meta_does_not_make(tmp_path, changed):
     save_of(config, tmp_path, 3)
     meta, stored = (
         Meta(configs.to_dict(config)),
-        database.shapes(database.read(epath.Path(tmp_path / "3" / "state"))),
+        manifest.shapes(manifest.read_database(epath.Path(tmp_path / "3" / "state"))),
     )
     assert expected_shapes(config) == stored
     assert wrong_arrays(meta, stored) == ""
@@ -601,7 +599,7 @@ def test_saving_and_restoring_take_no_device_memory_but_the_state(tmp_path, monk
 
         monkeypatch.setattr(storage, name, wrapped)
 
-    for name in ("to_host", "_read_part"):
+    for name in ("to_host", "_read_leaf"):
         watch(name)
     base = live()
     s = state(layout)
@@ -613,11 +611,11 @@ def test_saving_and_restoring_take_no_device_memory_but_the_state(tmp_path, monk
     del s
     assert live() == base
     seen.clear()
-    restored = c.restore(1, abstract_state(layout))
+    numbers = restored(tmp_path, 1, layout)
     assert max(seen) <= live()
     whole = sum(
         x.nbytes
-        for leaf in jax.tree.leaves(restored)
+        for leaf in jax.tree.leaves(numbers)
         for s in leaf.addressable_shards
         for x in [s.data]
     )

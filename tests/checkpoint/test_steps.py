@@ -1,5 +1,5 @@
-"""Which of the things in a folder of checkpoints are whole steps, without jax: damage of every kind
-to one made by hand."""
+"""Which entries in a folder of checkpoints are complete steps, without jax: damage of every kind to
+one made by hand."""
 
 import errno
 import json
@@ -15,16 +15,16 @@ from etils import epath
 from support import ROOT
 
 from jaxtrain import config as configs
-from jaxtrain.checkpoint import database
+from jaxtrain.checkpoint import manifest
+from jaxtrain.checkpoint.manifest import DatabaseError, read_database
 from jaxtrain.checkpoint.steps import (
     TO_GENERATE,
     TO_TRAIN,
     CheckpointError,
     Meta,
-    Stranger,
+    UnrecognizedEntry,
     choose,
     read_meta,
-    strangers,
 )
 
 SHAPES = {"params/embed/table": (13, 8), "params/layers/mlp/w": (7, 8, 16), "step": ()}
@@ -50,11 +50,11 @@ def write_state(folder: pathlib.Path) -> None:
     with ts.Transaction() as transaction:
         for name, shape in SHAPES.items():
             key = name.replace("/", ".")
-            database.with_transaction(transaction)[f"{key}/.zarray"] = json.dumps(
-                {"shape": shape, "zarr_format": 2}
+            database.with_transaction(transaction)[f"{key}/zarr.json"] = json.dumps(
+                {"shape": shape, "zarr_format": 3}
             )
             for piece in range(20):
-                database.with_transaction(transaction)[f"{key}/{piece}"] = bytes(300)
+                database.with_transaction(transaction)[f"{key}/c/{piece}"] = bytes(300)
 
 
 def write_step(folder: pathlib.Path, step: int) -> pathlib.Path:
@@ -62,6 +62,7 @@ def write_step(folder: pathlib.Path, step: int) -> pathlib.Path:
     (folder / str(step) / "meta" / "metadata").write_text(json.dumps(meta_of(step)))
     (folder / str(step) / "_CHECKPOINT_METADATA").write_text('{"item_handlers": {}}')
     write_state(folder / str(step) / "state")
+    manifest.write(epath.Path(folder / str(step)))
     return folder / str(step)
 
 
@@ -75,21 +76,21 @@ def original(tmp_path_factory):
 
 @pytest.fixture
 def folder(original, tmp_path):
-    """Steps 9 and 12, both whole."""
+    """Steps 9 and 12, both complete."""
     shutil.copytree(original, tmp_path / "checkpoints")
     return tmp_path / "checkpoints"
 
 
 def test_the_newest_by_number(folder):
     choice = choose(folder, TO_TRAIN)
-    assert (choice.step, choice.meta, choice.steps, choice.strangers) == (
+    assert (choice.step, choice.meta, choice.steps, choice.unrecognized) == (
         12,
         Meta.from_json(meta_of(12)),
         (9, 12),
         (),
     )
     assert read_meta(folder, 9) == meta_of(9)
-    assert database.shapes(database.read(epath.Path(folder / "12" / "state"))) == SHAPES
+    assert manifest.shapes(read_database(epath.Path(folder / "12" / "state"))) == SHAPES
     assert choose(folder / "none", TO_TRAIN).step is None
 
 
@@ -100,11 +101,6 @@ def test_the_newest_before_a_step(folder):
         choose(folder, TO_TRAIN, before=12).steps,
     ) == (9, (9,))
     assert choose(folder, TO_TRAIN, before=9).step is None
-
-
-def test_the_position_of_older_checkpoints_is_their_step():
-    assert Meta.from_json({"step": 12}).position == 12
-    assert Meta.from_json({"step": 12, "position": 20}).position == 20
 
 
 def test_what_is_no_step(folder):
@@ -130,8 +126,8 @@ def test_what_is_no_step(folder):
         "07 (no step's name), list.txt (no step's name), notes (no step's name), １３ (no "
         "step's name)"
     )
-    assert not any(s.holds for s in choice.strangers)
-    assert [s.step for s in choice.strangers] == [100, 200, 300, None, None, None, None]
+    assert not any(s.holds_data for s in choice.unrecognized)
+    assert [s.step for s in choice.unrecognized] == [100, 200, 300, None, None, None, None]
 
 
 def metadata(text: str):
@@ -172,28 +168,44 @@ BROKEN = {
     "in its meta's config model=3 is a group of settings, not a value": changed(
         config={"model": 3, "data": {"seed": 1}}
     ),
-    "its _CHECKPOINT_METADATA is no JSON": lambda step: (step / "_CHECKPOINT_METADATA").write_text(
-        ""
-    ),
-    "its _CHECKPOINT_METADATA is not Orbax's": lambda step: (
+    "it has no manifest.json": lambda step: (step / "manifest.json").unlink(),
+    "manifest.json is damaged": lambda step: (step / "manifest.json").write_text("{}"),
+    "_CHECKPOINT_METADATA has 2 bytes of 21": lambda step: (
         step / "_CHECKPOINT_METADATA"
     ).write_text("[]"),
-    "its state has no manifest.ocdbt": lambda step: (step / "state" / "manifest.ocdbt").unlink(),
-    "its state has no d": lambda step: shutil.rmtree(step / "state" / "d"),
-    "its state is damaged": lambda step: os.truncate(step / "state" / "manifest.ocdbt", 20),
-    "its state is damaged ": cut,
+    "state/manifest.ocdbt is missing": lambda step: (step / "state" / "manifest.ocdbt").unlink(),
+    "state/d/": lambda step: shutil.rmtree(step / "state" / "d"),
+    "state/manifest.ocdbt has 20 bytes of ": lambda step: os.truncate(
+        step / "state" / "manifest.ocdbt", 20
+    ),
+    "state/d/ ": cut,
+}
+
+# of the database by itself, whose manifest has not been written yet
+BROKEN_DATABASE = {
+    "has no manifest.ocdbt": lambda step: (step / "state" / "manifest.ocdbt").unlink(),
+    "has no d": lambda step: shutil.rmtree(step / "state" / "d"),
+    "is damaged": lambda step: os.truncate(step / "state" / "manifest.ocdbt", 20),
+    "is damaged ": cut,
 }
 
 
 @pytest.mark.parametrize("why", BROKEN)
-def test_a_step_that_is_not_whole_is_passed_over(folder, why):
+def test_a_step_that_is_not_complete_is_passed_over(folder, why):
     BROKEN[why](folder / "12")
     choice = choose(folder, TO_TRAIN)
     assert (choice.step, choice.meta, choice.steps) == (9, Meta.from_json(meta_of(9)), (9,))
-    (found,) = choice.strangers
-    assert (found.name, found.step, found.holds) == ("12", 12, True)
+    (found,) = choice.unrecognized
+    assert (found.name, found.step, found.holds_data) == ("12", 12, True)
     assert found.why.startswith(why.strip()), found.why
     assert "\n" not in str(choice)
+
+
+@pytest.mark.parametrize("why", BROKEN_DATABASE)
+def test_a_damaged_database_is_known_without_reading_numbers(folder, why):
+    BROKEN_DATABASE[why](folder / "12")
+    with pytest.raises(DatabaseError, match=f"^{why.strip()}"):
+        read_database(epath.Path(folder / "12" / "state"))
 
 
 def test_the_caller_s_own_check_is_asked_from_the_newest_on(folder):
@@ -205,19 +217,19 @@ def test_the_caller_s_own_check_is_asked_from_the_newest_on(folder):
 
     choice = choose(folder, TO_GENERATE, wrong)
     assert asked == [(12, SHAPES), (9, SHAPES)]
-    assert choice.step == 9 and choice.strangers == (
-        Stranger("12", "of another model", 12, holds=True),
+    assert choice.step == 9 and choice.unrecognized == (
+        UnrecognizedEntry("12", "of another model", 12, holds_data=True),
     )
 
 
-def test_nothing_whole(folder):
+def test_nothing_complete(folder):
     for step in (9, 12):
         (folder / str(step) / "meta" / "metadata").unlink()
     choice = choose(folder, TO_TRAIN)
-    assert (choice.step, choice.meta, choice.steps) == (None, None, ()) and all(
-        s.holds for s in choice.strangers
+    assert (choice.step, choice.meta, choice.steps) == (None, Meta(), ()) and all(
+        s.holds_data for s in choice.unrecognized
     )
-    assert strangers(folder) == choice.strangers
+    assert [entry.name for entry in choice.unrecognized] == ["9", "12"]
 
 
 def test_a_folder_that_is_none(tmp_path):

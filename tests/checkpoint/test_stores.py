@@ -8,12 +8,18 @@ import time
 
 import pytest
 from support import object_store
-from support.checkpoint_state import Layout, abstract_state, assert_same, state, stored_shapes
+from support.checkpoint_state import (
+    Layout,
+    assert_same,
+    checkpointer,
+    latest_step,
+    restored,
+    state,
+)
 
 from jaxtrain import generate
 from jaxtrain.checkpoint import __main__ as command
 from jaxtrain.checkpoint import saving, steps, stores
-from jaxtrain.checkpoint.manager import Checkpointer, latest_step
 from jaxtrain.checkpoint.steps import CheckpointError, choose, names
 from jaxtrain.config import addresses
 
@@ -160,10 +166,6 @@ def directory(server, request):
     return f"s3://{server.bucket}/{request.node.name}"
 
 
-def checkpointer(directory: str, layout: Layout = LAYOUT, **arguments) -> Checkpointer:
-    return Checkpointer(directory, layout.placement, stored_shapes(layout), **arguments)
-
-
 def with_marks(test):
     for mark in object_store.needed:
         test = mark(test)
@@ -177,22 +179,22 @@ def test_save_restore_keep_and_set_aside(directory):
     assert stores.cannot_be_used(directory) == "" and names(directory) == []
     folder, said = stores.folder(directory), []
     (folder / "2" / "meta" / "metadata").write_text("{}")  # a save that did not end
-    assert names(directory) == [] and choose(directory, {}).strangers == ()
-    c = checkpointer(directory, keep=2, say=said.append)
+    assert names(directory) == [] and choose(directory, {}).unrecognized == ()
+    c = checkpointer(directory, LAYOUT, keep=2, log=said.append)
     for step in (1, 2, 3):
-        assert c.save(step, state(LAYOUT), {"step": step, "version": steps.MANIFEST_SINCE})
+        assert c.save(step, state(LAYOUT), {"step": step})
     c.wait()
     c.close()
     assert (names(directory), latest_step(directory), said) == ([2, 3], 3, [])
-    assert_same(checkpointer(directory, OTHER).restore(3, abstract_state(OTHER)), state(OTHER))
+    assert_same(restored(directory, 3, OTHER), state(OTHER))
 
     path = folder / "3" / "meta" / "metadata"
     path.write_bytes(path.read_bytes()[:-1] + b" ")
     assert latest_step(directory) == 2
-    broken = choose(directory, {}).strangers
+    broken = choose(directory, {}).unrecognized
     assert [(s.name, s.why) for s in broken] == [("3", "its meta is no JSON")]
-    c = checkpointer(directory, keep=5, broken=broken, say=said.append)
-    c.save(4, state(LAYOUT), {"step": 4, "version": steps.MANIFEST_SINCE})
+    c = checkpointer(directory, LAYOUT, keep=5, broken=broken, log=said.append)
+    c.save(4, state(LAYOUT), {"step": 4})
     c.close()
     assert (
         names(directory) == [2, 4]
@@ -210,11 +212,11 @@ def test_a_store_that_fails_for_a_while(server, directory, monkeypatch):
         stores, "_RETRIES", {"max_retries": 1, "initial_delay": "100ms", "max_delay": "200ms"}
     )
     said: list[str] = []
-    c = checkpointer(directory, say=said.append)
-    c.save(1, state(LAYOUT), {"step": 1, "version": steps.MANIFEST_SINCE})
+    c = checkpointer(directory, LAYOUT, log=said.append)
+    c.save(1, state(LAYOUT), {"step": 1})
     c.wait()
     server.stop()
-    c.save(2, state(LAYOUT), {"step": 2, "version": steps.MANIFEST_SINCE})
+    c.save(2, state(LAYOUT), {"step": 2})
     time.sleep(2)  # some attempts fail
     assert c.busy
     server.start()
@@ -223,7 +225,7 @@ def test_a_store_that_fails_for_a_while(server, directory, monkeypatch):
 
     server.stop()
     monkeypatch.setattr(saving, "RETRY_WAITS_S", (0.1,))
-    c.save(3, state(LAYOUT), {"step": 3, "version": steps.MANIFEST_SINCE})
+    c.save(3, state(LAYOUT), {"step": 3})
     while c.busy:
         time.sleep(0.1)
     assert (
@@ -232,14 +234,14 @@ def test_a_store_that_fails_for_a_while(server, directory, monkeypatch):
         and "the newest checkpoint is 2 in s3://" in said[0]
     )
     server.start()
-    c.save(4, state(LAYOUT), {"step": 4, "version": steps.MANIFEST_SINCE})
+    c.save(4, state(LAYOUT), {"step": 4})
     c.wait()
     c.close()
     assert names(directory) == [1, 2, 4]
 
     server.stop()  # before the first save of another start
-    other = checkpointer(directory, say=said.append)
-    assert not other.save(5, state(LAYOUT), {"step": 5, "version": steps.MANIFEST_SINCE})
+    other = checkpointer(directory, LAYOUT, log=said.append)
+    assert not other.save(5, state(LAYOUT), {"step": 5})
     assert len(said) == 2 and said[1].startswith(
         "warning: step 5 is not saved: Could not connect to the endpoint URL"
     )
@@ -248,9 +250,9 @@ def test_a_store_that_fails_for_a_while(server, directory, monkeypatch):
     ):
         other.wait()
     server.start()
-    assert other.save(6, state(LAYOUT), {"step": 6, "version": steps.MANIFEST_SINCE})
+    assert other.save(6, state(LAYOUT), {"step": 6})
     other.wait()
-    assert_same(checkpointer(directory).restore(4, abstract_state(LAYOUT)), state(LAYOUT))
+    assert_same(restored(directory, 4, LAYOUT), state(LAYOUT))
 
 
 @with_marks

@@ -11,15 +11,15 @@ from jaxtrain.config.kernels import (
     SPLASH,
     XLA,
     AttentionCase,
-    Hardware,
+    TargetDevice,
     attention_kernel,
 )
 
 V5P, H100, A100, CPU = (
-    Hardware("tpu"),
-    Hardware("gpu", (9, 0), 91200),
-    Hardware("gpu", (8, 0), 91200),
-    Hardware("cpu"),
+    TargetDevice("tpu"),
+    TargetDevice("gpu", (9, 0), 91200),
+    TargetDevice("gpu", (8, 0), 91200),
+    TargetDevice("cpu"),
 )
 MLA = {
     **{
@@ -39,7 +39,7 @@ def config(changes=None) -> cfg.Config:
     ).resolve()
 
 
-def chosen(hardware: Hardware, **fields) -> str:
+def chosen(hardware: TargetDevice, **fields) -> str:
     shape = {
         "bits": 16,
         "key_size": 128,
@@ -71,9 +71,9 @@ def chosen(hardware: Hardware, **fields) -> str:
         (H100, {"queries": 1024, "context": "ring"}, XLA),
         # too large a mask
         (H100, {"queries": 1 << 14, "keys": 1 << 15, "context": "all_gather"}, XLA),
-        (Hardware("gpu", (9, 0), 90900), {"key_size": 192}, XLA),
+        (TargetDevice("gpu", (9, 0), 90900), {"key_size": 192}, XLA),
         # ahead of time nobody can be asked
-        (Hardware("gpu", (9, 0), None), {"key_size": 192}, CUDNN),
+        (TargetDevice("gpu", (9, 0), None), {"key_size": 192}, CUDNN),
         (A100, {"documents": False}, CUDNN),
         (A100, {}, CUDNN_MASK),
         (A100, {"key_size": 192, "documents": False}, XLA),

@@ -44,11 +44,11 @@ def test_an_axis_that_does_not_divide_an_island_leaves_it():
     """Rows of six on islands of eight begin anywhere: two at least lie together and send over two
     adapters. Six alone fit."""
     straddling = links(model=6, data=8)
-    assert straddling.tier(("model",)).name == "outside"
+    assert straddling.route(("model",)).tier.name == "outside"
     assert seconds(straddling, GATHER, "model") == pytest.approx(5 / 6 / 100)
     assert (
-        links(model=6).tier(("model",)).name
-        == links(model=4, data=64).tier(("model",)).name
+        links(model=6).route(("model",)).tier.name
+        == links(model=4, data=64).route(("model",)).tier.name
         == "inside"
     )
 
@@ -59,7 +59,7 @@ def test_a_job_takes_as_many_of_an_island_as_divides():
         ISLANDS, tiers=(dataclasses.replace(ISLANDS.tiers[0], devices=72), ISLANDS.tiers[1])
     )
     names = {
-        m: Links(Layout(model=m, data=144), rack).tier(("model",)).name
+        m: Links(Layout(model=m, data=144), rack).route(("model",)).tier.name
         for m in (8, 9, 16, 64, 72, 48)
     }
     assert names == dict.fromkeys((8, 9, 16, 64, 72), "inside") | {48: "outside"}

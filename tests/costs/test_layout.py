@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxtrain.costs.layout import Layout, capacity_of, expert_rows, room_of
+from jaxtrain.costs.layout import Layout, capacity_of, device_capacity, routed_capacity
 from jaxtrain.costs.transformer import gpt
 
 
@@ -13,29 +13,29 @@ def test_slots_of_an_expert():
 
 
 def test_room_for_rows():
-    assert room_of(100, 2, 8, 4, 0.0) == 4 * 100 * 2  # all devices' choices
-    assert room_of(100, 4, 4, 4, 0.0) == 4 * 100  # a token chooses an expert once
-    assert room_of(100, 2, 8, 4, 1.501) == 304  # in fours
-    assert room_of(100, 2, 8, 4, 9.0) == 800  # never more than all
-    assert room_of(8192, 2, 8, 8, 2.0) == 32768
-    assert room_of(5, 2, 8, 4, 1.0) == 10
+    assert device_capacity(100, 2, 8, 4, 0.0) == 4 * 100 * 2  # all devices' choices
+    assert device_capacity(100, 4, 4, 4, 0.0) == 4 * 100  # a token chooses an expert once
+    assert device_capacity(100, 2, 8, 4, 1.501) == 304  # in fours
+    assert device_capacity(100, 2, 8, 4, 9.0) == 800  # never more than all
+    assert device_capacity(8192, 2, 8, 8, 2.0) == 32768
+    assert device_capacity(5, 2, 8, 4, 1.0) == 10
 
 
 def test_rows_of_a_layout():
     dense = gpt(64, 4, 2, sequence=100)
     model = dataclasses.replace(dense, experts=8, experts_per_token=2, expert_width=32)
     layout = Layout(expert=4, microbatch=3)
-    assert expert_rows(dense, layout) == 0
-    assert expert_rows(model, layout) == 4 * 300 * 2
+    assert routed_capacity(dense, layout) == 0
+    assert routed_capacity(model, layout) == 4 * 300 * 2
     assert (
-        expert_rows(dataclasses.replace(model, expert_room=1.0), layout)
-        == room_of(300, 2, 8, 4, 1.0)
+        routed_capacity(dataclasses.replace(model, expert_room=1.0), layout)
+        == device_capacity(300, 2, 8, 4, 1.0)
         < 4 * 300
     )
-    assert expert_rows(dataclasses.replace(model, capacity_factor=1.0), layout) == 8 * 3 * 25
+    assert routed_capacity(dataclasses.replace(model, capacity_factor=1.0), layout) == 8 * 3 * 25
     # A sequence that is split is still one, whose tokens may all lie on one device.
     assert (
-        expert_rows(
+        routed_capacity(
             dataclasses.replace(model, capacity_factor=4.0),
             Layout(expert=4, microbatch=3, context=2),
         )

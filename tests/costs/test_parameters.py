@@ -11,7 +11,7 @@ from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.costs.hardware import load
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.pipeline.step_model import step_model_of
-from jaxtrain.plan.predict import slots_of, with_op_times
+from jaxtrain.plan.predict import PlannedTable, with_op_times
 from jaxtrain.training.step import make_step
 
 LAYOUTS = {
@@ -65,7 +65,7 @@ def test_parameters_of_a_device(recipe, changes, layouts):
             math.prod(array.sharding.shard_shape(array.shape)) for array in jax.tree.leaves(params)
         )
         work = step_model_of(config, load("h100"))
-        slots = slots_of(with_op_times(config, work))
+        slots = PlannedTable(with_op_times(config, work)).slots()
         held = (
             work.device_parameters(slots.stored_layers, slots.shares_vocabulary)
             if slots

@@ -7,7 +7,7 @@ import pytest
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.models.attention import Attention
-from jaxtrain.models.spec import functional, specs
+from jaxtrain.models.spec import binder, specs
 from jaxtrain.parallel.attention import attend, causal_blocks
 
 BATCH, LENGTH, WIDTH, HEAD = 2, 9, 12, 4
@@ -116,7 +116,7 @@ def attention(**fields):
     cfg = ModelConfig(**defaults | {"biases": True, "init_std": 0.1} | fields)
     module = Attention(cfg, 0.1)
     random = np.random.default_rng(0)
-    return functional(module), jax.tree.map(
+    return binder(module), jax.tree.map(
         lambda s: random.normal(size=s.shape).astype(np.float32) * 0.5, specs(module)
     )
 
@@ -130,18 +130,18 @@ def test_the_layer_with_documents_apart():
     allowed = CAUSAL & (segments[:, :, None] == segments[:, None])
     wanted = dense("out", plain(*heads, allowed).reshape(BATCH, LENGTH, -1))
     np.testing.assert_allclose(
-        apply(params, x, np.zeros((1, LENGTH), int), segments), wanted, rtol=1e-4, atol=1e-4
+        apply(params)(x, np.zeros((1, LENGTH), int), segments), wanted, rtol=1e-4, atol=1e-4
     )
 
 
 def test_documents_apart_with_positions_from_0_are_documents_alone():
     apply, params = attention(positions="rotary", biases=False)
     x = normal(1, LENGTH, WIDTH)
-    packed = apply(
-        params, x, np.array([[0, 1, 2, 3, 0, 1, 2, 3, 4]]), np.array([[5, 5, 5, 5, 6, 6, 6, 6, 6]])
+    packed = apply(params)(
+        x, np.array([[0, 1, 2, 3, 0, 1, 2, 3, 4]]), np.array([[5, 5, 5, 5, 6, 6, 6, 6, 6]])
     )
     for part in (slice(0, 4), slice(4, 9)):
-        alone = apply(params, x[:, part], np.arange(x[:, part].shape[1])[None])
+        alone = apply(params)(x[:, part], np.arange(x[:, part].shape[1])[None])
         np.testing.assert_allclose(packed[:, part], alone, rtol=1e-5, atol=1e-5)
 
 
@@ -153,10 +153,8 @@ def test_through_a_cache(positions):
     cache = [jnp.full((BATCH, LENGTH + 3, 2, HEAD), 7.0)] * 2
     parts = []
     for first, end in ((0, 4), (4, 5), (5, 9)):
-        y, cache = apply(
-            params, x[:, first:end], where[:, first:end], cache, first, method="cached"
-        )
+        y, cache = apply(params).cached(x[:, first:end], where[:, first:end], cache, first)
         parts.append(y)
     np.testing.assert_allclose(
-        np.concatenate(parts, 1), apply(params, x, where), rtol=1e-5, atol=1e-5
+        np.concatenate(parts, 1), apply(params)(x, where), rtol=1e-5, atol=1e-5
     )

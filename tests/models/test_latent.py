@@ -8,7 +8,7 @@ import pytest
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.models.latent import LatentAttention
-from jaxtrain.models.spec import functional, specs
+from jaxtrain.models.spec import binder, specs
 
 BATCH, LENGTH, WIDTH, HEADS, HEAD, ROTATED, VALUE, QUERIES, RANK = 2, 9, 12, 3, 4, 2, 5, 7, 6
 EPSILON = 0.3  # large enough to be seen, and not that of the other norms
@@ -27,7 +27,7 @@ def latent(query_rank=QUERIES):
     others = {"rotary_base": 100.0, "init_std": 0.1, "biases": True, "latent_norm_epsilon": EPSILON}
     cfg = ModelConfig(**sizes, **others, attention="mla", query_rank=query_rank)
     module, random = LatentAttention(cfg, 0.1), np.random.default_rng(0)
-    return functional(module), jax.tree.map(
+    return binder(module), jax.tree.map(
         lambda s: random.normal(size=s.shape).astype(np.float32) * 0.5, specs(module)
     )
 
@@ -79,7 +79,7 @@ def inputs():
 def test_the_papers_equations(query_rank):
     apply, params = latent(query_rank)
     (x, positions), segments = inputs(), np.array([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0] * LENGTH])
-    got = apply(params, x, positions[None], segments)
+    got = apply(params)(x, positions[None], segments)
     for b in range(BATCH):
         allowed = CAUSAL & (segments[b][:, None] == segments[b])
         np.testing.assert_allclose(
@@ -94,12 +94,10 @@ def test_through_a_cache(query_rank):
     # what is in unused slots is never looked at
     cache, parts = [jnp.full((BATCH, LENGTH + 3, RANK + ROTATED), 7.0)], []
     cached = jax.jit(
-        lambda x, positions, cache, first: apply(
-            params, x, positions, cache, first, method="cached"
-        )
+        lambda x, positions, cache, first: apply(params).cached(x, positions, cache, first)
     )
     for first, end in ((0, 4), (4, 5), (5, 9)):
         y, cache = cached(x[:, first:end], positions[None, first:end], cache, first)
         parts.append(y)
-    whole = jax.jit(lambda x, positions: apply(params, x, positions))(x, positions[None])
+    whole = jax.jit(lambda x, positions: apply(params)(x, positions))(x, positions[None])
     np.testing.assert_allclose(np.concatenate(parts, 1), whole, rtol=1e-5, atol=1e-5)

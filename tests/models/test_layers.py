@@ -7,7 +7,7 @@ import pytest
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.models.layers import MLP, Norm, rotary
-from jaxtrain.models.spec import functional, specs
+from jaxtrain.models.spec import binder, specs
 
 
 def config(**fields):
@@ -42,16 +42,16 @@ def test_norm(norm, biases):
     wanted = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-3) * params[
         "scale"
     ] + params.get("bias", 0)
-    np.testing.assert_allclose(functional(module)(params, x), wanted, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(binder(module)(params)(x), wanted, rtol=2e-5, atol=2e-6)
 
 
 def test_norm_in_bfloat16_computes_in_float32():
     module = Norm(config(norm="layernorm"))
     # the mean and the squares would lose everything in 8 bits
     x = jnp.asarray(normal(2, 8) + 200, jnp.bfloat16)
-    got = functional(module)(weights(module), x)
+    got = binder(module)(weights(module))(x)
     assert got.dtype == jnp.bfloat16
-    wanted = functional(module)(weights(module), x.astype(jnp.float32))
+    wanted = binder(module)(weights(module))(x.astype(jnp.float32))
     np.testing.assert_array_equal(got, wanted.astype(jnp.bfloat16))
 
 
@@ -104,6 +104,6 @@ def test_mlp(activation, biases):
         assert "gate" not in params
         hidden = up / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3)))
     np.testing.assert_allclose(
-        functional(module)(params, x), dense("down", hidden), rtol=1e-4, atol=1e-5
+        binder(module)(params)(x), dense("down", hidden), rtol=1e-4, atol=1e-5
     )
     assert all(("bias" in part) == biases for part in params.values())

@@ -12,16 +12,22 @@ from jax.sharding import PartitionSpec as P
 from support import small
 
 from jaxtrain.config import Config, ModelConfig
-from jaxtrain.costs.layout import capacity_of, room_of
+from jaxtrain.costs.layout import capacity_of, device_capacity
 from jaxtrain.devices.mesh import AXES, EXPERT, MANUAL_AXES, make_mesh
 from jaxtrain.models.moe import MoE, with_counts, with_loss
-from jaxtrain.models.spec import functional, specs
+from jaxtrain.models.spec import binder, specs
 from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, keep_products
 
 B, T, D, ROWS = 3, 8, 6, 12
 BASE = ModelConfig(
     width=D, experts=6, experts_per_token=2, expert_width=5, balance_loss=0.0, init_std=0.5
 )
+
+
+def as_function(module: MoE):
+    """(parameters, x, drops) → the layer's output."""
+    bind = binder(module)
+    return lambda params, x, drops=True: bind(params)(x, drops)
 
 
 def made(**fields):
@@ -33,7 +39,7 @@ def made(**fields):
     )
     return (
         cfg,
-        jax.jit(functional(module), static_argnames="drops"),
+        jax.jit(as_function(module), static_argnames="drops"),
         jax.tree.map(draw, specs(module)),
     )
 
@@ -235,7 +241,7 @@ def test_rows_beyond_the_room_are_dropped(room):
     output, counts and gradients."""
     devices, b, t, k = 3, 6, T, 2
     cfg, _, params = made(expert_room=room, experts_per_token=k)
-    layer = functional(MoE(cfg, 0.5, ROWS))
+    layer = as_function(MoE(cfg, 0.5, ROWS))
     # the last device has more
     params["router"]["bias"] = np.linspace(0, 0.3, cfg.experts, dtype=np.float32)
     x, g = normal(b, t, D), normal(b, t, D, seed=5)
@@ -243,7 +249,7 @@ def test_rows_beyond_the_room_are_dropped(room):
     chosen = np.array([chosen_of(cfg, row) for row in biased.reshape(-1, cfg.experts)]).reshape(
         b, t, k
     )
-    limit = room_of(b // devices * t, k, cfg.experts, devices, room)
+    limit = device_capacity(b // devices * t, k, cfg.experts, devices, room)
     served = served_within(chosen, devices, cfg.experts, limit)
     assert 0 < (~served).sum() < served.size / 2
 

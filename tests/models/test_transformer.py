@@ -128,7 +128,7 @@ def test_a_part_of_the_padded_table_may_have_as_many_rows_as_the_vocabulary():
     assert parts.specs["head"]["table"].padded == (8, 32)
     params = {"norm": {"scale": jnp.ones(32)}, "table": jnp.zeros((4, 32))}
     x = jnp.ones((1, 2, 32))
-    logits = [parts.head(params, x, None, first) for first in (0, 4)]
+    logits = [parts.head(params)(x, None, first) for first in (0, 4)]
     assert np.isfinite(logits[0]).all() and np.isneginf(logits[1]).all()
 
 
@@ -149,9 +149,9 @@ def test_gradient_of_positions_is_added_in_place(rows):
     positions = np.random.default_rng(1).integers(0, 16, (rows, 16), np.int32)
     g = np.random.default_rng(2).normal(size=(2, 16, 32)).astype(np.float32)
     start = jnp.ones_like(params["embed"]["positions"])
-    wanted = jax.vjp(lambda p: parts.embed(p, tokens, positions, jnp.float32), params["embed"])[1](
-        g
-    )[0]["positions"]
+    wanted = jax.vjp(lambda p: parts.embedder(p)(tokens, positions, jnp.float32), params["embed"])[
+        1
+    ](g)[0]["positions"]
     np.testing.assert_allclose(
         transformer.add_position_gradient(start, positions, g), wanted + 1, rtol=1e-5, atol=1e-5
     )

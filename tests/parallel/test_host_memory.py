@@ -17,6 +17,7 @@ from support.plain_loop import CLIP, assert_same, reference, train, weights
 from support.small import Case
 
 from jaxtrain.checkpoint.manager import Checkpointer
+from jaxtrain.checkpoint.restoring import restore
 from jaxtrain.config import ConfigError
 from jaxtrain.parallel import host_memory
 from jaxtrain.plan.report import introduction
@@ -158,9 +159,7 @@ def test_the_program_has_what_is_said_on_the_host(offload):
 
 def test_any_checkpoint_continues_with_any_offload(tmp_path):
     (_, first), (_, second) = step_of("both"), step_of("none", (1, 1, 1))
-    keeper = lambda s: Checkpointer(
-        tmp_path, s.layout.placement, stored_shapes(s.layout, s.optimizer)
-    )
+    layout_of = lambda s: (stored_shapes(s.layout, s.optimizer), s.layout.placement)
     plain = weights(config())
 
     def filled(step):
@@ -171,10 +170,11 @@ def test_any_checkpoint_continues_with_any_offload(tmp_path):
         return dataclasses.replace(state, optimizer=(state.optimizer[0], new, *state.optimizer[2:]))
 
     for at, (one, other) in enumerate(((first, second), (second, first))):
-        saves = keeper(one)
+        shapes, placement = layout_of(one)
+        saves = Checkpointer(tmp_path, placement, shapes)
         saves.save(at, filled(one), {})
         saves.close()
-        restored = keeper(other).restore(at, other.abstract_state())
+        restored = restore(tmp_path, at, other.abstract_state(), *layout_of(other))
         jax.tree.map(np.testing.assert_array_equal, restored, filled(other))
         jax.tree.map(
             lambda a, b: a.sharding == b.sharding or pytest.fail(f"{a.sharding}"),

@@ -323,7 +323,7 @@ def test_a_model_that_fits_nowhere(plan, monkeypatch):
 
 def test_settings_of_one_layout_are_no_searchs(plan):
     assert plan("--config=tiny", "--devices=8", "--config.pipeline.chunk_layers=1,1")[1].endswith(
-        "use --config.pipeline.chunk_layers=, or a --layout of one kind of devices\n"
+        "use --config.pipeline.chunk_layers= (or a --layout of one kind of devices)\n"
     )
 
 
@@ -526,7 +526,7 @@ def test_unequal_devices_on_which_it_does_not_fit(plan):
         (["--config.data.batch_size=0"], "data.batch_size=0 must be at least 1"),
         (
             ["--layout=data=16,stage=8,model=8,microbatch=1", "--config.pipeline.layers_per_op=1"],
-            "need them whole: .*layers_per_op=0",
+            "need them unsplit: .*layers_per_op=0",
         ),
         (
             ["--layout=data=16,stage=8,model=8,microbatch=1", "--devices=7"],

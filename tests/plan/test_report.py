@@ -130,7 +130,7 @@ def test_what_zero_cannot_share_out_is_said():
         return [line for line in lines if line.startswith("ZeRO")]
 
     whole = (
-        "of the parameters stay whole on all 7 data shards: mesh.data=7 divides no free dimension "
+        "of the parameters are unsharded over all 7 devices: mesh.data=7 divides no free dimension "
         "of theirs (model.width=32)"
     )
     assert said(7, 3) == [f"ZeRO: 100% {whole}"]

@@ -50,7 +50,7 @@ def workdir(tmp_path, config):
 
 def test_what_records_say(workdir):
     lines = what_if.advise(workdir)
-    assert "the median of 5 rows" in lines[0] and lines[1].startswith("goodput 87.0 %")
+    assert "the median of 5 records" in lines[0] and lines[1].startswith("goodput 87.0 %")
     assert [line for line in lines if "of the wall time" in line] == [
         f"10.0% of the wall time: {what_if.REMEDIES['data_wait']}"
     ]
@@ -147,7 +147,7 @@ def pipe(path):
         (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
         (lambda folder: (folder / "config.json").write_text("{"), "its config.json is no config"),
         (lambda folder: (folder / "config.json").write_text("5"), "its config.json is no config"),
-        (lambda folder: (folder / "metrics.jsonl").unlink(), "has 0 rows with a step's time"),
+        (lambda folder: (folder / "metrics.jsonl").unlink(), "has 0 records with a step's time"),
         (
             lambda folder: (
                 (folder / "metrics.jsonl").unlink(),
@@ -163,7 +163,7 @@ def pipe(path):
             lambda folder: (folder / "metrics.jsonl").write_text(
                 rows(float("nan"), 0, -1, True, "1", None)
             ),
-            "has 0 rows",
+            "has 0 records",
         ),
         (
             lambda folder: (folder / "goodput.jsonl").write_text(

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from support import small
 from support.small import normal
 
-from jaxtrain.config.kernels import Hardware
+from jaxtrain.config.kernels import TargetDevice
 from jaxtrain.devices.mesh import AXES, make_mesh
 from jaxtrain.models import transformer
 from jaxtrain.parallel import attention, blockwise
@@ -148,7 +148,7 @@ def block(request):
     values = [
         s.constant + np.float32(s.std or 0.1) * normal(i, *s.shape) for i, s in enumerate(leaves)
     ]
-    return lambda p, x, extra: parts.block(p, x, *extra), jax.tree.unflatten(tree, values)
+    return lambda p, x, extra: parts.block(p)(x, *extra), jax.tree.unflatten(tree, values)
 
 
 POSITIONS = jnp.arange(LENGTH, dtype=jnp.int32)[None]
@@ -224,7 +224,7 @@ def test_attention_by_a_kernel_stays_whole(kernel, platform, keep, monkeypatch):
     """One call in F (and in K and R, which are the same op), and the kernel's gradient in B: two
     calls of splash, one of cuDNN; none in W. What crosses is no mask, no place of a document and
     nothing else than activations, each once."""
-    monkeypatch.setattr(attention, "hardware", lambda: Hardware(platform))
+    monkeypatch.setattr(attention, "hardware", lambda: TargetDevice(platform))
     tokens, changes = (
         256,
         {"model.kv_heads": 2, "data.sequence_length": 256, "precision.compute": "bfloat16"},
@@ -238,7 +238,7 @@ def test_attention_by_a_kernel_stays_whole(kernel, platform, keep, monkeypatch):
     numbers = jax.ShapeDtypeStruct((BATCH, tokens), jnp.int32)
     extra, ops = (numbers, numbers), {}
     with jax.set_mesh(make_mesh((1,) * len(AXES), jax.devices()[:1])):
-        split = LayerSplit(lambda p, x, extra: parts.block(p, x, *extra), params, x, extra, keep)
+        split = LayerSplit(lambda p, x, extra: parts.block(p)(x, *extra), params, x, extra, keep)
         kept = split.residuals
         for op, run, *args in (
             ("F", split.output_and_residuals, params, x, extra),

@@ -8,9 +8,11 @@ import pytest
 from support import small
 from support.small import normal
 
-from jaxtrain.runtime.backward_split import LayerSplit, Residuals
-from jaxtrain.runtime.layer_stack import LayerStack, ResidualSlots, empty_pool
+from jaxtrain.runtime.backward_split import LayerSplit
+from jaxtrain.runtime.layer_stack import LayerStack, RecomputedLayer, empty_pool
+from jaxtrain.runtime.tick_state import Pools
 from jaxtrain.schedule.placement import Placement
+from jaxtrain.schedule.slots import TickSlots
 
 WIDTH, SHAPE = 6, (2, 5, 6)
 
@@ -52,30 +54,25 @@ def run(case: str, extra, recompute: bool):
     layer = lambda params, x, extra: block(params, x, *extra)
     split = LayerSplit(layer, jax.tree.map(lambda a: a[0], params), x, extra)
     pool = lambda shapes: [jnp.full_like(a, jnp.nan) for a in empty_pool(3, rows, shapes)]
-    pools, slots = (
-        Residuals(pool(split.residuals.for_b), pool(split.residuals.for_w)),
-        ResidualSlots(2, 1),
+    pools = Pools(
+        residual_b=pool(split.residuals.for_b),
+        residual_w=pool(split.residuals.for_w),
+        weight_stash=pool(split.weight_stash),
     )
+    slots = TickSlots(residual_b=2, residual_w=1, weight_stash=0)
+    at_once = RecomputedLayer(layer, params, x) if recompute else split
 
     @jax.jit
     def ops(stage, params, x, g):
-        stack = LayerStack(layer, split, placement, unit, stage)
-        y, residuals = stack.output_and_residuals(params, x, extra, pools, slots)
-        dx, stash = stack.input_gradient(
-            params, extra, residuals, slots, g, pool(split.weight_stash), 0
-        )
-        apart = (
-            stack.weight_gradient(params, sums, extra, residuals.for_w, slots.for_w, stash, 0),
-            dx,
-        )
-        keep = stack.output_keeping_inputs if recompute else stack.output_keeping_residuals
-        gradients_from = (
-            stack.gradients_from_inputs if recompute else stack.gradients_from_residuals
-        )
-        whole, kept = keep(params, x, extra)
+        stack = LayerStack(split, placement, unit, stage)
+        y, filled = stack.output_and_residuals(params, x, extra, pools, slots)
+        dx, filled = stack.input_gradient(params, extra, filled, slots, g)
+        apart = stack.weight_gradient(params, sums, extra, filled, slots), dx
+        both = LayerStack(at_once, placement, unit, stage)
+        whole, saved = both.output_saving(params, x, extra)
         return (stack.output(params, x, extra), y, whole), (
             apart,
-            gradients_from(params, sums, extra, kept, g),
+            both.gradients(params, sums, extra, saved, g),
         )
 
     return params, x, g, ops(stage, params, x, g)
@@ -116,13 +113,14 @@ def test_what_is_kept():
     )
     layer = lambda params, x, extra: block(params, x, *extra)
     x, extra = normal(4, *SHAPE), EXTRA["documents"]
-    stack = LayerStack(
-        layer, LayerSplit(layer, jax.tree.map(lambda a: a[0], params), x, extra), placement, 0, 0
-    )
+    split = LayerSplit(layer, jax.tree.map(lambda a: a[0], params), x, extra)
 
-    inputs = jax.eval_shape(lambda x: stack.output_keeping_inputs(params, x, extra)[1], x)
-    assert inputs.shape == (3, *SHAPE)  # each layer's
-    residuals = jax.eval_shape(lambda x: stack.output_keeping_residuals(params, x, extra)[1], x)
+    def saved(split):
+        stack = LayerStack(split, placement, 0, 0)
+        return jax.eval_shape(lambda x: stack.output_saving(params, x, extra)[1], x)
+
+    assert saved(RecomputedLayer(layer, params, x)).shape == (3, *SHAPE)  # each layer's input
+    residuals = saved(split)
     shapes = {a.shape for a in jax.tree.leaves(residuals)}
     assert (3, 2, 5, 4) in shapes, "the hidden layer is kept as well, not computed again"
     assert not {(3, WIDTH, 4), (3, 4, WIDTH)} & shapes, "weights are not kept"

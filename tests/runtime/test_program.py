@@ -23,7 +23,7 @@ from jaxtrain.devices.mesh import AXES, MODEL, STAGE
 from jaxtrain.hlo.program import Instruction, Program
 from jaxtrain.parallel.zero import Reduction
 from jaxtrain.runtime import runtime, tick
-from jaxtrain.runtime.tick_state import TickState, merged, only
+from jaxtrain.runtime.tick_state import ModelTree, Pools, TickState, merged, only
 from jaxtrain.schedule.columns import permutes
 from jaxtrain.schedule.slots import SlottedTable
 from jaxtrain.schedule.table import Permute, wraps
@@ -357,7 +357,7 @@ def test_a_conditional_in_place_of_the_loop_is_found(monkeypatch):
     def once(self, op, state, columns):
         if not self.ticks.columns.runs[op.name].any():
             return state
-        carried, fixed = only(state, op.carried), only(self.constants, op.fixed)
+        carried, fixed = only(state, op.state), only(self.constants, op.constants)
         runs = lambda carried: op.run(carried, fixed, columns)
         return merged(
             state, lax.cond(columns.runs[op.name] > 0, runs, lambda carried: carried, carried)
@@ -371,9 +371,9 @@ def test_a_conditional_in_place_of_the_loop_is_found(monkeypatch):
 def test_a_gradient_added_up_outside_its_op_is_found(monkeypatch):
     def call(self, state, columns, original=tick.Tick.__call__):
         changed = original(self, state, columns)
-        before, after = (s.gradients["layers"]["0"] for s in (state, changed))
+        before, after = (s.gradients.layers["0"] for s in (state, changed))
         halved = jax.tree.map(lambda a, b: a + 0.5 * (b - a), before, after)
-        return merged(changed, TickState(gradients={"layers": {"0": halved}}))
+        return merged(changed, TickState(gradients=ModelTree(layers={"0": halved})))
 
     monkeypatch.setattr(tick.Tick, "__call__", call)
     assert large_moves(compile_program(SMALLEST))
@@ -381,14 +381,13 @@ def test_a_gradient_added_up_outside_its_op_is_found(monkeypatch):
 
 @pytest.mark.full
 def test_a_copied_pool_is_found(monkeypatch):
-    def forward(self, unit, state, constants, columns, original=tick.Tick._forward):
-        changed = lax.fori_loop(
-            0, columns.microbatch, lambda i, x: x.at[i].set(state.up), state.activation
-        )
+    def forward(self, stack, state, constants, columns, original=tick.Tick._forward):
+        pool, up = state.pools.activation, state.buffers["up"]
+        changed = lax.fori_loop(0, columns.microbatch, lambda i, x: x.at[i].set(up), pool)
         # the old pool is read after the loop has updated the new one
-        kept = state.activation[changed.sum().astype(int) % 2]
-        after = original(self, unit, state, constants, columns)
-        return dataclasses.replace(after, up=after.up + kept)
+        kept = pool[changed.sum().astype(int) % 2]
+        after = original(self, stack, state, constants, columns)
+        return dataclasses.replace(after, buffers={"up": after.buffers["up"] + kept})
 
     monkeypatch.setattr(tick.Tick, "_forward", forward)
     assert large_copies(compile_program(SMALLEST))
@@ -397,9 +396,8 @@ def test_a_copied_pool_is_found(monkeypatch):
 def test_a_permute_in_an_op_is_found(monkeypatch):
     def embed(self, state, constants, columns, original=tick.Tick._embed):
         after = original(self, state, constants, columns)
-        return dataclasses.replace(
-            after, activation=lax.ppermute(after.activation, STAGE, [(0, 1), (1, 0)])
-        )
+        moved = lax.ppermute(after.pools.activation, STAGE, [(0, 1), (1, 0)])
+        return dataclasses.replace(after, pools=Pools(activation=moved))
 
     monkeypatch.setattr(tick.Tick, "_embed", embed)
     assert len(misplaced_permutes(compile_program(SMALLEST))) == 1
@@ -407,8 +405,8 @@ def test_a_permute_in_an_op_is_found(monkeypatch):
 
 @pytest.mark.full
 def test_a_reduction_in_the_scan_is_found(monkeypatch):
-    def backward(self, unit, state, constants, columns, original=tick.Tick._weight_gradient):
-        after = original(self, unit, state, constants, columns)
+    def backward(self, stack, state, constants, columns, original=tick.Tick._weight_gradient):
+        after = original(self, stack, state, constants, columns)
         return dataclasses.replace(
             after, gradients=jax.tree.map(lambda a: lax.psum(a, "data"), after.gradients)
         )
@@ -452,7 +450,7 @@ def test_slots_are_as_large_as_is_said(changes, monkeypatch):
     with jax.set_mesh(step.mesh):
         step.gradients.trace(step.abstract_state().params, step.abstract_batch)
     size = lambda kind: sum(
-        a.size * a.dtype.itemsize for a in jax.tree.leaves(getattr(states[-1], kind))
+        a.size * a.dtype.itemsize for a in jax.tree.leaves(getattr(states[-1].pools, kind))
     )
     said, kinds = (
         step.slot_bytes(),

@@ -13,6 +13,11 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.checkpoint.layout import Shards, stored_arrays
+from jaxtrain.checkpoint.manager import Checkpointer
+from jaxtrain.checkpoint.restoring import restore
+from jaxtrain.checkpoint.retention import Retention
+from jaxtrain.checkpoint.steps import choose
 from jaxtrain.devices.mesh import AXES
 from jaxtrain.parallel import replicas
 from jaxtrain.schedule.placement import Placement
@@ -144,6 +149,28 @@ def state(layout: Layout) -> dict:
     return jax.tree.unflatten(
         tree, [make(path, leaf, s) for (path, leaf), s in zip(leaves, tree.flatten_up_to(shapes))]
     )
+
+
+def checkpointer(folder, layout: Layout, keep: int = 3, **arguments) -> Checkpointer:
+    """A Checkpointer of this layout; arguments: as of the class."""
+    shapes = stored_shapes(layout)
+    return Checkpointer(folder, layout.placement, shapes, Retention(keep), **arguments)
+
+
+def shards_of(layout: Layout) -> Shards:
+    """The distinct shards of the state."""
+    arrays = stored_arrays(abstract_state(layout), stored_shapes(layout), layout.placement)
+    return Shards(arrays, layout.placement)
+
+
+def latest_step(folder) -> int | None:
+    """The newest complete step, None if there is none."""
+    return choose(folder, {}).step
+
+
+def restored(folder, step: int, layout: Layout) -> dict:
+    """The state of a step in this layout."""
+    return restore(folder, step, abstract_state(layout), stored_shapes(layout), layout.placement)
 
 
 def assert_same(got, expected):

@@ -20,13 +20,22 @@ import signal
 import sys
 
 import jax
+from etils import epath
 
 from jaxtrain.checkpoint import saving, storage
-from jaxtrain.checkpoint.local_run import LocalCheckpoints
-from jaxtrain.checkpoint.manager import Checkpointer
-from jaxtrain.checkpoint.steps import CheckpointError
+from jaxtrain.checkpoint.local import LocalCheckpointer, run_name
+from jaxtrain.checkpoint.local_restore import LocalFiles
+from jaxtrain.checkpoint.steps import CheckpointError, read_meta
 from jaxtrain.devices import cluster
-from support.checkpoint_state import Layout, abstract_state, assert_same, state, stored_shapes
+from support.checkpoint_state import (
+    Layout,
+    assert_same,
+    checkpointer,
+    latest_step,
+    restored,
+    shards_of,
+    state,
+)
 
 
 def kill(folder: str, when: str):
@@ -44,7 +53,7 @@ def kill(folder: str, when: str):
             os.kill(os.getpid(), signal.SIGKILL)
 
     storage._write = dying
-    c = Checkpointer(folder, layout.placement, stored_shapes(layout))
+    c = checkpointer(folder, layout)
     c.save(2, state(layout), {})
     if when == "unfinished":
         os._exit(9)
@@ -55,14 +64,14 @@ def next_step(folder: str, processes: str, index: str, port: str, step: str, *la
     """Restores a step with several processes, compares it, and saves the next one."""
     jax.distributed.initialize(f"localhost:{port}", int(processes), int(index))
     layout = Layout(*map(int, layout))
-    c = Checkpointer(folder, layout.placement, stored_shapes(layout))
-    assert c.latest_step() == int(step)
-    assert c.read_meta(int(step)) == {"step": int(step)}
-    restored = c.restore(int(step), abstract_state(layout))
-    assert_same(restored, state(layout))
-    assert c.save(int(step) + 1, restored, {"step": int(step) + 1})
+    c = checkpointer(folder, layout)
+    assert latest_step(folder) == int(step)
+    assert read_meta(folder, int(step)) == {"step": int(step)}
+    numbers = restored(folder, int(step), layout)
+    assert_same(numbers, state(layout))
+    assert c.save(int(step) + 1, numbers, {"step": int(step) + 1})
     c.close()
-    assert c.latest_step() == int(step) + 1
+    assert latest_step(folder) == int(step) + 1
 
 
 def locally(folder: str, mishap: str, processes: str, index: str, port: str, *layout: str):
@@ -75,14 +84,11 @@ def locally(folder: str, mishap: str, processes: str, index: str, port: str, *la
         pathlib.Path(folder) / f"machine-{index}",
     )
 
-    def opened() -> LocalCheckpoints:
-        shapes, abstract = stored_shapes(laid_out), abstract_state(laid_out)
-        return LocalCheckpoints(
-            str(machine), run, run / "checkpoints", abstract, shapes, laid_out.placement
-        )
-
-    local = opened()
-    local.begin(0, print)
+    name = cluster.from_main(
+        lambda: run_name(run, epath.Path(run / "checkpoints")), CheckpointError
+    )
+    shards = shards_of(laid_out)
+    local = LocalCheckpointer(machine / name, shards, "start", 0, print)
     for step in (5, 10, 15):
         local.save(step, state(laid_out), {"step": step})
     local.close()
@@ -103,17 +109,18 @@ def locally(folder: str, mishap: str, processes: str, index: str, port: str, *la
             (machine.parent / old).rename(machine.parent / new)
     cluster.barrier("after the mishap")
 
-    local = opened()
+    files = LocalFiles(machine / name, shards)
     with jax.set_mesh(laid_out.mesh):
-        restored = local.restore(
-            local.candidates(0, 100, lambda meta: "it is odd" if meta.step == 15 else "")
+        found = files.restore(
+            files.candidates(0, 100, lambda meta: "it is odd" if meta.step == 15 else "")
         )
-    if restored is None:
+    if found is None:
         print("restored nothing")
         return
-    assert_same(restored.state, state(laid_out))
-    assert restored.meta.step == restored.step
-    print(f"restored step {restored.step}, {restored.source}")
+    expected = state(laid_out)
+    assert_same(jax.tree.unflatten(jax.tree.structure(expected), found.leaves), expected)
+    assert found.meta.step == found.step
+    print(f"restored step {found.step}, {found.source}")
 
 
 def failing(folder: str, processes: str, index: str, port: str, *layout: str):
@@ -131,7 +138,7 @@ def failing(folder: str, processes: str, index: str, port: str, *layout: str):
 
     storage._write = some
     layout, said = Layout(*map(int, layout)), []
-    c = Checkpointer(folder, layout.placement, stored_shapes(layout), say=said.append)
+    c = checkpointer(folder, layout, log=said.append)
     assert c.save(1, state(layout), {"step": 1})
     c.wait()
     assert c.save(2, state(layout), {"step": 2})
@@ -145,7 +152,7 @@ def failing(folder: str, processes: str, index: str, port: str, *layout: str):
         raise AssertionError("nobody was told")
     c.close()
     assert len(attempts) == 3 + 4 and not said
-    assert c.latest_step() == 1
+    assert latest_step(folder) == 1
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from etils import epath
 
-from jaxtrain.checkpoint import database
+from jaxtrain.checkpoint.manifest import read_database
 
 LONG = 4000  # bytes that are overwritten together
 
@@ -47,7 +47,7 @@ def damage_numbers(step: pathlib.Path, piece: str) -> None:
     state = step / "state"
     value = next(
         v
-        for v in sorted(database.read(epath.Path(state)), key=lambda v: v.key)
+        for v in sorted(read_database(epath.Path(state)), key=lambda v: v.key)
         if v.key.startswith(piece) and v.inline is None
     )
     file = state / value.file

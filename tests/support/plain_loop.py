@@ -75,12 +75,12 @@ def further_losses(parts, params, batch, x):
             {n: p for n, p in module.items() if n != "norm"},
             np.roll(np.arange(tokens.shape[1]), -k),
         )
-        x, norm = parts.norm(norm, x), module["norm"]
-        x = parts.predictor(
-            inner, x, table[(tokens[:, following]).at[:, -k:].set(0)], positions, segments
+        x, norm = parts.norm(norm)(x), module["norm"]
+        x = parts.predictor(inner)(
+            x, table[(tokens[:, following]).at[:, -k:].set(0)], positions, segments
         )
-        logits = parts.head(
-            {**params["head"], "norm": norm}, x, table if m.tied_embeddings else None
+        logits = parts.head({**params["head"], "norm": norm})(
+            x, table if m.tied_embeddings else None
         )[:, :-k]
         same = 1 if segments is None else segments[:, :-k] == segments[:, k:]
         total += (
@@ -129,8 +129,8 @@ def _reference(cfg: Config, steps: int) -> Run:
         x = transformer.trunk(
             parts, params, batch["tokens"], batch.get("positions"), batch.get("segments")
         )
-        logits = parts.head(
-            params["head"], x, params["embed"]["table"] if cfg.model.tied_embeddings else None
+        logits = parts.head(params["head"])(
+            x, params["embed"]["table"] if cfg.model.tied_embeddings else None
         )
         loss = mean(logits, batch["targets"], batch["weights"])
         return loss + further_losses(parts, params, batch, x), loss

@@ -7,11 +7,11 @@ import numpy as np
 from jaxtrain.config import Config
 from jaxtrain.devices.sharding import named
 from jaxtrain.models.spec import Spec
-from jaxtrain.models.transformer import Parts, build
+from jaxtrain.models.transformer import ModelParts, build
 from support import small
 
 
-def plain_model(cfg: Config) -> tuple[Parts, dict]:
+def plain_model(cfg: Config) -> tuple[ModelParts, dict]:
     """(parts, {"embed", "layers" (leaves [L, ...]), "head", …}) on the config's mesh, over `model`;
     weights do not depend on it."""
     mesh, random = small.mesh_of(cfg), np.random.default_rng(0)
