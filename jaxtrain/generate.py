@@ -196,15 +196,15 @@ def find_checkpoint(
     say: Callable[[str], object] = lambda line: None,
     damaged: Mapping[int, str] = NONE,
 ) -> tuple[epath.Path, int]:
-    """The folder of checkpoints and the step, the newest whole one for −1. Raises UsageError where
-    it is not there or not whole.
+    """The folder of checkpoints and the step, the newest complete one for −1. Raises UsageError if
+    that is missing or not complete.
 
     wrong, damaged: as in `choose`; say: gets a line about what is passed over.
     """
     folder, choice = _checkpoints_of(workdir, wrong, damaged)
     if choice.step is None:
         broken = ", ".join(str(entry) for entry in choice.unrecognized if entry.step is not None)
-        but = f"; these are not whole: {broken}" if broken else ""
+        but = f"; these are not complete: {broken}" if broken else ""
         train = f"it first in python -m jaxtrain.train --workdir={workdir}"
         rule = f"--workdir={workdir!r} has no finished checkpoint{but}"
         raise UsageError(rule, advice="the folder of a run" if stores.scheme_of(folder) else train)
@@ -219,9 +219,9 @@ def find_checkpoint(
         why = what_is_wrong(folder / str(step), Meta.from_json(read_meta(folder, step)), wrong)
         if not why:
             return folder, step
-    others = [whole for whole in choice.steps if whole != step]
+    others = [other for other in choice.steps if other != step]
     nearest = min(others, key=lambda other: (abs(other - step), other)) if others else choice.step
-    rule = f"--step={step} {f'is not whole: {why}' if why else f'is no checkpoint of {workdir}'}"
+    rule = f"--step={step} {f'is not complete: {why}' if why else f'is no checkpoint of {workdir}'}"
     raise UsageError(f"{rule} (it has {', '.join(map(str, others))})", {"step": nearest})
 
 

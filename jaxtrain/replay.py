@@ -90,7 +90,7 @@ def replay(
     checkpoints.choose()
     if not checkpoints.step:
         place = checkpoints.directory
-        raise ReplayError(f"--replay={at}: {place} has no whole checkpoint before step {at}")
+        raise ReplayError(f"--replay={at}: {place} has no complete checkpoint before step {at}")
     corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
     checkpoints.check_corpus(corpus)
     checkpoints.log_changes()

@@ -303,7 +303,7 @@ def test_what_the_checkpoint_refuses(run, here, capsys, argv, message):
 
 
 def test_what_is_not_whole_is_passed_over(run, here, capsys, tmp_path):
-    """Without --step the newest whole one is taken; one that is asked for must be whole."""
+    """Without --step the newest complete one is taken; one that is asked for must be complete."""
     folder = tmp_path / "checkpoints"
     shutil.copytree(run / "checkpoints", folder)
     (folder / "40").mkdir()
@@ -334,7 +334,7 @@ def test_what_is_not_whole_is_passed_over(run, here, capsys, tmp_path):
             capsys, here, f"--workdir={tmp_path}", "--prompt=1", "--tokens=2", f"--step={step}"
         )
         assert re.search(
-            rf"--step={step} is not whole: {reason} \(it has .*12.*\): use --step=12", error
+            rf"--step={step} is not complete: {reason} \(it has .*12.*\): use --step=12", error
         ), error
     # Of arrays, damage is found when they are read: then the one before is taken.
     damage_numbers(folder / "12", "params.layers.mlp.up.weight/c/4")
@@ -354,7 +354,7 @@ def test_what_is_not_whole_is_passed_over(run, here, capsys, tmp_path):
     )
     shutil.rmtree(folder / "12")
     shutil.rmtree(folder / "2")
-    assert "has no finished checkpoint; these are not whole: 3 (" in refused(
+    assert "has no finished checkpoint; these are not complete: 3 (" in refused(
         capsys, here, f"--workdir={tmp_path}", "--prompt=1"
     )
 

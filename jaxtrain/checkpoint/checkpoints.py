@@ -115,9 +115,9 @@ class Checkpoints:
         choice = self._choice = choose_together(self.directory, damaged, self._before)
         if choice.unrecognized:
             rest = (
-                f"the newest whole checkpoint is {choice.step}"
+                f"the newest complete checkpoint is {choice.step}"
                 if choice.step
-                else "there is no whole checkpoint"
+                else "there is no complete checkpoint"
             )
             cluster.log(f"passed over in {self.directory}: {choice}; {rest}")
         if choice.step:

@@ -55,7 +55,7 @@ def choose_together(
         lost = ", ".join(str(entry) for entry in choice.unrecognized if entry.holds_data)
         if choice.step is None and lost:
             raise CheckpointError(
-                f"{directory} has no whole checkpoint: {lost}: move it away to begin anew, or "
+                f"{directory} has no complete checkpoint: {lost}: move it away to begin anew, or "
                 "use another --workdir"
             )
         return dataclasses.asdict(choice)

@@ -161,7 +161,7 @@ class Topology:
 
     @property
     def wrap(self) -> tuple[bool, ...]:
-        """For each of three dimensions, whether a slice's links form a ring."""
+        """The dimensions, of three, along which a slice's links form a ring."""
         if self.platform.backend == "gpu":
             return (False,) * 3
         if self.platform.sizes == 3:
