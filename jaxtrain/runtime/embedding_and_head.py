@@ -70,7 +70,7 @@ class HeadTree(NamedTuple):
     table: Any
 
     def with_norm(self, norm: Tree) -> "HeadTree":
-        """The same with another norm before the output matrix."""
+        """Replaces the norm before the output matrix."""
         return self._replace(head={**self.head, "norm": norm})
 
 
@@ -255,7 +255,7 @@ class EmbeddingAndHead:
         positions = self._positions(constants.batch, microbatch, tokens)
         dense, embed = sums.first, dict(sums.embed)
         if dense:
-            dense, g = self._dense_gradients(dense, constants, microbatch, g)
+            dense, g = self._add_dense(dense, constants, microbatch, g)
         lookup = _Lookup(tokens, self._broadcast(g, self.first_stage))
         embed["table"] = self._add_lookup(embed["table"], lookup)
         if "positions" in embed:
@@ -265,11 +265,9 @@ class EmbeddingAndHead:
             embed["positions"] = self._close(before, added, reduction)
         return ModelTree(embed=embed, first=dense)
 
-    def _dense_gradients(
-        self, sums: Tree, constants: Constants, microbatch, g
-    ) -> tuple[Tree, jax.Array]:
-        """(gradient sums of the dense layers, which are recomputed; gradient of the first one's
-        input)."""
+    def _add_dense(self, sums: Tree, constants: Constants, microbatch, g) -> tuple[Tree, jax.Array]:
+        """(the sums with the gradients of the dense layers, which are recomputed; the gradient of
+        the first one's input)."""
         backward, x = [], self._embedded(constants, microbatch)
         extra = self.extra(constants.batch, microbatch)
         layer = lambda params, x: self.parts.dense_block(params)(x, *extra)
