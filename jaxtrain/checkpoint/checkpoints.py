@@ -35,7 +35,6 @@ from jaxtrain.config.resume import changes
 from jaxtrain.config.settings import CheckpointConfig
 from jaxtrain.data.tokens import Corpus, DataError
 from jaxtrain.devices import cluster
-from jaxtrain.pipeline.checks import RULES_WITH_TABLES
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.parameter_checks import Finiteness
@@ -56,8 +55,8 @@ class Checkpoints:
 
     Args:
       config: the run's, resolved.
-      unresolved, recipe: the config before it was resolved, and before the command's flags, from
-        which an error's suggestions start.
+      unresolved: the config before it was resolved, from which an error's suggestions start.
+      environment: what these suggestions have to fit.
       workdir: the run's folder.
       before: checkpoints of this step and later ones are not looked at; None: all are.
     """
@@ -66,12 +65,12 @@ class Checkpoints:
         self,
         config: Config,
         unresolved: Config,
-        recipe: Config,
+        environment: Environment,
         workdir: pathlib.Path,
         before: int | None = None,
     ):
         self.directory = folder_of_checkpoints(config.checkpoint, workdir)
-        self._config, self._unresolved, self._recipe = config, unresolved, recipe
+        self._config, self._unresolved, self._environment = config, unresolved, environment
         self._workdir, self._before = workdir, before
         self._intervals = Intervals.of(config.train, config.checkpoint, config.metrics.log_every)
         self._choice = StepChoice()
@@ -195,10 +194,7 @@ class Checkpoints:
 
     def _refuse(self, meta: Meta) -> None:
         """Raises ConfigError where the config cannot continue a checkpoint with this meta."""
-        environment = Environment(
-            jax.device_count(), jax.default_backend(), self._recipe, rules=RULES_WITH_TABLES
-        )
-        check_resume(meta.stored_config(), self._unresolved, environment)
+        check_resume(meta.stored_config(), self._unresolved, self._environment)
 
     def _why_not(self, meta: Meta) -> str:
         """The reason not to resume from a checkpoint with this meta, in words; "" if there is
