@@ -33,7 +33,7 @@ def touched(name: str) -> set[str]:
     return set(re.findall(r"^\+\+\+ b/(\S+)$", (HERE / f"{name}.patch").read_text(), re.MULTILINE))
 
 
-def tests_of(name: str) -> list[str]:
+def changed_tests(name: str) -> list[str]:
     """The files of tests that a patch changes, or whose cases it changes."""
     cases = {"tests/support/broken_settings.py": "tests/config/test_checks.py"}
     paths = [cases.get(path, path) for path in sorted(touched(name))]
@@ -86,8 +86,8 @@ def test_a_recipe_works(name, patched):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [name for name in NAMES if tests_of(name)])
+@pytest.mark.parametrize("name", [name for name in NAMES if changed_tests(name)])
 def test_the_tests_of_a_recipe_pass(name, patched):
     tree, options = patched(name), "-q -x -n 0 -p no:cacheprovider".split()
     run(tree, HERE / f"check_{name}.py")
-    run(tree, "-m", "pytest", *options, *tests_of(name))
+    run(tree, "-m", "pytest", *options, *changed_tests(name))
