@@ -30,7 +30,7 @@ from step_seconds import StepSeconds  # noqa: E402
 
 from jaxtrain import cli  # noqa: E402
 from jaxtrain import config as configs  # noqa: E402
-from jaxtrain.config import Config, ConfigError, checks  # noqa: E402
+from jaxtrain.config import Config, checks  # noqa: E402
 from jaxtrain.config.flags import Flag, apply, read_flags  # noqa: E402
 from jaxtrain.config.recipes import RecipeError, find_recipe, load_recipe  # noqa: E402
 from jaxtrain.hlo.topology import (  # noqa: E402
@@ -38,7 +38,6 @@ from jaxtrain.hlo.topology import (  # noqa: E402
     PLATFORMS,
     Refused,
     Topology,
-    TopologyError,
     compile_config,
     compilers,
     fitting,
@@ -357,7 +356,7 @@ def main(argv: list[str]) -> None:
         cli.fail(str(reading.errors[0]))
     try:
         wanted = list(cases(reading.values, reading.overrides))
-    except (ConfigError, RecipeError, TopologyError, ValueError) as error:
+    except (RecipeError, ValueError) as error:  # also those of settings and topologies
         cli.fail(str(error))
     records: list[dict] = []
     for case in wanted:

@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import types
 
 import jax
 import jax.numpy as jnp
@@ -206,45 +205,6 @@ def test_the_end_of_the_positions_is_said(run, here, capsys):
         "stopped: at --tokens=38; no position is left (model.max_positions=40); the last 24 "
         "lie beyond the 16 tokens"
     )
-
-
-def samples(tokens: int, *chunks, interrupt: bool = False) -> tuple[generate.Ended, str]:
-    """What `show` makes of chunks of new ids, and its line; with Ctrl-C after them."""
-
-    def made():
-        yield from (np.array(chunk) for chunk in chunks)
-        if interrupt:
-            raise KeyboardInterrupt
-
-    flags = types.SimpleNamespace(samples=len(chunks[0]), prompt="", tokens=tokens)
-    ended = generate.show(made(), NoTokenizer(VOCABULARY), [1], flags)
-    return ended, generate.how_it_ended(ended, 1, config())
-
-
-def test_why_samples_ended(capsys):
-    """An id of -1 is where a document has ended; no chunk has them for all samples at once."""
-    assert samples(3, [[5, 6]], [[7]])[1] == "stopped: at --tokens=3"
-    assert samples(3, [[5, 6]])[1] == "stopped: at the end of the document, after 2 tokens"
-    assert samples(3, [[5], [6]], [[5, 7], [8, -1]])[1] == (
-        "stopped: 1 of 2 samples at --tokens=3; 1 of 2 samples at the end of the document, "
-        "after 2 tokens"
-    )
-    assert (
-        samples(4, [[5, 6, 7], [6, -1, -1], [8, 9, -1]])[1]
-        == "stopped: 3 of 3 samples at the end of the document, after 1 to 3 tokens"
-    )
-    assert capsys.readouterr().out.startswith(" 5 6 7\n 5 6\n---")
-
-
-def test_ctrl_c_leaves_the_text_until_then(capsys):
-    ended, line = samples(9, [[5, 6, 7], [6, -1, -1]], interrupt=True)
-    assert ended.interrupted()
-    assert (
-        line
-        == "stopped: 1 of 2 samples at the end of the document, after 1 token; 1 of 2 samples by "
-        "Ctrl-C, after 3 tokens"
-    )
-    assert capsys.readouterr().out == "--- sample 1 of 2\n 5 6 7\n--- sample 2 of 2\n 6\n"
 
 
 def refused(capsys, call, *argv: str) -> str:
