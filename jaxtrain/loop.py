@@ -188,7 +188,9 @@ class Trainer:
         self.progress = Progress(config.train.steps, start, shown=main)
         log_line = self.progress.log
         tensorboard = config.metrics.tensorboard
-        log = MetricsWriter(self.folder if main else None, tensorboard, start, goodput.wall_s, log_line)
+        log = MetricsWriter(
+            self.folder if main else None, tensorboard, start, goodput.wall_s, log_line
+        )
         traces, count = trace_folder(self.folder), config.train.profile_steps
         self.profile = Profile(traces, start, count, clock, log_line)
         plan = plan_at_hand(config, mesh.devices.flat[0].device_kind).prediction
