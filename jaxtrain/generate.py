@@ -31,8 +31,8 @@ from jaxtrain.checkpoint.steps import (
     TO_GENERATE,
     CheckpointError,
     DamageError,
-    Judge,
     Meta,
+    StepCheck,
     StepChoice,
     checkpoints_of,
     choose,
@@ -205,7 +205,7 @@ def check_flags(flags: types.SimpleNamespace) -> None:
 def find_checkpoint(
     workdir: str,
     step: int = -1,
-    wrong: Judge = nothing_wrong,
+    wrong: StepCheck = nothing_wrong,
     log: Callable[[str], object] = lambda line: None,
     damaged: Mapping[int, str] = NONE,
 ) -> tuple[epath.Path, int]:
@@ -239,7 +239,7 @@ def find_checkpoint(
 
 
 def _checkpoints_of(
-    workdir: str, wrong: Judge, damaged: Mapping[int, str]
+    workdir: str, wrong: StepCheck, damaged: Mapping[int, str]
 ) -> tuple[epath.Path, StepChoice]:
     """A run's folder of checkpoints, and the choice among its steps. Raises UsageError where there
     is none, CheckpointError if it cannot be read."""

@@ -20,7 +20,7 @@ from jaxtrain.config.unused import unused_settings
 from jaxtrain.devices import startup
 from jaxtrain.devices.cluster_environment import several_processes
 from jaxtrain.pipeline import op_times
-from jaxtrain.pipeline.checks import RULES, check_run
+from jaxtrain.pipeline.checks import RULES, RULES_WITH_TABLES, check_run
 from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
@@ -132,6 +132,8 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
             if unused := startup.unused_accelerator(flags):
                 raise cli.FlagsError(unused)
 
+            import jax
+
             from jaxtrain import loop, replay
             from jaxtrain.devices import cluster
             from jaxtrain.plan.report import dry_run
@@ -151,6 +153,9 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
     ready = with_measured_times(ready, flags, folder)
     if not ready:
         return None
+    environment = Environment(
+        jax.device_count(), jax.default_backend(), flags.recipe, rules=RULES_WITH_TABLES
+    )
     if flags.replay:
         return replay.replay(
             ready.resolved,
@@ -159,10 +164,10 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
             flags.replay,
             clock,
             unresolved=config,
-            recipe=flags.recipe,
+            environment=environment,
         )
     return loop.run(
-        ready.resolved, ready.setup, folder, clock, unresolved=config, recipe=flags.recipe
+        ready.resolved, ready.setup, folder, clock, unresolved=config, environment=environment
     )
 
 

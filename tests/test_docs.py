@@ -411,6 +411,19 @@ def test_every_path_that_is_named_exists():
     assert not gone
 
 
+def test_every_name_that_is_said_to_be_in_a_file_exists():
+    """In the form "NAME.py: name", of names with an underscore, a dot or small and large letters: a
+    plain word after a colon may be one of a sentence."""
+    for path in TEXTS:
+        if str(path.relative_to(ROOT)).startswith(HISTORY):
+            continue
+        for file, name in re.findall(r"((?:\w+/)*\w+\.py): ?([A-Za-z_][\w.]*\w)", prose(path)):
+            files = [ROOT / other for other in FILES if f"/{other}".endswith(f"/{file}")]
+            if files and re.search(r"[_.]|[A-Z][a-z]", name):
+                names = set().union(*map(defined_in, files))
+                assert name in names, f"{path.relative_to(ROOT)}: {file} has no {name}"
+
+
 def test_a_path_that_is_gone_is_noticed():
     said = "as in jaxtrain/gone.py, data/loader.py (and no_file.md)."
     assert PATH.findall(said) == ["jaxtrain/gone.py", "data/loader.py", "no_file.md"]

@@ -24,7 +24,7 @@ from jax import lax
 from jaxtrain.config import ModelConfig
 from jaxtrain.devices.sharding import Axes, constrain
 from jaxtrain.models.transformer import ModelParts
-from jaxtrain.parallel.tensor import heads_here
+from jaxtrain.parallel.tensor import attention_kv_heads
 
 Cache = tuple[jax.Array, ...]
 
@@ -40,7 +40,7 @@ def _slots(cfg: ModelConfig) -> tuple[_Slot, ...]:
     """A slot of each array of a cache."""
     if cfg.attention == "mla":
         return (_Slot((cfg.kv_rank + cfg.rope_head_dim,), (None,)),)
-    return (_Slot((heads_here(cfg.kv_heads), cfg.head_dim), ("kv_heads", None)),) * 2
+    return (_Slot((attention_kv_heads(cfg.kv_heads), cfg.head_dim), ("kv_heads", None)),) * 2
 
 
 def cache_axes(cfg: ModelConfig) -> tuple[Axes, ...]:

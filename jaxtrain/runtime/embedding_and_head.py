@@ -27,15 +27,15 @@ from jaxtrain.devices.mesh import DATA, STAGE, psum
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.transformer import ModelParts, add_position_gradient
 from jaxtrain.parallel import context
-from jaxtrain.parallel.vocabulary import add_lookup_gradient
+from jaxtrain.parallel.tensor import add_lookup_gradient
 from jaxtrain.parallel.zero import (
     Zero,
-    all_sequences,
+    columns_to_sequences,
     gather,
+    gather_sequences,
     reduce_in_op,
-    to_own_columns,
-    to_own_sequences,
-    whole_shape,
+    sequences_to_columns,
+    unsharded_shape,
 )
 from jaxtrain.runtime.loss import VocabularyPart, loss_and_gradients, loss_sum
 from jaxtrain.runtime.tick_state import Constants, ModelTree, TickState, Tree
@@ -179,7 +179,7 @@ class EmbeddingAndHead:
         def zeros(a, reduction, spec):
             if not reduction.over_data:
                 return a
-            shape = whole_shape(a.shape, reduction, lax.axis_size(DATA))
+            shape = unsharded_shape(a.shape, reduction, lax.axis_size(DATA))
             return constrain(jnp.zeros(shape, a.dtype), spec.axes)
 
         return jax.tree.map(zeros, sums, reductions, specs) if self.zero.reduces_in_ops else sums
@@ -207,15 +207,17 @@ class EmbeddingAndHead:
     def _lookup(self, embed: Tree, tokens):
         """The tokens' vectors of this stage's part of the table."""
         by_columns = self.zero.gathers_in_ops and self.reductions.embed["table"].over_data
-        local = (all_sequences(tokens) if by_columns else tokens) - self._first_row(embed["table"])
+        local = (gather_sequences(tokens) if by_columns else tokens) - self._first_row(
+            embed["table"]
+        )
         x = self.parts.embedder(embed).lookup(local, self.dtype)
-        return to_own_sequences(x) if by_columns else x
+        return columns_to_sequences(x) if by_columns else x
 
     def _add_lookup(self, table, lookup: _Lookup):
         """The table's sums with the gradient of `_lookup`."""
         first_row, g, tokens = self._first_row(table), lookup.gradient, lookup.tokens
         if self.zero.reduces_in_ops and self.reductions.embed["table"].over_data:
-            g, tokens = to_own_columns(g), all_sequences(tokens)
+            g, tokens = sequences_to_columns(g), gather_sequences(tokens)
         return add_lookup_gradient(table, tokens - first_row, g)
 
     # ------------------------------------------------------------------ the embedding

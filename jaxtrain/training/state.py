@@ -141,7 +141,7 @@ class Layout:
     @property
     def shardings(self) -> dict:
         """Shardings of the parameters of one replica."""
-        return self._shardings(lambda r: r.sharded if self.zero == 3 else r.whole)
+        return self._shardings(lambda r: r.sharded if self.zero == 3 else r.unsharded)
 
     @property
     def scattered(self) -> dict:

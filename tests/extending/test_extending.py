@@ -18,7 +18,7 @@ from support import ROOT
 HERE = pathlib.Path(__file__).parent
 NAMES = sorted(path.stem for path in HERE.glob("*.patch"))
 TEXT = (ROOT / "docs/extending.md").read_text()
-COPIED = ("jaxtrain", "configs", "tests", "docs")
+COPIED = ("jaxtrain", "configs", "tests", "docs", "scripts")
 
 
 def recipe(name: str) -> str:
@@ -31,6 +31,14 @@ def recipe(name: str) -> str:
 def touched(name: str) -> set[str]:
     """The files that a patch changes or adds."""
     return set(re.findall(r"^\+\+\+ b/(\S+)$", (HERE / f"{name}.patch").read_text(), re.MULTILINE))
+
+
+def tests_of(name: str) -> list[str]:
+    """The files of tests that a patch changes, or whose cases it changes."""
+    of_settings = ["tests/config/test_checks.py", "tests/config/test_unused.py"]
+    cases = {"tests/support/broken_settings.py": of_settings}
+    paths = [test for path in sorted(touched(name)) for test in cases.get(path, [path])]
+    return [path for path in paths if pathlib.Path(path).name.startswith("test_")]
 
 
 @pytest.fixture
@@ -79,10 +87,7 @@ def test_a_recipe_works(name, patched):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if tests_of(name)])
 def test_the_tests_of_a_recipe_pass(name, patched):
-    tree = patched(name)
-    files = [path for path in touched(name) if re.match(r"tests/.*/?test_\w+\.py$", path)]
-    if any("broken_settings" in path for path in touched(name)):
-        files.append("tests/config/test_checks.py")
-    run(tree, "-m", "pytest", "-q", "-x", "-n", 0, "-p", "no:cacheprovider", *files)
+    options = "-q -x -n 0 -p no:cacheprovider".split()
+    run(patched(name), "-m", "pytest", *options, *tests_of(name))
