@@ -186,17 +186,19 @@ class Trainer:
         if main:
             _write_settings(config, unresolved, self.folder)
         self.progress = Progress(config.train.steps, start, shown=main)
-        say = self.progress.log
+        log_line = self.progress.log
         tensorboard = config.metrics.tensorboard
-        log = MetricsWriter(self.folder if main else None, tensorboard, start, goodput.wall_s, say)
+        log = MetricsWriter(
+            self.folder if main else None, tensorboard, start, goodput.wall_s, log_line
+        )
         traces, count = trace_folder(self.folder), config.train.profile_steps
-        self.profile = Profile(traces, start, count, clock, say)
+        self.profile = Profile(traces, start, count, clock, log_line)
         plan = plan_at_hand(config, mesh.devices.flat[0].device_kind).prediction
         program = self.programs.train
-        self.measured = AfterWarmUp(plan, program, self.folder, self.profile, clock, say)
+        self.measured = AfterWarmUp(plan, program, self.folder, self.profile, clock, log_line)
         detected = DetectorState.from_json(checkpoints.meta.memory)
         self.detector = SpikeDetector(config.train, self.data.describe, detected, start)
-        checkpoints.begin(self.detector, goodput.wall_s, say)
+        checkpoints.begin(self.detector, goodput.wall_s, log_line)
         for part in (checkpoints, log, self.progress, self.profile):
             closing.callback(part.close)
         minutes, grace = config.checkpoint.minutes, config.checkpoint.grace

@@ -35,8 +35,9 @@ def touched(name: str) -> set[str]:
 
 def tests_of(name: str) -> list[str]:
     """The files of tests that a patch changes, or whose cases it changes."""
-    cases = {"tests/support/broken_settings.py": "tests/config/test_checks.py"}
-    paths = [cases.get(path, path) for path in sorted(touched(name))]
+    of_settings = ["tests/config/test_checks.py", "tests/config/test_unused.py"]
+    cases = {"tests/support/broken_settings.py": of_settings}
+    paths = [test for path in sorted(touched(name)) for test in cases.get(path, [path])]
     return [path for path in paths if pathlib.Path(path).name.startswith("test_")]
 
 
