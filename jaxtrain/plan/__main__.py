@@ -74,7 +74,7 @@ What --json prints, of the layout or of the best:
   attention_flops               attention's operations in these: causal, the half that a causal
                                 mask leaves, or full, as in the papers of --assume
   memory_gib_per_device         of the fullest; fits, true if it has so much
-  bubble_fraction               of the whole step
+  bubble_fraction               of the entire step
   tokens_per_s, train_days      days without a stop, null without --tokens
   layout                        as --layout has it"""
 DEFAULT_HARDWARE = "h100"
@@ -98,7 +98,7 @@ FLAGS = (
     ),
     Flag("layout", "", "evaluate this layout: KEY=VALUE,…; empty: search"),
     Flag("assume", OURS, f"the framework that trains: {', '.join(FRAMEWORKS)}"),
-    Flag("tokens", 0.0, "tokens of the whole run, for days; 0: not known", at_least=0),
+    Flag("tokens", 0.0, "tokens of the run, for days; 0: not known", at_least=0),
     Flag("price", 0.0, "US dollars for a device and hour; 0: not known", at_least=0),
     Flag("kwh_price", 0.0, "US dollars for a kilowatt-hour; 0: not known", at_least=0),
     Flag("recipe", "", "write the layout's config to this file, as a recipe that train takes"),

@@ -237,7 +237,7 @@ def least_memory(space: Space) -> tuple[float, Layout] | None:
 
 
 def _works(space: Space) -> Iterator[StepModel]:
-    """The work of each mesh, with one sequence in a microbatch."""
+    """The step of each mesh, with one sequence in a microbatch."""
     resolved = space.config.resolve()
     # `context` may decide about the kernel of attention.
     with_context = lambda context: cfg.replace(resolved, {"mesh.context": context})
@@ -252,7 +252,7 @@ def _works(space: Space) -> Iterator[StepModel]:
 
 
 def _cuts(space: Space, offload: str) -> Iterator[StepModel]:
-    """The work of each mesh, microbatch and recomputation."""
+    """The step of each mesh, microbatch and recomputation."""
     for work in _works(space):
         each = space.config.data.batch_size // work.layout.batch_shards
         sizes = [size for size in divisors(each) if size <= MOST_SEQUENCES]
