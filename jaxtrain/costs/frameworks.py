@@ -134,8 +134,8 @@ FRAMEWORKS: dict[str, Framework] = {
         dataclasses.replace(
             _MEGATRON_2021,
             name="megatron2022",
-            text="as megatron2021, with sequence parallelism; selective recomputes attention's core "
-            "and nothing else",
+            text="as megatron2021, with sequence parallelism; selective recomputes attention's "
+            "core and nothing else",
             sequence_parallel=True,
         ),
         Framework(
