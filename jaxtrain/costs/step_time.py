@@ -452,17 +452,15 @@ class StepModel:
         microbatch = c.gathers(parameters[:2]) * reads + c.reductions_in_op(parameters[:3])
         if framework.slots:  # of the input's table, tokens' vectors are sent
             microbatch += c.gathers(parameters[2:3])
-        once = [c.gathered(p) for p in parameters if p.over_data and framework.gathers_once]
         one_link = framework.one_link if layout.zero == 3 else 0.0
-        over_data = [
-            self.links.seconds(collectives, one_link).get(DATA, 0.0)
-            for collectives in (microbatch, once if layout.zero == 3 else [])
-        ]
-        zero = m * (over_data[0] + self._end_seconds(c.shares_vocabulary).get(DATA, 0.0))
-        overlap = framework.data_overlap, backward * m
+        over_data = lambda collectives: self.links.seconds(collectives, one_link).get(DATA, 0.0)
+        ends = self._end_seconds(c.shares_vocabulary).get(DATA, 0.0)
+        zero, overlap = m * (over_data(microbatch) + ends), (framework.data_overlap, backward * m)
+        if layout.zero == 3 and framework.gathers_once:
+            zero += over_data(c.gathered(p) for p in parameters if p.over_data)
         if layout.zero == 3 and self.shards > 1:
             overlap = framework.gather_overlap, busy.seconds
-        parts = overlapped({DATA: zero + over_data[1]}, {DATA: overlap})
+        parts = overlapped({DATA: zero}, {DATA: overlap})
         reductions = [collective for p in parameters for collective in c.reductions(p)]
         updated = [c.after_the_update(p) for p in parameters]
         for after, work in (reductions, backward), (updated, forward if layout.zero else backward):
