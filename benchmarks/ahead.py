@@ -1,5 +1,5 @@
-"""What the compilers for TPU v5p and H100 make of the real train step, by recipe and layout:
-compiled ahead of time, read, never run.
+"""The train step of real recipes and layouts, compiled ahead of time for TPU v5p and H100. Nothing
+is run: the compiled programs are read.
 
     python benchmarks/ahead.py [--recipe=llama3_8b] [--layout=zero3,pipeline] [--platform=v5p,h100]
                                [--layers=8] [--sequence=8192] [--json=FILE] [--append]
@@ -30,7 +30,7 @@ from step_seconds import StepSeconds  # noqa: E402
 
 from jaxtrain import cli  # noqa: E402
 from jaxtrain import config as configs  # noqa: E402
-from jaxtrain.config import Config, ConfigError, checks  # noqa: E402
+from jaxtrain.config import Config, checks  # noqa: E402
 from jaxtrain.config.flags import Flag, apply, read_flags  # noqa: E402
 from jaxtrain.config.recipes import RecipeError, find_recipe, load_recipe  # noqa: E402
 from jaxtrain.hlo.topology import (  # noqa: E402
@@ -38,7 +38,6 @@ from jaxtrain.hlo.topology import (  # noqa: E402
     PLATFORMS,
     Refused,
     Topology,
-    TopologyError,
     compile_config,
     compilers,
     fitting,
@@ -73,7 +72,7 @@ FLAGS = (
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Settings of a recipe on so many devices, and what is said of them in the table."""
+    """Settings of a recipe on a number of devices, and their text in the table."""
 
     devices: int
     text: str
@@ -98,7 +97,7 @@ STAGES = {
     },
     **{"pipeline.schedule": "interleaved", "pipeline.repeats": 2, "pipeline.microbatches": 16},
 }
-APART = {"data.attend_across_documents": False, "pipeline.remat": "full"}
+SEPARATE = {"data.attend_across_documents": False, "pipeline.remat": "full"}
 DENSE = {
     "zero3": Layout(
         64, "data 64, ZeRO-3", FLAT | {"mesh.data": 64, "parallel.zero": 3, "data.batch_size": 64}
@@ -144,7 +143,7 @@ LAYOUTS = {
         ),
     },
 }
-SHARED = {"llama3_8b": APART, "mixtral_8x7b": APART, "deepseek_v3": {}}
+SHARED = {"llama3_8b": SEPARATE, "mixtral_8x7b": SEPARATE, "deepseek_v3": {}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +158,7 @@ class Case:
 
 
 def cases(values: dict, overrides: list[tuple[str, str]]) -> Iterator[Case]:
-    """What the flags ask for, checked. Raises ValueError with one line."""
+    """The cases that the flags ask for, checked. Raises ValueError with one line."""
     platforms, recipes = names(values, "platform", KINDS), names(values, "recipe", LAYOUTS)
     for platform in platforms:
         if PLATFORMS[platform].missing:
@@ -188,12 +187,12 @@ def cases(values: dict, overrides: list[tuple[str, str]]) -> Iterator[Case]:
 
 def settings_of_flags(values: dict) -> dict[str, object]:
     """Settings that flags of the command stand for."""
-    given = {"model.layers": values["layers"], "data.sequence_length": values["sequence"]}
-    return {path: value for path, value in given.items() if value}
+    settings = {"model.layers": values["layers"], "data.sequence_length": values["sequence"]}
+    return {path: value for path, value in settings.items() if value}
 
 
 def names(values: dict, flag: str, known) -> list[str]:
-    """The words of a flag, all that are known where it is empty."""
+    """The words of a flag, or all known ones if it is empty. Raises ValueError for another word."""
     words = values[flag].split(",") if values[flag] else list(known)
     for word in words:
         if word not in known:
@@ -204,7 +203,7 @@ def names(values: dict, flag: str, known) -> list[str]:
 
 
 def measure(case: Case, values: dict) -> dict:
-    """The figures of a case; of one that the compiler refuses its words, as `refused`."""
+    """The figures of a case, or the compiler's words as `refused`."""
     platform = case.topology.platform.name
     about = {
         "recipe": case.recipe,
@@ -246,7 +245,7 @@ def versions() -> dict[str, str]:
 
 
 def report(row: dict) -> list[str]:
-    """What is printed of a case."""
+    """The lines that are printed for a case."""
     lines = [
         f"{row['recipe']}, {row['layout']} ({row['text']}), {row['platform']}, "
         f"{row['layers']} layers, {row['sequence']} tokens:"
@@ -296,7 +295,7 @@ def report(row: dict) -> list[str]:
 
 
 def describe(t: dict) -> str:
-    """A line about collectives alike."""
+    """A line about the collectives of a scope, kind, type and axes."""
     overlap = "not asynchronous"
     if t["asynchronous"]:
         asynchronous, hidden = t["asynchronous"] / t["bytes"], t["hidden"] / t["bytes"]
@@ -349,6 +348,7 @@ def table_row(row: dict) -> str:
 
 
 def main(argv: list[str]) -> None:
+    """Compiles the cases and prints their figures."""
     reading = read_flags(
         [word for word in argv if word != "--"], __doc__ or "", FLAGS, with_config=True
     )
@@ -356,18 +356,18 @@ def main(argv: list[str]) -> None:
         cli.fail(str(reading.errors[0]))
     try:
         wanted = list(cases(reading.values, reading.overrides))
-    except (ConfigError, RecipeError, TopologyError, ValueError) as error:
+    except (RecipeError, ValueError) as error:  # also those of settings and topologies
         cli.fail(str(error))
-    rows = []
+    records: list[dict] = []
     for case in wanted:
-        rows.append(measure(case, reading.values))
-        print("\n".join(report(rows[-1])), flush=True)
+        records.append(measure(case, reading.values))
+        print("\n".join(report(records[-1])), flush=True)
         if reading.values["json"]:
-            pathlib.Path(reading.values["json"]).write_text(json.dumps(rows, indent=1))
+            pathlib.Path(reading.values["json"]).write_text(json.dumps(records, indent=1))
         if reading.values["append"]:
             with TABLE.open("a") as file:
-                print(table_row(rows[-1]), file=file)
-    sys.exit(any("refused" in row for row in rows))
+                print(table_row(records[-1]), file=file)
+    sys.exit(any("refused" in record for record in records))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""The figures of a compiled step that ahead.py prints and that have bounds in its tests, beside
-what the plan counts."""
+"""The figures of a compiled step that ahead.py prints and that its tests bound, with the plan's."""
 
 import collections
 import dataclasses
@@ -16,7 +15,7 @@ from jaxtrain.training.sizes import step_counts
 LARGE = 1e6  # bytes of a copy that counts
 LISTED = 5  # of the largest copies and square arrays
 PLAIN = "plain XLA"  # how a step attends that has no kernel for it
-# what a kernel's name says of forward and backward
+# The end of a kernel's name, which tells forward from backward.
 PASS = re.compile(r"_(fwd|dq|dkv|bwd)\w*|Backward")
 # opcodes that make no array
 NAMES_OF_VALUES = ("parameter", "get-tuple-element", "tuple", "while", "bitcast")
@@ -29,7 +28,7 @@ REORDERS = frozenset({"copy", "transpose"})
 
 
 def as_dict(figures: StepSeconds) -> dict[str, Any]:
-    """All figures as JSON can hold them: bytes, operations, seconds."""
+    """The figures as JSON: bytes, FLOPs, seconds."""
     compiled, setup = figures.compiled, figures.setup
     total = lambda cost: sum(run.times * cost(run.instruction) for run in figures.runs)
     products, in_kernels, by_kernel = (
@@ -86,14 +85,14 @@ def by_op(figures: StepSeconds) -> dict[str, float]:
 
 
 def kernels(figures: StepSeconds) -> dict[str, dict[str, float]]:
-    """The kernels of a step by name: how often it runs each, and the operations of all runs."""
-    found: dict[str, dict[str, float]] = {}
+    """Name of a kernel → how often a step runs it, and the FLOPs of all its runs."""
+    by_name: dict[str, dict[str, float]] = {}
     for run in figures.runs:
         if name := figures.kernel(run.instruction):
-            kernel = found.setdefault(name, {"times": 0.0, "flops": 0.0})
+            kernel = by_name.setdefault(name, {"times": 0.0, "flops": 0.0})
             kernel["times"] += run.times
             kernel["flops"] += run.times * figures.kernel_flops(run.instruction)
-    return found
+    return by_name
 
 
 def square_arrays(figures: StepSeconds) -> list[str]:
@@ -128,7 +127,7 @@ def copies(figures: StepSeconds) -> dict[str, Any]:
 
 
 def is_copy(costs: InstructionCosts, i: Instruction) -> bool:
-    """Whether an instruction only brings an array into another order or place in the device's
+    """True for an instruction that only moves an array to another order or place in the device's
     memory."""
     if i.opcode in ("copy-start", "copy"):
         source = costs.program.operands(i)[0]

@@ -1,4 +1,4 @@
-"""What a save every 20 steps costs the loop, against never saving: wall time, time that a save
+"""The cost of a save every 20 steps for the loop, against never saving: wall time, time that a save
 blocks, CPU time.
 
     python benchmarks/checkpoint.py [--every=20] [--saves=2] [--pairs=5] [--folder=DIR]
@@ -6,9 +6,9 @@ blocks, CPU time.
     python benchmarks/checkpoint.py --local --every=5 --saves=8     the same for checkpoint.local
 
 The recipe is configs/tiny.py on 8 simulated devices. Windows of `every` × `saves` steps with and
-without saves take turns in one process, for machines are noisy; a window's end waits for the steps,
-not for the save that is under way, whose CPU time counts all the same. The table has medians over
-the pairs: of windows, and of each pair's ratio.
+without saves take turns in one process, since machines are noisy. A window's end waits for the
+steps, and not for the save under way, whose CPU time counts all the same. The table has medians
+over the pairs: of windows, and of each pair's ratio.
 """
 
 import argparse
@@ -19,13 +19,14 @@ import sys
 import tempfile
 import time
 
+import arguments
+
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Reads the flags and measures in a folder that is deleted."""
+    parser = arguments.parser(__doc__, "flags of jaxtrain.train, after --")
     parser.add_argument("--every", type=int, default=20)
     parser.add_argument("--saves", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=5)
@@ -37,7 +38,6 @@ def main() -> None:
     parser.add_argument(
         "--folder", default="", help="where checkpoints go; a temporary folder if not given"
     )
-    parser.add_argument("changes", nargs="*", help="flags of jaxtrain.train, after --")
     options = parser.parse_args()
     sys.path.insert(0, REPOSITORY)
     ram = "/dev/shm" if options.local and os.path.isdir("/dev/shm") else None
@@ -92,6 +92,7 @@ def measure(options: argparse.Namespace, folder: pathlib.Path) -> None:
         at = 0
 
         def window(saving: bool) -> dict[str, float]:
+            """Seconds of a window's steps: wall, CPU, and those that saves blocked."""
             nonlocal state, at
             saves.wait()
             jax.block_until_ready(state)

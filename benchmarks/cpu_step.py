@@ -6,7 +6,7 @@ time, memory, time to the first step.
 
 The configuration is the one at which MaxText (e591f30, 2026-08) was measured on a machine of two
 cores: 8 layers, width 256, 8 heads of 32, gated MLP of 1024, vocabulary 2048, sequence 256, batch
-32, 8 microbatches in a pipeline, float32, AdamW. Its figures stand beside ours. CPU-seconds differ
+32, 8 microbatches in a pipeline, float32, AdamW. Its figures are printed too. CPU-seconds differ
 between machines, so every layout's process also times plain matmuls and gives the step as a
 multiple of the time that they need for the step's 0.49 TFLOP (forward and backward, without
 recomputation): MaxText's 15.53 CPU-seconds for data 2 · stage 4 with 2 repeats are 3.3 of that.
@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 
+import arguments
 from worker import report_result, run_worker
 
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -44,7 +45,7 @@ LAYOUTS = {
 
 
 def flags(layout: str, changes: list[str]) -> list[str]:
-    """jaxtrain.train's flags for a layout, and more of them."""
+    """The flags of jaxtrain.train for a layout, followed by `changes`."""
     size = {name: int(n) for name, n in re.findall(r"(data|stage|model)(\d+)", layout)}
     repeats = int((re.findall(r"\.x(\d+)", layout) or [1])[0])
     zero = 0 if layout == "data8" else 1
@@ -128,14 +129,14 @@ def worker(layout: str, steps: int, changes: list[str]) -> dict:
             corpus, config.data, "train", step.batch_sharding, config.pipeline.microbatches
         )
         # as the command does
-        first = concurrent.futures.ThreadPoolExecutor(1).submit(
+        initial = concurrent.futures.ThreadPoolExecutor(1).submit(
             initial_state, step.layout, step.optimizer, 0
         )
         lowered = step.train.lower(step.abstract_state(), loader.specification())
         clock.enter(Part.COMPILING)
         compiled = lowered.compile()
         clock.enter(Part.STATE)
-        state = first.result()
+        state = initial.result()
         clock.enter(Part.WAITING)
         batch = loader.batch(0)
         clock.enter(Part.STEPPING)
@@ -173,18 +174,14 @@ def worker(layout: str, steps: int, changes: list[str]) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    """Runs each layout in a process and prints its figures; with --worker, measures one."""
+    parser = arguments.parser(
+        __doc__, "more flags of jaxtrain.train, after --: -- --config.pipeline.remat=none"
     )
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json", default="")
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "changes",
-        nargs="*",
-        help="more flags of jaxtrain.train, after --: -- --config.pipeline.remat=none",
-    )
     options = parser.parse_args()
     sys.path.insert(0, REPOSITORY)
     if options.worker:

@@ -4,20 +4,21 @@ cross between replicas, counted.
     python benchmarks/diloco.py [--steps=200] [--inner_steps=20] [--cases="synchronous;apart, int8"]
                                 [-- --config.… …]
 
-Two replicas of data 2 · stage 2 on 8 simulated devices, the same batches for all: synchronous by
-configs/tiny.py; synchronous by configs/tiny_diloco.py, whose optimizer is set for half the batch;
-and by that recipe apart, exchanging float32, and int8. Each is a run of the training command. Bytes
-are those that a device sends to other replicas by the compiled programs, as a ring does its
-collectives: of a step, and of an exchange divided by the steps between two.
+Two replicas of data 2 · stage 2 on 8 simulated devices, with the same batches for all cases:
+synchronous with configs/tiny.py; synchronous with configs/tiny_diloco.py, whose optimizer is set
+for half the batch; and independent with that recipe, exchanging float32 or int8. Each is a run of
+the training command. Bytes are those that a device sends to other replicas, read from the compiled
+programs with ring algorithms: those of a step, and of an exchange over the steps between two.
 """
 
-import argparse
 import json
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
+
+import arguments
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 MESH = ["--config.mesh.replica=2", "--config.mesh.data=2", "--config.mesh.model=1"]
@@ -29,12 +30,12 @@ NO_EXCHANGE = {
     "optimizer.outer_learning_rate": 0.7,
     "optimizer.outer_momentum": 0.9,
 }
-# the outer settings as if never set
+# The outer settings at their defaults.
 SYNCHRONOUS = [f"--config.{path}={value}" for path, value in NO_EXCHANGE.items()]
 
 
 def validation_loss(flags: list[str]) -> float:
-    """The last of a run in a process and a folder of its own."""
+    """The last validation loss of a run in a process and a folder of its own."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
@@ -58,7 +59,7 @@ def validation_loss(flags: list[str]) -> float:
 
 
 def bytes_a_step(flags: list[str]) -> float:
-    """That a device sends to other replicas."""
+    """Bytes that a device sends to other replicas in a step."""
     import jax
     from support.crossing import bytes_sent
 
@@ -85,8 +86,9 @@ def bytes_a_step(flags: list[str]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    """Prints loss and bytes of each case."""
+    parser = arguments.parser(
+        __doc__, "more flags of jaxtrain.train for all but the first, after --"
     )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--inner_steps", type=int, default=20)
@@ -95,9 +97,6 @@ def main() -> None:
         default="",
         help="replicas, with semicolons between them; the first is what others are held against",
     )
-    parser.add_argument(
-        "changes", nargs="*", help="more flags of jaxtrain.train for all but the first, after --"
-    )
     options = parser.parse_args()
     sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -105,12 +104,12 @@ def main() -> None:
 
     jax.config.update("jax_num_cpu_devices", 8)
     shared = [f"--config.train.steps={options.steps}", *options.changes]
-    apart = [*DILOCO, *shared, f"--config.train.diloco_inner_steps={options.inner_steps}"]
+    independent = [*DILOCO, *shared, f"--config.train.diloco_inner_steps={options.inner_steps}"]
     runs = {
         "synchronous": [*TINY, *shared[:1]],
         "synchronous, as apart": [*DILOCO, *shared, *SYNCHRONOUS],
-        "apart, float32": apart,
-        "apart, int8": [*apart, "--config.precision.outer=int8"],
+        "apart, float32": independent,
+        "apart, int8": [*independent, "--config.precision.outer=int8"],
     }
     cases = options.cases.split(";") if options.cases else list(runs)
     if unknown := [case for case in cases if case not in runs]:
@@ -122,13 +121,13 @@ def main() -> None:
         f"{'bytes a step':>13} {'fewer':>7}",
         flush=True,
     )
-    first: tuple[float, float] | None = None
+    reference: tuple[float, float] | None = None  # loss and bytes of the first case
     for name in cases:
         sent, loss = bytes_a_step(runs[name]), validation_loss(runs[name])
-        first = first or (loss, sent)
+        reference = reference or (loss, sent)
         print(
-            f"{name:22} {loss:16.4f} {loss / first[0] - 1:17.2%} {sent:13,.0f} "
-            f"{first[1] / sent:7.2f}",
+            f"{name:22} {loss:16.4f} {loss / reference[0] - 1:17.2%} {sent:13,.0f} "
+            f"{reference[1] / sent:7.2f}",
             flush=True,
         )
 

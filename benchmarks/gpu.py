@@ -1,4 +1,4 @@
-"""Our training step on one GPU beside the same model in PyTorch, and each kernel beside its
+"""The training step on one GPU against the same model in PyTorch, and each kernel against its
 fallback: within 8 minutes on an H100 or H200.
 
     python benchmarks/gpu.py [--minutes=8] [--cases=gpt2_124m,gpt3_xl]
@@ -6,18 +6,18 @@ fallback: within 8 minutes on an H100 or H200.
     python benchmarks/gpu.py --device=cpu --tiny     the same on shapes that a CPU runs in a minute
                                                      or two, to see that all of it works
 
-Needs the packages of benchmarks/requirements-gpu.txt beside the trainer's (JAXTRAIN_EXTRAS=cuda13).
-Where the two want different CUDA libraries, --torch_python names another Python, which needs torch
-and numpy alone.
+Needs the packages of benchmarks/requirements-gpu.txt and the trainer's (JAXTRAIN_EXTRAS=cuda13). If
+the two want different CUDA libraries, --torch_python names another Python, which needs only torch
+and numpy.
 
 A side of a case is a process of its own, and they take turns. Both have the same batches, weights,
 precision, recomputation and learning rates; their losses and norms of gradients are then the same
 but for rounding, which says that the models are.
 
-    gpu_cases.py   what is measured, and in which order
-    gpu_step.py, gpu_kernels.py   our side
-    gpu_table.py   what is printed of it
-    torch_step.py, torch_models.py   PyTorch's
+    gpu_cases.py                     the cases and their order
+    gpu_step.py, gpu_kernels.py      our side
+    torch_step.py, torch_models.py   PyTorch's side
+    gpu_table.py                     the printed tables
 """
 
 import datetime
@@ -90,6 +90,7 @@ FLAGS = (
 
 
 def main(argv: list[str]) -> None:
+    """Runs a session and prints its report."""
     reading = read_flags(
         [word for word in argv if word != "--"], __doc__ or "", FLAGS, with_config=True
     )
@@ -183,10 +184,11 @@ def check(values: dict) -> None:
 
 
 class Session:
-    """A run of the command: its jobs one after the other, and what came of them.
+    """A run of the command: its jobs, one after the other, and their results.
 
-    results: (case's name, side, round) → a worker's result; kernels: rows of comparisons; remarks:
-        what failed or was left out.
+    results: (case's name, side, round) → the worker's result
+    kernels: results of the comparisons
+    remarks: lines about jobs that failed or were left out
     """
 
     def __init__(
@@ -205,6 +207,7 @@ class Session:
         self.began = time.monotonic()
 
     def run(self) -> None:
+        """Runs the jobs for which there is time."""
         rounds = 1 if self.values["tiny"] else self.values["rounds"]
         wanted = list(
             jobs([case for case, _ in self.cases.values()], self.values["sides"].split(","), rounds)
@@ -213,20 +216,20 @@ class Session:
             self._run(job)
 
     def _run(self, job: Job) -> None:
-        left, needs = (
+        remaining, needs = (
             self.deadline - LAST_SECONDS - time.monotonic(),
             expected_seconds(job, self.measured, self.values["tiny"]),
         )
         why = self._in_the_way(job)
-        if not why and left < needs:
-            why = f"{max(0, left):.0f} s are left, and it takes about {needs:.0f}"
+        if not why and remaining < needs:
+            why = f"{max(0, remaining):.0f} s are left, and it takes about {needs:.0f}"
         if why:
             print(f"{job.name}: left out: {why}", flush=True)
             self.remarks.append(f"{job.name}: left out: {why}")
             return
         folder = self._folder(job)
         outcome = run_worker(
-            self._command(job, folder), self._environment(job), self._log(job), left
+            self._command(job, folder), self._environment(job), self._log(job), remaining
         )
         self._keep(job, outcome)
         # the next round writes them again: those of all cases are too much for many a disk
@@ -234,7 +237,7 @@ class Session:
             shutil.rmtree(folder / WEIGHTS)
 
     def _in_the_way(self, job: Job) -> str:
-        """Why a job makes no sense any more, or ""."""
+        """The reason for which a job makes no sense, or ""."""
         name = job.case.name if job.case else ""
         if (name, job.side) in self.failed:
             return "its first round failed"
@@ -289,7 +292,7 @@ class Session:
         return folder / f"{job.name.replace(', ', '_').replace(' ', '_')}.log"
 
     def _environment(self, job: Job) -> dict[str, str]:
-        """What is compiled is kept for the second round, and nothing of earlier runs is found."""
+        """The environment of a job's process, with compilation caches of this session."""
         paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
         environment = os.environ | {
             "PYTHONPATH": paths,
@@ -306,14 +309,14 @@ class Session:
         return {**DEFAULTS, **environment, "JAX_PLATFORMS": "cuda"}
 
     def report(self) -> dict:
-        """All figures, as --json has them."""
+        """The figures as --json has them."""
         rounds = [
             {"case": c, "side": s, "round": r, **result}
             for (c, s, r), result in self.results.items()
         ]
         versions: dict = {}
-        for row in rounds:
-            versions |= row.pop("versions")
+        for figures in rounds:
+            versions |= figures.pop("versions")
         settings = {name: gpu_table.settings(config) for name, (_, config) in self.cases.items()}
         return {
             "date": datetime.date.today().isoformat(),

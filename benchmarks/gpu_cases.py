@@ -1,5 +1,4 @@
-"""What benchmarks/gpu.py measures: recipes, cut for one device; and in which order, as the time may
-end. Without jax and torch."""
+"""The cases of benchmarks/gpu.py, recipes cut for one device, and their order. No jax, no torch."""
 
 import dataclasses
 import json
@@ -20,10 +19,9 @@ WEIGHTS, BATCHES = "weights", "batches.npz"  # in a case's folder
 class Case:
     """A recipe on one device.
 
-    settings: changes of it
-    steps: that are timed in a round, after the first
-    seconds: what a round of one side is expected to take, with start and compilation, before one
-        has been measured
+    settings: changes of the recipe
+    steps:    timed steps of a round, which follow the first one
+    seconds:  the expected seconds of a side's first round, with start and compilation
     """
 
     name: str
@@ -151,7 +149,7 @@ def write_case(folder: pathlib.Path, config: Config, **fields: Any) -> None:
 
 
 def read_case(folder: pathlib.Path) -> tuple[Config, dict]:
-    """→ the config, and the rest of case.json."""
+    """The config of a case's folder, and the other values of case.json."""
     rest = json.loads((folder / "case.json").read_text())
     return configs.from_dict(rest.pop("config")), rest
 
@@ -178,8 +176,10 @@ class Job:
 
 
 def jobs(cases: Sequence[Case], sides: Sequence[str], rounds: int) -> Iterator[Job]:
-    """All that is to be run, the most important first: a first round of each case, both sides in
-    turn, the kernels after the first case, then further rounds."""
+    """The jobs in their order: a first round of each case, both sides in turn, then further rounds.
+
+    The kernels follow the first case.
+    """
     both = [side for side in (OURS, TORCH) if side in sides]
     for number in range(1, rounds + 1):
         for index, case in enumerate(cases):
@@ -193,8 +193,10 @@ def jobs(cases: Sequence[Case], sides: Sequence[str], rounds: int) -> Iterator[J
 def expected_seconds(
     job: Job, measured: Mapping[tuple[str, str], float], tiny: bool = False
 ) -> float:
-    """What a job will take: what it took in a round before, by (case's name, side), or else the
-    plan's guess, for tiny shapes a second."""
+    """Seconds that a job is expected to take: those of a round before, or else the case's guess.
+
+    measured: (case's name, side) → seconds of its last round; tiny: a second for each job
+    """
     if tiny:
         return 1.0
     if job.case is None:

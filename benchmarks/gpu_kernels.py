@@ -1,4 +1,4 @@
-"""Each kernel against its fallback, for benchmarks/gpu.py: value, gradients and time.
+"""Kernels against their fallbacks, for benchmarks/gpu.py: values, gradients and times.
 `python benchmarks/gpu_kernels.py FOLDER`.
 
 A comparison is two functions of the same arrays: the kernel as the trainer chooses it, and plain
@@ -20,7 +20,7 @@ import numpy as np
 from worker import one_line, report_result
 
 REPEATS = 5  # times that are measured, of which the median counts
-LEAST_SECONDS = 0.05  # of a measured time: so many calls one after the other
+LEAST_SECONDS = 0.05  # of a measured time, which is that of several calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,18 +100,23 @@ def seen(segments: np.ndarray) -> int:
     return count
 
 
-def products(model: str, rows: int, inputs: int, outputs: int, groups: int) -> Iterator[Comparison]:
-    """Rows sorted by expert, unevenly, one expert without any. The chosen kernel beside a plain
-    product for each expert, of sizes that the program knows, which is as fast as it could be; and
-    beside the fallback by blocks, where that is another one."""
+def products(
+    model: str, tokens: int, inputs: int, outputs: int, groups: int
+) -> Iterator[Comparison]:
+    """Products of tokens sorted by expert, in uneven groups, one of them empty.
+
+    The chosen kernel is compared with a plain product for each expert, whose sizes the program
+    knows, the fastest that is possible; and with the fallback by blocks, if that is not the chosen
+    one.
+    """
     from jaxtrain.config.kernels import BLOCKS, PRODUCTS, product_kernel
     from jaxtrain.devices.mesh import hardware
     from jaxtrain.parallel.experts import KERNELS
 
     shares = np.random.default_rng(0).dirichlet(np.full(groups - 1, 4.0))
     sizes = np.zeros(groups, np.int32)
-    sizes[1:] = np.floor(shares * rows)
-    sizes[1] += rows - sizes.sum()
+    sizes[1:] = np.floor(shares * tokens)
+    sizes[1] += tokens - sizes.sum()
 
     def one_by_one(x, weights, _):
         import jax.numpy as jnp
@@ -128,12 +133,13 @@ def products(model: str, rows: int, inputs: int, outputs: int, groups: int) -> I
     references = {"a plain product for each": one_by_one}
     if chosen != BLOCKS:
         references[PRODUCTS[BLOCKS]] = differentiable(KERNELS[BLOCKS])
-    for beside, reference in references.items():
+    for other, reference in references.items():
         name, function = (
-            f"product by groups, {model}: {PRODUCTS[chosen]} beside {beside}",
+            f"product by groups, {model}: {PRODUCTS[chosen]} beside {other}",
             differentiable(KERNELS[chosen]),
         )
-        shapes, flops = ((rows, inputs), (groups, inputs, outputs)), 2 * rows * inputs * outputs
+        shapes = ((tokens, inputs), (groups, inputs, outputs))
+        flops = 2 * tokens * inputs * outputs
         yield Comparison(name, function, reference, shapes, flops, fixed=(sizes,))
 
 
@@ -141,8 +147,8 @@ def differentiable(kernel: Any) -> Callable:
     """A product of rows and matrices by experts.Products, with its gradients."""
     import jax
 
-    def backward(kept, g):
-        x, weights, sizes = kept
+    def backward(residuals, g):
+        x, weights, sizes = residuals
         return kernel.rows_gradient(g, weights, sizes), kernel.weights_gradient(x, g, sizes), None
 
     product = jax.custom_vjp(lambda x, weights, sizes: kernel.product(x, weights, sizes))
@@ -152,7 +158,7 @@ def differentiable(kernel: Any) -> Callable:
     return product
 
 
-# --- how ------------------------------------------------------------------------------------------
+# --- the measurements -----------------------------------------------------------------------------
 
 
 def with_gradients(function: Callable, count: int) -> Callable:
@@ -200,16 +206,16 @@ def compare(c: Comparison, dtype: str) -> dict:
     import jax.numpy as jnp
 
     keys, count = iter(jax.random.split(jax.random.key(1), 1 + len(c.shapes))), len(c.shapes)
-    given = [jax.random.normal(next(keys), shape, dtype) for shape in c.shapes]
+    arrays = [jax.random.normal(next(keys), shape, dtype) for shape in c.shapes]
     fixed = tuple(jnp.asarray(a) for a in c.fixed)
     direction = jax.random.normal(
-        next(keys), jax.eval_shape(c.reference, *given, *fixed).shape, dtype
+        next(keys), jax.eval_shape(c.reference, *arrays, *fixed).shape, dtype
     )
-    arguments = (direction, *given, *fixed)
+    arguments = (direction, *arrays, *fixed)
     with jax.default_matmul_precision("highest"):
         exactly = with_gradients(c.reference, count)
         exact, exact_gradients = exactly(
-            *(a.astype(jnp.float32) for a in (direction, *given)), *fixed
+            *(a.astype(jnp.float32) for a in (direction, *arrays)), *fixed
         )
     row: dict[str, Any] = {"name": c.name, "flops": c.flops * (1 + c.backward)}
     for side, function in (("kernel", c.function), ("fallback", c.reference)):
@@ -225,25 +231,26 @@ def compare(c: Comparison, dtype: str) -> dict:
 
 
 def run(folder: pathlib.Path) -> dict:
+    """Makes all comparisons of the case in a folder. Returns the worker's result."""
     case = json.loads((folder / "case.json").read_text())
     import jax
 
     from jaxtrain.devices.mesh import make_mesh
 
-    rows = []
+    results: list[dict] = []
     with jax.set_mesh(make_mesh((1,) * 6, jax.devices()[:1])):
         for comparison in comparisons(case["tiny"], case["dtype"]):
             try:
-                rows.append(compare(comparison, case["dtype"]))
+                results.append(compare(comparison, case["dtype"]))
             except Exception as error:  # one that fails is a line; the others go on
-                rows.append(
+                results.append(
                     {
                         "name": comparison.name,
                         "failure": one_line(f"{type(error).__name__}: {error}"),
                     }
                 )
-            print(json.dumps(rows[-1]), flush=True)
-    return {"kernels": rows}
+            print(json.dumps(results[-1]), flush=True)
+    return {"kernels": results}
 
 
 if __name__ == "__main__":

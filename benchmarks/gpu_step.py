@@ -1,8 +1,8 @@
-"""Our training step of a case of benchmarks/gpu.py, timed: `python benchmarks/gpu_step.py FOLDER`,
-with what make_step gives the trainer.
+"""The timed training step of a case of benchmarks/gpu.py, as make_step gives it to the trainer:
+`python benchmarks/gpu_step.py FOLDER`.
 
-Where torch's side is to start from the same weights, they and the batches are written into the
-folder first:
+If torch's side is to start from the same weights, they and the batches are written into the folder
+first:
 
     weights/NAME.npy   a parameter, float32 as in memory; layers in one array [1, layers, …]
     batches.npz        tokens, targets, weights and what else a batch has, [steps, microbatches,
@@ -56,11 +56,12 @@ def batches(config: Config, count: int) -> dict[str, np.ndarray]:
         0.0,
         Skipped(),
     )
-    rows = Sequences(corpus, corpus.train, d.sequence_length, d.attend_across_documents)
-    sequences = [rows[i] for i in range(count * d.batch_size)]
+    packed = Sequences(corpus, corpus.train, d.sequence_length, d.attend_across_documents)
+    sequences = [packed[i] for i in range(count * d.batch_size)]
     shape = (count, config.pipeline.microbatches, -1, d.sequence_length)
     return {
-        name: np.stack([row[name] for row in sequences]).reshape(shape) for name in sequences[0]
+        name: np.stack([sequence[name] for sequence in sequences]).reshape(shape)
+        for name in sequences[0]
     }
 
 
@@ -83,7 +84,7 @@ def write_for_torch(
 
 
 def versions() -> dict:
-    """Of jax and what it runs on."""
+    """Versions of jax and of what it runs on."""
     import jax
 
     described = {
@@ -106,6 +107,7 @@ def versions() -> dict:
 
 
 def run(folder: pathlib.Path) -> dict:
+    """Times the steps of the case in a folder. Returns the worker's result."""
     config, case = read_case(folder)
     import jax
 
@@ -124,13 +126,13 @@ def run(folder: pathlib.Path) -> dict:
         arrays = batches(config, min(steps, DISTINCT))
         if case["torch"]:
             rate = learning_rate(config.optimizer, config.train.steps)
-            rows = state.params["embed"]["table"].shape[0]
+            vocabulary_rows = state.params["embed"]["table"].shape[0]
             write_for_torch(
                 folder,
                 state.params,
                 arrays,
                 rates=[float(rate(i)) for i in range(steps)],
-                vocabulary_rows=rows,
+                vocabulary_rows=vocabulary_rows,
             )
         began = time.perf_counter()
         lowered = step.train.lower(step.abstract_state(), step.abstract_batch)
@@ -156,10 +158,9 @@ def run(folder: pathlib.Path) -> dict:
         + account.output_size_in_bytes
         - account.alias_size_in_bytes
     )
-    first, *timed = seconds
     return {
-        "seconds": timed,
-        "first_s": first,
+        "seconds": seconds[1:],
+        "first_s": seconds[0],
         "trace_s": traced - began,
         "compile_s": compile_s,
         "losses": [float(r["loss"]) for r in results],

@@ -1,5 +1,4 @@
-"""The tables of benchmarks/gpu.py, in Markdown, from its figures. Standard library, and the
-formulas of jaxtrain/run/metrics.py."""
+"""The tables of benchmarks/gpu.py, in Markdown, from its figures. No jax."""
 
 import dataclasses
 import math
@@ -10,16 +9,16 @@ from jaxtrain.config import Config
 from jaxtrain.costs import hardware
 
 OURS, TORCH = "jaxtrain", "torch"
-# How far two sides may be apart, as parts of theirs, in the first step and in later ones, whose
-# weights differ by rounding already. In bfloat16 a loss is a mean over many tokens' rounding, a
-# norm of gradients is not. Models that differ (no rotation, another base, other gates) are
-# beyond: tests/benchmarks/test_gpu_torch.py.
+# The largest relative difference of two sides in the first step and in later ones, whose weights
+# differ by rounding already. In bfloat16 a loss is a mean over many tokens' rounding, a norm of
+# gradients is not. Models that differ (no rotation, another base, other gates) are further apart:
+# tests/benchmarks/test_gpu_torch.py.
 CLOSE_LOSSES = {"float32": (1e-5, 1e-4), "bfloat16": (5e-4, 2e-3)}
 CLOSE_NORMS = {"float32": (1e-4, 1e-3), "bfloat16": (5e-3, 2e-2)}
 
 
 def settings(config: Config) -> dict:
-    """What the tables need of a case's config."""
+    """The values of a case's config that the tables show."""
     d, p = config.data, config.pipeline
     return {
         "batch_size": d.batch_size,
@@ -33,8 +32,13 @@ def settings(config: Config) -> dict:
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """A side of a case, all its rounds together. seconds: the median step; spread: the slowest over
-    the fastest; mfu: 0 to 1, or None."""
+    """A side of a case over all its rounds.
+
+    seconds: the median step's
+    spread:  the slowest step over the fastest
+    mfu:     0 to 1; None if the device's peak is unknown
+    memory:  bytes; None if unknown
+    """
 
     seconds: float
     spread: float
@@ -49,10 +53,13 @@ class Side:
 def side(
     rounds: Sequence[Mapping], about: Mapping, flops_per_token: float | None, device: str
 ) -> Side:
-    """What a side's rounds come to. flops_per_token: the model's own; device: its kind, for the
-    peak."""
+    """Summarizes a side's rounds.
+
+    flops_per_token: the model's, without recomputation
+    device:          jax's or torch's name of it, for the peak
+    """
     steps = [s for r in rounds for s in r["seconds"]]
-    seconds, first = statistics.median(steps), rounds[0]
+    seconds, initial = statistics.median(steps), rounds[0]
     speed = about["batch_size"] * about["sequence_length"] / seconds
     kind = hardware.of_device(device)
     used = (
@@ -60,21 +67,21 @@ def side(
         if flops_per_token is None or kind is None
         else kind.utilization(speed * flops_per_token, about["compute"])
     )
-    start = first["first_s"] + first.get("trace_s", 0.0) + first.get("compile_s", 0.0)
+    start = initial["first_s"] + initial.get("trace_s", 0.0) + initial.get("compile_s", 0.0)
     return Side(
         seconds,
         max(steps) / min(steps),
         speed,
         used,
-        first["memory"],
+        initial["memory"],
         start,
-        first["losses"],
-        first["norms"],
+        initial["losses"],
+        initial["norms"],
     )
 
 
 def sides(report: Mapping) -> dict[str, dict[str, Side]]:
-    """Case → side → what it comes to, in the order of the cases."""
+    """Case → name of the side → its summary, in the order of the cases."""
     device, by_case = (
         report["versions"].get("device") or report["versions"].get("torch device") or "",
         {},
@@ -92,14 +99,16 @@ def sides(report: Mapping) -> dict[str, dict[str, Side]]:
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
-    """How far two lists of numbers are apart, as parts of theirs: the first, and the most of the
-    others; NaN where one is none."""
-    first, *others = (abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
-    return first, max(others, key=lambda part: part if part == part else math.inf, default=0.0)
+    """The relative difference of two lists: of their first numbers, and the largest of the others.
+
+    NaN if a number is NaN.
+    """
+    begin, *later = (abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+    return begin, max(later, key=lambda part: part if part == part else math.inf, default=0.0)
 
 
 def are_same(ours: Side, theirs: Side, compute: str) -> bool:
-    """Whether losses and norms of both sides say that the models are the same."""
+    """True if losses and norms of both sides are as close as those of equal models."""
     pairs = ((ours.losses, theirs.losses, CLOSE_LOSSES), (ours.norms, theirs.norms, CLOSE_NORMS))
     return all(
         part <= most
@@ -112,7 +121,7 @@ def are_same(ours: Side, theirs: Side, compute: str) -> bool:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table's lines."""
+    """The lines of a Markdown table."""
     return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
 
 
@@ -121,12 +130,12 @@ def number(value: float | None, form: str) -> str:
 
 
 def steps_table(report: Mapping) -> list[str]:
-    """A row for each side of each case, and in the second the ratio of both."""
+    """The table of steps: a row for each side of each case, the second with the ratio of both."""
     rows = []
     for case, both_sides in sides(report).items():
         about = report["settings"][case]
         shape = f"{about['batch_size']} × {about['sequence_length']} in {about['microbatches']}"
-        how = (
+        settings_text = (
             f"{shape}, remat "
             f"{about['remat']}{', documents apart' if about['documents_apart'] else ''}, "
             f"{about['compute']}"
@@ -135,7 +144,7 @@ def steps_table(report: Mapping) -> list[str]:
             both = name == TORCH
             rows.append(
                 [
-                    *((case, how) if name == next(iter(both_sides)) else ("", "")),
+                    *((case, settings_text) if name == next(iter(both_sides)) else ("", "")),
                     name,
                     f"{1e3 * s.seconds:,.1f}",
                     f"{s.spread:.2f}",
@@ -160,17 +169,17 @@ def steps_table(report: Mapping) -> list[str]:
 
 
 def verdict(ours: Side, theirs: Side, compute: str) -> str:
-    """`are_same` in words."""
+    """The result of `are_same` as text, with the differences."""
     losses, norms = difference(ours.losses, theirs.losses), difference(ours.norms, theirs.norms)
     shown = "; ".join(
-        f"{what} {first:.0e}, then {later:.0e}"
-        for what, (first, later) in (("losses", losses), ("norms", norms))
+        f"{what} {begin:.0e}, then {later:.0e}"
+        for what, (begin, later) in (("losses", losses), ("norms", norms))
     )
     return f"{'yes' if are_same(ours, theirs, compute) else '**no**'}: {shown} apart"
 
 
 def losses_table(report: Mapping) -> list[str]:
-    """The first losses of both sides, and whether they are the same."""
+    """The table of the first losses of both sides, with the verdict on their equality."""
     rows = []
     for case, both_sides in sides(report).items():
         for name, s in both_sides.items():
@@ -200,7 +209,7 @@ def losses_table(report: Mapping) -> list[str]:
 
 
 def kernels_table(report: Mapping) -> list[str]:
-    """A row for each kernel: errors and times beside the fallback's."""
+    """The table of kernels: a row for each, with errors and times of kernel and fallback."""
     rows = []
     for k in report["kernels"]:
         if "failure" in k:
@@ -233,8 +242,7 @@ def kernels_table(report: Mapping) -> list[str]:
 
 
 def kernel_lines(report: Mapping) -> list[str]:
-    """Which kernels our side of each case had, those of several cases once, with what it says of
-    slow ones."""
+    """Lines about the kernels of our side, each with the cases that have it."""
     cases: dict[str, list[str]] = {}
     for r in report["rounds"]:
         for line in r.get("kernels", ()):
@@ -243,7 +251,7 @@ def kernel_lines(report: Mapping) -> list[str]:
 
 
 def text(report: Mapping) -> str:
-    """All of it."""
+    """The report in Markdown."""
     about = ", ".join(
         f"{name} {value}" for name, value in report["versions"].items() if value is not None
     )

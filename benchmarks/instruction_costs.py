@@ -40,9 +40,9 @@ class InstructionCosts:
         if i.opcode == "convolution":
             return self._convolution(i)
         if i.is_product:
-            contracted, left = CONTRACTED.search(i.text), self.program.operands(i)[0].shapes[0]
+            contracted, lhs = CONTRACTED.search(i.text), self.program.operands(i)[0].shapes[0]
             dimensions = re.findall(r"\d+", contracted[1]) if contracted else ()
-            return 2 * i.sizes[0] * math.prod(left[int(d)] for d in dimensions)
+            return 2 * i.sizes[0] * math.prod(lhs[int(d)] for d in dimensions)
         called = i.calls.get("calls", "")
         if not called or i.opcode.removesuffix("-start") not in ("fusion", "async"):
             return 0
@@ -52,10 +52,10 @@ class InstructionCosts:
 
     def _convolution(self, i: Instruction) -> int:
         """FLOPs of a convolution. Pairs of a window's place with padding or a hole do not count."""
-        left, right = (operand.shapes[0] for operand in self.program.operands(i)[:2])
+        lhs, rhs = (operand.shapes[0] for operand in self.program.operands(i)[:2])
         labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.text)
         assert labels is not None, i.text
-        shapes = zip(labels.groups(), (left, right, i.shapes[0]), strict=True)
+        shapes = zip(labels.groups(), (lhs, rhs, i.shapes[0]), strict=True)
         inputs, kernel, outputs = (dict(zip(*labelled, strict=True)) for labelled in shapes)
         written = re.search(r"window=\{([^}]*)\}", i.text)
         window = dict(part.split("=") for part in written[1].split()) if written else {}

@@ -11,10 +11,11 @@ program for its memory: what counts is its account of arguments and temporary me
 refuses is said, and the status is then 1.
 """
 
-import argparse
 import json
 import pathlib
 import sys
+
+import arguments
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 DEVICES = 64
@@ -30,14 +31,14 @@ SETTINGS = {
 
 
 def compiled(recipe, settings: dict[str, str], length: int, mode: str) -> dict:
-    """Lengths of time in seconds and bytes on a device for one length and mode."""
+    """Seconds to compile and bytes on a device for one length and mode."""
     from jaxtrain import config as configs
     from jaxtrain.config import checks
     from jaxtrain.config.flags import apply
     from jaxtrain.hlo.topology import compile_config, fitting
 
-    own = {"data.sequence_length": str(length), "parallel.context": mode}
-    config = checks.check_devices(apply(recipe, list((settings | own).items())), DEVICES).resolve()
+    settings = settings | {"data.sequence_length": str(length), "parallel.context": mode}
+    config = checks.check_devices(apply(recipe, list(settings.items())), DEVICES).resolve()
     config = configs.replace(config, {"data.batch_size": config.mesh.data * config.mesh.replica})
     program = compile_config(fitting("h100", DEVICES), config)
     return {
@@ -51,13 +52,11 @@ def compiled(recipe, settings: dict[str, str], length: int, mode: str) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Compiles each length with each mode and prints its memory."""
+    parser = arguments.parser(__doc__, "settings, as --config.PATH=VALUE")
     parser.add_argument("--lengths", default="131072,262144,524288")
     parser.add_argument("--modes", default="all_gather,ulysses,ring")
     parser.add_argument("--json", help="file for the figures")
-    parser.add_argument("changes", nargs="*", help="settings, as --config.PATH=VALUE")
     args = parser.parse_args()
     sys.path.insert(0, str(REPOSITORY))
     from jaxtrain import cli
@@ -74,28 +73,28 @@ def main() -> None:
         f"{'tokens':>9}  {'context':10} {'arguments GB':>12} {'temporary GB':>12} "
         f"{'total GB':>8} {'compiled s':>10}"
     )
-    rows, refused = [], False
+    records, refused = [], False
     for length in map(int, args.lengths.split(",")):
         for mode in args.modes.split(","):
             try:
-                row = compiled(recipe, settings, length, mode)
+                record = compiled(recipe, settings, length, mode)
             except Refused as error:
                 refused = True
                 print(f"{length:9}  {mode:10} refused: {error.line}", flush=True)
                 continue
-            gigabytes = (row[name] / 1e9 for name in ("arguments", "temporary", "total"))
+            gigabytes = (record[name] / 1e9 for name in ("arguments", "temporary", "total"))
             print(
                 f"{length:9}  {mode:10}",
                 *(f"{n:{width}.1f}" for n, width in zip(gigabytes, (12, 12, 8), strict=True)),
                 end="",
             )
             print(
-                f" {row['seconds']:10}{'' if row['total'] < H100 else '  more than 80 GB'}",
+                f" {record['seconds']:10}{'' if record['total'] < H100 else '  more than 80 GB'}",
                 flush=True,
             )
-            rows.append(row)
+            records.append(record)
     if args.json:
-        pathlib.Path(args.json).write_text(json.dumps(rows, indent=1))
+        pathlib.Path(args.json).write_text(json.dumps(records, indent=1))
     sys.exit(refused)
 
 

@@ -1,4 +1,4 @@
-"""What the table costs where there is nothing to schedule: one device, one stage, against a
+"""The cost of the table where there is nothing to schedule: one device and one stage, against a
 hand-written loop.
 
     python benchmarks/overhead.py [--rounds=7] [--microbatches=4] [-- --config.model.width=512 …]
@@ -10,11 +10,12 @@ optax. Prints the ratio of CPU-seconds (median over the rounds of the paired rat
 compiled memory.
 """
 
-import argparse
 import os
 import statistics
 import sys
 import time
+
+import arguments
 
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MODEL = {
@@ -28,8 +29,10 @@ SETTINGS = MODEL | {"data.sequence_length": 256, "mesh.data": 1, "precision.comp
 
 
 def plain_step(config, parts, optimizer):
-    """(params with layers [L, ...], optimizer state, batch) → the same, loss: what one would write
-    by hand."""
+    """The hand-written step: (params, optimizer state, batch) → params, optimizer state, loss.
+
+    Layers are stacked as [L, …].
+    """
     import jax
     import jax.numpy as jnp
     import optax
@@ -67,12 +70,10 @@ def plain_step(config, parts, optimizer):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Times both steps in turn and prints their ratio."""
+    parser = arguments.parser(__doc__, "more flags of jaxtrain.train, after --")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("changes", nargs="*", help="more flags of jaxtrain.train, after --")
     options = parser.parse_args()
     sys.path.insert(0, REPOSITORY)
     from jaxtrain import cli

@@ -1,5 +1,5 @@
-"""Predicted against measured: times each op of a pipelined step alone, predicts the step by the
-schedule's simulator, and measures it.
+"""A pipelined step predicted and measured: each op is timed separately, the schedule's simulator
+predicts the step, and the step is timed.
 
     python benchmarks/pipeline.py [--cpu_devices=N] [--config=configs/tiny.py]
                                   [--config.GROUP.FIELD=VALUE …]
@@ -39,6 +39,7 @@ DEFAULTS = (
 
 
 def main(argv: list[str]) -> None:
+    """Times ops and step, and prints both with the prediction."""
     sys.path.insert(0, REPOSITORY)
     from jaxtrain import cli
     from jaxtrain.devices.startup import start_jax
@@ -84,16 +85,16 @@ def main(argv: list[str]) -> None:
         ops = op_seconds(
             table_columns, lambda ticks: per_device(measure(lambda: short(params, batch, ticks)))
         )
-        found, base = ops.seconds, ops.outside
-        whole = compiled(table_columns)
-        took = measure(lambda: whole(params, batch, table_columns))
+        by_op, base = ops.seconds, ops.outside
+        step_program = compiled(table_columns)
+        took = measure(lambda: step_program(params, batch, table_columns))
         wall, cpu = took.wall, took.cpu
 
-    times = times_of(found, setup.table, setup.shares)
+    times = times_of(by_op, setup.table, setup.shares)
     result = dataclasses.replace(setup, times=times).simulation()
     work = sum(e.end - e.start for e in result.timeline)
     print(f"\n{'op':16} ms on a device")
-    for name, seconds in found.items():
+    for name, seconds in by_op.items():
         print(f"{name:16} {1e3 * seconds:8.3f}")
     print(f"{'around the ticks':16} {1e3 * base:8.3f}\n")
     alone = result.step_time_coupled + base

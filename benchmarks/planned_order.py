@@ -1,22 +1,22 @@
-"""Whether the planner orders cpu_step.py's layouts as they are measured, on 8 simulated CPU devices
-that `--calibrate` has measured.
+"""The order of cpu_step.py's layouts as planned and as measured, on 8 simulated CPU devices that
+`--calibrate` measures first.
 
     python benchmarks/planned_order.py [--layouts=data8,model8,…] [--rounds=3] [--hardware=FILE]
                                        [-- --config.model.width=512 …]
 
 One process calibrates, then compiles all layouts and steps them in turn, so that a change of the
-machine's speed meets all alike. Seconds are CPU-seconds over the cores: those of a machine that
-does nothing else. The status is 1 where a pair whose measured times differ by more than a tenth is
-planned the other way round.
+machine's speed affects all alike. Seconds are CPU-seconds over the cores, as on an idle machine.
+The status is 1 if a pair whose measured times differ by more than a tenth is planned in reverse.
 """
 
-import argparse
 import itertools
 import os
 import statistics
 import sys
 import time
 from typing import Any
+
+import arguments
 
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MATTERS = 1.1  # measured times that differ by less may be planned in any order
@@ -48,7 +48,7 @@ class Stepped:
             loader.close()
 
     def cpu_seconds(self) -> float:
-        """Of one step."""
+        """CPU-seconds of one step."""
         import jax
 
         with jax.set_mesh(self.mesh):
@@ -59,7 +59,7 @@ class Stepped:
 
 
 def wrong_pairs(measured: dict[str, float], plan: dict[str, float]) -> list[tuple[str, str]]:
-    """(faster, slower) layouts, as measured, that the plan has the other way round."""
+    """Pairs (faster, slower) of layouts, as measured, that the plan has in reverse."""
     return [
         (fast, slow)
         for fast, slow in itertools.permutations(measured, 2)
@@ -68,18 +68,16 @@ def wrong_pairs(measured: dict[str, float], plan: dict[str, float]) -> list[tupl
 
 
 def main() -> int:
+    """Prints planned and measured times. Returns 1 if a pair is in the wrong order, else 0."""
     sys.path.insert(0, REPOSITORY)
     import cpu_step
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments.parser(__doc__, "more flags of jaxtrain.train, after --")
     parser.add_argument("--layouts", default=",".join(cpu_step.LAYOUTS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--hardware", default="", help="a file that --calibrate has written, and not a new one"
     )
-    parser.add_argument("changes", nargs="*", help="more flags of jaxtrain.train, after --")
     options = parser.parse_args()
     from jaxtrain import cli
     from jaxtrain.costs import hardware as kinds

@@ -1,9 +1,9 @@
-"""The planner beside published runs: predicted, published, error; by the framework that made each
-run.
+"""The planner against published runs: the prediction, the published figure and the error, with the
+framework that made each run.
 
     python benchmarks/planner.py [--markdown]
 
-Rows are those of published/*.csv. What a source does not say is assumed here, in the function that
+The runs are those of published/*.csv. What a source does not state is assumed in the function that
 reads it. Figures are TFLOP/s a device, seconds a step or tokens/s a device, as published.
 """
 
@@ -26,10 +26,10 @@ from jaxtrain.costs.transformer import Transformer, gpt  # noqa: E402
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A published figure and the run that it is of.
+    """A published figure, and the run whose figure it is.
 
-    figure: "tflops", "seconds" or "tokens"; counts: which operations a rate counts: "hardware",
-        what is computed again too; or "model"
+    figure: "tflops", "seconds" or "tokens"
+    counts: the FLOPs that a rate counts: "hardware", with recomputation, or "model"
     """
 
     name: str
@@ -50,7 +50,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Of what was published; positive where the prediction is larger."""
+        """The prediction over the published figure, less 1."""
         return self.predicted() / self.published - 1
 
 
@@ -87,7 +87,7 @@ def model_of(row: dict[str, str]) -> Transformer:
 
 
 def megatron2021() -> Iterator[Row]:
-    """All computed again, as the paper's end-to-end runs."""
+    """Full recomputation, as in the paper's end-to-end runs."""
     for row in read("megatron2021_a100"):
         work = StepModel(
             model_of(row), pipeline(row, "full"), FRAMEWORKS["megatron2021"], load("a100-80gb")

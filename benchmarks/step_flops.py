@@ -1,10 +1,9 @@
-"""Operations of a step on a device by op, from the config alone; compiled programs have as many.
+"""FLOPs of a step on a device by op, from the config alone; compiled programs have as many.
 
-Operations of products with weights are 2 · parameters · tokens: forward (F, K), again (R), of the
-input's gradient (B) and the weights' (W). Causal attention takes half of its products: two forward
-(F, K, R), in B four and the scores' once more. Key/value heads that several devices of `model`
-share count on each. Experts count for the tokens that choose them, as if evenly. Documents kept
-separate count as one sequence.
+Products with weights take 2 · parameters · tokens FLOPs, once in each of F (or K), R, B and W.
+Causal attention takes half of its products: two in F, K and R; in B four and the scores' again.
+Key/value heads that several devices of `model` share count on each. Experts count for the tokens
+that choose them, as if evenly. Separate documents count as one sequence.
 """
 
 import collections
@@ -20,7 +19,7 @@ ATTENTION_BACKWARD_ONCE = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """Operations: products with weights, attention's; `once`: both without recomputation."""
+    """FLOPs of products with weights and of attention. once: both without recomputation."""
 
     weights: float = 0.0
     attention: float = 0.0
@@ -40,7 +39,7 @@ class Flops:
 
 
 def by_op(counts: StepCounts, stage: int = 0) -> dict[str, Flops]:
-    """Operations of a step by op, for the devices of a stage."""
+    """FLOPs of a step by op, on a device of a stage."""
     flops: dict[str, Flops] = collections.defaultdict(Flops)
     for run in counts.layer_passes(stage):
         flops[run.op] += _layer(counts, run.op) * (run.times * (run.layers - run.unread))
@@ -54,18 +53,20 @@ def by_op(counts: StepCounts, stage: int = 0) -> dict[str, Flops]:
 
 
 def total(counts: StepCounts, stage: int = 0) -> Flops:
-    """Operations of all ops of a step, for the devices of a stage."""
+    """FLOPs of all ops of a step, on a device of a stage."""
     return sum(by_op(counts, stage).values(), Flops())
 
 
 def _tokens(counts: StepCounts) -> float:
-    """Tokens of a microbatch on a device, as if `model` cut them."""
+    """Tokens of a microbatch on a device, as if `model` split them."""
     return counts.collectives.tokens / counts.collectives.layout.model
 
 
 def _layer(counts: StepCounts, op: str, output: bool = True, dense: bool = False) -> Flops:
-    """Operations of one layer and microbatch. output: whether its last product is needed; experts'
-    outputs always are, for the gradients of the weights with which they are added."""
+    """FLOPs of one layer and microbatch.
+
+    output: the last product is needed; those of experts always are, for the router's gradients
+    """
     m, layout, tokens = counts.collectives.model, counts.collectives.layout, _tokens(counts)
     parameters = m.layer(dense).per_token
     if not output:
@@ -81,8 +82,8 @@ def _layer(counts: StepCounts, op: str, output: bool = True, dense: bool = False
 
 
 def _head(counts: StepCounts) -> Flops:
-    """Operations of a microbatch's head, forward and both gradients, with the modules that predict
-    further tokens."""
+    """FLOPs of a microbatch's head with its gradients and the modules that predict further
+    tokens."""
     m, shards = (
         counts.collectives.model,
         counts.collectives.layout.stage if counts.collectives.shares_vocabulary else 1,

@@ -89,7 +89,7 @@ class ScopedRun(Executed):
 
 
 def scoped_runs(loops: StepLoops) -> list[ScopedRun]:
-    """Every instruction of the step that runs, with its scope."""
+    """The instructions that run in a step, with their scopes."""
     scopes = Scopes(loops)
     return [
         ScopedRun(**vars(run), op=scopes.of(run.instruction, run.loops)) for run in loops.executed()

@@ -76,8 +76,7 @@ def rotate(x_BNTH, angles):
 
 
 def document_mask(segments_BT):
-    """What `attend` needs to keep documents apart: blocks of a causal mask, or on CPU the whole of
-    it."""
+    """The mask by which `attend` keeps documents separate: its blocks, or on CPU all of it."""
     b, t = segments_BT.shape
     if segments_BT.device.type == "cpu":
         same = segments_BT[:, None, :, None] == segments_BT[:, None, None, :]
@@ -109,7 +108,7 @@ def attend(q_BNTH, k_BKTH, v_BKTH, mask=None):
 
 
 def flex(q_BNTH, k_BKTH, v_BKTH, mask, grouped: bool):
-    """The same by flex_attention, which torch.compile makes a kernel of."""
+    """Attention by flex_attention, of which torch.compile makes a kernel → [B, N, T, H]."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return flex_attention(q_BNTH, k_BKTH, v_BKTH, block_mask=mask, enable_gqa=grouped)
@@ -221,8 +220,10 @@ def rows_of(chosen_C, experts: int):
 
 
 def product(x_RI, weights_EOI, ends_E):
-    """Each row times its expert's matrix → [R, O]; what rows behind the last group hold is not
-    said."""
+    """The product of each row with its expert's matrix → [R, O].
+
+    Rows behind the last group are undefined.
+    """
     if GROUPED_MM is not None and x_RI.dtype == torch.bfloat16:
         return GROUPED_MM(x_RI, weights_EOI.transpose(-2, -1), offs=ends_E)
     return product_by_loop(x_RI, weights_EOI, ends_E)
@@ -230,7 +231,8 @@ def product(x_RI, weights_EOI, ends_E):
 
 @torch.compiler.disable
 def product_by_loop(x_RI, weights_EOI, ends_E):
-    """The same, expert by expert; zeros behind the last group."""
+    """The product of each row with its expert's matrix, expert by expert; zeros behind the last
+    group."""
     ends = [0, *ends_E.tolist()]
     parts = [
         x_RI[begin:end] @ matrix.T
@@ -337,8 +339,12 @@ class Head(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The whole model. cfg: a resolved ModelConfig's values; rows: those of its vocabulary in
-    memory; batch_size: sequences in a step."""
+    """The model.
+
+    cfg:        a resolved ModelConfig's values
+    rows:       rows of the vocabulary's tables in memory
+    batch_size: sequences in a step
+    """
 
     def __init__(self, cfg, rows: int, batch_size: int, dtype, remat: str):
         super().__init__()
@@ -363,12 +369,12 @@ class Transformer(nn.Module):
             router_loss = router_loss + loss
         return self.head(x_BTD, self.embed.table, batch["targets"], batch["weights"]), router_loss
 
-    def compile_by(self, how: str):
-        """The model as torch.compile takes it: `model` in one piece, `blocks` one by one, whose
+    def compile_by(self, unit: str):
+        """The model compiled by torch.compile: `model` in one piece, `blocks` one by one, whose
         code is compiled once, or `none`."""
-        if how == "none":
+        if unit == "none":
             return self
-        if how == "model":
+        if unit == "model":
             return torch.compile(self, dynamic=False)
         for part in (*self.layers, self.head):
             part.compile(dynamic=False)

@@ -177,7 +177,7 @@ def fastest_attention(device) -> contextlib.AbstractContextManager:
 
 
 def versions() -> dict:
-    """Of torch and what it runs on."""
+    """Versions of torch and of what it runs on."""
     cuda = torch.cuda.is_available()
     described = {
         "torch": torch.__version__,
@@ -190,6 +190,7 @@ def versions() -> dict:
 
 
 def run(folder: pathlib.Path) -> dict:
+    """Times the steps of the case in a folder. Returns the worker's result."""
     training = Training(folder)
     losses, norms, seconds = [], [], []
     with fastest_attention(training.device):
@@ -204,10 +205,9 @@ def run(folder: pathlib.Path) -> dict:
             if number == 0 and training.device.type == "cuda":  # what compiling took does not count
                 torch.cuda.reset_peak_memory_stats()
     memory = torch.cuda.max_memory_allocated() if training.device.type == "cuda" else None
-    first, *timed = seconds
     return {
-        "seconds": timed,
-        "first_s": first,
+        "seconds": seconds[1:],
+        "first_s": seconds[0],
         "losses": losses,
         "norms": norms,
         "memory": memory,

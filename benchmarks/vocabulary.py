@@ -10,14 +10,16 @@ moments on the fullest device. Then what XLA makes of it: the memory per device 
 a narrow model on 8 simulated devices, 4 stages × 2, with the changes after "--".
 """
 
-import argparse
 import os
 import sys
+
+import arguments
 
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def predicted(vocabulary: int, stages_of: list[int]) -> None:
+    """Prints step times and bytes of Llama 3 8B's shapes, from closed forms and the table."""
     from jaxtrain import config as configs
     from jaxtrain.config.recipes import find_recipe, load_recipe
     from jaxtrain.pipeline.setup import make_setup
@@ -46,7 +48,7 @@ def predicted(vocabulary: int, stages_of: list[int]) -> None:
                     "pipeline.vocabulary": where,
                 }
                 config = configs.replace(recipe, changes).resolve()
-                found = make_setup(config).simulation()
+                simulation = make_setup(config).simulation()
                 numbers = (
                     vocabulary * config.model.width * (1 if config.model.tied_embeddings else 2)
                 )
@@ -54,13 +56,14 @@ def predicted(vocabulary: int, stages_of: list[int]) -> None:
                 held = numbers / (stages if where == "parallel" else 1)
                 moments = 2 * numbers / stages  # shared out over the stages either way
                 print(
-                    f"{stages:6} {schedule:12} {where:11} {found.step_time_coupled:8.1f} "
-                    f"{found.bubble_fraction_coupled:8.1%} "
+                    f"{stages:6} {schedule:12} {where:11} {simulation.step_time_coupled:8.1f} "
+                    f"{simulation.bubble_fraction_coupled:8.1%} "
                     f"{4 * (2 * held + moments) / 1e9:40.2f}"
                 )
 
 
 def compiled(vocabulary: int, flags: list[str]) -> None:
+    """Prints the memory of compiled steps of a narrow model."""
     import jax
 
     from jaxtrain import cli
@@ -110,14 +113,12 @@ def compiled(vocabulary: int, flags: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    """Prints both tables."""
+    parser = arguments.parser(
+        __doc__, "more flags of jaxtrain.train for what is compiled, after --"
     )
     parser.add_argument("--vocabulary", type=int, default=128256)
     parser.add_argument("--stages", default="4,8,16", help="of which times are predicted")
-    parser.add_argument(
-        "changes", nargs="*", help="more flags of jaxtrain.train for what is compiled, after --"
-    )
     options = parser.parse_args()
     sys.path.insert(0, REPOSITORY)
 

@@ -1,8 +1,7 @@
-"""A part of a benchmark in a process of its own: how it is started, and how its result comes back.
-Standard library only.
+"""Workers: parts of a benchmark that run in a process of their own. Standard library only.
 
-The worker prints one line, `RESULT` and a JSON object, or `FAILED` and one that says in one line
-why. All else that it prints is kept for whoever wants to know more.
+A worker prints one line, `RESULT` and a JSON object, or `FAILED` and the reason as a JSON string of
+one line. Its other output goes to a log.
 """
 
 import dataclasses
@@ -19,8 +18,12 @@ OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "Out of memory", "Memory
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """result: what the worker found, or None; failure: then why, in one line; seconds: that its
-    process took."""
+    """The end of a worker.
+
+    result:  the worker's JSON object; None if it failed
+    failure: the reason, in one line; "" without a failure
+    seconds: those that its process took
+    """
 
     result: dict | None
     failure: str
@@ -28,7 +31,7 @@ class Outcome:
 
 
 def report_result(work: Callable[[], dict]) -> None:
-    """Runs a worker's work and prints what comes of it."""
+    """Runs a worker's work and prints its result or its failure."""
     try:
         print("RESULT " + json.dumps(work()), flush=True)
     except Exception as error:  # whatever it is, the benchmark's other parts go on
@@ -37,12 +40,11 @@ def report_result(work: Callable[[], dict]) -> None:
 
 
 def one_line(error: str) -> str:
-    """An error's text for a table: that memory was short in these words, anything else by its first
-    line."""
+    """An error's text for a table: "out of memory", or the first line of any other error."""
     if any(words in error for words in OUT_OF_MEMORY):
         return "out of memory"
-    first = next((line.strip() for line in error.splitlines() if line.strip()), "no reason given")
-    return first if len(first) <= 200 else first[:199] + "…"
+    line = next((line.strip() for line in error.splitlines() if line.strip()), "no reason given")
+    return line if len(line) <= 200 else line[:199] + "…"
 
 
 def run_worker(

@@ -1,8 +1,7 @@
-"""`jaxtrain COMMAND …`, also `python -m jaxtrain COMMAND …`: what `python -m jaxtrain.COMMAND …`
-does.
+"""`jaxtrain COMMAND …`, also `python -m jaxtrain COMMAND …`: runs the module jaxtrain.COMMAND.
 
-pyproject.toml installs it as `jaxtrain`. The commands themselves are modules, which parse their
-flags; nothing slow is imported here.
+pyproject.toml installs it as `jaxtrain`. The modules parse their own flags; nothing slow is
+imported here.
 """
 
 import difflib

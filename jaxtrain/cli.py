@@ -217,10 +217,10 @@ def check_output(flag: str, name: str, otherwise: str) -> None:
         if new:
             path.unlink()
     except (OSError, ValueError) as error:
-        raise UsageError(
-            f"--{flag}={cfg.shown(name)} cannot be written ({_why(error)})",
-            {flag: _writable(path, otherwise)},
-        ) from None
+        why = getattr(error, "strerror", None) or str(error)
+        fixes = {flag: _writable(path, otherwise)}
+        rule = f"--{flag}={cfg.shown(name)} cannot be written ({why})"
+        raise UsageError(rule, fixes) from None
 
 
 def write_output(name: str, content: bytes) -> None:
@@ -263,10 +263,6 @@ def _opened(path: pathlib.Path) -> int:
             if error.errno != errno.ENXIO or time.monotonic() > end:
                 raise
         time.sleep(0.05)
-
-
-def _why(error: OSError | ValueError) -> str:
-    return getattr(error, "strerror", None) or str(error)
 
 
 def _writable(path: pathlib.Path, otherwise: str) -> str:

@@ -1,16 +1,16 @@
 """`python -m jaxtrain.generate --workdir=DIR --prompt=TEXT`: text from a checkpoint.
 
     flags → checkpoint's folder → its meta (config, tokenizer) → prompt's ids
-              what is wrong here: one line, status 2, no device touched
-          → parameters on 1 device, or `--model` of them → text on stdout, as it comes
+              an error until here: one line, status 2, no device touched
+          → parameters on 1 device, or `--model` of them → text on stdout, as it is made
           → on stderr: figures, why it stopped, and how much of the text is beyond the length
             that the model was trained on
 
-A checkpoint of any mesh, stages and schedule will do. Ids are made in generation/sampling.py, and
-become text in generation/text.py. A single process: no jax.distributed.
+Checkpoints of any mesh, stages and schedule can be read. generation/sampling.py makes ids,
+generation/text.py text from them, generation/output.py prints it. A single process: no
+jax.distributed.
 """
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -18,7 +18,7 @@ import os
 import sys
 import time
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from etils import epath
@@ -31,8 +31,8 @@ from jaxtrain.checkpoint.steps import (
     TO_GENERATE,
     CheckpointError,
     DamageError,
-    Judge,
     Meta,
+    StepCheck,
     StepChoice,
     checkpoints_of,
     choose,
@@ -53,11 +53,9 @@ from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.wall_clock import imports_without_collection
 
 if TYPE_CHECKING:  # these import jax, or take long
-    import numpy as np
-
     from jaxtrain.data.tokenizer import Tokenizer
+    from jaxtrain.generation.output import Endings
     from jaxtrain.generation.sampling import Sampler
-    from jaxtrain.models.transformer import ModelParts
 
 DESCRIPTION = """
 Continues a prompt with the model of a checkpoint.
@@ -65,8 +63,6 @@ Continues a prompt with the model of a checkpoint.
 usage: jaxtrain generate --workdir=DIR --prompt=TEXT [flags]    (or python -m jaxtrain.generate …)
 """
 
-# why a sample ends
-ASKED, DOCUMENT, CTRL_C = "at --tokens", "at the end of the document", "by Ctrl-C"
 MOST = 2**30  # tokens and samples, whose numbers are int32
 
 FLAGS = (
@@ -75,18 +71,23 @@ FLAGS = (
         "",
         "folder of a training run, or the folder or address (s3://BUCKET/PATH) of its checkpoints",
     ),
-    Flag("prompt", "", "text to go on from; empty: the start of a document"),
-    Flag("tokens", 100, "tokens to make; fewer where the document ends", 1, MOST),
-    Flag("temperature", 1.0, "divides the logits: lower is more likely, 0 is --greedy", at_least=0),
-    Flag("top_k", 0, "choose among this many most likely tokens; 0: all", 0, MOST),
+    Flag("prompt", "", "text to continue; empty: the start of a document"),
+    Flag("tokens", 100, "new tokens of each sample; fewer where the document ends", 1, MOST),
+    Flag(
+        "temperature",
+        1.0,
+        "divisor of the logits: below 1 likely tokens become more likely; 0: as --greedy",
+        at_least=0,
+    ),
+    Flag("top_k", 0, "number of most likely tokens to choose among; 0: all", 0, MOST),
     Flag(
         "top_p",
         1.0,
-        "choose among the most likely tokens that together have this probability, above 0 and "
-        "up to 1",
+        "probability, above 0 and up to 1, of the most likely tokens to choose among, taken "
+        "together",
     ),
-    Flag("greedy", False, "always the most likely token"),
-    Flag("samples", 1, "continuations of the prompt", 1, MOST),
+    Flag("greedy", False, "always choose the most likely token"),
+    Flag("samples", 1, "number of continuations of the prompt", 1, MOST),
     Flag("seed", 0, "seed of the random numbers", 0, 2**32 - 1),
     Flag("step", -1, "step of the checkpoint; -1: the newest", at_least=-1),
     Flag("model", 1, "devices over which the model is split (tensor parallel)", at_least=1),
@@ -101,8 +102,8 @@ FLAGS = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit status: 0; 130 where Ctrl-C has ended the text; with one line on stderr 2 for what
-    cannot work, 74 where storage fails."""
+    """Returns the exit status: 0; 130 if Ctrl-C has ended the text; with one line on stderr 2 for
+    flags that cannot work, 74 for storage that fails."""
     try:
         return generate(cli.checked_flags(argv, DESCRIPTION, FLAGS, check))
     except UsageError as error:
@@ -113,70 +114,82 @@ def main(argv: Sequence[str]) -> int:
 
 
 def generate(flags: types.SimpleNamespace) -> int:
-    """The exit status, for checked flags. CheckpointError where the checkpoint cannot be read."""
+    """Returns the exit status, for checked flags. Raises UsageError, and CheckpointError where the
+    checkpoint cannot be read."""
     with imports_without_collection():
         start_jax(flags)
         if unused := startup.unused_accelerator(flags):
             cli.fail(unused)
-        # not before the flags are known to be right: this takes seconds, and a mistake should not
+        # Only now that the flags are known to be right: this takes seconds.
         import jax
 
-        from jaxtrain.generation.sampling import Sampler
-
-    loaded: Loaded | None = None
-    damaged: dict[int, str] = {}
-    while loaded is None:
-        loaded = load(flags, damaged)
-    config, tokenizer, ids, step = loaded.config, loaded.tokenizer, loaded.ids, loaded.step
-
-    trained_length = config.data.sequence_length
-    if len(ids) + flags.tokens > trained_length:
-        text = f"a prompt of {len(ids)} tokens and up to {flags.tokens} more"
+        from jaxtrain.generation import sampling  # noqa: F401
+    model = load(flags)
+    prompt, trained_length = len(model.ids), model.config.data.sequence_length
+    if prompt + flags.tokens > trained_length:
         remark(
-            f"{text} go beyond the {trained_length} tokens that the model was trained on "
-            "(data.sequence_length)"
+            f"a prompt of {prompt} tokens and up to {flags.tokens} more go beyond the "
+            f"{trained_length} tokens that the model was trained on (data.sequence_length)"
         )
     try:
-        ended = sample(
-            Sampler(loaded.parts, loaded.params, config.precision.compute),
-            tokenizer,
-            ids,
-            step,
-            flags,
-        )
+        endings = sample(model, flags)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        cached = f"{flags.samples} × {len(ids) + flags.tokens} cached tokens"
+        cached = f"{flags.samples} × {prompt + flags.tokens} cached tokens"
         cli.fail(
             f"no memory for {cached} beside the model: use fewer --tokens or --samples, or a "
             "larger --model"
         )
-    remark(how_it_ended(ended, len(ids), config))
-    return ExitStatus.INTERRUPTED if ended.interrupted() else 0
+    remark(endings.describe(prompt, model.config.model, trained_length))
+    return ExitStatus.INTERRUPTED if endings.interrupted else 0
+
+
+def sample(model: "Loaded", flags: types.SimpleNamespace) -> "Endings":
+    """Makes and prints the text that the flags ask for, and a line with the time that it took."""
+    from jaxtrain.generation.output import show
+    from jaxtrain.generation.sampling import Sampling
+
+    began, tokenizer = time.perf_counter(), model.tokenizer
+    temperature = 0.0 if flags.greedy else flags.temperature
+    batches = model.sampler.start(
+        model.ids,
+        flags.tokens,
+        Sampling(temperature, flags.top_k, flags.top_p, flags.seed),
+        flags.samples,
+        tokenizer.end_of_document,
+        tokenizer.vocab_size,
+    )
+    prompt_read = time.perf_counter()
+    endings = show(batches, tokenizer, flags.prompt, model.ids, flags.samples, flags.tokens)
+    seconds, tokens = time.perf_counter() - prompt_read, sum(endings.tokens)
+    prompt = f"prompt of {len(model.ids)} tokens and compilation {prompt_read - began:.1f} s"
+    speed = f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s"
+    remark(f"step {model.step}: {prompt}; {speed}")
+    return endings
 
 
 # --- before jax -----------------------------------------------------------------------------------
 
 
 def check(flags: types.SimpleNamespace) -> types.SimpleNamespace:
-    """The flags, if they can be right for the checkpoint, as far as that is known without jax.
-    Raises UsageError or CheckpointError."""
+    """The flags, checked against the checkpoint as far as that is possible without jax. Raises
+    UsageError or CheckpointError."""
     check_flags(flags)
-    found = find_checkpoint(flags.workdir, flags.step)
-    if flags.refused:  # there is time for what takes jax
+    checkpoint = find_checkpoint(flags.workdir, flags.step)
+    if flags.refused:  # the command ends here, so importing jax delays nothing
         from jaxtrain.checkpoint.restoring import wrong_arrays
 
-        found = find_checkpoint(
+        checkpoint = find_checkpoint(
             flags.workdir, flags.step, functools.partial(wrong_arrays, trained_alone=True)
         )
-    config, _, ids = prompted(*found, flags)
+    config, _, ids = prompted(*checkpoint, flags)
     check_model(config, len(ids), flags)
     return flags
 
 
 def check_flags(flags: types.SimpleNamespace) -> None:
-    """Raises UsageError where a flag cannot be right whatever the checkpoint is."""
+    """Raises UsageError for flags that no checkpoint can satisfy."""
     if not 0 < flags.top_p <= 1:
         raise UsageError(
             f"--top_p={flags.top_p:g} must be above 0 and at most 1",
@@ -192,44 +205,44 @@ def check_flags(flags: types.SimpleNamespace) -> None:
 def find_checkpoint(
     workdir: str,
     step: int = -1,
-    wrong: Judge = nothing_wrong,
-    say: Callable[[str], object] = lambda line: None,
+    wrong: StepCheck = nothing_wrong,
+    log: Callable[[str], object] = lambda line: None,
     damaged: Mapping[int, str] = NONE,
 ) -> tuple[epath.Path, int]:
-    """The folder of checkpoints and the step, the newest whole one for −1. Raises UsageError where
-    it is not there or not whole.
+    """The folder of checkpoints and the step, the newest complete one for −1. Raises UsageError if
+    that is missing or not complete.
 
-    wrong, damaged: as in `choose`; say: gets a line about what is passed over.
+    wrong, damaged: as in `choose`; log: gets a line with newer steps that are not complete.
     """
     folder, choice = _checkpoints_of(workdir, wrong, damaged)
     if choice.step is None:
         broken = ", ".join(str(entry) for entry in choice.unrecognized if entry.step is not None)
-        but = f"; these are not whole: {broken}" if broken else ""
+        but = f"; these are not complete: {broken}" if broken else ""
         train = f"it first in python -m jaxtrain.train --workdir={workdir}"
         rule = f"--workdir={workdir!r} has no finished checkpoint{but}"
         raise UsageError(rule, advice="the folder of a run" if stores.scheme_of(folder) else train)
     if step < 0:
-        if newer := [
-            str(e) for e in choice.unrecognized if e.step is not None and e.step > choice.step
-        ]:
-            say(f"passed over: {', '.join(newer)}")
+        entries = choice.unrecognized
+        newer = [str(e) for e in entries if e.step is not None and e.step > choice.step]
+        if newer:
+            log(f"passed over: {', '.join(newer)}")
         return folder, choice.step
     why = next((e.why for e in choice.unrecognized if e.step == step), "")
     if not why and step in choice.steps:
         why = what_is_wrong(folder / str(step), Meta.from_json(read_meta(folder, step)), wrong)
         if not why:
             return folder, step
-    others = [whole for whole in choice.steps if whole != step]
+    others = [other for other in choice.steps if other != step]
     nearest = min(others, key=lambda other: (abs(other - step), other)) if others else choice.step
-    rule = f"--step={step} {f'is not whole: {why}' if why else f'is no checkpoint of {workdir}'}"
+    rule = f"--step={step} {f'is not complete: {why}' if why else f'is no checkpoint of {workdir}'}"
     raise UsageError(f"{rule} (it has {', '.join(map(str, others))})", {"step": nearest})
 
 
 def _checkpoints_of(
-    workdir: str, wrong: Judge, damaged: Mapping[int, str]
+    workdir: str, wrong: StepCheck, damaged: Mapping[int, str]
 ) -> tuple[epath.Path, StepChoice]:
-    """A run's folder of checkpoints, and what is in it. UsageError where there is none,
-    CheckpointError if it cannot be read."""
+    """A run's folder of checkpoints, and the choice among its steps. Raises UsageError where there
+    is none, CheckpointError if it cannot be read."""
     if not workdir:
         raise UsageError(
             "--workdir is empty",
@@ -267,19 +280,19 @@ def remark(line: str) -> None:
 
 
 def start_jax(flags: types.SimpleNamespace) -> None:
-    """jax's devices and compilation cache, by the flags. Unlike in training, one process, and no
-    more simulated devices than needed."""
+    """Sets up jax's devices and compilation cache by the flags. Unlike training, one process, with
+    as many simulated devices as needed."""
     startup.set_xla_flags(os.environ)
     import jax
 
     settings: Any = jax.config  # its attributes have no declared types
     if flags.cpu_devices:
         jax.config.update("jax_platforms", "cpu")
-    asked = (
+    simulated = (
         "xla_force_host_platform_device_count" in os.environ["XLA_FLAGS"]
         or settings.jax_num_cpu_devices >= 0
     )
-    if flags.cpu_devices or not asked:
+    if flags.cpu_devices or not simulated:
         jax.config.update("jax_num_cpu_devices", flags.cpu_devices or flags.model)
     startup.use_compilation_cache()
 
@@ -289,71 +302,59 @@ def start_jax(flags: types.SimpleNamespace) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loaded:
-    """A checkpoint's step, model and parameters, the prompt's ids, and what they were made with."""
+    """A checkpoint's step, config, tokenizer and model, and the ids of the prompt."""
 
     step: int
     config: Config
     tokenizer: "Tokenizer"
     ids: list[int]
-    parts: "ModelParts"
-    params: dict
+    sampler: "Sampler"
 
 
-def load(flags: types.SimpleNamespace, damaged: dict[int, str]) -> Loaded | None:
-    """What the flags ask for, from the newest checkpoint that is not `damaged`: step → why. None if
-    this one is, and it is added there.
-
-    Ends with status 2 for what cannot work, and where the flags name a step that is damaged.
-    """
+def load(flags: types.SimpleNamespace) -> Loaded:
+    """The model that the flags ask for; without --step that of the newest checkpoint whose arrays
+    can be read. Raises UsageError for flags that cannot work, and where --step is damaged."""
     import jax
 
     from jaxtrain.checkpoint.restoring import load_parameters, wrong_arrays
+    from jaxtrain.generation.sampling import Sampler
 
-    folder, step = find_checkpoint(
-        flags.workdir,
-        flags.step,
-        functools.partial(wrong_arrays, trained_alone=True),
-        remark,
-        damaged,
-    )
-    config, tokenizer, ids = prompted(folder, step, flags)
-    check_model(config, len(ids), flags)
-    check_devices(len(jax.devices()), config, flags)
-    try:
-        with read_errors(folder):
-            return Loaded(
-                step,
-                config,
-                tokenizer,
-                ids,
-                *load_parameters(folder, step, config, jax.devices()[: flags.model]),
-            )
-    except DamageError as error:
-        if flags.step >= 0:
-            raise UsageError(str(error)) from None
-        damaged[step] = error.what
-        return None
+    wrong, damaged = functools.partial(wrong_arrays, trained_alone=True), dict[int, str]()
+    while True:
+        folder, step = find_checkpoint(flags.workdir, flags.step, wrong, remark, damaged)
+        config, tokenizer, ids = prompted(folder, step, flags)
+        check_model(config, len(ids), flags)
+        check_devices(len(jax.devices()), config, flags)
+        try:
+            with read_errors(folder):
+                model = load_parameters(folder, step, config, jax.devices()[: flags.model])
+        except DamageError as error:
+            if flags.step >= 0:
+                raise UsageError(str(error)) from None
+            damaged[step] = error.what
+        else:
+            sampler = Sampler(*model, config.precision.compute)
+            return Loaded(step, config, tokenizer, ids, sampler)
 
 
 def prompted(
     folder: epath.Path, step: int, flags: types.SimpleNamespace
 ) -> tuple[Config, "Tokenizer", list[int]]:
-    """A checkpoint's resolved config and tokenizer, and the prompt's ids. Raises UsageError for
-    what has none."""
+    """A checkpoint's resolved config and tokenizer, and the prompt's ids. Raises UsageError where
+    the meta or the prompt cannot be read."""
     from jaxtrain.data.tokenizer import prompt_ids
 
     try:
-        config, tokenizer = understand(
-            Meta.from_json(read_meta(folder, step)), f"{folder}/{step}", flags.workdir
-        )
+        meta = Meta.from_json(read_meta(folder, step))
+        config, tokenizer = understand(meta, f"{folder}/{step}", flags.workdir)
         return config, tokenizer, prompt_ids(tokenizer, flags.prompt, config.model.vocab_size)
     except ValueError as error:  # also ConfigError and DataError
         raise UsageError(str(error)) from None
 
 
 def understand(meta: Meta, name: str, workdir: str) -> tuple[Config, "Tokenizer"]:
-    """The resolved config and the tokenizer that a checkpoint's meta describes. ValueError, in one
-    line, for one that does not."""
+    """The resolved config and the tokenizer that a checkpoint's meta describes. Raises ValueError,
+    in one line, for a meta that lacks one."""
     from jaxtrain.data.tokenizer import tokenizer_from
 
     for key, value in (("config", meta.config), ("tokenizer", meta.tokenizer)):
@@ -372,19 +373,18 @@ def understand(meta: Meta, name: str, workdir: str) -> tuple[Config, "Tokenizer"
 
 
 def check_model(config: Config, prompt: int, flags: types.SimpleNamespace) -> None:
-    """Raises UsageError where the flags ask for more than the model has."""
+    """Raises UsageError for more tokens than the model has positions, and for a --model that does
+    not split it evenly. prompt: its tokens."""
     m = config.model
     if m.positions == "learned" and prompt + flags.tokens > m.max_positions:
         rule = (
             f"--tokens={flags.tokens} after a prompt of {prompt} goes beyond the learned "
             f"model.max_positions={m.max_positions}"
         )
-        left, most = m.max_positions - prompt, max(m.max_positions - flags.tokens, 1)
-        raise UsageError(
-            rule,
-            {"tokens": left} if left > 0 else {},
-            advice="" if left > 0 else f"a prompt of at most {most} tokens",
-        )
+        free, most = m.max_positions - prompt, max(m.max_positions - flags.tokens, 1)
+        if free > 0:
+            raise UsageError(rule, {"tokens": free})
+        raise UsageError(rule, advice=f"a prompt of at most {most} tokens")
     sizes = {"heads": m.heads} | mlp_widths(m)
     undivided = [
         f"does not divide model.{field}={size}"
@@ -412,132 +412,6 @@ def check_devices(count: int, config: Config, flags: types.SimpleNamespace) -> N
             f"--model={flags.model} is more than the {count} device{'s'[: count > 1]} here",
             {"model": fewer},
         )
-
-
-# --- output ---------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Ended:
-    """How the samples of a prompt ended: each one's number of new tokens, and why there are not
-    more."""
-
-    tokens: list[int]
-    reasons: list[str]
-
-    def interrupted(self) -> bool:
-        return CTRL_C in self.reasons
-
-
-def sample(
-    sampler: "Sampler",
-    tokenizer: "Tokenizer",
-    ids: list[int],
-    step: int,
-    flags: types.SimpleNamespace,
-) -> Ended:
-    """Makes the text that the flags ask for and prints it; says how long that took. ids: the
-    prompt's; step: the checkpoint's."""
-    from jaxtrain.generation.sampling import Sampling
-
-    began = time.perf_counter()
-    sampling = Sampling(
-        0.0 if flags.greedy else flags.temperature, flags.top_k, flags.top_p, flags.seed
-    )
-    batches = sampler.start(
-        ids, flags.tokens, sampling, flags.samples, tokenizer.end_of_document, tokenizer.vocab_size
-    )
-    prompt_read = time.perf_counter()
-    ended = show(batches, tokenizer, ids, flags)
-    seconds, tokens = time.perf_counter() - prompt_read, sum(ended.tokens)
-    prompt = f"prompt of {len(ids)} tokens and compilation {prompt_read - began:.1f} s"
-    remark(
-        f"step {step}: {prompt}; {tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} "
-        "tokens/s"
-    )
-    return ended
-
-
-def show(
-    batches: "Iterable[np.ndarray]",
-    tokenizer: "Tokenizer",
-    ids: list[int],
-    flags: types.SimpleNamespace,
-) -> Ended:
-    """Prints the prompt and its continuations: a single one as it comes, several when they are
-    done. Ctrl-C ends them where they are.
-
-    batches: ids [samples, n], −1 where a sample has ended; ids: the prompt's.
-    """
-    from jaxtrain.generation.text import TextStream
-
-    streams = [TextStream(tokenizer, ids) for _ in range(flags.samples)]
-    texts, counts = [""] * flags.samples, [0] * flags.samples
-    reasons = [CTRL_C] * flags.samples  # until another one is known
-    live = flags.samples == 1
-    if live:
-        _write(flags.prompt)
-    with contextlib.suppress(KeyboardInterrupt):
-        for batch in batches:
-            for i, stream in enumerate(streams):
-                kept = batch[i][batch[i] >= 0]
-                counts[i] += len(kept)
-                if len(kept) < len(batch[i]):
-                    reasons[i] = DOCUMENT
-                piece = stream.push(kept)
-                texts[i] += piece
-                if live:
-                    _write(piece)
-        reasons = [ASKED if count == flags.tokens else DOCUMENT for count in counts]
-    if live:
-        _write(streams[0].finish() + "\n")
-        return Ended(counts, reasons)
-    for i, stream in enumerate(streams):
-        _write(
-            f"--- sample {i + 1} of {flags.samples}\n{flags.prompt}{texts[i]}{stream.finish()}\n"
-        )
-    return Ended(counts, reasons)
-
-
-def _write(text: str) -> None:
-    print(text, end="", flush=True)
-
-
-def how_it_ended(ended: Ended, prompt: int, config: Config) -> str:
-    """One line: why the samples stopped, and whether they went beyond the length that the model was
-    trained on.
-
-    prompt: the prompt's tokens.
-    """
-    remarks = []
-    for reason in (ASKED, DOCUMENT, CTRL_C):
-        tokens = [n for n, why in zip(ended.tokens, ended.reasons, strict=True) if why == reason]
-        if tokens:
-            number = (
-                str(tokens[0]) if min(tokens) == max(tokens) else f"{min(tokens)} to {max(tokens)}"
-            )
-            samples = (
-                f"{len(tokens)} of {len(ended.tokens)} samples " if len(ended.tokens) > 1 else ""
-            )
-            remarks.append(
-                f"{samples}{reason}"
-                + (
-                    f"={number}"
-                    if reason == ASKED
-                    else f", after {number} token{'s'[: number != '1']}"
-                )
-            )
-    positions = config.model.max_positions
-    if config.model.positions == "learned" and prompt + max(ended.tokens) == positions:
-        remarks.append(f"no position is left (model.max_positions={positions})")
-    trained = config.data.sequence_length
-    beyond = min(prompt + max(ended.tokens) - trained, max(ended.tokens))
-    if beyond > 0:
-        remarks.append(
-            f"the last {beyond} lie beyond the {trained} tokens that the model was trained on "
-            "(data.sequence_length)"
-        )
-    return f"stopped: {'; '.join(remarks)}"
 
 
 if __name__ == "__main__":

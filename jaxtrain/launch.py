@@ -6,10 +6,11 @@ start it.
               ├─ [1] python -m jaxtrain.train … --process_id=1
               └─ guard: kills both if the launcher is gone
 
-Every line of a process is printed with its number before it, on the stream that it comes on. When
-one fails, the others are stopped and its last lines come last. No process outlives the launcher,
-however that ends. With --restarts all processes are started again where the status says that this
-helps, as a cluster's engine would do. Other machines are not here. No jax.
+The launcher prints every line of a process with the process's number in front, on the stream that
+it came on. When a process fails, the launcher stops the others and prints the failed one's last
+lines last. No process outlives the launcher, however it ends. With --restarts it starts all
+processes again where their exit status says that this helps, as a cluster's engine would do. It
+starts processes on this machine only. No jax.
 """
 
 import collections
@@ -50,21 +51,22 @@ FLAGS = (
     Flag(
         "devices_per_process",
         0,
-        "simulated CPU devices of each; 0: the machine's GPUs shared out, or 8 CPU devices in all",
+        "simulated CPU devices of each process; 0: an equal share of the machine's GPUs, or of 8 "
+        "CPU devices",
         0,
         MOST_CPU_DEVICES,
     ),
     Flag(
         "restarts",
         0,
-        "how often the run is started again where it can go on: stopped, hung, killed, its "
-        "storage failing",
+        "number of times to start the run again where it can continue: it was stopped or killed, "
+        "has hung, or its storage failed",
         at_least=0,
     ),
-    Flag("module", "jaxtrain.train", "what each process runs, with `python -m`"),
+    Flag("module", "jaxtrain.train", "module that each process runs, with `python -m`"),
 )
 ON_REQUEST = (ExitStatus.STOPPED, ExitStatus.INTERRUPTED)
-LAST_LINES = 20  # of the process that failed first
+LAST_LINES = 20  # lines repeated of the process that failed first
 # seconds between a process's end and the killing of the others
 FAILED_GRACE, SIGNALLED_GRACE = 5.0, 120.0
 # The guard learns of the processes' groups by lines on its stdin. Its end without "done" means that
@@ -77,12 +79,12 @@ for group in $groups; do kill -s KILL -- "$group"; done
 
 
 class Job:
-    """The running processes, their output and their end."""
+    """The running processes, their output and their exit statuses."""
 
     def __init__(self, commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]]):
         """Starts one process per command, each the leader of a group of its own: a Ctrl-C of the
         terminal reaches the launcher alone."""
-        # process, line, where it belongs
+        # number of the process, line, stream to print it on
         self.output: queue.Queue[tuple[int, str, TextIO]] = queue.Queue()
         self.tails = [
             {
@@ -115,10 +117,9 @@ class Job:
             self.processes.append(process)
             self._tell_guard(str(process.pid))
             for pipe, stream in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-                self.readers.append(
-                    threading.Thread(target=self._read, args=(number, pipe, stream), daemon=True)
-                )
-                self.readers[-1].start()
+                read = threading.Thread(target=self._read, args=(number, pipe, stream), daemon=True)
+                self.readers.append(read)
+                read.start()
             threading.Thread(target=self._wait, args=(number,), daemon=True).start()
 
     def send(self, number: int) -> None:
@@ -136,18 +137,18 @@ class Job:
         """Prints lines of the processes as they come, for some seconds."""
         end = time.monotonic() + seconds
         with contextlib.suppress(queue.Empty):
-            while (left := end - time.monotonic()) > 0:
-                number, line, stream = self.output.get(timeout=left)
+            while (remaining := end - time.monotonic()) > 0:
+                number, line, stream = self.output.get(timeout=remaining)
                 self.tails[number][stream].append(line)
                 print(f"[{number}] {line}", file=stream, flush=True)
 
     def last_lines(self, number: int) -> list[str]:
-        """What a process has said last: errors come last, whichever line of the two streams came
-        first."""
+        """The last lines of a process, those of standard error after those of standard output,
+        whichever came first."""
         return [line for tail in self.tails[number].values() for line in tail][-LAST_LINES:]
 
     def kill_and_show_rest(self) -> None:
-        """Kills what still runs, and prints the lines that are left."""
+        """Kills what still runs, and prints the remaining lines."""
         self.send(signal.SIGKILL)
         for reader in self.readers:
             reader.join(timeout=1)
@@ -155,7 +156,7 @@ class Job:
             self.show(seconds=0.05)
 
     def close(self) -> None:
-        """Kills whatever is left, and lets the guard go."""
+        """Kills what still runs, and ends the guard."""
         self.send(signal.SIGKILL)
         for process in self.processes:
             process.wait()
@@ -180,8 +181,8 @@ class Job:
 
 
 def watch(job: Job, signals: list[int]) -> int:
-    """The status of the run, 0 or that of the first process that failed, once all have ended.
-    Prints their lines as they come.
+    """Prints the processes' lines until all have ended, and returns the status of the run: 0, or
+    that of the first process that failed.
 
     signals: the numbers of the signals received so far; the first is passed on to the processes, so
     that they can save and stop, and a second one kills them. SIGHUP is passed on and never kills: a
@@ -194,19 +195,16 @@ def watch(job: Job, signals: list[int]) -> int:
         statuses = job.statuses()
         if len(signals) > passed_on:
             passed_on += 1
-            again = sum(number != signal.SIGHUP for number in signals[:passed_on]) > 1
-            job.send(signal.SIGKILL if again else signals[passed_on - 1])
+            ends = sum(number != signal.SIGHUP for number in signals[:passed_on])
+            job.send(signal.SIGKILL if ends > 1 else signals[passed_on - 1])
         if failed is None:
-            # the others stop too
-            if deadline == float("inf") and any(
-                statuses[number] in ON_REQUEST for number in list(job.ended)
-            ):
+            ended = [(number, statuses[number]) for number in list(job.ended)]
+            # One that stops on request has told the others to stop.
+            if deadline == float("inf") and any(status in ON_REQUEST for _, status in ended):
                 deadline = time.monotonic() + SIGNALLED_GRACE
-            failed = next(
-                (number for number in list(job.ended) if statuses[number] not in (0, *ON_REQUEST)),
-                None,
-            )
-            if failed is not None:
+            failures = [number for number, status in ended if status not in (0, *ON_REQUEST)]
+            if failures:
+                failed = failures[0]
                 deadline = time.monotonic() + (SIGNALLED_GRACE if signals else FAILED_GRACE)
                 if not signals:
                     job.send(signal.SIGTERM)
@@ -218,32 +216,23 @@ def watch(job: Job, signals: list[int]) -> int:
     status = job.statuses()[failed] or ExitStatus.FAULT
     if not signals:
         lines = job.last_lines(failed)
-        if status > 128:  # who is killed says nothing: the others do
-            lines += [
-                line
-                for n in range(len(job.tails))
-                for line in job.last_lines(n)
-                if line.startswith("error: ")
-            ][-1:]
-        print(
-            f"process {failed} failed with status {status}; its last lines:",
-            *lines,
-            sep="\n",
-            file=sys.stderr,
-            flush=True,
-        )
+        if status > 128:  # a killed process says nothing, but the others report that it is gone
+            others = [line for n in range(len(job.tails)) for line in job.last_lines(n)]
+            lines += [line for line in others if line.startswith("error: ")][-1:]
+        title = f"process {failed} failed with status {status}; its last lines:"
+        print(title, *lines, sep="\n", file=sys.stderr, flush=True)
     return status
 
 
 def goes_on(status: int) -> bool:
-    """Whether a run that ended with a status may come further when it is started again: also one
-    that a signal killed."""
+    """Returns True for an exit status after which the run may get further when it is started again;
+    also for that of a signal that killed it."""
     known = {int(known) for known in ExitStatus}
     return ExitStatus(status).goes_on if status in known else status > 128
 
 
 def free_port() -> int:
-    """A TCP port that nothing listens on now."""
+    """A TCP port that nothing listens on at the moment."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
@@ -252,11 +241,11 @@ def free_port() -> int:
 def commands(
     module: str, arguments: Sequence[str], processes: int, devices: int, port: int
 ) -> list[list[str]]:
-    """One command line per process; devices: simulated CPU devices of each, 0 for the platform's
-    own.
+    """The command line of each process. devices: simulated CPU devices of each; 0: the platform's
+    devices.
 
-    Without this folder on its path (as the installed `jaxtrain launch` is), the launcher starts its
-    own package without it too: a folder that is called jaxtrain would hide the package.
+    If this folder is not on the launcher's path (as with the installed `jaxtrain launch`), it is
+    not on theirs: otherwise a folder called jaxtrain would hide the package.
     """
     on_path = any(os.path.abspath(path) == os.getcwd() for path in sys.path)
     safe = ["-P"] if module.startswith("jaxtrain.") and not on_path else []
@@ -275,9 +264,9 @@ def commands(
 
 
 def environments(processes: int, gpus: int) -> list[dict[str, str]]:
-    """One environment per process: its share of the GPUs, if there is one for each; output that is
-    not held back."""
-    # huge pages, as scripts/train.sh has
+    """The environment of each process: its share of the GPUs, if there is at least one for each,
+    and unbuffered output."""
+    # huge pages, as in scripts/train.sh
     common = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", **os.environ, "PYTHONUNBUFFERED": "1"}
     if gpus < processes:
         return [dict(common) for _ in range(processes)]
@@ -289,15 +278,14 @@ def environments(processes: int, gpus: int) -> list[dict[str, str]]:
 def check_flags(flags: types.SimpleNamespace) -> types.SimpleNamespace:
     """The flags. Raises UsageError for a module that `python -m` does not find."""
     try:
-        known = all(
-            part.isidentifier() for part in flags.module.split(".")
-        ) and importlib.util.find_spec(flags.module)
+        is_name = all(part.isidentifier() for part in flags.module.split("."))
+        spec = importlib.util.find_spec(flags.module) if is_name else None
         # a package, or a folder that looks like one
-        if known and known.submodule_search_locations is not None:
-            known = importlib.util.find_spec(f"{flags.module}.__main__")
+        if spec and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{flags.module}.__main__")
     except (ImportError, ValueError):
-        known = None
-    if not known:
+        spec = None
+    if not spec:
         near = difflib.get_close_matches(flags.module, COMMANDS, n=1) or COMMANDS
         raise UsageError(
             f"--module={shown(flags.module)} is no Python module here", {"module": near[0]}
@@ -306,13 +294,14 @@ def check_flags(flags: types.SimpleNamespace) -> types.SimpleNamespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the job and gives its exit status."""
+    """Runs the command that the arguments after "--" are for, and returns its exit status."""
     split = list(argv).index("--") if "--" in argv else len(argv)
     try:
         reading = read_flags(argv[:split], DESCRIPTION, FLAGS, with_config=False)
         namespace = cli.checked(reading, lambda reading: check_flags(reading.namespace))
     except cli.FlagsError as error:
-        cli.fail(f"{error}{' (in front of --)' * ('--' in argv and ': use --' in str(error))}")
+        in_front = "--" in argv and ": use --" in str(error)
+        cli.fail(f"{error}{' (in front of --)' if in_front else ''}")
     devices = namespace.devices_per_process
     gpus = 0 if devices else cluster_environment.visible_gpus(os.environ)
     if not devices and gpus < namespace.processes:

@@ -19,6 +19,7 @@ import jax
 from jaxtrain.checkpoint.checkpoints import Checkpoints
 from jaxtrain.checkpoint.restoring import load_parameters
 from jaxtrain.config import Config, to_dict
+from jaxtrain.config.checks import Environment
 from jaxtrain.data.loader import Feed
 from jaxtrain.data.tokens import Corpus, bigram_entropy
 from jaxtrain.devices import cluster
@@ -58,14 +59,14 @@ def run(
     folder: pathlib.Path,
     clock: WallClock,
     unresolved: Config,
-    recipe: Config,
+    environment: Environment,
 ) -> ExitStatus:
     """Trains until `train.steps`, or until SIGTERM or Ctrl-C, and leaves a checkpoint. Continues
     from the newest complete checkpoint of `folder`.
 
-    config: resolved; setup: its tables; clock: of the command;
-    unresolved, recipe: the config before it was resolved, and before the command's flags, from
-        which an error's suggestions start.
+    config: resolved; setup: its tables; clock: of the command
+    unresolved: the config before it was resolved, from which an error's suggestions start
+    environment: what these suggestions have to fit
 
     Raises FolderError if another run uses the folder. Before anything is compiled or written:
     ConfigError, DataError or CheckpointError for a config that does not fit the checkpoint or the
@@ -77,7 +78,7 @@ def run(
         _watched(config.train.hang_after, folder, clock) as (signals, watchdog),
         contextlib.ExitStack() as lasting,
     ):
-        checkpoints = Checkpoints(config, unresolved, recipe, folder)
+        checkpoints = Checkpoints(config, unresolved, environment, folder)
         checkpoints.choose()
         corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
         checkpoints.check_corpus(corpus)
@@ -185,17 +186,19 @@ class Trainer:
         if main:
             _write_settings(config, unresolved, self.folder)
         self.progress = Progress(config.train.steps, start, shown=main)
-        say = self.progress.log
+        log_line = self.progress.log
         tensorboard = config.metrics.tensorboard
-        log = MetricsWriter(self.folder if main else None, tensorboard, start, goodput.wall_s, say)
+        log = MetricsWriter(
+            self.folder if main else None, tensorboard, start, goodput.wall_s, log_line
+        )
         traces, count = trace_folder(self.folder), config.train.profile_steps
-        self.profile = Profile(traces, start, count, clock, say)
+        self.profile = Profile(traces, start, count, clock, log_line)
         plan = plan_at_hand(config, mesh.devices.flat[0].device_kind).prediction
         program = self.programs.train
-        self.measured = AfterWarmUp(plan, program, self.folder, self.profile, clock, say)
+        self.measured = AfterWarmUp(plan, program, self.folder, self.profile, clock, log_line)
         detected = DetectorState.from_json(checkpoints.meta.memory)
         self.detector = SpikeDetector(config.train, self.data.describe, detected, start)
-        checkpoints.begin(self.detector, goodput.wall_s, say)
+        checkpoints.begin(self.detector, goodput.wall_s, log_line)
         for part in (checkpoints, log, self.progress, self.profile):
             closing.callback(part.close)
         minutes, grace = config.checkpoint.minutes, config.checkpoint.grace

@@ -118,10 +118,10 @@ def check_together(config: Config, workdir: str) -> None:
                     return values | {"text": who + values["text"]}
             return None
 
-        first = cluster.told_by_main(f"{question}/all", first_problem)
+        agreed = cluster.told_by_main(f"{question}/all", first_problem)
         cluster.barrier(f"{question} are known")  # process 0, whom all ask, may end now
-    if first:
-        raise Problem(**first).error()
+    if agreed:
+        raise Problem(**agreed).error()
 
 
 _questions = itertools.count()

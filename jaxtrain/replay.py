@@ -22,6 +22,7 @@ from jaxtrain import config as cfg
 from jaxtrain.checkpoint.checkpoints import Checkpoints, folder_of_checkpoints
 from jaxtrain.checkpoint.steps import CONFIG, TO_TRAIN, choose
 from jaxtrain.config import Config
+from jaxtrain.config.checks import Environment
 from jaxtrain.config.errors import ConfigError, UsageError
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
@@ -74,7 +75,7 @@ def replay(
     at: int,
     clock: WallClock,
     unresolved: Config,
-    recipe: Config,
+    environment: Environment,
 ) -> ExitStatus:
     """Repeats step `at` of the run in `folder` and logs the differences. FINISHED if they are
     rounding, else BAD_NUMBERS.
@@ -83,14 +84,14 @@ def replay(
     the step, or no checkpoint before it.
     """
     clock.enter(Part.DATA)
-    checkpoints = Checkpoints(config, unresolved, recipe, folder, before=at)
+    checkpoints = Checkpoints(config, unresolved, environment, folder, before=at)
     values = cluster.from_main(lambda: _read(folder, checkpoints.directory, at), ReplayError)
     recorded = Recorded(**values | {"batches": dict(values["batches"])})
     refuse_another_rate(config, at, recorded.learning_rate, folder)
     checkpoints.choose()
     if not checkpoints.step:
         place = checkpoints.directory
-        raise ReplayError(f"--replay={at}: {place} has no whole checkpoint before step {at}")
+        raise ReplayError(f"--replay={at}: {place} has no complete checkpoint before step {at}")
     corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
     checkpoints.check_corpus(corpus)
     checkpoints.log_changes()

@@ -1,5 +1,5 @@
-"""python -m jaxtrain.train: trains what a recipe describes; `train` is the same for Python
-programs. Flags are parsed in cli.py, the training itself is in loop.py."""
+"""python -m jaxtrain.train: trains as a recipe says; `train` does that for Python programs. Flags
+are parsed in cli.py, the training loop is in loop.py."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ from jaxtrain.config.unused import unused_settings
 from jaxtrain.devices import startup
 from jaxtrain.devices.cluster_environment import several_processes
 from jaxtrain.pipeline import op_times
-from jaxtrain.pipeline.checks import RULES, check_run
+from jaxtrain.pipeline.checks import RULES, RULES_WITH_TABLES, check_run
 from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
@@ -59,8 +59,8 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
     began: when the command began, by time.monotonic; now if not given.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # Until there is something to save, Ctrl-C ends the process: compilation does not listen,
-        # and Python drops it in a callback.
+        # Until there is something to save, Ctrl-C ends the process at once: Python would not see it
+        # during compilation, and drops it in a callback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         status = _train(argv, None, WallClock(began))
@@ -71,9 +71,9 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
 
 
 def check_flags(flags: types.SimpleNamespace, config: Config) -> None:
-    """Raises UsageError for flags of this command that do not go together; where others are
-    refused, also for a folder that cannot be a run's, which otherwise is tried with all that a run
-    writes."""
+    """Raises UsageError for flags of this command that contradict each other. If other flags are
+    refused, it is raised for a folder that cannot be a run's too; otherwise `_train` checks that
+    folder with all that a run writes."""
     if flags.json and not flags.dry_run:
         rule = "--json=true is for --dry_run alone"
         raise UsageError(
@@ -95,18 +95,17 @@ def check_flags(flags: types.SimpleNamespace, config: Config) -> None:
 
 
 def train(flags: Sequence[str] = (), recipe: Config | None = None) -> ExitStatus:
-    """Trains in this process as the command does with these flags, for a Python program; what the
-    run ended with.
+    """Trains in this process as the command does with these flags, for a Python program. The run's
+    status.
 
     flags: as on the command line, without the command; recipe: instead of the one that --config
-    names. jax.distributed may run already; otherwise it is started where flags or environment
-    describe several processes, and such a run can be had once in a process. May be called in any
-    thread: signals are taken in the main thread alone, and elsewhere nothing but the last step, or
-    an error, ends the run. Where a run can only be ended by ending its process (it is hung, a peer
-    is lost, its folder is another run's), that is done here too.
+    names. jax.distributed may run already; otherwise it is started if flags or environment describe
+    several processes, and a process can have only one such run. May be called in any thread, but
+    signals are handled in the main thread only; in another one only the last step or an error ends
+    the run. A run that hangs, has lost a peer or its folder ends the process, as it does for the
+    command.
 
-    Raises RunError, with its status, for whatever the command would end with by a line and a
-    status.
+    Raises RunError, with its status, where the command would print a line and exit with a status.
     """
     try:
         status = _train(flags, recipe, WallClock())
@@ -116,8 +115,8 @@ def train(flags: Sequence[str] = (), recipe: Config | None = None) -> ExitStatus
 
 
 def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> ExitStatus | None:
-    """What the run ended with; None if Ctrl-C has ended it before training began. Raises
-    ConfigError or RunError."""
+    """The run's status; None if Ctrl-C has ended it before training began. Raises ConfigError or
+    RunError."""
     config, flags = cli.parse(argv, DESCRIPTION, FLAGS, recipe, check_flags)
     if not flags.dry_run:
         streams.outlive()
@@ -126,12 +125,14 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
         from jaxtrain import places
     if writes and not several:
         places.check(config, flags.workdir)
-    # there the object stands alone
+    # with --json, standard output has the JSON object only
     with contextlib.redirect_stdout(sys.stderr) if flags.json else contextlib.nullcontext():
         with imports_without_collection():
             startup.start_jax(flags, config)
             if unused := startup.unused_accelerator(flags):
                 raise cli.FlagsError(unused)
+
+            import jax
 
             from jaxtrain import loop, replay
             from jaxtrain.devices import cluster
@@ -143,12 +144,8 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
         ready = check_and_find_tables(with_planned_times(config, flags, folder), flags.recipe)
         if not ready:
             return None
-        cluster.log(
-            *(
-                f"note: {note}"
-                for note in (*elastic_notes(config, ready.config), *unused_settings(ready.config))
-            )
-        )
+        notes = (*elastic_notes(config, ready.config), *unused_settings(ready.config))
+        cluster.log(*(f"note: {note}" for note in notes))
         plan = dry_run(ready.resolved, ready.setup, clock) if flags.dry_run else None
     if plan:
         cluster.log(plan.json() if flags.json else "\n".join(plan.lines()))
@@ -156,6 +153,9 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
     ready = with_measured_times(ready, flags, folder)
     if not ready:
         return None
+    environment = Environment(
+        jax.device_count(), jax.default_backend(), flags.recipe, rules=RULES_WITH_TABLES
+    )
     if flags.replay:
         return replay.replay(
             ready.resolved,
@@ -164,17 +164,16 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
             flags.replay,
             clock,
             unresolved=config,
-            recipe=flags.recipe,
+            environment=environment,
         )
     return loop.run(
-        ready.resolved, ready.setup, folder, clock, unresolved=config, recipe=flags.recipe
+        ready.resolved, ready.setup, folder, clock, unresolved=config, environment=environment
     )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ready:
-    """A config that every check has passed, with its mesh known; the same resolved; and the tables
-    that were found for it."""
+    """A checked config whose mesh is known, its resolved form, and its tables."""
 
     config: Config
     resolved: Config
@@ -182,8 +181,8 @@ class Ready:
 
 
 def check_and_find_tables(config: Config, recipe: Config) -> Ready | None:
-    """The config, checked, and its tables; None if Ctrl-C has stopped the search. Shows how far the
-    search is where that lasts.
+    """The checked config and its tables; None if Ctrl-C has stopped the search. Shows the progress
+    of a long search.
 
     Raises ConfigError as `check_run` and `make_setup` do.
     """
@@ -191,12 +190,9 @@ def check_and_find_tables(config: Config, recipe: Config) -> Ready | None:
 
     from jaxtrain.devices import cluster
 
-    before = (
-        signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is threading.main_thread()
-        else None
-    )
-    if before is signal.SIG_DFL:
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    takes_signals = is_main_thread and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    if takes_signals:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with SearchProgress(
@@ -210,16 +206,16 @@ def check_and_find_tables(config: Config, recipe: Config) -> Ready | None:
             print("stopped before training began: nothing was written", file=sys.stderr, flush=True)
         return None
     finally:
-        if before is signal.SIG_DFL:
-            signal.signal(signal.SIGINT, before)
+        if takes_signals:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def with_planned_times(
     config: Config, flags: types.SimpleNamespace, folder: pathlib.Path
 ) -> Config:
-    """The config with the op times that are planned for its devices, where it gives none and does
-    not want them measured: those in the run's folder, or else new ones. A config that breaks a rule
-    stays as it is: `check_and_find_tables` says which. Raises OpTimesError."""
+    """The config with op times that are planned for its devices, if it has none and does not want
+    them measured: those in the run's folder, or else new ones. A config that breaks a rule is
+    returned as it is, for `check_and_find_tables` to raise the error. Raises OpTimesError."""
     import jax
 
     from jaxtrain.devices import cluster
@@ -246,9 +242,9 @@ def with_planned_times(
 def with_measured_times(
     ready: Ready, flags: types.SimpleNamespace, folder: pathlib.Path
 ) -> Ready | None:
-    """The same with the run's op times and the tables for them, where the config wants them
-    measured: those in the run's folder, or else measured now, but for a replay, which writes
-    nothing. None if Ctrl-C has stopped the search.
+    """The config with measured op times and the tables for them, if it wants them measured: those
+    in the run's folder, or else measured now, except for a replay, which writes nothing. None if
+    Ctrl-C has stopped the search.
 
     Raises OpTimesError, and ConfigError as `check_and_find_tables`.
     """
@@ -262,19 +258,16 @@ def with_measured_times(
         times = measured_times(ready.resolved, ready.setup)
     if times is not None:
         cluster.log(op_times.describe(times))
-    return (
-        check_and_find_tables(replace(ready.config, {"pipeline.times": times}), flags.recipe)
-        if times
-        else ready
-    )
+    if not times:
+        return ready
+    return check_and_find_tables(replace(ready.config, {"pipeline.times": times}), flags.recipe)
 
 
 def _leave(status: int) -> int:
-    """The exit status of a process that stops before its end."""
+    """Returns the exit status, or ends one of several processes with it."""
     jax = sys.modules.get("jax")
     if jax and jax.distributed.is_initialized():
-        # this error may be this process's alone, and jax's shutdown would wait minutes for the
-        # others
+        # only this process may have the error, and jax's shutdown would wait minutes for the others
         os._exit(status)
     return status
 

@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import types
 
 import jax
 import jax.numpy as jnp
@@ -208,45 +207,6 @@ def test_the_end_of_the_positions_is_said(run, here, capsys):
     )
 
 
-def samples(tokens: int, *chunks, interrupt: bool = False) -> tuple[generate.Ended, str]:
-    """What `show` makes of chunks of new ids, and its line; with Ctrl-C after them."""
-
-    def made():
-        yield from (np.array(chunk) for chunk in chunks)
-        if interrupt:
-            raise KeyboardInterrupt
-
-    flags = types.SimpleNamespace(samples=len(chunks[0]), prompt="", tokens=tokens)
-    ended = generate.show(made(), NoTokenizer(VOCABULARY), [1], flags)
-    return ended, generate.how_it_ended(ended, 1, config())
-
-
-def test_why_samples_ended(capsys):
-    """An id of -1 is where a document has ended; no chunk has them for all samples at once."""
-    assert samples(3, [[5, 6]], [[7]])[1] == "stopped: at --tokens=3"
-    assert samples(3, [[5, 6]])[1] == "stopped: at the end of the document, after 2 tokens"
-    assert samples(3, [[5], [6]], [[5, 7], [8, -1]])[1] == (
-        "stopped: 1 of 2 samples at --tokens=3; 1 of 2 samples at the end of the document, "
-        "after 2 tokens"
-    )
-    assert (
-        samples(4, [[5, 6, 7], [6, -1, -1], [8, 9, -1]])[1]
-        == "stopped: 3 of 3 samples at the end of the document, after 1 to 3 tokens"
-    )
-    assert capsys.readouterr().out.startswith(" 5 6 7\n 5 6\n---")
-
-
-def test_ctrl_c_leaves_the_text_until_then(capsys):
-    ended, line = samples(9, [[5, 6, 7], [6, -1, -1]], interrupt=True)
-    assert ended.interrupted()
-    assert (
-        line
-        == "stopped: 1 of 2 samples at the end of the document, after 1 token; 1 of 2 samples by "
-        "Ctrl-C, after 3 tokens"
-    )
-    assert capsys.readouterr().out == "--- sample 1 of 2\n 5 6 7\n--- sample 2 of 2\n 6\n"
-
-
 def refused(capsys, call, *argv: str) -> str:
     with pytest.raises(SystemExit) as stop:
         call(*argv)
@@ -303,7 +263,7 @@ def test_what_the_checkpoint_refuses(run, here, capsys, argv, message):
 
 
 def test_what_is_not_whole_is_passed_over(run, here, capsys, tmp_path):
-    """Without --step the newest whole one is taken; one that is asked for must be whole."""
+    """Without --step the newest complete one is taken; one that is asked for must be complete."""
     folder = tmp_path / "checkpoints"
     shutil.copytree(run / "checkpoints", folder)
     (folder / "40").mkdir()
@@ -334,7 +294,7 @@ def test_what_is_not_whole_is_passed_over(run, here, capsys, tmp_path):
             capsys, here, f"--workdir={tmp_path}", "--prompt=1", "--tokens=2", f"--step={step}"
         )
         assert re.search(
-            rf"--step={step} is not whole: {reason} \(it has .*12.*\): use --step=12", error
+            rf"--step={step} is not complete: {reason} \(it has .*12.*\): use --step=12", error
         ), error
     # Of arrays, damage is found when they are read: then the one before is taken.
     damage_numbers(folder / "12", "params.layers.mlp.up.weight/c/4")
@@ -354,7 +314,7 @@ def test_what_is_not_whole_is_passed_over(run, here, capsys, tmp_path):
     )
     shutil.rmtree(folder / "12")
     shutil.rmtree(folder / "2")
-    assert "has no finished checkpoint; these are not whole: 3 (" in refused(
+    assert "has no finished checkpoint; these are not complete: 3 (" in refused(
         capsys, here, f"--workdir={tmp_path}", "--prompt=1"
     )
 

@@ -169,7 +169,7 @@ def test_damage_that_one_process_meets_is_everybody_s(single, workdir):
     damage_numbers(workdir / "checkpoints" / "6", "params.layers.mlp.up.weight/c/2")
     done = train(workdir, 2, *settings(train__steps=8))
     why = (
-        "6 (params/layers/mlp/up/weight cannot be read: its data is damaged); the newest whole "
+        "6 (params/layers/mlp/up/weight cannot be read: its data is damaged); the newest complete "
         "checkpoint is 3"
     )
     assert (

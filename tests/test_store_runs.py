@@ -60,7 +60,7 @@ def test_killed_continued_and_used(folder, server):
         with runs.running(
             folder, "jaxtrain.checkpoint", "verify", place, environment=environment
         ) as command:
-            assert f"{STEPS}: whole" in command.end().out
+            assert f"{STEPS}: complete" in command.end().out
         words = ["jaxtrain.generate", f"--workdir={place}", "--prompt=the", "--tokens=4"]
         with runs.running(folder, *words, environment=environment) as command:
             assert command.end().out.startswith("the")

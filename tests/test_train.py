@@ -407,7 +407,7 @@ def test_the_newest_whole_checkpoint_is_used_and_what_differs_is_said(whole, wor
     lines = done.out.splitlines()
     said = (
         "9 (its meta is no JSON), 10 (an empty folder), notes.txt (no step's name); the newest "
-        "whole checkpoint is 6"
+        "complete checkpoint is 6"
     )
     assert lines[0] == f"passed over in {workdir.name}/checkpoints: {said}"
     damaged = "6 (params/layers/mlp/up/weight cannot be read: its data is damaged)"
@@ -448,7 +448,7 @@ def test_broken_checkpoints_alone_are_no_new_start(stopped):
     why = "state/manifest.ocdbt is missing"
     message = assert_refused(stopped, status=ExitStatus.STORAGE)
     assert message.startswith(
-        f"{stopped.name}/checkpoints has no whole checkpoint: 3 ({why}), 6 ({why}): move it "
+        f"{stopped.name}/checkpoints has no complete checkpoint: 3 ({why}), 6 ({why}): move it "
         "away to begin anew"
     )
 

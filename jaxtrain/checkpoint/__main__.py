@@ -39,22 +39,22 @@ Looks at the checkpoints of a run. DIR is the folder of a run, or the folder or 
 which is meant alone then.
 
 usage: jaxtrain checkpoint ls DIR                      its steps: size, time, validation loss, and
-                                                       which are whole
+                                                       which are complete
        jaxtrain checkpoint verify DIR [--step=N]       reads every byte and names what is damaged,
                                                        by path and array; status 74 then
-       jaxtrain checkpoint show DIR [--step=N]         config and arrays of a step, the newest whole
-                                                       one if none is named
+       jaxtrain checkpoint show DIR [--step=N]         config and arrays of a step, the newest
+                                                       complete one if none is named
        jaxtrain checkpoint diff A B                    settings and arrays that differ between two
-                                                       steps (DIR: its newest whole one)
+                                                       steps (DIR: its newest complete one)
        jaxtrain checkpoint prune DIR [flags] [--yes]   deletes steps that a policy does not keep,
                                                        broken and unfinished ones
 
-`ls` looks at all files but does not read the arrays' numbers: whether these are whole, `verify`
-says. `prune` says what it would delete, and deletes with --yes alone; the newest whole step is
-always kept. No device is used. A place without checkpoints is refused with status 2; one that
+`ls` looks at all files but does not read the arrays' numbers: `verify` finds damage there. `prune`
+says what it would delete, and deletes with --yes alone; the newest complete step is always kept. No
+device is used. A place without checkpoints is refused with status 2; one that
 cannot be read ends the command with 74.
 """
-STEP = Flag("step", -1, "the step; -1: the newest whole one", at_least=-1)
+STEP = Flag("step", -1, "the step; -1: the newest complete one", at_least=-1)
 FLAGS = {
     "ls": (),
     "verify": (Flag("step", -1, "this step alone; -1: all", at_least=-1),),
@@ -156,7 +156,7 @@ def ls(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
                 in_units(size_of(folder)),
                 _saved_at(folder),
                 "" if loss is None else f"{loss:.4f}",
-                steps.fault(folder) or "whole",
+                steps.fault(folder) or "complete",
             )
         )
     if len(table) == 1:
@@ -201,7 +201,7 @@ def verify(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
                 print(f"{folder.name}: was deleted while it was read", flush=True)
                 continue
             verified[folder.name] = size
-            result = f"{len(damage)} damaged" if damage else f"whole, {in_units(size)} read"
+            result = f"{len(damage)} damaged" if damage else f"complete, {in_units(size)} read"
             lines = [*(f"{folder}: {why}" for why in damage), f"{folder.name}: {result}"]
             print("\n".join(lines), flush=True)
             if damage:
@@ -215,7 +215,7 @@ def verify(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
         raise NoCheckpointsError(
             f"{of.directory} has no checkpoint to verify{', only ' * bool(others)}{others}"
         )
-    result = f"{', '.join(damaged)} damaged" if damaged else "all whole"
+    result = f"{', '.join(damaged)} damaged" if damaged else "all complete"
     count = f"{len(verified)} step{'s'[: len(verified) > 1]}"
     print(f"verified {count}, {in_units(sum(verified.values()))}: {result}", flush=True)
     return ExitStatus.STORAGE if damaged else ExitStatus.FINISHED
@@ -247,7 +247,7 @@ def _step_of(of: Subject, step: int = -1) -> epath.Path:
         choice = choose(of.directory, {})
         if choice.step is None:
             rest = f": {choice}" if choice.unrecognized else ""
-            raise CheckpointError(f"{of.directory} has no whole checkpoint{rest}")
+            raise CheckpointError(f"{of.directory} has no complete checkpoint{rest}")
         return of.directory / str(choice.step)
     present = steps.names(of.directory)
     if step not in present:
@@ -275,7 +275,7 @@ def _open(folder: epath.Path) -> Opened:
     """Raises CheckpointError for a step that cannot be read."""
     meta = steps.look_at(folder)
     if isinstance(meta, UnrecognizedEntry):
-        raise CheckpointError(f"{folder} is no whole checkpoint: {meta.why}")
+        raise CheckpointError(f"{folder} is no complete checkpoint: {meta.why}")
     try:
         arrays = reading.open_arrays(folder, read_database(folder / STATE))
         return Opened(folder, meta, meta.stored_config().resolve(), arrays)

@@ -35,7 +35,6 @@ from jaxtrain.config.resume import changes
 from jaxtrain.config.settings import CheckpointConfig
 from jaxtrain.data.tokens import Corpus, DataError
 from jaxtrain.devices import cluster
-from jaxtrain.pipeline.checks import RULES_WITH_TABLES
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.parameter_checks import Finiteness
@@ -56,8 +55,8 @@ class Checkpoints:
 
     Args:
       config: the run's, resolved.
-      unresolved, recipe: the config before it was resolved, and before the command's flags, from
-        which an error's suggestions start.
+      unresolved: the config before it was resolved, from which an error's suggestions start.
+      environment: what these suggestions have to fit.
       workdir: the run's folder.
       before: checkpoints of this step and later ones are not looked at; None: all are.
     """
@@ -66,12 +65,12 @@ class Checkpoints:
         self,
         config: Config,
         unresolved: Config,
-        recipe: Config,
+        environment: Environment,
         workdir: pathlib.Path,
         before: int | None = None,
     ):
         self.directory = folder_of_checkpoints(config.checkpoint, workdir)
-        self._config, self._unresolved, self._recipe = config, unresolved, recipe
+        self._config, self._unresolved, self._environment = config, unresolved, environment
         self._workdir, self._before = workdir, before
         self._intervals = Intervals.of(config.train, config.checkpoint, config.metrics.log_every)
         self._choice = StepChoice()
@@ -115,9 +114,9 @@ class Checkpoints:
         choice = self._choice = choose_together(self.directory, damaged, self._before)
         if choice.unrecognized:
             rest = (
-                f"the newest whole checkpoint is {choice.step}"
+                f"the newest complete checkpoint is {choice.step}"
                 if choice.step
-                else "there is no whole checkpoint"
+                else "there is no complete checkpoint"
             )
             cluster.log(f"passed over in {self.directory}: {choice}; {rest}")
         if choice.step:
@@ -195,10 +194,7 @@ class Checkpoints:
 
     def _refuse(self, meta: Meta) -> None:
         """Raises ConfigError where the config cannot continue a checkpoint with this meta."""
-        environment = Environment(
-            jax.device_count(), jax.default_backend(), self._recipe, rules=RULES_WITH_TABLES
-        )
-        check_resume(meta.stored_config(), self._unresolved, environment)
+        check_resume(meta.stored_config(), self._unresolved, self._environment)
 
     def _why_not(self, meta: Meta) -> str:
         """The reason not to resume from a checkpoint with this meta, in words; "" if there is
@@ -238,7 +234,7 @@ class Checkpoints:
 
     @property
     def busy(self) -> bool:
-        """Whether a persistent save is under way in this process."""
+        """True while a persistent save is under way in this process."""
         return self._saves.busy
 
     @property
@@ -252,7 +248,7 @@ class Checkpoints:
         return self._saves.newest
 
     def due(self, at: int) -> bool:
-        """Whether the settings ask for a checkpoint after step `at`."""
+        """True if the settings ask for a checkpoint after step `at`."""
         return self._intervals.saves(at) or self._intervals.saves_locally(at)
 
     def after(self, at: int, state: TrainState, position: int, asked: Request) -> bool:
@@ -292,8 +288,8 @@ class Checkpoints:
         self._saves.evaluated(at, loss)
 
     def figures(self) -> dict[int, dict[str, float]]:
-        """Step → how long its save blocked the loop and how long it took, for those that have ended
-        well since this was asked."""
+        """Step → the seconds that its save blocked the loop and took in all, for saves that have
+        succeeded since the last call."""
         return self._saves.figures()
 
     def roll_back(self, state: TrainState) -> tuple[Rollback, TrainState]:
@@ -336,8 +332,8 @@ class Checkpoints:
         return rollback, state
 
     def finish(self, at: int) -> None:
-        """Waits for the last save. What the machines have is removed if step `at`, the last, is
-        saved persistently.
+        """Waits for the last save. Local checkpoints are removed if step `at`, the last, is saved
+        persistently.
 
         Raises CheckpointError if the last save has failed.
         """
@@ -346,7 +342,7 @@ class Checkpoints:
             self._local_saves.forget()
 
     def close(self) -> None:
-        """Waits for saves that are under way, whatever becomes of them."""
+        """Waits for saves that are under way, whether they succeed or not."""
         if self._local_saves:
             self._local_saves.close()
         self._saves.close()

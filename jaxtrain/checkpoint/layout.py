@@ -200,12 +200,12 @@ def _layer_runs(
     """The layers in a block of a unit's stack [stages, places], by stage, whose layers are
     consecutive."""
     for stage in range(*stages):
-        first = placement.first_layer(unit, stage)
+        layer = placement.first_layer(unit, stage)
         stop = min(places[1], placement.layer_count(unit, stage))
         if places[0] < stop:
             yield Region(
                 (stage - stages[0], slice(0, stop - places[0])),
-                (slice(first + places[0], first + stop),),
+                (slice(layer + places[0], layer + stop),),
             )
 
 

@@ -214,16 +214,14 @@ class LocalCheckpointer:
     def _remove_old(self) -> None:
         """Removes this run's files on this machine beyond the newest two of this process, before it
         writes one more."""
-        if len(self._saved) >= 2:
-            for path, step in _files(self._folder):
-                if step not in self._saved[-2:]:
-                    path.unlink(missing_ok=True)
-        if len(self._saved) >= 3:
+        if len(self._saved) < 2:
+            return
+        for path, step in files_of(self._run):
+            is_old = path.parent == self._folder and step not in self._saved[-2:]
             # Processes of another number, of an earlier start, may have written here; those at work
             # now are at most a save behind.
-            for path, step in files_of(self._run):
-                if step < self._saved[-3]:
-                    path.unlink(missing_ok=True)
+            if is_old or (len(self._saved) >= 3 and step < self._saved[-3]):
+                path.unlink(missing_ok=True)
 
 
 def _write_file(file: Any, numbers: list[tuple[Shard, np.ndarray]], index: dict[str, Any]) -> None:
@@ -241,19 +239,9 @@ def _write_file(file: Any, numbers: list[tuple[Shard, np.ndarray]], index: dict[
 
 def files_of(run: pathlib.Path) -> list[tuple[pathlib.Path, int]]:
     """The files of finished steps of a run on this machine, with their steps, whichever processes
-    have written them."""
-    with contextlib.suppress(OSError):
-        folders = sorted(path for path in run.iterdir() if path.name.startswith("process-"))
-        return [file for folder in folders for file in _files(folder)]
-    return []
-
-
-def _files(folder: pathlib.Path) -> list[tuple[pathlib.Path, int]]:
-    """The files of finished steps in a process's folder, with their steps, in order of these."""
-    with contextlib.suppress(OSError):
-        files = [(path, int(path.name)) for path in folder.iterdir() if _STEP.fullmatch(path.name)]
-        return sorted(files, key=lambda file: file[1])
-    return []
+    have written them: by process, then by step."""
+    paths = [path for path in run.glob("process-*/*") if _STEP.fullmatch(path.name)]
+    return sorted(((path, int(path.name)) for path in paths), key=lambda f: (f[0].parent, f[1]))
 
 
 def read_index(path: pathlib.Path) -> Index:

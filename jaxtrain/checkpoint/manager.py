@@ -31,6 +31,7 @@ from jaxtrain.checkpoint.steps import (
     UnrecognizedEntry,
     choose,
     is_unfinished,
+    unrecognized,
 )
 from jaxtrain.checkpoint.storage import host_tree
 from jaxtrain.devices import cluster
@@ -137,8 +138,8 @@ class Checkpointer:
             )
 
     def figures(self) -> dict[int, dict[str, float]]:
-        """Step → how long its save blocked its caller, and how long it took in all, for those that
-        have succeeded since the last call."""
+        """Step → the seconds that its save blocked its caller and took in all, for saves that have
+        succeeded since the last call."""
         ended, self._ended = self._ended, []
         return {
             save.step: {
@@ -174,7 +175,7 @@ class Checkpointer:
             )
 
     def close(self) -> None:
-        """Waits for the last attempt of the save that is under way, whatever comes of it."""
+        """Waits for the last attempt of the save that is under way, whether it succeeds or not."""
         if self._thread:
             self._thread.give_up_waiting()
         self._settle()
@@ -230,13 +231,15 @@ class Checkpointer:
         """Before the first save: removes what a kill has left, and sets aside what is no complete
         step. Returns the complete steps, or why the storage fails, in words."""
         try:
-            choice = choose(self._directory, {})
+            # A step that cannot be read at the moment, which `choose` leaves out, is not broken.
             broken = {
                 entry.name: entry
-                for entry in (*choice.unrecognized, *self._broken)
+                for entry in (*unrecognized(self._directory), *self._broken)
                 if entry.step is not None
             }
-            complete = [step for step in choice.steps if str(step) not in broken]
+            complete = [
+                step for step in choose(self._directory, {}).steps if str(step) not in broken
+            ]
             if self._directory.is_dir():
                 for path in [path for path in self._directory.iterdir() if is_unfinished(path)]:
                     _remove(path)

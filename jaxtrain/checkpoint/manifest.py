@@ -183,7 +183,7 @@ def _pieces(values: Sequence["Value"]) -> dict[str, list[tuple[int, int]]]:
     """Path in the step's folder → the ranges of the pieces in it, in order."""
     ranges: dict[str, list[tuple[int, int]]] = {}
     for value in values:
-        if value.is_piece:
+        if value.inline is None and _PIECE.fullmatch(value.key):
             ranges.setdefault(f"{STATE}/{value.file}", []).append((value.start, value.stop))
     return {path: sorted(of_file) for path, of_file in ranges.items()}
 
@@ -201,11 +201,6 @@ class Value:
     file: str = ""
     start: int = 0
     stop: int = 0
-
-    @property
-    def is_piece(self) -> bool:
-        """True for numbers with their checksum behind them, in a file."""
-        return self.inline is None and _PIECE.fullmatch(self.key) is not None
 
 
 def read_database(folder: epath.Path) -> list[Value]:

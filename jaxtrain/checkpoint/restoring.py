@@ -55,7 +55,7 @@ def choose_together(
         lost = ", ".join(str(entry) for entry in choice.unrecognized if entry.holds_data)
         if choice.step is None and lost:
             raise CheckpointError(
-                f"{directory} has no whole checkpoint: {lost}: move it away to begin anew, or "
+                f"{directory} has no complete checkpoint: {lost}: move it away to begin anew, or "
                 "use another --workdir"
             )
         return dataclasses.asdict(choice)
@@ -212,17 +212,12 @@ def load_parameters(
     layers, specs["layers"] = restored["layers"].pop("0"), specs.pop("layer")
     compute = jnp.dtype(config.precision.compute)
     with jax.set_mesh(mesh):  # the caller may be inside another one
-        first = (
-            {"first": _ready(restored.pop("first"), specs["first"], compute)}
-            if "first" in restored
-            else {}
-        )
-        return parts, {
-            "embed": restored.pop("embed"),
-            **first,
-            "layers": _ready(layers, specs["layers"], compute, stage=0),
-            "head": _ready(restored.pop("head"), specs["head"], compute),
-        }
+        params = {"embed": restored.pop("embed")}
+        if "first" in restored:
+            params["first"] = _ready(restored.pop("first"), specs["first"], compute)
+        params["layers"] = _ready(layers, specs["layers"], compute, stage=0)
+        params["head"] = _ready(restored.pop("head"), specs["head"], compute)
+        return parts, params
 
 
 def _ready(params: dict, specs: dict, compute: jnp.dtype, stage=...) -> dict:

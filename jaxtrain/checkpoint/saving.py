@@ -25,17 +25,19 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jaxtrain.checkpoint import manifest
+from jaxtrain.checkpoint import manifest, stores
 from jaxtrain.checkpoint.manifest import META, STATE, DatabaseError
 from jaxtrain.checkpoint.steps import ORBAX_UNFINISHED, CheckpointError, is_unfinished
 from jaxtrain.checkpoint.storage import tree_handler
-from jaxtrain.checkpoint.stores import failure, scheme_of
+from jaxtrain.checkpoint.stores import scheme_of
 from jaxtrain.devices import cluster
 
 # Seconds before each further attempt: a store that fails for half a minute costs no checkpoint.
 RETRY_WAITS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 
 FAULT = "a fault in the program"
+_CODE = re.compile(r"[A-Z_]+: ")
+_OS_CODE = re.compile(r"\[os_error_code='(\d+)'\]")
 
 # The class of Orbax that reads each item, for programs that know Orbax alone.
 _ORBAX_METADATA = {
@@ -164,8 +166,17 @@ class SaveThread:
         try:
             do()
         except Exception as error:
-            if why := _storage_failure(error):
+            if why := stores.failure(error):
                 return why
+            if isinstance(error, CheckpointError):
+                return str(error)
+            if isinstance(error, DatabaseError):
+                return f"the state that was written {error}"
+            # TensorStore's begin with a code, and may quote the system's
+            if isinstance(error, ValueError) and (code := _OS_CODE.search(str(error))):
+                return os.strerror(int(code[1]))
+            if isinstance(error, ValueError) and _CODE.match(str(error)):
+                return " ".join(str(error).split())[:200]
             self._fault = error
             return f"{FAULT}: {type(error).__name__}"
         return ""
@@ -195,19 +206,3 @@ class SaveThread:
 def _remove(folder: epath.Path) -> None:
     if folder.exists():
         folder.rmtree()
-
-
-def _storage_failure(error: Exception) -> str:
-    """The storage's failure, in words; "" for an error of another kind."""
-    if why := failure(error):
-        return why
-    if isinstance(error, CheckpointError):
-        return str(error)
-    if isinstance(error, DatabaseError):
-        return f"the state that was written {error}"
-    if isinstance(error, ValueError):  # TensorStore's begin with a code, and may quote the system's
-        if match := re.search(r"\[os_error_code='(\d+)'\]", str(error)):
-            return os.strerror(int(match[1]))
-        if re.match(r"[A-Z_]+: ", str(error)):
-            return " ".join(str(error).split())[:200]
-    return ""

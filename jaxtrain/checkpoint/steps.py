@@ -152,15 +152,15 @@ class StepChoice:
 Shapes = Mapping[str, tuple[int, ...]]  # array → shape
 NONE: Mapping[int, str] = {}
 # (meta, shapes of the arrays) of a step → what is wrong with it, in words; "" if nothing is
-Judge = Callable[[Meta, Shapes], str]
+StepCheck = Callable[[Meta, Shapes], str]
 
 
 def nothing_wrong(meta: Meta, shapes: Shapes) -> str:
-    """The Judge that accepts every step."""
+    """The StepCheck that accepts every step."""
     return ""
 
 
-def what_is_wrong(step: str | os.PathLike, meta: Meta, wrong: Judge = nothing_wrong) -> str:
+def what_is_wrong(step: str | os.PathLike, meta: Meta, wrong: StepCheck = nothing_wrong) -> str:
     """The first fault of a step's folder that has this meta, in words; "" if it is complete. The
     numbers of its arrays are not read."""
     folder = epath.Path(step)
@@ -187,7 +187,7 @@ def fault(folder: epath.Path) -> str:
 def choose(
     directory: str | os.PathLike,
     needs: Mapping[str, type],
-    wrong: Judge = nothing_wrong,
+    wrong: StepCheck = nothing_wrong,
     damaged: Mapping[int, str] = NONE,
     before: int | None = None,
 ) -> StepChoice:
@@ -217,6 +217,11 @@ def choose(
     unrecognized.sort(key=lambda e: (math.inf if e.step is None else e.step, e.name))
     meta = Meta() if newest is None else metas[newest]
     return StepChoice(newest, meta, tuple(sorted(metas)), tuple(unrecognized))
+
+
+def unrecognized(directory: epath.Path) -> list[UnrecognizedEntry]:
+    """The entries of a folder of checkpoints without a state or a meta that could be a step's."""
+    return _look(directory, {})[1]
 
 
 def read_meta(directory: str | os.PathLike, step: int) -> dict:
@@ -301,25 +306,25 @@ def look_at(
     step: the number by the folder's name, None where that does not matter; needs: as in `choose`.
     """
 
-    def unrecognized(why: str, holds_data: bool = True) -> UnrecognizedEntry:
+    def entry(why: str, holds_data: bool = True) -> UnrecognizedEntry:
         return UnrecognizedEntry(folder.name, why, step, holds_data)
 
     try:
         if not folder.exists():
-            return unrecognized("a link to nothing", False)
+            return entry("a link to nothing", False)
         if not folder.is_dir():
-            return unrecognized("a file", False)
+            return entry("a file", False)
         if next(iter(folder.iterdir()), None) is None:
-            return unrecognized("an empty folder", False)
+            return entry("an empty folder", False)
         if not (folder / STATE).is_dir():
-            return unrecognized("it has no state")
+            return entry("it has no state")
     except OSError as error:
-        return unrecognized(f"it cannot be read: {error.strerror}")
+        return entry(f"it cannot be read: {error.strerror}")
     meta = _meta(folder)
     if isinstance(meta, str):
-        return unrecognized(meta)
+        return entry(meta)
     why = _lacks(meta, step, needs)
-    return unrecognized(why) if why else Meta.from_json(meta)
+    return entry(why) if why else Meta.from_json(meta)
 
 
 def _meta(folder: epath.Path) -> dict | str:

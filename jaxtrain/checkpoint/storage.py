@@ -14,7 +14,6 @@ device memory.
 """
 
 import asyncio
-import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -72,15 +71,15 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):
 
 
 async def _write(values: Sequence[HostArray], infos: Sequence[Any]):
-    """Writes this process's blocks, about WRITE_BYTES at a time: a transaction copies what it
-    writes."""
+    """Writes this process's blocks in transactions: without one, each write would rewrite the
+    database's index. A transaction copies what it writes, so each has about WRITE_BYTES."""
     for info in infos:
         await info.await_path_creation()
     # One context: TensorStore shares the database's cache by it.
     context = infos[0].ts_context
     specs = [_write_spec(value, info) for value, info in zip(values, infos, strict=True)]
     if jax.process_index() == 0:
-        async with _transaction() as transaction:
+        async with ts.Transaction(atomic=True) as transaction:
             opening = {"create": True, "open": True, "context": context, "transaction": transaction}
             await asyncio.gather(*[ts.open(spec, **opening) for spec in specs])
 
@@ -94,7 +93,7 @@ async def _write(values: Sequence[HostArray], infos: Sequence[Any]):
         for block in value.blocks
     ]
     while blocks:
-        async with _transaction() as transaction:
+        async with ts.Transaction(atomic=True) as transaction:
             writes, size = [], 0
             while blocks and size < WRITE_BYTES:
                 array, index, numbers = blocks.pop()
@@ -105,14 +104,6 @@ async def _write(values: Sequence[HostArray], infos: Sequence[Any]):
                     )
                 )
             await asyncio.gather(*writes)
-
-
-@contextlib.asynccontextmanager
-async def _transaction():
-    # Without one, each write would rewrite the database's index.
-    transaction = ts.Transaction(atomic=True)
-    yield transaction
-    await transaction.commit_async()
 
 
 def _write_spec(value: HostArray, info: Any) -> ts.Spec:

@@ -55,7 +55,7 @@ class AddressError(RunError):
 
     status = ExitStatus.BAD_CONFIG
 
-    def __init__(self, place: str, wrong: addresses.Fault):
+    def __init__(self, place: str, wrong: addresses.BadAddress):
         self.place, self.wrong = place, wrong
         super().__init__(
             f"{place!r} {wrong.rule}{': use ' * bool(wrong.meant)}{' or '.join(wrong.meant)}"

@@ -14,7 +14,7 @@ _LOOKS = re.compile(r"([^:/]*):/(/?)(.*)", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
-class Fault:
+class BadAddress:
     """A fault of a place, in words that follow it, and the places that were perhaps meant, nearest
     first: folders, and addresses in stores whose packages are installed."""
 
@@ -27,7 +27,7 @@ def is_address(place: str) -> bool:
     return "://" in place
 
 
-def fault(place: str) -> Fault | None:
+def fault(place: str) -> BadAddress | None:
     """The fault of a place that is an address or looks like one; None for a folder in a store's
     bucket or in a file system."""
     looks = _LOOKS.match(place)
@@ -35,37 +35,41 @@ def fault(place: str) -> Fault | None:
         return None
     scheme, rest, lower = looks[1], looks[3].lstrip("/"), looks[1].lower()
     if lower == "file":
-        return Fault("is no store's address", (f"/{rest}",))
+        return BadAddress("is no store's address", (f"/{rest}",))
     if lower not in PACKAGES:
         return (
-            Fault("is in no store that is known", _in_stores(rest, *PACKAGES)) if looks[2] else None
+            BadAddress("is in no store that is known", _in_stores(rest, *PACKAGES))
+            if looks[2]
+            else None
         )
     if scheme != lower or not looks[2] or looks[3].startswith("/"):
-        return Fault("is no store's address", _in_stores(rest, lower))
+        return BadAddress("is no store's address", _in_stores(rest, lower))
     bucket, _, key = rest.rstrip("/").partition("/")
-    return None if bucket and key else Fault("is no folder in a bucket", _in_stores(rest, lower))
+    return (
+        None if bucket and key else BadAddress("is no folder in a bucket", _in_stores(rest, lower))
+    )
 
 
-def not_utf8(place: str) -> Fault | None:
+def not_utf8(place: str) -> BadAddress | None:
     """The fault of a folder of checkpoints whose name is not UTF-8 (or cannot be read as such in a
     locale of fewer characters)."""
     clean = re.sub("[\ud800-\udfff]", "_", place)
     return (
         None
         if clean == place
-        else Fault(
+        else BadAddress(
             "holds bytes that are not UTF-8, and no array is stored under such a name", (clean,)
         )
     )
 
 
-def missing_package(place: str) -> Fault | None:
+def missing_package(place: str) -> BadAddress | None:
     """The fault of an address in a store whose package is not installed; None for any other
     place."""
     scheme = place.partition("://")[0] if is_address(place) else ""
     if scheme not in PACKAGES or _is_installed(scheme):
         return None
-    return Fault(
+    return BadAddress(
         f"needs the package {PACKAGES[scheme]}, which is not installed: pip install "
         f"'jaxtrain[{scheme}]'"
     )

@@ -12,17 +12,20 @@ jax.
 """
 
 import dataclasses
+import difflib
 import itertools
+import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, mesh_rules, resume, rules
 from jaxtrain.config.mesh_rules import filled
-from jaxtrain.config.rules import Changes, Rule, Violation, field_violation
+from jaxtrain.config.rules import Changes, Rule, Violation, near, values_for
 
 MOST_CONFIGS = 4_000  # looked at, some 50 µs each
 MOST_FIXES = 24  # of a rule
-MOST_COMBINED = 8  # fixes, where no config is known to work
+MOST_COMBINED = 7  # fixes, where no config is known to work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,12 +103,81 @@ def _violations(
         yield from mesh_rules.mesh_uses_devices(on_mesh, environment.devices)
     if config.model.attention_kernel == "cudnn" and environment.platform not in ("", "gpu"):
         path = "model.attention_kernel"
-        wrong = f"is for NVIDIA GPUs, and the devices here are of platform {environment.platform!r}"
-        yield Violation(path, wrong, [{path: "auto"}])
+        yield Violation(
+            path,
+            f"is for NVIDIA GPUs, and the devices here are of platform {environment.platform!r}",
+            [{path: "auto"}],
+        )
     if environment.checkpoint:
         yield from resume.violations(resolved, environment.checkpoint.resolve())
     for rule in environment.rules:
         yield from rule(resolved)
+
+
+# --- a setting on its own -------------------------------------------------------------------------
+
+
+def field_violation(path: str, value: Any, recipe: Config) -> Violation | None:
+    """The first fault of a value whatever the other settings are: its type, choices and bounds,
+    which stand at its field in settings.py. recipe: a config whose value is tried as a fix."""
+    field = cfg.fields()[path]
+    usual = [cfg.get(recipe, path), field.default]
+    try:
+        cfg.convert(path, value)
+    except ConfigError as error:
+        values = [cfg.retyped(path, value, usual[0]), *usual]
+        return Violation(path, error.rule, values_for(path, values))
+    choices, prefix = field.metadata["choices"], field.metadata["prefix"]
+    if choices:
+        known = value in choices or (prefix and value.startswith(prefix))
+        return None if known else _unknown_choice(path, value, choices)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return _out_of_bounds(path, value, usual)
+    if cfg.item_type(field.type) in (int, float):
+        if all(math.isfinite(v) and v >= 0 and (v or path == "pipeline.times") for v in value):
+            return None
+        return Violation(path, "has a number that is not above 0", [{path: field.default}])
+    if isinstance(value, tuple) and (len(set(value)) < len(value) or "" in value):
+        names = tuple(dict.fromkeys(v for v in value if v))
+        rule = "has an empty or repeated name"
+        return Violation(path, rule, values_for(path, [names, field.default]))
+    return None
+
+
+def _unknown_choice(path: str, value: Any, choices: tuple) -> Violation:
+    if not isinstance(value, str):
+        words = [repr(choice) for choice in choices]
+        rule = f"is not built: the choices are {', '.join(words[:-1])} or {words[-1]}"
+        return Violation(path, rule, values_for(path, near(value, choices)))
+    close = difflib.get_close_matches(value, choices, n=len(choices), cutoff=0.5)
+    show = 1 if close else len(choices)
+    return Violation(path, "is unknown", values_for(path, close or choices), show)
+
+
+def _out_of_bounds(path: str, value: float, usual: list[Any]) -> Violation | None:
+    field = cfg.fields()[path]
+    kind: Any = field.type
+    bounds = field.metadata["bounds"]
+    if kind is int and abs(value) > cfg.LARGEST_INT:
+        values = [*usual, cfg.LARGEST_INT]
+        if not path.startswith(("model.", "data.", "mesh.", "pipeline.")):
+            values.reverse()  # nobody wants the largest size, but perhaps as many steps
+        return Violation(path, f"is larger than {cfg.LARGEST_INT}", values_for(path, values))
+    if not math.isfinite(value):
+        return Violation(path, "is not a finite number", [{path: field.default}])
+    low, above, high, below = (bounds[name] for name in ("at_least", "above", "at_most", "below"))
+    if (
+        (low is None or value >= low)
+        and (above is None or value > above)
+        and (high is None or value <= high)
+        and (below is None or value < below)
+    ):
+        return None
+    words = {"at least": low, "above": above, "at most": high, "below": below}
+    limits = (f"{word} {limit}" for word, limit in words.items() if limit is not None)
+    ends = [kind(end) for end in (low, high, *usual) if isinstance(end, int | float)]
+    ends.sort(key=lambda end: abs(end - value))
+    return Violation(path, "must be " + " and ".join(limits), values_for(path, ends))
 
 
 # --- suggestions ----------------------------------------------------------------------------------
@@ -139,15 +211,17 @@ class _Search:
         ]
 
     def fewest_changes(self) -> Changes:
-        """The changes of the fewest settings that work: of as many settings those that the rules
-        name, before those that go back to another config. Empty where nothing works."""
+        """The fewest fixes of broken rules that work together, or the settings that go back to
+        another config, where these are only one, or fewer by more than one. Empty where nothing
+        works."""
         if changes := self._walk({}, 1):
             return changes
         restored = (self._restored(other) for other in _known_to_work(self.environment))
         last_resort = min(filter(None, restored), key=len, default={})
-        most = len(last_resort) + 1 if last_resort else MOST_COMBINED
-        for fixes in range(2, most + 1) if len(last_resort) != 1 else ():
-            if changes := self._walk({}, fixes):
+        if len(last_resort) == 1:
+            return last_resort
+        for most in range(2, (len(last_resort) or MOST_COMBINED) + 2):
+            if changes := self._walk({}, most):
                 return self._needed(changes)
         return last_resort
 
@@ -165,7 +239,7 @@ class _Search:
             if value not in (changes[field], -1) and self.passes({field: value})
         )
         values = [*itertools.islice(others, violation.show - 1)]
-        return sorted(values) if all(type(value) is int for value in values) else values
+        return sorted(values) if type(changes[field]) is int else values
 
     def passes(self, changes: Changes) -> bool:
         """Whether every rule holds after these changes."""
@@ -207,9 +281,9 @@ class _Search:
 
     def _needed(self, changes: Changes) -> Changes:
         """Changes that work without those that are not needed; the model's are dropped first."""
-        for path in cfg.fields():
+        for path in sorted(changes, key=[*cfg.fields()].index):
             fewer = {other: value for other, value in changes.items() if other != path}
-            if len(fewer) < len(changes) and self.passes(fewer):
+            if self.passes(fewer):
                 return self._needed(fewer)
         return changes
 

@@ -9,6 +9,7 @@ jax.
 """
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -31,7 +32,7 @@ VERSION = f"jaxtrain {__version__}"
 TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
 SETTING = "config."  # what the name of a setting's flag begins with
 WRITTEN = "two dashes before a NAME=VALUE, and quotes around a value with spaces"
-MOST_MENDED = 32  # errors of one command line
+MOST_ERRORS = 32  # errors of one command line
 MOST_SHOWN = 200  # characters of a flag's name
 MOST_CPU_DEVICES = 1024  # each has threads and buffers of its own
 MOST_PROCESSES = 2**20  # more than any cluster has
@@ -175,13 +176,18 @@ def read_flags(
         else:
             texts[name] = value
     reading.errors += missing.values()
+    _read_values(reading, known, texts)
+    return reading
+
+
+def _read_values(reading: Reading, known: Mapping[str, Flag], texts: Mapping[str, Any]) -> None:
+    """Takes flags' texts, and values that are known already, into the reading's values."""
     for name, text in texts.items():
         try:
             reading.values[name] = _flag_value(known[name], text) if isinstance(text, str) else text
         except UsageError as error:
             reading.errors.append(error)
             reading.values[name] = error.fixes[name]
-    return reading
 
 
 def _value_after(rest: list[str], default: Any) -> str | None:
@@ -360,21 +366,21 @@ def settled(reading: Reading, check: Callable[[Reading], T], recipe: Config | No
     the errors that no flag fixes.
     """
     errors = reading.errors
-    for _ in range(MOST_MENDED):
+    for _ in range(MOST_ERRORS):
+        known = {name: value for error in errors for name, value in error.fixes.items()}
         try:
-            found = check(reading)
-        except (UsageError, cfg.ConfigError) as error:
-            fixes = {name: value for error in errors for name, value in error.fixes.items()}
-            errors.append(error if isinstance(error, UsageError) else _usage_error(error))
-            if errors[-1].fixes.items() <= fixes.items():
-                # they do not help
-                errors[-1] = UsageError(errors[-1].rule) if errors[-1].fixes else errors[-1]
-                raise UsageError(_all_together(errors, reading, recipe)) from None
-            reading.use(errors[-1].fixes)
-            continue
-        if not errors:
-            return found
-        raise UsageError(_all_together(errors, reading, recipe))
+            result = check(reading)
+        except (UsageError, cfg.ConfigError) as refused:
+            error = refused if isinstance(refused, UsageError) else _usage_error(refused)
+        else:
+            if not errors:
+                return result
+            raise UsageError(_all_together(errors, reading, recipe))
+        if error.fixes.items() <= known.items():  # they do not help
+            errors.append(UsageError(error.rule) if error.fixes else error)
+            raise UsageError(_all_together(errors, reading, recipe)) from None
+        errors.append(error)
+        reading.use(error.fixes)
     raise UsageError(errors[0].rule)  # one undoes another
 
 
@@ -390,34 +396,18 @@ def _all_together(errors: Sequence[UsageError], reading: Reading, recipe: Config
     if len(errors) == 1 and not errors[0].setting:
         return str(errors[0])
     flags = {name: value for error in errors for name, value in error.fixes.items()}
-    meant = {
-        SETTING + error.setting: value
-        for error in errors
-        if error.setting
-        for value in _in_the_end(error.setting, reading, recipe)
-    }
+    meant: dict[str, Any] = {}  # settings that unknown flags were meant for, and their final values
+    if settings := [error.setting for error in errors if error.setting]:
+        with contextlib.suppress(RecipeError):
+            recipe = recipe or load_recipe(find_recipe(reading.values["config"]))
+            config = apply(recipe, reading.overrides)
+            meant = {SETTING + path: cfg.get(config, path) for path in settings}
     flags = {name: flags[name] for name in flags if not name.startswith(SETTING)} | meant | flags
     use = " ".join(cfg.flag_text(name, value) for name, value in flags.items())
-    mended = [error for error in errors if error.fixes or error.setting]
-    others = [str(error) for error in errors if error not in mended]
-    first = f"{mended[0].rule}: use {use}" if use else others.pop(0)
-    return first + (f" (and {'; '.join(others)})" if others else "")
-
-
-def _in_the_end(path: str, reading: Reading, recipe: Config | None) -> list[Any]:
-    """The value that a setting has after all flags, in a list; an empty one where there is no
-    recipe."""
-    try:
-        return [
-            cfg.get(
-                apply(
-                    recipe or load_recipe(find_recipe(reading.values["config"])), reading.overrides
-                ),
-                path,
-            )
-        ]
-    except RecipeError:
-        return []
+    fixed = [error for error in errors if error.fixes or error.setting]
+    others = [str(error) for error in errors if error not in fixed]
+    text = f"{fixed[0].rule}: use {use}" if use else others.pop(0)
+    return text + (f" (and {'; '.join(others)})" if others else "")
 
 
 # --- help -----------------------------------------------------------------------------------------

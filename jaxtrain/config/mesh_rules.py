@@ -131,12 +131,18 @@ def axes_have_sizes(c: Config) -> Iterator[Violation]:
     for axis, size in sizes.items():
         if size < 1 and size != -1:
             path = f"mesh.{axis}"
-            rule = "must be at least 1, or -1 for the remaining devices"
-            yield Violation(path, rule, values_for(path, [1, -1]))
+            yield Violation(
+                path,
+                "must be at least 1, or -1 for the remaining devices",
+                values_for(path, [1, -1]),
+            )
     open_axes = [f"mesh.{axis}" for axis, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
-        rule = f"is the second -1 after {open_axes[0]}: one axis may be"
-        yield Violation(open_axes[-1], rule, [{open_axes[-1]: 1}])
+        yield Violation(
+            open_axes[-1],
+            f"is the second -1 after {open_axes[0]}: one axis may be",
+            [{open_axes[-1]: 1}],
+        )
 
 
 def mesh_uses_devices(config: Config, devices: int) -> Iterator[Violation]:
@@ -232,9 +238,12 @@ def _context_axis_divides(c: Config) -> Iterator[Violation]:
             [{"parallel.context": "all_gather"}, *values_for("mesh.context", smaller)],
         )
     if c.parallel.context == "ring" and c.mesh.stage > 1:
-        rule = f"is for mesh.stage=1, not {c.mesh.stage}: stages do not attend together"
-        fixes = values_for("parallel.context", ["all_gather", "ulysses"])
-        yield Violation("parallel.context", rule, fixes, show=2)
+        yield Violation(
+            "parallel.context",
+            f"is for mesh.stage=1, not {c.mesh.stage}: stages do not attend together",
+            values_for("parallel.context", ["all_gather", "ulysses"]),
+            show=2,
+        )
 
 
 def _expert_axis_divides(c: Config) -> Iterator[Violation]:
@@ -242,8 +251,11 @@ def _expert_axis_divides(c: Config) -> Iterator[Violation]:
     if size <= 1:
         return
     if not experts:
-        fixes: list[Changes] = [{"mesh.expert": 1}, {"model.experts": size}]
-        yield Violation("mesh.expert", "splits experts, and model.experts=0", fixes)
+        yield Violation(
+            "mesh.expert",
+            "splits experts, and model.experts=0",
+            [{"mesh.expert": 1}, {"model.experts": size}],
+        )
     if experts % size:
         fixes = values_for("mesh.expert", near(size, divisors(experts)))
         fixes.append({"model.experts": size})
@@ -280,12 +292,17 @@ def _reductions(c: Config) -> Iterator[Violation]:
         c.parallel.offload,
     )
     if c.parallel.reduce == "microbatch" and c.parallel.zero == 0:
-        rule = "leaves gradients sharded, and parallel.zero=0 shards nothing"
-        fixes: list[Changes] = [{"parallel.reduce": "step"}, {"parallel.zero": 2}]
-        yield Violation("parallel.reduce", rule, fixes)
+        yield Violation(
+            "parallel.reduce",
+            "leaves gradients sharded, and parallel.zero=0 shards nothing",
+            [{"parallel.reduce": "step"}, {"parallel.zero": 2}],
+        )
     if steps and c.mesh.replica == 1:
-        fixes = [{path: 0}, {"mesh.replica": 2}]
-        yield Violation(path, "is for independent replicas, and mesh.replica=1", fixes)
+        yield Violation(
+            path,
+            "is for independent replicas, and mesh.replica=1",
+            [{path: 0}, {"mesh.replica": 2}],
+        )
     if steps and offload in ("optimizer", "both"):
         yield Violation(
             "parallel.offload",
@@ -309,13 +326,20 @@ def _batch_divides(c: Config) -> Iterator[Violation]:
     shares = [n for n in near(axes["data"], divisors(batch)) if batch % (n * others) == 0]
     if batch % shards == 0:
         micros = values_for(MICROBATCHES, near(micro, divisors(batch // shards)))
-        rule = f"{over} does not divide data.batch_size={batch}"
-        yield Violation(MICROBATCHES, rule, [*micros, *batches], show=4)
+        yield Violation(
+            MICROBATCHES,
+            f"{over} does not divide data.batch_size={batch}",
+            [*micros, *batches],
+            show=4,
+        )
     micro_text = f" × pipeline.microbatches={micro}" if micro > 1 else ""
     pieces = (over + micro_text).removeprefix(" × ")
-    rule = f"is no multiple of {pieces}, that is {unit}"
-    fixes = [*batches, *values_for(DATA, shares)]
-    yield Violation("data.batch_size", rule, fixes, show=2)
+    yield Violation(
+        "data.batch_size",
+        f"is no multiple of {pieces}, that is {unit}",
+        [*batches, *values_for(DATA, shares)],
+        show=2,
+    )
 
 
 RULES: tuple[Rule, ...] = (

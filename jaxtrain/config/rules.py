@@ -1,5 +1,6 @@
-"""Rules of a config that no mesh decides: each setting on its own, then between settings; and what
-every rule is made of. Rules of the mesh are in mesh_rules.py.
+"""Rules between settings that no mesh decides, and what every rule is made of.
+
+Rules of the mesh are in mesh_rules.py; those of a setting on its own, in checks.py.
 
 A rule is a generator over a resolved config. It yields a `Violation` for what is broken, of which
 only the first is reported, with the fixes to try, the best first (checks.py tries them). Standard
@@ -7,7 +8,6 @@ library only.
 """
 
 import dataclasses
-import difflib
 import functools
 import math
 import re
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ConfigError, addresses, ends_with_layers, kernels
+from jaxtrain.config import Config, addresses, ends_with_layers, kernels
 from jaxtrain.schedule.orders import SCHEDULES, default_repeats, fits_repeats
 
 BYTE_VOCABULARY = 257  # 256 bytes and the document separator
@@ -54,72 +54,6 @@ def divisors(n: int) -> tuple[int, ...]:
 def values_for(path: str, values: Iterable[Any]) -> list[Changes]:
     """Changes of one setting, to each of these values."""
     return [{path: value} for value in values]
-
-
-# --- a setting on its own -------------------------------------------------------------------------
-
-
-def field_violation(path: str, value: Any, recipe: Config) -> Violation | None:
-    """The first fault of a value whatever the other settings are: its type, choices and bounds,
-    which stand at its field in settings.py. recipe: a config whose value is tried as a fix."""
-    field = cfg.fields()[path]
-    usual = [cfg.get(recipe, path), field.default]
-    try:
-        cfg.convert(path, value)
-    except ConfigError as error:
-        values = [cfg.retyped(path, value, usual[0]), *usual]
-        return Violation(path, error.rule, values_for(path, values))
-    choices, prefix = field.metadata["choices"], field.metadata["prefix"]
-    if choices:
-        known = value in choices or (prefix and value.startswith(prefix))
-        return None if known else _unknown_choice(path, value, choices)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return _out_of_bounds(path, value, usual)
-    if cfg.item_type(field.type) in (int, float):
-        if all(math.isfinite(v) and v >= 0 and (v or path == "pipeline.times") for v in value):
-            return None
-        return Violation(path, "has a number that is not above 0", [{path: field.default}])
-    if isinstance(value, tuple) and (len(set(value)) < len(value) or "" in value):
-        names = tuple(dict.fromkeys(v for v in value if v))
-        rule = "has an empty or repeated name"
-        return Violation(path, rule, values_for(path, [names, field.default]))
-    return None
-
-
-def _unknown_choice(path: str, value: Any, choices: tuple) -> Violation:
-    if not isinstance(value, str):
-        words = [repr(choice) for choice in choices]
-        rule = f"is not built: the choices are {', '.join(words[:-1])} or {words[-1]}"
-        return Violation(path, rule, values_for(path, near(value, choices)))
-    close = difflib.get_close_matches(value, choices, n=len(choices), cutoff=0.5)
-    show = 1 if close else len(choices)
-    return Violation(path, "is unknown", values_for(path, close or choices), show)
-
-
-def _out_of_bounds(path: str, value: float, usual: list[Any]) -> Violation | None:
-    field = cfg.fields()[path]
-    kind: Any = field.type
-    bounds = field.metadata["bounds"]
-    if kind is int and abs(value) > cfg.LARGEST_INT:
-        values = [*usual, cfg.LARGEST_INT]
-        if not path.startswith(("model.", "data.", "mesh.", "pipeline.")):
-            values.reverse()  # nobody wants the largest size, but perhaps as many steps
-        return Violation(path, f"is larger than {cfg.LARGEST_INT}", values_for(path, values))
-    if not math.isfinite(value):
-        return Violation(path, "is not a finite number", [{path: field.default}])
-    low, above, high, below = (bounds[name] for name in ("at_least", "above", "at_most", "below"))
-    if (
-        (low is None or value >= low)
-        and (above is None or value > above)
-        and (high is None or value <= high)
-        and (below is None or value < below)
-    ):
-        return None
-    words = {"at least": low, "above": above, "at most": high, "below": below}
-    limits = (f"{word} {limit}" for word, limit in words.items() if limit is not None)
-    ends = [kind(end) for end in (low, high, *usual) if isinstance(end, int | float)]
-    ends.sort(key=lambda end: abs(end - value))
-    return Violation(path, "must be " + " and ".join(limits), values_for(path, ends))
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -185,11 +119,16 @@ def _attention(c: Config) -> Iterator[Violation]:
     }.get(m.attention_kernel, [])
     refusals = [kernels.refusal(kernel, case) for kernel in named]
     if refusals and all(refusals) and (last := refusals[-1]):
-        fixes = [{"model.attention_kernel": "auto"}, *last.fixes]
-        yield Violation("model.attention_kernel", last.rule, fixes)
+        yield Violation(
+            "model.attention_kernel", last.rule, [{"model.attention_kernel": "auto"}, *last.fixes]
+        )
     if m.heads % m.kv_heads:
-        fixes = values_for("model.kv_heads", near(m.kv_heads, divisors(m.heads)))
-        yield Violation("model.kv_heads", f"does not divide model.heads={m.heads}", fixes, show=5)
+        yield Violation(
+            "model.kv_heads",
+            f"does not divide model.heads={m.heads}",
+            values_for("model.kv_heads", near(m.kv_heads, divisors(m.heads))),
+            show=5,
+        )
     if m.attention == "gqa" and m.positions == "rotary" and (m.head_dim % 2 or m.head_dim < 1):
         yield Violation(
             "model.head_dim",
@@ -224,8 +163,9 @@ def _experts(c: Config) -> Iterator[Violation]:
             [{"model.expert_room": 1.0}],
         )
     if m.experts and m.biases:
-        rule = f"are not in model.experts={m.experts}"
-        yield Violation("model.biases", rule, [{"model.biases": False}])
+        yield Violation(
+            "model.biases", f"are not in model.experts={m.experts}", [{"model.biases": False}]
+        )
 
 
 def _router(c: Config) -> Iterator[Violation]:
@@ -234,25 +174,37 @@ def _router(c: Config) -> Iterator[Violation]:
     if not m.experts:
         return
     if m.experts % m.router_groups:
-        fixes = values_for("model.router_groups", near(m.router_groups, divisors(m.experts)))
-        rule = f"does not divide model.experts={m.experts}"
-        yield Violation("model.router_groups", rule, fixes, show=4)
+        yield Violation(
+            "model.router_groups",
+            f"does not divide model.experts={m.experts}",
+            values_for("model.router_groups", near(m.router_groups, divisors(m.experts))),
+            show=4,
+        )
     groups = f"model.router_groups={m.router_groups}"
     if m.router_group_limit > m.router_groups:
-        fixes = [{"model.router_group_limit": m.router_groups}]
-        yield Violation("model.router_group_limit", f"is more than {groups}", fixes)
+        yield Violation(
+            "model.router_group_limit",
+            f"is more than {groups}",
+            [{"model.router_group_limit": m.router_groups}],
+        )
     size = m.experts // m.router_groups
     default: Any = cfg.fields()["model.router_group_best"].default
     if m.router_groups > 1 and m.router_group_best > max(size, default):
-        rule = f"is more than the {size} in each of {groups}"
-        yield Violation("model.router_group_best", rule, [{"model.router_group_best": size}])
+        yield Violation(
+            "model.router_group_best",
+            f"is more than the {size} in each of {groups}",
+            [{"model.router_group_best": size}],
+        )
     usable = size * m.router_group_limit
     if m.experts_per_token > usable:
         where = f"model.experts={m.experts}"
         if m.router_group_limit < m.router_groups:
             where = f"the {usable} in model.router_group_limit={m.router_group_limit} groups"
-        fixes = [{"model.experts_per_token": usable}]
-        yield Violation("model.experts_per_token", f"is more than {where}", fixes)
+        yield Violation(
+            "model.experts_per_token",
+            f"is more than {where}",
+            [{"model.experts_per_token": usable}],
+        )
 
 
 # --- sequences and data ---------------------------------------------------------------------------
@@ -261,35 +213,57 @@ def _router(c: Config) -> Iterator[Violation]:
 def _sequence(c: Config) -> Iterator[Violation]:
     m, tokens = c.model, c.data.sequence_length
     if m.mtp_depth >= tokens:
-        rule = f"looks beyond data.sequence_length={tokens}"
-        yield Violation("model.mtp_depth", rule, [{"model.mtp_depth": tokens - 1}])
+        yield Violation(
+            "model.mtp_depth",
+            f"looks beyond data.sequence_length={tokens}",
+            [{"model.mtp_depth": tokens - 1}],
+        )
     if m.positions == "learned" and m.max_positions < tokens:
-        rule = f"is a shorter table than data.sequence_length={tokens}"
-        yield Violation("model.max_positions", rule, [{"model.max_positions": tokens}])
+        yield Violation(
+            "model.max_positions",
+            f"is a shorter table than data.sequence_length={tokens}",
+            [{"model.max_positions": tokens}],
+        )
     if m.positions == "learned" and m.max_positions <= c.train.sample_tokens:
         learned = f"the learned positions, model.max_positions={m.max_positions}"
-        fixes = [{"train.sample_tokens": m.max_positions - 1}]
-        yield Violation("train.sample_tokens", f"and a prompt are longer than {learned}", fixes)
+        yield Violation(
+            "train.sample_tokens",
+            f"and a prompt are longer than {learned}",
+            [{"train.sample_tokens": m.max_positions - 1}],
+        )
 
 
 def _data(c: Config) -> Iterator[Violation]:
     mask, read = c.data.loss_mask, c.data.text_fields
     from_bytes = c.data.tokenizer == "bytes" and not c.data.source.endswith((".bin", ".npy"))
     if from_bytes and c.model.vocab_size < BYTE_VOCABULARY:
-        rule = f"is too small for data.tokenizer='bytes', which has {BYTE_VOCABULARY} tokens"
-        yield Violation("model.vocab_size", rule, [{"model.vocab_size": BYTE_VOCABULARY}])
+        yield Violation(
+            "model.vocab_size",
+            f"is too small for data.tokenizer='bytes', which has {BYTE_VOCABULARY} tokens",
+            [{"model.vocab_size": BYTE_VOCABULARY}],
+        )
     if not read:
-        rule = "names no field to read"
-        yield Violation("data.text_fields", rule, [{"data.text_fields": ("text",)}])
+        yield Violation(
+            "data.text_fields", "names no field to read", [{"data.text_fields": ("text",)}]
+        )
     if unread := tuple(name for name in mask if name not in read):
-        rule = f"names {unread[0]!r}, which is not in data.text_fields={read!r}"
-        yield Violation("data.loss_mask", rule, [{"data.text_fields": unread + read}])
+        yield Violation(
+            "data.loss_mask",
+            f"names {unread[0]!r}, which is not in data.text_fields={read!r}",
+            [{"data.text_fields": unread + read}],
+        )
     if set(mask) == set(read):
-        rule = "names all of data.text_fields: no token would have a loss"
-        yield Violation("data.loss_mask", rule, [{"data.loss_mask": mask[:-1]}])
+        yield Violation(
+            "data.loss_mask",
+            "names all of data.text_fields: no token would have a loss",
+            [{"data.loss_mask": mask[:-1]}],
+        )
     if c.train.eval_every and not c.data.validation_fraction > 0:
-        rule = "needs held-out data, and data.validation_fraction=0"
-        yield Violation("train.eval_every", rule, [{"train.eval_every": 0}])
+        yield Violation(
+            "train.eval_every",
+            "needs held-out data, and data.validation_fraction=0",
+            [{"train.eval_every": 0}],
+        )
 
 
 # --- the pipeline ---------------------------------------------------------------------------------
@@ -299,8 +273,11 @@ def _pipeline(c: Config) -> Iterator[Violation]:
     p, at_an_end = c.pipeline, ends_with_layers(c.model)
     if at_an_end and p.vocabulary == "parallel":
         needs = f"{at_an_end}={cfg.get(c, at_an_end)} needs them on one stage"
-        fixes: list[Changes] = [{"pipeline.vocabulary": "auto"}]
-        yield Violation("pipeline.vocabulary", f"shares embedding and head, and {needs}", fixes)
+        yield Violation(
+            "pipeline.vocabulary",
+            f"shares embedding and head, and {needs}",
+            [{"pipeline.vocabulary": "auto"}],
+        )
     if c.mesh.stage not in (1, -1) and not fits_repeats(p.schedule, p.repeats):
         schedule = SCHEDULES[p.schedule]
         fitting = [name for name in SCHEDULES if fits_repeats(name, p.repeats)]
@@ -312,13 +289,18 @@ def _pipeline(c: Config) -> Iterator[Violation]:
             [*fixes, *values_for("pipeline.schedule", fitting)],
         )
     if p.memory and p.schedule != "auto":
-        fixes = [{"pipeline.memory": 0.0}, {"pipeline.schedule": "auto"}]
-        rule = f"is for pipeline.schedule='auto' alone, not {p.schedule!r}"
-        yield Violation("pipeline.memory", rule, fixes)
+        yield Violation(
+            "pipeline.memory",
+            f"is for pipeline.schedule='auto' alone, not {p.schedule!r}",
+            [{"pipeline.memory": 0.0}, {"pipeline.schedule": "auto"}],
+        )
     if p.times and len(p.times) not in (3, 4, 5, 6):
         fixed = (*p.times, 1.0, 1.0, 1.0)[:3] if len(p.times) < 3 else p.times[:6]
-        rule = "has to be the times of F, B, W, then message, R, head"
-        yield Violation("pipeline.times", rule, values_for("pipeline.times", [fixed, ()]))
+        yield Violation(
+            "pipeline.times",
+            "has to be the times of F, B, W, then message, R, head",
+            values_for("pipeline.times", [fixed, ()]),
+        )
     if p.times and not all(p.times[:3]):
         yield Violation("pipeline.times", "has no time for F, B or W", [{"pipeline.times": ()}])
 
@@ -326,15 +308,19 @@ def _pipeline(c: Config) -> Iterator[Violation]:
 def _layers_fill_chunks(c: Config) -> Iterator[Violation]:
     p, layers = c.pipeline, c.model.layers
     if p.layer_costs and len(p.layer_costs) != layers:
-        rule = f"has to have a number for each of model.layers={layers}"
-        yield Violation("pipeline.layer_costs", rule, [{"pipeline.layer_costs": ()}])
+        yield Violation(
+            "pipeline.layer_costs",
+            f"has to have a number for each of model.layers={layers}",
+            [{"pipeline.layer_costs": ()}],
+        )
     if not p.chunk_layers:
         return
     path, numbers = "pipeline.chunk_layers", len(p.chunk_layers)
     evenly: Changes = {path: ()}
     if p.layer_costs:
-        rule = "and pipeline.layer_costs both cut the layers"
-        yield Violation(path, rule, [{"pipeline.layer_costs": ()}])
+        yield Violation(
+            path, "and pipeline.layer_costs both cut the layers", [{"pipeline.layer_costs": ()}]
+        )
     if sum(p.chunk_layers) != layers:
         *others, _ = p.chunk_layers
         last = layers - sum(others)
@@ -345,8 +331,9 @@ def _layers_fill_chunks(c: Config) -> Iterator[Violation]:
         sizes = f"mesh.stage={c.mesh.stage} · pipeline.repeats={p.repeats} = {chunks}"
         yield Violation(path, f"has to have {sizes} numbers", [evenly])
     if p.schedule == "auto" and numbers % c.mesh.stage:
-        rule = f"has {numbers} numbers, no multiple of mesh.stage={c.mesh.stage}"
-        yield Violation(path, rule, [evenly])
+        yield Violation(
+            path, f"has {numbers} numbers, no multiple of mesh.stage={c.mesh.stage}", [evenly]
+        )
 
 
 def _chunks_have_layers(c: Config) -> Iterator[Violation]:
@@ -377,17 +364,23 @@ def _run(c: Config) -> Iterator[Violation]:
     # A warm-up may outlast a short run, such as a trial of another's recipe; a decay may not begin
     # before it.
     if o.decay_steps and o.schedule == "constant" and o.warmup_steps + o.decay_steps > t.steps:
-        rule = f"and optimizer.warmup_steps={o.warmup_steps} are more than train.steps={t.steps}"
-        fixes: list[Changes] = [{"optimizer.decay_steps": max(t.steps - o.warmup_steps, 0)}]
-        yield Violation("optimizer.decay_steps", rule, fixes)
+        yield Violation(
+            "optimizer.decay_steps",
+            f"and optimizer.warmup_steps={o.warmup_steps} are more than train.steps={t.steps}",
+            [{"optimizer.decay_steps": max(t.steps - o.warmup_steps, 0)}],
+        )
     if t.profile_steps and t.profile_steps + 2 > t.steps:
-        rule = f"from the third step on are more than train.steps={t.steps}"
-        fixes = [{"train.profile_steps": max(t.steps - 2, 0)}]
-        yield Violation("train.profile_steps", rule, fixes)
+        yield Violation(
+            "train.profile_steps",
+            f"from the third step on are more than train.steps={t.steps}",
+            [{"train.profile_steps": max(t.steps - 2, 0)}],
+        )
     if t.spike_threshold and t.on_nonfinite != "rollback":
-        rule = f"is for train.on_nonfinite='rollback' alone, not {t.on_nonfinite!r}"
-        fixes = [{"train.on_nonfinite": "rollback"}, {"train.spike_threshold": 0.0}]
-        yield Violation("train.spike_threshold", rule, fixes)
+        yield Violation(
+            "train.spike_threshold",
+            f"is for train.on_nonfinite='rollback' alone, not {t.on_nonfinite!r}",
+            [{"train.on_nonfinite": "rollback"}, {"train.spike_threshold": 0.0}],
+        )
 
 
 def _compiler_options(c: Config) -> Iterator[Violation]:
@@ -396,11 +389,12 @@ def _compiler_options(c: Config) -> Iterator[Violation]:
     path, options = "parallel.compiler_options", c.parallel.compiler_options
     right = tuple(dict.fromkeys(o for o in options if re.fullmatch(r"xla_\w+=\S+", o)))
     if wrong := [option for option in options if option not in right]:
-        rule = (
+        yield Violation(
+            path,
             f"has {wrong[0]!r}, which is no option of XLA's such as "
-            "xla_gpu_enable_latency_hiding_scheduler=true"
+            "xla_gpu_enable_latency_hiding_scheduler=true",
+            [{path: right}],
         )
-        yield Violation(path, rule, [{path: right}])
     last = {option.partition("=")[0]: option for option in options}
     if len(last) < len(options):
         yield Violation(path, "names an option twice", [{path: tuple(last.values())}])
@@ -410,21 +404,33 @@ def _places(c: Config) -> Iterator[Violation]:
     directory, local = c.checkpoint.directory, c.checkpoint.local
     every = c.checkpoint.local_every
     if wrong := addresses.fault(directory) or addresses.not_utf8(directory):
-        fixes = values_for("checkpoint.directory", wrong.meant or [""])
-        yield Violation("checkpoint.directory", wrong.rule, fixes, show=2)
+        yield Violation(
+            "checkpoint.directory",
+            wrong.rule,
+            values_for("checkpoint.directory", wrong.meant or [""]),
+            show=2,
+        )
     if addresses.is_address(c.data.cache) or addresses.fault(c.data.cache):
         yield Violation("data.cache", "is an address, not a folder", [{"data.cache": ""}])
     if local and not every:
-        rule = f"leaves checkpoint.local={local!r} without a step at which to save"
-        yield Violation("checkpoint.local_every", rule, [{"checkpoint.local_every": 10}])
+        yield Violation(
+            "checkpoint.local_every",
+            f"leaves checkpoint.local={local!r} without a step at which to save",
+            [{"checkpoint.local_every": 10}],
+        )
     if every and not local:
-        fixes = [{"checkpoint.local": "/dev/shm/jaxtrain"}, {"checkpoint.local_every": 0}]
-        rule = "needs a folder, and checkpoint.local is empty"
-        yield Violation("checkpoint.local_every", rule, fixes)
+        yield Violation(
+            "checkpoint.local_every",
+            "needs a folder, and checkpoint.local is empty",
+            [{"checkpoint.local": "/dev/shm/jaxtrain"}, {"checkpoint.local_every": 0}],
+        )
     if local and not local.startswith("/"):
         folder = f"/dev/shm/{local.partition('://')[2] or local}"
-        rule = "is no absolute path, which it must be on every machine"
-        yield Violation("checkpoint.local", rule, [{"checkpoint.local": folder}])
+        yield Violation(
+            "checkpoint.local",
+            "is no absolute path, which it must be on every machine",
+            [{"checkpoint.local": folder}],
+        )
 
 
 RULES: tuple[Rule, ...] = (

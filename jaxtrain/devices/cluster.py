@@ -1,11 +1,11 @@
-"""Several processes: when jax.distributed is started, which GPUs a process takes, and the few
-things that processes agree on.
+"""The processes of a run: the start of jax.distributed, the GPUs of a process, and the values that
+processes agree on.
 
 A run has several processes if the flags say so (`--coordinator --processes --process_id`), or the
-environment does as an engine has set it (cluster_environment.py), or the program that trains has
-started jax.distributed before. jax detects some addresses; what is decided here is whether to ask
-it at all: a single process must never wait for others. Starting processes on one machine is
-launch.py.
+environment that an engine has set (cluster_environment.py), or if the program that trains has
+started jax.distributed before. jax detects some addresses; this file decides whether jax is asked
+at all, because a single process must never wait for others. launch.py starts processes on one
+machine.
 """
 
 import collections
@@ -38,8 +38,8 @@ from jaxtrain.run.peers import Address, Peers, PeersError
 
 _TOLD = "jaxtrain/told"
 BARRIER_MS = 24 * 3600 * 1000  # longer than any compilation
-# Seconds until jax finds out by itself that a process is gone, where the run's own connections
-# (run/peers.py) do not tell.
+# Seconds until jax itself notices that a process is gone, if the run's connections (run/peers.py)
+# do not tell.
 HEARTBEAT_TIMEOUT_S = 50
 MEETING_S = 300  # that processes wait for each other at the start; jax then aborts, with status 134
 NOTICE_S = 10.0  # of waiting for the others, before a line says so
@@ -57,11 +57,11 @@ _questions = itertools.count()
 
 
 class DevicesError(RunError):
-    """A process that sees fewer devices than the others, or that has gone before all had told
+    """A process that sees fewer devices than the others, or that ended before all had reported
     theirs; the text is one line.
 
-    Its devices have gone, as a peer goes: on another host, or when this one is mended, the same
-    command goes on. An engine that bounds its restarts ends a run whose host stays as it is.
+    The status is that of a lost peer: on another host, or when this one is repaired, the same
+    command resumes. An engine that bounds its restarts ends the run if the host is not repaired.
     """
 
     status = ExitStatus.LOST_PEER
@@ -102,8 +102,8 @@ def initialize(namespace: types.SimpleNamespace) -> None:
 def notice_of_waiting(
     processes: int | None, address: str, after: float = NOTICE_S
 ) -> Iterator[None]:
-    """A context in which the processes of a run meet: a line says whom this one waits for if that
-    takes longer than `after` seconds.
+    """A context in which the processes of a run meet. If that takes longer than `after` seconds, a
+    line says which processes this one waits for.
 
     processes: of the run, None where jax alone knows; address: of process 0, "" where jax finds it.
     """
@@ -122,11 +122,11 @@ def notice_of_waiting(
 
 
 def check_devices() -> None:
-    """Raises DevicesError, in every process, where some see fewer devices than most, or jax cannot
-    tell since a process has gone.
+    """Raises DevicesError, in every process, if some see fewer devices than most, or if jax cannot
+    tell because a process has ended.
 
-    Every process must call this, and before any exchange: jax's own need as many devices of each
-    process.
+    Every process must call this before any collective: those of jax need the same number of devices
+    in each process.
     """
     try:
         devices = jax.devices()
@@ -164,11 +164,11 @@ def check_devices() -> None:
 
 
 def connect_peers() -> Peers | None:
-    """The connections of this process to the others of the run; None where it is alone. Every
+    """The connections of this process to the others of the run; None in a run of one process. Every
     process must call this.
 
-    Where process 0 cannot be reached a line says so, and the run goes on without: jax alone then
-    sees that a process has gone.
+    If process 0 cannot be reached, a line says so, and the run goes on without connections: jax
+    alone then notices that a process is gone.
     """
     if jax.process_count() == 1:
         return None
@@ -185,7 +185,7 @@ def connect_peers() -> Peers | None:
 def _leave_at_once(
     kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
 ) -> None:
-    """An uncaught error ends the process now: jax's shutdown would wait minutes for the others,
+    """Ends the process at an uncaught error: jax's shutdown would wait minutes for the others,
     which wait for this one's collectives."""
     watchdog.wait_for_ending(FAULT_OR_PEER_S)
     if isinstance(error, jax.errors.JaxRuntimeError) and any(
@@ -215,8 +215,8 @@ def log(*lines: str) -> None:
 
 
 def compile_everywhere(name: str, program: Lowered) -> Compiled:
-    """The compiled program, when every process has it: none runs it and waits for others that still
-    compile.
+    """The compiled program, as soon as every process has compiled it, so that none runs it and
+    waits for others that still compile.
 
     name: of the program, used once.
     """
@@ -226,17 +226,17 @@ def compile_everywhere(name: str, program: Lowered) -> Compiled:
 
 
 def barrier(name: str) -> None:
-    """Waits until every process has come to the barrier of this name, which is used once.
+    """Waits until every process has reached the barrier of this name, which is used once.
 
-    Not by a collective: on CPU those give up when a process comes 30 s later than another, as it
-    does from a compilation that the other found in its cache (on CPU jax has one for process 0
-    alone). Ends when a process dies, as the coordination service sees that.
+    This is no collective: on CPU a collective gives up when a process is 30 s later than another,
+    which happens when one compiles a program that the other has in its cache (on CPU only process 0
+    has one). The wait ends when a process dies, which the coordination service notices.
     """
     ocp.multihost.get_barrier_sync_fn()(key=name, timeout_ms=BARRIER_MS)
 
 
 def least(value: int) -> int:
-    """The least of all processes' values. Every process must call it, at the same point of the
+    """The least of all processes' values. Every process must call this, at the same point of the
     program."""
     return (
         value
@@ -246,11 +246,11 @@ def least(value: int) -> int:
 
 
 def from_main(decide: Callable[[], Any], refusal: type[Exception]) -> Any:
-    """What `decide()` returns in process 0, as JSON gives it back, on every process; the others do
-    not call it.
+    """The result of `decide()` in process 0, after a round trip through JSON, on every process; the
+    others do not call `decide`.
 
-    Every process must call this, in the same order. A `refusal` that it raises is raised on all of
-    them with the same text.
+    Every process must call this, in the same order. A `refusal` that `decide` raises is raised on
+    all of them with the same text.
     """
 
     def answer() -> dict:
@@ -270,9 +270,9 @@ def from_main(decide: Callable[[], Any], refusal: type[Exception]) -> Any:
 
 
 def told_by_main(question: str, decide: Callable[[], Any]) -> Any:
-    """What `decide()` returns in process 0, as JSON gives it back, on every process.
+    """The result of `decide()` in process 0, after a round trip through JSON, on every process.
 
-    For threads: there is no collective in it, and no order among questions. Every process must ask
+    Threads may call this: it has no collective, and questions have no order. Every process must ask
     each question once, in the same words. `decide` must not raise: the others would wait.
     """
     if jax.process_count() == 1:
@@ -287,8 +287,8 @@ def told_by_main(question: str, decide: Callable[[], Any]) -> Any:
 
 
 def told_to_main(question: str, report: str) -> list[str]:
-    """The reports of all processes, by process, on process 0; none on the others. For threads, as
-    `told_by_main`."""
+    """The reports of all processes, by process, on process 0; none on the others. Threads may call
+    this, as `told_by_main`."""
     if jax.process_count() == 1:
         return [report]
     _client().key_value_set(f"{_TOLD}/{question}/{jax.process_index()}", report)
@@ -301,8 +301,8 @@ def told_to_main(question: str, report: str) -> list[str]:
 
 
 def forget(question: str) -> None:
-    """Lets go of what was told about a question and those below it, `question/…`. In process 0,
-    when all processes have their answers."""
+    """Deletes the answers to a question and those below it, `question/…`. Process 0 calls this when
+    all processes have their answers."""
     if jax.process_count() > 1:
         _client().key_value_delete(f"{_TOLD}/{question}/")
 
@@ -313,7 +313,7 @@ def _client() -> Any:
 
 
 def gather(value: Any) -> list[Any]:
-    """The values of all processes, in their order, as JSON gives them back.
+    """The values of all processes, by process, after a round trip through JSON.
 
     Every process must call this, at the same point of the program.
     """
@@ -322,16 +322,16 @@ def gather(value: Any) -> list[Any]:
     barrier(f"gathering {next(_questions)}")  # one may come later than the others' collectives wait
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(text.size))
-    rows = multihost_utils.process_allgather(np.pad(text, (0, int(sizes.max()) - text.size)))
+    texts = multihost_utils.process_allgather(np.pad(text, (0, int(sizes.max()) - text.size)))
     return [
-        json.loads(np.asarray(row, np.uint8)[:size].tobytes())
-        for row, size in zip(rows, sizes, strict=True)
+        json.loads(np.asarray(text, np.uint8)[:size].tobytes())
+        for text, size in zip(texts, sizes, strict=True)
     ]
 
 
 def _on_tpu_vm(environment: Mapping[str, str]) -> bool:
-    """Whether this is a TPU machine whose slice may have others: jax then asks the machine itself,
-    also when it is alone.
+    """Whether this is a TPU machine whose slice may have others. jax then asks the machine itself,
+    even for a slice of one machine.
 
     jax sets its platforms to "tpu,cpu" when it finds TPU chips; a single Kubernetes pod names one
     host and has nobody to ask.

@@ -1,17 +1,17 @@
-"""What environment and flags say about a run of several processes: how many, where process 0 is,
-which GPUs are this process's.
+"""A run of several processes by environment and flags: the number of processes, the address of
+process 0, and the GPUs of this process.
 
-    set by                            read here                                        by jax
-    Slurm's srun                      how many, which GPUs                             the rest
-    Open MPI's mpirun                 how many, which, which GPUs, where in part       where
+    set by                            read in this file                                by jax
+    Slurm's srun                      number, GPUs                                     address, id
+    Open MPI's mpirun                 number, id, GPUs, address in part                address
     JobSet, Kubeflow Trainer, a user  JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, and
                                       JAX_PROCESS_ID or an indexed Job's
                                       JOB_COMPLETION_INDEX
     SkyPilot                          SKYPILOT_NUM_NODES, _NODE_RANK, _NODE_IPS
     a TPU slice                                                                        all
 
-Flags come before the environment, and what is further up before what is further down: what is
-started within a SkyPilot node by mpirun is mpirun's. Pure functions of the flags' namespace and of
+Flags win over the environment, and a line of the table over those below it: processes that mpirun
+starts on a SkyPilot node are mpirun's. These are pure functions of the flags' namespace and of
 os.environ; cluster.py acts on them. Standard library only, no jax.
 """
 
@@ -24,8 +24,8 @@ from typing import Any
 
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
-SIMULATED_DEVICES = 8  # where nothing says how many and there is no accelerator
-COORDINATOR_PORTS = range(20000, 30000)  # where an engine names no port
+SIMULATED_DEVICES = 8  # without an accelerator and a number from the user
+COORDINATOR_PORTS = range(20000, 30000)  # used if an engine names no port
 
 
 class ClusterError(RunError):
@@ -41,11 +41,11 @@ def several_processes(namespace: types.SimpleNamespace, environment: Mapping[str
 
 
 def environment_processes(environment: Mapping[str, str]) -> int:
-    """The number of processes that a cluster manager started beside this one; 1 where there is
-    none.
+    """The number of processes that a cluster manager started, this one included; 1 without a
+    manager.
 
-    Slurm: the tasks of the step, not of the allocation: in a batch script or an interactive shell
-    this process is alone.
+    Slurm: the tasks of the step, not of the allocation: a batch script or an interactive shell is
+    one process.
     """
     if _in_slurm_step(environment):
         return int(environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or 1)
@@ -58,7 +58,7 @@ def _in_slurm_step(environment: Mapping[str, str]) -> bool:
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
-    """A variable's value. ClusterError where it is no number."""
+    """A variable's value. Raises ClusterError for text that is no number."""
     text = environment[name]
     if not text.isdecimal():
         raise ClusterError(
@@ -70,10 +70,10 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 def simulated_devices(
     namespace: types.SimpleNamespace, environment: Mapping[str, str], by_default: int
 ) -> int | None:
-    """The number of simulated CPU devices of the whole run, as jax will see it; None where jax has
-    to be asked: it may find accelerators.
+    """The number of simulated CPU devices of all processes, as jax will see it; None if jax has to
+    be asked, because it may find accelerators.
 
-    by_default: in a single process that nothing tells how many.
+    by_default: for a single process without a number in the environment
     """
     processes = (
         namespace.processes if namespace.processes > 1 else environment_processes(environment)
@@ -102,16 +102,16 @@ def simulated_devices(
 
 
 def _has_plugins() -> bool:
-    """Whether something is installed by which jax might find GPUs or TPUs."""
+    """Whether a package is installed with which jax may find GPUs or TPUs."""
     modules = any(importlib.util.find_spec(name) for name in ("jax_plugins", "libtpu"))
     return modules or bool(importlib.metadata.entry_points(group="jax_plugins"))
 
 
 def job(namespace: types.SimpleNamespace, environment: Mapping[str, str]) -> dict[str, Any]:
     """The address, number and id that jax.distributed.initialize takes as keywords, from the flags,
-    else from the environment. jax finds out what is left out.
+    else from the environment. jax detects those that are missing.
 
-    Raises ClusterError, naming the variable, for an environment that says half of it.
+    Raises ClusterError, naming the variable, for an environment with only a part of them.
     """
     address = namespace.coordinator or environment.get("JAX_COORDINATOR_ADDRESS", "")
     if namespace.processes > 1:
@@ -135,9 +135,9 @@ def job(namespace: types.SimpleNamespace, environment: Mapping[str, str]) -> dic
 
 
 def _open_mpi_job(environment: Mapping[str, str], address: str) -> dict[str, Any]:
-    """Open MPI 5 no longer tells where its launcher is, so there jax finds no address: processes of
-    one machine meet at a port made from the job's name, and those of several need --coordinator or
-    JAX_COORDINATOR_ADDRESS."""
+    """The keywords for a job of Open MPI. Version 5 does not tell the address of its launcher, so
+    jax finds none: processes of one machine meet at a port made from the job's name, and those of
+    several machines need --coordinator or JAX_COORDINATOR_ADDRESS."""
     if not address and "OMPI_MCA_orte_hnp_uri" not in environment:
         if environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") != environment["OMPI_COMM_WORLD_SIZE"]:
             raise ClusterError(
@@ -153,8 +153,8 @@ def _open_mpi_job(environment: Mapping[str, str], address: str) -> dict[str, Any
 
 
 def _indexed_job(environment: Mapping[str, str], address: str) -> dict[str, Any]:
-    """JAX_NUM_PROCESSES says how many; a process knows its own number from JAX_PROCESS_ID or, in an
-    indexed Job of Kubernetes, from JOB_COMPLETION_INDEX
+    """The keywords for JAX_NUM_PROCESSES processes; the id is JAX_PROCESS_ID or, in an indexed Job
+    of Kubernetes, JOB_COMPLETION_INDEX
     (https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode)."""
     index = next(
         (name for name in ("JAX_PROCESS_ID", "JOB_COMPLETION_INDEX") if environment.get(name)), ""
@@ -180,8 +180,8 @@ def _indexed_job(environment: Mapping[str, str], address: str) -> dict[str, Any]
 
 
 def _skypilot_job(environment: Mapping[str, str], address: str) -> dict[str, Any]:
-    """One process a node; process 0 is on the first of SKYPILOT_NODE_IPS, one a line, at a port
-    made from the task's name
+    """The keywords for a SkyPilot task: one process a node, process 0 on the first node of
+    SKYPILOT_NODE_IPS, at a port made from the task's name
     (https://docs.skypilot.co/en/latest/running-jobs/environment-variables.html)."""
     ips, rank = (
         environment.get("SKYPILOT_NODE_IPS", "").split(),
@@ -209,9 +209,9 @@ def _port_of(name: str) -> int:
 def local_gpus(environment: Mapping[str, str], visible: int) -> list[int]:
     """The GPUs of this process among those visible to it; [] is all of them.
 
-    jax by itself gives process i of a node GPU i, and so a single process of a node GPU 0 alone.
-    Here the GPUs of a node are shared out evenly, in order: one task with 8 GPUs sees 8, two see 4
-    each. Where Slurm has already bound GPUs to tasks, each sees its own.
+    jax gives GPU i to process i of a node, and so GPU 0 alone to a single process. We divide the
+    GPUs of a node evenly, in order: one task with 8 GPUs gets 8, two get 4 each. If Slurm has
+    already bound GPUs to tasks, each task gets those.
     """
     slurm = environment_processes(environment) > 1 and "SLURM_LOCALID" in environment
     if slurm:

@@ -1,9 +1,8 @@
-"""XLA's options by platform, each with its reason: without them the program is not what it should
-be.
+"""XLA's options by platform, each with the reason for it.
 
 They go to the compiler with each program, so neither XLA_FLAGS nor LIBTPU_INIT_ARGS is needed;
-`parallel.compiler_options` changes them or adds others. What was tried, and what else the compilers
-take: docs/log.md.
+`parallel.compiler_options` changes them or adds others. docs/log.md has the options that were
+tried.
 """
 
 import dataclasses
@@ -16,9 +15,13 @@ Value = bool | int | float | str
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """name, value: as XLA takes them; reason: what the program is like without it; generations: the
-    device kinds that it is for, all if empty; for_gathers: it is for steps of one stage whose ops
-    gather the parameters layer by layer, and for no others."""
+    """An option of XLA.
+
+    name, value: as XLA takes them
+    reason:      its effect, and the program without it
+    generations: the device kinds that it is for; all if empty
+    for_gathers: it is only for steps of one stage whose ops gather the parameters layer by layer
+    """
 
     name: str
     value: Value
@@ -82,8 +85,8 @@ PLATFORMS = {"gpu": GPU, "cuda": GPU, "tpu": TPU}
 def compiler_options(
     device: jax.Device, gathers: bool, changes: Sequence[str] = ()
 ) -> dict[str, Value]:
-    """XLA's options for a device; gathers: for a step of one stage whose ops gather the parameters;
-    `changes`: NAME=VALUE, in place of the platform's own or beside them."""
+    """XLA's options for a device. gathers: for a step of one stage whose ops gather the parameters;
+    changes: NAME=VALUE, which replace the platform's options or add to them."""
     options = [o for o in PLATFORMS.get(device.platform, ()) if gathers or not o.for_gathers]
     chosen = {
         o.name: o.value for o in options if not o.generations or device.device_kind in o.generations
@@ -94,7 +97,7 @@ def compiler_options(
 
 
 def _value(text: str) -> Value:
-    """A flag's text as what XLA takes: true and false, a number, or the text."""
+    """The value of a flag's text: a bool, a number, or the text."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for number in (int, float):

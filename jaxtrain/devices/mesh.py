@@ -35,21 +35,22 @@ REPLICA, DATA, STAGE, CONTEXT, EXPERT, MODEL = AXES = (
     "model",
 )
 BATCH_AXES = (REPLICA, DATA, EXPERT)
-# devices with tokens of their own: losses and gradients are summed over them
+# axes whose devices have different tokens: losses and gradients are summed over them
 SUM_AXES = (*BATCH_AXES, CONTEXT)
-# the runtime's own; `model` is left to the partitioner
+# axes that the runtime handles; the partitioner handles `model`
 MANUAL_AXES = (REPLICA, DATA, STAGE, CONTEXT, EXPERT)
 
 DEVICE_PART = "device_part"  # the name of a call that is a function of a device's part over `model`
 
 
 def batch_shards(axis_sizes: Mapping[str, int]) -> int:
-    """Into how many parts the sequences of a batch are split, by the sizes of the axes."""
+    """The number of parts that the sequences of a batch are split into, by the sizes of the
+    axes."""
     return math.prod(axis_sizes[axis] for axis in BATCH_AXES)
 
 
 def sizes_of(mesh: Any) -> tuple[int, ...]:
-    """The sizes that a config's `mesh` group has, in AXES' order."""
+    """The sizes of a config's `mesh` group, in AXES' order."""
     return tuple(getattr(mesh, axis) for axis in AXES)
 
 
@@ -75,11 +76,11 @@ def _order(sizes: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
     slices = len({getattr(d, "slice_index", 0) for d in devices})
     if slices == 1:
         return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-    across, left = [1] * len(sizes), slices
+    across, remaining = [1] * len(sizes), slices
     for i in range(len(sizes)):  # the outermost axes span the slices
-        across[i] = int(np.gcd(sizes[i], left))
-        left //= across[i]
-    if left > 1:
+        across[i] = int(np.gcd(sizes[i], remaining))
+        remaining //= across[i]
+    if remaining > 1:
         raise ValueError(
             f"{slices} slices cannot be laid over a mesh of {'×'.join(map(str, sizes))}: make "
             f"mesh.replica a multiple of {slices}"
@@ -91,8 +92,8 @@ def _order(sizes: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
 
 
 def describe(mesh: Mesh) -> list[str]:
-    """Lines for people: the mesh, and what each axis of more than one device spans (devices of a
-    process, or processes)."""
+    """Lines of text: the mesh, and for each axis of several devices whether it spans devices of a
+    process, or processes."""
     shape = (
         " × ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
         or "one device"
@@ -120,14 +121,14 @@ def describe(mesh: Mesh) -> list[str]:
 
 
 def manual_axes(mesh: Mesh) -> set[str]:
-    """The axes that are the runtime's own: all of them where `model` has one device, for then the
-    partitioner has nothing to decide, and jax writes no sharding constraint behind every operation
-    (a third of a step's program)."""
+    """The axes that the runtime handles: all of them if `model` has one device. The partitioner
+    then has nothing to decide, and jax writes no sharding constraint after every operation (a third
+    of a step's program)."""
     return set(AXES if mesh.shape[MODEL] == 1 else MANUAL_AXES)
 
 
 def manual_size(axis: str) -> int:
-    """The devices along an axis that is manual here; 1 where it is not, or where there is no
+    """The number of devices along an axis inside its manual region; 1 outside, or without a
     mesh."""
     return (
         jax.sharding.get_abstract_mesh().shape[axis] if _axis_type(axis) == AxisType.Manual else 1
@@ -135,34 +136,34 @@ def manual_size(axis: str) -> int:
 
 
 def _axis_type(axis: str) -> AxisType | None:
-    """Who decides about an axis here; None where there is no mesh."""
+    """The type of an axis at this point of the trace; None without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis]
 
 
 def partitioned() -> bool:
-    """Whether the partitioner decides about `model` here."""
+    """Whether the partitioner handles `model` at this point of the trace."""
     return _axis_type(MODEL) == AxisType.Auto
 
 
-def _as_call(fn: Callable) -> Callable:
+def over_model(fn: Callable, in_specs, out_specs) -> Callable:
+    """fn on each device's part over `model`; the other axes stay as they are. With the partitioner
+    alone a collective over another axis would gather the array over `model` before, whatever its
+    constraints. Where the partitioner does not handle `model`, the result is fn itself: in the
+    manual region as a call, so that it stays one equation when a layer is cut into ops
+    (runtime/backward_split.py)."""
+    if partitioned():
+        return jax.shard_map(
+            fn, in_specs=in_specs, out_specs=out_specs, axis_names={MODEL}, check_vma=False
+        )
+    if _axis_type(MODEL) != AxisType.Manual:
+        return fn
+
     def device_part(*args):
         return fn(*args)
 
     assert device_part.__name__ == DEVICE_PART
     return jax.jit(device_part)
-
-
-def over_model(fn: Callable, in_specs, out_specs) -> Callable:
-    """fn on each device's part over `model`; the other axes stay as they are. Left to the
-    partitioner, a collective over another axis gathers the whole array over `model` first, whatever
-    the constraints around it. Where it does not decide, fn as it is: in the manual region as a
-    call, so that it stays one equation when a layer is cut into ops (runtime/backward_split.py)."""
-    if not partitioned():
-        return _as_call(fn) if _axis_type(MODEL) == AxisType.Manual else fn
-    return jax.shard_map(
-        fn, in_specs=in_specs, out_specs=out_specs, axis_names={MODEL}, check_vma=False
-    )
 
 
 def psum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
@@ -175,12 +176,12 @@ def psum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 def psum_scatter(
     x: jax.Array, axes: str | Sequence[str], dim: int, groups: Sequence[Sequence[int]] | None = None
 ) -> jax.Array:
-    """Inside a manual region: the sum over the mesh axes, of which each device keeps its part along
-    `dim`; in `groups` of their devices where given."""
+    """Inside a manual region: the reduce-scatter over the mesh axes along `dim`; in `groups` of
+    their devices if given."""
     # Of [1, T, D] along T XLA's TPU compiler makes an all-reduce and a slice, of [T, D] a
     # reduce-scatter.
-    kept = [d for d, size in enumerate(x.shape) if size > 1 or d == dim]
-    along = kept.index(dim)
+    wide = [d for d, size in enumerate(x.shape) if size > 1 or d == dim]
+    along = wide.index(dim)
 
     def scatter(x: jax.Array) -> jax.Array:
         if not _by_gloo():
@@ -191,13 +192,13 @@ def psum_scatter(
         every = jax.lax.all_to_all(x, axes, along, along, tiled=True, axis_index_groups=groups)
         return every.reshape(*x.shape[:along], parts, -1, *x.shape[along + 1 :]).sum(along)
 
-    part = _summed(x.reshape([x.shape[d] for d in kept]), scatter)
+    part = _summed(x.reshape([x.shape[d] for d in wide]), scatter)
     return part.reshape(*x.shape[:dim], part.shape[along], *x.shape[dim + 1 :])
 
 
 def all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """Inside a manual region: the parts of all devices of the mesh axis, one behind the other along
-    `dim`. It may be differentiated."""
+    """Inside a manual region: the all-gather over a mesh axis along `dim`. It may be
+    differentiated."""
     return (_all_gather if _by_gloo() else _all_gather.fun)(x, axis, dim)
 
 
@@ -227,7 +228,7 @@ _TRACED_FOR: contextvars.ContextVar[jax.Device | None] = contextvars.ContextVar(
 @contextlib.contextmanager
 def traced_for(mesh: Mesh) -> Iterator[None]:
     """A context in which a program for a mesh is traced: `hardware()` is then that of its devices.
-    They may be of a platform that is not there, where the program is compiled ahead of time."""
+    This machine need not have them: a program may be compiled ahead of time."""
     token = _TRACED_FOR.set(mesh.devices.flat[0])
     try:
         yield
@@ -236,13 +237,14 @@ def traced_for(mesh: Mesh) -> Iterator[None]:
 
 
 def hardware() -> TargetDevice:
-    """What a program is traced for: the devices of `traced_for`, or else jax's default ones."""
+    """The hardware that a program is traced for: the devices of `traced_for`, or else jax's default
+    ones."""
     device: Any = _TRACED_FOR.get() or jax.config.jax_default_device or jax.devices()[0]  # type: ignore[attr-defined]
     return hardware_of(device)
 
 
 def hardware_of(device: jax.Device) -> TargetDevice:
-    """The platform of a device, and of an NVIDIA GPU what decides about kernels."""
+    """The platform of a device, and the properties of an NVIDIA GPU that decide about kernels."""
     if device.platform != GPU:
         return TargetDevice(device.platform)
     major, _, minor = str(device.compute_capability).partition(".")
@@ -261,7 +263,8 @@ def on_cpu() -> bool:
 
 
 def _summed(x: jax.Array, collective) -> jax.Array:
-    """XLA's CPU backend aborts on an explicit 16-bit sum over devices: there it goes in float32."""
+    """The result of a collective that sums. In float32 on CPU for 16-bit arrays: XLA's CPU backend
+    aborts on an explicit 16-bit sum over devices."""
     if on_cpu() and x.dtype in (jax.numpy.bfloat16, jax.numpy.float16):
         return collective(x.astype(jax.numpy.float32)).astype(x.dtype)
     return collective(x)

@@ -1,9 +1,9 @@
 """Logical axis names → mesh axes: one table, for parameters and activations alike.
 
-Model code names what a dimension is ("heads", "sequence"); this table alone says where it lies.
+Model code names a dimension's meaning ("heads", "sequence"); this table alone maps it to mesh axes.
 Inside the runtime's manual region only the partitioner's axes may be named, so `constrain` leaves
-out what is manual there: the same model code runs on one device, under jit on a mesh, and inside
-the pipeline.
+out manual axes: the same model code runs on one device, under jit on a mesh, and inside the
+pipeline.
 """
 
 import functools
@@ -29,12 +29,12 @@ RULES: dict[str, tuple[str, ...]] = {
     "latent": (),
     "position": (),
     "experts": (EXPERT,),
-    "expert": (),  # of what each device has for all experts: the router
+    "expert": (),  # of arrays that each device has for all experts: the router
     # activations
     "batch": BATCH_AXES,
     "microbatch": (),
     "sequence": (MODEL,),  # between blocks: norms and residuals are split along the sequence
-    "token": (),  # inside a block: the whole sequence, split by heads or MLP columns
+    "token": (),  # inside a block: all tokens, split by heads or MLP columns
 }
 
 # of a batch's arrays [microbatches, sequences, tokens]
@@ -45,7 +45,7 @@ Axes = tuple[str | None, ...]
 
 def spec(axes: Axes) -> PartitionSpec:
     """The PartitionSpec of logical axes. Raises KeyError for an unknown name, ValueError if two
-    dimensions want one mesh axis."""
+    dimensions map to one mesh axis."""
     parts = [RULES[a] if a is not None else () for a in axes]
     used: dict[str, str | None] = {}
     for name, part in zip(axes, parts, strict=True):
@@ -65,7 +65,7 @@ def named(mesh: jax.sharding.Mesh, axes: Axes) -> NamedSharding:
 
 
 def local_shape(axes: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A device's shape of an array, as far as axes that are manual here cut it."""
+    """A device's shape of an array, cut by the axes that are manual at this point of the trace."""
     cut = lambda part: math.prod(manual_size(name) for name in mesh_axes(part))
     return tuple(size // cut(part) for size, part in zip(shape, spec(axes), strict=True))
 
@@ -75,15 +75,15 @@ def mesh_axes(part) -> tuple[str, ...]:
     return (part,) if isinstance(part, str) else tuple(part or ())
 
 
-def restricted(whole: PartitionSpec, names: Container[str]) -> PartitionSpec:
+def restricted(spec: PartitionSpec, names: Container[str]) -> PartitionSpec:
     """A PartitionSpec with these mesh axes alone."""
-    left = [tuple(n for n in mesh_axes(part) if n in names) for part in whole]
-    return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in left))
+    parts = [tuple(n for n in mesh_axes(part) if n in names) for part in spec]
+    return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in parts))
 
 
 def _partitioner_spec(axes: Axes) -> PartitionSpec | None:
-    """The spec restricted to what the partitioner may split at this point of the trace; None if
-    that is nothing."""
+    """The spec restricted to the axes that the partitioner may split at this point of the trace;
+    None without such axes."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return None
@@ -96,14 +96,15 @@ def _partitioner_spec(axes: Axes) -> PartitionSpec | None:
 
 
 def constrain(x: jax.Array, axes: Axes) -> jax.Array:
-    """Lays `x` out by its logical axes, as far as the partitioner decides here; the identity on one
-    device."""
+    """x, constrained by its logical axes to those mesh axes that the partitioner handles at this
+    point of the trace; the identity on one device."""
     partition = _partitioner_spec(axes)
     return x if partition is None else lax.with_sharding_constraint(x, partition)
 
 
 def shards(axis: str) -> int:
-    """Into how many parts the partitioner splits this logical axis here."""
+    """The number of parts that the partitioner splits a logical axis into at this point of the
+    trace."""
     partition = _partitioner_spec((axis,))
     if partition is None or partition[0] is None:
         return 1
@@ -113,16 +114,16 @@ def shards(axis: str) -> int:
 
 
 def is_split(axis: str) -> bool:
-    """Whether the partitioner splits this logical axis here."""
+    """Whether the partitioner splits a logical axis at this point of the trace."""
     return shards(axis) > 1
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def reshard(x: jax.Array, before: Axes, after: Axes) -> jax.Array:
-    """Moves `x` from one layout to the other, and its gradient back the same way.
+    """x, moved from the layout `before` to `after`; its gradient goes back the same way.
 
-    The constraint's own transpose would ask for the gradient in `after`: a whole all-reduce where
-    the sequence-sharded gradient needs a reduce-scatter.
+    The constraint's transpose would put the gradient into `after`: an all-reduce where the
+    sequence-sharded gradient needs a reduce-scatter.
     """
     return constrain(x, after)
 

@@ -15,16 +15,17 @@ def start_jax(namespace: types.SimpleNamespace, config: Config | None = None) ->
     """Sets up jax's devices, compilation cache and, in a run of several processes, jax.distributed.
     Call it before jax is used.
 
-    `--cpu_devices=N` simulates N CPU devices. Where nothing asks for a number of devices, jax finds
-    no accelerator and the run is a single process, 8 are simulated, and a line on stdout says so.
-    `config`: of what will run, if known.
+    `--cpu_devices=N` simulates N CPU devices. A single process without an accelerator and without a
+    requested number of devices simulates 8, and a line on stdout says so. config: of the run, if
+    known.
 
     Raises ClusterError or DevicesError where the processes of a run cannot work together.
     """
     set_xla_flags(
         os.environ, config is not None and (config.model.experts or config.model.mtp_depth) > 0
     )
-    # not before the config is known to be right: this takes a second, and a mistake should not
+    # Not before the config is known to be right: the import takes a second, and a mistake in flags
+    # should be told at once.
     import jax
 
     from jaxtrain.devices import cluster
@@ -60,7 +61,7 @@ def start_jax(namespace: types.SimpleNamespace, config: Config | None = None) ->
         )
 
 
-# Files that a machine has with an accelerator → what it is, and the extra of jax's package for it.
+# Files of a machine with an accelerator → its name, and the extra of jax's package for it.
 ACCELERATORS = {
     "/dev/nvidia0": ("an NVIDIA GPU", "cuda13"),
     "/dev/accel0": ("a TPU", "tpu"),
@@ -71,9 +72,9 @@ ACCELERATORS = {
 def unused_accelerator(
     namespace: types.SimpleNamespace, files: Callable[[str], bool] = os.path.exists
 ) -> str:
-    """What is wrong, in one line, where this machine has an accelerator and jax no package for it:
-    CPU devices would be simulated, and a run would take days. "" where all is well, or where CPU
-    devices are asked for. Call it when jax has its devices."""
+    """A line for a machine that has an accelerator for which jax has no package: CPU devices would
+    be simulated, and a run would take days. "" for other machines, and if CPU devices are
+    requested. Call it when jax has its devices."""
     import jax
 
     if jax.default_backend() != "cpu" or namespace.cpu_devices or os.environ.get("JAX_PLATFORMS"):
@@ -94,13 +95,13 @@ def unused_accelerator(
 
 
 def set_xla_flags(environment: Any, side_by_side: bool = False) -> None:
-    """Gives XLA's CPU collectives time and threads, where the user does not say how much: simulated
-    devices share a few cores, and XLA ends the process when a collective waits too long (40 s) for
-    its slowest device.
+    """Sets long timeouts of XLA's CPU collectives, and more threads, unless the user has set them:
+    simulated devices share a few cores, and XLA ends the process when a collective waits too long
+    (40 s) for its slowest device.
 
-    side_by_side: an op may have several collectives that do not depend on each other. One that
-    waits holds a thread, and XLA makes as many threads as there are devices: where all wait, none
-    is left for those waited for. More threads cost a tenth of a step's CPU time.
+    side_by_side: an op may have several collectives that do not depend on each other. A waiting
+        collective holds a thread, and XLA makes one thread a device: if all wait, none remains for
+        the collective that they wait for. More threads cost a tenth of a step's CPU time.
     """
     words = environment.get("XLA_FLAGS", "").split()
     names = {word.partition("=")[0] for word in words}
@@ -114,12 +115,12 @@ def set_xla_flags(environment: Any, side_by_side: bool = False) -> None:
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled programs for the next start, but not those of several CPU devices. Call it
+    """Caches compiled programs for the next start, but not those of several CPU devices. Call it
     when jax has its devices.
 
-    A program of XLA's CPU backend that comes out of the cache no longer keeps its collectives in
-    one order (in the compiled one a shared resource of the thunks does): two devices may then enter
-    two collectives in opposite order and wait for ever (docs/log.md, 2026-11-21).
+    A program of XLA's CPU backend from the cache does not keep its collectives in one order (in a
+    compiled one a shared resource of the thunks does): two devices may then enter two collectives
+    in opposite order and wait for ever (docs/log.md, 2026-11-21).
     """
     import jax
 

@@ -5,8 +5,8 @@
                  ┌────────────────┬───────────┬──────────────┐
                  │ 0 … start − 1  │ T tokens  │ unused       │
                  └────────────────┴───────────┴──────────────┘
-Every query sees the slots up to its own. So what lies beyond the newest token (padding of an
-earlier call) is never read, and is written over when its turn comes.
+Every query sees the slots up to its own. So slots beyond the newest token (padding of an earlier
+call) are never read, and are overwritten later.
 
 Which token follows is chosen in generation/sampling.py; whole sequences without a cache go through
 transformer.logits.
@@ -15,7 +15,7 @@ Shape suffixes: L layers, B batch, S slots of the cache, T new tokens, K key/val
 dimension, C latent and rotated key, D width, V vocabulary.
 """
 
-import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,66 +24,61 @@ from jax import lax
 from jaxtrain.config import ModelConfig
 from jaxtrain.devices.sharding import Axes, constrain
 from jaxtrain.models.transformer import ModelParts
-from jaxtrain.parallel.tensor import heads_here
+from jaxtrain.parallel.tensor import attention_kv_heads
 
 Cache = tuple[jax.Array, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Kept:
-    """What an array of a cache has of one token in one layer."""
+class _Slot(NamedTuple):
+    """One token's part of a cache's array, in one layer."""
 
     shape: tuple[int, ...]
     axes: Axes
 
 
-def _kept(cfg: ModelConfig) -> tuple[_Kept, ...]:
-    """One for each array of a cache."""
+def _slots(cfg: ModelConfig) -> tuple[_Slot, ...]:
+    """A slot of each array of a cache."""
     if cfg.attention == "mla":
-        return (_Kept((cfg.kv_rank + cfg.rope_head_dim,), (None,)),)
-    return (_Kept((heads_here(cfg.kv_heads), cfg.head_dim), ("kv_heads", None)),) * 2
+        return (_Slot((cfg.kv_rank + cfg.rope_head_dim,), (None,)),)
+    return (_Slot((attention_kv_heads(cfg.kv_heads), cfg.head_dim), ("kv_heads", None)),) * 2
 
 
 def cache_axes(cfg: ModelConfig) -> tuple[Axes, ...]:
     """The logical axes of the arrays of a cache."""
-    return tuple(("layer", "batch", "token", *kept.axes) for kept in _kept(cfg))
+    return tuple(("layer", "batch", "token", *slot.axes) for slot in _slots(cfg))
 
 
 def empty_cache(cfg: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) -> Cache:
-    """The cache of no token, of `dtype`, for a resolved model config."""
-    arrays = (
-        jnp.zeros((cfg.dense_layers + cfg.layers, batch, slots, *kept.shape), dtype)
-        for kept in _kept(cfg)
-    )
+    """An empty cache of `dtype`, for a resolved model config."""
+    lead = (cfg.dense_layers + cfg.layers, batch, slots)
+    arrays = (jnp.zeros((*lead, *slot.shape), dtype) for slot in _slots(cfg))
     return tuple(map(constrain, arrays, cache_axes(cfg)))
 
 
 def extend(
     parts: ModelParts, params: dict, tokens_BT: jax.Array, cache: Cache, start: jax.Array, dtype
 ) -> tuple[jax.Array, Cache]:
-    """The residual stream [B, T, D] of T tokens at positions start, start + 1, … behind the blocks,
-    and the cache with them in it.
+    """Returns (the residual stream [B, T, D] after the blocks, the cache with these tokens), for T
+    tokens at positions start, start + 1, ….
 
-    params: {"embed", "first" if any, "layers" (leaves [L, ...]), "head"}. start + T must not be
-    beyond S: XLA would move the tokens back. Where the sequence is split over devices, T must
-    divide by their number.
+    params: {"embed", "first" if any, "layers" (leaves [L, ...]), "head"}. start + T must not exceed
+    S: XLA would move the tokens back. The devices over which the sequence is split must divide T.
     """
     t = tokens_BT.shape[1]
     positions_1T = start + jnp.arange(t, dtype=jnp.int32)[None]
     if parts.cfg.positions == "learned":
-        # Tokens that only fill up a call may lie beyond the table, and must be finite: a weight of
-        # 0 does not hide a NaN.
+        # Padding may lie beyond the table, and must be finite: a weight of 0 does not hide a NaN.
         positions_1T = jnp.minimum(positions_1T, parts.cfg.max_positions - 1)
     x_BTD = parts.embedder(params["embed"])(tokens_BT, positions_1T, dtype)
 
     def layer(carry, index_and_weights, block=parts.block):
         x_BTD, cache = carry
         index, weights = index_and_weights
-        of_layer = [lax.dynamic_index_in_dim(array, index, 0, keepdims=False) for array in cache]
-        x_BTD, of_layer = block(weights).cached(x_BTD, positions_1T, of_layer, start)
+        one_layer = [lax.dynamic_index_in_dim(array, index, 0, keepdims=False) for array in cache]
+        x_BTD, one_layer = block(weights).cached(x_BTD, positions_1T, one_layer, start)
         # Only the T slots of these tokens go back into the cache: the carried arrays are updated in
         # place, not copied layer by layer.
-        written = [lax.dynamic_slice_in_dim(array, start, t, 1) for array in of_layer]
+        written = [lax.dynamic_slice_in_dim(array, start, t, 1) for array in one_layer]
         at = lambda array: (index, 0, start, *(0,) * (array.ndim - 3))
         cache = tuple(
             lax.dynamic_update_slice(array, part[None], at(array))
@@ -101,17 +96,17 @@ def extend(
 
 
 def tied_table(parts: ModelParts, params: dict, dtype) -> jax.Array | None:
-    """The embedding table [V, D] as the head multiplies with it, None where the head has its own;
-    made once, before a loop over tokens."""
+    """The embedding table [V, D] in the type in which the head multiplies with it, made once before
+    a loop over tokens; None for a head with a table of its own."""
     return params["embed"]["table"].astype(dtype) if parts.cfg.tied_embeddings else None
 
 
 def next_logits(
     parts: ModelParts, params: dict, x_BTD: jax.Array, table_VD: jax.Array | None
 ) -> jax.Array:
-    """Float32 logits [B, V] of what follows the first token of a residual stream [B, T, D].
+    """Float32 logits [B, V] of the token after the first one of a residual stream [B, T, D].
 
-    They are whole on every device, and without the rows that pad the vocabulary. table_VD:
+    They are replicated on every device, without those that pad the vocabulary. table_VD:
     `tied_table`.
     """
     first_B1D = constrain(x_BTD, ("batch", "token", None))[:, :1]

@@ -4,10 +4,10 @@ loop over tokens.
       prompt's ids ── prefill: all but the last, in pieces ──► cache
                    ── decode: up to BURST tokens a call ──► ids as they come
 
-Both programs depend on rounded sizes alone, so prompts of different lengths share them. The random
-numbers depend on seed, position, sample and token id, never on the mesh or on how the vocabulary is
-padded. The model over the cache is in generation/decode.py, ids and text in generation/text.py,
-flags and printing in generate.py.
+Both programs depend only on rounded sizes, so prompts of different lengths share them. The random
+numbers depend on seed, position, sample and token id, never on the mesh or the padding of the
+vocabulary. The model with its cache is in generation/decode.py, text from ids in
+generation/text.py, printing in generation/output.py.
 
 Shape suffixes: B sequences (samples, rounded up to the mesh), T tokens, V vocabulary.
 """
@@ -33,18 +33,18 @@ BURST = 32  # most tokens that one call of the decoding program makes
 # most tokens of a prompt that one call reads: its attention scores are [heads, PIECE, slots]
 PIECE = 1024
 SLOTS = 128  # the cache's length is a multiple of this
-PATIENCE = 0.05  # seconds between pieces of streamed text, where the model is fast enough
+BURST_S = 0.05  # target seconds of a call, between two pieces of streamed text
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen from its logits.
+    """The rule by which a token is chosen from its logits.
 
-    temperature: divides the logits; 0 takes the most likely token always
-    top_k: only the k most likely tokens can be chosen; 0 means all
-    top_p: only the most likely tokens that together have at least this probability (Holtzman et al.
-        2020), after top_k
-    seed: of the random numbers, below 2³²
+    temperature: divides the logits; 0: the most likely token is chosen
+    top_k: number of most likely tokens to choose among; 0: all
+    top_p: probability that the most likely tokens to choose among have together at least (Holtzman
+        et al. 2020), after top_k
+    seed: seed of the random numbers, below 2³²
     """
 
     temperature: float = 1.0
@@ -64,12 +64,12 @@ class Sampling:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """What goes from one token to the next.
+    """The state that decoding carries from token to token.
 
     cache:    keys and values of the tokens before the newest one (generation/decode.py)
     last:     the newest token of each sequence, int32 [B]
-    done:     whether the sequence has ended, bool [B]
-    position: that of the newest token, int32
+    done:     bool [B], True for a sequence that has ended
+    position: position of the newest token, int32
     """
 
     cache: Any
@@ -80,10 +80,10 @@ class DecodeState:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Rule:
-    """`Sampling` as a compiled program gets it, with what else decides the next token.
+class SamplingArrays:
+    """`Sampling` as arguments of the compiled program, with two more.
 
-    stop: the id that ends a sample, −1 for none; vocabulary: ids from here on are never chosen.
+    stop: the id that ends a sample, −1 for none; vocabulary: number of ids that can be chosen.
     """
 
     seed: np.uint32
@@ -95,17 +95,19 @@ class Rule:
 
 
 def likely(logits_BV: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Which tokens top-k and then top-p leave, bool [B, V]: at least the most likely one. Of equal
-    logits the smaller ids come first."""
+    """The tokens that remain after top-k and then top-p, bool [B, V]: at least the most likely one.
+    Smaller ids come first among equal logits."""
     order_BV = jnp.argsort(logits_BV, axis=-1, descending=True)
     ranked_BV = jnp.take_along_axis(logits_BV, order_BV, -1)
     rank_V = jnp.arange(logits_BV.shape[-1])
-    kept_BV = jnp.broadcast_to(rank_V < jnp.where(top_k > 0, top_k, rank_V.size), logits_BV.shape)
-    chance_BV = jax.nn.softmax(jnp.where(kept_BV, ranked_BV, -jnp.inf), -1)
+    allowed_BV = jnp.broadcast_to(
+        rank_V < jnp.where(top_k > 0, top_k, rank_V.size), logits_BV.shape
+    )
+    chance_BV = jax.nn.softmax(jnp.where(allowed_BV, ranked_BV, -jnp.inf), -1)
     before_BV = jnp.cumsum(chance_BV, -1) - chance_BV
-    kept_BV &= (before_BV < top_p) | (top_p >= 1)  # a sum of many may round to 1 too early
+    allowed_BV &= (before_BV < top_p) | (top_p >= 1)  # a sum of many may round to 1 too early
     sequence_B1 = jnp.arange(logits_BV.shape[0])[:, None]
-    return jnp.zeros_like(kept_BV).at[sequence_B1, order_BV].set(kept_BV)
+    return jnp.zeros_like(allowed_BV).at[sequence_B1, order_BV].set(allowed_BV)
 
 
 def choose(
@@ -119,7 +121,8 @@ def choose(
 ) -> jax.Array:
     """A token id for each sequence, int32 [B], from float32 logits (−inf: never).
 
-    `greedy` and `filtered` are fixed when compiled: they leave out what `Sampling` does not need.
+    `greedy` and `filtered` are fixed when compiled: `greedy` needs no random numbers, and without
+    `filtered` top-k and top-p are left out.
     """
     if greedy:
         return jnp.argmax(logits_BV, -1).astype(jnp.int32)
@@ -155,15 +158,15 @@ class Sampler:
             # sequences and tokens fill it up.
             self._batch_unit, self._width = shards("batch"), shards("sequence")
         cache = tuple(named(self.mesh, axes) for axes in cache_axes(parts.cfg))
-        of_batch, whole = named(self.mesh, ("batch",)), named(self.mesh, ())
-        state = DecodeState(cache, last=of_batch, done=of_batch, position=whole)
+        of_batch, replicated = named(self.mesh, ("batch",)), named(self.mesh, ())
+        state = DecodeState(cache, last=of_batch, done=of_batch, position=replicated)
         compiled = functools.partial(jax.jit, out_shardings=state)
         self._begin = compiled(self._begin_program, static_argnames=("slots",))
         self._prefill = compiled(self._prefill_program, donate_argnames=("state",))
         self._spread = compiled(self._spread_program, static_argnames=("batch",))
         self._decode = jax.jit(
             self._decode_program,
-            out_shardings=(state, whole),
+            out_shardings=(state, replicated),
             donate_argnames=("state",),
             static_argnames=("greedy", "filtered"),
         )
@@ -177,15 +180,15 @@ class Sampler:
         stop: int | None = None,
         vocabulary: int | None = None,
     ) -> Iterator[np.ndarray]:
-        """An iterator that makes tokens as it is asked for them; before it comes back the prompt is
-        read and all is compiled.
+        """Reads the prompt, compiles the programs, and returns an iterator that makes tokens as it
+        is asked for them.
 
         Args:
           prompt: at least one id of the model's vocabulary.
-          tokens: how many to make for each sample, at least 1.
-          samples: continuations of the one prompt; sample i does not depend on how many there are.
+          tokens: number of tokens to make for each sample, at least 1.
+          samples: continuations of the one prompt; sample i does not depend on their number.
           stop: the id that ends a sample.
-          vocabulary: ids from here on are never chosen, as those that only pad the vocabulary.
+          vocabulary: number of ids that can be chosen, without those that pad the vocabulary.
 
         Yields:
           int32 [samples, n], n up to BURST: the next ids, −1 from `stop` on. It ends early when all
@@ -198,13 +201,13 @@ class Sampler:
         cfg, ids = self.parts.cfg, np.asarray(prompt, np.int64)
         if ids.ndim != 1 or not ids.size or ids.min() < 0 or ids.max() >= cfg.vocab_size:
             raise ValueError(f"a prompt is one or more ids from 0 to {cfg.vocab_size - 1}")
-        if tokens < 1 or tokens > room(cfg, len(ids)):
+        most = capacity(cfg, len(ids))
+        if not 1 <= tokens <= most:
             raise ValueError(
-                f"{tokens} tokens after a prompt of {len(ids)} must be from 1 to "
-                f"{room(cfg, len(ids))}"
+                f"{tokens} tokens after a prompt of {len(ids)} must be from 1 to {most}"
             )
         state = self._read_prompt(ids, tokens, samples)
-        rule = Rule(
+        rule = SamplingArrays(
             np.uint32(sampling.seed),
             np.float32(sampling.temperature),
             np.int32(sampling.top_k),
@@ -217,11 +220,11 @@ class Sampler:
         )
         with jax.set_mesh(self.mesh):
             state, no_tokens = decode(state=state, limit=np.int32(0))
-        jax.block_until_ready(no_tokens)  # compiled, and the prompt read, when this is done
+        jax.block_until_ready(no_tokens)  # then the prompt is read and everything compiled
         return self._tokens(decode, state, tokens, samples)
 
     def _read_prompt(self, ids: np.ndarray, tokens: int, samples: int) -> DecodeState:
-        """The state before the first of so many tokens, of so many samples."""
+        """The state after the prompt, with a cache for so many tokens of so many samples."""
         pieces = list(_pieces(ids[:-1].astype(np.int32), self._width))
         slots = max(sum(piece.size for piece, _ in pieces), len(ids) + tokens + self._width)
         batch = -(-samples // self._batch_unit) * self._batch_unit
@@ -234,26 +237,26 @@ class Sampler:
     def _tokens(
         self, decode: Callable, state: DecodeState, tokens: int, samples: int
     ) -> Iterator[np.ndarray]:
-        """The iterator of `start`: bursts get longer while the model is faster than a reader."""
-        left, size = tokens, 1
-        while left:
-            count, began = min(left, size), time.perf_counter()
+        """The iterator of `start`. Bursts get longer while the model is faster than a reader."""
+        remaining, size = tokens, 1
+        while remaining:
+            count, began = min(remaining, size), time.perf_counter()
             with jax.set_mesh(self.mesh):
                 state, burst = decode(state=state, limit=np.int32(count))
             ids = np.asarray(burst)[:samples, :count]
-            if time.perf_counter() - began < PATIENCE / 2:
+            if time.perf_counter() - began < BURST_S / 2:
                 size = min(2 * size, BURST)
             ids = ids[:, (ids >= 0).any(0)]
             if ids.size:
                 yield ids
             if ids.shape[1] < count:
                 return
-            left -= count
+            remaining -= count
 
     # --- the programs -----------------------------------------------------------------------------
 
     def _begin_program(self, slots: int) -> DecodeState:
-        """The state before the prompt: as few sequences as the mesh allows."""
+        """The state before the prompt, for as few sequences as the mesh allows."""
         batch = self._batch_unit
         cache = empty_cache(self.parts.cfg, batch, slots, self.dtype)
         return DecodeState(
@@ -266,7 +269,7 @@ class Sampler:
     def _prefill_program(
         self, params: dict, state: DecodeState, tokens_1T: jax.Array, count: jax.Array
     ) -> DecodeState:
-        """`count` tokens of the prompt into the cache; the rest of T is padding."""
+        """The state with `count` tokens of the prompt in its cache; the others of T are padding."""
         tokens_BT = jnp.broadcast_to(tokens_1T, (self._batch_unit, tokens_1T.shape[1]))
         _, cache = extend(self.parts, params, tokens_BT, state.cache, state.position, self.dtype)
         return dataclasses.replace(state, cache=cache, position=state.position + count)
@@ -274,8 +277,8 @@ class Sampler:
     def _spread_program(
         self, state: DecodeState, last: jax.Array, samples: jax.Array, batch: int
     ) -> DecodeState:
-        """The prompt's state for a whole batch, of which the first `samples` are wanted; `last` is
-        the prompt's last token."""
+        """The prompt's state copied for a batch of samples. last: the prompt's last token; samples:
+        number of those that are wanted, the others only fill up the batch."""
         cache = tuple(jnp.repeat(c, batch // self._batch_unit, 1) for c in state.cache)
         return dataclasses.replace(
             state, cache=cache, last=jnp.full(batch, last), done=jnp.arange(batch) >= samples
@@ -286,12 +289,12 @@ class Sampler:
         params: dict,
         state: DecodeState,
         limit: jax.Array,
-        rule: Rule,
+        rule: SamplingArrays,
         greedy: bool,
         filtered: bool,
     ) -> tuple[DecodeState, jax.Array]:
-        """Up to `limit` more tokens: the state after them, and the ids, int32 [B, BURST], −1 where
-        there is none."""
+        """Makes up to `limit` tokens. Returns the state after them, and the ids, int32 [B, BURST],
+        −1 where there is none."""
         batch, table_VD = state.last.shape[0], tied_table(self.parts, params, self.dtype)
 
         def unfinished(carry: tuple[jax.Array, DecodeState, jax.Array]) -> jax.Array:
@@ -327,15 +330,15 @@ class Sampler:
         return state, burst
 
 
-def room(cfg: ModelConfig, prompt: int) -> int:
-    """How many tokens can follow a prompt of this many: a learned position table ends, rotary
+def capacity(cfg: ModelConfig, prompt: int) -> int:
+    """The most tokens that can follow a prompt of this many: a learned position table ends, rotary
     positions do not."""
     return max(0, cfg.max_positions - prompt) if cfg.positions == "learned" else 2**30 - prompt
 
 
 def _pieces(ids: np.ndarray, width: int) -> Iterator[tuple[np.ndarray, int]]:
-    """Pairs of a zero-padded array and how many of it are ids; the arrays have few different
-    lengths, all multiples of `width`."""
+    """Cuts ids into pieces: pairs of a zero-padded array and the number of ids in it. The arrays
+    have few different lengths, all multiples of `width`."""
     largest = -(-PIECE // width) * width
     for at in range(0, len(ids), largest):
         piece = ids[at : at + largest]

@@ -5,29 +5,28 @@ from collections.abc import Iterable
 import jax.numpy as jnp
 
 from jaxtrain.data.tokenizer import Tokenizer, prompt_ids
-from jaxtrain.generation.sampling import Sampler, Sampling, room
+from jaxtrain.generation.sampling import Sampler, Sampling, capacity
 from jaxtrain.models.transformer import ModelParts
 
 NOT_TEXT = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream:
-    """The text of ids as soon as it is certain: a character whose bytes are not all there is held
-    back.
+    """Decodes ids as they are made; a character whose bytes are not all there yet is held back.
 
     A tokenizer may put spaces or nothing before a token, depending on the one before. So each piece
-    is what the text has grown by.
+    is the difference between two decoded texts.
     """
 
     # ids decoded again, so that long texts are not decoded from their beginning each time
     CONTEXT = 8
 
     def __init__(self, tokenizer: Tokenizer, context: Iterable[int] = ()):
-        """context: ids of the text before, which is not part of what is given out."""
+        """context: ids of the text before, which is not returned."""
         self._tokenizer = tokenizer
         self._ids = list(context)[-self.CONTEXT :]
-        # characters of the text of these ids that are given out
-        self._given = len(tokenizer.decode(self._ids))
+        # characters of these ids' text that have been returned
+        self._returned = len(tokenizer.decode(self._ids))
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that has become certain with these ids."""
@@ -36,16 +35,16 @@ class TextStream:
         # A character's first bytes are one mark, or up to three where the tokenizer has a token for
         # each byte.
         held = min(3, len(text) - len(text.rstrip(NOT_TEXT)))
-        certain = text[self._given : len(text) - held]
-        self._given = max(self._given, len(text) - held)
+        certain = text[self._returned : len(text) - held]
+        self._returned = max(self._returned, len(text) - held)
         if not held and len(self._ids) > 4 * self.CONTEXT:
             self._ids = self._ids[-self.CONTEXT :]
-            self._given = len(self._tokenizer.decode(self._ids))
+            self._returned = len(self._tokenizer.decode(self._ids))
         return certain
 
     def finish(self) -> str:
-        """What is left, with marks for broken characters."""
-        return self._tokenizer.decode(self._ids)[self._given :]
+        """The remaining text, with marks for broken characters."""
+        return self._tokenizer.decode(self._ids)[self._returned :]
 
 
 def sample_text(
@@ -60,17 +59,16 @@ def sample_text(
     top_p: float = 1.0,
     dtype=jnp.float32,
 ) -> str:
-    """The text that the model continues a prompt with (without the prompt), up to `tokens` long or
-    to the end of its document.
+    """The model's continuation of a prompt, without the prompt: `tokens` long, or to the end of its
+    document.
 
     parts, params and dtype as in `Sampler`. Where a learned position table is too short, the
-    prompt's beginning is left out first and then fewer tokens are made. Raises DataError as
-    `prompt_ids`.
+    prompt loses its beginning, and then fewer tokens are made. Raises DataError as `prompt_ids`.
     """
     ids = prompt_ids(tokenizer, prompt, parts.cfg.vocab_size)
     if parts.cfg.positions == "learned":
         ids = ids[-max(1, parts.cfg.max_positions - tokens) :]
-    tokens = min(tokens, room(parts.cfg, len(ids)))
+    tokens = min(tokens, capacity(parts.cfg, len(ids)))
     if tokens < 1:
         return ""
     stream = TextStream(tokenizer, ids)

@@ -54,7 +54,7 @@ class StepLoops:
     def executed(
         self, computation: str = "", times: Any = 1, loops: tuple[Instruction, ...] = ()
     ) -> Iterator[Executed]:
-        """Every instruction that runs with a computation; by default, with the whole step.
+        """The instructions that run with a computation; by default, those of the step.
 
         times: how often the computation runs in a step
         loops: the loops around the computation
@@ -74,9 +74,9 @@ class StepLoops:
         if known is not None or not times or self.program.waits_for_a_flag(loop):
             return known or 0
         if blocks := BLOCKS.search(loop.op_name):
-            capacity, groups, rows = map(int, blocks.groups())
+            capacity, groups, block = map(int, blocks.groups())
             tokens = capacity if self.expert_tokens is None else self.expert_tokens
-            return -(-tokens // (groups * rows))
+            return -(-tokens // (groups * block))
         if CALLS in loop.op_name:
             return 1
         if self.program.holds_ops(loop):

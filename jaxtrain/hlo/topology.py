@@ -48,10 +48,6 @@ NONE = "none"  # version of a compiler that is not installed
 LONGEST = 3600  # seconds that a compiler may take
 
 
-class TopologyError(UsageError):
-    """A topology that no compiler knows, or that the mesh does not fit; the text is one line."""
-
-
 class Refused(RuntimeError):
     """A step that the compiler rejects; the text is the compiler's output."""
 
@@ -161,7 +157,7 @@ class Topology:
 
     @property
     def wrap(self) -> tuple[bool, ...]:
-        """For each of three dimensions, whether a slice's links form a ring."""
+        """The dimensions, of three, along which a slice's links form a ring."""
         if self.platform.backend == "gpu":
             return (False,) * 3
         if self.platform.sizes == 3:
@@ -203,29 +199,29 @@ class Topology:
 
 
 def parse(text: str) -> Topology:
-    """The topology of a text like `v5p:8x8x8`. Raises TopologyError, which names the nearest."""
+    """The topology of a text like `v5p:8x8x8`. Raises UsageError, which names the nearest."""
     name, _, sizes = text.lower().strip().partition(":")
     if name not in PLATFORMS:
         near = (difflib.get_close_matches(name, PLATFORMS, 1, 0.5) or ["v5p"])[0]
         forms = ", ".join(platform.form for platform in PLATFORMS.values())
-        raise TopologyError(
+        raise UsageError(
             f"--topology={text!r} is none of {forms}", {"topology": fitting(near, EXAMPLE).text}
         )
     platform = PLATFORMS[name]
     if not re.fullmatch(r"\d{1,6}(x\d{1,6})*", sizes) or sizes.count("x") != platform.sizes - 1:
         rule = f"--topology={text!r} is not written as {platform.form}"
-        raise TopologyError(rule, {"topology": fitting(name, EXAMPLE).text})
+        raise UsageError(rule, {"topology": fitting(name, EXAMPLE).text})
     topology = Topology(platform, tuple(map(int, sizes.split("x"))))
     if topology != topology.nearest:
         rule = f"--topology={text!r} is no {name} topology ({platform.rule})"
-        raise TopologyError(rule, {"topology": topology.nearest.text})
+        raise UsageError(rule, {"topology": topology.nearest.text})
     return topology
 
 
 def fitting(name: str, devices: int) -> Topology:
     """A platform's topology with this number of devices, the closest to a cube.
 
-    Raises TopologyError if the platform has none.
+    Raises UsageError if the platform has none.
     """
     platform = PLATFORMS[name]
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
@@ -236,7 +232,7 @@ def fitting(name: str, devices: int) -> Topology:
     )
     possible = [topology for topology in topologies if topology == topology.nearest]
     if not possible:
-        raise TopologyError(f"no {name} topology has {devices} devices ({platform.rule})")
+        raise UsageError(f"no {name} topology has {devices} devices ({platform.rule})")
     # Rings along all dimensions come first, then the closest to a cube, its short sides first.
     return min(possible, key=lambda t: (not all(t.wrap), sum(t.sizes), t.sizes))
 

@@ -31,7 +31,7 @@ class TraceError(ValueError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """What a device ran from `begin` to `end`, in seconds of the trace.
+    """An event of a device, from `begin` to `end` in seconds of the trace.
 
     instruction: its name in the compiled program; "" for a kernel that names none
     kernel:      the event's name

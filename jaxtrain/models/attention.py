@@ -11,7 +11,7 @@ from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.layers import Dense, column_parallel, rotary
 from jaxtrain.parallel.attention import HEADS, KV_HEADS, attend_cached, attend_whole
 from jaxtrain.parallel.heads import row_major
-from jaxtrain.parallel.tensor import heads_here, shared_columns
+from jaxtrain.parallel.tensor import attention_kv_heads, shared_columns
 
 
 class Attention(nnx.Module):
@@ -40,7 +40,9 @@ class Attention(nnx.Module):
             row_major, column_parallel(x_BTD, self.query, self.key, self.value, change=change)
         )
         q_BTNH = constrain(split(q, self.heads), HEADS)
-        k_BTKH, v_BTKH = (constrain(split(a, heads_here(self.kv_heads)), KV_HEADS) for a in (k, v))
+        k_BTKH, v_BTKH = (
+            constrain(split(a, attention_kv_heads(self.kv_heads)), KV_HEADS) for a in (k, v)
+        )
         if self.rotary_base is not None:
             q_BTNH, k_BTKH = (rotary(a, positions_BT, self.rotary_base) for a in (q_BTNH, k_BTKH))
         return row_major(q_BTNH), row_major(k_BTKH), row_major(v_BTKH)

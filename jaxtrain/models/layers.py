@@ -14,7 +14,7 @@ from jaxtrain.config import ModelConfig
 from jaxtrain.devices.mesh import on_cpu
 from jaxtrain.devices.sharding import constrain, is_split, reshard
 from jaxtrain.models.spec import Spec, parameter
-from jaxtrain.parallel.tensor import all_tokens, own_tokens
+from jaxtrain.parallel.tensor import gather_tokens, scattered_products
 
 SPLIT = ("batch", "sequence", None)  # activations between blocks
 GATHERED = ("batch", "token", None)  # activations inside a block
@@ -93,7 +93,7 @@ def _column_products(x_BTD, weights):
 
 def _column_products_backward(saved, gradients):
     x_BTD, weights = saved
-    by_x = own_tokens(gradients, weights, 1)
+    by_x = scattered_products(gradients, weights, 1)
     return by_x, tuple(contract_rows(flat(x_BTD), flat(g)) for g in gradients)
 
 
@@ -103,12 +103,12 @@ column_products.defvjp(_column_products, _column_products_backward)
 @jax.custom_vjp
 def row_product(x_BTI: jax.Array, weight_IO: jax.Array) -> jax.Array:
     """x @ weight, whose sum over the devices' columns of x leaves split along the sequence."""
-    return own_tokens([x_BTI], [weight_IO], 0)
+    return scattered_products([x_BTI], [weight_IO], 0)
 
 
 def _row_product_backward(saved, g_BTO):
     x_BTI, weight_IO = saved
-    g_BTO = all_tokens(g_BTO)
+    g_BTO = gather_tokens(g_BTO)
     by_x = (flat(g_BTO) @ weight_IO.T).reshape(x_BTI.shape)
     return by_x, contract_rows(flat(x_BTI), flat(g_BTO))
 

@@ -31,8 +31,7 @@ from jaxtrain.models.layers import (
 )
 from jaxtrain.models.moe import MoE
 from jaxtrain.models.spec import Parameter, Spec, binder, parameter, specs
-from jaxtrain.parallel.tensor import own_tokens
-from jaxtrain.parallel.vocabulary import lookup
+from jaxtrain.parallel.tensor import lookup, scattered_products
 
 ATTENTION = {"gqa": Attention, "mla": LatentAttention}
 
@@ -154,7 +153,7 @@ def _vocabulary_logits(x_BCD, table_VD):
 def _vocabulary_logits_backward(saved, g_BCV):
     x_BCD, table_VD = saved
     g_BCV = g_BCV.astype(x_BCD.dtype)
-    return own_tokens([g_BCV], [table_VD], 0), contract_rows(flat(g_BCV), flat(x_BCD))
+    return scattered_products([g_BCV], [table_VD], 0), contract_rows(flat(g_BCV), flat(x_BCD))
 
 
 vocabulary_logits.defvjp(_vocabulary_logits, _vocabulary_logits_backward)

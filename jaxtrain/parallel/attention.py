@@ -1,7 +1,7 @@
-"""The one function through which all attention goes, `attend_whole`: by which kernel, and how over
-a split sequence.
+"""The entry to all attention, `attend_whole`: it chooses the kernel, and the way over a split
+sequence.
 
-The table of config/kernels.py says which kernel. Whole sequences go to it as they are; over
+The table of config/kernels.py says which kernel. Unsplit sequences go to it as they are; over
 `context` by gathering, by heads (ulysses) or by the ring (parallel/context.py). `attend` is
 attention in plain XLA with all its scores: of short sequences, and through a cache.
 
@@ -30,26 +30,26 @@ from jaxtrain.parallel.heads import on_each_device, over_heads
 
 HEADS = ("batch", "token", "heads", None)
 KV_HEADS = ("batch", "token", "kv_heads", None)
-# of names in the program: who reads a profile tells its products from others
+# the scope in the program, by which a profile's reader tells attention's products from others
 # (plan/measured_step.py)
 SCOPE = "attention"
 
 
 def attend(q_BTNH, k_BSKH, v_BSKH, mask=None, causal: bool = False) -> jax.Array:
     """Scaled dot-product attention in plain XLA → [B, T, N, a value's H]. Causal (then T = S), or
-    by `mask` (bool [B or 1, 1, T, S]: may look) if given.
+    by `mask` (bool [B or 1, 1, T, S], true where a query sees a key) if given.
 
-    `causal` says of a mask that it is that as well (T = S): most of the scores above the diagonal
-    are then not even computed.
+    causal: the mask is causal as well (T = S), so that most of the scores above the diagonal need
+        not be computed
     """
     return constrain(grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask, causal), HEADS)
 
 
-def attend_by_cudnn(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
-    """The same by cuDNN, which gets the mask as numbers to add to the scores.
+def attend_by_cudnn_mask(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
+    """`attend` by cuDNN, which adds the mask to the scores as numbers.
 
-    jax takes heads of one size alone: smaller ones are filled up with zeros, which change no score,
-    and whose results are left away.
+    jax takes heads of one size alone: smaller ones are padded with zeros, which change no score,
+    and whose results are cut off.
     """
     (size, of_values), scale = (q_BTNH.shape[-1], v_BSKH.shape[-1]), q_BTNH.shape[-1] ** -0.5
     filled = lambda a: jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, max(size, of_values) - a.shape[-1])))
@@ -64,17 +64,17 @@ def attend_by_cudnn(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
 
 
 def causal_blocks(tokens: int) -> int:
-    """Into how many blocks of queries causal attention is cut, each with the keys up to its end
-    alone: with n of them it computes (n + 1) / 2n of the scores. Up to 4, of at least 128
-    tokens."""
+    """The number of blocks of queries that causal attention is cut into, up to 4 of at least 128
+    tokens. A block takes the keys up to its end alone, so n blocks compute (n + 1) / 2n of the
+    scores."""
     return next(n for n in (4, 2, 1) if n == 1 or (tokens % n == 0 and tokens // n >= 128))
 
 
 def grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask=None, causal: bool = False) -> jax.Array:
     """`attend` in plain XLA.
 
-    `jax.nn.dot_product_attention` keeps the group as a fifth dimension and transposes around it: 5
-    % of a whole training step on CPU (benchmarks/README.md).
+    `jax.nn.dot_product_attention` has the group as a fifth dimension, with transposes for it: 5 %
+    of a training step on CPU (benchmarks/README.md).
     """
     t, s = q_BTNH.shape[1], k_BSKH.shape[1]
     if mask is not None and not causal:
@@ -90,8 +90,9 @@ def grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask=None, causal: bool = False) -
 
 
 def _block_attention(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
-    """Softmax in float32, divided by its sum after the product with the values, which has fewer
-    columns. The query heads of a group are rows of one matmul with their keys."""
+    """Attention of one block. The softmax is in float32, divided by its sum after the product with
+    the values, which has fewer columns. The query heads of a group are rows of one matmul with
+    their keys."""
     b, t, n, h = q_BTNH.shape
     s, k = k_BSKH.shape[1:3]
     # rows R: group, token
@@ -113,16 +114,17 @@ def _block_attention(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
 
 
 @functools.partial(jax.named_call, name=SCOPE)
-def attend_whole(q, k, v, segments_BT, over: str, wanted: str) -> jax.Array:
-    """Causal self-attention over whole sequences, also where `context` splits them (over:
-    parallel/context.py); with segments a token sees its own segment alone. All arrays [B, T, heads,
-    size of a head], of this device's tokens.
+def attend_whole(q, k, v, segments_BT, way: str, wanted: str) -> jax.Array:
+    """Causal self-attention over whole sequences, also where `context` splits them; with segments a
+    token sees its own segment alone. All arrays [B, T, heads, size of a head], of this device's
+    tokens.
 
+    way:    parallel.context, for sequences that `context` splits (parallel/context.py)
     wanted: model.attention_kernel, from which config/kernels.py chooses for the devices that the
-    program is traced for.
+        program is traced for
     """
     parts = context.size()
-    in_pieces = parts > 1 and over != "ulysses"
+    in_pieces = parts > 1 and way != "ulysses"
     case = AttentionCase(
         hardware(),
         bits=8 * q.dtype.itemsize,
@@ -131,16 +133,16 @@ def attend_whole(q, k, v, segments_BT, over: str, wanted: str) -> jax.Array:
         queries=q.shape[1] // 2 if in_pieces else q.shape[1] * parts,
         keys=q.shape[1] * parts,
         documents=segments_BT is not None,
-        context=over if in_pieces else "",
+        context=way if in_pieces else "",
     )
     chosen = attention_kernel(case, wanted).kernel
     kernel = _flash_kernel(chosen, q.shape, case)
-    whole = functools.partial(_whole, kernel, chosen)
+    unsplit = functools.partial(_attend_unsplit, kernel, chosen)
     if parts == 1:
-        return whole(q, k, v, segments_BT)
-    if over == "ulysses":
-        return context.attend_by_heads(whole, q, k, v, segments_BT)
-    if over == "ring":  # in XLA what goes round is attended to by blocks, however short
+        return unsplit(q, k, v, segments_BT)
+    if way == "ulysses":
+        return context.attend_by_heads(unsplit, q, k, v, segments_BT)
+    if way == "ring":  # in XLA always by blocks, however few keys a device has
         return constrain(ring.attend(kernel or blockwise.KERNEL, q, k, v, segments_BT), HEADS)
     if kernel:
         return constrain(
@@ -148,13 +150,13 @@ def attend_whole(q, k, v, segments_BT, over: str, wanted: str) -> jax.Array:
             HEADS,
         )
     return context.attend_by_halves(
-        attend_by_cudnn if chosen == CUDNN_MASK else attend, q, k, v, segments_BT
+        attend_by_cudnn_mask if chosen == CUDNN_MASK else attend, q, k, v, segments_BT
     )
 
 
 def attend_cached(q, k, v, start, wanted: str) -> jax.Array:
-    """Attention of T tokens to S slots of a cache: query t sees those up to start + t. By splash
-    where there are enough tokens, as of a prompt that is read; in plain XLA else."""
+    """Attention of T tokens to S slots of a cache: query t sees slots up to start + t. By splash
+    for as many tokens as a prompt has; otherwise in plain XLA."""
     (t, s), devices = (q.shape[1], k.shape[1]), hardware()
     case = AttentionCase(
         devices,
@@ -176,8 +178,8 @@ def attend_cached(q, k, v, start, wanted: str) -> jax.Array:
     return attend(q, k, v, mask)
 
 
-def _whole(kernel: Kernel | None, chosen: str, q, k, v, segments) -> jax.Array:
-    """Over whole sequences that are here."""
+def _attend_unsplit(kernel: Kernel | None, chosen: str, q, k, v, segments) -> jax.Array:
+    """Causal attention over sequences that lie on one device unsplit."""
     if kernel:
         return constrain(
             flash.attend(
@@ -191,20 +193,22 @@ def _whole(kernel: Kernel | None, chosen: str, q, k, v, segments) -> jax.Array:
             jnp.ones((t, t), bool)
         )
     return (
-        attend_by_cudnn(q, k, v, mask)
+        attend_by_cudnn_mask(q, k, v, mask)
         if chosen == CUDNN_MASK
         else attend(q, k, v, mask, causal=True)
     )
 
 
 def _flash_kernel(chosen: str, shape: tuple[int, ...], case: AttentionCase) -> Kernel | None:
-    """The kernel that makes no array of all scores, for queries [B, T, N, H]; None for XLA where
-    there are few, and for cuDNN's mask."""
-    rows = shape[0] * shape[2] * shape[1] // case.keys if not case.context else shape[0] * shape[2]
+    """The kernel that makes no array of all scores, for queries [B, T, N, H]; None for XLA with few
+    tokens, and for cuDNN's mask."""
+    batch_heads = shape[0] * shape[2]
+    if not case.context:
+        batch_heads = batch_heads * shape[1] // case.keys
     if chosen == SPLASH:
         return splash.kernel(interpret=case.device.platform != TPU)
     if chosen == CUDNN and (not case.documents or cudnn.is_addressable(shape)):
         return cudnn.KERNEL
-    if chosen in (XLA, CUDNN) and blockwise.is_long(rows, case.queries, case.keys):
+    if chosen in (XLA, CUDNN) and blockwise.is_long(batch_heads, case.queries, case.keys):
         return blockwise.KERNEL
     return None

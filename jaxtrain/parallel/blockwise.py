@@ -22,18 +22,17 @@ from jax import lax
 from jaxtrain.parallel.context import Sight
 from jaxtrain.parallel.flash import MASKED, Kernel, delta
 
-# from so many on attention goes block by block: where that was no slower on CPU
-# (benchmarks/README.md)
+# of attention block by block: from this number on it was no slower on CPU (benchmarks/README.md)
 LEAST_KEYS = 1024
 LEAST_BLOCK = 64  # tokens
 SCORES = 1 << 24  # at a time, over the batch and the heads
 
 
-def block_size(rows: int, chunk: int, keys: int) -> int:
-    """Tokens of a block, which divide a chunk: a 64th of the keys, at least 256, but no more than
-    make SCORES for `rows` (batch × heads). A chunk that has no such divisor of LEAST_BLOCK or more
-    is one block."""
-    most = max(LEAST_BLOCK, min(max(256, keys // 64), math.isqrt(SCORES // rows)))
+def block_size(batch_heads: int, chunk: int, keys: int) -> int:
+    """Tokens of a block, a divisor of `chunk`: a 64th of the keys, at least 256, but no more than
+    make SCORES for `batch_heads` (batch × heads). A chunk without such a divisor of LEAST_BLOCK or
+    more is one block."""
+    most = max(LEAST_BLOCK, min(max(256, keys // 64), math.isqrt(SCORES // batch_heads)))
     return next(
         (
             n
@@ -44,25 +43,27 @@ def block_size(rows: int, chunk: int, keys: int) -> int:
     )
 
 
-def is_long(rows: int, chunk: int, keys: int) -> bool:
-    """Whether so many keys, cut into such chunks, go block by block."""
-    return keys >= LEAST_KEYS and block_size(rows, chunk, keys) < chunk
+def is_long(batch_heads: int, chunk: int, keys: int) -> bool:
+    """Whether attention to this number of keys, in chunks of this length, goes block by block."""
+    return keys >= LEAST_KEYS and block_size(batch_heads, chunk, keys) < chunk
 
 
 class _Blocks:
-    """How arrays are cut: blocks of queries and of keys are alike."""
+    """Arrays cut into blocks; blocks of queries and of keys have one size."""
 
     def __init__(self, q, k, sight: Sight, segments):
         self.batch, self.tokens, self.heads, self.head_dim = q.shape
         self.groups = k.shape[2]
-        whole = jnp.asarray(sight.whole, jnp.int32)
-        chunk = self.tokens // len(whole)
+        full_chunks = jnp.asarray(sight.full_chunks, jnp.int32)
+        chunk = self.tokens // len(full_chunks)
         self.size = block_size(self.batch * self.heads, chunk, k.shape[1])
         n = chunk // self.size
-        self.steps = sight.pairs * n * n + (n * (n + 1) // 2 * len(whole) if sight.diagonal else 0)
+        self.steps = sight.pairs * n * n + (
+            n * (n + 1) // 2 * len(full_chunks) if sight.diagonal else 0
+        )
         on_diagonal = jnp.arange(1, chunk + 1) if sight.diagonal else jnp.zeros(chunk, jnp.int32)
-        # a query sees so many keys: the first ones
-        self.limit_IX = (whole[:, None] * chunk + on_diagonal).reshape(-1, self.size)
+        # the number of keys, from the lowest on, that a query sees
+        self.limit_IX = (full_chunks[:, None] * chunk + on_diagonal).reshape(-1, self.size)
         counts = -(-self.limit_IX[:, -1] // self.size)
         self._of_queries = jnp.repeat(
             jnp.arange(len(counts)), counts, total_repeat_length=self.steps
@@ -79,8 +80,8 @@ class _Blocks:
         a = jnp.moveaxis(a, (1, 0, 3, 4, 2), range(5))
         return a.reshape(*a.shape[:3], -1, *a.shape[5:])
 
-    def whole_queries(self, a_IBKR):
-        """The opposite."""
+    def from_queries(self, a_IBKR):
+        """The inverse of `queries`: [I, B, K, R, …] → [B, T, N, …]."""
         a = a_IBKR.reshape(
             *a_IBKR.shape[:3], self.heads // self.groups, self.size, *a_IBKR.shape[4:]
         )
@@ -94,14 +95,14 @@ class _Blocks:
             a_BSKH.reshape(self.batch, -1, self.size, *a_BSKH.shape[2:]), (1, 0, 3, 2, 4)
         )
 
-    def whole_keys(self, a_JBKXH):
-        """The opposite."""
+    def from_keys(self, a_JBKXH):
+        """The inverse of `keys`: [J, B, K, X, H] → [B, S, K, H]."""
         return a_JBKXH.transpose(1, 0, 3, 2, 4).reshape(
             self.batch, -1, self.groups, a_JBKXH.shape[-1]
         )
 
     def scores(self, q_BKRH, k_BKXH, i, j):
-        """float32 [B, K, R, X]."""
+        """Masked scores of a block of queries and a block of keys, float32 [B, K, R, X]."""
         s = (
             jnp.einsum("bkrh,bkxh->bkrx", q_BKRH, k_BKXH, preferred_element_type=jnp.float32)
             * self.head_dim**-0.5
@@ -116,7 +117,8 @@ class _Blocks:
         return jnp.where(seen, by_head, MASKED).reshape(s.shape)
 
     def loop(self, step, carry: Any):
-        """carry = step(i, j, whether j is the first for i, carry) for every pair."""
+        """The carry after step(i, j, whether j is the lowest for i, carry) for every pair of a
+        block i of queries and j of keys."""
 
         def body(state):
             n, carry = state
@@ -129,17 +131,18 @@ class _Blocks:
 def output_and_lse(
     q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None, dtype=jnp.float32
 ) -> tuple[jax.Array, jax.Array]:
-    """→ output [B, T, N, V] of `dtype`, log-sum-exp of the scores float32 [B, T, N]: of a query
-    that sees nothing, next to −∞."""
+    """Output [B, T, N, V] of `dtype`, and log-sum-exp of the scores, float32 [B, T, N], about −1e30
+    for a query that sees nothing."""
     blocks = _Blocks(q_BTNH, k_BSKH, sight, segments)
     q, k, v = blocks.queries(q_BTNH), blocks.keys(k_BSKH), blocks.keys(v_BSKV)
-    rows = q.shape[:4]
-    begin = jnp.zeros((*rows[1:], v.shape[-1])), jnp.full(rows[1:], MASKED), jnp.zeros(rows[1:])
+    blocks_shape, block = q.shape[:4], q.shape[1:4]
+    begin = jnp.zeros((*block, v.shape[-1])), jnp.full(block, MASKED), jnp.zeros(block)
 
-    def step(i, j, first, carry):
-        *held, out, lse = carry
+    def step(i, j, begins, carry):
+        *running, out, lse = carry
         sums, top, total = (
-            jnp.where(first, start, previous) for start, previous in zip(begin, held, strict=True)
+            jnp.where(begins, start, previous)
+            for start, previous in zip(begin, running, strict=True)
         )
         scores = blocks.scores(q[i], k[j], i, j)
         highest = jnp.maximum(top, scores.max(-1))
@@ -158,9 +161,10 @@ def output_and_lse(
         )
 
     *_, out, lse = blocks.loop(
-        step, (*begin, jnp.zeros((*rows, v.shape[-1]), dtype), jnp.full(rows, MASKED))
+        step,
+        (*begin, jnp.zeros((*blocks_shape, v.shape[-1]), dtype), jnp.full(blocks_shape, MASKED)),
     )
-    return blocks.whole_queries(out), blocks.whole_queries(lse)
+    return blocks.from_queries(out), blocks.from_queries(lse)
 
 
 def gradients(
@@ -174,7 +178,7 @@ def gradients(
     segments=None,
     dtype=jnp.float32,
 ):
-    """→ gradients of queries, of `dtype`, and of keys and values, float32. Output and `lse` may be
+    """Gradients of queries, of `dtype`, and of keys and values, float32. Output and `lse` may be
     those of more keys than these."""
     blocks = _Blocks(q_BTNH, k_BSKH, sight, segments)
     q, g, lse, inner = (
@@ -185,7 +189,7 @@ def gradients(
         subscripts, a, b, preferred_element_type=jnp.float32
     )
 
-    def step(i, j, first, carry):
+    def step(i, j, begins, carry):
         dq_block, dq, dk, dv = carry
         weights = jnp.exp(blocks.scores(q[i], k[j], i, j) - lse[i][..., None])
         by_scores = (
@@ -194,14 +198,14 @@ def gradients(
             * blocks.head_dim**-0.5
         )
         weights, by_scores = weights.astype(g.dtype), by_scores.astype(q.dtype)
-        dq_block = jnp.where(first, 0.0, dq_block) + product("bkrx,bkxh->bkrh", by_scores, k[j])
+        dq_block = jnp.where(begins, 0.0, dq_block) + product("bkrx,bkxh->bkrh", by_scores, k[j])
         dk = dk.at[j].add(product("bkrx,bkrh->bkxh", by_scores, q[i]))
         dv = dv.at[j].add(product("bkrx,bkrv->bkxv", weights, g[i]))
         return dq_block, dq.at[i].set(dq_block.astype(dtype)), dk, dv
 
     zeros = lambda a: jnp.zeros(a.shape, jnp.float32)
     _, dq, dk, dv = blocks.loop(step, (zeros(q[0]), jnp.zeros(q.shape, dtype), zeros(k), zeros(v)))
-    return blocks.whole_queries(dq), blocks.whole_keys(dk), blocks.whole_keys(dv)
+    return blocks.from_queries(dq), blocks.from_keys(dk), blocks.from_keys(dv)
 
 
 KERNEL = Kernel(output_and_lse, gradients)

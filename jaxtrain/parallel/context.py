@@ -4,15 +4,15 @@ Device i of c holds chunks i and 2c − 1 − i of the 2c that a sequence is cut
 Llama 3, Dubey et al. 2024, section 3.3.2), so that under a causal mask all have the same work.
 Everything but attention is local to a token. Three ways to attend:
 
-    all_gather  keys and values of the whole sequence come to every device, whose queries stay;
-                again in the backward, so that no device keeps them. The first chunk's queries see
-                the first half of the sequence at most: three quarters of the scores are computed
-    ulysses     queries, keys and values are exchanged for all tokens of a part of the heads, and
-                the results back (Jacobs et al. 2023)
+    all_gather  keys and values are all-gathered to every device, in the forward and in the
+                backward, so that no device saves them; queries stay. The lower chunk's queries see
+                half of the sequence at most: three quarters of the scores are computed
+    ulysses     an all-to-all of queries, keys and values gives a device all tokens of a part of the
+                heads, and another one returns the results (Jacobs et al. 2023)
     ring        keys and values go round (parallel/ring.py)
 
-Inside the runtime's manual region these functions speak of the device's own part; where the context
-has one device, and outside of the region, sequences are whole and they do nothing.
+Inside the runtime's manual region these functions take a device's part. With one device along
+`context`, and outside of the region, sequences are unsplit and the functions do nothing.
 """
 
 import dataclasses
@@ -30,31 +30,31 @@ from jaxtrain.parallel.heads import by_heads
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["whole", "start"],
+    data_fields=["full_chunks", "start"],
     meta_fields=["pairs", "diagonal"],
 )
 @dataclasses.dataclass(frozen=True)
 class Sight:
-    """Which keys queries see, both in the order of chunks of one length: of each chunk of queries,
-    the first `whole` chunks of keys, and with `diagonal`, of the next one the keys up to each
-    query's own place.
+    """The keys that queries see. Both are cut into chunks of one length. A chunk of queries sees
+    the lowest `full_chunks` chunks of keys in full, and with `diagonal`, the keys of the next chunk
+    up to each query's position.
 
-    whole: int32 [chunks of queries], as an array or numbers; pairs: their sum, which is the same on
-        every device
-    start: int32, keys before those, which all queries see; for splash alone
+    full_chunks: int32 [chunks of queries], as an array or numbers; pairs: their sum, which is the
+        same on every device
+    start: int32, the number of keys before these chunks, which all queries see; for splash alone
     """
 
-    whole: jax.Array | tuple[int, ...]
+    full_chunks: jax.Array | tuple[int, ...]
     pairs: int = 0
     diagonal: bool = True
     start: jax.Array | None = None
 
 
-CAUSAL = Sight((0,))  # of a whole sequence
+CAUSAL = Sight((0,))  # of an unsplit sequence
 
 
 def size() -> int:
-    """Into how many parts sequences are split here."""
+    """The number of parts that sequences are split into; 1 outside of the manual region."""
     return manual_size(CONTEXT)
 
 
@@ -70,12 +70,12 @@ def positions(tokens: int) -> jax.Array:
     if parts == 1:
         return jnp.arange(tokens, dtype=jnp.int32)[None]
     chunk, i = tokens // 2, lax.axis_index(CONTEXT)
-    first = jnp.stack([i, 2 * parts - 1 - i]).astype(jnp.int32) * chunk
-    return (first[:, None] + jnp.arange(chunk, dtype=jnp.int32)).reshape(1, -1)
+    begins = jnp.stack([i, 2 * parts - 1 - i]).astype(jnp.int32) * chunk
+    return (begins[:, None] + jnp.arange(chunk, dtype=jnp.int32)).reshape(1, -1)
 
 
 def in_text_order(x: jax.Array, parts: int, dim: int = 1) -> jax.Array:
-    """Whole sequences in the order of the devices → of the text."""
+    """Unsplit sequences in the order of the devices → in the order of the text."""
     chunks = jnp.split(x, 2 * parts, dim)
     return jnp.concatenate([*chunks[0::2], *reversed(chunks[1::2])], dim)
 
@@ -85,8 +85,9 @@ def sum_over(x: jax.Array) -> jax.Array:
     return lax.stop_gradient(lax.psum(lax.stop_gradient(x), CONTEXT) if size() > 1 else x)
 
 
-def own_chunks(x: jax.Array, parts: int, dim: int = 1) -> jax.Array:
-    """Of something for each chunk, in the order of the text: that of this device's two."""
+def local_chunks(x: jax.Array, parts: int, dim: int = 1) -> jax.Array:
+    """The two entries of this device's chunks, of entries for all chunks in the order of the
+    text."""
     i = lax.axis_index(CONTEXT)
     return jnp.take(x, jnp.stack([i, 2 * parts - 1 - i]), axis=dim)
 
@@ -100,42 +101,43 @@ def _gathered(x: jax.Array, dim: int = 1) -> jax.Array:
     return all_gather(x, CONTEXT, dim)
 
 
-def _whole(k, v, segments):
-    """Keys, values and segments of the whole sequence, in the order of the text."""
+def _all_keys(k, v, segments):
+    """Keys, values and segments of the unsplit sequence, in the order of the text."""
     parts = size()
     k, v = (by_heads(lambda a: in_text_order(_gathered(a), parts), (a,)) for a in (k, v))
     return k, v, None if segments is None else (segments, in_text_order(_gathered(segments), parts))
 
 
 def attend_by_gather(attend: Callable, q, k, v, segments):
-    """attend(q, k, v, sight, segments of queries and of keys) with the whole sequence's keys; q, k,
-    v are this device's [B, T, heads, head dimension]."""
+    """attend(q, k, v, sight, segments of queries and of keys) with the keys of the unsplit
+    sequence; q, k, v are this device's [B, T, heads, head dimension]."""
     parts, i = size(), lax.axis_index(CONTEXT)
-    k, v, documents = _whole(k, v, segments)
+    k, v, documents = _all_keys(k, v, segments)
     return attend(q, k, v, Sight(jnp.stack([i, 2 * parts - 1 - i]), 2 * parts - 1), documents)
 
 
 def attend_by_halves(attend: Callable, q, k, v, segments) -> jax.Array:
-    """The same for attend(q, k, v, mask): each chunk of queries by itself, the first with the keys
-    that it sees on any device."""
+    """`attend_by_gather` for attend(q, k, v, mask). Each chunk of queries is attended to on its
+    own, the lower one with the keys that it sees on any device."""
     t, query_positions = q.shape[1], positions(q.shape[1])
-    k, v, documents = _whole(k, v, segments)
+    k, v, documents = _all_keys(k, v, segments)
     out = []
-    for first, keys in ((0, k.shape[1] // 2), (t // 2, k.shape[1])):
-        rows = slice(first, first + t // 2)
+    for begin, keys in ((0, k.shape[1] // 2), (t // 2, k.shape[1])):
+        queries = slice(begin, begin + t // 2)
         at = jnp.arange(keys, dtype=jnp.int32)[None]
-        mask = query_positions[:, None, rows, None] >= at[:, None, None, :]
+        mask = query_positions[:, None, queries, None] >= at[:, None, None, :]
         if documents is not None:
-            mask &= documents[0][:, None, rows, None] == documents[1][:, None, None, :keys]
-        out.append(attend(q[:, rows], k[:, :keys], v[:, :keys], mask))
+            mask &= documents[0][:, None, queries, None] == documents[1][:, None, None, :keys]
+        out.append(attend(q[:, queries], k[:, :keys], v[:, :keys], mask))
     return jnp.concatenate(out, 1)
 
 
 def attend_by_heads(attend: Callable, q, k, v, segments) -> jax.Array:
-    """attend(q, k, v, segments) over whole sequences of a part of the heads."""
+    """attend(q, k, v, segments) over unsplit sequences of a part of the heads."""
     parts = size()
     to_heads = lambda a: in_text_order(lax.all_to_all(a, CONTEXT, 2, 1, tiled=True), parts)
     to_tokens = lambda a: lax.all_to_all(_in_device_order(a, parts), CONTEXT, 1, 2, tiled=True)
     q, k, v = (by_heads(to_heads, (a,)) for a in (q, k, v))
-    whole = None if segments is None else in_text_order(_gathered(segments), parts)
-    return by_heads(to_tokens, (attend(q, k, v, whole),))
+    if segments is not None:
+        segments = in_text_order(_gathered(segments), parts)
+    return by_heads(to_tokens, (attend(q, k, v, segments),))

@@ -1,22 +1,22 @@
-"""Attention on NVIDIA GPUs by cuDNN, documents by their places in the sequence: no mask of queries
-× keys is made.
+"""Attention on NVIDIA GPUs by cuDNN, with documents by their offsets in the sequence: no mask of
+queries × keys is made.
 
-To cuDNN a document is a sequence of its own that begins somewhere in the arrays ("ragged offsets",
-in numbers from their beginning), and of which it knows the length. There is room for a fixed number
-of documents in a sequence, DOCUMENTS or one for each TOKENS. A loop calls cuDNN until there are no
-more: once, unless a sequence has more documents than that. A call's results are taken for the
-documents it was about. What it keeps for the backward has a row of T numbers for each document that
-there is room for; only a document's own cross.
+To cuDNN a document is a sequence that begins at an offset in the arrays ("ragged offsets", counted
+in numbers) and has a length. A call takes a fixed number of documents of each sequence: DOCUMENTS,
+or one for each TOKENS. A loop calls cuDNN until all documents are done: once, unless a sequence has
+more documents than that. A call's results count for its documents alone. Its statistics for the
+backward are T numbers for each document that it can take; the tokens' numbers alone leave the call.
 
     tokens      a a a a b b | c c d e e e       B = 2, T = 6, M = 4 documents
     lengths     4 2 2 1 | 3 0 0 0               of all documents of the call, one after the other
     starts      0 4 6 8 9 | 12 12 12 12 12      tokens from the batch's beginning; times the heads'
                                                 numbers in a token: offsets
 
-jax's own function for this (jax._src.cudnn.fused_attention_stablehlo.dot_product_attention) is left
-aside, its two primitives are used: it multiplies the places of keys with the queries' heads before
-jax 0.12 (pull request 39521), keeps the rows of all documents, and asks the local devices what they
-can, which are not there when a step is compiled ahead of time; config/kernels.py does.
+We use the two primitives of jax's function for this
+(jax._src.cudnn.fused_attention_stablehlo.dot_product_attention), and not the function: before jax
+0.12 it multiplies the offsets of keys with the queries' heads (pull request 39521), it saves the
+statistics of all documents, and it asks the local devices for their abilities, but a step compiled
+ahead of time has no such devices; config/kernels.py decides instead.
 
 Shape suffixes: B batch, T tokens, N heads, K key/value heads, H head dimension of queries and keys,
 V of values, M documents.
@@ -36,7 +36,7 @@ from jaxtrain.parallel.context import Sight
 from jaxtrain.parallel.flash import Kernel
 
 DOCUMENTS, TOKENS = 32, 512
-# Of the primitives: no dropout, no bias, nor what jax 0.12 can change scores by.
+# Parameters of the primitives: no dropout, no bias, and no score modifier of jax 0.12.
 COMMON: dict[str, Any] = {
     "seed": 42,
     "dropout_rate": 0.0,
@@ -47,12 +47,12 @@ COMMON: dict[str, Any] = {
 
 
 def is_addressable(shape: tuple[int, ...]) -> bool:
-    """Whether places in queries of such a shape are 32-bit integers, as documents need it."""
+    """Whether offsets in queries of this shape fit into 32-bit integers, which documents need."""
     return math.prod(shape) < 1 << 31
 
 
-def room(tokens: int) -> int:
-    """Documents in a sequence of so many tokens that a call has room for."""
+def documents_per_call(tokens: int) -> int:
+    """The number of documents of a sequence of `tokens` tokens that one call takes."""
     return max(DOCUMENTS, tokens // TOKENS)
 
 
@@ -60,16 +60,17 @@ def room(tokens: int) -> int:
 class _Documents:
     """The documents of a call, M of each sequence.
 
-    lengths: int32 [B, M], starts: int32 [B, M + 1], as above
-    here_BT: whether a token is in one of them; row_BT: in which, counted through the batch, B · M
-        for none; place_BT: its place there
+    lengths: int32 [B, M]; starts: int32 [B, M + 1]; see the example above
+    inside_BT:   whether a token is in a document of the call
+    document_BT: that document, counted through the batch; B · M for none
+    position_BT: the token's position in its document
     """
 
     lengths: jax.Array
     starts: jax.Array
-    here_BT: jax.Array
-    row_BT: jax.Array
-    place_BT: jax.Array
+    inside_BT: jax.Array
+    document_BT: jax.Array
+    position_BT: jax.Array
 
     @property
     def count(self) -> int:
@@ -77,13 +78,13 @@ class _Documents:
 
 
 def _index(segments_BT: jax.Array) -> jax.Array:
-    """int32 [B, T]: the how many-th document of its sequence a token is in."""
+    """The document of each token, counted in its sequence from 0, int32 [B, T]."""
     begins = segments_BT[:, 1:] != segments_BT[:, :-1]
     return jnp.pad(jnp.cumsum(begins, 1, dtype=jnp.int32), ((0, 0), (1, 0)))
 
 
 def _documents(segments_BT: jax.Array, m: int, call: jax.Array | int = 0) -> _Documents:
-    """Those of call 0, 1, …: of each sequence the next M."""
+    """The documents of call 0, 1, …: the next M of each sequence."""
     (b, t), index_BT = segments_BT.shape, _index(segments_BT) - call * m
     at = jnp.arange(t, dtype=jnp.int32)
     changes = index_BT[:, 1:] != index_BT[:, :-1]
@@ -91,23 +92,26 @@ def _documents(segments_BT: jax.Array, m: int, call: jax.Array | int = 0) -> _Do
         jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True),
         jnp.pad(changes, ((0, 0), (0, 1)), constant_values=True),
     )
-    place_BT = at - lax.cummax(jnp.where(begins, at, 0), 1)
-    here_BT = (index_BT >= 0) & (index_BT < m)
+    position_BT = at - lax.cummax(jnp.where(begins, at, 0), 1)
+    inside_BT = (index_BT >= 0) & (index_BT < m)
     number_B = jnp.clip(index_BT[:, -1] + 1, 0, m)
-    row_BT = jnp.where(here_BT, index_BT + (jnp.cumsum(number_B) - number_B)[:, None], b * m)
+    document_BT = jnp.where(inside_BT, index_BT + (jnp.cumsum(number_B) - number_B)[:, None], b * m)
 
-    def write(where_BT, shape: tuple[int, int], rest: int, x_BT) -> jax.Array:
-        """An entry for each document; that of none goes to a place that does not exist."""
+    def write(selected_BT, shape: tuple[int, int], rest: int, x_BT) -> jax.Array:
+        """An entry for each document; tokens of no document write out of bounds, which is
+        dropped."""
         size = math.prod(shape)
         return (
             jnp.full(size, rest, jnp.int32)
-            .at[jnp.where(where_BT & here_BT, row_BT, size)]
+            .at[jnp.where(selected_BT & inside_BT, document_BT, size)]
             .set(x_BT, mode="drop")
             .reshape(shape)
         )
 
     starts = write(begins, (b, m + 1), b * t, at + t * jnp.arange(b, dtype=jnp.int32)[:, None])
-    return _Documents(write(ends, (b, m), 0, place_BT + 1), starts, here_BT, row_BT, place_BT)
+    return _Documents(
+        write(ends, (b, m), 0, position_BT + 1), starts, inside_BT, document_BT, position_BT
+    )
 
 
 def _in_calls(
@@ -115,26 +119,28 @@ def _in_calls(
     call: Callable[[_Documents], tuple],
     results: Sequence[jax.ShapeDtypeStruct],
 ) -> tuple:
-    """call(documents) for all of them, M of each sequence at a time → arrays [B, T, …] of these
-    shapes."""
-    m = room(segments_BT.shape[1])
+    """The results of call(documents) for all documents, M of each sequence at a time: arrays [B, T,
+    …] of these shapes."""
+    m = documents_per_call(segments_BT.shape[1])
     calls = (_index(segments_BT)[:, -1].max() // m) + 1
 
     def step(state):
         n, *before = state
         documents = _documents(segments_BT, m, n)
-        now = lambda a: documents.here_BT.reshape(documents.here_BT.shape + (1,) * (a.ndim - 2))
+        inside = lambda a: documents.inside_BT.reshape(
+            documents.inside_BT.shape + (1,) * (a.ndim - 2)
+        )
         return n + 1, *(
-            jnp.where(now(a), a, b) for a, b in zip(call(documents), before, strict=True)
+            jnp.where(inside(a), a, b) for a, b in zip(call(documents), before, strict=True)
         )
 
     begin = (jnp.zeros((), jnp.int32), *(jnp.zeros(a.shape, a.dtype) for a in results))
-    # mostly one: who reads the compiled program counts them so (hlo/loops.py)
+    # mostly one call, which hlo/loops.py counts for a loop of this name
     with jax.named_scope("document_calls"):
         return tuple(lax.while_loop(lambda state: state[0] < calls, step, begin)[1:])
 
 
-def _places(
+def _operands(
     q: jax.Array, k: jax.Array, documents: _Documents | None
 ) -> tuple[list[jax.Array], dict[str, Any]]:
     """The operands of both primitives after queries, keys and values, and parameters."""
@@ -147,8 +153,8 @@ def _places(
 
 
 def _of_one_size(segments, *arrays: jax.Array) -> list[jax.Array]:
-    """Arrays whose heads have one size: with documents, values and keys share their places in
-    memory."""
+    """The arrays, padded to heads of one size if there are documents: values and keys then share
+    their offsets."""
     size = max(a.shape[-1] for a in arrays)
     return [
         a if segments is None else jnp.pad(a, ((0, 0),) * 3 + ((0, size - a.shape[-1]),))
@@ -162,14 +168,14 @@ def _forward(q_BTNH, k_BTKH, v_BTKV, sight: Sight, segments=None, dtype=jnp.floa
     scale = q_BTNH.shape[-1] ** -0.5
 
     def call(documents: _Documents | None) -> tuple:
-        operands, parameters = _places(q, k, documents)
-        out, rows = cudnn._dot_product_attention_fwd_p.bind(
+        operands, parameters = _operands(q, k, documents)
+        out, statistics = cudnn._dot_product_attention_fwd_p.bind(
             q, k, v, *operands, **parameters, scale=scale, is_training=True
         )
         out = out[..., : v_BTKV.shape[-1]].astype(dtype)
         if documents is None:
-            return out, rows.swapaxes(1, 2)
-        return out, rows.at[documents.row_BT, :, documents.place_BT].get(
+            return out, statistics.swapaxes(1, 2)
+        return out, statistics.at[documents.document_BT, :, documents.position_BT].get(
             mode="fill", fill_value=0.0
         )
 
@@ -194,28 +200,30 @@ def _backward(
     segments=None,
     dtype=jnp.float32,
 ):
-    given = q_BTNH, k_BTKH, v_BTKV
+    inputs = q_BTNH, k_BTKH, v_BTKV
     q, k, v, g, out = _of_one_size(
-        segments, *given, g_BTNV.astype(q_BTNH.dtype), out_BTNV.astype(q_BTNH.dtype)
+        segments, *inputs, g_BTNV.astype(q_BTNH.dtype), out_BTNV.astype(q_BTNH.dtype)
     )
     scale = q_BTNH.shape[-1] ** -0.5
 
     def call(documents: _Documents | None) -> tuple:
-        operands, parameters = _places(q, k, documents)
-        rows = lse_BTN.swapaxes(1, 2)
+        operands, parameters = _operands(q, k, documents)
+        statistics = lse_BTN.swapaxes(1, 2)
         if documents is not None:
-            rows = jnp.zeros((documents.count, *rows.shape[1:]), jnp.float32)
-            rows = rows.at[documents.row_BT, :, documents.place_BT].set(lse_BTN, mode="drop")
+            statistics = jnp.zeros((documents.count, *statistics.shape[1:]), jnp.float32)
+            statistics = statistics.at[documents.document_BT, :, documents.position_BT].set(
+                lse_BTN, mode="drop"
+            )
         gradients = cudnn._dot_product_attention_bwd_p.bind(
-            q, k, v, *operands, rows, out, g, **parameters, scale=scale
+            q, k, v, *operands, statistics, out, g, **parameters, scale=scale
         )
         return tuple(
-            d[..., : a.shape[-1]].astype(dtype) for d, a in zip(gradients, given, strict=True)
+            d[..., : a.shape[-1]].astype(dtype) for d, a in zip(gradients, inputs, strict=True)
         )
 
     if segments is None:
         return call(None)
-    return _in_calls(segments[0], call, [jax.ShapeDtypeStruct(a.shape, dtype) for a in given])
+    return _in_calls(segments[0], call, [jax.ShapeDtypeStruct(a.shape, dtype) for a in inputs])
 
 
 KERNEL = Kernel(_forward, _backward)

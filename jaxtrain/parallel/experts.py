@@ -1,27 +1,27 @@
-"""Experts: tokens go to the devices that hold the experts they chose, and come back.
+"""Expert parallelism: tokens go to the devices that hold the experts they chose, and return.
 
-The experts lie over the `expert` axis, over which the batch is split outside of them, and each is
-cut by columns over `model`. A token's choice of an expert is a row. There are two ways for rows to
-travel:
+The experts are split over the `expert` axis, over which the batch is split outside of them, and
+each is cut by columns over `model`. A token's choice of an expert is a row of the matrix that the
+expert multiplies. Rows travel in one of two ways:
 
-    dropless    in a ragged all-to-all, as many rows as there are. What arrives is sorted by expert,
-                and groups of rows are multiplied with their experts (grouped.py, megablox.py).
-                There is room for all choices that can fall on a device: those of all devices'
-                tokens, of each the fewer of its choices and the experts of a device. Or there is
-                less, `expert_room` times the mean; then the largest groups (one device's rows for
-                one expert) are cut to a level at which all fit, and who comes late in such a group
-                is dropped. XLA's CPU backend has no ragged all-to-all: a plain one, in which each
-                device sends to each as many rows as can arrive
-    capacity    in a plain all-to-all, for each expert and sequence a number of positions; who comes
-                late in the sequence finds them taken and is dropped
+    dropless    in a ragged all-to-all of exactly the rows that are chosen. Arrived rows are sorted
+                by expert, and groups of rows are multiplied with their experts (grouped.py,
+                megablox.py). A device has memory for all choices that can fall on it: of each token
+                of all devices, the smaller of its choices and the device's experts. Or it has
+                memory for `expert_room` times the mean. Then the largest groups (one device's rows
+                for one expert) are cut to a level at which all fit, and the last rows of such a
+                group are dropped. XLA's CPU backend has no ragged all-to-all: there a plain one
+                sends from each device to each the most rows that can arrive
+    capacity    in a plain all-to-all of a fixed number of positions for each expert and sequence;
+                the last choices of a sequence for a full expert are dropped
 
-Everything that is split over `model` has a leading dimension for it, [M, …], with one part on each
-device: what experts make there is a part of a sum, which `collect` makes of tokens again. Sending
-and receiving are each other's transposes, so the backward of one is the other. Inside the runtime's
-manual region `expert` counts; elsewhere all experts are here.
+Arrays that are split over `model` have a leading dimension for it, [M, …], with one part on each
+device. The experts' results there are terms of a sum, which `collect` computes. Sending and
+receiving are each other's transposes, so the backward of one is the other. Inside the runtime's
+manual region experts are split over `expert`; elsewhere a device has all of them.
 
-Shape suffixes: M parts over model, B batch, T tokens, K choices of a token, D width, E experts
-here, S positions of what is sent, R rows of experts.
+Shape suffixes: M parts over model, B batch, T tokens, K choices of a token, D width, E experts of a
+device, S positions of sent rows, R rows of experts.
 """
 
 import functools
@@ -47,15 +47,15 @@ from jaxtrain.devices.mesh import (
 )
 from jaxtrain.devices.sharding import constrain, is_split
 from jaxtrain.parallel import grouped, megablox
-from jaxtrain.parallel.context import in_text_order, own_chunks
+from jaxtrain.parallel.context import in_text_order, local_chunks
 
-PART, WHOLE = P(MODEL), P()
-# of experts' matrices [E, in, out]: who is cut over model
+PART, REPLICATED = P(MODEL), P()
+# cuts of experts' matrices [E, in, out] over model
 COLUMNS, ROWS = P(None, None, MODEL), P(None, MODEL)
 
 
 class Size(NamedTuple):
-    """Of all experts, and of a microbatch on a device."""
+    """The number of all experts, and the sequences and tokens of a microbatch on a device."""
 
     experts: int
     batch: int
@@ -63,16 +63,16 @@ class Size(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Where rows lie, as int32.
+    """The positions of rows, as int32.
 
-    choice:   [S] which of the choices (token by token) is sent at a position; their number where it
-              is empty
-    position: [choices] the position of a choice; S where it was dropped
-    sizes:    [E] rows of each expert; None where all have as many
-    travel:   [devices, devices] rows from each to each; None where they are fixed, or where there
-              is one device
-    source:   [R] as which row a row of the experts has arrived; None where they arrive in order
-    row:      [R] the opposite
+    choice:   [S] the choice (token by token) that is sent at a position; the number of choices at
+              an empty one
+    position: [choices] the position of a choice; S for a dropped one
+    sizes:    [E] rows of each expert; None if all have the same number
+    travel:   [devices, devices] rows from each device to each; None if they are fixed, and for one
+              device
+    source:   [R] the index at which a row of the experts has arrived; None if they arrive in order
+    row:      [R] the inverse of `source`
     """
 
     choice: jax.Array
@@ -84,12 +84,12 @@ class Routing(NamedTuple):
 
 
 def counts(chosen: jax.Array, experts: int) -> jax.Array:
-    """chosen int32 [B, T, K] → how often a sequence has chosen each expert, float32 [B, experts];
-    of its part on this device."""
+    """chosen int32 [B, T, K] → the number of times that a sequence's part on this device has chosen
+    each expert, float32 [B, experts]."""
     return (chosen[..., None] == jnp.arange(experts)).sum((1, 2), dtype=jnp.float32)
 
 
-# --- where rows lie -------------------------------------------------------------------------------
+# --- the positions of rows ------------------------------------------------------------------------
 
 
 def _inverse(order: jax.Array) -> jax.Array:
@@ -101,16 +101,16 @@ def _inverse(order: jax.Array) -> jax.Array:
 
 
 def _sorted(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """keys int32 [n] below `number` → (their order, the keys in it, where each key begins [number +
-    1])."""
+    """keys int32 [n] below `number` → (their order, the sorted keys, the index at which each key
+    begins [number + 1])."""
     order = jnp.argsort(keys, stable=True).astype(jnp.int32)
     ordered = keys[order]
     return order, ordered, jnp.searchsorted(ordered, jnp.arange(number + 1)).astype(jnp.int32)
 
 
 def _fitting(sizes: jax.Array, room: int) -> jax.Array:
-    """sizes int32 [from, to, expert] of groups of rows → what of each is let through, so that no
-    more than `room` come to a device.
+    """sizes int32 [from, to, expert] of groups of rows → the rows of each that are sent, so that no
+    more than `room` arrive at a device.
 
     All groups that go to a device are cut to one level, the highest at which they fit: the sum of
     min(size, level) over the groups is, for sizes in ascending order, the least over j of the j
@@ -125,9 +125,9 @@ def _fitting(sizes: jax.Array, room: int) -> jax.Array:
 
 
 def dropless(chosen: jax.Array, experts: int, room: float = 0.0) -> tuple[Routing, jax.Array]:
-    """chosen int32 [B, T, K], of all experts; room: over the mean number of rows on a device, 0 for
-    all that there can be. → (routing, float32 [experts]: how many of this device's choices of each
-    were dropped)."""
+    """(routing, this device's dropped choices of each expert, float32 [experts]) for chosen int32
+    [B, T, K], of all experts. room: the rows that a device has memory for, as a multiple of their
+    mean number; 0: all that can arrive."""
     b, t, k = chosen.shape
     devices = manual_size(EXPERT)
     local_experts = experts // devices
@@ -142,16 +142,16 @@ def dropless(chosen: jax.Array, experts: int, room: float = 0.0) -> tuple[Routin
         choice, position, dropped = order, _inverse(order), jnp.zeros(experts)
     else:
         all_sizes = _fitting(all_sizes, rows)
-        kept = all_sizes[me].reshape(-1)
+        admitted = all_sizes[me].reshape(-1)
         rank = jnp.arange(order.size, dtype=jnp.int32) - begin[ordered]
         place = jnp.where(
-            rank < kept[ordered], (jnp.cumsum(kept) - kept)[ordered] + rank, order.size
+            rank < admitted[ordered], (jnp.cumsum(admitted) - admitted)[ordered] + rank, order.size
         )
         position = jnp.zeros_like(order).at[order].set(place, unique_indices=True)
         choice = jnp.full_like(order, order.size).at[place].set(order, mode="drop")
-        dropped = (sizes - kept).astype(jnp.float32)
+        dropped = (sizes - admitted).astype(jnp.float32)
     travel, mine = all_sizes.sum(-1), all_sizes[:, me]
-    # What arrives lies device by device, each device's rows by expert; empty rows come last.
+    # Arrived rows are ordered by device, each device's by expert; empty rows come last.
     expert = jnp.tile(jnp.arange(local_experts, dtype=jnp.int32), devices)
     filled = jnp.repeat(expert, mine.reshape(-1), total_repeat_length=rows)
     expert = jnp.where(jnp.arange(rows) < mine.sum(), filled, local_experts)
@@ -160,14 +160,14 @@ def dropless(chosen: jax.Array, experts: int, room: float = 0.0) -> tuple[Routin
 
 
 def by_capacity(chosen: jax.Array, experts: int, factor: float) -> tuple[Routing, jax.Array]:
-    """→ (routing, float32 [experts]: how many choices of each were dropped). A sequence that is
-    split over devices is still one."""
+    """(routing, dropped choices of each expert, float32 [experts]). A capacity is that of a
+    sequence, also if `context` splits it."""
     b, t, k = chosen.shape
     parts = manual_size(CONTEXT)
     limit = capacity_of(t * parts, k, experts, factor)
     local_limit, halves = min(limit, t), 2 if parts > 1 else 1
     half = jnp.arange(t, dtype=jnp.int32) // (t // halves)
-    # of tokens that follow each other
+    # the index of a run of consecutive tokens
     run = (jnp.arange(b, dtype=jnp.int32)[:, None] * halves + half)[..., None]
     keys = (run * experts + chosen).reshape(-1)
     order, ordered, begin = _sorted(keys, b * halves * experts)
@@ -180,20 +180,20 @@ def by_capacity(chosen: jax.Array, experts: int, factor: float) -> tuple[Routing
     before = jnp.zeros_like(number)
     if parts > 1:
         every = in_text_order(lax.all_gather(number, CONTEXT, axis=1, tiled=True), parts)
-        before = own_chunks(jnp.cumsum(every, 1) - every, parts)
-    kept = jnp.clip(limit - before, 0, number)
+        before = local_chunks(jnp.cumsum(every, 1) - every, parts)
+    admitted = jnp.clip(limit - before, 0, number)
     # positions taken by the half before, on this device
-    first = jnp.concatenate([jnp.zeros_like(kept[:, :1]), kept[:, :-1]], 1)
+    taken = jnp.concatenate([jnp.zeros_like(admitted[:, :1]), admitted[:, :-1]], 1)
     place = chosen * b + jnp.arange(b, dtype=jnp.int32)[:, None, None]
     positions = experts * b * local_limit
-    position = place.reshape(-1) * local_limit + first.reshape(-1)[keys] + rank
-    position = jnp.where(rank < kept.reshape(-1)[keys], position, positions)
+    position = place.reshape(-1) * local_limit + taken.reshape(-1)[keys] + rank
+    position = jnp.where(rank < admitted.reshape(-1)[keys], position, positions)
     choice = (
         jnp.full((positions,), position.size, jnp.int32)
         .at[position]
         .set(jnp.arange(position.size, dtype=jnp.int32), mode="drop")
     )
-    return Routing(choice, position), (number - kept).sum((0, 1)).astype(jnp.float32)
+    return Routing(choice, position), (number - admitted).sum((0, 1)).astype(jnp.float32)
 
 
 # --- to the experts and back, on one device's part ------------------------------------------------
@@ -204,11 +204,11 @@ def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _ragged(rows: jax.Array, travel: jax.Array, room: int, most: int) -> jax.Array:
-    """Rows [n, …] for each device one after the other, of which `travel` [from, to] says the
-    numbers, none over `most` → those that came, [room, …]."""
+    """Rows [n, …], ordered by the device they go to → the rows that arrive, [room, …]. travel
+    [from, to]: the numbers of rows, none over `most`."""
     me, devices = lax.axis_index(EXPERT), travel.shape[0]
     before = lambda a, axis: jnp.cumsum(a, axis) - a
-    # where they lie at their device, and at the one they go to
+    # the index at which a device's rows begin, where they are sent and where they arrive
     starts, lands = before(travel, 1), before(travel, 0)
     to, from_ = travel[me], travel[:, me]
 
@@ -239,12 +239,12 @@ def _ragged(rows: jax.Array, travel: jax.Array, room: int, most: int) -> jax.Arr
 
 
 def _exchange(sent: jax.Array) -> jax.Array:
-    """[S, …], as many for each device → what all devices have for this one."""
+    """The all-to-all of [S, …], with the same number of rows for each device."""
     return lax.all_to_all(sent, EXPERT, 0, 0, tiled=True) if manual_size(EXPERT) > 1 else sent
 
 
 def _most(routing: Routing, size: Size) -> int:
-    """The rows from a device to another at most."""
+    """The most rows from one device to another."""
     assert routing.source is not None
     tokens = size.batch * size.tokens
     return min(
@@ -254,12 +254,12 @@ def _most(routing: Routing, size: Size) -> int:
 
 
 def _arrives_sorted(size: Size) -> bool:
-    """Whether what arrives lies by expert as it is: a device has one."""
+    """Whether arrived rows are sorted by expert already: a device has one expert."""
     return size.experts == manual_size(EXPERT)
 
 
 def _arrive(sent: jax.Array, routing: Routing, size: Size) -> jax.Array:
-    """What is sent [S, …] → rows of the experts here: [R, …] sorted by expert, or [E, R, …]."""
+    """Sent rows [S, …] → rows of this device's experts: [R, …] sorted by expert, or [E, R, …]."""
     if routing.travel is not None:
         assert routing.source is not None
         arrived = _ragged(sent, routing.travel, routing.source.size, _most(routing, size))
@@ -276,7 +276,7 @@ def _arrive(sent: jax.Array, routing: Routing, size: Size) -> jax.Array:
 
 
 def _leave(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
-    """Rows of the experts here → what is sent back [S, …]: the opposite of `_arrive`."""
+    """Rows of this device's experts → rows sent back [S, …]: the inverse of `_arrive`."""
     if routing.travel is not None:
         assert routing.row is not None
         leaving = rows if _arrives_sorted(size) else _take(rows, routing.row)
@@ -308,7 +308,7 @@ def _back(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
 def _run(fn, in_specs, out_specs, routing: Routing, *args):
     return over_model(
         lambda routing, *a: fn(routing, *a),
-        (jax.tree.map(lambda _: WHOLE, routing), *in_specs),
+        (jax.tree.map(lambda _: REPLICATED, routing), *in_specs),
         out_specs,
     )(routing, *args)
 
@@ -317,13 +317,13 @@ def _run(fn, in_specs, out_specs, routing: Routing, *args):
 def send(
     x_MBTD: jax.Array, gates_BTK: jax.Array, routing: Routing, size: Size
 ) -> tuple[jax.Array, jax.Array]:
-    """→ rows of the experts here [M, R, D] (or [M, E, R, D] by capacity), and the weight of
-    each."""
+    """(rows of this device's experts [M, R, D], or [M, E, R, D] by capacity; the weight of each
+    row)."""
     rows = _run(lambda p, x: _out(x[0], p, size)[None], (PART,), PART, routing, x_MBTD)
     return rows, _run(
         lambda p, g: _arrive(_take(g.reshape(-1), p.choice), p, size),
-        (WHOLE,),
-        WHOLE,
+        (REPLICATED,),
+        REPLICATED,
         routing,
         gates_BTK,
     )
@@ -334,7 +334,9 @@ def _send_backward(size, routing, gradients):
     to_gates = lambda p, g: _take(_leave(g, p, size), p.position).reshape(
         size.batch, size.tokens, -1
     )
-    return receive(rows, routing, size), _run(to_gates, (WHOLE,), WHOLE, routing, gates), None
+    by_tokens = receive(rows, routing, size)
+    by_gates = _run(to_gates, (REPLICATED,), REPLICATED, routing, gates)
+    return by_tokens, by_gates, None
 
 
 send.defvjp(
@@ -344,7 +346,7 @@ send.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def receive(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
-    """Rows → the sum of each token's, [M, B, T, D]: a part of the sum over M."""
+    """Rows → the sum of each token's rows, [M, B, T, D]: a term of the sum over M."""
     return _run(lambda p, y: _back(y[0], p, size)[None], (PART,), PART, routing, rows)
 
 
@@ -359,7 +361,7 @@ receive.defvjp(
 
 @jax.custom_vjp
 def after(routing: Routing, x: jax.Array) -> jax.Array:
-    """x; what reads it begins when the routing is known."""
+    """x, behind a barrier: its readers begin when the routing is known."""
     return lax.optimization_barrier((routing, x))[1]
 
 
@@ -368,19 +370,19 @@ after.defvjp(lambda routing, x: (after(routing, x), None), lambda _, g: (None, g
 
 @jax.custom_vjp
 def weigh(rows: jax.Array, gates: jax.Array) -> jax.Array:
-    """rows [M, …, F] by the weight of each, […]; the gradient of the weights is summed over the
-    parts."""
+    """Rows [M, …, F] times the weight of each, […]; the gradient of the weights is summed over
+    M."""
     return rows * gates[None, ..., None].astype(rows.dtype)
 
 
-def _weigh_backward(kept, g):
-    rows, gates = kept
+def _weigh_backward(residuals, g):
+    rows, gates = residuals
 
     def by_gates(r, g):
         part = (r[0].astype(jnp.float32) * g[0].astype(jnp.float32)).sum(-1)
         return psum(part, (MODEL,)) if rows.shape[0] > 1 else part
 
-    return weigh(g, gates), over_model(by_gates, (PART, PART), WHOLE)(rows, g)
+    return weigh(g, gates), over_model(by_gates, (PART, PART), REPLICATED)(rows, g)
 
 
 weigh.defvjp(lambda rows, gates: (weigh(rows, gates), (rows, gates)), _weigh_backward)
@@ -438,11 +440,11 @@ def _weights_gradient(rows, g, sizes):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array | None, cut: P) -> jax.Array:
-    """Rows [M, R, I] sorted by expert, of which each has `sizes`, or [M, E, R, I], times their
-    experts' weights [E, I, O] → rows of O.
+    """Rows [M, R, I] sorted by expert, `sizes` of each, or [M, E, R, I], times their experts'
+    weights [E, I, O] → rows of O.
 
     The weights are cut over model: COLUMNS (outputs are cut), or ROWS (inputs are cut, outputs are
-    parts of a sum).
+    terms of a sum).
     """
     return _by_part(
         lambda r, w, s: _product(r[0], w, s)[None], (PART, cut), PART, sizes, rows, weights
@@ -452,11 +454,11 @@ def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array | None, cut: P
 def _by_part(fn, in_specs, out_specs, sizes, *args):
     if sizes is None:
         return over_model(lambda a, b: fn(a, b, None), in_specs, out_specs)(*args)
-    return over_model(fn, (*in_specs, WHOLE), out_specs)(*args, sizes)
+    return over_model(fn, (*in_specs, REPLICATED), out_specs)(*args, sizes)
 
 
-def _product_backward(cut, kept, g):
-    rows, weights, sizes = kept
+def _product_backward(cut, residuals, g):
+    rows, weights, sizes = residuals
     dx = _by_part(
         lambda g, w, s: _rows_gradient(g[0], w, s)[None], (PART, cut), PART, sizes, g, weights
     )
@@ -471,15 +473,15 @@ product.defvjp(lambda r, w, s, cut: (product(r, w, s, cut), (r, w, s)), _product
 
 # --- tokens over model ----------------------------------------------------------------------------
 
-SPLIT, TOGETHER = ("batch", "sequence", None), ("batch", "token", None)
+SPLIT, GATHERED = ("batch", "sequence", None), ("batch", "token", None)
 
 
 @jax.custom_vjp
 def spread(x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x, split along the sequence → it whole, and the same as [M, B, T, D]: what is made of the
-    latter on each part adds up."""
-    whole = constrain(x_BTD, TOGETHER)
-    return whole, over_model(lambda x: x[None], (WHOLE,), PART)(whole)
+    """x, split along the sequence → (x gathered; the same with a leading M, [M, B, T, D], whose
+    gradients of all parts add up)."""
+    gathered = constrain(x_BTD, GATHERED)
+    return gathered, over_model(lambda x: x[None], (REPLICATED,), PART)(gathered)
 
 
 @jax.custom_vjp

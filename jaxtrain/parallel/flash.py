@@ -1,4 +1,4 @@
-"""Attention that never has all scores at once: what a kernel for it can do, and its gradient.
+"""Attention that never holds all scores at once: the interface of its kernels, and its gradient.
 
 A kernel gives the output and the log-sum-exp (lse) of each query's scores. They are all that the
 backward needs of the forward: with delta = Σ gradient · output of each query it makes the scores
@@ -31,13 +31,13 @@ class Kernel:
     """Attention to some of the keys, on a device's own heads.
 
     forward: (q [B, T, N, H], k [B, S, K, H], v [B, S, K, V], sight, segments, dtype) → output [B,
-        T, N, V] of `dtype`, lse float32 [B, T, N]; of a query that sees nothing 0 and MASKED.
+        T, N, V] of `dtype`, lse float32 [B, T, N]; 0 and MASKED for a query that sees nothing.
     backward: (q, k, v, gradient of the output [B, T, N, V], output, lse, sight, segments, dtype) →
         gradients of q, of `dtype`, and of k and v. Output and lse may be those of more keys than
         these.
 
-    sight: which keys queries see (context.Sight). segments: None, or int32 ([B, T] of the queries,
-    [B, S] of the keys): a query sees its own segment alone.
+    sight: the keys that queries see (context.Sight). segments: None, or int32 ([B, T] of the
+    queries, [B, S] of the keys): a query sees its own segment alone.
     """
 
     forward: Callable
@@ -51,7 +51,7 @@ def delta(g_BTNV: jax.Array, out_BTNV: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(kernel: Kernel, q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None) -> jax.Array:
-    """→ [B, T, N, V], by the kernel; arrays whose heads are split over `model`."""
+    """Attention by a kernel → [B, T, N, V]; the heads of all arrays are split over `model`."""
     return _attend(kernel, q_BTNH, k_BSKH, v_BSKV, sight, segments)[0]
 
 
@@ -63,8 +63,8 @@ def _attend(kernel, q, k, v, sight, segments):
     return out, (q, k, v, sight, segments, out, lse)
 
 
-def _attend_backward(kernel, kept, g):
-    q, k, v, sight, segments, out, lse = kept
+def _attend_backward(kernel, residuals, g):
+    q, k, v, sight, segments, out, lse = residuals
     run = lambda q, k, v, g, out, lse, *fixed: kernel.backward(
         q, k, v, g, out, lse, *fixed, dtype=q.dtype
     )

@@ -1,10 +1,10 @@
 """Products by groups in plain XLA: rows sorted by group, each group with a matrix of its own, at a
-cost that follows the rows.
+cost proportional to the rows.
 
-A group is cut into blocks of rows. One loop goes over the groups and takes each matrix once, a loop
-inside it over the blocks that the group has: as many as its size says, so an empty group costs
-nothing and rows that belong to no group cost nothing. A group's last block is computed whole. With
-r rows in a group that is up to one block too many, which `block_rows` keeps small beside r.
+A group is cut into blocks of rows. One loop goes over the groups and reads each matrix once, a loop
+inside it over the blocks of the group: an empty group costs nothing, and rows of no group cost
+nothing. A group's last block is computed in full, which is up to one block more than the group's r
+rows; `block_rows` keeps a block small compared with r.
 
     product           rows [R, I] × weights [E, I, O] → [R, O]
     rows_gradient     gradients [R, O] × weights [E, I, O], contracted over O as they lie in memory
@@ -24,13 +24,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# of a block: a matmul unit is busy with so many, and a group of 2,000 rows computes 6 % too many on
-# average
+# of a block: enough for a matmul unit, and a group of 2,000 rows computes 6 % too many on average
 MOST_ROWS = 256
-# the host waits there for each block's turn, some 20 µs, in which an H100 multiplies 100 rows of
-# 4096 × 14336
+# The host waits some 20 µs for each block's turn, in which an H100 multiplies 100 rows of
+# 4096 × 14336.
 MOST_ROWS_ON_GPU = 1024
-BLOCKS = 16  # in a group of mean size, where there are rows enough
+BLOCKS = 16  # in a group of mean size that has enough rows
 
 
 def block_rows(rows: int, groups: int, at_most: int = MOST_ROWS) -> int:
@@ -41,8 +40,8 @@ def block_rows(rows: int, groups: int, at_most: int = MOST_ROWS) -> int:
 
 
 def _by_group(result: jax.Array, sizes_E: jax.Array, body: Callable) -> jax.Array:
-    """`result` after body(group, its first row, the row after its last, result) of every group, in
-    order."""
+    """`result` after body(group, its lowest row, the row after its highest, result) of every group,
+    in order."""
     ends_E = jnp.cumsum(sizes_E)
 
     def step(state):
@@ -56,20 +55,20 @@ def _by_group(result: jax.Array, sizes_E: jax.Array, body: Callable) -> jax.Arra
 
 
 def _by_block(begin, end, rows: int, groups: int, size: int, state, body: Callable):
-    """`state` after body(where a block begins, bool [X]: which of its rows are new, state) of every
+    """`state` after body(the block's lowest row, bool [X]: the rows that are new, state) of every
     block of the rows begin … end.
 
-    A block that would reach beyond the last of all `rows` begins earlier; what it has of rows
-    before is not new.
+    A block that would reach beyond the last of all `rows` begins earlier; its rows of the block
+    before are not new.
     """
 
     def step(i, state):
-        first = begin + i * size
-        start = jnp.minimum(first, rows - size)
+        begin_new = begin + i * size
+        start = jnp.minimum(begin_new, rows - size)
         row = start + jnp.arange(size, dtype=jnp.int32)
-        return body(start, (row >= first) & (row < end), state)
+        return body(start, (row >= begin_new) & (row < end), state)
 
-    # Who reads the compiled program learns from the name how often the loop runs (hlo/loops.py).
+    # hlo/loops.py reads the loop's number of trips from this name.
     with jax.named_scope(f"row_blocks_{rows}_{groups}_{size}"):
         return lax.fori_loop(0, (end - begin + size - 1) // size, step, state)
 
@@ -77,8 +76,8 @@ def _by_block(begin, end, rows: int, groups: int, size: int, state, body: Callab
 def _times_matrices(
     rows_RK: jax.Array, weights: jax.Array, sizes_E: jax.Array, contracted: int, most_rows: int
 ) -> jax.Array:
-    """Each row times its group's matrix, of which dimension `contracted` meets the row's; zeros for
-    rows of no group."""
+    """Each row times its group's matrix, contracted over the matrix's dimension `contracted`; zeros
+    for rows of no group."""
     rows, groups = rows_RK.shape[0], weights.shape[0]
     size = block_rows(rows, groups, most_rows)
 
@@ -103,22 +102,24 @@ def _times_matrices(
 def product(
     rows_RI: jax.Array, weights_EIO: jax.Array, sizes_E: jax.Array, most_rows: int = MOST_ROWS
 ) -> jax.Array:
-    """→ [R, O], of the rows' type; zeros for rows after those of the last group."""
+    """Each row times its group's matrix, [R, O] of the rows' type; zeros for rows after those of
+    the last group."""
     return _times_matrices(rows_RI, weights_EIO, sizes_E, 0, most_rows)
 
 
 def rows_gradient(
     g_RO: jax.Array, weights_EIO: jax.Array, sizes_E: jax.Array, most_rows: int = MOST_ROWS
 ) -> jax.Array:
-    """→ [R, I], of the gradients' type; zeros for rows after those of the last group. No matrix is
-    transposed in memory."""
+    """The gradient of the rows, [R, I] of the gradients' type; zeros for rows after those of the
+    last group. No matrix is transposed in memory."""
     return _times_matrices(g_RO, weights_EIO, sizes_E, 1, most_rows)
 
 
 def weights_gradient(
     rows_RI: jax.Array, g_RO: jax.Array, sizes_E: jax.Array, most_rows: int = MOST_ROWS
 ) -> jax.Array:
-    """→ [E, I, O], of the rows' type, summed in float32; zeros for groups without rows."""
+    """The gradient of the weights, [E, I, O] of the rows' type, summed in float32; zeros for groups
+    without rows."""
     (rows, i), o, groups = rows_RI.shape, g_RO.shape[1], sizes_E.size
     size = block_rows(rows, groups, most_rows)
 

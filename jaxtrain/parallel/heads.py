@@ -1,5 +1,5 @@
-"""What the partitioner cannot split, run on each device's own heads: kernels, and a fixed layout in
-memory."""
+"""Functions that the partitioner cannot split, run on each device's own heads: kernels, and a fixed
+layout in memory."""
 
 import functools
 from collections.abc import Callable
@@ -20,9 +20,9 @@ def by_heads(fn: Callable, arrays: tuple, same: tuple = ()):
 
 
 def on_each_device(fn: Callable, arrays: tuple, same: tuple = ()):
-    """The same outside of the runtime's manual region, where the partitioner has all axes: on each
-    device's own sequences as well, which are the first dimension. XLA's TPU compiler leaves a
-    kernel to no partitioner, not even along axes of one device."""
+    """`by_heads` outside of the runtime's manual region, where the partitioner has all axes: fn
+    runs on each device's own sequences as well, dimension 0. XLA's TPU compiler lets no partitioner
+    split a kernel, not even along axes of one device."""
     if jax.sharding.get_abstract_mesh().empty:
         return fn(*arrays, *same)
     split = P(BATCH_AXES, None, MODEL)
@@ -37,17 +37,16 @@ def over_heads(
     """kernel(q, k, v, mask) → like q, on arrays [batch, token, heads, head dimension] whose heads
     are split over `model`; the mask ([batch or 1, 1, T, S] or None) is the same for all heads.
 
-    Also where `model` has one device: inside the runtime all axes are manual then, and a kernel
-    with a partitioning rule of its own (cuDNN's attention) is lowered as it is instead of through
-    the partitioner.
+    This holds for a `model` of one device too: all axes of the runtime are manual then, and a
+    kernel with a partitioning rule (cuDNN's attention) is lowered without the partitioner.
     """
     return by_heads(kernel, (q, k, v), (mask,))
 
 
 def as_written(x: jax.Array) -> jax.Array:
-    """What is read from a slot, in the order of its dimensions where the partitioner has no part in
-    it: XLA's GPU compiler would have sums over tokens read it column by column, and transpose the
-    whole pool for that in every tick."""
+    """The value of a slot, laid out in memory in the order of its dimensions, unless the
+    partitioner splits it. Otherwise sums over tokens would read it column by column, and XLA's GPU
+    compiler would transpose the pool for that in every tick."""
     return x if partitioned() else _in_order(x)
 
 
@@ -57,18 +56,18 @@ def _in_order(x: jax.Array) -> jax.Array:
 
 def _row_major(x: jax.Array, split: P) -> jax.Array:
     if not isinstance(x, jax.core.Tracer):
-        return x  # outside of a compiled program there is nothing to decide
+        return x  # an array outside of a compiled program has its layout
     return over_model(_in_order, (split,), split)(x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def row_major(x: jax.Array, split: P = HEADS) -> jax.Array:
-    """x, which `model` splits so, as it is; it and its gradient lie in memory in the order of their
+    """x, split over `model` by `split`; it and its gradient lie in memory in the order of their
     dimensions.
 
-    Left to itself XLA lays what attention makes out by heads, and an array that outlives its op,
-    such as a gradient that waits for the weight's, gets another layout where it is read: it is then
-    transposed whole in every tick (seen ahead of time for GPU and TPU).
+    Without this XLA lays out attention's results by heads, and an array that outlives its op, such
+    as a gradient that waits for the weight's, gets another layout where it is read: all of it is
+    then transposed in every tick (seen ahead of time for GPU and TPU).
     """
     return _row_major(x, split)
 

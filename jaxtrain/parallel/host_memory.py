@@ -15,15 +15,15 @@ KIND = "pinned_host"
 
 
 def missing(mesh: Mesh) -> str:
-    """The memories of this mesh's devices, as text, where the host's is not among them; else "".
-    Devices that are only described, for compiling ahead of time, may name none: there XLA
-    decides."""
+    """The memories of this mesh's devices, as text, if the host's is not among them; else "".
+    Devices that are only described, for compiling ahead of time, may name none: XLA decides for
+    them."""
     kinds = [memory.kind for memory in mesh.devices.flat[0].addressable_memories()]
     return ", ".join(kinds) if kinds and KIND not in kinds else ""
 
 
 def on_host(sharding: NamedSharding) -> NamedSharding:
-    """The same layout, in the host's memory."""
+    """This sharding in the host's memory."""
     return sharding.with_memory_kind(KIND)
 
 
@@ -41,27 +41,27 @@ def zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def to_host(tree):
-    """Inside jit: moved to the host's memory."""
+    """Inside jit: the arrays, moved to the host's memory."""
     return jax.device_put(tree, jax.memory.Space.Host)
 
 
 def to_device(tree):
-    """Inside jit: moved to the device's memory."""
+    """Inside jit: the arrays, moved to the device's memory."""
     return jax.device_put(tree, jax.memory.Space.Device)
 
 
 def empty_pool(shape: tuple[int, ...], dtype, on_host: bool) -> jax.Array:
     """Inside jit: an array of which nothing is read before it is written; zeros, but XLA fills none
     in on the host."""
-    # Of a scalar there, not zeros that are moved there: those would be in the device's memory
-    # first.
+    # A scalar on the host is broadcast there; zeros moved there would fill the device's memory
+    # before.
     return (
         lax.broadcast(to_host(jnp.zeros((), dtype)), shape) if on_host else jnp.zeros(shape, dtype)
     )
 
 
 def is_on_host(a: jax.Array) -> bool:
-    """Inside jit."""
+    """Inside jit: whether an array lies in the host's memory."""
     return jax.typeof(a).memory_space == jax.memory.Space.Host
 
 

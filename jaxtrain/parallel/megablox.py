@@ -22,11 +22,11 @@ LANES = 128  # numbers in a row of a TPU's registers
 # of a tile's columns: with 1,024 columns of 16 bits all tiles fit the 16 MB that a kernel has,
 # twice 1,024 do not
 TILE_BYTES = 2048
-SUBLANES = 16  # a tile has a multiple of so many rows
+SUBLANES = 16  # divides the number of a tile's rows
 
 
 def tile_rows(rows: int, groups: int) -> int:
-    """Rows of a tile: a power of two that divides `rows`, which are a multiple of SUBLANES."""
+    """Rows of a tile: a power of two that divides `rows`, a multiple of SUBLANES."""
     size = max(SUBLANES, block_rows(rows, groups, MOST_ROWS))
     while rows % size:
         size //= 2
@@ -34,8 +34,8 @@ def tile_rows(rows: int, groups: int) -> int:
 
 
 def tile_columns(columns: int, itemsize: int) -> int:
-    """Columns of a tile: all where they are few, or else the largest multiple of LANES within
-    bounds that divides them, if one does."""
+    """Columns of a tile: all columns if TILE_BYTES allow, or else the largest multiple of LANES
+    within bounds that divides them, if one does."""
     most = TILE_BYTES // itemsize
     if columns <= most:
         return columns
@@ -43,13 +43,14 @@ def tile_columns(columns: int, itemsize: int) -> int:
 
 
 def _tiles(
-    rows: int, groups: int, contracted: int, made: int, itemsize: int
+    rows: int, groups: int, contracted: int, outputs: int, itemsize: int
 ) -> tuple[int, int, int]:
-    return tile_rows(rows, groups), tile_columns(contracted, itemsize), tile_columns(made, itemsize)
+    columns = tile_columns(contracted, itemsize), tile_columns(outputs, itemsize)
+    return tile_rows(rows, groups), *columns
 
 
-def _whole_tiles(array_R: jax.Array) -> jax.Array:
-    """With rows of zeros behind, to a multiple of SUBLANES."""
+def _padded(array_R: jax.Array) -> jax.Array:
+    """The array with rows of zeros behind, to a multiple of SUBLANES."""
     missing = -array_R.shape[0] % SUBLANES
     return jnp.pad(array_R, ((0, missing), (0, 0))) if missing else array_R
 
@@ -61,42 +62,45 @@ def _times_matrices(
     transposed: bool,
     interpret: bool,
 ) -> jax.Array:
-    given = _whole_tiles(rows_RK)
-    k, made = given.shape[1], weights_EIO.shape[1 if transposed else 2]
-    tiles = _tiles(given.shape[0], sizes_E.size, k, made, given.dtype.itemsize)
+    rows = _padded(rows_RK)
+    outputs = weights_EIO.shape[1 if transposed else 2]
+    tiles = _tiles(rows.shape[0], sizes_E.size, rows.shape[1], outputs, rows.dtype.itemsize)
     taken = sizes_E.sum()
     some_E = sizes_E.at[0].add((taken == 0).astype(sizes_E.dtype))  # a grid has a tile
     out = gmm(
-        given,
+        rows,
         weights_EIO,
         some_E,
-        given.dtype,
+        rows.dtype,
         tiles,
         transpose_rhs=transposed,
         interpret=interpret,
     )
-    # The kernel writes no tile without rows: what is in memory there may be anything.
+    # The kernel writes no tile without rows: its memory is undefined.
     return jnp.where(jnp.arange(rows_RK.shape[0])[:, None] < taken, out[: rows_RK.shape[0]], 0)
 
 
 def product(
     rows_RI: jax.Array, weights_EIO: jax.Array, sizes_E: jax.Array, interpret: bool = False
 ) -> jax.Array:
-    """→ [R, O], of the rows' type; zeros for rows after those of the last group."""
+    """Each row times its group's matrix, [R, O] of the rows' type; zeros for rows after those of
+    the last group."""
     return _times_matrices(rows_RI, weights_EIO, sizes_E, False, interpret)
 
 
 def rows_gradient(
     g_RO: jax.Array, weights_EIO: jax.Array, sizes_E: jax.Array, interpret: bool = False
 ) -> jax.Array:
-    """→ [R, I], of the gradients' type; zeros for rows after those of the last group."""
+    """The gradient of the rows, [R, I] of the gradients' type; zeros for rows after those of the
+    last group."""
     return _times_matrices(g_RO, weights_EIO, sizes_E, True, interpret)
 
 
 def weights_gradient(
     rows_RI: jax.Array, g_RO: jax.Array, sizes_E: jax.Array, interpret: bool = False
 ) -> jax.Array:
-    """→ [E, I, O], of the rows' type, summed in float32; zeros for groups without rows."""
-    rows, g = _whole_tiles(rows_RI), _whole_tiles(g_RO)
+    """The gradient of the weights, [E, I, O] of the rows' type, summed in float32; zeros for groups
+    without rows."""
+    rows, g = _padded(rows_RI), _padded(g_RO)
     tiles = _tiles(rows.shape[0], sizes_E.size, rows.shape[1], g.shape[1], rows.dtype.itemsize)
     return tgmm(rows.T, g, sizes_E, rows.dtype, tiles, interpret=interpret)

@@ -1,9 +1,10 @@
-"""Copies of the model across slow links: what crosses `replica`, and how little of it.
+"""Replicas: copies of the model across slow links, and collectives over `replica` that send little.
 
-Devices of one replica that hold the same numbers each carry a share of them across, and gather the
-result inside: a number crosses once each way, whatever the replica's own layout. Replicas may also
-train apart, each with parameters of its own, in arrays with a leading dimension [replicas]; they
-then meet in an exchange alone (Douillard et al. 2023; in int8: Douillard et al. 2025).
+Devices of one replica that hold the same numbers each send a share of them across, and all-gather
+the result inside the replica: a number crosses once each way, whatever the replica's layout.
+Replicas may also train independently, each with parameters of its own, in arrays with a leading
+dimension [replicas]; they are then averaged in an exchange alone (Douillard et al. 2023; in int8:
+Douillard et al. 2025).
 """
 
 import itertools
@@ -31,12 +32,12 @@ def sum_axes(independent_replicas: bool) -> tuple[str, ...]:
 
 
 def leading(spec: PartitionSpec) -> PartitionSpec:
-    """The spec of arrays [replicas, …], from that of one replica's."""
+    """The spec of arrays [replicas, …], from the spec of one replica's."""
     return PartitionSpec(REPLICA, *spec)
 
 
 def each(one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """All replicas' arrays as one, from one's, which has a NamedSharding."""
+    """The array of all replicas, [replicas, …], from one replica's, which has a NamedSharding."""
     sharding = one.sharding.update(spec=leading(one.sharding.spec))
     return jax.ShapeDtypeStruct(
         (count(one.sharding.mesh), *one.shape), one.dtype, sharding=sharding
@@ -44,12 +45,12 @@ def each(one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def copies(tree, mesh: Mesh):
-    """One replica's arrays for all of them."""
+    """One replica's arrays copied to all replicas, [replicas, …]."""
     return jax.tree.map(lambda a: jnp.broadcast_to(a, (count(mesh), *a.shape)), tree)
 
 
 def in_each(fn: Callable) -> Callable:
-    """fn of one replica's arrays → the same of all replicas', each on its own devices."""
+    """fn of one replica's arrays → fn of all replicas' arrays, each on its own devices."""
     return jax.vmap(fn, spmd_axis_name=REPLICA)
 
 
@@ -57,7 +58,7 @@ def in_each(fn: Callable) -> Callable:
 
 
 def sum_inside_first(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """The sum over mesh axes: inside each replica first, then across, each device a share of it."""
+    """The sum over mesh axes: inside each replica, then a share of each device across `replica`."""
     inside = _wide([a for a in axes if a != REPLICA])
     if not (inside and _wide([a for a in axes if a == REPLICA])):
         return psum(x, axes)
@@ -79,20 +80,20 @@ def _padded(x: jax.Array, multiple: int) -> jax.Array:
 
 
 def _gathered(share: jax.Array, axes: tuple[str, ...], like: jax.Array) -> jax.Array:
-    """The array shaped as `like` that devices along `axes` have equal shares of, padded."""
-    whole = lax.all_gather(share, axes, tiled=True) if axes else share
-    return whole[: like.size].reshape(like.shape)
+    """The array shaped as `like` of which devices along `axes` have equal shares, padded."""
+    padded = lax.all_gather(share, axes, tiled=True) if axes else share
+    return padded[: like.size].reshape(like.shape)
 
 
 # --- the exchange ---------------------------------------------------------------------------------
 
 
 def mean_across(tree, like, dtype: str):
-    """The replicas' means of arrays [replicas, …] float32, laid out as `like`: abstract arrays
+    """The means over replicas of float32 arrays [replicas, …], sharded as `like`: abstract arrays
     whose shardings do not name `replica`.
 
-    dtype: what crosses: "float32", or "int8" with a float32 scale for each block of numbers, before
-    the sum and after it.
+    dtype: of numbers that cross `replica`: "float32", or "int8" with a float32 scale for each block
+        of numbers, before the sum and after it
     """
     specs = jax.tree.map(lambda a: a.sharding.spec, like)
     mean = (
@@ -131,24 +132,24 @@ def mean_across(tree, like, dtype: str):
 
 
 def _mean_int8(shares: list[jax.Array]) -> list[jax.Array]:
-    """Arrays [n] → the replicas' means. Each replica sums a part of every array: an all-to-all and
-    an all-gather of int8, which together are a quarter of a float32 all-reduce's bytes."""
+    """The means over replicas of arrays [n]. Each replica sums a part of every array: an all-to-all
+    and an all-gather of int8, which together are a quarter of a float32 all-reduce's bytes."""
     n = lax.axis_size(REPLICA)
     parts = [
         _padded(x, n * block).reshape(n, -1, block)
         for x in shares
         for block in [min(OUTER_BLOCK, -(-x.size // n))]
     ]
-    sums = _moved(lambda a: lax.all_to_all(a, REPLICA, 0, 0, tiled=True), parts)
-    means = _moved(
+    sums = _in_int8(lambda a: lax.all_to_all(a, REPLICA, 0, 0, tiled=True), parts)
+    means = _in_int8(
         lambda a: lax.all_gather(a, REPLICA, tiled=True), [a.mean(0, keepdims=True) for a in sums]
     )
     return [a.reshape(-1)[: x.size] for a, x in zip(means, shares, strict=True)]
 
 
-def _moved(move: Callable, parts: list[jax.Array]) -> list[jax.Array]:
-    """Arrays [replicas or 1, blocks, block] through a collective over the first dimension, in int8;
-    all of them in one message."""
+def _in_int8(move: Callable, parts: list[jax.Array]) -> list[jax.Array]:
+    """The results of a collective over dimension 0 of arrays [replicas or 1, blocks, block], in
+    int8, all arrays in one message."""
     kinds = zip(*map(quantise, parts), strict=True)
     numbers, scales = ([*kind] for kind in kinds)
     arrived = []
@@ -164,8 +165,8 @@ def _moved(move: Callable, parts: list[jax.Array]) -> list[jax.Array]:
 
 
 def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """float32 [..., block] → int8, and the scale of each block, float32 [..., 1]: its largest value
-    is ±127."""
+    """float32 [..., block] → (int8, the scale of each block, float32 [..., 1]); a block's largest
+    value becomes ±127."""
     scale = jnp.abs(x).max(-1, keepdims=True) / 127
     return jnp.round(x / jnp.where(scale > 0, scale, 1)).astype(jnp.int8), scale
 

@@ -1,17 +1,17 @@
 """Ring attention (Liu et al. 2023): keys and values go round the `context` axis, and each device
 attends to those that it holds.
 
-Device i of c has chunks i and 2c − 1 − i of the sequence (parallel/context.py). Of another device's
-keys, r's, its queries see
+Device i of c has chunks i and 2c − 1 − i of the sequence (parallel/context.py). Of the keys of
+device r its queries see
 
-    r < i    all queries the first chunk
-    r > i    the second chunk's queries both chunks
+    r < i    all queries the lower chunk
+    r > i    the upper chunk's queries both chunks
 
-so every device computes two of the four pairs in every step, and nothing that is masked. What a
-step finds is merged by log-sum-exp. The next keys are on their way while the present ones are at
-work; in the backward the gradients of keys and values go round with them, a step behind, in
-float32. A device keeps its own keys alone. The permutes stand where attention does, so all devices
-must run it together: with several stages they do not.
+so every device computes two of the four pairs in every step, and nothing that is masked. Outputs of
+steps are merged by log-sum-exp. The next keys are sent while the present ones are used; in the
+backward the gradients of keys and values go round with them, a step behind, in float32. A device
+saves only its own keys for the backward. The permutes are a part of attention, so all devices must
+run it together: with several stages they do not.
 """
 
 import functools
@@ -31,8 +31,8 @@ OWN = Sight((0, 1), 1)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(kernel: Kernel, q, k, v, segments=None) -> jax.Array:
-    """Causal attention over whole sequences, of which q, k, v [B, T, heads, head dimension] and
-    segments [B, T] are this device's."""
+    """Causal attention over split sequences; q, k, v [B, T, heads, head dimension] and segments [B,
+    T] are this device's."""
     return _attend(kernel, q, k, v, segments)[0]
 
 
@@ -43,8 +43,8 @@ def _attend(kernel, q, k, v, segments):
     return out, (q, k, v, out, lse, segments)
 
 
-def _attend_backward(kernel, kept, g):
-    *arrays, segments = kept
+def _attend_backward(kernel, residuals, g):
+    *arrays, segments = residuals
     gradients = by_heads(
         functools.partial(_backward, kernel), (*arrays, g), (lax.axis_index(CONTEXT), segments)
     )
@@ -55,7 +55,7 @@ attend.defvjp(_attend, _attend_backward)
 
 
 def _next(held):
-    """What the device before holds."""
+    """The arrays that the device before holds, by a permute."""
     c = lax.axis_size(CONTEXT)
     return jax.tree.map(
         lambda a: lax.ppermute(a, CONTEXT, [(n, (n + 1) % c) for n in range(c)]), held
@@ -63,15 +63,15 @@ def _next(held):
 
 
 def _sight(i, step) -> Sight:
-    """Of the keys that device i holds after so many steps, more than none."""
+    """The sight of the keys that device i holds after `step` steps, at least 1."""
     return Sight(jnp.where(step <= i, jnp.array([1, 1]), jnp.array([0, 2])), 2, diagonal=False)
 
 
-def _round(held, first: Callable, following: Callable):
-    """result = first(held), then following(step, result, held) with each of the other devices', the
-    next on its way meanwhile."""
+def _round(held, start: Callable, following: Callable):
+    """start(held), then result = following(step, result, held) with the arrays of every other
+    device; the next arrays are sent meanwhile."""
     c = lax.axis_size(CONTEXT)
-    coming, result = _next(held), first(held)
+    coming, result = _next(held), start(held)
 
     def step(n, carry):
         result, held = carry
@@ -83,7 +83,7 @@ def _round(held, first: Callable, following: Callable):
 
 
 def _forward(kernel: Kernel, q, k, v, i, segments):
-    """→ output, log-sum-exp, float32."""
+    """Output and log-sum-exp, float32."""
 
     def some(sight, k, v, of_keys):
         return kernel.forward(q, k, v, sight, None if segments is None else (segments, of_keys))
@@ -99,7 +99,7 @@ def _forward(kernel: Kernel, q, k, v, i, segments):
 
 
 def _backward(kernel: Kernel, q, k, v, out, lse, g, i, segments):
-    """→ gradients of queries, keys and values, float32."""
+    """Gradients of queries, keys and values, float32."""
 
     def some(sight, k, v, of_keys):
         dq, dk, dv = kernel.backward(
@@ -108,7 +108,7 @@ def _backward(kernel: Kernel, q, k, v, out, lse, g, i, segments):
         return dq, (dk, dv)
 
     def add(n, sums, held):
-        arrived = sums[0], _next(sums[1])  # of the keys that are here now
+        arrived = sums[0], _next(sums[1])  # of the keys that this device now holds
         return jax.tree.map(jnp.add, arrived, some(_sight(i, n), *held))
 
     dq, of_keys = _round((k, v, segments), lambda held: some(OWN, *held), add)

@@ -2,20 +2,20 @@
 (jax.experimental.pallas.ops.tpu.splash_attention).
 
 The kernel goes over a grid of heads × blocks of queries × blocks of keys, one sequence at a time.
-Here a batch is one sequence to it: all sequences behind one another, and for each block of queries
-the blocks of keys of its own sequence. Which of them are computed is an array:
+We give it a batch as one sequence: all sequences concatenated, and for each block of queries the
+blocks of keys of its own sequence. An array says which of them are computed:
 
     run[query block, key block]   any query of the block sees any key of the block by position, and
                                   their documents overlap
 
-so what lies above the diagonal or in other documents costs nothing, also on a device of a context,
-whose place decides what it sees. Inside a block the kernel compares positions and segments, so no
-mask is ever made. `next` says of each step of the grid which block is needed next: it is fetched
-meanwhile.
+so blocks above the diagonal or in other documents cost nothing, also on a device of a context,
+whose index decides what it sees. Inside a block the kernel compares positions and segments, so no
+mask is ever made. For each step of the grid `next` names the block that is needed next: it is
+fetched meanwhile.
 
-jax's own gradient of the kernel is left aside: it keeps everything in the kernel's layout, and
-cannot be given the log-sum-exp of more keys, as the ring needs it. Off a TPU the kernel is
-interpreted, which is for tests: a step takes minutes.
+jax's gradient of the kernel is not used: it saves everything in the kernel's layout, and does not
+take the log-sum-exp of further keys, which the ring needs. Off a TPU the kernel is interpreted,
+which is for tests: a step takes minutes.
 
 Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension
 of queries and keys, V of values; X, Y blocks of queries, of keys in a sequence.
@@ -48,22 +48,23 @@ def block_size(tokens: int, most: int = MOST) -> int:
 
 
 def takes(queries: int, keys: int) -> bool:
-    """Whether blocks can be made of so many tokens."""
+    """Whether LANES divides these numbers of tokens, so that they can be cut into blocks."""
     return queries % LANES == keys % LANES == 0
 
 
 def _sees(last_key: jax.Array, key: jax.Array) -> jax.Array:
-    """The mask inside a block: `last_key` is what the kernel calls a query's position."""
+    """The mask inside a block; the kernel calls `last_key` a query's position."""
     return last_key >= key
 
 
 @dataclasses.dataclass(frozen=True)
 class _Blocks:
-    """How queries and keys meet, of arrays of these sizes: T a multiple of `queries`, S of `keys`,
-    tokens of a block.
+    """The pairs of blocks of queries and of keys that are computed.
 
-    last_T: the last key that a query sees, −1 for none; run_BXY: which blocks of queries meet which
-    blocks of keys.
+    queries, keys: tokens of a block
+    last_T:        the last key that a query sees, −1 for none
+    run_BXY:       whether a block of queries meets a block of keys
+    key_tokens:    keys of a sequence
     """
 
     queries: int
@@ -84,11 +85,11 @@ class _Blocks:
     def of_queries(self) -> mask_info.MaskInfo:
         """For kernels that go through the keys for a block of queries: steps [1, B · X, Y]."""
         b, x, y = self.run_BXY.shape
-        following, first = _next_of(
+        following, lowest = _next_of(
             self.run_BXY.reshape(b * x, y), jnp.repeat(self._starts_B, x) * y
         )
-        # the next block of queries, or the first one of the next head
-        after = jnp.roll(first, -1)[:, None]
+        # the next block of queries, or the lowest one of the next head
+        after = jnp.roll(lowest, -1)[:, None]
         return self._info(
             self.run_BXY.reshape(b * x, y), jnp.where(following < 0, after, following), b * y
         )
@@ -97,12 +98,12 @@ class _Blocks:
         """For the kernel that goes through the queries for a block of keys: steps [1, X, B · Y]."""
         b, x, y = self.run_BXY.shape
         run = self.run_BXY.transpose(0, 2, 1).reshape(b * y, x)
-        following, first = _next_of(run, jnp.repeat(self._starts_B, y) * x)
-        # the same again for the next head
-        return self._info(run.T, jnp.where(following < 0, first[:, None], following).T, b * x)
+        following, lowest = _next_of(run, jnp.repeat(self._starts_B, y) * x)
+        # the same for the next head
+        return self._info(run.T, jnp.where(following < 0, lowest[:, None], following).T, b * x)
 
     def _info(self, run, following, blocks: int) -> mask_info.MaskInfo:
-        """What the kernel reads before its steps: small integers, as they lie in scalar memory."""
+        """The arrays that the kernel reads before its steps: small integers, for scalar memory."""
         small = jnp.int8 if blocks <= 1 << 7 else jnp.int16 if blocks <= 1 << 15 else jnp.int32
         positions: Any = self._positions
         return mask_info.MaskInfo(
@@ -111,19 +112,19 @@ class _Blocks:
 
 
 def _next_of(run: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """bool [rows, steps] → of each step itself or the next of its row that is run, −1 for none, and
-    the first of each row that is run (its last one for none): block `start` [rows] and so many
-    further."""
+    """(of each step of bool [rows, steps], the earliest step from it on in its row that is run, −1
+    for none; of each row, its earliest step that is run, or its last one for none). Steps count
+    from block `start` [rows] on."""
     steps = run.shape[1]
     at = lax.cummin(jnp.where(run, jnp.arange(steps, dtype=jnp.int32), steps), 1, reverse=True)
     return jnp.where(at < steps, at + start[:, None], -1), start + jnp.minimum(at[:, 0], steps - 1)
 
 
 def _blocks(q, k, sight: Sight, segments, most_queries: int, most_keys: int) -> _Blocks:
-    tokens, keys, whole = q.shape[1], k.shape[1], jnp.asarray(sight.whole, jnp.int32)
-    chunk = tokens // len(whole)
+    tokens, keys, full_chunks = q.shape[1], k.shape[1], jnp.asarray(sight.full_chunks, jnp.int32)
+    chunk = tokens // len(full_chunks)
     by_query = jnp.arange(chunk, dtype=jnp.int32) if sight.diagonal else jnp.full(chunk, -1)
-    last_T = (whole[:, None] * chunk + by_query).reshape(-1) + (
+    last_T = (full_chunks[:, None] * chunk + by_query).reshape(-1) + (
         0 if sight.start is None else sight.start
     )
     x, y = block_size(chunk, most_queries), block_size(keys, most_keys)
@@ -145,7 +146,7 @@ def _to_kernel(a_BTNH: jax.Array) -> jax.Array:
 
 
 def _from_kernel(a: jax.Array, batch: int) -> jax.Array:
-    """The opposite."""
+    """The inverse of `_to_kernel`."""
     return jnp.moveaxis(a.reshape(a.shape[0], batch, -1, *a.shape[2:]), 0, 2)
 
 
@@ -187,7 +188,7 @@ def _forward(
         **COMMON,
     )
     out, lse = (_from_kernel(a, len(q_BTNH)) for a in (out, lse))
-    sees_any = lse > MASKED  # what no step of the grid was run for is not a number
+    sees_any = lse > MASKED  # NaN where no step of the grid ran
     return jnp.where(sees_any[..., None], out, 0).astype(dtype), jnp.where(sees_any, lse, MASKED)
 
 
@@ -213,15 +214,15 @@ def _backward(
         delta(g_BTNV, out_BTNV),
     )
     q, k, v, g, lse, inner = map(_to_kernel, arrays)
-    given = q, k, v, _segment_ids(segments), None, lse, g, inner
+    arguments = q, k, v, _segment_ids(segments), None, lse, g, inner
     common = COMMON | LAYOUTS | {"interpret": interpret}
     blocks = _blocks(q_BTNH, k_BSKH, sight, segments, MOST, 512)
     dq = splash._splash_attention_bwd_dq(
-        *given, bq=blocks.queries, bkv=blocks.keys, mask_info=blocks.of_queries(), **common
+        *arguments, bq=blocks.queries, bkv=blocks.keys, mask_info=blocks.of_queries(), **common
     )
     blocks = _blocks(q_BTNH, k_BSKH, sight, segments, MOST, MOST)
     _, dk, dv = splash._splash_attention_bwd_dkv(
-        *given,
+        *arguments,
         bq=blocks.queries,
         bkv=blocks.keys,
         bkv_compute=block_size(blocks.keys, 512),
@@ -235,7 +236,7 @@ def _backward(
 
 @functools.cache
 def kernel(interpret: bool) -> Kernel:
-    """The kernel; interpreted: off a TPU."""
+    """The kernel. interpret: off a TPU."""
     return Kernel(
         functools.partial(_forward, interpret=interpret),
         functools.partial(_backward, interpret=interpret),

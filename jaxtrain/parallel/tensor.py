@@ -1,17 +1,24 @@
-"""Tensor parallelism with a split sequence (Korthikanti et al. 2022, section 4.2.2): the
-collectives over `model` around a product.
+"""Tensor parallelism with a split sequence: the collectives over `model` before and after a
+product, and the embedding table split by rows.
 
-A matrix that is split by its columns multiplies all tokens, which are gathered before; one that is
-split by its rows leaves a sum over `model`, of which each device keeps its own tokens. Written out,
-because the partitioner reduces each product by itself before it adds several, and XLA's CPU backend
-makes a whole all-reduce of a reduce-scatter of its own. None of these is differentiated: the
-layers' backward calls them (models/layers.py).
+A matrix that is split by its columns multiplies all tokens, which are all-gathered before. One that
+is split by its rows leaves a sum over `model`, which a reduce-scatter splits along the sequence
+(Korthikanti et al. 2022, section 4.2.2). Both are written out, because the partitioner reduces each
+product by itself before it adds several, and XLA's CPU backend makes an all-reduce of a
+reduce-scatter of its own. None of these is differentiated: the layers' backward calls them
+(models/layers.py).
+
+A device looks up the tokens that are in its rows of the embedding table, and the sums meet in a
+reduce-scatter over the sequence (Megatron-LM's vocabulary-parallel embedding, Shoeybi et al. 2019).
+The partitioner alone would gather the table instead. A table that is split over `stage` too
+(runtime/embedding_and_head.py) comes as this stage's part, with tokens relative to its lowest row.
 """
 
 import functools
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -22,17 +29,19 @@ TOKENS = P(None, MODEL)  # [batch, token, …] between blocks
 COLUMNS = P(None, None, MODEL)  # [batch, token, columns] inside a block
 
 
-def all_tokens(x_BTD: jax.Array) -> jax.Array:
-    """A split sequence, whole on every device."""
+def gather_tokens(x_BTD: jax.Array) -> jax.Array:
+    """A split sequence, all-gathered over `model`."""
     if not is_split("sequence"):
         return x_BTD
     return over_model(lambda x: lax.all_gather(x, MODEL, axis=1, tiled=True), (TOKENS,), P())(x_BTD)
 
 
-def own_tokens(xs: Sequence[jax.Array], weights: Sequence[jax.Array], dim: int) -> jax.Array:
-    """Σ x · weight over all pairs, split along the sequence: each x is [B, T, I] with split
-    columns, its weight has I as dimension `dim` (of 2), split too. The products of a device are
-    added up before one reduce-scatter."""
+def scattered_products(
+    xs: Sequence[jax.Array], weights: Sequence[jax.Array], dim: int
+) -> jax.Array:
+    """Σ x · weight over all pairs, split along the sequence. Each x is [B, T, I] with split
+    columns; its weight has I as dimension `dim` (of 2), split too. A device adds up its products
+    before one reduce-scatter."""
 
     def product(xs, weights):
         flat = [
@@ -49,17 +58,17 @@ def own_tokens(xs: Sequence[jax.Array], weights: Sequence[jax.Array], dim: int) 
     )
 
 
-def heads_here(kv_heads: int) -> int:
-    """Key/value heads as attention sees them: at least one for each device of `model`, copies where
-    there are fewer."""
+def attention_kv_heads(kv_heads: int) -> int:
+    """The number of key/value heads in attention: at least one for each device of `model`, copies
+    where there are fewer."""
     return max(kv_heads, shards("kv_heads"))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def shared_columns(weight: jax.Array, kv_heads: int) -> jax.Array:
-    """[…, columns of the key/value heads] → those of `heads_here`, each copy beside its devices'
-    queries: where there are fewer heads than devices, the devices of a head gather its columns, and
-    their gradients meet in a reduce-scatter."""
+    """[…, columns of the key/value heads] → columns of `attention_kv_heads`, each copy on the
+    devices of its queries. Where there are fewer heads than devices, the devices of a head
+    all-gather its columns, and their gradients meet in a reduce-scatter."""
     return _among_sharers(
         lambda a, groups: lax.all_gather(
             a, MODEL, axis=a.ndim - 1, tiled=True, axis_index_groups=groups
@@ -84,3 +93,49 @@ shared_columns.defvjp(
         _among_sharers(lambda a, groups: psum_scatter(a, MODEL, a.ndim - 1, groups), g, kv_heads),
     ),
 )
+
+
+# --- the embedding table --------------------------------------------------------------------------
+
+
+def _rows(tokens: jax.Array, rows: int, begin=0) -> jax.Array:
+    """Token ids as rows of the part of a table that begins at row `begin`; `rows` (out of range)
+    for those that are not in it."""
+    local = tokens - begin
+    return jnp.where((local >= 0) & (local < rows), local, rows)
+
+
+def _take(table: jax.Array, rows: jax.Array) -> jax.Array:
+    return table.at[rows].get(mode="fill", fill_value=0)
+
+
+def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """table [V, D], tokens int32 [batch, T] → [batch, T, D], split along T where the vocabulary is
+    split; zero for a token that is not in the table."""
+    if not is_split("vocab"):
+        return _take(table, _rows(tokens, table.shape[0]))
+
+    def local(part, tokens):
+        rows = part.shape[0]
+        return psum_scatter(
+            _take(part, _rows(tokens, rows, lax.axis_index(MODEL) * rows)), MODEL, dim=1
+        )
+
+    return over_model(local, (P(MODEL), P()), P(None, MODEL))(table, tokens)
+
+
+def add_lookup_gradient(
+    accumulator: jax.Array, tokens: jax.Array, gradient: jax.Array
+) -> jax.Array:
+    """accumulator [V, D] plus the gradient of `lookup`; gradient is [batch, T, D]."""
+    add = lambda part, rows, g: part.at[rows].add(g.astype(part.dtype), mode="drop")
+    if not is_split("vocab"):
+        return add(accumulator, _rows(tokens, accumulator.shape[0]), gradient)
+
+    def local(part, tokens, gradient):
+        rows, gathered = part.shape[0], lax.all_gather(gradient, MODEL, axis=1, tiled=True)
+        return add(part, _rows(tokens, rows, lax.axis_index(MODEL) * rows), gathered)
+
+    return over_model(local, (P(MODEL), P(), P(None, MODEL)), P(MODEL))(
+        accumulator, tokens, gradient
+    )

@@ -1,15 +1,15 @@
-"""ZeRO (Rajbhandari et al. 2020): what the data axis shares out, and the collectives that this
-takes.
+"""ZeRO (Rajbhandari et al. 2020): the arrays that are sharded over the data axis, and the
+collectives for that.
 
-    stage 0   nothing
+    stage 0   none
     stage 1   the optimizer's state
-    stage 2   the gradients' sums too: every microbatch's gradients are reduced as they are made
+    stage 2   the gradients' sums too: the gradients of a microbatch are reduced in its W
     stage 3   the parameters too: gathered layer by layer inside an op, or all of them once a step
 
-A parameter is shared out along one of its own dimensions. Where embedding and head are the same on
-every stage, their optimizer state is shared out over `stage` as well. The functions below run
-inside the runtime's manual region, on a device's part of one parameter (with or without the leading
-dimensions of a stack of layers).
+A parameter is sharded along one dimension of its shape without the stack's. Where embedding and
+head are the same on every stage, their optimizer state is sharded over `stage` as well. The
+functions below run inside the runtime's manual region, on a device's part of one parameter (with or
+without the leading dimensions of a stack of layers).
 """
 
 import dataclasses
@@ -28,9 +28,13 @@ from jaxtrain.parallel.replicas import sum_inside_first
 
 @dataclasses.dataclass(frozen=True)
 class Zero:
-    """What is done when. stage: 0 to 3; gather: parameters of stage 3, by "layer" inside ops or all
-    once a "step"; reduce: gradients once a "step", or each "microbatch"; dtype: of gradients on
-    their way."""
+    """The stage of ZeRO, and the time of its collectives.
+
+    stage:  0 to 3
+    gather: parameters of stage 3 are gathered by "layer" inside ops, or all once a "step"
+    reduce: gradients are reduced once a "step", or in each "microbatch"
+    dtype:  of gradients in collectives
+    """
 
     stage: int = 1
     gather: str = "layer"
@@ -48,15 +52,16 @@ class Zero:
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """Where a parameter's gradient and optimizer state lie, and how the gradient gets there.
+    """The sharding of a parameter's gradient and optimizer state, and the collectives of the
+    gradient.
 
     sum_axes:     mesh axes over which the gradient is only summed
-    scatter_axes: mesh axes over which the sum is left scattered, along dimension `dim` of the
-        parameter's own; data comes first
-    lead:         dimensions before the parameter's own (stage, layer)
-    whole:        the parameter's sharding if nothing is shared out
-    sharded:      its sharding if it is shared out over data
-    storage:      shared out over all of `scatter_axes`, as the optimizer's state is
+    scatter_axes: mesh axes over which the sum is scattered, along dimension `dim` of a parameter
+                  without leading dimensions; data is the outermost
+    lead:         the number of leading dimensions (stage, layer)
+    unsharded:    the parameter's sharding without ZeRO
+    sharded:      its sharding over data
+    storage:      the sharding over all of `scatter_axes`, which the optimizer's state has
     counts:       the gradient is a number of tokens, which no other type than float32 may round
     """
 
@@ -64,7 +69,7 @@ class Reduction:
     scatter_axes: tuple[str, ...]
     dim: int
     lead: int
-    whole: PartitionSpec
+    unsharded: PartitionSpec
     sharded: PartitionSpec
     storage: PartitionSpec
     counts: bool = False
@@ -74,8 +79,8 @@ class Reduction:
         return DATA in self.scatter_axes
 
     def axis(self, ndim: int) -> int:
-        """The dimension that is shared out of an array with so many, a stack's or a layer's."""
-        return self.dim + ndim - (len(self.whole) - self.lead)
+        """The scattered dimension of an array of `ndim` dimensions, a stack's or a layer's."""
+        return self.dim + ndim - (len(self.unsharded) - self.lead)
 
 
 def reduction_of(
@@ -87,18 +92,19 @@ def reduction_of(
     sum_axes: tuple[str, ...] = SUM_AXES,
     counts: bool = False,
 ) -> Reduction:
-    """The reduction of a gradient, or of `counts`, with logical `axes` and `shape`, whose first
-    `lead` dimensions are not the parameter's own (stage, layer), over `sum_axes`, and `stage` where
-    all stages hold it. Where no dimension divides, it is summed and stays whole."""
-    whole = spec(axes)
-    taken = {name for part in whole for name in mesh_axes(part)}
+    """The reduction of a gradient, or of `counts`, with logical `axes` and `shape`, over
+    `sum_axes`, and over `stage` where all stages hold it. The `lead` leading dimensions (stage,
+    layer) are not sharded. A gradient none of whose dimensions divides is summed and stays
+    unsharded."""
+    unsharded = spec(axes)
+    taken = {name for part in unsharded for name in mesh_axes(part)}
     copies = tuple(name for name in (*sum_axes, STAGE) if name not in taken)
     candidates: list[tuple[str, ...]] = (
         [(DATA, STAGE), (DATA,), (STAGE,)] if STAGE in copies else [(DATA,)]
     )
 
     def shared(dim: int, names: tuple[str, ...]) -> PartitionSpec:
-        parts = list(whole)
+        parts = list(unsharded)
         parts[dim] = names[0] if len(names) == 1 else names or None
         return PartitionSpec(*parts)
 
@@ -106,13 +112,13 @@ def reduction_of(
         names = tuple(n for n in names if mesh.shape[n] > 1)
         size = math.prod(mesh.shape[n] for n in names)
         for dim in range(lead, len(shape)):
-            if size > 1 and whole[dim] is None and shape[dim] % size == 0:
+            if size > 1 and unsharded[dim] is None and shape[dim] % size == 0:
                 rest = tuple(a for a in copies if a not in names)
                 sharded = shared(dim, tuple(n for n in names if n == DATA))
                 return Reduction(
-                    rest, names, dim - lead, lead, whole, sharded, shared(dim, names), counts
+                    rest, names, dim - lead, lead, unsharded, sharded, shared(dim, names), counts
                 )
-    return Reduction(copies, (), 0, lead, whole, whole, whole, counts)
+    return Reduction(copies, (), 0, lead, unsharded, unsharded, unsharded, counts)
 
 
 def _on_parts(fn: Callable, split: PartitionSpec, x: jax.Array) -> jax.Array:
@@ -120,17 +126,17 @@ def _on_parts(fn: Callable, split: PartitionSpec, x: jax.Array) -> jax.Array:
 
 
 def _model_split(reduction: Reduction, x: jax.Array) -> PartitionSpec:
-    """How `model` splits a parameter's array, a stack's or a layer's."""
+    """The sharding over `model` of a parameter's array, a stack's or a layer's."""
     return PartitionSpec(
         *(
             MODEL if MODEL in mesh_axes(part) else None
-            for part in reduction.whole[len(reduction.whole) - x.ndim :]
+            for part in reduction.unsharded[len(reduction.unsharded) - x.ndim :]
         )
     )
 
 
 def gather(part: jax.Array, reduction: Reduction) -> jax.Array:
-    """A parameter of stage 3, whole on each data shard."""
+    """A parameter of stage 3, all-gathered over `data`."""
     if not reduction.over_data:
         return part
     dim = reduction.axis(part.ndim)
@@ -142,10 +148,11 @@ def gather(part: jax.Array, reduction: Reduction) -> jax.Array:
 def reduce(
     gradient: jax.Array, reduction: Reduction, dtype, axes: tuple[str, ...] | None = None
 ) -> jax.Array:
-    """This device's sum → float32, the sum over all devices, this device's part where that is
-    scattered; over these mesh `axes` alone.
+    """The gradient of this device → the sum over all devices, float32, this device's shard where it
+    is scattered. axes: the only mesh axes to reduce over; None: all.
 
-    Inside a replica first, so that only the scattered part crosses to others."""
+    Gradients are reduced inside a replica before they cross `replica`, so that only shards cross.
+    """
     scatter = tuple(a for a in reduction.scatter_axes if axes is None or a in axes)
     sums = tuple(a for a in reduction.sum_axes if axes is None or a in axes)
 
@@ -159,13 +166,13 @@ def reduce(
 
 
 def reduce_in_op(gradient: jax.Array, reduction: Reduction, dtype) -> jax.Array:
-    """A microbatch's gradient, summed over `data`: this device's part of it. What is not shared out
-    over `data` stays as it is."""
+    """A microbatch's gradient, summed over `data`: this device's shard. A gradient that is not
+    sharded over `data` stays as it is."""
     return reduce(gradient, reduction, dtype, (DATA,)) if reduction.over_data else gradient
 
 
 def reduce_rest(gradient: jax.Array, reduction: Reduction, dtype) -> jax.Array:
-    """After the step, what `reduce_in_op` left to do."""
+    """The reduction after the step, over the axes that `reduce_in_op` leaves out."""
     rest = tuple(
         a
         for a in (*reduction.scatter_axes, *reduction.sum_axes)
@@ -174,14 +181,14 @@ def reduce_rest(gradient: jax.Array, reduction: Reduction, dtype) -> jax.Array:
     return reduce(gradient, reduction, dtype, rest)
 
 
-def whole_shape(shape: tuple[int, ...], reduction: Reduction, shards: int) -> tuple[int, ...]:
-    """The shape on a device of a parameter that is whole over `data`, from that of one of its
-    `shards` parts."""
+def unsharded_shape(shape: tuple[int, ...], reduction: Reduction, shards: int) -> tuple[int, ...]:
+    """The shape on a device of a parameter that is not sharded over `data`, from that of one of its
+    `shards` shards."""
     return _resized(shape, reduction, lambda size: size * shards)
 
 
-def part_shape(shape: tuple[int, ...], reduction: Reduction, shards: int) -> tuple[int, ...]:
-    """The opposite: that of one of `shards` parts, from that of the whole."""
+def shard_shape(shape: tuple[int, ...], reduction: Reduction, shards: int) -> tuple[int, ...]:
+    """The shape of one of `shards` shards over `data`, from that of the unsharded parameter."""
     return _resized(shape, reduction, lambda size: size // shards)
 
 
@@ -192,10 +199,10 @@ def _resized(
     return (*shape[:dim], resize(shape[dim]), *shape[dim + 1 :]) if reduction.over_data else shape
 
 
-# --- a table shared out by columns: the tokens' rows travel, not the table ------------------------
+# --- a table sharded by columns: the tokens' rows travel, not the table ---------------------------
 
 
-def all_sequences(x: jax.Array) -> jax.Array:
+def gather_sequences(x: jax.Array) -> jax.Array:
     """[batch, …] of each data shard → [shards · batch, …]."""
     return lax.all_gather(x, DATA, axis=0, tiled=True)
 
@@ -204,12 +211,12 @@ def _activation(x: jax.Array) -> PartitionSpec:
     return PartitionSpec(None, MODEL if is_split("sequence") else None)
 
 
-def to_own_sequences(x: jax.Array) -> jax.Array:
-    """This device's columns of all shards' sequences → all columns of its own: [shards · batch, T,
-    D/shards] → [batch, T, D]."""
+def columns_to_sequences(x: jax.Array) -> jax.Array:
+    """This device's columns of all sequences → all columns of this device's sequences: [shards ·
+    batch, T, D/shards] → [batch, T, D]."""
     return _on_parts(lambda a: lax.all_to_all(a, DATA, 0, 2, tiled=True), _activation(x), x)
 
 
-def to_own_columns(x: jax.Array) -> jax.Array:
-    """The opposite: [batch, T, D] → [shards · batch, T, D/shards]."""
+def sequences_to_columns(x: jax.Array) -> jax.Array:
+    """The inverse of `columns_to_sequences`: [batch, T, D] → [shards · batch, T, D/shards]."""
     return _on_parts(lambda a: lax.all_to_all(a, DATA, 2, 0, tiled=True), _activation(x), x)

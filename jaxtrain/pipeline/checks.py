@@ -81,8 +81,11 @@ def _hardware_is_known(config: Config) -> Iterator[Violation]:
         yield Violation(path, error.rule, values_for(path, (error.use, "")))
         return
     if compute not in peaks:
-        rule = f"has no peak for precision.compute={compute!r}"
-        yield Violation(path, rule, [*values_for("precision.compute", peaks), {path: ""}])
+        yield Violation(
+            path,
+            f"has no peak for precision.compute={compute!r}",
+            [*values_for("precision.compute", peaks), {path: ""}],
+        )
 
 
 def tables_can_be_made(config: Config, report: Report = silent) -> Iterator[Violation]:

@@ -127,12 +127,12 @@ class Bench:
     def product(self, m: int, n: int, k: int, dtype: str) -> float:
         """Seconds of the product [m, k] · [k, n]; a program has several of a short one."""
         count = 4 if m * n * k < FEW else 1
-        left = self._arrays((m, k), jnp.dtype(dtype), count)
-        right = self._arrays((k, n), jnp.dtype(dtype), count)
+        lhs = self._arrays((m, k), jnp.dtype(dtype), count)
+        rhs = self._arrays((k, n), jnp.dtype(dtype), count)
         products = lambda *arrays: tuple(
             a @ b for a, b in zip(arrays[:count], arrays[count:], strict=True)
         )
-        seconds = self._seconds(products, *left, *right)
+        seconds = self._seconds(products, *lhs, *rhs)
         return without(seconds, self.call) / count
 
     def attention(

@@ -74,7 +74,7 @@ NO_DATA_SHEET = Hardware(
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is measured on a platform; all sizes are those of one device.
+    """The sizes that are measured on a platform, each that of one device.
 
     dtype:       the type of the swept products; of the other type only the peak is measured
     products:    (m, n, k), the largest last

@@ -39,7 +39,6 @@ from jaxtrain.hlo.topology import (
     Compiled,
     Refused,
     Topology,
-    TopologyError,
     compile_config,
     compilers,
 )
@@ -196,18 +195,18 @@ class CompileCheck:
 
 
 def check_topology(devices: Topology, wanted: int) -> Topology:
-    """The topology itself. Raises TopologyError if it has not this number of devices, or no
+    """The topology itself. Raises UsageError if it has not this number of devices, or no
     compiler for them is installed."""
     if devices.devices != wanted:
         rule = f"--topology={devices.text} has {devices.devices} devices, and the mesh has {wanted}"
         try:
             fitting = topology.fitting(devices.platform.name, wanted)
-        except TopologyError as error:
-            raise TopologyError(f"{rule}: {error}", advice="another mesh") from None
-        raise TopologyError(rule, {"topology": fitting.text})
+        except UsageError as error:
+            raise UsageError(f"{rule}: {error}", advice="another mesh") from None
+        raise UsageError(rule, {"topology": fitting.text})
     if devices.platform.missing:
         where = f"neither installed nor in {compilers()} ($JAXTRAIN_COMPILERS)"
-        raise TopologyError(
+        raise UsageError(
             f"--topology={devices.text} needs {devices.platform.package}, which is {where}: "
             f"{INSTALL_COMMAND}"
         )

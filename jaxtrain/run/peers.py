@@ -153,8 +153,9 @@ class Peers:
         """Brings `peers` and `ending` up to date; waits at most so long if no message has come."""
         for key, _ in self._selector.select(max(0.0, seconds)):
             connection: Any = key.fileobj
-            if connection is self._listener:
-                self._accept()
+            if self._listener and connection is self._listener:
+                with contextlib.suppress(OSError):  # it has disconnected
+                    self._add(connection.accept()[0], None)
             else:
                 self._receive(connection)
 
@@ -190,11 +191,6 @@ class Peers:
         self._lines[connection] = b""
         if peer:
             self._peer_of[connection] = self.peers[peer.process] = peer
-
-    def _accept(self) -> None:
-        assert self._listener is not None
-        with contextlib.suppress(OSError):  # it has disconnected
-            self._add(self._listener.accept()[0], None)
 
     def _receive(self, connection: socket.socket) -> None:
         try:
@@ -293,14 +289,14 @@ class Slowest:
 
     def line(self) -> str:
         """A warning for the log."""
-        first, last = self.steps
-        own = (
+        begin, end = self.steps
+        host_time = (
             f"{self.own_s:.3f} s of its own a step ({self.data_wait_s:.3f} waiting for data), the "
             f"median {self.median_s:.3f}"
         )
         return (
-            f"warning: steps {first} to {last}: {self.name} is slowest, with {own}; a step takes "
-            f"{self.step_s:.3f} s"
+            f"warning: steps {begin} to {end}: {self.name} is slowest, with {host_time}; a step "
+            f"takes {self.step_s:.3f} s"
         )
 
 
@@ -329,17 +325,19 @@ class Stragglers:
         }
         if now - self._began < WINDOW_S or min(steps.values()) < WINDOW_STEPS:
             return
-        own = {p: (beat.own_s - self._window[p].own_s) / steps[p] for p, (_, beat) in beats.items()}
-        slowest = max(own, key=lambda process: own[process])
+        host_s = {
+            p: (beat.own_s - self._window[p].own_s) / steps[p] for p, (_, beat) in beats.items()
+        }
+        slowest = max(host_s, key=lambda process: host_s[process])
         name, last = beats[slowest]
         start, count = self._window[slowest], steps[slowest]
         candidate = Slowest(
             slowest,
             name,
             steps=(start.step + 1, last.step),
-            own_s=own[slowest],
+            own_s=host_s[slowest],
             data_wait_s=(last.data_wait_s - start.data_wait_s) / count,
-            median_s=statistics.median_low(own.values()),
+            median_s=statistics.median_low(host_s.values()),
             step_s=(now - self._began) / count,
         )
         is_behind = candidate.behind_s > BEHIND * candidate.step_s

@@ -75,11 +75,11 @@ class StepTimer:
         self._asked = self._laps[0]
 
 
-def _seconds_a_step(first: tuple[int, float], last: tuple[int, float]) -> float:
+def _seconds_a_step(begin: tuple[int, float], end: tuple[int, float]) -> float:
     """The mean between two laps, never 0. ValueError if no step lies between them."""
-    if last[0] <= first[0]:
-        raise ValueError(f"no step has ended since step {first[0]}")
-    return max(last[1] - first[1], 1e-9) / (last[0] - first[0])
+    if end[0] <= begin[0]:
+        raise ValueError(f"no step has ended since step {begin[0]}")
+    return max(end[1] - begin[1], 1e-9) / (end[0] - begin[0])
 
 
 class Progress:
@@ -142,13 +142,22 @@ class Progress:
 
     def _parts(self) -> dict[str, str]:
         """The texts of the known figures by name, in the order in which they are shown."""
-        return _status_texts(self._status) | ({"left": left} if (left := self._left()) else {})
+        status, texts = self._status, {}
+        if "loss" in status:
+            texts["loss"] = f"loss {status['loss']:.4f}"
+        if "tokens_per_s" in status:
+            texts["tokens_per_s"] = f"{_short(status['tokens_per_s'])} tokens/s"
+        if "mfu" in status:
+            texts["mfu"] = f"MFU {100 * status['mfu']:.1f} %"
+        if left := self._left():
+            texts["left"] = left
+        return texts
 
     def _left(self) -> str:
-        first, since = self._first_lap or (self._step, 0.0)
-        if first == self._step or self._step >= self._total:
+        begin, since = self._first_lap or (self._step, 0.0)
+        if begin == self._step or self._step >= self._total:
             return ""
-        seconds = (self._clock() - since) / (self._step - first) * (self._total - self._step)
+        seconds = (self._clock() - since) / (self._step - begin) * (self._total - self._step)
         return f"{_duration(seconds)} left"
 
     def _draw(self) -> None:
@@ -198,18 +207,6 @@ def bar_line(step: int, total: int, parts: dict[str, str], width: int) -> str:
 
 
 _IMPORTANT = ("loss", "left", "tokens_per_s", "mfu")
-
-
-def _status_texts(status: dict[str, float]) -> dict[str, str]:
-    """The texts of a step's figures by name."""
-    texts = {}
-    if "loss" in status:
-        texts["loss"] = f"loss {status['loss']:.4f}"
-    if "tokens_per_s" in status:
-        texts["tokens_per_s"] = f"{_short(status['tokens_per_s'])} tokens/s"
-    if "mfu" in status:
-        texts["mfu"] = f"MFU {100 * status['mfu']:.1f} %"
-    return texts
 
 
 def _short(number: float) -> str:

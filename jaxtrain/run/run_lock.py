@@ -20,13 +20,12 @@ created with O_EXCL, and renamed to run.lock if that is still the dead one. So o
 newcomers wins. A newcomer that dies in between leaves a dead lock of the same form, which is taken
 over in the same way.
 
-A lock library is no substitute: docs/log.md has how filelock does on these tests.
+A lock library is no substitute: docs/log/2026-11.md has the results of filelock on our tests.
 """
 
 import contextlib
 import dataclasses
 import datetime
-import enum
 import errno
 import hashlib
 import json
@@ -115,28 +114,20 @@ def _proc_entry(pid: int) -> _ProcEntry | None:
         return None
 
 
-class Fate(enum.Enum):
-    """The state of a process of this host."""
-
-    RUNS = enum.auto()
-    STOPPED = enum.auto()  # by Ctrl-Z, SIGSTOP or a debugger: it may go on
-    GONE = enum.auto()  # no process has its number, or one with another start
-
-
-def fate(process: Process) -> Fate:
-    """The state of a process that `shares_pids_with` the calling one."""
+def state_of(process: Process) -> str:
+    """The state letter of a process that `shares_pids_with` the calling one: "T" or "t" if it is
+    stopped and may go on; "" if no process has its number, or one with another start."""
     try:
         # raised for another user's process, which exists
         with contextlib.suppress(PermissionError):
             os.kill(process.pid, 0)
     except (ProcessLookupError, OverflowError):
-        return Fate.GONE
+        return ""
     entry = _proc_entry(process.pid)
     if entry is None:
-        return Fate.RUNS
-    if entry.state in "ZX" or entry.start != process.start:
-        return Fate.GONE
-    return Fate.STOPPED if entry.state in "Tt" else Fate.RUNS
+        return "R"
+    is_gone = entry.state in "ZX" or entry.start != process.start
+    return "" if is_gone else entry.state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,10 +208,10 @@ def _read(path: pathlib.Path) -> _File | None:
 
 @dataclasses.dataclass
 class _Watch:
-    """A newcomer's observation of a lock: the first look, and the seconds of looking without a
+    """A newcomer's observation of a lock: its initial look, and the seconds of looking without a
     change."""
 
-    first: _File
+    initial: _File
     last_look: float
     silent: float = 0.0
 
@@ -284,7 +275,7 @@ class RunLock:
         watch = self._watches.get(self._path)
         if watch is None or watch.silent < BEAT_S:
             return ""
-        holder = watch.first.holder
+        holder = watch.initial.holder
         if holder and holder.process.shares_pids_with(self._me):
             return ""
         who = f"the run of {holder}" if holder else "a process that has not written who it is"
@@ -334,18 +325,18 @@ class RunLock:
         it lives."""
         now, holder = self._clock(), file.holder
         is_near = holder and holder.process.shares_pids_with(self._me)
-        known_fate = fate(holder.process) if holder and is_near else None
-        if known_fate is Fate.GONE:
+        state = state_of(holder.process) if holder and is_near else None
+        if state == "":
             return True
         watch = self._watches.get(path)
-        if watch is None or not file.continues(watch.first):
+        if watch is None or not file.continues(watch.initial):
             watch = self._watches[path] = _Watch(file, now)
         # Time in which this process was stopped, or the file system did not answer, does not count
         # as the holder's silence.
         watch.silent += min(now - watch.last_look, 2 * LOOK_S)
         watch.last_look = now
         silent = watch.silent >= (holder.silence if holder else SILENCE_S)
-        if file != watch.first or known_fate is Fate.STOPPED or (silent and known_fate):
+        if file != watch.initial or (state and (silent or state in "Tt")):
             raise FolderError(
                 f"--workdir={str(self._folder)!r} is in use by the run of {holder}: stop that "
                 "run, or use another --workdir"

@@ -64,8 +64,12 @@ def run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int
             raise
         status = end.code or ExitStatus.FINISHED
     finally:
-        lost = _flush()
-    return status or lost
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(SystemExit):  # `ends_with` has its status
+                stream.flush()
+    # the loss of a stream may have ended the command in another thread
+    lost = (output.ends_with for output in _outputs if output.ends_with)
+    return status or next(lost, ExitStatus.FINISHED)
 
 
 def outlive() -> None:
@@ -169,15 +173,6 @@ def _make_safe() -> None:
                 ),
             )
             _outputs.append(output)
-
-
-def _flush() -> ExitStatus:
-    """Flushes both streams. The status with which the loss of a stream has ended the command, in
-    any thread."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(SystemExit):  # `ends_with` has its status
-            stream.flush()
-    return next((output.ends_with for output in _outputs if output.ends_with), ExitStatus.FINISHED)
 
 
 def _write_past(descriptor: int, text: str) -> None:

@@ -7,15 +7,14 @@
                                                                        at once, where nothing
                                                                        comes between
 
-Residuals cross from the forward to the backward: no weights, nor anything made from weights,
-positions and constants alone, no masks, reshapes, broadcasts or transposes, no sums and products of
-other residuals; a `KeepRule` decides about the rest, and what it does not let cross is computed
-again. The weight stash crosses from B to W: the gradients that W multiplies with, and what B had to
-compute again for itself.
+Residuals cross from the forward to the backward. Weights never do, nor values that are made from
+weights, positions and constants alone, nor masks, reshapes, broadcasts and transposes, nor sums and
+products of other residuals. A `KeepRule` decides about the other values; those that it does not let
+cross are recomputed. The weight stash crosses from B to W: the gradients that W multiplies with,
+and values that B has recomputed.
 
-Calls are inlined and inner scans unrolled; an inner `while` or kernel is one equation and stays
-whole (parallel/flash.py). What `jax.checkpoint` inside the layer computes again stays in the
-backward.
+Calls are inlined and inner scans unrolled; an inner `while` or kernel stays one equation
+(parallel/flash.py). What `jax.checkpoint` inside the layer recomputes stays in the backward.
 """
 
 import contextlib
@@ -32,23 +31,23 @@ from jax.extend.core import Literal
 from jaxtrain.devices.mesh import DEVICE_PART
 from jaxtrain.parallel import attention
 
-# Values that cost no arithmetic: what they were made from crosses in their place.
+# Values that cost no arithmetic: their operands cross in their place.
 VIEWS = frozenset(
     "broadcast_in_dim reshape transpose neg squeeze copy pvary pcast iota slice split "
     "concatenate sharding_constraint layout_constraint "
-    "all_gather "  # costs no arithmetic either: a device keeps its own part
+    "all_gather "  # costs no arithmetic either: a device saves its own part
     "eq ne ge gt le lt and or not optimization_barrier".split()
 )
-# Values that cost one pass over their operands, which fuses with what reads them: not kept beside
-# all of those.
+# Values that cost one pass over their operands, which fuses with what reads them: they do not
+# cross if all of their operands do.
 CHEAP = VIEWS | frozenset(
     "add sub mul div max min select_n integer_pow square one_minus_square "
     "convert_element_type add_any".split()
 )
 PRODUCTS = frozenset({"dot_general"})
 GATHERS = frozenset({"all_gather"})
-# Attention by parallel/blockwise.py, splash.py, cudnn.py, and by jax's own function for cuDNN;
-# products by groups.
+# Attention by parallel/blockwise.py, splash.py, cudnn.py and jax's function for cuDNN; products by
+# groups.
 KERNELS = frozenset(
     "while pallas_call dot_product_attention_fwd dot_product_attention_fwd_wrapper".split()
 )
@@ -57,22 +56,20 @@ CALLS = frozenset(
     "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr "
     "remat2 checkpoint".split()
 )
-AGAIN = "computed_again"  # the name scope of what jax.checkpoint computes again in the backward
+RECOMPUTED = "recomputed"  # name scope of what jax.checkpoint recomputes in the backward
 
-# equation → whether what it makes may cross from the forward to the backward
+# equation → True if its results may cross from the forward to the backward
 KeepRule = Callable[..., bool]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Residuals:
-    """What the forward leaves for the backward, by its last reader.
+    """The values that the forward leaves for the backward, by their last reader: arrays of one
+    layer and microbatch, or their shapes and dtypes.
 
-    for_b: what B alone reads
-    for_w: what W reads; B may read it, too
-
-    The lists hold arrays of one layer and microbatch, their shapes and dtypes
-    (`LayerSplit.residuals`), or pools of slots for them.
+    for_b: those that only B reads
+    for_w: those that W reads; B may read them, too
     """
 
     for_b: list[Any]
@@ -80,8 +77,8 @@ class Residuals:
 
 
 class LayerOp(enum.Enum):
-    """What is run of one layer. WHOLE: the layer as it is written, not its trace; BACKWARD: B and W
-    at once."""
+    """A part of a layer that is run. WHOLE: the layer as it is written, not its trace; BACKWARD: B
+    and W at once."""
 
     WHOLE = enum.auto()
     FORWARD = enum.auto()
@@ -91,16 +88,16 @@ class LayerOp(enum.Enum):
 
 
 def keep_everything(equation) -> bool:
-    """`remat` none: whatever the backward reads crosses."""
+    """`remat` none: everything that the backward reads crosses."""
     return True
 
 
 def keep_products(equation) -> bool:
     """`remat` selective: results of products with weights cross, and those of a kernel or a loop,
     which is attention (its output and log-sum-exp, so that it attends once) or products by groups.
-    Other attention's inside and elementwise work are computed again (Korthikanti et al. 2022,
-    section 5). A router's choices cross, too: rows that cross lie in their order, and choices made
-    again could differ by a rounding."""
+    The inside of other attention and elementwise work are recomputed (Korthikanti et al. 2022,
+    section 5). A router's choices cross, too: the tokens sent to experts lie in their order, and
+    recomputed choices could differ by a rounding."""
     name = equation.primitive.name
     if _has(equation, KERNELS):
         return True
@@ -117,12 +114,11 @@ def keep_products(equation) -> bool:
 
 
 def _bind(equation, values):
-    """Evaluates one equation; of the names that it has, attention's goes with it."""
+    """Evaluates one equation, inside attention's name scope if it has that."""
     named = attention.SCOPE in str(equation.source_info.name_stack)
     with jax.named_scope(attention.SCOPE) if named else contextlib.nullcontext():
-        out = equation.primitive.bind(
-            *values, **equation.primitive.get_bind_params(equation.params)
-        )
+        params = equation.primitive.get_bind_params(equation.params)
+        out = equation.primitive.bind(*values, **params)
     return out if equation.primitive.multiple_results else [out]
 
 
@@ -137,23 +133,20 @@ def _inline(jaxpr, consts, args):
         zip(jaxpr.invars, args, strict=True)
     )
     for equation in jaxpr.eqns:
-        values, params, name = (
-            [_value(a, env) for a in equation.invars],
-            equation.params,
-            equation.primitive.name,
-        )
+        values = [_value(a, env) for a in equation.invars]
+        params, name = equation.params, equation.primitive.name
         inner = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
         if name == "scan":
             out = _unrolled(params, values)
         elif name in CALLS and inner is not None and not _is_part(equation):
-            body, inner_consts = (
-                (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
+            body, constants = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
+            scope = (
+                jax.named_scope(RECOMPUTED)
+                if params.get("differentiated")
+                else contextlib.nullcontext()
             )
-            if params.get("differentiated"):
-                with jax.named_scope(AGAIN):
-                    out = _inline(body, inner_consts, values)
-            else:
-                out = _inline(body, inner_consts, values)
+            with scope:
+                out = _inline(body, constants, values)
         else:
             out = _bind(equation, values)
         env.update(zip(equation.outvars, out, strict=True))
@@ -161,24 +154,18 @@ def _inline(jaxpr, consts, args):
 
 
 def _unrolled(params, values) -> list:
-    """The results of a scan, its iterations one after the other."""
+    """The results of a scan, with its iterations as separate equations."""
     if "ft_in" in params:  # jax 0.12
         fixed, carried, _ = map(len, params["ft_in"].unpack())
     else:
         fixed, carried = params["num_consts"], params["num_carry"]
-    consts, carry, stacked = (
-        values[:fixed],
-        list(values[fixed : fixed + carried]),
-        values[fixed + carried :],
-    )
+    consts, rest = values[:fixed], values[fixed:]
+    carry, stacked = list(rest[:carried]), rest[carried:]
     body, results = params["jaxpr"], []
     order = range(params["length"])
     for i in reversed(order) if params["reverse"] else order:
-        out = _inline(
-            body.jaxpr,
-            body.consts,
-            [*consts, *carry, *(jax.lax.index_in_dim(x, i, keepdims=False) for x in stacked)],
-        )
+        slices = [jax.lax.index_in_dim(x, i, keepdims=False) for x in stacked]
+        out = _inline(body.jaxpr, body.consts, [*consts, *carry, *slices])
         carry = out[:carried]
         results.append(out[carried:])
     if params["reverse"]:
@@ -187,8 +174,8 @@ def _unrolled(params, values) -> list:
 
 
 def _is(equation, names: frozenset) -> bool:
-    """Whether it is one of these, or is nothing but these on each device (a layout in memory, for
-    one)."""
+    """True for an equation that is one of these, or nothing but these on each device (such as a
+    layout in memory)."""
     name = equation.primitive.name
     return name in names or (
         _is_part(equation) and all(_is(e, names) for inner in _inner(equation) for e in inner.eqns)
@@ -196,7 +183,7 @@ def _is(equation, names: frozenset) -> bool:
 
 
 def _has(equation, names: frozenset) -> bool:
-    """Whether it is one of these, or one of these is in what each device does."""
+    """True for an equation that is one of these, or has one of these inside."""
     name = equation.primitive.name
     return name in names or (
         name in CALLS | {"shard_map"}
@@ -205,14 +192,14 @@ def _has(equation, names: frozenset) -> bool:
 
 
 def _is_part(equation) -> bool:
-    """Whether it is a function of each device's part over `model` (devices/mesh.py: over_model),
-    which stays one equation."""
+    """True for a function of each device's part over `model` (devices/mesh.py: over_model), which
+    stays one equation."""
     name = equation.primitive.name
     return name == "shard_map" or (name in CALLS and equation.params.get("name") == DEVICE_PART)
 
 
 def _inner(equation) -> Iterator:
-    """The jaxprs that an equation is made of."""
+    """The jaxprs inside an equation."""
     for value in equation.params.values():
         jaxpr = getattr(value, "jaxpr", value)
         if hasattr(jaxpr, "eqns"):
@@ -220,7 +207,7 @@ def _inner(equation) -> Iterator:
 
 
 def _is_view(equation) -> bool:
-    if equation.primitive.name == "convert_element_type":  # keep the narrower of the two
+    if equation.primitive.name == "convert_element_type":  # the narrower of the two crosses
         return equation.invars[0].aval.dtype.itemsize <= equation.outvars[0].aval.dtype.itemsize
     return _is(equation, VIEWS)
 
@@ -257,36 +244,31 @@ class LayerSplit:
     def __init__(self, layer: Callable, params, x, extra, keep: KeepRule = keep_everything):
         self.layer = layer
         self._trace(layer, params, x, extra)
-        kept = self._without_cheap(self._kept_values(keep))
-        self._stashed, for_weights = self._crossing_to_weights(kept)
-        self._for_b, self._for_w = (
-            [a for a in kept if a not in for_weights],
-            [a for a in kept if a in for_weights],
-        )
+        saved = self._saved_values(keep)
+        self._stashed, for_weights = self._crossing_to_weights(saved)
+        self._for_b = [a for a in saved if a not in for_weights]
+        self._for_w = [a for a in saved if a in for_weights]
         self.residuals = Residuals(_shapes(self._for_b), _shapes(self._for_w))
         self.weight_stash = _shapes(self._stashed)
         self.gathered = [a in self._maker and _has(self._maker[a], GATHERS) for a in self._stashed]
         self._equations = {
-            LayerOp.FORWARD: self._needed([self._y, *kept], ()),
-            LayerOp.INPUT_GRADIENT: self._needed([self._dx, *self._stashed], kept),
+            LayerOp.FORWARD: self._needed([self._y, *saved], ()),
+            LayerOp.INPUT_GRADIENT: self._needed([self._dx, *self._stashed], saved),
             LayerOp.WEIGHT_GRADIENT: self._needed(self._dp, {*for_weights, *self._stashed}),
-            LayerOp.BACKWARD: self._needed([self._dx, *self._dp], kept),
+            LayerOp.BACKWARD: self._needed([self._dx, *self._dp], saved),
         }
 
     def _trace(self, fn: Callable, params, x, extra) -> None:
-        """Traces the layer and its vjp to one flat jaxpr, and sorts its values: what every op can
-        make, and what the backward makes."""
+        """Traces the layer and its vjp to one flat jaxpr, and finds the values that every op can
+        make, and those of the backward."""
         leaves, self._tree = jax.tree.flatten(params)
-        extras, self._extra_tree = jax.tree.flatten(extra)
+        extras, extra_tree = jax.tree.flatten(extra)
         n, e = len(leaves), len(extras)
 
         def output_and_gradients(*args):
-            given = jax.tree.unflatten(self._extra_tree, args[n : n + e])
-            y, vjp = jax.vjp(
-                lambda p, x: fn(jax.tree.unflatten(self._tree, p), x, given),
-                list(args[:n]),
-                args[n + e],
-            )
+            extra = jax.tree.unflatten(extra_tree, args[n : n + e])
+            run = lambda p, x: fn(jax.tree.unflatten(self._tree, p), x, extra)
+            y, vjp = jax.vjp(run, list(args[:n]), args[n + e])
             gradients, dx = vjp(args[-1])
             return [y, dx, *gradients]
 
@@ -300,12 +282,12 @@ class LayerSplit:
         self._maker = {out: equation for equation in jaxpr.eqns for out in equation.outvars}
         self._order = {id(equation): i for i, equation in enumerate(jaxpr.eqns)}
         self._y, self._dx, *self._dp = jaxpr.outvars
-        # what every op can make by itself
+        # values that every op can make by itself
         self._free = {*self._params, *self._extras, *jaxpr.constvars}
-        self._late = {self._g}  # what depends on the incoming gradient, or is computed again
+        self._late = {self._g}  # values that depend on the incoming gradient, or are recomputed
         for equation in jaxpr.eqns:
             inputs = _variables(equation.invars)
-            if AGAIN in str(equation.source_info.name_stack) or any(
+            if RECOMPUTED in str(equation.source_info.name_stack) or any(
                 a in self._late for a in inputs
             ):
                 self._late.update(equation.outvars)
@@ -318,8 +300,8 @@ class LayerSplit:
         return self._order[id(self._maker[value])] if value in self._maker else -1
 
     def _back(self, values: Iterable, goes_on: Callable) -> None:
-        """Goes back from values to what they are made from, past each that `goes_on(value)` is true
-        of; never to what every op can make."""
+        """Walks back from values to their operands, past each value for which `goes_on(value)` is
+        true; never to values that every op can make."""
         todo, seen = list(values), set()
         while todo:
             value = todo.pop()
@@ -327,59 +309,53 @@ class LayerSplit:
                 seen.add(value)
                 todo += _variables(self._maker[value].invars) if goes_on(value) else ()
 
-    def _kept_values(self, keep: KeepRule) -> set:
-        """What the forward leaves, so that the backward can make all that it reads."""
-        backward = [
-            eq
-            for eq in self._needed([self._dx, *self._dp], ())
-            if any(o in self._late for o in eq.outvars)
-        ]
-        kept = set()
+    def _saved_values(self, keep: KeepRule) -> list:
+        """The values that the forward leaves, so that the backward can make all that it reads, in
+        the order in which they are made."""
+        equations = self._needed([self._dx, *self._dp], ())
+        backward = [eq for eq in equations if any(o in self._late for o in eq.outvars)]
+        saved = set()
 
         def goes_on(value) -> bool:
-            crosses = value is self._x or (
-                keep(self._maker[value]) and not _is_view(self._maker[value])
-            )
+            maker = self._maker.get(value)
+            crosses = value is self._x or (keep(maker) and not _is_view(maker))
             if crosses:
-                kept.add(value)
+                saved.add(value)
             return not crosses
 
         reads = [a for eq in backward for a in _variables(eq.invars)]
         self._back([a for a in (*reads, *_variables(self._dp)) if a not in self._late], goes_on)
-        return kept
+        # A value that a pass over other saved ones makes need not be saved.
+        for value in sorted(saved, key=self._position, reverse=True):
+            if value is not self._x and self._sources(value, saved - {value}) is not None:
+                saved.remove(value)
+        return sorted(saved, key=self._position)
 
-    def _without_cheap(self, kept: set) -> list:
-        """`kept` without what a pass over other values of it makes, in the order of their
-        making."""
-        left = set(kept)
-        for value in sorted(kept, key=self._position, reverse=True):
-            if value is not self._x and self._sources(value, left - {value}) is not None:
-                left.remove(value)
-        return sorted(left, key=self._position)
-
-    def _sources(self, value, given: set) -> set | None:
-        """Those of `given` from which cheap equations alone make the value; None if they do not."""
+    def _sources(self, value, available: set) -> set | None:
+        """The available values from which cheap equations make `value`; None if these do not
+        suffice."""
         sources, others = set(), set()
 
         def goes_on(value) -> bool:
             cheap = not (value in self._late or value is self._x) and _is(self._maker[value], CHEAP)
-            if value in given:
+            if value in available:
                 sources.add(value)
             elif not cheap:
                 others.add(value)
-            return cheap and value not in given
+            return cheap and value not in available
 
         self._back([value], goes_on)
         return None if others else sources
 
-    def _crossing_to_weights(self, kept: list) -> tuple[list, set]:
-        """(what B leaves for W, the residuals that W reads).
+    def _crossing_to_weights(self, saved: list) -> tuple[list, set]:
+        """(the values that B leaves for W, the residuals that W reads).
 
-        Where a residual or a few make a value that W reads, the fewer bytes are held on from B to
-        W: the value, or they. A tenth more is given for not stashing: B need not make the value
-        then.
+        Where cheap equations make a value that W reads from residuals, whichever has fewer bytes
+        stays until W: the value, or the residuals. These may have a tenth more, since B need not
+        make the value then.
         """
-        crossing, in_b = set(kept), {o for eq in self._needed([self._dx], kept) for o in eq.outvars}
+        crossing = set(saved)
+        in_b = {o for eq in self._needed([self._dx], saved) for o in eq.outvars}
         stash, residuals, sources_of = set(), set(), {}
 
         def goes_on(value) -> bool:
@@ -388,7 +364,8 @@ class LayerSplit:
             elif value is self._g or (
                 value in in_b and value in self._late and _has(self._maker[value], GATHERS)
             ):
-                # a gradient that B gathers is not gathered twice, as it is made late and ends soon
+                # A gradient that B has gathered is stashed, not gathered twice: it lives only from
+                # B to W.
                 stash.add(value)
             elif _is_view(self._maker[value]):
                 return True
@@ -408,13 +385,13 @@ class LayerSplit:
                 residuals |= sources_of[value]
         return sorted(stash, key=self._position), residuals
 
-    def _needed(self, outputs, given) -> list:
-        """The equations that make `outputs` from the inputs and `given`, in order."""
-        given, seen, todo = set(given), {}, _variables(outputs)
+    def _needed(self, outputs, available) -> list:
+        """The equations that make `outputs` from the inputs and the available values, in order."""
+        available, seen, todo = set(available), {}, _variables(outputs)
         while todo:
             value = todo.pop()
             equation = self._maker.get(value)
-            if value in given or equation is None or id(equation) in seen:
+            if value in available or equation is None or id(equation) in seen:
                 continue
             seen[id(equation)] = equation
             todo += _variables(equation.invars)
@@ -449,10 +426,9 @@ class LayerSplit:
 
     def output_and_residuals(self, params, x: jax.Array, extra) -> tuple[jax.Array, Residuals]:
         """(y, which has the shape of x; what the backward reads)."""
-        y, *kept = self._run(
-            LayerOp.FORWARD, params, extra, {self._x: x}, [self._y, *self._for_b, *self._for_w]
-        )
-        return y, Residuals(kept[: len(self._for_b)], kept[len(self._for_b) :])
+        outputs, n = [self._y, *self._for_b, *self._for_w], len(self._for_b)
+        y, *residuals = self._run(LayerOp.FORWARD, params, extra, {self._x: x}, outputs)
+        return y, Residuals(residuals[:n], residuals[n:])
 
     def input_gradient(
         self, params, extra, residuals: Residuals, g: jax.Array
@@ -480,7 +456,3 @@ class LayerSplit:
         values = {self._g: g, **self._by_variable(residuals)}
         dx, *gradients = self._run(LayerOp.BACKWARD, params, extra, values, [self._dx, *self._dp])
         return jax.tree.unflatten(self._tree, gradients), dx
-
-    def residual_bytes(self) -> int:
-        """Bytes that one layer keeps for one microbatch."""
-        return _bytes(self._for_b) + _bytes(self._for_w)

@@ -27,15 +27,15 @@ from jaxtrain.devices.mesh import DATA, STAGE, psum
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.transformer import ModelParts, add_position_gradient
 from jaxtrain.parallel import context
-from jaxtrain.parallel.vocabulary import add_lookup_gradient
+from jaxtrain.parallel.tensor import add_lookup_gradient
 from jaxtrain.parallel.zero import (
     Zero,
-    all_sequences,
+    columns_to_sequences,
     gather,
+    gather_sequences,
     reduce_in_op,
-    to_own_columns,
-    to_own_sequences,
-    whole_shape,
+    sequences_to_columns,
+    unsharded_shape,
 )
 from jaxtrain.runtime.loss import VocabularyPart, loss_and_gradients, loss_sum
 from jaxtrain.runtime.tick_state import Constants, ModelTree, TickState, Tree
@@ -70,7 +70,7 @@ class HeadTree(NamedTuple):
     table: Any
 
     def with_norm(self, norm: Tree) -> "HeadTree":
-        """The same with another norm before the output matrix."""
+        """Replaces the norm before the output matrix."""
         return self._replace(head={**self.head, "norm": norm})
 
 
@@ -179,7 +179,7 @@ class EmbeddingAndHead:
         def zeros(a, reduction, spec):
             if not reduction.over_data:
                 return a
-            shape = whole_shape(a.shape, reduction, lax.axis_size(DATA))
+            shape = unsharded_shape(a.shape, reduction, lax.axis_size(DATA))
             return constrain(jnp.zeros(shape, a.dtype), spec.axes)
 
         return jax.tree.map(zeros, sums, reductions, specs) if self.zero.reduces_in_ops else sums
@@ -207,15 +207,17 @@ class EmbeddingAndHead:
     def _lookup(self, embed: Tree, tokens):
         """The tokens' vectors of this stage's part of the table."""
         by_columns = self.zero.gathers_in_ops and self.reductions.embed["table"].over_data
-        local = (all_sequences(tokens) if by_columns else tokens) - self._first_row(embed["table"])
+        local = (gather_sequences(tokens) if by_columns else tokens) - self._first_row(
+            embed["table"]
+        )
         x = self.parts.embedder(embed).lookup(local, self.dtype)
-        return to_own_sequences(x) if by_columns else x
+        return columns_to_sequences(x) if by_columns else x
 
     def _add_lookup(self, table, lookup: _Lookup):
         """The table's sums with the gradient of `_lookup`."""
         first_row, g, tokens = self._first_row(table), lookup.gradient, lookup.tokens
         if self.zero.reduces_in_ops and self.reductions.embed["table"].over_data:
-            g, tokens = to_own_columns(g), all_sequences(tokens)
+            g, tokens = sequences_to_columns(g), gather_sequences(tokens)
         return add_lookup_gradient(table, tokens - first_row, g)
 
     # ------------------------------------------------------------------ the embedding
@@ -255,7 +257,7 @@ class EmbeddingAndHead:
         positions = self._positions(constants.batch, microbatch, tokens)
         dense, embed = sums.first, dict(sums.embed)
         if dense:
-            dense, g = self._dense_gradients(dense, constants, microbatch, g)
+            dense, g = self._add_dense(dense, constants, microbatch, g)
         lookup = _Lookup(tokens, self._broadcast(g, self.first_stage))
         embed["table"] = self._add_lookup(embed["table"], lookup)
         if "positions" in embed:
@@ -265,11 +267,9 @@ class EmbeddingAndHead:
             embed["positions"] = self._close(before, added, reduction)
         return ModelTree(embed=embed, first=dense)
 
-    def _dense_gradients(
-        self, sums: Tree, constants: Constants, microbatch, g
-    ) -> tuple[Tree, jax.Array]:
-        """(gradient sums of the dense layers, which are recomputed; gradient of the first one's
-        input)."""
+    def _add_dense(self, sums: Tree, constants: Constants, microbatch, g) -> tuple[Tree, jax.Array]:
+        """(the sums with the gradients of the dense layers, which are recomputed; the gradient of
+        the first one's input)."""
         backward, x = [], self._embedded(constants, microbatch)
         extra = self.extra(constants.batch, microbatch)
         layer = lambda params, x: self.parts.dense_block(params)(x, *extra)

@@ -1,8 +1,8 @@
-"""Cross-entropy over a large vocabulary, never with the logits of more than some tokens at a time.
+"""Cross-entropy over a large vocabulary, with the logits of a limited number of tokens at a time.
 
-The loss is a sum over tokens, so the gradients of some tokens can be made while their logits are at
-hand: no logits are kept, none are recomputed, and the projection's gradient is added to its
-accumulator part by part.
+The loss is a sum over tokens, so the gradients of some tokens can be made while their logits exist:
+no logits are stored, none are recomputed, and the projection's gradient is added to its accumulator
+part by part.
 
 Shape suffixes: B batch, T tokens, C tokens of a part of the sequence, D width, V vocabulary.
 """
@@ -21,25 +21,24 @@ from jaxtrain.devices.sharding import shards
 
 @dataclasses.dataclass(frozen=True)
 class VocabularyPart:
-    """Which rows of the vocabulary logits are of, inside a manual region.
+    """The part of the vocabulary that a device has logits of, inside a manual region.
 
-    first_row: the first of them, an int or a traced int32
-    axes:      the mesh axes whose devices hold the other parts; () where the vocabulary is whole
+    first_row: the vocabulary's row at which it begins, an int or a traced int32
+    axes:      the mesh axes whose devices hold the other parts; () for all of the vocabulary
     """
 
     first_row: Any = 0
     axes: tuple[str, ...] = ()
 
 
-WHOLE = VocabularyPart()
+ALL = VocabularyPart()
 
 
-def token_losses(logits, targets, part: VocabularyPart = WHOLE) -> tuple[jax.Array, jax.Array]:
+def token_losses(logits, targets, part: VocabularyPart = ALL) -> tuple[jax.Array, jax.Array]:
     """logits float32 [..., V], targets int32 [...] → (negative log-likelihoods [...] in nats, their
     gradients by the logits [..., V]).
 
-    Of a part of the vocabulary the losses are those of the whole one, the same on all devices of
-    `part.axes`.
+    The losses are over all parts of the vocabulary, the same on all devices of `part.axes`.
     """
     top = logits.max(-1, keepdims=True)
     top = lax.pmax(top, part.axes) if part.axes else top
@@ -55,40 +54,40 @@ def token_losses(logits, targets, part: VocabularyPart = WHOLE) -> tuple[jax.Arr
 
 
 def cut_count(batch: int, tokens: int, sequence_shards: int, limit: int) -> int:
-    """The fewest parts of at most `limit` tokens that cut [batch, tokens] evenly along a sequence
-    that lies on so many shards."""
-    whole = tokens // sequence_shards
-    return next(
-        n
-        for n in range(1, whole + 1)
-        if whole % n == 0 and (batch * tokens // n <= limit or n == whole)
-    )
+    """The least number of parts of at most `limit` tokens into which [batch, tokens] can be cut
+    evenly along a sequence split over so many shards."""
+    local = tokens // sequence_shards
+    fits = lambda n: batch * tokens // n <= limit or n == local
+    return next(n for n in range(1, local + 1) if local % n == 0 and fits(n))
 
 
-def _cut(a: jax.Array, n: int) -> jax.Array:
-    """[B, T, ...] → [n, B, T/n, ...]: part i takes tokens i, i + n, …, so that every shard of the
-    sequence has its share."""
-    return jnp.moveaxis(a.reshape(a.shape[0], a.shape[1] // n, n, *a.shape[2:]), 2, 0)
+def _parts(limit: int, *arrays: jax.Array) -> list[jax.Array] | None:
+    """Arrays [B, T, ...] cut for a scan, [n, B, T/n, ...]; None where one part is enough.
 
-
-def _cuts(targets_BT: jax.Array, limit: int) -> int:
-    batch, tokens = targets_BT.shape
-    return cut_count(batch, tokens, shards("sequence"), limit)
+    Part i takes tokens i, i + n, …, so that every shard of the sequence has its share.
+    """
+    batch, tokens, *_ = arrays[0].shape
+    n = cut_count(batch, tokens, shards("sequence"), limit)
+    if n == 1:
+        return None
+    cut = lambda a: a.reshape(a.shape[0], a.shape[1] // n, n, *a.shape[2:])
+    return [jnp.moveaxis(cut(a), 2, 0) for a in arrays]
 
 
 def loss_sum(
-    head: Callable, x_BTD, targets_BT, weights_BT, limit: int, part: VocabularyPart = WHOLE
+    head: Callable, x_BTD, targets_BT, weights_BT, limit: int, part: VocabularyPart = ALL
 ) -> jax.Array:
-    """Σ weight · loss over all tokens, a float32 scalar. head: x [B, C, D] → logits [B, C, V];
-    limit: tokens whose logits may exist at a time."""
+    """Returns Σ weight · loss over all tokens, a float32 scalar.
+
+    head: x [B, C, D] → logits [B, C, V]; limit: tokens whose logits may exist at a time.
+    """
 
     def loss_of(x, targets, weights):
         return jnp.sum(token_losses(head(x), targets, part)[0] * weights)
 
-    n = _cuts(targets_BT, limit)
-    if n == 1:
+    parts = _parts(limit, x_BTD, targets_BT, weights_BT)
+    if parts is None:
         return loss_of(x_BTD, targets_BT, weights_BT)
-    parts = tuple(_cut(a, n) for a in (x_BTD, targets_BT, weights_BT))
     return lax.scan(lambda total, cut: (total + loss_of(*cut), None), jnp.zeros(()), parts)[0]
 
 
@@ -100,12 +99,12 @@ def loss_and_gradients(
     targets_BT,
     weights_BT,
     limit: int,
-    part: VocabularyPart = WHOLE,
+    part: VocabularyPart = ALL,
 ) -> tuple[jax.Array, Any, jax.Array]:
-    """(Σ weight · loss, `sums` + gradients of params, gradient of x [B, T, D]).
+    """Returns (Σ weight · loss, `sums` + gradients of params, gradient of x [B, T, D]).
 
-    head: (params, x [B, C, D]) → logits [B, C, V]; `sums` is a pytree like params, float32. Of a
-    part of the vocabulary the gradient of x is what this part adds to it.
+    head: (params, x [B, C, D]) → logits [B, C, V]; `sums` is a pytree like params, float32. The
+    gradient of x is this part of the vocabulary's share of it.
     """
 
     def add(carry, cut):
@@ -119,11 +118,10 @@ def loss_and_gradients(
             jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, gradients),
         ), dx
 
-    n = _cuts(targets_BT, limit)
-    carry = (jnp.zeros(()), sums)
-    if n == 1:
-        (total, sums), dx = add(carry, (x_BTD, targets_BT, weights_BT))
+    carry, arrays = (jnp.zeros(()), sums), (x_BTD, targets_BT, weights_BT)
+    parts = _parts(limit, *arrays)
+    if parts is None:
+        (total, sums), dx = add(carry, arrays)
         return total, sums, dx
-    parts = tuple(_cut(a, n) for a in (x_BTD, targets_BT, weights_BT))
     (total, sums), dx = lax.scan(add, carry, parts)
     return total, sums, jnp.moveaxis(dx, 0, 2).reshape(x_BTD.shape)

@@ -39,10 +39,10 @@ from jaxtrain.parallel.zero import (
     Reduction,
     Zero,
     gather,
-    part_shape,
     reduce,
     reduce_rest,
-    whole_shape,
+    shard_shape,
+    unsharded_shape,
 )
 from jaxtrain.runtime.backward_split import LayerSplit, keep_everything, keep_products
 from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, look_ahead
@@ -205,7 +205,8 @@ class Runtime:
         """
         sharded = self.zero.stage == 3
         in_specs = jax.tree.map(
-            lambda r: restricted(r.sharded if sharded else r.whole, MANUAL_AXES), self.reductions
+            lambda r: restricted(r.sharded if sharded else r.unsharded, MANUAL_AXES),
+            self.reductions,
         )
         if self.independent_replicas:
             in_specs, out_specs = jax.tree.map(replicas.leading, (in_specs, out_specs))
@@ -349,9 +350,9 @@ class Runtime:
         """Zeros for a parameter's gradient sum, given the parameter as the ops get it."""
         shards, shape = self.mesh.shape[DATA], parameter.shape
         if self.zero.gathers_in_ops:
-            shape = whole_shape(shape, reduction, shards)
+            shape = unsharded_shape(shape, reduction, shards)
         if self.zero.reduces_in_ops:
-            shape = part_shape(shape, reduction, shards)
+            shape = shard_shape(shape, reduction, shards)
         axes = (*(None for _ in shape[len(spec.axes) :]), *spec.axes)
         return constrain(jnp.zeros(shape, jnp.float32), axes)
 

@@ -145,7 +145,13 @@ class Tick:
         self._takes = [self._copy_op(copy) for copy in TAKES]
         cells = [op for unit, stack in enumerate(stacks) for op in self._cell_ops(unit, stack)]
         copies = [self._copy_op(copy) for copy in (*SENDS, *STAYS)]
-        self._ops = [self._embed_op(), *cells, *copies, *self._end_ops()]
+        embed = TickOp(
+            EMBED,
+            TickState(pools=Pools(activation=True)),
+            Constants(ModelTree(embed=True, first=self._has_dense_layers), batch=True),
+            self._embed,
+        )
+        self._ops = [embed, *cells, *copies, *self._end_ops()]
 
     def __call__(self, state: TickState, columns: TickColumns) -> TickState:
         state = self._run(self._takes, state, columns)
@@ -238,11 +244,6 @@ class Tick:
         buffers = dict.fromkeys((copy.source,) if slotted else (copy.source, copy.target), True)
         run = functools.partial(self._copy, copy)
         return TickOp(copy.op, TickState(pools=pools, buffers=buffers), Constants(), run)
-
-    def _embed_op(self) -> TickOp:
-        params = ModelTree(embed=True, first=self._has_dense_layers)
-        state = TickState(pools=Pools(activation=True))
-        return TickOp(EMBED, state, Constants(params, batch=True), self._embed)
 
     def _cell_ops(self, unit: int, stack: LayerStack) -> list[TickOp]:
         """F, K, R, B and W of a local unit."""
@@ -375,7 +376,7 @@ class Tick:
 
 
 def _copied(messages: TickState) -> TickState:
-    """The same messages in arrays of their own. XLA takes a plain copy away again, but not a sum
-    with a zero that it does not know to be one."""
+    """Copies of the messages. XLA removes a plain copy, but not a sum with a zero that it does not
+    know to be one."""
     zero = lax.optimization_barrier(jnp.zeros((), jnp.float32))
     return jax.tree.map(lambda a: a + -zero.astype(a.dtype), messages)

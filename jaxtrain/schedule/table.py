@@ -358,9 +358,9 @@ def from_arrays(
         unit's F and the first unit's B
     """
 
-    def column(given: Sequence[int] | None, op_of_column: Op, unit_of_column: int) -> np.ndarray:
-        if given is not None:
-            return np.array(given, np.int32)
+    def column(values: Sequence[int] | None, op_of_column: Op, unit_of_column: int) -> np.ndarray:
+        if values is not None:
+            return np.array(values, np.int32)
         microbatches = np.full(len(op), -1, np.int32)
         ticks, stages = np.nonzero((op == op_of_column) & (unit == unit_of_column))
         microbatches[ticks] = microbatch[ticks, stages]

@@ -239,9 +239,9 @@ def _waits(
     source = Cell(op, unit - 1 if op == Op.F else unit + 1, microbatch)
     if not 0 <= source.unit < table.units:
         column = "embed" if op == Op.F else "head"
-        made = int(np.flatnonzero(getattr(table, column) == microbatch)[0])
+        column_tick = int(np.flatnonzero(getattr(table, column) == microbatch)[0])
         rule = f"{column} of microbatch {microbatch} in {{}}: move it to {{}} or later"
-        return rule, (made, arrival)
+        return rule, (column_tick, arrival)
     name = cell_name(source, table.stage_of)
     source_tick = _tick_of(table, source)
     message = f"{name} of stage {table.stage_of[source.unit]} in {{}}, whose message"
@@ -264,11 +264,11 @@ def _lost_message(table: Table) -> TableError | None:
         return None
     later, earlier = later[lost], earlier[lost]
     earliest = int(np.argmin(later))  # cells stand by ticks and stages
-    over, under = int(later[earliest]), int(earlier[earliest])
-    writer, message = (cell_name(_cell_at(cells, i), table.stage_of) for i in (over, under))
+    fault, lost_cell = int(later[earliest]), int(earlier[earliest])
+    writer, message = (cell_name(_cell_at(cells, i), table.stage_of) for i in (fault, lost_cell))
     rule = f"{writer} overwrites the message of {message} in {{}}: send that by a permute before"
-    tick, stage = int(cells.tick[over]), int(cells.stage[over])
-    return TableError(rule, tick, stage, ticks=(int(cells.tick[under]),))
+    tick, stage = int(cells.tick[fault]), int(cells.stage[fault])
+    return TableError(rule, tick, stage, ticks=(int(cells.tick[lost_cell]),))
 
 
 def _early_column(table: Table, name: str, readable: np.ndarray) -> TableError | None:

@@ -1,9 +1,9 @@
-"""The load of experts: the biases that even it out, moved once a step, and what is logged of it.
+"""Load balancing of experts: biases that are moved once a step, and the load that is logged.
 
-Some of a router's parameters are counts (models/spec.py). In the place of a gradient they get the
-number of the whole batch's tokens that chose each expert, or that were dropped. The bias is a
-count, and is moved by it; a router without biases has a parameter for the count alone. `specs` is a
-tree like the parameters, of Specs; `with_counts` is one of gradients and counts.
+Some of a router's parameters are counts (models/spec.py). Instead of a gradient they get the number
+of the batch's tokens that chose each expert, or that were dropped. A bias is such a parameter and
+is moved by its count; a router without biases has a parameter for the count only. `specs` is a tree
+of Specs like the parameters, `with_counts` one of gradients and counts.
 """
 
 import jax
@@ -19,14 +19,14 @@ def _is_spec(x: object) -> bool:
 
 
 def without_counts(specs: dict, with_counts: dict) -> dict:
-    """The gradients, with zeros in the place of counts."""
+    """The gradients, with zeros instead of counts."""
     return jax.tree.map(
         lambda s, g: jnp.zeros_like(g) if s.counts else g, specs, with_counts, is_leaf=_is_spec
     )
 
 
 def _counts(specs: dict, with_counts: dict, *names: str) -> list[jax.Array]:
-    """The counts of these names, of all stacks of layers."""
+    """The counts with these names, in all stacks of layers."""
     pairs = zip(
         jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec),
         jax.tree.leaves(with_counts),
@@ -48,7 +48,7 @@ def move(specs: dict, params: dict, with_counts: dict, rate: float) -> dict:
 
 
 def expert_load(specs: dict, with_counts: dict) -> jax.Array | None:
-    """The busiest expert's load over the mean, of the layer where that is largest; None of a model
+    """The busiest expert's load over the mean, in the layer where that is largest; None for a model
     without experts."""
     loads = _counts(specs, with_counts, BIAS, LOAD)
     uneven = [(load.max(-1) / jnp.maximum(load.mean(-1), 1)).max() for load in loads]
@@ -56,7 +56,7 @@ def expert_load(specs: dict, with_counts: dict) -> jax.Array | None:
 
 
 def dropped(specs: dict, with_counts: dict) -> jax.Array | None:
-    """The part of the choices of experts that was dropped, 0 to 1; None where nothing can be."""
+    """The fraction of the choices of experts that was dropped; None if none can be."""
     drops = _counts(specs, with_counts, DROPPED)
     return _total(drops) / _total(_counts(specs, with_counts, BIAS, LOAD)) if drops else None
 

@@ -26,7 +26,7 @@ def exchange(
 ) -> TrainState:
     """The state after an exchange.
 
-    rate: η; momentum: μ; dtype: in what the outer gradient crosses `replica`, "float32" or "int8".
+    rate: η; momentum: μ; dtype: of the outer gradient that crosses `replica`, "float32" or "int8".
     """
     lay_out = functools.partial(
         jax.tree.map, lambda a, like: lax.with_sharding_constraint(a, like.sharding)
@@ -38,7 +38,7 @@ def exchange(
     velocity = jax.tree.map(lambda m, d: momentum * m + d, state.outer_momentum, delta)
 
     def moved(spec: Spec, anchor: jax.Array, delta: jax.Array, velocity: jax.Array) -> jax.Array:
-        # What no gradient moves is only averaged.
+        # Parameters without a gradient are only averaged.
         return anchor - (delta if spec.counts else rate * (delta + momentum * velocity))
 
     anchor = jax.tree.map(

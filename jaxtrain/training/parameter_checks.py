@@ -1,8 +1,6 @@
-"""Whether parameters are what they should be, asked on the devices that hold them: finite, and the
-same on all that have copies.
+"""Checks of parameters on the devices that hold them: they are finite, and copies are equal.
 
-The programs are small, and read each parameter once. They are compiled when they are asked for
-first.
+The programs are small, and read each parameter once. They are compiled when they are first needed.
 """
 
 import collections
@@ -24,9 +22,9 @@ from jaxtrain.training.state import TrainState
 
 
 class Finiteness:
-    """Says whether all numbers of a pytree of arrays are finite.
+    """A check that all numbers of a pytree of arrays are finite.
 
-    mesh: the devices that hold them, all of which get the answer.
+    mesh: the devices that hold them, all of which get the result.
     """
 
     def __init__(self, mesh: Mesh):
@@ -43,25 +41,25 @@ class Finiteness:
 
 
 def _finite(arrays: Any) -> jax.Array:
-    # Zero times a number is a number if that is finite. Sums compile in a fifth of the time that
-    # isfinite and all take.
+    # Zero times a finite number is zero, and times another NaN. Sums compile in a fifth of the time
+    # of isfinite and all.
     return sum((0 * a).sum() for a in jax.tree.leaves(arrays)) == 0
 
 
 # --- copies ---------------------------------------------------------------------------------------
 
 
-# waits for what is wrong with the copies, in words; "" if nothing is
+# waits for a text about copies that differ; "" if none do
 Comparison = Callable[[], str]
 
 
 class Copies:
-    """Compares the copies of parameters that several devices hold, bit by bit, by sums that each
-    device makes of its own.
+    """A comparison of the copies of parameters that several devices hold, bit by bit, by a sum that
+    each device computes of its copy.
 
-    A parameter's spec says over which mesh axes it is split; devices that differ in the other axes
-    alone hold the same numbers. So replicas that train apart, whose parameters are split over
-    `replica`, are compared inside each, and their anchor across all.
+    A parameter's spec has the mesh axes over which it is sharded; devices that differ only in other
+    axes hold the same numbers. Parameters of independent replicas are sharded over `replica`, so
+    they are compared inside each replica, and the anchor across all.
 
     state: as arrays or ShapeDtypeStructs with NamedShardings on the mesh.
     """
@@ -74,33 +72,33 @@ class Copies:
             for leaf in leaves
         ]
         copied = [math.prod(mesh.shape[axis] for axis in split) < mesh.size for split in splits]
-        self._places = [place for place, copy in enumerate(copied) if copy]
-        self._specs = [leaves[place].sharding.spec for place in self._places]
-        self._splits = sorted({splits[place] for place in self._places})
-        self._of_split = [self._splits.index(splits[place]) for place in self._places]
+        self._copied = [i for i, is_copied in enumerate(copied) if is_copied]
+        self._specs = [leaves[i].sharding.spec for i in self._copied]
+        self._splits = sorted({splits[i] for i in self._copied})
+        self._of_split = [self._splits.index(splits[i]) for i in self._copied]
         self._compiled: Compiled | None = None
 
     def compare(self, state: TrainState) -> Comparison:
-        """A function that waits for the result; the devices begin at once, and `state` may be
-        donated then.
+        """A function that waits for the result. The devices begin at once, and `state` may be
+        donated when this returns.
 
         Every process must call this, at the same point of the program.
         """
-        if not self._places:  # no parameter is on several devices
+        if not self._copied:  # no parameter is on several devices
             return lambda: ""
         leaves = jax.tree.leaves((state.params, state.anchor))
-        arrays = [leaves[place] for place in self._places]
+        arrays = [leaves[i] for i in self._copied]
         if self._compiled is None:
-            whole = NamedSharding(self._mesh, PartitionSpec())
+            everywhere = NamedSharding(self._mesh, PartitionSpec())
             self._compiled = cluster.compile_everywhere(
-                "copies", jax.jit(self._sums, out_shardings=whole).lower(arrays)
+                "copies", jax.jit(self._sums, out_shardings=everywhere).lower(arrays)
             )
         sums = self._compiled(arrays)
         return lambda: self._differences(np.asarray(sums))
 
     def _differences(self, sums: np.ndarray) -> str:
-        """What the sums say, [splits, devices of the mesh in its order], in words."""
-        wrong: dict[jax.Device, int] = {}  # how many others have the same
+        """A text about sums, [splits, devices of the mesh in its order], that should be equal."""
+        wrong: dict[jax.Device, int] = {}  # → the number of devices that agree with each other
         undecided: dict[jax.Device, None] = {}
         for split, of_devices in zip(
             self._splits, sums.reshape(-1, *self._mesh.devices.shape), strict=True
@@ -109,12 +107,10 @@ class Copies:
                 index = tuple(
                     place[split.index(axis)] if axis in split else slice(None) for axis in AXES
                 )
-                devices, copies = (
-                    self._mesh.devices[index].ravel(),
-                    of_devices[index].ravel().tolist(),
-                )
+                devices = self._mesh.devices[index].ravel()
+                copies = of_devices[index].ravel().tolist()
                 (most, count), *rest = collections.Counter(copies).most_common()
-                if rest and rest[0][1] == count:  # as many say one thing as another
+                if rest and rest[0][1] == count:  # two sums are equally frequent
                     undecided |= dict.fromkeys(devices)
                 elif rest:
                     wrong |= {
@@ -147,8 +143,8 @@ class Copies:
 
 
 def bit_sum(x: jax.Array) -> jax.Array:
-    """uint32: the sum of a 32-bit array's bit patterns, each times an odd number by its place,
-    modulo 2³². A change of any one number changes it, since odd numbers have inverses."""
+    """The sum of a 32-bit array's bit patterns, each times an odd number by its index, modulo 2³²;
+    uint32. A change of any one number changes it, since odd numbers have inverses."""
     bits = lax.bitcast_convert_type(x.reshape(-1), jnp.uint32)
     return (bits * (2 * lax.iota(jnp.uint32, x.size) + 1)).sum(dtype=jnp.uint32)
 

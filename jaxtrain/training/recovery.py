@@ -184,12 +184,12 @@ class SpikeDetector:
         ]
         since = self._since[0] if len(self._since) == 1 else None
         self.state = dataclasses.replace(self.state, nonfinite_since=since)
-        first = min((at for at in self._since if at is not None), default=numbers.at + 1)
-        count, limit = numbers.at - first + 1, self._policy.nonfinite_limit if self.skips else 1
+        begin = min((at for at in self._since if at is not None), default=numbers.at + 1)
+        count, limit = numbers.at - begin + 1, self._policy.nonfinite_limit if self.skips else 1
         if count >= limit:
-            skipped = f"{count} updates in a row were skipped, from step {first} on: "
+            skipped = f"{count} updates in a row were skipped, from step {begin} on: "
             why = f"{skipped if self.skips else ''}{self.describe(numbers)}"
-            return Fault(numbers.at, first, numbers.batch, why)
+            return Fault(numbers.at, begin, numbers.batch, why)
         return self._check_spike(numbers) if numbers.is_global and all(numbers.finite) else None
 
     def describe(self, numbers: Numbers) -> str:

@@ -41,8 +41,8 @@ def no_request() -> Request:
 
 
 class Saves(Protocol):
-    """Of checkpoint.checkpoints.Checkpoints: whether a save is under way, and how many seconds the
-    longest so far has taken."""
+    """Saves, as checkpoint.checkpoints.Checkpoints has them. busy: one is under way; longest_s:
+    seconds of the longest so far."""
 
     @property
     def longest_s(self) -> float: ...

@@ -39,7 +39,7 @@ def parameters_of(layout: Layout) -> dict[str, dict[str, Parameters]]:
     ):
         keys = [str(key.key) for key in path]
         depth = 2 if keys[0] in ("layers", "first", "predictors") else 1
-        split = tuple(axis for part in reduction.whole for axis in mesh_axes(part))
+        split = tuple(axis for part in reduction.unsharded for axis in mesh_axes(part))
         groups["/".join(keys[:depth])][".".join(keys[depth:])] = Parameters(
             math.prod(array.shape) // math.prod(layout.mesh.shape[axis] for axis in split),
             reduction.scatter_axes,

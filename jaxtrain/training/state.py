@@ -1,17 +1,17 @@
-"""The training state: its shapes, where each array lies, and its first values.
+"""The training state: its shapes, shardings and initial values.
 
     TrainState(params={"embed": …, "layers": {"0": …, "1": …}, "head": …},
                optimizer=optax's state, step=int32)
 
 and "predictors" beside "head" where the model predicts further tokens.
 
-"layers"[u] holds local unit u of all stages, leaves [stages, rows, …] (schedule/placement.py).
-ZeRO's stage says what is whole on every data shard, and what is scattered over the shards
+"layers"[u] holds local unit u of all stages, leaves [stages, layers, …] (schedule/placement.py).
+ZeRO's stage decides what is replicated over the data shards, and what is scattered over them
 (parallel/zero.py).
 
 With independent replicas (training/diloco.py) parameters and optimizer state have a leading
-dimension [replicas], split over them, and the state has two more trees: `anchor`, the parameters of
-the last exchange, and `outer_momentum`.
+dimension [replicas], sharded over `replica`, and the state has two further trees: `anchor`, the
+parameters of the last exchange, and `outer_momentum`.
 """
 
 import dataclasses
@@ -34,20 +34,17 @@ from jaxtrain.parallel import host_memory, replicas
 from jaxtrain.parallel.zero import Reduction, reduction_of
 from jaxtrain.schedule.placement import Placement
 
-OUTER = ("anchor", "outer_momentum")  # the state's fields that independent replicas have in common
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What a step changes and a checkpoint keeps; arrays, or what stands for them (shapes,
-    shardings).
+    """The state that a step changes and a checkpoint stores: arrays, or their shapes or shardings.
 
     params:    the model's parameters, a dict by name; [replicas, …] where replicas are independent
     optimizer: optax's state for them
     step:      the number of steps done, int32
-    anchor, outer_momentum: float32, shaped like one replica's parameters; None where replicas are
-        not independent
+    anchor, outer_momentum: float32, shaped like one replica's parameters; None if replicas are not
+        independent
     """
 
     params: Any
@@ -58,8 +55,8 @@ class TrainState:
 
     @property
     def trained(self) -> Any:
-        """The parameters that are evaluated and used: of independent replicas those of the last
-        exchange."""
+        """The parameters to evaluate and to generate with; with independent replicas, those of the
+        last exchange."""
         return self.params if self.anchor is None else self.anchor
 
 
@@ -69,20 +66,19 @@ def _is_spec(x) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """Where the model's parameters lie: everything about the state that the mesh decides. Its trees
-    are shaped like the parameters."""
+    """The layout of the model's parameters on a mesh. All trees are shaped like the parameters."""
 
     parts: ModelParts
     placement: Placement
     mesh: Mesh
     zero: int = 1
     dtype: jnp.dtype = jnp.dtype("float32")
-    independent_replicas: bool = False  # each replica has parameters of its own
+    independent_replicas: bool = False  # each replica has its own parameters
     offload: bool = False  # the optimizer's state lies in the host's memory
 
     @property
     def specs(self) -> dict:
-        """A Spec for each parameter; one layer's for the stack of each local unit."""
+        """A Spec for each parameter; for the stack of a local unit, the Spec of one layer."""
         layer = self.parts.specs["layer"]
         return {
             **self.parts.ends,
@@ -90,7 +86,7 @@ class Layout:
         }
 
     def _map(self, fn: Callable[[Spec, tuple[int, ...], tuple[str, ...]], Any]) -> dict:
-        """fn(spec, leading shape, leading axes) over all parameters."""
+        """fn(spec, leading shape, leading axes) for all parameters."""
 
         def of_parameters(tree: dict, lead: tuple[int, ...], axes: tuple[str, ...]) -> dict:
             return jax.tree.map(lambda s: fn(s, lead, axes), tree, is_leaf=_is_spec)
@@ -108,18 +104,18 @@ class Layout:
 
     @property
     def shapes(self) -> dict:
-        """ShapeDtypeStructs of the parameters, or of one replica's; without shardings."""
+        """ShapeDtypeStructs of the parameters of one replica, without shardings."""
         return self._map(lambda s, shape, _: jax.ShapeDtypeStruct((*shape, *s.padded), self.dtype))
 
     @property
     def stored_shapes(self) -> dict:
-        """Shapes in a checkpoint: of one layer, and without padding."""
+        """Shapes in a checkpoint: those of one layer, without padding."""
         return self._map(lambda s, *_: s.shape)
 
     @property
     def reductions(self) -> dict:
-        """A Reduction for each parameter's gradient: inside a replica where replicas are
-        independent."""
+        """A Reduction for each parameter's gradient; with independent replicas, inside a
+        replica."""
         sum_axes = replicas.sum_axes(self.independent_replicas)
 
         def reduction(s: Spec, lead: tuple[int, ...], axes: tuple[str, ...]) -> Reduction:
@@ -135,32 +131,32 @@ class Layout:
 
         return self._map(reduction)
 
-    def _shardings(self, which: str) -> dict:
+    def _shardings(self, spec_of: Callable[[Reduction], P]) -> dict:
         return jax.tree.map(
-            lambda r: NamedSharding(self.mesh, getattr(r, which)),
+            lambda r: NamedSharding(self.mesh, spec_of(r)),
             self.reductions,
             is_leaf=lambda r: isinstance(r, Reduction),
         )
 
     @property
     def shardings(self) -> dict:
-        """Shardings of the parameters, or of one replica's."""
-        return self._shardings("sharded" if self.zero == 3 else "whole")
+        """Shardings of the parameters of one replica."""
+        return self._shardings(lambda r: r.sharded if self.zero == 3 else r.unsharded)
 
     @property
     def scattered(self) -> dict:
-        """Shardings of the reduced gradients, and of the parameters while they are updated."""
-        return self._shardings("storage")
+        """Shardings of the reduced gradients, and of the parameters during their update."""
+        return self._shardings(lambda r: r.storage)
 
     @property
     def moments(self) -> dict:
-        """Shardings of what the optimizer keeps for each parameter."""
+        """Shardings of the optimizer's state for each parameter."""
         return jax.tree.map(host_memory.on_host, self.scattered) if self.offload else self.scattered
 
     @property
     def outer(self) -> dict:
-        """What replicas exchange, float32: abstract arrays shaped like the parameters, each
-        device's part as small as ZeRO makes it."""
+        """The arrays that replicas exchange, float32, as ShapeDtypeStructs. They are sharded as by
+        ZeRO 1 at least."""
         shardings = dataclasses.replace(self, zero=max(self.zero, 1)).scattered
         return jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=s),
@@ -169,11 +165,11 @@ class Layout:
         )
 
     def keys(self, seed: int) -> list[np.ndarray]:
-        """The random keys of the parameters, in the order of their leaves: [*leading, 2] uint32,
-        from seed, name and layer alone.
+        """The random keys of the parameters, in the order of their leaves: [*leading, 2] uint32. A
+        key depends on seed, name and layer only.
 
-        The host makes them: as part of the program below they would take as long to compile as the
-        values.
+        They are computed on the host: as a part of the program below they would take as long to
+        compile as the values.
         """
 
         def keys_of(path: tuple) -> np.ndarray:
@@ -188,14 +184,14 @@ class Layout:
         return [keys_of(path) for path, _ in leaves]
 
     def initial(self, keys: list[jax.Array]) -> dict:
-        """The parameters' initial values, of `dtype`, from `keys`: the same for every mesh and
-        placement.
+        """The parameters' initial values, of `dtype`, from `keys`; they are the same on every mesh
+        and placement.
 
-        Parameters of one shape and one sharding are drawn together: random generators are most of
-        what this program costs to compile.
+        Parameters of one shape and one sharding are drawn together, for random generators are most
+        of this program's compile time.
         """
         leaves, tree = jax.tree_util.tree_flatten_with_path(self.specs, is_leaf=_is_spec)
-        # by shape, leading dimensions and the mesh axes that cut it
+        # by shape, leading dimensions and the mesh axes that shard it
         groups: dict[tuple, list[int]] = {}
         values = {}
         for i, (path, s) in enumerate(leaves):
@@ -208,22 +204,22 @@ class Layout:
                 )
                 groups.setdefault((s.shape, s.padded, lead, split), []).append(i)
         for (_, _, lead, _), members in groups.items():
-            first = leaves[members[0]][1]
-            draw = lambda key, s=first: s.draw(jax.random.wrap_key_data(key, impl="threefry2x32"))
+            like = leaves[members[0]][1]  # all members are drawn alike
+            draw = lambda key, s=like: s.draw(jax.random.wrap_key_data(key, impl="threefry2x32"))
             for _ in (None, *lead):
                 draw = jax.vmap(draw)
-            # The barrier keeps the noise's last factor and `std` apart: XLA merges the two on some
+            # The barrier separates the noise's last factor and `std`: XLA merges the two on some
             # layouts, and rounds differently.
             noise = lax.optimization_barrier(draw(jnp.stack([keys[i] for i in members])))
-            noise = constrain(noise, (None, *("stage", "layer")[: len(lead)], *first.axes))
+            noise = constrain(noise, (None, *("stage", "layer")[: len(lead)], *like.axes))
             for n, i in enumerate(members):
                 path, s = leaves[i]
                 values[i] = self._used(path, s, noise[n] * s.std).astype(self.dtype)
         return jax.tree.unflatten(tree, [values[i] for i in range(len(leaves))])
 
     def _index(self, path: tuple) -> np.ndarray:
-        """The layers of a parameter's stack, [stages, rows], −1 in unused rows; [] for a parameter
-        that stands alone."""
+        """The layers of a parameter's stack, [stages, layers], −1 in unused places; [] for a
+        parameter outside of stacks."""
         return (
             self.placement.layer_index(int(path[1].key))
             if path[0].key == "layers"
@@ -231,7 +227,7 @@ class Layout:
         )
 
     def _used(self, path: tuple, s: Spec, value: jax.Array) -> jax.Array:
-        """`value` in the rows that hold a layer, zero in the others."""
+        """`value` in the places of a stack that hold a layer, zero in the others."""
         used = self._index(path) >= 0
         return jnp.where(used.reshape(*used.shape, *(1 for _ in s.padded)), value, 0)
 
@@ -260,11 +256,13 @@ def abstract_state(layout: Layout, optimizer: optax.GradientTransformation) -> T
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), arrays, shardings
         )
 
-    whole = NamedSharding(layout.mesh, P())
+    replicated = NamedSharding(layout.mesh, P())
     params = laid_out(layout.shapes, layout.shardings)
-    moments = _optimizer_tree(optimizer, layout.shapes, layout.moments, whole)
+    moments = _optimizer_tree(optimizer, layout.shapes, layout.moments, replicated)
     optimizer_state = laid_out(jax.eval_shape(optimizer.init, layout.shapes), moments)
-    state = TrainState(params, optimizer_state, jax.ShapeDtypeStruct((), jnp.int32, sharding=whole))
+    state = TrainState(
+        params, optimizer_state, jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+    )
     if not layout.independent_replicas:
         return state
     params, optimizer_state = jax.tree.map(replicas.each, (params, optimizer_state))
@@ -288,11 +286,9 @@ def stored_shapes(layout: Layout, optimizer: optax.GradientTransformation) -> Tr
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """The shape of a leaf as it is stored; a leaf itself, where a tuple would be taken for a
-    pytree.
+    """The stored shape of a leaf. It is a leaf itself, where a tuple would be a pytree.
 
-    lead: dimensions before the layers, in memory and in the checkpoint alike: replicas with
-    parameters of their own.
+    lead: dimensions before the layers, both in memory and in the checkpoint: independent replicas.
     """
 
     shape: tuple[int, ...]
@@ -300,7 +296,7 @@ class Stored:
 
 
 def initial_state(layout: Layout, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
-    """The state before the first step; each device makes its own shards."""
+    """The state before the first step; each device initializes its own shards."""
     leaves, tree = jax.tree.flatten(abstract_state(layout, optimizer))
     on_host = [host_memory.is_host(a.sharding) for a in leaves]
 
@@ -321,18 +317,14 @@ def initial_state(layout: Layout, optimizer: optax.GradientTransformation, seed:
     with jax.set_mesh(layout.mesh):
         shardings = [a.sharding for a, host in zip(leaves, on_host, strict=True) if not host]
         on_device = iter(jax.jit(make, out_shardings=shardings)(layout.keys(seed)))
-    # Moments begin at zero. Those on the host are made there: a program would have them in the
+    # Moments begin at zero. Those on the host are created there: a program would have them in the
     # device's memory first.
-    return jax.tree.unflatten(
-        tree,
-        [
-            host_memory.zeros(a) if host else next(on_device)
-            for a, host in zip(leaves, on_host, strict=True)
-        ],
-    )
+    pairs = zip(leaves, on_host, strict=True)
+    arrays = [host_memory.zeros(a) if host else next(on_device) for a, host in pairs]
+    return jax.tree.unflatten(tree, arrays)
 
 
 def bytes_per_device(abstract: Any, host: bool = False) -> int:
-    """Bytes of a pytree of abstract arrays on one device: in its own memory, or in the host's."""
+    """Bytes of a pytree of abstract arrays for one device, in its own memory or in the host's."""
     arrays = [a for a in jax.tree.leaves(abstract) if host_memory.is_host(a.sharding) == host]
     return sum(int(np.prod(a.sharding.shard_shape(a.shape))) * a.dtype.itemsize for a in arrays)

@@ -45,7 +45,7 @@ def test_random_damage_is_named_by_verify(folder, pytestconfig, original):
         DAMAGE[kind](copy / "checkpoints" / "6" / file, chance)
         with runs.running(folder, "jaxtrain.checkpoint", "verify", copy.name) as command:
             done = command.end(ExitStatus.STORAGE)
-        assert "3: whole" in done.out and "/6: " in done.out, (kind, file, done.out)
+        assert "3: complete" in done.out and "/6: " in done.out, (kind, file, done.out)
         if number < CONTINUED:
             with runs.running(
                 folder,

@@ -83,8 +83,8 @@ def test_ls_and_verify(run, here):
     status, (head, *rows), _ = here("ls", run)
     assert status == 0 and head.split() == ["step", "size", "saved", "validation", "loss"]
     assert [(row.split()[0], row.split()[-2:]) for row in rows] == [
-        ("3", ["1.0000", "whole"]),
-        ("6", ["2.0000", "whole"]),
+        ("3", ["1.0000", "complete"]),
+        ("6", ["2.0000", "complete"]),
     ]
     assert here("verify", run)[:2] == (0, here("verify", run / "checkpoints")[1])
     damage_numbers(run / "checkpoints" / "6", "params.layers.mlp.up.weight/c/1")
@@ -93,7 +93,7 @@ def test_ls_and_verify(run, here):
     _, (_, three, six, broken), _ = here("ls", run)
     assert (
         three.endswith("it has no manifest.json")
-        and six.endswith("whole")
+        and six.endswith("complete")
         and broken.startswith("9.broken-1  ")
     )
     status, lines, _ = here("verify", run)
@@ -152,11 +152,11 @@ def test_verify_says_what_it_has_verified(places, here):
     """All steps or one, by whatever name; what is set aside or under way is no step."""
     steps_3_6 = (
         f"verified 2 steps, {total(places / 'checkpoints' / '3', places / 'checkpoints' / '6')}: "
-        "all whole"
+        "all complete"
     )
     for place in (places, f"{places}/", "run", "./run/../run", "run/checkpoints", "run_link"):
         assert here("verify", place)[:2][0] == 0 and here("verify", place)[1][-1] == steps_3_6
-    step_6 = f"verified 1 step, {total(places / 'checkpoints' / '6')}: all whole"
+    step_6 = f"verified 1 step, {total(places / 'checkpoints' / '6')}: all complete"
     for place in (
         "run/checkpoints/6",
         "run/checkpoints/6/",
@@ -244,7 +244,7 @@ def test_a_run_that_saves_and_deletes_faster_than_it_is_read(places, here, monke
     assert status == 0 and [line.partition(":")[0] for line in lines[:-1]] == ["3", "6", "80"], (
         lines
     )
-    assert lines[-1].startswith("verified 1 step, ") and lines[-1].endswith(": all whole")
+    assert lines[-1].startswith("verified 1 step, ") and lines[-1].endswith(": all complete")
 
 
 WITHOUT = {  # place → the line about it
@@ -340,7 +340,7 @@ def test_prune(run, here):
         "would be deleted: --yes deletes them"
     )
     assert (folder / "3").exists()
-    # What is not whole counts for nothing: 6 is the newest, and 3 the best.
+    # What is not complete counts for nothing: 6 is the newest, and 3 the best.
     status, lines, _ = here("prune", run, *flags, "--yes")
     assert status == 0 and sorted(path.name for path in folder.iterdir()) == [
         "3",
@@ -440,7 +440,10 @@ def test_one_line_for_what_is_wrong(original, here, argv, message):
 def test_values_after_a_blank_and_flags_anywhere(original, here, argv):
     status, lines, err = here(*(word.replace("RUN", str(original)) for word in argv))
     assert (
-        status == 0 and not err and lines[0].startswith("3: whole") and "6: " not in "".join(lines)
+        status == 0
+        and not err
+        and lines[0].startswith("3: complete")
+        and "6: " not in "".join(lines)
     )
 
 

@@ -1,39 +1,16 @@
-"""Every rule of a config, the nearest setting it names, JSON, and what may change when a run
-continues."""
+"""Every rule of a config, and the flags that it suggests."""
 
-import dataclasses
 import importlib.util
-import json
-import os
 import random
 import shlex
-from typing import Any
 
 import pytest
 from support import ROOT
-from support.broken_settings import ALLOWED, RULES, UNUSED
+from support.broken_settings import ALLOWED, BASE, RULES, offer
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, addresses, checks, flags
 from jaxtrain.config.checks import Environment
-from jaxtrain.config.mesh_rules import filled
-from jaxtrain.config.resume import changes
-from jaxtrain.config.unused import USES, unused_settings
-from jaxtrain.pipeline.checks import RULES as RUN_RULES
-
-BASE = cfg.replace(
-    Config(),
-    {
-        "model.layers": 8,
-        "model.heads": 8,
-        "model.kv_heads": 4,
-        "mesh.stage": 2,
-        "mesh.model": 2,
-        "pipeline.schedule": "interleaved",
-        "pipeline.repeats": 2,
-        "pipeline.microbatches": 4,
-    },
-)
 
 
 def error_of(changes: dict, devices: int | None = None, base: Config = BASE) -> ConfigError:
@@ -73,13 +50,6 @@ def test_an_error_is_one_line():
     error = error_of({"model.activation": "relu\nx" * 1000})
     assert "\n" not in str(error)
     assert len(str(error)) < 400
-
-
-def offer(error: ConfigError) -> dict[str, Any]:
-    """What an error's text says to use, read as a shell and the command read it."""
-    words = shlex.split(error.nearest.partition(" (or ")[0])
-    pairs = [word.removeprefix("--config.").partition("=") for word in words]
-    return {path: flags._value(path, text) for path, _, text in pairs}
 
 
 def test_the_nearest_setting_works():
@@ -187,29 +157,6 @@ def test_a_suggestion_is_read_back_as_it_was_meant(path, value):
     assert found == value and type(found) is type(value)
 
 
-# --- settings without a use -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("changes, note", UNUSED, ids=[str(changes) for changes, _ in UNUSED])
-def test_a_setting_without_a_use_is_a_note(changes, note):
-    config = cfg.replace(BASE, {"mesh.data": 2} | changes)
-    checks.check(config)
-    assert note in unused_settings(config)
-    assert unused_settings(cfg.replace(BASE, {"mesh.data": 2})) == []
-
-
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs").glob("*.py")))
-def test_a_recipe_as_it_is_shipped_has_no_notes(name):
-    assert unused_settings(filled(recipe(name), 2048)) == []
-
-
-def test_every_setting_that_may_have_no_use_is_tried():
-    paths = {path for use in USES for path in use.settings}
-    assert paths <= cfg.fields().keys()
-    tried = {path for changes, _ in UNUSED for path in changes}
-    assert len(paths - tried) < len(paths) / 2
-
-
 # --- devices --------------------------------------------------------------------------------------
 
 
@@ -285,249 +232,6 @@ def test_a_kernel_and_a_mesh_at_once():
     )
 
 
-# --- files ----------------------------------------------------------------------------------------
-
-
-def test_files(tmp_path):
-    files = Environment(rules=RUN_RULES)
-    (tmp_path / "corpus.jsonl").write_text("{}")
-    checks.check(BASE, files)
-    checks.check(
-        cfg.replace(
-            BASE,
-            {
-                "data.source": str(tmp_path / "corpus.jsonl"),
-                "data.tokenizer": str(tmp_path / "corpus.jsonl"),
-            },
-        ),
-        files,
-    )
-    checks.check(cfg.replace(BASE, {"data.source": str(tmp_path)}), files)
-    with pytest.raises(ConfigError) as error:
-        checks.check(cfg.replace(BASE, {"data.source": str(tmp_path / "corpsu.jsonl")}), files)
-    assert str(error.value).endswith(
-        "is neither 'stdlib' nor an existing path: use "
-        f"--config.data.source={tmp_path}/corpus.jsonl"
-    )
-    with pytest.raises(ConfigError, match=r"data\.tokenizer=''.*use --config.data.tokenizer=bytes"):
-        checks.check(cfg.replace(BASE, {"data.tokenizer": ""}), files)
-    os.mkfifo(tmp_path / "pipe")
-    for path, value in (("data.tokenizer", tmp_path), ("data.tokenizer", tmp_path / "pipe")):
-        with pytest.raises(
-            ConfigError, match=f"{path}='{value}' is not a regular file: use --config.{path}="
-        ):
-            checks.check(cfg.replace(BASE, {path: str(value)}), files)
-    for value in (tmp_path / "pipe", "/dev/zero", "/dev/null"):
-        with pytest.raises(
-            ConfigError,
-            match=f"data.source='{value}' is not a regular file or a folder: use "
-            "--config.data.source=",
-        ):
-            checks.check(cfg.replace(BASE, {"data.source": str(value)}), files)
-
-
-# --- resolve, JSON, continuing --------------------------------------------------------------------
-
-
-def test_resolve():
-    model = cfg.ModelConfig(width=96, heads=6)
-    resolved = Config(model=model, data=cfg.DataConfig(sequence_length=64)).resolve()
-    assert (
-        dataclasses.replace(model, kv_heads=6, head_dim=16, mlp_width=384, max_positions=64)
-        == resolved.model
-    )
-    assert resolved.resolve() == resolved
-    own = dataclasses.replace(model, kv_heads=2, head_dim=8, mlp_width=10, max_positions=100)
-    assert Config(model=own).resolve().model == own
-
-
-def test_resolve_of_experts_and_latents():
-    experts = lambda **fields: Config(model=cfg.ModelConfig(experts=4, **fields)).resolve().model
-    assert [experts(experts_per_token=n).router_normalize for n in (1, 2)] == ["never", "always"]
-    assert experts(experts_per_token=1, router_normalize="always").router_normalize == "always"
-    assert experts(router_normalize="never").router_normalize == "never"
-    latent = cfg.ModelConfig(attention="mla", norm_epsilon=1e-5)
-    assert Config(model=latent).resolve().model.latent_norm_epsilon == 1e-5
-    assert (
-        Config(model=dataclasses.replace(latent, latent_norm_epsilon=1e-6))
-        .resolve()
-        .model.latent_norm_epsilon
-        == 1e-6
-    )
-
-
-def test_json_round_trip():
-    config = cfg.replace(
-        BASE,
-        {
-            "data.loss_mask": ("a", "b"),
-            "optimizer.epsilon": 1e-9,
-            "model.biases": True,
-            "data.cache": "ü",
-        },
-    )
-    again = cfg.from_dict(json.loads(json.dumps(cfg.to_dict(config))))
-    assert again == config
-    assert isinstance(again.data.loss_mask, tuple)
-
-
-def test_from_dict_takes_what_is_missing_from_the_defaults_and_integers_for_floats():
-    config = cfg.from_dict({"optimizer": {"learning_rate": 1}})
-    assert config == cfg.replace(Config(), {"optimizer.learning_rate": 1.0})
-    assert isinstance(config.optimizer.learning_rate, float)
-
-
-@pytest.mark.parametrize(
-    "values, message",
-    [
-        ({"mesh": {"stag": 2}}, "mesh.stag=2 is an unknown setting: use --config.mesh.stage=2"),
-        ({"mesh": {"steps": 2}}, "mesh.steps=2 is an unknown setting: use --config.train.steps=2"),
-        ({"mash": {"stage": 2}}, "mash={'stage': 2} is an unknown group of settings: use mesh"),
-        ({"mesh": 3}, "mesh=3 is a group of settings, not a value: use --config.mesh.replica=1"),
-        ({"mesh": {"stage": True}}, "mesh.stage=True is not an integer: use --config.mesh.stage=1"),
-        (
-            {"model": {"biases": 0}},
-            "model.biases=0 is not a boolean (true or false): use --config.model.biases=false",
-        ),
-        (
-            {"model": {"norm": None}},
-            "model.norm=None is not a string: use --config.model.norm=rmsnorm",
-        ),
-        (
-            {"optimizer": {"b1": "0.9"}},
-            "optimizer.b1='0.9' is not a number: use --config.optimizer.b1=0.9",
-        ),
-        (
-            {"data": {"loss_mask": "prompt"}},
-            "data.loss_mask='prompt' is not a tuple of strings: use --config.data.loss_mask=prompt",
-        ),
-        (
-            {"data": {"loss_mask": [1]}},
-            "data.loss_mask=[1] is not a tuple of strings: use --config.data.loss_mask=",
-        ),
-    ],
-)
-def test_from_dict_is_strict(values, message):
-    with pytest.raises(ConfigError) as error:
-        cfg.from_dict(values)
-    assert str(error.value) == message
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"model.width": 256},
-        {"model.mlp_width": 4 * 128 + 8},
-        {"model.vocab_size": 300},
-        {"data.source": "other"},
-        {"data.tokenizer": "other.json"},
-        {"data.sequence_length": 64},
-        {"data.batch_size": 32},
-        {"data.seed": 1},
-        {"data.attend_across_documents": False},
-        {"data.loss_mask": ("a",)},
-        {"data.text_fields": ("a",)},
-        {"data.validation_fraction": 0.1},
-        {"data.token_dtype": "uint32"},
-        {"train.seed": 1},
-        {"train.diloco_inner_steps": 20, "mesh.replica": 2},
-    ],
-    ids=str,
-)
-def test_what_cannot_continue(changes):
-    field = next(iter(changes))
-    with pytest.raises(
-        ConfigError, match=f"{field}=.* cannot continue a checkpoint of {field}="
-    ) as error:
-        checks.check_resume(BASE, cfg.replace(BASE, changes))
-    assert error.value.field == field
-
-
-def test_what_can_continue():
-    changes = {
-        "model.attention_kernel": "xla",
-        "model.loss_chunk": 64,
-        "model.mtp_weight": 0.1,
-        "model.kv_heads": 4,
-        "model.mlp_width": 4 * 128,  # its default, written out
-        "data.cache": "elsewhere",
-        "data.prefetch": 0,
-        "mesh.data": 2,
-        "mesh.stage": 4,
-        "pipeline.schedule": "1f1b",
-        "pipeline.repeats": 1,
-        "pipeline.microbatches": 8,
-        "parallel.zero": 0,
-        "precision.compute": "float32",
-        "optimizer.learning_rate": 1e-5,
-        "train.steps": 1000,
-        "checkpoint.every": 7,
-        "metrics.log_every": 3,
-    }
-    checks.check_resume(BASE, cfg.replace(BASE, changes))
-
-
-def test_all_that_a_checkpoint_keeps_is_put_back_at_once():
-    """In the form in which it was asked for: what follows a setting needs no flag; and the mesh has
-    to fit what is put back."""
-    asked = {
-        "model.width": 256,
-        "model.heads": 16,
-        "data.seed": 3,
-        "train.seed": 2,
-        "mesh.model": 16,
-    }
-    environment = Environment(64, "cpu", BASE)
-    base = cfg.replace(BASE, {"model.kv_heads": 0, "pipeline.microbatches": 1})
-    with pytest.raises(ConfigError) as raised:
-        checks.check_resume(base.resolve(), cfg.replace(base, asked), environment)
-    changes = offer(raised.value)
-    assert {path: changes[path] for path in changes if path != "mesh.model"} == {
-        "model.width": 128,
-        "model.heads": 8,
-        "data.seed": 0,
-        "train.seed": 0,
-    }
-    assert str(raised.value).endswith(" (or another --workdir)")
-    checks.check_resume(base.resolve(), cfg.replace(base, asked | changes), environment)
-
-
-def test_where_no_setting_continues_a_checkpoint_another_folder_does():
-    """Three devices cannot share eight sequences."""
-    plain = {
-        "pipeline.microbatches": 1,
-        "pipeline.schedule": "1f1b",
-        "pipeline.repeats": 1,
-        "mesh.stage": 1,
-        "mesh.model": 1,
-    }
-    old = cfg.replace(BASE, plain | {"data.batch_size": 8, "model.layers": 2})
-    with pytest.raises(ConfigError) as raised:
-        checks.check_resume(
-            old, cfg.replace(old, {"data.batch_size": 7}), Environment(7, "cpu", old)
-        )
-    assert str(raised.value).endswith(": use another --workdir, or other than 7 devices")
-
-
-def test_replicas_that_train_apart_stay_as_many():
-    apart = cfg.replace(BASE, {"mesh.replica": 2, "train.diloco_inner_steps": 20})
-    outer = {
-        "train.diloco_inner_steps": 30,
-        "precision.outer": "int8",
-        "optimizer.outer_learning_rate": 1.0,
-        "mesh.data": 4,
-    }
-    checks.check_resume(apart, cfg.replace(apart, outer))
-    with pytest.raises(
-        ConfigError,
-        match="mesh.replica=4 cannot continue a checkpoint of mesh.replica=2: use "
-        "--config.mesh.replica=2 .or another --workdir.",
-    ):
-        checks.check_resume(apart, cfg.replace(apart, {"mesh.replica": 4}))
-    with pytest.raises(ConfigError, match="train.diloco_inner_steps=0 cannot continue"):
-        checks.check_resume(apart, cfg.replace(apart, {"train.diloco_inner_steps": 0}))
-
-
 # --- recipes --------------------------------------------------------------------------------------
 
 
@@ -589,42 +293,3 @@ def test_tiny_runs_on_eight_devices():
     config = recipe("tiny")
     checks.check(config)
     assert checks.check_devices(config, 8).mesh == cfg.MeshConfig(data=2, stage=2, model=2)
-
-
-# --- what a resume changes ------------------------------------------------------------------------
-
-
-def test_what_a_resume_changes_is_listed():
-    """Resolved values, as they are written in flags, in the order of the settings; nothing where
-    nothing differs."""
-    old = cfg.replace(
-        BASE,
-        {
-            "optimizer.learning_rate": 0.003,
-            "mesh.data": 4,
-            "pipeline.repeats": 0,
-            "pipeline.schedule": "1f1b",
-        },
-    )
-    assert changes(old, old) == []
-    assert changes(old, old.resolve()) == []  # a default that was filled in is no change
-    stored = cfg.to_dict(old.resolve())
-    del stored["checkpoint"]["minutes"]  # as an earlier version left it
-    assert changes(cfg.from_dict(json.loads(json.dumps(stored))), old) == []
-    new = {
-        "optimizer.learning_rate": 0.1,
-        "mesh.data": 2,
-        "train.sample_prompt": "",
-        "metrics.tensorboard": False,
-        "pipeline.times": (1.0, 2.5, 1.0, 0.1),
-        "checkpoint.minutes": 0.0,
-    }
-    old = cfg.replace(old, {"train.sample_prompt": "def "})
-    assert changes(old, cfg.replace(old, new)) == [
-        "mesh.data: 4 → 2",
-        "pipeline.times: none → 1.0,2.5,1.0,0.1",
-        "optimizer.learning_rate: 0.003 → 0.1",
-        "train.sample_prompt: def  → ''",
-        "checkpoint.minutes: 10.0 → 0.0",
-        "metrics.tensorboard: true → false",
-    ]

@@ -3,9 +3,10 @@ others."""
 
 import pytest
 
+from jaxtrain.config.errors import UsageError
 from jaxtrain.costs import hardware
 from jaxtrain.hlo import topology
-from jaxtrain.hlo.topology import PLATFORMS, TopologyError, fitting, parse
+from jaxtrain.hlo.topology import PLATFORMS, fitting, parse
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_arguments_for_the_compilers():
     ],
 )
 def test_what_is_none_names_the_nearest(text, says):
-    with pytest.raises(TopologyError, match="--topology=") as error:
+    with pytest.raises(UsageError, match="--topology=") as error:
         parse(text)
     line = str(error.value)
     assert says in line and "\n" not in line
@@ -88,7 +89,7 @@ def test_a_topology_of_so_many_devices(name, devices, text):
 
 @pytest.mark.parametrize(("name", "devices"), [("v5p", 6), ("v5e", 512), ("h100", 12)])
 def test_a_number_that_no_topology_has(name, devices):
-    with pytest.raises(TopologyError, match=f"no {name} topology has {devices} devices"):
+    with pytest.raises(UsageError, match=f"no {name} topology has {devices} devices"):
         fitting(name, devices)
 
 

@@ -184,16 +184,16 @@ def test_places_of_documents():
     places = cudnn._documents(own, 4)
     np.testing.assert_array_equal(places.lengths.ravel(), [4, 2, 2, 1, 3, 0, 0, 0])
     np.testing.assert_array_equal(places.starts.ravel(), [0, 4, 6, 8, 9, 12, 12, 12, 12, 12])
-    np.testing.assert_array_equal(places.row_BT, [[0, 0, 0, 0, 1, 1], [2, 2, 3, 4, 4, 4]])
-    np.testing.assert_array_equal(places.place_BT, [[0, 1, 2, 3, 0, 1], [0, 1, 0, 0, 1, 2]])
+    np.testing.assert_array_equal(places.document_BT, [[0, 0, 0, 0, 1, 1], [2, 2, 3, 4, 4, 4]])
+    np.testing.assert_array_equal(places.position_BT, [[0, 1, 2, 3, 0, 1], [0, 1, 0, 0, 1, 2]])
     second = cudnn._documents(own, 2, 1)
     np.testing.assert_array_equal(second.lengths.ravel(), [3, 0, 0, 0])
     np.testing.assert_array_equal(second.starts.ravel(), [9, 12, 12, 12, 12, 12])
-    np.testing.assert_array_equal(second.row_BT, [[4] * 6, [4, 4, 4, 0, 0, 0]])
+    np.testing.assert_array_equal(second.document_BT, [[4] * 6, [4, 4, 4, 0, 0, 0]])
 
 
 def test_room_for_documents():
-    assert [cudnn.room(n) for n in (128, 8192, 32768)] == [32, 32, 64]
+    assert [cudnn.documents_per_call(n) for n in (128, 8192, 32768)] == [32, 32, 64]
     assert cudnn.is_addressable((3, 131072, 32, 128)) and not cudnn.is_addressable(
         (4, 131072, 32, 128)
     )
@@ -214,7 +214,7 @@ def test_by_a_mask_heads_of_two_sizes_are_filled_up(sizes, monkeypatch):
     arrays = tuple(jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
     mask = jnp.tril(jnp.ones((12, 12), bool))[None, None]
     outputs, gradients = [], []
-    for attend in (attention.attend_by_cudnn, attention.attend):
+    for attend in (attention.attend_by_cudnn_mask, attention.attend):
         outputs.append(attend(*arrays, mask))
         gradients.append(
             jax.grad(lambda *a, f=attend: (f(*a, mask) ** 2).sum(), (0, 1, 2))(*arrays)

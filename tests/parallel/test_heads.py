@@ -118,7 +118,7 @@ def test_attention_takes_this_way_for_a_library_kernel(monkeypatch):
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
     with jax.set_mesh(make_mesh((1, 1, 1, 1, 1, 4), jax.devices()[:4])):
-        got = jax.jit(attention.attend_by_cudnn)(*arrays(), mask())
+        got = jax.jit(attention.attend_by_cudnn_mask)(*arrays(), mask())
         np.testing.assert_allclose(
             got, attention.grouped_attention(*arrays(), mask()), rtol=1e-5, atol=1e-5
         )

@@ -25,7 +25,7 @@ def test_a_layer_is_shared_out_over_data():
         0,
         ("replica", "expert", "context"),
     )
-    assert how.storage == P("stage", None, "data", "model") and how.whole == P(
+    assert how.storage == P("stage", None, "data", "model") and how.unsharded == P(
         "stage", None, None, "model"
     )
 
@@ -53,7 +53,7 @@ def test_embedding_and_head_are_shared_out_over_stages_too():
         1,
         ("replica", "data", "expert", "context"),
     )
-    assert how.storage == P("model", "stage") and how.sharded == how.whole == P("model", None)
+    assert how.storage == P("model", "stage") and how.sharded == how.unsharded == P("model", None)
 
 
 def test_what_stays_whole():
@@ -64,7 +64,7 @@ def test_what_stays_whole():
         (LAYER, (2, 3, 8, 16), 2, 0),
     ):
         how = reduction_of(axes, shape, own, mesh, zero)
-        assert how.scatter_axes == () and how.storage == how.whole
+        assert how.scatter_axes == () and how.storage == how.unsharded
         assert how.sum_axes == SUM_AXES
     # replicas keep all
     assert (

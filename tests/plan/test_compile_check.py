@@ -7,6 +7,7 @@ import pytest
 from support.compilers import KINDS, compiled_for
 from support.step_text import CONFIG, STEP, TICKS
 
+from jaxtrain.config.errors import UsageError
 from jaxtrain.costs import hardware
 from jaxtrain.costs.memory import memory
 from jaxtrain.hlo import topology
@@ -152,19 +153,17 @@ def test_what_is_wrong_is_one_line(flags, says, capsys):
 
 def test_a_mesh_that_does_not_use_the_devices():
     with pytest.raises(
-        topology.TopologyError, match=r"has 8 devices, and the mesh has 2: use --topology=h100:1x2"
+        UsageError, match=r"has 8 devices, and the mesh has 2: use --topology=h100:1x2"
     ):
         compile_check.check_topology(parse("h100:1x8"), 2)
-    with pytest.raises(
-        topology.TopologyError, match=r"no v5p topology has 2 devices .*: use another mesh"
-    ):
+    with pytest.raises(UsageError, match=r"no v5p topology has 2 devices .*: use another mesh"):
         compile_check.check_topology(parse("v5p:2x2x2"), 2)
 
 
 def test_a_missing_compiler_names_the_command(monkeypatch, tmp_path):
     monkeypatch.setattr(topology.Platform, "missing", True)
     monkeypatch.setenv("JAXTRAIN_COMPILERS", str(tmp_path))
-    with pytest.raises(topology.TopologyError) as error:
+    with pytest.raises(UsageError) as error:
         compile_check.check_topology(H100S, 2)
     assert INSTALL_COMMAND in str(error.value) and str(tmp_path) in str(error.value)
 

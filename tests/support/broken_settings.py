@@ -1,10 +1,37 @@
-"""Settings that break a rule, with the message that they cost, and settings near them that break
-none; of tests/config/test_checks.py.
+"""Settings that break a rule, with the message that they cost, settings near them that break none,
+and settings without a use with their note; of tests/config/.
 
 Of the stores' packages s3fs is installed, and gcsfs is not.
 """
 
 import math
+import shlex
+from typing import Any
+
+from jaxtrain import config as cfg
+from jaxtrain.config import ConfigError, flags
+
+BASE = cfg.replace(
+    cfg.Config(),
+    {
+        "model.layers": 8,
+        "model.heads": 8,
+        "model.kv_heads": 4,
+        "mesh.stage": 2,
+        "mesh.model": 2,
+        "pipeline.schedule": "interleaved",
+        "pipeline.repeats": 2,
+        "pipeline.microbatches": 4,
+    },
+)
+
+
+def offer(error: ConfigError) -> dict[str, Any]:
+    """What an error's text says to use, read as a shell and the command read it."""
+    words = shlex.split(error.nearest.partition(" (or ")[0])
+    pairs = [word.removeprefix("--config.").partition("=") for word in words]
+    return {path: flags._value(path, text) for path, _, text in pairs}
+
 
 LATENT = {
     "model.attention": "mla",

@@ -10,6 +10,7 @@ import pathlib
 from unittest import mock
 
 from jaxtrain import cli, loop, train
+from jaxtrain.config.checks import Environment
 from jaxtrain.run.metrics import read_metrics
 from jaxtrain.run.wall_clock import WallClock
 from support import ROOT
@@ -38,8 +39,14 @@ def run(recipe: str, folder: pathlib.Path) -> dict[str, float]:
     ready = train.check_and_find_tables(config, flags.recipe)
     # its program takes long to compile, and other tests have it
     with mock.patch.object(loop.Evaluation, "loss", return_value=None):
+        environment = Environment(8, "cpu", flags.recipe)
         loop.run(
-            ready.resolved, ready.setup, folder, WallClock(), unresolved=config, recipe=flags.recipe
+            ready.resolved,
+            ready.setup,
+            folder,
+            WallClock(),
+            unresolved=config,
+            environment=environment,
         )
     records = read_metrics(folder)
     return {

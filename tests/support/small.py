@@ -46,6 +46,11 @@ def normal(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
+def nbytes(tree) -> int:
+    """The bytes of a tree of arrays, or of their shapes and dtypes."""
+    return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
+
+
 def config(mesh=(1, 1, 1), schedule="1f1b", repeats=1, microbatches=4, changes=None) -> Config:
     """A resolved small config on a data × stage × model mesh; `changes` are by path
     ("model.layers")."""

@@ -1,0 +1,171 @@
+"""What a restored state is, and what is said of one that cannot be restored. Round trips between
+layouts: test_manager.py; damage: test_damage.py."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from etils import epath
+from support import small
+from support.checkpoint_state import (
+    Layout,
+    abstract_state,
+    assert_same,
+    latest_step,
+    restored,
+    state,
+    stored_shapes,
+)
+
+from jaxtrain import config as configs
+from jaxtrain.checkpoint import manifest
+from jaxtrain.checkpoint.manager import Checkpointer
+from jaxtrain.checkpoint.restoring import expected_shapes, restore, wrong_arrays
+from jaxtrain.checkpoint.steps import CheckpointError, Meta, choose
+from jaxtrain.training import state as state_module
+from jaxtrain.training.step import make_step
+
+
+def test_a_restored_state_can_be_donated(saved):
+    folder, layout = saved
+    numbers = restored(folder, 5, layout)
+    expected = jax.tree.map(lambda x: np.asarray(x) + 1, state(layout))
+    got = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(numbers)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def test_parameters_alone(saved):
+    folder, _ = saved
+    layout = Layout(7, stages=1)
+    part = lambda state: {"params": state["params"]}
+    parameters = restore(
+        folder, 5, part(abstract_state(layout)), part(stored_shapes(layout)), layout.placement
+    )
+    assert_same(parameters, {"params": state(layout)["params"]})
+
+
+def restore_with(saved, change) -> str:
+    """The one-line error of restoring when `change` was made to (abstract state, stored shapes)."""
+    folder, layout = saved
+    abstract, shapes = abstract_state(layout), stored_shapes(layout)
+    change(abstract["params"]["embed"], shapes["params"]["embed"])
+    with pytest.raises(CheckpointError) as error:
+        restore(folder, 5, abstract, shapes, layout.placement)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_missing_array_is_named(saved):
+    def add(abstract, shapes):
+        abstract["positions"], shapes["positions"] = abstract["table"], shapes["table"]
+
+    assert "params/embed/positions is not stored; float32[13, 8] is wanted" in restore_with(
+        saved, add
+    )
+
+
+def test_an_array_of_another_shape_is_named(saved):
+    def shrink(abstract, shapes):
+        shapes["table"] = (12, 8)
+
+    assert (
+        "params/embed/table is stored as float32[13, 8]; float32[12, 8] is wanted"
+        in restore_with(saved, shrink)
+    )
+
+
+def test_an_array_of_another_dtype_is_named(saved):
+    def narrow(abstract, shapes):
+        t = abstract["table"]
+        abstract["table"] = jax.ShapeDtypeStruct(t.shape, jnp.bfloat16, sharding=t.sharding)
+
+    assert (
+        "params/embed/table is stored as float32[13, 8]; bfloat16[13, 8] is wanted"
+        in restore_with(saved, narrow)
+    )
+
+
+def test_another_number_of_layers_is_named(saved):
+    layout = Layout(6)
+    with pytest.raises(
+        CheckpointError,
+        match=r"layers/mlp/w is stored as float32\[7, 8, 16\]; float32\[6, 8, 16\] is wanted",
+    ):
+        restored(saved[0], 5, layout)
+
+
+def test_damaged_trees_are_named_in_plain_words(saved):
+    folder, layout = saved
+    for file in (folder / "5" / "state").glob("**/d/*"):
+        file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"5/state: \S+ cannot be read: its data is damaged$"):
+        restored(folder, 5, layout)
+
+
+def save_of(config: configs.Config, folder, *at: int) -> tuple:
+    """The abstract state, its stored shapes and placement of a run of this config, after it has
+    saved zeros at these steps."""
+    step = make_step(config, small.mesh_of(config))
+    abstract = step.abstract_state()
+    made = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), abstract)
+    shapes = state_module.stored_shapes(step.layout, step.optimizer)
+    c = Checkpointer(folder, step.layout.placement, shapes)
+    for number in at:
+        c.save(number, made, {})
+    c.close()
+    return abstract, shapes, step.layout.placement
+
+
+def test_a_state_that_is_cut_off_is_known_without_reading_it(tmp_path):
+    # A value of more than 1 KiB lies in a file of its own, which is not the tree's.
+    what = save_of(
+        small.config((1, 2, 1), changes={"model.mlp_width": 512}).resolve(), tmp_path, 5, 6
+    )
+    assert choose(tmp_path, {}).step == 6
+    file = max(
+        (tmp_path / "6" / "state").glob("ocdbt.process_*/d/*"), key=lambda file: file.stat().st_size
+    )
+    name = file.relative_to(tmp_path / "6")
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    choice = choose(tmp_path, {})
+    assert choice.step == 5 and latest_step(tmp_path) == 5
+    assert re.fullmatch(rf"6 \({name} has [\d,]+ bytes of [\d,]+\)", str(choice)), str(choice)
+    with pytest.raises(CheckpointError, match=r"6/state: \S+ cannot be read: its data is damaged$"):
+        restore(tmp_path, 6, *what)
+    database = epath.Path(tmp_path / "6" / "state")  # by itself, without the manifest
+    with pytest.raises(
+        manifest.DatabaseError, match=rf"^is cut off: {name} has [\d,]+ bytes of at least [\d,]+$"
+    ):
+        manifest.read_database(database)
+    file.unlink()
+    assert str(choose(tmp_path, {})) == f"6 ({name} is missing)"
+    with pytest.raises(manifest.DatabaseError, match=f"^has no {name.relative_to('state')}$"):
+        manifest.read_database(database)
+    (tmp_path / "6" / "manifest.json").unlink()
+    assert str(choose(tmp_path, {})) == "6 (it has no manifest.json)"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{}, {"train.diloco_inner_steps": 4, "mesh.replica": 2}],
+    ids=["synchronous", "apart"],
+)
+def test_arrays_that_the_config_of_the_meta_does_not_make(tmp_path, changed):
+    """Expected without a device, by the config alone: compared with what a run of it stores."""
+    config = configs.replace(small.config((1, 2, 1)), changed).resolve()
+    save_of(config, tmp_path, 3)
+    meta, stored = (
+        Meta(configs.to_dict(config)),
+        manifest.shapes(manifest.read_database(epath.Path(tmp_path / "3" / "state"))),
+    )
+    assert expected_shapes(config) == stored
+    assert wrong_arrays(meta, stored) == ""
+    wider = Meta(configs.to_dict(configs.replace(config, {"model.mlp_width": 99})))
+    assert re.fullmatch(
+        r"its state's \S+mlp\S+ is \[.*\], not \[.*99.*\]", wrong_arrays(wider, stored)
+    )
+    assert wrong_arrays(
+        Meta(configs.to_dict(configs.replace(config, {"model.biases": True}))), stored
+    ).startswith("its state lacks ")

@@ -1,0 +1,66 @@
+"""A config as JSON, there and back."""
+
+import json
+
+import pytest
+from support.broken_settings import BASE
+
+from jaxtrain import config as cfg
+from jaxtrain.config import Config, ConfigError
+
+
+def test_json_round_trip():
+    config = cfg.replace(
+        BASE,
+        {
+            "data.loss_mask": ("a", "b"),
+            "optimizer.epsilon": 1e-9,
+            "model.biases": True,
+            "data.cache": "ü",
+        },
+    )
+    again = cfg.from_dict(json.loads(json.dumps(cfg.to_dict(config))))
+    assert again == config
+    assert isinstance(again.data.loss_mask, tuple)
+
+
+def test_from_dict_takes_what_is_missing_from_the_defaults_and_integers_for_floats():
+    config = cfg.from_dict({"optimizer": {"learning_rate": 1}})
+    assert config == cfg.replace(Config(), {"optimizer.learning_rate": 1.0})
+    assert isinstance(config.optimizer.learning_rate, float)
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"mesh": {"stag": 2}}, "mesh.stag=2 is an unknown setting: use --config.mesh.stage=2"),
+        ({"mesh": {"steps": 2}}, "mesh.steps=2 is an unknown setting: use --config.train.steps=2"),
+        ({"mash": {"stage": 2}}, "mash={'stage': 2} is an unknown group of settings: use mesh"),
+        ({"mesh": 3}, "mesh=3 is a group of settings, not a value: use --config.mesh.replica=1"),
+        ({"mesh": {"stage": True}}, "mesh.stage=True is not an integer: use --config.mesh.stage=1"),
+        (
+            {"model": {"biases": 0}},
+            "model.biases=0 is not a boolean (true or false): use --config.model.biases=false",
+        ),
+        (
+            {"model": {"norm": None}},
+            "model.norm=None is not a string: use --config.model.norm=rmsnorm",
+        ),
+        (
+            {"optimizer": {"b1": "0.9"}},
+            "optimizer.b1='0.9' is not a number: use --config.optimizer.b1=0.9",
+        ),
+        (
+            {"data": {"loss_mask": "prompt"}},
+            "data.loss_mask='prompt' is not a tuple of strings: use --config.data.loss_mask=prompt",
+        ),
+        (
+            {"data": {"loss_mask": [1]}},
+            "data.loss_mask=[1] is not a tuple of strings: use --config.data.loss_mask=",
+        ),
+    ],
+)
+def test_from_dict_is_strict(values, message):
+    with pytest.raises(ConfigError) as error:
+        cfg.from_dict(values)
+    assert str(error.value) == message

@@ -1,0 +1,23 @@
+"""The new kind of remat is a setting, has op times, and saves products but no kernel's results."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain import config as configs
+from jaxtrain.config.checks import check
+from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.runtime.backward_split import keep_dots, keep_products
+
+changes = {"mesh.data": 1, "mesh.stage": 2, "pipeline.remat": "dots"}
+config = configs.replace(configs.Config(), changes).resolve()
+check(config)
+assert make_setup(config).table.stages == 2
+
+
+def layer(x, weight):
+    return jax.lax.while_loop(lambda y: y.sum() < 0, jnp.sin, x @ weight)
+
+
+equations = jax.make_jaxpr(layer)(jnp.ones((2, 3)), jnp.ones((3, 3))).eqns
+assert [keep_products(equation) for equation in equations] == [True, True]
+assert [keep_dots(equation) for equation in equations] == [True, False]

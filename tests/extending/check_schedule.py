@@ -1,0 +1,15 @@
+"""The eager schedule is a right table with 1F1B's idle time, and its picture can be drawn."""
+
+from jaxtrain.schedule.by_name import make_table
+from jaxtrain.schedule.clocks import Times
+from jaxtrain.schedule.simulate import simulate
+from jaxtrain.schedule.table_spec import TableSpec
+from jaxtrain.schedule.validator import check
+
+results = []
+for name in ("1f1b", "eager_1f1b"):
+    table = make_table(TableSpec(name, 4, 1, 8, permute="late"))
+    check(table)
+    results.append(simulate(table, Times()))
+assert results[0].step_time == results[1].step_time
+assert max(results[1].peak_residuals) == 2 * 4 - 1
