@@ -202,9 +202,9 @@ def watch(job: Job, signals: list[int]) -> int:
             # One that stops on request has told the others to stop.
             if deadline == float("inf") and any(status in ON_REQUEST for _, status in ended):
                 deadline = time.monotonic() + SIGNALLED_GRACE
-            failures = [number for number, status in ended if status not in (0, *ON_REQUEST)]
-            if failures:
-                failed = failures[0]
+            failures = (number for number, status in ended if status not in (0, *ON_REQUEST))
+            failed = next(failures, None)
+            if failed is not None:
                 deadline = time.monotonic() + (SIGNALLED_GRACE if signals else FAILED_GRACE)
                 if not signals:
                     job.send(signal.SIGTERM)

@@ -128,14 +128,7 @@ def reshard(x: jax.Array, before: Axes, after: Axes) -> jax.Array:
     return constrain(x, after)
 
 
-def _reshard_forward(x: jax.Array, before: Axes, after: Axes) -> tuple[jax.Array, None]:
-    return constrain(x, after), None
-
-
-def _reshard_backward(
-    before: Axes, after: Axes, residuals: None, gradient: jax.Array
-) -> tuple[jax.Array]:
-    return (constrain(gradient, before),)
-
-
-reshard.defvjp(_reshard_forward, _reshard_backward)
+reshard.defvjp(
+    lambda x, before, after: (constrain(x, after), None),
+    lambda before, after, _, gradient: (constrain(gradient, before),),
+)

@@ -97,15 +97,15 @@ def _in_device_order(x: jax.Array, parts: int, dim: int = 1) -> jax.Array:
     return jnp.concatenate([chunks[n] for i in range(parts) for n in (i, 2 * parts - 1 - i)], dim)
 
 
-def _gathered(x: jax.Array, dim: int = 1) -> jax.Array:
-    return all_gather(x, CONTEXT, dim)
+def _gathered(x: jax.Array) -> jax.Array:
+    """Unsplit sequences [B, T, …], in the order of the text, from each device's part."""
+    return in_text_order(all_gather(x, CONTEXT, 1), size())
 
 
 def _all_keys(k, v, segments):
     """Keys, values and segments of the unsplit sequence, in the order of the text."""
-    parts = size()
-    k, v = (by_heads(lambda a: in_text_order(_gathered(a), parts), (a,)) for a in (k, v))
-    return k, v, None if segments is None else (segments, in_text_order(_gathered(segments), parts))
+    k, v = (by_heads(_gathered, (a,)) for a in (k, v))
+    return k, v, None if segments is None else (segments, _gathered(segments))
 
 
 def attend_by_gather(attend: Callable, q, k, v, segments):
@@ -139,5 +139,5 @@ def attend_by_heads(attend: Callable, q, k, v, segments) -> jax.Array:
     to_tokens = lambda a: lax.all_to_all(_in_device_order(a, parts), CONTEXT, 1, 2, tiled=True)
     q, k, v = (by_heads(to_heads, (a,)) for a in (q, k, v))
     if segments is not None:
-        segments = in_text_order(_gathered(segments), parts)
+        segments = _gathered(segments)
     return by_heads(to_tokens, (attend(q, k, v, segments),))

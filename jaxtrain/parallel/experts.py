@@ -392,7 +392,8 @@ weigh.defvjp(lambda rows, gates: (weigh(rows, gates), (rows, gates)), _weigh_bac
 
 
 class Products(NamedTuple):
-    """Products by groups of rows, and their gradients: the functions of grouped.py."""
+    """Products of rows with their experts' matrices, and their gradients; arguments as in
+    grouped.py."""
 
     product: Callable
     rows_gradient: Callable
@@ -407,35 +408,16 @@ KERNELS = {
     ),
     MEGABLOX: Products(megablox.product, megablox.rows_gradient, megablox.weights_gradient),
 }
+# of [E, R, I]: all experts have the same number of rows
+EQUAL_GROUPS = Products(
+    lambda rows, weights, _: jnp.einsum("eri,eio->ero", rows, weights),
+    lambda g, weights, _: jnp.einsum("ero,eio->eri", g, weights),
+    lambda rows, g, _: jnp.einsum("eri,ero->eio", rows, g),
+)
 
 
-def _by_groups() -> Products:
-    return KERNELS[product_kernel(hardware()).kernel]
-
-
-def _product(rows, weights, sizes):
-    """rows [R, I] or [E, R, I], weights [E, I, O] → rows of O."""
-    return (
-        jnp.einsum("eri,eio->ero", rows, weights)
-        if sizes is None
-        else _by_groups().product(rows, weights, sizes)
-    )
-
-
-def _rows_gradient(g, weights, sizes):
-    return (
-        jnp.einsum("ero,eio->eri", g, weights)
-        if sizes is None
-        else _by_groups().rows_gradient(g, weights, sizes)
-    )
-
-
-def _weights_gradient(rows, g, sizes):
-    return (
-        jnp.einsum("eri,ero->eio", rows, g)
-        if sizes is None
-        else _by_groups().weights_gradient(rows, g, sizes)
-    )
+def _products(sizes: jax.Array | None) -> Products:
+    return EQUAL_GROUPS if sizes is None else KERNELS[product_kernel(hardware()).kernel]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -446,9 +428,8 @@ def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array | None, cut: P
     The weights are cut over model: COLUMNS (outputs are cut), or ROWS (inputs are cut, outputs are
     terms of a sum).
     """
-    return _by_part(
-        lambda r, w, s: _product(r[0], w, s)[None], (PART, cut), PART, sizes, rows, weights
-    )
+    run = lambda r, w, s: _products(s).product(r[0], w, s)[None]
+    return _by_part(run, (PART, cut), PART, sizes, rows, weights)
 
 
 def _by_part(fn, in_specs, out_specs, sizes, *args):
@@ -459,12 +440,10 @@ def _by_part(fn, in_specs, out_specs, sizes, *args):
 
 def _product_backward(cut, residuals, g):
     rows, weights, sizes = residuals
-    dx = _by_part(
-        lambda g, w, s: _rows_gradient(g[0], w, s)[None], (PART, cut), PART, sizes, g, weights
-    )
-    dw = _by_part(
-        lambda r, g, s: _weights_gradient(r[0], g[0], s), (PART, PART), cut, sizes, rows, g
-    )
+    by_rows = lambda g, w, s: _products(s).rows_gradient(g[0], w, s)[None]
+    by_weights = lambda r, g, s: _products(s).weights_gradient(r[0], g[0], s)
+    dx = _by_part(by_rows, (PART, cut), PART, sizes, g, weights)
+    dw = _by_part(by_weights, (PART, PART), cut, sizes, rows, g)
     return dx, dw, None
 
 

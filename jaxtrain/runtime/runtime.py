@@ -238,7 +238,8 @@ class Runtime:
         mtp_loss = jnp.zeros(()) if self.parts.cfg.mtp_depth else None
         sums = jax.tree.map(self._zero_sum, self._specs, self._reductions, constants.params)
         state = self._scan(constants, TickState(jnp.zeros(()), mtp_loss, sums), columns)
-        loss, sums = self._sum(state.loss), state.gradients.as_dict()
+        loss = self._sum(state.loss)
+        sums = {name: part for name, part in vars(state.gradients).items() if part is not None}
         sums["layers"] = jax.tree.map(lambda a: a[None], sums["layers"])
         with jax.named_scope("reduce_gradients"):
             reduce_sums = reduce_rest if self.zero.reduces_in_ops else reduce

@@ -35,10 +35,6 @@ class ModelTree:
     layers: Part = None
     predictors: Part = None
 
-    def as_dict(self) -> Tree:
-        """The parts that there are, by name, as the state of a run has them."""
-        return {name: part for name, part in vars(self).items() if part is not None}
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
