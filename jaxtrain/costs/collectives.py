@@ -1,9 +1,8 @@
 """The collectives of a training step, each stated once: its kind, mesh axes, bytes and count.
 
 The step's time (step_time.py), the dry run's communication volume (step_counts.py) and the compile
-check sum what stands here. A function mirrors the code that makes its collectives, which it names;
-a collective that is added there needs its line here. A test compares both with the compiled
-program.
+check sum these collectives. Each function mirrors the code that it names: a collective that is
+added to that code needs a line in the function. A test compares both with the compiled program.
 
     F, R, B, W    forward, recomputation, gradient of inputs, gradient of weights; of one layer
     size          bytes of the unsharded array: an all-gather's result, the operand of the others
@@ -397,7 +396,9 @@ class Links:
 
     layout: Layout
     hardware: Hardware
-    _routes: dict[tuple[str, ...], Route] = dataclasses.field(default_factory=dict, init=False)
+    _routes: dict[tuple[str, ...], Route] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def seconds(self, collectives: Iterable[Collective], one_link: float = 0.0) -> dict[str, float]:
         """Seconds by mesh axis. Several axes together count for the outermost.

@@ -105,8 +105,8 @@ _MEGATRON_2021 = Framework(
 )
 _TORCHTITAN = Framework(
     "torchtitan",
-    "FSDP with gathers beside products, torch.compile: fused attention, norms and activations "
-    "in passes of their own",
+    "FSDP whose all-gathers overlap with products, torch.compile: fused attention, separate passes "
+    "for norms and activations",
     passes=14.0,
     inner_passes=3.0,
     logit_passes=8.0,
@@ -122,7 +122,7 @@ FRAMEWORKS: dict[str, Framework] = {
             "the step that this package compiles",
             stage_overlap=True,
             data_overlap=0.0,
-            weight_bytes=4.0,  # beside the cast of all of it
+            weight_bytes=4.0,  # besides the cast of all of it
             state_bytes=8.0,
             sent_weight=4.0,
             vocabulary_parallel=True,
@@ -135,13 +135,13 @@ FRAMEWORKS: dict[str, Framework] = {
             _MEGATRON_2021,
             name="megatron2022",
             text="as megatron2021, with sequence parallelism; selective recomputes attention's "
-            "core alone",
+            "core and nothing else",
             sequence_parallel=True,
         ),
         Framework(
             "megatron_core",
             "sequence parallelism, fused attention, distributed optimizer; tensor's and "
-            "data's collectives beside products in part",
+            "data's collectives overlap with products in part",
             recomputes_core=True,
             passes=14.0,
             inner_passes=3.0,
@@ -153,8 +153,8 @@ FRAMEWORKS: dict[str, Framework] = {
         ),
         Framework(
             "maxtext",
-            "ZeRO-3 (fsdp) with gathers beside products, fused attention, full recomputation "
-            "but for named matrices",
+            "ZeRO-3 (fsdp) whose all-gathers overlap with products, fused attention, full "
+            "recomputation but for named matrices",
             data_overlap=0.9,
             gather_overlap=0.95,
             weight_bytes=4.0,
@@ -173,7 +173,7 @@ FRAMEWORKS: dict[str, Framework] = {
         dataclasses.replace(
             _TORCHTITAN,
             name="llama3",
-            text="as torchtitan, in a pipeline whose messages go beside ops; tensor's and "
+            text="as torchtitan, in a pipeline whose messages overlap with ops; tensor's and "
             "context's collectives are waited for",
             stage_overlap=True,
             causal_rates=True,

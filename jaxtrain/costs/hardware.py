@@ -24,7 +24,7 @@ parts are few and physical:
     like            the name of a kind whose figures are those that this file leaves out; may be
                     left out
 
-Sources of the figures stand in each file.
+Each file names the sources of its figures.
 """
 
 import dataclasses

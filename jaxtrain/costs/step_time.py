@@ -131,6 +131,9 @@ class StepModel:
     framework: Framework
     hardware: Hardware
     dtype: str = "bfloat16"
+    _ends: dict[bool, dict[str, float]] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @functools.cached_property
     def item(self) -> int:
@@ -339,23 +342,24 @@ class StepModel:
 
         shared: all stages share both ends; otherwise those of the stage that has the head
         """
-        seconds = self._end_seconds[shared and self.layout.stage > 1]
+        seconds = self._end_seconds(shared and self.layout.stage > 1)
         return TimeBreakdown({axis: s for axis, s in seconds.items() if axis != DATA})
 
-    @functools.cached_property
-    def _end_seconds(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Seconds by axis of the collectives of a microbatch's embedding, head and loss, where one
-        stage has them and where all stages share them."""
-        one_stage, table, by_sharing = self.layout.stage == 1, self._parameters[-1], []
-        for shared in (False, True):
-            c = dataclasses.replace(self.collectives, shares_vocabulary=shared)
+    def _end_seconds(self, shared: bool) -> dict[str, float]:
+        """Seconds by axis of the collectives of a microbatch's embedding, head and loss. shared: by
+        all stages. A step asks twice."""
+        if shared not in self._ends:
+            c, one_stage = self.collectives, self.layout.stage == 1
+            if c.shares_vocabulary != shared:
+                c = dataclasses.replace(c, shares_vocabulary=shared)
             collectives = [c.stage_sum(4)]
             if self.framework.slots:
                 collectives += c.loss() * (1 + self.model.predictions)
             if self.framework.slots and (shared or one_stage):
+                table = self._parameters[-1]
                 collectives += c.lookup(table) + c.lookup_gradient(table, same_op=one_stage)
-            by_sharing.append(self.links.seconds(collectives))
-        return by_sharing[0], by_sharing[1]
+            self._ends[shared] = self.links.seconds(collectives)
+        return self._ends[shared]
 
     # ------------------------------------------------------------------------------------- the step
 
@@ -448,17 +452,15 @@ class StepModel:
         microbatch = c.gathers(parameters[:2]) * reads + c.reductions_in_op(parameters[:3])
         if framework.slots:  # of the input's table, tokens' vectors are sent
             microbatch += c.gathers(parameters[2:3])
-        once = [c.gathered(p) for p in parameters if p.over_data and framework.gathers_once]
         one_link = framework.one_link if layout.zero == 3 else 0.0
-        over_data = [
-            self.links.seconds(collectives, one_link).get(DATA, 0.0)
-            for collectives in (microbatch, once if layout.zero == 3 else [])
-        ]
-        zero = m * (over_data[0] + self._end_seconds[c.shares_vocabulary].get(DATA, 0.0))
-        overlap = framework.data_overlap, backward * m
+        over_data = lambda collectives: self.links.seconds(collectives, one_link).get(DATA, 0.0)
+        ends = self._end_seconds(c.shares_vocabulary).get(DATA, 0.0)
+        zero, overlap = m * (over_data(microbatch) + ends), (framework.data_overlap, backward * m)
+        if layout.zero == 3 and framework.gathers_once:
+            zero += over_data(c.gathered(p) for p in parameters if p.over_data)
         if layout.zero == 3 and self.shards > 1:
             overlap = framework.gather_overlap, busy.seconds
-        parts = overlapped({DATA: zero + over_data[1]}, {DATA: overlap})
+        parts = overlapped({DATA: zero}, {DATA: overlap})
         reductions = [collective for p in parameters for collective in c.reductions(p)]
         updated = [c.after_the_update(p) for p in parameters]
         for after, work in (reductions, backward), (updated, forward if layout.zero else backward):

@@ -33,7 +33,8 @@ from jaxtrain.pipeline.step_model import OURS, platform_of
 from jaxtrain.plan import heterogeneous, layout_flag, picture, search
 from jaxtrain.plan.explain import Prices, explained, flags_of, run_time, table
 from jaxtrain.plan.layout_flag import LayoutError
-from jaxtrain.plan.search import Space, best_plans, check_fits, plan_of
+from jaxtrain.plan.predict import exactly, predict
+from jaxtrain.plan.search import Space, best_plans, check_fits
 from jaxtrain.plan.what_if import advise
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
@@ -74,7 +75,7 @@ What --json prints, of the layout or of the best:
   attention_flops               attention's operations in these: causal, the half that a causal
                                 mask leaves, or full, as in the papers of --assume
   memory_gib_per_device         of the fullest; fits, true if it has so much
-  bubble_fraction               of the whole step
+  bubble_fraction               of the entire step
   tokens_per_s, train_days      days without a stop, null without --tokens
   layout                        as --layout has it"""
 DEFAULT_HARDWARE = "h100"
@@ -98,7 +99,7 @@ FLAGS = (
     ),
     Flag("layout", "", "evaluate this layout: KEY=VALUE,…; empty: search"),
     Flag("assume", OURS, f"the framework that trains: {', '.join(FRAMEWORKS)}"),
-    Flag("tokens", 0.0, "tokens of the whole run, for days; 0: not known", at_least=0),
+    Flag("tokens", 0.0, "tokens of the run, for days; 0: not known", at_least=0),
     Flag("price", 0.0, "US dollars for a device and hour; 0: not known", at_least=0),
     Flag("kwh_price", 0.0, "US dollars for a kilowatt-hour; 0: not known", at_least=0),
     Flag("recipe", "", "write the layout's config to this file, as a recipe that train takes"),
@@ -160,22 +161,22 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
         cli.check_output(flag, getattr(flags, flag), otherwise)
     if heterogeneous.is_groups(flags.hardware):
         return _planned_groups(flags, config, recipe)
-    space, tokens = (
-        _space(config, recipe, flags, _read(hardware.load, flags.hardware or DEFAULT_HARDWARE)),
-        flags.tokens or None,
-    )
+    kind = _read(hardware.load, flags.hardware or DEFAULT_HARDWARE)
+    space, tokens = _space(config, recipe, flags, kind), flags.tokens or None
     if flags.layout:
-        plans = [plan_of(_laid_out(space, flags.layout), space.hardware, flags.assume, tokens)]
+        config = _laid_out(space, flags.layout)
+        plans = [exactly(predict(config.resolve(), space.hardware, flags.assume, tokens))]
     elif flags.refused:
         check_fits(_with_devices(space))
         return Output([])
     else:
         plans = best_plans(_with_devices(space), tokens)
+        config = search.laid_out(space, plans[0].work.layout)
     best, compared = plans[0], [*table(plans), ""] if len(plans) > 1 else []
-    devices = f"{best.prediction.devices:,} × {space.hardware.name}"
+    devices = f"{best.devices:,} × {space.hardware.name}"
     lines = lambda: [*compared, *explained(best, Prices(flags.price, flags.kwh_price))]
     image = lambda model: picture.of_layouts(plans, model)
-    return _output(flags, best.config, recipe, devices, best.prediction.figures(), lines, image)
+    return _output(flags, config, recipe, devices, best.figures(), lines, image)
 
 
 def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Output:

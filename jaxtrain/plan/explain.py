@@ -12,7 +12,6 @@ from jaxtrain.costs.hardware import GIB
 from jaxtrain.costs.step_time import BUBBLE, COMMUNICATION_AXES
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.predict import Prediction
-from jaxtrain.plan.search import Plan
 from jaxtrain.plan.what_if import single_changes
 
 HOUR = 3600
@@ -28,23 +27,23 @@ class Prices:
     kwh: float = 0.0
 
 
-def table(plans: Sequence[Plan]) -> list[str]:
+def table(predictions: Sequence[Prediction]) -> list[str]:
     """Plans as lines of a table, without the keys that have their default in all of them."""
-    layouts = [layout_flag.of(plan.prediction.config) for plan in plans]
+    layouts = [layout_flag.of(prediction.config) for prediction in predictions]
     unused = {"offload": "none", "vocabulary": "auto", "context": 1, "expert": 1, "replica": 1}
     keys = [
         key for key in layout_flag.KEYS if any(layout[key] != unused.get(key) for layout in layouts)
     ]
     lines = [[*keys, "GiB", "bubble", "MFU", "step"]]
-    for plan, layout in zip(plans, layouts, strict=True):
-        figures = plan.prediction.figures()
+    for prediction, layout in zip(predictions, layouts, strict=True):
+        figures = prediction.figures()
         lines.append(
             [
                 *(str(layout[key]) for key in keys),
                 f"{figures['memory_gib_per_device']:.1f}",
                 f"{figures['bubble_fraction']:.1%}",
                 f"{figures['mfu']:.1%}",
-                _seconds(plan.prediction.seconds),
+                _seconds(prediction.seconds),
             ]
         )
     return aligned(lines)
@@ -69,9 +68,8 @@ def flags_of(config: Config, recipe: Config) -> str:
     return " ".join(cfg.flag_text(f"config.{path}", values[path]) for path in changed)
 
 
-def explained(plan: Plan, prices: Prices) -> list[str]:
+def explained(prediction: Prediction, prices: Prices) -> list[str]:
     """A plan as lines of text."""
-    prediction = plan.prediction
     work, layout = prediction.work, prediction.work.layout
     chunks = f" in {layout.repeats} chunks" if layout.repeats > 1 and layout.stage > 1 else ""
     layers = f"{work.model.layers / layout.stage:.4g} layers a stage{chunks}"

@@ -34,7 +34,7 @@ LIMITS = (
     "each, and jax runs none over both",
     "all stages have as many slots as the busiest one, and stacks padded to the most layers: "
     "a faster device's memory holds both",
-    "kernels are chosen by the lesser device, for stages must keep the same residuals",
+    "kernels are chosen by the lesser device, for stages must save the same residuals",
     "sums over an axis that spans both groups go at the slower links' pace",
 )
 

@@ -10,7 +10,6 @@ from jaxtrain.costs.hardware import GIB
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.heterogeneous import HeterogeneousPlan
 from jaxtrain.plan.predict import Prediction
-from jaxtrain.plan.search import Plan
 
 # Key of a layout → the value that a bar's name leaves out.
 USUAL = {
@@ -38,16 +37,15 @@ def png(figure: Any) -> bytes:
     return buffer.getvalue()
 
 
-def of_layouts(plans: Sequence[Plan], model: str) -> Any:
+def of_layouts(predictions: Sequence[Prediction], model: str) -> Any:
     """Memory of a device and time of a step, a bar for each layout, with the capacity and the
     fastest marked.
 
     model: its name in the title.
     """
-    predictions = [plan.prediction for plan in plans]
     hardware = predictions[0].work.hardware
     figure, (above, below) = _figure(
-        len(plans), f"{model} on {predictions[0].devices:,} × {hardware.name}"
+        len(predictions), f"{model} on {predictions[0].devices:,} × {hardware.name}"
     )
     _bars(above, [{name: size / GIB for name, size in p.memory.parts.items()} for p in predictions])
     above.axhline(
@@ -62,9 +60,9 @@ def of_layouts(plans: Sequence[Plan], model: str) -> Any:
     _bars(below, seconds)
     below.set_ylabel("seconds of a step")
     below.margins(y=0.12)  # for the texts on the bars
-    fastest = min(range(len(plans)), key=lambda i: predictions[i].seconds)
+    fastest = min(range(len(predictions)), key=lambda i: predictions[i].seconds)
     for i, parts in enumerate(seconds):
-        is_marked, height = i == fastest and len(plans) > 1, sum(parts.values())
+        is_marked, height = i == fastest and len(predictions) > 1, sum(parts.values())
         weight = "bold" if is_marked else "normal"
         below.text(
             i,
@@ -75,10 +73,10 @@ def of_layouts(plans: Sequence[Plan], model: str) -> Any:
             fontsize=8,
             fontweight=weight,
         )
-    below.set_xticks(range(len(plans)), [_name(p) for p in predictions], fontsize=7)
-    margin = max(1.0, (LEAST_BARS - len(plans)) / 2)  # keeps a single bar narrow
-    below.set_xlim(-margin, len(plans) - 1 + margin)
-    below.get_xticklabels()[fastest].set_fontweight("bold" if len(plans) > 1 else "normal")
+    below.set_xticks(range(len(predictions)), [_name(p) for p in predictions], fontsize=7)
+    margin = max(1.0, (LEAST_BARS - len(predictions)) / 2)  # keeps a single bar narrow
+    below.set_xlim(-margin, len(predictions) - 1 + margin)
+    below.get_xticklabels()[fastest].set_fontweight("bold" if len(predictions) > 1 else "normal")
     _legends(above, below)
     return figure
 

@@ -78,7 +78,7 @@ def introduction(config: Config, step: Step) -> list[str]:
         lies.append(
             f"slots {', '.join(step.host_pools)}"
             if step.setup.train
-            else "what layers keep for the backward"
+            else "what layers save for the backward"
         )
     if lies:
         lines.append(f"in the host's memory, for each device: {'; '.join(lies)}")

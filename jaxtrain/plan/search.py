@@ -78,22 +78,9 @@ class TimedLayout:
     seconds: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """A config with a layout, not resolved, and its prediction."""
-
-    config: Config
-    prediction: Prediction
-
-
-def plan_of(config: Config, kind: Hardware, assume: str, tokens: float | None) -> Plan:
-    """The plan of a config that keeps its rules, timed on its table where our own runtime trains.
-    Raises ConfigError for a table that cannot be made."""
-    return Plan(config, exactly(predict(config.resolve(), kind, assume, tokens)))
-
-
-def best_plans(space: Space, tokens: float | None) -> list[Plan]:
-    """At most SHOWN plans, the fastest by the exact clock first.
+def best_plans(space: Space, tokens: float | None) -> list[Prediction]:
+    """The predictions of at most SHOWN layouts, the fastest by the exact clock first. tokens: of
+    the run.
 
     Raises LayoutError, with the nearest request that has a plan, where no layout fits, and
     ConfigError for a config that breaks a rule whatever its layout is.
@@ -102,13 +89,13 @@ def best_plans(space: Space, tokens: float | None) -> list[Plan]:
     for candidates in by_offload(space):
         plans = []
         for candidate in candidates:
-            config = laid_out(space, candidate.layout)
             with contextlib.suppress(ConfigError):  # no table for such stages and microbatches
-                plans.append(plan_of(config, space.hardware, space.assume, tokens))
+                config = laid_out(space, candidate.layout).resolve()
+                plans.append(exactly(predict(config, space.hardware, space.assume, tokens)))
         # A candidate fits by closed forms; its plan has to by its own table, too.
-        fitting = [plan for plan in plans if plan.prediction.fits]
+        fitting = [plan for plan in plans if plan.fits]
         if fitting:
-            return sorted(fitting, key=lambda plan: plan.prediction.seconds)[:SHOWN]
+            return sorted(fitting, key=operator.attrgetter("seconds"))[:SHOWN]
     raise _none_fits(space)
 
 
@@ -237,7 +224,7 @@ def least_memory(space: Space) -> tuple[float, Layout] | None:
 
 
 def _works(space: Space) -> Iterator[StepModel]:
-    """The work of each mesh, with one sequence in a microbatch."""
+    """The step of each mesh, with one sequence in a microbatch."""
     resolved = space.config.resolve()
     # `context` may decide about the kernel of attention.
     with_context = lambda context: cfg.replace(resolved, {"mesh.context": context})
@@ -252,7 +239,7 @@ def _works(space: Space) -> Iterator[StepModel]:
 
 
 def _cuts(space: Space, offload: str) -> Iterator[StepModel]:
-    """The work of each mesh, microbatch and recomputation."""
+    """The step of each mesh, microbatch and recomputation."""
     for work in _works(space):
         each = space.config.data.batch_size // work.layout.batch_shards
         sizes = [size for size in divisors(each) if size <= MOST_SEQUENCES]

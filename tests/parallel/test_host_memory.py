@@ -200,7 +200,7 @@ def test_a_device_without_a_host_memory_is_refused(monkeypatch):
     [
         ("optimizer", (2, 2, 1), "none", "MiB of the optimizer's state"),
         ("both", (2, 2, 1), "full", "MiB of the optimizer's state; slots activation"),
-        ("activations", (2, 1, 1), "full", "what layers keep for the backward"),
+        ("activations", (2, 1, 1), "full", "what layers save for the backward"),
         ("none", (2, 2, 1), "none", ""),
     ],
 )
