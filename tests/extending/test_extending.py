@@ -33,7 +33,7 @@ def touched(name: str) -> set[str]:
     return set(re.findall(r"^\+\+\+ b/(\S+)$", (HERE / f"{name}.patch").read_text(), re.MULTILINE))
 
 
-def tests_of(name: str) -> list[str]:
+def changed_tests(name: str) -> list[str]:
     """The files of tests that a patch changes, or whose cases it changes."""
     of_settings = ["tests/config/test_checks.py", "tests/config/test_unused.py"]
     cases = {"tests/support/broken_settings.py": of_settings}
@@ -87,7 +87,7 @@ def test_a_recipe_works(name, patched):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [name for name in NAMES if tests_of(name)])
-def test_the_tests_of_a_recipe_pass(name, patched):
+@pytest.mark.parametrize("name", [name for name in NAMES if changed_tests(name)])
+def test_the_changed_tests_a_recipe_pass(name, patched):
     options = "-q -x -n 0 -p no:cacheprovider".split()
-    run(patched(name), "-m", "pytest", *options, *tests_of(name))
+    run(patched(name), "-m", "pytest", *options, *changed_tests(name))
