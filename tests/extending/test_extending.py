@@ -47,7 +47,7 @@ def patched(tmp_path):
 
     def make(name: str) -> pathlib.Path:
         for folder in COPIED:
-            ignored = shutil.ignore_patterns("__pycache__", "golden", "*.svg", "*.png")
+            ignored = shutil.ignore_patterns("__pycache__", "golden", "*.png")
             shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
         shutil.copy(ROOT / "pyproject.toml", tmp_path)
         command = ["git", "apply", "-C1", "--recount", str(HERE / f"{name}.patch")]
@@ -88,6 +88,7 @@ def test_a_recipe_works(name, patched):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", [name for name in NAMES if changed_tests(name)])
-def test_the_changed_tests_a_recipe_pass(name, patched):
-    options = "-q -x -n 0 -p no:cacheprovider".split()
-    run(patched(name), "-m", "pytest", *options, *changed_tests(name))
+def test_the_tests_of_a_recipe_pass(name, patched):
+    tree, options = patched(name), "-q -x -n 0 -p no:cacheprovider".split()
+    run(tree, HERE / f"check_{name}.py")
+    run(tree, "-m", "pytest", *options, *changed_tests(name))

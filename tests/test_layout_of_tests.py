@@ -1,0 +1,95 @@
+"""Tests stand where one looks: a module ROOM/MODULE.py is tested in tests/ROOM/test_MODULE.py, or
+in the file that GROUPED names.
+
+Each other file of a room's tests is about several of its modules, and its docstring says what. The
+tests of whole commands and scripts stand beside the rooms' folders; benchmarks/, chaos/, extending/
+and launch/ test scripts, kills, docs/extending.md and the templates of scripts/launch.
+"""
+
+import ast
+
+from support import ROOMS, ROOT
+
+TESTS = ROOT / "tests"
+# module → its tests, where they are in a file of another name
+GROUPED = {
+    "__main__.py": "test_package.py",
+    "checkpoint/__main__.py": "checkpoint/test_command.py",
+    "checkpoint/checkpoints.py": "checkpoint/test_manager.py",
+    "checkpoint/local_restore.py": "checkpoint/test_local.py",
+    "checkpoint/manifest.py": "checkpoint/test_steps.py",
+    "checkpoint/reading.py": "checkpoint/test_command.py",
+    "checkpoint/storage.py": "checkpoint/test_damage.py",
+    "checkpoint/subject.py": "checkpoint/test_command.py",
+    "config/addresses.py": "checkpoint/test_stores.py",
+    "config/errors.py": "config/test_flags.py",
+    "config/rules.py": "config/test_checks.py",
+    "costs/frameworks.py": "costs/test_step_time.py",
+    "costs/memory.py": "plan/test_memory_compiled.py",
+    "costs/transformer.py": "costs/test_identities.py",
+    "data/bad_records.py": "data/test_records.py",
+    "devices/cluster_environment.py": "devices/test_cluster.py",
+    "devices/startup.py": "test_cli.py",
+    "loop.py": "test_train.py",
+    "parallel/attention.py": "models/test_attention.py",
+    "parallel/flash.py": "parallel/test_blockwise.py",
+    "parallel/megablox.py": "parallel/test_grouped.py",
+    "parallel/replicas.py": "training/test_diloco.py",
+    "parallel/ring.py": "parallel/test_context.py",
+    "pipeline/step_model.py": "costs/test_parameters.py",
+    "plan/__main__.py": "plan/test_command.py",
+    "plan/explain.py": "plan/test_command.py",
+    "plan/layout_flag.py": "plan/test_command.py",
+    "runtime/embedding_and_head.py": "runtime/test_predictions.py",
+    "runtime/runtime.py": "runtime/test_program.py",
+    "schedule/__main__.py": "test_show_schedule.py",
+    "schedule/by_name.py": "schedule/test_orders.py",
+    "schedule/clocks.py": "schedule/test_simulate.py",
+    "schedule/packing.py": "schedule/test_orders.py",
+    "schedule/table_spec.py": "schedule/test_orders.py",
+    "training/balance.py": "training/test_experts.py",
+    "training/op_times.py": "pipeline/test_op_times.py",
+    "training/preparation.py": "test_train.py",
+    "training/sizes.py": "costs/test_step_counts.py",
+    "training/step.py": "training/test_variants.py",
+}
+OTHER_FOLDERS = {"benchmarks", "chaos", "extending", "golden", "launch", "support"}
+MODULES = {
+    str(path.relative_to(ROOT / "jaxtrain")): path
+    for path in (ROOT / "jaxtrain").rglob("*.py")
+    if path.name != "__init__.py"
+}
+
+
+def own_tests(module: str) -> str:
+    """The path of a module's tests below tests/, if it has a file of its own."""
+    folder, _, name = module.rpartition("/")
+    return f"{folder}/test_{name}" if folder else f"test_{name}"
+
+
+def test_every_module_has_its_tests():
+    nowhere = [
+        module
+        for module in MODULES
+        if not (TESTS / own_tests(module)).exists() and module not in GROUPED
+    ]
+    assert not nowhere, f"no tests/…/test_MODULE.py and not in GROUPED: {sorted(nowhere)}"
+
+
+def test_the_groups_are_needed():
+    assert not (gone := GROUPED.keys() - MODULES.keys()), f"no such modules: {gone}"
+    missing = {file for file in GROUPED.values() if not (TESTS / file).is_file()}
+    assert not missing, f"no such files of tests: {missing}"
+    own = [module for module in GROUPED if (TESTS / own_tests(module)).exists()]
+    assert not own, f"these have a file of their own: {own}"
+
+
+def test_the_folders_of_tests_are_the_rooms():
+    folders = {path.parent.name for path in TESTS.glob("*/*.py")}
+    assert folders == {*ROOMS, *OTHER_FOLDERS}
+
+
+def test_every_file_of_tests_says_what_it_tests():
+    for path in TESTS.rglob("*.py"):
+        docstring = ast.get_docstring(ast.parse(path.read_text()))
+        assert docstring, f"{path.relative_to(ROOT)} has no docstring"
