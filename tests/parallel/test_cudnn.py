@@ -169,7 +169,7 @@ def attend(q, k, v, g, own):
     ],
 )
 def test_same_as_plain_xla(primitives, monkeypatch, shape, documents, room):
-    monkeypatch.setattr(cudnn, "room", lambda tokens: room)
+    monkeypatch.setattr(cudnn, "documents_per_call", lambda tokens: room)
     q, k, v, g = arrays(**{"tokens": 24, "heads": 4} | shape)
     own = segments(*q.shape[:2], documents) if documents else None
     got = attend(q, k, v, g, own)
