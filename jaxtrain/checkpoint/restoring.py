@@ -35,7 +35,7 @@ from jaxtrain.models.spec import Spec
 from jaxtrain.models.transformer import ModelParts, build
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.training.optimizer import make_optimizer
-from jaxtrain.training.state import Layout, abstract_state, stored_shapes
+from jaxtrain.training.state import ParameterLayout, abstract_state, stored_shapes
 
 # --- the step -------------------------------------------------------------------------------------
 
@@ -91,7 +91,9 @@ def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     sizes = [config.mesh.replica if independent and axis == REPLICA else 1 for axis in AXES]
     mesh: Any = jax.sharding.AbstractMesh(tuple(sizes), AXES)
     parts, placement = build(config.model, 1), Placement(config.model.layers)
-    layout = Layout(parts, placement, mesh, 0, jnp.dtype(config.precision.params), independent)
+    layout = ParameterLayout(
+        parts, placement, mesh, 0, jnp.dtype(config.precision.params), independent
+    )
     optimizer = make_optimizer(config.optimizer, config.train.steps, layout.specs)
     arrays = stored_arrays(
         abstract_state(layout, optimizer), stored_shapes(layout, optimizer), placement
@@ -196,7 +198,7 @@ def load_parameters(
     devices = jax.local_devices()[:1] if devices is None else list(devices)
     mesh = make_mesh([len(devices) if axis == MODEL else 1 for axis in AXES], devices)
     parts = build(dataclasses.replace(config.model, mtp_depth=0), len(devices))
-    layout = Layout(
+    layout = ParameterLayout(
         parts, Placement(config.model.layers), mesh, 0, jnp.dtype(config.precision.params)
     )
     abstract = jax.tree.map(

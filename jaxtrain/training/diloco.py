@@ -18,11 +18,11 @@ from jax import lax
 
 from jaxtrain.models.spec import Spec
 from jaxtrain.parallel import replicas
-from jaxtrain.training.state import Layout, TrainState
+from jaxtrain.training.state import ParameterLayout, TrainState
 
 
 def exchange(
-    state: TrainState, layout: Layout, rate: float, momentum: float, dtype: str
+    state: TrainState, layout: ParameterLayout, rate: float, momentum: float, dtype: str
 ) -> TrainState:
     """The state after an exchange.
 

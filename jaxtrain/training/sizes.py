@@ -19,11 +19,11 @@ from jaxtrain.parallel.zero import Reduction
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.pipeline.step_model import layout_of, transformer_of
 from jaxtrain.runtime.loss import cut_count
-from jaxtrain.training.state import Layout, bytes_per_device
+from jaxtrain.training.state import ParameterLayout, bytes_per_device
 from jaxtrain.training.step import Step, make_layout
 
 
-def parameters_of(layout: Layout) -> dict[str, dict[str, Parameters]]:
+def parameters_of(layout: ParameterLayout) -> dict[str, dict[str, Parameters]]:
     """Sizes on a device and axes of the gradients, by group and name of the parameter. Groups:
     "embed", "head", "layers/UNIT" with the stacks of all layers of a local unit, "first/LAYER",
     "predictors/MODULE"."""

@@ -65,7 +65,7 @@ def _is_spec(x) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Layout:
+class ParameterLayout:
     """The layout of the model's parameters on a mesh. All trees are shaped like the parameters."""
 
     parts: ModelParts
@@ -248,7 +248,7 @@ def _optimizer_tree(
     )
 
 
-def abstract_state(layout: Layout, optimizer: optax.GradientTransformation) -> TrainState:
+def abstract_state(layout: ParameterLayout, optimizer: optax.GradientTransformation) -> TrainState:
     """The state as ShapeDtypeStructs with shardings."""
 
     def laid_out(arrays, shardings):
@@ -271,7 +271,7 @@ def abstract_state(layout: Layout, optimizer: optax.GradientTransformation) -> T
     )
 
 
-def stored_shapes(layout: Layout, optimizer: optax.GradientTransformation) -> TrainState:
+def stored_shapes(layout: ParameterLayout, optimizer: optax.GradientTransformation) -> TrainState:
     """The state's shapes in a checkpoint: a state whose leaves are `Stored`."""
     one = jax.tree.map(Stored, layout.stored_shapes, is_leaf=lambda x: isinstance(x, tuple))
     state = TrainState(one, _optimizer_tree(optimizer, layout.shapes, one, Stored(())), Stored(()))
@@ -295,7 +295,9 @@ class Stored:
     lead: tuple[int, ...] = ()
 
 
-def initial_state(layout: Layout, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
+def initial_state(
+    layout: ParameterLayout, optimizer: optax.GradientTransformation, seed: int
+) -> TrainState:
     """The state before the first step; each device initializes its own shards."""
     leaves, tree = jax.tree.flatten(abstract_state(layout, optimizer))
     on_host = [host_memory.is_host(a.sharding) for a in leaves]

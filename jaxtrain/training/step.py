@@ -24,7 +24,7 @@ from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.runtime.runtime import LossesAndGradients, Runtime
 from jaxtrain.training import balance, diloco
 from jaxtrain.training.optimizer import learning_rate, make_optimizer, updates_made
-from jaxtrain.training.state import Layout, TrainState, abstract_state
+from jaxtrain.training.state import ParameterLayout, TrainState, abstract_state
 
 
 @jax.tree_util.register_dataclass
@@ -89,7 +89,7 @@ class Step:
     """
 
     parts: ModelParts
-    layout: Layout
+    layout: ParameterLayout
     setup: Setup
     optimizer: optax.GradientTransformation
     train: Wrapped
@@ -115,7 +115,7 @@ class Step:
         return abstract_state(self.layout, self.optimizer)
 
 
-def make_layout(config: Config, setup: Setup, mesh: Mesh) -> Layout:
+def make_layout(config: Config, setup: Setup, mesh: Mesh) -> ParameterLayout:
     """The layout of a resolved config's parameters on a mesh, which may be abstract."""
     independent = config.train.diloco_inner_steps > 0
     # sequences whose losses are added up
@@ -124,7 +124,7 @@ def make_layout(config: Config, setup: Setup, mesh: Mesh) -> Layout:
     parts = build(
         config.model, mesh.shape["model"], vocabulary_stages, config.parallel.context, sequences
     )
-    return Layout(
+    return ParameterLayout(
         parts,
         setup.placement,
         mesh,
@@ -197,7 +197,7 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
 
 
 def _runtime_of(
-    layout: Layout, setup: Setup, zero: Zero, loss_chunk: int, compute: jnp.dtype
+    layout: ParameterLayout, setup: Setup, zero: Zero, loss_chunk: int, compute: jnp.dtype
 ) -> Callable[..., Runtime]:
     """The runtime of this layout's model without its table and what only training has."""
     return functools.partial(
@@ -214,14 +214,14 @@ def _runtime_of(
 
 
 def _exchange(
-    layout: Layout, optimizer: OptimizerConfig, dtype: str
+    layout: ParameterLayout, optimizer: OptimizerConfig, dtype: str
 ) -> Callable[[TrainState], TrainState]:
     rate, momentum = optimizer.outer_learning_rate, optimizer.outer_momentum
     return lambda state: diloco.exchange(state, layout, rate, momentum, dtype)
 
 
 def _train(
-    layout: Layout,
+    layout: ParameterLayout,
     optimizer: optax.GradientTransformation,
     runtime: Runtime,
     rate: Callable[[ArrayLike], jax.Array],

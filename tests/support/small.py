@@ -16,7 +16,7 @@ import pytest
 from jaxtrain import config as configs
 from jaxtrain.config import Config
 from jaxtrain.devices.mesh import make_mesh, sizes_of
-from jaxtrain.training.state import Layout, TrainState, abstract_state
+from jaxtrain.training.state import ParameterLayout, TrainState, abstract_state
 
 SMALL = configs.replace(
     Config(),
@@ -135,7 +135,7 @@ def place_batch(step, cfg: Config, arrays: dict[str, np.ndarray]) -> dict[str, j
     }
 
 
-def to_plain(layout: Layout, tree: dict) -> dict:
+def to_plain(layout: ParameterLayout, tree: dict) -> dict:
     """Parameters (or anything shaped like them) in a layout → plain. Fails unless all padding is
     exactly zero."""
     tree, placement = jax.tree.map(np.asarray, tree), layout.placement
@@ -161,7 +161,7 @@ def to_plain(layout: Layout, tree: dict) -> dict:
     return plain
 
 
-def from_plain(layout: Layout, plain: dict) -> dict:
+def from_plain(layout: ParameterLayout, plain: dict) -> dict:
     """Plain parameters, in a layout and on its mesh."""
     placement = layout.placement
 

@@ -13,7 +13,7 @@ from support import small
 
 from jaxtrain.hlo.program import Program
 from jaxtrain.training.state import (
-    Layout,
+    ParameterLayout,
     abstract_state,
     bytes_per_device,
     initial_state,
@@ -155,7 +155,7 @@ def test_each_device_makes_its_own_shards():
         model__heads=8,
         model__mlp_width=512,
     )
-    layout: Layout = step.layout
+    layout: ParameterLayout = step.layout
     shards = [
         math.prod(s.shard_shape(a.shape))
         for s, a in zip(
@@ -175,7 +175,7 @@ def test_each_device_makes_its_own_shards():
 def test_bfloat16_parameters_would_be_possible():
     """The layout's dtype is the parameters'; noise is drawn in float32 whatever it is."""
     step = step_of()
-    half = Layout(
+    half = ParameterLayout(
         step.layout.parts, step.layout.placement, step.layout.mesh, 1, jnp.dtype("bfloat16")
     )
     with jax.set_mesh(half.mesh):
