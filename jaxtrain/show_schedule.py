@@ -148,6 +148,7 @@ FLAGS = (
 OUTPUTS = ("csv", "svg", "png")  # flags that name a file to write
 DEFAULT_STAGES, DEFAULT_MICROBATCHES = 4, 8
 MOST_CELLS = 200_000  # stages · repeats · (stages + microbatches): some ten seconds
+MOST_COMPARED_CELLS = 40_000  # with --compare, which makes some thirty tables: half a minute
 MOST_TIME = 1e15  # of an op, in any unit: sums of larger ones can be neither compared nor drawn
 # of tables that are made only to improve an error: some seconds with --compare
 MOST_REFUSED_CELLS = 1_000
@@ -227,21 +228,22 @@ def _check_size(flags: types.SimpleNamespace, spec: TableSpec) -> None:
         "repeats": max(2, spec.repeats),
         "stages": spec.stages,
     }
+    limit = MOST_COMPARED_CELLS if flags.compare else MOST_CELLS
     others = math.prod(sizes.values()) // spec.microbatches
-    if others * (spec.stages + spec.microbatches) <= MOST_CELLS:
+    if others * (spec.stages + spec.microbatches) <= limit:
         return
     # Fewer microbatches where these are enough, else less of what is most.
-    name, most = "microbatches", MOST_CELLS // others - spec.stages
+    name, most = "microbatches", limit // others - spec.stages
     if most <= 0:
         name = max(sizes, key=lambda name: sizes[name])
         rest = others // sizes[name] if name != "microbatches" else others
         if name == "stages":
-            most = math.isqrt(MOST_CELLS // rest) - spec.microbatches
+            most = math.isqrt(limit // rest) - spec.microbatches
         else:
-            most = MOST_CELLS // (rest * (spec.stages + spec.microbatches))
+            most = limit // (rest * (spec.stages + spec.microbatches))
     rule = (
         f"--{name}={sizes[name]} with these stages, chunks and microbatches is more than "
-        f"{MOST_CELLS} tasks"
+        f"{limit} tasks"
     )
     raise UsageError(rule, {name: max(1, most)})
 

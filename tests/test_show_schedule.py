@@ -312,6 +312,18 @@ def test_what_is_too_large_is_refused_with_what_is_not(monkeypatch, capsys, flag
     schedule.main([*flags, *use.split()])
 
 
+def test_a_comparison_makes_many_tables_and_has_a_lower_bound(monkeypatch, capsys):
+    """All schedules of as many tasks as one may have took minutes."""
+    assert schedule.MOST_COMPARED_CELLS < schedule.MOST_CELLS
+    monkeypatch.setattr(schedule, "MOST_COMPARED_CELLS", 200)
+    with pytest.raises(SystemExit):
+        schedule.main(["--compare", "--microbatches=46"])
+    line = capsys.readouterr().err.strip()
+    assert "--microbatches=46 with" in line and "is more than 200 tasks" in line
+    schedule.main(["--microbatches=46"])  # one table of them is made
+    schedule.main(["--compare", *line.rpartition(": use ")[2].split()])
+
+
 def test_help_and_a_start_without_jax():
     done = run("--help")
     assert done.returncode == 0 and all(
