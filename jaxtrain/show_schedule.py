@@ -148,7 +148,7 @@ FLAGS = (
 OUTPUTS = ("csv", "svg", "png")  # flags that name a file to write
 DEFAULT_STAGES, DEFAULT_MICROBATCHES = 4, 8
 MOST_CELLS = 200_000  # stages · repeats · (stages + microbatches): some ten seconds
-MOST_COMPARED_CELLS = 40_000  # with --compare, which makes some thirty tables: half a minute
+MOST_COMPARED_CELLS = 20_000  # with --compare, which makes some thirty tables: half a minute
 MOST_TIME = 1e15  # of an op, in any unit: sums of larger ones can be neither compared nor drawn
 # of tables that are made only to improve an error: some seconds with --compare
 MOST_REFUSED_CELLS = 1_000
