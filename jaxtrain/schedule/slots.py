@@ -28,7 +28,6 @@ import numpy as np
 from jaxtrain.schedule.table import Op, Table, directions, message_ways
 from jaxtrain.schedule.transport import NEVER, arrivals
 
-POOLS = ("activation", "gradient", "residual_b", "residual_w", "weight_stash")
 MESSAGES = ("activation", "gradient")  # pools whose values travel
 Array = Any  # numpy's or JAX's
 

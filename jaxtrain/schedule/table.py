@@ -189,11 +189,6 @@ class Table(TableShape):
         """The number of ticks."""
         return len(self.op)
 
-    @property
-    def idle_fraction(self) -> float:
-        """Idle cells over all cells; every op counts alike."""
-        return float((self.op == Op.IDLE).mean())
-
     @functools.cached_property
     def cells(self) -> list[list[Cell | None]]:
         """The cells by tick and stage, None for idle ones; not to be changed."""

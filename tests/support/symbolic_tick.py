@@ -26,7 +26,6 @@ from jaxtrain.schedule.columns import (
     cell_op,
     permute_op,
 )
-from jaxtrain.schedule.slots import POOLS
 from jaxtrain.schedule.table import Op, Permute, units_of, wraps
 
 # all stages do them together where they share the vocabulary
@@ -161,18 +160,17 @@ class Replay:
     def compute(self, kind: str, u: int, s: int, tick: dict[str, int]) -> None:
         """An op of local unit u: F, K (the F that keeps what the backward reads), R, B or W."""
         stage, unit, k = self.stages[s], self.units[s][u], tick["microbatch"]
-        slot = {pool: tick[f"{pool}_slot"] for pool in POOLS}
-        held = lambda pool: stage.pools[pool][slot[pool]]
+        held = lambda pool: stage.pools[pool][tick[f"{pool}_slot"]]
         residuals = ("residuals", unit, k)
         if kind in "FKR":
             self.find(held("activation"), ("activation", unit, k))
         if kind in "KR":
             for pool in ("residual_b", "residual_w"):
-                stage.pools[pool][slot[pool]] = residuals
+                stage.pools[pool][tick[f"{pool}_slot"]] = residuals
         if kind == "B":
             self.find(held("gradient"), ("gradient", unit, k))
             self.find(held("residual_b"), residuals)
-            stage.pools["weight_stash"][slot["weight_stash"]] = ("weight_stash", unit, k)
+            stage.pools["weight_stash"][tick["weight_stash_slot"]] = ("weight_stash", unit, k)
         if kind in "BW":
             self.find(held("residual_w"), residuals)
         if kind == "W":
