@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.config.kernels import GPU
+from jaxtrain.devices import host_memory
 from jaxtrain.devices.mesh import hardware
-from jaxtrain.parallel import host_memory
 from jaxtrain.parallel.heads import as_written
 from jaxtrain.parallel.zero import Zero, gather, reduce_in_op
 from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, Residuals

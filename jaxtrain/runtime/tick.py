@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.config.kernels import TPU
+from jaxtrain.devices.host_memory import read_at, write_at
 from jaxtrain.devices.mesh import STAGE, hardware
-from jaxtrain.parallel.host_memory import read_at, write_at
 from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead
 from jaxtrain.runtime.layer_stack import LayerStack
 from jaxtrain.runtime.tick_state import Constants, ModelTree, Pools, TickState, merged, only

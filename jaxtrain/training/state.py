@@ -27,10 +27,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.devices import host_memory
 from jaxtrain.devices.sharding import constrain, restricted, spec
 from jaxtrain.models.spec import Spec
 from jaxtrain.models.transformer import ModelParts
-from jaxtrain.parallel import host_memory, replicas
+from jaxtrain.parallel import replicas
 from jaxtrain.parallel.zero import Reduction, reduction_of
 from jaxtrain.schedule.placement import Placement
 
