@@ -21,8 +21,8 @@ from jaxtrain.devices.mesh import AXES, batch_shards, sizes_of
 from jaxtrain.hlo.collectives import step_collectives
 from jaxtrain.hlo.loops import Executed, StepLoops, op_in
 from jaxtrain.hlo.program import GROUPED, Instruction
-from jaxtrain.hlo.topology import PLATFORMS, Compiled
 from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.plan.topology import PLATFORMS, Compiled
 
 FLOATS = ("bf16", "f16", "f32")
 

@@ -50,7 +50,6 @@ GROUPED = {
     "training/balance.py": "training/test_experts.py",
     "training/op_times.py": "pipeline/test_op_times.py",
     "training/preparation.py": "test_train.py",
-    "training/sizes.py": "costs/test_step_counts.py",
     "training/step.py": "training/test_variants.py",
 }
 OTHER_FOLDERS = {"benchmarks", "chaos", "extending", "golden", "launch", "support"}

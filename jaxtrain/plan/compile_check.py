@@ -30,11 +30,16 @@ from jaxtrain.costs.hardware import GIB
 from jaxtrain.costs.memory import MemoryBreakdown
 from jaxtrain.costs.step_counts import Entry
 from jaxtrain.devices.mesh import AXES, sizes_of
-from jaxtrain.hlo import topology
 from jaxtrain.hlo.collectives import StepCollective, step_collectives
 from jaxtrain.hlo.loops import StepLoops
 from jaxtrain.hlo.program import Program
-from jaxtrain.hlo.topology import (
+from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.pipeline.step_model import step_model_of
+from jaxtrain.plan import layout_flag, topology
+from jaxtrain.plan.explain import aligned
+from jaxtrain.plan.predict import predict, with_op_times
+from jaxtrain.plan.report import step_counts
+from jaxtrain.plan.topology import (
     INSTALL_COMMAND,
     Compiled,
     Refused,
@@ -42,16 +47,10 @@ from jaxtrain.hlo.topology import (
     compile_config,
     compilers,
 )
-from jaxtrain.pipeline.setup import make_setup
-from jaxtrain.pipeline.step_model import step_model_of
-from jaxtrain.plan import layout_flag
-from jaxtrain.plan.explain import aligned
-from jaxtrain.plan.predict import predict, with_op_times
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
-from jaxtrain.training.sizes import step_counts
 
-# The planner's part → the key of `training.sizes.state_memory` with the compiled program's bytes.
+# The planner's part → the key of `plan.report.state_memory` with the compiled program's bytes.
 PARTS = {
     "weights": "parameters",
     "gradients": "accumulators",

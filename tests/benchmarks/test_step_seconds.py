@@ -7,8 +7,8 @@ from support.step_text import CONFIG, STEP, TICKS
 
 from jaxtrain.costs import hardware
 from jaxtrain.hlo.loops import StepLoops
-from jaxtrain.hlo.topology import Compiled
 from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.plan.topology import Compiled
 from jaxtrain.schedule.columns import columns
 
 H100_BYTES_PER_S = 1e9 * hardware.load("h100").memory_gb_per_s

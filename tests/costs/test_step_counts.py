@@ -20,7 +20,7 @@ from jaxtrain.hlo.collectives import FEW
 from jaxtrain.hlo.loops import StepLoops
 from jaxtrain.hlo.program import Program
 from jaxtrain.pipeline.setup import Setup, make_setup
-from jaxtrain.training.sizes import step_counts
+from jaxtrain.plan.report import step_counts
 from jaxtrain.training.step import make_step
 
 sys.path.append(str(ROOT / "benchmarks"))

@@ -5,8 +5,8 @@ from support import small
 from support.step_text import CONFIG, STEP, TICK, TICKS
 
 from jaxtrain.hlo.loops import StepLoops, op_in
-from jaxtrain.hlo.topology import Compiled
 from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.plan.topology import Compiled
 from jaxtrain.schedule.columns import columns
 
 RUNS = columns(make_setup(CONFIG).train).runs
