@@ -128,7 +128,9 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
     # with --json, standard output has the JSON object only
     with contextlib.redirect_stdout(sys.stderr) if flags.json else contextlib.nullcontext():
         with imports_without_collection():
-            startup.start_jax(flags, config)
+            # the ops of experts and of multi-token prediction have such collectives
+            side_by_side = config.model.experts > 0 or config.model.mtp_depth > 0
+            startup.start_jax(flags, side_by_side)
             if unused := startup.unused_accelerator(flags):
                 raise cli.FlagsError(unused)
 

@@ -24,6 +24,7 @@ from jaxtrain.costs.transformer import Transformer
 from jaxtrain.devices import mesh as meshes
 from jaxtrain.devices.mesh import AXES, DATA, sizes_of
 from jaxtrain.devices.sharding import cut_count, mesh_axes
+from jaxtrain.parallel.target_device import target_device_of
 from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.pipeline.step_model import layout_of, transformer_of
 from jaxtrain.plan.compare import plan_at_hand
@@ -146,7 +147,7 @@ def introduction(config: Config, step: Step) -> list[str]:
             f"replicas: {config.mesh.replica} train independently and exchange "
             f"{config.precision.outer} every {every} steps and after the last"
         )
-    lines += kernels.describe(config, meshes.hardware_of(device))
+    lines += kernels.describe(config, target_device_of(device))
     if (unsharded := unsharded_over_data(step)) >= 0.01:
         data = config.mesh.data
         why = f"mesh.data={data} divides no free dimension of theirs (model.width={m.width})"
