@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from jaxtrain.checkpoint.checkpoints import Checkpoints
+from jaxtrain.checkpoint.checkpoints import Checkpoints, TrainedCorpus
 from jaxtrain.checkpoint.restoring import load_parameters
 from jaxtrain.config import Config, to_dict
 from jaxtrain.config.checks import Environment
@@ -69,9 +69,9 @@ def run(
     environment: what these suggestions have to fit
 
     Raises FolderError if another run uses the folder. Before anything is compiled or written:
-    ConfigError, DataError or CheckpointError for a config that does not fit the checkpoint or the
-    corpus, and if no checkpoint is complete. NumbersError if numbers are not good and the run
-    cannot go back.
+    ConfigError, DataError, ChangedCorpusError or CheckpointError for a config that does not fit
+    the checkpoint or the corpus, and if no checkpoint is complete. NumbersError if numbers are not
+    good and the run cannot go back.
     """
     clock.enter(Part.DATA)
     with (
@@ -81,7 +81,8 @@ def run(
         checkpoints = Checkpoints(config, unresolved, environment, folder)
         checkpoints.choose()
         corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
-        checkpoints.check_corpus(corpus)
+        tokenizer = corpus.tokenizer.describe()
+        checkpoints.check_corpus(TrainedCorpus(corpus.source, corpus.checksum, tokenizer))
         if checkpoints.step >= config.train.steps:
             done = f"{folder} already has its {checkpoints.step} steps"
             cluster.log(f"{done}: raise train.steps to go on")
@@ -322,9 +323,9 @@ class Trainer:
 
     def _log_sample(self) -> None:
         train = self.config.train
-        parts, params = load_parameters(self.checkpoints.directory, self.at, self.config)
+        layout, params = load_parameters(self.checkpoints.directory, self.at, self.config)
         text = sample_text(
-            parts,
+            layout.parts,
             params,
             self.corpus.tokenizer,
             train.sample_prompt,

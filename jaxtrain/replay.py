@@ -19,7 +19,7 @@ import jax
 from etils import epath
 
 from jaxtrain import config as cfg
-from jaxtrain.checkpoint.checkpoints import Checkpoints, folder_of_checkpoints
+from jaxtrain.checkpoint.checkpoints import Checkpoints, TrainedCorpus, folder_of_checkpoints
 from jaxtrain.checkpoint.steps import TO_TRAIN, choose
 from jaxtrain.config import Config
 from jaxtrain.config.checks import Environment
@@ -94,7 +94,8 @@ def replay(
         place = checkpoints.directory
         raise ReplayError(f"--replay={at}: {place} has no complete checkpoint before step {at}")
     corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
-    checkpoints.check_corpus(corpus)
+    tokenizer = corpus.tokenizer.describe()
+    checkpoints.check_corpus(TrainedCorpus(corpus.source, corpus.checksum, tokenizer))
     checkpoints.log_changes()
     clock.enter(Part.TRACING)
     mesh = make_mesh(sizes_of(config.mesh))

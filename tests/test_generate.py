@@ -135,7 +135,7 @@ def test_parameters_are_those_that_were_saved(run):
     """The stack of layers in order, bit for bit, on one device and on two."""
     for devices in (None, jax.devices()[4:6]):
         with jax.set_mesh(make_mesh((1, 1, 2, 1, 1, 2), jax.devices()[:4])):  # inside another mesh
-            parts, params = load_parameters(run / "checkpoints", 3, config(), devices)
+            _, params = load_parameters(run / "checkpoints", 3, config(), devices)
         assert all(
             a.sharding.device_set == set(devices or jax.devices()[:1])
             for a in jax.tree.leaves(params)

@@ -17,7 +17,7 @@ import functools
 import pathlib
 import secrets
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from etils import epath
@@ -34,8 +34,8 @@ from jaxtrain.config import Config, ConfigError, to_dict
 from jaxtrain.config.checks import Environment, check_resume
 from jaxtrain.config.resume import changes
 from jaxtrain.config.settings import CheckpointConfig
-from jaxtrain.data.tokens import Corpus, DataError
 from jaxtrain.devices import cluster
+from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.parameter_checks import Finiteness
@@ -48,6 +48,21 @@ from jaxtrain.training.step import Step
 def folder_of_checkpoints(settings: CheckpointConfig, workdir: pathlib.Path) -> epath.Path:
     """The folder or address of a run's persistent checkpoints."""
     return stores.folder(settings.directory or workdir / "checkpoints")
+
+
+class ChangedCorpusError(RunError):
+    """A corpus that is not the one of the checkpoint; the text is one line."""
+
+    status = ExitStatus.BAD_DATA
+
+
+class TrainedCorpus(NamedTuple):
+    """The corpus that a run trains on: its `data.source`, the checksum of tokens, documents and
+    mask, and the tokenizer's description."""
+
+    source: str
+    checksum: str
+    tokenizer: dict[str, Any]
 
 
 class Checkpoints:
@@ -79,7 +94,7 @@ class Checkpoints:
         self._local_files: LocalFiles | None = None
         self._local_saves: LocalCheckpointer | None = None
         self._source = ""  # of a local checkpoint that was restored
-        self._corpus: Corpus
+        self._corpus: TrainedCorpus
         self._step: Step
         self._saves: Checkpointer
         self._detector: SpikeDetector
@@ -124,12 +139,12 @@ class Checkpoints:
         if choice.step:
             self._refuse(choice.meta)
 
-    def check_corpus(self, corpus: Corpus) -> None:
-        """Keeps the corpus that the run trains on. Raises DataError if the persistent checkpoint
-        that `choose` chose was saved with another (Corpus.checksum: tokens, documents, mask)."""
+    def check_corpus(self, corpus: TrainedCorpus) -> None:
+        """Keeps the corpus that the run trains on. Raises ChangedCorpusError if the persistent
+        checkpoint that `choose` chose was saved with another."""
         self._corpus = corpus
         if self._choice.step and self._choice.meta.checksum != corpus.checksum:
-            raise DataError(
+            raise ChangedCorpusError(
                 f"data.source={corpus.source} has changed since the checkpoint (checksum "
                 f"{corpus.checksum[:12]}, in the checkpoint {self._choice.meta.checksum[:12]}): "
                 "put it back or use another --workdir"
@@ -277,7 +292,7 @@ class Checkpoints:
             position,
             self._wall_s(),
             self._corpus.checksum,
-            self._corpus.tokenizer.describe(),
+            self._corpus.tokenizer,
             self._detector.state.to_json(),
         )
         if self._local_saves and locally:

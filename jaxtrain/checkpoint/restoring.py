@@ -31,8 +31,6 @@ from jaxtrain.checkpoint.storage import read_tree
 from jaxtrain.config import Config
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import AXES, MODEL, REPLICA, make_mesh
-from jaxtrain.models.spec import Spec
-from jaxtrain.models.transformer import ModelParts, build
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.training.optimizer import make_optimizer
 from jaxtrain.training.state import ParameterLayout, abstract_state, stored_shapes
@@ -90,13 +88,10 @@ def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     independent = config.train.diloco_inner_steps > 0
     sizes = [config.mesh.replica if independent and axis == REPLICA else 1 for axis in AXES]
     mesh: Any = jax.sharding.AbstractMesh(tuple(sizes), AXES)
-    parts, placement = build(config.model, 1), Placement(config.model.layers)
-    layout = ParameterLayout(
-        parts, placement, mesh, 0, jnp.dtype(config.precision.params), independent
-    )
+    layout = ParameterLayout.unstaged(config.model, mesh, config.precision.params, independent)
     optimizer = make_optimizer(config.optimizer, config.train.steps, layout.specs)
     arrays = stored_arrays(
-        abstract_state(layout, optimizer), stored_shapes(layout, optimizer), placement
+        abstract_state(layout, optimizer), stored_shapes(layout, optimizer), layout.placement
     )
     return {array.name: array.shape for array in arrays}
 
@@ -175,9 +170,10 @@ def load_parameters(
     step: int,
     config: Config,
     devices: Sequence[jax.Device] | None = None,
-) -> tuple[ModelParts, dict]:
+) -> tuple[ParameterLayout, dict]:
     """A step's model and parameters for use without training, whatever mesh and schedule saved them
-    → (parts, {"embed", "layers" (leaves [L, ...]), "head"}).
+    → (layout, {"embed", "first" if any, "layers" (leaves [L, ...]), "head"}). layout: as stored,
+    with a dimension of stages before the layers.
 
     The modules that predict further tokens, which only training needs, are left out. Parameters of
     independent replicas are those of the last exchange.
@@ -197,10 +193,8 @@ def load_parameters(
     """
     devices = jax.local_devices()[:1] if devices is None else list(devices)
     mesh = make_mesh([len(devices) if axis == MODEL else 1 for axis in AXES], devices)
-    parts = build(dataclasses.replace(config.model, mtp_depth=0), len(devices))
-    layout = ParameterLayout(
-        parts, Placement(config.model.layers), mesh, 0, jnp.dtype(config.precision.params)
-    )
+    model = dataclasses.replace(config.model, mtp_depth=0)
+    layout = ParameterLayout.unstaged(model, mesh, config.precision.params)
     abstract = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
         layout.shapes,
@@ -210,16 +204,15 @@ def load_parameters(
     restored = restore(
         directory, step, {name: abstract}, {name: layout.stored_shapes}, layout.placement
     )[name]
-    specs = parts.specs | {"layers": parts.specs["layer"]}
-    layers, specs["layers"] = restored["layers"].pop("0"), specs.pop("layer")
+    specs, layers = layout.specs, restored["layers"].pop("0")
     compute = jnp.dtype(config.precision.compute)
     with jax.set_mesh(mesh):  # the caller may be inside another one
         params = {"embed": restored.pop("embed")}
         if "first" in restored:
             params["first"] = _ready(restored.pop("first"), specs["first"], compute)
-        params["layers"] = _ready(layers, specs["layers"], compute, stage=0)
+        params["layers"] = _ready(layers, specs["layers"]["0"], compute, stage=0)
         params["head"] = _ready(restored.pop("head"), specs["head"], compute)
-        return parts, params
+        return layout, params
 
 
 def _ready(params: dict, specs: dict, compute: jnp.dtype, stage=...) -> dict:
@@ -228,11 +221,11 @@ def _ready(params: dict, specs: dict, compute: jnp.dtype, stage=...) -> dict:
 
     Takes the arrays out of `params` one by one: a model is never in memory twice.
     """
-    out = {}
+    out: dict[str, Any] = {}
     for name in list(params):
-        if isinstance(specs[name], Spec):
+        if isinstance(specs[name], dict):
+            out[name] = _ready(params[name], specs[name], compute, stage)
+        else:
             out[name] = params.pop(name)[stage]
             out[name] = out[name].astype(compute) if specs[name].cast else out[name]
-        else:
-            out[name] = _ready(params[name], specs[name], compute, stage)
     return out

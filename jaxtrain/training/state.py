@@ -28,10 +28,12 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.config import ModelConfig
 from jaxtrain.devices import host_memory
+from jaxtrain.devices.mesh import MODEL
 from jaxtrain.devices.sharding import constrain, restricted, spec
 from jaxtrain.models.spec import Spec
-from jaxtrain.models.transformer import ModelParts
+from jaxtrain.models.transformer import ModelParts, build
 from jaxtrain.parallel import replicas
 from jaxtrain.parallel.zero import Reduction, reduction_of
 from jaxtrain.schedule.placement import Placement
@@ -91,6 +93,14 @@ class ParameterLayout:
     dtype: jnp.dtype = jnp.dtype("float32")
     independent_replicas: bool = False  # each replica has its own parameters
     offload: bool = False  # the optimizer's state lies in the host's memory
+
+    @classmethod
+    def unstaged(
+        cls, model: ModelConfig, mesh: Mesh, dtype: str, independent_replicas: bool = False
+    ) -> "ParameterLayout":
+        """The layout of a resolved config's model on a mesh with one stage, without ZeRO."""
+        parts, placement = build(model, mesh.shape[MODEL]), Placement(model.layers)
+        return cls(parts, placement, mesh, 0, jnp.dtype(dtype), independent_replicas)
 
     @property
     def specs(self) -> dict:

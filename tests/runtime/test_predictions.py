@@ -214,5 +214,5 @@ def test_checkpoints(tmp_path):
                     small.to_plain(step.layout, jax.device_get(state.params)),
                     plain,
                 )
-    parts, params = load_parameters(tmp_path, 1, cfg)
-    assert sorted(params) == ["embed", "head", "layers"] and parts.cfg.mtp_depth == 0
+    layout, params = load_parameters(tmp_path, 1, cfg)
+    assert sorted(params) == ["embed", "head", "layers"] and layout.parts.cfg.mtp_depth == 0
