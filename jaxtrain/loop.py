@@ -20,7 +20,7 @@ from jaxtrain.checkpoint.checkpoints import Checkpoints, TrainedCorpus
 from jaxtrain.checkpoint.restoring import load_parameters
 from jaxtrain.config import Config, to_dict
 from jaxtrain.config.checks import Environment
-from jaxtrain.data.loader import Feed
+from jaxtrain.data.loader import Feed, make_loaders, prepare_corpus
 from jaxtrain.data.tokens import Corpus, bigram_entropy
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
@@ -42,13 +42,12 @@ from jaxtrain.training import stored_op_times
 from jaxtrain.training.evaluation import Evaluation
 from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.parameter_checks import Copies
-from jaxtrain.training.preparation import Programs, make_loaders, prepare_corpus, start_compiling
 from jaxtrain.training.profile import Profile, trace_folder
 from jaxtrain.training.recovery import DetectorState, SpikeDetector
 from jaxtrain.training.reporting import Pending, Reporter, Speedometer
 from jaxtrain.training.requests import Request, Requests, no_request
 from jaxtrain.training.state import initial_state
-from jaxtrain.training.step import Step, StepMetrics, make_step
+from jaxtrain.training.step import Programs, Step, StepMetrics, make_step, start_compiling
 
 SAMPLE_TEMPERATURE = 0.8
 
@@ -130,7 +129,12 @@ class Trainer:
         self.step, self.corpus, self.checkpoints = step, corpus, checkpoints
         rows_folder = folder if config.metrics.rows else None
         self.data, self.held_out = make_loaders(
-            step, corpus, config.data, config.train.eval_batches, rows_folder
+            corpus,
+            config.data,
+            step.abstract_batch["tokens"],
+            step.separate_replicas,
+            config.train.eval_batches,
+            rows_folder,
         )
         self.intervals = Intervals.of(config.train, config.checkpoint, config.metrics.log_every)
         self.asked = Request.NOTHING
@@ -155,7 +159,9 @@ class Trainer:
         # Not before: one thread traces at a time, and the step takes longest to compile.
         new_state = None if self.checkpoints.step else executor.submit(make_state)
         abstract = step.abstract_state().trained
-        self.evaluation = Evaluation(step.evaluate, abstract, self.held_out, executor)
+        self.evaluation = Evaluation(
+            step.evaluate, abstract, self.held_out.specification(), self.held_out.iterate, executor
+        )
         others = []
         if config.train.eval_every and self.held_out.batches:
             others.append(self.evaluation.start_compiling())

@@ -24,6 +24,7 @@ from jaxtrain.checkpoint.steps import TO_TRAIN, choose
 from jaxtrain.config import Config
 from jaxtrain.config.checks import Environment
 from jaxtrain.config.errors import ConfigError, UsageError
+from jaxtrain.data.loader import make_loaders, prepare_corpus
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.loop import when_compiled
@@ -34,8 +35,7 @@ from jaxtrain.run.metrics import read_metrics
 from jaxtrain.run.wall_clock import Part, WallClock
 from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.optimizer import learning_rate
-from jaxtrain.training.preparation import make_loaders, prepare_corpus, start_compiling
-from jaxtrain.training.step import make_step
+from jaxtrain.training.step import make_step, start_compiling
 
 FIGURES = {"loss": "loss", "grad_norm": "gradient norm"}  # figures of a record → their names
 # by precision.compute: the relative change of a figure that another order of sums can cause
@@ -101,7 +101,10 @@ def replay(
     mesh = make_mesh(sizes_of(config.mesh))
     with jax.set_mesh(mesh), concurrent.futures.ThreadPoolExecutor(1) as executor:
         step = make_step(config, mesh, setup)
-        data, held_out = make_loaders(step, corpus, config.data, config.train.eval_batches)
+        tokens, replicas = step.abstract_batch["tokens"], step.separate_replicas
+        data, held_out = make_loaders(
+            corpus, config.data, tokens, replicas, config.train.eval_batches
+        )
         with data, held_out:
             compiling = start_compiling(step, executor)
             clock.enter(Part.COMPILING)
