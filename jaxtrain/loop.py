@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
+from jaxtrain import cli
 from jaxtrain.checkpoint.checkpoints import Checkpoints, TrainedCorpus
 from jaxtrain.checkpoint.restoring import load_parameters
 from jaxtrain.config import Config, to_dict
@@ -68,7 +69,7 @@ def run(
     environment: what these suggestions have to fit
 
     Raises FolderError if another run uses the folder. Before anything is compiled or written:
-    ConfigError, DataError, ChangedCorpusError or CheckpointError for a config that does not fit
+    FlagsError, DataError, ChangedCorpusError or CheckpointError for a config that does not fit
     the checkpoint or the corpus, and if no checkpoint is complete. NumbersError if numbers are not
     good and the run cannot go back.
     """
@@ -386,14 +387,14 @@ def _watched(
     """A context in which no other run uses the folder. Whatever ends this run, a signal or a hang,
     leaves no lock.
 
-    Raises FolderError as RunLock.take.
+    Raises FolderError as RunLock.take, and FlagsError for a ConfigError inside.
     """
     lock = RunLock(folder)
     try:
         with Signals(lock.release, notices=cluster.is_main()) as signals:
             cluster.from_main(lambda: lock.take(cluster.log), FolderError)
             watchdog = Watchdog(folder, cluster.connect_peers(), clock, hang_after, lock.release)
-            with watchdog.watching():
+            with watchdog.watching(), cli.refused_settings():
                 yield signals, watchdog
     finally:
         lock.release()

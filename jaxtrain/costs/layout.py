@@ -6,6 +6,7 @@ A routed token is one token's choice of one expert (parallel/experts.py).
 import dataclasses
 import math
 
+from jaxtrain.config.sizes import capacity_of, device_capacity
 from jaxtrain.costs.transformer import Transformer
 from jaxtrain.schedule.orders import ONE_CHUNK
 
@@ -57,24 +58,6 @@ class Layout:
         `replica` outermost."""
         inner = AXES[AXES.index(axis) + 1 :]
         return getattr(self, axis), math.prod(getattr(self, name) for name in inner)
-
-
-def device_capacity(tokens: int, choices: int, experts: int, devices: int, over_mean: float) -> int:
-    """Routed tokens that each of `devices` can receive, where each sends `tokens` of `choices`.
-
-    The worst case, or `over_mean` times the mean if that is less and not 0, rounded up so that
-    large buffers are cut into equal tiles.
-    """
-    worst = devices * tokens * min(choices, experts // devices)
-    bound = math.ceil(over_mean * tokens * choices)
-    step = 1 << max(bound.bit_length() - 7, 0)
-    return min(worst, -(-bound // step) * step) if over_mean else worst
-
-
-def capacity_of(tokens: int, choices: int, experts: int, factor: float) -> int:
-    """An expert's positions for a sequence of so many tokens: `factor` times its share of the
-    choices, at most one for each token."""
-    return min(tokens, math.ceil(factor * tokens * choices / experts))
 
 
 def routed_capacity(model: Transformer, layout: Layout) -> int:

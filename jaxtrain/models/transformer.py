@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config import ModelConfig
-from jaxtrain.costs.transformer import padded_vocabulary
+from jaxtrain.config.sizes import padded_vocabulary
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.attention import Attention
 from jaxtrain.models.latent import LatentAttention
