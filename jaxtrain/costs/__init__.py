@@ -1,2 +1,1 @@
-"""What operations and collectives cost on a kind of device, in closed form. No jax, and nothing of
-the package's."""
+"""What operations and collectives cost on a kind of device, in closed form. No jax."""
