@@ -63,9 +63,7 @@ def run(tmp_path_factory) -> pathlib.Path:
     folder, cfg = tmp_path_factory.mktemp("run"), config((1, 2, 2), "interleaved", 2)
     step = make_step(cfg, small.mesh_of(cfg))
     state = small.first_state(step, plain())
-    saves = Checkpointer(
-        folder / "checkpoints", step.layout.placement, stored_shapes(step.layout, step.optimizer)
-    )
+    saves = Checkpointer(folder / "checkpoints", stored_shapes(step.layout, step.optimizer))
     for at, compute in ((3, "bfloat16"), (12, "float32")):
         meta = {
             "config": configs.to_dict(configs.replace(cfg, {"precision.compute": compute})),

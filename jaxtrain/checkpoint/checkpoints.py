@@ -36,7 +36,6 @@ from jaxtrain.config.resume import changes
 from jaxtrain.config.settings import CheckpointConfig
 from jaxtrain.devices import cluster
 from jaxtrain.run.exit_status import ExitStatus, RunError
-from jaxtrain.schedule.placement import Placement
 from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.parameter_checks import Finiteness
 from jaxtrain.training.recovery import DetectorState, NumbersError, Rollback, SpikeDetector
@@ -173,7 +172,7 @@ class Checkpoints:
         name, self._start = cluster.from_main(
             lambda: (run_name(self._workdir, self.directory), secrets.token_hex(4)), CheckpointError
         )
-        shards = Shards(stored_arrays(*self._laid_out(step)), step.layout.placement)
+        shards = Shards(stored_arrays(*self._laid_out(step)))
         self._local_files = LocalFiles(pathlib.Path(local) / name, shards)
         self._candidates = self._local_files.candidates(
             self.step, self._config.train.steps, self._why_not
@@ -204,10 +203,9 @@ class Checkpoints:
         )
         return state
 
-    def _laid_out(self, step: Step) -> tuple[TrainState, Any, Placement]:
-        """The state as ShapeDtypeStructs with shardings, its stored shapes, and the placement."""
-        shapes = stored_shapes(step.layout, step.optimizer)
-        return step.abstract_state(), shapes, step.layout.placement
+    def _laid_out(self, step: Step) -> tuple[TrainState, TrainState]:
+        """The state as ShapeDtypeStructs with shardings, and as Stored."""
+        return step.abstract_state(), stored_shapes(step.layout, step.optimizer)
 
     def _refuse(self, meta: Meta) -> None:
         """Raises ConfigError where the config cannot continue a checkpoint with this meta."""
@@ -239,10 +237,10 @@ class Checkpoints:
         self._detector, self._wall_s = detector, wall_s
         self._finite = Finiteness(self._step.mesh)
         settings = self._config.checkpoint
-        _, shapes, placement = self._laid_out(self._step)
+        _, stored = self._laid_out(self._step)
         retention = Retention(settings.keep, settings.keep_every, settings.keep_best)
         self._saves = Checkpointer(
-            self.directory, placement, shapes, retention, self._choice.unrecognized, log
+            self.directory, stored, retention, self._choice.unrecognized, log
         )
         if self._local_files:
             self._local_saves = LocalCheckpointer(

@@ -31,7 +31,6 @@ from jaxtrain.checkpoint.storage import read_tree
 from jaxtrain.config import Config
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import AXES, MODEL, REPLICA, make_mesh
-from jaxtrain.schedule.placement import Placement
 from jaxtrain.training.optimizer import make_optimizer
 from jaxtrain.training.state import ParameterLayout, abstract_state, stored_shapes
 
@@ -90,36 +89,32 @@ def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     mesh: Any = jax.sharding.AbstractMesh(tuple(sizes), AXES)
     layout = ParameterLayout.unstaged(config.model, mesh, config.precision.params, independent)
     optimizer = make_optimizer(config.optimizer, config.train.steps, layout.specs)
-    arrays = stored_arrays(
-        abstract_state(layout, optimizer), stored_shapes(layout, optimizer), layout.placement
-    )
+    arrays = stored_arrays(abstract_state(layout, optimizer), stored_shapes(layout, optimizer))
     return {array.name: array.shape for array in arrays}
 
 
 # --- its state ------------------------------------------------------------------------------------
 
 
-def restore(
-    directory: str | os.PathLike, step: int, abstract: Any, stored_shapes: Any, placement: Placement
-) -> Any:
+def restore(directory: str | os.PathLike, step: int, abstract: Any, stored: Any) -> Any:
     """The state of a step, laid out as `abstract` says; padding is zero.
 
     Args:
       directory: the folder of the steps.
       abstract: the state, or some of it, with a jax.ShapeDtypeStruct with sharding for each array.
-      stored_shapes, placement: as in Checkpointer, for the same arrays.
+      stored: as in Checkpointer, for the same arrays.
 
     Raises:
       CheckpointError: no such step, or an array that is not stored or has another shape or dtype.
       DamageError: an array is damaged.
-      ValueError: `abstract` is not laid out as the placement says.
+      ValueError: `abstract` is not laid out as `stored` says.
     """
     steps_folder = stores.absolute(directory)
     folder = steps_folder / str(step) / STATE
     if not folder.exists():
         raise CheckpointError(f"{steps_folder} has no checkpoint of step {step}")
-    arrays = stored_arrays(abstract, stored_shapes, placement)
-    return jax.tree.unflatten(jax.tree.structure(abstract), read_tree(folder, arrays, placement))
+    arrays = stored_arrays(abstract, stored)
+    return jax.tree.unflatten(jax.tree.structure(abstract), read_tree(folder, arrays))
 
 
 def restore_newest(
@@ -135,7 +130,7 @@ def restore_newest(
       choice: of a step.
       choose_again: step → its damage, for all that turned out to be damaged → the next choice,
         which has a step.
-      directory, state: as in `restore`, whose last three arguments are `state`.
+      directory, state: as in `restore`, whose last two arguments are `state`.
 
     Raises:
       CheckpointError: as `restore` on any process, for what is no damage; and as `choose_again`.
@@ -201,9 +196,7 @@ def load_parameters(
         layout.shardings,
     )
     name = "anchor" if config.train.diloco_inner_steps else "params"
-    restored = restore(
-        directory, step, {name: abstract}, {name: layout.stored_shapes}, layout.placement
-    )[name]
+    restored = restore(directory, step, {name: abstract}, {name: layout.stored})[name]
     specs, layers = layout.specs, restored["layers"].pop("0")
     compute = jnp.dtype(config.precision.compute)
     with jax.set_mesh(mesh):  # the caller may be inside another one
