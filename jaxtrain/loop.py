@@ -1,7 +1,7 @@
-"""The training loop: `run` sets a run up, trains and finishes; `Trainer` has its parts, and
-`Trainer.train` is the loop.
+"""The training loop: `run` sets a run up, trains and finishes. `Trainer` has the parts of a run,
+and `Trainer.train` is the loop.
 
-Files that a run leaves in its folder: config.json, metrics.jsonl, goodput.jsonl, checkpoints/,
+A run leaves these files in its folder: config.json, metrics.jsonl, goodput.jsonl, checkpoints/,
 tensorboard/, loss.png, goodput.png, profile/; metrics.rolled_back.jsonl if it has gone back;
 op_times.json if op times are planned or measured; planned.json if the hardware is known; and
 run.lock while it runs.

@@ -1,8 +1,8 @@
 """The layers of one unit on one stage: a loop over its stacked parameters, for each op of the
 schedule.
 
-The number of layers may differ between stages; the loop's bound is then this stage's own, and a
-stage with fewer layers does less work. A single layer needs no loop.
+The number of layers may differ between stages. The bound of the loop is that of its stage, so a
+stage with fewer layers computes less. A single layer needs no loop.
 
 x and y are the unit's input and output, g the gradient of one of them: [B, T, D] of the compute
 type. `extra` is what a layer reads beside x.
