@@ -56,28 +56,6 @@ def prepare_corpus(data: DataConfig, vocab_size: int, train: TrainConfig) -> Cor
     return corpus
 
 
-def make_loaders(
-    corpus: Corpus,
-    data: DataConfig,
-    like: jax.ShapeDtypeStruct,
-    replicas: int,
-    eval_batches: int,
-    rows_folder: pathlib.Path | None = None,
-) -> tuple["Loader", "Loader"]:
-    """The loaders of training batches and of held-out ones.
-
-    like: an array of a batch, [microbatches, sequences, tokens] with a NamedSharding
-    replicas: those that train separately
-    rows_folder: the run's, where the training batches' rows are logged; None: they are not
-    """
-    log = RowLog(rows_folder, jax.process_index(), jax.process_count()) if rows_folder else None
-
-    def load(split: str, batches: int | None, log: RowLog | None) -> Loader:
-        return Loader(corpus, data, split, like.sharding, like.shape[0], batches, replicas, log)
-
-    return load("train", None, log), load("validation", eval_batches, None)
-
-
 class Loader:
     """The batches of one split of a corpus.
 
@@ -326,3 +304,25 @@ def _local_sequences(
         needed[index[:2]] = True
     local = np.sort(sequences[needed])
     return local.tolist(), np.where(needed, np.searchsorted(local, sequences), -1)
+
+
+def make_loaders(
+    corpus: Corpus,
+    data: DataConfig,
+    like: jax.ShapeDtypeStruct,
+    replicas: int,
+    eval_batches: int,
+    rows_folder: pathlib.Path | None = None,
+) -> tuple[Loader, Loader]:
+    """The loaders of training batches and of held-out ones.
+
+    like: an array of a batch, [microbatches, sequences, tokens] with a NamedSharding
+    replicas: those that train separately
+    rows_folder: the run's, where the training batches' rows are logged; None: they are not
+    """
+    log = RowLog(rows_folder, jax.process_index(), jax.process_count()) if rows_folder else None
+
+    def load(split: str, batches: int | None, log: RowLog | None) -> Loader:
+        return Loader(corpus, data, split, like.sharding, like.shape[0], batches, replicas, log)
+
+    return load("train", None, log), load("validation", eval_batches, None)

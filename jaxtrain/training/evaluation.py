@@ -12,8 +12,8 @@ from jaxtrain.runtime.runtime import Losses
 
 
 class Evaluation:
-    """The mean loss over held-out batches. The program is compiled by `start_compiling`, or
-    when `loss` is first called.
+    """The mean loss over held-out batches. The program is compiled by `start_compiling`, or when
+    `loss` is first called.
 
     Args:
       evaluate: (params, batch) → Losses, jitted: Step.evaluate.
