@@ -4,9 +4,9 @@ No jax.
     op_times.json   {"times": [F, B, W, message, R, head] in ms, "of": {setting: value}, "devices":
                     "8 × TPU v5p"}
 
-The file decides for all processes and for every restart, whatever the devices and the version of
-the code: the run's table stays the same. Times are made anew only where a setting in "of" has
-changed, such as the mesh or the model. They are measured in training/op_times.py.
+All processes and every restart take the times of the file, whatever the devices and the version of
+the code, so the run's table stays the same. Times are measured or planned anew only if a setting in
+"of" has changed, such as the mesh or the model. They are measured in training/op_times.py.
 """
 
 import json
