@@ -39,7 +39,7 @@ class OpTimesError(RunError):
 
 
 def needed(config: Config) -> bool:
-    """Whether a config, whose mesh is known, has a table and gives no op times for it."""
+    """True if a config, whose mesh is known, has a table and gives no op times for it."""
     return config.mesh.stage > 1 and not config.pipeline.times
 
 
@@ -66,7 +66,7 @@ def read(config: Config, folder: pathlib.Path) -> tuple[float, ...] | None:
 
 
 def worth_storing(config: Config, given: Config) -> bool:
-    """Whether a resolved config's times were planned or measured in this run, even if measuring
+    """True if a resolved config's times were planned or measured in this run, even if measuring
     failed, and not `given` by the user."""
     planned_or_measured = config.pipeline.times or config.pipeline.measure_times
     without = replace(config, {"pipeline.times": given.pipeline.times})
