@@ -68,7 +68,7 @@ class Problem:
 
 
 def check(config: Config, workdir: str) -> None:
-    """Raises PlaceError where a run of one process cannot write."""
+    """Raises PlaceError if a run of one process cannot write."""
     if problem := _of_main(config, workdir) or _of_each(config, workdir):
         raise problem.error()
 
@@ -82,7 +82,7 @@ def check_workdir(workdir: str) -> None:
 
 
 def check_together(config: Config, workdir: str) -> None:
-    """Raises PlaceError where a run of several processes cannot write. Each must call it, and
+    """Raises PlaceError if a run of several processes cannot write. Each must call it, and
     raises the same error. All hosts must see the checkpoints."""
     import jax
 
