@@ -41,7 +41,7 @@ Batch = dict[str, jax.Array]
 
 
 def prepare_corpus(data: DataConfig, vocab_size: int, train: TrainConfig) -> Corpus:
-    """The corpus, in every process. Raises DataError where processes read different ones, and for a
+    """The corpus, in every process. Raises DataError if processes read different ones, and for a
     `train.sample_prompt` that cannot be encoded."""
     corpus = prepare(data, vocab_size, progress=jax.process_index() == 0)
     if jax.process_count() > 1:
