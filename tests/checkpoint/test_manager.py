@@ -11,8 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 from support.checkpoint_state import (
-    EMBED,
-    LAYER,
+    HIDDEN,
     VOCABULARY,
     WIDTH,
     Layout,
@@ -71,9 +70,9 @@ def test_stored_form_is_the_layers_in_order_and_nothing_padded(tmp_path, layout)
     metadata = ocp.PyTreeCheckpointHandler().metadata(epath.Path(c._directory / "1" / "state")).tree
     shapes = jax.tree.map(lambda m: m.shape, metadata, is_leaf=lambda m: not isinstance(m, dict))
     parameters = {
-        "embed": EMBED,
+        "embed": {"table": (VOCABULARY, WIDTH)},
         "head": {"w": (WIDTH, VOCABULARY)},
-        "layers": {"mlp": {"w": (7, *LAYER["mlp"]["w"])}, "norm": (7, *LAYER["norm"])},
+        "layers": {"mlp": {"w": (7, WIDTH, HIDDEN)}, "norm": (7, WIDTH)},
     }
     assert shapes == {
         "params": parameters,
