@@ -111,7 +111,7 @@ def run(folder: pathlib.Path) -> dict:
     config, case = read_case(folder)
     import jax
 
-    from jaxtrain.config.kernels import describe
+    from jaxtrain.config.kernels import attention_case, describe
     from jaxtrain.devices.mesh import hardware_of, make_mesh, sizes_of
     from jaxtrain.pipeline.step_model import transformer_of
     from jaxtrain.training.optimizer import learning_rate
@@ -151,6 +151,14 @@ def run(folder: pathlib.Path) -> dict:
             jax.block_until_ready((state, metrics))
             seconds.append(time.perf_counter() - began_step)
             results.append(jax.device_get(metrics.by_name()))
+    case_of_step = attention_case(
+        hardware_of(jax.devices()[0]),
+        config.model,
+        config.data,
+        config.mesh,
+        config.parallel,
+        config.precision,
+    )
     account, allocator = compiled.memory_analysis(), jax.devices()[0].memory_stats() or {}
     memory = (
         account.argument_size_in_bytes
@@ -169,7 +177,7 @@ def run(folder: pathlib.Path) -> dict:
         "allocator_peak": allocator.get("peak_bytes_in_use"),
         "parameters": step.parts.parameter_count,
         "flops_per_token": transformer_of(config).training_flops_per_token(),
-        "kernels": list(describe(config, hardware_of(jax.devices()[0]))),
+        "kernels": list(describe(config.model, case_of_step)),
         "versions": versions(),
     }
 

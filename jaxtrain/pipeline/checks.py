@@ -6,7 +6,15 @@ import os
 import pathlib
 from collections.abc import Iterator
 
-from jaxtrain.config import Config, ConfigError, checks
+from jaxtrain.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    TrainConfig,
+    checks,
+)
 from jaxtrain.config.checks import Environment
 from jaxtrain.config.mesh_rules import filled
 from jaxtrain.config.rules import Rule, Violation, values_for
@@ -31,15 +39,15 @@ def check_run(
     return filled(config, device_count)
 
 
-def _source_exists(config: Config) -> Iterator[Violation]:
-    value = config.data.source
+def _source_exists(data: DataConfig) -> Iterator[Violation]:
+    value = data.source
     if not (value and os.path.isdir(pathlib.Path(value).expanduser())):
         yield from _file_exists("data.source", value, "stdlib", " or a folder")
 
 
-def _tokenizer_exists(config: Config) -> Iterator[Violation]:
-    if config.data.tokenizer != "none":
-        yield from _file_exists("data.tokenizer", config.data.tokenizer, "bytes")
+def _tokenizer_exists(data: DataConfig) -> Iterator[Violation]:
+    if data.tokenizer != "none":
+        yield from _file_exists("data.tokenizer", data.tokenizer, "bytes")
 
 
 def _file_exists(path: str, value: str, word: str, or_folder: str = "") -> Iterator[Violation]:
@@ -53,8 +61,8 @@ def _file_exists(path: str, value: str, word: str, or_folder: str = "") -> Itera
     yield Violation(path, rule, values_for(path, [*_similar_files(file), word]))
 
 
-def _schedule_exists(config: Config) -> Iterator[Violation]:
-    path, schedule = "pipeline.schedule", config.pipeline.schedule
+def _schedule_exists(pipeline: PipelineConfig) -> Iterator[Violation]:
+    path, schedule = "pipeline.schedule", pipeline.schedule
     file = pathlib.Path(schedule.removeprefix(CSV))
     if schedule.startswith(CSV) and not file.is_file():
         rule = "names no file (python -m jaxtrain.schedule --csv=FILE writes one)"
@@ -71,12 +79,12 @@ def _similar_files(path: pathlib.Path) -> list[str]:
     return [names[name] for name in difflib.get_close_matches(path.name, names, n=1)]
 
 
-def _hardware_is_known(config: Config) -> Iterator[Violation]:
-    path, compute = "train.hardware", config.precision.compute
-    if not config.train.hardware:
+def _hardware_is_known(train: TrainConfig, precision: PrecisionConfig) -> Iterator[Violation]:
+    path, compute = "train.hardware", precision.compute
+    if not train.hardware:
         return
     try:
-        peaks = hardware.load(config.train.hardware).peak_tflops
+        peaks = hardware.load(train.hardware).peak_tflops
     except HardwareError as error:
         yield Violation(path, error.rule, values_for(path, (error.use, "")))
         return

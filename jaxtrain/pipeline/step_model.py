@@ -147,7 +147,12 @@ def framework_of(config: Config, hardware: Hardware, assume: str = OURS) -> Fram
             framework = dataclasses.replace(
                 framework, weight_copies=WEIGHT_COPIES, sum_passes=SUM_PASSES
             )
-    if framework.fused_attention and _scores_pass_through_memory(config, hardware, assume):
+    device = kernels.TargetDevice(platform_of(hardware))
+    case = kernels.attention_case(
+        device, config.model, config.data, config.mesh, config.parallel, config.precision
+    )
+    wanted = config.model.attention_kernel
+    if framework.fused_attention and _scores_pass_through_memory(case, wanted, assume):
         framework = dataclasses.replace(
             framework,
             fused_attention=False,
@@ -156,16 +161,14 @@ def framework_of(config: Config, hardware: Hardware, assume: str = OURS) -> Fram
     return framework
 
 
-def _scores_pass_through_memory(config: Config, hardware: Hardware, assume: str) -> bool:
+def _scores_pass_through_memory(case: kernels.AttentionCase, wanted: str, assume: str) -> bool:
     """Whether attention has no fused kernel: plain XLA is asked for, or, in our own framework, no
-    other kernel takes the case."""
-    wanted = config.model.attention_kernel
+    other kernel takes the case. wanted: model.attention_kernel."""
     if wanted != "auto" or assume != OURS:
         return wanted == kernels.XLA
     # a file of `--calibrate`: plain XLA is what it has measured
-    if platform_of(hardware) == kernels.CPU:
+    if case.device.platform == kernels.CPU:
         return False
-    case = kernels.attention_case(config, kernels.TargetDevice(platform_of(hardware)))
     return kernels.attention_kernel(case).kernel == kernels.XLA
 
 

@@ -51,7 +51,10 @@ def introduction(config: Config, step: Step) -> list[str]:
             f"replicas: {config.mesh.replica} train independently and exchange "
             f"{config.precision.outer} every {every} steps and after the last"
         )
-    lines += kernels.describe(config, meshes.hardware_of(device))
+    case = kernels.attention_case(
+        meshes.hardware_of(device), m, d, config.mesh, config.parallel, config.precision
+    )
+    lines += kernels.describe(m, case)
     if (unsharded := unsharded_over_data(step)) >= 0.01:
         data = config.mesh.data
         why = f"mesh.data={data} divides no free dimension of theirs (model.width={m.width})"
