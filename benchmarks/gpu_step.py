@@ -151,6 +151,7 @@ def run(folder: pathlib.Path) -> dict:
             jax.block_until_ready((state, metrics))
             seconds.append(time.perf_counter() - began_step)
             results.append(jax.device_get(metrics.by_name()))
+    model = transformer_of(config.model, config.data.sequence_length)
     case_of_step = attention_case(
         hardware_of(jax.devices()[0]),
         config.model,
@@ -176,7 +177,9 @@ def run(folder: pathlib.Path) -> dict:
         "memory": memory,
         "allocator_peak": allocator.get("peak_bytes_in_use"),
         "parameters": step.parts.parameter_count,
-        "flops_per_token": transformer_of(config).training_flops_per_token(),
+        "flops_per_token": transformer_of(
+            config.model, config.data.sequence_length
+        ).training_flops_per_token(),
         "kernels": list(describe(config.model, case_of_step)),
         "versions": versions(),
     }

@@ -306,12 +306,12 @@ def _data(data: DataConfig, model: ModelConfig, train: TrainConfig) -> Iterator[
 def _pipeline(
     pipeline: PipelineConfig, model: ModelConfig, mesh: MeshConfig
 ) -> Iterator[Violation]:
-    at_an_end = ends_with_layers(model)
-    if at_an_end and pipeline.vocabulary == "parallel":
-        value = getattr(model, at_an_end.removeprefix("model."))
+    name = ends_with_layers(model)
+    if name and pipeline.vocabulary == "parallel":
+        needs = f"model.{name}={getattr(model, name)} needs them on one stage"
         yield Violation(
             "pipeline.vocabulary",
-            f"shares embedding and head, and {at_an_end}={value} needs them on one stage",
+            f"shares embedding and head, and {needs}",
             [{"pipeline.vocabulary": "auto"}],
         )
     if mesh.stage not in (1, -1) and not fits_repeats(pipeline.schedule, pipeline.repeats):

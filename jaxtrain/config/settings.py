@@ -569,10 +569,10 @@ class Config:
         return with_values(self, model=model, parallel=parallel, pipeline=pipeline)
 
 
-def ends_with_layers(m: ModelConfig) -> str:
-    """The setting that puts layers beside the embedding or the head, which is then not shared by
-    all stages; "" if none does."""
-    return next((f"model.{name}" for name in ("mtp_depth", "dense_layers") if getattr(m, name)), "")
+def ends_with_layers(model: ModelConfig) -> str:
+    """The setting of a model that puts layers beside the embedding or the head, which is then not
+    shared by all stages; "" if none does."""
+    return next((name for name in ("mtp_depth", "dense_layers") if getattr(model, name)), "")
 
 
 def with_values(record: Any, **values: Any) -> Any:

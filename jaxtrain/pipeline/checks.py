@@ -1,7 +1,7 @@
 """Rules about what a run needs besides its settings: files, hardware, tables. No jax."""
 
+import dataclasses
 import difflib
-import functools
 import os
 import pathlib
 from collections.abc import Iterator
@@ -16,27 +16,18 @@ from jaxtrain.config import (
     checks,
 )
 from jaxtrain.config.checks import Environment
-from jaxtrain.config.mesh_rules import filled
 from jaxtrain.config.rules import Rule, Violation, values_for
 from jaxtrain.costs import hardware
 from jaxtrain.costs.hardware import HardwareError
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.schedule.orders import CSV, SCHEDULES
-from jaxtrain.schedule.search import Report, silent
 
 
-def check_run(
-    config: Config, device_count: int, platform: str, recipe: Config, report: Report = silent
-) -> Config:
-    """The config with the mesh's -1 filled in, after every rule was checked with these devices, the
-    files that the config names, and its tables.
-
-    report: is told how far the search for a table has come. Raises ConfigError.
-    """
-    tables: Rule = functools.partial(tables_can_be_made, report=report)
-    environment = Environment(device_count, platform, recipe, rules=(*RULES, tables))
-    checks.check(config, environment)
-    return filled(config, device_count)
+def check_run(config: Config, environment: Environment) -> None:
+    """Raises ConfigError for the first broken rule, of settings, devices and the files that the
+    config names. No table is made for it, but its fixes keep the environment's rules, too."""
+    if checks.first_violation(config, dataclasses.replace(environment, rules=RULES)):
+        checks.check(config, environment)
 
 
 def _source_exists(data: DataConfig) -> Iterator[Violation]:
@@ -96,13 +87,13 @@ def _hardware_is_known(train: TrainConfig, precision: PrecisionConfig) -> Iterat
         )
 
 
-def tables_can_be_made(config: Config, report: Report = silent) -> Iterator[Violation]:
+def tables_can_be_made(config: Config) -> Iterator[Violation]:
     """Only a file's table, and a bound on memory, can be refused (setup.py)."""
     pipeline = config.pipeline
     if config.mesh.stage < 1 or not (pipeline.schedule.startswith(CSV) or pipeline.memory):
         return
     try:
-        make_setup(config, report)
+        make_setup(config)
     except ConfigError as error:
         yield Violation(error.field, error.rule, error.fixes, show=2)
 
@@ -113,5 +104,5 @@ RULES: tuple[Rule, ...] = (
     _schedule_exists,
     _hardware_is_known,
 )
-# a suggestion has to keep this one too; a run checks it with a report, for it may take long
+# a suggestion has to keep this one too, which may take long
 RULES_WITH_TABLES: tuple[Rule, ...] = (*RULES, tables_can_be_made)

@@ -5,7 +5,15 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from jaxtrain.config import Config, ModelConfig, ends_with_layers, kernels
+from jaxtrain.config import (
+    Config,
+    MeshConfig,
+    ModelConfig,
+    ParallelConfig,
+    PipelineConfig,
+    ends_with_layers,
+    kernels,
+)
 from jaxtrain.costs import hardware as kinds
 from jaxtrain.costs.frameworks import FRAMEWORKS, Framework
 from jaxtrain.costs.hardware import Hardware
@@ -29,18 +37,12 @@ def step_model_of(config: Config, hardware: Hardware, assume: str = OURS) -> Ste
     """The step of a resolved config, whose mesh is known, on this hardware, by the framework of
     that name."""
     return StepModel(
-        transformer_of(config),
-        layout_of(config),
+        transformer_of(config.model, config.data.sequence_length),
+        layout_of(config.mesh, config.pipeline, config.parallel, config.data.batch_size),
         framework_of(config, hardware, assume),
         hardware,
         config.precision.compute,
     )
-
-
-def planned_op_times(config: Config, kind: Hardware) -> tuple[float, ...]:
-    """Milliseconds of F, B, W, message, R and head, as `pipeline.times`, of a resolved config whose
-    mesh is known."""
-    return milliseconds(step_model_of(config, kind).op_times())
 
 
 def milliseconds(times: Iterable[float]) -> tuple[float, ...]:
@@ -48,17 +50,15 @@ def milliseconds(times: Iterable[float]) -> tuple[float, ...]:
     return tuple(float(f"{1e3 * seconds:.{DIGITS}g}") for seconds in times)
 
 
-def hardware_at_hand(config: Config, device_kind: str) -> Hardware | None:
-    """The hardware that `train.hardware` names, or else the one that jax calls `device_kind`; None
-    where it is not known, as for any CPU. Raises HardwareError."""
-    name = config.train.hardware
+def hardware_at_hand(name: str, device_kind: str) -> Hardware | None:
+    """The hardware of this name, that of `train.hardware`, or else the one that jax calls
+    `device_kind`; None where it is not known, as for any CPU. Raises HardwareError."""
     return kinds.load(name) if name else kinds.of_device(device_kind)
 
 
-def transformer_of(config: Config) -> Transformer:
-    """The transformer of a resolved config, as costs/ counts it, with the length of its
-    sequences."""
-    m = config.model
+def transformer_of(m: ModelConfig, sequence_length: int) -> Transformer:
+    """The transformer of a resolved config's model, as costs/ counts it, with sequences of this
+    length."""
     return Transformer(
         layers=m.layers,
         width=m.width,
@@ -67,7 +67,7 @@ def transformer_of(config: Config) -> Transformer:
         head_dim=m.head_dim,
         mlp_width=m.mlp_width,
         vocab_size=m.vocab_size,
-        sequence=config.data.sequence_length,
+        sequence=sequence_length,
         gated=m.activation == "swiglu",
         tied=m.tied_embeddings,
         biases=m.biases,
@@ -98,9 +98,10 @@ def _experts_of(m: ModelConfig) -> dict[str, Any]:
     return {name: getattr(m, name) for name in names}
 
 
-def layout_of(config: Config) -> Layout:
+def layout_of(
+    mesh: MeshConfig, pipeline: PipelineConfig, parallel: ParallelConfig, batch_size: int
+) -> Layout:
     """The layout of a resolved config whose mesh is known and whose batch divides."""
-    mesh, pipeline = config.mesh, config.pipeline
     return Layout(
         data=mesh.data,
         stage=mesh.stage,
@@ -108,14 +109,13 @@ def layout_of(config: Config) -> Layout:
         context=mesh.context,
         expert=mesh.expert,
         replica=mesh.replica,
-        microbatch=config.data.batch_size
-        // (mesh.replica * mesh.data * mesh.expert * pipeline.microbatches),
+        microbatch=batch_size // (mesh.replica * mesh.data * mesh.expert * pipeline.microbatches),
         microbatches=pipeline.microbatches,
         repeats=max(1, pipeline.repeats),
         remat=pipeline.remat,
-        zero=config.parallel.zero,
+        zero=parallel.zero,
         schedule=pipeline.schedule,
-        offload=config.parallel.offload,
+        offload=parallel.offload,
     )
 
 

@@ -62,7 +62,8 @@ def introduction(config: Config, step: Step) -> list[str]:
             f"ZeRO: {unsharded:.0%} of the parameters are unsharded over all {data} devices: {why}"
         )
     if m.experts and not m.capacity_factor and config.mesh.expert > 1:
-        lines.append(_expert_capacity(m, transformer_of(config), layout_of(config)))
+        layout = layout_of(config.mesh, config.pipeline, config.parallel, d.batch_size)
+        lines.append(_expert_capacity(m, transformer_of(m, d.sequence_length), layout))
     lines.append(f"table: {step.setup.describe()}")
     if step.setup.train:
         pools = slot_pools(step)

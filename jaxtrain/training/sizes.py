@@ -4,8 +4,10 @@ that costs/ turns into communication volume and FLOPs."""
 import collections
 import dataclasses
 import math
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxtrain.config import Config
@@ -82,25 +84,35 @@ def state_memory(step: Step, reduces_in_ops: bool) -> dict[str, int]:
 def step_counts(config: Config, cpu: bool = False) -> StepCounts:
     """The counts of the step of a resolved config whose mesh is known. cpu: XLA's CPU backend
     lowers the collectives."""
-    setup, layout = make_setup(config), layout_of(config)
+    data, mesh, parallel, precision = config.data, config.mesh, config.parallel, config.precision
+    setup, layout = make_setup(config), layout_of(mesh, config.pipeline, parallel, data.batch_size)
     # No device is needed: layouts ask a mesh for its sizes alone.
-    state = make_layout(config, setup, AbstractMesh(sizes_of(config.mesh), AXES))  # type: ignore[arg-type]
-    tokens = config.data.sequence_length // config.mesh.context
+    abstract_mesh: Any = AbstractMesh(sizes_of(mesh), AXES)
+    state = make_layout(
+        setup,
+        abstract_mesh,
+        config.model,
+        parallel,
+        jnp.dtype(precision.params),
+        data.batch_size,
+        independent_replicas=config.train.diloco_inner_steps > 0,
+    )
+    tokens = data.sequence_length // mesh.context
     collectives = StepCollectives(
-        transformer_of(config),
+        transformer_of(config.model, data.sequence_length),
         layout,
-        item=bytes_of(config.precision.compute),
-        read=bytes_of(config.precision.compute),
-        reduced=FLOAT32 if cpu else bytes_of(config.precision.reduce),
+        item=bytes_of(precision.compute),
+        read=bytes_of(precision.compute),
+        reduced=FLOAT32 if cpu else bytes_of(precision.reduce),
         updated=FLOAT32,
-        context=config.parallel.context,
+        context=parallel.context,
         shares_vocabulary=setup.shares_vocabulary,
-        gathers_in_ops=config.parallel.zero == 3 and config.parallel.gather == "layer",
-        reduces_in_ops=config.parallel.reduce == "microbatch",
-        documents=not config.data.attend_across_documents,
-        loss_cuts=cut_count(layout.microbatch, tokens, config.mesh.model, config.model.loss_chunk),
+        gathers_in_ops=parallel.zero == 3 and parallel.gather == "layer",
+        reduces_in_ops=parallel.reduce == "microbatch",
+        documents=not data.attend_across_documents,
+        loss_cuts=cut_count(layout.microbatch, tokens, mesh.model, config.model.loss_chunk),
         cpu=cpu,
-        outer_int8=config.precision.outer == "int8",
+        outer_int8=precision.outer == "int8",
     )
     return StepCounts(
         collectives, parameters_of(state), setup.placement, setup.train, state.independent_replicas

@@ -13,7 +13,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 from jax.typing import ArrayLike
 
-from jaxtrain.config import Config, ConfigError, DataConfig, OptimizerConfig
+from jaxtrain.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
 from jaxtrain.devices.compiler_options import compiler_options
 from jaxtrain.devices.mesh import CONTEXT, batch_shards
 from jaxtrain.devices.sharding import BATCH_SPEC
@@ -115,23 +122,31 @@ class Step:
         return abstract_state(self.layout, self.optimizer)
 
 
-def make_layout(config: Config, setup: Setup, mesh: Mesh) -> ParameterLayout:
-    """The layout of a resolved config's parameters on a mesh, which may be abstract."""
-    independent = config.train.diloco_inner_steps > 0
+def make_layout(
+    setup: Setup,
+    mesh: Mesh,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    dtype: jnp.dtype,
+    batch_size: int,
+    independent_replicas: bool,
+) -> ParameterLayout:
+    """The layout of a resolved model's parameters of this type on a mesh, which may be abstract.
+
+    batch_size: sequences in a step, of all replicas together
+    """
     # sequences whose losses are added up
-    sequences = config.data.batch_size // (replicas.count(mesh) if independent else 1)
+    sequences = batch_size // (replicas.count(mesh) if independent_replicas else 1)
     vocabulary_stages = mesh.shape["stage"] if setup.shares_vocabulary else 1
-    parts = build(
-        config.model, mesh.shape["model"], vocabulary_stages, config.parallel.context, sequences
-    )
+    parts = build(model, mesh.shape["model"], vocabulary_stages, parallel.context, sequences)
     return ParameterLayout(
         parts,
         setup.placement,
         mesh,
-        zero=config.parallel.zero,
-        dtype=jnp.dtype(config.precision.params),
-        independent_replicas=independent,
-        offload=config.parallel.offload in ("optimizer", "both"),
+        parallel.zero,
+        dtype,
+        independent_replicas,
+        offload=parallel.offload in ("optimizer", "both"),
     )
 
 
@@ -145,12 +160,20 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
     """
     _check_host_memory(config.parallel.offload, mesh)
     setup = setup or make_setup(config)
-    layout = make_layout(config, setup, mesh)
+    parallel, precision = config.parallel, config.precision
+    layout = make_layout(
+        setup,
+        mesh,
+        config.model,
+        parallel,
+        jnp.dtype(precision.params),
+        config.data.batch_size,
+        independent_replicas=config.train.diloco_inner_steps > 0,
+    )
     skips = config.train.on_nonfinite != "stop"
     optimizer = make_optimizer(
         config.optimizer, config.train.steps, layout.specs, layout.offload, skips
     )
-    parallel, precision = config.parallel, config.precision
     zero = Zero(parallel.zero, parallel.gather, parallel.reduce, jnp.dtype(precision.reduce))
     compute = jnp.dtype(precision.compute)
     runtime_of = _runtime_of(layout, setup, zero, config.model.loss_chunk, compute)
