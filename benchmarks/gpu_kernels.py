@@ -68,10 +68,10 @@ def attention(
     lengths, eight in a sequence on average."""
     from jaxtrain.config.kernels import AttentionCase, attention_kernel
     from jaxtrain.devices.mesh import hardware
-    from jaxtrain.parallel.attention import attend_whole
+    from jaxtrain.parallel.attention import attend_causal
 
     def attend(kernel: str, q, k, v, segments=None):
-        return attend_whole(q, k, v, segments, "all_gather", kernel)
+        return attend_causal(q, k, v, segments, "all_gather", kernel)
 
     flops = 2 * b * n * h * t * t  # two products over half of the scores
     fixed: tuple = ()

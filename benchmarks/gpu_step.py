@@ -177,9 +177,7 @@ def run(folder: pathlib.Path) -> dict:
         "memory": memory,
         "allocator_peak": allocator.get("peak_bytes_in_use"),
         "parameters": step.parts.parameter_count,
-        "flops_per_token": transformer_of(
-            config.model, config.data.sequence_length
-        ).training_flops_per_token(),
+        "flops_per_token": model.training_flops_per_token(),
         "kernels": list(describe(config.model, case_of_step)),
         "versions": versions(),
     }

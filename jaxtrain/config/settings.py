@@ -27,8 +27,14 @@ def setting(
     at_most: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """A dataclass field with its doc (one line, with the unit) and what it may be on its own: one
-    of `choices`, or a text that begins with `prefix`; within bounds."""
+    """A dataclass field with its doc and the values that it may have, as metadata. checks.py checks
+    them; --help prints the doc and the choices.
+
+    doc: one line, with the unit
+    choices: the values that are allowed; (): all values of the annotated type
+    prefix: texts that begin with this are allowed besides `choices`; "": none
+    at_least, above, at_most, below: bounds of a number; None: none
+    """
     bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
     return dataclasses.field(
         default=default,

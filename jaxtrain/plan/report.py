@@ -1,8 +1,7 @@
-"""The dry run: mesh, table, memory as compiled and communication volume of a step that does not
-run.
+"""The dry run of a step: mesh, table, compiled memory and communication volume.
 
-`--dry_run` compiles the step for the devices at hand and stops: no array is made, no corpus read
-and nothing written. The lines come as text or as one object.
+`--dry_run` compiles the step for the devices of this process and stops: no array is made, no corpus
+is read and nothing is written. Its result is lines of text, or one JSON object with --json.
 """
 
 import dataclasses
@@ -35,7 +34,7 @@ def mebibytes(n: float) -> str:
 
 
 def introduction(config: Config, step: Step) -> list[str]:
-    """Lines about a step that need not be compiled yet: mesh, model, table, slots."""
+    """Lines about a step, compiled or not: mesh, model, table, slots."""
     d, m, device = config.data, config.model, step.mesh.devices.flat[0]
     lines = meshes.describe(step.mesh)
     lines.append(
@@ -90,7 +89,8 @@ def introduction(config: Config, step: Step) -> list[str]:
 
 
 def _expert_capacity(m: ModelConfig, model: Transformer, layout: Layout) -> str:
-    """The number of tokens that a device's experts can receive, where `expert` divides them."""
+    """A line with the most routed tokens that one device's experts can receive, for experts that
+    are split over `expert`."""
     capacity = routed_capacity(model, layout)
     mean = layout.microbatch * (model.sequence // layout.context) * m.experts_per_token
     beyond = "the worst case"
@@ -103,8 +103,8 @@ def _expert_capacity(m: ModelConfig, model: Transformer, layout: Layout) -> str:
 
 
 def as_compiled(step: Step, compiled: Compiled, tracing: float, compiling: float) -> list[str]:
-    """Lines about a compiled step: memory if the platform reports it, seconds to trace and to
-    compile."""
+    """Lines about a compiled step: its memory, if the platform reports it, and the seconds of
+    tracing and compiling."""
     lines = [f"traced in {tracing:.1f} s, compiled in {compiling:.1f} s"]
     if memory := compiled_memory(compiled):
         state, temporary = (
@@ -119,8 +119,8 @@ def as_compiled(step: Step, compiled: Compiled, tracing: float, compiling: float
 
 
 def unsharded_over_data(step: Step) -> float:
-    """Fraction of the parameters that ZeRO leaves unsharded because `data` divides no dimension of
-    theirs."""
+    """The fraction of the parameters that ZeRO leaves unsharded, because `data` divides none of
+    their dimensions."""
     layout = step.layout
     if not layout.zero or step.mesh.shape[DATA] == 1:
         return 0.0
@@ -132,8 +132,9 @@ def unsharded_over_data(step: Step) -> float:
 
 
 def compiled_memory(compiled: Compiled) -> dict[str, int] | None:
-    """Bytes on a device: arguments, temporary, results that reuse no argument's memory, and the
-    total; None if the platform does not report them."""
+    """Bytes of a compiled program in one device's memory, {"arguments", "temporary", "results",
+    "total"}; None if the platform does not report them. Results are those that reuse no
+    argument's memory."""
     memory = compiled.memory_analysis()
     if memory is None:
         return None
@@ -150,9 +151,10 @@ def compiled_memory(compiled: Compiled) -> dict[str, int] | None:
 class DryRun:
     """A step that was compiled and not run.
 
-    record: what --json prints: mesh; the busiest stage and its communication volume; exchange of
-            independent replicas; the planned step, None for unknown hardware; memory, bytes on a
-            device; seconds of the command by part, as `wall_clock.start_record` has them
+    record: the object that --json prints: mesh; the stage that sends most and its communication
+            volume; the collectives between independent replicas; the planned step, None for
+            unknown hardware; memory in bytes on a device; seconds of the command by part, as in
+            `wall_clock.start_record`
     """
 
     introduction: list[str]
@@ -185,7 +187,7 @@ class DryRun:
 def dry_run(config: Config, setup: Setup, clock: WallClock) -> DryRun:
     """The dry run of a resolved config, whose tables are in `setup`, on this process's devices.
 
-    clock: of the command. Raises ConfigError for a step that cannot be made.
+    clock: the command's. Raises ConfigError for a step that cannot be made.
     """
     clock.enter(Part.TRACING)
     mesh = meshes.make_mesh(meshes.sizes_of(config.mesh))
