@@ -88,14 +88,9 @@ def step_counts(config: Config, cpu: bool = False) -> StepCounts:
     setup, layout = make_setup(config), layout_of(mesh, config.pipeline, parallel, data.batch_size)
     # No device is needed: layouts ask a mesh for its sizes alone.
     abstract_mesh: Any = AbstractMesh(sizes_of(mesh), AXES)
+    dtype, independent = jnp.dtype(precision.params), config.train.diloco_inner_steps > 0
     state = make_layout(
-        setup,
-        abstract_mesh,
-        config.model,
-        parallel,
-        jnp.dtype(precision.params),
-        data.batch_size,
-        independent_replicas=config.train.diloco_inner_steps > 0,
+        setup, abstract_mesh, config.model, parallel, dtype, data.batch_size, independent
     )
     tokens = data.sequence_length // mesh.context
     collectives = StepCollectives(
