@@ -112,7 +112,8 @@ def run(folder: pathlib.Path) -> dict:
     import jax
 
     from jaxtrain.config.kernels import attention_case, describe
-    from jaxtrain.devices.mesh import hardware_of, make_mesh, sizes_of
+    from jaxtrain.devices.mesh import make_mesh, sizes_of
+    from jaxtrain.parallel.target_device import target_device_of
     from jaxtrain.pipeline.step_model import transformer_of
     from jaxtrain.training.optimizer import learning_rate
     from jaxtrain.training.state import initial_state
@@ -153,7 +154,7 @@ def run(folder: pathlib.Path) -> dict:
             results.append(jax.device_get(metrics.by_name()))
     model = transformer_of(config.model, config.data.sequence_length)
     case_of_step = attention_case(
-        hardware_of(jax.devices()[0]),
+        target_device_of(jax.devices()[0]),
         config.model,
         config.data,
         config.mesh,

@@ -1,7 +1,7 @@
-"""The training loop: `run` sets a run up, trains and finishes; `Trainer` has its parts, and
-`Trainer.train` is the loop.
+"""The training loop: `run` sets a run up, trains and finishes. `Trainer` has the parts of a run,
+and `Trainer.train` is the loop.
 
-Files that a run leaves in its folder: config.json, metrics.jsonl, goodput.jsonl, checkpoints/,
+A run leaves these files in its folder: config.json, metrics.jsonl, goodput.jsonl, checkpoints/,
 tensorboard/, loss.png, goodput.png, profile/; metrics.rolled_back.jsonl if it has gone back;
 op_times.json if op times are planned or measured; planned.json if the hardware is known; and
 run.lock while it runs.
@@ -25,14 +25,13 @@ from jaxtrain.data.tokens import Corpus, bigram_entropy
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.generation.text import sample_text
-from jaxtrain.pipeline import op_times
 from jaxtrain.pipeline.setup import Setup
 from jaxtrain.pipeline.step_model import hardware_at_hand, transformer_of
 from jaxtrain.plan.compare import plan_at_hand
 from jaxtrain.plan.measured_step import AfterWarmUp
 from jaxtrain.plan.report import as_compiled, introduction
 from jaxtrain.run.exit_status import ExitStatus
-from jaxtrain.run.files import warned
+from jaxtrain.run.files import CONFIG_FILE, warned
 from jaxtrain.run.goodput import GoodputLog, plot_goodput
 from jaxtrain.run.metrics import MetricsWriter, plot_losses
 from jaxtrain.run.progress import Progress
@@ -40,6 +39,7 @@ from jaxtrain.run.run_lock import FolderError, RunLock
 from jaxtrain.run.signals import Signals
 from jaxtrain.run.wall_clock import Part, WallClock
 from jaxtrain.run.watchdog import Watchdog
+from jaxtrain.training import stored_op_times
 from jaxtrain.training.evaluation import Evaluation
 from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.parameter_checks import Copies
@@ -416,12 +416,12 @@ def _timed(
 def _write_settings(config: Config, given: PipelineConfig, folder: pathlib.Path) -> None:
     """Writes config.json, and op_times.json for op times that were not `given` by the user."""
     folder.mkdir(parents=True, exist_ok=True)
-    with warned(folder / "config.json", cluster.log):
-        (folder / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
-    if op_times.worth_storing(config.mesh, config.pipeline, given):
+    with warned(folder / CONFIG_FILE, cluster.log):
+        (folder / CONFIG_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
+    if stored_op_times.worth_storing(config.mesh, config.pipeline, given):
         devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
-        with warned(folder / op_times.OP_TIMES, cluster.log):
-            op_times.store(config, folder, devices)
+        with warned(folder / stored_op_times.OP_TIMES, cluster.log):
+            stored_op_times.store(config, folder, devices)
 
 
 def _draw_losses(folder: pathlib.Path) -> None:

@@ -1,13 +1,13 @@
-"""The places that a run will write, each tried by writing before anything is compiled. jax is only
-needed for a run of several processes.
+"""The places to which a run will write: each is tested by writing to it before anything is
+compiled. jax is needed only for a run of several processes.
 
     process 0     the run's folder and its files, the checkpoints, tensorboard/
     each process  checkpoints, checkpoint.local, profile/, rows/
 
-A place that cannot be written ends the command with one line that names the flag or setting, the
-reason, and one that works: with status 2, or with 74 where it may pass (a full disk, a store that
-does not answer). Nothing is left behind. data/tokens.py tries the cache of corpora when it prepares
-one.
+A place that cannot be written ends the command with one line that has the flag or setting, the
+reason, and a flag that works. The status is 2, or 74 for an error that may pass (a full disk, a
+store that does not answer). The tests leave nothing behind. data/tokens.py tests the cache of
+corpora when it prepares one.
 """
 
 import contextlib
@@ -25,19 +25,18 @@ from typing import Any
 
 from jaxtrain import config as cfg
 from jaxtrain.checkpoint import stores
-from jaxtrain.checkpoint.steps import CONFIG
 from jaxtrain.config import Config, addresses
 from jaxtrain.config.errors import UsageError
 from jaxtrain.data import row_log
-from jaxtrain.pipeline.op_times import OP_TIMES
 from jaxtrain.plan.compare import PLANNED
 from jaxtrain.run import files, goodput, metrics, run_lock
 from jaxtrain.run.exit_status import ExitStatus, RunError
-from jaxtrain.run.files import Unwritable
+from jaxtrain.run.files import CONFIG_FILE, Unwritable
+from jaxtrain.training.stored_op_times import OP_TIMES
 
 PROFILE_FOLDER = "profile"
 FILES = (  # of process 0 in the run's folder
-    *(CONFIG, OP_TIMES, PLANNED, run_lock.NAME, goodput.GOODPUT_FILE, goodput.GOODPUT_PLOT),
+    *(CONFIG_FILE, OP_TIMES, PLANNED, run_lock.NAME, goodput.GOODPUT_FILE, goodput.GOODPUT_PLOT),
     *(metrics.METRICS_FILE, metrics.ROLLED_BACK_FILE, metrics.LOSS_PLOT),
 )
 # seconds until a folder that one host has made appears on the others, which cache its absence

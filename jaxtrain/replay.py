@@ -1,10 +1,10 @@
-"""`--replay=STEP`: repeats a step of a run, from the checkpoint before it and with the run's
-batches, and compares it with the run's record.
+"""`--replay=STEP`: repeats the steps of a run from a checkpoint up to this one with the run's
+batches, and compares the last with the run's record.
 
     checkpoint 60 ── steps 61 … 70, batches as recorded ──▶ loss and gradient norm of step 70
-                                                            │ those in metrics.jsonl
+                                                            │ compared with metrics.jsonl
 
-Nothing is written into the run's folder, and no lock is taken: a run may be using it.
+Nothing is written into the run's folder, and no lock is taken, so a run may use it meanwhile.
 """
 
 import concurrent.futures
@@ -21,7 +21,7 @@ from etils import epath
 
 from jaxtrain import config as cfg
 from jaxtrain.checkpoint.checkpoints import Checkpoints, folder_of_checkpoints
-from jaxtrain.checkpoint.steps import CONFIG, TO_TRAIN, choose
+from jaxtrain.checkpoint.steps import TO_TRAIN, choose
 from jaxtrain.config import CheckpointConfig, Config, OptimizerConfig, TrainConfig
 from jaxtrain.config.checks import Environment
 from jaxtrain.config.errors import UsageError
@@ -32,6 +32,7 @@ from jaxtrain.pipeline.setup import Setup
 from jaxtrain.plan.explain import flags_of
 from jaxtrain.plan.report import introduction
 from jaxtrain.run.exit_status import ExitStatus, RunError
+from jaxtrain.run.files import CONFIG_FILE
 from jaxtrain.run.metrics import read_metrics
 from jaxtrain.run.wall_clock import Part, WallClock
 from jaxtrain.training.intervals import Intervals
@@ -211,7 +212,7 @@ def refuse_another_rate(
         return
     use = "the settings with which the run did this step (train.steps and optimizer.*)"
     with contextlib.suppress(OSError, ValueError):  # also ConfigError
-        ran = cfg.from_dict(json.loads((folder / CONFIG).read_text()))
+        ran = cfg.from_dict(json.loads((folder / CONFIG_FILE).read_text()))
         if same(ran.optimizer, ran.train.steps):
             trained = dataclasses.replace(train, steps=ran.train.steps)
             use = flags_of(

@@ -4,9 +4,9 @@ is trained.
     schedule, stages, microbatches, op times  →  table
                                               →  timeline, CSV, bubbles by two clocks, memory, slots
 
-    --compare    all schedules side by side, best first
+    --compare    a table of all schedules, the best first
 
-The coupled clock is that of the runtime, which executes ticks. No jax.
+The coupled clock is the one that describes the runtime. No jax.
 """
 
 import dataclasses

@@ -1,5 +1,5 @@
-"""python -m jaxtrain.train: trains as a recipe says; `train` does that for Python programs. Flags
-are parsed in cli.py, the training loop is in loop.py."""
+"""`python -m jaxtrain.train`: trains a recipe; `train` does the same for Python programs. cli.py
+parses the flags, loop.py has the training loop."""
 
 import contextlib
 import dataclasses
@@ -19,13 +19,13 @@ from jaxtrain.config.mesh_rules import elastic_notes, filled
 from jaxtrain.config.unused import unused_settings
 from jaxtrain.devices import startup
 from jaxtrain.devices.cluster_environment import several_processes
-from jaxtrain.pipeline import op_times
 from jaxtrain.pipeline.checks import RULES_WITH_TABLES, check_run
 from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.progress import SearchProgress
 from jaxtrain.run.wall_clock import Part, WallClock, imports_without_collection
+from jaxtrain.training import stored_op_times
 
 DESCRIPTION = """
 Trains a transformer as a recipe says, on all devices of a mesh.
@@ -128,7 +128,9 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
     # with --json, standard output has the JSON object only
     with contextlib.redirect_stdout(sys.stderr) if flags.json else contextlib.nullcontext():
         with imports_without_collection():
-            startup.start_jax(flags, config)
+            # the ops of experts and of multi-token prediction have such collectives
+            side_by_side = config.model.experts > 0 or config.model.mtp_depth > 0
+            startup.start_jax(flags, side_by_side)
             if unused := startup.unused_accelerator(flags):
                 raise cli.FlagsError(unused)
 
@@ -221,11 +223,11 @@ def with_planned_times(config: Config, devices: int, folder: pathlib.Path | None
 
     resolved = filled(config, devices).resolve()
     pipeline = resolved.pipeline
-    if pipeline.measure_times or not op_times.needed(resolved.mesh, pipeline):
+    if pipeline.measure_times or not stored_op_times.needed(resolved.mesh, pipeline):
         return config
-    times = stored_times(folder, op_times.depend_on(resolved)) if folder else None
+    times = stored_times(folder, stored_op_times.depend_on(resolved)) if folder else None
     if times:
-        cluster.log(op_times.describe(times))
+        cluster.log(stored_op_times.describe(times))
     return replace(config, {"pipeline.times": planned_times(resolved) if times is None else times})
 
 
@@ -244,13 +246,13 @@ def with_measured_times(
 
     resolved = ready.resolved
     pipeline = resolved.pipeline
-    if not (pipeline.measure_times and op_times.needed(resolved.mesh, pipeline)):
+    if not (pipeline.measure_times and stored_op_times.needed(resolved.mesh, pipeline)):
         return ready
-    times = stored_times(folder, op_times.depend_on(resolved))
+    times = stored_times(folder, stored_op_times.depend_on(resolved))
     if times is None and measures:
         times = measured_times(resolved, ready.setup)
     if times is not None:
-        cluster.log(op_times.describe(times))
+        cluster.log(stored_op_times.describe(times))
     if not times:
         return ready
     return find_tables(replace(ready.config, {"pipeline.times": times}), environment)

@@ -17,7 +17,7 @@ _LOOKS = re.compile(r"([^:/]*):/(/?)(.*)", re.DOTALL)
 class BadAddress:
     """A fault of a place.
 
-    rule:  the end of a sentence that begins with the place: "is no store's address"
+    rule:  the end of a sentence that begins with the place: "is in an unknown store"
     meant: places that an error suggests instead, the likeliest first: paths, and addresses in
         stores whose packages are installed, with BUCKET or run for a part that is missing
     """
@@ -42,18 +42,18 @@ def fault(place: str) -> BadAddress | None:
         return None
     scheme, rest, lower = looks[1], looks[3].lstrip("/"), looks[1].lower()
     if lower == "file":
-        return BadAddress("is no store's address", (f"/{rest}",))
+        return BadAddress("is not the address of a store", (f"/{rest}",))
     if lower not in PACKAGES:
         return (
-            BadAddress("is in no store that is known", _in_stores(rest, *PACKAGES))
-            if looks[2]
-            else None
+            BadAddress("is in an unknown store", _in_stores(rest, *PACKAGES)) if looks[2] else None
         )
     if scheme != lower or not looks[2] or looks[3].startswith("/"):
-        return BadAddress("is no store's address", _in_stores(rest, lower))
+        return BadAddress("is not the address of a store", _in_stores(rest, lower))
     bucket, _, key = rest.rstrip("/").partition("/")
     return (
-        None if bucket and key else BadAddress("is no folder in a bucket", _in_stores(rest, lower))
+        None
+        if bucket and key
+        else BadAddress("is not a folder in a bucket", _in_stores(rest, lower))
     )
 
 
@@ -65,7 +65,8 @@ def not_utf8(place: str) -> BadAddress | None:
         None
         if clean == place
         else BadAddress(
-            "holds bytes that are not UTF-8, and no array is stored under such a name", (clean,)
+            "holds bytes that are not UTF-8, and arrays cannot be stored under such a name",
+            (clean,),
         )
     )
 

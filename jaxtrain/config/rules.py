@@ -1,10 +1,10 @@
-"""Rules between settings that no mesh decides, and what every rule is made of.
+"""Rules between settings that do not depend on the mesh, and the types of which all rules are made.
 
-Rules of the mesh are in mesh_rules.py; those of a setting on its own, in checks.py.
+mesh_rules.py has the rules of the mesh, checks.py those of a single setting.
 
-A rule is a generator. Its parameters name the groups of a resolved config that it reads. It yields
-a `Violation` for what is broken, of which only the first is reported, with the fixes to try, the
-best first (checks.py tries them). Standard library only.
+A rule is a generator whose parameters are groups of a resolved config. It yields a `Violation` for
+each fault, with the fixes to try, the best first. checks.py tries them, and reports the first fault
+only. Standard library only.
 """
 
 import dataclasses
@@ -57,10 +57,8 @@ Rule = Callable[..., Iterator[Violation]]
 
 @functools.cache
 def groups_of(rule: Rule) -> tuple[str, ...]:
-    """The names of the groups of settings that a rule reads: those of its parameters without a
-    default."""
-    parameters = inspect.signature(rule).parameters.values()
-    return tuple(p.name for p in parameters if p.default is p.empty)
+    """The names of the groups of settings that a rule reads."""
+    return tuple(inspect.signature(rule).parameters)
 
 
 def violations(rule: Rule, config: Config) -> Iterator[Violation]:
@@ -112,28 +110,28 @@ def _latent_attention(model: ModelConfig) -> Iterator[Violation]:
     if model.positions != "rotary":
         yield Violation(
             "model.attention",
-            f"turns a part of its heads, and model.positions={model.positions!r} turn nothing",
+            f"rotates a part of each head, and model.positions={model.positions!r} rotates nothing",
             [{"model.positions": "rotary"}, {"model.attention": "gqa"}],
         )
     if model.kv_heads != model.heads:
         yield Violation(
             "model.kv_heads",
-            "is for model.attention='gqa': latents make keys and values for each of "
-            f"model.heads={model.heads}",
+            "is for model.attention='gqa': with mla each of "
+            f"model.heads={model.heads} has its own keys and values",
             [{"model.kv_heads": 0}],
         )
     if not model.kv_rank:
         yield Violation(
             "model.kv_rank",
-            "leaves model.attention='mla' no latent",
+            "leaves model.attention='mla' without a latent",
             [{"model.kv_rank": 4 * model.head_dim}, {"model.attention": "gqa"}],
         )
     if not model.rope_head_dim or model.rope_head_dim % 2:
         size = model.rope_head_dim + 1 if model.rope_head_dim else -(-model.head_dim // 4) * 2
         yield Violation(
             "model.rope_head_dim",
-            "is the rotated part of model.attention='mla', and rotary positions turn pairs: it "
-            "must be even, and not 0",
+            "is the part of a head that model.attention='mla' rotates, in pairs of numbers: it "
+            "must be even and above 0",
             [{"model.rope_head_dim": size}],
         )
 
@@ -168,7 +166,8 @@ def _attention(
     if rotates and (model.head_dim % 2 or model.head_dim < 1):
         yield Violation(
             "model.head_dim",
-            f"gives heads of {model.head_dim}, and rotary positions turn pairs: it must be even",
+            f"makes heads of {model.head_dim}, and rotary positions rotate pairs of numbers: it "
+            "must be even",
             [{"model.head_dim": model.head_dim + 1}, {"model.positions": "learned"}],
         )
 
@@ -199,7 +198,9 @@ def _experts(model: ModelConfig) -> Iterator[Violation]:
         )
     if model.experts and model.biases:
         yield Violation(
-            "model.biases", f"are not in model.experts={model.experts}", [{"model.biases": False}]
+            "model.biases",
+            f"is not for model.experts={model.experts}: experts have no biases",
+            [{"model.biases": False}],
         )
 
 
@@ -249,7 +250,7 @@ def _sequence(model: ModelConfig, data: DataConfig, train: TrainConfig) -> Itera
     if model.mtp_depth >= tokens:
         yield Violation(
             "model.mtp_depth",
-            f"looks beyond data.sequence_length={tokens}",
+            f"predicts tokens beyond data.sequence_length={tokens}",
             [{"model.mtp_depth": tokens - 1}],
         )
     if model.positions == "learned" and model.max_positions < tokens:
@@ -311,7 +312,7 @@ def _pipeline(
         needs = f"model.{name}={getattr(model, name)} needs them on one stage"
         yield Violation(
             "pipeline.vocabulary",
-            f"shares embedding and head, and {needs}",
+            f"splits embedding and head over the stages, and {needs}",
             [{"pipeline.vocabulary": "auto"}],
         )
     if mesh.stage not in (1, -1) and not fits_repeats(pipeline.schedule, pipeline.repeats):
@@ -336,7 +337,7 @@ def _pipeline(
         )
         yield Violation(
             "pipeline.times",
-            "has to be the times of F, B, W, then message, R, head",
+            "must have a time for F, B and W each, and may have one for message, R and head",
             values_for("pipeline.times", [fixed, ()]),
         )
     if pipeline.times and not all(pipeline.times[:3]):
@@ -350,7 +351,7 @@ def _layers_fill_chunks(
     if pipeline.layer_costs and len(pipeline.layer_costs) != layers:
         yield Violation(
             "pipeline.layer_costs",
-            f"has to have a number for each of model.layers={layers}",
+            f"must have a number for each of model.layers={layers}",
             [{"pipeline.layer_costs": ()}],
         )
     if not pipeline.chunk_layers:
@@ -365,11 +366,11 @@ def _layers_fill_chunks(
         *others, _ = pipeline.chunk_layers
         last = layers - sum(others)
         fitted = values_for(path, [(*others, last)] if last > 0 else [])
-        yield Violation(path, f"is not model.layers={layers} in all", [*fitted, evenly])
+        yield Violation(path, f"does not sum to model.layers={layers}", [*fitted, evenly])
     chunks = mesh.stage * pipeline.repeats
     if pipeline.repeats and mesh.stage > 1 and numbers != chunks:
         sizes = f"mesh.stage={mesh.stage} · pipeline.repeats={pipeline.repeats} = {chunks}"
-        yield Violation(path, f"has to have {sizes} numbers", [evenly])
+        yield Violation(path, f"must have {sizes} numbers", [evenly])
     if pipeline.schedule == "auto" and numbers % mesh.stage:
         yield Violation(
             path, f"has {numbers} numbers, no multiple of mesh.stage={mesh.stage}", [evenly]
@@ -434,7 +435,7 @@ def _compiler_options(parallel: ParallelConfig) -> Iterator[Violation]:
     if wrong := [option for option in options if option not in right]:
         yield Violation(
             path,
-            f"has {wrong[0]!r}, which is no option of XLA's such as "
+            f"has {wrong[0]!r}, which is not an XLA option such as "
             "xla_gpu_enable_latency_hiding_scheduler=true",
             [{path: right}],
         )
@@ -471,7 +472,7 @@ def _places(checkpoint: CheckpointConfig, data: DataConfig) -> Iterator[Violatio
         folder = f"/dev/shm/{local.partition('://')[2] or local}"
         yield Violation(
             "checkpoint.local",
-            "is no absolute path, which it must be on every machine",
+            "is not an absolute path, which every machine needs",
             [{"checkpoint.local": folder}],
         )
 

@@ -22,11 +22,11 @@ from jaxtrain.config.kernels import (
     AttentionCase,
     attention_kernel,
 )
-from jaxtrain.devices.mesh import hardware
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.parallel import blockwise, context, cudnn, flash, ring, splash
 from jaxtrain.parallel.flash import Kernel
 from jaxtrain.parallel.heads import on_each_device, over_heads
+from jaxtrain.parallel.target_device import target_device
 
 HEADS = ("batch", "token", "heads", None)
 KV_HEADS = ("batch", "token", "kv_heads", None)
@@ -128,7 +128,7 @@ def attend_causal(q, k, v, segments_BT, way: str, requested: str) -> jax.Array:
     parts = context.size()
     in_pieces = parts > 1 and way != "ulysses"
     case = AttentionCase(
-        hardware(),
+        target_device(),
         bits=8 * q.dtype.itemsize,
         key_size=q.shape[-1],
         value_size=v.shape[-1],
@@ -162,9 +162,9 @@ def attend_cached(q, k, v, start, requested: str) -> jax.Array:
 
     requested: model.attention_kernel
     """
-    (t, s), devices = (q.shape[1], k.shape[1]), hardware()
+    (t, s), device = (q.shape[1], k.shape[1]), target_device()
     case = AttentionCase(
-        devices,
+        device,
         8 * q.dtype.itemsize,
         q.shape[-1],
         v.shape[-1],
@@ -174,7 +174,7 @@ def attend_cached(q, k, v, start, requested: str) -> jax.Array:
         context="cache",
     )
     if attention_kernel(case, requested).kernel == SPLASH and splash.takes(t, s):
-        kernel = splash.kernel(interpret=devices.platform != TPU)
+        kernel = splash.kernel(interpret=device.platform != TPU)
         run = lambda q, k, v, start: kernel.forward(
             q, k, v, context.Sight((0,), start=start), dtype=v.dtype
         )[0]

@@ -1,22 +1,23 @@
 """Expert parallelism: tokens go to the devices that hold the experts they chose, and return.
 
-The experts are split over the `expert` axis, over which the batch is split outside of them, and
-each is cut by columns over `model`. A token's choice of an expert is a row of the matrix that the
-expert multiplies. Rows travel in one of two ways:
+The `expert` axis splits the experts, and the batch in all other layers; `model` splits the columns
+of each expert. A token's choice of an expert is a row of the matrix that the expert multiplies.
+Rows
+are sent in one of two ways:
 
-    dropless    in a ragged all-to-all of exactly the rows that are chosen. Arrived rows are sorted
-                by expert, and groups of rows are multiplied with their experts (grouped.py,
-                megablox.py). A device has memory for all choices that can fall on it: of each token
-                of all devices, the smaller of its choices and the device's experts. Or it has
+    dropless    by a ragged all-to-all of exactly the chosen rows. A device sorts the rows that it
+                receives by expert, and multiplies each group of rows with its expert (grouped.py,
+                megablox.py). It has memory for all choices that can fall on it: for each token of
+                all devices, the smaller of the token's choices and the device's experts. Or it has
                 memory for `expert_room` times the mean. Then the largest groups (one device's rows
-                for one expert) are cut to a level at which all fit, and the last rows of such a
-                group are dropped. XLA's CPU backend has no ragged all-to-all: there a plain one
-                sends from each device to each the most rows that can arrive
-    capacity    in a plain all-to-all of a fixed number of positions for each expert and sequence;
+                for one expert) are cut to a size at which all fit, and the last rows of such a
+                group are dropped. XLA's CPU backend has no ragged all-to-all: a plain one sends the
+                most rows that can arrive, from each device to each
+    capacity    by a plain all-to-all of a fixed number of positions for each expert and sequence;
                 the last choices of a sequence for a full expert are dropped
 
 Arrays that are split over `model` have a leading dimension for it, [M, …], with one part on each
-device. The experts' results there are terms of a sum, which `collect` computes. Sending and
+device. The experts' results in them are terms of a sum, which `collect` computes. Sending and
 receiving are each other's transposes, so the backward of one is the other. Inside the runtime's
 manual region experts are split over `expert`; elsewhere a device has all of them.
 
@@ -39,7 +40,6 @@ from jaxtrain.devices.mesh import (
     CONTEXT,
     EXPERT,
     MODEL,
-    hardware,
     manual_size,
     over_model,
     psum,
@@ -48,6 +48,7 @@ from jaxtrain.devices.mesh import (
 from jaxtrain.devices.sharding import constrain, is_split
 from jaxtrain.parallel import grouped, megablox
 from jaxtrain.parallel.context import in_text_order, local_chunks
+from jaxtrain.parallel.target_device import target_device
 
 PART, REPLICATED = P(MODEL), P()
 # cuts of experts' matrices [E, in, out] over model
@@ -417,7 +418,7 @@ EQUAL_GROUPS = Products(
 
 
 def _products(sizes: jax.Array | None) -> Products:
-    return EQUAL_GROUPS if sizes is None else KERNELS[product_kernel(hardware()).kernel]
+    return EQUAL_GROUPS if sizes is None else KERNELS[product_kernel(target_device()).kernel]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

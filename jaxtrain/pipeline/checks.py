@@ -1,4 +1,4 @@
-"""Rules about what a run needs besides its settings: files, hardware, tables. No jax."""
+"""Rules about the other things that a run needs: files, hardware, tables. No jax."""
 
 import dataclasses
 import difflib

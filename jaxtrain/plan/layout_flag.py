@@ -1,8 +1,8 @@
 """`--layout=data=8,stage=16,…`: a layout in one flag, which replaces the recipe's. No jax.
 
-Axes that the flag does not name are 1; everything else that it does not name is the recipe's.
-`microbatch` is the number of sequences of a microbatch on a data shard: the number of microbatches
-follows from the batch.
+Axes that the flag does not name are 1; all other settings that it does not name are the recipe's.
+`microbatch` is the number of sequences of a microbatch on a data shard; the number of microbatches
+follows from it and the batch.
 """
 
 import difflib

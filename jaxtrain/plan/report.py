@@ -4,29 +4,131 @@
 is read and nothing is written. Its result is lines of text, or one JSON object with --json.
 """
 
+import collections
 import dataclasses
 import json
 import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 from jax.stages import Compiled
 
 from jaxtrain.config import Config, ModelConfig, kernels
+from jaxtrain.costs.collectives import FLOAT32, Parameters, StepCollectives
 from jaxtrain.costs.layout import Layout, routed_capacity
-from jaxtrain.costs.step_counts import Entry
+from jaxtrain.costs.step_counts import Entry, StepCounts
+from jaxtrain.costs.step_time import bytes_of
 from jaxtrain.costs.transformer import Transformer
 from jaxtrain.devices import mesh as meshes
-from jaxtrain.devices.mesh import DATA
-from jaxtrain.parallel.zero import Reduction
-from jaxtrain.pipeline.setup import Setup
+from jaxtrain.devices.mesh import AXES, DATA, sizes_of
+from jaxtrain.devices.sharding import cut_count, mesh_axes
+from jaxtrain.parallel.target_device import target_device_of
+from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.pipeline.step_model import layout_of, transformer_of
 from jaxtrain.plan.compare import plan_at_hand
 from jaxtrain.plan.explain import aligned
 from jaxtrain.run.wall_clock import Part, WallClock, start_record
-from jaxtrain.training.sizes import slot_pools, state_memory, step_counts
-from jaxtrain.training.state import bytes_per_device
-from jaxtrain.training.step import Step, make_step
+from jaxtrain.training.state import ParameterLayout, bytes_per_device
+from jaxtrain.training.step import Step, make_layout, make_step
+
+# --- what lies on a device, and what it sends ----------------------------------------------------
+
+
+def parameters_of(layout: ParameterLayout) -> dict[str, dict[str, Parameters]]:
+    """Sizes on a device and axes of the gradients, by group and name of the parameter. Groups:
+    "embed", "head", "layers/UNIT" with the stacks of all layers of a local unit, "first/LAYER",
+    "predictors/MODULE"."""
+    outer = dataclasses.replace(layout, zero=max(layout.zero, 1))
+    groups: dict[str, dict[str, Parameters]] = collections.defaultdict(dict)
+    for parameter, shared in zip(layout.parameters(), outer.parameters(), strict=True):
+        keys, reduction, spec = parameter.keys, parameter.reduction, parameter.spec
+        depth = 2 if keys[0] in ("layers", "first", "predictors") else 1
+        split = tuple(axis for part in reduction.unsharded for axis in mesh_axes(part))
+        groups["/".join(keys[:depth])][".".join(keys[depth:])] = Parameters(
+            parameter.size // math.prod(layout.mesh.shape[axis] for axis in split),
+            reduction.scatter_axes,
+            reduction.sum_axes,
+            split,
+            shared.reduction.scatter_axes,
+            spec.cast,
+            spec.matrix,
+        )
+    return groups
+
+
+def state_memory(step: Step, reduces_in_ops: bool) -> dict[str, int]:
+    """Bytes on a device by kind: parameters, the optimizer's moments, anchor and momentum of
+    independent replicas, gradient accumulators, slots; then those in the host's memory, such as
+    "moments on the host".
+
+    reduces_in_ops: gradients cross `data` each microbatch, so accumulators hold a shard.
+    """
+    state = step.abstract_state()
+    kinds = {
+        "parameters": bytes_per_device(state.params),
+        "moments": bytes_per_device(state.optimizer),
+    }
+    if step.layout.independent_replicas:
+        kinds["anchor"] = bytes_per_device(state.anchor)
+        kinds["outer_momentum"] = bytes_per_device(state.outer_momentum)
+    parameters = [p for group in parameters_of(step.layout).values() for p in group.values()]
+    shards = step.mesh.shape[DATA] if reduces_in_ops else 1
+    sizes = [int(p.size) // (shards if p.over_data else 1) for p in parameters]
+    kinds["accumulators"] = FLOAT32 * sum(sizes)
+    host = {"moments": bytes_per_device(state.optimizer, host=True)}
+    if step.setup.train:
+        pools = {kind: number * each for kind, (number, each) in slot_pools(step).items()}
+        host["slots"] = sum(size for kind, size in pools.items() if kind in step.host_pools)
+        kinds["slots"] = sum(pools.values()) - host["slots"]
+    return kinds | {f"{kind} on the host": n for kind, n in host.items() if n}
+
+
+def step_counts(config: Config, cpu: bool = False) -> StepCounts:
+    """The counts of the step of a resolved config whose mesh is known. cpu: XLA's CPU backend
+    lowers the collectives."""
+    data, mesh, parallel, precision = config.data, config.mesh, config.parallel, config.precision
+    setup, layout = make_setup(config), layout_of(mesh, config.pipeline, parallel, data.batch_size)
+    # No device is needed: layouts ask a mesh for its sizes alone.
+    abstract_mesh: Any = AbstractMesh(sizes_of(mesh), AXES)
+    dtype, independent = jnp.dtype(precision.params), config.train.diloco_inner_steps > 0
+    state = make_layout(
+        setup, abstract_mesh, config.model, parallel, dtype, data.batch_size, independent
+    )
+    tokens = data.sequence_length // mesh.context
+    collectives = StepCollectives(
+        transformer_of(config.model, data.sequence_length),
+        layout,
+        item=bytes_of(precision.compute),
+        read=bytes_of(precision.compute),
+        reduced=FLOAT32 if cpu else bytes_of(precision.reduce),
+        updated=FLOAT32,
+        context=parallel.context,
+        shares_vocabulary=setup.shares_vocabulary,
+        gathers_in_ops=parallel.zero == 3 and parallel.gather == "layer",
+        reduces_in_ops=parallel.reduce == "microbatch",
+        documents=not data.attend_across_documents,
+        loss_cuts=cut_count(layout.microbatch, tokens, mesh.model, config.model.loss_chunk),
+        cpu=cpu,
+        outer_int8=precision.outer == "int8",
+    )
+    return StepCounts(
+        collectives, parameters_of(state), setup.placement, setup.train, state.independent_replicas
+    )
+
+
+def slot_pools(step: Step) -> dict[str, tuple[int, int]]:
+    """Kind of slot → their number on a device, bytes of each; empty with one stage."""
+    if not step.setup.train:
+        return {}
+    size = step.slot_bytes()
+    return {
+        kind: (number, size[kind]) for kind, number in step.setup.train.pool_sizes.items() if number
+    }
+
+
+# --- lines about a step ---------------------------------------------------------------------------
 
 
 def mebibytes(n: float) -> str:
@@ -51,7 +153,7 @@ def introduction(config: Config, step: Step) -> list[str]:
             f"{config.precision.outer} every {every} steps and after the last"
         )
     case = kernels.attention_case(
-        meshes.hardware_of(device), m, d, config.mesh, config.parallel, config.precision
+        target_device_of(device), m, d, config.mesh, config.parallel, config.precision
     )
     lines += kernels.describe(m, case)
     if (unsharded := unsharded_over_data(step)) >= 0.01:
@@ -124,11 +226,9 @@ def unsharded_over_data(step: Step) -> float:
     layout = step.layout
     if not layout.zero or step.mesh.shape[DATA] == 1:
         return 0.0
-    reductions = jax.tree.leaves(layout.reductions, is_leaf=lambda x: isinstance(x, Reduction))
-    sizes = [math.prod(array.shape) for array in jax.tree.leaves(layout.shapes)]
-    return sum(
-        size for reduction, size in zip(reductions, sizes, strict=True) if not reduction.over_data
-    ) / sum(sizes)
+    parameters = layout.parameters()
+    unsharded = sum(each.size for each in parameters if not each.reduction.over_data)
+    return unsharded / sum(each.size for each in parameters)
 
 
 def compiled_memory(compiled: Compiled) -> dict[str, int] | None:

@@ -4,10 +4,10 @@ jax.
     run.lock    one line of JSON: the process that holds it, and a count that a thread of that
                 process raises every BEAT_S seconds
 
-The file is created with O_EXCL. A newcomer that meets one watches it:
+The file is created with O_EXCL. A newcomer that finds the file watches it:
 
-    the holder ran on this host and is gone        taken over at once
-    the bytes change                               refused: the holder lives
+    the holder ran on this host and has ended      taken over at once
+    the bytes change                               refused: the holder runs
     no change for SILENCE_S, holder on this host   refused: the holder is stuck (at once if it is
                                                    stopped)
     no change for SILENCE_S, any other holder      taken over
@@ -15,10 +15,10 @@ The file is created with O_EXCL. A newcomer that meets one watches it:
 Clocks of two hosts are never compared: a newcomer uses only its own. A file that was half written
 when its process died has no holder, and is taken over after the silence.
 
-A dead lock is taken over in two moves: `run.lock.DIGEST`, named after the dead lock's bytes, is
-created with O_EXCL, and renamed to run.lock if that is still the dead one. So only one of several
-newcomers wins. A newcomer that dies in between leaves a dead lock of the same form, which is taken
-over in the same way.
+A lock without a holder is taken over in two moves: `run.lock.DIGEST`, named after the lock's bytes,
+is created with O_EXCL, and renamed to run.lock if run.lock still has these bytes. So only one of
+several newcomers wins. A newcomer that dies in between leaves a lock of the same form, which is
+taken over in the same way.
 
 A lock library is no substitute: docs/log/2026-11.md has the results of filelock on our tests.
 """

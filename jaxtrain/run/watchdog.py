@@ -1,11 +1,11 @@
-"""The watchdog: a thread that ends a process when its run cannot go on, with a status that says
+"""The watchdog: a thread that ends the process when the run cannot go on, with a status that says
 why. No jax.
 
     a peer's connection closes without a bye      LOST_PEER, at once
     a peer ends with a bye and a status           the same status
     no step finishes within its limit,            HUNG: each process writes the stacks of its
     or a peer is silent                           threads to WORKDIR/hang/, and process 0 names
-                                                  who is behind
+                                                  the processes that are behind
 
 A step's limit is three times the longest step so far, and at least `train.hang_after`. Saves,
 evaluations and the like have limits that are learned in the same way. Compiling has none.

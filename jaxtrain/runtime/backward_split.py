@@ -1,17 +1,17 @@
-"""One layer cut into the ops of a schedule by partitioning the trace of its vjp.
+"""A layer cut into the ops of a schedule, by partitioning the trace of its vjp.
 
     output_and_residuals(params, x, extra)              → y, residuals                 F
     input_gradient(params, extra, residuals, g)         → gradient of x, weight stash  B
     weight_gradient(params, extra, for_w, weight_stash) → gradients of params          W
     gradients(params, extra, residuals, g)              → gradients of params, of x    B and W
-                                                                       at once, where nothing
-                                                                       comes between
+                                                                       in one op, if W follows
+                                                                       its B at once
 
-Residuals cross from the forward to the backward. Weights never do, nor values that are made from
-weights, positions and constants alone, nor masks, reshapes, broadcasts and transposes, nor sums and
-products of other residuals. A `KeepRule` decides about the other values; those that it does not let
-cross are recomputed. The weight stash crosses from B to W: the gradients that W multiplies with,
-and values that B has recomputed.
+Residuals are saved by the forward for the backward. They include no weights, no values that depend
+only on weights, positions and constants, no masks, reshapes, broadcasts and transposes, and no sums
+and products of other residuals. A `KeepRule` decides about the other values; those that it does not
+keep are recomputed. The weight stash is saved by B for W: the gradients that W multiplies with, and
+values that B has recomputed.
 
 Calls are inlined and inner scans unrolled; an inner `while` or kernel stays one equation
 (parallel/flash.py). What `jax.checkpoint` inside the layer recomputes stays in the backward.

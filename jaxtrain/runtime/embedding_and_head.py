@@ -1,18 +1,18 @@
 """Embedding, head and loss of one microbatch inside the runtime's manual region, with their
 gradients.
 
-end stages    the embedding is done by the first unit's stage, the head by the last one's; every
-              stage holds both tables
-parallel      the tables' rows are split over stage × model, and all stages do an op together, each
-              with its own rows: the embedding's vectors are summed over `stage`, the head's input
-              comes to all stages, and only the softmax's statistics and the gradient of that input
-              are summed (vocabulary parallelism, Yeung et al. 2024). No device has all logits of a
-              token
+end stages    the first unit's stage computes the embedding, the last unit's stage the head; every
+              stage has both tables in memory
+parallel      the tables' rows are split over stage × model, and all stages compute an op together,
+              each with its own rows: the embedding's vectors are summed over `stage`, the head's
+              input is sent to all stages, and only the softmax's statistics and the gradient of
+              that input are summed (vocabulary parallelism, Yeung et al. 2024). No device has all
+              logits of a token
 
-Dense layers before the first unit run in the embedding's op, and are recomputed in its gradient's.
-Where the model predicts tokens beyond the next (DeepSeek-V3, arXiv:2412.19437, section 2.2), their
-modules run in the head's op, forward and backward, with the model's embedding and output matrix. In
-both cases the vocabulary is on the end stages.
+Dense layers before the first unit run in the embedding's op, and are recomputed in that of its
+gradient. If the model predicts tokens beyond the next (DeepSeek-V3, arXiv:2412.19437, section 2.2),
+these modules run in the head's op, forward and backward, with the model's embedding and output
+matrix. In both cases the vocabulary is on the end stages.
 """
 
 import dataclasses

@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.devices import host_memory
 from jaxtrain.devices.mesh import (
     CONTEXT,
     DATA,
@@ -32,7 +33,7 @@ from jaxtrain.devices.sharding import BATCH_SPEC, constrain, local_shape, restri
 from jaxtrain.models.layers import SPLIT
 from jaxtrain.models.spec import Spec
 from jaxtrain.models.transformer import ModelParts
-from jaxtrain.parallel import context, host_memory, replicas
+from jaxtrain.parallel import context, replicas
 from jaxtrain.parallel.heads import row_major
 from jaxtrain.parallel.tensor import TOKENS
 from jaxtrain.parallel.zero import (

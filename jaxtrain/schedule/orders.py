@@ -6,11 +6,12 @@ ops.
 The letters are those of the papers: p stages, v chunks on a stage, m microbatches; s is a stage, c
 a chunk, k a microbatch.
 
-Chunks are placed round a circle (chunk c on stage c mod p) or, for `zb_v` and `dualpipe_v`, in a V:
-down the stages and back up, so that the last chunk is on stage 0 and the message stays where the V
-turns. packing.py says in which tick a task stands. The figures are in unit times
-(F = B = W, no message time); the peak is the most residuals at once, in chunks', of tables with
-late permutes:
+Chunks are placed in a circle (chunk c on stage c mod p) or, for `zb_v` and `dualpipe_v`, in a V:
+down the stages and back up, so that the last chunk is on stage 0, and a message stays on its stage
+where the V turns. packing.py gives tasks their ticks. The figures are for F = B = W = 1 and
+messages that take no time. The peak is the largest number of chunks whose residuals a stage holds
+at once, in tables
+with late permutes:
 
               placement   idle time of the whole step                peak
     gpipe     circular    2 (p − 1)                                  m v

@@ -1,5 +1,5 @@
-"""Checks of a table: a runtime that follows it computes every task once, on the right values, and
-ends. No JAX here."""
+"""Checks of a table: a runtime that executes it computes every task once, with the right values,
+and ends. No JAX here."""
 
 import numpy as np
 

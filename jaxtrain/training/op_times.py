@@ -1,8 +1,8 @@
-"""Op times of a pipeline, measured for `pipeline.times`.
+"""The measurement of a pipeline's op times, in the form of `pipeline.times`.
 
 The step's gradients are compiled once with the ticks of the table as an argument. Ticks in which
-all stages run one op and nothing else time that op, in the same program that trains; empty ticks
-time the fixed cost of every tick, and of the program before and after them.
+all stages run nothing but one op time that op, in the program that trains; empty ticks time the
+fixed cost of a tick, and of the program before and after the ticks.
 """
 
 import dataclasses
@@ -18,7 +18,6 @@ import numpy as np
 from jaxtrain.config import Config
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
-from jaxtrain.pipeline.op_times import OpTimesError, describe, read
 from jaxtrain.pipeline.setup import Setup
 from jaxtrain.pipeline.step_model import hardware_at_hand, milliseconds, step_model_of
 from jaxtrain.schedule.clocks import Times
@@ -34,6 +33,7 @@ from jaxtrain.schedule.columns import (
 from jaxtrain.schedule.table import Permute, Table, local_unit_of
 from jaxtrain.training.state import initial_state
 from jaxtrain.training.step import Step, make_step
+from jaxtrain.training.stored_op_times import OpTimesError, describe, read
 
 TICKS = 12  # of an op, in a timing
 REPEATS = 5  # timings, of which the median counts
@@ -166,7 +166,7 @@ def planned_times(config: Config) -> tuple[float, ...]:
 
 
 def stored_times(folder: pathlib.Path, settings: Mapping[str, str]) -> tuple[float, ...] | None:
-    """What pipeline.op_times.read returns in process 0, on every process, which all must call
+    """What stored_op_times.read returns in process 0, on every process, which all must call
     this."""
     times = cluster.from_main(lambda: read(folder, settings), OpTimesError)
     return None if times is None else tuple(times)

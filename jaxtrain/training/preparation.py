@@ -1,4 +1,4 @@
-"""What a run needs before its first step: its corpus, its batches, and the step's programs."""
+"""The preparation of a run before its first step: its corpus, its batches, and its programs."""
 
 import concurrent.futures
 import dataclasses

@@ -1,5 +1,5 @@
-"""A training step and an evaluation as programs for a mesh, and the metrics of a step. Files and
-pictures of metrics are in run/metrics.py."""
+"""The training step and the evaluation as programs for a mesh, and the metrics of a step.
+run/metrics.py has the files and pictures of metrics."""
 
 import dataclasses
 import functools
@@ -21,11 +21,12 @@ from jaxtrain.config import (
     OptimizerConfig,
     ParallelConfig,
 )
+from jaxtrain.devices import host_memory
 from jaxtrain.devices.compiler_options import compiler_options
 from jaxtrain.devices.mesh import CONTEXT, batch_shards
 from jaxtrain.devices.sharding import BATCH_SPEC
 from jaxtrain.models.transformer import ModelParts, build
-from jaxtrain.parallel import host_memory, replicas
+from jaxtrain.parallel import replicas
 from jaxtrain.parallel.zero import Zero
 from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.runtime.runtime import LossesAndGradients, Runtime
