@@ -71,8 +71,8 @@ def run(
 
     Raises FolderError if another run uses the folder. Before anything is compiled or written:
     ConfigError, DataError or CheckpointError for a config that does not fit the checkpoint or the
-    corpus, and if no checkpoint is complete. NumbersError if numbers are not good and the run
-    cannot go back.
+    corpus, and if no checkpoint is complete. Raises NumbersError if numbers are not good and the
+    run cannot go back.
     """
     clock.enter(Part.DATA)
     with (

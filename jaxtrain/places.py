@@ -68,7 +68,7 @@ class Problem:
 
 
 def check(config: Config, workdir: str) -> None:
-    """Raises PlaceError where a run of one process cannot write."""
+    """Raises PlaceError if a run of one process cannot write."""
     settings, written = config.checkpoint, config.metrics
     problem = _of_main(workdir, settings.directory, written.tensorboard)
     problem = problem or _of_each(
@@ -87,7 +87,7 @@ def check_workdir(workdir: str) -> None:
 
 
 def check_together(config: Config, workdir: str) -> None:
-    """Raises PlaceError where a run of several processes cannot write. Each must call it, and
+    """Raises PlaceError if a run of several processes cannot write. Each must call it, and
     raises the same error. All hosts must see the checkpoints."""
     import jax
 

@@ -45,7 +45,7 @@ def block_size(batch_heads: int, chunk: int, keys: int) -> int:
 
 
 def is_long(batch_heads: int, chunk: int, keys: int) -> bool:
-    """Whether attention to this number of keys, in chunks of this length, goes block by block."""
+    """True if attention to this number of keys, in chunks of this length, goes block by block."""
     return keys >= LEAST_KEYS and block_size(batch_heads, chunk, keys) < chunk
 
 

@@ -48,7 +48,7 @@ COMMON: dict[str, Any] = {
 
 
 def is_addressable(shape: tuple[int, ...]) -> bool:
-    """Whether offsets in queries of this shape fit into 32-bit integers, which documents need."""
+    """True if offsets in queries of this shape fit into 32-bit integers, which documents need."""
     return math.prod(shape) < 1 << 31
 
 

@@ -126,9 +126,9 @@ def _fitting(sizes: jax.Array, room: int) -> jax.Array:
 
 
 def dropless(chosen: jax.Array, experts: int, room: float = 0.0) -> tuple[Routing, jax.Array]:
-    """(routing, this device's dropped choices of each expert, float32 [experts]) for chosen int32
-    [B, T, K], of all experts. room: the rows that a device has memory for, as a multiple of their
-    mean number; 0: all that can arrive."""
+    """Returns (routing, this device's dropped choices of each expert, float32 [experts]) for chosen
+    int32 [B, T, K], of all experts. room: the rows that a device has memory for, as a multiple of
+    their mean number; 0: all that can arrive."""
     b, t, k = chosen.shape
     devices = manual_size(EXPERT)
     local_experts = experts // devices
@@ -161,7 +161,7 @@ def dropless(chosen: jax.Array, experts: int, room: float = 0.0) -> tuple[Routin
 
 
 def by_capacity(chosen: jax.Array, experts: int, factor: float) -> tuple[Routing, jax.Array]:
-    """(routing, dropped choices of each expert, float32 [experts]). A capacity is that of a
+    """Returns (routing, dropped choices of each expert, float32 [experts]). A capacity is that of a
     sequence, also if `context` splits it."""
     b, t, k = chosen.shape
     parts = manual_size(CONTEXT)
@@ -255,7 +255,7 @@ def _most(routing: Routing, size: Size) -> int:
 
 
 def _arrives_sorted(size: Size) -> bool:
-    """Whether arrived rows are sorted by expert already: a device has one expert."""
+    """True if arrived rows are sorted by expert already: a device has one expert."""
     return size.experts == manual_size(EXPERT)
 
 
@@ -318,8 +318,8 @@ def _run(fn, in_specs, out_specs, routing: Routing, *args):
 def send(
     x_MBTD: jax.Array, gates_BTK: jax.Array, routing: Routing, size: Size
 ) -> tuple[jax.Array, jax.Array]:
-    """(rows of this device's experts [M, R, D], or [M, E, R, D] by capacity; the weight of each
-    row)."""
+    """Returns (rows of this device's experts [M, R, D], or [M, E, R, D] by capacity; the weight of
+    each row)."""
     rows = _run(lambda p, x: _out(x[0], p, size)[None], (PART,), PART, routing, x_MBTD)
     return rows, _run(
         lambda p, g: _arrive(_take(g.reshape(-1), p.choice), p, size),

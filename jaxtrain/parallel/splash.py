@@ -48,7 +48,7 @@ def block_size(tokens: int, most: int = MOST) -> int:
 
 
 def takes(queries: int, keys: int) -> bool:
-    """Whether LANES divides these numbers of tokens, so that they can be cut into blocks."""
+    """True if LANES divides these numbers of tokens, so that they can be cut into blocks."""
     return queries % LANES == keys % LANES == 0
 
 

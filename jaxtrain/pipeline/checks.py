@@ -88,7 +88,8 @@ def _hardware_is_known(train: TrainConfig, precision: PrecisionConfig) -> Iterat
 
 
 def tables_can_be_made(config: Config) -> Iterator[Violation]:
-    """Only a file's table, and a bound on memory, can be refused (setup.py)."""
+    """The tables of a config can be made. Only a file's table and a bound on memory can be refused
+    (setup.py)."""
     pipeline = config.pipeline
     if config.mesh.stage < 1 or not (pipeline.schedule.startswith(CSV) or pipeline.memory):
         return

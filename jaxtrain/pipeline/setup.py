@@ -87,7 +87,7 @@ class Setup:
 
     @property
     def shares_vocabulary(self) -> bool:
-        """Whether embedding and head are split over the stages, which do their ops together."""
+        """True if embedding and head are split over the stages, which do their ops together."""
         return self.table.stages > 1 and self.table.vocabulary == "parallel"
 
     def simulation(self) -> Simulation:

@@ -90,8 +90,8 @@ def _example(key: str) -> Any:
 
 
 def _converted(key: str, text: str) -> tuple[Any, str]:
-    """(the value as its setting's type, ""), or, outside of the setting's bounds and choices, (one
-    to use, the rule that is broken)."""
+    """Returns (the value as its setting's type, ""), or, outside of the setting's bounds and
+    choices, (one to use, the rule that is broken)."""
     field, number = cfg.fields()[SETTINGS[key]], whole_number(text)
     choices, prefix = field.metadata["choices"], field.metadata["prefix"]
     if choices:
@@ -131,7 +131,7 @@ def devices(values: Mapping[str, Any]) -> int:
 
 
 def apply(config: Config, values: Values) -> Config:
-    """The config with this layout. Raises LayoutError where the batch does not divide."""
+    """The config with this layout. Raises LayoutError if the batch does not divide."""
     batch, microbatches = config.data.batch_size, config.pipeline.microbatches
     if isinstance(batch, int) and batch > 0:  # otherwise `check` refuses the config's batch
         microbatches = _microbatches(batch, microbatches, values)

@@ -133,7 +133,7 @@ def predict(
     """The prediction for a resolved config whose mesh is known and whose rules are kept.
 
     assume: the framework that trains; tokens: of the run
-    Raises ConfigError where our own runtime has no table for it.
+    Raises ConfigError if our own runtime has no table for it.
     """
     work, slots = step_model_of(config, hardware, assume), None
     if work.framework.slots:

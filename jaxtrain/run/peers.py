@@ -41,7 +41,7 @@ BEHIND = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Beat:
-    """How far a process is.
+    """The progress of a process.
 
     step: the last finished one; part: of the wall clock (wall_clock.Part), and seconds in it;
     own_s: seconds of its steps in which it did not await the devices, since it began;
@@ -67,7 +67,8 @@ class Ending:
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """Where process 0 listens, its process id, and the token that the others must send."""
+    """The address at which process 0 listens, its process id, and the token that the others must
+    send."""
 
     hosts: tuple[str, ...]
     port: int
@@ -173,7 +174,7 @@ class Peers:
         self._broadcast({"bye": dataclasses.asdict(ending)})
 
     def all_gone(self) -> bool:
-        """Whether every other process has closed its connection."""
+        """True if every other process has closed its connection."""
         return all(peer.gone for peer in self.peers.values())
 
     def close(self) -> None:

@@ -76,7 +76,7 @@ class StepTimer:
 
 
 def _seconds_a_step(begin: tuple[int, float], end: tuple[int, float]) -> float:
-    """The mean between two laps, never 0. ValueError if no step lies between them."""
+    """The mean between two laps, never 0. Raises ValueError if no step lies between them."""
     if end[0] <= begin[0]:
         raise ValueError(f"no step has ended since step {begin[0]}")
     return max(end[1] - begin[1], 1e-9) / (end[0] - begin[0])

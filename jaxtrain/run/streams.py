@@ -206,7 +206,7 @@ codecs.register_error(STAND_IN, _stand_in)
 
 
 def redraws(stream: TextIO) -> bool:
-    """Whether a line can be redrawn in its place: on a terminal that can erase."""
+    """True if a line can be redrawn in its place: on a terminal that can erase."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 

@@ -7,10 +7,11 @@ why. No jax.
     or a peer is silent                           threads to WORKDIR/hang/, and process 0 names
                                                   the processes that are behind
 
-A step's limit is three times the longest step so far, and at least `train.hang_after`. Saves,
-evaluations and the like have limits that are learned in the same way. Compiling has none.
+The limit of a step is three times the longest step so far, and at least `train.hang_after`. Saves,
+evaluations and the like have limits of the same kind. Compiling has none.
 
-A process that holds Python's lock forever cannot report anything: the others notice its silence.
+A process that holds Python's lock forever cannot report anything, but the others notice its
+silence.
 """
 
 import contextlib

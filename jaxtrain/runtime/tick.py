@@ -82,7 +82,7 @@ class Accumulate:
     constants: Constants
 
     def _constants(self, columns: TickColumns) -> tuple[Constants, jax.Array]:
-        """(the constants, the microbatch)."""
+        """Returns (the constants, the microbatch)."""
         # or XLA gathers once, before the scan, what does not depend on the microbatch
         if self.embedding_and_head.zero.gathers_in_ops:
             return lax.optimization_barrier((self.constants, columns.microbatch))

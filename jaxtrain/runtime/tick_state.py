@@ -72,7 +72,7 @@ class Pools:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TickState:
-    """What the scan over the ticks carries, on each device.
+    """The state that the scan over the ticks carries, on each device.
 
     loss, mtp_loss: float32 scalars, the sums so far: of the next tokens, and of those beyond
     gradients: float32 sums

@@ -284,7 +284,7 @@ class Schedule:
     fused: bool = False
 
     def fits(self, repeats: int) -> bool:
-        """Whether the schedule is made for this number of chunks on a stage."""
+        """True if the schedule is made for this number of chunks on a stage."""
         return self.least_repeats <= repeats <= (self.most_repeats or repeats)
 
     @property
@@ -401,7 +401,7 @@ def closed_forms(name: str) -> Schedule:
 
 
 def fits_repeats(schedule: str, repeats: int) -> bool:
-    """Whether a schedule is made for this number of chunks on a stage; `auto` and a file are for
+    """True if a schedule is made for this number of chunks on a stage; `auto` and a file are for
     any."""
     return schedule not in SCHEDULES or SCHEDULES[schedule].fits(repeats)
 

@@ -60,7 +60,8 @@ def spread(layers: int, chunks: int, costs: Sequence[float] = ()) -> tuple[int, 
 
 
 def cut(chunks: Sequence[int], layers_per_op: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(the number of units of each chunk, the layers of every unit in model order); 0 layers per
+    """Returns (the number of units of each chunk, the layers of every unit in model order); 0
+    layers per
     op: a chunk is one unit.
 
     A chunk whose layers do not divide has units as equal as can be.

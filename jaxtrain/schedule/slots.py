@@ -124,7 +124,7 @@ def assign_slots(table: Table) -> SlottedTable:
 
 
 def _assign(uses: _Uses, table: Table) -> tuple[np.ndarray, tuple[int, ...]]:
-    """(the slot of each use, the slots that each stage needs)."""
+    """Returns (the slot of each use, the slots that each stage needs)."""
     units = table.units + 2  # with those before the first and after the last
     key = (
         uses.stage.astype(np.int64) * units + uses.unit + 1

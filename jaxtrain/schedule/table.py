@@ -139,7 +139,7 @@ class TableShape:
         return max(map(self.stage_of.count, range(self.stages)))
 
     def recomputes(self, unit: int) -> bool:
-        """Whether a unit has R ops: then its F saves its input alone."""
+        """True if a unit has R ops: then its F saves its input alone."""
         return (
             self.recompute
             and not self.forward_only
@@ -263,7 +263,7 @@ def message_ways(stage_of: tuple[int, ...], stages: int) -> np.ndarray:
 
 
 def wraps(stage_of: tuple[int, ...], stages: int) -> bool:
-    """Whether any message goes between the last stage and stage 0: the permutes then close the
+    """True if any message goes between the last stage and stage 0: the permutes then close the
     circle."""
     return any(
         not 0 <= stage + way < stages

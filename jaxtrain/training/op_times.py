@@ -166,7 +166,7 @@ def planned_times(config: Config) -> tuple[float, ...]:
 
 
 def stored_times(folder: pathlib.Path, settings: Mapping[str, str]) -> tuple[float, ...] | None:
-    """What stored_op_times.read returns in process 0, on every process, which all must call
+    """The result of stored_op_times.read in process 0, on every process. All must call
     this."""
     times = cluster.from_main(lambda: read(folder, settings), OpTimesError)
     return None if times is None else tuple(times)

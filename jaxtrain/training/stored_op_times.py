@@ -4,9 +4,9 @@ No jax.
     op_times.json   {"times": [F, B, W, message, R, head] in ms, "of": {setting: value}, "devices":
                     "8 × TPU v5p"}
 
-The file decides for all processes and for every restart, whatever the devices and the version of
-the code: the run's table stays the same. Times are made anew only where a setting in "of" has
-changed, such as the mesh or the model. They are measured in training/op_times.py.
+All processes and every restart take the times of the file, whatever the devices and the version of
+the code, so the run's table stays the same. Times are measured or planned anew only if a setting in
+"of" has changed, such as the mesh or the model. They are measured in training/op_times.py.
 """
 
 import json
@@ -40,7 +40,7 @@ class OpTimesError(RunError):
 
 
 def needed(mesh: MeshConfig, pipeline: PipelineConfig) -> bool:
-    """Whether a mesh that is known has a table, and the config gives no op times for it."""
+    """True if a mesh that is known has a table, and the config gives no op times for it."""
     return mesh.stage > 1 and not pipeline.times
 
 
@@ -72,7 +72,7 @@ def read(folder: pathlib.Path, settings: Mapping[str, str]) -> tuple[float, ...]
 
 
 def worth_storing(mesh: MeshConfig, pipeline: PipelineConfig, given: PipelineConfig) -> bool:
-    """Whether a resolved config's times were planned or measured in this run, even if measuring
+    """True if a resolved config's times were planned or measured in this run, even if measuring
     failed, and not `given` by the user."""
     return bool(pipeline.times or pipeline.measure_times) and needed(mesh, given)
 
