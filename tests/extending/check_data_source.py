@@ -4,8 +4,9 @@ import gzip
 import pathlib
 import tempfile
 
-from jaxtrain.data.bad_records import Skipped
 from jaxtrain.data.sources import find, pieces
+
+from jaxtrain.data.bad_records import Skipped
 
 folder = pathlib.Path(tempfile.mkdtemp())
 (folder / "a.tsv").write_text("id\ttext\n1\tone\n2\n")
