@@ -605,7 +605,8 @@ def test_a_changed_corpus(folder, stopped):
     finally:
         (folder / "corpus.txt").write_text(text)
     assert re.match(
-        r"data.source=\S*corpus.txt has changed since the checkpoint \(checksum \w+, then \w+\): ",
+        r"data.source=\S*corpus.txt has changed since the checkpoint "
+        r"\(checksum \w+, in the checkpoint \w+\): ",
         message,
     )
 
@@ -619,7 +620,7 @@ def test_a_corpus_that_has_moved(folder, stopped):
     message = assert_refused(stopped, flag)
     assert re.fullmatch(
         rf"data.source='{moved}' is not the corpus of the checkpoint's data.source='\S*corpus.txt' "
-        r"\(checksum \w+, then \w+\): use --config.data.source=\S*corpus.txt "
+        r"\(checksum \w+, in the checkpoint \w+\): use --config.data.source=\S*corpus.txt "
         r"\(or another --workdir\)",
         message,
     )
