@@ -12,6 +12,7 @@ own folder, can be restored with one layout (local.py), are saved more often, an
 machine.
 """
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -138,10 +139,11 @@ class Checkpoints:
         stored = meta.stored_config().data.source
         if stored != corpus.source:
             rule = f"is not the corpus of the checkpoint's data.source={stored!r} {checksums}"
-            use = "the same files (or another --workdir)"
-            if sources.exists(stored):
-                use = f"{suggestion({'data.source': stored})} (or another --workdir)"
-            raise ConfigError("data.source", corpus.source, rule, use)
+            use = "the same files"
+            with contextlib.suppress(ConfigError):  # those of the checkpoint may be gone
+                sources.check(stored)
+                use = suggestion({"data.source": stored})
+            raise ConfigError("data.source", corpus.source, rule, f"{use} (or another --workdir)")
         raise DataError(
             f"data.source={corpus.source} has changed since the checkpoint {checksums}: put it "
             "back or use another --workdir"

@@ -23,7 +23,7 @@ import glob
 import os
 import pathlib
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from jaxtrain.config.errors import ConfigError, suggestion
@@ -129,25 +129,20 @@ class Source:
         the names that were passed over, texts beside records, links to folders."""
         if self.name == STDLIB or not self.root.is_dir():
             return []
-        endings = collections.Counter(ending(file.path) for file in self.files)
-        head = f"data.source={self.name}: read {_amounts(endings)}"
+        lines = [
+            f"data.source={self.name}: read {_amounts(ending(file.path) for file in self.files)}"
+        ]
         if self.passed_over:
-            head += f"; {self.passed_over_text()}"
-        lines = [head]
-        texts = [file.path for file in self.files if FORMATS[file.format].holds == "text"]
+            lines[0] += f"; {self.passed_over_text()}"
+        texts = [file.path for file in self.files if file.format == "text"]
         if texts and self.has_fields:
-            records = {
-                ending(file.path) for file in self.files if FORMATS[file.format].holds == "records"
-            }
-            line = f"  each is one document of text, beside files of records: {self.listed(texts)}"
+            lines.append(f"  each one document, beside files of records: {self.listed(texts)}")
+            records = {ending(file.path) for file in self.files if file.format != "text"}
             if len(records) == 1 and not self.pattern:
                 only = os.path.join(self.name, "**", f"*{records.pop()}")
-                line += f" ({suggestion({'data.source': only})} leaves them out)"
-            lines.append(line)
-        links = (
-            f"  {link} is a link to a folder, which is not followed" for link in self.linked_folders
-        )
-        return [*lines, *links]
+                lines[-1] += f" ({suggestion({'data.source': only})} leaves them out)"
+        links = "is a link to a folder, which is not followed"
+        return [*lines, *(f"  {link} {links}" for link in self.linked_folders)]
 
     def passed_over_text(self) -> str:
         names = self.listed(self.passed_over)
@@ -170,11 +165,6 @@ def holds_tokens(name: str) -> bool:
     return FORMATS[format_of(name)].holds == "tokens"
 
 
-def may_have_fields(name: str) -> bool:
-    """True if a source may hold records, by its name."""
-    return name != STDLIB and not holds_tokens(name)
-
-
 def without_compression(name: str) -> str:
     """A file's name without the ending of a compression."""
     stem, suffix = os.path.splitext(name)
@@ -192,15 +182,6 @@ def check(name: str) -> None:
     a folder are not listed."""
     if name != STDLIB and _place(name)[1]:
         find(name)
-
-
-def exists(name: str) -> bool:
-    """True if `check` has nothing to say."""
-    try:
-        check(name)
-    except ConfigError:
-        return False
-    return True
 
 
 def find(name: str) -> Source:
@@ -269,14 +250,14 @@ def _list(name: str, root: pathlib.Path, pattern: tuple[str, ...]) -> Source:
     unreadable: list[str] = []
     linked_folders: list[str] = []
     passed_over: list[str] = []
-    unmatched: collections.Counter[str] = collections.Counter()
+    unmatched: list[str] = []  # endings
     passes = _is_hidden if name != STDLIB else _is_left_out_of_stdlib
     # nothing is below a folder that does not exist
     for folder, folders, names in os.walk(root, onerror=lambda e: unreadable.append(e.filename)):
         above = pathlib.PurePath(folder).relative_to(root).parts
         entered = [name for name in folders if _matches((*above, name), pattern, partly=True)]
         matches = [name for name in names if _matches((*above, name), pattern)]
-        unmatched.update(ending(name) for name in {*names} - {*matches})
+        unmatched += [ending(name) for name in {*names} - {*matches}]
         folders[:] = [name for name in entered if not passes(name)]
         for entry in (*entered, *matches):
             path = os.path.join(folder, entry)
@@ -316,9 +297,9 @@ def _matches(parts: Sequence[str], pattern: Sequence[str], partly: bool = False)
     return fnmatch.fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:], partly)
 
 
-def _no_files(source: Source, unmatched: collections.Counter[str]) -> ConfigError:
+def _no_files(source: Source, unmatched: Sequence[str]) -> ConfigError:
     """The error for a folder without files, or a pattern without a match, with what is there:
-    unmatched has the number of files by their endings."""
+    unmatched has the endings of other files."""
     if source.name == STDLIB:
         rule = f"is empty, for this Python has no sources in {source.root}: name a folder or a file"
         return ConfigError("data.source", STDLIB, rule)
@@ -327,7 +308,7 @@ def _no_files(source: Source, unmatched: collections.Counter[str]) -> ConfigErro
     if unmatched:
         there.append(_amounts(unmatched))
         parts = pathlib.Path(source.name).parts[: -len(source.pattern)]
-        usual = f"*{_by_amount(unmatched)[0]}"
+        usual = f"*{max(sorted({*unmatched}), key=unmatched.count)}"
         values.insert(0, os.path.join(*parts, *source.pattern[:-1], usual))
     if source.passed_over:
         there.append(source.passed_over_text())
@@ -339,15 +320,10 @@ def _no_files(source: Source, unmatched: collections.Counter[str]) -> ConfigErro
     return ConfigError("data.source", source.name, rule, fixes=[{"data.source": v} for v in values])
 
 
-def _by_amount(endings: collections.Counter[str]) -> list[str]:
-    """Endings, that of the most files first."""
-    return sorted(endings, key=lambda ending: (-endings[ending], ending))
-
-
-def _amounts(endings: collections.Counter[str]) -> str:
-    """Numbers of files by their endings: "411 .jsonl.gz, 1 .md"."""
-    named = (f"{endings[name]:,} {name or 'without an ending'}" for name in _by_amount(endings))
-    return ", ".join(named)
+def _amounts(endings: Iterable[str]) -> str:
+    """Numbers of files by their endings, the largest first: "411 .jsonl.gz, 1 .md"."""
+    amounts = collections.Counter(sorted(endings)).most_common()
+    return ", ".join(f"{count:,} {ending or 'without an ending'}" for ending, count in amounts)
 
 
 def _stat(path: str, format: str) -> File:

@@ -125,7 +125,7 @@ USES = (
     Use(["model.mtp_weight"], lambda c: c.model.mtp_depth, lambda c: "with model.mtp_depth=0"),
     Use(
         ["data.loss_mask", "data.text_fields"],
-        lambda c: sources.may_have_fields(c.data.source),
+        lambda c: c.data.source != sources.STDLIB and not sources.holds_tokens(c.data.source),
         lambda c: f"with data.source={c.data.source!r}",
     ),
     Use(

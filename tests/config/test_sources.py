@@ -181,7 +181,7 @@ def test_what_is_taken_is_said(write):
     assert sources.find("d").lines() == [
         "data.source=d: read 3 .jsonl, 1 .md; passed over, for names that begin with _ or .: .crc, "
         "_SUCCESS, a/_x, 1 more",
-        "  each is one document of text, beside files of records: README.md "
+        "  each one document, beside files of records: README.md "
         "(--config.data.source='d/**/*.jsonl' leaves them out)",
         link,
     ]
@@ -189,7 +189,7 @@ def test_what_is_taken_is_said(write):
     assert sources.find("d/**/*.jsonl").lines() == ["data.source=d/**/*.jsonl: read 3 .jsonl", link]
     assert sources.find("e").lines()[0].startswith("data.source=e: read 1 ")
     assert sources.find("e").lines()[1:] == [
-        "  each is one document of text, beside files of records: x, y.md"
+        "  each one document, beside files of records: x, y.md"
     ]
 
 
