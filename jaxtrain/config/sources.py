@@ -251,13 +251,15 @@ def _list(name: str, root: pathlib.Path, pattern: tuple[str, ...]) -> Source:
     linked_folders: list[str] = []
     passed_over: list[str] = []
     unmatched: list[str] = []  # endings
+    closed = 0  # folders in which nothing can match
     passes = _is_hidden if name != STDLIB else _is_left_out_of_stdlib
     # nothing is below a folder that does not exist
     for folder, folders, names in os.walk(root, onerror=lambda e: unreadable.append(e.filename)):
         above = pathlib.PurePath(folder).relative_to(root).parts
         entered = [name for name in folders if _matches((*above, name), pattern, partly=True)]
         matches = [name for name in names if _matches((*above, name), pattern)]
-        unmatched += [ending(name) for name in {*names} - {*matches}]
+        unmatched += [ending(name) for name in {*names} - {*matches} if not passes(name)]
+        closed += len(folders) - len(entered)
         folders[:] = [name for name in entered if not passes(name)]
         for entry in (*entered, *matches):
             path = os.path.join(folder, entry)
@@ -281,7 +283,7 @@ def _list(name: str, root: pathlib.Path, pattern: tuple[str, ...]) -> Source:
         tuple(passed_over),
     )
     if not files and (not unreadable or name == STDLIB):
-        raise _no_files(source, unmatched)
+        raise _no_files(source, unmatched, closed)
     return source
 
 
@@ -297,9 +299,9 @@ def _matches(parts: Sequence[str], pattern: Sequence[str], partly: bool = False)
     return fnmatch.fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:], partly)
 
 
-def _no_files(source: Source, unmatched: Sequence[str]) -> ConfigError:
+def _no_files(source: Source, unmatched: Sequence[str], closed: int) -> ConfigError:
     """The error for a folder without files, or a pattern without a match, with what is there:
-    unmatched has the endings of other files."""
+    unmatched has the endings of other files, closed is the number of folders that do not match."""
     if source.name == STDLIB:
         rule = f"is empty, for this Python has no sources in {source.root}: name a folder or a file"
         return ConfigError("data.source", STDLIB, rule)
@@ -310,6 +312,8 @@ def _no_files(source: Source, unmatched: Sequence[str]) -> ConfigError:
         parts = pathlib.Path(source.name).parts[: -len(source.pattern)]
         usual = f"*{max(sorted({*unmatched}), key=unmatched.count)}"
         values.insert(0, os.path.join(*parts, *source.pattern[:-1], usual))
+    if closed:
+        there.append(f"folders that do not match ({closed:,})")
     if source.passed_over:
         there.append(source.passed_over_text())
     if source.linked_folders:

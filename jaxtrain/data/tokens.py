@@ -338,10 +338,7 @@ class _Writer:
             (self._folder / "tokenizer.json").write_bytes(tokenizer.content)
         (self._folder / "corpus.json").write_text(json.dumps(info, indent=1) + "\n")
 
-    def __enter__(self) -> "_Writer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._files.close()
 
 
@@ -376,10 +373,7 @@ class _Progress:
             seconds = time.perf_counter() - self._began
             streams.log(f"prepared {self._name}: {what} in {seconds:.1f} s, {self._speed()}")
 
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._line.clear()
 
 
@@ -390,12 +384,13 @@ def _tokenize(
     assert tokenizer.end_of_document is not None  # _check: only a token file has no tokenizer
     dtype, n, count = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"), 0, 0
     skipped = Skipped() if data.bad_records == "skip" else None
+    size = sum(file.size for file in source.files)
     stream = documents.pieces(
         source, tuple(data.text_fields), tuple(data.loss_mask), folder, skipped
     )
     with (
-        _Writer(folder) as writer,
-        _Progress(source.root.name, sum(file.size for file in source.files), progress) as shown,
+        contextlib.closing(_Writer(folder)) as writer,
+        contextlib.closing(_Progress(source.root.name, size, progress)) as shown,
     ):
         writer.append("documents", np.zeros(1, "<i8"))
         for part in encode(stream, tokenizer, dtype):
@@ -440,8 +435,8 @@ def _index(
     ids = _map_tokens(file, path, data.token_dtype)
     end, count = tokenizer.end_of_document, 0
     with (
-        _Writer(folder) as writer,
-        _Progress(source.root.name, ids.nbytes, progress) as shown,
+        contextlib.closing(_Writer(folder)) as writer,
+        contextlib.closing(_Progress(source.root.name, ids.nbytes, progress)) as shown,
         path.open("rb") as stream,
     ):
         writer.append("documents", np.zeros(1, "<i8"))

@@ -8,7 +8,9 @@ import socket
 
 import pytest
 
-from jaxtrain.config import ConfigError, sources
+from jaxtrain import config as cfg
+from jaxtrain.config import ConfigError, checks, sources
+from jaxtrain.config.unused import unused_settings
 
 
 @pytest.fixture
@@ -223,10 +225,11 @@ def test_what_does_not_exist(write):
 
 
 def test_a_pattern_without_a_match_names_what_is_there(write, tmp_path):
-    write("d/a.jsonl.gz", "d/b.jsonl.gz", "d/c.txt", "d/e/f.md", "d/noise")
+    write("d/a.jsonl.gz", "d/b.jsonl.gz", "d/c.txt", "d/e/f.md", "d/noise", "d/_SUCCESS")
     assert refusal("d/*.jsonl") == (
         f"data.source='d/*.jsonl' matches no files; below {tmp_path}/d are 2 .jsonl.gz, 1 "
-        "without an ending, 1 .txt: use --config.data.source='d/*.jsonl.gz'"
+        "without an ending, 1 .txt; folders that do not match (1): use "
+        "--config.data.source='d/*.jsonl.gz'"
     )
     assert names_of("d/*.jsonl.gz") == ["d/a.jsonl.gz", "d/b.jsonl.gz"]
     assert "are 2 .jsonl.gz, " in refusal("d/**/*.parquet")
@@ -325,3 +328,17 @@ def test_stdlib_without_sources(tmp_path, monkeypatch):
         f"data.source='stdlib' is empty, for this Python has no sources in {nowhere}: name a "
         "folder or a file"
     )
+
+
+# --- rules between settings -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ids.bin", "IDS.BIN", "ids.bin.zst", "ids/*.bin.gz"])
+def test_rules_know_token_files_by_their_names(name):
+    """Whatever their case and compression."""
+    settings = {"data.source": name, "data.token_dtype": "uint32", "model.vocab_size": 200}
+    config = cfg.replace(cfg.Config(), settings)
+    checks.check(config)
+    assert not [note for note in unused_settings(config) if "token_dtype" in note]
+    config = cfg.replace(config, {"data.text_fields": ("body",)})
+    assert f"data.text_fields=body has no use with data.source={name!r}" in unused_settings(config)
