@@ -4,7 +4,7 @@ files, folders, patterns and `stdlib`, and the files that each of them names.
     file      one of the formats below; it may be compressed (`.jsonl.gz`, `.txt.zst`, …)
     folder    every file below it, in the order of their paths. Names that begin with `_` or `.` are
               passed over: Spark and Hadoop write `_SUCCESS` and `.part-0.crc` beside the data.
-              Links to folders are reported and not followed. A pipe, a socket or a link to nothing
+              Links to folders are reported and not followed. A pipe, a socket or a dangling link
               is a file that cannot be read
     pattern   those of a folder's files that match, such as `crawl/**/*.jsonl.gz`; `**` stands for
               any number of folders. A folder that matches stands for all files below it. A path
@@ -95,8 +95,8 @@ class Source:
     root: the file or folder that the user named; of a pattern, the folder above it.
     files: the files in the order of the corpus; empty only if there are unreadable ones.
     pattern: the parts of the pattern below the root; () for everything.
-    unreadable: paths below a folder that are no regular files: pipes, sockets, devices, links to
-      nothing; and folders that may not be listed.
+    unreadable: paths below a folder that are no regular files: pipes, sockets, devices, dangling
+      links; and folders that may not be listed.
     linked_folders: links to folders, which are not followed.
     passed_over: the files and folders that would count but for their names.
     """
