@@ -30,6 +30,7 @@ from jaxtrain.config import (
     addresses,
     ends_with_layers,
     kernels,
+    sources,
 )
 from jaxtrain.schedule.orders import SCHEDULES, default_repeats, fits_repeats
 
@@ -270,7 +271,7 @@ def _sequence(model: ModelConfig, data: DataConfig, train: TrainConfig) -> Itera
 
 def _data(data: DataConfig, model: ModelConfig, train: TrainConfig) -> Iterator[Violation]:
     mask, read = data.loss_mask, data.text_fields
-    from_bytes = data.tokenizer == "bytes" and not data.source.endswith((".bin", ".npy"))
+    from_bytes = data.tokenizer == "bytes" and not sources.holds_tokens(data.source)
     if from_bytes and model.vocab_size < BYTE_VOCABULARY:
         yield Violation(
             "model.vocab_size",
