@@ -12,6 +12,7 @@ own folder, can be restored with one layout (local.py), are saved more often, an
 machine.
 """
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -30,7 +31,7 @@ from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.restoring import choose_together, restore_newest
 from jaxtrain.checkpoint.retention import Retention
 from jaxtrain.checkpoint.steps import NONE, VERSION, CheckpointError, Meta, StepChoice
-from jaxtrain.config import Config, ConfigError, to_dict
+from jaxtrain.config import Config, ConfigError, sources, suggestion, to_dict
 from jaxtrain.config.checks import Environment, check_resume
 from jaxtrain.config.resume import changes
 from jaxtrain.config.settings import CheckpointConfig
@@ -87,7 +88,6 @@ class Checkpoints:
         self.directory = folder_of_checkpoints(config.checkpoint, workdir)
         self._config, self._unresolved, self._environment = config, unresolved, environment
         self._workdir, self._before = workdir, before
-        self._intervals = Intervals.of(config.train, config.checkpoint, config.metrics.log_every)
         self._choice = StepChoice()
         self._candidates: list[LocalStep] = []  # newest first
         self._local_files: LocalFiles | None = None
@@ -96,6 +96,7 @@ class Checkpoints:
         self._corpus: TrainedCorpus
         self._step: Step
         self._saves: Checkpointer
+        self._intervals: Intervals
         self._detector: SpikeDetector
         self._wall_s: Callable[[], float]
         self._finite: Finiteness
@@ -139,15 +140,29 @@ class Checkpoints:
             self._refuse(choice.meta)
 
     def check_corpus(self, corpus: TrainedCorpus) -> None:
-        """Keeps the corpus that the run trains on. Raises ChangedCorpusError if the persistent
-        checkpoint that `choose` chose was saved with another."""
+        """Keeps the corpus that the run trains on, which may have moved since the persistent
+        checkpoint that `choose` chose.
+
+        Raises ConfigError if it is another one at another path, ChangedCorpusError if it has
+        changed.
+        """
         self._corpus = corpus
-        if self._choice.step and self._choice.meta.checksum != corpus.checksum:
-            raise ChangedCorpusError(
-                f"data.source={corpus.source} has changed since the checkpoint (checksum "
-                f"{corpus.checksum[:12]}, in the checkpoint {self._choice.meta.checksum[:12]}): "
-                "put it back or use another --workdir"
-            )
+        meta = self._choice.meta
+        if not self._choice.step or meta.checksum == corpus.checksum:
+            return
+        checksums = f"(checksum {corpus.checksum[:12]}, in the checkpoint {meta.checksum[:12]})"
+        stored = meta.stored_config().data.source
+        if stored != corpus.source:
+            rule = f"is not the corpus of the checkpoint's data.source={stored!r} {checksums}"
+            use = "the same files"
+            with contextlib.suppress(ConfigError):  # those of the checkpoint may be gone
+                sources.check(stored)
+                use = suggestion({"data.source": stored})
+            raise ConfigError("data.source", corpus.source, rule, f"{use} (or another --workdir)")
+        raise ChangedCorpusError(
+            f"data.source={corpus.source} has changed since the checkpoint {checksums}: put it "
+            "back or use another --workdir"
+        )
 
     def log_changes(self) -> None:
         """Lists the settings that differ from those of the checkpoint."""
@@ -225,16 +240,21 @@ class Checkpoints:
     # ---------------------------------------------------------------- saving
 
     def begin(
-        self, detector: SpikeDetector, wall_s: Callable[[], float], log: Callable[[str], object]
+        self,
+        intervals: Intervals,
+        detector: SpikeDetector,
+        wall_s: Callable[[], float],
+        log: Callable[[str], object],
     ) -> None:
         """Opens the checkpoints for saving. `after` begins the saves themselves.
 
         Args:
+          intervals: the steps after which saves are due.
           detector: decides whether the run's numbers may be saved; its state is saved with them.
           wall_s: returns the seconds that the run has taken, over all its starts.
           log: gets a line for each entry that is set aside, and for each save that fails.
         """
-        self._detector, self._wall_s = detector, wall_s
+        self._intervals, self._detector, self._wall_s = intervals, detector, wall_s
         self._finite = Finiteness(self._step.mesh)
         settings = self._config.checkpoint
         _, stored = self._laid_out(self._step)

@@ -29,7 +29,7 @@ from jaxtrain.checkpoint.steps import (
     choose,
 )
 from jaxtrain.checkpoint.storage import read_tree
-from jaxtrain.config import Config
+from jaxtrain.config import Config, ModelConfig, PrecisionConfig
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import AXES, MODEL, REPLICA, make_mesh
 from jaxtrain.training.optimizer import make_optimizer
@@ -164,7 +164,9 @@ def restore_newest(
 def load_parameters(
     directory: str | os.PathLike,
     step: int,
-    config: Config,
+    model: ModelConfig,
+    precision: PrecisionConfig,
+    independent_replicas: bool,
     devices: Sequence[jax.Device] | None = None,
 ) -> tuple[ParameterLayout, dict]:
     """A step's model and parameters for use without training, whatever mesh and schedule saved them
@@ -180,7 +182,8 @@ def load_parameters(
 
     Args:
       directory: the folder of checkpoints.
-      config: a resolved config, as in the step's meta.
+      model, precision: of a resolved config, as in the step's meta.
+      independent_replicas: replicas had parameters of their own (DiLoCo).
       devices: the tensor-parallel group; its size must divide heads, key/value heads and the MLP.
         Default: one device.
 
@@ -189,17 +192,17 @@ def load_parameters(
     """
     devices = jax.local_devices()[:1] if devices is None else list(devices)
     mesh = make_mesh([len(devices) if axis == MODEL else 1 for axis in AXES], devices)
-    model = dataclasses.replace(config.model, mtp_depth=0)
-    layout = ParameterLayout.unstaged(model, mesh, config.precision.params)
+    model = dataclasses.replace(model, mtp_depth=0)
+    layout = ParameterLayout.unstaged(model, mesh, precision.params)
     abstract = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
         layout.shapes,
         layout.shardings,
     )
-    name = "anchor" if config.train.diloco_inner_steps else "params"
+    name = "anchor" if independent_replicas else "params"
     restored = restore(directory, step, {name: abstract}, {name: layout.stored})[name]
     specs, layers = layout.specs, restored["layers"].pop("0")
-    compute = jnp.dtype(config.precision.compute)
+    compute = jnp.dtype(precision.compute)
     with jax.set_mesh(mesh):  # the caller may be inside another one
         params = {"embed": restored.pop("embed")}
         if "first" in restored:

@@ -9,6 +9,7 @@ between fields, checks.py checks them, and flags.py has the flags. No jax.
 import dataclasses
 from typing import Any
 
+from jaxtrain.config import sources
 from jaxtrain.schedule.orders import CSV, SCHEDULES, default_repeats
 
 LARGEST_INT = 2**31 - 1  # steps and token counts live in int32 on the devices
@@ -186,11 +187,7 @@ class ModelConfig:
 class DataConfig:
     """The corpus and the batch."""
 
-    source: str = setting(
-        "stdlib",
-        "corpus: a folder, or a text, JSON, JSONL, Parquet or token file (.bin, .npy), "
-        "which may be compressed; stdlib: Python's own sources",
-    )
+    source: str = setting(sources.STDLIB, sources.HELP)
     tokenizer: str = setting(
         "bytes",
         "bytes; the path of a Hugging Face tokenizers JSON file; or none: the ids of a "
@@ -577,10 +574,10 @@ class Config:
         return with_values(self, model=model, parallel=parallel, pipeline=pipeline)
 
 
-def ends_with_layers(m: ModelConfig) -> str:
-    """The setting that puts layers on the stage of the embedding or of the head, whose table can
-    then not be split over the stages; "" if none does."""
-    return next((f"model.{name}" for name in ("mtp_depth", "dense_layers") if getattr(m, name)), "")
+def ends_with_layers(model: ModelConfig) -> str:
+    """The model's setting that puts layers on the stage of the embedding or of the head, whose
+    table can then not be split over the stages; "" if none does."""
+    return next((name for name in ("mtp_depth", "dense_layers") if getattr(model, name)), "")
 
 
 def with_values(record: Any, **values: Any) -> Any:

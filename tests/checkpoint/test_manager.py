@@ -179,7 +179,7 @@ def test_a_step_that_cannot_be_read_at_the_moment_stays(saved, monkeypatch):
         c = checkpointer(folder, layout, log=pytest.fail)
         assert c.save(6, state(layout), {})
         c.close()
-    assert steps.names(folder) == [5, 6] and latest_step(folder) == 6
+    assert steps.step_numbers(folder) == [5, 6] and latest_step(folder) == 6
 
 
 def test_what_has_a_step_s_name_is_set_aside_by_the_first_save(saved):

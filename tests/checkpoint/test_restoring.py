@@ -66,7 +66,7 @@ def test_a_missing_array_is_named(saved):
 
 def test_an_array_of_another_shape_is_named(saved):
     def shrink(abstract, shapes):
-        shapes["table"] = (12, 8)
+        shapes["table"] = state_module.Stored((12, 8))
 
     assert (
         "params/embed/table is stored as float32[13, 8]; float32[12, 8] is wanted"
