@@ -21,6 +21,7 @@ from jaxtrain.checkpoint.checkpoints import Checkpoints, TrainedCorpus
 from jaxtrain.checkpoint.restoring import load_parameters
 from jaxtrain.config import Config, PipelineConfig, to_dict
 from jaxtrain.config.checks import Environment
+from jaxtrain.costs.step_time import tokens_at_peak
 from jaxtrain.data.loader import Feed, make_loaders, prepare_corpus
 from jaxtrain.data.tokens import Corpus, bigram_entropy
 from jaxtrain.devices import cluster
@@ -46,7 +47,7 @@ from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.parameter_checks import Copies
 from jaxtrain.training.profile import Profile, trace_folder
 from jaxtrain.training.recovery import DetectorState, SpikeDetector
-from jaxtrain.training.reporting import Pending, Reporter, Speedometer, tokens_at_peak
+from jaxtrain.training.reporting import Pending, Reporter, Speedometer
 from jaxtrain.training.requests import Request, Requests, no_request
 from jaxtrain.training.state import initial_state
 from jaxtrain.training.step import Programs, Step, StepMetrics, make_step, start_compiling
