@@ -150,7 +150,7 @@ def run(folder: pathlib.Path) -> dict:
             state, metrics = compiled(state, on_device[number % len(on_device)])
             jax.block_until_ready((state, metrics))
             seconds.append(time.perf_counter() - began_step)
-            results.append(jax.device_get(metrics.by_name()))
+            results.append(jax.device_get(metrics))
     account, allocator = compiled.memory_analysis(), jax.devices()[0].memory_stats() or {}
     memory = (
         account.argument_size_in_bytes

@@ -11,16 +11,8 @@
     metrics.rolled_back.jsonl    the records that steps 61 to 75 had before the run went back to
                                  step 60
 
-    batch           the number of the step's batch, from 0
-    skipped         updates skipped so far, where the run skips those whose numbers are not finite
-    time            Unix seconds at which the record was written
-    wall_s          seconds that all starts of the run have lasted, compiling and lost steps
-                    included, without the time between starts
-    goodput         the share of wall_s that went into steps that count (goodput.py)
-    step_time_s …   means over the steps since the last training record, without evaluations and
-                    saves
-
-Nothing here touches a device. Libraries that are slow to import are imported where they are used.
+metric_table.py says what each number is. Nothing here touches a device. Libraries that are slow to
+import are imported where they are used.
 """
 
 import json
@@ -32,6 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxtrain.run.files import LineFile, read_json_lines, replace_text, warned
+from jaxtrain.run.metric_table import METRICS
 from jaxtrain.run.wall_clock import WallClock
 
 METRICS_FILE, LOSS_PLOT, TENSORBOARD_FOLDER = "metrics.jsonl", "loss.png", "tensorboard"
@@ -109,8 +102,8 @@ class MetricsWriter:
         self.write(step, **values)
 
     def write(self, step: int, **values: float | int | str | None) -> None:
-        """Writes one record, which begins with step, `time` and `wall_s`. Numbers that are not
-        finite become null, for JSON has no others."""
+        """Writes one record of METRICS, which begins with step, `time` and `wall_s`. Numbers that
+        are not finite become null, for JSON has no others."""
         if self._file is None:
             return
         now, wall_s = round(time.time(), 3), round(self._wall_s(), 3)
@@ -120,7 +113,8 @@ class MetricsWriter:
         }
         self._file.write(json.dumps(record, allow_nan=False))
         if self._events is not None:
-            group = "validation" if any(k.startswith("validation") for k in values) else "train"
+            groups = {METRICS[name].group for name in values}
+            group = "validation" if "validation" in groups else "train"
             for name, value in {"wall_s": wall_s, **values}.items():
                 if isinstance(value, (int, float)):
                     self._events.add_scalar(f"{group}/{name}", value, step, walltime=now)
@@ -168,8 +162,9 @@ def plot_losses(workdir: str | os.PathLike) -> pathlib.Path | None:
     of the run's folder. The picture's path; None if there is nothing to draw."""
     records = read_metrics(workdir)
     curves = {
-        label: [(r["step"], r[key]) for r in records if isinstance(r.get(key), (int, float))]
-        for label, key in (("training", "loss"), ("validation", "validation_loss"))
+        metric.curve: [(r["step"], r[key]) for r in records if isinstance(r.get(key), (int, float))]
+        for key, metric in METRICS.items()
+        if metric.curve
     }
     if not any(curves.values()):
         return None
@@ -182,7 +177,7 @@ def plot_losses(workdir: str | os.PathLike) -> pathlib.Path | None:
         if points:
             marker = "o" if label == "validation" or len(points) == 1 else None
             axes.plot(*zip(*points), marker=marker, markersize=4, linewidth=1.5, label=label)
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.set(xlabel="step", ylabel=f"loss ({METRICS['loss'].unit})")
     name = pathlib.Path(workdir).resolve().name
     axes.set_title(
         name if len(name) <= LONGEST_TITLE else f"{name[: LONGEST_TITLE - 1]}…", parse_math=False

@@ -44,7 +44,7 @@ class Numbers:
     """The numbers of a step.
 
     at: the step; batch: the number of its batch
-    loss, grad_norm: of the step, or the means over this process's independent replicas
+    loss, grad_norm: of the step, or of this process's independent replicas, combined
     finite: whether both are finite, for each of these replicas; one value if replicas are not
         independent
     is_global: loss and norm are those of all replicas

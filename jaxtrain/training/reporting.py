@@ -11,6 +11,7 @@ from jaxtrain.config import Config
 from jaxtrain.devices import cluster
 from jaxtrain.pipeline.step_model import hardware_at_hand, transformer_of
 from jaxtrain.run.goodput import GoodputLog
+from jaxtrain.run.metric_table import METRICS
 from jaxtrain.run.metrics import MetricsWriter
 from jaxtrain.run.peers import Slowest, Stragglers
 from jaxtrain.run.progress import Progress, StepTimer
@@ -19,7 +20,7 @@ from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.parameter_checks import Comparison
 from jaxtrain.training.recovery import Fault, Numbers, Rollback, SpikeDetector
 from jaxtrain.training.requests import Answer, Request
-from jaxtrain.training.step import Step, StepMetrics
+from jaxtrain.training.step import Step, StepMetrics, combine_replicas
 
 TINY = 1e-12  # the least fraction of dropped choices that is warned of: any at all
 
@@ -90,7 +91,7 @@ class Reporter:
     logs and shows them.
 
     intervals: the steps that are logged.
-    mean_metrics: as in Step.
+    combine_metrics: as in Step.
     detector: checks every step's numbers; raises NumbersError, or sets the fault for which the run
         goes back.
     speedometer, progress, log: get every step, the log those that are due.
@@ -101,7 +102,7 @@ class Reporter:
     """
 
     intervals: Intervals
-    mean_metrics: Callable[[StepMetrics], StepMetrics] | None
+    combine_metrics: Callable[[StepMetrics], StepMetrics] | None
     detector: SpikeDetector
     speedometer: Speedometer
     log: MetricsWriter
@@ -141,7 +142,7 @@ class Reporter:
         """Logs and shows a validation loss in nats a token, if there is one."""
         if loss is not None:
             self.log.write(at, validation_loss=loss)
-            self.progress.log(f"step {at}: validation loss {loss:.4f} nats a token")
+            self.progress.log(f"step {at}: {METRICS['validation_loss'].line(loss)}")
 
     def saves(self, figures: Mapping[int, Mapping[str, float]]) -> None:
         """Logs, by step, the seconds that completed saves took and blocked the loop."""
@@ -168,13 +169,14 @@ class Reporter:
 
     def _report(self, pending: Pending, together: bool, logged: bool) -> Request:
         """together: all processes are at this step, so that independent replicas' results can be
-        averaged."""
+        combined; otherwise those of this process's replicas are."""
         at, metrics = pending.at, pending.metrics
-        together = together or logged or self.mean_metrics is None
+        together = together or logged or self.combine_metrics is None
         with self.goodput.clock.part(Part.AWAITING):
-            if together and self.mean_metrics is not None:
-                metrics = self.mean_metrics(metrics)
-            values = {name: float(np.mean(_local(a))) for name, a in metrics.by_name().items()}
+            local = {name: _local(values) for name, values in metrics.items()}
+            if self.combine_metrics is not None:
+                metrics = self.combine_metrics(metrics) if together else combine_replicas(local)
+            values = {name: float(metrics[name]) for name in METRICS if name in metrics}
             asked = pending.answer()
         values |= {"tokens": at * self.speedometer.tokens_per_step, "batch": pending.batch}
         self.speedometer.lap(at)
@@ -183,16 +185,13 @@ class Reporter:
             self.progress.log(start_line(self.goodput.clock))
             self.log.write(at, **start_record(self.goodput.clock))
             self._has_started = True
-        losses, norms = _local(pending.metrics.loss), _local(pending.metrics.grad_norm)
-        finite = tuple((np.isfinite(losses) & np.isfinite(norms)).tolist())
+        finite = tuple((np.isfinite(local["loss"]) & np.isfinite(local["grad_norm"])).tolist())
         numbers = Numbers(
             at, pending.batch, values["loss"], values["grad_norm"], finite, is_global=together
         )
         fault = self.detector.check(numbers)
         recent = self.speedometer.recent()
-        self.progress.update(
-            at, loss=values["loss"], tokens_per_s=recent.tokens_per_s, mfu=recent.mfu
-        )
+        self.progress.update(at, **values, **dataclasses.asdict(recent))
         if logged or (together and (fault or not all(finite))):
             speed = dataclasses.asdict(self.speedometer.since_asked())
             goodput = round(self.goodput.share(), 4)
@@ -219,7 +218,7 @@ class Reporter:
     def _agreed(self, fault: Fault | None, numbers: Numbers) -> Fault | None:
         """The fault that all processes agree on, the one that goes back furthest: each has checked
         the numbers of its own replicas."""
-        if self.mean_metrics is None or jax.process_count() == 1:
+        if self.combine_metrics is None or jax.process_count() == 1:
             return fault
         none = numbers.at + 1
         since = cluster.least(fault.since if fault else none)

@@ -15,6 +15,7 @@ parameters of the last exchange, and `outer_momentum`.
 """
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +28,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.devices.sharding import constrain, restricted, spec
+from jaxtrain.devices.mesh import AXES, REPLICA, psum
+from jaxtrain.devices.sharding import constrain, mesh_axes, restricted, spec
 from jaxtrain.models.spec import Spec
 from jaxtrain.models.transformer import ModelParts
 from jaxtrain.parallel import host_memory, replicas
@@ -163,6 +165,32 @@ class ParameterLayout:
             self.shapes,
             shardings,
         )
+
+    def norm(self, tree: dict) -> jax.Array:
+        """The l2 norm in float32 of arrays laid out as `scattered`: all devices of a replica add up
+        the squares of their shards, in one all-reduce of a scalar."""
+        shared = [a for a in AXES if not (self.independent_replicas and a == REPLICA)]
+        sizes, specs = self.mesh.shape, jax.tree.map(lambda s: s.spec, self.scattered)
+
+        def squares(shard: jax.Array, spec: P) -> jax.Array:
+            split = {a for part in spec for a in mesh_axes(part)}
+            copies = math.prod(sizes[a] for a in shared if a not in split)
+            return jnp.sum(jnp.square(shard.astype(jnp.float32))) / copies
+
+        def total(tree: dict) -> jax.Array:
+            return psum(
+                jnp.stack(jax.tree.leaves(jax.tree.map(squares, tree, specs))).sum(), shared
+            )
+
+        summed = jax.shard_map(
+            total,
+            mesh=self.mesh,
+            in_specs=(specs,),
+            out_specs=P(),
+            axis_names=set(AXES),
+            check_vma=False,
+        )
+        return jnp.sqrt(summed(tree))
 
     def keys(self, seed: int) -> list[np.ndarray]:
         """The random keys of the parameters, in the order of their leaves: [*leading, 2] uint32. A

@@ -30,10 +30,10 @@ def steps(folder):
 
 def test_a_record_is_in_the_file_when_write_returns(tmp_path):
     writer = MetricsWriter(tmp_path / "run", tensorboard=False)
-    writer.write(1, loss=2.5, mfu=None, note="warm")
+    writer.write(1, loss=2.5, mfu=None, why="warm")
     line = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert re.fullmatch(
-        r'{"step": 1, "time": [0-9.]+, "wall_s": [0-9.]+, "loss": 2.5, "mfu": null, "note": '
+        r'{"step": 1, "time": [0-9.]+, "wall_s": [0-9.]+, "loss": 2.5, "mfu": null, "why": '
         r'"warm"}\n',
         line,
     )
