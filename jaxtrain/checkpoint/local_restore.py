@@ -31,10 +31,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.checkpoint.layout import Leaf, Shard, Shards
 from jaxtrain.checkpoint.local import DamagedError, Place, files_of, read_index, read_shard
 from jaxtrain.checkpoint.steps import CheckpointError, Meta
-from jaxtrain.devices import cluster
+from jaxtrain.devices import cluster, host_memory
 from jaxtrain.devices.mesh import psum
 from jaxtrain.devices.sharding import mesh_axes
-from jaxtrain.parallel import host_memory
 
 _copies = itertools.count()
 

@@ -30,8 +30,8 @@ from jaxtrain.checkpoint.manifest import META, STATE, DatabaseError, ManifestErr
 from jaxtrain.checkpoint.stores import scheme_of
 from jaxtrain.config import Config, ConfigError, from_dict
 from jaxtrain.run.exit_status import ExitStatus, RunError
+from jaxtrain.run.files import CONFIG_FILE
 
-CONFIG = "config.json"  # in a run's folder
 LOSSES = "validation_losses.json"  # beside the steps
 ORBAX_UNFINISHED, BROKEN = ".orbax-checkpoint-tmp", ".broken-"
 _STEP = re.compile("0|[1-9][0-9]{0,9}")
@@ -238,7 +238,7 @@ def checkpoints_of(place: str | os.PathLike) -> epath.Path:
     if scheme_of(folder):
         return folder
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        config = folder / CONFIG
+        config = folder / CONFIG_FILE
         if config.is_file() and (
             directory := json.loads(config.read_bytes())["checkpoint"]["directory"]
         ):

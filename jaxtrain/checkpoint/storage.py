@@ -35,7 +35,7 @@ from jaxtrain.checkpoint.layout import (
 )
 from jaxtrain.checkpoint.steps import CheckpointError, DamageError
 from jaxtrain.checkpoint.stores import no_damage
-from jaxtrain.parallel import host_memory
+from jaxtrain.devices import host_memory
 from jaxtrain.schedule.placement import Placement
 
 WRITE_BYTES = 128 * 2**20  # written at a time

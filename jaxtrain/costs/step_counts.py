@@ -75,7 +75,7 @@ class LayerPass(NamedTuple):
 class StepCounts:
     """The counts of a step.
 
-    parameters: of a device, by group and name (training/sizes.py)
+    parameters: of a device, by group and name (plan/report.py: parameters_of)
     table:      None with one stage
     exchanges:  replicas are independent, and exchange what they have learned
     """
