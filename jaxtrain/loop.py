@@ -32,8 +32,7 @@ from jaxtrain.plan.report import as_compiled, introduction
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.files import CONFIG_FILE, warned
 from jaxtrain.run.goodput import GoodputLog, plot_goodput
-from jaxtrain.run.metric_table import METRICS
-from jaxtrain.run.metrics import MetricsWriter, plot_losses
+from jaxtrain.run.metrics import METRICS, MetricsWriter, plot_losses
 from jaxtrain.run.progress import Progress
 from jaxtrain.run.run_lock import FolderError, RunLock
 from jaxtrain.run.signals import Signals

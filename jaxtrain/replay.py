@@ -30,8 +30,7 @@ from jaxtrain.loop import when_compiled
 from jaxtrain.pipeline.setup import Setup
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.files import CONFIG_FILE
-from jaxtrain.run.metric_table import METRICS
-from jaxtrain.run.metrics import read_metrics
+from jaxtrain.run.metrics import METRICS, read_metrics
 from jaxtrain.run.wall_clock import Part, WallClock
 from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.optimizer import learning_rate

@@ -31,7 +31,7 @@ from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, read_flags
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
-from jaxtrain.run.metric_table import METRICS
+from jaxtrain.run.metrics import METRICS
 from jaxtrain.run.run_lock import RunLock
 
 DESCRIPTION = """

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from jaxtrain.run import streams
-from jaxtrain.run.metric_table import METRICS
+from jaxtrain.run.metrics import METRICS
 
 WINDOW = 10.0  # seconds of steps whose mean speed is shown
 BAR_SIZES = (3, 40)  # columns of the bar itself, at least and at most
@@ -138,8 +138,11 @@ class Progress:
     def _parts(self) -> dict[str, str]:
         """The texts of the known metrics and of the time left by name, in the order in which they
         are shown."""
-        status = self._status
-        texts = {name: METRICS[name].line(status[name]) for name in METRICS if name in status}
+        texts = {
+            name: metric.line(self._status[name])
+            for name, metric in METRICS.items()
+            if name in self._status
+        }
         return {name: text for name, text in {**texts, "left": self._left()}.items() if text}
 
     def _left(self) -> str:
@@ -234,8 +237,7 @@ class SearchProgress:
         now = self._clock()
         if not self._shown or now < self._next:
             return
-        minutes, seconds = divmod(int(now - self._began), 60)
-        text = f"{what}, {minutes}:{seconds:02}"
+        text = f"{what}, {_duration(int(now - self._began))}"
         if self._line.is_live:
             filled = int(SEARCH_BAR * done)
             self._line.draw(

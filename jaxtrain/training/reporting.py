@@ -11,8 +11,7 @@ from jaxtrain.config import Config
 from jaxtrain.devices import cluster
 from jaxtrain.pipeline.step_model import hardware_at_hand, transformer_of
 from jaxtrain.run.goodput import GoodputLog
-from jaxtrain.run.metric_table import METRICS
-from jaxtrain.run.metrics import MetricsWriter
+from jaxtrain.run.metrics import METRICS, MetricsWriter
 from jaxtrain.run.peers import Slowest, Stragglers
 from jaxtrain.run.progress import Progress, StepTimer
 from jaxtrain.run.wall_clock import STEPS, Part, WallClock, start_line, start_record
@@ -41,19 +40,9 @@ class Pending:
     comparison: Comparison | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Speed:
-    """Means over some steps. mfu: model FLOPs utilization, 0 to 1; None if the device's peak is
-    unknown."""
-
-    step_time_s: float
-    tokens_per_s: float
-    mfu: float | None
-
-
 class Speedometer:
-    """Speed over the last seconds and since the last record, in the time that steps took, without
-    evaluations and saves.
+    """The metrics step_time_s, tokens_per_s and mfu: means over the last seconds or since the last
+    record, in the time that steps took, without evaluations and saves.
 
     Args:
       config: a resolved config.
@@ -70,19 +59,19 @@ class Speedometer:
         self._timer = StepTimer(start, clock=lambda: clock.spent(*STEPS))
         self.lap, self.restart = self._timer.lap, self._timer.restart
 
-    def recent(self) -> Speed:
+    def recent(self) -> dict[str, float | None]:
         """The mean over the last seconds."""
         return self._speed(self._timer.recent())
 
-    def since_asked(self) -> Speed:
+    def since_asked(self) -> dict[str, float | None]:
         """The mean over the steps since the last call."""
         return self._speed(self._timer.since_asked())
 
-    def _speed(self, seconds: float) -> Speed:
+    def _speed(self, seconds: float) -> dict[str, float | None]:
         tokens_per_s = self.tokens_per_step / seconds
         flops_per_s = tokens_per_s * self._flops_per_token
         mfu = self._hardware.utilization(flops_per_s, self._dtype) if self._hardware else None
-        return Speed(seconds, tokens_per_s, mfu)
+        return {"step_time_s": seconds, "tokens_per_s": tokens_per_s, "mfu": mfu}
 
 
 @dataclasses.dataclass
@@ -190,10 +179,9 @@ class Reporter:
             at, pending.batch, values["loss"], values["grad_norm"], finite, is_global=together
         )
         fault = self.detector.check(numbers)
-        recent = self.speedometer.recent()
-        self.progress.update(at, **values, **dataclasses.asdict(recent))
+        self.progress.update(at, **values, **self.speedometer.recent())
         if logged or (together and (fault or not all(finite))):
-            speed = dataclasses.asdict(self.speedometer.since_asked())
+            speed = self.speedometer.since_asked()
             goodput = round(self.goodput.share(), 4)
             self.log.write(at, **values, **speed, goodput=goodput, **self._slowest())
         self._warn_of_drops(at, values.get("dropped", 0.0))

@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.devices import host_memory
 from jaxtrain.devices.mesh import AXES, REPLICA, psum
 from jaxtrain.devices.sharding import constrain, mesh_axes, restricted, spec
-from jaxtrain.models.spec import Spec
+from jaxtrain.models.spec import Spec, is_spec
 from jaxtrain.models.transformer import ModelParts
 from jaxtrain.parallel import replicas
 from jaxtrain.parallel.zero import Reduction, reduction_of
@@ -61,10 +61,6 @@ class TrainState:
         """The parameters to evaluate and to generate with; with independent replicas, those of the
         last exchange."""
         return self.params if self.anchor is None else self.anchor
-
-
-def _is_spec(x) -> bool:
-    return isinstance(x, Spec)
 
 
 class LaidOutParameter(NamedTuple):
@@ -106,7 +102,7 @@ class ParameterLayout:
         """fn(spec, leading shape, leading axes) for all parameters."""
 
         def of_parameters(tree: dict, lead: tuple[int, ...], axes: tuple[str, ...]) -> dict:
-            return jax.tree.map(lambda s: fn(s, lead, axes), tree, is_leaf=_is_spec)
+            return jax.tree.map(lambda s: fn(s, lead, axes), tree, is_leaf=is_spec)
 
         specs = self.specs
         stacks = {
@@ -150,7 +146,7 @@ class ParameterLayout:
 
     def parameters(self) -> list[LaidOutParameter]:
         """The parameters of one replica, in the order of their leaves."""
-        specs = jax.tree_util.tree_leaves_with_path(self.specs, is_leaf=_is_spec)
+        specs = jax.tree_util.tree_leaves_with_path(self.specs, is_leaf=is_spec)
         reductions = jax.tree.leaves(self.reductions, is_leaf=lambda r: isinstance(r, Reduction))
         return [
             LaidOutParameter(
@@ -236,7 +232,7 @@ class ParameterLayout:
             ]
             return np.array(keys, np.uint32).reshape(*layers.shape, 2)
 
-        leaves, _ = jax.tree_util.tree_flatten_with_path(self.specs, is_leaf=_is_spec)
+        leaves = jax.tree_util.tree_leaves_with_path(self.specs, is_leaf=is_spec)
         return [keys_of(path) for path, _ in leaves]
 
     def initial(self, keys: list[jax.Array]) -> dict:
@@ -246,7 +242,7 @@ class ParameterLayout:
         Parameters of one shape and one sharding are drawn together, for random generators are most
         of this program's compile time.
         """
-        leaves, tree = jax.tree_util.tree_flatten_with_path(self.specs, is_leaf=_is_spec)
+        leaves, tree = jax.tree_util.tree_flatten_with_path(self.specs, is_leaf=is_spec)
         # by shape, leading dimensions and the mesh axes that shard it
         groups: dict[tuple, list[int]] = {}
         values = {}

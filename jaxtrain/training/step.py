@@ -1,5 +1,5 @@
 """A training step and an evaluation as programs for a mesh, and the metrics of a step, which
-run/metric_table.py describes."""
+run/metrics.py describes."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 from jax.typing import ArrayLike
 
-from jaxtrain.config import Config, ConfigError, DataConfig, OptimizerConfig
+from jaxtrain.config import Config, ConfigError, DataConfig
 from jaxtrain.devices import host_memory
 from jaxtrain.devices.compiler_options import compiler_options
 from jaxtrain.devices.mesh import CONTEXT, batch_shards
@@ -23,7 +23,7 @@ from jaxtrain.models.transformer import ModelParts, build
 from jaxtrain.parallel import replicas
 from jaxtrain.parallel.zero import Zero
 from jaxtrain.pipeline.setup import Setup, make_setup
-from jaxtrain.run.metric_table import METRICS, host
+from jaxtrain.run.metrics import METRICS, host
 from jaxtrain.runtime.runtime import LossesAndGradients, Runtime
 from jaxtrain.training import balance, diloco
 from jaxtrain.training.optimizer import learning_rate, make_optimizer, updates_made
@@ -38,7 +38,7 @@ def step_metrics(**values: jax.Array | None) -> StepMetrics:
     that METRICS does not combine over replicas."""
     for name in values:
         if METRICS[name].combine is host:
-            raise ValueError(f"{name} is a number of the host (run/metric_table.py)")
+            raise ValueError(f"{name} is a number of the host (run/metrics.py)")
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -144,11 +144,11 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
     metrics_sharding = exchange = combine_metrics = None
     if layout.independent_replicas:
         metrics_sharding = NamedSharding(mesh, replicas.leading(PartitionSpec()))
-        exchange = jit(
-            _exchange(layout, config.optimizer, precision.outer),
-            donate_argnums=0,
-            out_shardings=state_shardings,
+        rate, momentum = config.optimizer.outer_learning_rate, config.optimizer.outer_momentum
+        outer_step = functools.partial(
+            diloco.exchange, layout=layout, rate=rate, momentum=momentum, dtype=precision.outer
         )
+        exchange = jit(outer_step, donate_argnums=0, out_shardings=state_shardings)
         combine_metrics = jit(combine_replicas, out_shardings=NamedSharding(mesh, PartitionSpec()))
     learning_rates = learning_rate(config.optimizer, config.train.steps)
     train = _train(layout, optimizer, runtime, learning_rates, skips, config.model.balance_rate)
@@ -190,13 +190,6 @@ def _runtime_of(
     )
 
 
-def _exchange(
-    layout: ParameterLayout, optimizer: OptimizerConfig, dtype: str
-) -> Callable[[TrainState], TrainState]:
-    rate, momentum = optimizer.outer_learning_rate, optimizer.outer_momentum
-    return lambda state: diloco.exchange(state, layout, rate, momentum, dtype)
-
-
 def _train(
     layout: ParameterLayout,
     optimizer: optax.GradientTransformation,
@@ -220,11 +213,8 @@ def _train(
             gradients = balance.without_counts(layout.specs, with_counts)
             # Each data shard updates its part of the parameters; then they are gathered.
             scattered = jax.tree.map(lax.with_sharding_constraint, params, layout.scattered)
-            guard = (
-                {"finite": jnp.isfinite(losses.loss) & jnp.isfinite(optax.tree.norm(gradients))}
-                if skips
-                else {}
-            )
+            norm = optax.tree.norm(gradients)
+            guard = {"finite": jnp.isfinite(losses.loss) & jnp.isfinite(norm)} if skips else {}
             updates, after = optimizer.update(gradients, optimizer_state, scattered, **guard)
             moved = balance.move(
                 layout.specs, optax.apply_updates(scattered, updates), with_counts, balance_rate
@@ -235,7 +225,7 @@ def _train(
             params = jax.tree.map(lax.with_sharding_constraint, moved, layout.shardings)
             metrics = step_metrics(
                 loss=losses.loss,
-                grad_norm=optax.tree.norm(gradients),
+                grad_norm=norm,
                 param_norm=layout.norm(moved),
                 learning_rate=rate(updates_made(optimizer_state) if skips else state.step),
                 weighted_tokens=losses.tokens,

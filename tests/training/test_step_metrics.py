@@ -15,7 +15,7 @@ from support import plain_loop, small
 from support.small import Case
 
 from jaxtrain.config import Config, MeshConfig, ParallelConfig, PipelineConfig
-from jaxtrain.run.metric_table import METRICS, host
+from jaxtrain.run.metrics import METRICS, host
 from jaxtrain.training.step import combine_replicas, make_step, step_metrics
 
 STEPS = 2
