@@ -1,7 +1,7 @@
-"""`jaxtrain COMMAND …`, also `python -m jaxtrain COMMAND …`: runs the module jaxtrain.COMMAND.
+"""`jaxtrain COMMAND …` or `python -m jaxtrain COMMAND …`: runs the module jaxtrain.COMMAND.
 
-pyproject.toml installs it as `jaxtrain`. The modules parse their own flags; nothing slow is
-imported here.
+pyproject.toml installs it as `jaxtrain`. Each module parses its own flags; nothing slow is imported
+here.
 """
 
 import difflib
@@ -63,7 +63,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _unknown(command: str, rest: Sequence[str]) -> str:
-    """What is wrong with a first argument that names no command, and what would work."""
+    """The error for a first argument that names no command, with one that would work."""
     if command.startswith("-") and (after := next((word for word in rest if word in COMMANDS), "")):
         return f"{command!r} stands before the command: use jaxtrain {after} and then the flags"
     if command.startswith("-"):

@@ -1,14 +1,14 @@
 """`python -m jaxtrain.generate --workdir=DIR --prompt=TEXT`: text from a checkpoint.
 
     flags → checkpoint's folder → its meta (config, tokenizer) → prompt's ids
-              an error until here: one line, status 2, no device touched
-          → parameters on 1 device, or `--model` of them → text on stdout, as it is made
+              an error up to here is one line with status 2, and no device is used
+          → parameters on 1 device, or on `--model` of them → text on stdout, as it is made
           → on stderr: figures, why it stopped, and how much of the text is beyond the length
             that the model was trained on
 
-Checkpoints of any mesh, stages and schedule can be read. generation/sampling.py makes ids,
-generation/text.py text from them, generation/output.py prints it. A single process: no
-jax.distributed.
+A checkpoint of any mesh, number of stages and schedule can be read. generation/sampling.py makes
+ids, generation/text.py makes text from them, generation/output.py prints it. There is one process,
+without jax.distributed.
 """
 
 import dataclasses
@@ -241,7 +241,7 @@ def find_checkpoint(
 def _checkpoints_of(
     workdir: str, wrong: StepCheck, damaged: Mapping[int, str]
 ) -> tuple[epath.Path, StepChoice]:
-    """A run's folder of checkpoints, and the choice among its steps. Raises UsageError where there
+    """A run's folder of checkpoints, and the choice among its steps. Raises UsageError if there
     is none, CheckpointError if it cannot be read."""
     if not workdir:
         raise UsageError(
@@ -340,7 +340,7 @@ def load(flags: types.SimpleNamespace) -> Loaded:
 def prompted(
     folder: epath.Path, step: int, flags: types.SimpleNamespace
 ) -> tuple[Config, "Tokenizer", list[int]]:
-    """A checkpoint's resolved config and tokenizer, and the prompt's ids. Raises UsageError where
+    """A checkpoint's resolved config and tokenizer, and the prompt's ids. Raises UsageError if
     the meta or the prompt cannot be read."""
     from jaxtrain.data.tokenizer import prompt_ids
 
@@ -403,7 +403,7 @@ def check_model(config: Config, prompt: int, flags: types.SimpleNamespace) -> No
 
 
 def check_devices(count: int, config: Config, flags: types.SimpleNamespace) -> None:
-    """Raises UsageError where there are fewer devices than `--model`."""
+    """Raises UsageError if there are fewer devices than `--model`."""
     if flags.model > count:
         fewer = max(
             n for n in range(1, count + 1) if flags.model % n == 0 and kv_heads_fit(config.model, n)

@@ -149,7 +149,7 @@ class Checkpoints:
         """Takes the run's step, which knows the state's layout, and looks for local checkpoints
         that are newer than the persistent one.
 
-        Raises CheckpointError where the run's id can be neither read nor written.
+        Raises CheckpointError if the run's id can be neither read nor written.
         """
         self._step = step
         local = self._config.checkpoint.local
@@ -195,7 +195,7 @@ class Checkpoints:
         return step.abstract_state(), shapes, step.layout.placement
 
     def _refuse(self, meta: Meta) -> None:
-        """Raises ConfigError where the config cannot continue a checkpoint with this meta."""
+        """Raises ConfigError if the config cannot continue a checkpoint with this meta."""
         check_resume(meta.stored_config(), self._unresolved, self._environment)
 
     def _why_not(self, meta: Meta) -> str:
@@ -260,7 +260,7 @@ class Checkpoints:
 
         position: the number of the next batch.
 
-        Returns True if a persistent save was due. Raises NumbersError where parameters that are
+        Returns True if a persistent save was due. Raises NumbersError if parameters that are
         not finite end the run.
         """
         persistent = (bool(asked) or self._intervals.saves(at)) and Request.HURRY not in asked

@@ -1,5 +1,5 @@
-"""The complete steps in a folder of checkpoints, and what else lies there. Nothing is written here,
-and no array is read.
+"""The complete steps in a folder of checkpoints, and its other entries. Nothing is written, and no
+array is read.
 
     checkpoints/
       200/                      a step, if state/, meta/ and manifest.json in it are complete
@@ -7,10 +7,10 @@ and no array is read.
       100.broken-1              a step that was set aside
       anything else             an unrecognized entry
 
-A step is complete if all files have the sizes and checksums of its manifest (manifest.py). Damage
-to the numbers of an array is not known from these: whoever reads an array finds it (storage.py).
+A step is complete if all files have the sizes and checksums of its manifest (manifest.py). These do
+not show damage to the numbers of an array, which is found when the array is read (storage.py).
 
-No jax: commands find out what is wrong before they start it.
+No jax, so that commands find errors before they start it.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
-"""The checkpoints that a command's place stands for: a folder of them, or one step. Nothing is
-written here. No jax.
+"""The checkpoints that a place on a command line stands for: a folder of them, or one step. Nothing
+is written. No jax.
 
 RUN, RUN/checkpoints, s3://BUCKET/PATH     all steps there
-RUN/checkpoints/20                         that step alone, complete or not; also one set aside, or
-                                           copied to a folder of another name
+RUN/checkpoints/20                         that step alone, complete or not; also a step that was
+                                           set aside, or copied to a folder of another name
 anything else                              NoCheckpointsError, with the nearest place that has
                                            checkpoints
 """

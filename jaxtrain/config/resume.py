@@ -1,4 +1,5 @@
-"""Resuming a checkpoint with another config: which settings may differ, and which do. No jax."""
+"""A checkpoint's config and that of the run that resumes it: the settings that may differ, and
+those that do. No jax."""
 
 from collections.abc import Iterator
 
@@ -46,7 +47,7 @@ def violations(config: Config, stored: Config) -> Iterator[Violation]:
 
 
 def changes(stored: Config, config: Config) -> list[str]:
-    """What differs between a checkpoint's config and the one that resumes it: lines such as
+    """The differences between a checkpoint's config and the one that resumes it: lines such as
     "optimizer.learning_rate: 0.003 → 0.1".
 
     Both with their dependent defaults and the mesh's sizes filled in. A setting that the checkpoint

@@ -1,10 +1,10 @@
-"""Rules between settings that no mesh decides, and what every rule is made of.
+"""Rules between settings that do not depend on the mesh, and the types of which all rules are made.
 
-Rules of the mesh are in mesh_rules.py; those of a setting on its own, in checks.py.
+mesh_rules.py has the rules of the mesh, checks.py those of a single setting.
 
-A rule is a generator over a resolved config. It yields a `Violation` for what is broken, of which
-only the first is reported, with the fixes to try, the best first (checks.py tries them). Standard
-library only.
+A rule is a generator over a resolved config. It yields a `Violation` for each fault, with the fixes
+to try, the best first. checks.py tries them, and reports the first fault only. Standard library
+only.
 """
 
 import dataclasses

@@ -1,4 +1,5 @@
-"""A layout: how a step is laid over devices, as numbers; and the capacity of a device's experts.
+"""A layout: the numbers that describe how a step is laid out over devices; and the capacity of a
+device's experts.
 
 A routed token is one token's choice of one expert (parallel/experts.py).
 """
@@ -53,8 +54,8 @@ class Layout:
         return self.offload in (what, "both")
 
     def neighbours(self, axis: str) -> tuple[int, int]:
-        """(devices along an axis, their stride in the order of devices): `model` is innermost,
-        `replica` outermost."""
+        """Returns (devices along an axis, their stride in the order of devices): `model` is
+        innermost, `replica` outermost."""
         inner = AXES[AXES.index(axis) + 1 :]
         return getattr(self, axis), math.prod(getattr(self, name) for name in inner)
 

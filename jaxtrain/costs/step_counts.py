@@ -1,8 +1,8 @@
 """The communication volume of a step: its collectives by op, as the schedule's table runs them.
 
-The table says how often a stage runs an op, collectives.py which collectives are in one. Nothing
-is traced or compiled. Numbers of a few bytes (the loss, the norm of the gradients, counts) are left
-out. With stages the counts are one stage's.
+The table has the number of times that a stage runs an op, collectives.py the collectives in an op.
+Nothing is traced or compiled. Collectives of a few bytes (the loss, the norm of the gradients,
+counts) are left out. With several stages the counts are one stage's.
 """
 
 import collections
@@ -150,7 +150,7 @@ class StepCounts:
         return [p for group in self.parameters.values() for p in group.values()]
 
     def _step(self, stage: int) -> list[tuple[str, float, list[Collective]]]:
-        """(op, how often a step, its collectives)."""
+        """The ops of a step: (name, number of times that it runs, its collectives)."""
         c, times, one_stage = self.collectives, self.times(stage), self.table is None
         parameters = self._all_parameters()
         once = c.layout.zero == 3 and not c.gathers_in_ops

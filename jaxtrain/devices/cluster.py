@@ -1,10 +1,10 @@
 """The processes of a run: the start of jax.distributed, the GPUs of a process, and the values that
 processes agree on.
 
-A run has several processes if the flags say so (`--coordinator --processes --process_id`), or the
-environment that an engine has set (cluster_environment.py), or if the program that trains has
-started jax.distributed before. jax detects some addresses; this file decides whether jax is asked
-at all, because a single process must never wait for others. launch.py starts processes on one
+A run has several processes if the flags say so (`--coordinator --processes --process_id`), if an
+engine's environment says so (cluster_environment.py), or if the program that trains has started
+jax.distributed already. jax finds some addresses by itself, but this file decides whether it is
+asked, because a single process must never wait for others. launch.py starts processes on one
 machine.
 """
 
@@ -204,7 +204,7 @@ def _leave_at_once(
 
 
 def is_main() -> bool:
-    """Whether this process writes the logs."""
+    """True if this process writes the logs."""
     return jax.process_index() == 0
 
 
@@ -330,7 +330,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def _on_tpu_vm(environment: Mapping[str, str]) -> bool:
-    """Whether this is a TPU machine whose slice may have others. jax then asks the machine itself,
+    """True if this is a TPU machine whose slice may have others. jax then asks the machine itself,
     even for a slice of one machine.
 
     jax sets its platforms to "tpu,cpu" when it finds TPU chips; a single Kubernetes pod names one

@@ -1,7 +1,7 @@
-"""A run of several processes by environment and flags: the number of processes, the address of
+"""The processes of a run, as flags and environment describe them: their number, the address of
 process 0, and the GPUs of this process.
 
-    set by                            read in this file                                by jax
+    set by                            read by this file                                read by jax
     Slurm's srun                      number, GPUs                                     address, id
     Open MPI's mpirun                 number, id, GPUs, address in part                address
     JobSet, Kubeflow Trainer, a user  JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, and
@@ -10,9 +10,9 @@ process 0, and the GPUs of this process.
     SkyPilot                          SKYPILOT_NUM_NODES, _NODE_RANK, _NODE_IPS
     a TPU slice                                                                        all
 
-Flags win over the environment, and a line of the table over those below it: processes that mpirun
-starts on a SkyPilot node are mpirun's. These are pure functions of the flags' namespace and of
-os.environ; cluster.py acts on them. Standard library only, no jax.
+Flags have precedence over the environment, and a line of the table over those below it: processes
+that mpirun starts on a SkyPilot node are mpirun's. All functions are pure functions of the flags'
+namespace and of os.environ; cluster.py acts on their results. Standard library only, no jax.
 """
 
 import glob
@@ -35,7 +35,7 @@ class ClusterError(RunError):
 
 
 def several_processes(namespace: types.SimpleNamespace, environment: Mapping[str, str]) -> bool:
-    """Whether flags or environment describe a run of several processes. A TPU slice is not counted:
+    """True if flags or environment describe a run of several processes. A TPU slice is not counted:
     jax knows its size by itself."""
     return bool(namespace.coordinator) or environment_processes(environment) > 1
 
@@ -102,7 +102,7 @@ def simulated_devices(
 
 
 def _has_plugins() -> bool:
-    """Whether a package is installed with which jax may find GPUs or TPUs."""
+    """True if a package is installed with which jax may find GPUs or TPUs."""
     modules = any(importlib.util.find_spec(name) for name in ("jax_plugins", "libtpu"))
     return modules or bool(importlib.metadata.entry_points(group="jax_plugins"))
 

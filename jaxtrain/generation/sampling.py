@@ -1,13 +1,13 @@
-"""Ids from a model: the choice of the next token, a prompt read into the key/value cache, and the
-loop over tokens.
+"""Token ids from a model: the prompt is read into the key/value cache, then a loop chooses the
+tokens.
 
       prompt's ids ── prefill: all but the last, in pieces ──► cache
                    ── decode: up to BURST tokens a call ──► ids as they come
 
 Both programs depend only on rounded sizes, so prompts of different lengths share them. The random
-numbers depend on seed, position, sample and token id, never on the mesh or the padding of the
-vocabulary. The model with its cache is in generation/decode.py, text from ids in
-generation/text.py, printing in generation/output.py.
+numbers depend on seed, position, sample and token id, not on the mesh or the padding of the
+vocabulary. generation/decode.py has the model with its cache, generation/text.py makes text from
+ids, generation/output.py prints it.
 
 Shape suffixes: B sequences (samples, rounded up to the mesh), T tokens, V vocabulary.
 """

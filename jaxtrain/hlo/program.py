@@ -1,6 +1,7 @@
-"""A compiled program's text as instructions: computations, loops and trip counts, collectives.
+"""A compiled program as instructions, read from its text: computations, loops and their trip
+counts, collectives.
 
-XLA's text for CPU, GPU and TPU is read (`Compiled.as_text()`), after optimization and scheduling.
+The text is XLA's for CPU, GPU and TPU (`Compiled.as_text()`), after optimization and scheduling.
 """
 
 import dataclasses

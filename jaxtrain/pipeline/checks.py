@@ -1,4 +1,4 @@
-"""Rules about what a run needs besides its settings: files, hardware, tables. No jax."""
+"""Rules about the other things that a run needs: files, hardware, tables. No jax."""
 
 import difflib
 import functools
@@ -89,7 +89,8 @@ def _hardware_is_known(config: Config) -> Iterator[Violation]:
 
 
 def tables_can_be_made(config: Config, report: Report = silent) -> Iterator[Violation]:
-    """Only a file's table, and a bound on memory, can be refused (setup.py)."""
+    """The tables of a config can be made. Only a file's table and a bound on memory can be refused
+    (setup.py)."""
     pipeline = config.pipeline
     if config.mesh.stage < 1 or not (pipeline.schedule.startswith(CSV) or pipeline.memory):
         return

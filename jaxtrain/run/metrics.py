@@ -15,7 +15,7 @@ numbers of the host. progress.py shows them, `--replay` compares them, docs/use.
     metrics.rolled_back.jsonl    the records that steps 61 to 75 had before the run went back to
                                  step 60
 
-Nothing here touches a device. Libraries that are slow to import are imported where they are used.
+No device is used. Libraries that are slow to import are imported where they are used.
 """
 
 import dataclasses

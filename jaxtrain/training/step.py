@@ -1,4 +1,4 @@
-"""A training step and an evaluation as programs for a mesh, and the metrics of a step, which
+"""The training step and the evaluation as programs for a mesh, and the metrics of a step, which
 run/metrics.py describes."""
 
 import dataclasses
