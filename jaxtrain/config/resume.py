@@ -17,7 +17,9 @@ _FREE = (
     "model.mtp_weight",
     "data.cache",
     "data.prefetch",
-    "data.bad_records",  # the corpus's checksum says whether it matters
+    # the corpus's checksum says whether these matter
+    "data.source",
+    "data.bad_records",
     # DeepSeek-V3 sets the first to 0 towards the end
     "model.balance_rate",
     "model.balance_loss",
