@@ -574,10 +574,10 @@ class Config:
         return with_values(self, model=model, parallel=parallel, pipeline=pipeline)
 
 
-def ends_with_layers(m: ModelConfig) -> str:
-    """The setting that puts layers on the stage of the embedding or of the head, whose table can
-    then not be split over the stages; "" if none does."""
-    return next((f"model.{name}" for name in ("mtp_depth", "dense_layers") if getattr(m, name)), "")
+def ends_with_layers(model: ModelConfig) -> str:
+    """The model's setting that puts layers on the stage of the embedding or of the head, whose
+    table can then not be split over the stages; "" if none does."""
+    return next((name for name in ("mtp_depth", "dense_layers") if getattr(model, name)), "")
 
 
 def with_values(record: Any, **values: Any) -> Any:

@@ -101,6 +101,12 @@ class Corpus:
         """The documents of the held-out split."""
         return self._splits[1]
 
+    def describe(self) -> str:
+        """A line of text: tokens, documents, held-out tokens."""
+        documents = f"{len(self.documents) - 1:,} documents from {self.source}"
+        held_out = f"{len(self.validation):,} tokens held out"
+        return f"corpus: {len(self.tokens):,} tokens, {documents}, {held_out}"
+
     def check_whole(self) -> None:
         """Raises DataError if a mapped file was cut short since it was opened. Reading the missing
         part of the map would kill the process without a message."""
