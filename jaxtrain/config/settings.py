@@ -202,11 +202,11 @@ class DataConfig:
         True, "whether tokens attend to earlier documents that are packed into the same sequence"
     )
     loss_mask: tuple[str, ...] = setting(
-        (), "JSON/Parquet fields that are prompts: their tokens have no loss"
+        (), f"fields ({sources.RECORDS}) that are prompts: their tokens have no loss"
     )
     text_fields: tuple[str, ...] = setting(
         ("text",),
-        "JSON/Parquet fields that are read, joined in this order; a path such as doc.text "
+        f"fields ({sources.RECORDS}) that are read, joined in this order; a path such as doc.text "
         "works too",
     )
     bad_records: str = setting(
