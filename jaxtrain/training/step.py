@@ -132,6 +132,7 @@ def make_layout(config: Config, setup: Setup, mesh: Mesh) -> ParameterLayout:
         dtype=jnp.dtype(config.precision.params),
         independent_replicas=independent,
         offload=config.parallel.offload in ("optimizer", "both"),
+        optimizer=config.optimizer,
     )
 
 
