@@ -10,7 +10,7 @@ from instruction_costs import InstructionCosts
 from step_seconds import StepSeconds
 
 from jaxtrain.hlo.program import GROUPED, Instruction
-from jaxtrain.training.sizes import step_counts
+from jaxtrain.plan.report import step_counts
 
 LARGE = 1e6  # bytes of a copy that counts
 LISTED = 5  # of the largest copies and square arrays

@@ -67,11 +67,11 @@ def attention(
     """b sequences of t tokens, n heads of size h and k of keys and values; documents of random
     lengths, eight in a sequence on average."""
     from jaxtrain.config.kernels import AttentionCase, attention_kernel
-    from jaxtrain.devices.mesh import hardware
-    from jaxtrain.parallel.attention import attend_whole
+    from jaxtrain.parallel.attention import attend_causal
+    from jaxtrain.parallel.target_device import target_device
 
     def attend(kernel: str, q, k, v, segments=None):
-        return attend_whole(q, k, v, segments, "all_gather", kernel)
+        return attend_causal(q, k, v, segments, "all_gather", kernel)
 
     flops = 2 * b * n * h * t * t  # two products over half of the scores
     fixed: tuple = ()
@@ -79,7 +79,7 @@ def attention(
         begins = np.random.default_rng(0).random((b, t)) < 8 / t
         segments = np.cumsum(begins, 1, dtype=np.int32)
         fixed, flops = (segments,), 4 * n * h * seen(segments)
-    case = AttentionCase(hardware(), 32 if dtype == "float32" else 16, h, h, t, t, documents)
+    case = AttentionCase(target_device(), 32 if dtype == "float32" else 16, h, h, t, t, documents)
     name = (
         f"attention{', documents apart' * documents}, {model}: {attention_kernel(case).words} "
         "beside plain XLA"
@@ -110,8 +110,8 @@ def products(
     one.
     """
     from jaxtrain.config.kernels import BLOCKS, PRODUCTS, product_kernel
-    from jaxtrain.devices.mesh import hardware
     from jaxtrain.parallel.experts import KERNELS
+    from jaxtrain.parallel.target_device import target_device
 
     shares = np.random.default_rng(0).dirichlet(np.full(groups - 1, 4.0))
     sizes = np.zeros(groups, np.int32)
@@ -129,7 +129,7 @@ def products(
             ]
         )
 
-    chosen = product_kernel(hardware()).kernel
+    chosen = product_kernel(target_device()).kernel
     references = {"a plain product for each": one_by_one}
     if chosen != BLOCKS:
         references[PRODUCTS[BLOCKS]] = differentiable(KERNELS[BLOCKS])

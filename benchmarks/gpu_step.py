@@ -112,7 +112,8 @@ def run(folder: pathlib.Path) -> dict:
     import jax
 
     from jaxtrain.config.kernels import describe
-    from jaxtrain.devices.mesh import hardware_of, make_mesh, sizes_of
+    from jaxtrain.devices.mesh import make_mesh, sizes_of
+    from jaxtrain.parallel.target_device import target_device_of
     from jaxtrain.pipeline.step_model import transformer_of
     from jaxtrain.training.optimizer import learning_rate
     from jaxtrain.training.state import initial_state
@@ -169,7 +170,7 @@ def run(folder: pathlib.Path) -> dict:
         "allocator_peak": allocator.get("peak_bytes_in_use"),
         "parameters": step.parts.parameter_count,
         "flops_per_token": transformer_of(config).training_flops_per_token(),
-        "kernels": list(describe(config, hardware_of(jax.devices()[0]))),
+        "kernels": list(describe(config, target_device_of(jax.devices()[0]))),
         "versions": versions(),
     }
 

@@ -17,12 +17,14 @@ from instruction_costs import GPU_MEMORY, TPU_MEMORY, InstructionCosts
 
 from jaxtrain.config import Config
 from jaxtrain.costs import hardware
+from jaxtrain.costs.collectives import sent
 from jaxtrain.devices.mesh import AXES, batch_shards, sizes_of
 from jaxtrain.hlo.collectives import step_collectives
 from jaxtrain.hlo.loops import Executed, StepLoops, op_in
 from jaxtrain.hlo.program import GROUPED, Instruction
-from jaxtrain.hlo.topology import PLATFORMS, Compiled
 from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.plan.compile_check import step_loops
+from jaxtrain.plan.topology import PLATFORMS, Compiled
 
 FLOATS = ("bf16", "f16", "f32")
 
@@ -64,9 +66,9 @@ class Scopes:
             name = self.loops.program.root(i.calls["calls"]).op_name
         scope = scope_of(name) or self._inside(loops)
         forward = "jvp(" in name and "transpose(" not in name
-        if forward and scope == "B" and self.loops.setup.train is None:
+        if forward and scope == "B" and not self.loops.op_runs:
             scope = "R"
-        return "tick" if scope == "other" and loops and self.loops.setup.train else scope
+        return "tick" if scope == "other" and loops and self.loops.op_runs else scope
 
     def _inside(self, loops: tuple[Instruction, ...]) -> str:
         """The scope of what stands in the last of these loops, each in the one before."""
@@ -130,7 +132,7 @@ class StepSeconds:
         self._expert_tokens = tokens * config.model.experts_per_token
         self.busy_seconds = -1.0
         for stage in range(config.mesh.stage):
-            loops = StepLoops(self.program, self.setup, stage, self._expert_tokens or None)
+            loops = step_loops(self.program, self.setup, stage, self._expert_tokens or None)
             runs = scoped_runs(loops)
             if (seconds := sum(map(self.seconds, runs))) > self.busy_seconds:
                 self.stage, self.loops, self.runs, self.busy_seconds = stage, loops, runs, seconds
@@ -217,7 +219,7 @@ class StepSeconds:
             size = each.run.times * c.size
             traffic.times += each.run.times
             traffic.bytes += size
-            traffic.sent += each.run.times * c.sent
+            traffic.sent += each.run.times * sent(c.kind, c.sending, c.devices)
             if each.overlapped is not None:
                 traffic.asynchronous += size
                 traffic.hidden += size * (each.overlapped > 0)

@@ -1,7 +1,7 @@
-"""`jaxtrain COMMAND …`, also `python -m jaxtrain COMMAND …`: runs the module jaxtrain.COMMAND.
+"""`jaxtrain COMMAND …` or `python -m jaxtrain COMMAND …`: runs the module jaxtrain.COMMAND.
 
-pyproject.toml installs it as `jaxtrain`. The modules parse their own flags; nothing slow is
-imported here.
+pyproject.toml installs it as `jaxtrain`. Each module parses its own flags; nothing slow is imported
+here.
 """
 
 import difflib

@@ -1,9 +1,9 @@
-"""What the commands share: flags → Config, and one line for whatever is wrong with them.
+"""Command lines: what all commands do with their arguments before they do anything else.
 
-parse(argv, …)          recipe → Config → flags over it → checks
-                        no jax, nothing written; FlagsError when something is wrong
-start_jax(namespace)    devices, compilation cache, other processes
-                        the first thing after parse (devices/startup.py)
+parse(argv, …)          recipe → Config → flags override it → checks. It imports no jax and
+                        writes nothing. FlagsError has one line for all that is wrong
+start_jax(namespace)    devices, compilation cache, other processes (devices/startup.py). It is
+                        called right after parse
 """
 
 import dataclasses
@@ -30,11 +30,11 @@ from jaxtrain.pipeline.checks import RULES, RULES_WITH_TABLES
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
 T = TypeVar("T")
-READER_S = 10.0  # seconds until somebody reads a pipe that a flag names
+READER_S = 10.0  # seconds to wait until a program reads a pipe that a flag names
 
 
 class FlagsError(RunError):
-    """Flags that cannot work, or a recipe that cannot; the text is one line."""
+    """Raised for flags or a recipe that cannot work; the text is one line."""
 
     status = ExitStatus.BAD_CONFIG
 
@@ -49,17 +49,18 @@ def parse(
     recipe: Config | None = None,
     check: Callable[[types.SimpleNamespace, Config], object] = lambda namespace, config: None,
 ) -> tuple[Config, types.SimpleNamespace]:
-    """The checked config (not resolved) and the values of the other flags, by name, of a command
-    that takes a recipe.
+    """Returns (the checked config, not resolved; the values of the other flags as a namespace) for
+    a command that takes a recipe.
 
-    argv: without the program's name
-    recipe: a config instead of the one that --config names
+    argv: the arguments without the program's name
+    recipe: the config to override, instead of the one that --config names
     check: raises UsageError for flags that do not fit each other
 
     The namespace's `config` is the recipe's path, `recipe` its config before the flags, and
-    `workdir` is filled in. `--help` ends the process with status 0. Raises FlagsError, whose flags
-    fix all errors that are known by then; ClusterError or DevicesError where jax has to be asked
-    for its devices, as `start_jax`.
+    `workdir` is filled in. `--help` ends the process with status 0.
+
+    Raises FlagsError, which suggests flags that fix all errors known by then; ClusterError or
+    DevicesError like `start_jax`, if a wrong config makes it ask jax for the devices.
     """
 
     def complete(
@@ -83,11 +84,13 @@ def parse_unchecked(
     check: Callable[[types.SimpleNamespace, Config, Config], T],
     recipe: Config | None = None,
 ) -> T:
-    """The result of `check` on (values of the flags, config, recipe before the flags), for a
-    command with a recipe. Nothing else is checked, and no devices are asked for.
+    """The result of check(values of the flags, config, recipe before the flags), for a command with
+    a recipe. Nothing else is checked, and jax is not asked for devices.
 
-    flags: all of the command's, with `config`; check: raises UsageError or ConfigError. Raises
-    FlagsError for what is not understood or refused.
+    flags: all flags of the command, `config` included
+    check: raises UsageError or ConfigError
+
+    Raises FlagsError for flags that are not understood or that `check` refuses.
     """
 
     def read(reading: Reading) -> T:
@@ -100,8 +103,8 @@ def parse_unchecked(
 def parse_flags(
     argv: Sequence[str], description: str, flags: Sequence[Flag]
 ) -> types.SimpleNamespace:
-    """The values of the flags of a command that takes no recipe. Errors end the process with one
-    line and status 2, `--help` with 0."""
+    """The flags' values as a namespace, for a command that takes no recipe. An error ends the
+    process with one line and status 2, `--help` with status 0."""
     return checked_flags(argv, description, flags, lambda namespace: namespace)
 
 
@@ -112,11 +115,11 @@ def checked_flags(
     check: Callable[[types.SimpleNamespace], T],
     words: bool = False,
 ) -> T:
-    """The result of `check` on the values of the flags of a command that takes no recipe. Errors
-    end the process, as in `parse_flags`.
+    """The result of `check` on the flags' values, for a command that takes no recipe. Errors end
+    the process, as in `parse_flags`.
 
-    check: raises UsageError for flags that do not fit each other; words: whether words that are no
-    flags belong to the command.
+    check: raises UsageError for flags that do not fit each other
+    words: the command takes words that belong to no flag
     """
     try:
         return checked(
@@ -134,9 +137,11 @@ def fail(message: str) -> NoReturn:
 
 
 def checked(reading: Reading, check: Callable[[Reading], T], recipe: Config | None = None) -> T:
-    """The result of `flags.settled`, where the flags of a run of several processes are checked as
-    well. A RunError, which no flag fixes, counts as a UsageError after other errors. Raises
-    FlagsError."""
+    """The result of `flags.settled`, which also checks the flags of a run of several processes.
+
+    A RunError, which no flag fixes, is reported with the other errors if there are any, else
+    raised. Raises FlagsError.
+    """
 
     def passes(reading: Reading) -> T:
         if "coordinator" in reading.values:
@@ -157,11 +162,10 @@ def checked(reading: Reading, check: Callable[[Reading], T], recipe: Config | No
 def _refusal(
     namespace: types.SimpleNamespace, config: Config, recipe: Config
 ) -> ConfigError | None:
-    """The error of a config, with the number of devices taken into account; None if it works. jax
-    is asked for that number only where something is wrong, and it may know other devices than
-    simulated ones."""
+    """The error of a config on the devices of this command; None if it works. jax is asked for the
+    devices only if something is wrong and they are not simulated."""
     loaded = sys.modules.get("jax")
-    # by the program that trains, and the environment says nothing of it
+    # The program that trains has started jax, which the environment does not say.
     started = loaded and loaded.distributed.is_initialized()
     devices = (
         None
@@ -173,7 +177,7 @@ def _refusal(
         return None
     if not devices:
         start_jax(namespace)
-        import jax  # where it is known that this command ends here
+        import jax  # slow, but the command ends here in any case
 
         environment = dataclasses.replace(
             environment, devices=jax.device_count(), platform=jax.default_backend()
@@ -183,7 +187,7 @@ def _refusal(
 
 
 def check_cluster(namespace: types.SimpleNamespace) -> None:
-    """Raises UsageError where the flags of a run of several processes do not fit each other."""
+    """Raises UsageError if the flags of a run of several processes do not fit each other."""
     host, _, port = namespace.coordinator.rpartition(":")
     address = f"{'localhost' if '/' in namespace.coordinator else host or 'localhost'}:29500"
     if namespace.coordinator and not (host and port.isdigit() and 0 < int(port) < 65536):
@@ -192,7 +196,7 @@ def check_cluster(namespace: types.SimpleNamespace) -> None:
         )
     if namespace.processes > 1 and not namespace.coordinator:
         rule = (
-            f"--processes={namespace.processes} needs --coordinator=HOST:PORT (one machine: "
+            f"--processes={namespace.processes} needs --coordinator=HOST:PORT (on one machine: "
             "python -m jaxtrain.launch)"
         )
         raise UsageError(rule, {"coordinator": address})
@@ -203,10 +207,10 @@ def check_cluster(namespace: types.SimpleNamespace) -> None:
 
 
 def check_output(flag: str, name: str, otherwise: str) -> None:
-    """Raises UsageError where a file that a flag names cannot be written, which is tried by writing
-    nothing to it. Empty names pass, and so does what is no file (a pipe, a device).
+    """Raises UsageError if a file that a flag names cannot be opened for writing. An empty name is
+    allowed, and so is a pipe or a device.
 
-    otherwise: a name for the file that is suggested where the given one cannot be one.
+    otherwise: the file name to suggest if the flag's cannot be one
     """
     if not name or (os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name)):
         return
@@ -224,9 +228,9 @@ def check_output(flag: str, name: str, otherwise: str) -> None:
 
 
 def write_output(name: str, content: bytes) -> None:
-    """Writes a file that a flag names, completely or not at all; a device or a pipe, and a file in
-    a folder that may not be written, are written directly. Raises FlagsError where that fails: the
-    disk is full, or nobody reads the pipe."""
+    """Writes a file that a flag names, completely or not at all. A device, a pipe, and a file in a
+    folder without write permission are written directly. Raises FlagsError if the disk is full or
+    nobody reads the pipe."""
     try:
         _write(pathlib.Path(name), content)
     except OSError as error:
@@ -243,7 +247,7 @@ def _write(path: pathlib.Path, content: bytes) -> None:
             os.set_blocking(file.fileno(), True)
             file.write(content)
         return
-    path = path.resolve()  # a link stays one
+    path = path.resolve()  # a link is not replaced by a file
     temporary = path.with_name(f".{path.name[:200]}.{os.getpid()}")
     try:
         temporary.write_bytes(content)
@@ -253,8 +257,8 @@ def _write(path: pathlib.Path, content: bytes) -> None:
 
 
 def _opened(path: pathlib.Path) -> int:
-    """The descriptor of a device or a pipe. Raises OSError for a pipe that nothing reads for
-    READER_S seconds."""
+    """The open descriptor of a device or a pipe. Raises OSError for a pipe that nothing has opened
+    for reading within READER_S seconds."""
     end = time.monotonic() + READER_S
     while True:
         try:
@@ -266,8 +270,8 @@ def _opened(path: pathlib.Path) -> int:
 
 
 def _writable(path: pathlib.Path, otherwise: str) -> str:
-    """The first file that can be written: with the path's name, or else `otherwise`, in this
-    folder, at home or with the temporary files."""
+    """The name of a file that does not exist and can be written: the path's own name or
+    `otherwise`, in this folder, the home folder or that of temporary files."""
     suffix = pathlib.Path(otherwise).suffix
     near = (
         path.with_suffix(suffix).name

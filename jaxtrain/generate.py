@@ -1,14 +1,14 @@
 """`python -m jaxtrain.generate --workdir=DIR --prompt=TEXT`: text from a checkpoint.
 
     flags → checkpoint's folder → its meta (config, tokenizer) → prompt's ids
-              an error until here: one line, status 2, no device touched
-          → parameters on 1 device, or `--model` of them → text on stdout, as it is made
+              an error up to here is one line with status 2, and no device is used
+          → parameters on 1 device, or on `--model` of them → text on stdout, as it is made
           → on stderr: figures, why it stopped, and how much of the text is beyond the length
             that the model was trained on
 
-Checkpoints of any mesh, stages and schedule can be read. generation/sampling.py makes ids,
-generation/text.py text from them, generation/output.py prints it. A single process: no
-jax.distributed.
+A checkpoint of any mesh, number of stages and schedule can be read. generation/sampling.py makes
+ids, generation/text.py makes text from them, generation/output.py prints it. There is one process,
+without jax.distributed.
 """
 
 import dataclasses

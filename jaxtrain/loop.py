@@ -25,13 +25,12 @@ from jaxtrain.data.tokens import Corpus, bigram_entropy
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.generation.text import sample_text
-from jaxtrain.pipeline import op_times
 from jaxtrain.pipeline.setup import Setup
 from jaxtrain.plan.compare import plan_at_hand
 from jaxtrain.plan.measured_step import AfterWarmUp
 from jaxtrain.plan.report import as_compiled, introduction
 from jaxtrain.run.exit_status import ExitStatus
-from jaxtrain.run.files import warned
+from jaxtrain.run.files import CONFIG_FILE, warned
 from jaxtrain.run.goodput import GoodputLog, plot_goodput
 from jaxtrain.run.metrics import MetricsWriter, plot_losses
 from jaxtrain.run.progress import Progress
@@ -39,6 +38,7 @@ from jaxtrain.run.run_lock import FolderError, RunLock
 from jaxtrain.run.signals import Signals
 from jaxtrain.run.wall_clock import Part, WallClock
 from jaxtrain.run.watchdog import Watchdog
+from jaxtrain.training import stored_op_times
 from jaxtrain.training.evaluation import Evaluation
 from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.parameter_checks import Copies
@@ -411,12 +411,12 @@ def _timed(
 def _write_settings(config: Config, unresolved: Config, folder: pathlib.Path) -> None:
     """Writes config.json, and op_times.json for op times that the config did not have."""
     folder.mkdir(parents=True, exist_ok=True)
-    with warned(folder / "config.json", cluster.log):
-        (folder / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
-    if op_times.worth_storing(config, unresolved):
+    with warned(folder / CONFIG_FILE, cluster.log):
+        (folder / CONFIG_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
+    if stored_op_times.worth_storing(config, unresolved):
         devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
-        with warned(folder / op_times.OP_TIMES, cluster.log):
-            op_times.store(config, folder, devices)
+        with warned(folder / stored_op_times.OP_TIMES, cluster.log):
+            stored_op_times.store(config, folder, devices)
 
 
 def _draw_losses(folder: pathlib.Path) -> None:

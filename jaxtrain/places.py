@@ -25,19 +25,18 @@ from typing import Any
 
 from jaxtrain import config as cfg
 from jaxtrain.checkpoint import stores
-from jaxtrain.checkpoint.steps import CONFIG
 from jaxtrain.config import Config, addresses
 from jaxtrain.config.errors import UsageError
 from jaxtrain.data import row_log
-from jaxtrain.pipeline.op_times import OP_TIMES
 from jaxtrain.plan.compare import PLANNED
 from jaxtrain.run import files, goodput, metrics, run_lock
 from jaxtrain.run.exit_status import ExitStatus, RunError
-from jaxtrain.run.files import Unwritable
+from jaxtrain.run.files import CONFIG_FILE, Unwritable
+from jaxtrain.training.stored_op_times import OP_TIMES
 
 PROFILE_FOLDER = "profile"
 FILES = (  # of process 0 in the run's folder
-    *(CONFIG, OP_TIMES, PLANNED, run_lock.NAME, goodput.GOODPUT_FILE, goodput.GOODPUT_PLOT),
+    *(CONFIG_FILE, OP_TIMES, PLANNED, run_lock.NAME, goodput.GOODPUT_FILE, goodput.GOODPUT_PLOT),
     *(metrics.METRICS_FILE, metrics.ROLLED_BACK_FILE, metrics.LOSS_PLOT),
 )
 # seconds until a folder that one host has made appears on the others, which cache its absence

@@ -20,7 +20,7 @@ from etils import epath
 
 from jaxtrain import config as cfg
 from jaxtrain.checkpoint.checkpoints import Checkpoints, folder_of_checkpoints
-from jaxtrain.checkpoint.steps import CONFIG, TO_TRAIN, choose
+from jaxtrain.checkpoint.steps import TO_TRAIN, choose
 from jaxtrain.config import Config
 from jaxtrain.config.checks import Environment
 from jaxtrain.config.errors import ConfigError, UsageError
@@ -29,6 +29,7 @@ from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.loop import when_compiled
 from jaxtrain.pipeline.setup import Setup
 from jaxtrain.run.exit_status import ExitStatus, RunError
+from jaxtrain.run.files import CONFIG_FILE
 from jaxtrain.run.metrics import read_metrics
 from jaxtrain.run.wall_clock import Part, WallClock
 from jaxtrain.training.intervals import Intervals
@@ -202,7 +203,7 @@ def refuse_another_rate(
     if recorded is None or config.train.on_nonfinite != "stop" or same(config):
         return
     try:
-        ran = cfg.from_dict(json.loads((folder / CONFIG).read_text()))
+        ran = cfg.from_dict(json.loads((folder / CONFIG_FILE).read_text()))
     except (OSError, ValueError, ConfigError):
         ran = config
     paths = [

@@ -344,8 +344,10 @@ def make(
         return request.table
     specs = []
     for count in repeats:
-        groups = [request.flags.ops_per_chunk] * (request.spec.stages * count)
-        specs.append(dataclasses.replace(request.spec, schedule=name, repeats=count, groups=groups))
+        units = [request.flags.ops_per_chunk] * (request.spec.stages * count)
+        specs.append(
+            dataclasses.replace(request.spec, schedule=name, repeats=count, units_per_chunk=units)
+        )
     if name == AUTO:
         table = search.search(specs, report)
     else:

@@ -19,13 +19,13 @@ from jaxtrain.config.mesh_rules import elastic_notes, filled
 from jaxtrain.config.unused import unused_settings
 from jaxtrain.devices import startup
 from jaxtrain.devices.cluster_environment import several_processes
-from jaxtrain.pipeline import op_times
 from jaxtrain.pipeline.checks import RULES, RULES_WITH_TABLES, check_run
 from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.progress import SearchProgress
 from jaxtrain.run.wall_clock import Part, WallClock, imports_without_collection
+from jaxtrain.training import stored_op_times
 
 DESCRIPTION = """
 Trains a transformer as a recipe says, on all devices of a mesh.
@@ -128,7 +128,9 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
     # with --json, standard output has the JSON object only
     with contextlib.redirect_stdout(sys.stderr) if flags.json else contextlib.nullcontext():
         with imports_without_collection():
-            startup.start_jax(flags, config)
+            # the ops of experts and of multi-token prediction have such collectives
+            side_by_side = config.model.experts > 0 or config.model.mtp_depth > 0
+            startup.start_jax(flags, side_by_side)
             if unused := startup.unused_accelerator(flags):
                 raise cli.FlagsError(unused)
 
@@ -230,12 +232,12 @@ def with_planned_times(
     ):
         return config
     meshed = filled(config, jax.device_count())
-    if not op_times.needed(meshed):
+    if not stored_op_times.needed(meshed):
         return config
     resolved = meshed.resolve()
     times = None if flags.dry_run else stored_times(resolved, folder)
     if times:
-        cluster.log(op_times.describe(times))
+        cluster.log(stored_op_times.describe(times))
     return replace(config, {"pipeline.times": planned_times(resolved) if times is None else times})
 
 
@@ -251,13 +253,13 @@ def with_measured_times(
     from jaxtrain.devices import cluster
     from jaxtrain.training.op_times import measured_times, stored_times
 
-    if not (ready.resolved.pipeline.measure_times and op_times.needed(ready.resolved)):
+    if not (ready.resolved.pipeline.measure_times and stored_op_times.needed(ready.resolved)):
         return ready
     times = stored_times(ready.resolved, folder)
     if times is None and not flags.replay:
         times = measured_times(ready.resolved, ready.setup)
     if times is not None:
-        cluster.log(op_times.describe(times))
+        cluster.log(stored_op_times.describe(times))
     if not times:
         return ready
     return check_and_find_tables(replace(ready.config, {"pipeline.times": times}), flags.recipe)

@@ -254,7 +254,7 @@ def test_other_flags():
         ),
         (
             ["--processes=2", "--cpu_devices=4"],
-            "--processes=2 needs --coordinator=HOST:PORT (one machine: python -m "
+            "--processes=2 needs --coordinator=HOST:PORT (on one machine: python -m "
             "jaxtrain.launch): use --coordinator=localhost:29500",
         ),
         (["--process_id=1"], "--process_id=1 is not below --processes=1: use --process_id=0"),

@@ -18,6 +18,7 @@ WITHOUT_JAX = (
         "data",
         "checkpoint.steps",
         "devices.cluster_environment",
+        "training.stored_op_times",
     ),
     *(f"plan.{name}" for name in "layout_flag predict search compare explain what_if".split()),
 )

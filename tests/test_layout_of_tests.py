@@ -48,9 +48,8 @@ GROUPED = {
     "schedule/packing.py": "schedule/test_orders.py",
     "schedule/table_spec.py": "schedule/test_orders.py",
     "training/balance.py": "training/test_experts.py",
-    "training/op_times.py": "pipeline/test_op_times.py",
     "training/preparation.py": "test_train.py",
-    "training/sizes.py": "costs/test_step_counts.py",
+    "training/stored_op_times.py": "training/test_op_times.py",
     "training/step.py": "training/test_variants.py",
 }
 OTHER_FOLDERS = {"benchmarks", "chaos", "extending", "golden", "launch", "support"}

@@ -605,7 +605,8 @@ def test_a_changed_corpus(folder, stopped):
     finally:
         (folder / "corpus.txt").write_text(text)
     assert re.match(
-        r"data.source=\S*corpus.txt has changed since the checkpoint \(checksum \w+, then \w+\): ",
+        r"data.source=\S*corpus.txt has changed since the checkpoint "
+        r"\(checksum \w+, in the checkpoint \w+\): ",
         message,
     )
 

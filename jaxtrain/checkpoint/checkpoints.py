@@ -1,5 +1,5 @@
 """The checkpoints of one run, as its loop sees them: the one that it resumes from, those that it
-makes, and its way back to an earlier one.
+saves, and the return to an earlier one.
 
     choose, check_corpus, log_changes     before anything is compiled
     attach, restore                       when the state's layout is known
@@ -7,8 +7,9 @@ makes, and its way back to an earlier one.
     figures, roll_back
     finish, close                         at its end
 
-Persistent checkpoints fit every layout (manager.py). Those in the machines' own folders fit one
-(local.py), are made more often, and are lost with the machine.
+Persistent checkpoints can be restored with every layout (manager.py). Local ones, in each machine's
+own folder, can be restored with one layout (local.py), are saved more often, and are lost with the
+machine.
 """
 
 import dataclasses
@@ -58,7 +59,7 @@ class Checkpoints:
       unresolved: the config before it was resolved, from which an error's suggestions start.
       environment: what these suggestions have to fit.
       workdir: the run's folder.
-      before: checkpoints of this step and later ones are not looked at; None: all are.
+      before: only checkpoints of earlier steps than this are looked at; None: all are.
     """
 
     def __init__(
@@ -85,29 +86,30 @@ class Checkpoints:
         self._wall_s: Callable[[], float]
         self._finite: Finiteness
 
-    # ---------------------------------------------------------------- the one to resume from
+    # ---------------------------------------------------------------- resuming
 
     @property
     def step(self) -> int:
-        """The step that the run resumes from, as far as is known; 0 for a new run. `restore` makes
-        it certain."""
+        """The step that the run resumes from; 0 for a new run. Until `restore` has read its arrays,
+        a damaged checkpoint may still be replaced by an earlier one."""
         return (self._candidates[0].step if self._candidates else self._choice.step) or 0
 
     @property
     def meta(self) -> Meta:
-        """The meta of that step; Meta() for a new run."""
+        """The meta of the checkpoint of `step`; Meta() for a new run."""
         return self._candidates[0].meta if self._candidates else self._choice.meta
 
     @property
     def source(self) -> str:
-        """The step that the state was restored from, in words, and the machines' folders if it was
-        local."""
+        """A text with the step that the state was restored from, and the machines' folders if the
+        checkpoint was local."""
         return f"step {self.step}{self._source}"
 
     def choose(self, damaged: Mapping[int, str] = NONE) -> None:
         """Chooses the newest complete persistent checkpoint, if there is one.
 
-        damaged: step → its damage, for those whose arrays turned out to be damaged.
+        damaged: step → a text about its damage, for checkpoints whose arrays turned out to be
+          damaged; these are not chosen.
 
         Raises ConfigError if the config cannot continue it; CheckpointError as `choose_together`.
         """
@@ -123,14 +125,14 @@ class Checkpoints:
             self._refuse(choice.meta)
 
     def check_corpus(self, corpus: Corpus) -> None:
-        """Takes the corpus that the run trains on. Raises DataError if it is not the
-        checkpoint's."""
+        """Keeps the corpus that the run trains on. Raises DataError if the persistent checkpoint
+        that `choose` chose was saved with another (Corpus.checksum: tokens, documents, mask)."""
         self._corpus = corpus
         if self._choice.step and self._choice.meta.checksum != corpus.checksum:
             raise DataError(
                 f"data.source={corpus.source} has changed since the checkpoint (checksum "
-                f"{corpus.checksum[:12]}, "
-                f"then {self._choice.meta.checksum[:12]}): put it back or use another --workdir"
+                f"{corpus.checksum[:12]}, in the checkpoint {self._choice.meta.checksum[:12]}): "
+                "put it back or use another --workdir"
             )
 
     def log_changes(self) -> None:
@@ -207,16 +209,16 @@ class Checkpoints:
             return f"{error.field}={error.value!r} {error.rule}"
         return ""
 
-    # ---------------------------------------------------------------- those that it makes
+    # ---------------------------------------------------------------- saving
 
     def begin(
         self, detector: SpikeDetector, wall_s: Callable[[], float], log: Callable[[str], object]
     ) -> None:
-        """Makes ready to save. Persistent saves begin only in `after`.
+        """Opens the checkpoints for saving. `after` begins the saves themselves.
 
         Args:
           detector: decides whether the run's numbers may be saved; its state is saved with them.
-          wall_s: the seconds that the run has run, over all its starts.
+          wall_s: returns the seconds that the run has taken, over all its starts.
           log: gets a line for each entry that is set aside, and for each save that fails.
         """
         self._detector, self._wall_s = detector, wall_s
@@ -244,7 +246,8 @@ class Checkpoints:
 
     @property
     def newest(self) -> int | None:
-        """The newest step that is saved persistently, or being saved, as far as this run knows."""
+        """The newest step that is saved persistently, or being saved; None before this run's first
+        save."""
         return self._saves.newest
 
     def due(self, at: int) -> bool:
@@ -293,14 +296,14 @@ class Checkpoints:
         return self._saves.figures()
 
     def roll_back(self, state: TrainState) -> tuple[Rollback, TrainState]:
-        """The way back to the newest complete checkpoint from before the fault, and its state;
-        without any checkpoint, to the first state. No program is compiled again.
+        """Goes back to the newest complete checkpoint from before the detector's fault, or to the
+        initial state if there is no checkpoint at all. Returns the roll-back and the state.
 
-        A save that is under way is finished first. Later checkpoints are set aside, for their steps
-        come again. `state` is deleted, to free its memory.
+        A save that is under way is finished first. Later checkpoints are set aside, because their
+        steps are trained again. `state` is deleted, to free its memory. Nothing is compiled.
 
-        Raises NumbersError where there are checkpoints, and none from before; CheckpointError as
-        `choose_together` and `restore_newest` do.
+        Raises NumbersError if there are checkpoints, but none from before the fault;
+        CheckpointError as `choose_together` and `restore_newest` do.
         """
         fault = self._detector.fault
         assert fault

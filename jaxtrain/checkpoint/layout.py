@@ -1,23 +1,25 @@
-"""The geometry of checkpoints: which region of which stored array a device's shard is, and which
-processes hold which shard.
+"""The geometry of checkpoints: the region of a stored array that is a device's shard, and the
+processes that hold each shard.
 
-A persistent checkpoint must not know the mesh, the stages or the units that wrote it. So every
-parameter is one stored array with its layers in order and nothing padded. Saving copies a shard
-into its region of the stored array, restoring copies the other way, both without a collective.
+A persistent checkpoint must not depend on the mesh, the stages or the units of the run that wrote
+it. So every parameter is one stored array with its layers in model order and without padding.
+Saving copies a shard into its region of the stored array, restoring copies the region into the
+shard, both without a collective.
 
       in memory (stages 2, 2 units each, 7 layers)                          stored
       params/layers/0/w  [2, 2, 8, 8]   stage 0: 0 1   stage 1: 2 3   ⎫   params/layers/w  [7, 8, 8]
       params/layers/1/w  [2, 2, 8, 8]   stage 0: 4 5   stage 1: 6 –   ⎭
       params/embed/w     [512, 8]       padded in memory                  params/embed/w   [500, 8]
 
-A local checkpoint (local.py) holds shards as they lie on a machine's devices, so it fits one layout
-alone. A shard that several processes hold, as they hold parameters over `data` without ZeRO,
+A local checkpoint (local.py) has the shards as they are on a machine's devices, so only one layout
+can restore it. A shard that several processes hold (without ZeRO, parameters have copies over
+`data`)
 survives the loss of all but one of them:
 
       leaf 3 over stage, copies over data          process 0: (3, stage 0)   process 1: (3, stage 1)
                                                    process 2: (3, stage 0)   process 3: (3, stage 1)
 
-Nothing here touches a file or a device: storage.py does the copying.
+This module touches no file and no device: storage.py copies.
 """
 
 import dataclasses

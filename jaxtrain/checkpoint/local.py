@@ -1,16 +1,16 @@
-"""Checkpoints in a folder of each machine's own, a RAM disk or a local disk: written every few
-steps, lost with the machine.
+"""Local checkpoints, in a folder of each machine on a RAM disk or a local disk. They are written
+every few steps and lost with the machine.
 
     LOCAL/tiny-3fa9c2b1d0e4/     a run: the name of its folder, and a digest of that folder and the
                                  run's id
       process-0/                 written by process 0
         30  35                   steps: the shards of its devices, one after the other, then the
-                                 index, then where the index begins
+                                 index, then the offset of the index
         .40                      a step that is being written
 
-A file has the shards of one process, each once however many of its devices hold it, with a checksum
-for each. Nothing is gathered and nothing is agreed upon while saving: the next run finds out what
-all processes together have (local_restore.py). Files of other runs are left alone.
+A file has the shards of one process, each once even if several of its devices hold it, and a
+checksum for each. A save needs no collective and no agreement between processes: the next run finds
+out which shards all processes together have (local_restore.py). Files of other runs are left alone.
 """
 
 import concurrent.futures

@@ -1,15 +1,15 @@
-"""Restoring from machines' own folders: which step all processes together still have, and its
-shards onto the devices.
+"""The restoration of local checkpoints: the step that all processes together still have, and its
+shards on the devices.
 
     each process   reads the indices of the files on its machine, whoever wrote them
     all together   choose the newest step of which no shard is lost everywhere
     each process   reads its shards, and finds the damaged ones by their checksums
-    all together   give copies to those who lost theirs: by a sum over the devices that hold copies,
-                   to which one adds the numbers, the others zeros (one leaf at a time, over the
-                   network that gradients take)
+    all together   give copies to the processes that have lost theirs: by a sum over the devices
+                   that hold a shard, to which one contributes the numbers and the others zeros (one
+                   leaf at a time, over the network that gradients take)
 
-Where a shard is lost everywhere the next older step is tried, and after the last nothing is
-restored, on all processes alike.
+If a shard is lost everywhere, all processes try the next older step; if none is left, no process
+restores anything.
 """
 
 import dataclasses
@@ -31,10 +31,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.checkpoint.layout import Leaf, Shard, Shards
 from jaxtrain.checkpoint.local import DamagedError, Place, files_of, read_index, read_shard
 from jaxtrain.checkpoint.steps import CheckpointError, Meta
-from jaxtrain.devices import cluster
+from jaxtrain.devices import cluster, host_memory
 from jaxtrain.devices.mesh import psum
 from jaxtrain.devices.sharding import mesh_axes
-from jaxtrain.parallel import host_memory
 
 _copies = itertools.count()
 

@@ -1,5 +1,5 @@
-"""The persistent checkpoints that a run makes: when a save begins and ends, and what is set aside
-or deleted then.
+"""The persistent checkpoints that a run saves: the beginning and the end of a save, and the steps
+that it sets aside or deletes.
 
     directory/
       200/            a finished step; an unfinished one has another name, so it is never taken
@@ -7,9 +7,9 @@ or deleted then.
                       storage.py)
         meta/         JSON: everything else that a run needs to resume
 
-Any mesh, placement and number of processes restores what any other has saved (restoring.py). A save
-goes on in a thread (saving.py); retention.py says which steps stay. Before the first save whatever
-has a step's name and is no complete step gets another name.
+Any mesh, placement and number of processes can restore what any other has saved (restoring.py). A
+save goes on in a thread (saving.py); retention.py says which steps stay. Before the first save,
+everything that has a step's name and is not a complete step is renamed.
 """
 
 import contextlib

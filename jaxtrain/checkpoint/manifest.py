@@ -1,5 +1,5 @@
-"""The files of a step: a manifest with their sizes and checksums, and the database of arrays among
-them. No array is read. No jax.
+"""The files of a step: the manifest with their sizes and checksums, and the database of arrays that
+some of them are. No array is read. No jax.
 
     200/manifest.json
       {"version": 1,
@@ -9,18 +9,19 @@ them. No array is read. No jax.
        "crc32": 99201}
 
 The manifest is written last, so a step without one is not complete. Its last entry is the checksum
-of the manifest without it.
+of all its other entries.
 
-The state is an OCDBT database. Its own manifest names a tree of keys, whose leaves say in which
-file, where and how long each value is. Each array has a description, and its numbers in pieces:
+The state is an OCDBT database. The database's own manifest names a tree of keys, whose leaves have
+the file, offset and length of each value. An array has a description, and its numbers in pieces:
 
     params.embed.table/zarr.json        shape, type, codecs
     params.embed.table/c/0/1            a piece with its checksum
 
-Every byte of a step has a checksum in one place. Pieces of arrays have theirs behind them, and
-whoever restores an array compares them as it reads. All other bytes are few, and whoever chooses a
-step compares them with the manifest: complete files, and of a file with pieces the bytes between
-these (the database's tree, and what of it is no longer in use).
+Every byte of a step has a checksum in one place. A piece of an array has its checksum at its end,
+which is compared when the array is read. The other bytes are few, and are compared with the
+manifest
+when a step is chosen: entire files, and in a file with pieces the bytes between them (the
+database's tree, and parts of it that are no longer in use).
 """
 
 import concurrent.futures

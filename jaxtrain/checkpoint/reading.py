@@ -1,5 +1,5 @@
-"""The arrays of a stored step as numpy, read piece by piece on this host alone: verified, described
-and compared. No jax, and no device."""
+"""Stored arrays read as numpy, piece by piece, by this process: to verify a step, to describe its
+arrays, or to compare those of two steps. No jax, and no device."""
 
 import collections
 import dataclasses
@@ -16,7 +16,7 @@ from jaxtrain.checkpoint.manifest import STATE, DatabaseError, ManifestError, Va
 from jaxtrain.checkpoint.steps import CheckpointError, UnrecognizedEntry
 from jaxtrain.checkpoint.stores import kvstore, no_damage
 
-READ_BYTES = 2**27  # of pieces that are being read at a time
+READ_BYTES = 2**27  # the most bytes of pieces that are being read at a time
 
 Index = tuple[slice, ...]
 Array = ts.TensorStore
@@ -38,7 +38,8 @@ class Difference:
     """The difference of two arrays of one shape: the largest |a − b|, the largest
     |a − b| / max(|a|, |b|), and the count of numbers that differ.
 
-    A number that is finite in one array alone differs by infinity.
+    A number that is finite in only one of the arrays differs by infinity; NaN in both does not
+    differ.
     """
 
     absolute: float
@@ -47,9 +48,11 @@ class Difference:
 
 
 def open_arrays(folder: epath.Path, values: Sequence[Value]) -> dict[str, Array]:
-    """The arrays of a step by name, which are not read. values: of the step's database.
+    """Opens the arrays of a step, by name; their numbers are not read yet.
 
-    Raises DatabaseError for a damaged description, CheckpointError where it cannot be read.
+    values: the entries of the step's database
+
+    Raises DatabaseError for a damaged description, CheckpointError for one that cannot be read.
     """
     context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
     opening = {}
@@ -83,8 +86,9 @@ def _pieces(array: Array) -> Iterator[Index]:
 
 
 def read(array: Array) -> Iterator[tuple[Index, np.ndarray | None]]:
-    """All pieces of an array with their indices, several read at a time; None for one that is
-    damaged or missing."""
+    """Yields (index, numbers) of each piece of an array, reading several at a time; None instead of
+    the numbers of a piece that is damaged or missing. Raises CheckpointError for one that cannot be
+    read for another reason."""
     bytes_each = math.prod(_piece_shape(array)) * array.dtype.numpy_dtype.itemsize
     most = max(READ_BYTES // max(bytes_each, 1), 1)
     indices = _pieces(array)
@@ -104,13 +108,13 @@ def read(array: Array) -> Iterator[tuple[Index, np.ndarray | None]]:
 
 
 def nbytes(array: Array) -> int:
-    """The size of an array's numbers."""
+    """Bytes of an array's numbers."""
     return math.prod(array.shape) * array.dtype.numpy_dtype.itemsize
 
 
 def verify(folder: epath.Path, progress: Callable[[int, int], object]) -> list[str] | None:
-    """Reads every byte of a step. Returns all damage, in words; None where a run has deleted the
-    step meanwhile. progress: as of `damages`."""
+    """Reads every byte of a step. Returns a text for each damage, [] for none; None if a run has
+    deleted the step meanwhile. progress: as in `damages`."""
     had_manifest, meta = (folder / manifest.FILE).exists(), steps.look_at(folder)
     if isinstance(meta, UnrecognizedEntry):
         damage = [meta.why]
@@ -120,7 +124,7 @@ def verify(folder: epath.Path, progress: Callable[[int, int], object]) -> list[s
 
 
 def in_units(size: int) -> str:
-    """A number of bytes with its unit."""
+    """A text with a number of bytes in the largest unit that fits: "1.5 GiB"."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= scale:
             return f"{size / scale:,.1f} {unit}"
@@ -128,9 +132,10 @@ def in_units(size: int) -> str:
 
 
 def damages(folder: epath.Path, progress: Callable[[int, int], object]) -> Iterator[str]:
-    """All damage to a step, each by its path or by its array and piece: every byte is read.
+    """Reads every byte of a step, and yields a text for each damage, which names a path, or an
+    array and a piece of it.
 
-    progress: called with the bytes of arrays that are read, and all of them.
+    progress: called with (the bytes of arrays read so far, the bytes of all arrays)
     """
     files: manifest.Files = {}
     try:
@@ -160,7 +165,7 @@ def _in_brackets(index: Index) -> str:
 
 
 def statistics(array: Array) -> Statistics:
-    """Reads an array. Raises DatabaseError if it is damaged."""
+    """The statistics of an array, which is read. Raises DatabaseError if it is damaged."""
     least, greatest, squares, not_finite = math.inf, -math.inf, 0.0, 0
     for _, numbers in _undamaged(array):
         numbers = numbers.astype(np.float64)
@@ -173,7 +178,11 @@ def statistics(array: Array) -> Statistics:
 
 
 def difference(a: Array, b: Array) -> Difference:
-    """Reads two arrays of one shape. Raises DatabaseError if one is damaged."""
+    """The difference of two arrays of one shape, which are read; it is computed in float64.
+
+    Raises DatabaseError if one of them is damaged, or if `b` cannot be read; CheckpointError if `a`
+    cannot be read.
+    """
     absolute, relative, count = 0.0, 0.0, 0
     for index, ours in _undamaged(a):
         try:
@@ -194,7 +203,7 @@ def difference(a: Array, b: Array) -> Difference:
 
 
 def _undamaged(array: Array) -> Iterator[tuple[Index, np.ndarray]]:
-    """The pieces of an array, as `read`. Raises DatabaseError for one that is damaged."""
+    """Yields (index, numbers) like `read`, but raises DatabaseError for a damaged piece."""
     for index, numbers in read(array):
         if numbers is None:
             raise DatabaseError(f"is damaged: {_in_brackets(index)}")

@@ -1,8 +1,9 @@
-"""Restoring a step onto the devices of a run: chosen by process 0, read by all processes together.
+"""The restoration of a step on the devices of a run: process 0 chooses it, and all processes read
+it.
 
-Damage to the numbers of an array is known only by reading them, and each process reads others. So
-one process may find damage where none of the others do; they tell each other, and all take an older
-step, or none does.
+Damage to an array's numbers shows only when they are read, and each process reads different ones.
+So one process may find damage that no other sees. The processes tell each other, and either all of
+them take an older step or none does.
 """
 
 import dataclasses

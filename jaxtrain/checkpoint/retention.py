@@ -1,7 +1,7 @@
 """The retention of checkpoints: which steps stay, and the deletion of the others. No jax.
 
-validation_losses.json      {"100": 3.41, "200": 3.27}: by step, for the steps that exist; an
-                            evaluation comes after its save
+validation_losses.json      {"100": 3.41, "200": 3.27}: step → loss, for the steps that exist. It is
+                            a file of its own because a step is evaluated after its save
 """
 
 import dataclasses

@@ -1,16 +1,16 @@
-"""One save at a time, in a thread: written by all processes, retried when the storage fails,
-finished by process 0.
+"""A save, in a thread: all processes write it, and retry when the storage fails; process 0 finishes
+it. There is one save at a time.
 
     process 0   makes N.orbax-checkpoint-tmp/
-    each        writes its part of the arrays into it, and tells process 0 whether that went well
+    each        writes its part of the arrays into it, and tells process 0 if that has failed
     process 0   joins the parts, writes meta and manifest, and renames the folder to N/: a step
                 appears complete or not at all (in an object store it has this name from the
                 beginning, and the manifest makes it complete)
                 or removes the folder, waits, and lets all retry; or gives up
-    each        is told which
+    each        is told the result
 
-Processes tell each other through the coordination service, for the main thread's collectives must
-not be disturbed. manager.py decides which steps stay.
+Processes talk through jax's coordination service, because a thread must not mix collectives with
+those of the main thread. manager.py decides which steps stay.
 """
 
 import dataclasses

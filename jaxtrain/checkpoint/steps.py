@@ -1,5 +1,5 @@
-"""The complete steps in a folder of checkpoints, and what else lies there. Nothing is written here,
-and no array is read.
+"""The complete steps in a folder of checkpoints, and its other entries. Nothing is written, and no
+array is read.
 
     checkpoints/
       200/                      a step, if state/, meta/ and manifest.json in it are complete
@@ -7,10 +7,10 @@ and no array is read.
       100.broken-1              a step that was set aside
       anything else             an unrecognized entry
 
-A step is complete if all files have the sizes and checksums of its manifest (manifest.py). Damage
-to the numbers of an array is not known from these: whoever reads an array finds it (storage.py).
+A step is complete if all files have the sizes and checksums of its manifest (manifest.py). These do
+not show damage to the numbers of an array, which is found when the array is read (storage.py).
 
-No jax: commands find out what is wrong before they start it.
+No jax, so that commands find errors before they start it.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ from jaxtrain.checkpoint.manifest import META, STATE, DatabaseError, ManifestErr
 from jaxtrain.checkpoint.stores import scheme_of
 from jaxtrain.config import Config, ConfigError, from_dict
 from jaxtrain.run.exit_status import ExitStatus, RunError
+from jaxtrain.run.files import CONFIG_FILE
 
-CONFIG = "config.json"  # in a run's folder
 LOSSES = "validation_losses.json"  # beside the steps
 ORBAX_UNFINISHED, BROKEN = ".orbax-checkpoint-tmp", ".broken-"
 _STEP = re.compile("0|[1-9][0-9]{0,9}")
@@ -238,7 +238,7 @@ def checkpoints_of(place: str | os.PathLike) -> epath.Path:
     if scheme_of(folder):
         return folder
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        config = folder / CONFIG
+        config = folder / CONFIG_FILE
         if config.is_file() and (
             directory := json.loads(config.read_bytes())["checkpoint"]["directory"]
         ):

@@ -1,10 +1,10 @@
 """Copies between device memory and the arrays of an Orbax checkpoint; layout.py says which numbers
 go where.
 
-Orbax writes a jax.Array only if every process holds a shard of it and all its shards are alike,
-which a layer that lives on one stage does not do. So saving hands Orbax the numbers already on the
-host, as `HostArray`s: a shard is copied from device memory once, entirely, and cut on the host, so
-that saving takes no device memory. The result is an ordinary Orbax checkpoint (zarr 3 arrays in an
+Orbax writes a jax.Array only if every process holds a shard of it and all its shards are alike. A
+layer on one stage is no such array. So saving gives Orbax numbers that are already on the host, as
+`HostArray`s: a shard is copied from device memory once, entirely, and cut on the host, so that
+saving takes no device memory. The result is an ordinary Orbax checkpoint (zarr 3 arrays in an
 OCDBT database), and any Orbax program restores it. Every piece is stored with its checksum (the
 codec crc32c of zarr 3), which TensorStore compares whenever it reads the piece.
 
@@ -35,7 +35,7 @@ from jaxtrain.checkpoint.layout import (
 )
 from jaxtrain.checkpoint.steps import CheckpointError, DamageError
 from jaxtrain.checkpoint.stores import no_damage
-from jaxtrain.parallel import host_memory
+from jaxtrain.devices import host_memory
 from jaxtrain.schedule.placement import Placement
 
 WRITE_BYTES = 128 * 2**20  # written at a time

@@ -1,14 +1,14 @@
-"""Folders in object stores, gs://BUCKET/PATH and s3://BUCKET/PATH, and how they differ from folders
-of a file system. No jax.
+"""Folders in object stores, gs://BUCKET/PATH and s3://BUCKET/PATH, and their differences from
+folders of a file system. No jax.
 
 Two libraries talk to a store. Small files, listings and deletions go through epath, which uses
 fsspec (the packages s3fs and gcsfs); arrays go through TensorStore's own drivers. Both take
-credentials from the environment, as the vendors' own programs do. TensorStore has to be told the
+credentials from the environment, like the vendors' own programs. TensorStore has to be told the
 address of an S3-compatible store (AWS_ENDPOINT_URL, AWS_REGION).
 
-A store has no folders: one exists as long as it has a file. Files cannot be renamed there, only
-copied. So a save has its step's name from the beginning, and is a step when its manifest exists,
-which is written last (steps.py, saving.py).
+A folder of a store exists as long as it has a file. Files cannot be renamed, only copied. So a save
+has its step's name from the beginning, and becomes a step when its manifest exists, which is
+written last (steps.py, saving.py).
 
 Orbax 0.12.8 builds TensorStore's specs for gs:// alone; `_teach_orbax` adds s3://.
 """

@@ -1,9 +1,9 @@
-"""The checkpoints that a command's place stands for: a folder of them, or one step. Nothing is
-written here. No jax.
+"""The checkpoints that a place on a command line stands for: a folder of them, or one step. Nothing
+is written. No jax.
 
 RUN, RUN/checkpoints, s3://BUCKET/PATH     all steps there
-RUN/checkpoints/20                         that step alone, complete or not; also one set aside, or
-                                           copied to a folder of another name
+RUN/checkpoints/20                         that step alone, complete or not; also a step that was
+                                           set aside, or copied to a folder of another name
 anything else                              NoCheckpointsError, with the nearest place that has
                                            checkpoints
 """
@@ -21,10 +21,11 @@ from etils import epath
 
 from jaxtrain.checkpoint import manifest, steps, stores
 from jaxtrain.checkpoint.manifest import META, STATE
-from jaxtrain.checkpoint.steps import BROKEN, CONFIG, ORBAX_UNFINISHED, checkpoints_of
+from jaxtrain.checkpoint.steps import BROKEN, ORBAX_UNFINISHED, checkpoints_of
 from jaxtrain.checkpoint.stores import scheme_of
 from jaxtrain.config import addresses
 from jaxtrain.run.exit_status import ExitStatus, RunError
+from jaxtrain.run.files import CONFIG_FILE
 
 _STEPS_NAME = re.compile(rf"\d{{1,10}}({re.escape(BROKEN)}\d+)?")
 _LOOKED_AT = 1000  # entries of a folder in which a run is looked for
@@ -83,7 +84,7 @@ def some_run(name: str) -> str:
 def step_folder(folder: epath.Path) -> epath.Path | None:
     """The folder of the step that a folder, or a link, stands for, by its name and its files; None
     if it is no step. Raises NoCheckpointsError for an unfinished one."""
-    if (folder / CONFIG).exists() or (folder / "checkpoints").exists():
+    if (folder / CONFIG_FILE).exists() or (folder / "checkpoints").exists():
         return None  # a run, whatever its name is
     if ORBAX_UNFINISHED in folder.name or (scheme_of(folder) and steps.is_unfinished(folder)):
         raise NoCheckpointsError(

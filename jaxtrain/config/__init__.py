@@ -1,5 +1,5 @@
-"""The settings of a run, and what is known of them without a device. A recipe imports `Config` and
-its groups from here."""
+"""The settings of a run, and everything that can be decided about them without a device. A recipe
+imports `Config` and its groups from here."""
 
 from jaxtrain.config.errors import (
     TUPLE_MARKS,

@@ -1,7 +1,7 @@
-"""Places that are addresses, s3://BUCKET/PATH and gs://BUCKET/PATH, and what looks like one and is
-none. Standard library only.
+"""Addresses in object stores, s3://BUCKET/PATH and gs://BUCKET/PATH, and the faults of texts that
+look like one. Standard library only.
 
-Everything else is a folder of a file system.
+A place is the text that a user gives for a folder: an address, or a path of the file system.
 """
 
 import dataclasses
@@ -15,50 +15,58 @@ _LOOKS = re.compile(r"([^:/]*):/(/?)(.*)", re.DOTALL)
 
 @dataclasses.dataclass(frozen=True)
 class BadAddress:
-    """A fault of a place, in words that follow it, and the places that were perhaps meant, nearest
-    first: folders, and addresses in stores whose packages are installed."""
+    """A fault of a place.
+
+    rule:  the end of a sentence that begins with the place: "is in an unknown store"
+    meant: places that an error suggests instead, the likeliest first: paths, and addresses in
+        stores whose packages are installed, with BUCKET or run for a part that is missing
+    """
 
     rule: str
     meant: tuple[str, ...] = ()
 
 
 def is_address(place: str) -> bool:
-    """Whether a place is an address and no file, in any store or none."""
+    """True for a place with "://" in it, whether its store is known or not."""
     return "://" in place
 
 
 def fault(place: str) -> BadAddress | None:
-    """The fault of a place that is an address or looks like one; None for a folder in a store's
-    bucket or in a file system."""
+    """The fault of a place that looks like an address; None for a path, and for a folder in a
+    bucket of a known store (whether that store's package is installed or not).
+
+    "SCHEME:/PATH" counts as a path unless the scheme is s3, gs or file.
+    """
     looks = _LOOKS.match(place)
     if not looks:
         return None
     scheme, rest, lower = looks[1], looks[3].lstrip("/"), looks[1].lower()
     if lower == "file":
-        return BadAddress("is no store's address", (f"/{rest}",))
+        return BadAddress("is not the address of a store", (f"/{rest}",))
     if lower not in PACKAGES:
         return (
-            BadAddress("is in no store that is known", _in_stores(rest, *PACKAGES))
-            if looks[2]
-            else None
+            BadAddress("is in an unknown store", _in_stores(rest, *PACKAGES)) if looks[2] else None
         )
     if scheme != lower or not looks[2] or looks[3].startswith("/"):
-        return BadAddress("is no store's address", _in_stores(rest, lower))
+        return BadAddress("is not the address of a store", _in_stores(rest, lower))
     bucket, _, key = rest.rstrip("/").partition("/")
     return (
-        None if bucket and key else BadAddress("is no folder in a bucket", _in_stores(rest, lower))
+        None
+        if bucket and key
+        else BadAddress("is not a folder in a bucket", _in_stores(rest, lower))
     )
 
 
 def not_utf8(place: str) -> BadAddress | None:
-    """The fault of a folder of checkpoints whose name is not UTF-8 (or cannot be read as such in a
-    locale of fewer characters)."""
+    """The fault of a place with bytes that are not UTF-8, or that the locale's encoding cannot
+    read; None for any other place. Such bytes are surrogates in the text."""
     clean = re.sub("[\ud800-\udfff]", "_", place)
     return (
         None
         if clean == place
         else BadAddress(
-            "holds bytes that are not UTF-8, and no array is stored under such a name", (clean,)
+            "holds bytes that are not UTF-8, and arrays cannot be stored under such a name",
+            (clean,),
         )
     )
 
@@ -76,7 +84,7 @@ def missing_package(place: str) -> BadAddress | None:
 
 
 def _in_stores(path: str, *stores: str) -> tuple[str, ...]:
-    """The addresses of a path, bucket and folder, in those of the stores that can be used."""
+    """The addresses of BUCKET/FOLDER in those of the stores whose packages are installed."""
     bucket, _, key = path.rstrip("/").partition("/")
     return tuple(
         f"{store}://{bucket or 'BUCKET'}/{key or 'run'}" for store in stores if _is_installed(store)

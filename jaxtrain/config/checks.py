@@ -3,12 +3,12 @@
     config, environment ─► the first broken rule ─► its fixes, the best first ─► the first after
                            which every rule holds
 
-`check` raises for the first broken rule: a setting on its own, then rules between settings, then
-those of the devices, the checkpoint and whatever else the environment has. Where no fix of that
-rule is enough, fixes of the rules that are broken next are combined with it, depth first and the
-fewest settings first; as the last resort settings go back to the recipe's values. The search is cut
-by the number of configs that it looks at, never by time, so that all processes say the same. No
-jax.
+`check` raises for the first broken rule. Rules of a single setting come first, then those between
+settings, then those of the devices, the checkpoint and the rest of the environment. If no fix of
+the rule is enough, it is combined with fixes of the rules that are broken next, depth first and the
+fewest settings first; as the last resort settings go back to the recipe's values. The search is
+bounded by the number of configs that it tries, never by time, so that all processes suggest the
+same. No jax.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What is wrong with a setting, in one line that ends with flags which a shell takes. Standard
+"""Errors of settings and flags: one line that ends with flags to copy into a shell. Standard
 library only."""
 
 import shlex

@@ -1,11 +1,10 @@
 """Flags: a command's own (`--name=value`) and settings (`--config.group.field=value`), and
 `--help`, which lists both.
 
-Settings go through ml_collections' config_flags. They cannot override a frozen dataclass, and they
-answer a bad path, field or type with a traceback or with status 0: so each override's name is
-looked at here first, then its text is read by a ConfigDict of that field alone. What is wrong is
-collected, not raised, for the error's last words are flags that put everything right (cli.py). No
-jax.
+ml_collections' config_flags read the settings. They cannot override a frozen dataclass, and they
+answer a wrong path, field or type with a traceback or with status 0. So the name of each override
+is checked here, and then a ConfigDict with that one field reads its text. Errors are collected, not
+raised, because the message ends with flags that mend all of them (cli.py). No jax.
 """
 
 import ast
@@ -41,10 +40,9 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """A command's own flag, `--name=value`; its type is its default's (bool, int, float or str).
+    """A command's own flag, `--name=value`, of the type of its default: bool, int, float or str.
 
-    The bounds hold for all values but the default, which is always allowed (0 for "not given",
-    say).
+    The default is always allowed, even outside of the bounds (such as 0 for "none").
     """
 
     name: str
@@ -65,7 +63,7 @@ CLUSTER_FLAGS = (
     Flag(
         "coordinator",
         "",
-        "host:port of process 0, for a run of several processes that no cluster manager describes",
+        "host:port of process 0, for several processes without a cluster manager",
     ),
     Flag("processes", 1, "number of processes, with --coordinator", 1, MOST_PROCESSES),
     Flag("process_id", 0, "number of this process, with --coordinator", at_least=0),
@@ -74,14 +72,14 @@ SHARED_FLAGS = (
     Flag(
         "config",
         DEFAULT_RECIPE,
-        "recipe: a Python file whose get_config() returns a jaxtrain.config.Config, or a "
-        "shipped one's name",
+        "recipe: a Python file whose get_config() returns a jaxtrain.config.Config, or the "
+        "name of a shipped recipe",
     ),
     Flag(
         "workdir",
         "",
-        "folder of checkpoints and metrics; a checkpoint in it is continued; empty: runs/NAME "
-        "of the recipe",
+        "folder of checkpoints and metrics; the run continues from a checkpoint in it; empty: "
+        "runs/NAME, with the recipe's name",
     ),
     *CLUSTER_FLAGS,
 )
@@ -91,8 +89,10 @@ SHARED_FLAGS = (
 class Reading:
     """A command line as it was read.
 
-    values: flag → value; overrides: (setting's path, text), in order; words: those that belong to
-    no flag; errors: what is wrong, whose fixes stand in the values and overrides
+    values:    flag → value
+    overrides: (path of a setting, text), in order
+    words:     the arguments that belong to no flag
+    errors:    the errors so far; their fixes are in `values` and `overrides` already
     """
 
     values: dict[str, Any]
@@ -102,8 +102,8 @@ class Reading:
 
     @property
     def namespace(self) -> types.SimpleNamespace:
-        """The flags' values as attributes, `words`, and `refused`: whether the command ends with an
-        error in any case, so that a check need not do what takes long."""
+        """The flags' values as attributes, with `words` and `refused`: True if the command ends
+        with an error in any case, so a check need do nothing that takes long."""
         return types.SimpleNamespace(**self.values, words=self.words, refused=bool(self.errors))
 
     def use(self, fixes: Mapping[str, Any]) -> None:
@@ -181,7 +181,7 @@ def read_flags(
 
 
 def _read_values(reading: Reading, known: Mapping[str, Flag], texts: Mapping[str, Any]) -> None:
-    """Takes flags' texts, and values that are known already, into the reading's values."""
+    """Sets the reading's values from the flags' texts, and from values that were suggested."""
     for name, text in texts.items():
         try:
             reading.values[name] = _flag_value(known[name], text) if isinstance(text, str) else text
@@ -191,22 +191,21 @@ def _read_values(reading: Reading, known: Mapping[str, Flag], texts: Mapping[str
 
 
 def _value_after(rest: list[str], default: Any) -> str | None:
-    """The value of a flag without "=", taken off the arguments after it; None where none stands
-    there. A boolean flag may stand alone."""
+    """The value of a flag without "=", removed from the arguments after it; None if there is none.
+    A boolean flag needs none."""
     if isinstance(default, bool) and not (rest and rest[0].lower() in TRUE + FALSE):
         return "true"
     return rest.pop(0) if rest and not rest[0].startswith("--") else None
 
 
 def _take_value(rest: list[str]) -> str:
-    """The value after a flag that is not known, taken off the arguments; "" where none stands
-    there."""
+    """The value after an unknown flag, removed from the arguments; "" if there is none."""
     return rest.pop(0) if rest and not rest[0].startswith("-") else ""
 
 
 def _flag_value(flag: Flag, text: str) -> Any:
-    """A flag's text as its type, within its bounds; its default is always a value that may be
-    given."""
+    """The value of a flag's text. Raises UsageError for a text of another type, and for a value
+    outside of the bounds that is not the default."""
     kind: Any = type(flag.default)
     if kind is bool:
         if text.lower() in TRUE + FALSE:
@@ -238,8 +237,8 @@ def _flag_value(flag: Flag, text: str) -> Any:
 
 
 def _nearest(flag: Flag, text: str) -> Any:
-    """The value of the flag's type, within its bounds, that is nearest to a text of another type:
-    20 for 19.8; its default where there is none."""
+    """The value of the flag's type and within its bounds that is nearest to a text of another type,
+    such as 20 for 19.8; its default if there is none."""
     number = cfg.number(text) if isinstance(flag.default, int) else None
     if (
         number is None
@@ -253,8 +252,8 @@ def _nearest(flag: Flag, text: str) -> Any:
 def _unknown(
     name: str, text: str, known: Mapping[str, Flag], settings: Mapping[str, Any]
 ) -> UsageError:
-    """The error for a flag that does not exist; `--stage` and `--mesh.stage` mean
-    `--config.mesh.stage`. settings: those that are flags, by path."""
+    """The error for a flag that does not exist, with the flag that was meant: `--config.mesh.stage`
+    for `--stage` or `--mesh.stage`. settings: by path; empty for a command without a recipe."""
     if name in ("help", "version"):
         return UsageError(
             f"--{name}={cfg.shown(text)} is a flag without a value", advice=f"--{name}"
@@ -290,10 +289,11 @@ def _stray(
     token: str, before: str, texts: dict[str, str], reading: Reading, settings: Mapping[str, Any]
 ) -> UsageError:
     """The error for an argument that belongs to no flag: a setting without dashes, or the rest of a
-    value with blanks in it.
+    value with spaces in it.
 
-    before: the name of the flag before it; texts: of the flags whose value it may belong to;
-    settings: those that are flags, by path
+    before: name of the flag before it
+    texts: flag → text of the flags whose value it may belong to
+    settings: by path; empty for a command without a recipe
     """
     name, equals, text = token.removeprefix("-").partition("=")
     path, last = name.removeprefix(SETTING), before.removeprefix(SETTING)
@@ -317,16 +317,16 @@ def _stray(
 
 
 def apply(config: Config, overrides: Sequence[tuple[str, str]]) -> Config:
-    """The config with (path, text) overrides, of which the last for a path counts. A text that is
-    not of its setting's type stays a text, which the checks refuse."""
+    """The config with overrides (path, text); the last one for a path counts. A text of another
+    type than its setting's stays a text, which the checks refuse."""
     return cfg.replace(
         cfg.converted(config), {path: _value(path, text) for path, text in overrides}
     )
 
 
 def _value(path: str, text: str) -> Any:
-    """A text as its setting's type, by ml_collections' flags; the text itself if it is not of that
-    type."""
+    """The value of a setting's text, as ml_collections' flags read it; the text itself if it is of
+    another type."""
     group, name = path.split(".")
     field, values = cfg.fields()[path], absl_flags.FlagValues()
     try:
@@ -346,8 +346,8 @@ def _value(path: str, text: str) -> Any:
 
 
 def _tuple_text(text: str, item: type) -> str:
-    """`prompt`, `prompt,answer`, `1,2` or a Python literal as the tuple that it means; ValueError
-    or SyntaxError for a broken literal."""
+    """The Python literal of the tuple that a text means: `prompt`, `prompt,answer`, `1,2`, or a
+    literal. Raises ValueError or SyntaxError for a broken literal."""
     if any(mark in text for mark in cfg.TUPLE_MARKS):
         value = ast.literal_eval(text)
         return repr((value,) if isinstance(value, item) else value)
@@ -358,12 +358,13 @@ def _tuple_text(text: str, item: type) -> str:
 
 
 def settled(reading: Reading, check: Callable[[Reading], T], recipe: Config | None = None) -> T:
-    """The result of `check` on a command line. recipe: instead of the one that --config names.
+    """The result of `check` on a command line.
 
-    Where the command line is wrong, or the check refuses it, the fixes of the error are appended to
-    the command line, which is checked once more, until it passes. So a suggestion works, and it
-    fixes all errors at once. Raises UsageError with the first error, these fixes, and after them
-    the errors that no flag fixes.
+    recipe: the config to override, instead of the one that --config names
+
+    While the check refuses the command line, the error's fixes are appended to it, and it is
+    checked once more. So a suggestion works, and it fixes all errors at once. Raises UsageError
+    with the first error, these fixes, and the errors that no flag fixes.
     """
     errors = reading.errors
     for _ in range(MOST_ERRORS):
@@ -376,12 +377,12 @@ def settled(reading: Reading, check: Callable[[Reading], T], recipe: Config | No
             if not errors:
                 return result
             raise UsageError(_all_together(errors, reading, recipe))
-        if error.fixes.items() <= known.items():  # they do not help
+        if error.fixes.items() <= known.items():  # these fixes did not help
             errors.append(UsageError(error.rule) if error.fixes else error)
             raise UsageError(_all_together(errors, reading, recipe)) from None
         errors.append(error)
         reading.use(error.fixes)
-    raise UsageError(errors[0].rule)  # one undoes another
+    raise UsageError(errors[0].rule)  # a fix undoes another
 
 
 def _usage_error(error: cfg.ConfigError) -> UsageError:
@@ -391,8 +392,8 @@ def _usage_error(error: cfg.ConfigError) -> UsageError:
 
 
 def _all_together(errors: Sequence[UsageError], reading: Reading, recipe: Config | None) -> str:
-    """The first error that flags fix, with the flags that fix all of them, and then the errors that
-    no flag fixes."""
+    """A text with the first error that flags fix, the flags that fix all of these, and the errors
+    that no flag fixes."""
     if len(errors) == 1 and not errors[0].setting:
         return str(errors[0])
     flags = {name: value for error in errors for name, value in error.fixes.items()}
@@ -415,7 +416,7 @@ def _all_together(errors: Sequence[UsageError], reading: Reading, recipe: Config
 
 WIDTH = 100  # columns
 ABOUT_SETTINGS = """
-Settings: each is a flag, over the recipe's value. Types and defaults (a recipe has its own values):
+Settings, with type and default. Each is a flag that overrides the recipe's value:
 """
 EXAMPLES = """
 Examples:
@@ -426,7 +427,8 @@ A second run with the same --workdir continues from its newest checkpoint, also 
 
 
 def help_text(description: str, flags: Sequence[Flag], with_config: bool) -> str:
-    """`--help`: usage, every flag, every setting with its type, default and doc."""
+    """The text of `--help`: the description, every flag, and every setting with its type, default
+    and doc."""
     entries = [(f"--{flag.name}={cfg.value_text(flag.default)}", flag.doc) for flag in flags]
     entries += [("--help", "this text"), ("--version", "jaxtrain's version")]
     parts = [description.strip(), "", "Flags (--flag=value or --flag value):"]
@@ -449,7 +451,7 @@ def help_text(description: str, flags: Sequence[Flag], with_config: bool) -> str
 
 
 def _two_columns(entries: Sequence[tuple[str, str]]) -> list[str]:
-    """Lines with a name on the left and its text on the right, wrapped."""
+    """Lines with each name on the left and its text, wrapped, on the right."""
     width = max(len(name) for name, _ in entries)
     right = " " * (width + 6)
     return [

@@ -1,9 +1,9 @@
-"""The table of kernels: which one computes attention, which one multiplies tokens with the
-matrices of their experts, and why the others do not. Standard library only.
+"""The table of kernels for attention and for the products of tokens with their experts' matrices:
+the one that is used, and why the others are not. Standard library only.
 
 Kernels are tried in the order of the table. Each has rules, which say in one line what it does not
-take. The same table checks a kernel that was asked for by name, chooses one while a step is traced,
-and writes the start-up text. Attention by `auto` uses the first that takes the case:
+take. The same table checks a kernel that is requested by name, chooses one when a step is traced,
+and writes the start-up text. With `auto`, attention uses the first kernel that takes the case:
 
     kernel      devices               takes                                 is
     splash      TPUs                  heads of any size, also of two;       jax's Pallas kernel

@@ -1,10 +1,10 @@
-"""The sizes of the mesh: how the open ones are filled in, how an elastic mesh (`mesh.elastic`)
-adapts to the devices, and the rules about what each axis cuts. Standard library only.
+"""The sizes of the mesh: the size of an axis that is −1, the adaptation of an elastic mesh
+(`mesh.elastic`) to the devices, and the rules about what each axis splits. Standard library only.
 
 An elastic mesh gives up replicas first, then data shards; with more devices it gains them in the
-opposite order. All other axes stay, for they cut the model. The batch stays too: where it is cut
-into fewer shards, it is cut into as many more microbatches, so that a device holds as many
-sequences at a time as before, and needs the same memory for them.
+opposite order. All other axes keep their sizes, because they split the model. The batch keeps its
+size too: if fewer shards split it, more microbatches do, so a device has as many sequences in a
+microbatch as before, and needs as much memory for them.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ def axis_sizes(mesh: MeshConfig) -> dict[str, int]:
 
 
 def filled(config: Config, devices: int | None) -> Config:
-    """The config with the mesh's -1 replaced by a size, after an elastic mesh was adapted to the
-    devices; unchanged where their number is None or no size fits."""
+    """The config with a size instead of the mesh's -1, after an elastic mesh was adapted to the
+    devices; unchanged if their number is None or no size fits."""
     if devices is None:
         return config
     if config.mesh.elastic:
@@ -46,8 +46,8 @@ def filled(config: Config, devices: int | None) -> Config:
 
 
 def adapted(config: Config, devices: int) -> Config:
-    """The config of an elastic mesh with replica, data and microbatches for so many devices;
-    unchanged where its own sizes fit, or no sizes do."""
+    """The config of an elastic mesh with replica, data and microbatches for this many devices;
+    unchanged if its own sizes fit, or if none do."""
     mesh = config.mesh
     cuts = math.prod(getattr(mesh, axis) for axis in CUTS_THE_MODEL)
     bad_sizes = min(mesh.replica, mesh.data) < -1 or 0 in (mesh.replica, mesh.data)
@@ -68,13 +68,16 @@ def adapted(config: Config, devices: int) -> Config:
 
 
 def _elastic_sizes(mesh: MeshConfig, shards: int, independent: bool) -> list[tuple[int, int]]:
-    """(replica, data) whose product is the number of shards, the best first. independent: replicas
-    have parameters of their own (DiLoCo), so that their number stays."""
+    """The pairs (replica, data) whose product is the number of shards, the best first.
+
+    independent: replicas have parameters of their own (DiLoCo), so their number must stay
+    """
     replica, data = mesh.replica, mesh.data
     sizes = [(shards // size, size) for size in divisors(shards)]
     if independent:
         sizes = [pair for pair in sizes if pair[0] == replica]
-    if -1 in (replica, data):  # the open axis follows the devices; the other gives way if it must
+    # the axis that is -1 follows the devices; the other one shrinks only if it must
+    if -1 in (replica, data):
         at, size = (0, replica) if data == -1 else (1, data)
         return sorted(sizes, key=lambda pair: (pair[at] > size, abs(pair[at] - size)))
     if shards <= replica * data:
@@ -83,15 +86,15 @@ def _elastic_sizes(mesh: MeshConfig, shards: int, independent: bool) -> list[tup
         )
 
     def shrinks(pair: tuple[int, int]) -> bool:
-        """Replicas grow where there are several, otherwise data shards."""
+        """True if an axis shrinks, or if replicas grow from one: data shards grow then."""
         return pair[0] < replica or pair[1] < data or (replica == 1 and pair[0] != 1)
 
     return sorted(sizes, key=lambda pair: (shrinks(pair), abs(pair[1] - data)))
 
 
 def _elastic_microbatches(config: Config, shards: int) -> list[int]:
-    """Numbers of microbatches, the best first: a device has as many sequences in one as asked for,
-    or else fewer, or else more. shards: replicas × data shards."""
+    """Numbers of microbatches, the best first: those with as many sequences in a device's
+    microbatch as requested, then with fewer, then with more. shards: replicas × data shards."""
     microbatches, before = config.pipeline.microbatches, config.mesh.replica * config.mesh.data
     if shards == before or before < 1:
         return [microbatches]
@@ -103,7 +106,8 @@ def _elastic_microbatches(config: Config, shards: int) -> list[int]:
 
 
 def elastic_notes(requested: Config, config: Config) -> list[str]:
-    """One line with what an elastic mesh has changed of the requested config, or no line."""
+    """A line with the settings of the requested config that an elastic mesh has changed; [] if it
+    has changed none."""
     pairs = {
         path: (cfg.get(requested, path), cfg.get(config, path))
         for path in (REPLICA, DATA, MICROBATCHES)
@@ -126,7 +130,7 @@ def elastic_notes(requested: Config, config: Config) -> list[str]:
 
 
 def axes_have_sizes(c: Config) -> Iterator[Violation]:
-    """Takes a config that is not resolved."""
+    """Sizes are at least 1, and one may be -1. The config need not be resolved."""
     sizes = axis_sizes(c.mesh)
     for axis, size in sizes.items():
         if size < 1 and size != -1:
@@ -140,13 +144,13 @@ def axes_have_sizes(c: Config) -> Iterator[Violation]:
     if len(open_axes) > 1:
         yield Violation(
             open_axes[-1],
-            f"is the second -1 after {open_axes[0]}: one axis may be",
+            f"is the second -1, after {open_axes[0]}: only one axis may be -1",
             [{open_axes[-1]: 1}],
         )
 
 
 def mesh_uses_devices(config: Config, devices: int) -> Iterator[Violation]:
-    """Takes a config that `filled` could not give sizes for these devices, or could."""
+    """The product of the sizes is the number of devices, or divides it if one of them is -1."""
     sizes = {axis: size for axis, size in axis_sizes(config.mesh).items() if size != -1}
     product = math.prod(sizes.values())
     is_open = len(sizes) < len(AXES)
@@ -170,8 +174,10 @@ def mesh_uses_devices(config: Config, devices: int) -> Iterator[Violation]:
 def _mesh_fixes(
     blamed: list[str], sizes: dict[str, int], devices: int, is_open: bool
 ) -> Iterator[Changes]:
-    """Other sizes with which the mesh fits: of one axis, then of two, …, the nearest first.
-    is_open: a further axis is -1."""
+    """Changes with which the mesh fits: of the size of one axis, then of two, …, the nearest first.
+
+    blamed: axes whose sizes may be wrong, the likeliest first; is_open: a further axis is -1
+    """
     others = [axis for axis in ("data", "stage", "model") if axis in sizes and axis not in blamed]
     for number in range(1, len(blamed) + 1):
         for axes in itertools.combinations([*blamed, *(others if number == 1 else ())], number):
@@ -187,7 +193,7 @@ def _mesh_fixes(
 
 
 def kv_heads_fit(m: ModelConfig, size: int) -> bool:
-    """Whether `size` devices of the model axis split the key/value heads of a resolved model, or
+    """True if `size` devices of the model axis split the key/value heads of a resolved model, or
     share each of them evenly."""
     return m.kv_heads % size == 0 or (
         size % m.kv_heads == 0 and m.head_dim % (size // m.kv_heads) == 0
@@ -195,7 +201,7 @@ def kv_heads_fit(m: ModelConfig, size: int) -> bool:
 
 
 def mlp_widths(m: ModelConfig) -> dict[str, int]:
-    """Field of a model → the columns of its MLPs that the model axis cuts."""
+    """Field → the width of each MLP of the model that the model axis splits."""
     names = ["expert_width"] * bool(m.experts) + ["mlp_width"] * (
         not m.experts or m.dense_layers > 0
     )
@@ -203,9 +209,9 @@ def mlp_widths(m: ModelConfig) -> dict[str, int]:
 
 
 def _context_axis_divides(c: Config) -> Iterator[Violation]:
-    """The sequence is cut into two chunks for each device of `context`, and these over `model`;
-    ulysses cuts heads over both axes. In a ring keys go round by permutes, which the devices of all
-    stages would have to run together."""
+    """The sequence is cut into two chunks for each device of `context`, which `model` splits
+    further. Ulysses splits heads over both axes. A ring passes keys on by permutes, which the
+    devices of all stages would have to run together."""
     size, model, m = c.mesh.context, max(c.mesh.model, 1), c.model
     if size <= 1:
         return
@@ -216,8 +222,8 @@ def _context_axis_divides(c: Config) -> Iterator[Violation]:
         longer = [parts * n for n in (tokens // parts, tokens // parts + 1) if n]
         yield Violation(
             "mesh.context",
-            f"makes two chunks a device{over}: {parts} parts, which do not divide "
-            f"data.sequence_length={tokens}",
+            f"cuts a sequence into two chunks for each device{over}: {parts} parts, which do "
+            f"not divide data.sequence_length={tokens}",
             [
                 *values_for("mesh.context", fits or [1]),
                 *values_for("data.sequence_length", longer),
@@ -240,7 +246,7 @@ def _context_axis_divides(c: Config) -> Iterator[Violation]:
     if c.parallel.context == "ring" and c.mesh.stage > 1:
         yield Violation(
             "parallel.context",
-            f"is for mesh.stage=1, not {c.mesh.stage}: stages do not attend together",
+            f"works only with mesh.stage=1, not {c.mesh.stage}: stages do not attend together",
             values_for("parallel.context", ["all_gather", "ulysses"]),
             show=2,
         )
@@ -263,7 +269,7 @@ def _expert_axis_divides(c: Config) -> Iterator[Violation]:
 
 
 def _model_axis_divides(c: Config) -> Iterator[Violation]:
-    """Heads and the MLP are cut over `model`, and so is the sequence between the blocks."""
+    """`model` splits heads, the MLP, and the sequence between the blocks."""
     size, m = c.mesh.model, c.model
     if size < 1:
         return
@@ -306,8 +312,8 @@ def _reductions(c: Config) -> Iterator[Violation]:
     if steps and offload in ("optimizer", "both"):
         yield Violation(
             "parallel.offload",
-            f"moves the optimizer's state of independent replicas, {path}={steps}, which stays on "
-            "the devices",
+            f"offloads the optimizer's state, which independent replicas ({path}={steps}) keep on "
+            "their devices",
             [{"parallel.offload": "activations" if offload == "both" else "none"}, {path: 0}],
         )
 

@@ -1,11 +1,11 @@
-"""Recipes: found by path or by name, and read. No jax.
+"""Recipes, which are found by path or by name, and read. No jax.
 
     --config=mine/run.py                       the file
-    --config=tiny | tiny.py | configs/tiny.py  that file where it exists, else the recipe that came
-                                               with the package
+    --config=tiny | tiny.py | configs/tiny.py  that file if it exists, else the recipe of the
+    package
 
-A recipe is a Python file whose get_config() returns a `Config`. What is done with the config is in
-cli.py.
+A recipe is a Python file whose get_config() returns a `Config`. cli.py applies flags to the config
+and checks it.
 """
 
 import dataclasses

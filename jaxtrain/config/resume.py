@@ -1,4 +1,5 @@
-"""Resuming a checkpoint with another config: which settings may differ, and which do. No jax."""
+"""A checkpoint's config and that of the run that resumes it: the settings that may differ, and
+those that do. No jax."""
 
 from collections.abc import Iterator
 

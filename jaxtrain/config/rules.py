@@ -1,10 +1,10 @@
-"""Rules between settings that no mesh decides, and what every rule is made of.
+"""Rules between settings that do not depend on the mesh, and the types of which all rules are made.
 
-Rules of the mesh are in mesh_rules.py; those of a setting on its own, in checks.py.
+mesh_rules.py has the rules of the mesh, checks.py those of a single setting.
 
-A rule is a generator over a resolved config. It yields a `Violation` for what is broken, of which
-only the first is reported, with the fixes to try, the best first (checks.py tries them). Standard
-library only.
+A rule is a generator over a resolved config. It yields a `Violation` for each fault, with the fixes
+to try, the best first. checks.py tries them, and reports the first fault only. Standard library
+only.
 """
 
 import dataclasses
@@ -83,28 +83,28 @@ def _latent_attention(c: Config) -> Iterator[Violation]:
     if m.positions != "rotary":
         yield Violation(
             "model.attention",
-            f"turns a part of its heads, and model.positions={m.positions!r} turn nothing",
+            f"rotates a part of each head, and model.positions={m.positions!r} rotates nothing",
             [{"model.positions": "rotary"}, {"model.attention": "gqa"}],
         )
     if m.kv_heads != m.heads:
         yield Violation(
             "model.kv_heads",
-            "is for model.attention='gqa': latents make keys and values for each of "
-            f"model.heads={m.heads}",
+            "is for model.attention='gqa': with mla each of "
+            f"model.heads={m.heads} has its own keys and values",
             [{"model.kv_heads": 0}],
         )
     if not m.kv_rank:
         yield Violation(
             "model.kv_rank",
-            "leaves model.attention='mla' no latent",
+            "leaves model.attention='mla' without a latent",
             [{"model.kv_rank": 4 * m.head_dim}, {"model.attention": "gqa"}],
         )
     if not m.rope_head_dim or m.rope_head_dim % 2:
         size = m.rope_head_dim + 1 if m.rope_head_dim else -(-m.head_dim // 4) * 2
         yield Violation(
             "model.rope_head_dim",
-            "is the rotated part of model.attention='mla', and rotary positions turn pairs: it "
-            "must be even, and not 0",
+            "is the part of a head that model.attention='mla' rotates, in pairs of numbers: it "
+            "must be even and above 0",
             [{"model.rope_head_dim": size}],
         )
 
@@ -132,7 +132,8 @@ def _attention(c: Config) -> Iterator[Violation]:
     if m.attention == "gqa" and m.positions == "rotary" and (m.head_dim % 2 or m.head_dim < 1):
         yield Violation(
             "model.head_dim",
-            f"gives heads of {m.head_dim}, and rotary positions turn pairs: it must be even",
+            f"makes heads of {m.head_dim}, and rotary positions rotate pairs of numbers: it must "
+            "be even",
             [{"model.head_dim": m.head_dim + 1}, {"model.positions": "learned"}],
         )
 
@@ -164,7 +165,9 @@ def _experts(c: Config) -> Iterator[Violation]:
         )
     if m.experts and m.biases:
         yield Violation(
-            "model.biases", f"are not in model.experts={m.experts}", [{"model.biases": False}]
+            "model.biases",
+            f"is not for model.experts={m.experts}: experts have no biases",
+            [{"model.biases": False}],
         )
 
 
@@ -215,7 +218,7 @@ def _sequence(c: Config) -> Iterator[Violation]:
     if m.mtp_depth >= tokens:
         yield Violation(
             "model.mtp_depth",
-            f"looks beyond data.sequence_length={tokens}",
+            f"predicts tokens beyond data.sequence_length={tokens}",
             [{"model.mtp_depth": tokens - 1}],
         )
     if m.positions == "learned" and m.max_positions < tokens:
@@ -275,7 +278,7 @@ def _pipeline(c: Config) -> Iterator[Violation]:
         needs = f"{at_an_end}={cfg.get(c, at_an_end)} needs them on one stage"
         yield Violation(
             "pipeline.vocabulary",
-            f"shares embedding and head, and {needs}",
+            f"splits embedding and head over the stages, and {needs}",
             [{"pipeline.vocabulary": "auto"}],
         )
     if c.mesh.stage not in (1, -1) and not fits_repeats(p.schedule, p.repeats):
@@ -298,7 +301,7 @@ def _pipeline(c: Config) -> Iterator[Violation]:
         fixed = (*p.times, 1.0, 1.0, 1.0)[:3] if len(p.times) < 3 else p.times[:6]
         yield Violation(
             "pipeline.times",
-            "has to be the times of F, B, W, then message, R, head",
+            "must have a time for F, B and W each, and may have one for message, R and head",
             values_for("pipeline.times", [fixed, ()]),
         )
     if p.times and not all(p.times[:3]):
@@ -310,7 +313,7 @@ def _layers_fill_chunks(c: Config) -> Iterator[Violation]:
     if p.layer_costs and len(p.layer_costs) != layers:
         yield Violation(
             "pipeline.layer_costs",
-            f"has to have a number for each of model.layers={layers}",
+            f"must have a number for each of model.layers={layers}",
             [{"pipeline.layer_costs": ()}],
         )
     if not p.chunk_layers:
@@ -325,11 +328,11 @@ def _layers_fill_chunks(c: Config) -> Iterator[Violation]:
         *others, _ = p.chunk_layers
         last = layers - sum(others)
         fitted = values_for(path, [(*others, last)] if last > 0 else [])
-        yield Violation(path, f"is not model.layers={layers} in all", [*fitted, evenly])
+        yield Violation(path, f"does not sum to model.layers={layers}", [*fitted, evenly])
     chunks = c.mesh.stage * p.repeats
     if p.repeats and c.mesh.stage > 1 and numbers != chunks:
         sizes = f"mesh.stage={c.mesh.stage} · pipeline.repeats={p.repeats} = {chunks}"
-        yield Violation(path, f"has to have {sizes} numbers", [evenly])
+        yield Violation(path, f"must have {sizes} numbers", [evenly])
     if p.schedule == "auto" and numbers % c.mesh.stage:
         yield Violation(
             path, f"has {numbers} numbers, no multiple of mesh.stage={c.mesh.stage}", [evenly]
@@ -391,7 +394,7 @@ def _compiler_options(c: Config) -> Iterator[Violation]:
     if wrong := [option for option in options if option not in right]:
         yield Violation(
             path,
-            f"has {wrong[0]!r}, which is no option of XLA's such as "
+            f"has {wrong[0]!r}, which is not an XLA option such as "
             "xla_gpu_enable_latency_hiding_scheduler=true",
             [{path: right}],
         )
@@ -428,7 +431,7 @@ def _places(c: Config) -> Iterator[Violation]:
         folder = f"/dev/shm/{local.partition('://')[2] or local}"
         yield Violation(
             "checkpoint.local",
-            "is no absolute path, which it must be on every machine",
+            "is not an absolute path, which every machine needs",
             [{"checkpoint.local": folder}],
         )
 

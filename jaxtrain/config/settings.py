@@ -1,9 +1,9 @@
 """Every setting of a run: frozen dataclasses, their meaning, units and bounds.
 
 A recipe (configs/*.py) returns a `Config`; a field's path in it (`mesh.stage`) is its name in
-flags, errors and logs (paths.py). 0, or "", in a field whose doc says so means a default that
-depends on other fields: `Config.resolve()` fills those in. Rules between fields are in rules.py and
-mesh_rules.py, checked by checks.py; flags are in flags.py. No jax.
+flags, errors and logs (paths.py). In some fields, as their docs say, 0 or "" means a default that
+depends on other fields; `Config.resolve()` fills it in. rules.py and mesh_rules.py have the rules
+between fields, checks.py checks them, and flags.py has the flags. No jax.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from jaxtrain.config.optimizers import OPTIMIZERS, meaning
 from jaxtrain.schedule.orders import CSV, SCHEDULES, default_repeats
 
 LARGEST_INT = 2**31 - 1  # steps and token counts live in int32 on the devices
-# far beyond all models: what is set up for each has to end, and to fit into memory
+# far more than any model has, but few enough to set up each of them in time and memory
 MOST_LAYERS = MOST_MICROBATCHES = 2**16
 
 
@@ -28,8 +28,14 @@ def setting(
     at_most: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """A dataclass field with its doc (one line, with the unit) and what it may be on its own: one
-    of `choices`, or a text that begins with `prefix`; within bounds."""
+    """A dataclass field with its doc and the values that it may have, as metadata. checks.py checks
+    them; --help prints the doc and the choices.
+
+    doc: one line, with the unit
+    choices: the values that are allowed; (): all values of the annotated type
+    prefix: texts that begin with this are allowed besides `choices`; "": none
+    at_least, above, at_most, below: bounds of a number; None: none
+    """
     bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
     return dataclasses.field(
         default=default,
@@ -39,7 +45,7 @@ def setting(
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The transformer. A model's kind is these settings; no model is known by name."""
+    """The transformer. These settings alone describe a model; none is known by name."""
 
     layers: int = setting(4, "transformer layers", at_least=1, at_most=MOST_LAYERS)
     width: int = setting(128, "size of the residual stream", at_least=1)
@@ -75,8 +81,7 @@ class ModelConfig:
     )
     dense_layers: int = setting(
         0,
-        "layers with one MLP for all tokens, before the `layers` with experts and not "
-        "counted among them",
+        "layers with one MLP for all tokens, before those with experts; not counted in `layers`",
         at_least=0,
         at_most=MOST_LAYERS,
     )
@@ -104,28 +109,29 @@ class ModelConfig:
     )
     router_groups: int = setting(
         1,
-        "groups of experts (nodes); a token uses experts from router_group_limit of them",
+        "groups (nodes) into which the experts are divided; a token uses experts of at most "
+        "router_group_limit of them",
         at_least=1,
     )
     router_group_limit: int = setting(
-        1, "groups whose experts a token may use: those with the highest scores", at_least=1
+        1, "groups whose experts a token may use, those with the highest scores", at_least=1
     )
     router_group_best: int = setting(
         2,
-        "best experts of a group whose scores are added up to the group's score "
+        "number of best experts in a group whose scores sum to the group's score "
         "(DeepSeek-V3: 2, V2: 1)",
         at_least=1,
     )
     capacity_factor: float = setting(
         0.0,
-        "capacity of an expert in a sequence, over an even share of its tokens; tokens "
-        "beyond it are dropped; 0: no capacity, none are dropped",
+        "capacity of an expert, as a multiple of an even share of a sequence's tokens; tokens "
+        "beyond it are dropped; 0: no limit, none are dropped",
         at_least=0,
     )
     expert_room: float = setting(
         0.0,
-        "capacity of a device for tokens of its experts, over their mean number; tokens "
-        "beyond it are dropped; 0: memory for the worst case, none are dropped",
+        "capacity of a device for tokens of its experts, as a multiple of their mean number; "
+        "tokens beyond it are dropped; 0: memory for the worst case, none are dropped",
         at_least=0,
     )
     balance_rate: float = setting(
@@ -135,7 +141,7 @@ class ModelConfig:
         at_least=0,
     )
     balance_loss: float = setting(
-        0.0001, "weight of the loss for unbalanced experts, in each sequence", at_least=0
+        0.0001, "weight of the loss that balances the experts in each sequence", at_least=0
     )
     z_loss: float = setting(0.0, "weight of the router's z-loss, against large logits", at_least=0)
     vocab_size: int = setting(
@@ -252,7 +258,7 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ParallelConfig:
-    """How a mesh axis is used."""
+    """The use of the mesh axes."""
 
     zero: int = setting(
         1,
@@ -302,7 +308,9 @@ class PipelineConfig:
     )
     microbatches: int = setting(1, "microbatches of a step", at_least=1, at_most=MOST_MICROBATCHES)
     repeats: int = setting(
-        0, "chunks of layers on a stage; 0: the fewest of the schedule (auto: 1 or 2)", at_least=0
+        0,
+        "chunks of layers on a stage; 0: the fewest that the schedule takes (auto: 1 or 2)",
+        at_least=0,
     )
     remat: str = setting(
         "full",
@@ -333,17 +341,17 @@ class PipelineConfig:
     )
     times: tuple[float, ...] = setting(
         (),
-        "times of F,B,W,message (and R, head) of a stage's microbatch; empty: planned",
+        "times of F,B,W,message (and R, head) for one microbatch on a stage; empty: planned",
     )
     measure_times: bool = setting(
         False,
-        "measure these times before the first step, once: op_times.json in the run's folder"
-        " stores them",
+        "measure `times` before the first step; later starts read them from op_times.json in the "
+        "run's folder",
     )
     memory: float = setting(
         0.0,
-        "for schedule=auto: most microbatches whose activations a stage holds at the same "
-        "time; 0: as in 1f1b",
+        "for schedule=auto: the most microbatches whose activations a stage holds at the same "
+        "time; 0: as many as with 1f1b",
         at_least=0,
     )
 
@@ -434,8 +442,8 @@ class TrainConfig:
     )
     spike_threshold: float = setting(
         0.0,
-        "rollback: robust deviations above the median of earlier losses from which a loss "
-        "is a spike; 0: off",
+        "rollback: a loss more than this many robust deviations above the median of earlier "
+        "losses is a spike; 0: off",
         at_least=0,
     )
     spike_steps: int = setting(
@@ -472,7 +480,7 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """When checkpoints are written and how long they stay."""
+    """Checkpoints: when they are written, where, and which are kept."""
 
     every: int = setting(
         0, "steps between checkpoints; 0: by time alone, and at the end", at_least=0
@@ -512,7 +520,7 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MetricsConfig:
-    """What is written while training."""
+    """Metrics, and other records of the training."""
 
     log_every: int = setting(
         10, "steps between lines of metrics.jsonl, which begins with the first step", at_least=1
@@ -520,15 +528,15 @@ class MetricsConfig:
     tensorboard: bool = setting(True, "whether to write TensorBoard files as well")
     rows: bool = setting(
         False,
-        "write into the folder rows/ which sequences each process reads in every step, the "
-        "same for any number of processes",
+        "write the sequences that each process reads in every step into the folder rows/; "
+        "together they are the same for any number of processes",
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A run: what a recipe's `get_config()` returns. Nothing is checked on construction:
-    checks.check(config)."""
+    """A run: what a recipe's `get_config()` returns. Its construction checks nothing;
+    `checks.check(config)` does."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -543,13 +551,13 @@ class Config:
 
     @property
     def sequences_per_microbatch(self) -> int:
-        """Sequences of a microbatch, of all devices together."""
+        """Sequences of a microbatch, over all devices."""
         return self.data.batch_size // self.pipeline.microbatches
 
     def resolve(self) -> "Config":
-        """This config with its dependent defaults (kv_heads and the sizes of heads, mlp_width,
-        expert_width, max_positions, latent_norm_epsilon, router_normalize; reduce; repeats) filled
-        in, and the sizes of latents 0 where there are none."""
+        """This config with its dependent defaults filled in (kv_heads and the sizes of heads,
+        mlp_width, expert_width, max_positions, latent_norm_epsilon, router_normalize; reduce;
+        repeats). The sizes of latents become 0 in a model without latent attention."""
         m = self.model
         head_dim, latent = m.head_dim or m.width // m.heads, m.attention == "mla"
         model = with_values(
@@ -579,14 +587,14 @@ class Config:
 
 
 def ends_with_layers(m: ModelConfig) -> str:
-    """The setting that puts layers beside the embedding or the head, which is then not shared by
-    all stages; "" if none does."""
+    """The setting that puts layers on the stage of the embedding or of the head, whose table can
+    then not be split over the stages; "" if none does."""
     return next((f"model.{name}" for name in ("mtp_depth", "dense_layers") if getattr(m, name)), "")
 
 
 def with_values(record: Any, **values: Any) -> Any:
-    """dataclasses.replace for the records of this module, which check nothing when they are made:
-    fields are not set one by one, for the search for a setting that works makes thousands of
+    """dataclasses.replace for the records of this module, whose construction checks nothing. It
+    copies all fields at once, because the search for a setting that works makes thousands of
     configs."""
     copy = object.__new__(type(record))
     copy.__dict__.update(record.__dict__)

@@ -1,9 +1,8 @@
-"""Settings that were changed from their defaults and have no use where they stand: notes, not
-errors.
+"""Notes about settings that differ from their defaults and have no effect. They are no errors.
 
-A recipe's settings stay when a flag takes away what they are for (`--config.mesh.stage=1` leaves
-its schedule): that must work, and be said. A setting that contradicts another one is an error, and
-stands in rules.py or mesh_rules.py. Standard library only.
+A flag may leave a recipe's settings without effect: with `--config.mesh.stage=1` the recipe's
+schedule has none. This must work, and a note says so. A setting that contradicts another one is an
+error of rules.py or mesh_rules.py. Standard library only.
 """
 
 import dataclasses

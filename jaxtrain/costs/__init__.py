@@ -1,2 +1,2 @@
-"""What operations and collectives cost on a kind of device, in closed form. No jax, and nothing of
-the package's."""
+"""The time and memory of a training step on a kind of device, in closed form. No jax and no
+Config."""

@@ -139,11 +139,13 @@ class StepCollectives:
     def layer(
         self, op: str, unread: bool = False, fused: bool = False, dense: bool = False
     ) -> list[Collective]:
-        """The collectives of one layer's activations in F, R, B or W.
+        """The collectives of one layer in F, R, B or W of one microbatch: those of activations and,
+        in W, the sums over `model` of gradients that each of its devices has a part of. Those over
+        `data` are in `gathers` and `reductions_in_op`.
 
         unread: nothing reads the layer's output
-        fused:  R, B and W are one op, in which B and W reuse what R has gathered
-        dense:  a layer without experts in a model that has them
+        fused:  F or R, B and W are one op, in which B and W reuse what was gathered before them
+        dense:  the layer has an MLP for all tokens, in a model whose other layers have experts
         """
         collectives = []
         if self.layout.model > 1:

@@ -1,7 +1,8 @@
-"""Frameworks that train transformers, by what differs between them in time and memory. Published
-runs were made by frameworks other than ours.
+"""Frameworks that train transformers, as the differences between them in time and memory: published
+runs, with which the planner is compared, were made by frameworks other than ours.
 
-Each difference is physical: what is saved, what passes through memory, what waits for what.
+Each difference is physical: an array that is saved or passes through memory, an operation that
+    waits.
 """
 
 import dataclasses

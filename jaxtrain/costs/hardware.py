@@ -1,28 +1,29 @@
-"""Kinds of devices, as data: hardware/NAME.json, or a user's file with the same keys.
+"""Kinds of devices as data: hardware/NAME.json, or a user's file with the same keys.
 
-A file has what a data sheet says (peaks, memory, links) and which part of it programs reach. The
-parts are few and physical:
+A file has the figures of a data sheet (peaks, memory, links) and the fractions of them that
+programs reach. These are few and physical:
 
-    matmul.peak     part of the peak that large products reach
-    matmul.half     [m, n, k]: a product whose m (n, k) is this long reaches half of that: tiles at
-                    its edges, pipelines that fill
-    attention       parts of the peak that a fused kernel reaches, forward and backward
-    memory_reached  part of the memory's bandwidth that passes over large arrays reach
-    host_gb_per_s   what a device copies to or from its host's memory, one way; 16, as PCIe 3, if
-                    left out
-    launch_us       time between the operations of a program
-    clock_ghz       cycles of a TPU's cores, of which its compiler estimates each operation's
-                    number; 0, unknown, if left out
-    alone           for simulated devices, which share their cores: how many times as fast one is
+    matmul.peak     fraction of the peak that large products reach
+    matmul.half     [m, n, k]: a product whose m (n, k) is this long reaches half of that, because
+                    of tiles at its edges and pipelines that fill
+    attention       fractions of the peak that a fused kernel reaches, forward and backward
+    memory_reached  fraction of the memory's bandwidth that passes over large arrays reach
+    host_gb_per_s   rate of copies between a device and its host's memory, one way; 16, as PCIe 3,
+                    if left out
+    launch_us       time between two operations of a program
+    clock_ghz       clock of a TPU's cores, because its compiler estimates operations in cycles; 0,
+                    unknown, if left out
+    alone           for simulated devices, which share cores: how many times as fast one device is
                     while the others wait; 1 if left out
-    tiers           links from the fastest to the slowest. devices: how many one of them joins, 0
-                    for any number; gb_per_s: what a device sends at most, one way; reached: the
-                    part of it that large collectives reach; latency_us: of one step of a ring
+    tiers           links from the fastest to the slowest. devices: number of devices that the link
+                    joins, 0 for any number; gb_per_s: the most that a device sends, one way;
+                    reached: fraction of it that large collectives reach; latency_us: of one step of
+                    a ring
 
-    device_kind     a pattern of what jax calls such devices (`Device.device_kind`), so that a run
-                    knows its own; may be left out
-    like            the name of a kind whose figures are those that this file leaves out; may be
-                    left out
+    device_kind     a pattern of jax's name for such devices (`Device.device_kind`), by which a run
+                    knows its devices; may be left out
+    like            the name of another kind, which has the figures that this file leaves out; may
+                    be left out
 
 Each file names the sources of its figures.
 """

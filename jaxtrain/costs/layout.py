@@ -1,4 +1,5 @@
-"""A layout: how a step is laid over devices, as numbers; and the capacity of a device's experts.
+"""A layout: the numbers that describe how a step is laid out over devices; and the capacity of a
+device's experts.
 
 A routed token is one token's choice of one expert (parallel/experts.py).
 """

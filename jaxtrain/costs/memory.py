@@ -1,27 +1,27 @@
 """A step's memory on the fullest device, by part, in closed form.
 
 weights, gradients, optimizer   by ZeRO's stage, on the pipeline stage with most parameters
-outer                           of independent replicas: the parameters of the last exchange, and
-                                its momentum
-activations                     what layers save of a microbatch, for those that a stage holds at
-                                once
-working                         what one layer's backward needs besides: its matrices and their
+outer                           for independent replicas: the parameters of the last exchange, and
+                                their momentum
+activations                     the arrays that layers save, of the microbatches that a stage holds
+                                at once
+working                         the rest that one layer's backward needs: its matrices and their
                                 gradients, its widest results
-logits                          of the tokens whose logits exist at a time: what exceeds `working`,
-                                for head and layers take turns
+logits                          logits of the tokens that have any at a time. Head and layers take
+                                turns, so only the bytes that exceed `working` count
 
-Activations of our own runtime lie in slots of five pools, each shared by a stage's chunks:
+Activations of our own runtime are in slots of five pools, each shared by a stage's chunks:
 
-    activation     a chunk's input: from its arrival to F, and to R where there is one
-    gradient       the gradient of a chunk's output, to B
-    residual_b     what B alone needs of F
-    residual_w     what W needs too
-    weight_stash   what B leaves for W
+    activation     a chunk's input: from its arrival to F, or to R if there is one
+    gradient       the gradient of a chunk's output, until B
+    residual_b     the results of F that only B needs
+    residual_w     the results of F that W needs too
+    weight_stash   the results of B that W needs
 
-A table says how many slots there are of each (schedule/slots.py); `estimated_slots` has closed
-forms of that. Bytes of a slot are those of the arrays that cross between ops as the layers are
-traced (runtime/backward_split.py), by their widths. With one stage layers save their inputs, or
-both residuals.
+A table has a number of slots of each (schedule/slots.py); `estimated_slots` has closed forms for
+it. The bytes of a slot are those of the arrays that go from op to op when the layers are traced
+(runtime/backward_split.py), by their widths. With one stage layers save their inputs, or both
+residuals.
 """
 
 import dataclasses

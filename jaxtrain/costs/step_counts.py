@@ -1,8 +1,8 @@
 """The communication volume of a step: its collectives by op, as the schedule's table runs them.
 
-The table says how often a stage runs an op, collectives.py which collectives are in one. Nothing
-is traced or compiled. Numbers of a few bytes (the loss, the norm of the gradients, counts) are left
-out. With stages the counts are one stage's.
+The table has the number of times that a stage runs an op, collectives.py the collectives in an op.
+Nothing is traced or compiled. Collectives of a few bytes (the loss, the norm of the gradients,
+counts) are left out. With several stages the counts are one stage's.
 """
 
 import collections
@@ -75,7 +75,7 @@ class LayerPass(NamedTuple):
 class StepCounts:
     """The counts of a step.
 
-    parameters: of a device, by group and name (training/sizes.py)
+    parameters: of a device, by group and name (plan/report.py: parameters_of)
     table:      None with one stage
     exchanges:  replicas are independent, and exchange what they have learned
     """

@@ -1,12 +1,13 @@
-"""A step's time, by part, in closed form: fast enough to compare thousands of layouts.
+"""A step's time by part in closed form, which is fast enough to compare thousands of layouts.
 
     layer   products by their shapes, attention by its kernel, passes over memory, collectives of
             `model`, `context` and `expert`
-    stage   F, R, B and W of its layers for each microbatch, and the head where it lies
+    stage   F, R, B and W of its layers for each microbatch, and the head on the stage that has it
     step    microbatches one after the other, the bubble of the schedule, messages, sums of
             gradients, the optimizer
 
-The exposed parts add up to the step's time; time hidden behind other work is listed separately.
+The exposed parts add up to the step's time; communication that is overlapped with other work is
+listed separately.
 plan/predict.py then times the schedule's own table.
 """
 

@@ -1,8 +1,9 @@
-"""Folders that are complete or absent: made under another name, then renamed.
+"""Folders of the cache, each of which is complete or absent: it is made under another name, and
+then renamed.
 
 They are correct without any lock, since a rename is atomic, and the first of two finished folders
-stays. The lock only spares processes of one machine the same work at the same time. The callers
-know what the folders hold.
+stays. The lock only keeps processes of one machine from doing the same work at the same time. This
+module does not know what is in a folder.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Files as streams of bytes, decompressed where they are compressed: gzip, bzip2, zstd and xz.
+"""Files as streams of bytes, which are decompressed if they are gzip, bzip2, zstd or xz.
 
 The first bytes of a file decide, not its name: a compressed file that lost its suffix is
 decompressed, and a file with a suffix that was decompressed on its way is read as it is. A file may

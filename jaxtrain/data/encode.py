@@ -1,7 +1,7 @@
-"""Documents → ids, on all cores and in the documents' order.
+"""Documents → ids, on all cores, in the order of the documents.
 
     pieces ── lists of about TASK characters ──► threads: tokenizer
-           ──► arrays of ids, as they were read
+           ──► arrays of ids, in the order of reading
 
 The tokenizers library works outside of Python's lock, so threads are enough: several lists are
 encoded at once, while the next ones are read and earlier ones are stored. The result depends

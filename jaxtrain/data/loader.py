@@ -1,17 +1,17 @@
-"""Batches as global arrays: the place of each sequence in every process and in every batch, from
-the batch's number alone.
+"""Batches as global arrays. The number of a batch alone determines its sequences, and the place of
+each in the batch and in the processes.
 
     sequence i of batch n  = sequence order[n·B + i] of the split; order = a permutation of all
                              sequences for each epoch, from the seed
     place of sequence i    = [i // (B / microbatches), i % (B / microbatches)]
                              of arrays [microbatches, B / microbatches, T];
-                             with independent replicas, the same within each replica's
-                             B / replicas consecutive sequences of the batch
+                             independent replicas have B / replicas consecutive sequences of
+                             the batch each, with the same rule for a replica's
 
 Packing and shuffling know nothing of meshes, processes or threads. A process reads the sequences
-that its own devices hold, each once. There is no other state: resuming at batch n is reading
-batch n of the same corpus. Step t has batch t − 1, unless the run has passed over batches, so a
-checkpoint has the number of the next batch beside the step.
+that its own devices hold, each once. There is no other state: to resume at batch n is to read batch
+n of the same corpus. Step t has batch t − 1, unless the run has passed over batches; so a
+checkpoint stores the number of the next batch with the step.
 
 Legend: B the sequences of the global batch, T the sequence length. packing.py cuts sequences,
 tokens.py prepares a corpus.

@@ -1,10 +1,11 @@
 """Sequences of a fixed length, cut from a split's documents by random access.
 
-Documents stand one after the other. Sequence s holds tokens s·T to s·T + T of the stream: its T
-targets are its T inputs moved on by one, and no token but the very last few is left out. With
-attend_across_documents=False every document in a sequence is a segment of its own. A document that
-the sequence's beginning cuts starts a segment there, and no token has the first token of the next
-document as its target. Where there are too few tokens for one sequence, the documents repeat in it.
+The documents follow each other in a stream. Sequence s has tokens s·T to s·T + T of the stream: its
+T inputs, and as targets the same shifted by one. Only the last few tokens of the stream are left
+out. With attend_across_documents=False every document in a sequence is a segment. A document that
+is cut by the beginning of the sequence starts a segment there, and no token has the first token of
+the next document as its target. If the stream is too short for one sequence, the documents repeat
+in it.
 
     stream      a b c $ d e $ f g h i …           T = 6
     tokens      a b c $ d e                       targets     b c $ d e $

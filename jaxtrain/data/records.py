@@ -6,13 +6,13 @@ names in them.
              is JSONL with another suffix
     Parquet  one record a row
 
-A record is an object, and its text is the text of its fields, joined. A field's name may be a path:
+A record is an object, and its text is the joined texts of its fields. A field's name may be a path:
 `doc.text` is the field `text` of `doc`, and `turns.0.text` the field `text` of the first item of
-the list `turns`. A field that is itself named `doc.text` has precedence. Everything is a stream:
-the current items of a list are in memory, not the list.
+the list `turns`. A field that is itself named `doc.text` has precedence. Everything is a stream: of
+a list, only the current items are in memory.
 
-Readers yield the pieces of documents. They yield a BadRecord in the place of a record that cannot
-be read, and raise one where the rest of the file cannot be read.
+Readers yield the pieces of documents. They yield a BadRecord instead of a record that cannot be
+read, and raise one if the rest of the file cannot be read.
 """
 
 import codecs

@@ -2,8 +2,8 @@
 
     folder   every text, JSON, JSONL and Parquet file below it, in the order of their paths; names
              that begin with a dot are left out, links to folders are reported and not followed; a
-             pipe, a socket or a link to nothing is a file that cannot be read
-    text     one document a file; any suffix but those below
+             pipe, a socket or a dangling link is a file that cannot be read
+    text     one document a file; any suffix except those below
     .jsonl   one document a line, of the fields `data.text_fields`, joined in that order; blank
              lines are no documents (.ndjson too)
     .json    one document for each object of a list, or one a line, or one alone, of the same fields

@@ -1,4 +1,4 @@
-"""Tokenizers: text ↔ ids, and the description from which a checkpoint's tokenizer is made anew.
+"""Tokenizers: text ↔ ids, and the description with which a checkpoint finds its tokenizer again.
 
 `data.tokenizer` chooses one of three kinds: `bytes` (ids 0 to 255, end of document 256), the path
 of a Hugging Face tokenizers JSON file, or `none` for token files whose tokenizer is missing (text
@@ -48,20 +48,21 @@ class Tokenizer(Protocol):
     def end_of_document(self) -> int | None: ...
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of a text, [n] of an unsigned integer type, without beginning or end marks."""
+        """The ids of a text, [n] of an unsigned integer type, without beginning or end marks.
+        Raises UnicodeEncodeError or DataError for a text that the tokenizer cannot encode."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of each text, using all cores where the tokenizer can."""
+        """The result of `encode` for each text, on all cores where the tokenizer can."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of some ids, without the ends of documents. Ids without a text are left out; no
-        id is an error."""
+        """The text of some ids, without the ends of documents. Ids that stand for no text are left
+        out. Nothing is raised, whatever the ids are."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """JSON from which `tokenizer_from` makes an equal tokenizer."""
+        """A JSON object from which `tokenizer_from` makes an equal tokenizer."""
         ...
 
 
@@ -203,11 +204,11 @@ def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
 def tokenizer_from(
     description: dict[str, Any], folders: Iterable[str | pathlib.Path] = ()
 ) -> Tokenizer:
-    """The tokenizer with this description, which `describe()` made.
+    """The tokenizer that a `describe()` has described.
 
-    A tokenizers file is looked for at its path, then as `tokenizer.json` in each of `folders` (a
-    prepared corpus has a copy). The first one with the described content is taken. Raises DataError
-    if there is none.
+    A tokenizers file is looked for at its path, then as `tokenizer.json` in each of `folders`,
+    since a prepared corpus has a copy. The first file whose sha256 is the described one is taken.
+    Raises DataError if there is none.
     """
     if description["kind"] == "bytes":
         return ByteTokenizer()

@@ -1,10 +1,10 @@
 """The processes of a run: the start of jax.distributed, the GPUs of a process, and the values that
 processes agree on.
 
-A run has several processes if the flags say so (`--coordinator --processes --process_id`), or the
-environment that an engine has set (cluster_environment.py), or if the program that trains has
-started jax.distributed before. jax detects some addresses; this file decides whether jax is asked
-at all, because a single process must never wait for others. launch.py starts processes on one
+A run has several processes if the flags say so (`--coordinator --processes --process_id`), if an
+engine's environment says so (cluster_environment.py), or if the program that trains has started
+jax.distributed already. jax finds some addresses by itself, but this file decides whether it is
+asked, because a single process must never wait for others. launch.py starts processes on one
 machine.
 """
 

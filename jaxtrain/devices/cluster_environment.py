@@ -1,7 +1,7 @@
-"""A run of several processes by environment and flags: the number of processes, the address of
+"""The processes of a run, as flags and environment describe them: their number, the address of
 process 0, and the GPUs of this process.
 
-    set by                            read in this file                                by jax
+    set by                            read by this file                                read by jax
     Slurm's srun                      number, GPUs                                     address, id
     Open MPI's mpirun                 number, id, GPUs, address in part                address
     JobSet, Kubeflow Trainer, a user  JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, and
@@ -10,9 +10,9 @@ process 0, and the GPUs of this process.
     SkyPilot                          SKYPILOT_NUM_NODES, _NODE_RANK, _NODE_IPS
     a TPU slice                                                                        all
 
-Flags win over the environment, and a line of the table over those below it: processes that mpirun
-starts on a SkyPilot node are mpirun's. These are pure functions of the flags' namespace and of
-os.environ; cluster.py acts on them. Standard library only, no jax.
+Flags have precedence over the environment, and a line of the table over those below it: processes
+that mpirun starts on a SkyPilot node are mpirun's. All functions are pure functions of the flags'
+namespace and of os.environ; cluster.py acts on their results. Standard library only, no jax.
 """
 
 import glob

@@ -20,11 +20,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src.lib import cuda_versions
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
-
-from jaxtrain.config.kernels import GPU, TargetDevice
 
 REPLICA, DATA, STAGE, CONTEXT, EXPERT, MODEL = AXES = (
     "replica",
@@ -227,8 +224,8 @@ _TRACED_FOR: contextvars.ContextVar[jax.Device | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def traced_for(mesh: Mesh) -> Iterator[None]:
-    """A context in which a program for a mesh is traced: `hardware()` is then that of its devices.
-    This machine need not have them: a program may be compiled ahead of time."""
+    """A context in which a program for a mesh is traced: `traced_device()` is then one of its
+    devices. This machine need not have them: a program may be compiled ahead of time."""
     token = _TRACED_FOR.set(mesh.devices.flat[0])
     try:
         yield
@@ -236,30 +233,33 @@ def traced_for(mesh: Mesh) -> Iterator[None]:
         _TRACED_FOR.reset(token)
 
 
-def hardware() -> TargetDevice:
-    """The hardware that a program is traced for: the devices of `traced_for`, or else jax's default
-    ones."""
+def traced_device() -> jax.Device:
+    """The device that a program is traced for: of `traced_for`, or else jax's default one."""
     device: Any = _TRACED_FOR.get() or jax.config.jax_default_device or jax.devices()[0]  # type: ignore[attr-defined]
-    return hardware_of(device)
+    return device
 
 
-def hardware_of(device: jax.Device) -> TargetDevice:
-    """The platform of a device, and the properties of an NVIDIA GPU that decide about kernels."""
-    if device.platform != GPU:
-        return TargetDevice(device.platform)
-    major, _, minor = str(device.compute_capability).partition(".")
-    if not major.isdigit():
-        return TargetDevice("rocm")  # jax calls AMD's devices gpu, too
-    try:
-        cudnn = cuda_versions.cudnn_get_version() if cuda_versions else None
-    except RuntimeError:  # compiled ahead of time without cuDNN
-        cudnn = None
-    return TargetDevice(GPU, (int(major), int(minor or 0)), cudnn)
+def platform_of(device: jax.Device) -> str:
+    """A device's platform as jax names it, but "rocm" for AMD's GPUs, so that "gpu" is NVIDIA's."""
+    if device.platform != "gpu":
+        return device.platform
+    is_nvidia = str(device.compute_capability).partition(".")[0].isdigit()
+    return "gpu" if is_nvidia else "rocm"
 
 
 def on_cpu() -> bool:
-    """Whether a program is traced for CPU devices."""
-    return hardware().platform == "cpu"
+    """True if a program is traced for CPU devices."""
+    return platform_of(traced_device()) == "cpu"
+
+
+def on_tpu() -> bool:
+    """True if a program is traced for TPUs."""
+    return platform_of(traced_device()) == "tpu"
+
+
+def on_nvidia_gpu() -> bool:
+    """True if a program is traced for NVIDIA GPUs."""
+    return platform_of(traced_device()) == "gpu"
 
 
 def _summed(x: jax.Array, collective) -> jax.Array:

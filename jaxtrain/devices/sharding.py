@@ -113,6 +113,14 @@ def shards(axis: str) -> int:
     )
 
 
+def cut_count(batch: int, tokens: int, sequence_shards: int, limit: int) -> int:
+    """The least number of parts of at most `limit` tokens into which [batch, tokens] can be cut
+    evenly along a sequence split over so many shards."""
+    local = tokens // sequence_shards
+    fits = lambda n: batch * tokens // n <= limit or n == local
+    return next(n for n in range(1, local + 1) if local % n == 0 and fits(n))
+
+
 def is_split(axis: str) -> bool:
     """Whether the partitioner splits a logical axis at this point of the trace."""
     return shards(axis) > 1

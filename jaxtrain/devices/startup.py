@@ -6,24 +6,22 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from jaxtrain.config import Config
 from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES, several_processes
 from jaxtrain.run import files, streams
 
 
-def start_jax(namespace: types.SimpleNamespace, config: Config | None = None) -> None:
+def start_jax(namespace: types.SimpleNamespace, side_by_side: bool = False) -> None:
     """Sets up jax's devices, compilation cache and, in a run of several processes, jax.distributed.
     Call it before jax is used.
 
     `--cpu_devices=N` simulates N CPU devices. A single process without an accelerator and without a
-    requested number of devices simulates 8, and a line on stdout says so. config: of the run, if
-    known.
+    requested number of devices simulates 8, and a line on stdout says so.
+
+    side_by_side: as in `set_xla_flags`.
 
     Raises ClusterError or DevicesError where the processes of a run cannot work together.
     """
-    set_xla_flags(
-        os.environ, config is not None and (config.model.experts or config.model.mtp_depth) > 0
-    )
+    set_xla_flags(os.environ, side_by_side)
     # Not before the config is known to be right: the import takes a second, and a mistake in flags
     # should be told at once.
     import jax

@@ -1,14 +1,14 @@
-"""The model over a cache: a few tokens at a time, after those that are in the cache already.
+"""The model with a key/value cache: it reads a few tokens at a time, which see those in the cache.
 
       cache      keys and values, [L, B, S, K, H] each, or latents [L, B, S, C]; slot s holds the
                  token at position s
                  ┌────────────────┬───────────┬──────────────┐
                  │ 0 … start − 1  │ T tokens  │ unused       │
                  └────────────────┴───────────┴──────────────┘
-Every query sees the slots up to its own. So slots beyond the newest token (padding of an earlier
-call) are never read, and are overwritten later.
+Every query sees the slots up to its own. So the slots after the newest token, which may hold
+padding of an earlier call, are never read, and are overwritten later.
 
-Which token follows is chosen in generation/sampling.py; whole sequences without a cache go through
+generation/sampling.py chooses the next token. Without a cache, sequences go through
 transformer.logits.
 
 Shape suffixes: L layers, B batch, S slots of the cache, T new tokens, K key/value heads, H head
@@ -37,7 +37,7 @@ class _Slot(NamedTuple):
 
 
 def _slots(cfg: ModelConfig) -> tuple[_Slot, ...]:
-    """A slot of each array of a cache."""
+    """The slots of a cache's arrays, one for each array."""
     if cfg.attention == "mla":
         return (_Slot((cfg.kv_rank + cfg.rope_head_dim,), (None,)),)
     return (_Slot((attention_kv_heads(cfg.kv_heads), cfg.head_dim), ("kv_heads", None)),) * 2
@@ -61,8 +61,9 @@ def extend(
     """Returns (the residual stream [B, T, D] after the blocks, the cache with these tokens), for T
     tokens at positions start, start + 1, ….
 
-    params: {"embed", "first" if any, "layers" (leaves [L, ...]), "head"}. start + T must not exceed
-    S: XLA would move the tokens back. The devices over which the sequence is split must divide T.
+    params: {"embed", "first" if any, "layers" (leaves [L, ...]), "head"}
+    start: int32 scalar. start + T must not exceed S: XLA would silently write the tokens to earlier
+        slots. The devices that split the sequence must divide T.
     """
     t = tokens_BT.shape[1]
     positions_1T = start + jnp.arange(t, dtype=jnp.int32)[None]
@@ -96,18 +97,19 @@ def extend(
 
 
 def tied_table(parts: ModelParts, params: dict, dtype) -> jax.Array | None:
-    """The embedding table [V, D] in the type in which the head multiplies with it, made once before
-    a loop over tokens; None for a head with a table of its own."""
+    """The embedding table [V, D] as `dtype`, in which the head multiplies with it; None for a head
+    that has its own table. A caller makes it once, before its loop over tokens."""
     return params["embed"]["table"].astype(dtype) if parts.cfg.tied_embeddings else None
 
 
 def next_logits(
     parts: ModelParts, params: dict, x_BTD: jax.Array, table_VD: jax.Array | None
 ) -> jax.Array:
-    """Float32 logits [B, V] of the token after the first one of a residual stream [B, T, D].
+    """Float32 logits [B, V] of the token that follows position 0 of x_BTD. The other positions only
+    fill up T, because the devices that split the sequence must divide it.
 
-    They are replicated on every device, without those that pad the vocabulary. table_VD:
-    `tied_table`.
+    V is the model's vocabulary without padding; it is not split over devices, the batch is.
+    table_VD: the result of `tied_table`.
     """
     first_B1D = constrain(x_BTD, ("batch", "token", None))[:, :1]
     logits_B1V = parts.head(params["head"])(first_B1D, table_VD)

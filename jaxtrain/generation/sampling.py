@@ -1,13 +1,13 @@
-"""Ids from a model: the choice of the next token, a prompt read into the key/value cache, and the
-loop over tokens.
+"""Token ids from a model: the prompt is read into the key/value cache, then a loop chooses the
+tokens.
 
       prompt's ids ── prefill: all but the last, in pieces ──► cache
                    ── decode: up to BURST tokens a call ──► ids as they come
 
 Both programs depend only on rounded sizes, so prompts of different lengths share them. The random
-numbers depend on seed, position, sample and token id, never on the mesh or the padding of the
-vocabulary. The model with its cache is in generation/decode.py, text from ids in
-generation/text.py, printing in generation/output.py.
+numbers depend on seed, position, sample and token id, not on the mesh or the padding of the
+vocabulary. generation/decode.py has the model with its cache, generation/text.py makes text from
+ids, generation/output.py prints it.
 
 Shape suffixes: B sequences (samples, rounded up to the mesh), T tokens, V vocabulary.
 """
@@ -29,8 +29,8 @@ from jaxtrain.devices.sharding import named, shards
 from jaxtrain.generation.decode import cache_axes, empty_cache, extend, next_logits, tied_table
 from jaxtrain.models.transformer import ModelParts
 
-BURST = 32  # most tokens that one call of the decoding program makes
-# most tokens of a prompt that one call reads: its attention scores are [heads, PIECE, slots]
+BURST = 32  # the most tokens that one call of the decoding program makes
+# the most tokens of a prompt that one call reads: its attention scores are [heads, PIECE, slots]
 PIECE = 1024
 SLOTS = 128  # the cache's length is a multiple of this
 BURST_S = 0.05  # target seconds of a call, between two pieces of streamed text
@@ -42,8 +42,8 @@ class Sampling:
 
     temperature: divides the logits; 0: the most likely token is chosen
     top_k: number of most likely tokens to choose among; 0: all
-    top_p: probability that the most likely tokens to choose among have together at least (Holtzman
-        et al. 2020), after top_k
+    top_p: after top_k, the fewest most likely tokens whose probabilities sum to at least this are
+        the ones to choose among (Holtzman et al. 2020); above 0, 1: all
     seed: seed of the random numbers, below 2³²
     """
 
@@ -94,9 +94,12 @@ class SamplingArrays:
     vocabulary: np.int32
 
 
-def likely(logits_BV: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+def filter_tokens(logits_BV: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
     """The tokens that remain after top-k and then top-p, bool [B, V]: at least the most likely one.
-    Smaller ids come first among equal logits."""
+    Smaller ids come first among equal logits.
+
+    top_k: int32 scalar; 0: all. top_p: float32 scalar above 0; 1: all.
+    """
     order_BV = jnp.argsort(logits_BV, axis=-1, descending=True)
     ranked_BV = jnp.take_along_axis(logits_BV, order_BV, -1)
     rank_V = jnp.arange(logits_BV.shape[-1])
@@ -119,10 +122,12 @@ def choose(
     greedy: bool = False,
     filtered: bool = True,
 ) -> jax.Array:
-    """A token id for each sequence, int32 [B], from float32 logits (−inf: never).
+    """A token id for each sequence, int32 [B], from float32 logits (−inf: never chosen) and a
+    random key each.
 
-    `greedy` and `filtered` are fixed when compiled: `greedy` needs no random numbers, and without
-    `filtered` top-k and top-p are left out.
+    temperature, top_k, top_p: scalars, as in `Sampling`; may be traced.
+    greedy, filtered: fixed when compiled. `greedy` takes the largest logit without random numbers;
+        without `filtered`, top-k and top-p are left out.
     """
     if greedy:
         return jnp.argmax(logits_BV, -1).astype(jnp.int32)
@@ -130,7 +135,7 @@ def choose(
     # also for an infinite temperature
     scaled_BV = jnp.where(jnp.isneginf(logits_BV), -jnp.inf, scaled_BV)
     if filtered:
-        scaled_BV = jnp.where(likely(scaled_BV, top_k, top_p), scaled_BV, -jnp.inf)
+        scaled_BV = jnp.where(filter_tokens(scaled_BV, top_k, top_p), scaled_BV, -jnp.inf)
     return jax.vmap(jax.random.categorical)(keys_B, scaled_BV).astype(jnp.int32)
 
 
@@ -154,8 +159,8 @@ class Sampler:
             sharding.mesh if on_mesh else make_mesh((1,) * len(AXES), list(sharding.device_set))
         )
         with jax.set_mesh(self.mesh):
-            # A call must divide over the devices that split the batch and the sequence: spare
-            # sequences and tokens fill it up.
+            # The devices that split batch and sequence must divide a call's sequences and tokens:
+            # spare ones fill it up.
             self._batch_unit, self._width = shards("batch"), shards("sequence")
         cache = tuple(named(self.mesh, axes) for axes in cache_axes(parts.cfg))
         of_batch, replicated = named(self.mesh, ("batch",)), named(self.mesh, ())
@@ -224,7 +229,8 @@ class Sampler:
         return self._tokens(decode, state, tokens, samples)
 
     def _read_prompt(self, ids: np.ndarray, tokens: int, samples: int) -> DecodeState:
-        """The state after the prompt, with a cache for so many tokens of so many samples."""
+        """The state after the prompt, whose cache has slots for `tokens` more tokens of each of
+        `samples` samples."""
         pieces = list(_pieces(ids[:-1].astype(np.int32), self._width))
         slots = max(sum(piece.size for piece, _ in pieces), len(ids) + tokens + self._width)
         batch = -(-samples // self._batch_unit) * self._batch_unit
@@ -277,8 +283,11 @@ class Sampler:
     def _spread_program(
         self, state: DecodeState, last: jax.Array, samples: jax.Array, batch: int
     ) -> DecodeState:
-        """The prompt's state copied for a batch of samples. last: the prompt's last token; samples:
-        number of those that are wanted, the others only fill up the batch."""
+        """The prompt's state copied to each of `batch` sequences.
+
+        last: the prompt's last token; samples: number of sequences that are wanted: the others fill
+        up the batch and are done at once.
+        """
         cache = tuple(jnp.repeat(c, batch // self._batch_unit, 1) for c in state.cache)
         return dataclasses.replace(
             state, cache=cache, last=jnp.full(batch, last), done=jnp.arange(batch) >= samples

@@ -1,4 +1,4 @@
-"""Text to ids and back: a prompt's ids, and the text of ids as they come."""
+"""The text of ids that come one after the other, and the continuation of a prompt as a text."""
 
 from collections.abc import Iterable
 

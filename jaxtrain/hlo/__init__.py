@@ -1,1 +1,1 @@
-"""Reads compiled programs of a step, for devices that need not be there, and traces of runs."""
+"""Reads the text of compiled steps, and traces of runs."""

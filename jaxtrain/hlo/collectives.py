@@ -1,11 +1,11 @@
-"""Collectives of a compiled step, read from its text in the terms of costs/collectives.py."""
+"""Collectives of a compiled step, read from its text. Kinds are XLA's opcodes, by which
+costs/collectives.py names them, too."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from jaxtrain.costs.collectives import GATHER, PERMUTE, RAGGED, sent
 from jaxtrain.hlo.loops import Executed, StepLoops
 from jaxtrain.hlo.program import Instruction, Program, along, pairs
 
@@ -20,7 +20,8 @@ class CompiledCollective:
     axes:        the mesh axes along which a group's devices differ
     devices:     the number of a group's devices; for a permute, of those along its axis
     size:        bytes of the unsharded arrays: an all-gather's results, the operands of others
-    sent:        bytes that a device of the stage sends, by the ring algorithms
+    sending:     the part of `size` in which a device of the stage takes part: 0 for a permute that
+                 does not begin on it, else all
     """
 
     instruction: Instruction
@@ -29,7 +30,7 @@ class CompiledCollective:
     axes: tuple[str, ...]
     devices: int
     size: float
-    sent: float
+    sending: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,19 +97,18 @@ def collectives(
             kind = "reduce-scatter"
         axes, devices = along(inner, mesh)
         operands = program.operands(inner)
-        arrays = [operand.bytes * (devices if kind == GATHER else 1) for operand in operands]
+        arrays = [operand.bytes * (devices if kind == "all-gather" else 1) for operand in operands]
         # The operand, and the capacity for what arrives: the larger one exceeds what travels.
-        if kind == RAGGED:
+        if kind == "ragged-all-to-all":
             arrays = [min(arrays[:2])]
         size = sending = float(sum(array for array in arrays if array > FEW))
         if not size:
             continue
-        if kind == PERMUTE:
+        if kind == "collective-permute":
             devices = mesh[axes[0]]
             place = [stage if name == "stage" else 0 for name in mesh]
             device = int(np.ravel_multi_index(place, tuple(mesh.values())))
             if device not in dict(pairs(inner.text)):
                 sending = 0.0
-        yield CompiledCollective(
-            inner, kind, operands[0].types[0], axes, devices, size, sent(kind, sending, devices)
-        )
+        dtype = operands[0].types[0]
+        yield CompiledCollective(inner, kind, dtype, axes, devices, size, sending)

@@ -10,12 +10,10 @@ import collections
 import dataclasses
 import fractions
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.hlo.program import Instruction, Program
-from jaxtrain.pipeline.setup import Setup
-from jaxtrain.schedule.columns import columns
 
 SCOPE = re.compile(
     r"[/(](?:([FKRBW])\d+|(take|send|stay)_\w+|(reduce)_gradients"
@@ -35,21 +33,23 @@ class Executed:
     loops: tuple[Instruction, ...]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class StepLoops:
     """The loops of a step's program on a stage.
 
+    op_runs:       op of the table → the number of times that the stage runs it in a step; empty
+                   with one stage, which has no table
+    busy_ticks:    ticks in which the stage runs an op
+    layers:        the number of layers of each of the stage's local units
     expert_tokens: tokens of a microbatch that reach a device's experts; None: their capacity
     """
 
-    def __init__(
-        self, program: Program, setup: Setup, stage: int = 0, expert_tokens: int | None = None
-    ):
-        self.program, self.setup = program, setup
-        self.stage, self.expert_tokens = stage, expert_tokens
-        table = columns(setup.train) if setup.train else None
-        runs = table.runs if table else {}
-        self.op_runs = {op: int(column[:, stage].sum()) for op, column in runs.items()}
-        self.busy_ticks = int(table.busy[:, stage].sum()) if table else 0
+    program: Program
+    stage: int
+    op_runs: Mapping[str, int]
+    busy_ticks: int
+    layers: Sequence[int]
+    expert_tokens: int | None = None
 
     def executed(
         self, computation: str = "", times: Any = 1, loops: tuple[Instruction, ...] = ()
@@ -82,7 +82,7 @@ class StepLoops:
         if self.program.holds_ops(loop):
             return fractions.Fraction(self.busy_ticks) / times
         if units := re.findall(r"/[FKRBW](\d+)/", loop.op_name):
-            return self.setup.placement.layer_count(int(units[-1]), self.stage)
+            return self.layers[int(units[-1])]
         if op := self.op_of_loop(loop):
             return fractions.Fraction(self.op_runs[op]) / times
         raise ValueError(f"a loop without a known number of trips: {loop.text[:200]}")

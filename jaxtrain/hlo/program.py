@@ -1,6 +1,7 @@
-"""A compiled program's text as instructions: computations, loops and trip counts, collectives.
+"""A compiled program as instructions, read from its text: computations, loops and their trip
+counts, collectives.
 
-XLA's text for CPU, GPU and TPU is read (`Compiled.as_text()`), after optimization and scheduling.
+The text is XLA's for CPU, GPU and TPU (`Compiled.as_text()`), after optimization and scheduling.
 """
 
 import dataclasses
@@ -199,7 +200,8 @@ class Program:
         self.named = {i.name: i for body in self.computations.values() for i in body}
 
     def below(self, name: str) -> Iterator[Instruction]:
-        """The instructions of a computation and of all that it calls, each computation once."""
+        """The instructions of a computation and of all that it calls, also of loops, fusions and
+        reductions, each computation once; none for an unknown name."""
         pending, seen = [name], set()
         while pending:
             current = pending.pop()
@@ -210,7 +212,12 @@ class Program:
                     pending += instruction.calls.values()
 
     def inline(self, name: str) -> Iterator[Instruction]:
-        """The instructions of a computation, a call or conditional replaced by what it calls."""
+        """The instructions of a computation in their order. In place of a call stand those of the
+        computation that it calls; in place of a conditional, those of all its branches. Fusions and
+        loops stay single instructions.
+
+        Raises KeyError for a name that is no computation's.
+        """
         for instruction in self.computations[name]:
             if instruction.opcode in ("call", "conditional"):
                 for called in instruction.calls.values():
@@ -254,9 +261,10 @@ class Program:
         return None if start is None or limit is None else max(0, limit - start)
 
     def _constant(self, i: Instruction, loop: Instruction | None = None) -> int | None:
-        """The integer that an instruction's value is known to be, or None.
+        """The constant integer that an instruction's value is, or None if it is not constant.
 
-        loop: the loop in whose condition the instruction stands; its value is the first trip's.
+        loop: the loop in whose condition the instruction stands; the value is that of its first
+        trip.
         """
         if i.opcode in ("copy", "bitcast", "copy-done", "copy-start"):
             return self._constant(self.operands(i)[0], loop)
@@ -288,7 +296,11 @@ def pairs(text: str) -> list[tuple[int, int]]:
 
 
 def along(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
-    """The mesh axes along which a collective's partitions differ, and the number of a group's."""
+    """The mesh axes along which a collective communicates, and the number of partitions in one of
+    its groups (2 for a permute: a sender and a receiver).
+
+    mesh: axis → size, with partitions numbered in row-major order
+    """
     shape = tuple(mesh.values())
     permutes = instruction.collective == "collective-permute"
     groups = pairs(instruction.text) if permutes else instruction.groups(math.prod(shape))

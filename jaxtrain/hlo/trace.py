@@ -21,7 +21,7 @@ from jax.profiler import ProfileData
 HOST = "/host:CPU"
 DEVICE = re.compile(r"/device:(?:GPU|TPU):(\d+)")
 OPS, ASYNC_OPS, MODULES = "XLA Ops", "Async XLA Ops", "XLA Modules"  # lines of a TPU's plane
-STREAM = "Stream #"  # with which the lines of a GPU's plane begin
+STREAM = "Stream #"  # the beginning of the names of a GPU plane's lines
 NS = 1e-9
 
 
@@ -33,7 +33,7 @@ class TraceError(ValueError):
 class TraceEvent:
     """An event of a device, from `begin` to `end` in seconds of the trace.
 
-    instruction: its name in the compiled program; "" for a kernel that names none
+    instruction: name of the instruction in the compiled program; "" for a kernel that names none
     kernel:      the event's name
     """
 
@@ -47,7 +47,8 @@ Events = dict[int, list[TraceEvent]]  # by the device's number in this process
 
 
 def read(folder: pathlib.Path, module: str) -> Events:
-    """The events of a program in the newest trace below a folder. Raises TraceError."""
+    """The events of a program in the newest trace below a folder. Raises TraceError if there is no
+    trace, if it cannot be read, or if it has no event of the program."""
     files = sorted(folder.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime_ns)
     if not files:
         raise TraceError(f"{folder} has no trace")
@@ -76,10 +77,14 @@ def events_of(data: ProfileData, module: str) -> Events:
 
 
 def _of_plane(plane: Any, module: str, device: int | None) -> Iterator[tuple[int, Any, str]]:
-    """(device, event, instruction) for each event of the program in a plane.
+    """Yields (device, event, name of the instruction) for each event of a program in a plane.
 
-    A GPU's kernel that names no program counts: it is in a graph of this program, or is a copy.
-    device: whose plane it is; None for the host's, whose events name their devices
+    A GPU's kernel that names no program is taken as the program's: it is in one of its graphs, or
+    is a copy.
+
+    module: the program's name
+    device: number of the device whose plane it is; None for the host's plane, whose events name
+        their devices
     """
     lines = {line.name: line for line in plane.lines}
     if device is not None and OPS in lines:
@@ -105,5 +110,6 @@ def _of_plane(plane: Any, module: str, device: int | None) -> Iterator[tuple[int
 
 
 def instruction_of(name: str) -> str:
-    """The instruction of a TPU's event: its name, or its text "%fusion.1 = f32[8] fusion(…)"."""
+    """The name of the instruction in the name of a TPU's event, which is the instruction's name or
+    its text: "%fusion.1 = f32[8] fusion(…)" → "fusion.1"."""
     return name.split(" = ")[0].strip().removeprefix("%")

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtrain.config import ModelConfig
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.layers import Dense, column_parallel, rotary
-from jaxtrain.parallel.attention import HEADS, KV_HEADS, attend_cached, attend_whole
+from jaxtrain.parallel.attention import HEADS, KV_HEADS, attend_cached, attend_causal
 from jaxtrain.parallel.heads import row_major
 from jaxtrain.parallel.tensor import attention_kv_heads, shared_columns
 
@@ -51,7 +51,7 @@ class Attention(nnx.Module):
         """[B, T, D] → [B, T, D], sequences from their beginning. With segments (int32 [B, T]) a
         token sees its own segment alone."""
         q, k, v = self.project(x_BTD, positions_BT)
-        y = attend_whole(q, k, v, segments_BT, self.context, self.kernel)
+        y = attend_causal(q, k, v, segments_BT, self.context, self.kernel)
         return self.out.row_parallel(y.reshape(*y.shape[:2], -1))
 
     def cached(self, x_BTD, positions_BT, cache, start):

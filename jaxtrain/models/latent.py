@@ -24,7 +24,7 @@ from flax import nnx
 from jaxtrain.config import ModelConfig
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.layers import Dense, Norm, column_parallel, gather_sequence, rotary
-from jaxtrain.parallel.attention import HEADS, attend, attend_whole
+from jaxtrain.parallel.attention import HEADS, attend, attend_causal
 from jaxtrain.parallel.heads import row_major
 
 
@@ -83,7 +83,7 @@ class LatentAttention(nnx.Module):
         shared = jnp.broadcast_to(key_BTR[:, :, None], (*k.shape[:3], self.rope_dim))
         k = constrain(jnp.concatenate([k, shared], -1), HEADS)
         q, k, v = map(row_major, (q, k, v))
-        y = attend_whole(q, k, v, segments_BT, self.context, self.kernel)
+        y = attend_causal(q, k, v, segments_BT, self.context, self.kernel)
         return self.out.row_parallel(y.reshape(*y.shape[:2], -1))
 
     def cached(self, x_BTD, positions_BT, cache, start):

@@ -45,7 +45,7 @@ def _table(cfg: ModelConfig, padded: int, axis: str) -> Parameter:
 class Embedder(nnx.Module):
     """Token embeddings, plus learned positions where the model has them.
 
-    padded: rows of the table in memory; vocab: logical axis of its rows
+    padded: number of the table's rows in memory; vocab: logical axis of these rows
     """
 
     def __init__(self, cfg: ModelConfig, padded: int, vocab: str = "vocab"):
@@ -73,14 +73,14 @@ class Embedder(nnx.Module):
 def add_position_gradient(positions_PD, positions_BT, g_BTD) -> jax.Array:
     """The accumulator of learned positions plus the gradient of the embedder's output."""
     g_BTD = gather_sequence(g_BTD)
-    if positions_BT.shape[0] == 1:  # the same positions in every row
+    if positions_BT.shape[0] == 1:  # the same positions in every sequence
         g_BTD = g_BTD.astype(jnp.float32).sum(0, keepdims=True)
     return positions_PD.at[positions_BT].add(g_BTD.astype(positions_PD.dtype))
 
 
 class Block(nnx.Module):
-    """Pre-norm attention and MLP, each added to the residual stream. dense: its MLP is one for all
-    tokens, whether the model has experts or not."""
+    """Pre-norm attention and MLP, each added to the residual stream. dense: all tokens go through
+    one MLP, even in a model that has experts."""
 
     def __init__(
         self,
@@ -116,8 +116,8 @@ class Predictor(nnx.Module):
     """A module of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2). Module k
     predicts one token more ahead than module k − 1.
 
-    It uses the model's embedding and output matrix. The norm before that matrix is a part of its
-    own (`ModelParts.norm`), since the next module continues from the normed stream, as in
+    It uses the model's embedding and output matrix. The norm before that matrix is no part of the
+    module (it is `ModelParts.norm`), since the next module continues from the normed stream, as in
     DeepSeek-V3's released weights.
     """
 
@@ -129,8 +129,8 @@ class Predictor(nnx.Module):
     def __call__(self, x_BTD, next_BTD, positions_BT, segments_BT=None) -> jax.Array:
         """Returns the module's residual stream [B, T, D].
 
-        x: the normed stream of the module before, or of the model; next: embeddings of the tokens
-        which that stream predicts.
+        x_BTD: the normed stream of the module before, or of the model
+        next_BTD: embeddings of the tokens that this stream predicts
         """
         both = jnp.concatenate([self.hidden_norm(x_BTD), self.token_norm(next_BTD)], -1)
         return self.block(constrain(self.project(both), SPLIT), positions_BT, segments_BT)
@@ -160,7 +160,8 @@ vocabulary_logits.defvjp(_vocabulary_logits, _vocabulary_logits_backward)
 
 
 class Head(nnx.Module):
-    """Final norm and the projection to the vocabulary; a tied head is given the embedding table."""
+    """Final norm and the projection to the vocabulary. A tied head has no table and is called with
+    the embedding's."""
 
     def __init__(self, cfg: ModelConfig, padded: int, vocab: str = "vocab"):
         self.vocab_size, self.padded = cfg.vocab_size, padded != cfg.vocab_size
@@ -170,7 +171,8 @@ class Head(nnx.Module):
     def __call__(self, x_BCD, tied_table=None, first_row=0) -> jax.Array:
         """[B, C, D] → float32 logits [B, C, V]; those of padding are −inf.
 
-        first_row: row of the vocabulary at which the table begins, where it is a part of one.
+        tied_table: the embedding's table [V, D], for a head that has none
+        first_row: the table's first row in the vocabulary, if it is a shard of the table
         """
         table_VD = tied_table if self.table is None else self.table[...]
         logits = constrain(
@@ -267,8 +269,14 @@ def trunk(
     segments_BT=None,
     dtype=jnp.float32,
 ) -> jax.Array:
-    """The model without its head → residual stream [B, T, D]. params: {"embed", "first" if any,
-    "layers" (leaves [L, ...]), …}."""
+    """The residual stream [B, T, D] after the last layer, before the final norm and the head.
+
+    params: {"embed": …, "layers": … with leaves [L, ...], and "first": {"0": …} of the dense layers
+        before them, if any}; other entries are not read
+    tokens_BT: int32; positions_BT: int32 [B or 1, T], None: 0, 1, 2, …
+    segments_BT: int32, the document of each token; None: a sequence is one document
+    dtype: of activations and matmuls; parameters keep their type
+    """
     positions_BT = default_positions(tokens_BT) if positions_BT is None else positions_BT
     x_BTD = parts.embedder(params["embed"])(tokens_BT, positions_BT, dtype)
     for i in range(parts.cfg.dense_layers):
@@ -285,7 +293,7 @@ def logits(
     segments_BT=None,
     dtype=jnp.float32,
 ) -> jax.Array:
-    """Float32 logits [B, T, V] of all tokens. params: those of `trunk` and "head"."""
+    """Float32 logits [B, T, V] of all tokens. Arguments as of `trunk`, with "head" in `params`."""
     x_BTD = trunk(parts, params, tokens_BT, positions_BT, segments_BT, dtype)
     tied_table = params["embed"]["table"] if parts.cfg.tied_embeddings else None
     return parts.head(params["head"])(x_BTD, tied_table)

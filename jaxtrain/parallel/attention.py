@@ -1,9 +1,9 @@
-"""The entry to all attention, `attend_whole`: it chooses the kernel, and the way over a split
-sequence.
+"""Attention over all devices: the choice of a kernel, and of the collectives for a split sequence.
 
-The table of config/kernels.py says which kernel. Unsplit sequences go to it as they are; over
-`context` by gathering, by heads (ulysses) or by the ring (parallel/context.py). `attend` is
-attention in plain XLA with all its scores: of short sequences, and through a cache.
+`attend_causal` is what the models call. The table of config/kernels.py says which kernel. An
+unsplit sequence goes to the kernel as it is; one that is split over `context` goes by gathering the
+keys, by exchanging tokens for heads (ulysses) or around a ring (parallel/context.py). `attend` is
+attention in plain XLA that computes all scores, for short sequences and for a cache.
 
 Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension.
 """
@@ -22,34 +22,35 @@ from jaxtrain.config.kernels import (
     AttentionCase,
     attention_kernel,
 )
-from jaxtrain.devices.mesh import hardware
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.parallel import blockwise, context, cudnn, flash, ring, splash
 from jaxtrain.parallel.flash import Kernel
 from jaxtrain.parallel.heads import on_each_device, over_heads
+from jaxtrain.parallel.target_device import target_device
 
 HEADS = ("batch", "token", "heads", None)
 KV_HEADS = ("batch", "token", "kv_heads", None)
-# the scope in the program, by which a profile's reader tells attention's products from others
-# (plan/measured_step.py)
+# The scope of attention in the program: plan/measured_step.py tells its products in a profile by
+# it.
 SCOPE = "attention"
 
 
-def attend(q_BTNH, k_BSKH, v_BSKH, mask=None, causal: bool = False) -> jax.Array:
-    """Scaled dot-product attention in plain XLA → [B, T, N, a value's H]. Causal (then T = S), or
-    by `mask` (bool [B or 1, 1, T, S], true where a query sees a key) if given.
+def attend(q_BTNH, k_BSKH, v_BSKH, mask=None, mask_is_causal: bool = False) -> jax.Array:
+    """Scaled dot-product attention in plain XLA → [B, T, N, H of v]. Keys and values may have a
+    head for several query heads, and values another size than keys.
 
-    causal: the mask is causal as well (T = S), so that most of the scores above the diagonal need
-        not be computed
+    mask: bool [B or 1, 1, T, S], true where a query sees a key; None: causal, with T = S
+    mask_is_causal: no query of the mask sees a later key (T = S), so most of the scores above the
+        diagonal are not computed; the result is the same
     """
-    return constrain(grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask, causal), HEADS)
+    return constrain(grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask, mask_is_causal), HEADS)
 
 
 def attend_by_cudnn_mask(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
     """`attend` by cuDNN, which adds the mask to the scores as numbers.
 
-    jax takes heads of one size alone: smaller ones are padded with zeros, which change no score,
-    and whose results are cut off.
+    jax's function wants keys and values of one size: the smaller ones are padded with zeros, which
+    change no score, and the padding of the result is cut off.
     """
     (size, of_values), scale = (q_BTNH.shape[-1], v_BSKH.shape[-1]), q_BTNH.shape[-1] ** -0.5
     filled = lambda a: jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, max(size, of_values) - a.shape[-1])))
@@ -64,20 +65,20 @@ def attend_by_cudnn_mask(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
 
 
 def causal_blocks(tokens: int) -> int:
-    """The number of blocks of queries that causal attention is cut into, up to 4 of at least 128
-    tokens. A block takes the keys up to its end alone, so n blocks compute (n + 1) / 2n of the
-    scores."""
+    """The number of equal blocks into which causal attention cuts the queries: 4 or 2 if each has
+    at least 128 tokens, else 1. A block needs no keys after its end, so n blocks compute (n + 1) /
+    2n of the scores."""
     return next(n for n in (4, 2, 1) if n == 1 or (tokens % n == 0 and tokens // n >= 128))
 
 
-def grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask=None, causal: bool = False) -> jax.Array:
-    """`attend` in plain XLA.
+def grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask=None, mask_is_causal: bool = False) -> jax.Array:
+    """`attend` without the result's sharding.
 
-    `jax.nn.dot_product_attention` has the group as a fifth dimension, with transposes for it: 5 %
-    of a training step on CPU (benchmarks/README.md).
+    `jax.nn.dot_product_attention` would have the heads of a group as a fifth dimension, and
+    transposes for it: 5 % of a training step on CPU (benchmarks/README.md).
     """
     t, s = q_BTNH.shape[1], k_BSKH.shape[1]
-    if mask is not None and not causal:
+    if mask is not None and not mask_is_causal:
         return _block_attention(q_BTNH, k_BSKH, v_BSKH, mask)
     mask = jnp.tril(jnp.ones((t, s), bool))[None, None] if mask is None else mask
     n = causal_blocks(t)
@@ -90,9 +91,9 @@ def grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask=None, causal: bool = False) -
 
 
 def _block_attention(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
-    """Attention of one block. The softmax is in float32, divided by its sum after the product with
-    the values, which has fewer columns. The query heads of a group are rows of one matmul with
-    their keys."""
+    """Attention of one block of queries. The softmax is in float32; its sum divides the product
+    with the values, which has fewer columns than the scores. The query heads that share keys are
+    rows of one matmul."""
     b, t, n, h = q_BTNH.shape
     s, k = k_BSKH.shape[1:3]
     # rows R: group, token
@@ -114,19 +115,20 @@ def _block_attention(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
 
 
 @functools.partial(jax.named_call, name=SCOPE)
-def attend_whole(q, k, v, segments_BT, way: str, wanted: str) -> jax.Array:
-    """Causal self-attention over whole sequences, also where `context` splits them; with segments a
-    token sees its own segment alone. All arrays [B, T, heads, size of a head], of this device's
-    tokens.
+def attend_causal(q, k, v, segments_BT, way: str, requested: str) -> jax.Array:
+    """Causal self-attention of complete sequences → [B, T, N, H of v], also where `context` splits
+    them. q, k, v [B, T, heads, size of a head] are of this device's tokens.
 
-    way:    parallel.context, for sequences that `context` splits (parallel/context.py)
-    wanted: model.attention_kernel, from which config/kernels.py chooses for the devices that the
+    segments_BT: int32, the document of each token, which sees no token of another document; None: a
+        sequence is one document
+    way:       parallel.context, the collectives for sequences that `context` splits
+    requested: model.attention_kernel; config/kernels.py chooses the kernel for the devices that the
         program is traced for
     """
     parts = context.size()
     in_pieces = parts > 1 and way != "ulysses"
     case = AttentionCase(
-        hardware(),
+        target_device(),
         bits=8 * q.dtype.itemsize,
         key_size=q.shape[-1],
         value_size=v.shape[-1],
@@ -135,7 +137,7 @@ def attend_whole(q, k, v, segments_BT, way: str, wanted: str) -> jax.Array:
         documents=segments_BT is not None,
         context=way if in_pieces else "",
     )
-    chosen = attention_kernel(case, wanted).kernel
+    chosen = attention_kernel(case, requested).kernel
     kernel = _flash_kernel(chosen, q.shape, case)
     unsplit = functools.partial(_attend_unsplit, kernel, chosen)
     if parts == 1:
@@ -154,12 +156,15 @@ def attend_whole(q, k, v, segments_BT, way: str, wanted: str) -> jax.Array:
     )
 
 
-def attend_cached(q, k, v, start, wanted: str) -> jax.Array:
-    """Attention of T tokens to S slots of a cache: query t sees slots up to start + t. By splash
-    for as many tokens as a prompt has; otherwise in plain XLA."""
-    (t, s), devices = (q.shape[1], k.shape[1]), hardware()
+def attend_cached(q, k, v, start, requested: str) -> jax.Array:
+    """Attention of T tokens to S slots of a cache: query t sees slots up to start + t. Splash
+    attends for a prompt's many tokens if it is the chosen kernel; otherwise plain XLA does.
+
+    requested: model.attention_kernel
+    """
+    (t, s), device = (q.shape[1], k.shape[1]), target_device()
     case = AttentionCase(
-        devices,
+        device,
         8 * q.dtype.itemsize,
         q.shape[-1],
         v.shape[-1],
@@ -168,8 +173,8 @@ def attend_cached(q, k, v, start, wanted: str) -> jax.Array:
         documents=False,
         context="cache",
     )
-    if attention_kernel(case, wanted).kernel == SPLASH and splash.takes(t, s):
-        kernel = splash.kernel(interpret=devices.platform != TPU)
+    if attention_kernel(case, requested).kernel == SPLASH and splash.takes(t, s):
+        kernel = splash.kernel(interpret=device.platform != TPU)
         run = lambda q, k, v, start: kernel.forward(
             q, k, v, context.Sight((0,), start=start), dtype=v.dtype
         )[0]
@@ -195,13 +200,13 @@ def _attend_unsplit(kernel: Kernel | None, chosen: str, q, k, v, segments) -> ja
     return (
         attend_by_cudnn_mask(q, k, v, mask)
         if chosen == CUDNN_MASK
-        else attend(q, k, v, mask, causal=True)
+        else attend(q, k, v, mask, mask_is_causal=True)
     )
 
 
 def _flash_kernel(chosen: str, shape: tuple[int, ...], case: AttentionCase) -> Kernel | None:
-    """The kernel that makes no array of all scores, for queries [B, T, N, H]; None for XLA with few
-    tokens, and for cuDNN's mask."""
+    """The kernel that never has all scores in memory, for queries of `shape` [B, T, N, H]; None
+    where plain XLA computes them for few tokens, and for cuDNN with a mask."""
     batch_heads = shape[0] * shape[2]
     if not case.context:
         batch_heads = batch_heads * shape[1] // case.keys

@@ -39,7 +39,6 @@ from jaxtrain.devices.mesh import (
     CONTEXT,
     EXPERT,
     MODEL,
-    hardware,
     manual_size,
     over_model,
     psum,
@@ -48,6 +47,7 @@ from jaxtrain.devices.mesh import (
 from jaxtrain.devices.sharding import constrain, is_split
 from jaxtrain.parallel import grouped, megablox
 from jaxtrain.parallel.context import in_text_order, local_chunks
+from jaxtrain.parallel.target_device import target_device
 
 PART, REPLICATED = P(MODEL), P()
 # cuts of experts' matrices [E, in, out] over model
@@ -417,7 +417,7 @@ EQUAL_GROUPS = Products(
 
 
 def _products(sizes: jax.Array | None) -> Products:
-    return EQUAL_GROUPS if sizes is None else KERNELS[product_kernel(hardware()).kernel]
+    return EQUAL_GROUPS if sizes is None else KERNELS[product_kernel(target_device()).kernel]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -1,5 +1,5 @@
-"""Functions that the partitioner cannot split, run on each device's own heads: kernels, and a fixed
-layout in memory."""
+"""Attention's functions that the partitioner cannot split, such as kernels, run on each device's
+own heads; and arrays with a fixed layout in memory."""
 
 import functools
 from collections.abc import Callable
@@ -14,15 +14,18 @@ HEADS = P(None, None, MODEL)
 
 
 def by_heads(fn: Callable, arrays: tuple, same: tuple = ()):
-    """fn(*arrays, *same) → arrays, on each device's own heads: they are the third dimension of all
-    `arrays` and results; `same` are pytrees without heads."""
+    """Runs fn(*arrays, *same) on each device's own heads, and returns its arrays.
+
+    arrays: heads are the third dimension of each, and of each result
+    same: pytrees without heads, the same on all devices of `model`
+    """
     return over_model(fn, ((HEADS,) * len(arrays) + (P(),) * len(same)), HEADS)(*arrays, *same)
 
 
 def on_each_device(fn: Callable, arrays: tuple, same: tuple = ()):
-    """`by_heads` outside of the runtime's manual region, where the partitioner has all axes: fn
-    runs on each device's own sequences as well, dimension 0. XLA's TPU compiler lets no partitioner
-    split a kernel, not even along axes of one device."""
+    """`by_heads` for code outside of the runtime's manual region, where the partitioner has all
+    axes: fn runs on each device's own sequences (dimension 0) and heads. XLA's TPU compiler refuses
+    a kernel that the partitioner would have to split, even along axes of one device."""
     if jax.sharding.get_abstract_mesh().empty:
         return fn(*arrays, *same)
     split = P(BATCH_AXES, None, MODEL)
@@ -34,19 +37,21 @@ def on_each_device(fn: Callable, arrays: tuple, same: tuple = ()):
 def over_heads(
     kernel: Callable, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None
 ) -> jax.Array:
-    """kernel(q, k, v, mask) → like q, on arrays [batch, token, heads, head dimension] whose heads
-    are split over `model`; the mask ([batch or 1, 1, T, S] or None) is the same for all heads.
+    """Runs kernel(q, k, v, mask) → [B, T, N, H of v] on each device's own heads, for arrays
+    [B, T or S, heads, head dimension] whose heads are split over `model`.
 
-    This holds for a `model` of one device too: all axes of the runtime are manual then, and a
+    mask: bool [B or 1, 1, T, S], the same for all heads, or None
+
+    With one device along `model` it does so, too: all axes of the runtime are then manual, so a
     kernel with a partitioning rule (cuDNN's attention) is lowered without the partitioner.
     """
     return by_heads(kernel, (q, k, v), (mask,))
 
 
 def as_written(x: jax.Array) -> jax.Array:
-    """The value of a slot, laid out in memory in the order of its dimensions, unless the
-    partitioner splits it. Otherwise sums over tokens would read it column by column, and XLA's GPU
-    compiler would transpose the pool for that in every tick."""
+    """The value x of a slot, laid out in memory in the order of its dimensions, unless the
+    partitioner splits it. Without this, sums over tokens would read it column by column, and XLA's
+    GPU compiler would transpose the entire pool for them in every tick."""
     return x if partitioned() else _in_order(x)
 
 
@@ -62,12 +67,13 @@ def _row_major(x: jax.Array, split: P) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def row_major(x: jax.Array, split: P = HEADS) -> jax.Array:
-    """x, split over `model` by `split`; it and its gradient lie in memory in the order of their
-    dimensions.
+    """Returns x. It and its gradient lie in memory in the order of their dimensions.
 
-    Without this XLA lays out attention's results by heads, and an array that outlives its op, such
-    as a gradient that waits for the weight's, gets another layout where it is read: all of it is
-    then transposed in every tick (seen ahead of time for GPU and TPU).
+    split: the PartitionSpec of x over `model`
+
+    Without this, XLA lays out attention's results by heads. An array that outlives its op, such as
+    a gradient that waits for W, then gets another layout where it is read, and is transposed in
+    every tick (seen in programs compiled ahead of time for GPU and TPU).
     """
     return _row_major(x, split)
 

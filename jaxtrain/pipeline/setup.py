@@ -248,12 +248,12 @@ def _candidate(
     if pipeline.schedule.startswith(CSV):
         table = read_csv(pipeline.schedule.removeprefix(CSV))
         _check_fits(config, table)
-        groups = _units_of_chunks(table)
-        chunks = pipeline.chunk_layers or spread(layers, len(groups), pipeline.layer_costs)
-        sizes = tuple(itertools.chain.from_iterable(map(spread, chunks, groups)))
+        units_per_chunk = _units_of_chunks(table)
+        chunks = pipeline.chunk_layers or spread(layers, len(units_per_chunk), pipeline.layer_costs)
+        sizes = tuple(itertools.chain.from_iterable(map(spread, chunks, units_per_chunk)))
     else:
         chunks = pipeline.chunk_layers or spread(layers, stages * repeats, pipeline.layer_costs)
-        groups, sizes = cut(chunks, pipeline.layers_per_op)
+        units_per_chunk, sizes = cut(chunks, pipeline.layers_per_op)
     costs = pipeline.layer_costs or (1.0,) * layers
     ends = itertools.accumulate(sizes)
     shares = tuple(
@@ -268,7 +268,7 @@ def _candidate(
         times=times_of(config, stages),
         permute=pipeline.permute,
         remat_full=pipeline.remat == "full",
-        groups=groups,
+        units_per_chunk=units_per_chunk,
         shares=shares,
         vocabulary=vocabulary,
         memory=memory,

@@ -1,5 +1,5 @@
-"""From a run's config to what costs/ reckons with: the model's sizes, its layout, the framework, as
-one `StepModel`. No jax."""
+"""From a run's config to the `StepModel` whose time and memory costs/ computes: the transformer's
+sizes, the layout, the framework and the hardware. No jax."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -17,17 +17,20 @@ OURS = "jaxtrain"
 # XLA's CPU backend copies a layer's weights out of their stack, and adds gradients that it has
 # written.
 WEIGHT_COPIES, SUM_PASSES = 2.0, 3.0
-# Of 16 bits, forward, over scores in 32 bits: a product writes them, a softmax reads them twice and
-# writes them, a product reads them.
+# Passes over the scores in the forward, in units of 16 bits; the scores have 32. A product writes
+# them, a softmax reads them twice and writes them, a product reads them.
 SCORE_PASSES = 10.0
-# of a parameter: the last exchange's and its momentum, in 32 bits (training/diloco.py)
+# bytes of a parameter: its value after the last exchange, and its momentum, in 32 bits
+# (training/diloco.py)
 OUTER_BYTES = 8.0
-DIGITS = 4  # of a time for a table
+DIGITS = 4  # significant digits of an op time
 
 
 def step_model_of(config: Config, hardware: Hardware, assume: str = OURS) -> StepModel:
-    """The step of a resolved config, whose mesh is known, on this hardware, by the framework of
-    that name."""
+    """The step of a resolved config, none of whose mesh sizes is −1, on one kind of hardware.
+
+    assume: the framework that runs it, a name of costs/frameworks.FRAMEWORKS
+    """
     return StepModel(
         transformer_of(config),
         layout_of(config),
@@ -39,26 +42,28 @@ def step_model_of(config: Config, hardware: Hardware, assume: str = OURS) -> Ste
 
 
 def planned_op_times(config: Config, kind: Hardware) -> tuple[float, ...]:
-    """Milliseconds of F, B, W, message, R and head, as `pipeline.times`, of a resolved config whose
-    mesh is known."""
+    """Milliseconds of F, B, W, message, R and head, in the form of `pipeline.times`, planned for a
+    resolved config none of whose mesh sizes is −1."""
     return milliseconds(step_model_of(config, kind).op_times())
 
 
 def milliseconds(times: Iterable[float]) -> tuple[float, ...]:
-    """Seconds as milliseconds of four digits, as `pipeline.times` takes them."""
+    """Seconds as milliseconds, rounded to four significant digits, in the form of
+    `pipeline.times`."""
     return tuple(float(f"{1e3 * seconds:.{DIGITS}g}") for seconds in times)
 
 
 def hardware_at_hand(config: Config, device_kind: str) -> Hardware | None:
-    """The hardware that `train.hardware` names, or else the one that jax calls `device_kind`; None
-    where it is not known, as for any CPU. Raises HardwareError."""
+    """The hardware that `train.hardware` names, or, if it is empty, the one whose devices jax calls
+    `device_kind`; None for devices that are not known, such as any CPU. Raises HardwareError for a
+    name that is not known."""
     name = config.train.hardware
     return kinds.load(name) if name else kinds.of_device(device_kind)
 
 
 def transformer_of(config: Config) -> Transformer:
-    """The transformer of a resolved config, as costs/ counts it, with the length of its
-    sequences."""
+    """The transformer of a resolved config in the form that costs/ counts, with the sequence length
+    of its data."""
     m = config.model
     return Transformer(
         layers=m.layers,
@@ -100,7 +105,8 @@ def _experts_of(m: ModelConfig) -> dict[str, Any]:
 
 
 def layout_of(config: Config) -> Layout:
-    """The layout of a resolved config whose mesh is known and whose batch divides."""
+    """The layout of a resolved config, none of whose mesh sizes is −1, and whose batch the shards
+    and microbatches divide."""
     mesh, pipeline = config.mesh, config.pipeline
     return Layout(
         data=mesh.data,
@@ -121,9 +127,9 @@ def layout_of(config: Config) -> Layout:
 
 
 def framework_of(config: Config, hardware: Hardware, assume: str = OURS) -> Framework:
-    """The framework of this name with what a resolved config changes: the kernel of attention, the
-    place of the vocabulary, the types and times of its collectives, the state of independent
-    replicas."""
+    """The framework named `assume`, with what a resolved config changes about it: the kernel of
+    attention, the stages that have embedding and head, the types and times of collectives, and the
+    state of independent replicas."""
     framework = FRAMEWORKS[assume]
     vocabulary = config.pipeline.vocabulary
     if vocabulary != "auto":
@@ -135,7 +141,7 @@ def framework_of(config: Config, hardware: Hardware, assume: str = OURS) -> Fram
         framework = dataclasses.replace(
             framework,
             sent_gradient=sent,
-            # experts of a capacity have as many rows, be they filled or not
+            # experts with a capacity compute that many tokens, whether they are there or not
             imbalance=config.model.capacity_factor or framework.imbalance,
             context_by=config.parallel.context,
             gathers_once=config.parallel.gather == "step",
@@ -158,7 +164,7 @@ def framework_of(config: Config, hardware: Hardware, assume: str = OURS) -> Fram
 
 
 def _scores_pass_through_memory(config: Config, hardware: Hardware, assume: str) -> bool:
-    """Whether attention has no fused kernel: plain XLA is asked for, or, in our own framework, no
+    """True if attention has no fused kernel: plain XLA is asked for, or, in our own framework, no
     other kernel takes the case."""
     wanted = config.model.attention_kernel
     if wanted != "auto" or assume != OURS:
@@ -171,7 +177,7 @@ def _scores_pass_through_memory(config: Config, hardware: Hardware, assume: str)
 
 
 def platform_of(hardware: Hardware) -> str:
-    """The platform of a hardware, as jax names it."""
+    """The platform of a hardware by jax's name: tpu, cpu or gpu."""
     name = hardware.name.lower()
     return next(
         (platform for platform in (kernels.TPU, kernels.CPU) if name.startswith(platform)),

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.costs.collectives import DATA, GATHER, PERMUTE, SCATTER, SUM, Collective
 from jaxtrain.devices import mesh as meshes
-from jaxtrain.parallel.attention import attend_whole
+from jaxtrain.parallel.attention import attend_causal
 
 REPEATS = 3  # timings, of which the median counts
 SMALL = 16  # rows and columns of a product that takes no time beyond its launch
@@ -141,7 +141,7 @@ class Bench:
         """Seconds forward and backward, by the kernel that the runtime takes, in a region where all
         axes are manual."""
         qkv = self._arrays((sequences, tokens, heads, size), jnp.dtype(dtype), 3)
-        attend = lambda q, k, v: attend_whole(q, k, v, None, "all_gather", "auto")
+        attend = lambda q, k, v: attend_causal(q, k, v, None, "all_gather", "auto")
 
         def both(q, k, v):
             out, backward = jax.vjp(attend, q, k, v)

@@ -26,15 +26,21 @@ from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, Reading, apply, read_flags, settled
 from jaxtrain.config.recipes import DEFAULT_RECIPE, find_recipe, load_recipe
 from jaxtrain.costs import hardware
+from jaxtrain.costs.collectives import sent
 from jaxtrain.costs.hardware import GIB
 from jaxtrain.costs.memory import MemoryBreakdown
 from jaxtrain.costs.step_counts import Entry
 from jaxtrain.devices.mesh import AXES, sizes_of
-from jaxtrain.hlo import topology
 from jaxtrain.hlo.collectives import StepCollective, step_collectives
 from jaxtrain.hlo.loops import StepLoops
 from jaxtrain.hlo.program import Program
-from jaxtrain.hlo.topology import (
+from jaxtrain.pipeline.setup import Setup, make_setup
+from jaxtrain.pipeline.step_model import step_model_of
+from jaxtrain.plan import layout_flag, topology
+from jaxtrain.plan.explain import aligned
+from jaxtrain.plan.predict import predict, with_op_times
+from jaxtrain.plan.report import step_counts
+from jaxtrain.plan.topology import (
     INSTALL_COMMAND,
     Compiled,
     Refused,
@@ -42,16 +48,11 @@ from jaxtrain.hlo.topology import (
     compile_config,
     compilers,
 )
-from jaxtrain.pipeline.setup import make_setup
-from jaxtrain.pipeline.step_model import step_model_of
-from jaxtrain.plan import layout_flag
-from jaxtrain.plan.explain import aligned
-from jaxtrain.plan.predict import predict, with_op_times
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
-from jaxtrain.training.sizes import step_counts
+from jaxtrain.schedule.columns import columns
 
-# The planner's part → the key of `training.sizes.state_memory` with the compiled program's bytes.
+# The planner's part → the key of `plan.report.state_memory` with the compiled program's bytes.
 PARTS = {
     "weights": "parameters",
     "gradients": "accumulators",
@@ -213,13 +214,33 @@ def check_topology(devices: Topology, wanted: int) -> Topology:
     return devices
 
 
+def step_loops(
+    program: Program, setup: Setup, stage: int = 0, expert_tokens: int | None = None
+) -> StepLoops:
+    """The loops of a step's program on a stage, with the trips that its table and placement say.
+
+    expert_tokens: tokens of a microbatch that reach a device's experts; None: their capacity
+    """
+    table = columns(setup.train) if setup.train else None
+    runs, placement = table.runs if table else {}, setup.placement
+    units = range(placement.units_per_stage)
+    return StepLoops(
+        program,
+        stage,
+        op_runs={op: int(column[:, stage].sum()) for op, column in runs.items()},
+        busy_ticks=int(table.busy[:, stage].sum()) if table else 0,
+        layers=[placement.layer_count(unit, stage) for unit in units],
+        expert_tokens=expert_tokens,
+    )
+
+
 def compile_check(config: Config, devices: Topology, compiled: Compiled) -> CompileCheck:
     """The compile check of a resolved config's step that has been compiled for these devices."""
     device, counts = hardware.load(devices.platform.hardware), step_counts(config)
     stage, program = counts.busiest_stage(), compiled.program
     computes = lambda i: float(i.is_kernel or program.multiplies(i))
     mesh = dict(zip(AXES, sizes_of(config.mesh), strict=True))
-    loops = StepLoops(program, make_setup(config), stage)
+    loops = step_loops(program, make_setup(config), stage)
     return CompileCheck(
         devices,
         compiled,
@@ -275,23 +296,24 @@ def _collectives(
 ) -> list[CollectiveBytes]:
     """Bytes of collectives by kind and axes, those with most bytes first."""
     in_plan = collections.Counter[tuple[str, str]]()
-    sent, size, asynchronous, overlapped = (
+    sending, size, asynchronous, overlapped = (
         collections.defaultdict[tuple[str, str], float](float) for _ in range(4)
     )
     for each in compiled:
         key = each.collective.kind, "·".join(each.collective.axes)
-        sent[key] += each.run.times * each.collective.sent
+        c = each.collective
+        sending[key] += each.run.times * sent(c.kind, c.sending, c.devices)
         unsharded = each.run.times * each.collective.size
         size[key] += unsharded
         asynchronous[key] += unsharded * (each.overlapped is not None)
         overlapped[key] += unsharded * bool(each.overlapped)
     for entry in planned:
         in_plan[entry.kind, "·".join(entry.axes)] += entry.bytes
-    keys = sorted({*sent, *in_plan}, key=lambda key: (-max(sent[key], in_plan[key]), key))
+    keys = sorted({*sending, *in_plan}, key=lambda key: (-max(sending[key], in_plan[key]), key))
     return [
         CollectiveBytes(
             *key,
-            round(sent[key]),
+            round(sending[key]),
             in_plan[key],
             asynchronous[key] / (size[key] or 1),
             overlapped[key] / (size[key] or 1),

@@ -1,33 +1,128 @@
-"""The dry run: mesh, table, memory as compiled and communication volume of a step that does not
-run.
+"""The dry run of a step: mesh, table, compiled memory and communication volume.
 
-`--dry_run` compiles the step for the devices at hand and stops: no array is made, no corpus read
-and nothing written. The lines come as text or as one object.
+`--dry_run` compiles the step for the devices of this process and stops: no array is made, no corpus
+is read and nothing is written. Its result is lines of text, or one JSON object with --json.
 """
 
+import collections
 import dataclasses
 import json
 import math
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh
 from jax.stages import Compiled
 
 from jaxtrain.config import Config, ModelConfig, kernels
+from jaxtrain.costs.collectives import FLOAT32, Parameters, StepCollectives
 from jaxtrain.costs.layout import Layout, routed_capacity
-from jaxtrain.costs.step_counts import Entry
+from jaxtrain.costs.step_counts import Entry, StepCounts
+from jaxtrain.costs.step_time import bytes_of
 from jaxtrain.costs.transformer import Transformer
 from jaxtrain.devices import mesh as meshes
-from jaxtrain.devices.mesh import DATA
-from jaxtrain.parallel.zero import Reduction
-from jaxtrain.pipeline.setup import Setup
+from jaxtrain.devices.mesh import AXES, DATA, sizes_of
+from jaxtrain.devices.sharding import cut_count, mesh_axes
+from jaxtrain.parallel.target_device import target_device_of
+from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.pipeline.step_model import layout_of, transformer_of
 from jaxtrain.plan.compare import plan_at_hand
 from jaxtrain.plan.explain import aligned
 from jaxtrain.run.wall_clock import Part, WallClock, start_record
-from jaxtrain.training.sizes import slot_pools, state_memory, step_counts
-from jaxtrain.training.state import bytes_per_device
-from jaxtrain.training.step import Step, make_step
+from jaxtrain.training.state import ParameterLayout, bytes_per_device
+from jaxtrain.training.step import Step, make_layout, make_step
+
+# --- what lies on a device, and what it sends ----------------------------------------------------
+
+
+def parameters_of(layout: ParameterLayout) -> dict[str, dict[str, Parameters]]:
+    """Sizes on a device and axes of the gradients, by group and name of the parameter. Groups:
+    "embed", "head", "layers/UNIT" with the stacks of all layers of a local unit, "first/LAYER",
+    "predictors/MODULE"."""
+    outer = dataclasses.replace(layout, zero=max(layout.zero, 1))
+    groups: dict[str, dict[str, Parameters]] = collections.defaultdict(dict)
+    for parameter, shared in zip(layout.parameters(), outer.parameters(), strict=True):
+        keys, reduction, spec = parameter.keys, parameter.reduction, parameter.spec
+        depth = 2 if keys[0] in ("layers", "first", "predictors") else 1
+        split = tuple(axis for part in reduction.unsharded for axis in mesh_axes(part))
+        groups["/".join(keys[:depth])][".".join(keys[depth:])] = Parameters(
+            parameter.size // math.prod(layout.mesh.shape[axis] for axis in split),
+            reduction.scatter_axes,
+            reduction.sum_axes,
+            split,
+            shared.reduction.scatter_axes,
+            spec.cast,
+            spec.matrix,
+        )
+    return groups
+
+
+def state_memory(step: Step, reduces_in_ops: bool) -> dict[str, int]:
+    """Bytes on a device by kind: parameters, the optimizer's moments, anchor and momentum of
+    independent replicas, gradient accumulators, slots; then those in the host's memory, such as
+    "moments on the host".
+
+    reduces_in_ops: gradients cross `data` each microbatch, so accumulators hold a shard.
+    """
+    state = step.abstract_state()
+    kinds = {
+        "parameters": bytes_per_device(state.params),
+        "moments": bytes_per_device(state.optimizer),
+    }
+    if step.layout.independent_replicas:
+        kinds["anchor"] = bytes_per_device(state.anchor)
+        kinds["outer_momentum"] = bytes_per_device(state.outer_momentum)
+    parameters = [p for group in parameters_of(step.layout).values() for p in group.values()]
+    shards = step.mesh.shape[DATA] if reduces_in_ops else 1
+    sizes = [int(p.size) // (shards if p.over_data else 1) for p in parameters]
+    kinds["accumulators"] = FLOAT32 * sum(sizes)
+    host = {"moments": bytes_per_device(state.optimizer, host=True)}
+    if step.setup.train:
+        pools = {kind: number * each for kind, (number, each) in slot_pools(step).items()}
+        host["slots"] = sum(size for kind, size in pools.items() if kind in step.host_pools)
+        kinds["slots"] = sum(pools.values()) - host["slots"]
+    return kinds | {f"{kind} on the host": n for kind, n in host.items() if n}
+
+
+def step_counts(config: Config, cpu: bool = False) -> StepCounts:
+    """The counts of the step of a resolved config whose mesh is known. cpu: XLA's CPU backend
+    lowers the collectives."""
+    setup, layout = make_setup(config), layout_of(config)
+    # No device is needed: layouts ask a mesh for its sizes alone.
+    state = make_layout(config, setup, AbstractMesh(sizes_of(config.mesh), AXES))  # type: ignore[arg-type]
+    tokens = config.data.sequence_length // config.mesh.context
+    collectives = StepCollectives(
+        transformer_of(config),
+        layout,
+        item=bytes_of(config.precision.compute),
+        read=bytes_of(config.precision.compute),
+        reduced=FLOAT32 if cpu else bytes_of(config.precision.reduce),
+        updated=FLOAT32,
+        context=config.parallel.context,
+        shares_vocabulary=setup.shares_vocabulary,
+        gathers_in_ops=config.parallel.zero == 3 and config.parallel.gather == "layer",
+        reduces_in_ops=config.parallel.reduce == "microbatch",
+        documents=not config.data.attend_across_documents,
+        loss_cuts=cut_count(layout.microbatch, tokens, config.mesh.model, config.model.loss_chunk),
+        cpu=cpu,
+        outer_int8=config.precision.outer == "int8",
+    )
+    return StepCounts(
+        collectives, parameters_of(state), setup.placement, setup.train, state.independent_replicas
+    )
+
+
+def slot_pools(step: Step) -> dict[str, tuple[int, int]]:
+    """Kind of slot → their number on a device, bytes of each; empty with one stage."""
+    if not step.setup.train:
+        return {}
+    size = step.slot_bytes()
+    return {
+        kind: (number, size[kind]) for kind, number in step.setup.train.pool_sizes.items() if number
+    }
+
+
+# --- lines about a step ---------------------------------------------------------------------------
 
 
 def mebibytes(n: float) -> str:
@@ -35,7 +130,7 @@ def mebibytes(n: float) -> str:
 
 
 def introduction(config: Config, step: Step) -> list[str]:
-    """Lines about a step that need not be compiled yet: mesh, model, table, slots."""
+    """Lines about a step, compiled or not: mesh, model, table, slots."""
     d, m, device = config.data, config.model, step.mesh.devices.flat[0]
     lines = meshes.describe(step.mesh)
     lines.append(
@@ -51,7 +146,7 @@ def introduction(config: Config, step: Step) -> list[str]:
             f"replicas: {config.mesh.replica} train independently and exchange "
             f"{config.precision.outer} every {every} steps and after the last"
         )
-    lines += kernels.describe(config, meshes.hardware_of(device))
+    lines += kernels.describe(config, target_device_of(device))
     if (unsharded := unsharded_over_data(step)) >= 0.01:
         data = config.mesh.data
         why = f"mesh.data={data} divides no free dimension of theirs (model.width={m.width})"
@@ -86,7 +181,8 @@ def introduction(config: Config, step: Step) -> list[str]:
 
 
 def _expert_capacity(m: ModelConfig, model: Transformer, layout: Layout) -> str:
-    """The number of tokens that a device's experts can receive, where `expert` divides them."""
+    """A line with the most routed tokens that one device's experts can receive, for experts that
+    are split over `expert`."""
     capacity = routed_capacity(model, layout)
     mean = layout.microbatch * (model.sequence // layout.context) * m.experts_per_token
     beyond = "the worst case"
@@ -99,8 +195,8 @@ def _expert_capacity(m: ModelConfig, model: Transformer, layout: Layout) -> str:
 
 
 def as_compiled(step: Step, compiled: Compiled, tracing: float, compiling: float) -> list[str]:
-    """Lines about a compiled step: memory if the platform reports it, seconds to trace and to
-    compile."""
+    """Lines about a compiled step: its memory, if the platform reports it, and the seconds of
+    tracing and compiling."""
     lines = [f"traced in {tracing:.1f} s, compiled in {compiling:.1f} s"]
     if memory := compiled_memory(compiled):
         state, temporary = (
@@ -115,21 +211,20 @@ def as_compiled(step: Step, compiled: Compiled, tracing: float, compiling: float
 
 
 def unsharded_over_data(step: Step) -> float:
-    """Fraction of the parameters that ZeRO leaves unsharded because `data` divides no dimension of
-    theirs."""
+    """The fraction of the parameters that ZeRO leaves unsharded, because `data` divides none of
+    their dimensions."""
     layout = step.layout
     if not layout.zero or step.mesh.shape[DATA] == 1:
         return 0.0
-    reductions = jax.tree.leaves(layout.reductions, is_leaf=lambda x: isinstance(x, Reduction))
-    sizes = [math.prod(array.shape) for array in jax.tree.leaves(layout.shapes)]
-    return sum(
-        size for reduction, size in zip(reductions, sizes, strict=True) if not reduction.over_data
-    ) / sum(sizes)
+    parameters = layout.parameters()
+    unsharded = sum(each.size for each in parameters if not each.reduction.over_data)
+    return unsharded / sum(each.size for each in parameters)
 
 
 def compiled_memory(compiled: Compiled) -> dict[str, int] | None:
-    """Bytes on a device: arguments, temporary, results that reuse no argument's memory, and the
-    total; None if the platform does not report them."""
+    """Bytes of a compiled program in one device's memory, {"arguments", "temporary", "results",
+    "total"}; None if the platform does not report them. Results are those that reuse no
+    argument's memory."""
     memory = compiled.memory_analysis()
     if memory is None:
         return None
@@ -146,9 +241,10 @@ def compiled_memory(compiled: Compiled) -> dict[str, int] | None:
 class DryRun:
     """A step that was compiled and not run.
 
-    record: what --json prints: mesh; the busiest stage and its communication volume; exchange of
-            independent replicas; the planned step, None for unknown hardware; memory, bytes on a
-            device; seconds of the command by part, as `wall_clock.start_record` has them
+    record: the object that --json prints: mesh; the stage that sends most and its communication
+            volume; the collectives between independent replicas; the planned step, None for
+            unknown hardware; memory in bytes on a device; seconds of the command by part, as in
+            `wall_clock.start_record`
     """
 
     introduction: list[str]
@@ -181,7 +277,7 @@ class DryRun:
 def dry_run(config: Config, setup: Setup, clock: WallClock) -> DryRun:
     """The dry run of a resolved config, whose tables are in `setup`, on this process's devices.
 
-    clock: of the command. Raises ConfigError for a step that cannot be made.
+    clock: the command's. Raises ConfigError for a step that cannot be made.
     """
     clock.enter(Part.TRACING)
     mesh = meshes.make_mesh(meshes.sizes_of(config.mesh))

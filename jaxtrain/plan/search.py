@@ -1,14 +1,16 @@
-"""The best layouts of a number of devices, or the nearest request that has any. No jax.
+"""The search for the fastest layouts of a number of devices; if none fits, for the nearest request
+that has one. No jax.
 
-    meshes          sizes of the six axes whose product is the number of devices and which keep the
-                    rules
-    × microbatch    divisors of a shard's sequences
-    × remat         × zero × schedule × repeats; offload only where nothing fits without
+    meshes          sizes of the six axes that keep the rules, and whose product is the number of
+                    devices
+    × microbatch    divisors of the sequences of a data shard
+    × remat         × zero × schedule × repeats; offload only if nothing fits without it
 
-Closed forms find the BEST layouts; the exact clock of their tables then ranks these. The ops of all
-microbatches, one after the other, are a lower bound of a step for every schedule: layouts whose
-bound is above the best are passed over. `gpipe` is left out, since 1f1b takes as long and holds
-less. So is zero=0, since zero=1 holds less; `replica` is tried for the best only.
+Closed forms find the BEST layouts; the exact clock of their tables then ranks these. A stage's ops
+for all microbatches, one after the other, take at least as long with every schedule; layouts for
+which this lower bound is above the best time found are passed over. `gpipe` is left out, since 1f1b
+takes as long and holds less; so is zero=0, since zero=1 holds less. `replica` is tried only for the
+best layouts.
 """
 
 import contextlib
@@ -42,12 +44,14 @@ from jaxtrain.plan.layout_flag import LayoutError
 from jaxtrain.plan.predict import Prediction, exactly, predict
 from jaxtrain.schedule.orders import GROWING, SCHEDULES
 
-SHOWN = 10
-BEST = 14  # by closed forms
-LEAST_TOKENS = 1024  # of a sequence on a device of `context`; shorter parts are not tried
+SHOWN = 10  # layouts that the planner shows
+BEST = 14  # layouts that the closed forms choose
+LEAST_TOKENS = 1024  # least tokens of a sequence on a device, if `context` splits it
+# the largest sizes that are tried
 MOST_MODEL, MOST_REPLICAS, MOST_SEQUENCES, MOST_REPEATS = 64, 16, 64, 8
-MOST_TIMES = 4096  # the largest multiple of the devices that is tried where no layout fits
-MOST_NUMBERS, MOST_STAGES = 64, 512  # numbers of devices that are tried in turn; their stages
+# where no layout fits: the largest multiple of the devices that is tried; how many other numbers of
+# devices are tried, and the most stages on them
+MOST_TIMES, MOST_NUMBERS, MOST_STAGES = 4096, 64, 512
 REMATS = ("none", "selective", "full")
 OFFLOADS = ("none", "optimizer", "activations", "both")
 TABLE_SETTINGS = {
@@ -60,8 +64,12 @@ TABLE_SETTINGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """The space that is searched: layouts of this config, whose own is ignored, on a number of
-    devices."""
+    """The space that is searched: the layouts of a model and batch on a number of devices.
+
+    config:  the settings of the request; those of its layout are ignored
+    recipe:  the config before the user's flags
+    assume:  the framework that runs the step, a name of costs/frameworks.FRAMEWORKS
+    """
 
     config: Config
     recipe: Config
@@ -79,11 +87,12 @@ class TimedLayout:
 
 
 def best_plans(space: Space, tokens: float | None) -> list[Prediction]:
-    """The predictions of at most SHOWN layouts, the fastest by the exact clock first. tokens: of
-    the run.
+    """The predictions of at most SHOWN layouts that fit, by the exact clock, the fastest first.
 
-    Raises LayoutError, with the nearest request that has a plan, where no layout fits, and
-    ConfigError for a config that breaks a rule whatever its layout is.
+    tokens: the tokens of the complete training, from which its days follow; None: not known
+
+    Raises LayoutError if no layout fits, with the nearest request that has a plan; ConfigError for
+    a config that breaks a rule with every layout.
     """
     check(space)
     for candidates in by_offload(space):
@@ -100,15 +109,15 @@ def best_plans(space: Space, tokens: float | None) -> list[Prediction]:
 
 
 def check_fits(space: Space) -> None:
-    """Raises the errors of `best_plans` that are known without a search."""
+    """Raises the errors of `best_plans`, except those that only its tables show."""
     check(space)
     if not _fits(space):
         raise _none_fits(space)
 
 
 def check(space: Space) -> None:
-    """Raises ConfigError where the config breaks a rule of training whatever its layout is, and
-    LayoutError for settings of one layout."""
+    """Raises ConfigError for a config that breaks a rule of training with every layout, and
+    LayoutError for a setting that belongs to one layout."""
     for path in TABLE_SETTINGS:
         if (value := cfg.get(space.config, path)) != cfg.get(space.recipe, path):
             raise LayoutError(
@@ -122,7 +131,7 @@ def check(space: Space) -> None:
 
 
 def _smallest(space: Space, mesh: Layout) -> Layout:
-    """The mesh with the smallest microbatch of which a step may have as many as that makes."""
+    """The mesh with the smallest microbatch for which a step has at most MOST_MICROBATCHES."""
     batch, each = space.config.data.batch_size, 1
     if isinstance(batch, int) and 0 < batch <= cfg.LARGEST_INT:
         each = batch // mesh.batch_shards
@@ -134,8 +143,9 @@ def _smallest(space: Space, mesh: Layout) -> Layout:
 
 
 def by_offload(space: Space) -> Iterator[list[TimedLayout]]:
-    """The best layouts that fit, for every offload, the least first; fastest first, at most BEST,
-    one for each way to cut the model and schedule it."""
+    """Yields for each offload, beginning with none, the layouts that fit by closed forms: the
+    fastest first, at most BEST, one for each combination of stages, context, expert, model and
+    schedule."""
     return (_search(space, offload) for offload in OFFLOADS)
 
 
@@ -146,8 +156,8 @@ def laid_out(space: Space, layout: Layout) -> Config:
 
 
 def _search(space: Space, offload: str) -> list[TimedLayout]:
-    """The best layouts with this offload. Cuts are tried in the order of their lower bounds, until
-    none can be among the best."""
+    """The fastest layouts with this offload. Cuts are tried in the order of their lower bounds,
+    until none can be among the fastest."""
     best: dict[tuple, TimedLayout] = {}
     bound, by_seconds = math.inf, operator.attrgetter("seconds")
     bounds = [(_lower_bound(work), work) for work in _cuts(space, offload)]
@@ -184,7 +194,7 @@ def _environment(space: Space, layout: Layout) -> Environment:
 
 
 def _with_replicas(space: Space, best: TimedLayout) -> TimedLayout:
-    """The fastest of this candidate and its variants that turn data shards into replicas."""
+    """The fastest of `best` and its variants that turn data shards into replicas."""
     layout = best.layout
     work = step_model_of(laid_out(space, layout).resolve(), space.hardware, space.assume)
     for replica in divisors(layout.data)[1:]:
@@ -197,8 +207,8 @@ def _with_replicas(space: Space, best: TimedLayout) -> TimedLayout:
 
 
 def _lower_bound(work: StepModel) -> float:
-    """The least seconds that the ops of a stage take, one after the other: R leaves out most in the
-    smallest chunks, whose weights are gathered in ops."""
+    """The least seconds that a stage's ops take, one after the other, with any table. Recomputation
+    skips most with the smallest chunks and with weights that are gathered in ops."""
     layout, layers = work.layout, work.model.layers
     chunks = max(1, min(MOST_REPEATS, layers // layout.stage))
     least = dataclasses.replace(work, layout=dataclasses.replace(layout, repeats=chunks, zero=3))
@@ -207,8 +217,8 @@ def _lower_bound(work: StepModel) -> float:
 
 
 def least_memory(space: Space) -> tuple[float, Layout] | None:
-    """The least bytes that any layout needs on the fullest device, with it; None where no mesh has
-    so many devices."""
+    """(the least bytes that any layout needs on its fullest device, that layout); None if no mesh
+    has so many devices."""
     least: tuple[float, Layout] | None = None
     for work in _works(space):
         smallest = dataclasses.replace(_smallest(space, work.layout), remat="full", offload="both")
@@ -274,18 +284,19 @@ def meshes(space: Space) -> Iterator[Layout]:
 
 
 def _replicas(space: Space) -> int:
-    """1, or the number of independent replicas, which does not matter for speed."""
+    """The number of independent replicas, which does not change the speed; 1 without these."""
     return max(1, space.config.mesh.replica) if space.config.train.diloco_inner_steps else 1
 
 
 def _cuts_evenly(space: Space, layout: Layout) -> bool:
-    """True if these axes keep the rules with one data shard and stage and a batch that divides."""
+    """True if the layout keeps the rules with a batch that its shards divide."""
     config = cfg.replace(space.config, {"data.batch_size": layout.batch_shards})
     return _keeps_rules(dataclasses.replace(space, config=config), layout)
 
 
 def _tables(work: StepModel) -> Iterator[Layout]:
-    """The layout with every schedule, its numbers of chunks, and every useful stage of ZeRO."""
+    """The layout with every schedule, every number of chunks that the schedule takes, and every
+    useful stage of ZeRO."""
     layout, layers = work.layout, work.model.layers
     for zero in (1, 2, 3) if layout.data > 1 else (1,):
         if layout.stage == 1:
@@ -303,8 +314,8 @@ def _tables(work: StepModel) -> Iterator[Layout]:
 
 
 def _none_fits(space: Space) -> LayoutError:
-    """The error for a search without a result, with the nearest request that works: with other
-    devices, a larger batch, fewer layers, shorter sequences."""
+    """The error for a search without a result, with the first request that works: another number of
+    devices, a larger batch, other hardware, fewer layers, shorter sequences."""
     least = least_memory(space)
     batch, layers = space.config.data.batch_size, space.config.model.layers
     requests: list[dict[str, Any]] = []
@@ -349,12 +360,13 @@ def _none_fits(space: Space) -> LayoutError:
 
 
 def _halves(number: int) -> list[int]:
-    """Half of a number, a quarter, and so on."""
+    """Half of a number, a quarter of it, and so on down to 0."""
     return [number >> power for power in range(1, number.bit_length())]
 
 
 def _usable_numbers(space: Space) -> list[int]:
-    """Numbers of devices whose data shards divide the batch, the nearest to the requested first."""
+    """Numbers of devices for which some data shards divide the batch, the nearest to the requested
+    number first."""
     m, data = space.config.model, space.config.data
     models = [size for size in divisors(m.heads) if size <= MOST_MODEL]
     contexts = [

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from jaxtrain import config as cfg
-from jaxtrain.checkpoint.steps import CONFIG
 from jaxtrain.config import Config, ConfigError, MeshConfig, PipelineConfig, checks
 from jaxtrain.config.checks import Environment
 from jaxtrain.config.errors import UsageError
@@ -28,6 +27,7 @@ from jaxtrain.costs.memory import memory
 from jaxtrain.pipeline.step_model import platform_of, step_model_of
 from jaxtrain.plan import compare, layout_flag
 from jaxtrain.plan.predict import Prediction, exactly, predict
+from jaxtrain.run.files import CONFIG_FILE
 from jaxtrain.run.goodput import GOODPUT_FILE, REDONE, Goodput, read_goodput
 from jaxtrain.run.metrics import METRICS_FILE, read_metrics
 from jaxtrain.run.wall_clock import Part
@@ -157,20 +157,20 @@ def read(workdir: str | os.PathLike) -> Measured:
     writes."""
     folder, shown = pathlib.Path(workdir), cfg.shown(str(workdir))
     # a pipe would be waited for, a device has no end
-    for name in (CONFIG, METRICS_FILE, GOODPUT_FILE, compare.PLANNED):
+    for name in (CONFIG_FILE, METRICS_FILE, GOODPUT_FILE, compare.PLANNED):
         if os.path.exists(folder / name) and not os.path.isfile(folder / name):
             raise AdviceError(
                 f"--advise={str(workdir)!r}: its {name} is not a regular file: name the "
                 "folder of a run"
             )
     try:
-        config = cfg.from_dict(json.loads((folder / CONFIG).read_bytes()))
+        config = cfg.from_dict(json.loads((folder / CONFIG_FILE).read_bytes()))
     except OSError as error:
         raise AdviceError(
-            f"--advise={shown} has no {CONFIG} ({error.strerror}): name the folder of a run"
+            f"--advise={shown} has no {CONFIG_FILE} ({error.strerror}): name the folder of a run"
         ) from None
     except (ValueError, ConfigError, TypeError, AttributeError, RecursionError) as error:
-        what = f"its {CONFIG} is no config ({' '.join(str(error).split())[:100]})"
+        what = f"its {CONFIG_FILE} is no config ({' '.join(str(error).split())[:100]})"
         raise AdviceError(f"--advise={shown}: {what}: name the folder of a run") from None
     records = [
         record
@@ -279,11 +279,13 @@ def _check(workdir: str | os.PathLike, config: Config, hardware: Hardware) -> No
         if not isinstance(size, int) or size < 1
     ]
     if unknown:
-        rule = f"its {CONFIG} has {unknown[0]}, which is no size that the planner could take"
+        rule = f"its {CONFIG_FILE} has {unknown[0]}, which is no size that the planner could take"
     elif refusal := checks.error_of(config, Environment(None, platform_of(hardware), config)):
-        rule = f"its {CONFIG} is no run's: {str(refusal).partition(': use ')[0]}"
+        rule = f"its {CONFIG_FILE} is no run's: {str(refusal).partition(': use ')[0]}"
     elif config.data.batch_size % (pieces := _pieces(config.mesh, config.pipeline)):
-        rule = f"its {CONFIG} cuts data.batch_size={config.data.batch_size} into {pieces} pieces"
+        rule = (
+            f"its {CONFIG_FILE} cuts data.batch_size={config.data.batch_size} into {pieces} pieces"
+        )
     elif config.precision.compute not in hardware.peak_tflops:
         rule = f"precision.compute={config.precision.compute!r} has no peak on {hardware.name}"
     else:

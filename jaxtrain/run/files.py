@@ -16,6 +16,7 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import Any
 
+CONFIG_FILE = "config.json"  # the settings of a run, in its folder
 TRIAL_BYTES = 4096  # a full disk still takes an empty file
 TRIAL_NAME = ".can_be_written"
 TRIALS = 100  # processes that try one new folder together remove it from under each other

@@ -69,8 +69,9 @@ class WallClock:
     moment, without waiting.
 
     Args:
-      began: when the command and its first part, the imports, began, by `clock`; now if not given.
-      clock: seconds.
+      began: the value of `clock` when the command, and its first part, the imports, began; None:
+        now.
+      clock: returns seconds.
     """
 
     def __init__(self, began: float | None = None, clock: Callable[[], float] = time.monotonic):
@@ -79,14 +80,14 @@ class WallClock:
         self._moment = _Moment({}, Part.IMPORTS, self.began)
 
     def enter(self, part: Part) -> None:
-        """Begins a part, which ends the one before."""
+        """Begins a part, and so ends the one before."""
         now = self._clock()
         self._moment = _Moment(self._moment.seconds_until(now), part, now)
 
     @contextlib.contextmanager
     def part(self, part: Part) -> Iterator[None]:
-        """A context whose time is the part's, without that of contexts inside it. The part before
-        goes on afterwards."""
+        """A context whose time counts for `part`, except that of such contexts inside it.
+        Afterwards, also after an exception, the part before it goes on."""
         before = self._moment.part
         self.enter(part)
         try:
@@ -132,7 +133,7 @@ def start_line(clock: WallClock) -> str:
 
 @contextlib.contextmanager
 def imports_without_collection() -> Iterator[None]:
-    """A context for imports: Python's garbage collector does not run in it, and never looks at what
+    """A context for imports: Python's garbage collector does not run in it, and later skips what
     was imported.
 
     jax and the rest of a run's imports are some 1,700 modules that live as long as the process.

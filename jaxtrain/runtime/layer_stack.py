@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.config.kernels import GPU
-from jaxtrain.devices.mesh import hardware
-from jaxtrain.parallel import host_memory
+from jaxtrain.devices import host_memory
+from jaxtrain.devices.mesh import on_nvidia_gpu
 from jaxtrain.parallel.heads import as_written
 from jaxtrain.parallel.zero import Zero, gather, reduce_in_op
 from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, Residuals
@@ -111,9 +110,7 @@ class LayerStack:
         # A layer's gradients are then reduced overlapped with the products of the layer before it:
         # XLA's GPU compiler moves no collective into a loop's next trip. A TPU's has these
         # collectives wait in any case.
-        self._reduces_late = (
-            zero.gathers_in_ops and zero.reduces_in_ops and hardware().platform == GPU
-        )
+        self._reduces_late = zero.gathers_in_ops and zero.reduces_in_ops and on_nvidia_gpu()
         self._layers_per_slot = max(placement.sizes)
 
     def _parameters(self, params, i, op: LayerOp):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.devices.mesh import psum
-from jaxtrain.devices.sharding import shards
+from jaxtrain.devices.sharding import cut_count, shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +51,6 @@ def token_losses(logits, targets, part: VocabularyPart = ALL) -> tuple[jax.Array
     sums = jnp.stack([powers.sum(-1), jnp.sum(jnp.where(hit, logits, 0.0), -1)])
     total, chosen = psum(sums, part.axes) if part.axes else sums
     return jnp.log(total) + top[..., 0] - chosen, powers / total[..., None] - hit
-
-
-def cut_count(batch: int, tokens: int, sequence_shards: int, limit: int) -> int:
-    """The least number of parts of at most `limit` tokens into which [batch, tokens] can be cut
-    evenly along a sequence split over so many shards."""
-    local = tokens // sequence_shards
-    fits = lambda n: batch * tokens // n <= limit or n == local
-    return next(n for n in range(1, local + 1) if local % n == 0 and fits(n))
 
 
 def _parts(limit: int, *arrays: jax.Array) -> list[jax.Array] | None:

@@ -1,9 +1,9 @@
-"""Runs any table: one scan over its ticks, inside one shard_map. See docs/architecture.md for the
-picture.
+"""The runtime: it executes any table as one scan over its ticks, inside one shard_map.
+docs/architecture.md has the picture.
 
 This file has the manual region, the state before the first tick, the scan, and the reduction after
-the last tick. A tick itself is in tick.py. The manual axes are all but `model`, whose collectives
-the partitioner makes from the layers' logical axes.
+the last tick. tick.py has the tick itself. All mesh axes are manual except `model`, whose
+collectives the partitioner derives from the layers' logical axes.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.devices import host_memory
 from jaxtrain.devices.mesh import (
     CONTEXT,
     DATA,
@@ -32,7 +33,7 @@ from jaxtrain.devices.sharding import BATCH_SPEC, constrain, local_shape, restri
 from jaxtrain.models.layers import SPLIT
 from jaxtrain.models.spec import Spec
 from jaxtrain.models.transformer import ModelParts
-from jaxtrain.parallel import context, host_memory, replicas
+from jaxtrain.parallel import context, replicas
 from jaxtrain.parallel.heads import row_major
 from jaxtrain.parallel.tensor import TOKENS
 from jaxtrain.parallel.zero import (
@@ -84,13 +85,14 @@ class LossesAndGradients:
 class Runtime:
     """Executes a table for a model on a mesh.
 
-    slotted: the table with its slots; None on one stage, where a tick is a microbatch, forward and
-        backward at once
-    reductions: a tree like the parameters, of `Reduction`s; `zero` says when they are done
+    slotted: the table with its slots; None with one stage, where a tick is the forward and backward
+        of a microbatch
+    reductions: a `Reduction` for each parameter, in the parameters' tree; `zero` says when they are
+        done
     shares_vocabulary: embedding and head are split over the stages, which do their ops together
-    remat: what the backward recomputes: full (F saves a unit's input), selective (all but products
-        with weights), none
-    loss_chunk: tokens whose logits may exist at a time
+    remat: what the backward recomputes: full, everything from a unit's input, which F saves;
+        selective, everything but products with weights; none, nothing
+    loss_chunk: the most tokens whose logits exist at a time
     compute: dtype of activations
     independent_replicas: each replica has parameters of its own; they, losses and gradients have a
         leading dimension [replicas]
@@ -116,8 +118,8 @@ class Runtime:
         Args:
           params: {"embed", "layers": {local unit: leaves [stages, stack_size, ...]}, "head", …}, as
             training/state.py has them.
-          batch: tokens, targets int32 and weights float32, [microbatches, sequences, T], and
-            segments, positions int32 if documents are kept apart.
+          batch: tokens, targets int32 and weights float32, [microbatches, sequences, T]; and
+            segments, positions int32 if tokens attend within their document.
         """
         columns, out_specs = self._columns(batch), Losses(P(), P())
         return self._in_manual_region(self._losses, params, batch, columns, out_specs)
@@ -129,8 +131,8 @@ class Runtime:
 
         Args:
           params, batch: as for `losses`.
-          columns: int32 [ticks, stages], where these are not the table's own
-            (benchmarks/pipeline.py).
+          columns: int32 [ticks, stages], instead of the table's columns (benchmarks/pipeline.py);
+            None: the table's.
         """
         losses = Losses(P(), P(), P() if self.parts.cfg.mtp_depth else None)
         gradients = jax.tree.map(lambda r: restricted(r.storage, MANUAL_AXES), self.reductions)
@@ -141,17 +143,20 @@ class Runtime:
 
     @property
     def host_pools(self) -> tuple[str, ...]:
-        """The pools of slots in the host's memory: of those that F fills for B, the units' inputs
-        with full remat, else the residuals."""
+        """The pools whose slots lie in the host's memory: with full remat the units' inputs, else
+        the residuals; () without offload or with one stage."""
         if not self.offload_activations or self.slotted is None:
             return ()
         return ("activation",) if self.remat == "full" else ("residual_b", "residual_w")
 
     def slot_bytes(self, sequences: int, tokens: int, documents: bool) -> dict[str, int]:
-        """Pool → bytes of one of its slots on a device, for microbatches of `sequences` × `tokens`
-        there, with documents kept apart or not.
+        """Pool → bytes of one of its slots on a device.
 
-        Everything in a slot counts as split over `model` but what an op has gathered.
+        sequences, tokens: shape of a microbatch on one group of `model` devices
+        documents: a batch has segments and positions, so tokens attend within their document
+
+        Values in a slot are split over `model`, except those of the weight stash that B has
+        gathered for W: each device holds them unsplit.
         """
         numbers = lambda n: jax.ShapeDtypeStruct((n, tokens), jnp.int32)
         extra = (numbers(sequences), numbers(sequences)) if documents else (numbers(1), None)
@@ -199,9 +204,9 @@ class Runtime:
     def _in_manual_region(
         self, body: Callable, params: dict, batch: dict, columns: TickColumns, out_specs
     ):
-        """Runs body(params, batch, columns) on each device's parts.
+        """Runs body(params, batch, columns) on each device's shards of these.
 
-        out_specs: of the body's result, for one replica where these are independent.
+        out_specs: the specs of the body's result; for independent replicas, of one replica's
         """
         sharded = self.zero.stage == 3
         in_specs = jax.tree.map(
@@ -256,7 +261,7 @@ class Runtime:
 
     @functools.cached_property
     def _specs(self) -> ModelTree:
-        """The parameters' specifications; those of one layer for a unit's stack."""
+        """The parameters' specifications; for a unit's stack of layers, those of one layer."""
         layers = dict.fromkeys(self.reductions["layers"], self.parts.specs["layer"])
         return ModelTree(**self.parts.ends, layers=layers)
 
@@ -265,8 +270,8 @@ class Runtime:
         return psum(loss, (*replicas.sum_axes(self.independent_replicas), STAGE))
 
     def _constants(self, params: dict, batch: dict) -> tuple[Constants, jax.Array]:
-        """(parameters in the compute type, and the batch, its weights divided by their global sum;
-        that sum)."""
+        """Returns (the parameters in the compute type with the batch, whose weights are divided by
+        their global sum; this sum)."""
         stacks = jax.tree.map(lambda a: a[0], params["layers"])
         cast = lambda s, a: a.astype(self.compute) if s.cast else a
         tree = jax.tree.map(cast, self._specs, ModelTree(**{**params, "layers": stacks}))
@@ -284,13 +289,15 @@ class Runtime:
         return Constants(tree, batch), tokens
 
     def _normalized(self, weights: jax.Array, target: float) -> tuple[jax.Array, jax.Array]:
-        """(weights whose sum over the global batch is `target`, their sum before)."""
+        """Returns (the weights scaled so that they sum to `target` over the global batch, their sum
+        before)."""
         axes = replicas.sum_axes(self.independent_replicas)
         total = psum(weights.astype(jnp.float32).sum(), axes)
         return weights * (target / jnp.maximum(total, 1)), total
 
     def _scan(self, constants: Constants, state: TickState, columns: TickColumns) -> TickState:
-        """The state after the last tick. state: the losses and gradient sums before the first."""
+        """The state after the last tick. state: that before the first tick, with losses and
+        gradient sums, but without buffers."""
         stage_of, width = self.placement.stage_of, self.parts.cfg.width
         ends = EmbeddingAndHead(
             self.parts,
@@ -348,7 +355,7 @@ class Runtime:
     # ------------------------------------------------------------------ before the first tick
 
     def _zero_sum(self, spec: Spec, reduction: Reduction, parameter: jax.Array) -> jax.Array:
-        """Zeros for a parameter's gradient sum, given the parameter as the ops get it."""
+        """Zeros in the shape of a parameter's gradient sum. parameter: as the ops receive it."""
         shards, shape = self.mesh.shape[DATA], parameter.shape
         if self.zero.gathers_in_ops:
             shape = unsharded_shape(shape, reduction, shards)
@@ -396,8 +403,8 @@ class Runtime:
 
 
 def _of_one_replica(body: Callable) -> Callable:
-    """body(params, …) for one replica → the same for arrays with the dimension [replicas], of which
-    a device has one."""
+    """Turns body(params, …) for one replica into one for parameters and results with a leading
+    dimension [replicas], of which each device has one."""
 
     def run(params, *others):
         return jax.tree.map(lambda a: a[None], body(jax.tree.map(lambda a: a[0], params), *others))

@@ -22,9 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.config.kernels import TPU
-from jaxtrain.devices.mesh import STAGE, hardware
-from jaxtrain.parallel.host_memory import read_at, write_at
+from jaxtrain.devices.host_memory import read_at, write_at
+from jaxtrain.devices.mesh import STAGE, on_tpu
 from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead
 from jaxtrain.runtime.layer_stack import LayerStack
 from jaxtrain.runtime.tick_state import Constants, ModelTree, Pools, TickState, merged, only
@@ -112,7 +111,7 @@ class Accumulate:
             y, saved = stack.output_saving(params, x, extra, self.on_host)
         with jax.named_scope(HEAD):
             state, g = ends.loss_and_gradients(state, constants, microbatch, y)
-        if ends.zero.reduces_in_ops and hardware().platform == TPU:
+        if ends.zero.reduces_in_ops and on_tpu():
             # A TPU needs memory for each sum that waits beside products: the head's took 0.6 of
             # 11.3 GB for Llama 3 8B on 64 chips.
             state, g = lax.optimization_barrier((state, g))

@@ -1,11 +1,12 @@
-"""Two clocks: when each op of a table starts and ends on each stage.
+"""Two clocks, which compute when each op of a table starts and ends on each stage.
 
-    independent   a stage goes through its cells on its own and waits for messages only, as papers
-                  on schedules assume
-    coupled       the ticks as the runtime executes them: a permute is one operation of all stages,
-                  so a stage waits for its neighbours
+    independent   a stage goes through its cells in order and waits only for messages, as papers on
+                  schedules assume
+    coupled       ticks as the runtime executes them: a permute is one operation of all stages, so a
+                  stage waits for its neighbours
 
-The coupled clock of one tick on stage s, for its neighbours n (those it exchanges messages with):
+The coupled clock of one tick on stage s, with neighbours n, the stages that it exchanges messages
+with:
 
     end[s] = start[s] + cell
     no permute       next start[s] = end[s]
@@ -13,13 +14,14 @@ The coupled clock of one tick on stage s, for its neighbours n (those it exchang
     early permute    next start[s] = max(end[s], start[n] + message)    begins with the tick, under
                                                                         the op
 
-A tick's head takes `head` on the last unit's stage if that computes it alone. With the vocabulary
-over all stages it begins when all have come to it and the last unit's output has arrived
-(`message`), and takes head / stages on each. The embedding and its gradient likewise, with the
-first unit's stage and `embed`. An op that takes no time is no event and makes nobody wait.
+A tick's head takes `head` on the last unit's stage if that stage computes it alone. If all stages
+share the vocabulary, it begins when all of them have come to it and the last unit's output has
+arrived (`message`), and takes head / stages on each. The embedding and its gradient do the same
+with the first unit's stage and `embed`. An op that takes no time is skipped, and no stage waits for
+it.
 
-Times are of one microbatch on a whole stage; an op on a unit takes its share, by default stages /
-units. No JAX here.
+Times are of one microbatch on all units of a stage; an op on a unit takes its share of them, by
+default stages / units. No JAX here.
 """
 
 import dataclasses
@@ -33,13 +35,13 @@ from jaxtrain.schedule.table import Cell, Op, Permute, Table, cell_name, message
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Times of ops, in seconds, milliseconds or any other unit.
+    """Times of ops, all in one unit: seconds, milliseconds or any other.
 
-    F, B, W, R:  of one microbatch on a whole stage
-    message:     of a message from a stage to its neighbour
-    head, embed: of one microbatch on one stage: the head with loss and gradients; the embedding,
-        and as much for its gradient
-    tick:        of every tick, idle ones too, in addition to its ops; by the coupled clock
+    F, B, W, R:  of one microbatch on all units of a stage
+    message:     from a stage to its neighbour
+    head, embed: of one microbatch, if one stage computes it: the head with its loss and gradients;
+        the embedding, and as much again for its gradient
+    tick:        added to every tick, also an idle one, by the coupled clock alone
     """
 
     F: float = 1.0
@@ -73,8 +75,8 @@ NAMES = ("", "F", "R", "B", "W", "H", "E")  # of timed ops, by number: those of 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Timeline(Iterable[TimedOp]):
-    """Timed ops as arrays of one length: int64, and float64 for times. Iterating gives TimedOps.
-    `name` is an index of NAMES."""
+    """Timed ops as arrays [ops], int64, and float64 for times. `name` is an index of NAMES.
+    Iterating gives TimedOps."""
 
     stage: np.ndarray
     name: np.ndarray
@@ -96,8 +98,9 @@ class Timeline(Iterable[TimedOp]):
 
 EMBED, CELL, HEAD, EMBED_GRADIENT = range(4)  # the parts of a tick, in this order
 
-# An op on a stage: a cell, or that of a column. −1: no unit, no message, no meeting.
-STEP = np.dtype(
+# An event: one op on one stage, of a cell or of a column (ColumnOp). −1 stands for no unit, no
+# message and no joint op.
+EVENT = np.dtype(
     [
         ("stage", int),
         ("tick", int),
@@ -110,33 +113,33 @@ STEP = np.dtype(
         # for the independent clock
         ("needs", int),  # the number of the message that it reads
         ("gives", int),  # the number of the message that it makes
-        ("lag", float),  # from the time at which its message can be read until it can begin
-        ("delay", float),  # from its end until the message that it makes can be read
-        ("meeting", int),  # the number of an op that all stages do together
+        ("lag", float),  # time from when its message can be read until it can begin
+        ("delay", float),  # time from its end until the message that it makes can be read
+        ("joint_op", int),  # the number of the op that all stages do together in this event
     ]
 )
 
 
-def _steps(**fields: Any) -> np.ndarray:
-    """STEP [n] with these fields, broadcast against each other and flattened; other fields are
-    0."""
+def _events(**fields: Any) -> np.ndarray:
+    """EVENT [events] with these fields, which are broadcast against each other and flattened; the
+    other fields are 0."""
     arrays = np.broadcast_arrays(*fields.values())
-    steps = np.zeros(arrays[0].size, STEP)
+    events = np.zeros(arrays[0].size, EVENT)
     for name, array in zip(fields, arrays, strict=True):
-        steps[name] = array.ravel()
-    return steps
+        events[name] = array.ravel()
+    return events
 
 
-def _timeline(steps: np.ndarray) -> Timeline:
+def _timeline(events: np.ndarray) -> Timeline:
     stage, name, unit, microbatch, start = (
-        steps[field] for field in ("stage", "name", "unit", "microbatch", "start")
+        events[field] for field in ("stage", "name", "unit", "microbatch", "start")
     )
-    return Timeline(stage, name, unit, microbatch, start, start + steps["time"])
+    return Timeline(stage, name, unit, microbatch, start, start + events["time"])
 
 
 def _durations(table: Table, times: Times, shares: Sequence[float] | None) -> np.ndarray:
-    """The time of each op on each unit, float64 [ops, units + 1]; the last column is 0, so that −1
-    stands for an idle cell."""
+    """The time of each op on each unit, float64 [ops, units + 1]. The last column is 0: idle cells
+    have unit −1."""
     if shares is None:
         shares = [table.stages / table.units] * table.units
     of_stage = {Op.IDLE: 0.0, Op.F: times.F, Op.R: times.R, Op.B: times.B, Op.W: times.W}
@@ -147,9 +150,10 @@ def _durations(table: Table, times: Times, shares: Sequence[float] | None) -> np
 class ColumnOp:
     """An op that a column of the table names: embedding, head, or the embedding's gradient.
 
-    column: int32 [ticks], its microbatch in each tick or −1
-    name, time: an index of NAMES; on one stage
-    home: the stage that has it
+    column: int32 [ticks], its microbatch in each tick, −1 for none
+    name: an index of NAMES
+    time: how long it takes on each stage that takes part
+    home: the stage of the first unit, for the head of the last one
     together: all stages take part, and wait for each other
     """
 
@@ -164,8 +168,11 @@ class ColumnOp:
         return np.arange(count) if self.together else np.array([self.home])
 
     def run(self, clock: np.ndarray, lag: float) -> tuple[float, np.ndarray]:
-        """(when it begins, the stages' clocks after it). lag: time in which the home stage's value
-        reaches all stages that take part."""
+        """Returns (its start, the stages' clocks after it).
+
+        clock: float64 [stages], before it; lag: time in which the home stage's value reaches all
+            stages
+        """
         if self.together:
             begin = max(clock.max(), clock[self.home] + lag)
             return begin, np.full(len(clock), begin + self.time)
@@ -175,7 +182,7 @@ class ColumnOp:
 
 
 def _column_ops(table: Table, times: Times) -> dict[int, ColumnOp]:
-    """Part of a tick → its op."""
+    """The column ops, by part of a tick."""
     sharing = table.stages if table.vocabulary == "parallel" else 1
 
     def column_op(column: np.ndarray, name: str, time: float, home: int) -> ColumnOp:
@@ -194,10 +201,10 @@ def _column_ops(table: Table, times: Times) -> dict[int, ColumnOp]:
 
 @dataclasses.dataclass
 class CoupledStarts:
-    """When ops start by the coupled clock.
+    """The starts of ops by the coupled clock.
 
-    cells:      of each tick, float64 [stages]
-    column_ops: part of a tick → (tick, time) of its op, where that takes time
+    cells:      for each tick, float64 [stages]
+    column_ops: part of a tick → (tick, start) of each of its ops, if they take time
     step_time:  the end of the last tick
     """
 
@@ -209,7 +216,10 @@ class CoupledStarts:
 def coupled_starts(
     table: Table, times: Times, shares: Sequence[float] | None = None
 ) -> CoupledStarts:
-    """When everything starts, tick by tick. shares: of each unit, its part of a stage's work."""
+    """The starts of all ops by the coupled clock.
+
+    shares: each unit's fraction of a stage's work; None: stages / units
+    """
     message, ops = times.message, _column_ops(table, times)
     starts = CoupledStarts([], {part: [] for part in ops})
     # stage 0 and the last one are neighbours too
@@ -218,7 +228,7 @@ def coupled_starts(
     columns = {
         part: op.column.tolist() if op.time else [-1] * table.ticks for part, op in ops.items()
     }
-    # All need the home stage's value first, but for the embedding, which reads tokens.
+    # Head and embedding's gradient need the home stage's value first; the embedding reads tokens.
     lags = {EMBED: -np.inf, HEAD: message, EMBED_GRADIENT: message}
 
     def after(part: int, tick: int, clock: np.ndarray) -> np.ndarray:
@@ -255,11 +265,10 @@ def coupled_time(table: Table, times: Times, shares: Sequence[float] | None = No
 
 
 def coupled(table: Table, times: Times, shares: Sequence[float] | None = None) -> Timeline:
-    """The timeline of the ticks as the runtime executes them, ordered by tick, part of the tick and
-    stage."""
+    """The timeline by the coupled clock, ordered by tick, part of the tick and stage."""
     starts = coupled_starts(table, times, shares)
     tick, stage, op, unit, microbatch = table.busy
-    cells = _steps(
+    cells = _events(
         stage=stage,
         tick=tick,
         part=CELL,
@@ -273,7 +282,7 @@ def coupled(table: Table, times: Times, shares: Sequence[float] | None = None) -
     for part, column_op in _column_ops(table, times).items():
         started = np.array(starts.column_ops[part], float).reshape(-1, 2)
         ticks = started[:, :1].astype(int)
-        steps = _steps(
+        events = _events(
             stage=column_op.stages(table.stages),
             tick=ticks,
             part=part,
@@ -283,42 +292,45 @@ def coupled(table: Table, times: Times, shares: Sequence[float] | None = None) -
             start=started[:, 1:],
             time=column_op.time,
         )
-        parts.append(steps)
-    steps = np.concatenate(parts)
-    return _timeline(steps[np.lexsort((steps["stage"], steps["part"], steps["tick"]))])
+        parts.append(events)
+    events = np.concatenate(parts)
+    return _timeline(events[np.lexsort((events["stage"], events["part"], events["tick"]))])
 
 
 # --- the independent clock ------------------------------------------------------------------------
 
 
 class NotFused(ValueError):
-    """A table whose W's are separate from their B's, where a gradient is to leave after W; the text
+    """Raised for `fused_backward` with a table in which a W does not follow its B at once; the text
     is one line."""
 
 
 def independent(
     table: Table, times: Times, shares: Sequence[float] | None = None, fused_backward: bool = False
 ) -> Timeline:
-    """The timeline of stages that wait for messages only, each in its own order; ordered by stage
-    and time. Raises NotFused for `fused_backward` and a W that does not follow its B."""
+    """The timeline by the independent clock, ordered by stage and time.
+
+    fused_backward: B and W count as one op, so a gradient leaves its stage after W. Raises NotFused
+        if a W does not follow its B at once.
+    """
     messages = _Messages(table.units, table.microbatches)
-    parts = [_cell_steps(table, times, shares, messages, fused_backward)]
-    meetings = 0
+    parts = [_cell_events(table, times, shares, messages, fused_backward)]
+    joint_ops = 0
     for part, op in _column_ops(table, times).items():
-        parts.append(_column_steps(table, times, part, op, messages, meetings))
-        meetings += len(parts[-1]) // table.stages if op.together else 0
-    steps = np.concatenate(parts)
-    steps = steps[np.lexsort((steps["part"], steps["tick"], steps["stage"]))]
+        parts.append(_column_events(table, times, part, op, messages, joint_ops))
+        joint_ops += len(parts[-1]) // table.stages if op.together else 0
+    events = np.concatenate(parts)
+    events = events[np.lexsort((events["part"], events["tick"], events["stage"]))]
     if fused_backward:
-        _check_fused(table, steps[steps["part"] == CELL])
-    steps["start"] = _independent_starts(table, steps, messages.count, meetings)
-    return _timeline(steps[(steps["time"] > 0) | (steps["unit"] >= 0)])
+        _check_fused(table, events[events["part"] == CELL])
+    events["start"] = _independent_starts(table, events, messages.count, joint_ops)
+    return _timeline(events[(events["time"] > 0) | (events["unit"] >= 0)])
 
 
 @dataclasses.dataclass(frozen=True)
 class _Messages:
-    """Numbers of messages: activations for units 0 … units (the head), gradients for units −1 (the
-    embedding's) … units − 1."""
+    """The numbering of messages: activations for units 0 … units (the head), gradients for units −1
+    (the embedding) … units − 1."""
 
     units: int
     microbatches: int
@@ -329,22 +341,27 @@ class _Messages:
         return (2 * self.units + 2) * self.microbatches
 
     def activation(self, unit: Any, microbatch: np.ndarray) -> np.ndarray:
-        """The input of a unit."""
+        """The number of the message with a unit's input."""
         return unit * self.microbatches + microbatch
 
     def gradient(self, unit: Any, microbatch: np.ndarray) -> np.ndarray:
-        """The gradient of a unit's output."""
+        """The number of the message with the gradient of a unit's output."""
         return (self.units + 2 + unit) * self.microbatches + microbatch
 
 
-def _cell_steps(
+def _cell_events(
     table: Table,
     times: Times,
     shares: Sequence[float] | None,
     messages: _Messages,
     fused_backward: bool,
 ) -> np.ndarray:
-    """The steps of the cells, STEP [cells]."""
+    """The events of the independent clock for the table's cells, EVENT [cells]; their starts are 0
+    until `_independent_starts` finds them.
+
+    messages: numbers the messages that events read and make
+    fused_backward: W is part of B, so a gradient leaves its stage after W
+    """
     tick, stage, op, unit, microbatch = table.busy
     ways = message_ways(table.stage_of, table.stages)
     way = ways[op, unit]
@@ -362,7 +379,7 @@ def _cell_steps(
         gives[backward & (way != 0)] = -1
         gives[weights] = gradient[weights]
         way[weights] = ways[Op.B, unit[weights]]
-    return _steps(
+    return _events(
         stage=stage,
         tick=tick,
         part=CELL,
@@ -373,15 +390,17 @@ def _cell_steps(
         gives=gives,
         delay=np.where(way != 0, times.message, 0.0),
         time=_durations(table, times, shares)[op, unit],
-        meeting=-1,
+        joint_op=-1,
     )
 
 
-def _column_steps(
-    table: Table, times: Times, part: int, op: ColumnOp, messages: _Messages, meetings: int
+def _column_events(
+    table: Table, times: Times, part: int, op: ColumnOp, messages: _Messages, joint_ops: int
 ) -> np.ndarray:
-    """The steps of a column's op, STEP [stages that take part · microbatches]; meetings are
-    numbered from `meetings` on."""
+    """The events of a column's op, EVENT [stages that take part · microbatches].
+
+    part: the part of a tick; joint_ops: the number of the first joint op
+    """
     ticks = np.flatnonzero(op.column >= 0)
     microbatch = op.column[ticks]
     needs, gives = np.full(len(ticks), -1), np.full(len(ticks), -1)
@@ -392,7 +411,7 @@ def _column_steps(
         gives = messages.gradient(table.units - 1, microbatch)
     else:
         needs = messages.gradient(-1, microbatch)
-    return _steps(
+    return _events(
         stage=op.stages(table.stages)[:, None],
         tick=ticks,
         part=part,
@@ -403,13 +422,13 @@ def _column_steps(
         gives=gives,
         lag=times.message if op.together else 0.0,
         time=op.time,
-        meeting=np.arange(len(ticks)) + meetings if op.together else -1,
+        joint_op=np.arange(len(ticks)) + joint_ops if op.together else -1,
     )
 
 
 def _check_fused(table: Table, cells: np.ndarray) -> None:
-    """NotFused for a B whose W is not the next cell of its stage; cells: STEP, by stage and
-    tick."""
+    """Raises NotFused if the cell after a B on its stage is not its W. cells: EVENT, ordered by
+    stage and tick."""
     following = np.roll(cells, -1)
     same = np.all(
         [cells[name] == following[name] for name in ("stage", "unit", "microbatch")], axis=0
@@ -424,45 +443,51 @@ def _check_fused(table: Table, cells: np.ndarray) -> None:
 
 
 def _independent_starts(
-    table: Table, steps: np.ndarray, messages: int, meetings: int
+    table: Table, events: np.ndarray, messages: int, joint_ops: int
 ) -> np.ndarray:
-    """When each step starts, float64 [steps]. One loop over lists: a step waits for others, and
-    there are hundreds of thousands."""
-    needs, gives, meeting, lag, delay, time = (
-        steps[name].tolist() for name in ("needs", "gives", "meeting", "lag", "delay", "time")
+    """The start of each event, float64 [events].
+
+    events: EVENT, ordered by stage and by their order on it
+    messages, joint_ops: their numbers
+
+    It is one loop over lists, because an event waits for others, and there are hundreds of
+    thousands. Raises ValueError for stages that wait for each other.
+    """
+    needs, gives, joint_op, lag, delay, time = (
+        events[name].tolist() for name in ("needs", "gives", "joint_op", "lag", "delay", "time")
     )
-    bounds = np.searchsorted(steps["stage"], np.arange(table.stages + 1)).tolist()
+    bounds = np.searchsorted(events["stage"], np.arange(table.stages + 1)).tolist()
     readable = [-1.0] * messages  # when each message can be read
-    arrived, begins, counted = [0] * meetings, [0.0] * meetings, [False] * len(needs)
+    arrived, begins, counted = [0] * joint_ops, [0.0] * joint_ops, [False] * len(needs)
     start = [0.0] * len(needs)
     following, clock = bounds[:-1], [0.0] * table.stages
     unfinished = [stage for stage in range(table.stages) if following[stage] < bounds[stage + 1]]
     while unfinished:
         before = list(following)
         for stage in unfinished:
-            now, step, end = clock[stage], following[stage], bounds[stage + 1]
-            while step < end:
+            now, event, end = clock[stage], following[stage], bounds[stage + 1]
+            while event < end:
                 begin = now
-                if needs[step] >= 0:
-                    arrival = readable[needs[step]]
+                if needs[event] >= 0:
+                    arrival = readable[needs[event]]
                     if arrival < 0:
                         break
-                    begin = max(begin, arrival + lag[step])
-                if meeting[step] >= 0:
-                    together = meeting[step]
-                    if not counted[step]:
-                        counted[step] = True
+                    begin = max(begin, arrival + lag[event])
+                if joint_op[event] >= 0:
+                    together = joint_op[event]
+                    if not counted[event]:
+                        counted[event] = True
                         arrived[together] += 1
                         begins[together] = max(begins[together], begin)
                     if arrived[together] < table.stages:
                         break
                     begin = begins[together]
-                start[step] = begin
-                now = begin + time[step]
-                if gives[step] >= 0:
-                    readable[gives[step]] = now + delay[step]
-                step += 1
-            clock[stage], following[stage] = now, step
+                start[event] = begin
+                now = begin + time[event]
+                if gives[event] >= 0:
+                    readable[gives[event]] = now + delay[event]
+                event += 1
+            clock[stage], following[stage] = now, event
         if following == before:
             raise ValueError(
                 f"{table.name}: stages {unfinished} wait for each other; check the table first"

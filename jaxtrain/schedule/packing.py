@@ -1,18 +1,18 @@
-"""Packing: the order of each stage's ops becomes a table. Chunks become units, cells get their
-ticks and ticks their permutes.
+"""Packing: the orders of the stages' ops become a table. Chunks are cut into units, ops get their
+ticks, and ticks their permutes.
 
-Four ways to pack an order into ticks, for the coupled clock of simulate.py:
+There are four packings; the coupled clock of simulate.py says which is fastest:
 
-    late      every tick that makes messages ends with a permute. The fewest ticks; a tick lasts as
-              long as the longest op near it
-    early     every tick begins with a permute, under its ops; what it brings is read a tick later.
-              A stage waits for its neighbours' starts alone, so ops of different lengths run side
-              by side
-    spaced    as early, with an idle tick after every F. The tick costs no time; F takes two ticks,
-              then, and B with its W takes two, so that neighbours keep step, one at its F and the
-              other at its B and W: their ticks begin at nearly the same time
-    aligned   F and B stand in pairs of ticks, W and R in ticks after them: late permute, none, then
-              an early one under the W's
+    late      every tick that makes messages ends with a permute. It needs the fewest ticks; a tick
+              lasts as long as the longest op of a stage and its neighbours
+    early     every tick begins with a permute, which overlaps with the tick's ops; its messages are
+              read a tick later. A stage waits only for its neighbours' starts, so ops of different
+              lengths run side by side
+    spaced    `early` with an idle tick after every F, which costs no time. So F takes two ticks, as
+              B with its W does, and neighbours keep step, one at its F and the other at its B and
+              W: their ticks begin at nearly the same time
+    aligned   F and B stand in pairs of ticks, W and R in the ticks after them. The pair's first
+              tick ends with a permute, its second has none, and the tick of Ws begins with one
 
     1f1b, 3 stages, 4 microbatches
 
@@ -23,7 +23,7 @@ Four ways to pack an order into ticks, for the coupled clock of simulate.py:
              stage 1   .  .  F0 .  F1 .  .  .  B0 W0 F2 .  B1 W1 F3 .  B2 W2 .  .  B3 W3 .  .
              stage 2   .  .  .  .  F0 .  B0 W0 F1 .  B1 W1 F2 .  B2 W2 F3 .  B3 W3 .  .  .  .
 
-Each stage keeps its order of F and B; in `aligned` W's and R's may move by one. No JAX here.
+Each stage keeps its order of F and B; in `aligned` a W or R may move by one. No JAX here.
 """
 
 import dataclasses
@@ -46,26 +46,30 @@ from jaxtrain.schedule.table import (
 from jaxtrain.schedule.transport import NEVER, delays, read_after
 
 PACKINGS = ("late", "aligned", "early", "spaced")
-# keep each stage's order, so that all hold as many residuals
+# packings that keep each stage's order, and so hold equally many residuals
 IN_ORDER = ("late", "early", "spaced")
 PAIR = 2  # ticks of F and B between two ticks of W in `aligned`
 MOST_IDLE_TICKS = 3  # one after the other, in a table that ends
 
 
 def cut_into_units(
-    orders: Orders, groups: Sequence[int], recompute: bool, recompute_last: bool = False
+    orders: Orders, units_per_chunk: Sequence[int], recompute: bool, recompute_last: bool = False
 ) -> tuple[Orders, tuple[int, ...]]:
-    """(orders of units, the chunk of each unit) from orders of chunks and the number of units that
-    each chunk is cut into.
+    """Turns each stage's order of F, B and W on chunks into one on units, the groups of consecutive
+    layers that one op handles. Returns (the stages' orders, the chunk of each unit).
 
-    With `recompute` units have R ops, the last one only with `recompute_last`. A chunk's W follows
-    its B at once or later; at once, and with R, unit by unit: R, B, W, so that one unit is rebuilt
-    at a time.
+    units_per_chunk: number of units of each chunk; units are numbered through all chunks
+    recompute: add an R before each B, except on the model's last unit
+    recompute_last: add it on that unit, too
+
+    Where a chunk's W follows its B at once, and there are Rs, the units take turns: R, B and W of
+    one, then of the next, so that only one unit's activations are rebuilt at a time.
     """
-    begin = [sum(groups[:chunk]) for chunk in range(len(groups) + 1)]  # the lowest unit
+    # the lowest unit of each chunk
+    begin = [sum(units_per_chunk[:chunk]) for chunk in range(len(units_per_chunk) + 1)]
     last = begin[-1] - 1
-    if last + 1 == len(groups) and not recompute:
-        return orders, tuple(range(len(groups)))
+    if last + 1 == len(units_per_chunk) and not recompute:
+        return orders, tuple(range(len(units_per_chunk)))
     orders_of_units: Orders = []
     for order in orders:
         tasks: list[Task] = []
@@ -88,28 +92,28 @@ def cut_into_units(
                     done_with_its_b = (Op.W, chunk, microbatch)
         orders_of_units.append(tasks)
     return orders_of_units, tuple(
-        chunk for chunk, units_of_chunk in enumerate(groups) for _ in range(units_of_chunk)
+        chunk for chunk, units in enumerate(units_per_chunk) for _ in range(units)
     )
 
 
-# Facts are numbers, (kind · units + unit) · microbatches + microbatch: that F's or B's message can
-# be read; from DONE + op on, that a task is done.
+# A fact is a number, (kind · units + unit) · microbatches + microbatch. Kinds: ACTIVATION, the
+# message of F can be read; GRADIENT, that of B can be read; DONE + op, the task is done.
 ACTIVATION, GRADIENT, DONE = 0, 1, 2
 
 
 class Tasks:
     """The tasks of all stages, stage by stage, and the facts that each waits for.
 
-    Arrays have an entry a task, and one more after those of each stage, which is never ready.
+    Arrays have an entry for each task, and after those of each stage one that is never ready.
 
     begin, end      int [stages]: the entry of each stage's earliest task, and the one after its
                     last
-    op, unit, microbatch, way   int [tasks]: the task, and the way that its message goes (0: it
-                                stays, or there is none)
-    reads, follows  int [tasks]: the facts that must hold before it: a message can be read, an
-                    earlier op of its own is done
-    sends, does     int [tasks]: the facts that it brings about
-    known           int64 [facts]: the tick from which on each holds
+    op, unit, microbatch, way   int [tasks]: the task, and the way of its message (1: to the next
+                                stage, −1: to the one before, 0: none, or it stays)
+    reads, follows  int [tasks]: the facts that must hold before the task: its message can be read;
+                    the earlier op on the same unit and microbatch is done
+    sends, does     int [tasks]: the facts that it brings about: its message, itself
+    known           int64 [facts]: the tick from which on each fact holds
     """
 
     def __init__(self, orders: Orders, shape: TableShape):
@@ -156,13 +160,13 @@ class Tasks:
         )
 
     def forget(self) -> None:
-        """Forgets all that is known, so that another table can be packed."""
+        """Forgets all facts, so that another table can be packed."""
         self.known = np.full(self._unread + 1, NEVER, np.int64)
         self.known[self._always] = 0
 
     def ready(self, tasks: np.ndarray, tick: int) -> np.ndarray:
-        """bool [tasks]: whether each of these tasks has its message and its own earlier op in a
-        tick."""
+        """bool [tasks]: true for those of `tasks` whose message and earlier op are there at
+        `tick`."""
         return (self.known[self.reads[tasks]] <= tick) & (self.known[self.follows[tasks]] <= tick)
 
     def table(self, packed: "Packed") -> Table:
@@ -178,7 +182,10 @@ class Tasks:
         return from_arrays(shape, op, unit, microbatch, permute=packed.permutes)
 
     def refuse_endless(self, tick: int, waiting: np.ndarray) -> NoReturn:
-        """TableError for tasks, one a stage, that wait in a tick for messages that never arrive."""
+        """Raises TableError, because no message ever comes for the tasks that wait in a tick.
+
+        waiting: int [stages], each stage's next task
+        """
         stage = int(np.flatnonzero(self.op[waiting])[0])
         op, unit, microbatch = (
             int(array[waiting[stage]]) for array in (self.op, self.unit, self.microbatch)
@@ -193,15 +200,18 @@ class Tasks:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Packed:
-    """tick: int [tasks], the tick of each task of a `Tasks`; permutes: of each tick, a Permute."""
+    """The ticks of a packed order.
+
+    tick: int [tasks], the tick of each task of a `Tasks`; permutes: the Permute of each tick
+    """
 
     tick: np.ndarray
     permutes: list[int]
 
 
 def pack_into_ticks(tasks: Tasks, packing: str) -> Table:
-    """The table of an order of units, by one of PACKINGS. Raises TableError for an order that can
-    never finish."""
+    """The table of tasks, packed by one of PACKINGS. Raises TableError for an order that can never
+    finish."""
     tasks.forget()
     if packing == "aligned":
         return tasks.table(_pack_aligned(tasks))
@@ -213,8 +223,8 @@ def _pack_in_order(tasks: Tasks, when: Permute, ticks_of_f: int) -> Packed:
     """Packs every task into the earliest tick in which it is ready, in order; an F occupies its
     stage for `ticks_of_f` ticks.
 
-    Every tick that makes messages sends them, at its end or, if `when` is early, at the next one's
-    start: no buffer is ever in the way.
+    A tick's messages are sent at its end or, if `when` is early, at the next tick's start. So no
+    send buffer is ever occupied when the next message is made.
     """
     ticks = np.full(len(tasks.op), -1)
     following, free, known = tasks.begin.copy(), np.zeros(len(tasks.begin), int), tasks.known
@@ -240,8 +250,10 @@ def _pack_in_order(tasks: Tasks, when: Permute, ticks_of_f: int) -> Packed:
 
 
 class _Lane:
-    """The tasks of some ops, in order, those of each stage followed by one that is never ready.
-    `at`: the index of each stage's next task."""
+    """The tasks of some ops in order. Those of each stage are followed by one that is never ready.
+
+    at: int [stages], the index of each stage's next task
+    """
 
     def __init__(self, tasks: Tasks, *ops: Op):
         self.tasks = np.flatnonzero(np.isin(tasks.op, (*ops, Op.IDLE)))
@@ -256,8 +268,8 @@ class _Lane:
 
 
 class _Lanes:
-    """Each stage's order cut in three for `aligned`: F and B; W; and R, which is done in time for
-    its B."""
+    """Each stage's order as three lanes for `aligned`: F and B; W; and R, which only has to be done
+    before its B."""
 
     def __init__(self, tasks: Tasks):
         self._tasks = tasks
@@ -266,18 +278,19 @@ class _Lanes:
             _Lane(tasks, Op.W),
             _Lane(tasks, Op.R),
         )
-        # Of each task of `main`: the W's and R's before it in its stage's order, as indices of
-        # their lanes.
+        # For each task of `main`: the indices in their lanes of the earliest W and the earliest R
+        # that come after it in its stage's order.
         self._weights_before = np.searchsorted(self.weights.tasks, self.main.tasks)
         self._recomputes_before = np.searchsorted(self.recomputes.tasks, self.main.tasks)
         self._is_f = tasks.op[self.main.tasks] == Op.F
-        # whether a message waits in the send buffer down, up
+        # bool [stages, 2]: a message waits in the stage's send buffer, to the stage before, to the
+        # next
         self._buffered = np.zeros((len(tasks.begin), 2), bool)
-        self._waiting: list[np.ndarray] = []  # those messages
+        self._waiting: list[np.ndarray] = []  # the facts of these messages
 
     def quiet(self, tick: int) -> np.ndarray:
-        """int [stages]: an R that one of the next two tasks of the stage's order needs, else a W,
-        if there is one to do; −1: none."""
+        """int [stages]: the task of each stage in a tick of W and R: the R that one of the stage's
+        next two Fs and Bs needs, else its next W if that is ready; −1: none."""
         tasks, main = self._tasks, self.main
         second = np.minimum(main.at + PAIR, main.end) - 1
         r, w = self.recomputes.following, self.weights.following
@@ -289,9 +302,11 @@ class _Lanes:
         return np.where(needed, r, np.where(tasks.ready(w, tick), w, -1))
 
     def busy(self, tick: int) -> np.ndarray:
-        """int [stages]: the next F or B, if it is ready; −1: none.
+        """int [stages]: the task of each stage in a tick of F and B: the next one, if it is ready;
+        −1: none.
 
-        An F has at most one W of those before it in the order still to do, a B all its R's done.
+        An F is ready if at most one W from before it remains, a B if every R from before it is
+        done.
         """
         tasks, at = self._tasks, self.main.at
         candidates = self.main.following
@@ -304,7 +319,10 @@ class _Lanes:
         )
 
     def do(self, chosen: np.ndarray, tick: int) -> np.ndarray:
-        """Does a tick's tasks, int [stages], −1 for none, and returns the tasks without −1."""
+        """Does the tasks of a tick and returns them.
+
+        chosen: int [stages], −1 for a stage without a task
+        """
         tasks = self._tasks
         stages = np.flatnonzero(chosen >= 0)
         done = chosen[stages]
@@ -321,7 +339,8 @@ class _Lanes:
         return done
 
     def send(self, tick: int, when: Permute) -> Permute:
-        """A permute in this tick, if there is anything to send."""
+        """Sends the messages that wait, by a permute in this tick: returns `when`, or NONE if there
+        is nothing to send."""
         if not self._waiting:
             return Permute.NONE
         self._tasks.known[np.concatenate(self._waiting)] = read_after(tick)
@@ -330,7 +349,7 @@ class _Lanes:
         return when
 
     def unfinished(self) -> bool:
-        """Whether any stage has an F, B or W to do."""
+        """True while any stage has an F, B or W to do."""
         return bool(
             self._tasks.op[self.main.following].any()
             or self._tasks.op[self.weights.following].any()
@@ -338,8 +357,8 @@ class _Lanes:
 
 
 def _pack_aligned(tasks: Tasks) -> Packed:
-    """Packs two ticks of F and B (or of W and R where no F or B is ready), then a tick of W and R;
-    with recompute, two."""
+    """Packs in turn two ticks of F and B, in which a stage without a ready one does a W or R, and
+    one tick of W and R, or two with recompute."""
     lanes = _Lanes(tasks)
     quiet_ticks = 2 if (tasks.op == Op.R).any() else 1
     ticks = np.full(len(tasks.op), -1)

@@ -65,9 +65,11 @@ def cut(chunks: Sequence[int], layers_per_op: int) -> tuple[tuple[int, ...], tup
 
     A chunk whose layers do not divide has units as equal as can be.
     """
-    groups = tuple(-(-size // layers_per_op) if layers_per_op else 1 for size in chunks)
-    return groups, tuple(
-        size for chunk, units in zip(chunks, groups, strict=True) for size in spread(chunk, units)
+    units_per_chunk = tuple(-(-size // layers_per_op) if layers_per_op else 1 for size in chunks)
+    return units_per_chunk, tuple(
+        size
+        for chunk, units in zip(chunks, units_per_chunk, strict=True)
+        for size in spread(chunk, units)
     )
 
 

@@ -94,7 +94,8 @@ def search(specs: Sequence[TableSpec], report: Report = silent) -> Table:
     `memory`.
 
     specs: of one pipeline with several numbers of chunks on a stage; they differ in `repeats` and
-    `groups` alone. Raises MemoryTooSmall, with the least memory of any table, if nothing fits.
+    `units_per_chunk` alone. Raises MemoryTooSmall, with the least memory of any table, if nothing
+    fits.
     """
     best: tuple[Cost, Table] | None = None
     least = float("inf")

@@ -1,5 +1,5 @@
-"""The request for a training table: its tasks for an order of ops, and the cost of a table that
-meets it. No JAX here."""
+"""The request for a training table: the tasks of an order of ops, and the cost by which tables are
+compared. No JAX here."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from jaxtrain.schedule.orders import PLACEMENTS, Orders
 from jaxtrain.schedule.packing import PACKINGS, Tasks, cut_into_units
 from jaxtrain.schedule.table import Op, Table, TableShape, peak_residuals
 
-# microbatches whose residuals the last chunk's F may save for their Bs under full recomputation;
-# with a larger number they have an R there too
+# Under full recomputation the last unit has no R, and its F saves the residuals themselves, while
+# at most this many microbatches are between their F and B there.
 MOST_SAVED = 2
 
 
@@ -20,18 +20,17 @@ class TableSpec:
     """A request for a training table.
 
     schedule:   a name of orders.SCHEDULES, `auto` or `csv:FILE`
-    repeats:    chunks on each stage
-    times:      what `permute="auto"` and `schedule="auto"` make the table for
-    permute:    how ticks send messages, one of packing.PACKINGS; auto: the packing of least coupled
-                time
-    remat_full: F saves a unit's input alone and R rebuilds what B needs; not for the last unit
-    groups:     the number of units that each chunk, in model order, is cut into (`layers_per_op`);
-                None: one
-    shares:     of each unit, its part of a stage's work; None: stages / units
+    repeats:    number of chunks on each stage
+    times:      the op times for which `permute="auto"` and `schedule="auto"` choose
+    permute:    one of packing.PACKINGS; auto: the packing whose table takes the least coupled time
+    remat_full: F saves only a unit's input, and R rebuilds what B needs; not for the last unit
+    units_per_chunk: number of units into which each chunk, in model order, is cut (from
+                `pipeline.layers_per_op`); None: one
+    shares:     each unit's fraction of a stage's work; None: stages / units
     vocabulary: one of table.VOCABULARIES
-    memory:     for `auto`, the most residuals at once on a stage, weight stash included, as a
-                multiple of a whole stage's for one microbatch: a chunk's count 1 / repeats. None:
-                no bound
+    memory:     for `auto`, the most residuals that a stage may hold at once, weight stash included;
+                1 is those of all its layers for one microbatch, 1 / repeats those of a chunk.
+                None: no bound
     """
 
     schedule: str
@@ -42,7 +41,7 @@ class TableSpec:
     times: Times = Times()
     permute: str = "auto"
     remat_full: bool = False
-    groups: Sequence[int] | None = None
+    units_per_chunk: Sequence[int] | None = None
     shares: Sequence[float] | None = None
     vocabulary: str = "parallel"
     memory: float | None = None
@@ -55,18 +54,18 @@ class TableSpec:
         return PACKINGS if self.permute == "auto" else (self.permute,)
 
     def tasks(self, name: str, placement: str, orders: Orders) -> Tasks:
-        """The tasks of an order of chunks, cut into units, ready to be packed. Raises ValueError
-        for `groups` of another number of chunks."""
+        """The tasks of an order of ops on chunks, cut into units, to be packed. Raises ValueError
+        if `units_per_chunk` has not a number for each chunk."""
         stage_of_chunk = PLACEMENTS[placement](self.stages, self.repeats)
         chunks = len(stage_of_chunk)
-        if self.groups is not None and len(self.groups) != chunks:
+        if self.units_per_chunk is not None and len(self.units_per_chunk) != chunks:
             raise ValueError(
-                f"groups has {len(self.groups)} numbers, and {name} has {chunks} chunks: give one "
-                "number for each"
+                f"units_per_chunk has {len(self.units_per_chunk)} numbers, and {name} has {chunks} "
+                "chunks: give one number for each"
             )
         recompute_last = self.remat_full and _most_in_flight(orders, chunks - 1) > MOST_SAVED
         orders_of_units, chunk_of = cut_into_units(
-            orders, self.groups or [1] * chunks, self.remat_full, recompute_last
+            orders, self.units_per_chunk or [1] * chunks, self.remat_full, recompute_last
         )
         shape = TableShape(
             name=name,
@@ -92,8 +91,8 @@ def _most_in_flight(orders: Orders, chunk: int) -> int:
 
 
 class Cost(NamedTuple):
-    """What tables are compared by, in this order: coupled step time, memory by `memory_of`,
-    ticks."""
+    """The cost of a table. Costs are compared by coupled step time, then by the memory of
+    `memory_of`, then by ticks."""
 
     time: float
     memory: float

@@ -11,14 +11,14 @@ from jaxtrain.runtime.runtime import Losses
 
 
 class Evaluation:
-    """The mean loss over the batches of a Loader. Its program is compiled when it is first needed,
-    if not before.
+    """The mean loss over the batches of a Loader. The program is compiled by `start_compiling`, or
+    when `loss` is first called.
 
     Args:
-      evaluate: (params, batch) → Losses, as Step.evaluate.
+      evaluate: (params, batch) → Losses, jitted: Step.evaluate.
       params: the parameters as ShapeDtypeStructs with shardings.
-      held_out: the batches.
-      executor: compiles the program.
+      held_out: the loader of the validation split.
+      executor: its thread compiles the program.
     """
 
     def __init__(
@@ -33,13 +33,14 @@ class Evaluation:
         self._compiling: concurrent.futures.Future[Compiled] | None = None
 
     def start_compiling(self) -> concurrent.futures.Future[Compiled]:
-        """Traces the program; the future has it compiled."""
+        """Traces the program and begins to compile it. Returns the future of the result."""
         lowered = self._evaluate.lower(self._params, self._held_out.specification())
         self._compiling = self._executor.submit(cluster.compile_everywhere, "evaluation", lowered)
         return self._compiling
 
     def loss(self, params: dict) -> float | None:
-        """The mean over the batches' weighted tokens, in nats; None if there are none."""
+        """The mean loss over the weighted tokens of all batches, in nats; None if there are
+        none."""
         if not self._held_out.batches:
             return None
         compiled = (self._compiling or self.start_compiling()).result()

@@ -18,7 +18,6 @@ import numpy as np
 from jaxtrain.config import Config
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
-from jaxtrain.pipeline.op_times import OpTimesError, describe, read
 from jaxtrain.pipeline.setup import Setup
 from jaxtrain.pipeline.step_model import hardware_at_hand, milliseconds, planned_op_times
 from jaxtrain.schedule.clocks import Times
@@ -34,6 +33,7 @@ from jaxtrain.schedule.columns import (
 from jaxtrain.schedule.table import Permute, Table, local_unit_of
 from jaxtrain.training.state import initial_state
 from jaxtrain.training.step import Step, make_step
+from jaxtrain.training.stored_op_times import OpTimesError, describe, read
 
 TICKS = 12  # of an op, in a timing
 REPEATS = 5  # timings, of which the median counts
@@ -166,7 +166,7 @@ def planned_times(config: Config) -> tuple[float, ...]:
 
 
 def stored_times(config: Config, folder: pathlib.Path) -> tuple[float, ...] | None:
-    """What pipeline.op_times.read returns in process 0, on every process, which all must call
+    """What stored_op_times.read returns in process 0, on every process, which all must call
     this."""
     times = cluster.from_main(lambda: read(config, folder), OpTimesError)
     return None if times is None else tuple(times)

@@ -12,8 +12,8 @@ from jax.typing import ArrayLike
 
 from jaxtrain.config import OptimizerConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
+from jaxtrain.devices.host_memory import read, write
 from jaxtrain.models.spec import Spec
-from jaxtrain.parallel.host_memory import read, write
 
 
 def learning_rate(cfg: OptimizerConfig, steps: int) -> Callable[[ArrayLike], jax.Array]:

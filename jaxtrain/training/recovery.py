@@ -1,5 +1,5 @@
-"""Detection of losses, gradients and parameters that cannot be trusted, and the run's reaction. No
-jax.
+"""The detection of losses, gradients and parameters that are not finite or jump, and the decision
+to go back or to end. No jax.
 
     train.on_nonfinite
       stop       the first loss or gradients that are not finite end the run
@@ -33,8 +33,8 @@ FLOOR = 1e-3  # nats: after losses that hardly differ, not every other loss is a
 
 
 class NumbersError(RunError):
-    """A loss, gradients or parameters that end the run; the message names the step and its
-    batch."""
+    """Raised for a loss, gradients or parameters that end the run; the message names the step and
+    its batch."""
 
     status = ExitStatus.BAD_NUMBERS
 
@@ -44,8 +44,9 @@ class Numbers:
     """The numbers of a step.
 
     at: the step; batch: the number of its batch
-    loss, grad_norm: of the step, or the means over this process's independent replicas
-    finite: whether both are finite, for each of these replicas; one value if replicas are not
+    loss, grad_norm: the step's; if replicas are independent, the means over this process's replicas
+        or over all of them
+    finite: for each replica of this process, True if both are finite; one value if replicas are not
         independent
     is_global: loss and norm are those of all replicas
     """
@@ -63,7 +64,7 @@ class Fault:
     """A reason to go back or to end, noticed after step `at`.
 
     since: the first step with this fault; a good checkpoint is from before it
-    batch: the last one to skip; None: the data is not at fault, and the same batches come again
+    batch: the last batch to skip; None: the data is not at fault, and no batch is skipped
     why:   a line of text
     """
 
@@ -75,8 +76,13 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Rollback:
-    """A run's way back: the steps that it leaves and reaches, the number of the next batch, and the
-    detector's state in the checkpoint that is reached."""
+    """A run's return to an earlier checkpoint.
+
+    came_from: the step that the run leaves; step: that of the checkpoint, 0 without one
+    position:  the number of the next batch
+    why:       the fault, as a line of text
+    detector:  the detector's state in the checkpoint
+    """
 
     came_from: int
     step: int
@@ -89,11 +95,11 @@ class Rollback:
 class DetectorState:
     """The state of a SpikeDetector between steps, as a checkpoint's meta has it.
 
-    rollbacks:       how often the run has gone back
-    losses:          the last good ones, at most WINDOW
-    nonfinite_since: the first of the consecutive steps up to now that are not finite; None if the
-        last one was finite, or if replicas are independent
-    spike_since, spikes: the first of the consecutive spikes up to now, and their number
+    rollbacks:       the number of times that the run has gone back
+    losses:          the last good losses, at most WINDOW
+    nonfinite_since: the first step of the unbroken series, up to now, of steps that are not finite;
+        None if the last one was finite, or if replicas are independent
+    spike_since, spikes: the first step of the series of spikes up to now, and their number
     """
 
     rollbacks: int = 0
@@ -104,8 +110,8 @@ class DetectorState:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "DetectorState":
-        """The state from the values of `to_json`; values that are missing or of another type are
-        those of a new run."""
+        """The state from the values of `to_json`. A value that is missing or has another type
+        becomes that of a new run."""
         kinds: dict[str, Any] = {
             "rollbacks": int,
             "losses": list,
@@ -128,9 +134,9 @@ class SpikeDetector:
 
     Args:
       policy: the settings.
-      describe_batch: a batch's number → a text with it and its rows.
-      state: of the checkpoint that the run goes on from.
-      start: its step.
+      describe_batch: a batch's number → a text with it and its sequences.
+      state: the state in the checkpoint that the run resumes from.
+      start: the step of this checkpoint.
     """
 
     def __init__(
@@ -147,12 +153,12 @@ class SpikeDetector:
 
     @property
     def skips(self) -> bool:
-        """Whether updates that are not finite are skipped."""
+        """True if updates that are not finite are skipped."""
         return self._policy.on_nonfinite != "stop"
 
     def check_parameters(self, at: int, position: int, finite: bool) -> bool:
-        """Whether the parameters after step `at` may be saved. If not, the run goes back, or ends
-        by NumbersError as in `act`.
+        """Returns `finite`: the parameters after step `at` may be saved. If they are not finite,
+        gives `act` a fault. Raises NumbersError as `act`.
 
         position: the number of the next batch.
         """
@@ -165,8 +171,11 @@ class SpikeDetector:
         return finite
 
     def check_copies(self, at: int, difference: str) -> None:
-        """Takes the difference between copies of parameters after step `at`, as a text; "" if they
-        are the same. Raises NumbersError as `act`."""
+        """Gives `act` a fault if copies of parameters differ after step `at`. Raises NumbersError
+        as `act`.
+
+        difference: a text that names the copies; "" if they are the same
+        """
         if not difference:
             self._copies_agreed = at
             return
@@ -175,7 +184,13 @@ class SpikeDetector:
         self.act(Fault(at, agreed + 1, None, f"{difference}, at step {at}{before}"))
 
     def check(self, numbers: Numbers) -> Fault | None:
-        """The fault after this step, for `act`; None if there is none. For every step, in order."""
+        """Adds a step's numbers to the state. Returns the fault after this step, for `act`; None
+        if there is none. Call it for every step, in order.
+
+        The consecutive steps that are not finite are counted for each replica, and the longest
+        count decides. A loss can be a spike only if it is finite and of all replicas; other steps
+        neither continue nor end a series of spikes.
+        """
         if len(self._since) != len(numbers.finite):
             self._since = [None] * len(numbers.finite)
         self._since = [

@@ -18,7 +18,7 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +30,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config import OptimizerConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
+from jaxtrain.devices import host_memory
 from jaxtrain.devices.sharding import constrain, mesh_axes, restricted, spec
 from jaxtrain.models.spec import Spec
 from jaxtrain.models.transformer import ModelParts
-from jaxtrain.parallel import host_memory, replicas
+from jaxtrain.parallel import replicas
 from jaxtrain.parallel.zero import Reduction, reduction_of
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.training.optimizer import parts_of
@@ -66,6 +67,20 @@ class TrainState:
 
 def _is_spec(x) -> bool:
     return isinstance(x, Spec)
+
+
+class LaidOutParameter(NamedTuple):
+    """One parameter of a layout, or the stack of one parameter of all layers of a local unit.
+
+    keys: its place in the tree of parameters
+    spec: of one layer
+    size: elements on all devices, with padding
+    """
+
+    keys: tuple[str, ...]
+    spec: Spec
+    size: int
+    reduction: Reduction
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -135,6 +150,19 @@ class ParameterLayout:
             )
 
         return self._map(reduction)
+
+    def parameters(self) -> list[LaidOutParameter]:
+        """The parameters of one replica, in the order of their leaves."""
+        specs = jax.tree_util.tree_leaves_with_path(self.specs, is_leaf=_is_spec)
+        reductions = jax.tree.leaves(self.reductions, is_leaf=lambda r: isinstance(r, Reduction))
+        return [
+            LaidOutParameter(
+                tuple(str(key.key) for key in path), one, math.prod(array.shape), reduction
+            )
+            for (path, one), array, reduction in zip(
+                specs, jax.tree.leaves(self.shapes), reductions, strict=True
+            )
+        ]
 
     def _shardings(self, spec_of: Callable[[Reduction], P]) -> dict:
         return jax.tree.map(

@@ -14,11 +14,12 @@ from jax.stages import Wrapped
 from jax.typing import ArrayLike
 
 from jaxtrain.config import Config, ConfigError, DataConfig, OptimizerConfig
+from jaxtrain.devices import host_memory
 from jaxtrain.devices.compiler_options import compiler_options
 from jaxtrain.devices.mesh import CONTEXT, batch_shards
 from jaxtrain.devices.sharding import BATCH_SPEC
 from jaxtrain.models.transformer import ModelParts, build
-from jaxtrain.parallel import host_memory, replicas
+from jaxtrain.parallel import replicas
 from jaxtrain.parallel.zero import Zero
 from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.runtime.runtime import LossesAndGradients, Runtime

@@ -13,13 +13,13 @@ from support import ROOT
 from support.step_text import CONFIG, STEP, TICKS
 
 from jaxtrain.costs.hardware import load
-from jaxtrain.hlo import topology
 from jaxtrain.hlo.program import Program
-from jaxtrain.hlo.topology import INSTALL_COMMAND, Platform, parse
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.pipeline.step_model import planned_op_times
+from jaxtrain.plan import topology
+from jaxtrain.plan.report import step_counts
+from jaxtrain.plan.topology import INSTALL_COMMAND, Platform, parse
 from jaxtrain.schedule.columns import columns
-from jaxtrain.training.sizes import step_counts
 
 CLOCK = 1e9 * load("tpu-v5p").clock_ghz
 SIZE = 4 * 64 * 16 * 512  # bytes

@@ -374,7 +374,9 @@ def test_a_report_is_json():
 def test_the_chosen_product_is_beside_plain_products_and_beside_blocks_of_rows(
     monkeypatch, platform
 ):
-    monkeypatch.setattr("jaxtrain.devices.mesh.hardware", lambda: TargetDevice(platform))
+    monkeypatch.setattr(
+        "jaxtrain.parallel.target_device.target_device", lambda: TargetDevice(platform)
+    )
     chosen = PRODUCTS[product_kernel(TargetDevice(platform)).kernel]
     names = [c.name for c in gpu_kernels.products("m", 64, 8, 8, 4)]
     besides = ["a plain product for each", PRODUCTS[BLOCKS]][
@@ -386,7 +388,9 @@ def test_the_chosen_product_is_beside_plain_products_and_beside_blocks_of_rows(
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])  # megablox takes no shapes as small as these
 def test_a_kernel_and_its_fallback_are_of_the_same_shapes(monkeypatch, platform):
     """Traced alone: what they compute is in test_gpu_torch.py."""
-    monkeypatch.setattr("jaxtrain.devices.mesh.hardware", lambda: TargetDevice(platform))
+    monkeypatch.setattr(
+        "jaxtrain.parallel.target_device.target_device", lambda: TargetDevice(platform)
+    )
     with jax.set_mesh(make_mesh((1,) * 6, jax.devices()[:1])):
         for c in gpu_kernels.comparisons(True, "float32"):
             arrays = [jax.ShapeDtypeStruct(shape, "float32") for shape in c.shapes]

@@ -6,9 +6,9 @@ from support import small
 from support.step_text import CONFIG, STEP, TICKS
 
 from jaxtrain.costs import hardware
-from jaxtrain.hlo.loops import StepLoops
-from jaxtrain.hlo.topology import Compiled
 from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.plan.compile_check import step_loops
+from jaxtrain.plan.topology import Compiled
 from jaxtrain.schedule.columns import columns
 
 H100_BYTES_PER_S = 1e9 * hardware.load("h100").memory_gb_per_s
@@ -100,7 +100,7 @@ ENTRY %main (a: f32[8,8]) -> f32[8,8] {
   ROOT %back = f32[8,8]{1,0} dot(%again, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="s/while/body/B0/while/body/transpose(jvp())/dot"}
 }
 """  # noqa: E501
-    runs = scoped_runs(StepLoops(Compiled(text).program, make_setup(config)))
+    runs = scoped_runs(step_loops(Compiled(text).program, make_setup(config)))
     assert {run.instruction.name: run.op for run in runs if run.instruction.name != "a"} == {
         "again": "R",
         "back": "B",
@@ -110,7 +110,7 @@ ENTRY %main (a: f32[8,8]) -> f32[8,8] {
 @pytest.mark.parametrize("stage", [0, 1])
 def test_the_scope_of_a_run(stage):
     """What stands around the ops is the tick's, its permutes have a scope of their own."""
-    runs = scoped_runs(StepLoops(Compiled(STEP).program, make_setup(CONFIG), stage))
+    runs = scoped_runs(step_loops(Compiled(STEP).program, make_setup(CONFIG), stage))
     ops = {run.instruction.name: run.op for run in runs}
     assert ops["y"] == "K" and ops["turned"] == "B" and ops["slots"] == "tick"
     assert ops["up"] == "permute" and ops["scan"] == "other"

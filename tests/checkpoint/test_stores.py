@@ -102,15 +102,16 @@ def test_a_store_that_does_not_say_what_is_there_is_no_empty_one():
 
 
 NEEDS = "needs the package s3fs, which is not installed: pip install 'jaxtrain[s3]'"
-# what is no store's address, or one whose package is not installed → what every command says of it
+# what is not the address of a store, or one whose package is not installed → what every command
+# says of it
 ADDRESSES = {
-    "foo://x": "is in no store that is known",
-    "http://bucket/run": "is in no store that is known",
-    "file:///x/run": "is no store's address: use PLACE/x/run",
-    "S3://bucket/run": "is no store's address",
-    "s3:/bucket/run": "is no store's address",
-    "s3://": "is no folder in a bucket",
-    "s3://bucket": "is no folder in a bucket",
+    "foo://x": "is in an unknown store",
+    "http://bucket/run": "is in an unknown store",
+    "file:///x/run": "is not the address of a store: use PLACE/x/run",
+    "S3://bucket/run": "is not the address of a store",
+    "s3:/bucket/run": "is not the address of a store",
+    "s3://": "is not a folder in a bucket",
+    "s3://bucket": "is not a folder in a bucket",
     "s3://bucket/run": NEEDS,
 }
 

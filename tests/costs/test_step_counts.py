@@ -17,10 +17,10 @@ from jaxtrain.costs.step_counts import Entry
 from jaxtrain.costs.step_time import ATTENTION_BACKWARD
 from jaxtrain.devices.mesh import AXES
 from jaxtrain.hlo.collectives import FEW
-from jaxtrain.hlo.loops import StepLoops
 from jaxtrain.hlo.program import Program
 from jaxtrain.pipeline.setup import Setup, make_setup
-from jaxtrain.training.sizes import step_counts
+from jaxtrain.plan.compile_check import step_loops
+from jaxtrain.plan.report import step_counts
 from jaxtrain.training.step import make_step
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -157,7 +157,7 @@ def products(setup: Setup, program: Program, stage: int) -> float:
     costs = InstructionCosts(program)
     return sum(
         run.times * costs.flops(run.instruction)
-        for run in StepLoops(program, setup, stage).executed()
+        for run in step_loops(program, setup, stage).executed()
     )
 
 

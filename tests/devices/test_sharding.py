@@ -7,7 +7,16 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.devices.mesh import AXES, MANUAL_AXES, make_mesh
-from jaxtrain.devices.sharding import RULES, constrain, is_split, named, reshard, shards, spec
+from jaxtrain.devices.sharding import (
+    RULES,
+    constrain,
+    cut_count,
+    is_split,
+    named,
+    reshard,
+    shards,
+    spec,
+)
 
 
 def test_specs():
@@ -15,6 +24,14 @@ def test_specs():
     assert spec(("batch", "sequence", None)) == P(("replica", "data", "expert"), "model", None)
     assert spec(()) == P()
     assert named(make_mesh((1, 2, 2, 1, 1, 2)), ("vocab", "width")).spec == P("model", None)
+
+
+def test_cut_count():
+    limits = {24: 1, 23: 2, 12: 2, 8: 3, 7: 4, 4: 6, 2: 12, 1: 12}  # tokens of a part: parts
+    assert {limit: cut_count(2, 12, 1, limit) for limit in limits} == limits
+    assert cut_count(1, 7, 1, 3) == 7  # 7 is a prime
+    assert cut_count(64, 1, 1, 1) == 1  # a part has one position of every sequence at least
+    assert cut_count(2, 16, 4, 1) == 4  # and one of every shard of the sequence
 
 
 def test_every_rule_names_mesh_axes():

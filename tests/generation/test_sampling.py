@@ -12,7 +12,7 @@ from support.plain_model import plain_model
 from jaxtrain.data.tokenizer import NoTokenizer
 from jaxtrain.devices.mesh import make_mesh
 from jaxtrain.generation import sampling
-from jaxtrain.generation.sampling import Sampler, Sampling, choose, likely
+from jaxtrain.generation.sampling import Sampler, Sampling, choose, filter_tokens
 from jaxtrain.generation.text import sample_text
 from jaxtrain.models import transformer
 
@@ -42,12 +42,12 @@ def test_top_k_and_top_p_leave_the_reference_s_tokens(top_k, top_p):
     logits = np.random.default_rng(0).normal(size=(5, 23)).astype(np.float32) * 2
     expected = np.stack([left(row, top_k, top_p) for row in logits])
     assert 5 <= expected.sum() <= 5 * min(top_k or 23, 23)
-    np.testing.assert_array_equal(likely(jnp.asarray(logits), top_k, top_p), expected)
+    np.testing.assert_array_equal(filter_tokens(jnp.asarray(logits), top_k, top_p), expected)
 
 
 def test_of_equal_logits_the_smaller_ids_are_left():
     logits = jnp.array([[0.0, 2.0, 1.0, 2.0, 2.0, -jnp.inf]])
-    assert likely(logits, 2, 1.0).tolist() == [[False, True, False, True, False, False]]
+    assert filter_tokens(logits, 2, 1.0).tolist() == [[False, True, False, True, False, False]]
     assert choose(
         logits, jax.random.split(jax.random.key(0), 1), 0.0, 0, 1.0, greedy=True
     ).tolist() == [1]

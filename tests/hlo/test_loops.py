@@ -4,9 +4,10 @@ import pytest
 from support import small
 from support.step_text import CONFIG, STEP, TICK, TICKS
 
-from jaxtrain.hlo.loops import StepLoops, op_in
-from jaxtrain.hlo.topology import Compiled
+from jaxtrain.hlo.loops import op_in
 from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.plan.compile_check import step_loops
+from jaxtrain.plan.topology import Compiled
 from jaxtrain.schedule.columns import columns
 
 RUNS = columns(make_setup(CONFIG).train).runs
@@ -18,7 +19,7 @@ def test_how_often_a_stage_runs_what(stage):
     compiled = Compiled(STEP)
     times = {
         run.instruction.name: run.times
-        for run in StepLoops(compiled.program, make_setup(CONFIG), stage).executed()
+        for run in step_loops(compiled.program, make_setup(CONFIG), stage).executed()
     }
     assert times["y"] == RUNS["K0"][:, stage].sum()
     assert times["turned"] == RUNS["B0"][:, stage].sum()
@@ -32,7 +33,7 @@ def test_a_kernel_is_called_once_for_a_sequences_documents():
     compiled = Compiled(STEP.replace(loop, f"{loop}while/body/K0/while/body/document_calls/"))
     setup = make_setup(CONFIG)
     times = {
-        run.instruction.name: run.times for run in StepLoops(compiled.program, setup, 0).executed()
+        run.instruction.name: run.times for run in step_loops(compiled.program, setup, 0).executed()
     }
     assert times["y"] == columns(setup.train).busy[:, 0].sum()
 
@@ -58,13 +59,13 @@ ENTRY %main (a: (s32[], f32[64,8])) -> (s32[], f32[64,8]) {
   ROOT %c = pred[] compare(%i.2, %i.2), direction=NE
 }
 """  # noqa: E501
-    runs = StepLoops(Compiled(text).program, make_setup(config), expert_tokens=tokens).executed()
+    runs = step_loops(Compiled(text).program, make_setup(config), expert_tokens=tokens).executed()
     assert {run.instruction.name: run.times for run in runs}["x"] == expected
 
 
 def test_the_loops_around():
     """The scan, the loop around a tick's ops, the op's own; the innermost last."""
-    runs = StepLoops(Compiled(STEP).program, make_setup(CONFIG)).executed()
+    runs = step_loops(Compiled(STEP).program, make_setup(CONFIG)).executed()
     around = {run.instruction.name: [loop.name for loop in run.loops] for run in runs}
     assert around["scan"] == [] and around["slots"] == ["scan"]
     assert around["y"] == ["scan", "busy", "loop.F"]
@@ -74,7 +75,7 @@ def test_a_loop_of_unknown_trips():
     loop = f'body=%F, metadata={{op_name="{TICK}/body/while"}}'
     text = STEP.replace("/K0/", "/").replace(loop, loop.replace(TICK, "elsewhere"))
     with pytest.raises(ValueError, match="a loop without a known number of trips: %loop.F"):
-        list(StepLoops(Compiled(text).program, make_setup(CONFIG)).executed())
+        list(step_loops(Compiled(text).program, make_setup(CONFIG)).executed())
 
 
 @pytest.mark.parametrize(

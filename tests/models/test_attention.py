@@ -74,7 +74,10 @@ def test_a_causal_mask_skips_what_it_forbids(length, blocks):
     g = normal(2, length, 4, HEAD, seed=4)
     compiled = lambda causal: (
         jax.jit(
-            lambda *a: [(y := jax.vjp(lambda *a: attend(*a, mask, causal=causal), *a))[0], *y[1](g)]
+            lambda *a: [
+                (y := jax.vjp(lambda *a: attend(*a, mask, mask_is_causal=causal), *a))[0],
+                *y[1](g),
+            ]
         )
         .lower(*arrays)
         .compile()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.parallel import blockwise, flash
-from jaxtrain.parallel.attention import attend_whole, grouped_attention
+from jaxtrain.parallel.attention import attend_causal, grouped_attention
 from jaxtrain.parallel.context import CAUSAL, Sight
 
 BATCH, LENGTH, HEADS = 2, 24, 6
@@ -126,7 +126,7 @@ def test_blocks_that_nobody_sees_are_not_computed(block):
 def test_memory_grows_with_the_sequence_alone():
     def temporary(length):
         given = arrays(length=length, head=8, value=8)
-        fn = lambda q, k, v: attend_whole(q, k, v, None, "all_gather", "xla")
+        fn = lambda q, k, v: attend_causal(q, k, v, None, "all_gather", "xla")
         compiled = jax.jit(lambda *a: with_gradients(fn, *a)).lower(*given).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 

@@ -136,7 +136,7 @@ def test_a_file_is_followed(tmp_path):
 
 def test_a_chunk_with_fewer_layers_than_units_in_the_file_is_refused(tmp_path):
     path = tmp_path / "cut.csv"
-    path.write_text(to_csv(make_table(TableSpec("gpipe", 2, 1, 4, groups=(2, 2)))))
+    path.write_text(to_csv(make_table(TableSpec("gpipe", 2, 1, 4, units_per_chunk=(2, 2)))))
     with pytest.raises(
         ConfigError,
         match=r"pipeline.chunk_layers=\(11, 1\) leaves a chunk fewer layers than it has units "

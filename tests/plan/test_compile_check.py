@@ -10,12 +10,11 @@ from support.step_text import CONFIG, STEP, TICKS
 from jaxtrain.config.errors import UsageError
 from jaxtrain.costs import hardware
 from jaxtrain.costs.memory import memory
-from jaxtrain.hlo import topology
 from jaxtrain.hlo.program import Program
-from jaxtrain.hlo.topology import INSTALL_COMMAND, parse
 from jaxtrain.pipeline.step_model import step_model_of
-from jaxtrain.plan import compile_check
-from jaxtrain.training.sizes import step_counts
+from jaxtrain.plan import compile_check, topology
+from jaxtrain.plan.report import step_counts
+from jaxtrain.plan.topology import INSTALL_COMMAND, parse
 
 MEMORY = {
     "argument": 3 * 10**9,

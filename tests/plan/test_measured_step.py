@@ -14,7 +14,7 @@ from support import hardware_file
 
 from jaxtrain.config import Config, MeshConfig, ModelConfig, PipelineConfig, TrainConfig, replace
 from jaxtrain.hlo.trace import TraceError, TraceEvent, read
-from jaxtrain.parallel.attention import attend_whole
+from jaxtrain.parallel.attention import attend_causal
 from jaxtrain.plan.compare import PLANNED, plan_at_hand
 from jaxtrain.plan.measured_step import (
     LEAST,
@@ -221,7 +221,7 @@ def test_a_real_trace(tmp_path):
 
     def loss(w, x):
         q = (x @ w).reshape(*x.shape[:2], 4, 16)
-        return (attend_whole(q, q, q, None, "all_gather", "xla") ** 2).sum()
+        return (attend_causal(q, q, q, None, "all_gather", "xla") ** 2).sum()
 
     @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P()))
     def train(w, x):

@@ -13,7 +13,7 @@ from jaxtrain.costs.hardware import load
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.plan.predict import predict
-from jaxtrain.training.sizes import slot_pools
+from jaxtrain.plan.report import slot_pools
 from jaxtrain.training.state import bytes_per_device
 from jaxtrain.training.step import Step, make_step
 

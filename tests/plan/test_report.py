@@ -13,8 +13,7 @@ from jaxtrain.config.flags import apply
 from jaxtrain.config.recipes import load_recipe
 from jaxtrain.costs.hardware import load
 from jaxtrain.plan.predict import predict
-from jaxtrain.plan.report import introduction
-from jaxtrain.training.sizes import step_counts
+from jaxtrain.plan.report import introduction, step_counts
 from jaxtrain.training.step import make_step
 
 

@@ -224,7 +224,7 @@ def test_attention_by_a_kernel_stays_whole(kernel, platform, keep, monkeypatch):
     """One call in F (and in K and R, which are the same op), and the kernel's gradient in B: two
     calls of splash, one of cuDNN; none in W. What crosses is no mask, no place of a document and
     nothing else than activations, each once."""
-    monkeypatch.setattr(attention, "hardware", lambda: TargetDevice(platform))
+    monkeypatch.setattr(attention, "target_device", lambda: TargetDevice(platform))
     tokens, changes = (
         256,
         {"model.kv_heads": 2, "data.sequence_length": 256, "precision.compute": "bfloat16"},

@@ -14,7 +14,6 @@ from jaxtrain.devices.sharding import constrain
 from jaxtrain.hlo.program import Program
 from jaxtrain.runtime.loss import (
     VocabularyPart,
-    cut_count,
     loss_and_gradients,
     loss_sum,
     token_losses,
@@ -41,15 +40,6 @@ def plain(params, x):
 
 
 plain_gradients = jax.jit(jax.value_and_grad(plain, (0, 1)))
-# tokens at a time: parts of the 12 positions
-LIMITS = {24: 1, 23: 2, 12: 2, 8: 3, 7: 4, 4: 6, 2: 12, 1: 12}
-
-
-def test_cut_count():
-    assert {limit: cut_count(BATCH, LENGTH, 1, limit) for limit in LIMITS} == LIMITS
-    assert cut_count(1, 7, 1, 3) == 7  # 7 is a prime
-    assert cut_count(64, 1, 1, 1) == 1  # a part has one position of every sequence at least
-    assert cut_count(2, 16, 4, 1) == 4  # and one of every shard of the sequence
 
 
 @pytest.mark.parametrize("limit", small.named([24, 7, 2], [23, 12, 8, 4, 1]))

@@ -159,9 +159,11 @@ def test_forward_tables(placement):
             assert table.ticks <= repeats * microbatches + 2 * stages
 
 
-def test_groups_are_ops_of_their_own():
+def test_units_are_ops_of_their_own():
     whole = make_table(TableSpec("1f1b", 3, 1, 4, permute="late"))
-    cut = make_table(TableSpec("1f1b", 3, 1, 4, permute="late", groups=[1, 3, 2], remat_full=True))
+    cut = make_table(
+        TableSpec("1f1b", 3, 1, 4, permute="late", units_per_chunk=[1, 3, 2], remat_full=True)
+    )
     check(cut)
     assert cut.stage_of == (0, 1, 1, 1, 2, 2) and cut.chunk_of == (0, 1, 1, 1, 2, 2)
     assert max(peak_residuals(cut)) == max(peak_residuals(whole)) == 3
@@ -213,9 +215,9 @@ def test_what_does_not_fit_is_said(arguments, said):
     assert said in str(error.value)
 
 
-def test_groups_and_permutes_that_do_not_exist():
-    with pytest.raises(ValueError, match="groups has 2 numbers, and 1f1b has 4 chunks"):
-        make_table(TableSpec("1f1b", 4, 1, 8, groups=[1, 1]))
+def test_numbers_of_units_and_permutes_that_do_not_exist():
+    with pytest.raises(ValueError, match="units_per_chunk has 2 numbers, and 1f1b has 4 chunks"):
+        make_table(TableSpec("1f1b", 4, 1, 8, units_per_chunk=[1, 1]))
     with pytest.raises(ValueError, match="permute='never' is unknown"):
         make_table(TableSpec("1f1b", 4, 1, 8, permute="never"))
     check_repeats("zb_v", 1, 1)  # one stage is accumulation

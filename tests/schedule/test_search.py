@@ -143,7 +143,9 @@ def test_auto_by_name():
     table = make_table(TableSpec("auto", 4, 2, 8, times=Times(2, 2, 1, 0.1), memory=4))
     check(table, memory=8, count_weight_stash=True)
     assert table.units == 8
-    cut = make_table(TableSpec("auto", 3, 1, 4, groups=[1, 2, 1], remat_full=True, permute="late"))
+    cut = make_table(
+        TableSpec("auto", 3, 1, 4, units_per_chunk=[1, 2, 1], remat_full=True, permute="late")
+    )
     check(cut)
     assert cut.units == 4 and set(cut.permute.tolist()) <= {0, 1}
 

@@ -131,7 +131,7 @@ def test_embedding_by_hand():
 
 
 def test_an_op_takes_its_units_share():
-    table = make_table(TableSpec("1f1b", 2, 1, 1, permute="late", groups=[1, 2]))
+    table = make_table(TableSpec("1f1b", 2, 1, 1, permute="late", units_per_chunk=[1, 2]))
     # three units on two stages: 2 for each, so 4 of 6 on stage 1
     even = simulate(table, Times(3, 3, 3))
     assert even.step_time == pytest.approx(2 + 4 + 4 + 2 + 2)

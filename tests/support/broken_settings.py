@@ -85,13 +85,13 @@ RULES = [
     ),
     (
         {"mesh.stage": -1},
-        "mesh.stage=-1 is the second -1 after mesh.data: one axis may be: use "
+        "mesh.stage=-1 is the second -1, after mesh.data: only one axis may be -1: use "
         "--config.mesh.stage=1",
     ),
     (
         {"mesh.context": 3, "mesh.data": 1},
-        "mesh.context=3 makes two chunks a device, each cut by mesh.model=2: 12 parts, which "
-        "do not divide data.sequence_length=128"
+        "mesh.context=3 cuts a sequence into two chunks for each device, each cut by mesh.model=2: "
+        "12 parts, which do not divide data.sequence_length=128"
         ": use --config.mesh.context=2",
     ),
     (
@@ -102,7 +102,7 @@ RULES = [
     ),
     (
         {"parallel.context": "ring", "mesh.context": 2, "mesh.stage": 2, "mesh.data": 1},
-        "parallel.context='ring' is for mesh.stage=1, not 2: stages do not attend together"
+        "parallel.context='ring' works only with mesh.stage=1, not 2: stages do not attend together"
         ": use --config.parallel.context=all_gather (or ulysses)",
     ),
     (
@@ -195,13 +195,14 @@ RULES = [
     ),
     (
         {"model.experts": 4, "model.dense_layers": 2, "pipeline.vocabulary": "parallel"},
-        "pipeline.vocabulary='parallel' shares embedding and head, and model.dense_layers=2 "
-        "needs them on one stage"
+        "pipeline.vocabulary='parallel' splits embedding and head over the stages, and "
+        "model.dense_layers=2 needs them on one stage"
         ": use --config.pipeline.vocabulary=auto",
     ),
     (
         {"model.experts": 4, "model.biases": True},
-        "model.biases=True are not in model.experts=4: use --config.model.biases=false",
+        "model.biases=True is not for model.experts=4: experts have no biases: use "
+        "--config.model.biases=false",
     ),
     (
         {"optimizer.name": "adamv"},
@@ -230,22 +231,20 @@ RULES = [
     ),
     (
         {"train.diloco_inner_steps": 20, "mesh.replica": 2, "parallel.offload": "both"},
-        "parallel.offload='both' moves the optimizer's state of independent replicas, "
-        "train.diloco_inner_steps=20, "
-        "which stays on the devices"
+        "parallel.offload='both' offloads the optimizer's state, which independent replicas "
+        "(train.diloco_inner_steps=20) keep on their devices"
         ": use --config.parallel.offload=activations",
     ),
     (
         {"train.diloco_inner_steps": 20, "mesh.replica": 2, "parallel.offload": "optimizer"},
-        "parallel.offload='optimizer' moves the optimizer's state of independent "
-        "replicas, train.diloco_inner_steps=20, "
-        "which stays on the devices"
+        "parallel.offload='optimizer' offloads the optimizer's state, which independent "
+        "replicas (train.diloco_inner_steps=20) keep on their devices"
         ": use --config.parallel.offload=none",
     ),
     (
         {"parallel.compiler_options": ("xla_gpu_enable_x=true", "--xla_tpu_y=1")},
         "parallel.compiler_options=('xla_gpu_enable_x=true', '--xla_tpu_y=1') has "
-        "'--xla_tpu_y=1', which is no option of XLA's such as "
+        "'--xla_tpu_y=1', which is not an XLA option such as "
         "xla_gpu_enable_latency_hiding_scheduler=true: use "
         "--config.parallel.compiler_options=xla_gpu_enable_x=true",
     ),
@@ -286,7 +285,8 @@ RULES = [
     ),
     (
         {"pipeline.times": (1.0, 2.0)},
-        "pipeline.times=(1.0, 2.0) has to be the times of F, B, W, then message, R, head: use "
+        "pipeline.times=(1.0, 2.0) must have a time for F, B and W each, and may have one for "
+        "message, R and head: use "
         "--config.pipeline.times=1.0,2.0,1.0",
     ),
     (
@@ -295,7 +295,7 @@ RULES = [
     ),
     (
         {"pipeline.layer_costs": (1.0, 2.0)},
-        "pipeline.layer_costs=(1.0, 2.0) has to have a number for each of model.layers=8: use "
+        "pipeline.layer_costs=(1.0, 2.0) must have a number for each of model.layers=8: use "
         "--config.pipeline.layer_costs=",
     ),
     (
@@ -305,12 +305,12 @@ RULES = [
     ),
     (
         {"pipeline.chunk_layers": (2, 2, 3)},
-        "pipeline.chunk_layers=(2, 2, 3) is not model.layers=8 in all: use "
+        "pipeline.chunk_layers=(2, 2, 3) does not sum to model.layers=8: use "
         "--config.pipeline.chunk_layers=",
     ),
     (
         {"pipeline.chunk_layers": (4, 4)},
-        "pipeline.chunk_layers=(4, 4) has to have mesh.stage=2 · pipeline.repeats=2 = 4 "
+        "pipeline.chunk_layers=(4, 4) must have mesh.stage=2 · pipeline.repeats=2 = 4 "
         "numbers: use --config.pipeline.chunk_layers=",
     ),
     (
@@ -340,44 +340,46 @@ RULES = [
     ),
     (
         {"model.mtp_depth": 128},
-        "model.mtp_depth=128 looks beyond data.sequence_length=128: use "
+        "model.mtp_depth=128 predicts tokens beyond data.sequence_length=128: use "
         "--config.model.mtp_depth=127",
     ),
     (
         {"model.mtp_depth": 1, "pipeline.vocabulary": "parallel"},
-        "pipeline.vocabulary='parallel' shares embedding and head, and model.mtp_depth=1 "
-        "needs them on one stage"
+        "pipeline.vocabulary='parallel' splits embedding and head over the stages, and "
+        "model.mtp_depth=1 needs them on one stage"
         ": use --config.pipeline.vocabulary=auto",
     ),
     (
         {**LATENT, "model.positions": "learned"},
-        "model.attention='mla' turns a part of its heads, and model.positions='learned' turn "
-        "nothing: use --config.model.positions=rotary",
+        "model.attention='mla' rotates a part of each head, and "
+        "model.positions='learned' rotates nothing: use --config.model.positions=rotary",
     ),
     (
         {**LATENT, "model.kv_heads": 4},
-        "model.kv_heads=4 is for model.attention='gqa': latents make keys and values for each "
-        "of model.heads=8"
+        "model.kv_heads=4 is for model.attention='gqa': with mla each of model.heads=8 has "
+        "its own keys and values"
         ": use --config.model.kv_heads=0",
     ),
     (
         {"model.attention": "mla", "model.kv_heads": 0},
-        "model.kv_rank=0 leaves model.attention='mla' no latent: use --config.model.attention=gqa",
+        "model.kv_rank=0 leaves model.attention='mla' without a latent: use "
+        "--config.model.attention=gqa",
     ),
     (
         {**LATENT, "model.kv_rank": 0},
-        "model.kv_rank=0 leaves model.attention='mla' no latent: use --config.model.kv_rank=64",
+        "model.kv_rank=0 leaves model.attention='mla' without a latent: use "
+        "--config.model.kv_rank=64",
     ),
     (
         {**LATENT, "model.rope_head_dim": 5},
-        "model.rope_head_dim=5 is the rotated part of model.attention='mla', and rotary "
-        "positions turn pairs: it must be even, and not 0"
+        "model.rope_head_dim=5 is the part of a head that model.attention='mla' "
+        "rotates, in pairs of numbers: it must be even and above 0"
         ": use --config.model.rope_head_dim=6",
     ),
     (
         {**LATENT, "model.rope_head_dim": 0},
-        "model.rope_head_dim=0 is the rotated part of model.attention='mla', and rotary "
-        "positions turn pairs: it must be even, and not 0"
+        "model.rope_head_dim=0 is the part of a head that model.attention='mla' "
+        "rotates, in pairs of numbers: it must be even and above 0"
         ": use --config.model.rope_head_dim=8",
     ),
     (
@@ -408,8 +410,8 @@ RULES = [
     ),
     (
         {"model.head_dim": 5},
-        "model.head_dim=5 gives heads of 5, and rotary positions turn pairs: it must be even: "
-        "use --config.model.head_dim=6",
+        "model.head_dim=5 makes heads of 5, and rotary positions rotate pairs of "
+        "numbers: it must be even: use --config.model.head_dim=6",
     ),
     (
         {"model.positions": "learned", "model.max_positions": 64},
@@ -513,13 +515,13 @@ RULES = [
     ),
     (
         {"checkpoint.directory": "http://bucket/run"},
-        "checkpoint.directory='http://bucket/run' is in no store that is known: use "
+        "checkpoint.directory='http://bucket/run' is in an unknown store: use "
         "--config.checkpoint.directory=s3://bucket/run",
     ),
     *(
         (
             {"checkpoint.directory": place},
-            f"checkpoint.directory={place!r} is no store's address: use "
+            f"checkpoint.directory={place!r} is not the address of a store: use "
             f"--config.checkpoint.directory={meant}",
         )
         for place, meant in {
@@ -536,13 +538,13 @@ RULES = [
     ),
     (
         {"checkpoint.directory": "runs/\udcff"},
-        "checkpoint.directory='runs/\\udcff' holds bytes that are not UTF-8, and no array is "
+        "checkpoint.directory='runs/\\udcff' holds bytes that are not UTF-8, and arrays cannot be "
         "stored under such a name: "
         "use --config.checkpoint.directory=runs/_",
     ),
     (
         {"checkpoint.directory": "s3://bucket"},
-        "checkpoint.directory='s3://bucket' is no folder in a bucket: use "
+        "checkpoint.directory='s3://bucket' is not a folder in a bucket: use "
         "--config.checkpoint.directory=s3://bucket/run",
     ),
     (
@@ -558,7 +560,7 @@ RULES = [
     ),
     (
         {"checkpoint.local": "ram/disk", "checkpoint.local_every": 5},
-        "checkpoint.local='ram/disk' is no absolute path, which it must be on every machine: "
+        "checkpoint.local='ram/disk' is not an absolute path, which every machine needs: "
         "use --config.checkpoint.local=/dev/shm/ram/disk",
     ),
 ]

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 import jax
 
 from jaxtrain.config import Config
+from jaxtrain.costs.collectives import sent
 from jaxtrain.hlo.collectives import collectives
-from jaxtrain.hlo.loops import StepLoops, op_in
+from jaxtrain.hlo.loops import op_in
 from jaxtrain.hlo.program import Instruction, Program
 from jaxtrain.pipeline.setup import Setup
+from jaxtrain.plan.compile_check import step_loops
 from jaxtrain.training.step import Step, make_step
 
 
@@ -33,9 +35,9 @@ def read(
     """(op, kind, axes, devices) → bytes that a device of the stage sends in a step, by the ring
     algorithms."""
     found: collections.Counter = collections.Counter()
-    for run in StepLoops(program, setup, stage).executed():
+    for run in step_loops(program, setup, stage).executed():
         for c in collectives(program, run.instruction, mesh, stage):
-            if c.sent:
+            if size := sent(c.kind, c.sending, c.devices):
                 op = op_of(run.instruction, c.instruction)
-                found[op, c.kind, c.axes, c.devices] += float(run.times * c.sent)
+                found[op, c.kind, c.axes, c.devices] += float(run.times * size)
     return found

@@ -34,7 +34,7 @@ def grid(permute: str) -> Iterator[Table]:
         KINDS, (1, 2, 3, 5), (1, 2, 4, 7, 11)
     ):
         remat_full, cut = next(turns)
-        groups = [1 + c % 3 for c in range(stages * repeats)] if cut else None
+        units = [1 + c % 3 for c in range(stages * repeats)] if cut else None
         yield make_table(
             TableSpec(
                 schedule,
@@ -43,7 +43,7 @@ def grid(permute: str) -> Iterator[Table]:
                 microbatches,
                 permute=permute,
                 remat_full=remat_full,
-                groups=groups,
+                units_per_chunk=units,
             )
         )
 

@@ -19,7 +19,7 @@ from support.small import Case
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.restoring import restore
 from jaxtrain.config import ConfigError
-from jaxtrain.parallel import host_memory
+from jaxtrain.devices import host_memory
 from jaxtrain.plan.report import introduction
 from jaxtrain.training.state import bytes_per_device, initial_state, stored_shapes
 from jaxtrain.training.step import make_step

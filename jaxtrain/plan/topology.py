@@ -7,7 +7,7 @@ Cloud's documentation of each chip; libtpu has to be told).
 
 The compilers come with jax's own packages and need neither a device nor a driver. They would look
 for devices in a process that has some, so they run in a separate one,
-`python -m jaxtrain.hlo.topology FOLDER`.
+`python -m jaxtrain.plan.topology FOLDER`.
 """
 
 import dataclasses
@@ -243,7 +243,7 @@ class Compiled:
 
     tracing, compiling: seconds
     memory:  bytes on a device by XLA's analysis, with the keys MEMORY
-    kinds:   bytes on a device by what they hold (`training.sizes.state_memory`)
+    kinds:   bytes on a device by what they hold (`plan.report.state_memory`)
     pools:   kind of slot → its number, and the bytes of one
     """
 
@@ -291,7 +291,7 @@ def compile_config(
         "options": dict(options or {}),
         "program": program,
     }
-    command = [sys.executable, "-m", "jaxtrain.hlo.topology"]
+    command = [sys.executable, "-m", "jaxtrain.plan.topology"]
     with tempfile.TemporaryDirectory() as folder:
         pathlib.Path(folder, "request.json").write_text(json.dumps(request))
         done = subprocess.run(
@@ -321,7 +321,7 @@ def main(folder: str) -> None:
     from jax.experimental import topologies
 
     from jaxtrain.devices.mesh import make_mesh, sizes_of
-    from jaxtrain.training.sizes import slot_pools, state_memory
+    from jaxtrain.plan.report import slot_pools, state_memory
     from jaxtrain.training.step import make_step
 
     jax.config.update("jax_enable_compilation_cache", False)

@@ -5,8 +5,8 @@ import pytest
 
 from jaxtrain.config.errors import UsageError
 from jaxtrain.costs import hardware
-from jaxtrain.hlo import topology
-from jaxtrain.hlo.topology import PLATFORMS, fitting, parse
+from jaxtrain.plan import topology
+from jaxtrain.plan.topology import PLATFORMS, fitting, parse
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,15 @@ from jaxtrain.config import (
 )
 from jaxtrain.config.unused import unused_settings
 from jaxtrain.costs.hardware import load, to_json
-from jaxtrain.pipeline import op_times, setup
-from jaxtrain.pipeline.op_times import OP_TIMES, OpTimesError, needed, worth_storing
+from jaxtrain.pipeline import setup
 from jaxtrain.pipeline.step_model import step_model_of
 from jaxtrain.schedule.by_name import make_table
 from jaxtrain.schedule.columns import EMBED, EMBED_GRADIENT, HEAD, cell_op, permute_op
 from jaxtrain.schedule.table import Permute
 from jaxtrain.schedule.table_spec import TableSpec
+from jaxtrain.training import stored_op_times
 from jaxtrain.training.op_times import planned_times, stored_times, times_of
+from jaxtrain.training.stored_op_times import OP_TIMES, OpTimesError, needed, worth_storing
 
 CONFIG = Config(
     model=ModelConfig(layers=4, width=32, heads=4, mlp_width=64),
@@ -42,7 +43,7 @@ def own_kind(file, tflops, *dtypes):
 
 
 def keep(config, folder, times=TIMES):
-    op_times.store(replace(config, {"pipeline.times": times}), folder, "8 × cpu")
+    stored_op_times.store(replace(config, {"pipeline.times": times}), folder, "8 × cpu")
 
 
 def test_who_needs_times():
@@ -125,7 +126,7 @@ def test_what_may_change_beside_them(tmp_path):
 def test_times_that_cannot_be_told_are_not_measured_again(tmp_path):
     keep(CONFIG, tmp_path, ())
     assert stored_times(CONFIG, tmp_path) == ()
-    assert "model's sizes" in op_times.describe(())
+    assert "model's sizes" in stored_op_times.describe(())
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"times": ["x"], "of": {}}'])
