@@ -29,8 +29,8 @@ class Optimizer:
                  the gradient, the parameter and its new value, each counted as often as it passes
     elementwise: each number has its update from its own gradient and state. Otherwise an update
                  depends on all numbers of a layer's parameter.
-    momentum:    (tree of the state, setting): after the first step that tree is the clipped
-                 gradient times 1 less that setting; None if no tree is
+    momentum:    (tree of the state, settings → factor): after the first step that tree is the
+                 clipped gradient times the factor; None if no tree is
     fixed:       settings on which the shapes of the state depend: a resumed run keeps them
     """
 
@@ -41,7 +41,7 @@ class Optimizer:
     state: Callable[[tuple[int, ...], Any], tuple[Dims, ...]]
     passes: int
     elementwise: bool = True
-    momentum: tuple[str, str] | None = None
+    momentum: tuple[str, Callable[[Any], float]] | None = None
     fixed: tuple[str, ...] = ()
 
     def state_numbers(self, shape: tuple[int, ...], settings: Any) -> int:
@@ -92,7 +92,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
             },
             state=functools.partial(_copies, 2),
             passes=3,
-            momentum=("mu", "b1"),
+            momentum=("mu", lambda s: 1 - s.b1),
         ),
         Optimizer(
             "lion",
@@ -105,7 +105,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
             },
             state=functools.partial(_copies, 1),
             passes=3,
-            momentum=("mu", "b2"),
+            momentum=("mu", lambda s: 1 - s.b2),
         ),
         Optimizer(
             "adafactor",

@@ -212,7 +212,7 @@ def train(cfg: Config, steps: int = STEPS) -> Run:
     assert norm > cfg.optimizer.clip_norm, "the gradients were meant to be clipped"
     gradients = {}
     if momentum:
-        scale = norm / cfg.optimizer.clip_norm / (1 - getattr(cfg.optimizer, momentum[1]))
+        scale = norm / cfg.optimizer.clip_norm / momentum[1](cfg.optimizer)
         gradients = jax.tree.map(
             lambda a: a * np.float32(scale), small.to_plain(step.layout, moment)
         )
