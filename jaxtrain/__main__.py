@@ -63,7 +63,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _unknown(command: str, rest: Sequence[str]) -> str:
-    """What is wrong with a first argument that names no command, and what would work."""
+    """The error for a first argument that names no command, with one that would work."""
     if command.startswith("-") and (after := next((word for word in rest if word in COMMANDS), "")):
         return f"{command!r} stands before the command: use jaxtrain {after} and then the flags"
     if command.startswith("-"):

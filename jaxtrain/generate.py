@@ -241,7 +241,7 @@ def find_checkpoint(
 def _checkpoints_of(
     workdir: str, wrong: StepCheck, damaged: Mapping[int, str]
 ) -> tuple[epath.Path, StepChoice]:
-    """A run's folder of checkpoints, and the choice among its steps. Raises UsageError where there
+    """A run's folder of checkpoints, and the choice among its steps. Raises UsageError if there
     is none, CheckpointError if it cannot be read."""
     if not workdir:
         raise UsageError(
@@ -340,7 +340,7 @@ def load(flags: types.SimpleNamespace) -> Loaded:
 def prompted(
     folder: epath.Path, step: int, flags: types.SimpleNamespace
 ) -> tuple[Config, "Tokenizer", list[int]]:
-    """A checkpoint's resolved config and tokenizer, and the prompt's ids. Raises UsageError where
+    """A checkpoint's resolved config and tokenizer, and the prompt's ids. Raises UsageError if
     the meta or the prompt cannot be read."""
     from jaxtrain.data.tokenizer import prompt_ids
 
@@ -403,7 +403,7 @@ def check_model(config: Config, prompt: int, flags: types.SimpleNamespace) -> No
 
 
 def check_devices(count: int, config: Config, flags: types.SimpleNamespace) -> None:
-    """Raises UsageError where there are fewer devices than `--model`."""
+    """Raises UsageError if there are fewer devices than `--model`."""
     if flags.model > count:
         fewer = max(
             n for n in range(1, count + 1) if flags.model % n == 0 and kv_heads_fit(config.model, n)

@@ -1,16 +1,15 @@
-"""`python -m jaxtrain.launch`: one run of several processes on this machine, as a cluster would
-start it.
+"""`python -m jaxtrain.launch`: one run of several processes on this machine, started as on a
+cluster.
 
     launcher ─┬─ [0] python -m jaxtrain.train … --coordinator=localhost:PORT --processes=2
               │          --process_id=0
               ├─ [1] python -m jaxtrain.train … --process_id=1
               └─ guard: kills both if the launcher is gone
 
-The launcher prints every line of a process with the process's number in front, on the stream that
-it came on. When a process fails, the launcher stops the others and prints the failed one's last
-lines last. No process outlives the launcher, however it ends. With --restarts it starts all
-processes again where their exit status says that this helps, as a cluster's engine would do. It
-starts processes on this machine only. No jax.
+The launcher prints every line of a process after the process's number, on the stream of the
+process. When a process fails, the launcher stops the others and prints the last lines of the failed
+one at the end. No process outlives the launcher, however it ends. With --restarts it starts all
+processes again if their exit status says that this helps, like a cluster's engine. No jax.
 """
 
 import collections

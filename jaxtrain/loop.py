@@ -1,7 +1,7 @@
-"""The training loop: `run` sets a run up, trains and finishes; `Trainer` has its parts, and
-`Trainer.train` is the loop.
+"""The training loop: `run` sets a run up, trains and finishes. `Trainer` has the parts of a run,
+and `Trainer.train` is the loop.
 
-Files that a run leaves in its folder: config.json, metrics.jsonl, goodput.jsonl, checkpoints/,
+A run leaves these files in its folder: config.json, metrics.jsonl, goodput.jsonl, checkpoints/,
 tensorboard/, loss.png, goodput.png, profile/; metrics.rolled_back.jsonl if it has gone back;
 op_times.json if op times are planned or measured; planned.json if the hardware is known; and
 run.lock while it runs.
@@ -70,8 +70,8 @@ def run(
 
     Raises FolderError if another run uses the folder. Before anything is compiled or written:
     ConfigError, DataError or CheckpointError for a config that does not fit the checkpoint or the
-    corpus, and if no checkpoint is complete. NumbersError if numbers are not good and the run
-    cannot go back.
+    corpus, and if no checkpoint is complete. Raises NumbersError if numbers are not good and the
+    run cannot go back.
     """
     clock.enter(Part.DATA)
     with (

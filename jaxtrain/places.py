@@ -1,13 +1,13 @@
-"""The places that a run will write, each tried by writing before anything is compiled. jax is only
-needed for a run of several processes.
+"""The places to which a run will write: each is tested by writing to it before anything is
+compiled. jax is needed only for a run of several processes.
 
     process 0     the run's folder and its files, the checkpoints, tensorboard/
     each process  checkpoints, checkpoint.local, profile/, rows/
 
-A place that cannot be written ends the command with one line that names the flag or setting, the
-reason, and one that works: with status 2, or with 74 where it may pass (a full disk, a store that
-does not answer). Nothing is left behind. data/tokens.py tries the cache of corpora when it prepares
-one.
+A place that cannot be written ends the command with one line that has the flag or setting, the
+reason, and a flag that works. The status is 2, or 74 for an error that may pass (a full disk, a
+store that does not answer). The tests leave nothing behind. data/tokens.py tests the cache of
+corpora when it prepares one.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ class Problem:
 
 
 def check(config: Config, workdir: str) -> None:
-    """Raises PlaceError where a run of one process cannot write."""
+    """Raises PlaceError if a run of one process cannot write."""
     if problem := _of_main(config, workdir) or _of_each(config, workdir):
         raise problem.error()
 
@@ -82,7 +82,7 @@ def check_workdir(workdir: str) -> None:
 
 
 def check_together(config: Config, workdir: str) -> None:
-    """Raises PlaceError where a run of several processes cannot write. Each must call it, and
+    """Raises PlaceError if a run of several processes cannot write. Each must call it, and
     raises the same error. All hosts must see the checkpoints."""
     import jax
 

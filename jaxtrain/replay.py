@@ -1,10 +1,10 @@
-"""`--replay=STEP`: repeats a step of a run, from the checkpoint before it and with the run's
-batches, and compares it with the run's record.
+"""`--replay=STEP`: repeats the steps of a run from a checkpoint up to this one with the run's
+batches, and compares the last with the run's record.
 
     checkpoint 60 ── steps 61 … 70, batches as recorded ──▶ loss and gradient norm of step 70
-                                                            │ those in metrics.jsonl
+                                                            │ compared with metrics.jsonl
 
-Nothing is written into the run's folder, and no lock is taken: a run may be using it.
+Nothing is written into the run's folder, and no lock is taken, so a run may use it meanwhile.
 """
 
 import concurrent.futures

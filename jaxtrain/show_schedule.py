@@ -4,9 +4,9 @@ is trained.
     schedule, stages, microbatches, op times  →  table
                                               →  timeline, CSV, bubbles by two clocks, memory, slots
 
-    --compare    all schedules side by side, best first
+    --compare    a table of all schedules, the best first
 
-The coupled clock is that of the runtime, which executes ticks. No jax.
+The coupled clock is the one that describes the runtime. No jax.
 """
 
 import dataclasses
@@ -221,7 +221,7 @@ def check_flags(flags: types.SimpleNamespace) -> ScheduleRequest:
 
 
 def _check_size(flags: types.SimpleNamespace, spec: TableSpec) -> None:
-    """UsageError for a table of more tasks than can be made in a while."""
+    """Raises UsageError for a table of more tasks than can be made in a while."""
     sizes = {
         "microbatches": spec.microbatches,
         "ops_per_chunk": flags.ops_per_chunk,
@@ -249,7 +249,7 @@ def _check_size(flags: types.SimpleNamespace, spec: TableSpec) -> None:
 
 
 def _check_schedule(flags: types.SimpleNamespace, spec: TableSpec) -> None:
-    """UsageError for flags that do not fit the schedule, or --compare."""
+    """Raises UsageError for flags that do not fit the schedule, or --compare."""
     if flags.compare:
         for flag in OUTPUTS:
             if getattr(flags, flag):
@@ -269,8 +269,8 @@ def _check_schedule(flags: types.SimpleNamespace, spec: TableSpec) -> None:
 
 
 def _check_choice(flag: str, value: str, known: Sequence[str]) -> None:
-    """UsageError for a value that is no choice, with the choice that is most like it, or with all
-    of them."""
+    """Raises UsageError for a value that is no choice, with the choice that is most like it, or
+    with all of them."""
     if value not in known:
         near = difflib.get_close_matches(value, known, n=1, cutoff=0.5) or list(known)
         raise UsageError(f"--{flag}={value!r} is unknown", {flag: near[0]}, near[1:])

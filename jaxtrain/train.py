@@ -1,5 +1,5 @@
-"""python -m jaxtrain.train: trains as a recipe says; `train` does that for Python programs. Flags
-are parsed in cli.py, the training loop is in loop.py."""
+"""`python -m jaxtrain.train`: trains a recipe; `train` does the same for Python programs. cli.py
+parses the flags, loop.py has the training loop."""
 
 import contextlib
 import dataclasses

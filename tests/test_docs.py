@@ -121,6 +121,7 @@ def check_train(arguments: list[str], devices: int | None = None) -> None:
             "none",
             "stdlib",
         ):
+            pathlib.Path(value).parent.mkdir(parents=True, exist_ok=True)
             pathlib.Path(value).mkdir() if value.endswith("/") else pathlib.Path(value).touch()
         if name == "--config.pipeline.schedule" and value.startswith(CSV):
             pathlib.Path(value.removeprefix(CSV)).touch()

@@ -611,6 +611,26 @@ def test_a_changed_corpus(folder, stopped):
     )
 
 
+def test_a_corpus_that_has_moved(folder, stopped):
+    """The same content at another path continues the run; one byte of difference is refused."""
+    moved = folder / "elsewhere" / "part.txt"
+    moved.parent.mkdir()
+    moved.write_text((folder / "corpus.txt").read_text().replace("mesh", "mush", 1))
+    flag = f"--config.data.source={moved}"
+    message = assert_refused(stopped, flag)
+    assert re.fullmatch(
+        rf"data.source='{moved}' is not the corpus of the checkpoint's data.source='\S*corpus.txt' "
+        r"\(checksum \w+, in the checkpoint \w+\): use --config.data.source=\S*corpus.txt "
+        r"\(or another --workdir\)",
+        message,
+    )
+    moved.write_text((folder / "corpus.txt").read_text())
+    said = train(stopped, flag, *settings(train__steps=GOES_ON)).out
+    assert "continuing from step" in said
+    assert re.search(rf"data.source: \S*corpus.txt → {moved}", said)
+    assert runs.last_step(stopped) == GOES_ON
+
+
 def test_a_finished_run_says_so(whole):
     workdir, _ = whole
     before = runs.contents(workdir)

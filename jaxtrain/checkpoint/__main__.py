@@ -358,7 +358,7 @@ def diff(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
 
 
 def _check_prune(of: Subject, flags: types.SimpleNamespace) -> None:
-    """Raises UsageError where `prune` has nothing to go by."""
+    """Raises UsageError if `prune` has nothing to go by."""
     if of.step:
         given = [
             flag_text(f.name, getattr(flags, f.name))

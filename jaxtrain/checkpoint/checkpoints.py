@@ -12,6 +12,7 @@ own folder, can be restored with one layout (local.py), are saved more often, an
 machine.
 """
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -30,7 +31,7 @@ from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.restoring import choose_together, restore_newest
 from jaxtrain.checkpoint.retention import Retention
 from jaxtrain.checkpoint.steps import NONE, VERSION, CheckpointError, Meta, StepChoice
-from jaxtrain.config import Config, ConfigError, to_dict
+from jaxtrain.config import Config, ConfigError, sources, suggestion, to_dict
 from jaxtrain.config.checks import Environment, check_resume
 from jaxtrain.config.resume import changes
 from jaxtrain.config.settings import CheckpointConfig
@@ -125,15 +126,28 @@ class Checkpoints:
             self._refuse(choice.meta)
 
     def check_corpus(self, corpus: Corpus) -> None:
-        """Keeps the corpus that the run trains on. Raises DataError if the persistent checkpoint
-        that `choose` chose was saved with another (Corpus.checksum: tokens, documents, mask)."""
+        """Keeps the corpus that the run trains on, which may have moved since the persistent
+        checkpoint that `choose` chose (Corpus.checksum: tokens, documents, mask).
+
+        Raises ConfigError if it is another one at another path, DataError if it has changed.
+        """
         self._corpus = corpus
-        if self._choice.step and self._choice.meta.checksum != corpus.checksum:
-            raise DataError(
-                f"data.source={corpus.source} has changed since the checkpoint (checksum "
-                f"{corpus.checksum[:12]}, in the checkpoint {self._choice.meta.checksum[:12]}): "
-                "put it back or use another --workdir"
-            )
+        meta = self._choice.meta
+        if not self._choice.step or meta.checksum == corpus.checksum:
+            return
+        checksums = f"(checksum {corpus.checksum[:12]}, in the checkpoint {meta.checksum[:12]})"
+        stored = meta.stored_config().data.source
+        if stored != corpus.source:
+            rule = f"is not the corpus of the checkpoint's data.source={stored!r} {checksums}"
+            use = "the same files"
+            with contextlib.suppress(ConfigError):  # those of the checkpoint may be gone
+                sources.check(stored)
+                use = suggestion({"data.source": stored})
+            raise ConfigError("data.source", corpus.source, rule, f"{use} (or another --workdir)")
+        raise DataError(
+            f"data.source={corpus.source} has changed since the checkpoint {checksums}: put it "
+            "back or use another --workdir"
+        )
 
     def log_changes(self) -> None:
         """Lists the settings that differ from those of the checkpoint."""
@@ -149,7 +163,7 @@ class Checkpoints:
         """Takes the run's step, which knows the state's layout, and looks for local checkpoints
         that are newer than the persistent one.
 
-        Raises CheckpointError where the run's id can be neither read nor written.
+        Raises CheckpointError if the run's id can be neither read nor written.
         """
         self._step = step
         local = self._config.checkpoint.local
@@ -195,7 +209,7 @@ class Checkpoints:
         return step.abstract_state(), shapes, step.layout.placement
 
     def _refuse(self, meta: Meta) -> None:
-        """Raises ConfigError where the config cannot continue a checkpoint with this meta."""
+        """Raises ConfigError if the config cannot continue a checkpoint with this meta."""
         check_resume(meta.stored_config(), self._unresolved, self._environment)
 
     def _why_not(self, meta: Meta) -> str:
@@ -260,7 +274,7 @@ class Checkpoints:
 
         position: the number of the next batch.
 
-        Returns True if a persistent save was due. Raises NumbersError where parameters that are
+        Returns True if a persistent save was due. Raises NumbersError if parameters that are
         not finite end the run.
         """
         persistent = (bool(asked) or self._intervals.saves(at)) and Request.HURRY not in asked

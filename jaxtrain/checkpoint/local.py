@@ -245,7 +245,7 @@ def files_of(run: pathlib.Path) -> list[tuple[pathlib.Path, int]]:
 
 
 def read_index(path: pathlib.Path) -> Index:
-    """The index of a file. Raises DamagedError where it cannot be read, or is not as it was
+    """The index of a file. Raises DamagedError if it cannot be read, or is not as it was
     written."""
     try:
         with open(path, "rb") as file:
@@ -270,7 +270,7 @@ def read_index(path: pathlib.Path) -> Index:
 
 
 def read_shard(place: Place, shard: Shard, dtype: np.dtype) -> np.ndarray:
-    """A shard's numbers. Raises DamagedError where they cannot be read, or are not those that were
+    """A shard's numbers. Raises DamagedError if they cannot be read, or are not those that were
     written."""
     numbers = np.empty(shard.shape, dtype)
     data = numbers.reshape(-1).view(np.uint8).data

@@ -207,7 +207,7 @@ class Value:
 def read_database(folder: epath.Path) -> list[Value]:
     """All values of the newest version of the database in a state's folder.
 
-    Raises DatabaseError where something of it is missing, cut off or damaged. The numbers are not
+    Raises DatabaseError if something of it is missing, cut off or damaged. The numbers are not
     looked at.
     """
     sizes: dict[str, int] = {}

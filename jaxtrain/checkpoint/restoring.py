@@ -47,7 +47,7 @@ def choose_together(
     """The step that a run resumes from, and what else is in the directory: process 0's answer, on
     every process. damaged, before: as in `choose`.
 
-    Raises CheckpointError where no step is complete, but something of one exists: a new run would
+    Raises CheckpointError if no step is complete, but something of one exists: a new run would
     push it aside.
     """
 

@@ -30,9 +30,10 @@ MOST_COMBINED = 7  # fixes, where no config is known to work
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """What a config is checked against besides its own rules; what is not known is not checked.
+    """The surroundings against which a config is checked, besides its own rules. What is unknown is
+    not checked.
 
-    devices:    the number of devices; platform: theirs, as jax names it
+    devices:    the number of devices; platform: their platform by jax's name
     recipe:     the config before the command's flags, whose values are tried as fixes
     checkpoint: the config of the checkpoint that is resumed
     rules:      further rules, for configs that keep all others (pipeline/checks.py)
@@ -58,7 +59,7 @@ def check_devices(config: Config, device_count: int, platform: str = "gpu") -> C
     """The config with the mesh's -1 filled in for this number of devices, and every rule checked
     with it.
 
-    platform: of the devices, as jax names it. Raises ConfigError where the mesh does not use all
+    platform: of the devices, as jax names it. Raises ConfigError if the mesh does not use all
     the devices, the batch does not divide over them, or they have no such kernel.
     """
     check(config, Environment(device_count, platform))
@@ -88,8 +89,8 @@ def first_violation(config: Config, environment: Environment = UNKNOWN) -> Viola
 def _violations(
     config: Config, environment: Environment, paths: Iterable[str]
 ) -> Iterator[Violation]:
-    """What is wrong, in order; only the first is certain, for later rules count on earlier ones.
-    paths: the settings to look at on their own."""
+    """The violations of a config, in order. Only the first is certain, because later rules rely on
+    earlier ones. paths: the settings whose own values are checked."""
     for path in paths:
         if violation := field_violation(path, cfg.get(config, path), environment.recipe):
             yield violation
@@ -242,7 +243,7 @@ class _Search:
         return sorted(values) if type(changes[field]) is int else values
 
     def passes(self, changes: Changes) -> bool:
-        """Whether every rule holds after these changes."""
+        """True if every rule holds after these changes."""
         return self._fixes(changes) is None
 
     def _walk(self, changes: Changes, most: int) -> Changes | None:

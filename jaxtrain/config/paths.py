@@ -35,8 +35,8 @@ def get(config: Config, path: str) -> Any:
 
 
 def replace(config: Config, changes: dict[str, Any]) -> Config:
-    """A config with the settings at some paths changed; values are not checked. KeyError for an
-    unknown path."""
+    """A config with the settings at some paths changed; values are not checked. Raises KeyError for
+    an unknown path."""
     groups: dict[str, dict[str, Any]] = {}
     for path, value in changes.items():
         if path not in fields():

@@ -18,7 +18,9 @@ _FREE = (
     "model.mtp_weight",
     "data.cache",
     "data.prefetch",
-    "data.bad_records",  # the corpus's checksum says whether it matters
+    # the corpus's checksum says whether these matter
+    "data.source",
+    "data.bad_records",
     # DeepSeek-V3 sets the first to 0 towards the end
     "model.balance_rate",
     "model.balance_loss",
@@ -49,7 +51,7 @@ def violations(config: Config, stored: Config) -> Iterator[Violation]:
 
 
 def changes(stored: Config, config: Config) -> list[str]:
-    """What differs between a checkpoint's config and the one that resumes it: lines such as
+    """The differences between a checkpoint's config and the one that resumes it: lines such as
     "optimizer.learning_rate: 0.003 → 0.1".
 
     Both with their dependent defaults and the mesh's sizes filled in. A setting that the checkpoint

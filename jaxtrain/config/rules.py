@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, addresses, ends_with_layers, kernels
+from jaxtrain.config import Config, addresses, ends_with_layers, kernels, sources
 from jaxtrain.schedule.orders import SCHEDULES, default_repeats, fits_repeats
 
 BYTE_VOCABULARY = 257  # 256 bytes and the document separator
@@ -238,7 +238,7 @@ def _sequence(c: Config) -> Iterator[Violation]:
 
 def _data(c: Config) -> Iterator[Violation]:
     mask, read = c.data.loss_mask, c.data.text_fields
-    from_bytes = c.data.tokenizer == "bytes" and not c.data.source.endswith((".bin", ".npy"))
+    from_bytes = c.data.tokenizer == "bytes" and not sources.holds_tokens(c.data.source)
     if from_bytes and c.model.vocab_size < BYTE_VOCABULARY:
         yield Violation(
             "model.vocab_size",

@@ -9,6 +9,7 @@ between fields, checks.py checks them, and flags.py has the flags. No jax.
 import dataclasses
 from typing import Any
 
+from jaxtrain.config import sources
 from jaxtrain.config.optimizers import OPTIMIZERS, meaning
 from jaxtrain.schedule.orders import CSV, SCHEDULES, default_repeats
 
@@ -187,11 +188,7 @@ class ModelConfig:
 class DataConfig:
     """The corpus and the batch."""
 
-    source: str = setting(
-        "stdlib",
-        "corpus: a folder, or a text, JSON, JSONL, Parquet or token file (.bin, .npy), "
-        "which may be compressed; stdlib: Python's own sources",
-    )
+    source: str = setting(sources.STDLIB, sources.HELP)
     tokenizer: str = setting(
         "bytes",
         "bytes; the path of a Hugging Face tokenizers JSON file; or none: the ids of a "

@@ -10,12 +10,10 @@ import shlex
 from collections.abc import Callable, Iterable
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config
+from jaxtrain.config import Config, sources
 from jaxtrain.config.optimizers import OPTIMIZERS, READS
 from jaxtrain.config.rules import OF_EXPERTS
 from jaxtrain.schedule.orders import CSV
-
-READY = (".bin", ".npy")  # endings of token files
 
 
 def _under(group: str, names: str | Iterable[str]) -> list[str]:
@@ -135,12 +133,12 @@ USES = (
     Use(["model.mtp_weight"], lambda c: c.model.mtp_depth, lambda c: "with model.mtp_depth=0"),
     Use(
         ["data.loss_mask", "data.text_fields"],
-        lambda c: c.data.source != "stdlib" and not c.data.source.endswith(READY),
+        lambda c: c.data.source != sources.STDLIB and not sources.holds_tokens(c.data.source),
         lambda c: f"with data.source={c.data.source!r}",
     ),
     Use(
         ["data.token_dtype"],
-        lambda c: c.data.source.endswith(".bin"),
+        lambda c: sources.format_of(c.data.source) == "bin",
         lambda c: f"with data.source={c.data.source!r}",
     ),
     Use(

@@ -150,7 +150,7 @@ class Hardware:
         return max(0.0, (busy + idle) / self.alone - busy)
 
     def peak(self, dtype: str = "bfloat16") -> float:
-        """Operations a second. KeyError for a type whose peak is not known."""
+        """Operations a second. Raises KeyError for a type whose peak is not known."""
         return 1e12 * self.peak_tflops[dtype]
 
     def utilization(self, flops_per_s: float, dtype: str) -> float | None:

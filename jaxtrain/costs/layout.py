@@ -55,8 +55,8 @@ class Layout:
         return self.offload in (what, "both")
 
     def neighbours(self, axis: str) -> tuple[int, int]:
-        """(devices along an axis, their stride in the order of devices): `model` is innermost,
-        `replica` outermost."""
+        """Returns (devices along an axis, their stride in the order of devices): `model` is
+        innermost, `replica` outermost."""
         inner = AXES[AXES.index(axis) + 1 :]
         return getattr(self, axis), math.prod(getattr(self, name) for name in inner)
 

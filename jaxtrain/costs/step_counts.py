@@ -150,7 +150,7 @@ class StepCounts:
         return [p for group in self.parameters.values() for p in group.values()]
 
     def _step(self, stage: int) -> list[tuple[str, float, list[Collective]]]:
-        """(op, how often a step, its collectives)."""
+        """The ops of a step: (name, number of times that it runs, its collectives)."""
         c, times, one_stage = self.collectives, self.times(stage), self.table is None
         parameters = self._all_parameters()
         once = c.layout.zero == 3 and not c.gathers_in_ops

@@ -10,29 +10,36 @@ PLACES = 5  # the number of bad records whose messages are shown
 
 class BadRecord(DataError):
     """A record, or the rest of a file, that cannot be read. The message is one line: file and line,
-    the problem, and its remedy."""
+    the problem, and its remedy.
 
-    def __init__(self, where: str, what: str, fix: str = ""):
-        self.place, self.fix = f"{where}: {what}", fix
+    fix: its remedy, in words. settings: flags with which this record is read, which are the remedy
+    only if no record before it was read without them.
+    """
+
+    def __init__(self, where: str, what: str, fix: str = "", settings: str = ""):
+        self.place, self.fix, self.settings = f"{where}: {what}", fix, settings
         super().__init__(f"{self.place}: {fix}" if fix else self.place)
 
-    def refusal(self) -> DataError:
-        """The error that ends the preparation; its message names data.bad_records=skip too."""
+    def refusal(self, any_read: bool) -> DataError:
+        """The error that ends the preparation; its message names data.bad_records=skip too.
+        any_read: other records were read."""
+        fix = f"use {self.settings}" if self.settings and not any_read else self.fix
         skip = "use --config.data.bad_records=skip to leave out what cannot be read"
-        return DataError(
-            f"{self.place}: {self.fix}, or {skip}" if self.fix else f"{self.place}: {skip}"
-        )
+        return DataError(f"{self.place}: {fix}, or {skip}" if fix else f"{self.place}: {skip}")
 
 
 @dataclasses.dataclass
 class Skipped:
-    """The records that were left out: their number, and the messages of the first PLACES."""
+    """The records that were left out: their number, the messages of the first PLACES, and flags
+    with which the first one is read, if there are any."""
 
     count: int = 0
     places: list[str] = dataclasses.field(default_factory=list)
+    settings: str = ""
 
     def add(self, record: BadRecord) -> None:
         """Counts a record, and saves its message if it is one of the first."""
+        self.settings = self.settings if self.count else record.settings
         self.count += 1
         if len(self.places) < PLACES:
             self.places.append(record.place)

@@ -17,16 +17,9 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+from jaxtrain.config.sources import COMPRESSIONS
 from jaxtrain.data.bad_records import BadRecord
 
-SUFFIXES = {
-    ".gz": "gzip",
-    ".gzip": "gzip",
-    ".bz2": "bzip2",
-    ".zst": "zstd",
-    ".zstd": "zstd",
-    ".xz": "xz",
-}
 BLOCK = 1 << 20  # bytes read, and at most decompressed, at a time
 MAGIC = {
     b"\x1f\x8b": "gzip",
@@ -65,19 +58,13 @@ class Reader(io.BufferedReader):
                 raise BadRecord(
                     path,
                     f"{archive}, not a text",
-                    "unpack it into a folder, or let its name begin with a dot",
+                    "unpack it into a folder, or let its name begin with _ or .",
                 )
 
     def taken(self) -> int:
         """Bytes of the file on the disk that were read since the last call."""
         taken, self._taken = self._source.position - self._taken, self._source.position
         return taken
-
-
-def without_suffix(path: str) -> str:
-    """A file's name without the suffix of a compression."""
-    stem, suffix = os.path.splitext(path)
-    return stem if suffix.lower() in SUFFIXES else path
 
 
 def is_compressed(path: str) -> bool:
@@ -214,7 +201,7 @@ def _compression(path: str, head: bytes) -> str | None:
     for magic, kind in MAGIC.items():
         if head.startswith(magic):
             return kind
-    claimed = SUFFIXES.get(os.path.splitext(path)[1].lower())
+    claimed = COMPRESSIONS.get(os.path.splitext(path)[1].lower())
     if head and any(kind == claimed and magic.startswith(head) for magic, kind in MAGIC.items()):
         raise BadRecord(
             path,

@@ -16,14 +16,18 @@ read, and raise one if the rest of the file cannot be read.
 """
 
 import codecs
+import difflib
 import json
 import pathlib
 import re
+import tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from jaxtrain.config import suggestion
+from jaxtrain.config.sources import File
 from jaxtrain.data.bad_records import BadRecord
-from jaxtrain.data.compressed import BLOCK, Reader
+from jaxtrain.data.compressed import BLOCK, Reader, is_compressed, unpack
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SURROGATE = re.compile("[\\ud800-\\udfff]")
@@ -31,27 +35,13 @@ SPACES = re.compile(r"[ \t\r\n]*")
 # A word or number that is cut at the end of the characters read so far is at most as long as this.
 CUT = 16
 SET_FIELDS = "set data.text_fields"
+SIMILAR = 0.75  # how alike a misspelt field and the field that is meant are at least
 PARQUET_ROWS = 256  # rows of a Parquet file read at a time
 MISSING = object()
 DECODER = json.JSONDecoder()
 
 # (whether their tokens count in the loss, names of fields)
 Runs = list[tuple[bool, tuple[str, ...]]]
-
-
-class File(NamedTuple):
-    """A file of a source.
-
-    format: text, json, jsonl, parquet, bin, npy, or python: a text that is left out if it is empty
-        or not UTF-8.
-    size: bytes.
-    modified: nanoseconds since the epoch.
-    """
-
-    path: str
-    format: str
-    size: int
-    modified: int
 
 
 class Piece(NamedTuple):
@@ -74,7 +64,7 @@ Pieces = Iterator[Piece | BadRecord]
 # --- JSONL ----------------------------------------------------------------------------------------
 
 
-def read_jsonl(file: File, runs: Runs) -> Pieces:
+def read_jsonl(file: File, runs: Runs, scratch: pathlib.Path) -> Pieces:
     """The records of a JSONL file."""
     with Reader(file.path) as stream:
         for number, line in enumerate(stream, 1):
@@ -113,7 +103,7 @@ def not_utf8(where: str, byte: int, reason: str) -> BadRecord:
     return BadRecord(
         where,
         f"not UTF-8 text (0x{byte:02x}: {reason})",
-        "convert it, or let the file's name begin with a dot",
+        "convert it, or let the file's name begin with _ or .",
     )
 
 
@@ -129,10 +119,10 @@ def _check_surrogates(document: list[Piece], where: str) -> None:
 # --- JSON -----------------------------------------------------------------------------------------
 
 
-def read_json(file: File, runs: Runs) -> Pieces:
+def read_json(file: File, runs: Runs, scratch: pathlib.Path) -> Pieces:
     """The records of a JSON file: a list of them, or one, or several, one after the other."""
     if _has_records_as_lines(file.path):
-        yield from read_jsonl(file, runs)
+        yield from read_jsonl(file, runs, scratch)
         return
     with Reader(file.path) as stream:
         text = _JsonText(stream, file.path)
@@ -312,17 +302,27 @@ def _check_bytes(raw: str, where: str) -> None:
 # --- Parquet --------------------------------------------------------------------------------------
 
 
-def read_parquet(file: File, path: pathlib.Path, runs: Runs) -> Pieces:
+def read_parquet(file: File, runs: Runs, scratch: pathlib.Path) -> Pieces:
+    """The records of a Parquet file. A compressed one is decompressed into `scratch` before, since
+    its parts are not read in their order."""
+    if not is_compressed(file.path):
+        yield from _rows(file, pathlib.Path(file.path), runs)
+        return
+    with tempfile.NamedTemporaryFile(dir=scratch) as plain:
+        unpack(file.path, pathlib.Path(plain.name))
+        yield from _rows(file, pathlib.Path(plain.name), runs)
+
+
+def _rows(file: File, path: pathlib.Path, runs: Runs) -> Pieces:
     """The records of a Parquet file, which lies at `path`, decompressed."""
     # Half a second to import, and needed by few: not at the top.
     import pyarrow
     import pyarrow.parquet
 
-    fields = [name for _, names in runs for name in names]
     row = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as parquet:
-            columns = _columns(file.path, parquet.schema_arrow, fields)
+            columns = _columns(file.path, parquet, runs)
             size = file.size // max(1, parquet.metadata.num_rows)
             for batch in parquet.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
                 for record in batch.to_pylist():
@@ -341,13 +341,14 @@ def read_parquet(file: File, path: pathlib.Path, runs: Runs) -> Pieces:
         ) from error
 
 
-def _columns(path: str, schema: Any, fields: list[str]) -> list[str]:
-    """The columns that have the fields, as pyarrow names them: structs down to the field.
+def _columns(path: str, parquet: Any, runs: Runs) -> list[str]:
+    """The columns of a pyarrow.parquet.ParquetFile that have the fields of the runs.
 
     Raises BadRecord for a field that is missing or not text.
     """
     import pyarrow
 
+    fields = [name for _, names in runs for name in names]
     # the items of lists that a path names
     indices = {part for name in fields for part in name.split(".") if part.isdecimal()}
 
@@ -364,19 +365,24 @@ def _columns(path: str, schema: Any, fields: list[str]) -> list[str]:
             return dict.fromkeys(indices, shape_of(kind.value_type))
         return kind
 
-    shape = {column.name: shape_of(column.type) for column in schema}
+    def bad_field(what: str, fix: str) -> BadRecord:
+        batch = next(parquet.iter_batches(batch_size=1), None)
+        settings = _fitting_fields(batch.to_pylist()[0], runs) if batch else ""
+        return BadRecord(f"{path}: row 1", what, fix, settings)
+
+    shape = {column.name: shape_of(column.type) for column in parquet.schema_arrow}
     columns: list[str] = []
     for name in fields:
         column = _field(shape, name)
         if column is MISSING:
-            raise BadRecord(f"{path}: row 1", _no_field(shape, name), SET_FIELDS)
+            raise bad_field(_no_field(shape, name), SET_FIELDS)
         value = column.value_type if isinstance(column, pyarrow.DictionaryType) else column
         if not (
             value == pyarrow.string()
             or value == pyarrow.large_string()
             or value == pyarrow.string_view()
         ):
-            raise BadRecord(f"{path}: row 1", f"field {name!r} is {_kind(column)}, not text")
+            raise bad_field(f"field {name!r} is {_kind(column)}, not text", "")
         columns += [column for column in shape if name == column or name.startswith(f"{column}.")]
     return list(dict.fromkeys(columns))
 
@@ -387,20 +393,52 @@ def _columns(path: str, schema: Any, fields: list[str]) -> list[str]:
 def _document(record: dict[str, Any], runs: Runs, where: str, size: int) -> Iterator[Piece]:
     """The pieces of one record: one for each run of fields with the same mask. A record without any
     text is no document."""
-    texts = ["".join(_text_of(record, name, where) for name in names) for _, names in runs]
+    texts = ["".join(_text_of(record, name, runs, where) for name in names) for _, names in runs]
     if any(texts):
         for i, (text, (counts, _)) in enumerate(zip(texts, runs, strict=True), 1):
             yield Piece(text, counts, i == len(runs), size if i == len(runs) else 0)
 
 
-def _text_of(record: dict[str, Any], name: str, where: str) -> str:
+def _text_of(record: dict[str, Any], name: str, runs: Runs, where: str) -> str:
     """The text of a field. Raises BadRecord if it is missing or not text."""
     value = _field(record, name)
     if isinstance(value, str):
         return value
+    settings = _fitting_fields(record, runs)
     if value is MISSING:
-        raise BadRecord(where, _no_field(record, name), SET_FIELDS)
-    raise BadRecord(where, f"field {name!r} is {_kind(value)}, not text")
+        raise BadRecord(where, _no_field(record, name), SET_FIELDS, settings)
+    raise BadRecord(where, f"field {name!r} is {_kind(value)}, not text", "", settings)
+
+
+def _fitting_fields(record: dict[str, Any], runs: Runs) -> str:
+    """The flags with which a record is read: the field of the most similar name, else the one with
+    the longest text, takes the place of each that is missing or not text. "" if no flags help."""
+    texts = dict(_texts_in(record))
+    fields = {name: counts for counts, names in runs for name in names}
+    unused = sorted(texts.keys() - fields, key=lambda path: (-len(texts[path]), path))
+    chosen = {}
+    for name in fields:
+        chosen[name] = name
+        if not isinstance(_field(record, name), str | None):
+            similar = difflib.get_close_matches(name, unused, 1, SIMILAR) or unused[:1]
+            if not similar:
+                return ""
+            chosen[name] = similar[0]
+            unused.remove(similar[0])
+    changes = {"data.text_fields": tuple(chosen.values())}
+    if masked := tuple(chosen[name] for name, counts in fields.items() if not counts):
+        changes["data.loss_mask"] = masked
+    return suggestion(changes) if [*chosen] != [*chosen.values()] else ""
+
+
+def _texts_in(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """The texts of a record: the path of each, and the text. Lists are left out, for another
+    record's may be shorter."""
+    if isinstance(value, str):
+        yield path, value
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        if name:
+            yield from _texts_in(inner, f"{path}.{name}" if path else name)
 
 
 def _field(value: Any, name: str) -> Any:

@@ -13,7 +13,7 @@ A corpus is prepared once, into a folder of the cache whose name depends on its 
                               tokenizer.json  a copy of the tokenizer's file, if it has one
 
 A token file is checked and indexed where it lies; a compressed one is decompressed into the folder.
-Everything is streamed: memory does not grow with the corpus. sources.py reads files, encode.py
+Everything is streamed: memory does not grow with the corpus. documents.py reads files, encode.py
 encodes them, split.py holds documents out, packing.py cuts sequences, cache.py has the cache's
 folders. `data` below is the config's group of that name.
 """
@@ -32,12 +32,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config import suggestion
-from jaxtrain.data import cache, sources
+from jaxtrain.config import ConfigError, sources, suggestion
+from jaxtrain.config.sources import File
+from jaxtrain.data import cache, documents
 from jaxtrain.data.bad_records import Skipped
 from jaxtrain.data.compressed import is_compressed, unpack
 from jaxtrain.data.encode import encode
-from jaxtrain.data.records import File
 from jaxtrain.data.split import Stream, split
 from jaxtrain.data.tokenizer import (
     ByteTokenizer,
@@ -124,13 +124,15 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
       vocab_size: the model's vocabulary; ids must be below it.
       progress: shows a bar on standard error, then the speed and the records that were left out.
 
-    Raises DataError with one line, which names file and line of the problem if it has some; nothing
-    is left behind then.
+    Raises DataError with one line, which names file and line of the problem if it has some, and
+    ConfigError for a source that does not exist; nothing is left behind then.
     """
     try:
         tokenizer = load_tokenizer(data.tokenizer, vocab_size)
         source = sources.find(data.source)
         _check(data, source, tokenizer)
+        if progress:
+            streams.log(*source.lines())
         name = source.name if source.name == sources.STDLIB else source.root.name
         slug = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:40]
         folder = cache.folder_of(data.cache) / f"{slug}-{_key(data, source, tokenizer)}"
@@ -161,11 +163,7 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
         message = f"{error.filename or data.source}: {error.strerror or error}"
         raise of_cache or DataError(message) from error
     if progress:
-        links = [
-            f"data.source={data.source}: {link} is a link to a folder, which is not followed"
-            for link in source.linked_folders
-        ]
-        streams.log(*corpus.skipped.lines(data.source), *links)
+        streams.log(*corpus.skipped.lines(data.source))
     return corpus
 
 
@@ -173,7 +171,7 @@ def _has_changed(source: sources.Source) -> bool:
     """True if names, sizes or times of a source's files differ from those in `source`."""
     try:
         return source != sources.find(source.name)
-    except (DataError, OSError):
+    except (ConfigError, OSError):
         return True  # the files are gone
 
 
@@ -224,6 +222,8 @@ def bigram_entropy(corpus: Corpus) -> float | None:
 def _check(data: Any, source: sources.Source, tokenizer: Tokenizer) -> None:
     """Raises DataError if the settings of `data` do not fit the source."""
     mask, fields, name = ",".join(data.loss_mask), ",".join(data.text_fields), data.source
+    if data.bad_records == "stop" or not source.files:
+        documents.check_files(source)
     if unknown := [field for field in data.loss_mask if field not in data.text_fields]:
         raise DataError(
             f"data.loss_mask={mask}: {unknown[0]} is not in data.text_fields={fields}: name "
@@ -246,14 +246,8 @@ def _check(data: Any, source: sources.Source, tokenizer: Tokenizer) -> None:
         raise DataError(
             f"data.tokenizer=none is for token files, and data.source={name} is text: {use}"
         )
-    if data.bad_records == "stop":
-        sources.check_files(source)
     stored = cache.folder_of(data.cache)
-    if (
-        source.root.is_dir()
-        and stored.is_relative_to(source.root)
-        and not any(part.startswith(".") for part in stored.relative_to(source.root).parts)
-    ):
+    if any(source.takes(stored / "corpus" / file) for file in ("corpus.json", "tokens.bin")):
         raise DataError(
             f"data.cache={stored} lies in data.source={name} and would become part of it: "
             "name a folder outside"
@@ -344,10 +338,7 @@ class _Writer:
             (self._folder / "tokenizer.json").write_bytes(tokenizer.content)
         (self._folder / "corpus.json").write_text(json.dumps(info, indent=1) + "\n")
 
-    def __enter__(self) -> "_Writer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._files.close()
 
 
@@ -382,10 +373,7 @@ class _Progress:
             seconds = time.perf_counter() - self._began
             streams.log(f"prepared {self._name}: {what} in {seconds:.1f} s, {self._speed()}")
 
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._line.clear()
 
 
@@ -396,10 +384,13 @@ def _tokenize(
     assert tokenizer.end_of_document is not None  # _check: only a token file has no tokenizer
     dtype, n, count = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"), 0, 0
     skipped = Skipped() if data.bad_records == "skip" else None
-    stream = sources.pieces(source, tuple(data.text_fields), tuple(data.loss_mask), folder, skipped)
+    size = sum(file.size for file in source.files)
+    stream = documents.pieces(
+        source, tuple(data.text_fields), tuple(data.loss_mask), folder, skipped
+    )
     with (
-        _Writer(folder) as writer,
-        _Progress(source.root.name, sum(file.size for file in source.files), progress) as shown,
+        contextlib.closing(_Writer(folder)) as writer,
+        contextlib.closing(_Progress(source.root.name, size, progress)) as shown,
     ):
         writer.append("documents", np.zeros(1, "<i8"))
         for part in encode(stream, tokenizer, dtype):
@@ -416,8 +407,9 @@ def _tokenize(
                 if skipped and bad
                 else "all of its text is empty"
             )
+            use = f": use {skipped.settings}" if skipped and skipped.settings else ""
             raise DataError(
-                f"{source.files[0].path}:1: no documents in data.source={data.source}: {why}"
+                f"{source.files[0].path}:1: no documents in data.source={data.source}: {why}{use}"
             )
         left_out = {"skipped": dataclasses.asdict(skipped)} if skipped else {}
         writer.finish(
@@ -443,8 +435,8 @@ def _index(
     ids = _map_tokens(file, path, data.token_dtype)
     end, count = tokenizer.end_of_document, 0
     with (
-        _Writer(folder) as writer,
-        _Progress(source.root.name, ids.nbytes, progress) as shown,
+        contextlib.closing(_Writer(folder)) as writer,
+        contextlib.closing(_Progress(source.root.name, ids.nbytes, progress)) as shown,
         path.open("rb") as stream,
     ):
         writer.append("documents", np.zeros(1, "<i8"))

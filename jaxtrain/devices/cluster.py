@@ -204,7 +204,7 @@ def _leave_at_once(
 
 
 def is_main() -> bool:
-    """Whether this process writes the logs."""
+    """True if this process writes the logs."""
     return jax.process_index() == 0
 
 
@@ -330,7 +330,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def _on_tpu_vm(environment: Mapping[str, str]) -> bool:
-    """Whether this is a TPU machine whose slice may have others. jax then asks the machine itself,
+    """True if this is a TPU machine whose slice may have others. jax then asks the machine itself,
     even for a slice of one machine.
 
     jax sets its platforms to "tpu,cpu" when it finds TPU chips; a single Kubernetes pod names one

@@ -35,7 +35,7 @@ class ClusterError(RunError):
 
 
 def several_processes(namespace: types.SimpleNamespace, environment: Mapping[str, str]) -> bool:
-    """Whether flags or environment describe a run of several processes. A TPU slice is not counted:
+    """True if flags or environment describe a run of several processes. A TPU slice is not counted:
     jax knows its size by itself."""
     return bool(namespace.coordinator) or environment_processes(environment) > 1
 
@@ -102,7 +102,7 @@ def simulated_devices(
 
 
 def _has_plugins() -> bool:
-    """Whether a package is installed with which jax may find GPUs or TPUs."""
+    """True if a package is installed with which jax may find GPUs or TPUs."""
     modules = any(importlib.util.find_spec(name) for name in ("jax_plugins", "libtpu"))
     return modules or bool(importlib.metadata.entry_points(group="jax_plugins"))
 

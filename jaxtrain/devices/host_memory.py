@@ -1,8 +1,8 @@
-"""Arrays in the memory of the host, of the kind that devices copy from and to by themselves
+"""Arrays in the part of the host's memory that devices read and write by themselves
 (`pinned_host`).
 
-Inside jit an array's type says in which memory it lies. Computation is the device's alone: what
-lies on the host is only moved, whole or (`jax.lax.dynamic_slice` and its update) in parts.
+Inside jit an array's type has its memory. Only arrays in the device's memory are computed with;
+those on the host are moved, entirely or in parts (`jax.lax.dynamic_slice` and its update).
 """
 
 import jax

@@ -139,7 +139,7 @@ def _axis_type(axis: str) -> AxisType | None:
 
 
 def partitioned() -> bool:
-    """Whether the partitioner handles `model` at this point of the trace."""
+    """True if the partitioner handles `model` at this point of the trace."""
     return _axis_type(MODEL) == AxisType.Auto
 
 
@@ -211,7 +211,7 @@ _all_gather.defvjp(
 
 
 def _by_gloo() -> bool:
-    """Whether XLA's CPU backend gives collectives to gloo, whose reduce-scatter is wrong at times,
+    """True if XLA's CPU backend gives collectives to gloo, whose reduce-scatter is wrong at times,
     without an error: it may send what has been overwritten
     (https://github.com/jax-ml/jax/issues/40830)."""
     return on_cpu() and jax.distributed.is_initialized()

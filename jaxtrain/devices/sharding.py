@@ -122,7 +122,7 @@ def cut_count(batch: int, tokens: int, sequence_shards: int, limit: int) -> int:
 
 
 def is_split(axis: str) -> bool:
-    """Whether the partitioner splits a logical axis at this point of the trace."""
+    """True if the partitioner splits a logical axis at this point of the trace."""
     return shards(axis) > 1
 
 

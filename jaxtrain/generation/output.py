@@ -41,7 +41,8 @@ class Endings:
         return f"stopped: {'; '.join(filter(None, remarks))}"
 
     def _count(self, reason: str) -> str:
-        """How many samples ended for a reason, after how many tokens; "" if none did."""
+        """A text with the number of samples that ended for a reason, and after how many tokens; ""
+        if none did."""
         tokens = [n for n, why in zip(self.tokens, self.reasons, strict=True) if why == reason]
         if not tokens:
             return ""

@@ -1,9 +1,9 @@
-"""Loops of a compiled step: how often each instruction runs on a stage.
+"""Loops of a compiled step: the number of times that each instruction runs on a stage.
 
 XLA's text has the trip counts of most loops. The table has the others, which differ between stages:
 an op's loop runs as often in a step as the stage's column has ones, and a loop over layers as often
-as the stage's unit has layers. A loop that waits for a flag handles what is unusual in a step, and
-counts as never run. A loop over groups of documents counts one call of its kernel.
+as the stage's unit has layers. A loop that waits for a flag handles rare cases, and counts as never
+run. A loop over groups of documents counts one call of its kernel.
 """
 
 import collections

@@ -1,4 +1,4 @@
-"""A trace of jax.profiler (`*.xplane.pb`): which instructions each device ran, and when.
+"""A trace of jax.profiler (`*.xplane.pb`): the instructions that each device ran, and their times.
 
     CPU   the host's plane: XLA's threads run instructions of several devices; an event names its
           instruction and its device
@@ -6,7 +6,7 @@
           kernel is in a graph
     TPU   a plane for each device: "XLA Ops" has what the core runs, "Async XLA Ops" what overlaps
 
-Loops and calls have events of their own, which enclose those of their bodies.
+A loop or a call has an event too, which encloses those of its body.
 """
 
 import dataclasses

@@ -14,7 +14,7 @@ Each device compresses its own tokens of a split sequence, so the devices of `mo
 not the residual stream.
 
 Shape suffixes: B batch, T query tokens, S key tokens, D width, N heads, H head dimension, R rotated
-dimension, V value dimension, C latent, K everything that the cache holds of a token: C + R.
+dimension, V value dimension, C latent, K the numbers of a token in the cache, C + R.
 """
 
 import jax

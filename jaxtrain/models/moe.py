@@ -1,5 +1,5 @@
 """Mixture of experts: a router that chooses some of many MLPs for each token, and the losses and
-counts that keep their load even.
+counts that balance their load.
 
 Shape suffixes: B batch, T tokens, K choices of a token, D width, E experts, F columns of an expert.
 """

@@ -1,5 +1,5 @@
-"""One specification per parameter: it feeds initialisation, sharding, checkpoints and parameter
-counts."""
+"""The specification of a parameter, from which its initial values, its sharding, its checkpoint and
+the parameter count follow."""
 
 import dataclasses
 import math

@@ -1,8 +1,8 @@
 """A decoder-only transformer in parts: embedder, blocks, head. Single-device code with logical axis
 names.
 
-The runtime uses the parts one by one and spreads them over stages. `logits` runs all of them on one
-device, or on a mesh without stages, as the logical axes say: it is the reference in tests.
+The runtime uses each part separately and spreads them over stages. `logits` runs all of them on one
+device, or on a mesh without stages by the logical axes; it is the reference in tests.
 
 Shape suffixes: B batch, T tokens, D width, V vocabulary (in memory: padded), C tokens of a chunk.
 """

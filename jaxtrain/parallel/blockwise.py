@@ -1,11 +1,12 @@
 """Causal attention block by block in plain XLA: memory does not grow with queries × keys.
 
-FlashAttention-2 (Dao 2023, section 3.1): a loop goes over the pairs of a block of queries and a
-block of keys of which any query sees any key. Forward (algorithm 1): a block of scores at a time,
-the softmax's largest score and sum carried along. Backward (algorithm 2, whose formulas are in
-parallel/flash.py): the scores once more, and the sums of the gradients. Statistics and sums are
-float32, matmuls in the arrays' type. The loop is a `while`, not a scan: runtime/backward_split.py
-leaves it whole, one equation in the forward and one in the backward.
+The algorithm is FlashAttention-2 (Dao 2023, section 3.1). A loop goes over the pairs of a block of
+queries and a block of keys in which some query sees some key. The forward (algorithm 1) computes
+one block of scores at a time and carries the softmax's largest score and sum along. The backward
+(algorithm 2, with its formulas in parallel/flash.py) computes the scores once more, and sums the
+gradients. Statistics and sums are float32, matmuls have the arrays' type. The loop is a `while`,
+not a scan, so that runtime/backward_split.py does not cut it: it is one equation in the forward and
+one in the backward.
 
 Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension
 of queries and keys, V of values; in blocks I of queries and J of keys: X tokens of a block, R rows
@@ -44,7 +45,7 @@ def block_size(batch_heads: int, chunk: int, keys: int) -> int:
 
 
 def is_long(batch_heads: int, chunk: int, keys: int) -> bool:
-    """Whether attention to this number of keys, in chunks of this length, goes block by block."""
+    """True if attention to this number of keys, in chunks of this length, goes block by block."""
     return keys >= LEAST_KEYS and block_size(batch_heads, chunk, keys) < chunk
 
 

@@ -1,18 +1,20 @@
-"""Context parallelism: the sequence split over the `context` axis, and attention over all of it.
+"""Context parallelism: sequences split over the `context` axis, and attention over all their
+tokens.
 
 Device i of c holds chunks i and 2c − 1 − i of the 2c that a sequence is cut into (zigzag, as for
 Llama 3, Dubey et al. 2024, section 3.3.2), so that under a causal mask all have the same work.
-Everything but attention is local to a token. Three ways to attend:
+Everything but attention is local to a token. There are three ways to attend:
 
-    all_gather  keys and values are all-gathered to every device, in the forward and in the
+    all_gather  keys and values are all-gathered to every device, in the forward and again in the
                 backward, so that no device saves them; queries stay. The lower chunk's queries see
-                half of the sequence at most: three quarters of the scores are computed
-    ulysses     an all-to-all of queries, keys and values gives a device all tokens of a part of the
+                at most half of the sequence, so three quarters of the scores are computed
+    ulysses     an all-to-all of queries, keys and values gives a device all tokens of some of the
                 heads, and another one returns the results (Jacobs et al. 2023)
-    ring        keys and values go round (parallel/ring.py)
+    ring        keys and values pass from device to device in a ring (parallel/ring.py)
 
-Inside the runtime's manual region these functions take a device's part. With one device along
-`context`, and outside of the region, sequences are unsplit and the functions do nothing.
+Inside the runtime's manual region these functions take a device's tokens. With one device along
+`context`, and outside of the region, sequences are not split and the functions return what they
+get.
 """
 
 import dataclasses

@@ -1,11 +1,12 @@
-"""Attention on NVIDIA GPUs by cuDNN, with documents by their offsets in the sequence: no mask of
-queries × keys is made.
+"""Attention on NVIDIA GPUs by cuDNN, which gets documents as offsets in the sequence: there is no
+mask of queries × keys.
 
-To cuDNN a document is a sequence that begins at an offset in the arrays ("ragged offsets", counted
+For cuDNN a document is a sequence that begins at an offset in the arrays ("ragged offsets", counted
 in numbers) and has a length. A call takes a fixed number of documents of each sequence: DOCUMENTS,
 or one for each TOKENS. A loop calls cuDNN until all documents are done: once, unless a sequence has
-more documents than that. A call's results count for its documents alone. Its statistics for the
-backward are T numbers for each document that it can take; the tokens' numbers alone leave the call.
+more documents than that. Only the results for its documents are taken from a call. Its statistics
+for the backward are T numbers for each document that it can take; of these, the call returns only
+the numbers of the document's own tokens.
 
     tokens      a a a a b b | c c d e e e       B = 2, T = 6, M = 4 documents
     lengths     4 2 2 1 | 3 0 0 0               of all documents of the call, one after the other
@@ -13,10 +14,10 @@ backward are T numbers for each document that it can take; the tokens' numbers a
                                                 numbers in a token: offsets
 
 We use the two primitives of jax's function for this
-(jax._src.cudnn.fused_attention_stablehlo.dot_product_attention), and not the function: before jax
-0.12 it multiplies the offsets of keys with the queries' heads (pull request 39521), it saves the
-statistics of all documents, and it asks the local devices for their abilities, but a step compiled
-ahead of time has no such devices; config/kernels.py decides instead.
+(jax._src.cudnn.fused_attention_stablehlo.dot_product_attention) instead of the function. Before jax
+0.12 the function multiplies the offsets of keys with the queries' heads (pull request 39521). It
+saves the statistics of all documents. And it asks the local devices for their abilities, which a
+step that is compiled ahead of time does not have; config/kernels.py decides instead.
 
 Shape suffixes: B batch, T tokens, N heads, K key/value heads, H head dimension of queries and keys,
 V of values, M documents.
@@ -47,7 +48,7 @@ COMMON: dict[str, Any] = {
 
 
 def is_addressable(shape: tuple[int, ...]) -> bool:
-    """Whether offsets in queries of this shape fit into 32-bit integers, which documents need."""
+    """True if offsets in queries of this shape fit into 32-bit integers, which documents need."""
     return math.prod(shape) < 1 << 31
 
 

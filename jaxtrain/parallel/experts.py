@@ -1,22 +1,23 @@
 """Expert parallelism: tokens go to the devices that hold the experts they chose, and return.
 
-The experts are split over the `expert` axis, over which the batch is split outside of them, and
-each is cut by columns over `model`. A token's choice of an expert is a row of the matrix that the
-expert multiplies. Rows travel in one of two ways:
+The `expert` axis splits the experts, and the batch in all other layers; `model` splits the columns
+of each expert. A token's choice of an expert is a row of the matrix that the expert multiplies.
+Rows
+are sent in one of two ways:
 
-    dropless    in a ragged all-to-all of exactly the rows that are chosen. Arrived rows are sorted
-                by expert, and groups of rows are multiplied with their experts (grouped.py,
-                megablox.py). A device has memory for all choices that can fall on it: of each token
-                of all devices, the smaller of its choices and the device's experts. Or it has
+    dropless    by a ragged all-to-all of exactly the chosen rows. A device sorts the rows that it
+                receives by expert, and multiplies each group of rows with its expert (grouped.py,
+                megablox.py). It has memory for all choices that can fall on it: for each token of
+                all devices, the smaller of the token's choices and the device's experts. Or it has
                 memory for `expert_room` times the mean. Then the largest groups (one device's rows
-                for one expert) are cut to a level at which all fit, and the last rows of such a
-                group are dropped. XLA's CPU backend has no ragged all-to-all: there a plain one
-                sends from each device to each the most rows that can arrive
-    capacity    in a plain all-to-all of a fixed number of positions for each expert and sequence;
+                for one expert) are cut to a size at which all fit, and the last rows of such a
+                group are dropped. XLA's CPU backend has no ragged all-to-all: a plain one sends the
+                most rows that can arrive, from each device to each
+    capacity    by a plain all-to-all of a fixed number of positions for each expert and sequence;
                 the last choices of a sequence for a full expert are dropped
 
 Arrays that are split over `model` have a leading dimension for it, [M, …], with one part on each
-device. The experts' results there are terms of a sum, which `collect` computes. Sending and
+device. The experts' results in them are terms of a sum, which `collect` computes. Sending and
 receiving are each other's transposes, so the backward of one is the other. Inside the runtime's
 manual region experts are split over `expert`; elsewhere a device has all of them.
 
@@ -125,9 +126,9 @@ def _fitting(sizes: jax.Array, room: int) -> jax.Array:
 
 
 def dropless(chosen: jax.Array, experts: int, room: float = 0.0) -> tuple[Routing, jax.Array]:
-    """(routing, this device's dropped choices of each expert, float32 [experts]) for chosen int32
-    [B, T, K], of all experts. room: the rows that a device has memory for, as a multiple of their
-    mean number; 0: all that can arrive."""
+    """Returns (routing, this device's dropped choices of each expert, float32 [experts]) for chosen
+    int32 [B, T, K], of all experts. room: the rows that a device has memory for, as a multiple of
+    their mean number; 0: all that can arrive."""
     b, t, k = chosen.shape
     devices = manual_size(EXPERT)
     local_experts = experts // devices
@@ -160,7 +161,7 @@ def dropless(chosen: jax.Array, experts: int, room: float = 0.0) -> tuple[Routin
 
 
 def by_capacity(chosen: jax.Array, experts: int, factor: float) -> tuple[Routing, jax.Array]:
-    """(routing, dropped choices of each expert, float32 [experts]). A capacity is that of a
+    """Returns (routing, dropped choices of each expert, float32 [experts]). A capacity is that of a
     sequence, also if `context` splits it."""
     b, t, k = chosen.shape
     parts = manual_size(CONTEXT)
@@ -254,7 +255,7 @@ def _most(routing: Routing, size: Size) -> int:
 
 
 def _arrives_sorted(size: Size) -> bool:
-    """Whether arrived rows are sorted by expert already: a device has one expert."""
+    """True if arrived rows are sorted by expert already: a device has one expert."""
     return size.experts == manual_size(EXPERT)
 
 
@@ -317,8 +318,8 @@ def _run(fn, in_specs, out_specs, routing: Routing, *args):
 def send(
     x_MBTD: jax.Array, gates_BTK: jax.Array, routing: Routing, size: Size
 ) -> tuple[jax.Array, jax.Array]:
-    """(rows of this device's experts [M, R, D], or [M, E, R, D] by capacity; the weight of each
-    row)."""
+    """Returns (rows of this device's experts [M, R, D], or [M, E, R, D] by capacity; the weight of
+    each row)."""
     rows = _run(lambda p, x: _out(x[0], p, size)[None], (PART,), PART, routing, x_MBTD)
     return rows, _run(
         lambda p, g: _arrive(_take(g.reshape(-1), p.choice), p, size),

@@ -1,13 +1,13 @@
-"""Attention that never holds all scores at once: the interface of its kernels, and its gradient.
+"""Attention that never has all scores in memory: the interface of its kernels, and its gradient.
 
-A kernel gives the output and the log-sum-exp (lse) of each query's scores. They are all that the
-backward needs of the forward: with delta = Σ gradient · output of each query it makes the scores
+A kernel returns the output and the log-sum-exp (lse) of each query's scores. The backward needs
+nothing else of the forward. With delta = Σ gradient · output of each query, it computes the scores
 once more, a block at a time (FlashAttention-2, Dao 2023, algorithm 2),
 
     P = exp(S − lse)    dV = Pᵀ dO    dS = P ∘ (dO Vᵀ − delta)    dQ = dS K    dK = dSᵀ Q
 
-Kernels are parallel/blockwise.py, in plain XLA, parallel/splash.py for TPUs and parallel/cudnn.py
-for NVIDIA GPUs.
+The kernels are in parallel/blockwise.py (plain XLA), parallel/splash.py (TPUs) and
+parallel/cudnn.py (NVIDIA GPUs).
 
 Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension
 of queries and keys, V of values.

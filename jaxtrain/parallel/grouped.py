@@ -1,19 +1,19 @@
-"""Products by groups in plain XLA: rows sorted by group, each group with a matrix of its own, at a
-cost proportional to the rows.
+"""Grouped products in plain XLA: rows are sorted by group, and each group has its own matrix. The
+cost is proportional to the rows.
 
-A group is cut into blocks of rows. One loop goes over the groups and reads each matrix once, a loop
-inside it over the blocks of the group: an empty group costs nothing, and rows of no group cost
-nothing. A group's last block is computed in full, which is up to one block more than the group's r
-rows; `block_rows` keeps a block small compared with r.
+A group is cut into blocks of rows. An outer loop goes over the groups and reads each matrix once,
+an inner loop over the blocks of a group. Empty groups and rows of no group cost nothing. The last
+block of a group is computed in full, up to a block more than the group's r rows; `block_rows` keeps
+a block small compared with r.
 
     product           rows [R, I] × weights [E, I, O] → [R, O]
     rows_gradient     gradients [R, O] × weights [E, I, O], contracted over O as they lie in memory
                       → [R, I]
     weights_gradient  rowsᵀ [I, R] × gradients [R, O], group by group → [E, I, O], summed in float32
 
-`most_rows` bounds a block. None of the three is differentiated: experts.product, which calls them,
-has its gradient written by hand. The outer loop is a `while`: one equation when a layer is cut into
-ops (runtime/backward_split.py).
+`most_rows` bounds a block. None of the three functions is differentiated: experts.product, which
+calls them, has its own gradient. The outer loop is a `while`, so that it is one equation when a
+layer is cut into ops (runtime/backward_split.py).
 
 Shape suffixes: R rows, E groups, I input columns, O output columns, X rows of a block.
 """

@@ -1,12 +1,12 @@
-"""Products by groups on TPUs: jax's megablox kernels (jax.experimental.pallas.ops.tpu.megablox) as
-grouped.py's three functions.
+"""Grouped products on TPUs: the three functions of grouped.py by jax's megablox kernels
+(jax.experimental.pallas.ops.tpu.megablox).
 
-A kernel goes over a grid of tiles: of the rows, in the groups that have any, of input and of output
+A kernel goes over a grid of tiles: of the rows of the groups, of input columns and of output
 columns. The number of row tiles is known when it runs, so rows of no group cost nothing; a tile
-that two groups share is computed once for each. The matrices stay as they lie in memory, also where
-the gradient of the rows contracts their output columns; XLA's own kernel for `ragged_dot` wants
-them transposed there, which is a copy of all of them, and has none for the gradient of the weights:
-it multiplies all rows for every group.
+that two groups share is computed once for each. The kernels read the matrices as they are in
+memory, even when the gradient of the rows contracts their output columns. XLA's own kernel for
+`ragged_dot` needs them transposed then, which copies all of them. For the gradient of the weights
+XLA has no kernel, and multiplies all rows for every group.
 
 Shape suffixes: R rows, E groups, I input columns, O output columns.
 """

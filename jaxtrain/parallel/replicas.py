@@ -1,10 +1,10 @@
 """Replicas: copies of the model across slow links, and collectives over `replica` that send little.
 
-Devices of one replica that hold the same numbers each send a share of them across, and all-gather
-the result inside the replica: a number crosses once each way, whatever the replica's layout.
-Replicas may also train independently, each with parameters of its own, in arrays with a leading
-dimension [replicas]; they are then averaged in an exchange alone (Douillard et al. 2023; in int8:
-Douillard et al. 2025).
+Of the devices of a replica that hold the same numbers, each sends a share of them to the other
+replicas, and they all-gather the result inside the replica. So a number crosses the slow links once
+each way, whatever the replica's layout. Replicas may also train independently, each with its own
+parameters in arrays with a leading dimension [replicas]; only an exchange then averages them
+(Douillard et al. 2023; in int8: Douillard et al. 2025).
 """
 
 import itertools

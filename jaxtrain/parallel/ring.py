@@ -1,17 +1,17 @@
-"""Ring attention (Liu et al. 2023): keys and values go round the `context` axis, and each device
-attends to those that it holds.
+"""Ring attention (Liu et al. 2023): keys and values pass from device to device along the `context`
+axis, and each device attends to those that it has.
 
-Device i of c has chunks i and 2c − 1 − i of the sequence (parallel/context.py). Of the keys of
-device r its queries see
+Device i of c has chunks i and 2c − 1 − i of the sequence (parallel/context.py). When it has the
+keys of device r,
 
-    r < i    all queries the lower chunk
-    r > i    the upper chunk's queries both chunks
+    r < i    all its queries see the lower chunk of the keys
+    r > i    the queries of its upper chunk see both chunks of the keys
 
-so every device computes two of the four pairs in every step, and nothing that is masked. Outputs of
-steps are merged by log-sum-exp. The next keys are sent while the present ones are used; in the
-backward the gradients of keys and values go round with them, a step behind, in float32. A device
-saves only its own keys for the backward. The permutes are a part of attention, so all devices must
-run it together: with several stages they do not.
+so every device computes two of the four pairs of chunks in every step, and nothing that is masked.
+The outputs of the steps are merged by log-sum-exp. The next keys are sent while the present ones
+are used. In the backward the gradients of keys and values follow them one step behind, in float32.
+A device saves only its own keys for the backward. The permutes are a part of attention, so all
+devices must run it together, which they do not with several stages.
 """
 
 import functools

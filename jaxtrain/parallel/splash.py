@@ -1,21 +1,21 @@
 """Attention on TPUs by the splash kernel that comes with jax
 (jax.experimental.pallas.ops.tpu.splash_attention).
 
-The kernel goes over a grid of heads × blocks of queries × blocks of keys, one sequence at a time.
-We give it a batch as one sequence: all sequences concatenated, and for each block of queries the
-blocks of keys of its own sequence. An array says which of them are computed:
+The kernel goes over a grid of heads × blocks of queries × blocks of keys of one sequence. We give
+it the batch as one sequence, all sequences concatenated, and for each block of queries the blocks
+of keys of its own sequence. An array says which of these are computed:
 
     run[query block, key block]   any query of the block sees any key of the block by position, and
                                   their documents overlap
 
-so blocks above the diagonal or in other documents cost nothing, also on a device of a context,
-whose index decides what it sees. Inside a block the kernel compares positions and segments, so no
-mask is ever made. For each step of the grid `next` names the block that is needed next: it is
-fetched meanwhile.
+so blocks above the diagonal or in other documents cost nothing, even if `context` splits the
+sequence and the device's index decides what its queries see. Inside a block the kernel compares
+positions and segments, so there is never a mask. For each step of the grid `next` names the block
+that is needed next, and the kernel fetches it meanwhile.
 
 jax's gradient of the kernel is not used: it saves everything in the kernel's layout, and does not
-take the log-sum-exp of further keys, which the ring needs. Off a TPU the kernel is interpreted,
-which is for tests: a step takes minutes.
+take the log-sum-exp of further keys, which the ring needs. Without a TPU the kernel is interpreted,
+which is for tests, because a step takes minutes.
 
 Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension
 of queries and keys, V of values; X, Y blocks of queries, of keys in a sequence.
@@ -48,7 +48,7 @@ def block_size(tokens: int, most: int = MOST) -> int:
 
 
 def takes(queries: int, keys: int) -> bool:
-    """Whether LANES divides these numbers of tokens, so that they can be cut into blocks."""
+    """True if LANES divides these numbers of tokens, so that they can be cut into blocks."""
     return queries % LANES == keys % LANES == 0
 
 

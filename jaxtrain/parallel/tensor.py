@@ -1,17 +1,18 @@
 """Tensor parallelism with a split sequence: the collectives over `model` before and after a
 product, and the embedding table split by rows.
 
-A matrix that is split by its columns multiplies all tokens, which are all-gathered before. One that
-is split by its rows leaves a sum over `model`, which a reduce-scatter splits along the sequence
-(Korthikanti et al. 2022, section 4.2.2). Both are written out, because the partitioner reduces each
-product by itself before it adds several, and XLA's CPU backend makes an all-reduce of a
-reduce-scatter of its own. None of these is differentiated: the layers' backward calls them
-(models/layers.py).
+A matrix that is split by columns multiplies all tokens, which are all-gathered before. One that is
+split by rows leaves a sum over `model`, which a reduce-scatter computes and splits along the
+sequence (Korthikanti et al. 2022, section 4.2.2). Both collectives are written out, because the
+partitioner would reduce each product separately before it adds several, and XLA's CPU backend turns
+the partitioner's reduce-scatter into an all-reduce. None of these functions is differentiated: the
+layers' backward calls them (models/layers.py).
 
-A device looks up the tokens that are in its rows of the embedding table, and the sums meet in a
-reduce-scatter over the sequence (Megatron-LM's vocabulary-parallel embedding, Shoeybi et al. 2019).
-The partitioner alone would gather the table instead. A table that is split over `stage` too
-(runtime/embedding_and_head.py) comes as this stage's part, with tokens relative to its lowest row.
+A device looks up the tokens that are in its rows of the embedding table, and a reduce-scatter over
+the sequence sums the results (Megatron-LM's vocabulary-parallel embedding, Shoeybi et al. 2019).
+The partitioner alone would gather the table instead. If `stage` splits the table too
+(runtime/embedding_and_head.py), the argument is this stage's part, with tokens relative to its
+lowest row.
 """
 
 import functools

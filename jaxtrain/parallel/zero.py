@@ -3,12 +3,12 @@ collectives for that.
 
     stage 0   none
     stage 1   the optimizer's state
-    stage 2   the gradients' sums too: the gradients of a microbatch are reduced in its W
-    stage 3   the parameters too: gathered layer by layer inside an op, or all of them once a step
+    stage 2   also the gradients' sums: the gradients of a microbatch are reduced in its W
+    stage 3   also the parameters: gathered layer by layer inside an op, or all of them once a step
 
-A parameter is sharded along one dimension of its shape without the stack's. Where embedding and
-head are the same on every stage, their optimizer state is sharded over `stage` as well. The
-functions below run inside the runtime's manual region, on a device's part of one parameter (with or
+A parameter is sharded along one of its own dimensions, not along those of the stack of layers. If
+every stage has the same embedding and head, their optimizer state is sharded over `stage` as well.
+The functions run inside the runtime's manual region, on a device's part of one parameter (with or
 without the leading dimensions of a stack of layers).
 """
 

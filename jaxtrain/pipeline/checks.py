@@ -1,12 +1,11 @@
-"""Rules about what a run needs besides its settings: files, hardware, tables. No jax."""
+"""Rules about the other things that a run needs: files, hardware, tables. No jax."""
 
-import difflib
 import functools
 import os
 import pathlib
 from collections.abc import Iterator
 
-from jaxtrain.config import Config, ConfigError, checks
+from jaxtrain.config import Config, ConfigError, checks, sources
 from jaxtrain.config.checks import Environment
 from jaxtrain.config.mesh_rules import filled
 from jaxtrain.config.rules import Rule, Violation, values_for
@@ -32,25 +31,21 @@ def check_run(
 
 
 def _source_exists(config: Config) -> Iterator[Violation]:
-    value = config.data.source
-    if not (value and os.path.isdir(pathlib.Path(value).expanduser())):
-        yield from _file_exists("data.source", value, "stdlib", " or a folder")
+    try:
+        sources.check(config.data.source)
+    except ConfigError as error:
+        yield Violation(error.field, error.rule, error.fixes)
 
 
 def _tokenizer_exists(config: Config) -> Iterator[Violation]:
-    if config.data.tokenizer != "none":
-        yield from _file_exists("data.tokenizer", config.data.tokenizer, "bytes")
-
-
-def _file_exists(path: str, value: str, word: str, or_folder: str = "") -> Iterator[Violation]:
-    """A setting is a word, or names a regular file. or_folder: what else it may name, in words."""
+    path, value = "data.tokenizer", config.data.tokenizer
     file = pathlib.Path(value).expanduser()
-    if value == word or os.path.isfile(file):
+    if value in ("none", "bytes") or os.path.isfile(file):
         return
-    rule = f"is neither {word!r} nor an existing path"
+    rule = "is neither 'bytes' nor an existing path"
     if value and os.path.exists(file):
-        rule = f"is not a regular file{or_folder}"
-    yield Violation(path, rule, values_for(path, [*_similar_files(file), word]))
+        rule = "is not a regular file"
+    yield Violation(path, rule, values_for(path, [*sources.similar_files(file), "bytes"]))
 
 
 def _schedule_exists(config: Config) -> Iterator[Violation]:
@@ -58,17 +53,8 @@ def _schedule_exists(config: Config) -> Iterator[Violation]:
     file = pathlib.Path(schedule.removeprefix(CSV))
     if schedule.startswith(CSV) and not file.is_file():
         rule = "names no file (python -m jaxtrain.schedule --csv=FILE writes one)"
-        names = [*(CSV + name for name in _similar_files(file)), *SCHEDULES]
+        names = [*(CSV + name for name in sources.similar_files(file)), *SCHEDULES]
         yield Violation(path, rule, values_for(path, names))
-
-
-def _similar_files(path: pathlib.Path) -> list[str]:
-    """The path of the file in a missing file's folder whose name is most like its name, if one
-    is."""
-    if not path.parent.is_dir():
-        return []
-    names = {other.name: str(other) for other in path.parent.iterdir()}
-    return [names[name] for name in difflib.get_close_matches(path.name, names, n=1)]
 
 
 def _hardware_is_known(config: Config) -> Iterator[Violation]:
@@ -89,7 +75,8 @@ def _hardware_is_known(config: Config) -> Iterator[Violation]:
 
 
 def tables_can_be_made(config: Config, report: Report = silent) -> Iterator[Violation]:
-    """Only a file's table, and a bound on memory, can be refused (setup.py)."""
+    """The tables of a config can be made. Only a file's table and a bound on memory can be refused
+    (setup.py)."""
     pipeline = config.pipeline
     if config.mesh.stage < 1 or not (pipeline.schedule.startswith(CSV) or pipeline.memory):
         return

@@ -1,8 +1,8 @@
-"""The tables and the placement of a config: all that is known of a step before any device is. No
-jax.
+"""The tables and the placement of a config: everything about a step that does not need its devices.
+No jax.
 
-Op times, for which tables are made, are those of the config; or else the planner's, for the
-hardware that the config names; or else they follow from the model's sizes: F, B and W of a stage
+Tables are made for op times. These are the config's; if it has none, the planner's for the hardware
+that the config names; if it names none, they follow from the model's sizes: F, B and W of a stage
 take the same time, R takes that of F, the head its share of the multiplications, a message a
 fiftieth of F.
 """
@@ -86,7 +86,7 @@ class Setup:
 
     @property
     def shares_vocabulary(self) -> bool:
-        """Whether embedding and head are split over the stages, which do their ops together."""
+        """True if embedding and head are split over the stages, which do their ops together."""
         return self.table.stages > 1 and self.table.vocabulary == "parallel"
 
     def simulation(self) -> Simulation:

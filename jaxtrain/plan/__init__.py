@@ -1,1 +1,1 @@
-"""What a run will need, before it runs."""
+"""The planner: the time and memory of a run before it runs, and the best layout."""

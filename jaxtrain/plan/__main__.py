@@ -1,10 +1,11 @@
-"""`python -m jaxtrain.plan`: the memory, the time and the best layout of a run, before anyone pays.
+"""`python -m jaxtrain.plan`: the memory, the time and the best layout of a run, before it is paid
+for.
 
     recipe, hardware  ─ --layout ──→  one layout, evaluated
                       ─ --devices ─→  the best of all layouts
 
-Closed forms (costs/), then the schedule's table: its slots and its exact clock. Nothing is compiled
-and jax is not imported.
+Closed forms (costs/) come first, then the schedule's table with its slots and its exact clock.
+Nothing is compiled and jax is not imported.
 """
 
 import contextlib

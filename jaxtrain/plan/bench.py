@@ -1,7 +1,7 @@
 """Timed programs on all devices at once: products, attention, passes over memory, collectives.
 
-Each time is the seconds of one of N devices that all work at once, as in a training step. Simulated
-devices share cores: the seconds of one of them are the process's CPU-seconds over the cores.
+A time is the seconds of one device while all devices work, as in a training step. Simulated devices
+share cores: the seconds of one of them are the process's CPU-seconds over the number of cores.
 """
 
 import functools

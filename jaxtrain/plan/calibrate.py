@@ -1,13 +1,13 @@
-"""Calibration: this machine's devices are measured, and their figures become a hardware file.
+"""Calibration: measurements of this machine's devices, which become a hardware file.
 
     products     a sweep over m, n and k, in bfloat16 and float32
-    attention    the kernel that the trainer would take, forward and backward
+    attention    the kernel that the trainer would use, forward and backward
     memory       passes over arrays of several sizes, and operations so small that only their launch
                  counts
     collectives  several sizes over groups of these devices
 
-Every measurement is one SPMD program on all devices at once, as a training step is (bench.py). So
-the figures are those of one of N devices that all work, which matters where they share something. A
+Every measurement is one SPMD program on all devices at once, like a training step (bench.py). So
+the figures are those of a device while all others work, which matters if they share something. A
 simulated CPU device that works while the others wait is `alone` times as fast.
 
 Times of products and collectives are sums of known terms (costs/hardware.py: Matmul.reached,

@@ -1,11 +1,12 @@
-"""The compile check: a train step compiled for devices that need not be there, beside its plan.
+"""The compile check: a training step compiled for devices that need not exist here, compared with
+its plan.
 
     python -m jaxtrain.plan --compile --config=llama3_8b --topology=v5p:4x4x4
                             [--layout=data=16,model=4 …] [--config.… …] [--json]
 
     memory        bytes on a device by part: XLA's figures, and those of costs/memory.py with the
                   table's slots
-    collectives   bytes that a device of the stage that sends most sends in a step, compiled and
+    collectives   bytes that a device sends in a step, on the stage that sends most, compiled and
                   planned; the fractions that are asynchronous and that overlap with products
 
 Nothing is run. The TPU compiler refuses a step that does not fit. The GPU compiler never does, so

@@ -1,9 +1,9 @@
-"""Stages on different kinds of devices: `--hardware=a100-80gb:512,h100:512`. Layers are cut so that
-all stages take as long, if memory lets them.
+"""Stages on different kinds of devices: `--hardware=a100-80gb:512,h100:512`. Layers are divided so
+that all stages take equally long, as far as memory allows.
 
-Groups of devices have entire stages, in the order in which they are named. A stage's layers cost
-what its group takes for them; the table's coupled clock (schedule/) then gives the step's time,
-with the slowest stage and every wait. No jax.
+Each group of devices has entire stages, in the order of the flag. A stage's layers cost what its
+group takes for them; the table's coupled clock (schedule/) then gives the step's time, with the
+slowest stage and every wait. No jax.
 """
 
 import bisect

@@ -1,8 +1,8 @@
 """`--layout=data=8,stage=16,…`: a layout in one flag, which replaces the recipe's. No jax.
 
-Axes that the flag does not name are 1; everything else that it does not name is the recipe's.
-`microbatch` is the number of sequences of a microbatch on a data shard: the number of microbatches
-follows from the batch.
+Axes that the flag does not name are 1; all other settings that it does not name are the recipe's.
+`microbatch` is the number of sequences of a microbatch on a data shard; the number of microbatches
+follows from it and the batch.
 """
 
 import difflib
@@ -90,8 +90,8 @@ def _example(key: str) -> Any:
 
 
 def _converted(key: str, text: str) -> tuple[Any, str]:
-    """(the value as its setting's type, ""), or, outside of the setting's bounds and choices, (one
-    to use, the rule that is broken)."""
+    """Returns (the value as its setting's type, ""), or, outside of the setting's bounds and
+    choices, (one to use, the rule that is broken)."""
     field, number = cfg.fields()[SETTINGS[key]], whole_number(text)
     choices, prefix = field.metadata["choices"], field.metadata["prefix"]
     if choices:
@@ -131,7 +131,7 @@ def devices(values: Mapping[str, Any]) -> int:
 
 
 def apply(config: Config, values: Values) -> Config:
-    """The config with this layout. Raises LayoutError where the batch does not divide."""
+    """The config with this layout. Raises LayoutError if the batch does not divide."""
     batch, microbatches = config.data.batch_size, config.pipeline.microbatches
     if isinstance(batch, int) and batch > 0:  # otherwise `check` refuses the config's batch
         microbatches = _microbatches(batch, microbatches, values)

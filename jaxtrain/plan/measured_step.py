@@ -1,13 +1,14 @@
 """The measured step of a run, and its time by the planner's parts, from a trace of its devices.
 
 A listener of the loop times the steps after warm-up, once in each start of the run, and process 0
-writes them with the planned step. That takes the loop's time (Part.OTHER), not the steps'; the
-other processes wait outside of any step, which would count as hung.
+writes them with the planned step. The time for that is not a step's, but Part.OTHER of the loop;
+the other processes wait outside of any step, because a step in which they waited would count as
+hung.
 
 The parts are read from the trace's events (hlo/trace.py) and the compiled program (hlo/program.py).
-At each moment the device computes, if any event computes; else it communicates, which is then
-exposed; else it waits. Events that compute at the same moment share it. So a step's parts add up to
-its time.
+At each moment the device computes if any event computes; otherwise it communicates, and this
+communication is exposed; otherwise it waits. Events that compute at the same moment share it. So
+the parts of a step add up to its time.
 
     matmuls      products, also of experts
     attention    its kernels, and all else in its scope
@@ -17,12 +18,12 @@ its time.
     AXIS         communication over a mesh axis, the one with the slowest links if there are
                  several; `communication` if no axis is known
     waiting      no event: bubbles, the time between kernels, the host
-    other        a loop that became one kernel, in which nothing can be told apart
+    other        a loop that became one kernel, whose parts are not known
 
-In a collective a device waits for those that come later: between stages that is the bubble. The
-last device does not wait, so a collective takes as long as on the device of this process where it
-is shortest, and the rest is waiting. Devices of other processes are not seen: the wait for them
-counts as communication.
+In a collective a device waits for those that come later; between stages that is the bubble. The
+last device does not wait. So the shortest time of a collective among this process's devices counts
+as communication, and the rest as waiting. Devices of other processes are not seen: the wait for
+them counts as communication.
 """
 
 import collections

@@ -1,5 +1,5 @@
-"""Pictures of plans: memory and time as stacked bars, one a layout, or one a stage of groups of
-devices. No jax."""
+"""Pictures of plans: memory and time as stacked bars, one for each layout, or one for each stage if
+the devices are of several kinds. No jax."""
 
 import io
 import textwrap

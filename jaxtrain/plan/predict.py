@@ -1,15 +1,15 @@
 """The prediction of a step, from closed forms and from the table that training would use. No jax.
 
     predict    time by the closed forms of costs/, memory with the slots of the table
-    exactly    time by the table: how often each op runs, and its coupled clock
-               (schedule/clocks.py), which know what closed forms do not: R that a table
-               leaves out, permutes, shares of uneven stages, messages that come late. Sums over
-               data and the optimizer are outside the table, as in the closed forms.
+    exactly    time by the table: the runs of each op, and its coupled clock (schedule/clocks.py),
+               which include what closed forms do not: Rs that a table leaves out, permutes, shares
+               of uneven stages, messages that come late. Sums over data and the optimizer are
+               outside of the table, as in the closed forms.
 
-On devices of their own a step takes as long as the busiest stage, and what it waits by the clock.
-Devices that share cores run the ops of all stages, since the others use what an idle one leaves.
-They wait where the clock, by which a device on its own is faster, takes longer than all work on all
-cores.
+On real devices a step takes as long as the ops of the busiest stage, plus its waits by the clock.
+Simulated devices share cores, so the ops of all stages count: a device uses the cores that an idle
+one leaves. They wait only if the clock, with the speed of a device that has the cores to itself,
+takes longer than all ops on all cores.
 """
 
 import dataclasses
@@ -133,7 +133,7 @@ def predict(
     """The prediction for a resolved config whose mesh is known and whose rules are kept.
 
     assume: the framework that trains; tokens: of the run
-    Raises ConfigError where our own runtime has no table for it.
+    Raises ConfigError if our own runtime has no table for it.
     """
     work, slots = step_model_of(config, hardware, assume), None
     if work.framework.slots:

@@ -217,8 +217,8 @@ def _lower_bound(work: StepModel) -> float:
 
 
 def least_memory(space: Space) -> tuple[float, Layout] | None:
-    """(the least bytes that any layout needs on its fullest device, that layout); None if no mesh
-    has so many devices."""
+    """Returns (the least bytes that any layout needs on its fullest device, that layout); None if
+    no mesh has so many devices."""
     least: tuple[float, Layout] | None = None
     for work in _works(space):
         smallest = dataclasses.replace(_smallest(space, work.layout), remat="full", offload="both")

@@ -1,11 +1,10 @@
-"""Single changes of a plan and their gain, and `plan --advise WORKDIR`: advice from a run's
-records. No jax.
+"""Single changes of a plan with their gain, and `plan --advise WORKDIR`: advice from the records of
+a run. No jax.
 
-Advice has three sources: goodput.jsonl, the fraction of wall time that went elsewhere than into
-steps; planned.json, the part of the step that takes longer than planned; and, if the hardware is
-given, the planner: the step with its parts, and the layouts that differ in one setting. A measured
-step that is far from the planned one is reported first: a plan that is wrong for a machine gives
-poor advice.
+Advice has three sources: goodput.jsonl, for the fraction of wall time that was not spent on steps;
+planned.json, for the part of the step that takes longer than planned; and, if the hardware is
+given, the planner, for the step's parts and the layouts that differ in one setting. If the measured
+step is far from the planned one, this is reported first, because the plan's advice is then poor.
 """
 
 import dataclasses

@@ -1,1 +1,1 @@
-"""What surrounds a run's steps: the lock of its folder, signals, metrics, progress. Without jax."""
+"""The surroundings of a run's steps: its folder's lock, signals, metrics, progress. Without jax."""

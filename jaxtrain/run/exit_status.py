@@ -32,7 +32,7 @@ class ExitStatus(enum.IntEnum):
 
     @property
     def goes_on(self) -> bool:
-        """Whether the same command can be expected to get further when it is started again."""
+        """True if the same command can be expected to get further when it is started again."""
         return self in (
             ExitStatus.STORAGE,
             ExitStatus.STOPPED,

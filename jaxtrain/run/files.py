@@ -1,8 +1,8 @@
-"""Files of a run: lines appended while the disk may be full, JSON lines read back, text replaced at
-once, and whether a place can be written, tried by writing. Standard library only.
+"""Files of a run: lines are appended even if the disk is full for a while, JSON lines are read
+back, texts are replaced at once, and places are tested by writing. Standard library only.
 
-Permissions do not decide that: root may write where they forbid it, and nobody may on a disk that
-is mounted read-only.
+Permissions do not say whether a place can be written: root may write where they forbid it, and
+nobody may on a disk that is mounted read-only.
 """
 
 import contextlib

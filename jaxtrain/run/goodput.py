@@ -1,23 +1,23 @@
-"""Goodput of a run: the share of the wall time of all its starts that went into steps that count.
-goodput.jsonl and goodput.png.
+"""Goodput of a run: the fraction of the wall time of all its starts that went into steps that
+count. goodput.jsonl and goodput.png.
 
-    goodput.jsonl    one JSON object a line, appended while a start lasts, so that a start that is
-                     killed has left its parts
+    goodput.jsonl    one JSON object a line, appended throughout a start, so that a start that is
+                     killed leaves its parts
       {"start": 2, "began": 1763786000.1, "time": 1763786012.6, "step": 47,
        "seconds": {"imports": 2.01, …, "stepping": 4.5}}
 
     start      from 1
     began      Unix seconds at which the start's command began, by its machine's clock at that time
-    time       `began` and the seconds that the start has lasted since: a clock that is set right
-               meanwhile changes nothing
-    step       the last step with results; in a start's first line the step that it goes on from
+    time       `began` plus the seconds that the start has lasted, which do not change if the
+               machine's clock is corrected meanwhile
+    step       the last step with results; in a start's first line the step that it resumes from
     seconds    of each part since `began` (wall_clock.py); their sum is time - began
 
-A start that goes on from step 40 redoes the steps after 40: what these cost earlier starts no
-longer counts. The same holds for a roll-back in a start, where `step` falls from one line to the
-next. Down time lies between a start's last line and the beginning of the next one. It is shown, but
-is no part of the run's wall time. A start that ends before its first line, in the imports, is down
-time too.
+A start that resumes from step 40 repeats the steps after 40, so the time of earlier starts for
+these no longer counts. The same holds for a roll-back in a start, where `step` falls from one line
+to the next. Down time is between the last line of a start and the beginning of the next one. It is
+shown, but is not in the run's wall time. A start that ends before its first line, in the imports,
+is down time too.
 """
 
 import contextlib

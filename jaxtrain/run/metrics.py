@@ -12,15 +12,15 @@
                                  step 60
 
     batch           the number of the step's batch, from 0
-    skipped         updates skipped so far, where the run skips those whose numbers are not finite
+    skipped         updates skipped so far, if the run skips those whose numbers are not finite
     time            Unix seconds at which the record was written
     wall_s          seconds that all starts of the run have lasted, compiling and lost steps
                     included, without the time between starts
-    goodput         the share of wall_s that went into steps that count (goodput.py)
+    goodput         the fraction of wall_s that went into steps that count (goodput.py)
     step_time_s …   means over the steps since the last training record, without evaluations and
                     saves
 
-Nothing here touches a device. Libraries that are slow to import are imported where they are used.
+No device is used. Libraries that are slow to import are imported where they are used.
 """
 
 import json

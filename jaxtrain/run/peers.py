@@ -1,23 +1,23 @@
-"""Messages between the processes of a run, independent of their collectives: that they live, how
-far they are, why one ends; and which of them the others wait for. No jax.
+"""Messages between the processes of a run, apart from their collectives: signs of life, the step,
+the reason of an end; and the process for which the others wait. No jax.
 
-Process 0 listens, every other process holds one connection to it. Lines of JSON go both ways:
+Process 0 listens, and every other process has one connection to it. Lines of JSON go both ways:
 
-    process i → 0     who it is, once; then a beat a second: its step and its part of the wall
+    process i → 0     its number, once; then every second a beat: its step and its part of the wall
                       clock; "bye" with its status before it ends
-    process 0 → all   a beat a second; an ending, which ends all
+    process 0 → all   every second a beat; an ending, which ends all
 
-A connection that closes without a bye is a process that has died: the kernel closes it at once,
-also after `kill -9`. A connection that stays open and is silent is a process that is stopped or a
-machine that cannot be reached.
+If a connection closes without a bye, its process has died: the kernel closes it at once, also after
+`kill -9`. If a connection stays open and is silent, its process is stopped, or its machine cannot
+be reached.
 
-Nothing here waits, has a thread or ends a process: the watchdog (watchdog.py) calls `poll` from its
-own thread.
+This module never waits, starts no thread and ends no process: the watchdog (watchdog.py) calls
+`poll` from its own thread.
 
-Stragglers: collectives wait for the last process, so steps take the same time on every process.
-Processes differ in the time that they spend before they await the devices: they wait for their
-data, dispatch, log. The devices of all wait for the process that spends most. A device that is slow
-by itself does not show: its process, like all others, awaits the end of the step.
+Stragglers: collectives wait for the last process, so steps take the same time on every process. But
+processes differ in the time that they spend before they await the devices: they wait for their
+data, dispatch, log. All devices wait for the process that spends most. A device that is itself slow
+does not show, since its process awaits the end of the step like all others.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ BEHIND = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Beat:
-    """How far a process is.
+    """The progress of a process.
 
     step: the last finished one; part: of the wall clock (wall_clock.Part), and seconds in it;
     own_s: seconds of its steps in which it did not await the devices, since it began;
@@ -67,7 +67,8 @@ class Ending:
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """Where process 0 listens, its process id, and the token that the others must send."""
+    """The address at which process 0 listens, its process id, and the token that the others must
+    send."""
 
     hosts: tuple[str, ...]
     port: int
@@ -173,7 +174,7 @@ class Peers:
         self._broadcast({"bye": dataclasses.asdict(ending)})
 
     def all_gone(self) -> bool:
-        """Whether every other process has closed its connection."""
+        """True if every other process has closed its connection."""
         return all(peer.gone for peer in self.peers.values())
 
     def close(self) -> None:

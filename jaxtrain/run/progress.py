@@ -1,13 +1,13 @@
-"""Progress of a run and of a search for a table: a bar on a terminal, lines elsewhere. No JAX.
+"""Progress of a run and of a search for a table: a bar on a terminal, else lines. No JAX.
 
     12/150 |██▏            | loss 3.2134 · 12.3k tokens/s · MFU 41.0 % · 4:50 left
-        on a terminal, as far as it is wide
+        on a terminal, cut to its width
     step 12/150 · loss 3.2134 · 12.3k tokens/s · MFU 41.0 % · 4:50 left
-        elsewhere, every few seconds
+        without a terminal, every few seconds
     tables [########............] 40 % list late, 2 chunks a stage, 0:12
         of a search, on a terminal
     tables: 40 %, list late, 2 chunks a stage, 0:12
-        of a search, elsewhere, every few seconds
+        of a search, without a terminal, every few seconds
 
 The lasting record of a run is in metrics.py.
 """
@@ -76,7 +76,7 @@ class StepTimer:
 
 
 def _seconds_a_step(begin: tuple[int, float], end: tuple[int, float]) -> float:
-    """The mean between two laps, never 0. ValueError if no step lies between them."""
+    """The mean between two laps, never 0. Raises ValueError if no step lies between them."""
     if end[0] <= begin[0]:
         raise ValueError(f"no step has ended since step {begin[0]}")
     return max(end[1] - begin[1], 1e-9) / (end[0] - begin[0])

@@ -4,10 +4,10 @@ jax.
     run.lock    one line of JSON: the process that holds it, and a count that a thread of that
                 process raises every BEAT_S seconds
 
-The file is created with O_EXCL. A newcomer that meets one watches it:
+The file is created with O_EXCL. A newcomer that finds the file watches it:
 
-    the holder ran on this host and is gone        taken over at once
-    the bytes change                               refused: the holder lives
+    the holder ran on this host and has ended      taken over at once
+    the bytes change                               refused: the holder runs
     no change for SILENCE_S, holder on this host   refused: the holder is stuck (at once if it is
                                                    stopped)
     no change for SILENCE_S, any other holder      taken over
@@ -15,10 +15,10 @@ The file is created with O_EXCL. A newcomer that meets one watches it:
 Clocks of two hosts are never compared: a newcomer uses only its own. A file that was half written
 when its process died has no holder, and is taken over after the silence.
 
-A dead lock is taken over in two moves: `run.lock.DIGEST`, named after the dead lock's bytes, is
-created with O_EXCL, and renamed to run.lock if that is still the dead one. So only one of several
-newcomers wins. A newcomer that dies in between leaves a dead lock of the same form, which is taken
-over in the same way.
+A lock without a holder is taken over in two moves: `run.lock.DIGEST`, named after the lock's bytes,
+is created with O_EXCL, and renamed to run.lock if run.lock still has these bytes. So only one of
+several newcomers wins. A newcomer that dies in between leaves a lock of the same form, which is
+taken over in the same way.
 
 A lock library is no substitute: docs/log/2026-11.md has the results of filelock on our tests.
 """
@@ -77,7 +77,7 @@ class Process:
     start: int
 
     def shares_pids_with(self, other: "Process") -> bool:
-        """Whether both processes see each other by their process numbers."""
+        """True if both processes see each other by their process numbers."""
         known = self.host and self.boot and self.namespace
         return bool(known) and (self.host, self.boot, self.namespace) == (
             other.host,
@@ -184,7 +184,7 @@ class _File:
         return read_holder(self.text)
 
     def continues(self, earlier: "_File") -> bool:
-        """Whether this is the same lock, possibly with another beat."""
+        """True if this is the same lock, possibly with another beat."""
         if self.holder and earlier.holder:
             return self.holder.token == earlier.holder.token
         return self == earlier
@@ -252,7 +252,7 @@ class RunLock:
         """Returns when this process holds the lock. Waits for a silent holder on another host, and
         logs that.
 
-        Raises FolderError where another run holds the lock, or the folder cannot be written.
+        Raises FolderError if another run holds the lock, or the folder cannot be written.
         """
         logged = self._clock()
         try:
@@ -283,7 +283,8 @@ class RunLock:
         return f"{who}; it gives no sign of life, and this run begins in {left:.0f} s"
 
     def _try(self, path: pathlib.Path) -> bool:
-        """Whether this process now holds the lock at `path`. FolderError where a live one does."""
+        """True if this process now holds the lock at `path`. Raises FolderError if a live one
+        does."""
         if self._create(path):
             return True
         file = _read(path)
@@ -321,8 +322,8 @@ class RunLock:
         return True
 
     def _is_dead(self, path: pathlib.Path, file: _File) -> bool:
-        """Whether the holder of this lock is dead; False while that is unknown. FolderError where
-        it lives."""
+        """True if the holder of this lock is dead; False while that is unknown. Raises FolderError
+        if it lives."""
         now, holder = self._clock(), file.holder
         is_near = holder and holder.process.shares_pids_with(self._me)
         state = state_of(holder.process) if holder and is_near else None
@@ -362,7 +363,7 @@ class RunLock:
         FolderError where another run has taken it over, LostLockError where it is gone or no lock
         any more.
 
-        Raises OSError where the file cannot be read or written at the moment.
+        Raises OSError if the file cannot be read or written at the moment.
         """
         try:
             file = os.open(self._path, os.O_RDWR)

@@ -1,5 +1,5 @@
-"""SIGTERM, Ctrl-C and SIGHUP during a run: at first they end the process, later they ask the loop
-to stop. No jax.
+"""SIGTERM, Ctrl-C and SIGHUP during a run: before the loop they end the process, during the loop
+they ask it to stop. No jax.
 
 SIGHUP, which comes when a terminal or a connection is closed, means the same as SIGTERM; under
 `nohup` it is ignored.

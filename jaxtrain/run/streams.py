@@ -1,15 +1,15 @@
-"""The standard streams of a command: closed, full, on a terminal that has hung up, of an encoding
-with few characters; and a line of a terminal that is redrawn in its place.
+"""The standard streams of a command, which may be closed, full, on a terminal that has hung up, or
+in an encoding with few characters; and a line of a terminal that is redrawn in its place.
 
-What becomes of a command (`run`):
+The rules for a command (`run`):
 
     a stream that is closed at the start (`>&-`)    no file that is opened later takes its place
-    a character that a stream cannot encode         something in ASCII stands in for it
+    a character that a stream cannot encode         is replaced by ASCII characters
     standard error cannot be written                the command goes on without it
-    standard output cannot be written               the command ends: without a word where a reader
-                                                    has seen enough (`| head`), else with a line and
+    standard output cannot be written               the command ends: silently if its reader has
+                                                    seen enough (`| head`), else with a line and
                                                     status 74
-    the same of a training run (`outlive`)          the run goes on without its log, and says so on
+    the same in a training run (`outlive`)          the run goes on without its log, and says so on
                                                     the other stream
 
 Standard library only.
@@ -206,7 +206,7 @@ codecs.register_error(STAND_IN, _stand_in)
 
 
 def redraws(stream: TextIO) -> bool:
-    """Whether a line can be redrawn in its place: on a terminal that can erase."""
+    """True if a line can be redrawn in its place: on a terminal that can erase."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 

@@ -20,7 +20,7 @@ SHOWN = 0.05  # seconds; a part that took less is not in the start's line
 
 
 class Part(enum.Enum):
-    """What a command does at a moment; the value is its name in files and texts."""
+    """The parts of a command's wall time; the value is the name in files and texts."""
 
     IMPORTS = "imports"  # Python, jax, the processes finding each other
     TABLE = "table"  # checks of the config and the search for a table

@@ -1,16 +1,17 @@
-"""The watchdog: a thread that ends a process when its run cannot go on, with a status that says
+"""The watchdog: a thread that ends the process when the run cannot go on, with a status that says
 why. No jax.
 
     a peer's connection closes without a bye      LOST_PEER, at once
     a peer ends with a bye and a status           the same status
     no step finishes within its limit,            HUNG: each process writes the stacks of its
     or a peer is silent                           threads to WORKDIR/hang/, and process 0 names
-                                                  who is behind
+                                                  the processes that are behind
 
-A step's limit is three times the longest step so far, and at least `train.hang_after`. Saves,
-evaluations and the like have limits that are learned in the same way. Compiling has none.
+The limit of a step is three times the longest step so far, and at least `train.hang_after`. Saves,
+evaluations and the like have limits of the same kind. Compiling has none.
 
-A process that holds Python's lock forever cannot report anything: the others notice its silence.
+A process that holds Python's lock forever cannot report anything, but the others notice its
+silence.
 """
 
 import contextlib

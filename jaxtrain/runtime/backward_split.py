@@ -1,17 +1,17 @@
-"""One layer cut into the ops of a schedule by partitioning the trace of its vjp.
+"""A layer cut into the ops of a schedule, by partitioning the trace of its vjp.
 
     output_and_residuals(params, x, extra)              → y, residuals                 F
     input_gradient(params, extra, residuals, g)         → gradient of x, weight stash  B
     weight_gradient(params, extra, for_w, weight_stash) → gradients of params          W
     gradients(params, extra, residuals, g)              → gradients of params, of x    B and W
-                                                                       at once, where nothing
-                                                                       comes between
+                                                                       in one op, if W follows
+                                                                       its B at once
 
-Residuals cross from the forward to the backward. Weights never do, nor values that are made from
-weights, positions and constants alone, nor masks, reshapes, broadcasts and transposes, nor sums and
-products of other residuals. A `KeepRule` decides about the other values; those that it does not let
-cross are recomputed. The weight stash crosses from B to W: the gradients that W multiplies with,
-and values that B has recomputed.
+Residuals are saved by the forward for the backward. They include no weights, no values that depend
+only on weights, positions and constants, no masks, reshapes, broadcasts and transposes, and no sums
+and products of other residuals. A `KeepRule` decides about the other values; those that it does not
+keep are recomputed. The weight stash is saved by B for W: the gradients that W multiplies with, and
+values that B has recomputed.
 
 Calls are inlined and inner scans unrolled; an inner `while` or kernel stays one equation
 (parallel/flash.py). What `jax.checkpoint` inside the layer recomputes stays in the backward.
@@ -348,7 +348,7 @@ class LayerSplit:
         return None if others else sources
 
     def _crossing_to_weights(self, saved: list) -> tuple[list, set]:
-        """(the values that B leaves for W, the residuals that W reads).
+        """Returns (the values that B leaves for W, the residuals that W reads).
 
         Where cheap equations make a value that W reads from residuals, whichever has fewer bytes
         stays until W: the value, or the residuals. These may have a tenth more, since B need not
@@ -425,7 +425,7 @@ class LayerSplit:
         )
 
     def output_and_residuals(self, params, x: jax.Array, extra) -> tuple[jax.Array, Residuals]:
-        """(y, which has the shape of x; what the backward reads)."""
+        """Returns (y, which has the shape of x; what the backward reads)."""
         outputs, n = [self._y, *self._for_b, *self._for_w], len(self._for_b)
         y, *residuals = self._run(LayerOp.FORWARD, params, extra, {self._x: x}, outputs)
         return y, Residuals(residuals[:n], residuals[n:])
@@ -433,7 +433,7 @@ class LayerSplit:
     def input_gradient(
         self, params, extra, residuals: Residuals, g: jax.Array
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """(the gradient of x, the weight stash), from the gradient g of y."""
+        """Returns (the gradient of x, the weight stash), from the gradient g of y."""
         values = {self._g: g, **self._by_variable(residuals)}
         dx, *stash = self._run(
             LayerOp.INPUT_GRADIENT, params, extra, values, [self._dx, *self._stashed]
@@ -452,7 +452,7 @@ class LayerSplit:
         )
 
     def gradients(self, params, extra, residuals: Residuals, g: jax.Array) -> tuple[Any, jax.Array]:
-        """(the gradients of params, the gradient of x), from the gradient g of y."""
+        """Returns (the gradients of params, the gradient of x), from the gradient g of y."""
         values = {self._g: g, **self._by_variable(residuals)}
         dx, *gradients = self._run(LayerOp.BACKWARD, params, extra, values, [self._dx, *self._dp])
         return jax.tree.unflatten(self._tree, gradients), dx

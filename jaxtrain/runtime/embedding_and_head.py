@@ -1,18 +1,18 @@
 """Embedding, head and loss of one microbatch inside the runtime's manual region, with their
 gradients.
 
-end stages    the embedding is done by the first unit's stage, the head by the last one's; every
-              stage holds both tables
-parallel      the tables' rows are split over stage × model, and all stages do an op together, each
-              with its own rows: the embedding's vectors are summed over `stage`, the head's input
-              comes to all stages, and only the softmax's statistics and the gradient of that input
-              are summed (vocabulary parallelism, Yeung et al. 2024). No device has all logits of a
-              token
+end stages    the first unit's stage computes the embedding, the last unit's stage the head; every
+              stage has both tables in memory
+parallel      the tables' rows are split over stage × model, and all stages compute an op together,
+              each with its own rows: the embedding's vectors are summed over `stage`, the head's
+              input is sent to all stages, and only the softmax's statistics and the gradient of
+              that input are summed (vocabulary parallelism, Yeung et al. 2024). No device has all
+              logits of a token
 
-Dense layers before the first unit run in the embedding's op, and are recomputed in its gradient's.
-Where the model predicts tokens beyond the next (DeepSeek-V3, arXiv:2412.19437, section 2.2), their
-modules run in the head's op, forward and backward, with the model's embedding and output matrix. In
-both cases the vocabulary is on the end stages.
+Dense layers before the first unit run in the embedding's op, and are recomputed in that of its
+gradient. If the model predicts tokens beyond the next (DeepSeek-V3, arXiv:2412.19437, section 2.2),
+these modules run in the head's op, forward and backward, with the model's embedding and output
+matrix. In both cases the vocabulary is on the end stages.
 """
 
 import dataclasses
@@ -139,8 +139,8 @@ class EmbeddingAndHead:
     reductions: ModelTree
 
     def extra(self, batch: Tree, microbatch) -> tuple[jax.Array, jax.Array | None]:
-        """What every layer needs beside its input: positions [B or 1, T] and, where documents are
-        kept apart, segments [B, T]."""
+        """The arguments of every layer besides its input: positions [B or 1, T] and, where
+        documents are kept apart, segments [B, T]."""
         positions = self._positions(batch, microbatch, take(batch["tokens"], microbatch))
         return positions, take(batch["segments"], microbatch) if "segments" in batch else None
 
@@ -268,8 +268,8 @@ class EmbeddingAndHead:
         return ModelTree(embed=embed, first=dense)
 
     def _add_dense(self, sums: Tree, constants: Constants, microbatch, g) -> tuple[Tree, jax.Array]:
-        """(the sums with the gradients of the dense layers, which are recomputed; the gradient of
-        the first one's input)."""
+        """Returns (the sums with the gradients of the dense layers, which are recomputed; the
+        gradient of the first one's input)."""
         backward, x = [], self._embedded(constants, microbatch)
         extra = self.extra(constants.batch, microbatch)
         layer = lambda params, x: self.parts.dense_block(params)(x, *extra)
@@ -292,7 +292,7 @@ class EmbeddingAndHead:
         return self._gathered(self._head_tree(constants.params), self._head_tree(self.reductions))
 
     def _head(self, params: HeadTree) -> tuple[Callable, VocabularyPart]:
-        """(head: (params, x) → logits, its part of the vocabulary)."""
+        """Returns (head: (params, x) → logits, its part of the vocabulary)."""
         table = params.head["table"] if params.table is None else params.table
         first_row = self._first_row(table)
         head = lambda params, x: self.parts.head(params.head)(x, params.table, first_row)
@@ -312,8 +312,8 @@ class EmbeddingAndHead:
     def loss_and_gradients(
         self, state: TickState, constants: Constants, microbatch, y: jax.Array
     ) -> tuple[TickState, jax.Array]:
-        """(the state with the microbatch's losses and the head's gradients, the gradient of the
-        last unit's output y).
+        """Returns (the state with the microbatch's losses and the head's gradients, the gradient of
+        the last unit's output y).
 
         Of the state it reads and changes `loss`, `mtp_loss` and `gradients`.
         """

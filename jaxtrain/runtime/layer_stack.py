@@ -1,8 +1,8 @@
 """The layers of one unit on one stage: a loop over its stacked parameters, for each op of the
 schedule.
 
-The number of layers may differ between stages; the loop's bound is then this stage's own, and a
-stage with fewer layers does less work. A single layer needs no loop.
+The number of layers may differ between stages. The bound of the loop is that of its stage, so a
+stage with fewer layers computes less. A single layer needs no loop.
 
 x and y are the unit's input and output, g the gradient of one of them: [B, T, D] of the compute
 type. `extra` is what a layer reads beside x.
@@ -188,7 +188,7 @@ class LayerStack:
     def output_and_residuals(
         self, params, x: jax.Array, extra, pools: Pools, slots: TickSlots
     ) -> tuple[jax.Array, Pools]:
-        """(the unit's output, the pools with the residuals that its backward reads)."""
+        """Returns (the unit's output, the pools with the residuals that its backward reads)."""
 
         def layer(i, p, carry):
             x, for_b, for_w = carry
@@ -203,8 +203,8 @@ class LayerStack:
     def input_gradient(
         self, params, extra, pools: Pools, slots: TickSlots, g: jax.Array
     ) -> tuple[jax.Array, Pools]:
-        """(the gradient of the unit's input, the pools with the weight stash), from the gradient g
-        of its output."""
+        """Returns (the gradient of the unit's input, the pools with the weight stash), from the
+        gradient g of its output."""
         shapes = self._split.residuals
 
         def layer(i, p, carry):
@@ -245,8 +245,8 @@ class LayerStack:
     def output_saving(
         self, params, x: jax.Array, extra, on_host: bool = False
     ) -> tuple[jax.Array, Any]:
-        """(the unit's output, each layer's residuals [stack_size, ...] in the device's or the
-        host's memory)."""
+        """Returns (the unit's output, each layer's residuals [stack_size, ...] in the device's or
+        the host's memory)."""
         if self._is_single and not on_host:
             params = self._parameters(params, 0, LayerOp.FORWARD)
             y, values = self._split.output_and_residuals(params, x, extra)
@@ -265,8 +265,8 @@ class LayerStack:
         return self._each_layer(LayerOp.FORWARD, layer, params, (x, empty))
 
     def gradients(self, params, sums, extra, saved, g: jax.Array) -> tuple[Any, jax.Array]:
-        """(`sums` + the gradients of the parameters, the gradient of the unit's input), from what
-        `output_saving` has saved."""
+        """Returns (`sums` + the gradients of the parameters, the gradient of the unit's input),
+        from what `output_saving` has saved."""
         late = self._reduces_late and not self._is_single
 
         def layer(i, p, carry):

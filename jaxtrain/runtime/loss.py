@@ -1,8 +1,8 @@
 """Cross-entropy over a large vocabulary, with the logits of a limited number of tokens at a time.
 
-The loss is a sum over tokens, so the gradients of some tokens can be made while their logits exist:
-no logits are stored, none are recomputed, and the projection's gradient is added to its accumulator
-part by part.
+The loss is a sum over tokens, so the gradients of a chunk of tokens are computed while its logits
+exist: no logits are stored or recomputed, and the projection's gradient is added to its accumulator
+chunk by chunk.
 
 Shape suffixes: B batch, T tokens, C tokens of a part of the sequence, D width, V vocabulary.
 """

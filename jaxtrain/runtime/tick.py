@@ -1,8 +1,8 @@
 """One tick of the table: an ordered list of ops (schedule/columns.py), each a loop of zero trips or
 one.
 
-A stage that does not want an op pays nothing, and what an op writes is updated in place. Three
-rules keep XLA from undoing that (tests read them off the compiled program):
+So an op costs nothing on a stage that does not run it, and it updates arrays in place. Three rules
+keep XLA from undoing that (tests check them in the compiled program):
 
   · an op's body begins with an optimization barrier, or loop-invariant code motion lifts its
     matmuls into every tick;
@@ -82,7 +82,7 @@ class Accumulate:
     constants: Constants
 
     def _constants(self, columns: TickColumns) -> tuple[Constants, jax.Array]:
-        """(the constants, the microbatch)."""
+        """Returns (the constants, the microbatch)."""
         # or XLA gathers once, before the scan, what does not depend on the microbatch
         if self.embedding_and_head.zero.gathers_in_ops:
             return lax.optimization_barrier((self.constants, columns.microbatch))

@@ -1,9 +1,9 @@
-"""The records that cross the runtime's scan: the state that a tick changes, and the constants that
-it reads.
+"""The records of the runtime's scan: the state that a tick changes, and the constants that it
+reads.
 
-An op gets a part of both, which a mask describes: a record of the same type with True in the place
-of what it uses. `only` takes the part, in which everything else is None (or missing from a dict);
-`merged` puts it back when the op has changed it.
+An op gets a part of both. A mask describes it: a record of the same type with True for each field
+that the op uses. `only` returns the part, in which all other fields are None (or missing from a
+dict); `merged` puts it back after the op has changed it.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ class Pools:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TickState:
-    """What the scan over the ticks carries, on each device.
+    """The state that the scan over the ticks carries, on each device.
 
     loss, mtp_loss: float32 scalars, the sums so far: of the next tokens, and of those beyond
     gradients: float32 sums

@@ -1,2 +1,2 @@
-"""What each stage does in each tick: orders of ops, their packing into a table, slots, clocks,
-search, drawings. Without jax."""
+"""Pipeline schedules: orders of ops, their packing into a table, slots, clocks, search, drawings.
+Without jax."""

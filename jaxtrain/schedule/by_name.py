@@ -5,8 +5,7 @@
                                                                         dualpipe_v, auto, csv:FILE
     make_forward_table(stage_of, stages, microbatches, …)               evaluation
 
-The orders are in orders.py, their packing into ticks in packing.py, the search in search.py. No JAX
-here.
+orders.py has the orders, packing.py packs them into ticks, search.py has the search. No JAX here.
 """
 
 from jaxtrain.schedule import orders as orders_

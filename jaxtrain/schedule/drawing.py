@@ -1,10 +1,11 @@
 """Pictures of a table: text for the terminal, SVG, and PNG (the only one that imports matplotlib).
 
-    text        a line a stage, a column a tick, each cell its op, local unit (if there are several)
-                and microbatch
-    svg, png    a lane a stage, time by the coupled clock to the right, the microbatch in each op
+    text        a line for each stage, a column for each tick; a cell has its op, local unit (if
+                there are several) and microbatch
+    svg, png    a lane for each stage, with time by the coupled clock to the right; an op has its
+                microbatch
 
-The colour says the op, its shade the chunk: darkest for a stage's lowest. No JAX here.
+The colour is the op's, its shade the chunk's: the lowest chunk of a stage is darkest. No JAX here.
 """
 
 import html

@@ -6,11 +6,12 @@ ops.
 The letters are those of the papers: p stages, v chunks on a stage, m microbatches; s is a stage, c
 a chunk, k a microbatch.
 
-Chunks are placed round a circle (chunk c on stage c mod p) or, for `zb_v` and `dualpipe_v`, in a V:
-down the stages and back up, so that the last chunk is on stage 0 and the message stays where the V
-turns. packing.py says in which tick a task stands. The figures are in unit times
-(F = B = W, no message time); the peak is the most residuals at once, in chunks', of tables with
-late permutes:
+Chunks are placed in a circle (chunk c on stage c mod p) or, for `zb_v` and `dualpipe_v`, in a V:
+down the stages and back up, so that the last chunk is on stage 0, and a message stays on its stage
+where the V turns. packing.py gives tasks their ticks. The figures are for F = B = W = 1 and
+messages that take no time. The peak is the largest number of chunks whose residuals a stage holds
+at once, in tables
+with late permutes:
 
               placement   idle time of the whole step                peak
     gpipe     circular    2 (p − 1)                                  m v
@@ -283,7 +284,7 @@ class Schedule:
     fused: bool = False
 
     def fits(self, repeats: int) -> bool:
-        """Whether the schedule is made for this number of chunks on a stage."""
+        """True if the schedule is made for this number of chunks on a stage."""
         return self.least_repeats <= repeats <= (self.most_repeats or repeats)
 
     @property
@@ -400,7 +401,7 @@ def closed_forms(name: str) -> Schedule:
 
 
 def fits_repeats(schedule: str, repeats: int) -> bool:
-    """Whether a schedule is made for this number of chunks on a stage; `auto` and a file are for
+    """True if a schedule is made for this number of chunks on a stage; `auto` and a file are for
     any."""
     return schedule not in SCHEDULES or SCHEDULES[schedule].fits(repeats)
 

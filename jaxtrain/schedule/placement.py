@@ -1,9 +1,9 @@
 """The placement of layers: layers → chunks → units → stages.
 
-A model of L layers is cut into consecutive chunks, each chunk into one or more units (an op's
-layers), and unit u lies on stage `stage_of[u]`. In memory the u-th units of all stages are one
-stacked array [stages, stack_size(u), ...]. A stage with fewer layers in it, or without such a unit,
-has unused entries, which are zero, have no gradient, and are in no count, norm or checkpoint.
+A model of L layers is cut into consecutive chunks, each chunk into one or more units (the layers of
+one op), and unit u is on stage `stage_of[u]`. In memory the u-th units of all stages are one
+stacked array [stages, stack_size(u), ...]. A stage whose u-th unit has fewer layers, or that has
+none, has unused entries, which are zero, have no gradient, and are in no count, norm or checkpoint.
 
       L = 7, stages = 2, chunks = 2          stage 0     stage 1
                                     unit 0   0 1         2 3
@@ -60,7 +60,8 @@ def spread(layers: int, chunks: int, costs: Sequence[float] = ()) -> tuple[int, 
 
 
 def cut(chunks: Sequence[int], layers_per_op: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(the number of units of each chunk, the layers of every unit in model order); 0 layers per
+    """Returns (the number of units of each chunk, the layers of every unit in model order); 0
+    layers per
     op: a chunk is one unit.
 
     A chunk whose layers do not divide has units as equal as can be.

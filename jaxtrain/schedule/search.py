@@ -1,13 +1,14 @@
 """`auto`: the best table for given op times under a memory bound.
 
 The search compares, by the coupled clock (clocks.coupled_time),
-    - every named schedule that fits, packed in every way: so it never does worse than one of them
-      with the same memory;
+    - every named schedule that fits, packed in every way, so that the result is never slower than
+      one of them with the same memory;
     - the orders between 1F1B, ZB-H1 and ZB-H2 that use exactly the memory of the bound;
-    - orders made for the op times by list scheduling (`list_schedule`), under several rules.
-No randomness and no clock: a spec has one table, in every process and after every restart. What is
-compared depends on its size alone, the tasks of each op, stages · chunks a stage · microbatches;
-the larger it is, the fewer list schedules (`RULES`):
+    - orders made for the op times by list scheduling (`list_schedule`), with several rules.
+There is no randomness and no time limit: a spec has one table, in every process and after every
+restart. The tables that are compared depend on the size of the spec alone, which is the tasks of
+each op, stages · chunks a stage · microbatches. With a larger size there are fewer list schedules
+(`RULES`):
 
     tasks of an op     rules of list scheduling      ways to pack their orders
     up to 2^15         4                             all

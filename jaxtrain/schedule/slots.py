@@ -1,19 +1,21 @@
-"""The slots that hold every value of a table: interval colouring of lifetimes, the fewest that the
-table allows.
+"""The slots that hold the values of a table, found by interval colouring of the values' lifetimes.
+They are the fewest that the table allows.
 
 A stage has five pools of slots, each shared by all its units. A value takes one slot of its pool
 from the tick in which it arrives to the tick of its last reader, both included, so no tick reads a
 slot and fills it with another value:
 
-    activation     a unit's input          from arrival, the embedding or the unit before (if it
-                                           stays) to F, and to R where there is one;
+    activation     a unit's input          from its arrival, from the embedding, or from the unit
+                                           before if it stays on its stage; to F, or to R if there
+                                           is one
                    the last unit's output  from its F to the head
-    gradient       an output's gradient    from arrival, the head or the unit after (if it stays)
-                                           to B;
+    gradient       an output's gradient    from its arrival, from the head, or from the unit after
+                                           if it stays; to B
                    unit 0's input gradient from its B to the embedding's gradient
-    residual_b     what B alone needs      from F (from R where there is one) to B
-    residual_w     what W needs too        from the same to W
-    weight_stash   what B leaves for W     from B to W
+    residual_b     values that only B      from F (from R if there is one) to B
+                   needs
+    residual_w     values that W needs too from F (from R if there is one) to W
+    weight_stash   values of B for W       from B to W
 
 Lifetimes on one stage are intervals, and colouring intervals in order of their starts takes as many
 slots as are alive at once in the busiest tick: fewer is impossible. No JAX here.
@@ -122,7 +124,7 @@ def assign_slots(table: Table) -> SlottedTable:
 
 
 def _assign(uses: _Uses, table: Table) -> tuple[np.ndarray, tuple[int, ...]]:
-    """(the slot of each use, the slots that each stage needs)."""
+    """Returns (the slot of each use, the slots that each stage needs)."""
     units = table.units + 2  # with those before the first and after the last
     key = (
         uses.stage.astype(np.int64) * units + uses.unit + 1

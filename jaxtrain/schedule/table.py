@@ -6,22 +6,23 @@ is one op on one unit and one microbatch:
 
     F  forward                   needs the input of the unit: from the embedding, or the message of
                                  F of the unit before
-    R  recompute                 needs nothing but its own F, which kept the input alone; rebuilds
-                                 what B needs. The last unit has none, unless other Fs stand between
-                                 its F and B
+    R  recompute                 needs nothing but its own F, which saved only the unit's input;
+                                 rebuilds what B needs. The last unit has no R, unless the table
+                                 sets `recompute_last`
     B  gradient of the input     needs R or F, and the gradient of its output: from the head, or the
                                  message of B of the unit after
     W  gradient of the weights   needs its own B
 
-A tick is what every stage does between two permutes. Everything in it has this order on every
+A tick has at most one cell on each stage, and at most one permute. Its parts have this order on
+every
 stage:
 
     take in what arrived → early permute → embed → the cell's op → head → embedding's gradient
                          → late permute
 
 The head of a microbatch may stand in the tick of the last unit's F, but the last unit's B only in a
-later one. transport.py says when a message can be read, validator.py whether a table is right,
-slots.py where values are held. by_name.py makes tables, simulate.py times them. No JAX here.
+later one. transport.py says when a message can be read, validator.py whether a table is correct,
+slots.py which slot holds a value. by_name.py makes tables, simulate.py times them. No JAX here.
 
     1f1b, 3 stages, 3 microbatches     stage 0  F0 F1 F2 .  .  B0 W0 .  B1 W1 .  B2 W2
                                        stage 1  .  F0 F1 .  B0 W0 F2 B1 W1 .  B2 W2 .
@@ -138,7 +139,7 @@ class TableShape:
         return max(map(self.stage_of.count, range(self.stages)))
 
     def recomputes(self, unit: int) -> bool:
-        """Whether a unit has R ops: then its F saves its input alone."""
+        """True if a unit has R ops: then its F saves its input alone."""
         return (
             self.recompute
             and not self.forward_only
@@ -262,7 +263,7 @@ def message_ways(stage_of: tuple[int, ...], stages: int) -> np.ndarray:
 
 
 def wraps(stage_of: tuple[int, ...], stages: int) -> bool:
-    """Whether any message goes between the last stage and stage 0: the permutes then close the
+    """True if any message goes between the last stage and stage 0: the permutes then close the
     circle."""
     return any(
         not 0 <= stage + way < stages

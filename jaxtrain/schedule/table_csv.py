@@ -5,12 +5,12 @@
     F0.0,,,late,,0,
     F0.1,F0.0,,late,,1,
 
-A line is a tick. A cell is op, local unit, a dot, microbatch, or empty. The four columns at the end
-may be left out, one by one: permutes are then late wherever a message moves, and head, embed and
-embed_gradient stand in the ticks of the last unit's F, the first unit's F and the first unit's B.
-So may the settings in the comment: `place`, the stage of each unit (also `circular` or `v`; default
-circular), `chunk`, the chunk of each unit, `name` (default: the file's), `vocabulary`. Other lines
-that begin with # are comments. No JAX here.
+A line is a tick. A cell is empty, or an op, its local unit, a dot and its microbatch. Each of the
+last four columns may be left out. Without `permute`, ticks whose messages move have a late permute;
+without head, embed and embed_gradient, these are in the ticks of the last unit's F, the first
+unit's F and the first unit's B. The settings in the comment may be left out, too: `place`, the
+stage of each unit (or `circular` or `v`; default circular), `chunk`, the chunk of each unit, `name`
+(default: the file's), `vocabulary`. Other lines that begin with # are comments. No JAX here.
 """
 
 import csv

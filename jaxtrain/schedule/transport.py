@@ -1,9 +1,10 @@
-"""When a message leaves its stage, and from which tick on it can be read: the one place that knows.
+"""The transport of messages: the tick in which one leaves its stage, and the tick from which on it
+can be read. No other module computes these.
 
 A message that stays on its stage can be read from the tick after its op's. One that moves waits in
-its stage's send buffer, one for each direction, until a permute sends it. A late permute comes
-after the ops of its tick and sends what these have made, too; an early one comes before them and
-sends only what earlier ticks have made. What a permute sends can be read from the tick after it on.
+its stage's send buffer, of which there is one for each direction, until a permute sends it. A late
+permute comes after the ops of its tick and sends their messages too; an early one comes before them
+and sends only those of earlier ticks. A message can be read from the tick after its permute's on.
 
     tick                0           1           2           3
     op of stage 0       F0

@@ -1,5 +1,5 @@
-"""Checks of a table: a runtime that follows it computes every task once, on the right values, and
-ends. No JAX here."""
+"""Checks of a table: a runtime that executes it computes every task once, with the right values,
+and ends. No JAX here."""
 
 import numpy as np
 
@@ -49,7 +49,7 @@ def check(table: Table, memory: float | None = None, count_weight_stash: bool = 
 
 
 def _check_shape(table: Table) -> None:
-    """TableError for arrays of wrong shapes and types, and stages that do not exist."""
+    """Raises TableError for arrays of wrong shapes and types, and stages that do not exist."""
     stages, microbatches, stage_of = table.stages, table.microbatches, table.stage_of
     if stages < 1 or microbatches < 1 or not stage_of or set(stage_of) - set(range(stages)):
         sizes = f"{stages} stages, {microbatches} microbatches, units on stages {stage_of}"
@@ -68,8 +68,8 @@ def _check_shape(table: Table) -> None:
 
 
 def _check_cells(table: Table) -> None:
-    """TableError for a cell that does not exist, does not belong in the table, or stands there
-    twice."""
+    """Raises TableError for a cell that does not exist, does not belong in the table, or stands
+    there twice."""
     lookup = unit_lookup(table.stage_of, table.stages)
     ticks, stages = np.nonzero(
         (table.op != Op.IDLE) | (table.local_unit != -1) | (table.microbatch != -1)
@@ -113,7 +113,7 @@ def _check_cells(table: Table) -> None:
 
 
 def _check_missing(table: Table) -> None:
-    """TableError for tasks of which the table has no cell."""
+    """Raises TableError for tasks of which the table has no cell."""
     present = np.zeros((len(Op), table.units, table.microbatches), bool)
     present[table.busy.op, table.busy.unit, table.busy.microbatch] = True
     missing = _ops_of_units(table)[:, :-1, None] & ~present
@@ -190,8 +190,8 @@ def _check_column(table: Table, name: str) -> None:
 
 
 def _check_order(table: Table) -> None:
-    """TableError for the earliest tick, and part of it, that reads what is not there or overwrites
-    a message that has not left."""
+    """Raises TableError for the earliest tick, and part of it, that reads what is not there or
+    overwrites a message that has not left."""
     readable = arrivals(table)
     faults = [
         _early_cell(table, readable),
@@ -230,8 +230,8 @@ def _early_cell(table: Table, readable: Arrivals) -> TableError | None:
 def _waits(
     table: Table, cell: Cell, tick: int, before: Cell, readable: Arrivals
 ) -> tuple[str, tuple[int, ...]]:
-    """(what a cell waits for that stands too early, and the fix; the ticks named there). before:
-    the op of its own unit on which it waits, IDLE for none."""
+    """Returns (what a cell waits for that stands too early, and the fix; the ticks named there).
+    before: the op of its own unit on which it waits, IDLE for none."""
     op, unit, microbatch = cell
     if before.op and (earlier := _tick_of(table, before)) >= tick:
         return f"its {cell_name(before, table.stage_of)} in {{}}: move it after that", (earlier,)

@@ -1,1 +1,1 @@
-"""The training step: loss, optimizer, state, step."""
+"""The training step and what belongs to it: state, optimizer, evaluation, reports, recovery."""

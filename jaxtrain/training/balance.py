@@ -1,9 +1,9 @@
-"""Load balancing of experts: biases that are moved once a step, and the load that is logged.
+"""Load balancing of experts: biases that are updated once a step, and the load that is logged.
 
-Some of a router's parameters are counts (models/spec.py). Instead of a gradient they get the number
-of the batch's tokens that chose each expert, or that were dropped. A bias is such a parameter and
-is moved by its count; a router without biases has a parameter for the count only. `specs` is a tree
-of Specs like the parameters, `with_counts` one of gradients and counts.
+Some of a router's parameters are counts (models/spec.py). In place of their gradient is the number
+of the batch's tokens that chose each expert, or that were dropped. A bias is such a parameter, and
+its count updates it; a router without biases has a parameter only for the count. `specs` is the
+tree of the parameters' Specs, `with_counts` the same tree with gradients and counts.
 """
 
 import jax

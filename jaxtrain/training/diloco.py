@@ -6,8 +6,8 @@
     anchor             ← anchor − η·(Δ + μ·m)     (Nesterov's)
 
 Each replica then goes on from the anchor, with its own optimizer state. Between exchanges nothing
-crosses `replica`. The anchor is what is evaluated, and what a checkpoint is generated from. Anchor
-and momentum are float32, scattered over a replica's devices.
+crosses `replica`. Evaluation and generation use the anchor. Anchor and momentum are float32,
+scattered over a replica's devices.
 """
 
 import dataclasses

@@ -36,7 +36,7 @@ class Intervals:
         return self._due(at, self.save_every)
 
     def saves_locally(self, at: int) -> bool:
-        """Whether each machine saves for itself. Never after the last step, whose persistent save
+        """True if each machine saves for itself. Never after the last step, whose persistent save
         is waited for."""
         return at != self.last and self.save_locally_every > 0 and at % self.save_locally_every == 0
 
@@ -50,12 +50,12 @@ class Intervals:
         return at == 1 or self._due(at, self.log_every)
 
     def synchronizes(self, at: int) -> bool:
-        """Whether processes may ask each other something after this step. Independent replicas do
+        """True if processes may ask each other something after this step. Independent replicas do
         not wait for each other between exchanges and logged steps."""
         return self.exchange_every == 0 or self.exchanges(at) or self._due(at, self.log_every)
 
     def compares(self, at: int) -> bool:
-        """Whether copies of parameters are compared. Independent replicas compare them at the first
+        """True if copies of parameters are compared. Independent replicas compare them at the first
         exchange at or after the step at which the comparison is due."""
         if not self.compare_every:
             return False

@@ -1,8 +1,8 @@
-"""Op times of a pipeline, measured for `pipeline.times`.
+"""The measurement of a pipeline's op times, in the form of `pipeline.times`.
 
 The step's gradients are compiled once with the ticks of the table as an argument. Ticks in which
-all stages run one op and nothing else time that op, in the same program that trains; empty ticks
-time the fixed cost of every tick, and of the program before and after them.
+all stages run nothing but one op time that op, in the program that trains; empty ticks time the
+fixed cost of a tick, and of the program before and after the ticks.
 """
 
 import dataclasses
@@ -166,7 +166,7 @@ def planned_times(config: Config) -> tuple[float, ...]:
 
 
 def stored_times(config: Config, folder: pathlib.Path) -> tuple[float, ...] | None:
-    """What stored_op_times.read returns in process 0, on every process, which all must call
+    """The result of stored_op_times.read in process 0, on every process. All must call
     this."""
     times = cluster.from_main(lambda: read(config, folder), OpTimesError)
     return None if times is None else tuple(times)

@@ -1,4 +1,4 @@
-"""What a run needs before its first step: its corpus, its batches, and the step's programs."""
+"""The preparation of a run before its first step: its corpus, its batches, and its programs."""
 
 import concurrent.futures
 import dataclasses
@@ -20,7 +20,7 @@ from jaxtrain.training.step import Step
 
 
 def prepare_corpus(data: DataConfig, vocab_size: int, train: TrainConfig) -> Corpus:
-    """The corpus. Raises DataError where processes read different ones, and for a
+    """The corpus. Raises DataError if processes read different ones, and for a
     `train.sample_prompt` that cannot be encoded."""
     corpus = prepare(data, vocab_size, progress=cluster.is_main())
     if jax.process_count() > 1:

@@ -1,5 +1,5 @@
-"""A trace of a few steps, for `train.profile_steps`: the ops of the devices, without the host's
-Python, which would slow the steps down."""
+"""The trace of a few steps for `train.profile_steps`. It has the ops of the devices, but not the
+host's Python calls, which would slow the steps down."""
 
 import dataclasses
 import pathlib

@@ -1,4 +1,4 @@
-"""Results of steps: they are awaited one step behind, checked, logged and shown."""
+"""The results of steps, which are awaited one step later, checked, logged and shown."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

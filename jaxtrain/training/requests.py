@@ -1,5 +1,5 @@
-"""Requests to the loop, to stop or to save. All processes must follow them after the same step, so
-they ask each other."""
+"""Requests to the loop to stop or to save. All processes must follow a request after the same step,
+so they agree on it."""
 
 import enum
 import functools

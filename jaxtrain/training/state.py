@@ -3,10 +3,10 @@
     TrainState(params={"embed": …, "layers": {"0": …, "1": …}, "head": …},
                optimizer=optax's state, step=int32)
 
-and "predictors" beside "head" where the model predicts further tokens.
+The parameters have "predictors", too, if the model predicts further tokens.
 
-"layers"[u] holds local unit u of all stages, leaves [stages, layers, …] (schedule/placement.py).
-ZeRO's stage decides what is replicated over the data shards, and what is scattered over them
+"layers"[u] has local unit u of all stages, with leaves [stages, layers, …] (schedule/placement.py).
+ZeRO's stage decides what is replicated over the data shards and what is scattered over them
 (parallel/zero.py).
 
 With independent replicas (training/diloco.py) parameters and optimizer state have a leading

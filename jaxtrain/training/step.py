@@ -1,5 +1,5 @@
-"""A training step and an evaluation as programs for a mesh, and the metrics of a step. Files and
-pictures of metrics are in run/metrics.py."""
+"""The training step and the evaluation as programs for a mesh, and the metrics of a step.
+run/metrics.py has the files and pictures of metrics."""
 
 import dataclasses
 import functools

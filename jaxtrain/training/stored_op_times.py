@@ -4,9 +4,9 @@ No jax.
     op_times.json   {"times": [F, B, W, message, R, head] in ms, "of": {setting: value}, "devices":
                     "8 × TPU v5p"}
 
-The file decides for all processes and for every restart, whatever the devices and the version of
-the code: the run's table stays the same. Times are made anew only where a setting in "of" has
-changed, such as the mesh or the model. They are measured in training/op_times.py.
+All processes and every restart take the times of the file, whatever the devices and the version of
+the code, so the run's table stays the same. Times are measured or planned anew only if a setting in
+"of" has changed, such as the mesh or the model. They are measured in training/op_times.py.
 """
 
 import json
@@ -39,7 +39,7 @@ class OpTimesError(RunError):
 
 
 def needed(config: Config) -> bool:
-    """Whether a config, whose mesh is known, has a table and gives no op times for it."""
+    """True if a config, whose mesh is known, has a table and gives no op times for it."""
     return config.mesh.stage > 1 and not config.pipeline.times
 
 
@@ -66,7 +66,7 @@ def read(config: Config, folder: pathlib.Path) -> tuple[float, ...] | None:
 
 
 def worth_storing(config: Config, given: Config) -> bool:
-    """Whether a resolved config's times were planned or measured in this run, even if measuring
+    """True if a resolved config's times were planned or measured in this run, even if measuring
     failed, and not `given` by the user."""
     planned_or_measured = config.pipeline.times or config.pipeline.measure_times
     without = replace(config, {"pipeline.times": given.pipeline.times})

@@ -17,7 +17,6 @@ from jaxtrain.config.resume import changes
         {"model.width": 256},
         {"model.mlp_width": 4 * 128 + 8},
         {"model.vocab_size": 300},
-        {"data.source": "other"},
         {"data.tokenizer": "other.json"},
         {"data.sequence_length": 64},
         {"data.batch_size": 32},
@@ -48,6 +47,7 @@ def test_what_can_continue():
         "model.mtp_weight": 0.1,
         "model.kv_heads": 4,
         "model.mlp_width": 4 * 128,  # its default, written out
+        "data.source": "moved",  # the corpus's checksum decides
         "data.cache": "elsewhere",
         "data.prefetch": 0,
         "mesh.data": 2,

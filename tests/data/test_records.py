@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from jaxtrain.data import records, sources
+from jaxtrain.config import sources
+from jaxtrain.data import documents, records
 from jaxtrain.data.bad_records import PLACES, Skipped
 from jaxtrain.data.tokenizer import DataError
 
@@ -17,7 +18,7 @@ def texts(path, fields=("text",), skipped=None):
     """The text of each document of a file or folder."""
     found, text = [], ""
     source = sources.find(str(path))
-    for piece in sources.pieces(source, fields, (), source.root.parent, skipped):
+    for piece in documents.pieces(source, fields, (), source.root.parent, skipped):
         text += piece.text
         if piece.ends:
             found, text = [*found, text], ""
@@ -159,7 +160,7 @@ def test_a_list_is_not_whole_in_memory(write):
     )
     tracemalloc.start()
     source = sources.find(str(path))
-    count = sum(piece.ends for piece in sources.pieces(source, ("text",), (), source.root.parent))
+    count = sum(piece.ends for piece in documents.pieces(source, ("text",), (), source.root.parent))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert count == 10_000 and path.stat().st_size > 20_000_000 and peak < 12_000_000
@@ -203,7 +204,8 @@ def test_fields_by_path(write, record, field, text):
         (
             {"doc": {"body": "a", "id": 1}},
             "doc.text",
-            "no field 'doc.text' (in 'doc' there are 'body', 'id'): set data.text_fields",
+            "no field 'doc.text' (in 'doc' there are 'body', 'id'): use "
+            "--config.data.text_fields=doc.body, or ",
         ),
         (
             {"doc": None},
@@ -212,15 +214,66 @@ def test_fields_by_path(write, record, field, text):
         ),
         ({"doc": {"text": {}}}, "doc.text", "field 'doc.text' is an object, not text"),
         ({"doc": {}}, "doc.text", "no field 'doc.text' (in 'doc' there are none): set"),
-        ({"a": {"b": {"c": "x"}}}, "a.b.d", "no field 'a.b.d' (in 'a.b' there are 'c'): set"),
+        (
+            {"a": {"b": {"c": "x"}}},
+            "a.b.d",
+            "no field 'a.b.d' (in 'a.b' there are 'c'): use --config.data.text_fields=a.b.c, or ",
+        ),
         ({"turns": ["a"]}, "turns.1", "no field 'turns.1' (in 'turns' there are '0'): set"),
         ({"turns": ["a"]}, "turns.-1", "no field 'turns.-1' (in 'turns' there are '0'): set"),
-        ({"body": "x"}, "text", "no field 'text' (there are 'body'): set"),
+        (
+            {"body": "x"},
+            "text",
+            "no field 'text' (there are 'body'): use --config.data.text_fields=body, or ",
+        ),
     ],
 )
 def test_fields_that_are_not_there(write, record, field, message):
     path = write("a.jsonl", json.dumps(record))
     assert failure(path, (field,)).startswith(f"{path}:1: {message}")
+
+
+@pytest.mark.parametrize(
+    "record, fields, masked, flags",
+    [
+        # the longest text, and the text of the most similar name
+        ({"url": "u", "body": "a long text", "id": 7}, ("text",), (), "text_fields=body"),
+        ({"url": "u", "Text": "a", "body": "longer"}, ("text",), (), "text_fields=Text"),
+        ({"content": "a", "id": 7}, ("id",), (), "text_fields=content"),
+        ({"doc": {"body": "b"}, "b": ""}, ("text",), (), "text_fields=doc.body"),
+        # the fields that are right stay; so do lists, by their paths
+        ({"q": "question", "answer": "a"}, ("q", "answr"), (), "text_fields=q,answer"),
+        ({"t": [{"x": "q"}], "a": "b"}, ("t.0.x", "text"), (), "text_fields=t.0.x,a"),
+        (
+            {"question": "question", "answer": "a"},
+            ("prompt", "answer"),
+            ("prompt",),
+            "text_fields=question,answer --config.data.loss_mask=question",
+        ),
+        ({"my field": "a"}, ("text",), (), "text_fields='my field'"),
+        # nothing helps: a field has no text here, there is too little, or it is in a list alone
+        ({"text": None, "url": "u"}, ("text",), (), ""),
+        ({"a": "b"}, ("x", "y"), (), ""),
+        ({"turns": [{"text": "a"}]}, ("text",), (), ""),
+    ],
+)
+def test_fields_that_read_the_record_are_suggested(write, record, fields, masked, flags):
+    path = write("a.jsonl", json.dumps(record))
+    with pytest.raises(DataError) as caught:
+        list(documents.pieces(sources.find(str(path)), fields, masked, path.parent))
+    line = str(caught.value)
+    assert f": use --config.data.{flags}, or use" in line if flags else "text_fields=" not in line
+
+
+def test_fields_are_suggested_only_for_the_first_record(write, tmp_path):
+    """A later one is the one that is wrong."""
+    write("d/a.jsonl", '{"text": "a"}\n{"body": "b"}')
+    assert failure(tmp_path / "d").endswith("(there are 'body'): set data.text_fields, or ")
+    write("d/a.jsonl", '{"text": "a"}')
+    write("d/b.json", '{"body": "b"}')
+    assert failure(tmp_path / "d").endswith("(there are 'body'): set data.text_fields, or ")
+    write("d/a.jsonl", '{"body": "b"}')
+    assert failure(tmp_path / "d").endswith("use --config.data.text_fields=body, or ")
 
 
 def test_fields_of_parquet_by_path(tmp_path):
@@ -239,13 +292,15 @@ def test_fields_of_parquet_by_path(tmp_path):
         f"d{i}t{i}b{i}r{i}" for i in range(5)
     ]
     assert failure(path, ("doc.nothing",)).startswith(
-        f"{path}: row 1: no field 'doc.nothing' (in 'doc' there are 'text', 'meta'): set"
+        f"{path}: row 1: no field 'doc.nothing' (in 'doc' there are 'text', 'meta'): use "
+        "--config.data.text_fields=doc.body, or "
     )
     assert failure(path, ("doc.meta",)).startswith(
         f"{path}: row 1: field 'doc.meta' is an object, not text"
     )
     assert failure(path, ("id.x",)).startswith(
-        f"{path}: row 1: no field 'id.x' (in 'id' there are none: it is int64): set"
+        f"{path}: row 1: no field 'id.x' (in 'id' there are none: it is int64): use "
+        "--config.data.text_fields=doc.body, or "
     )
     assert "'turns.2.text'" in failure(path, ("turns.2.text",))
     whole = path.read_bytes()

@@ -18,9 +18,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxtrain.data import compressed, encode, records, sources, tokens
+from jaxtrain.config.sources import Source
+from jaxtrain.data import compressed, documents, encode, records, tokens
 from jaxtrain.data.records import File
-from jaxtrain.data.sources import Source
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.data.tokens import DataError, bigram_entropy, prepare
 from jaxtrain.run.exit_status import ExitStatus
@@ -418,7 +418,7 @@ def test_errors_of_the_source_name_the_source(config, write, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
         yield
 
-    monkeypatch.setattr(tokens.sources, "pieces", broken)
+    monkeypatch.setattr(tokens.documents, "pieces", broken)
     assert failure(config(source=path)) == f"{path}: Input/output error"
 
 
@@ -487,7 +487,7 @@ def test_source_that_changes_while_it_is_read(
         (encode, "TASK"),
         (tokens, "CHUNK"),
         (compressed, "BLOCK"),
-        (sources, "BLOCK"),
+        (documents, "BLOCK"),
         (records, "BLOCK"),
     ):
         monkeypatch.setattr(module, size, 100)
@@ -572,6 +572,67 @@ def test_checksum_is_of_content(config, write, tmp_path):
     assert len({first, *others}) == 5
 
 
+def as_folder(path, content):
+    path.mkdir()
+    for i, name in enumerate(("b.txt", "a/c d.jsonl", "a/[x].md")):
+        (path / name).parent.mkdir(exist_ok=True)
+        part = content[i * 1000 : (i + 1) * 1000]
+        (path / name).write_bytes(
+            json.dumps({"text": part.decode()}).encode() if name.endswith("l") else part
+        )
+
+
+# How 3,000 bytes of text are written at a path, by its name.
+PLACES = {
+    "folder": as_folder,
+    "a.txt": lambda path, content: path.write_bytes(content),
+    "a.jsonl": lambda path, content: path.write_text(json.dumps({"text": content.decode()})),
+    "a.jsonl.gz": lambda path, content: path.write_bytes(
+        gzip.compress(json.dumps({"text": content.decode()}).encode())
+    ),
+    "a.JSON.xz": lambda path, content: path.write_bytes(
+        lzma.compress(json.dumps([{"text": content.decode()}]).encode())
+    ),
+    "a.bin": lambda path, content: path.write_bytes(
+        np.frombuffer(content, np.uint8).astype("<u2").tobytes()
+    ),
+    "a.bin.bz2": lambda path, content: path.write_bytes(
+        bz2.compress(np.frombuffer(content, np.uint8).astype("<u2").tobytes())
+    ),
+    "a.npy": lambda path, content: np.save(path, np.frombuffer(content, np.uint8)),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("same_cache", [True, False])
+def test_the_same_corpus_at_another_path(config, tmp_path, name, same_cache):
+    """It has the same checksum, from a cache that knows it or not; with one byte changed it has
+    another, even if sizes and times are the same."""
+    text = b"the quick brown fox jumps over the lazy dog. " * 100
+    (tmp_path / "old").mkdir()
+    PLACES[name](tmp_path / "old" / name, text)
+    before = prepare(config(source=tmp_path / "old" / name), 257, progress=False)
+    cache = config().cache if same_cache else str(tmp_path / "new cache")
+    copy = tmp_path / "new" / f"copy of {name}"
+    if (tmp_path / "old" / name).is_dir():
+        shutil.copytree(tmp_path / "old" / name, copy)
+    else:
+        copy.parent.mkdir()
+        shutil.copy2(tmp_path / "old" / name, copy)
+    after = prepare(config(source=copy, cache=cache), 257, progress=False)
+    assert after.checksum == before.checksum and np.array_equal(after.tokens, before.tokens)
+    if copy.is_dir():
+        pattern = prepare(config(source=copy / "**", cache=cache), 257, progress=False)
+        assert pattern.checksum == before.checksum and pattern.folder == after.folder
+    other = tmp_path / "other" / name
+    other.parent.mkdir()
+    PLACES[name](other, text.replace(b"fox", b"fax", 1))
+    times = os.stat(tmp_path / "old" / name)
+    os.utime(other, ns=(times.st_atime_ns, times.st_mtime_ns))
+    changed = prepare(config(source=other, cache=cache), 257, progress=False)
+    assert changed.checksum != before.checksum and len(changed.tokens) == len(before.tokens)
+
+
 def test_golden_checksum(config, write):
     """What a checkpoint remembers of its data: it may change only with the format, and then old
     runs cannot go on."""
@@ -621,18 +682,18 @@ def test_damaged_corpus_is_made_again(config, write):
 
 PREPARE = """
 import sys, time, types
-from jaxtrain.data import encode, tokens, sources
+from jaxtrain.data import encode, tokens, documents
 config = types.SimpleNamespace(
     source=sys.argv[1], cache=sys.argv[2], tokenizer="bytes", text_fields=("text",), loss_mask=(),
     bad_records="stop", token_dtype="uint16", validation_fraction=0.1,
 )
 if sys.argv[3] == "hang":
-    encode.TASK, pieces = 1, sources.pieces
+    encode.TASK, pieces = 1, documents.pieces
     def endless(*arguments):
         yield from pieces(*arguments)
         print("read", flush=True)
         time.sleep(600)
-    sources.pieces = endless
+    documents.pieces = endless
 print(tokens.prepare(config, 257, progress=False).checksum)
 """
 

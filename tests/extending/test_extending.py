@@ -18,6 +18,7 @@ from support import ROOT
 HERE = pathlib.Path(__file__).parent
 NAMES = sorted(path.stem for path in HERE.glob("*.patch"))
 TEXT = (ROOT / "docs/extending.md").read_text()
+NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6}
 COPIED = ("jaxtrain", "configs", "tests", "docs", "scripts")
 
 
@@ -79,6 +80,13 @@ def test_a_recipe_names_the_files_that_it_touches(name):
     named = recipe(name)
     missing = [path for path in touched(name) if (ROOT / path).exists() and path not in named]
     assert not missing, f"the recipe of {name} does not name {missing}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_that_says_its_number_of_files_has_as_many(name):
+    said = re.findall(r"(\w+) files? of code", recipe(name))
+    code = [path for path in touched(name) if path.startswith("jaxtrain/")]
+    assert {NUMBERS[word.lower()] for word in said} <= {len(code)}
 
 
 @pytest.mark.parametrize("name", NAMES)

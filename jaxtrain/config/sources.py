@@ -1,0 +1,335 @@
+"""What `data.source` may be, for the rules that refuse one and for the readers in data/: formats of
+files, folders, patterns and `stdlib`, and the files that each of them names.
+
+    file      one of the formats below; it may be compressed (`.jsonl.gz`, `.txt.zst`, …)
+    folder    every file below it, in the order of their paths. Names that begin with `_` or `.` are
+              passed over: Spark and Hadoop write `_SUCCESS` and `.part-0.crc` beside the data.
+              Links to folders are reported and not followed. A pipe, a socket or a dangling link
+              is a file that cannot be read
+    pattern   those of a folder's files that match, such as `crawl/**/*.jsonl.gz`; `**` stands for
+              any number of folders. A folder that matches stands for all files below it. A path
+              that exists is no pattern
+    stdlib    the sources of the Python standard library: its *.py files without tests
+
+A new format is a record of FORMATS, and the reader that it names. Files are listed here, not read.
+Standard library only.
+"""
+
+import collections
+import dataclasses
+import difflib
+import fnmatch
+import glob
+import os
+import pathlib
+import sysconfig
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from jaxtrain.config.errors import ConfigError, suggestion
+
+STDLIB = "stdlib"
+LEFT_OUT_OF_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+HIDDEN = ("_", ".")  # the names below a source that begin with these are passed over
+NAMED = 3  # the names that a line lists at most
+COMPRESSIONS = {
+    ".gz": "gzip",
+    ".gzip": "gzip",
+    ".bz2": "bzip2",
+    ".zst": "zstd",
+    ".zstd": "zstd",
+    ".xz": "xz",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A format of files.
+
+    title: its name in help; "" where users do not choose it.
+    endings: the names of its files end with these, in any case.
+    holds: "text": a file is a document; "records": a document a record, of the fields
+      `data.text_fields`; "tokens": ids.
+    reader: module and function of jaxtrain/data/ that turn (file, runs of fields, scratch folder)
+      into pieces of documents; "" for tokens, which tokens.py maps into memory.
+    """
+
+    title: str
+    endings: tuple[str, ...]
+    holds: Literal["text", "records", "tokens"]
+    reader: str = ""
+
+
+FORMATS = {
+    "text": Format("text", (), "text", "documents:read_text"),  # every other ending
+    "python": Format("", (), "text", "documents:read_python"),
+    "json": Format("JSON", (".json",), "records", "records:read_json"),
+    "jsonl": Format("JSONL", (".jsonl", ".ndjson"), "records", "records:read_jsonl"),
+    "parquet": Format("Parquet", (".parquet",), "records", "records:read_parquet"),
+    "bin": Format("tokens (.bin)", (".bin",), "tokens"),
+    "npy": Format("tokens (.npy)", (".npy",), "tokens"),
+}
+BY_ENDING = {ending: name for name, format in FORMATS.items() for ending in format.endings}
+HELP = (
+    "corpus: a folder, a pattern such as 'crawl/**/*.jsonl.gz', or a file of "
+    + ", ".join(format.title for format in FORMATS.values() if format.title)
+    + f", which may be compressed; {STDLIB}: Python's own sources"
+)
+
+
+class File(NamedTuple):
+    """A file of a source. format: a key of FORMATS; size: bytes; modified: nanoseconds since the
+    epoch."""
+
+    path: str
+    format: str
+    size: int
+    modified: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The files of a `data.source`.
+
+    name: the source as messages name it.
+    root: the file or folder that the user named; of a pattern, the folder above it.
+    files: the files in the order of the corpus; empty only if there are unreadable ones.
+    pattern: the parts of the pattern below the root; () for everything.
+    unreadable: paths below a folder that are no regular files: pipes, sockets, devices, dangling
+      links; and folders that may not be listed.
+    linked_folders: links to folders, which are not followed.
+    passed_over: the files and folders that would count but for their names.
+    """
+
+    name: str
+    root: pathlib.Path
+    files: tuple[File, ...]
+    pattern: tuple[str, ...] = ()
+    unreadable: tuple[str, ...] = ()
+    linked_folders: tuple[str, ...] = ()
+    passed_over: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+
+    @property
+    def holds_tokens(self) -> bool:
+        return FORMATS[self.files[0].format].holds == "tokens"
+
+    @property
+    def has_fields(self) -> bool:
+        return any(FORMATS[file.format].holds == "records" for file in self.files)
+
+    def takes(self, path: pathlib.Path) -> bool:
+        """True if a file at this path, made later, would be one of the source's."""
+        if not self.root.is_dir() or not path.is_relative_to(self.root):
+            return False
+        parts = path.relative_to(self.root).parts
+        return _matches(parts, self.pattern) and not any(map(_is_hidden, parts))
+
+    def lines(self) -> list[str]:
+        """Lines of text that say what a folder or a pattern has brought: files by their endings,
+        the names that were passed over, texts beside records, links to folders."""
+        if self.name == STDLIB or not self.root.is_dir():
+            return []
+        lines = [
+            f"data.source={self.name}: read {_amounts(ending(file.path) for file in self.files)}"
+        ]
+        if self.passed_over:
+            lines[0] += f"; {self.passed_over_text()}"
+        texts = [file.path for file in self.files if file.format == "text"]
+        if texts and self.has_fields:
+            lines.append(f"  each one document, beside files of records: {self.listed(texts)}")
+            records = {ending(file.path) for file in self.files if file.format != "text"}
+            if len(records) == 1 and not self.pattern:
+                only = os.path.join(self.name, "**", f"*{records.pop()}")
+                lines[-1] += f" ({suggestion({'data.source': only})} leaves them out)"
+        links = "is a link to a folder, which is not followed"
+        return [*lines, *(f"  {link} {links}" for link in self.linked_folders)]
+
+    def passed_over_text(self) -> str:
+        names = self.listed(self.passed_over)
+        return f"passed over, for names that begin with _ or .: {names}"
+
+    def listed(self, paths: Sequence[str]) -> str:
+        """The first NAMED of some paths, as they are called below the root, and how many more."""
+        names = [os.path.relpath(path, self.root) for path in paths[:NAMED]]
+        more = [f"{len(paths) - NAMED:,} more"] if len(paths) > NAMED else []
+        return ", ".join(names + more)
+
+
+def format_of(name: str) -> str:
+    """The format of a file by the ending of its name, compressed or not: a key of FORMATS."""
+    return BY_ENDING.get(os.path.splitext(without_compression(name))[1].lower(), "text")
+
+
+def holds_tokens(name: str) -> bool:
+    """True if a source's name is that of a token file."""
+    return FORMATS[format_of(name)].holds == "tokens"
+
+
+def without_compression(name: str) -> str:
+    """A file's name without the ending of a compression."""
+    stem, suffix = os.path.splitext(name)
+    return stem if suffix.lower() in COMPRESSIONS else name
+
+
+def ending(name: str) -> str:
+    """The ending of a file's name, with that of its compression: ".jsonl.gz"; "" without any."""
+    stem = without_compression(name)
+    return os.path.splitext(stem)[1] + name[len(stem) :]
+
+
+def check(name: str) -> None:
+    """Raises ConfigError if a source does not exist, or is a pattern that no file matches. Files of
+    a folder are not listed."""
+    if name != STDLIB and _place(name)[1]:
+        find(name)
+
+
+def find(name: str) -> Source:
+    """The files of a `data.source`. Raises ConfigError if there are none, or a token file is one of
+    several, OSError if one has gone meanwhile."""
+    if name == STDLIB:
+        return _list(name, pathlib.Path(sysconfig.get_path("stdlib")), ("**", "*.py"))
+    root, pattern = _place(name)
+    if root.is_file():
+        return Source(name, root, (_stat(str(root), format_of(name)),))
+    source = _list(name, root, pattern)
+    tokens = [file.path for file in source.files if holds_tokens(file.path)]
+    if tokens:
+        rule = (
+            f"holds {os.path.relpath(tokens[0], root)}, and a token file is no document: let its "
+            "name begin with _ or ., or name it alone"
+        )
+        raise ConfigError("data.source", name, rule, fixes=[{"data.source": tokens[0]}])
+    return source
+
+
+def similar_files(path: pathlib.Path) -> list[str]:
+    """The path of the file in a missing file's folder whose name is most like its name, if one
+    is."""
+    if not path.parent.is_dir():
+        return []
+    names = {other.name: str(other) for other in path.parent.iterdir()}
+    return [names[name] for name in difflib.get_close_matches(path.name, names, n=1)]
+
+
+def _place(name: str) -> tuple[pathlib.Path, tuple[str, ...]]:
+    """The file or folder that exists, and the parts of the pattern below it.
+
+    Raises ConfigError for a source that does not exist, or is neither a file nor a folder.
+    """
+    root = pathlib.Path(os.path.expanduser(name))
+    pattern: tuple[str, ...] = ()
+    while glob.has_magic(str(root)) and not os.path.exists(root):
+        root, pattern = root.parent, (root.name, *pattern)
+    if name and (os.path.isdir(root) or (os.path.isfile(root) and not pattern)):
+        return root.resolve(), pattern
+    rule = f"is neither {STDLIB!r} nor an existing path"
+    if name and not pattern and os.path.exists(root):
+        rule = "is not a regular file or a folder"  # a pipe would be waited for
+    similar = [
+        path if os.path.isfile(path) else os.path.join(path, *pattern)
+        for path in similar_files(root)
+    ]
+    raise ConfigError(
+        "data.source", name, rule, fixes=[{"data.source": value} for value in (*similar, STDLIB)]
+    )
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(HIDDEN)
+
+
+def _is_left_out_of_stdlib(name: str) -> bool:
+    return name.startswith(".") or name in LEFT_OUT_OF_STDLIB
+
+
+def _list(name: str, root: pathlib.Path, pattern: tuple[str, ...]) -> Source:
+    """The source of what lies below a folder and matches a pattern. Folders in which nothing can
+    match are not entered. Raises ConfigError if there are no files."""
+    files: list[str] = []
+    unreadable: list[str] = []
+    linked_folders: list[str] = []
+    passed_over: list[str] = []
+    unmatched: list[str] = []  # endings
+    closed = 0  # folders in which nothing can match
+    passes = _is_hidden if name != STDLIB else _is_left_out_of_stdlib
+    # nothing is below a folder that does not exist
+    for folder, folders, names in os.walk(root, onerror=lambda e: unreadable.append(e.filename)):
+        above = pathlib.PurePath(folder).relative_to(root).parts
+        entered = [name for name in folders if _matches((*above, name), pattern, partly=True)]
+        matches = [name for name in names if _matches((*above, name), pattern)]
+        unmatched += [ending(name) for name in {*names} - {*matches} if not passes(name)]
+        closed += len(folders) - len(entered)
+        folders[:] = [name for name in entered if not passes(name)]
+        for entry in (*entered, *matches):
+            path = os.path.join(folder, entry)
+            if passes(entry):
+                passed_over.append(path)
+            elif os.path.isfile(path):
+                files.append(path)
+            elif not os.path.isdir(path):
+                unreadable.append(path)
+            elif os.path.islink(path):
+                linked_folders.append(path)
+    for paths in (files, unreadable, linked_folders, passed_over):
+        paths.sort(key=lambda path: pathlib.PurePath(path).parts)
+    source = Source(
+        name,
+        root,
+        tuple(_stat(path, format_of(path) if name != STDLIB else "python") for path in files),
+        pattern,
+        tuple(unreadable),
+        tuple(linked_folders),
+        tuple(passed_over),
+    )
+    if not files and (not unreadable or name == STDLIB):
+        raise _no_files(source, unmatched, closed)
+    return source
+
+
+def _matches(parts: Sequence[str], pattern: Sequence[str], partly: bool = False) -> bool:
+    """True if a pattern matches a path or a folder above it. partly: also if it can match a path
+    below."""
+    if not pattern:
+        return True
+    if pattern[0] == "**":
+        return any(_matches(parts[i:], pattern[1:], partly) for i in range(len(parts) + 1))
+    if not parts:
+        return partly
+    return fnmatch.fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:], partly)
+
+
+def _no_files(source: Source, unmatched: Sequence[str], closed: int) -> ConfigError:
+    """The error for a folder without files, or a pattern without a match, with what is there:
+    unmatched has the endings of other files, closed is the number of folders that do not match."""
+    if source.name == STDLIB:
+        rule = f"is empty, for this Python has no sources in {source.root}: name a folder or a file"
+        return ConfigError("data.source", STDLIB, rule)
+    values = [STDLIB]
+    there = []
+    if unmatched:
+        there.append(_amounts(unmatched))
+        parts = pathlib.Path(source.name).parts[: -len(source.pattern)]
+        usual = f"*{max(sorted({*unmatched}), key=unmatched.count)}"
+        values.insert(0, os.path.join(*parts, *source.pattern[:-1], usual))
+    if closed:
+        there.append(f"folders that do not match ({closed:,})")
+    if source.passed_over:
+        there.append(source.passed_over_text())
+    if source.linked_folders:
+        links = source.listed(source.linked_folders)
+        there.append(f"links to folders, which are not followed: {links}")
+    rule = f"{'matches' if source.pattern else 'holds'} no files; below {source.root} are "
+    rule += "; ".join(there) or "none"
+    return ConfigError("data.source", source.name, rule, fixes=[{"data.source": v} for v in values])
+
+
+def _amounts(endings: Iterable[str]) -> str:
+    """Numbers of files by their endings, the largest first: "411 .jsonl.gz, 1 .md"."""
+    amounts = collections.Counter(sorted(endings)).most_common()
+    return ", ".join(f"{count:,} {ending or 'without an ending'}" for ending, count in amounts)
+
+
+def _stat(path: str, format: str) -> File:
+    stat = os.stat(path)
+    return File(path, format, stat.st_size, stat.st_mtime_ns)

@@ -1,0 +1,344 @@
+"""Sources: the files that a file, a folder, a pattern or `stdlib` names, in their order; what is
+passed over and said; and what is refused."""
+
+import os
+import pathlib
+import pkgutil
+import socket
+
+import pytest
+
+from jaxtrain import config as cfg
+from jaxtrain.config import ConfigError, checks, sources
+from jaxtrain.config.unused import unused_settings
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """write("name", …) → new files of one byte below the current folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(*names):
+        for name in names:
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("x")
+
+    return make
+
+
+def names_of(source):
+    """The paths of a source's files, below the current folder."""
+    return [os.path.relpath(file.path) for file in sources.find(source).files]
+
+
+def refusal(source):
+    """The message; `check` says the same of all but folders, whose files it does not list."""
+    with pytest.raises(ConfigError) as caught:
+        sources.find(source)
+    if not os.path.isdir(source) and source != "stdlib":
+        with pytest.raises(ConfigError) as checked:
+            sources.check(source)
+        assert str(checked.value) == str(caught.value)
+    return str(caught.value)
+
+
+# --- formats --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, format, ending",
+    [
+        ("a.jsonl", "jsonl", ".jsonl"),
+        ("a.NDJSON.Gz", "jsonl", ".NDJSON.Gz"),
+        ("a.json.zst", "json", ".json.zst"),
+        ("d.gz/a.parquet", "parquet", ".parquet"),
+        ("ids.bin.xz", "bin", ".bin.xz"),
+        ("a.NPY", "npy", ".NPY"),
+        ("a.b.txt", "text", ".txt"),
+        ("notes.gz", "text", ".gz"),
+        ("noise", "text", ""),
+        (".jsonl", "text", ""),
+    ],
+)
+def test_endings(name, format, ending):
+    assert sources.format_of(name) == format
+    assert sources.ending(name) == ending
+    assert sources.holds_tokens(name) == (format in ("bin", "npy"))
+
+
+def test_compressions_are_no_part_of_a_format():
+    names = ("a.jsonl.gz", "a.txt.ZST", "d.gz/a.json", "a.bz2", "x")
+    plain = [sources.without_compression(name) for name in names]
+    assert plain == ["a.jsonl", "a.txt", "d.gz/a.json", "a", "x"]
+
+
+def test_every_format_has_a_reader_unless_it_holds_tokens():
+    for format in sources.FORMATS.values():
+        if format.holds == "tokens":
+            assert not format.reader
+        else:
+            assert callable(pkgutil.resolve_name(f"jaxtrain.data.{format.reader}"))
+        assert not format.title or format.title in sources.HELP
+
+
+# --- folders and patterns -------------------------------------------------------------------------
+
+TREE = (
+    "crawl/b.jsonl.gz",
+    "crawl/a/2.jsonl.gz",
+    "crawl/a/10.jsonl.gz",
+    "crawl/a/deep/er/1.jsonl.gz",
+    "crawl/a-b/1.txt",
+    "crawl/a/1.JSONL",
+)
+
+
+@pytest.mark.parametrize(
+    "pattern, files",
+    [
+        ("crawl/*.jsonl.gz", ["b.jsonl.gz"]),
+        (
+            "crawl/**/*.jsonl.gz",
+            ["a/10.jsonl.gz", "a/2.jsonl.gz", "a/deep/er/1.jsonl.gz", "b.jsonl.gz"],
+        ),
+        (
+            "crawl/a*/*",
+            ["a/1.JSONL", "a/10.jsonl.gz", "a/2.jsonl.gz", "a/deep/er/1.jsonl.gz", "a-b/1.txt"],
+        ),
+        ("crawl/a/?.jsonl.gz", ["a/2.jsonl.gz"]),
+        ("crawl/a/[0-9]*.jsonl.gz", ["a/10.jsonl.gz", "a/2.jsonl.gz"]),
+        ("crawl/*/deep", ["a/deep/er/1.jsonl.gz"]),
+        ("*/a/**/er/*", ["a/deep/er/1.jsonl.gz"]),
+        ("crawl/a/d**p/*/1*", ["a/deep/er/1.jsonl.gz"]),
+    ],
+)
+def test_patterns(write, pattern, files):
+    """Sorted by path; a folder that matches stands for what is below it."""
+    write(*TREE)
+    assert names_of(pattern) == [f"crawl/{name}" for name in files]
+    assert names_of(os.path.abspath(pattern)) == [f"crawl/{name}" for name in files]
+    sources.check(pattern)
+
+
+@pytest.mark.parametrize("pattern", ["crawl/**", "crawl/**/*", "crawl/*", "craw?", "crawl/"])
+def test_a_folder_and_a_pattern_for_all_of_it_have_the_same_files(write, pattern):
+    write(*TREE)
+    assert sources.find(pattern).files == sources.find("crawl").files
+    assert len(sources.find(pattern).files) == len(TREE)
+
+
+def test_the_order_does_not_depend_on_the_folder(write, tmp_path):
+    write(*TREE)
+    before = names_of("crawl")
+    (tmp_path / "z/y").mkdir(parents=True)
+    os.rename("crawl", "z/y/other crawl")
+    assert names_of("z/y/other crawl") == [f"z/y/other {name}" for name in before]
+
+
+def test_names_that_are_no_patterns(write):
+    """A path that exists is itself, and so is its beginning."""
+    write("a[1].txt", "a1.txt", "what?/b c.txt", "what?/d.md", "whats/b c.txt")
+    assert names_of("a[1].txt") == ["a[1].txt"]
+    assert names_of("a[0-9].txt") == ["a1.txt"]
+    assert names_of("what?") == ["what?/b c.txt", "what?/d.md"]
+    assert names_of("what?/*.txt") == ["what?/b c.txt"]
+
+
+def test_what_begins_with_an_underscore_or_a_dot_is_passed_over(write):
+    write("d/a.jsonl", "d/_SUCCESS", "d/.a.jsonl.crc")
+    write("d/_temporary/0/b.jsonl", "d/x/.git/c.jsonl")
+    assert names_of("d") == names_of("d/**/*.jsonl") == ["d/a.jsonl"]
+    for name, passed_over in (
+        ("d", ["d/.a.jsonl.crc", "d/_SUCCESS", "d/_temporary", "d/x/.git"]),
+        ("d/**/*.jsonl", ["d/_temporary", "d/x/.git"]),  # the others do not match
+    ):
+        source = sources.find(name)
+        assert [os.path.relpath(path) for path in source.passed_over] == passed_over
+    # a source's own name does not matter
+    assert names_of("d/_temporary") == names_of("d/_temporary/*/b*") == ["d/_temporary/0/b.jsonl"]
+    assert names_of("d/_SUCCESS") == ["d/_SUCCESS"]
+
+
+def test_links(write):
+    """Those to files are followed, those to folders named; a source's own link is followed."""
+    write("d/a.txt", "other/b.txt", "other/c.txt")
+    os.symlink(os.path.abspath("other"), "d/link")
+    os.symlink(os.path.abspath("other/c.txt"), "d/c.txt")
+    for name in ("d", "d/**/*.txt", "d/*"):
+        assert sources.find(name).linked_folders == (os.path.abspath("d/link"),)
+    assert names_of("d") == names_of("d/**/*.txt") == names_of("d/*.txt") == ["d/a.txt", "d/c.txt"]
+    assert "links to folders, which are not followed: link: use" in refusal("d/*/*.txt")
+    assert names_of("d/link") == names_of("d/link/*") == ["other/b.txt", "other/c.txt"]
+
+
+def test_what_is_taken_is_said(write):
+    write("a.txt", "d/1.jsonl", "d/2.jsonl", "d/a/3.jsonl")
+    write("e/1.jsonl", "e/2.json", "e/x", "e/y.md")
+    assert sources.find("a.txt").lines() == sources.find("stdlib").lines() == []
+    assert sources.find("d").lines() == ["data.source=d: read 3 .jsonl"]
+    write("d/README.md", "d/_SUCCESS", "d/.crc", "d/a/_x", "d/a/_y")
+    os.symlink(os.path.abspath("e"), "d/link")
+    link = f"  {os.path.abspath('d/link')} is a link to a folder, which is not followed"
+    assert sources.find("d").lines() == [
+        "data.source=d: read 3 .jsonl, 1 .md; passed over, for names that begin with _ or .: .crc, "
+        "_SUCCESS, a/_x, 1 more",
+        "  each one document, beside files of records: README.md "
+        "(--config.data.source='d/**/*.jsonl' leaves them out)",
+        link,
+    ]
+    assert names_of("d/**/*.jsonl") == ["d/1.jsonl", "d/2.jsonl", "d/a/3.jsonl"]
+    assert sources.find("d/**/*.jsonl").lines() == ["data.source=d/**/*.jsonl: read 3 .jsonl", link]
+    assert sources.find("e").lines()[0].startswith("data.source=e: read 1 ")
+    assert sources.find("e").lines()[1:] == [
+        "  each one document, beside files of records: x, y.md"
+    ]
+
+
+def test_files_to_come(write, tmp_path):
+    write(*TREE)
+    below = tmp_path / "crawl/new"
+    assert sources.find("crawl").takes(below / "corpus.json")
+    assert not sources.find("crawl").takes(tmp_path / "new/corpus.json")
+    assert not sources.find("crawl/**/*.jsonl.gz").takes(below / "corpus.json")
+    assert sources.find("crawl/**/*.jsonl.gz").takes(below / "a.jsonl.gz")
+    assert not sources.find("crawl").takes(tmp_path / "crawl/_cache/corpus.json")
+    assert not sources.find("crawl/b.jsonl.gz").takes(below / "b.jsonl.gz")
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def test_what_does_not_exist(write):
+    write("corpus.jsonl", "crawl/a.jsonl", "s3:/b/a.jsonl")
+    neither = "is neither 'stdlib' nor an existing path: use --config.data.source="
+    for name, use in (
+        ("", "stdlib"),
+        ("corpsu.jsonl", "corpus.jsonl"),
+        ("crwal/a.jsonl", "stdlib"),
+        ("crwal/*.jsonl", "'crawl/*.jsonl'"),
+        ("corpus.jsonl/*", "corpus.jsonl"),
+        ("s4://bucket/*.jsonl", "stdlib"),
+    ):
+        message = refusal(name)
+        assert message == f"data.source={name!r} {neither}{use}"
+
+
+def test_a_pattern_without_a_match_names_what_is_there(write, tmp_path):
+    write("d/a.jsonl.gz", "d/b.jsonl.gz", "d/c.txt", "d/e/f.md", "d/noise", "d/_SUCCESS")
+    assert refusal("d/*.jsonl") == (
+        f"data.source='d/*.jsonl' matches no files; below {tmp_path}/d are 2 .jsonl.gz, 1 "
+        "without an ending, 1 .txt; folders that do not match (1): use "
+        "--config.data.source='d/*.jsonl.gz'"
+    )
+    assert names_of("d/*.jsonl.gz") == ["d/a.jsonl.gz", "d/b.jsonl.gz"]
+    assert "are 2 .jsonl.gz, " in refusal("d/**/*.parquet")
+    assert "1 .md" in refusal("d/**/*.parquet") and "1 .md" not in refusal("d/*.parquet")
+    assert refusal("d/e/x*").endswith(
+        f"{tmp_path}/d/e are 1 .md: use --config.data.source='d/e/*.md'"
+    )
+    write("h/_a.jsonl")
+    assert refusal("h/*.jsonl").endswith(
+        f"below {tmp_path}/h are passed over, for names that begin with _ or .: _a.jsonl: use "
+        "--config.data.source=stdlib"
+    )
+
+
+def test_a_folder_without_files(write, tmp_path):
+    (tmp_path / "f").mkdir(exist_ok=True)
+    write("other/a.txt")
+    assert refusal("f") == (
+        f"data.source='f' holds no files; below {tmp_path}/f are none: use "
+        "--config.data.source=stdlib"
+    )
+    write("f/.a.txt", "f/_b.txt")
+    os.symlink(os.path.abspath("other"), "f/link")
+    assert (
+        "are passed over, for names that begin with _ or .: .a.txt, _b.txt; links to folders, "
+        "which are not followed: link: use" in refusal("f")
+    )
+
+
+def test_a_token_file_among_others(write):
+    write("d/a.txt", "d/x.npy.gz")
+    assert refusal("d") == refusal("d/*").replace("'d/*'", "'d'")
+    assert refusal("d").startswith(
+        "data.source='d' holds x.npy.gz, and a token file is no document: "
+    )
+    assert refusal("d").endswith(f": use --config.data.source={os.path.abspath('d/x.npy.gz')}")
+    os.rename("d/x.npy.gz", "d/_x.npy.gz")
+    assert names_of("d") == ["d/a.txt"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "/dev/zero", "/dev/null"])
+def test_what_is_no_file_is_refused(tmp_path, monkeypatch, kind):
+    """Not waited for, not read without end, and not called empty."""
+    monkeypatch.chdir(tmp_path)
+    if kind == "pipe":
+        os.mkfifo("pipe")
+    elif kind == "socket":
+        bound = socket.socket(socket.AF_UNIX)
+        bound.bind("socket")
+        bound.close()
+    assert refusal(kind).startswith(
+        f"data.source={kind!r} is not a regular file or a folder: use --config.data.source="
+    )
+    if not kind.startswith("/"):
+        found = sources.find(f"{kind[0]}*")
+        assert found.unreadable == (os.path.abspath(kind),) and not found.files
+
+
+def test_a_folder_that_may_not_be_read_is_named(write, monkeypatch):
+    write("d/a.txt", "d/e/b.txt")
+    scan = os.scandir
+
+    def refuse(path):
+        if os.path.basename(path) == "e":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert sources.find("d").unreadable == sources.find("d/**/*.txt").unreadable
+    assert sources.find("d").unreadable == (os.path.abspath("d/e"),)
+    assert sources.find("d/*.txt").unreadable == ()
+
+
+# --- the standard library -------------------------------------------------------------------------
+
+
+def test_stdlib_is_python_without_tests():
+    source = sources.find("stdlib")
+    names = [file.path.removeprefix(str(source.root)) for file in source.files]
+    assert "/json/decoder.py" in names and "/os.py" in names and "/json/__init__.py" in names
+    assert not [
+        name
+        for name in names
+        if "/test/" in name
+        or "/tests/" in name
+        or "site-packages" in name
+        or not name.endswith(".py")
+    ]
+    assert names == sorted(names, key=lambda name: name.split("/"))
+
+
+def test_stdlib_without_sources(tmp_path, monkeypatch):
+    nowhere = pathlib.Path(tmp_path / "nowhere.zip")
+    monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(nowhere))
+    assert refusal("stdlib") == (
+        f"data.source='stdlib' is empty, for this Python has no sources in {nowhere}: name a "
+        "folder or a file"
+    )
+
+
+# --- rules between settings -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ids.bin", "IDS.BIN", "ids.bin.zst", "ids/*.bin.gz"])
+def test_rules_know_token_files_by_their_names(name):
+    """Whatever their case and compression."""
+    settings = {"data.source": name, "data.token_dtype": "uint32", "model.vocab_size": 200}
+    config = cfg.replace(cfg.Config(), settings)
+    checks.check(config)
+    assert not [note for note in unused_settings(config) if "token_dtype" in note]
+    config = cfg.replace(config, {"data.text_fields": ("body",)})
+    assert f"data.text_fields=body has no use with data.source={name!r}" in unused_settings(config)
