@@ -18,8 +18,8 @@ from jaxtrain.devices.mesh import AXES, make_mesh, sizes_of
 from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.pipeline.step_model import step_model_of
 from jaxtrain.plan.predict import PlannedTable, with_op_times
+from jaxtrain.plan.report import state_memory
 from jaxtrain.training.optimizer import make_optimizer
-from jaxtrain.training.sizes import state_memory
 from jaxtrain.training.state import abstract_state, bytes_per_device
 from jaxtrain.training.step import make_layout, make_step
 
