@@ -60,14 +60,14 @@ def measure(options: argparse.Namespace, folder: pathlib.Path) -> None:
     from jaxtrain.checkpoint.local import LocalCheckpointer
     from jaxtrain.checkpoint.manager import Checkpointer
     from jaxtrain.checkpoint.retention import Retention
+    from jaxtrain.config.checks import check_devices
     from jaxtrain.data.loader import Loader
     from jaxtrain.data.tokens import prepare
     from jaxtrain.devices.mesh import make_mesh, sizes_of
-    from jaxtrain.pipeline.checks import check_run
     from jaxtrain.training.state import initial_state, stored_shapes
     from jaxtrain.training.step import make_step
 
-    config = check_run(config, jax.device_count(), jax.default_backend(), config).resolve()
+    config = check_devices(config, jax.device_count(), jax.default_backend()).resolve()
     mesh = make_mesh(sizes_of(config.mesh))
     with jax.set_mesh(mesh):
         step = make_step(config, mesh)

@@ -111,7 +111,7 @@ def run(folder: pathlib.Path) -> dict:
     config, case = read_case(folder)
     import jax
 
-    from jaxtrain.config.kernels import describe
+    from jaxtrain.config.kernels import attention_case, describe
     from jaxtrain.devices.mesh import make_mesh, sizes_of
     from jaxtrain.parallel.target_device import target_device_of
     from jaxtrain.pipeline.step_model import transformer_of
@@ -152,6 +152,15 @@ def run(folder: pathlib.Path) -> dict:
             jax.block_until_ready((state, metrics))
             seconds.append(time.perf_counter() - began_step)
             results.append(jax.device_get(metrics.by_name()))
+    model = transformer_of(config.model, config.data.sequence_length)
+    case_of_step = attention_case(
+        target_device_of(jax.devices()[0]),
+        config.model,
+        config.data,
+        config.mesh,
+        config.parallel,
+        config.precision,
+    )
     account, allocator = compiled.memory_analysis(), jax.devices()[0].memory_stats() or {}
     memory = (
         account.argument_size_in_bytes
@@ -169,8 +178,8 @@ def run(folder: pathlib.Path) -> dict:
         "memory": memory,
         "allocator_peak": allocator.get("peak_bytes_in_use"),
         "parameters": step.parts.parameter_count,
-        "flops_per_token": transformer_of(config).training_flops_per_token(),
-        "kernels": list(describe(config, target_device_of(jax.devices()[0]))),
+        "flops_per_token": model.training_flops_per_token(),
+        "kernels": list(describe(config.model, case_of_step)),
         "versions": versions(),
     }
 

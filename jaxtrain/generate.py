@@ -42,7 +42,7 @@ from jaxtrain.checkpoint.steps import (
     what_is_wrong,
 )
 from jaxtrain.checkpoint.subject import NoCheckpointsError, some_run, step_folder
-from jaxtrain.config import Config
+from jaxtrain.config import Config, ModelConfig
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag
 from jaxtrain.config.mesh_rules import kv_heads_fit, mlp_widths
@@ -184,7 +184,7 @@ def check(flags: types.SimpleNamespace) -> types.SimpleNamespace:
             flags.workdir, flags.step, functools.partial(wrong_arrays, trained_alone=True)
         )
     config, _, ids = prompted(*checkpoint, flags)
-    check_model(config, len(ids), flags)
+    check_model(config.model, len(ids), flags)
     return flags
 
 
@@ -323,11 +323,18 @@ def load(flags: types.SimpleNamespace) -> Loaded:
     while True:
         folder, step = find_checkpoint(flags.workdir, flags.step, wrong, remark, damaged)
         config, tokenizer, ids = prompted(folder, step, flags)
-        check_model(config, len(ids), flags)
-        check_devices(len(jax.devices()), config, flags)
+        check_model(config.model, len(ids), flags)
+        check_devices(len(jax.devices()), config.model, flags)
         try:
             with read_errors(folder):
-                model = load_parameters(folder, step, config, jax.devices()[: flags.model])
+                model = load_parameters(
+                    folder,
+                    step,
+                    config.model,
+                    config.precision,
+                    config.train.diloco_inner_steps > 0,
+                    jax.devices()[: flags.model],
+                )
         except DamageError as error:
             if flags.step >= 0:
                 raise UsageError(str(error)) from None
@@ -372,41 +379,40 @@ def understand(meta: Meta, name: str, workdir: str) -> tuple[Config, "Tokenizer"
         ) from None
 
 
-def check_model(config: Config, prompt: int, flags: types.SimpleNamespace) -> None:
+def check_model(model: ModelConfig, prompt: int, flags: types.SimpleNamespace) -> None:
     """Raises UsageError for more tokens than the model has positions, and for a --model that does
     not split it evenly. prompt: its tokens."""
-    m = config.model
-    if m.positions == "learned" and prompt + flags.tokens > m.max_positions:
+    if model.positions == "learned" and prompt + flags.tokens > model.max_positions:
         rule = (
             f"--tokens={flags.tokens} after a prompt of {prompt} goes beyond the learned "
-            f"model.max_positions={m.max_positions}"
+            f"model.max_positions={model.max_positions}"
         )
-        free, most = m.max_positions - prompt, max(m.max_positions - flags.tokens, 1)
+        free, most = model.max_positions - prompt, max(model.max_positions - flags.tokens, 1)
         if free > 0:
             raise UsageError(rule, {"tokens": free})
         raise UsageError(rule, advice=f"a prompt of at most {most} tokens")
-    sizes = {"heads": m.heads} | mlp_widths(m)
+    sizes = {"heads": model.heads} | mlp_widths(model)
     undivided = [
         f"does not divide model.{field}={size}"
         for field, size in sizes.items()
         if size % flags.model
     ]
-    if not kv_heads_fit(m, flags.model):
-        undivided.append(f"neither splits model.kv_heads={m.kv_heads} nor shares each evenly")
+    if not kv_heads_fit(model, flags.model):
+        undivided.append(f"neither splits model.kv_heads={model.kv_heads} nor shares each evenly")
     if undivided:
         works = near(
-            flags.model, [n for n in divisors(math.gcd(*sizes.values())) if kv_heads_fit(m, n)]
+            flags.model, [n for n in divisors(math.gcd(*sizes.values())) if kv_heads_fit(model, n)]
         )
         raise UsageError(
             f"--model={flags.model} {undivided[0]}", {"model": works[0]}, sorted(works[1:5])
         )
 
 
-def check_devices(count: int, config: Config, flags: types.SimpleNamespace) -> None:
+def check_devices(count: int, model: ModelConfig, flags: types.SimpleNamespace) -> None:
     """Raises UsageError if there are fewer devices than `--model`."""
     if flags.model > count:
         fewer = max(
-            n for n in range(1, count + 1) if flags.model % n == 0 and kv_heads_fit(config.model, n)
+            n for n in range(1, count + 1) if flags.model % n == 0 and kv_heads_fit(model, n)
         )
         raise UsageError(
             f"--model={flags.model} is more than the {count} device{'s'[: count > 1]} here",

@@ -18,7 +18,7 @@ import jax
 
 from jaxtrain.checkpoint.checkpoints import Checkpoints
 from jaxtrain.checkpoint.restoring import load_parameters
-from jaxtrain.config import Config, to_dict
+from jaxtrain.config import Config, PipelineConfig, to_dict
 from jaxtrain.config.checks import Environment
 from jaxtrain.data.loader import Feed
 from jaxtrain.data.tokens import Corpus, bigram_entropy
@@ -26,6 +26,7 @@ from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.generation.text import sample_text
 from jaxtrain.pipeline.setup import Setup
+from jaxtrain.pipeline.step_model import hardware_at_hand, transformer_of
 from jaxtrain.plan.compare import plan_at_hand
 from jaxtrain.plan.measured_step import AfterWarmUp
 from jaxtrain.plan.report import as_compiled, introduction
@@ -45,7 +46,7 @@ from jaxtrain.training.parameter_checks import Copies
 from jaxtrain.training.preparation import Programs, make_loaders, prepare_corpus, start_compiling
 from jaxtrain.training.profile import Profile, trace_folder
 from jaxtrain.training.recovery import DetectorState, SpikeDetector
-from jaxtrain.training.reporting import Pending, Reporter, Speedometer
+from jaxtrain.training.reporting import Pending, Reporter, Speedometer, tokens_at_peak
 from jaxtrain.training.requests import Request, Requests, no_request
 from jaxtrain.training.state import initial_state
 from jaxtrain.training.step import Step, StepMetrics, make_step
@@ -100,7 +101,9 @@ def run(
             # XLA compiles most of a program on one core
             executor = lasting.enter_context(concurrent.futures.ThreadPoolExecutor(2))
             trainer.compile_and_restore(executor)
-            trainer.open(unresolved, goodput, signals, watchdog, closing)
+            if cluster.is_main():
+                _write_settings(config, unresolved.pipeline, folder)
+            trainer.open(goodput, signals, watchdog, closing)
             trainer.train()
             status = trainer.finish(executor)
             if status is not ExitStatus.FINISHED:
@@ -158,7 +161,8 @@ class Trainer:
         others = []
         if config.train.eval_every and self.held_out.batches:
             others.append(self.evaluation.start_compiling())
-        self.programs = when_compiled(config, step, self.corpus, self.clock, compiling, others)
+        cluster.log(*introduction(config, step), self.corpus.describe())
+        self.programs = when_compiled(step, self.clock, compiling, others)
         cluster.log(*self.data.remarks(), *self.held_out.remarks())
         state = self.checkpoints.restore()
         if state is None:
@@ -167,7 +171,6 @@ class Trainer:
 
     def open(
         self,
-        unresolved: Config,
         goodput: GoodputLog,
         signals: Signals,
         watchdog: Watchdog,
@@ -183,8 +186,6 @@ class Trainer:
             if start
             else f"starting: weights from seed {config.train.seed}"
         )
-        if main:
-            _write_settings(config, unresolved, self.folder)
         self.progress = Progress(config.train.steps, start, shown=main)
         log_line = self.progress.log
         tensorboard = config.metrics.tensorboard
@@ -193,23 +194,29 @@ class Trainer:
         )
         traces, count = trace_folder(self.folder), config.train.profile_steps
         self.profile = Profile(traces, start, count, clock, log_line)
-        plan = plan_at_hand(config, mesh.devices.flat[0].device_kind).prediction
+        device_kind = mesh.devices.flat[0].device_kind
+        plan = plan_at_hand(config, device_kind).prediction
         program = self.programs.train
         self.measured = AfterWarmUp(plan, program, self.folder, self.profile, clock, log_line)
         detected = DetectorState.from_json(checkpoints.meta.memory)
         self.detector = SpikeDetector(config.train, self.data.describe, detected, start)
-        checkpoints.begin(self.detector, goodput.wall_s, log_line)
+        checkpoints.begin(self.intervals, self.detector, goodput.wall_s, log_line)
         for part in (checkpoints, log, self.progress, self.profile):
             closing.callback(part.close)
         minutes, grace = config.checkpoint.minutes, config.checkpoint.grace
         self.requests = Requests(mesh, signals, checkpoints, minutes, grace)
         self.copies = Copies(mesh, self.state)
         self.watchdog = watchdog
+        data, model = config.data, transformer_of(config.model, config.data.sequence_length)
+        hardware = hardware_at_hand(config.train.hardware, device_kind)
+        peak = tokens_at_peak(model, mesh.size, hardware, config.precision.compute)
+        tokens_per_step = data.batch_size * data.sequence_length
+        speedometer = Speedometer(tokens_per_step, peak, start, clock)
         self.reporter = Reporter(
             intervals=self.intervals,
             mean_metrics=self.step.mean_metrics,
             detector=self.detector,
-            speedometer=Speedometer(config, self.step, start, clock),
+            speedometer=speedometer,
             log=log,
             progress=self.progress,
             goodput=goodput,
@@ -322,7 +329,13 @@ class Trainer:
 
     def _log_sample(self) -> None:
         train = self.config.train
-        parts, params = load_parameters(self.checkpoints.directory, self.at, self.config)
+        parts, params = load_parameters(
+            self.checkpoints.directory,
+            self.at,
+            self.config.model,
+            self.config.precision,
+            independent_replicas=train.diloco_inner_steps > 0,
+        )
         text = sample_text(
             parts,
             params,
@@ -337,24 +350,16 @@ class Trainer:
 
 
 def when_compiled(
-    config: Config,
     step: Step,
-    corpus: Corpus,
     clock: WallClock,
     compiling: concurrent.futures.Future[Programs],
     others: Sequence[concurrent.futures.Future] = (),
 ) -> Programs:
-    """Waits for a step's programs, and meanwhile logs what is known of the step and the corpus.
+    """Waits for a step's programs, and logs their memory and times.
 
     others: compilations that have to end too: a GPU's compiler tries kernels out on the device,
     which has to be idle then.
     """
-    documents = f"{len(corpus.documents) - 1:,} documents from {corpus.source}"
-    cluster.log(
-        *introduction(config, step),
-        f"corpus: {len(corpus.tokens):,} tokens, {documents}, "
-        f"{len(corpus.validation):,} tokens held out",
-    )
     programs = compiling.result()
     for other in others:
         other.result()
@@ -408,12 +413,12 @@ def _timed(
             plot_goodput(folder)
 
 
-def _write_settings(config: Config, unresolved: Config, folder: pathlib.Path) -> None:
-    """Writes config.json, and op_times.json for op times that the config did not have."""
+def _write_settings(config: Config, given: PipelineConfig, folder: pathlib.Path) -> None:
+    """Writes config.json, and op_times.json for op times that were not `given` by the user."""
     folder.mkdir(parents=True, exist_ok=True)
     with warned(folder / CONFIG_FILE, cluster.log):
         (folder / CONFIG_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
-    if stored_op_times.worth_storing(config, unresolved):
+    if stored_op_times.worth_storing(config.mesh, config.pipeline, given):
         devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
         with warned(folder / stored_op_times.OP_TIMES, cluster.log):
             stored_op_times.store(config, folder, devices)

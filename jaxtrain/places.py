@@ -69,7 +69,12 @@ class Problem:
 
 def check(config: Config, workdir: str) -> None:
     """Raises PlaceError if a run of one process cannot write."""
-    if problem := _of_main(config, workdir) or _of_each(config, workdir):
+    settings, written = config.checkpoint, config.metrics
+    problem = _of_main(workdir, settings.directory, written.tensorboard)
+    problem = problem or _of_each(
+        workdir, settings.local, config.train.profile_steps > 0, written.rows
+    )
+    if problem:
         raise problem.error()
 
 
@@ -89,13 +94,14 @@ def check_together(config: Config, workdir: str) -> None:
     from jaxtrain.devices import cluster
 
     process, question = jax.process_index(), f"places {next(_questions)}"
+    settings, written = config.checkpoint, config.metrics
     with contextlib.ExitStack() as until_all_have_looked:
         if process == 0:
             until_all_have_looked.enter_context(_left_as_it_was(workdir))
 
         def of_main() -> dict:
-            problem, mark = _of_main(config, workdir), ""
-            folder = _shared_folder(config.checkpoint.directory, workdir)
+            problem, mark = _of_main(workdir, settings.directory, written.tensorboard), ""
+            folder = _shared_folder(settings.directory, workdir)
             if folder and not problem:
                 mark = until_all_have_looked.enter_context(_marked(folder))
             return {"problem": problem and dataclasses.asdict(problem), "mark": mark}
@@ -104,7 +110,8 @@ def check_together(config: Config, workdir: str) -> None:
         problem = (
             Problem(**answer["problem"])
             if answer["problem"]
-            else _unseen(answer["mark"]) or _of_each(config, workdir, process)
+            else _unseen(answer["mark"])
+            or _of_each(workdir, settings.local, config.train.profile_steps > 0, written.rows)
         )
         reports = cluster.told_to_main(
             f"{question}/each", json.dumps(problem and dataclasses.asdict(problem))
@@ -129,18 +136,19 @@ _questions = itertools.count()
 # --- the places -----------------------------------------------------------------------------------
 
 
-def _of_main(config: Config, workdir: str) -> Problem | None:
-    """The first problem with the places that process 0 alone writes, and with the checkpoints."""
+def _of_main(workdir: str, directory: str, tensorboard: bool) -> Problem | None:
+    """The first problem with the places that process 0 alone writes, and with the checkpoints.
+    directory: checkpoint.directory; tensorboard: whether there are TensorBoard files."""
     if problem := _of_workdir(workdir):
         return problem
     inside = {name: files.try_file(os.path.join(workdir, name)) for name in FILES}
-    if config.metrics.tensorboard:
+    if tensorboard:
         inside[metrics.TENSORBOARD_FOLDER] = files.try_folder(
             os.path.join(workdir, metrics.TENSORBOARD_FOLDER)
         )
-    if not config.checkpoint.directory:
+    if not directory:
         inside["checkpoints"] = files.try_folder(os.path.join(workdir, "checkpoints"))
-    return _inside(workdir, inside) or _of_checkpoints(config.checkpoint.directory, workdir)
+    return _inside(workdir, inside) or _of_checkpoints(directory, workdir)
 
 
 def _of_workdir(workdir: str) -> Problem | None:
@@ -182,15 +190,11 @@ def _of_checkpoints(directory: str, workdir: str) -> Problem | None:
     return Problem(f"{named} {why}", passes=True) if why else None
 
 
-def _of_each(config: Config, workdir: str, process: int | None = None) -> Problem | None:
-    """The first problem with the places that each process writes. process: the number of this one,
-    None if it is alone."""
-    inside: dict[str, Unwritable | None] = {}
-    if config.train.profile_steps:
-        inside[PROFILE_FOLDER] = files.try_folder(os.path.join(workdir, PROFILE_FOLDER))
-    if config.metrics.rows:
-        inside[row_log.FOLDER] = files.try_folder(os.path.join(workdir, row_log.FOLDER))
-    local = config.checkpoint.local
+def _of_each(workdir: str, local: str, profiles: bool, rows: bool) -> Problem | None:
+    """The first problem with the places that each process writes. local: checkpoint.local;
+    profiles, rows: whether there are traces, and logs of sequences."""
+    folders = [PROFILE_FOLDER] * profiles + [row_log.FOLDER] * rows
+    inside = {folder: files.try_folder(os.path.join(workdir, folder)) for folder in folders}
     unwritable = files.try_folder(local) if local else None
     if unwritable is None:
         return _inside(workdir, inside)

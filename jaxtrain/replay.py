@@ -8,6 +8,7 @@ Nothing is written into the run's folder, and no lock is taken, so a run may use
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import math
@@ -21,13 +22,15 @@ from etils import epath
 from jaxtrain import config as cfg
 from jaxtrain.checkpoint.checkpoints import Checkpoints, folder_of_checkpoints
 from jaxtrain.checkpoint.steps import TO_TRAIN, choose
-from jaxtrain.config import Config
+from jaxtrain.config import CheckpointConfig, Config, OptimizerConfig, TrainConfig
 from jaxtrain.config.checks import Environment
-from jaxtrain.config.errors import ConfigError, UsageError
+from jaxtrain.config.errors import UsageError
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.loop import when_compiled
 from jaxtrain.pipeline.setup import Setup
+from jaxtrain.plan.explain import flags_of
+from jaxtrain.plan.report import introduction
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.files import CONFIG_FILE
 from jaxtrain.run.metrics import read_metrics
@@ -88,7 +91,7 @@ def replay(
     checkpoints = Checkpoints(config, unresolved, environment, folder, before=at)
     values = cluster.from_main(lambda: _read(folder, checkpoints.directory, at), ReplayError)
     recorded = Recorded(**values | {"batches": dict(values["batches"])})
-    refuse_another_rate(config, at, recorded.learning_rate, folder)
+    refuse_another_rate(config.optimizer, config.train, at, recorded.learning_rate, folder)
     checkpoints.choose()
     if not checkpoints.step:
         place = checkpoints.directory
@@ -104,7 +107,8 @@ def replay(
         with data, held_out:
             compiling = start_compiling(step, executor)
             clock.enter(Part.COMPILING)
-            programs = when_compiled(config, step, corpus, clock, compiling)
+            cluster.log(*introduction(config, step), corpus.describe())
+            programs = when_compiled(step, clock, compiling)
             state = checkpoints.restore_persistent(step)
             start = checkpoints.step
             intervals = Intervals.of(config.train, config.checkpoint, config.metrics.log_every)
@@ -155,11 +159,11 @@ def _read(folder: pathlib.Path, checkpoints: epath.Path, at: int) -> dict[str, A
     }
 
 
-def check_step(config: Config, folder: pathlib.Path, at: int) -> None:
+def check_step(settings: CheckpointConfig, folder: pathlib.Path, at: int) -> None:
     """Raises UsageError unless step `at` of the run in `folder` can be replayed; errors of reading
     the folder too."""
     try:
-        _read(folder, folder_of_checkpoints(config.checkpoint, folder), at)
+        _read(folder, folder_of_checkpoints(settings, folder), at)
     except ReplayError as error:
         raise UsageError(
             str(error).rpartition(": use ")[0] or str(error),
@@ -190,31 +194,31 @@ def refuse_unknown_step(
 
 
 def refuse_another_rate(
-    config: Config, at: int, recorded: float | None, folder: pathlib.Path
+    optimizer: OptimizerConfig,
+    train: TrainConfig,
+    at: int,
+    recorded: float | None,
+    folder: pathlib.Path,
 ) -> None:
-    """Raises ReplayError if step `at` was logged with another learning rate than the config's. It
-    suggests the settings of the run's last start if these give that rate. If updates may be skipped
-    (train.on_nonfinite), a step's rate is not known beforehand."""
+    """Raises ReplayError if step `at` was logged with another learning rate than these settings
+    give. It suggests those of the run's last start if they give that rate. If updates may be
+    skipped (train.on_nonfinite), a step's rate is not known beforehand."""
 
-    def same(config: Config) -> bool:
-        rate = learning_rate(config.optimizer, config.train.steps)(at - 1)
+    def same(optimizer: OptimizerConfig, steps: int) -> bool:
+        rate = learning_rate(optimizer, steps)(at - 1)
         return math.isclose(float(rate), recorded or 0.0, rel_tol=1e-5)
 
-    if recorded is None or config.train.on_nonfinite != "stop" or same(config):
+    if recorded is None or train.on_nonfinite != "stop" or same(optimizer, train.steps):
         return
-    try:
+    use = "the settings with which the run did this step (train.steps and optimizer.*)"
+    with contextlib.suppress(OSError, ValueError):  # also ConfigError
         ran = cfg.from_dict(json.loads((folder / CONFIG_FILE).read_text()))
-    except (OSError, ValueError, ConfigError):
-        ran = config
-    paths = [
-        path for path in cfg.fields() if path == "train.steps" or path.startswith("optimizer.")
-    ]
-    settings = {
-        path: cfg.get(ran, path) for path in paths if cfg.get(ran, path) != cfg.get(config, path)
-    }
-    use = " ".join(f"--config.{path}={cfg.value_text(value)}" for path, value in settings.items())
-    if not settings or not same(cfg.replace(config, settings)):
-        use = "the settings with which the run did this step (train.steps and optimizer.*)"
+        if same(ran.optimizer, ran.train.steps):
+            trained = dataclasses.replace(train, steps=ran.train.steps)
+            use = flags_of(
+                Config(optimizer=ran.optimizer, train=trained),
+                Config(optimizer=optimizer, train=train),
+            )
     raise ReplayError(
         f"--replay={at}: the learning rate of step {at} was {recorded:.6g}, which these "
         f"settings do not give: use {use}"

@@ -12,14 +12,14 @@ import types
 from collections.abc import Sequence
 
 from jaxtrain import BEGAN, cli
-from jaxtrain.config import Config, ConfigError, flags, one_line, replace
-from jaxtrain.config.checks import Environment, first_violation
+from jaxtrain.config import Config, ConfigError, checks, flags, one_line, replace
+from jaxtrain.config.checks import Environment
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.mesh_rules import elastic_notes, filled
 from jaxtrain.config.unused import unused_settings
 from jaxtrain.devices import startup
 from jaxtrain.devices.cluster_environment import several_processes
-from jaxtrain.pipeline.checks import RULES, RULES_WITH_TABLES, check_run
+from jaxtrain.pipeline.checks import RULES_WITH_TABLES, check_run
 from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
@@ -85,7 +85,7 @@ def check_flags(flags: types.SimpleNamespace, config: Config) -> None:
     if flags.replay and flags.refused:  # there is time for what takes jax
         from jaxtrain import replay
 
-        replay.check_step(config, pathlib.Path(flags.workdir), flags.replay)
+        replay.check_step(config.checkpoint, pathlib.Path(flags.workdir), flags.replay)
     if flags.refused and not (flags.dry_run or flags.replay):
         from jaxtrain import places
 
@@ -143,7 +143,13 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
             places.check_together(config, flags.workdir)
         clock.enter(Part.TABLE)
         folder = pathlib.Path(flags.workdir)
-        ready = check_and_find_tables(with_planned_times(config, flags, folder), flags.recipe)
+        environment = Environment(
+            jax.device_count(), jax.default_backend(), flags.recipe, rules=RULES_WITH_TABLES
+        )
+        check_run(config, environment)
+        stored_in = None if flags.dry_run else folder
+        planned = with_planned_times(config, jax.device_count(), stored_in)
+        ready = find_tables(planned, environment)
         if not ready:
             return None
         notes = (*elastic_notes(config, ready.config), *unused_settings(ready.config))
@@ -152,12 +158,9 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
     if plan:
         cluster.log(plan.json() if flags.json else "\n".join(plan.lines()))
         return ExitStatus.FINISHED
-    ready = with_measured_times(ready, flags, folder)
+    ready = with_measured_times(ready, environment, folder, measures=not flags.replay)
     if not ready:
         return None
-    environment = Environment(
-        jax.device_count(), jax.default_backend(), flags.recipe, rules=RULES_WITH_TABLES
-    )
     if flags.replay:
         return replay.replay(
             ready.resolved,
@@ -182,14 +185,9 @@ class Ready:
     setup: Setup
 
 
-def check_and_find_tables(config: Config, recipe: Config) -> Ready | None:
-    """The checked config and its tables; None if Ctrl-C has stopped the search. Shows the progress
-    of a long search.
-
-    Raises ConfigError as `check_run` and `make_setup` do.
-    """
-    import jax
-
+def find_tables(config: Config, environment: Environment) -> Ready | None:
+    """The config, whose other rules were checked, with its tables; None if Ctrl-C has stopped the
+    search. Shows the progress of a long search. Raises ConfigError as `make_setup` does."""
     from jaxtrain.devices import cluster
 
     is_main_thread = threading.current_thread() is threading.main_thread()
@@ -200,9 +198,13 @@ def check_and_find_tables(config: Config, recipe: Config) -> Ready | None:
         with SearchProgress(
             "searching for a table", shown=cluster.is_main(), log=sys.stdout
         ) as progress:
-            checked = check_run(config, jax.device_count(), jax.default_backend(), recipe, progress)
-            resolved = checked.resolve()
-            return Ready(checked, resolved, make_setup(resolved, progress))
+            on_mesh = filled(config, environment.devices)
+            resolved = on_mesh.resolve()
+            try:
+                return Ready(on_mesh, resolved, make_setup(resolved, progress))
+            except ConfigError:
+                checks.check(config, environment)  # raises it with flags that keep every rule
+                raise
     except KeyboardInterrupt:
         if cluster.is_main():
             print("stopped before training began: nothing was written", file=sys.stderr, flush=True)
@@ -212,57 +214,48 @@ def check_and_find_tables(config: Config, recipe: Config) -> Ready | None:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def with_planned_times(
-    config: Config, flags: types.SimpleNamespace, folder: pathlib.Path
-) -> Config:
+def with_planned_times(config: Config, devices: int, folder: pathlib.Path | None) -> Config:
     """The config with op times that are planned for its devices, if it has none and does not want
-    them measured: those in the run's folder, or else new ones. A config that breaks a rule is
-    returned as it is, for `check_and_find_tables` to raise the error. Raises OpTimesError."""
-    import jax
-
+    them measured: those in the run's folder, or else new ones. folder: None where none are read.
+    Raises OpTimesError."""
     from jaxtrain.devices import cluster
     from jaxtrain.training.op_times import planned_times, stored_times
 
-    environment = Environment(jax.device_count(), jax.default_backend(), flags.recipe, rules=RULES)
-    if (
-        config.pipeline.measure_times
-        or config.pipeline.times
-        or config.mesh.stage == 1
-        or first_violation(config, environment)
-    ):
+    resolved = filled(config, devices).resolve()
+    pipeline = resolved.pipeline
+    if pipeline.measure_times or not stored_op_times.needed(resolved.mesh, pipeline):
         return config
-    meshed = filled(config, jax.device_count())
-    if not stored_op_times.needed(meshed):
-        return config
-    resolved = meshed.resolve()
-    times = None if flags.dry_run else stored_times(resolved, folder)
+    times = stored_times(folder, stored_op_times.depend_on(resolved)) if folder else None
     if times:
         cluster.log(stored_op_times.describe(times))
     return replace(config, {"pipeline.times": planned_times(resolved) if times is None else times})
 
 
 def with_measured_times(
-    ready: Ready, flags: types.SimpleNamespace, folder: pathlib.Path
+    ready: Ready, environment: Environment, folder: pathlib.Path, measures: bool
 ) -> Ready | None:
     """The config with measured op times and the tables for them, if it wants them measured: those
-    in the run's folder, or else measured now, except for a replay, which writes nothing. None if
-    Ctrl-C has stopped the search.
+    in the run's folder, or else measured now. None if Ctrl-C has stopped the search.
 
-    Raises OpTimesError, and ConfigError as `check_and_find_tables`.
+    measures: False where nothing may be written, as in a replay.
+
+    Raises OpTimesError, and ConfigError as `find_tables`.
     """
     from jaxtrain.devices import cluster
     from jaxtrain.training.op_times import measured_times, stored_times
 
-    if not (ready.resolved.pipeline.measure_times and stored_op_times.needed(ready.resolved)):
+    resolved = ready.resolved
+    pipeline = resolved.pipeline
+    if not (pipeline.measure_times and stored_op_times.needed(resolved.mesh, pipeline)):
         return ready
-    times = stored_times(ready.resolved, folder)
-    if times is None and not flags.replay:
-        times = measured_times(ready.resolved, ready.setup)
+    times = stored_times(folder, stored_op_times.depend_on(resolved))
+    if times is None and measures:
+        times = measured_times(resolved, ready.setup)
     if times is not None:
         cluster.log(stored_op_times.describe(times))
     if not times:
         return ready
-    return check_and_find_tables(replace(ready.config, {"pipeline.times": times}), flags.recipe)
+    return find_tables(replace(ready.config, {"pipeline.times": times}), environment)
 
 
 def _leave(status: int) -> int:

@@ -17,12 +17,12 @@ from typing import Any
 
 from jaxtrain import cli, train
 from jaxtrain import config as cfg
-from jaxtrain.config import ConfigError
+from jaxtrain.config import ConfigError, checks
 from jaxtrain.config.checks import Environment, first_violation
 from jaxtrain.config.flags import SHARED_FLAGS, apply, read_flags
 from jaxtrain.config.mesh_rules import AXES, filled
 from jaxtrain.config.recipes import load_recipe
-from jaxtrain.pipeline.checks import RULES_WITH_TABLES, check_run
+from jaxtrain.pipeline.checks import RULES_WITH_TABLES
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.run.exit_status import RunError
 from jaxtrain.schedule.orders import SCHEDULES
@@ -213,8 +213,9 @@ def refusal_of(flags: list[str], devices: int) -> str:
             config, namespace = cli.parse(
                 [f"--config={RECIPE}", f"--cpu_devices={devices}", *flags], "", train.FLAGS
             )
-        config = check_run(config, devices, "cpu", namespace.recipe)
-        make_setup(config.resolve())
+        environment = Environment(devices, "cpu", namespace.recipe, rules=RULES_WITH_TABLES)
+        checks.check(config, environment)
+        make_setup(filled(config, devices).resolve())
     except (ConfigError, RunError) as error:
         return f"error: {error}"
     return ""

@@ -1,6 +1,7 @@
 """The command: from a checkpoint that a pipeline on another mesh has saved, and one line for
 whatever is wrong."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -135,7 +136,9 @@ def test_parameters_are_those_that_were_saved(run):
     """The stack of layers in order, bit for bit, on one device and on two."""
     for devices in (None, jax.devices()[4:6]):
         with jax.set_mesh(make_mesh((1, 1, 2, 1, 1, 2), jax.devices()[:4])):  # inside another mesh
-            parts, params = load_parameters(run / "checkpoints", 3, config(), devices)
+            parts, params = load_parameters(
+                run / "checkpoints", 3, config().model, config().precision, False, devices
+            )
         assert all(
             a.sharding.device_set == set(devices or jax.devices()[:1])
             for a in jax.tree.leaves(params)
@@ -147,9 +150,8 @@ def test_parameters_are_those_that_were_saved(run):
 
 
 def test_matrices_come_in_the_compute_type(run):
-    _, params = load_parameters(
-        run / "checkpoints", 3, configs.replace(config(), {"precision.compute": "bfloat16"})
-    )
+    precision = dataclasses.replace(config().precision, compute="bfloat16")
+    _, params = load_parameters(run / "checkpoints", 3, config().model, precision, False)
     assert (
         params["head"]["table"].dtype
         == params["layers"]["mlp"]["up"]["weight"].dtype

@@ -115,18 +115,20 @@ def test_another_learning_rate(tmp_path):
     ).resolve()
     (tmp_path / "config.json").write_text(json.dumps(configs.to_dict(ran)))
     rate = float(learning_rate(ran.optimizer, 60)(59))
-    replay.refuse_another_rate(ran, 60, rate, tmp_path)
-    replay.refuse_another_rate(ran, 60, None, tmp_path)
+
+    def refuse(config, recorded):
+        replay.refuse_another_rate(config.optimizer, config.train, 60, recorded, tmp_path)
+
+    refuse(ran, rate)
+    refuse(ran, None)
     longer = configs.replace(ran, {"train.steps": 150})
     with pytest.raises(
         ReplayError, match=rf"was {rate:.6g}, .* not give: use --config.train.steps=60$"
     ):
-        replay.refuse_another_rate(longer, 60, rate, tmp_path)
+        refuse(longer, rate)
     with pytest.raises(ReplayError, match=r"use the settings with which the run did this step"):
-        replay.refuse_another_rate(longer, 60, 0.5, tmp_path)
-    replay.refuse_another_rate(
-        configs.replace(longer, {"train.on_nonfinite": "skip"}), 60, rate, tmp_path
-    )
+        refuse(longer, 0.5)
+    refuse(configs.replace(longer, {"train.on_nonfinite": "skip"}), rate)
 
 
 def test_numbers_in_words():

@@ -7,6 +7,8 @@ from support import small
 
 from jaxtrain import train
 from jaxtrain.config import ConfigError
+from jaxtrain.config.checks import Environment
+from jaxtrain.pipeline.checks import RULES_WITH_TABLES
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.run.exit_status import ExitStatus
 
@@ -16,6 +18,10 @@ VOCABULARY = {"model.vocab_size": 260}  # as many as the bytes of the corpus wan
 @pytest.fixture
 def config():
     return small.config((1, 4, 2), "auto", 0, 4, VOCABULARY | {"model.layers": 8})
+
+
+def environment(config):
+    return Environment(8, "cpu", config, rules=RULES_WITH_TABLES)
 
 
 def test_ctrl_c_is_one_line_there_and_the_handler_is_as_before(config, monkeypatch, capsys):
@@ -28,7 +34,7 @@ def test_ctrl_c_is_one_line_there_and_the_handler_is_as_before(config, monkeypat
     monkeypatch.setattr(train, "make_setup", search)
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # as `main` leaves it
     try:
-        assert train.check_and_find_tables(config, config) is None
+        assert train.find_tables(config, environment(config)) is None
         assert (
             heard == [signal.default_int_handler]
             and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
@@ -47,7 +53,7 @@ def test_tables_are_found_once_and_a_report_is_told(config):
     count = len(told)
     assert count > 20 and told == sorted(told) and told[-1] == 1.0
     assert (
-        train.check_and_find_tables(config, config)
+        train.find_tables(config, environment(config))
         and make_setup(config, lambda what, done: told.append(done)) is one
         and len(told) == count
     )
@@ -60,7 +66,7 @@ def test_a_file_that_is_wrong_is_answered_with_its_line(tmp_path):
         config = small.config(
             (1, 2, 4), f"csv:{path}", 0, 1, VOCABULARY | {"pipeline.remat": "none"}
         )
-        train.check_and_find_tables(config, config)
+        train.find_tables(config, environment(config))
     wrong = (
         "line 9 (tick 5), column 'stage 1': W0.0 stands already in line 7 (use it once): use "
         "--config."

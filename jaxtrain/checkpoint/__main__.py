@@ -249,7 +249,7 @@ def _step_of(of: Subject, step: int = -1) -> epath.Path:
             rest = f": {choice}" if choice.unrecognized else ""
             raise CheckpointError(f"{of.directory} has no complete checkpoint{rest}")
         return of.directory / str(choice.step)
-    present = steps.names(of.directory)
+    present = steps.step_numbers(of.directory)
     if step not in present:
         _no_such_step(str(of.directory), present, step)
     return of.directory / str(step)
@@ -410,7 +410,7 @@ def prune(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
                 if flags.yes:
                     retention.delete(folder)
             if flags.yes:
-                retention.forget_losses(of.directory, steps.names(of.directory))
+                retention.forget_losses(of.directory, steps.step_numbers(of.directory))
     except OSError as error:
         raise CheckpointError(f"{of.directory}: not all is deleted ({error.strerror})") from None
     done = "deleted" if flags.yes else "would be deleted: --yes deletes them"

@@ -74,7 +74,6 @@ class Checkpoints:
         self.directory = folder_of_checkpoints(config.checkpoint, workdir)
         self._config, self._unresolved, self._environment = config, unresolved, environment
         self._workdir, self._before = workdir, before
-        self._intervals = Intervals.of(config.train, config.checkpoint, config.metrics.log_every)
         self._choice = StepChoice()
         self._candidates: list[LocalStep] = []  # newest first
         self._local_files: LocalFiles | None = None
@@ -83,6 +82,7 @@ class Checkpoints:
         self._corpus: Corpus
         self._step: Step
         self._saves: Checkpointer
+        self._intervals: Intervals
         self._detector: SpikeDetector
         self._wall_s: Callable[[], float]
         self._finite: Finiteness
@@ -226,16 +226,21 @@ class Checkpoints:
     # ---------------------------------------------------------------- saving
 
     def begin(
-        self, detector: SpikeDetector, wall_s: Callable[[], float], log: Callable[[str], object]
+        self,
+        intervals: Intervals,
+        detector: SpikeDetector,
+        wall_s: Callable[[], float],
+        log: Callable[[str], object],
     ) -> None:
         """Opens the checkpoints for saving. `after` begins the saves themselves.
 
         Args:
+          intervals: the steps after which saves are due.
           detector: decides whether the run's numbers may be saved; its state is saved with them.
           wall_s: returns the seconds that the run has taken, over all its starts.
           log: gets a line for each entry that is set aside, and for each save that fails.
         """
-        self._detector, self._wall_s = detector, wall_s
+        self._intervals, self._detector, self._wall_s = intervals, detector, wall_s
         self._finite = Finiteness(self._step.mesh)
         settings = self._config.checkpoint
         _, shapes, placement = self._laid_out(self._step)

@@ -19,8 +19,7 @@ the file, offset and length of each value. An array has a description, and its n
 
 Every byte of a step has a checksum in one place. A piece of an array has its checksum at its end,
 which is compared when the array is read. The other bytes are few, and are compared with the
-manifest
-when a step is chosen: entire files, and in a file with pieces the bytes between them (the
+manifest when a step is chosen: entire files, and in a file with pieces the bytes between them (the
 database's tree, and parts of it that are no longer in use).
 """
 

@@ -29,7 +29,7 @@ from jaxtrain.checkpoint.steps import (
     choose,
 )
 from jaxtrain.checkpoint.storage import read_tree
-from jaxtrain.config import Config
+from jaxtrain.config import Config, ModelConfig, PrecisionConfig
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import AXES, MODEL, REPLICA, make_mesh
 from jaxtrain.models.spec import Spec
@@ -175,7 +175,9 @@ def restore_newest(
 def load_parameters(
     directory: str | os.PathLike,
     step: int,
-    config: Config,
+    model: ModelConfig,
+    precision: PrecisionConfig,
+    independent_replicas: bool,
     devices: Sequence[jax.Device] | None = None,
 ) -> tuple[ModelParts, dict]:
     """A step's model and parameters for use without training, whatever mesh and schedule saved them
@@ -190,7 +192,8 @@ def load_parameters(
 
     Args:
       directory: the folder of checkpoints.
-      config: a resolved config, as in the step's meta.
+      model, precision: of a resolved config, as in the step's meta.
+      independent_replicas: replicas had parameters of their own (DiLoCo).
       devices: the tensor-parallel group; its size must divide heads, key/value heads and the MLP.
         Default: one device.
 
@@ -199,22 +202,20 @@ def load_parameters(
     """
     devices = jax.local_devices()[:1] if devices is None else list(devices)
     mesh = make_mesh([len(devices) if axis == MODEL else 1 for axis in AXES], devices)
-    parts = build(dataclasses.replace(config.model, mtp_depth=0), len(devices))
-    layout = ParameterLayout(
-        parts, Placement(config.model.layers), mesh, 0, jnp.dtype(config.precision.params)
-    )
+    parts = build(dataclasses.replace(model, mtp_depth=0), len(devices))
+    layout = ParameterLayout(parts, Placement(model.layers), mesh, 0, jnp.dtype(precision.params))
     abstract = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
         layout.shapes,
         layout.shardings,
     )
-    name = "anchor" if config.train.diloco_inner_steps else "params"
+    name = "anchor" if independent_replicas else "params"
     restored = restore(
         directory, step, {name: abstract}, {name: layout.stored_shapes}, layout.placement
     )[name]
     specs = parts.specs | {"layers": parts.specs["layer"]}
     layers, specs["layers"] = restored["layers"].pop("0"), specs.pop("layer")
-    compute = jnp.dtype(config.precision.compute)
+    compute = jnp.dtype(precision.compute)
     with jax.set_mesh(mesh):  # the caller may be inside another one
         params = {"embed": restored.pop("embed")}
         if "first" in restored:

@@ -43,7 +43,7 @@ NEWEST_THREE = Retention(3)
 def delete_others(directory: epath.Path, retention: Retention, saved: int) -> None:
     """Deletes the steps that need not stay now that the step `saved` is complete. Raises OSError
     where that is not possible."""
-    present = [step for step in steps.names(directory) if step <= saved]
+    present = [step for step in steps.step_numbers(directory) if step <= saved]
     for step in sorted(set(present) - retention.retained(present, read_losses(directory))):
         delete(directory / str(step))
 
@@ -68,7 +68,7 @@ def read_losses(directory: epath.Path) -> dict[int, float]:
 
 def note_loss(directory: epath.Path, step: int, loss: float) -> None:
     """Adds a step's validation loss, and forgets those of steps that are gone."""
-    present = {*steps.names(directory), step}
+    present = {*steps.step_numbers(directory), step}
     losses = read_losses(directory) | {step: loss}
     directory.mkdir(parents=True, exist_ok=True)
     _write_losses(

@@ -85,10 +85,10 @@ class Meta:
     config:    the run's entire config, by group and setting
     version:   VERSION of the code that wrote it
     step:      the number of steps done
-    position:  the number of the next batch; more than `step` where batches were passed over
-    wall_s:    seconds that the run had run
-    checksum:  of the corpus
-    tokenizer: the tokenizer, as Tokenizer.describe gives it
+    position:  the number of the next batch; more than `step` if batches were passed over
+    wall_s:    seconds that the run had taken until then
+    checksum:  the corpus's (data/tokens.py)
+    tokenizer: the tokenizer's description (Tokenizer.describe)
     memory:    the losses and rollbacks that the run remembers (training/recovery.py)
     """
 
@@ -122,8 +122,9 @@ class Meta:
 class UnrecognizedEntry:
     """An entry among the checkpoints that is no complete step.
 
-    why: the reason, in words; step: the number of the step that its name stands for, None for
-    another name; holds_data: whether something could be lost with it.
+    why: the reason, as a text
+    step: the number in its name; None for another name
+    holds_data: something could be lost with it
     """
 
     name: str
@@ -138,7 +139,7 @@ class UnrecognizedEntry:
 @dataclasses.dataclass(frozen=True)
 class StepChoice:
     """The newest complete step with its meta, or None and an empty meta; the steps that are
-    complete by their meta, in order; and all unrecognized entries."""
+    complete as far as their metas show, ascending; and all unrecognized entries."""
 
     step: int | None = None
     meta: Meta = Meta()
@@ -151,7 +152,7 @@ class StepChoice:
 
 Shapes = Mapping[str, tuple[int, ...]]  # array → shape
 NONE: Mapping[int, str] = {}
-# (meta, shapes of the arrays) of a step → what is wrong with it, in words; "" if nothing is
+# (meta, shapes of the arrays) of a step → a text with its fault; "" if it has none
 StepCheck = Callable[[Meta, Shapes], str]
 
 
@@ -161,7 +162,7 @@ def nothing_wrong(meta: Meta, shapes: Shapes) -> str:
 
 
 def what_is_wrong(step: str | os.PathLike, meta: Meta, wrong: StepCheck = nothing_wrong) -> str:
-    """The first fault of a step's folder that has this meta, in words; "" if it is complete. The
+    """A text with the first fault of a step's folder that has this meta; "" if it is complete. The
     numbers of its arrays are not read."""
     folder = epath.Path(step)
     try:
@@ -178,8 +179,8 @@ def what_is_wrong(step: str | os.PathLike, meta: Meta, wrong: StepCheck = nothin
 
 
 def fault(folder: epath.Path) -> str:
-    """The first fault of a step's folder, in words; "" if it is complete. The numbers of its arrays
-    are not read."""
+    """A text with the first fault of a step's folder; "" if it is complete. The numbers of its
+    arrays are not read."""
     meta = look_at(folder)
     return meta.why if isinstance(meta, UnrecognizedEntry) else what_is_wrong(folder, meta)
 
@@ -191,14 +192,15 @@ def choose(
     damaged: Mapping[int, str] = NONE,
     before: int | None = None,
 ) -> StepChoice:
-    """The newest complete step, and what else is in the directory.
+    """The newest complete step, and the other steps and entries of the directory.
 
     Args:
       directory: the folder of checkpoints; it need not exist.
       needs: the keys that a meta must have, as TO_TRAIN.
-      wrong: asked about the newest step that is complete otherwise, then about the one before.
+      wrong: a further check, for the newest step that is complete otherwise; if it fails, for the
+        step before.
       damaged: step → its damage, for steps that are known to be damaged.
-      before: this step and later ones are not looked at; None: all are.
+      before: only steps below this one are looked at; None: all.
 
     Raises:
       CheckpointError: the folder cannot be read.
@@ -246,9 +248,9 @@ def checkpoints_of(place: str | os.PathLike) -> epath.Path:
     return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
 
 
-def names(directory: str | os.PathLike) -> list[int]:
-    """The steps that have a folder in a directory, complete or not, in order; none if there is no
-    such directory."""
+def step_numbers(directory: str | os.PathLike) -> list[int]:
+    """The steps that have a folder in a directory, complete or not, ascending; [] if there is no
+    such directory. Saves that did not end are left out."""
     folder = epath.Path(directory)
     if not folder.is_dir():
         return []

@@ -47,7 +47,7 @@ class Subject:
 
     def folders(self) -> list[epath.Path]:
         """The folders of the steps that are meant, complete or not, in order."""
-        every = (self.directory / str(step) for step in steps.names(self.directory))
+        every = (self.directory / str(step) for step in steps.step_numbers(self.directory))
         return [self.step] if self.step else list(every)
 
     def others(self) -> list[epath.Path]:

@@ -71,14 +71,15 @@ def check_resume(stored: Config, config: Config, environment: Environment = UNKN
     one of the checkpoint that it resumes."""
     resolved = filled(config, environment.devices).resolve()
     if violation := next(resume.violations(resolved, stored.resolve()), None):
-        raise _error(config, dataclasses.replace(environment, checkpoint=stored), violation)
+        environment = dataclasses.replace(environment, checkpoint=stored)
+        raise _Search(config, environment).error(violation)
 
 
 def error_of(config: Config, environment: Environment = UNKNOWN) -> ConfigError | None:
     """The error for the first broken rule; its first fix are the settings after which every rule
     holds. None if every rule holds."""
     violation = first_violation(config, environment)
-    return _error(config, environment, violation) if violation else None
+    return _Search(config, environment).error(violation) if violation else None
 
 
 def first_violation(config: Config, environment: Environment = UNKNOWN) -> Violation | None:
@@ -92,16 +93,17 @@ def _violations(
     """The violations of a config, in order. Only the first is certain, because later rules rely on
     earlier ones. paths: the settings whose own values are checked."""
     for path in paths:
-        if violation := field_violation(path, cfg.get(config, path), environment.recipe):
+        value, of_recipe = cfg.get(config, path), cfg.get(environment.recipe, path)
+        if violation := field_violation(path, value, of_recipe):
             yield violation
-    yield from mesh_rules.axes_have_sizes(config)
-    yield from rules.head_size_is_whole(config)
+    yield from mesh_rules.axes_have_sizes(config.mesh)
+    yield from rules.head_size_is_whole(config.model)
     on_mesh = filled(config, environment.devices)
     resolved = on_mesh.resolve()
     for rule in (*rules.RULES, *mesh_rules.RULES):
-        yield from rule(resolved)
+        yield from rules.violations(rule, resolved)
     if environment.devices is not None:
-        yield from mesh_rules.mesh_uses_devices(on_mesh, environment.devices)
+        yield from mesh_rules.mesh_uses_devices(on_mesh.mesh, environment.devices)
     if config.model.attention_kernel == "cudnn" and environment.platform not in ("", "gpu"):
         path = "model.attention_kernel"
         yield Violation(
@@ -112,17 +114,17 @@ def _violations(
     if environment.checkpoint:
         yield from resume.violations(resolved, environment.checkpoint.resolve())
     for rule in environment.rules:
-        yield from rule(resolved)
+        yield from rules.violations(rule, resolved)
 
 
 # --- a setting on its own -------------------------------------------------------------------------
 
 
-def field_violation(path: str, value: Any, recipe: Config) -> Violation | None:
+def field_violation(path: str, value: Any, of_recipe: Any) -> Violation | None:
     """The first fault of a value whatever the other settings are: its type, choices and bounds,
-    which stand at its field in settings.py. recipe: a config whose value is tried as a fix."""
+    which stand at its field in settings.py. of_recipe: the recipe's value, tried as a fix."""
     field = cfg.fields()[path]
-    usual = [cfg.get(recipe, path), field.default]
+    usual = [of_recipe, field.default]
     try:
         cfg.convert(path, value)
     except ConfigError as error:
@@ -184,20 +186,6 @@ def _out_of_bounds(path: str, value: float, usual: list[Any]) -> Violation | Non
 # --- suggestions ----------------------------------------------------------------------------------
 
 
-def _error(config: Config, environment: Environment, violation: Violation) -> ConfigError:
-    """The error for a broken rule, with changes after which every rule holds."""
-    field = violation.field
-    search = _Search(config, environment)
-    changes = search.fewest_changes()
-    order = [field, *cfg.fields()]
-    changes = {path: changes[path] for path in sorted(changes, key=order.index)}
-    text = cfg.suggestion(changes, search.other_values(violation, changes))
-    if environment.checkpoint and violation.rule.startswith(resume.CANNOT):
-        nothing_works = f"another --workdir, or other than {environment.devices} devices"
-        text = f"{text} (or another --workdir)" if changes else nothing_works
-    return ConfigError(field, cfg.get(config, field), violation.rule, text, [changes])
-
-
 class _Search:
     """The search for changes of a config after which every rule holds in its environment."""
 
@@ -208,8 +196,21 @@ class _Search:
         self._wrong = [
             path
             for path in cfg.fields()
-            if field_violation(path, cfg.get(config, path), environment.recipe)
+            if field_violation(path, cfg.get(config, path), cfg.get(environment.recipe, path))
         ]
+
+    def error(self, violation: Violation) -> ConfigError:
+        """The error for a broken rule, with changes after which every rule holds."""
+        field, checkpoint = violation.field, self.environment.checkpoint
+        changes = self.fewest_changes()
+        order = [field, *cfg.fields()]
+        changes = {path: changes[path] for path in sorted(changes, key=order.index)}
+        text = cfg.suggestion(changes, self.other_values(violation, changes))
+        if checkpoint and violation.rule.startswith(resume.CANNOT):
+            nothing_works = f"another --workdir, or other than {self.environment.devices} devices"
+            text = f"{text} (or another --workdir)" if changes else nothing_works
+        value = cfg.get(self.config, field)
+        return ConfigError(field, value, violation.rule, text, [changes])
 
     def fewest_changes(self) -> Changes:
         """The fewest fixes of broken rules that work together, or the settings that go back to

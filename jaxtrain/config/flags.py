@@ -416,7 +416,7 @@ def _all_together(errors: Sequence[UsageError], reading: Reading, recipe: Config
 
 WIDTH = 100  # columns
 ABOUT_SETTINGS = """
-Settings, with type and default. Each is a flag that overrides the recipe's value:
+Settings, with type and default. A recipe may set another value, and a flag overrides it:
 """
 EXAMPLES = """
 Examples:

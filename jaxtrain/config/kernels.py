@@ -32,7 +32,13 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxtrain.config.settings import Config
+from jaxtrain.config.settings import (
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    ParallelConfig,
+    PrecisionConfig,
+)
 
 TPU, GPU, CPU = "tpu", "gpu", "cpu"
 SPLASH, CUDNN, CUDNN_MASK, XLA = "splash", "cudnn", "cudnn_mask", "xla"
@@ -235,19 +241,25 @@ def attention_kernel(case: AttentionCase, wanted: str = "auto") -> KernelChoice:
     return KernelChoice(CUDNN, TABLE[CUDNN][0], refusals)
 
 
-def attention_case(config: Config, hardware: TargetDevice) -> AttentionCase:
+def attention_case(
+    device: TargetDevice,
+    model: ModelConfig,
+    data: DataConfig,
+    mesh: MeshConfig,
+    parallel: ParallelConfig,
+    precision: PrecisionConfig,
+) -> AttentionCase:
     """The attention of a resolved config's step on one device."""
-    model, tokens = config.model, config.data.sequence_length
-    latent, parts = model.attention == "mla", max(config.mesh.context, 1)
-    context = config.parallel.context if parts > 1 and config.parallel.context != "ulysses" else ""
+    tokens, latent, parts = data.sequence_length, model.attention == "mla", max(mesh.context, 1)
+    context = parallel.context if parts > 1 and parallel.context != "ulysses" else ""
     return AttentionCase(
-        hardware,
-        bits=32 if config.precision.compute == "float32" else 16,
+        device,
+        bits=32 if precision.compute == "float32" else 16,
         key_size=model.head_dim + (model.rope_head_dim if latent else 0),
         value_size=model.value_head_dim if latent else model.head_dim,
         queries=tokens // (2 * parts) if context else tokens,
         keys=tokens,
-        documents=not config.data.attend_across_documents,
+        documents=not data.attend_across_documents,
         context=context,
     )
 
@@ -264,14 +276,14 @@ def product_kernel(hardware: TargetDevice) -> KernelChoice:
     )
 
 
-def describe(config: Config, hardware: TargetDevice) -> Iterator[str]:
-    """Lines of text: the kernels of a resolved config's step, which others were refused and why,
+def describe(model: ModelConfig, case: AttentionCase) -> Iterator[str]:
+    """Lines of text: the kernels of a step on the case's device, which others were refused and why,
     and a warning for each that is slow."""
-    yield from _describe_attention(config, hardware)
-    if config.model.experts and not config.model.capacity_factor:
-        choice = product_kernel(hardware)
+    yield from _describe_attention(model.attention_kernel, case)
+    if model.experts and not model.capacity_factor:
+        choice = product_kernel(case.device)
         yield f"products of experts: {choice.words}{_refusals(choice)}"
-        if hardware.platform == GPU:
+        if case.device.platform == GPU:
             yield (
                 "warning: products of experts are no kernel of their own on a GPU, and wait "
                 "for the host before each block of rows: "
@@ -287,18 +299,17 @@ def _refusals(choice: KernelChoice) -> str:
     return f" ({passed})" if passed else ""
 
 
-def _describe_attention(config: Config, hardware: TargetDevice) -> Iterator[str]:
-    wanted, case = config.model.attention_kernel, attention_case(config, hardware)
-    choice = attention_kernel(case, wanted)
+def _describe_attention(wanted: str, case: AttentionCase) -> Iterator[str]:
+    choice, device = attention_kernel(case, wanted), case.device
     asked = f" (model.attention_kernel={wanted})" if wanted != "auto" else ""
     yield f"attention: {choice.words}{asked}{_refusals(choice)}"
-    if choice.kernel == SPLASH and hardware.platform != TPU:
+    if choice.kernel == SPLASH and device.platform != TPU:
         yield (
-            f"warning: splash is interpreted on {hardware.name}, for tests: a step takes minutes "
+            f"warning: splash is interpreted on {device.name}, for tests: a step takes minutes "
             "(--config.model.attention_kernel=auto)"
         )
-    elif choice.kernel in (XLA, CUDNN_MASK) and hardware.platform != CPU and case.keys >= LONG:
-        fast = {TPU: SPLASH, GPU: CUDNN}.get(hardware.platform, XLA)
+    elif choice.kernel in (XLA, CUDNN_MASK) and device.platform != CPU and case.keys >= LONG:
+        fast = {TPU: SPLASH, GPU: CUDNN}.get(device.platform, XLA)
         refused = choice.refusals.get(fast) or Refusal(
             "is not asked for", ({"model.attention_kernel": "auto"},)
         )
@@ -311,6 +322,6 @@ def _describe_attention(config: Config, hardware: TargetDevice) -> Iterator[str]
             else "computes what its mask hides, too"
         )
         yield (
-            f"warning: attention by {choice.words} {slow} on {hardware.name}: {fast} "
+            f"warning: attention by {choice.words} {slow} on {device.name}: {fast} "
             f"{refused.rule}{f' ({ends} ends that)' * bool(ends)}"
         )

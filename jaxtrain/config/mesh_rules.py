@@ -13,7 +13,15 @@ import math
 from collections.abc import Iterator
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, MeshConfig, ModelConfig
+from jaxtrain.config import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    ParallelConfig,
+    PipelineConfig,
+    TrainConfig,
+)
 from jaxtrain.config.rules import Changes, Rule, Violation, divisors, near, values_for
 from jaxtrain.schedule.orders import CSV
 
@@ -59,7 +67,9 @@ def adapted(config: Config, devices: int) -> Config:
         if config.pipeline.schedule.startswith(CSV):  # a file's table has its own number
             numbers = [config.pipeline.microbatches]
         else:
-            numbers = _elastic_microbatches(config, replica * data)
+            numbers = _elastic_microbatches(
+                mesh, replica * data, config.pipeline.microbatches, config.data.batch_size
+            )
         for microbatches in numbers:
             if config.data.batch_size % (shards * microbatches) == 0:
                 changes = {REPLICA: replica, DATA: data, MICROBATCHES: microbatches}
@@ -92,14 +102,19 @@ def _elastic_sizes(mesh: MeshConfig, shards: int, independent: bool) -> list[tup
     return sorted(sizes, key=lambda pair: (shrinks(pair), abs(pair[1] - data)))
 
 
-def _elastic_microbatches(config: Config, shards: int) -> list[int]:
+def _elastic_microbatches(
+    mesh: MeshConfig, shards: int, microbatches: int, batch: int
+) -> list[int]:
     """Numbers of microbatches, the best first: those with as many sequences in a device's
-    microbatch as requested, then with fewer, then with more. shards: replicas × data shards."""
-    microbatches, before = config.pipeline.microbatches, config.mesh.replica * config.mesh.data
+    microbatch as requested, then with fewer, then with more.
+
+    mesh, microbatches: as requested; shards: replicas × data shards; batch: its sequences
+    """
+    before = mesh.replica * mesh.data
     if shards == before or before < 1:
         return [microbatches]
     pieces = microbatches * before
-    sequences = max(1, config.data.batch_size // (shards * config.mesh.expert))
+    sequences = max(1, batch // (shards * mesh.expert))
     return sorted(
         divisors(sequences), key=lambda n: (n * shards < pieces, abs(n * shards - pieces))
     )
@@ -129,9 +144,9 @@ def elastic_notes(requested: Config, config: Config) -> list[str]:
 # --- rules of the devices -------------------------------------------------------------------------
 
 
-def axes_have_sizes(c: Config) -> Iterator[Violation]:
-    """Sizes are at least 1, and one may be -1. The config need not be resolved."""
-    sizes = axis_sizes(c.mesh)
+def axes_have_sizes(mesh: MeshConfig) -> Iterator[Violation]:
+    """Sizes are at least 1, and one may be -1."""
+    sizes = axis_sizes(mesh)
     for axis, size in sizes.items():
         if size < 1 and size != -1:
             path = f"mesh.{axis}"
@@ -149,9 +164,9 @@ def axes_have_sizes(c: Config) -> Iterator[Violation]:
         )
 
 
-def mesh_uses_devices(config: Config, devices: int) -> Iterator[Violation]:
+def mesh_uses_devices(mesh: MeshConfig, devices: int) -> Iterator[Violation]:
     """The product of the sizes is the number of devices, or divides it if one of them is -1."""
-    sizes = {axis: size for axis, size in axis_sizes(config.mesh).items() if size != -1}
+    sizes = {axis: size for axis, size in axis_sizes(mesh).items() if size != -1}
     product = math.prod(sizes.values())
     is_open = len(sizes) < len(AXES)
     if product == devices or (is_open and devices % product == 0):
@@ -208,17 +223,19 @@ def mlp_widths(m: ModelConfig) -> dict[str, int]:
     return {name: getattr(m, name) for name in names}
 
 
-def _context_axis_divides(c: Config) -> Iterator[Violation]:
+def _context_axis_divides(
+    mesh: MeshConfig, parallel: ParallelConfig, model: ModelConfig, data: DataConfig
+) -> Iterator[Violation]:
     """The sequence is cut into two chunks for each device of `context`, which `model` splits
     further. Ulysses splits heads over both axes. A ring passes keys on by permutes, which the
     devices of all stages would have to run together."""
-    size, model, m = c.mesh.context, max(c.mesh.model, 1), c.model
+    size, tensor = mesh.context, max(mesh.model, 1)
     if size <= 1:
         return
-    tokens, parts = c.data.sequence_length, 2 * size * model
-    fits = [n for n in near(size, divisors(tokens)) if tokens % (2 * n * model) == 0]
+    tokens, parts = data.sequence_length, 2 * size * tensor
+    fits = [n for n in near(size, divisors(tokens)) if tokens % (2 * n * tensor) == 0]
     if tokens % parts:
-        over = f", each cut by mesh.model={model}" if model > 1 else ""
+        over = f", each cut by mesh.model={tensor}" if tensor > 1 else ""
         longer = [parts * n for n in (tokens // parts, tokens // parts + 1) if n]
         yield Violation(
             "mesh.context",
@@ -229,31 +246,31 @@ def _context_axis_divides(c: Config) -> Iterator[Violation]:
                 *values_for("data.sequence_length", longer),
             ],
         )
-    heads = math.gcd(m.heads, m.kv_heads)
-    if c.parallel.context == "ulysses" and heads % (size * model):
+    heads = math.gcd(model.heads, model.kv_heads)
+    if parallel.context == "ulysses" and heads % (size * tensor):
         path, number = (
-            ("model.kv_heads", m.kv_heads)
-            if m.heads % (size * model) == 0
-            else ("model.heads", m.heads)
+            ("model.kv_heads", model.kv_heads)
+            if model.heads % (size * tensor) == 0
+            else ("model.heads", model.heads)
         )
-        over = f"mesh.context={size}" + (f" · mesh.model={model}" if model > 1 else "")
-        smaller = [n for n in fits if heads % (n * model) == 0]
+        over = f"mesh.context={size}" + (f" · mesh.model={tensor}" if tensor > 1 else "")
+        smaller = [n for n in fits if heads % (n * tensor) == 0]
         yield Violation(
             "parallel.context",
             f"cuts heads, and {over} does not divide {path}={number}",
             [{"parallel.context": "all_gather"}, *values_for("mesh.context", smaller)],
         )
-    if c.parallel.context == "ring" and c.mesh.stage > 1:
+    if parallel.context == "ring" and mesh.stage > 1:
         yield Violation(
             "parallel.context",
-            f"works only with mesh.stage=1, not {c.mesh.stage}: stages do not attend together",
+            f"works only with mesh.stage=1, not {mesh.stage}: stages do not attend together",
             values_for("parallel.context", ["all_gather", "ulysses"]),
             show=2,
         )
 
 
-def _expert_axis_divides(c: Config) -> Iterator[Violation]:
-    size, experts = c.mesh.expert, c.model.experts
+def _expert_axis_divides(mesh: MeshConfig, model: ModelConfig) -> Iterator[Violation]:
+    size, experts = mesh.expert, model.experts
     if size <= 1:
         return
     if not experts:
@@ -268,59 +285,65 @@ def _expert_axis_divides(c: Config) -> Iterator[Violation]:
         yield Violation("mesh.expert", f"does not divide model.experts={experts}", fixes, show=4)
 
 
-def _model_axis_divides(c: Config) -> Iterator[Violation]:
+def _model_axis_divides(
+    mesh: MeshConfig, model: ModelConfig, data: DataConfig
+) -> Iterator[Violation]:
     """`model` splits heads, the MLP, and the sequence between the blocks."""
-    size, m = c.mesh.model, c.model
+    size = mesh.model
     if size < 1:
         return
-    cut = {"model.heads": m.heads, **{f"model.{name}": n for name, n in mlp_widths(m).items()}}
-    cut["data.sequence_length"] = c.data.sequence_length
+    cut = {
+        "model.heads": model.heads,
+        **{f"model.{name}": n for name, n in mlp_widths(model).items()},
+    }
+    cut["data.sequence_length"] = data.sequence_length
     sizes = near(size, divisors(math.gcd(*cut.values())))
-    fixes = values_for("mesh.model", [n for n in sizes if kv_heads_fit(m, n)])
+    fixes = values_for("mesh.model", [n for n in sizes if kv_heads_fit(model, n)])
     for path, length in cut.items():
         if length % size:
             yield Violation("mesh.model", f"does not divide {path}={length}", fixes, show=4)
-    if not kv_heads_fit(m, size):
-        rule = f"neither divides model.kv_heads={m.kv_heads} nor is a multiple of it"
-        if size % m.kv_heads == 0:
+    if not kv_heads_fit(model, size):
+        rule = f"neither divides model.kv_heads={model.kv_heads} nor is a multiple of it"
+        if size % model.kv_heads == 0:
             rule = (
-                f"makes {size // m.kv_heads} devices share a head, which does not divide "
-                f"model.head_dim={m.head_dim}"
+                f"makes {size // model.kv_heads} devices share a head, which does not divide "
+                f"model.head_dim={model.head_dim}"
             )
         yield Violation("mesh.model", rule, fixes, show=4)
 
 
-def _reductions(c: Config) -> Iterator[Violation]:
+def _reductions(
+    parallel: ParallelConfig, train: TrainConfig, mesh: MeshConfig
+) -> Iterator[Violation]:
     """Gradients over `data`, and the outer steps of independent replicas (DiLoCo)."""
-    path, steps, offload = (
-        "train.diloco_inner_steps",
-        c.train.diloco_inner_steps,
-        c.parallel.offload,
-    )
-    if c.parallel.reduce == "microbatch" and c.parallel.zero == 0:
+    path, steps = "train.diloco_inner_steps", train.diloco_inner_steps
+    if parallel.reduce == "microbatch" and parallel.zero == 0:
         yield Violation(
             "parallel.reduce",
             "leaves gradients sharded, and parallel.zero=0 shards nothing",
             [{"parallel.reduce": "step"}, {"parallel.zero": 2}],
         )
-    if steps and c.mesh.replica == 1:
+    if steps and mesh.replica == 1:
         yield Violation(
             path,
             "is for independent replicas, and mesh.replica=1",
             [{path: 0}, {"mesh.replica": 2}],
         )
-    if steps and offload in ("optimizer", "both"):
+    if steps and parallel.offload in ("optimizer", "both"):
+        allowed = "activations" if parallel.offload == "both" else "none"
         yield Violation(
             "parallel.offload",
             f"offloads the optimizer's state, which independent replicas ({path}={steps}) keep on "
             "their devices",
-            [{"parallel.offload": "activations" if offload == "both" else "none"}, {path: 0}],
+            [{"parallel.offload": allowed}, {path: 0}],
         )
 
 
-def _batch_divides(c: Config) -> Iterator[Violation]:
-    batch, micro = c.data.batch_size, c.pipeline.microbatches
-    axes = {axis: max(getattr(c.mesh, axis), 1) for axis in ("replica", "data", "expert")}
+def _batch_divides(
+    data: DataConfig, mesh: MeshConfig, pipeline: PipelineConfig
+) -> Iterator[Violation]:
+    batch, micro = data.batch_size, pipeline.microbatches
+    axes = {axis: max(getattr(mesh, axis), 1) for axis in ("replica", "data", "expert")}
     shards = math.prod(axes.values())
     unit = shards * micro
     if batch % unit == 0:

@@ -203,11 +203,11 @@ class DataConfig:
         True, "whether tokens attend to earlier documents that are packed into the same sequence"
     )
     loss_mask: tuple[str, ...] = setting(
-        (), "JSON/Parquet fields that are prompts: their tokens have no loss"
+        (), f"fields ({sources.RECORDS}) that are prompts: their tokens have no loss"
     )
     text_fields: tuple[str, ...] = setting(
         ("text",),
-        "JSON/Parquet fields that are read, joined in this order; a path such as doc.text "
+        f"fields ({sources.RECORDS}) that are read, joined in this order; a path such as doc.text "
         "works too",
     )
     bad_records: str = setting(
@@ -583,10 +583,10 @@ class Config:
         return with_values(self, model=model, parallel=parallel, pipeline=pipeline)
 
 
-def ends_with_layers(m: ModelConfig) -> str:
-    """The setting that puts layers on the stage of the embedding or of the head, whose table can
-    then not be split over the stages; "" if none does."""
-    return next((f"model.{name}" for name in ("mtp_depth", "dense_layers") if getattr(m, name)), "")
+def ends_with_layers(model: ModelConfig) -> str:
+    """The model's setting that puts layers on the stage of the embedding or of the head, whose
+    table can then not be split over the stages; "" if none does."""
+    return next((name for name in ("mtp_depth", "dense_layers") if getattr(model, name)), "")
 
 
 def with_values(record: Any, **values: Any) -> Any:

@@ -69,6 +69,7 @@ FORMATS = {
     "bin": Format("tokens (.bin)", (".bin",), "tokens"),
     "npy": Format("tokens (.npy)", (".npy",), "tokens"),
 }
+RECORDS = ", ".join(format.title for format in FORMATS.values() if format.holds == "records")
 BY_ENDING = {ending: name for name, format in FORMATS.items() for ending in format.endings}
 HELP = (
     "corpus: a folder, a pattern such as 'crawl/**/*.jsonl.gz', or a file of "

@@ -36,17 +36,20 @@ from jaxtrain.schedule.orders import closed_forms
 
 # Buffers do not fit without gaps: XLA's peak for H100s over what is live, but for `working`.
 ALLOCATED = 1.01
-LOGIT_BYTES = 10.0  # of a logit: in 32 bits, its gradient, and in 16 bits what products read of it
-# Arrays of a microbatch at once in an op of our runtime: as wide as the layer, and as its hidden
-# layer.
+# Bytes of a logit: itself and its gradient in 32 bits, and 16 bits that products read
+LOGIT_BYTES = 10.0
+# Arrays of a microbatch that an op of our runtime has at once, each as wide as the layer and its
+# hidden layer together
 WIDE = 4
-TRANSIT = 2  # slots of what comes and what leaves besides those that wait
+TRANSIT = 2  # slots for the activations that arrive and leave, if none have to wait
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryBreakdown:
-    """Bytes by part on the fullest device. pools: of the activations, by their pool of slots, if
-    any."""
+    """Bytes by part on the fullest device.
+
+    pools: bytes of the activations by pool of slots; empty without slots
+    """
 
     parts: Mapping[str, float]
     pools: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -59,12 +62,13 @@ class MemoryBreakdown:
 
 @dataclasses.dataclass(frozen=True)
 class SlotCounts:
-    """The numbers of slots of each pool on the fullest stage.
+    """The number of slots of each pool on the fullest stage.
 
-    layers:             of the largest unit; each slot has the memory for them
+    layers:             layers of the largest unit; a slot of residuals or of the stash has memory
+                        for all of them
     stored_layers:      layers whose parameters a device has memory for, the same on all stages
-    shares_vocabulary:  tables are split over the stages; otherwise every stage has memory for all
-                        of them
+    shares_vocabulary:  embedding and head are split over the stages; otherwise every stage has
+                        memory for both
     """
 
     activation: float
@@ -80,10 +84,10 @@ class SlotCounts:
 def memory(
     step: StepModel, loss_chunk: int = 2048, slots: SlotCounts | None = None
 ) -> MemoryBreakdown:
-    """Bytes of a step by part.
+    """Bytes of a step by part on the fullest device.
 
-    loss_chunk: tokens whose logits exist at a time
-    slots: of our own runtime's table; by default those of the schedule's closed form
+    loss_chunk: the most tokens whose logits exist at a time
+    slots: the slots of our own runtime's table; None: those of the schedule's closed form
     """
     layout, framework, shared, cast = step.layout, step.framework, None, 0
     pools: dict[str, float] = {}
@@ -120,8 +124,8 @@ def memory(
 
 
 def estimated_slots(step: StepModel) -> SlotCounts | None:
-    """Slots of a layout with stages, by the peaks of the named schedules' tables
-    (schedule/orders.py); None with one stage."""
+    """The slots of a layout with stages, by the closed forms of its schedule (schedule/orders.py):
+    the peaks of its table. None with one stage."""
     layout, p, v = step.layout, step.layout.stage, max(1, step.layout.repeats)
     if p == 1:
         return None

@@ -101,6 +101,12 @@ class Corpus:
         """The documents of the held-out split."""
         return self._splits[1]
 
+    def describe(self) -> str:
+        """A line of text: tokens, documents, held-out tokens."""
+        documents = f"{len(self.documents) - 1:,} documents from {self.source}"
+        held_out = f"{len(self.validation):,} tokens held out"
+        return f"corpus: {len(self.tokens):,} tokens, {documents}, {held_out}"
+
     def check_whole(self) -> None:
         """Raises DataError if a mapped file was cut short since it was opened. Reading the missing
         part of the map would kill the process without a message."""
@@ -220,24 +226,14 @@ def bigram_entropy(corpus: Corpus) -> float | None:
 
 
 def _check(data: Any, source: sources.Source, tokenizer: Tokenizer) -> None:
-    """Raises DataError if the settings of `data` do not fit the source."""
-    mask, fields, name = ",".join(data.loss_mask), ",".join(data.text_fields), data.source
+    """Raises DataError if the settings of `data` do not fit the source, or it cannot be read."""
+    mask, name = ",".join(data.loss_mask), data.source
     if data.bad_records == "stop" or not source.files:
         documents.check_files(source)
-    if unknown := [field for field in data.loss_mask if field not in data.text_fields]:
-        raise DataError(
-            f"data.loss_mask={mask}: {unknown[0]} is not in data.text_fields={fields}: name "
-            "it there too"
-        )
     if data.loss_mask and not source.has_fields:
         raise DataError(
-            f"data.loss_mask={mask} names fields of JSON, JSONL or Parquet, and "
-            f"data.source={name} has none: leave it empty"
-        )
-    if not fields and source.has_fields:
-        raise DataError(
-            f"data.text_fields is empty, and data.source={name} has fields: name those that "
-            "hold the text"
+            f"data.loss_mask={mask} names fields of {sources.RECORDS}, and data.source={name} has "
+            "none: leave it empty"
         )
     if isinstance(tokenizer, NoTokenizer) and not source.holds_tokens:
         least = ByteTokenizer().vocab_size

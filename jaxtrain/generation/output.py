@@ -63,16 +63,17 @@ def show(
     samples: int,
     tokens: int,
 ) -> Endings:
-    """Prints the prompt and its continuations: a single one as it is made, several when they are
-    done. Ctrl-C ends them where they are.
+    """Prints the prompt and its continuations: a single one as it is made, several ones when they
+    are done. After Ctrl-C the text so far is printed.
 
-    batches: ids [samples, n], −1 where a sample has ended; ids: the prompt's; tokens: how many were
-    asked for.
+    batches: arrays of new ids [samples, n], −1 after the end of a sample
+    ids: the prompt's ids
+    tokens: the requested number of new tokens
     """
     write = lambda text: print(text, end="", flush=True)
     streams = [TextStream(tokenizer, ids) for _ in range(samples)]
     texts, counts = [prompt] * samples, [0] * samples
-    reasons = [CTRL_C] * samples  # until another one is known
+    reasons = [CTRL_C] * samples  # unless another reason turns up
     live = samples == 1
     if live:
         write(prompt)

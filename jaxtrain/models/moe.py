@@ -113,9 +113,10 @@ class Router(nnx.Module):
         return jax.lax.top_k(scores_BTE, self.choices)[1].astype(jnp.int32)
 
     def _losses(self, logits_BTE, scores_BTE) -> jax.Array:
-        """This device's part of two losses, each a mean over the step's sequences: the unevenness
-        of a sequence's load (DeepSeek-V3, eq. 17–20) and the size of its logits (Zoph et al. 2022,
-        eq. 5)."""
+        """This device's term of the router's two losses with their weights, float32 scalar. Each is
+        a mean over the step's sequences: the imbalance of a sequence's load (DeepSeek-V3, eq.
+        17–20), and the mean square of its tokens' log-sum-exp of logits (Zoph et al. 2022, eq. 5).
+        """
         tokens = scores_BTE.shape[1] * context.size()
         loss = jnp.zeros(())
         if self.balance_loss:
@@ -131,8 +132,8 @@ class Router(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """Experts, each an MLP of `expert_width` columns, of which a token takes some; and
-    `shared_experts` that all tokens take.
+    """Experts, each an MLP of `expert_width` columns, of which a token uses some; and
+    `shared_experts` that all tokens use.
 
     batch_size: sequences in a step, over which the router's losses are a mean.
     """

@@ -2,8 +2,7 @@
 
 The `expert` axis splits the experts, and the batch in all other layers; `model` splits the columns
 of each expert. A token's choice of an expert is a row of the matrix that the expert multiplies.
-Rows
-are sent in one of two ways:
+Rows are sent in one of two ways:
 
     dropless    by a ragged all-to-all of exactly the chosen rows. A device sorts the rows that it
                 receives by expert, and multiplies each group of rows with its expert (grouped.py,

@@ -1,44 +1,44 @@
 """Rules about the other things that a run needs: files, hardware, tables. No jax."""
 
-import functools
+import dataclasses
 import os
 import pathlib
 from collections.abc import Iterator
 
-from jaxtrain.config import Config, ConfigError, checks, sources
+from jaxtrain.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    TrainConfig,
+    checks,
+    sources,
+)
 from jaxtrain.config.checks import Environment
-from jaxtrain.config.mesh_rules import filled
 from jaxtrain.config.rules import Rule, Violation, values_for
 from jaxtrain.costs import hardware
 from jaxtrain.costs.hardware import HardwareError
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.schedule.orders import CSV, SCHEDULES
-from jaxtrain.schedule.search import Report, silent
 
 
-def check_run(
-    config: Config, device_count: int, platform: str, recipe: Config, report: Report = silent
-) -> Config:
-    """The config with the mesh's -1 filled in, after every rule was checked with these devices, the
-    files that the config names, and its tables.
-
-    report: is told how far the search for a table has come. Raises ConfigError.
-    """
-    tables: Rule = functools.partial(tables_can_be_made, report=report)
-    environment = Environment(device_count, platform, recipe, rules=(*RULES, tables))
-    checks.check(config, environment)
-    return filled(config, device_count)
+def check_run(config: Config, environment: Environment) -> None:
+    """Raises ConfigError for the first broken rule, of settings, devices and the files that the
+    config names. No table is made for it, but its fixes keep the environment's rules, too."""
+    if checks.first_violation(config, dataclasses.replace(environment, rules=RULES)):
+        checks.check(config, environment)
 
 
-def _source_exists(config: Config) -> Iterator[Violation]:
+def _source_exists(data: DataConfig) -> Iterator[Violation]:
     try:
-        sources.check(config.data.source)
+        sources.check(data.source)
     except ConfigError as error:
         yield Violation(error.field, error.rule, error.fixes)
 
 
-def _tokenizer_exists(config: Config) -> Iterator[Violation]:
-    path, value = "data.tokenizer", config.data.tokenizer
+def _tokenizer_exists(data: DataConfig) -> Iterator[Violation]:
+    path, value = "data.tokenizer", data.tokenizer
     file = pathlib.Path(value).expanduser()
     if value in ("none", "bytes") or os.path.isfile(file):
         return
@@ -48,8 +48,8 @@ def _tokenizer_exists(config: Config) -> Iterator[Violation]:
     yield Violation(path, rule, values_for(path, [*sources.similar_files(file), "bytes"]))
 
 
-def _schedule_exists(config: Config) -> Iterator[Violation]:
-    path, schedule = "pipeline.schedule", config.pipeline.schedule
+def _schedule_exists(pipeline: PipelineConfig) -> Iterator[Violation]:
+    path, schedule = "pipeline.schedule", pipeline.schedule
     file = pathlib.Path(schedule.removeprefix(CSV))
     if schedule.startswith(CSV) and not file.is_file():
         rule = "names no file (python -m jaxtrain.schedule --csv=FILE writes one)"
@@ -57,12 +57,12 @@ def _schedule_exists(config: Config) -> Iterator[Violation]:
         yield Violation(path, rule, values_for(path, names))
 
 
-def _hardware_is_known(config: Config) -> Iterator[Violation]:
-    path, compute = "train.hardware", config.precision.compute
-    if not config.train.hardware:
+def _hardware_is_known(train: TrainConfig, precision: PrecisionConfig) -> Iterator[Violation]:
+    path, compute = "train.hardware", precision.compute
+    if not train.hardware:
         return
     try:
-        peaks = hardware.load(config.train.hardware).peak_tflops
+        peaks = hardware.load(train.hardware).peak_tflops
     except HardwareError as error:
         yield Violation(path, error.rule, values_for(path, (error.use, "")))
         return
@@ -74,14 +74,14 @@ def _hardware_is_known(config: Config) -> Iterator[Violation]:
         )
 
 
-def tables_can_be_made(config: Config, report: Report = silent) -> Iterator[Violation]:
+def tables_can_be_made(config: Config) -> Iterator[Violation]:
     """The tables of a config can be made. Only a file's table and a bound on memory can be refused
     (setup.py)."""
     pipeline = config.pipeline
     if config.mesh.stage < 1 or not (pipeline.schedule.startswith(CSV) or pipeline.memory):
         return
     try:
-        make_setup(config, report)
+        make_setup(config)
     except ConfigError as error:
         yield Violation(error.field, error.rule, error.fixes, show=2)
 
@@ -92,5 +92,5 @@ RULES: tuple[Rule, ...] = (
     _schedule_exists,
     _hardware_is_known,
 )
-# a suggestion has to keep this one too; a run checks it with a report, for it may take long
+# a suggestion has to keep this one too, which may take long
 RULES_WITH_TABLES: tuple[Rule, ...] = (*RULES, tables_can_be_made)

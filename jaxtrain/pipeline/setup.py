@@ -12,10 +12,11 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
-from jaxtrain.config import Config, ConfigError, ends_with_layers, get
-from jaxtrain.config.rules import Violation, values_for
+from jaxtrain.config import Config, ConfigError, ModelConfig, PipelineConfig, ends_with_layers
+from jaxtrain.config.rules import values_for
 from jaxtrain.costs import hardware
-from jaxtrain.pipeline.step_model import planned_op_times, transformer_of
+from jaxtrain.costs.transformer import Transformer
+from jaxtrain.pipeline.step_model import milliseconds, step_model_of, transformer_of
 from jaxtrain.schedule import by_name, search
 from jaxtrain.schedule.clocks import Times
 from jaxtrain.schedule.orders import CSV, ONE_CHUNK, SCHEDULES
@@ -117,25 +118,30 @@ class Setup:
 # --- op times -------------------------------------------------------------------------------------
 
 
-def times_of(config: Config, stages: int) -> Times:
+def times_of(config: Config) -> Times:
     """The op times of a resolved config: its `pipeline.times`; or those planned for
     `train.hardware`, in ms; or those that follow from the model's sizes, with F = 1. Raises
     HardwareError."""
-    pipeline, model, sizes = config.pipeline, config.model, transformer_of(config)
-    recompute = {"full": 1.0, "selective": 0.0, "none": 0.0}[pipeline.remat] if stages > 1 else 0.0
+    pipeline, stages, known = config.pipeline, config.mesh.stage, config.pipeline.times
+    if not known and stages > 1 and config.train.hardware:
+        kind = hardware.load(config.train.hardware)
+        known = milliseconds(step_model_of(config, kind).op_times())
+    model = transformer_of(config.model, config.data.sequence_length)
+    return complete_times(known, model, stages, pipeline.remat)
+
+
+def complete_times(known: Sequence[float], model: Transformer, stages: int, remat: str) -> Times:
+    """The op times that are known, in the order of `pipeline.times`; the others follow from the
+    model's sizes, and so do all, with F = 1, where none are known."""
+    recompute = {"full": 1.0, "selective": 0.0, "none": 0.0}[remat] if stages > 1 else 0.0
     # A module that predicts a further token is another head, a layer and its projection, forward
     # and backward.
-    module = model.vocab_size * model.width + sizes.layer().per_token + 2 * model.width**2
-    stage = sizes.layer().per_token * model.layers / stages
-    head = 3 * (model.vocab_size * model.width + model.mtp_depth * module) / stage
+    module = model.vocab_size * model.width + model.layer().per_token + 2 * model.width**2
+    stage = model.layer().per_token * model.layers / stages
+    head = 3 * (model.vocab_size * model.width + model.predictions * module) / stage
     # The dense layers before the others run forward with the embedding, and forward and backward
     # with its gradient: four times, in two.
-    embed = (
-        2 * model.dense_layers * sizes.layer(dense=True).per_token / stage if model.experts else 0.0
-    )
-    known = pipeline.times
-    if not known and stages > 1 and config.train.hardware:
-        known = planned_op_times(config, hardware.load(config.train.hardware))
+    embed = 2 * model.dense_layers * model.layer(dense=True).per_token / stage
     if not known:
         return Times(1.0, 1.0, 1.0, MESSAGE, recompute, head, embed=embed)
     forward, *named = known
@@ -159,122 +165,132 @@ def make_setup(config: Config, report: Report = search.silent) -> Setup:
     for a schedule that does not fit.
     """
     if config not in _SETUPS:
-        setup = _search(config, report)
+        times = times_of(config)
+        setup = _Search(config.model, config.pipeline, config.mesh.stage, times, report).setup()
         while len(_SETUPS) >= MOST_SETUPS:
             _SETUPS.pop(next(iter(_SETUPS)))
         _SETUPS[config] = setup
     return _SETUPS[config]
 
 
-def _search(config: Config, report: Report) -> Setup:
-    """The setup of the best table. Raises ConfigError for a schedule that does not fit."""
-    pipeline, stages = config.pipeline, config.mesh.stage
-    if stages == 1:
-        table = by_name.make_table(TableSpec(ONE_CHUNK, 1, 1, pipeline.microbatches))
-        return Setup(Placement(config.model.layers), table, times_of(config, 1), (1.0,))
-    try:
-        candidates = _candidates(config, _memory_bound(config), report)
-    except ConfigError:
-        raise
-    except search.MemoryTooSmall as error:
-        if pipeline.memory:
-            rule = "is too little for any table found"
-            fixes = values_for("pipeline.memory", [error.least, 0.0])
-            raise ConfigError("pipeline.memory", pipeline.memory, rule, fixes=fixes) from None
-        candidates = _candidates(config, error.least, report)
-    except ValueError as error:
-        reason, _, instead = str(error).partition(": use ")
-        fixes = values_for("pipeline.schedule", SCHEDULES)
-        rule = f"does not work: {reason}{f' (use {instead})' * bool(instead)}"
-        raise ConfigError("pipeline.schedule", pipeline.schedule, rule, fixes=fixes) from None
-    best = min(candidates, key=lambda candidate: candidate.weighed)
-    report("check", 1.0)
-    table = best.table
-    check(table)
-    placement = Placement(config.model.layers, stages, stage_of=table.stage_of, sizes=best.sizes)
-    return Setup(placement, table, times_of(config, stages), best.shares)
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """The search for the best table of a model on so many stages, with these op times."""
 
+    model: ModelConfig
+    pipeline: PipelineConfig
+    stages: int
+    times: Times
+    report: Report
 
-def _memory_bound(config: Config) -> float | None:
-    """The most residuals that a stage may hold with `auto`, in those of all its layers; by default
-    as many as in 1F1B with the same permutes."""
-    pipeline = config.pipeline
-    if pipeline.schedule != "auto" or pipeline.memory:
-        return pipeline.memory or None
-    spec = TableSpec(
-        ONE_CHUNK,
-        config.mesh.stage,
-        1,
-        pipeline.microbatches,
-        permute="late" if pipeline.permute == "auto" else pipeline.permute,
-        remat_full=pipeline.remat == "full",
-    )
-    return memory_of(by_name.make_table(spec))
-
-
-def _candidates(config: Config, memory: float | None, report: Report) -> list[_Candidate]:
-    """The tables for each number of chunks on a stage, and each place of the vocabulary, that the
-    config leaves open. Raises MemoryTooSmall, with the least that suffices, if none fits."""
-    pipeline, stages = config.pipeline, config.mesh.stage
-    repeats: Sequence[int] = (pipeline.repeats,)
-    if pipeline.schedule == "auto" and not pipeline.repeats:
-        repeats = [n for n in ANY_REPEATS if n * stages <= config.model.layers]
-        if pipeline.chunk_layers:
-            repeats = (len(pipeline.chunk_layers) // stages,)
-    vocabularies: Sequence[str] = (pipeline.vocabulary,)
-    if pipeline.vocabulary == "auto" and not pipeline.schedule.startswith(CSV):
-        vocabularies = ("end_stages",) if ends_with_layers(config.model) else VOCABULARIES
-    # the work grows with the chunks; a file's table needs none
-    total, done = max(1, sum(repeats) * len(vocabularies)), 0
-    candidates, too_small = [], []
-    for number, vocabulary in itertools.product(repeats, vocabularies):
-        part = part_of(report, done / total, number / total)
+    def setup(self) -> Setup:
+        """The setup of the best table. Raises ConfigError for a schedule that does not fit."""
+        pipeline, layers, stages = self.pipeline, self.model.layers, self.stages
+        if stages == 1:
+            table = by_name.make_table(TableSpec(ONE_CHUNK, 1, 1, pipeline.microbatches))
+            return Setup(Placement(layers), table, self.times, (1.0,))
         try:
-            candidates.append(_candidate(config, number, vocabulary, memory, part))
+            candidates = self._candidates(self._memory_bound())
+        except ConfigError:
+            raise
         except search.MemoryTooSmall as error:
-            too_small.append(error.least)
-        done += number
-    if not candidates:
-        raise search.MemoryTooSmall(memory or 0.0, min(too_small))
-    return candidates
+            if pipeline.memory:
+                rule = "is too little for any table found"
+                fixes = values_for("pipeline.memory", [error.least, 0.0])
+                raise ConfigError("pipeline.memory", pipeline.memory, rule, fixes=fixes) from None
+            candidates = self._candidates(error.least)
+        except ValueError as error:
+            reason, _, instead = str(error).partition(": use ")
+            fixes = values_for("pipeline.schedule", SCHEDULES)
+            rule = f"does not work: {reason}{f' (use {instead})' * bool(instead)}"
+            raise ConfigError("pipeline.schedule", pipeline.schedule, rule, fixes=fixes) from None
+        best = min(candidates, key=lambda candidate: candidate.weighed)
+        self.report("check", 1.0)
+        check(best.table)
+        placement = Placement(layers, stages, stage_of=best.table.stage_of, sizes=best.sizes)
+        return Setup(placement, best.table, self.times, best.shares)
 
+    def _memory_bound(self) -> float | None:
+        """The most residuals that a stage may hold with `auto`, in those of all its layers; by
+        default as many as in 1F1B with the same permutes."""
+        pipeline = self.pipeline
+        if pipeline.schedule != "auto" or pipeline.memory:
+            return pipeline.memory or None
+        spec = TableSpec(
+            ONE_CHUNK,
+            self.stages,
+            1,
+            pipeline.microbatches,
+            permute="late" if pipeline.permute == "auto" else pipeline.permute,
+            remat_full=pipeline.remat == "full",
+        )
+        return memory_of(by_name.make_table(spec))
 
-def _candidate(
-    config: Config, repeats: int, vocabulary: str, memory: float | None, report: Report
-) -> _Candidate:
-    """A table with `repeats` chunks on a stage; of `auto`, within `memory` residuals of a stage."""
-    pipeline, stages, layers = config.pipeline, config.mesh.stage, config.model.layers
-    table = None
-    if pipeline.schedule.startswith(CSV):
-        table = read_csv(pipeline.schedule.removeprefix(CSV))
-        _check_fits(config, table)
-        units_per_chunk = _units_of_chunks(table)
-        chunks = pipeline.chunk_layers or spread(layers, len(units_per_chunk), pipeline.layer_costs)
-        sizes = tuple(itertools.chain.from_iterable(map(spread, chunks, units_per_chunk)))
-    else:
-        chunks = pipeline.chunk_layers or spread(layers, stages * repeats, pipeline.layer_costs)
-        units_per_chunk, sizes = cut(chunks, pipeline.layers_per_op)
-    costs = pipeline.layer_costs or (1.0,) * layers
-    ends = itertools.accumulate(sizes)
-    shares = tuple(
-        sum(costs[end - size : end]) / (sum(costs) / stages)
-        for size, end in zip(sizes, ends, strict=True)
-    )
-    spec = TableSpec(
-        pipeline.schedule,
-        stages,
-        repeats,
-        pipeline.microbatches,
-        times=times_of(config, stages),
-        permute=pipeline.permute,
-        remat_full=pipeline.remat == "full",
-        units_per_chunk=units_per_chunk,
-        shares=shares,
-        vocabulary=vocabulary,
-        memory=memory,
-    )
-    table = table or by_name.make_table(spec, report)
-    return _Candidate(cost(table, spec), table, sizes, shares)
+    def _candidates(self, memory: float | None) -> list[_Candidate]:
+        """The tables for each number of chunks on a stage, and each place of the vocabulary, that
+        the config leaves open. Raises MemoryTooSmall, with the least that suffices, if none
+        fits."""
+        pipeline, stages = self.pipeline, self.stages
+        repeats: Sequence[int] = (pipeline.repeats,)
+        if pipeline.schedule == "auto" and not pipeline.repeats:
+            repeats = [n for n in ANY_REPEATS if n * stages <= self.model.layers]
+            if pipeline.chunk_layers:
+                repeats = (len(pipeline.chunk_layers) // stages,)
+        vocabularies: Sequence[str] = (pipeline.vocabulary,)
+        if pipeline.vocabulary == "auto" and not pipeline.schedule.startswith(CSV):
+            vocabularies = ("end_stages",) if ends_with_layers(self.model) else VOCABULARIES
+        # the work grows with the chunks; a file's table needs none
+        total, done = max(1, sum(repeats) * len(vocabularies)), 0
+        candidates, too_small = [], []
+        for number, vocabulary in itertools.product(repeats, vocabularies):
+            part = part_of(self.report, done / total, number / total)
+            try:
+                candidates.append(self._candidate(number, vocabulary, memory, part))
+            except search.MemoryTooSmall as error:
+                too_small.append(error.least)
+            done += number
+        if not candidates:
+            raise search.MemoryTooSmall(memory or 0.0, min(too_small))
+        return candidates
+
+    def _candidate(
+        self, repeats: int, vocabulary: str, memory: float | None, report: Report
+    ) -> _Candidate:
+        """A table with `repeats` chunks on a stage; of `auto`, within `memory` residuals of a
+        stage."""
+        pipeline, stages, layers = self.pipeline, self.stages, self.model.layers
+        table = None
+        if pipeline.schedule.startswith(CSV):
+            table = read_csv(pipeline.schedule.removeprefix(CSV))
+            _check_fits(table, self.model, pipeline, stages)
+            units_per_chunk = _units_of_chunks(table)
+            number = len(units_per_chunk)
+            chunks = pipeline.chunk_layers or spread(layers, number, pipeline.layer_costs)
+            sizes = tuple(itertools.chain.from_iterable(map(spread, chunks, units_per_chunk)))
+        else:
+            chunks = pipeline.chunk_layers or spread(layers, stages * repeats, pipeline.layer_costs)
+            units_per_chunk, sizes = cut(chunks, pipeline.layers_per_op)
+        costs = pipeline.layer_costs or (1.0,) * layers
+        ends = itertools.accumulate(sizes)
+        shares = tuple(
+            sum(costs[end - size : end]) / (sum(costs) / stages)
+            for size, end in zip(sizes, ends, strict=True)
+        )
+        spec = TableSpec(
+            pipeline.schedule,
+            stages,
+            repeats,
+            pipeline.microbatches,
+            times=self.times,
+            permute=pipeline.permute,
+            remat_full=pipeline.remat == "full",
+            units_per_chunk=units_per_chunk,
+            shares=shares,
+            vocabulary=vocabulary,
+            memory=memory,
+        )
+        table = table or by_name.make_table(spec, report)
+        return _Candidate(cost(table, spec), table, sizes, shares)
 
 
 # --- a file's table and the config ----------------------------------------------------------------
@@ -285,64 +301,65 @@ def _units_of_chunks(table: Table) -> tuple[int, ...]:
     return tuple(table.chunk_of.count(chunk) for chunk in sorted(set(table.chunk_of)))
 
 
-def _check_fits(config: Config, table: Table) -> None:
+def _check_fits(table: Table, model: ModelConfig, pipeline: PipelineConfig, stages: int) -> None:
     """Raises ConfigError unless a file's table does what the config says.
 
     Its fix is all that the table needs changed, at once: whoever names a file asks for that table,
     and not for the least change.
     """
-    schedule = config.pipeline.schedule
+    schedule = pipeline.schedule
     by_names = values_for("pipeline.schedule", SCHEDULES)
     if table.forward_only:
         rule = "has F ops alone, and training needs their B and W"
         raise ConfigError("pipeline.schedule", schedule, rule, fixes=by_names)
-    if needs := [*_needs(config, table)]:
-        changes = {
-            path: value for need in needs for fix in need.fixes for path, value in fix.items()
-        }
-        field = needs[0].field
-        raise ConfigError(field, get(config, field), needs[0].rule, fixes=[changes])
-    if table.vocabulary == "parallel" and (path := ends_with_layers(config.model)):
+    if needs := [*_needs(table, model.layers, pipeline, stages)]:
+        changes = {path: value for need in needs for path, value in need.fixes[0].items()}
+        raise ConfigError(needs[0].field, needs[0].value, needs[0].rule, fixes=[changes])
+    if table.vocabulary == "parallel" and (name := ends_with_layers(model)):
+        path = f"model.{name}"
         rule = f"needs embedding and head on one stage, and {schedule} shares them"
-        raise ConfigError(path, get(config, path), rule, fixes=[{path: 0}, *by_names])
+        raise ConfigError(path, getattr(model, name), rule, fixes=[{path: 0}, *by_names])
 
 
-def _needs(config: Config, table: Table) -> Iterator[Violation]:
-    """The settings that a file's table needs changed, each with one fix."""
-    pipeline, name, layers = config.pipeline, config.pipeline.schedule, config.model.layers
-    units = _units_of_chunks(table)
+def _needs(
+    table: Table, layers: int, pipeline: PipelineConfig, stages: int
+) -> Iterator[ConfigError]:
+    """An error for each setting that a file's table needs changed, with one fix."""
+    name, units = pipeline.schedule, _units_of_chunks(table)
     chunks = len(units)
 
-    def change(path: str, rule: str, value: object) -> Violation:
-        return Violation(path, rule, [{path: value}])
+    def change(path: str, value: object, rule: str, needed: object) -> ConfigError:
+        return ConfigError(path, value, rule, fixes=[{path: needed}])
 
-    for path, value in (
-        ("mesh.stage", table.stages),
-        ("pipeline.microbatches", table.microbatches),
+    for path, value, needed in (
+        ("mesh.stage", stages, table.stages),
+        ("pipeline.microbatches", pipeline.microbatches, table.microbatches),
     ):
-        if get(config, path) != value:
-            yield change(path, f"is not the {value} of the table of {name}", value)
+        if value != needed:
+            yield change(path, value, f"is not the {needed} of the table of {name}", needed)
     if table.recompute and pipeline.remat != "full":
-        yield change("pipeline.remat", f"does not go with the R ops of {name}", "full")
+        rule = f"does not go with the R ops of {name}"
+        yield change("pipeline.remat", pipeline.remat, rule, "full")
     if pipeline.remat == "full" and not table.recompute:
-        yield change("pipeline.remat", f"needs R ops, and {name} has none", "selective")
+        yield change("pipeline.remat", "full", f"needs R ops, and {name} has none", "selective")
     if pipeline.vocabulary not in ("auto", table.vocabulary):
-        yield change("pipeline.vocabulary", f"is not that of {name}", table.vocabulary)
+        rule = f"is not that of {name}"
+        yield change("pipeline.vocabulary", pipeline.vocabulary, rule, table.vocabulary)
     if pipeline.repeats and pipeline.repeats != chunks / table.stages:
         rule = f"is not that of {name}, {chunks} chunks on {table.stages} stages"
-        yield change("pipeline.repeats", rule, 0)
+        yield change("pipeline.repeats", pipeline.repeats, rule, 0)
     if pipeline.chunk_layers and len(pipeline.chunk_layers) != chunks:
         rule = f"has another number than the {chunks} chunks of {name}"
-        yield change("pipeline.chunk_layers", rule, ())
+        yield change("pipeline.chunk_layers", pipeline.chunk_layers, rule, ())
     if table.units > layers:
-        yield change("model.layers", f"are fewer than the units of {name}", table.units)
+        yield change("model.layers", layers, f"are fewer than the units of {name}", table.units)
         return
     given = pipeline.chunk_layers if len(pipeline.chunk_layers) == chunks else ()
     sizes = given or spread(layers, chunks, pipeline.layer_costs)
     if any(size < least for size, least in zip(sizes, units, strict=True)):
         rule = f"leaves a chunk fewer layers than it has units in {name}"
-        cuts = [p for p in ("pipeline.chunk_layers", "pipeline.layer_costs") if get(config, p)]
+        cuts = [field for field in ("chunk_layers", "layer_costs") if getattr(pipeline, field)]
         if cuts:
-            yield change(cuts[0], rule, ())
+            yield change(f"pipeline.{cuts[0]}", getattr(pipeline, cuts[0]), rule, ())
         else:
-            yield change("model.layers", rule, chunks * max(units))
+            yield change("model.layers", layers, rule, chunks * max(units))

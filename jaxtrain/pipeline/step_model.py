@@ -5,7 +5,15 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from jaxtrain.config import Config, ModelConfig, ends_with_layers, kernels
+from jaxtrain.config import (
+    Config,
+    MeshConfig,
+    ModelConfig,
+    ParallelConfig,
+    PipelineConfig,
+    ends_with_layers,
+    kernels,
+)
 from jaxtrain.costs import hardware as kinds
 from jaxtrain.costs.frameworks import FRAMEWORKS, Framework
 from jaxtrain.costs.hardware import Hardware
@@ -32,19 +40,13 @@ def step_model_of(config: Config, hardware: Hardware, assume: str = OURS) -> Ste
     assume: the framework that runs it, a name of costs/frameworks.FRAMEWORKS
     """
     return StepModel(
-        transformer_of(config),
-        layout_of(config),
+        transformer_of(config.model, config.data.sequence_length),
+        layout_of(config.mesh, config.pipeline, config.parallel, config.data.batch_size),
         framework_of(config, hardware, assume),
         hardware,
         config.precision.compute,
         config.optimizer,
     )
-
-
-def planned_op_times(config: Config, kind: Hardware) -> tuple[float, ...]:
-    """Milliseconds of F, B, W, message, R and head, in the form of `pipeline.times`, planned for a
-    resolved config none of whose mesh sizes is −1."""
-    return milliseconds(step_model_of(config, kind).op_times())
 
 
 def milliseconds(times: Iterable[float]) -> tuple[float, ...]:
@@ -53,18 +55,16 @@ def milliseconds(times: Iterable[float]) -> tuple[float, ...]:
     return tuple(float(f"{1e3 * seconds:.{DIGITS}g}") for seconds in times)
 
 
-def hardware_at_hand(config: Config, device_kind: str) -> Hardware | None:
-    """The hardware that `train.hardware` names, or, if it is empty, the one whose devices jax calls
-    `device_kind`; None for devices that are not known, such as any CPU. Raises HardwareError for a
-    name that is not known."""
-    name = config.train.hardware
+def hardware_at_hand(name: str, device_kind: str) -> Hardware | None:
+    """The hardware of this name, `train.hardware`, or, if it is empty, the one whose devices jax
+    calls `device_kind`; None for devices that are not known, such as any CPU. Raises HardwareError
+    for a name that is not known."""
     return kinds.load(name) if name else kinds.of_device(device_kind)
 
 
-def transformer_of(config: Config) -> Transformer:
-    """The transformer of a resolved config in the form that costs/ counts, with the sequence length
-    of its data."""
-    m = config.model
+def transformer_of(m: ModelConfig, sequence_length: int) -> Transformer:
+    """The transformer of a resolved model in the form that costs/ counts, with sequences of this
+    length."""
     return Transformer(
         layers=m.layers,
         width=m.width,
@@ -73,7 +73,7 @@ def transformer_of(config: Config) -> Transformer:
         head_dim=m.head_dim,
         mlp_width=m.mlp_width,
         vocab_size=m.vocab_size,
-        sequence=config.data.sequence_length,
+        sequence=sequence_length,
         gated=m.activation == "swiglu",
         tied=m.tied_embeddings,
         biases=m.biases,
@@ -104,10 +104,11 @@ def _experts_of(m: ModelConfig) -> dict[str, Any]:
     return {name: getattr(m, name) for name in names}
 
 
-def layout_of(config: Config) -> Layout:
+def layout_of(
+    mesh: MeshConfig, pipeline: PipelineConfig, parallel: ParallelConfig, batch_size: int
+) -> Layout:
     """The layout of a resolved config, none of whose mesh sizes is −1, and whose batch the shards
     and microbatches divide."""
-    mesh, pipeline = config.mesh, config.pipeline
     return Layout(
         data=mesh.data,
         stage=mesh.stage,
@@ -115,14 +116,13 @@ def layout_of(config: Config) -> Layout:
         context=mesh.context,
         expert=mesh.expert,
         replica=mesh.replica,
-        microbatch=config.data.batch_size
-        // (mesh.replica * mesh.data * mesh.expert * pipeline.microbatches),
+        microbatch=batch_size // (mesh.replica * mesh.data * mesh.expert * pipeline.microbatches),
         microbatches=pipeline.microbatches,
         repeats=max(1, pipeline.repeats),
         remat=pipeline.remat,
-        zero=config.parallel.zero,
+        zero=parallel.zero,
         schedule=pipeline.schedule,
-        offload=config.parallel.offload,
+        offload=parallel.offload,
     )
 
 
@@ -154,7 +154,12 @@ def framework_of(config: Config, hardware: Hardware, assume: str = OURS) -> Fram
             framework = dataclasses.replace(
                 framework, weight_copies=WEIGHT_COPIES, sum_passes=SUM_PASSES
             )
-    if framework.fused_attention and _scores_pass_through_memory(config, hardware, assume):
+    device = kernels.TargetDevice(platform_of(hardware))
+    case = kernels.attention_case(
+        device, config.model, config.data, config.mesh, config.parallel, config.precision
+    )
+    wanted = config.model.attention_kernel
+    if framework.fused_attention and _scores_pass_through_memory(case, wanted, assume):
         framework = dataclasses.replace(
             framework,
             fused_attention=False,
@@ -163,16 +168,14 @@ def framework_of(config: Config, hardware: Hardware, assume: str = OURS) -> Fram
     return framework
 
 
-def _scores_pass_through_memory(config: Config, hardware: Hardware, assume: str) -> bool:
+def _scores_pass_through_memory(case: kernels.AttentionCase, wanted: str, assume: str) -> bool:
     """True if attention has no fused kernel: plain XLA is asked for, or, in our own framework, no
-    other kernel takes the case."""
-    wanted = config.model.attention_kernel
+    other kernel takes the case. wanted: model.attention_kernel"""
     if wanted != "auto" or assume != OURS:
         return wanted == kernels.XLA
     # a file of `--calibrate`: plain XLA is what it has measured
-    if platform_of(hardware) == kernels.CPU:
+    if case.device.platform == kernels.CPU:
         return False
-    case = kernels.attention_case(config, kernels.TargetDevice(platform_of(hardware)))
     return kernels.attention_kernel(case).kernel == kernels.XLA
 
 

@@ -64,7 +64,7 @@ def plan_at_hand(config: Config, device_kind: str) -> PlanAtHand:
 
     device_kind: jax's name of the devices, which count unless `train.hardware` names others
     """
-    kind = hardware_at_hand(config, device_kind)
+    kind = hardware_at_hand(config.train.hardware, device_kind)
     if kind is None:
         use = "python -m jaxtrain.plan --calibrate --out=FILE measures it, for train.hardware=FILE"
         unknown = f"{device_kind!r} is not known: {use}"

@@ -26,7 +26,7 @@ from jaxtrain.costs.collectives import STAGE
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.costs.memory import MemoryBreakdown, SlotCounts, memory
 from jaxtrain.costs.step_time import BUBBLE, StepModel, TimeBreakdown
-from jaxtrain.pipeline.setup import Setup, make_setup, times_of
+from jaxtrain.pipeline.setup import Setup, complete_times, make_setup
 from jaxtrain.pipeline.step_model import OURS, milliseconds, step_model_of
 from jaxtrain.plan import layout_flag
 from jaxtrain.schedule.clocks import Times, coupled_time
@@ -265,7 +265,7 @@ def exactly(prediction: Prediction) -> Prediction:
     if layout.stage == 1 or work.framework.name != OURS:
         return prediction
     config = with_op_times(prediction.config, work)
-    times = times_of(cfg.replace(config, {"pipeline.times": work.op_times()}), layout.stage)
+    times = complete_times(work.op_times(), work.model, layout.stage, layout.remat)
     planned, auto = PlannedTable(config), config.pipeline.schedule == AUTO
     table = planned.part().setup.table
     counts = planned.counts(times, functools.partial(_without_waits, work) if auto else None)

@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 from jax.stages import Compiled
 
@@ -87,25 +88,30 @@ def state_memory(step: Step, reduces_in_ops: bool) -> dict[str, int]:
 def step_counts(config: Config, cpu: bool = False) -> StepCounts:
     """The counts of the step of a resolved config whose mesh is known. cpu: XLA's CPU backend
     lowers the collectives."""
-    setup, layout = make_setup(config), layout_of(config)
+    data, mesh, parallel, precision = config.data, config.mesh, config.parallel, config.precision
+    setup, layout = make_setup(config), layout_of(mesh, config.pipeline, parallel, data.batch_size)
     # No device is needed: layouts ask a mesh for its sizes alone.
-    state = make_layout(config, setup, AbstractMesh(sizes_of(config.mesh), AXES))  # type: ignore[arg-type]
-    tokens = config.data.sequence_length // config.mesh.context
+    abstract_mesh: Any = AbstractMesh(sizes_of(mesh), AXES)
+    dtype, independent = jnp.dtype(precision.params), config.train.diloco_inner_steps > 0
+    state = make_layout(
+        setup, abstract_mesh, config.model, parallel, dtype, data.batch_size, independent
+    )
+    tokens = data.sequence_length // mesh.context
     collectives = StepCollectives(
-        transformer_of(config),
+        transformer_of(config.model, data.sequence_length),
         layout,
-        item=bytes_of(config.precision.compute),
-        read=bytes_of(config.precision.compute),
-        reduced=FLOAT32 if cpu else bytes_of(config.precision.reduce),
+        item=bytes_of(precision.compute),
+        read=bytes_of(precision.compute),
+        reduced=FLOAT32 if cpu else bytes_of(precision.reduce),
         updated=FLOAT32,
-        context=config.parallel.context,
+        context=parallel.context,
         shares_vocabulary=setup.shares_vocabulary,
-        gathers_in_ops=config.parallel.zero == 3 and config.parallel.gather == "layer",
-        reduces_in_ops=config.parallel.reduce == "microbatch",
-        documents=not config.data.attend_across_documents,
-        loss_cuts=cut_count(layout.microbatch, tokens, config.mesh.model, config.model.loss_chunk),
+        gathers_in_ops=parallel.zero == 3 and parallel.gather == "layer",
+        reduces_in_ops=parallel.reduce == "microbatch",
+        documents=not data.attend_across_documents,
+        loss_cuts=cut_count(layout.microbatch, tokens, mesh.model, config.model.loss_chunk),
         cpu=cpu,
-        outer_int8=config.precision.outer == "int8",
+        outer_int8=precision.outer == "int8",
     )
     return StepCounts(
         collectives, parameters_of(state), setup.placement, setup.train, state.independent_replicas
@@ -146,7 +152,10 @@ def introduction(config: Config, step: Step) -> list[str]:
             f"replicas: {config.mesh.replica} train independently and exchange "
             f"{config.precision.outer} every {every} steps and after the last"
         )
-    lines += kernels.describe(config, target_device_of(device))
+    case = kernels.attention_case(
+        target_device_of(device), m, d, config.mesh, config.parallel, config.precision
+    )
+    lines += kernels.describe(m, case)
     if (unsharded := unsharded_over_data(step)) >= 0.01:
         data = config.mesh.data
         why = f"mesh.data={data} divides no free dimension of theirs (model.width={m.width})"
@@ -154,7 +163,8 @@ def introduction(config: Config, step: Step) -> list[str]:
             f"ZeRO: {unsharded:.0%} of the parameters are unsharded over all {data} devices: {why}"
         )
     if m.experts and not m.capacity_factor and config.mesh.expert > 1:
-        lines.append(_expert_capacity(m, transformer_of(config), layout_of(config)))
+        layout = layout_of(config.mesh, config.pipeline, config.parallel, d.batch_size)
+        lines.append(_expert_capacity(m, transformer_of(m, d.sequence_length), layout))
     lines.append(f"table: {step.setup.describe()}")
     if step.setup.train:
         pools = slot_pools(step)

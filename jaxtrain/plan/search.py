@@ -241,7 +241,8 @@ def _works(space: Space) -> Iterator[StepModel]:
     framework = functools.cache(
         lambda context: framework_of(with_context(context), space.hardware, space.assume)
     )
-    model, dtype = transformer_of(resolved), resolved.precision.compute
+    model = transformer_of(resolved.model, resolved.data.sequence_length)
+    dtype = resolved.precision.compute
     yield from (
         StepModel(model, mesh, framework(mesh.context), space.hardware, dtype)
         for mesh in meshes(space)

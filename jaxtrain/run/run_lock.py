@@ -132,8 +132,12 @@ def state_of(process: Process) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """A lock's holder. since: its start in UTC, as text; silence: seconds without a beat after
-    which it counts as dead on other hosts."""
+    """A lock's holder.
+
+    since: its start in UTC, as a text
+    token: a random text that no other holder has
+    silence: seconds without a beat after which other hosts take it for dead
+    """
 
     process: Process
     since: str
@@ -221,10 +225,10 @@ class RunLock:
 
     Args:
       folder: created if missing.
-      me: the process that takes it; the calling one if not given.
-      clock, sleep: seconds of this host.
-      lost: called with the error of a lost lock, from the thread that beats. Ends the process with
-        the error's status if not given.
+      me: the process that takes it; None: the calling one.
+      clock, sleep: as in `time`, in seconds.
+      lost: called with the error of a lost lock, from the thread that beats; None: the process ends
+        with the error's status.
     """
 
     def __init__(
@@ -293,7 +297,7 @@ class RunLock:
         successor = path.with_name(f"{path.name}.{hashlib.sha256(file.text).hexdigest()[:12]}")
         if not self._try(successor):
             return False
-        # raised where this process was considered dead and its successor file taken over
+        # raised if another process took this one for dead and has taken its successor file over
         with contextlib.suppress(FileNotFoundError):
             if _read(path) == file:
                 os.rename(successor, path)
@@ -359,9 +363,9 @@ class RunLock:
                 return
 
     def beat(self) -> RunError | None:
-        """Raises the count in the lock. None, or the error that ends the run if the lock is lost:
-        FolderError where another run has taken it over, LostLockError where it is gone or no lock
-        any more.
+        """Increments the count in the lock's file. Returns None, or, if the lock is lost, the error
+        that ends the run: FolderError if another run has taken it over, LostLockError if the file
+        is gone or was overwritten.
 
         Raises OSError if the file cannot be read or written at the moment.
         """

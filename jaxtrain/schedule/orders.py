@@ -10,8 +10,7 @@ Chunks are placed in a circle (chunk c on stage c mod p) or, for `zb_v` and `dua
 down the stages and back up, so that the last chunk is on stage 0, and a message stays on its stage
 where the V turns. packing.py gives tasks their ticks. The figures are for F = B = W = 1 and
 messages that take no time. The peak is the largest number of chunks whose residuals a stage holds
-at once, in tables
-with late permutes:
+at once, in tables with late permutes:
 
               placement   idle time of the whole step                peak
     gpipe     circular    2 (p − 1)                                  m v

@@ -20,8 +20,8 @@ from jaxtrain.schedule.table import counted, units_of
 
 
 class _Cut(NamedTuple):
-    """A cut of the lowest layers into chunks: the cost of the dearest chunk, and the layer at which
-    the last one begins."""
+    """A cut of the lowest layers into chunks: the cost of the costliest chunk, and the layer at
+    which the last chunk begins."""
 
     cost: float
     begin: int
@@ -30,9 +30,9 @@ class _Cut(NamedTuple):
 def spread(layers: int, chunks: int, costs: Sequence[float] = ()) -> tuple[int, ...]:
     """The number of layers of each chunk, at least one each.
 
-    Without `costs` evenly; where the layers do not divide, the lowest chunks have one more. With a
-    cost for every layer, the cut whose dearest chunk costs least; of several, the one whose later
-    chunks are the largest.
+    Without `costs` the chunks are even; if the layers do not divide, the lowest chunks have one
+    more. With a cost for every layer, it is the cut whose costliest chunk costs least; of several
+    such cuts, the one whose later chunks are the largest.
     """
     if not costs:
         size, longer = divmod(layers, chunks)
@@ -61,8 +61,7 @@ def spread(layers: int, chunks: int, costs: Sequence[float] = ()) -> tuple[int, 
 
 def cut(chunks: Sequence[int], layers_per_op: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns (the number of units of each chunk, the layers of every unit in model order); 0
-    layers per
-    op: a chunk is one unit.
+    layers per op: a chunk is one unit.
 
     A chunk whose layers do not divide has units as equal as can be.
     """
@@ -78,11 +77,9 @@ def cut(chunks: Sequence[int], layers_per_op: int) -> tuple[tuple[int, ...], tup
 class Placement:
     """The layers of each stage.
 
-    units_per_stage: units on a stage, the most of all stages; the circular placement has this
-        number on each
-    stage_of: the stage of each unit, in model order; left out: circular, unit u on stage u mod
-        stages
-    sizes:    the layers of each unit, in model order; left out: as equal as can be
+    units_per_stage: the most units on a stage; the circular placement has this number on each
+    stage_of: the stage of each unit, in model order; (): circular, unit u on stage u mod stages
+    sizes:    the number of layers of each unit, in model order; (): as equal as can be
 
     Raises ValueError if there are more units than layers.
     """
@@ -98,7 +95,7 @@ class Placement:
         stage_of = self.stage_of or tuple(unit % stages for unit in range(stages * units_per_stage))
         if len(stage_of) > self.layers:
             raise ValueError(
-                f"{stages} stages of {units_per_stage} chunks need at least {len(stage_of)} "
+                f"{stages} stages of {units_per_stage} units need at least {len(stage_of)} "
                 f"layers, not {self.layers}"
             )
         sizes = self.sizes or spread(self.layers, len(stage_of))
@@ -141,7 +138,8 @@ class Placement:
         return index
 
     def describe(self) -> str:
-        """One line with the number of layers on each stage, unit by unit."""
+        """A text with the number of layers on each stage, unit by unit: "7 layers over 2 stages × 2
+        units: 2+2, 2+1"."""
         if self.stages == 1 and self.units_per_stage == 1:
             return f"{self.layers} layers on one stage"
         counts = [
@@ -151,5 +149,5 @@ class Placement:
         listed = ", ".join(
             "+".join(str(count) for count in of_stage if count) for of_stage in counts
         )
-        chunks = counted(self.units_per_stage, "chunk")
-        return f"{self.layers} layers over {self.stages} stages × {chunks}: {listed}"
+        units = counted(self.units_per_stage, "unit")
+        return f"{self.layers} layers over {self.stages} stages × {units}: {listed}"

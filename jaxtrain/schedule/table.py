@@ -14,8 +14,7 @@ is one op on one unit and one microbatch:
     W  gradient of the weights   needs its own B
 
 A tick has at most one cell on each stage, and at most one permute. Its parts have this order on
-every
-stage:
+every stage:
 
     take in what arrived → early permute → embed → the cell's op → head → embedding's gradient
                          → late permute

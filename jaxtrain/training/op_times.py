@@ -9,7 +9,7 @@ import dataclasses
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jaxtrain.config import Config
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.pipeline.setup import Setup
-from jaxtrain.pipeline.step_model import hardware_at_hand, milliseconds, planned_op_times
+from jaxtrain.pipeline.step_model import hardware_at_hand, milliseconds, step_model_of
 from jaxtrain.schedule.clocks import Times
 from jaxtrain.schedule.columns import (
     EMBED,
@@ -157,16 +157,16 @@ def planned_times(config: Config) -> tuple[float, ...]:
     """The planner's times of a resolved config for `train.hardware` or the devices at hand, which
     a line names; () where their hardware is not known or has no peak for `precision.compute`.
     Raises HardwareError."""
-    hardware = hardware_at_hand(config, jax.devices()[0].device_kind)
+    hardware = hardware_at_hand(config.train.hardware, jax.devices()[0].device_kind)
     if hardware is None or config.precision.compute not in hardware.peak_tflops:
         return ()
-    times = planned_op_times(config, hardware)
+    times = milliseconds(step_model_of(config, hardware).op_times())
     cluster.log(describe(times, f"planned for {hardware.name}"))
     return times
 
 
-def stored_times(config: Config, folder: pathlib.Path) -> tuple[float, ...] | None:
+def stored_times(folder: pathlib.Path, settings: Mapping[str, str]) -> tuple[float, ...] | None:
     """The result of stored_op_times.read in process 0, on every process. All must call
     this."""
-    times = cluster.from_main(lambda: read(config, folder), OpTimesError)
+    times = cluster.from_main(lambda: read(folder, settings), OpTimesError)
     return None if times is None else tuple(times)

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.config import Config
+from jaxtrain.costs.hardware import Hardware
+from jaxtrain.costs.transformer import Transformer
 from jaxtrain.devices import cluster
-from jaxtrain.pipeline.step_model import hardware_at_hand, transformer_of
 from jaxtrain.run.goodput import GoodputLog
 from jaxtrain.run.metrics import MetricsWriter
 from jaxtrain.run.peers import Slowest, Stragglers
@@ -19,7 +19,7 @@ from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.parameter_checks import Comparison
 from jaxtrain.training.recovery import Fault, Numbers, Rollback, SpikeDetector
 from jaxtrain.training.requests import Answer, Request
-from jaxtrain.training.step import Step, StepMetrics
+from jaxtrain.training.step import StepMetrics
 
 TINY = 1e-12  # the least fraction of dropped choices that is warned of: any at all
 
@@ -50,22 +50,30 @@ class Speed:
     mfu: float | None
 
 
+def tokens_at_peak(
+    model: Transformer, devices: int, hardware: Hardware | None, dtype: str
+) -> float | None:
+    """Tokens a second of devices that train at their peak; None if it is unknown."""
+    if hardware is None or dtype not in hardware.peak_tflops:
+        return None
+    return devices * hardware.peak(dtype) / model.training_flops_per_token()
+
+
 class Speedometer:
     """Speed over the last seconds and since the last record, in the time that steps took, without
     evaluations and saves.
 
     Args:
-      config: a resolved config.
-      step: of this config.
+      tokens_per_step: of all devices together.
+      tokens_at_peak: tokens a second at which MFU is 1; None if the devices' peak is unknown.
       start: the step that the run starts from.
       clock: of the command.
     """
 
-    def __init__(self, config: Config, step: Step, start: int, clock: WallClock):
-        self.tokens_per_step = config.data.batch_size * config.data.sequence_length
-        self._hardware = hardware_at_hand(config, step.mesh.devices.flat[0].device_kind)
-        self._flops_per_token = transformer_of(config).training_flops_per_token() / step.mesh.size
-        self._dtype = config.precision.compute
+    def __init__(
+        self, tokens_per_step: int, tokens_at_peak: float | None, start: int, clock: WallClock
+    ):
+        self.tokens_per_step, self._tokens_at_peak = tokens_per_step, tokens_at_peak
         self._timer = StepTimer(start, clock=lambda: clock.spent(*STEPS))
         self.lap, self.restart = self._timer.lap, self._timer.restart
 
@@ -79,8 +87,7 @@ class Speedometer:
 
     def _speed(self, seconds: float) -> Speed:
         tokens_per_s = self.tokens_per_step / seconds
-        flops_per_s = tokens_per_s * self._flops_per_token
-        mfu = self._hardware.utilization(flops_per_s, self._dtype) if self._hardware else None
+        mfu = tokens_per_s / self._tokens_at_peak if self._tokens_at_peak else None
         return Speed(seconds, tokens_per_s, mfu)
 
 

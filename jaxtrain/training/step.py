@@ -13,7 +13,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 from jax.typing import ArrayLike
 
-from jaxtrain.config import Config, ConfigError, DataConfig, OptimizerConfig
+from jaxtrain.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
 from jaxtrain.devices import host_memory
 from jaxtrain.devices.compiler_options import compiler_options
 from jaxtrain.devices.mesh import CONTEXT, batch_shards
@@ -116,24 +123,31 @@ class Step:
         return abstract_state(self.layout, self.optimizer)
 
 
-def make_layout(config: Config, setup: Setup, mesh: Mesh) -> ParameterLayout:
-    """The layout of a resolved config's parameters on a mesh, which may be abstract."""
-    independent = config.train.diloco_inner_steps > 0
+def make_layout(
+    setup: Setup,
+    mesh: Mesh,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    dtype: jnp.dtype,
+    batch_size: int,
+    independent_replicas: bool,
+) -> ParameterLayout:
+    """The layout of a resolved model's parameters of this type on a mesh, which may be abstract.
+
+    batch_size: sequences in a step, of all replicas together
+    """
     # sequences whose losses are added up
-    sequences = config.data.batch_size // (replicas.count(mesh) if independent else 1)
+    sequences = batch_size // (replicas.count(mesh) if independent_replicas else 1)
     vocabulary_stages = mesh.shape["stage"] if setup.shares_vocabulary else 1
-    parts = build(
-        config.model, mesh.shape["model"], vocabulary_stages, config.parallel.context, sequences
-    )
+    parts = build(model, mesh.shape["model"], vocabulary_stages, parallel.context, sequences)
     return ParameterLayout(
         parts,
         setup.placement,
         mesh,
-        zero=config.parallel.zero,
-        dtype=jnp.dtype(config.precision.params),
-        independent_replicas=independent,
-        offload=config.parallel.offload in ("optimizer", "both"),
-        optimizer=config.optimizer,
+        parallel.zero,
+        dtype,
+        independent_replicas,
+        offload=parallel.offload in ("optimizer", "both"),
     )
 
 
@@ -147,19 +161,19 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
     """
     _check_host_memory(config.parallel.offload, mesh)
     setup = setup or make_setup(config)
-    layout = make_layout(config, setup, mesh)
-    skips = config.train.on_nonfinite != "stop"
-    optimizer = make_optimizer(
-        config.optimizer, config.train.steps, layout.specs, layout.offload, skips
-    )
-    parallel, precision = config.parallel, config.precision
+    model, data, parallel, precision = config.model, config.data, config.parallel, config.precision
+    steps, skips = config.train.steps, config.train.on_nonfinite != "stop"
+    independent = config.train.diloco_inner_steps > 0
+    dtype, compute = jnp.dtype(precision.params), jnp.dtype(precision.compute)
+    layout = make_layout(setup, mesh, model, parallel, dtype, data.batch_size, independent)
+    layout = dataclasses.replace(layout, optimizer=config.optimizer)
+    optimizer = make_optimizer(config.optimizer, steps, layout.specs, layout.offload, skips)
     zero = Zero(parallel.zero, parallel.gather, parallel.reduce, jnp.dtype(precision.reduce))
-    compute = jnp.dtype(precision.compute)
-    runtime_of = _runtime_of(layout, setup, zero, config.model.loss_chunk, compute)
+    runtime_of = _runtime_of(layout, setup, zero, model.loss_chunk, compute)
     runtime = runtime_of(
         setup.train,
         remat=config.pipeline.remat,
-        independent_replicas=layout.independent_replicas,
+        independent_replicas=independent,
         offload_activations=parallel.offload in ("activations", "both"),
     )
     gathers = zero.gathers_in_ops and mesh.shape["stage"] == 1
@@ -167,7 +181,7 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
     jit = functools.partial(jax.jit, compiler_options=options)
     state_shardings = jax.tree.map(lambda a: a.sharding, abstract_state(layout, optimizer))
     metrics_sharding = exchange = mean_metrics = None
-    if layout.independent_replicas:
+    if independent:
         metrics_sharding = NamedSharding(mesh, replicas.leading(PartitionSpec()))
         exchange = jit(
             _exchange(layout, config.optimizer, precision.outer),
@@ -175,8 +189,8 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
             out_shardings=state_shardings,
         )
         mean_metrics = jit(mean_over_replicas, out_shardings=NamedSharding(mesh, PartitionSpec()))
-    learning_rates = learning_rate(config.optimizer, config.train.steps)
-    train = _train(layout, optimizer, runtime, learning_rates, skips, config.model.balance_rate)
+    learning_rates = learning_rate(config.optimizer, steps)
+    train = _train(layout, optimizer, runtime, learning_rates, skips, model.balance_rate)
     return Step(
         layout.parts,
         layout,
@@ -187,12 +201,12 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
         gradients=jit(runtime.losses_and_gradients),
         exchange=exchange,
         mean_metrics=mean_metrics,
-        abstract_batch=_abstract_batch(config.data, config.pipeline.microbatches, mesh),
+        abstract_batch=_abstract_batch(data, config.pipeline.microbatches, mesh),
         slot_bytes=functools.partial(
             runtime.slot_bytes,
             config.sequences_per_microbatch // batch_shards(mesh.shape),
-            config.data.sequence_length // mesh.shape[CONTEXT],
-            not config.data.attend_across_documents,
+            data.sequence_length // mesh.shape[CONTEXT],
+            not data.attend_across_documents,
         ),
         host_pools=runtime.host_pools,
     )

@@ -12,8 +12,9 @@ the code, so the run's table stays the same. Times are measured or planned anew 
 import json
 import os
 import pathlib
+from collections.abc import Mapping
 
-from jaxtrain.config import Config, fields, get, replace, value_text
+from jaxtrain.config import Config, MeshConfig, PipelineConfig, fields, get, value_text
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
 OP_TIMES = "op_times.json"
@@ -38,21 +39,26 @@ class OpTimesError(RunError):
     status = ExitStatus.BAD_CONFIG
 
 
-def needed(config: Config) -> bool:
-    """True if a config, whose mesh is known, has a table and gives no op times for it."""
-    return config.mesh.stage > 1 and not config.pipeline.times
+def needed(mesh: MeshConfig, pipeline: PipelineConfig) -> bool:
+    """True if a mesh that is known has a table, and the config gives no op times for it."""
+    return mesh.stage > 1 and not pipeline.times
 
 
-def read(config: Config, folder: pathlib.Path) -> tuple[float, ...] | None:
+def depend_on(config: Config) -> dict[str, str]:
+    """The settings on which a resolved config's times depend, as text."""
+    return {path: value_text(get(config, path)) for path in fields() if path.startswith(_OF)}
+
+
+def read(folder: pathlib.Path, settings: Mapping[str, str]) -> tuple[float, ...] | None:
     """The times in a run's folder, () if they could not be measured; None where the folder has none
-    for this resolved config. Raises OpTimesError."""
+    for these settings, those of `depend_on`. Raises OpTimesError."""
     file = folder / OP_TIMES
     if file.exists() and not file.is_file():  # reading a FIFO would wait for a writer
         raise OpTimesError(f"{str(file)!r} is no file: move it away")
     try:
         values = json.loads(file.read_bytes())
         times = tuple(float(value) for value in values["times"])
-        return times if values["of"] == _of(config) else None
+        return times if values["of"] == settings else None
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -65,18 +71,16 @@ def read(config: Config, folder: pathlib.Path) -> tuple[float, ...] | None:
         ) from None
 
 
-def worth_storing(config: Config, given: Config) -> bool:
+def worth_storing(mesh: MeshConfig, pipeline: PipelineConfig, given: PipelineConfig) -> bool:
     """True if a resolved config's times were planned or measured in this run, even if measuring
     failed, and not `given` by the user."""
-    planned_or_measured = config.pipeline.times or config.pipeline.measure_times
-    without = replace(config, {"pipeline.times": given.pipeline.times})
-    return bool(planned_or_measured) and needed(without)
+    return bool(pipeline.times or pipeline.measure_times) and needed(mesh, given)
 
 
 def store(config: Config, folder: pathlib.Path, devices: str) -> None:
     """Writes a resolved config's times into a run's folder, in one piece or not at all. devices:
     in words, such as "8 × TPU v5p". Raises OSError."""
-    values = {"times": config.pipeline.times, "of": _of(config), "devices": devices}
+    values = {"times": config.pipeline.times, "of": depend_on(config), "devices": devices}
     part = folder / f"{OP_TIMES}.part"
     part.write_text(json.dumps(values, indent=1) + "\n")
     os.replace(part, folder / OP_TIMES)
@@ -88,8 +92,3 @@ def describe(times: tuple[float, ...], source: str = f"of {OP_TIMES}") -> str:
         return "op times could not be told apart: the table is made for those of the model's sizes"
     named = zip(("F", "B", "W", "message", "R", "head"), times, strict=True)
     return f"op times in ms, {source}: " + ", ".join(f"{name} {value:g}" for name, value in named)
-
-
-def _of(config: Config) -> dict[str, str]:
-    """The settings on which a config's times depend, as text."""
-    return {path: value_text(get(config, path)) for path in fields() if path.startswith(_OF)}

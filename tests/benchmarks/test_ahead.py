@@ -15,7 +15,7 @@ from support.step_text import CONFIG, STEP, TICKS
 from jaxtrain.costs.hardware import load
 from jaxtrain.hlo.program import Program
 from jaxtrain.pipeline.setup import make_setup
-from jaxtrain.pipeline.step_model import planned_op_times
+from jaxtrain.pipeline.step_model import milliseconds, step_model_of
 from jaxtrain.plan import topology
 from jaxtrain.plan.report import step_counts
 from jaxtrain.plan.topology import INSTALL_COMMAND, Platform, parse
@@ -32,6 +32,10 @@ FLAGS = {flag.name: flag.default for flag in benchmark.FLAGS}
 def compilers(monkeypatch):
     """All of them, as if installed."""
     monkeypatch.setattr(Platform, "missing", False)
+
+
+def op_times(config, kind):
+    return milliseconds(step_model_of(config, load(kind)).op_times())
 
 
 def test_every_case_is_a_config_that_works():
@@ -53,11 +57,11 @@ def test_a_case_is_planned_for_its_devices():
     v5p, h100 = benchmark.cases(values, [])
     for case, kind in ((v5p, "tpu-v5p"), (h100, "h100")):
         times = make_setup(case.config).times
-        assert planned_op_times(case.config, load(kind))[:3] == (times.F, times.B, times.W)
+        assert op_times(case.config, kind)[:3] == (times.F, times.B, times.W)
         assert times.B > 1.1 * times.F and times.W < times.F
     assert make_setup(v5p.config).times != make_setup(h100.config).times
     (named, _) = benchmark.cases(values, [("train.hardware", "tpu-v5e")])
-    assert planned_op_times(named.config, load("tpu-v5e"))[0] == make_setup(named.config).times.F
+    assert op_times(named.config, "tpu-v5e")[0] == make_setup(named.config).times.F
 
 
 def test_settings_and_sizes():

@@ -181,7 +181,7 @@ def test_a_step_that_cannot_be_read_at_the_moment_stays(saved, monkeypatch):
         c = checkpointer(folder, layout, log=pytest.fail)
         assert c.save(6, state(layout), {})
         c.close()
-    assert steps.names(folder) == [5, 6] and latest_step(folder) == 6
+    assert steps.step_numbers(folder) == [5, 6] and latest_step(folder) == 6
 
 
 def test_what_has_a_step_s_name_is_set_aside_by_the_first_save(saved):
@@ -225,9 +225,9 @@ def test_what_has_a_step_s_name_is_set_aside_by_the_first_save(saved):
 def test_a_state_of_another_placement_is_refused(tmp_path):
     layout = Layout(18, stages=2, chunks=2)
     for other, message in {
-        (2, 1): r"\[2, 5, 8, 16\] is not unit 0 of 18 layers over 2 stages × 1 chunk",
-        (4, 2): r"\[2, 5, 8, 16\] is not unit 0 of 18 layers over 4 stages × 2 chunks",
-        (2, 3): r"\[2, 5, 8, 16\] is not unit 0 of 18 layers over 2 stages × 3 chunks",
+        (2, 1): r"\[2, 5, 8, 16\] is not unit 0 of 18 layers over 2 stages × 1 unit",
+        (4, 2): r"\[2, 5, 8, 16\] is not unit 0 of 18 layers over 4 stages × 2 units",
+        (2, 3): r"\[2, 5, 8, 16\] is not unit 0 of 18 layers over 2 stages × 3 units",
     }.items():
         c = Checkpointer(tmp_path / "run", Placement(18, *other), stored_shapes(layout))
         with pytest.raises(ValueError, match=message):
@@ -236,7 +236,7 @@ def test_a_state_of_another_placement_is_refused(tmp_path):
     del live["params"]["layers"]["1"], shapes["params"]["layers"]["1"]
     with pytest.raises(
         ValueError,
-        match="params/layers/mlp/w: 1 units are not the 2 of 18 layers over 2 stages × 2 chunks",
+        match="params/layers/mlp/w: 1 units are not the 2 of 18 layers over 2 stages × 2 units",
     ):
         Checkpointer(tmp_path / "run", layout.placement, shapes).save(1, live, {})
     assert not (tmp_path / "run").exists()

@@ -46,12 +46,12 @@ def test_keeps_some_for_ever_and_the_best(tmp_path):
             c.evaluated(step, losses[step])
         c.close()
     # 3 was among the best two until 5 came, 4 stays for ever, and 6 is the newest.
-    assert steps.names(tmp_path) == [2, 4, 5, 6] and choose(tmp_path, {}).unrecognized == ()
+    assert steps.step_numbers(tmp_path) == [2, 4, 5, 6] and choose(tmp_path, {}).unrecognized == ()
     (tmp_path / "validation_losses.json").write_text("{")
     c = Checkpointer(tmp_path, layout.placement, stored_shapes(layout), keep)
     c.save(7, state(layout), {})
     c.close()
-    assert steps.names(tmp_path) == [4, 7]
+    assert steps.step_numbers(tmp_path) == [4, 7]
 
 
 def test_validation_losses_are_noted_of_all_steps_that_are_saved(tmp_path):
@@ -73,7 +73,7 @@ def test_validation_losses_are_noted_of_all_steps_that_are_saved(tmp_path):
     c = checkpointer(tmp_path, layout, keep=3)
     c.save(6, state(layout), {})
     c.close()
-    assert noted() == {1: 0.5} and steps.names(tmp_path) == [1, 5, 6]
+    assert noted() == {1: 0.5} and steps.step_numbers(tmp_path) == [1, 5, 6]
 
 
 def test_old_checkpoints_stay_until_the_new_one_is_finished(tmp_path, monkeypatch):

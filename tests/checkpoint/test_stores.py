@@ -20,7 +20,7 @@ from support.checkpoint_state import (
 from jaxtrain import generate
 from jaxtrain.checkpoint import __main__ as command
 from jaxtrain.checkpoint import saving, steps, stores
-from jaxtrain.checkpoint.steps import CheckpointError, choose, names
+from jaxtrain.checkpoint.steps import CheckpointError, choose, step_numbers
 from jaxtrain.config import addresses
 
 LAYOUT, OTHER = Layout(7, stages=2, chunks=2, data=2, model=2), Layout(7, stages=4, data=2)
@@ -177,16 +177,16 @@ def with_marks(test):
 def test_save_restore_keep_and_set_aside(directory):
     """What a kill has left of a save is no step and nobody's loss; what is damaged gets another
     name."""
-    assert stores.cannot_be_used(directory) == "" and names(directory) == []
+    assert stores.cannot_be_used(directory) == "" and step_numbers(directory) == []
     folder, said = stores.folder(directory), []
     (folder / "2" / "meta" / "metadata").write_text("{}")  # a save that did not end
-    assert names(directory) == [] and choose(directory, {}).unrecognized == ()
+    assert step_numbers(directory) == [] and choose(directory, {}).unrecognized == ()
     c = checkpointer(directory, LAYOUT, keep=2, log=said.append)
     for step in (1, 2, 3):
         assert c.save(step, state(LAYOUT), {"step": step})
     c.wait()
     c.close()
-    assert (names(directory), latest_step(directory), said) == ([2, 3], 3, [])
+    assert (step_numbers(directory), latest_step(directory), said) == ([2, 3], 3, [])
     assert_same(restored(directory, 3, OTHER), state(OTHER))
 
     path = folder / "3" / "meta" / "metadata"
@@ -198,7 +198,7 @@ def test_save_restore_keep_and_set_aside(directory):
     c.save(4, state(LAYOUT), {"step": 4})
     c.close()
     assert (
-        names(directory) == [2, 4]
+        step_numbers(directory) == [2, 4]
         and len(said) == 1
         and "3 (its meta is no JSON) is now 3.broken-1" in said[0]
     )
@@ -222,7 +222,7 @@ def test_a_store_that_fails_for_a_while(server, directory, monkeypatch):
     assert c.busy
     server.start()
     c.wait()
-    assert names(directory) == [1, 2] and said == []
+    assert step_numbers(directory) == [1, 2] and said == []
 
     server.stop()
     monkeypatch.setattr(saving, "RETRY_WAITS_S", (0.1,))
@@ -238,7 +238,7 @@ def test_a_store_that_fails_for_a_while(server, directory, monkeypatch):
     c.save(4, state(LAYOUT), {"step": 4})
     c.wait()
     c.close()
-    assert names(directory) == [1, 2, 4]
+    assert step_numbers(directory) == [1, 2, 4]
 
     server.stop()  # before the first save of another start
     other = checkpointer(directory, LAYOUT, log=said.append)

@@ -39,6 +39,15 @@ def config(changes=None) -> cfg.Config:
     ).resolve()
 
 
+def case_of(hardware: TargetDevice, changes=None) -> AttentionCase:
+    c = config(changes)
+    return kernels.attention_case(hardware, c.model, c.data, c.mesh, c.parallel, c.precision)
+
+
+def described(hardware: TargetDevice, changes) -> list[str]:
+    return list(kernels.describe(config(changes).model, case_of(hardware, changes)))
+
+
 def chosen(hardware: TargetDevice, **fields) -> str:
     shape = {
         "bits": 16,
@@ -86,7 +95,7 @@ def test_choice(hardware, fields, kernel):
 
 
 def test_what_is_asked_for_is_chosen():
-    case = kernels.attention_case(config(DOCUMENTS), A100)
+    case = case_of(A100, DOCUMENTS)
     assert [attention_kernel(case, wanted).kernel for wanted in (XLA, SPLASH, CUDNN)] == [
         XLA,
         SPLASH,
@@ -104,7 +113,7 @@ def test_what_is_asked_for_is_chosen():
     ],
 )
 def test_case_of_a_config(changes, shape):
-    case = kernels.attention_case(config(changes), V5P)
+    case = case_of(V5P, changes)
     assert (
         case.key_size,
         case.value_size,
@@ -173,19 +182,17 @@ def test_case_of_a_config(changes, shape):
     ],
 )
 def test_what_is_said(hardware, changes, lines):
-    assert list(kernels.describe(config(changes), hardware)) == lines
+    assert described(hardware, changes) == lines
 
 
 def test_a_short_sequence_is_no_warning():
-    assert len(list(kernels.describe(config({"data.sequence_length": 200}), V5P))) == 1
+    assert len(described(V5P, {"data.sequence_length": 200})) == 1
 
 
 def test_products_of_experts():
     """By their devices; by capacity there are none by groups."""
     experts = {"model.experts": 8, "model.expert_width": 64, "data.sequence_length": 128}
-    said = lambda hardware, **changes: "\n".join(
-        kernels.describe(config(experts | changes), hardware)
-    )
+    said = lambda hardware, **changes: "\n".join(described(hardware, experts | changes))
     assert "products of experts: megablox, jax's kernels for TPUs\n" in said(V5P) + "\n"
     assert (
         "products of experts: blocks of rows in plain XLA (megablox is for TPUs, large_blocks "

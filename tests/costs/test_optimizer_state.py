@@ -1,10 +1,12 @@
 """The optimizer's state on a device, as the planner counts it, is that of the arrays that training
 allocates, for every optimizer and every stage of ZeRO."""
 
+import dataclasses
 import functools
 import itertools
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh
 from support import small
@@ -77,7 +79,11 @@ def test_state_of_a_device(model, optimizer):
     """The planner's closed form has the bytes of the arrays, which are the dry run's too."""
     for (name, sizes), zero in itertools.product(MODELS[model][2].items(), range(4)):
         config, (setup, slots) = config_of(model, sizes, optimizer, zero), tables(model, name)
-        layout = make_layout(config, setup, AbstractMesh(sizes_of(config.mesh), AXES))
+        mesh = AbstractMesh(sizes_of(config.mesh), AXES)
+        layout = make_layout(
+            setup, mesh, config.model, config.parallel, jnp.dtype("float32"), 8, False
+        )
+        layout = dataclasses.replace(layout, optimizer=config.optimizer)
         made = make_optimizer(config.optimizer, config.train.steps, layout.specs)
         allocated = bytes_per_device(abstract_state(layout, made).optimizer)
         planned = step_model_of(config, load("h100"))

@@ -12,5 +12,5 @@ plain = configs.replace(config, {"model.head_norms": False})
 step = make_step(config, small.mesh_of(config))
 leaves = jax.tree_util.tree_leaves_with_path(step.abstract_state().params)
 norms = [leaf for path, leaf in leaves if "query_norm" in str(path) or "key_norm" in str(path)]
-added = transformer_of(config).parameters() - transformer_of(plain).parameters()
+added = transformer_of(config.model, 16).parameters() - transformer_of(plain.model, 16).parameters()
 assert sum(leaf.size for leaf in norms) == added == 4 * 2 * config.model.head_dim

@@ -74,23 +74,23 @@ def test_times():
     cfg = small.config((1, 4, 1), changes={"model.layers": 12})
     m = cfg.model
     layer = 4 * 32 * 32 + 3 * 32 * 64
-    assert transformer_of(cfg).layer().per_token == layer
+    assert transformer_of(cfg.model, 16).layer().per_token == layer
     experts = {
         "model.experts": 8,
         "model.experts_per_token": 2,
         "model.shared_experts": 1,
         "model.expert_width": 16,
     }
-    with_experts = transformer_of(small.config(changes=experts))
+    with_experts = transformer_of(small.config(changes=experts).model, 16)
     # what a token takes; the router
     assert with_experts.layer().per_token == 4 * 32 * 32 + 3 * 32 * 3 * 16 + 32 * 8
     head = 3 * m.vocab_size * m.width / (3 * layer)
-    times = times_of(cfg, 4)
+    times = times_of(cfg)
     assert (times.F, times.B, times.W, times.R) == (1, 1, 1, 1) and times.head == pytest.approx(
         head
     )
     given = lambda *numbers: dataclasses.astuple(
-        times_of(configs.replace(cfg, {"pipeline.times": numbers}), 4)
+        times_of(configs.replace(cfg, {"pipeline.times": numbers}))
     )[:6]
     assert given(2.0, 3.0, 4.0) == (2, 3, 4, 0, 2, pytest.approx(2 * head))
     assert given(2.0, 3.0, 4.0, 5.0, 6.0, 7.0) == (2, 3, 4, 5, 6, 7)
@@ -219,8 +219,8 @@ def test_dense_layers_first_take_time_with_the_embedding():
     moe = {"model.experts": 4, "model.expert_width": 32, "model.mlp_width": 128}
     cfg = small.config((1, 2, 1), changes=moe | {"model.dense_layers": 2})
     dense, layer = 4 * 32 * 32 + 3 * 32 * 128, 4 * 32 * 32 + 2 * 3 * 32 * 32 + 32 * 4
-    assert times_of(cfg, 2).embed == pytest.approx(2 * 2 * dense / (layer * 4 / 2))
-    assert times_of(small.config((1, 2, 1), changes=moe), 2).embed == 0
+    assert times_of(cfg).embed == pytest.approx(2 * 2 * dense / (layer * 4 / 2))
+    assert times_of(small.config((1, 2, 1), changes=moe)).embed == 0
 
 
 def test_too_little_memory_names_what_is_enough():

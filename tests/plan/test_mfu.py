@@ -2,10 +2,8 @@
 every kind of device."""
 
 import sys
-import types
 
 import jax
-import numpy as np
 import pytest
 from support import ROOT
 
@@ -15,7 +13,7 @@ from jaxtrain.costs.hardware import known, load
 from jaxtrain.models import transformer
 from jaxtrain.pipeline.step_model import transformer_of
 from jaxtrain.plan.predict import predict
-from jaxtrain.training.reporting import Speedometer
+from jaxtrain.training.reporting import Speedometer, tokens_at_peak
 
 sys.path.append(str(ROOT / "benchmarks"))
 import gpu_table
@@ -32,16 +30,15 @@ class Clock:
         return self.now
 
 
+def model_of(config):
+    return transformer_of(config.model, config.data.sequence_length)
+
+
 def mfu_of_a_run(config, kind, devices: int, seconds: float) -> float | None:
     """What is logged of a step that took so many seconds."""
-    device = types.SimpleNamespace(device_kind="cpu")
-    step = types.SimpleNamespace(
-        mesh=types.SimpleNamespace(size=devices, devices=np.array([device]))
-    )
-    clock = Clock()
-    speedometer = Speedometer(
-        configs.replace(config, {"train.hardware": kind.name}), step, 0, clock
-    )
+    clock, tokens = Clock(), config.data.batch_size * config.data.sequence_length
+    peak = tokens_at_peak(model_of(config), devices, kind, config.precision.compute)
+    speedometer = Speedometer(tokens, peak, 0, clock)
     clock.now = seconds
     speedometer.lap(1)
     return speedometer.since_asked().mfu
@@ -83,9 +80,7 @@ def test_a_run_its_plan_and_a_benchmark_agree(name):
                 "norms": [],
             }
         ]
-        side = gpu_table.side(
-            rounds, about, transformer_of(config).training_flops_per_token(), pattern
-        )
+        side = gpu_table.side(rounds, about, model_of(config).training_flops_per_token(), pattern)
         assert side.mfu == pytest.approx(figures["mfu"])
 
 
@@ -114,7 +109,7 @@ def test_operations_are_those_of_the_model_s_matrices(recipe):
     """Counted from the specifications of its parameters: of experts those that a token chooses; the
     head once for each token predicted."""
     config = load_recipe(find_recipe(recipe)).resolve()
-    model, sizes = config.model, transformer_of(config)
+    model, sizes = config.model, model_of(config)
     parts = transformer.build(model)
     part = lambda spec: model.experts_per_token / model.experts if "experts" in spec.axes else 1
     matrices = lambda name: sum(

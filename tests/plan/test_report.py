@@ -39,7 +39,7 @@ def test_lines(folder):
         x
         for x in lines
         if x.startswith("model: ")
-        and x.endswith(" parameters; 3 layers over 2 stages × 1 chunk: 2, 1")
+        and x.endswith(" parameters; 3 layers over 2 stages × 1 unit: 2, 1")
     ]
     assert [x for x in lines if x.startswith("table: 1f1b, ")]
     assert (

@@ -162,14 +162,11 @@ def test_where_the_modules_stand():
     assert make_setup(cfg).table.vocabulary == "end_stages"
     plain = dataclasses.replace(cfg.model, mtp_depth=0)
     layer, head = 4 * 32 * 32 + 3 * 32 * 64, 61 * 32
-    assert times_of(cfg, 2).head == pytest.approx(
-        3 * (2 * head + layer + 2 * 32 * 32) / (2 * layer)
-    )
+    assert times_of(cfg).head == pytest.approx(3 * (2 * head + layer + 2 * 32 * 32) / (2 * layer))
     parts, without = transformer.build(cfg.model), transformer.build(plain)
     assert parts.parameter_count == without.parameter_count + layer + 2 * 32 * 32 + 5 * 32
     counts = [
-        transformer_of(dataclasses.replace(cfg, model=model)).sequence_flops(causal=False)
-        for model in (plain, cfg.model)
+        transformer_of(model, 16).sequence_flops(causal=False) for model in (plain, cfg.model)
     ]
     attention = 16 * 2 * 32 * 2  # of a token: scores and values of a layer
     assert counts[1] - counts[0] == 16 * (2 * (layer + 2 * 32 * 32 + head) + attention)
@@ -214,5 +211,5 @@ def test_checkpoints(tmp_path):
                     small.to_plain(step.layout, jax.device_get(state.params)),
                     plain,
                 )
-    parts, params = load_parameters(tmp_path, 1, cfg)
+    parts, params = load_parameters(tmp_path, 1, cfg.model, cfg.precision, False)
     assert sorted(params) == ["embed", "head", "layers"] and parts.cfg.mtp_depth == 0

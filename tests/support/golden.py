@@ -36,10 +36,10 @@ def run(recipe: str, folder: pathlib.Path) -> dict[str, float]:
         *shrunk,
     ]
     config, flags = cli.parse(words, train.DESCRIPTION, train.FLAGS)
-    ready = train.check_and_find_tables(config, flags.recipe)
+    environment = Environment(8, "cpu", flags.recipe)
+    ready = train.find_tables(config, environment)
     # its program takes long to compile, and other tests have it
     with mock.patch.object(loop.Evaluation, "loss", return_value=None):
-        environment = Environment(8, "cpu", flags.recipe)
         loop.run(
             ready.resolved,
             ready.setup,

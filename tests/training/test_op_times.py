@@ -24,8 +24,15 @@ from jaxtrain.schedule.columns import EMBED, EMBED_GRADIENT, HEAD, cell_op, perm
 from jaxtrain.schedule.table import Permute
 from jaxtrain.schedule.table_spec import TableSpec
 from jaxtrain.training import stored_op_times
-from jaxtrain.training.op_times import planned_times, stored_times, times_of
-from jaxtrain.training.stored_op_times import OP_TIMES, OpTimesError, needed, worth_storing
+from jaxtrain.training.op_times import planned_times, times_of
+from jaxtrain.training.op_times import stored_times as read_on_every_process
+from jaxtrain.training.stored_op_times import (
+    OP_TIMES,
+    OpTimesError,
+    depend_on,
+    needed,
+    worth_storing,
+)
 
 CONFIG = Config(
     model=ModelConfig(layers=4, width=32, heads=4, mlp_width=64),
@@ -46,10 +53,15 @@ def keep(config, folder, times=TIMES):
     stored_op_times.store(replace(config, {"pipeline.times": times}), folder, "8 × cpu")
 
 
+def stored_times(config, folder):
+    return read_on_every_process(folder, depend_on(config))
+
+
 def test_who_needs_times():
-    assert needed(CONFIG)
+    assert needed(CONFIG.mesh, CONFIG.pipeline)
     for changes in ({"pipeline.times": TIMES}, {"mesh.stage": 1}):
-        assert not needed(replace(CONFIG, changes)), changes
+        config = replace(CONFIG, changes)
+        assert not needed(config.mesh, config.pipeline), changes
     notes = unused_settings(replace(CONFIG, {"pipeline.times": TIMES}))
     assert "pipeline.measure_times=true has no use with pipeline.times, which count" in notes
 
@@ -61,9 +73,10 @@ def test_which_times_are_kept():
         replace(CONFIG, {"pipeline.times": TIMES}),
         replace(CONFIG, {"pipeline.measure_times": False}),
     )
-    assert worth_storing(known, CONFIG) and worth_storing(CONFIG, CONFIG)
-    assert not worth_storing(known, known) and not worth_storing(sizes, sizes)
-    assert not worth_storing(replace(CONFIG, {"mesh.stage": 1}), CONFIG)
+    worth = lambda config, given: worth_storing(config.mesh, config.pipeline, given.pipeline)
+    assert worth(known, CONFIG) and worth(CONFIG, CONFIG)
+    assert not worth(known, known) and not worth(sizes, sizes)
+    assert not worth(replace(CONFIG, {"mesh.stage": 1}), CONFIG)
 
 
 def test_times_stay(tmp_path):
@@ -85,7 +98,7 @@ def test_planned_times_are_the_planners(tmp_path):
     assert times == pytest.approx(
         [1e3 * seconds for seconds in step_model_of(config, load(file)).op_times()], rel=1e-3
     )
-    assert dataclasses.astuple(setup.times_of(config, 2))[:6] == times
+    assert dataclasses.astuple(setup.times_of(config))[:6] == times
     assert planned_times(replace(config, {"precision.compute": "float32"})) == ()
 
 
