@@ -22,8 +22,11 @@ def _under(group: str, names: str | Iterable[str]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """Settings that have a use under the same condition. used: whether they have one in a config
-    whose mesh is known; reason: why not, read after "has no use"."""
+    """Settings that have a use under the same condition.
+
+    used: True if they have one in a config none of whose mesh sizes is -1
+    reason: why they have none: the words after "has no use"
+    """
 
     settings: list[str]
     used: Callable[[Config], object]
@@ -48,7 +51,7 @@ USES = (
     Use(
         ["pipeline.measure_times"],
         lambda c: not c.pipeline.times,
-        lambda c: "with pipeline.times, which count",
+        lambda c: "with pipeline.times, which are used instead",
     ),
     Use(["parallel.context"], lambda c: c.mesh.context > 1, lambda c: "with mesh.context=1"),
     Use(
@@ -64,7 +67,7 @@ USES = (
     Use(
         ["parallel.zero"],
         lambda c: c.mesh.data > 1 or c.parallel.zero < 2,
-        lambda c: "beyond that of 1 with mesh.data=1",
+        lambda c: "with mesh.data=1 that 1 has not",
     ),
     Use(
         ["optimizer.outer_learning_rate", "optimizer.outer_momentum", "precision.outer"],
@@ -103,7 +106,7 @@ USES = (
     Use(
         ["model.expert_room"],
         lambda c: c.mesh.expert > 1,
-        lambda c: "with mesh.expert=1, where all experts' rows have room",
+        lambda c: "with mesh.expert=1, where each device has memory for all of its tokens",
     ),
     Use(
         ["model.balance_rate"],

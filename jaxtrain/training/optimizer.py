@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from jaxtrain.config import OptimizerConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.devices.host_memory import read, write
-from jaxtrain.models.spec import Spec
+from jaxtrain.models.spec import Spec, is_spec
 
 
 def learning_rate(cfg: OptimizerConfig, steps: int) -> Callable[[ArrayLike], jax.Array]:
@@ -56,7 +56,7 @@ def make_optimizer(
     skips: `update` takes a scalar `finite`; if that is false, the state and the count of updates,
         on which the learning rate depends, stay as they are. The caller keeps the parameters.
     """
-    decays = jax.tree.map(lambda s: s.matrix, specs, is_leaf=_is_spec)
+    decays = jax.tree.map(lambda s: s.matrix, specs, is_leaf=is_spec)
     guarded = where_finite if skips else lambda inner: inner
     record = OPTIMIZERS[cfg.name]
     directions = guarded(record.make(optax, cfg))
@@ -71,10 +71,6 @@ def make_optimizer(
         guarded(optax.scale_by_learning_rate(learning_rate(cfg, steps))),
     ]
     return optax.chain(*parts)
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, Spec)
 
 
 def updates_made(state: Any) -> jax.Array:
@@ -118,7 +114,7 @@ def by_parameter(
         stacks layer by layer.
     """
     tree: Any
-    specs_of, tree = jax.tree.flatten(specs, is_leaf=_is_spec)
+    specs_of, tree = jax.tree.flatten(specs, is_leaf=is_spec)
 
     def joined(results: list[list], trees: list[bool], outline: Any) -> Any:
         columns = zip(*results, strict=True)

@@ -31,8 +31,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.config import OptimizerConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.devices import host_memory
+from jaxtrain.devices.mesh import AXES, REPLICA, psum
 from jaxtrain.devices.sharding import constrain, mesh_axes, restricted, spec
-from jaxtrain.models.spec import Spec
+from jaxtrain.models.spec import Spec, is_spec
 from jaxtrain.models.transformer import ModelParts
 from jaxtrain.parallel import replicas
 from jaxtrain.parallel.zero import Reduction, reduction_of
@@ -63,10 +64,6 @@ class TrainState:
         """The parameters to evaluate and to generate with; with independent replicas, those of the
         last exchange."""
         return self.params if self.anchor is None else self.anchor
-
-
-def _is_spec(x) -> bool:
-    return isinstance(x, Spec)
 
 
 class LaidOutParameter(NamedTuple):
@@ -109,7 +106,7 @@ class ParameterLayout:
         """fn(spec, leading shape, leading axes) for all parameters."""
 
         def of_parameters(tree: dict, lead: tuple[int, ...], axes: tuple[str, ...]) -> dict:
-            return jax.tree.map(lambda s: fn(s, lead, axes), tree, is_leaf=_is_spec)
+            return jax.tree.map(lambda s: fn(s, lead, axes), tree, is_leaf=is_spec)
 
         specs = self.specs
         stacks = {
@@ -153,7 +150,7 @@ class ParameterLayout:
 
     def parameters(self) -> list[LaidOutParameter]:
         """The parameters of one replica, in the order of their leaves."""
-        specs = jax.tree_util.tree_leaves_with_path(self.specs, is_leaf=_is_spec)
+        specs = jax.tree_util.tree_leaves_with_path(self.specs, is_leaf=is_spec)
         reductions = jax.tree.leaves(self.reductions, is_leaf=lambda r: isinstance(r, Reduction))
         return [
             LaidOutParameter(
@@ -193,7 +190,7 @@ class ParameterLayout:
         """
         record = OPTIMIZERS[self.optimizer.name]
         tree: Any
-        specs, tree = jax.tree.flatten(self.specs, is_leaf=_is_spec)
+        specs, tree = jax.tree.flatten(self.specs, is_leaf=is_spec)
         shardings = tree.flatten_up_to(self.scattered)
         parts, trees, outline = parts_of(jax.eval_shape(optimizer.init, self.shapes), tree)
         results, number = [], 0
@@ -233,6 +230,32 @@ class ParameterLayout:
             shardings,
         )
 
+    def norm(self, tree: dict) -> jax.Array:
+        """The l2 norm in float32 of arrays laid out as `scattered`: all devices of a replica add up
+        the squares of their shards, in one all-reduce of a scalar."""
+        shared = [a for a in AXES if not (self.independent_replicas and a == REPLICA)]
+        sizes, specs = self.mesh.shape, jax.tree.map(lambda s: s.spec, self.scattered)
+
+        def squares(shard: jax.Array, spec: P) -> jax.Array:
+            split = {a for part in spec for a in mesh_axes(part)}
+            copies = math.prod(sizes[a] for a in shared if a not in split)
+            return jnp.sum(jnp.square(shard.astype(jnp.float32))) / copies
+
+        def total(tree: dict) -> jax.Array:
+            return psum(
+                jnp.stack(jax.tree.leaves(jax.tree.map(squares, tree, specs))).sum(), shared
+            )
+
+        summed = jax.shard_map(
+            total,
+            mesh=self.mesh,
+            in_specs=(specs,),
+            out_specs=P(),
+            axis_names=set(AXES),
+            check_vma=False,
+        )
+        return jnp.sqrt(summed(tree))
+
     def keys(self, seed: int) -> list[np.ndarray]:
         """The random keys of the parameters, in the order of their leaves: [*leading, 2] uint32. A
         key depends on seed, name and layer only.
@@ -249,7 +272,7 @@ class ParameterLayout:
             ]
             return np.array(keys, np.uint32).reshape(*layers.shape, 2)
 
-        leaves, _ = jax.tree_util.tree_flatten_with_path(self.specs, is_leaf=_is_spec)
+        leaves = jax.tree_util.tree_leaves_with_path(self.specs, is_leaf=is_spec)
         return [keys_of(path) for path, _ in leaves]
 
     def initial(self, keys: list[jax.Array]) -> dict:
@@ -259,7 +282,7 @@ class ParameterLayout:
         Parameters of one shape and one sharding are drawn together, for random generators are most
         of this program's compile time.
         """
-        leaves, tree = jax.tree_util.tree_flatten_with_path(self.specs, is_leaf=_is_spec)
+        leaves, tree = jax.tree_util.tree_flatten_with_path(self.specs, is_leaf=is_spec)
         # by shape, leading dimensions and the mesh axes that shard it
         groups: dict[tuple, list[int]] = {}
         values = {}

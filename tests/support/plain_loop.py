@@ -205,10 +205,10 @@ def train(cfg: Config, steps: int = STEPS) -> Run:
                     moment = optax.tree_utils.tree_get(state.optimizer, momentum[0])
                     moment = jax.device_get(moment)
         params = jax.device_get(state.params)
-    assert [int(m.tokens) for m in metrics] == [
+    assert [int(m["weighted_tokens"]) for m in metrics] == [
         int(small.batch(cfg, i)["weights"].sum()) for i in range(steps)
     ]
-    norm = float(metrics[0].grad_norm)
+    norm = float(metrics[0]["grad_norm"])
     assert norm > cfg.optimizer.clip_norm, "the gradients were meant to be clipped"
     gradients = {}
     if momentum:
@@ -217,9 +217,9 @@ def train(cfg: Config, steps: int = STEPS) -> Run:
             lambda a: a * np.float32(scale), small.to_plain(step.layout, moment)
         )
     # to_plain fails where padding is not zero: after weight decay, too
-    return Run(
-        [float(m.loss) for m in metrics], norm, gradients, small.to_plain(step.layout, params)
-    )
+    plain_params = small.to_plain(step.layout, params)
+    np.testing.assert_allclose(metrics[-1]["param_norm"], norm_of(plain_params), rtol=1e-6)
+    return Run([float(m["loss"]) for m in metrics], norm, gradients, plain_params)
 
 
 def gradients(cfg: Config) -> Run:
