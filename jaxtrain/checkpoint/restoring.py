@@ -89,6 +89,7 @@ def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     sizes = [config.mesh.replica if independent and axis == REPLICA else 1 for axis in AXES]
     mesh: Any = jax.sharding.AbstractMesh(tuple(sizes), AXES)
     layout = ParameterLayout.unstaged(config.model, mesh, config.precision.params, independent)
+    layout = dataclasses.replace(layout, optimizer=config.optimizer)
     optimizer = make_optimizer(config.optimizer, config.train.steps, layout.specs)
     arrays = stored_arrays(abstract_state(layout, optimizer), stored_shapes(layout, optimizer))
     return {array.name: array.shape for array in arrays}

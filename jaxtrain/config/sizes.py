@@ -1,7 +1,8 @@
-"""Sizes of arrays that follow from settings: the code that makes the arrays (models/, parallel/)
-and the planner, which counts them (costs/), have to agree. Standard library only."""
+"""Sizes and shards of arrays that follow from settings: the code that makes the arrays (models/,
+parallel/) and the planner, which counts them (costs/), have to agree. Standard library only."""
 
 import math
+from collections.abc import Mapping, Sequence
 
 TILE = 128  # matrix units want the vocabulary in multiples of this
 OUTER_BLOCK = 1024  # numbers that share a scale where replicas exchange int8
@@ -30,3 +31,21 @@ def capacity_of(tokens: int, choices: int, experts: int, factor: float) -> int:
     """An expert's positions for a sequence of so many tokens: `factor` times its share of the
     choices, at most one for each token."""
     return min(tokens, math.ceil(factor * tokens * choices / experts))
+
+
+def scattered(
+    shape: Sequence[int], unsplit: Sequence[bool], over_stage: bool, sizes: Mapping[str, int]
+) -> tuple[tuple[str, ...], int]:
+    """(axes, dimension): where ZeRO scatters the sum of a parameter's gradient and its optimizer's
+    state; no axes if no dimension divides.
+
+    unsplit: whether no axis splits a dimension; over_stage: all stages hold the parameter, and may
+    share its state; sizes: of the mesh's axes
+    """
+    for names in [("data", "stage"), ("data",), ("stage",)] if over_stage else [("data",)]:
+        axes = tuple(name for name in names if sizes[name] > 1)
+        devices = math.prod(sizes[axis] for axis in axes)
+        for dim, size in enumerate(shape):
+            if axes and unsplit[dim] and size % devices == 0:
+                return axes, dim
+    return (), 0
