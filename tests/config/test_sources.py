@@ -183,7 +183,7 @@ def test_what_is_taken_is_said(write):
     assert sources.find("d").lines() == [
         "data.source=d: read 3 .jsonl, 1 .md; passed over, for names that begin with _ or .: .crc, "
         "_SUCCESS, a/_x, 1 more",
-        "  each one document, beside files of records: README.md "
+        "  text beside files of records, a document each: README.md "
         "(--config.data.source='d/**/*.jsonl' leaves them out)",
         link,
     ]
@@ -191,7 +191,7 @@ def test_what_is_taken_is_said(write):
     assert sources.find("d/**/*.jsonl").lines() == ["data.source=d/**/*.jsonl: read 3 .jsonl", link]
     assert sources.find("e").lines()[0].startswith("data.source=e: read 1 ")
     assert sources.find("e").lines()[1:] == [
-        "  each one document, beside files of records: x, y.md"
+        "  text beside files of records, a document each: x, y.md"
     ]
 
 
