@@ -32,6 +32,7 @@ STDLIB = "stdlib"
 LEFT_OUT_OF_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 HIDDEN = ("_", ".")  # the names below a source that begin with these are passed over
 NAMED = 3  # the names that a line lists at most
+ENDINGS = 5  # the endings that a line counts at most
 COMPRESSIONS = {
     ".gz": "gzip",
     ".gzip": "gzip",
@@ -328,7 +329,10 @@ def _no_files(source: Source, unmatched: Sequence[str], closed: int) -> ConfigEr
 def _amounts(endings: Iterable[str]) -> str:
     """Numbers of files by their endings, the largest first: "411 .jsonl.gz, 1 .md"."""
     amounts = collections.Counter(sorted(endings)).most_common()
-    return ", ".join(f"{count:,} {ending or 'without an ending'}" for ending, count in amounts)
+    words = [f"{count:,} {ending or 'without an ending'}" for ending, count in amounts[:ENDINGS]]
+    if rest := sum(count for _, count in amounts[ENDINGS:]):  # shards may end in their numbers
+        words.append(f"{rest:,} with other endings")
+    return ", ".join(words)
 
 
 def _stat(path: str, format: str) -> File:

@@ -195,6 +195,14 @@ def test_what_is_taken_is_said(write):
     ]
 
 
+def test_few_endings_are_counted(write):
+    """Shards may end in their numbers."""
+    write("d/a.txt", "d/b.txt", *(f"d/part.{i:03}" for i in range(100)))
+    assert sources.find("d").lines() == [
+        "data.source=d: read 2 .txt, 1 .000, 1 .001, 1 .002, 1 .003, 96 with other endings"
+    ]
+
+
 def test_files_to_come(write, tmp_path):
     write(*TREE)
     below = tmp_path / "crawl/new"
