@@ -31,6 +31,7 @@ from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, read_flags
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
+from jaxtrain.run.metrics import METRICS
 from jaxtrain.run.run_lock import RunLock
 
 DESCRIPTION = """
@@ -149,7 +150,7 @@ def command_of(argv: Sequence[str]) -> tuple[str, list[str]]:
 def ls(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
     (of,) = subjects
     losses = retention.read_losses(of.directory)
-    table = [("step", "size", "saved", "validation loss", "")]
+    table = [("step", "size", "saved", METRICS["validation_loss"].title, "")]
     for folder in of.folders():
         loss = losses.get(int(folder.name)) if folder.name.isdigit() else None
         table.append(
