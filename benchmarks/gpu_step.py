@@ -151,7 +151,7 @@ def run(folder: pathlib.Path) -> dict:
             state, metrics = compiled(state, on_device[number % len(on_device)])
             jax.block_until_ready((state, metrics))
             seconds.append(time.perf_counter() - began_step)
-            results.append(jax.device_get(metrics.by_name()))
+            results.append(jax.device_get(metrics))
     model = transformer_of(config.model, config.data.sequence_length)
     case_of_step = attention_case(
         target_device_of(jax.devices()[0]),

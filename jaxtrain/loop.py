@@ -32,7 +32,7 @@ from jaxtrain.plan.report import as_compiled, introduction
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.files import CONFIG_FILE, warned
 from jaxtrain.run.goodput import GoodputLog, plot_goodput
-from jaxtrain.run.metrics import MetricsWriter, plot_losses
+from jaxtrain.run.metrics import METRICS, MetricsWriter, plot_losses
 from jaxtrain.run.progress import Progress
 from jaxtrain.run.run_lock import FolderError, RunLock
 from jaxtrain.run.signals import Signals
@@ -209,7 +209,7 @@ class Trainer:
         peak = plan.work.tokens_at_peak() if plan else None
         self.reporter = Reporter(
             intervals=self.intervals,
-            mean_metrics=self.step.mean_metrics,
+            combine_metrics=self.step.combine_metrics,
             detector=self.detector,
             speedometer=Speedometer(tokens, peak, start, clock),
             log=log,
@@ -314,7 +314,7 @@ class Trainer:
         if cluster.is_main():
             if self.validation_loss is not None:
                 entropy = bigram_entropy(self.corpus)
-                line = f"validation loss {self.validation_loss:.4f} nats a token"
+                line = METRICS["validation_loss"].line(self.validation_loss)
                 if entropy is not None:
                     line += f"; the corpus's byte-bigram entropy is {entropy:.4f}"
                 cluster.log(line)

@@ -33,14 +33,14 @@ from jaxtrain.plan.explain import flags_of
 from jaxtrain.plan.report import introduction
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.files import CONFIG_FILE
-from jaxtrain.run.metrics import read_metrics
+from jaxtrain.run.metrics import METRICS, read_metrics
 from jaxtrain.run.wall_clock import Part, WallClock
 from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.optimizer import learning_rate
 from jaxtrain.training.preparation import make_loaders, prepare_corpus, start_compiling
 from jaxtrain.training.step import make_step
 
-FIGURES = {"loss": "loss", "grad_norm": "gradient norm"}  # figures of a record → their names
+FIGURES = {name: metric.title for name, metric in METRICS.items() if metric.replayed}
 # by precision.compute: the relative change of a figure that another order of sums can cause
 ROUNDING = {"float32": 1e-4, "bfloat16": 1e-2}
 NEAREST = 3  # steps that are suggested besides the nearest
@@ -122,8 +122,8 @@ def replay(
                 state, metrics = programs.train(state, data.batch(number))
                 if programs.exchange and intervals.exchanges(done):
                     state = programs.exchange(state)
-            metrics = step.mean_metrics(metrics) if step.mean_metrics else metrics
-            figures = {name: float(getattr(metrics, name)) for name in FIGURES}
+            metrics = step.combine_metrics(metrics) if step.combine_metrics else metrics
+            figures = {name: float(metrics[name]) for name in FIGURES}
     return _compare(recorded.figures, figures, at, ROUNDING[config.precision.compute])
 
 

@@ -3,9 +3,12 @@ another mesh, refused, generated from."""
 
 import shutil
 
+import numpy as np
 import pytest
 from support import train_runs as runs
 from support.train_runs import settings
+
+from jaxtrain.run.metrics import read_metrics
 
 STEPS, STOPPED = 11, 6  # an exchange every 4 steps, and after the last
 OWN = settings(
@@ -34,6 +37,24 @@ def test_a_run_learns_and_says_what_it_does(whole):
     )
     losses = runs.losses(workdir)
     assert list(losses) == list(range(1, STEPS + 1)) and losses[STEPS][0] < losses[1][0] - 0.5
+
+
+def test_the_logged_norm_is_the_mean_of_the_replicas(whole):
+    """Before an exchange: after step 2 the checkpoint has the replicas' own parameters, after step
+    4 those that they go on with."""
+    workdir, _ = whole
+    logged = {r["step"]: r["param_norm"] for r in read_metrics(workdir) if "loss" in r}
+    norms = {}
+    for step in (2, 4):
+        squares = [
+            np.square(array.reshape(2, -1)).sum(1)
+            for array in runs.stored_parameters(workdir, step)
+        ]
+        norms[step] = np.sqrt(np.sum(squares, axis=0))
+    assert norms[2][0] != norms[2][1] and logged[2] == pytest.approx(norms[2].mean(), rel=1e-6)
+    assert norms[4][0] == norms[4][1]
+    assert logged[4] == pytest.approx(norms[4][0], rel=0.05)
+    assert logged[4] != pytest.approx(norms[4][0], rel=1e-6)
 
 
 def test_stopped_between_exchanges_it_goes_on_bit_for_bit(whole):

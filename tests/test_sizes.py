@@ -189,7 +189,9 @@ def run_of(trained, case: Case):
 
 
 def assert_same(workdir, reference, steps) -> None:
-    """Losses, gradient norms and what was held out, to rounding of float32."""
+    """Losses, gradient norms and what was held out, to rounding of float32; and the parameters'
+    norm, which is that of the checkpoint."""
+    runs.assert_norm_is_stored(workdir, steps[-1])
     found, expected = runs.losses(workdir), runs.losses(reference)
     for step in steps:
         assert found[step] == pytest.approx(expected[step], rel=1e-5, abs=0), f"step {step}"

@@ -122,7 +122,9 @@ def test_metrics_config_and_files_of_a_run(whole):
         own = {
             "loss",
             "grad_norm",
+            "param_norm",
             "learning_rate",
+            "weighted_tokens",
             "tokens",
             "batch",
             "step_time_s",
@@ -188,6 +190,8 @@ def test_metrics_config_and_files_of_a_run(whole):
         and config["mesh"]["data"] == 1
         and config["train"]["steps"] == STEPS
     )
+    for step in (3, STEPS):
+        runs.assert_norm_is_stored(workdir, step)
     assert runs.checkpoints(workdir) == list(range(3, STEPS + 1, 3)) and not runs.unfinished(
         workdir
     )

@@ -7,7 +7,7 @@ and writes the start-up text. With `auto`, attention uses the first kernel that 
 
     kernel      devices               takes                                 is
     splash      TPUs                  heads of any size, also of two;       jax's Pallas kernel
-                                      sequences in steps of 128
+                                      multiples of 128 tokens
     cudnn       NVIDIA GPUs, 16 bits  heads of up to 128 (256 from          cuDNN's flash attention
                                       compute capability 9.0) in steps
                                       of 8; whole sequences; documents
@@ -124,11 +124,15 @@ def _for(platform: str, devices: str) -> KernelRule:
 def _in_steps(case: AttentionCase) -> Refusal | None:
     if case.queries % SPLASH_STEP == case.keys % SPLASH_STEP == 0:
         return None
-    parts = "" if case.queries == case.keys else ", a context's two chunks on a device too"
+    parts = (
+        ""
+        if case.queries == case.keys
+        else ", also for each of the two chunks of a device of mesh.context"
+    )
     step = SPLASH_STEP * (case.keys // max(case.queries, 1))
     nearest = max(1, round(case.keys / step)) * step
     return Refusal(
-        f"takes sequences in steps of {SPLASH_STEP} tokens{parts}, not {case.queries}",
+        f"takes multiples of {SPLASH_STEP} tokens{parts}, not {case.queries}",
         ({"data.sequence_length": nearest},),
     )
 
@@ -151,7 +155,7 @@ def _cudnn_heads(case: AttentionCase) -> Refusal | None:
             if case.key_size == case.value_size
             else f"{case.key_size} and {case.value_size}"
         )
-        return Refusal(f"is for heads of up to {most} numbers in steps of 8, not {sizes}")
+        return Refusal(f"is for heads whose size is a multiple of 8, at most {most}, not {sizes}")
     return None
 
 
@@ -170,7 +174,7 @@ def _cudnn_two_sizes(case: AttentionCase) -> Refusal | None:
 
 def _cudnn_whole(case: AttentionCase) -> Refusal | None:
     if case.context:
-        rule = f"attends over whole sequences, not by parallel.context={case.context!r}"
+        rule = f"is for unsplit sequences, not parallel.context={case.context!r}"
         return Refusal(rule, ({"parallel.context": "ulysses"},))
     return None
 
@@ -185,9 +189,7 @@ def _cudnn_mask(case: AttentionCase) -> Refusal | None:
     if case.context == "cache":
         return Refusal("is for training")
     if case.context == "ring":
-        return Refusal(
-            "does not attend to what goes round in a ring", ({"parallel.context": "ulysses"},)
-        )
+        return Refusal("is not for parallel.context='ring'", ({"parallel.context": "ulysses"},))
     if case.queries * case.keys > LARGEST_MASK:
         return Refusal(
             f"would need a mask of {case.queries:,} × {case.keys:,}",
@@ -291,7 +293,7 @@ def describe(model: ModelConfig, case: AttentionCase) -> Iterator[str]:
     elif choice.kernel in (XLA, CUDNN_MASK) and device.platform != CPU and case.keys >= LONG:
         fast = {TPU: SPLASH, GPU: CUDNN}.get(device.platform, XLA)
         refused = choice.refusals.get(fast) or Refusal(
-            "is not asked for", ({"model.attention_kernel": "auto"},)
+            "is not requested", ({"model.attention_kernel": "auto"},)
         )
         ends = " or ".join(
             f"--config.{path}={value}" for fix in refused.fixes for path, value in fix.items()
@@ -299,20 +301,20 @@ def describe(model: ModelConfig, case: AttentionCase) -> Iterator[str]:
         slow = (
             "takes several times as long"
             if choice.kernel == XLA
-            else "computes what its mask hides, too"
+            else "also computes the scores that its mask hides"
         )
         yield (
-            f"warning: attention by {choice.words} {slow} on {device.name}: {fast} "
-            f"{refused.rule}{f' ({ends} ends that)' * bool(ends)}"
+            f"warning: on {device.name} attention by {choice.words} {slow}: {fast} "
+            f"{refused.rule}{f' ({ends} prevents this)' * bool(ends)}"
         )
     if model.experts and not model.capacity_factor:
         choice = product_kernel(device)
         yield f"products of experts: {choice.words}{_refusals(choice)}"
         if device.platform == GPU:
             yield (
-                "warning: products of experts are no kernel of their own on a GPU, and wait "
-                "for the host before each block of rows: "
-                "--config.model.capacity_factor=1.25 has plain matmuls"
+                "warning: products of experts have no kernel on a GPU, and wait for the host "
+                "before each block of rows: --config.model.capacity_factor=1.25 makes them plain "
+                "matmuls"
             )
 
 

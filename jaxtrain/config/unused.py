@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, sources
+from jaxtrain.config.optimizers import OPTIMIZERS, READS
 from jaxtrain.config.rules import OF_EXPERTS
 from jaxtrain.schedule.orders import CSV
 
@@ -21,8 +22,11 @@ def _under(group: str, names: str | Iterable[str]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """Settings that have a use under the same condition. used: whether they have one in a config
-    whose mesh is known; reason: why not, read after "has no use"."""
+    """Settings that have a use under the same condition.
+
+    used: True if they have one in a config none of whose mesh sizes is -1
+    reason: why they have none: the words after "has no use"
+    """
 
     settings: list[str]
     used: Callable[[Config], object]
@@ -47,7 +51,7 @@ USES = (
     Use(
         ["pipeline.measure_times"],
         lambda c: not c.pipeline.times,
-        lambda c: "with pipeline.times, which count",
+        lambda c: "with pipeline.times, which are used instead",
     ),
     Use(["parallel.context"], lambda c: c.mesh.context > 1, lambda c: "with mesh.context=1"),
     Use(
@@ -63,7 +67,7 @@ USES = (
     Use(
         ["parallel.zero"],
         lambda c: c.mesh.data > 1 or c.parallel.zero < 2,
-        lambda c: "beyond that of 1 with mesh.data=1",
+        lambda c: "with mesh.data=1 that 1 has not",
     ),
     Use(
         ["optimizer.outer_learning_rate", "optimizer.outer_momentum", "precision.outer"],
@@ -80,6 +84,14 @@ USES = (
         lambda c: c.optimizer.schedule != "constant" or c.optimizer.decay_steps,
         lambda c: "with optimizer.schedule='constant' and optimizer.decay_steps=0",
     ),
+    *(
+        Use(
+            _under("optimizer", [setting for setting in READS if setting not in optimizer.reads]),
+            lambda c, name=name: c.optimizer.name != name,  # type: ignore[misc]
+            lambda c: f"with optimizer.name={c.optimizer.name!r}",
+        )
+        for name, optimizer in OPTIMIZERS.items()
+    ),
     Use(_under("model", OF_EXPERTS), lambda c: c.model.experts, lambda c: "with model.experts=0"),
     Use(
         ["model.router_group_limit", "model.router_group_best"],
@@ -94,7 +106,7 @@ USES = (
     Use(
         ["model.expert_room"],
         lambda c: c.mesh.expert > 1,
-        lambda c: "with mesh.expert=1, where all experts' rows have room",
+        lambda c: "with mesh.expert=1, where each device has memory for all of its tokens",
     ),
     Use(
         ["model.balance_rate"],

@@ -43,8 +43,7 @@ def pieces(
     ends it.
 
     Args:
-      fields: names or paths of the fields of JSON, JSONL and Parquet whose text is joined, in this
-        order.
+      fields: names or paths of the fields of records whose text is joined, in this order.
       prompt_only: the fields among them whose tokens do not count in the loss.
       scratch: a folder for files that have to be decompressed entirely.
       skipped: collects the records that cannot be read; None: the first of them is raised.

@@ -227,24 +227,14 @@ def bigram_entropy(corpus: Corpus) -> float | None:
 
 
 def _check(data: Any, source: sources.Source, tokenizer: Tokenizer) -> None:
-    """Raises DataError if the settings of `data` do not fit the source."""
-    mask, fields, name = ",".join(data.loss_mask), ",".join(data.text_fields), data.source
+    """Raises DataError if the settings of `data` do not fit the source, or it cannot be read."""
+    mask, name = ",".join(data.loss_mask), data.source
     if data.bad_records == "stop" or not source.files:
         documents.check_files(source)
-    if unknown := [field for field in data.loss_mask if field not in data.text_fields]:
-        raise DataError(
-            f"data.loss_mask={mask}: {unknown[0]} is not in data.text_fields={fields}: name "
-            "it there too"
-        )
     if data.loss_mask and not source.has_fields:
         raise DataError(
-            f"data.loss_mask={mask} names fields of JSON, JSONL or Parquet, and "
-            f"data.source={name} has none: leave it empty"
-        )
-    if not fields and source.has_fields:
-        raise DataError(
-            f"data.text_fields is empty, and data.source={name} has fields: name those that "
-            "hold the text"
+            f"data.loss_mask={mask} names fields of {sources.RECORDS}, and data.source={name} has "
+            "none: leave it empty"
         )
     if isinstance(tokenizer, NoTokenizer) and not source.holds_tokens:
         least = ByteTokenizer().vocab_size

@@ -76,6 +76,11 @@ class Spec:
         )
 
 
+def is_spec(x: object) -> bool:
+    """For `is_leaf`: a Spec is a leaf of a tree of specifications."""
+    return isinstance(x, Spec)
+
+
 class Parameter(nnx.Param):
     """A parameter that knows its specification; its value is abstract until real arrays are merged
     in."""

@@ -1,4 +1,8 @@
-"""The record of a run's steps: metrics.jsonl, TensorBoard, loss.png.
+"""The metrics of a run, each described once in METRICS, and their record: metrics.jsonl,
+TensorBoard, loss.png.
+
+A step's program computes the metrics that have a rule for independent replicas; all others are
+numbers of the host. progress.py shows them, `--replay` compares them, docs/use.md lists them.
 
     metrics.jsonl    one JSON object a line; a number that is not finite is null
       {"step": 10, "time": 1763786000.123, "wall_s": 12.5, "loss": 3.21, "grad_norm": 0.8,
@@ -11,18 +15,10 @@
     metrics.rolled_back.jsonl    the records that steps 61 to 75 had before the run went back to
                                  step 60
 
-    batch           the number of the step's batch, from 0
-    skipped         updates skipped so far, if the run skips those whose numbers are not finite
-    time            Unix seconds at which the record was written
-    wall_s          seconds that all starts of the run have lasted, compiling and lost steps
-                    included, without the time between starts
-    goodput         the fraction of wall_s that went into steps that count (goodput.py)
-    step_time_s …   means over the steps since the last training record, without evaluations and
-                    saves
-
 No device is used. Libraries that are slow to import are imported where they are used.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -32,11 +28,177 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxtrain.run.files import LineFile, read_json_lines, replace_text, warned
-from jaxtrain.run.wall_clock import WallClock
+from jaxtrain.run.wall_clock import Part, WallClock
 
 METRICS_FILE, LOSS_PLOT, TENSORBOARD_FOLDER = "metrics.jsonl", "loss.png", "tensorboard"
 ROLLED_BACK_FILE = "metrics.rolled_back.jsonl"
 LONGEST_TITLE = 70  # characters that fit above loss.png
+
+
+# Rules by which the values of independent replicas, numpy or jax arrays [replicas], become the
+# step's. tokens: the weighted tokens of each replica.
+
+
+def mean(values: Any, tokens: Any) -> Any:
+    return values.mean()
+
+
+def mean_by_tokens(values: Any, tokens: Any) -> Any:
+    return (values * tokens).sum() / tokens.sum().clip(1)
+
+
+def total(values: Any, tokens: Any) -> Any:
+    return values.sum()
+
+
+def largest(values: Any, tokens: Any) -> Any:
+    return values.max()
+
+
+def host(values: Any, tokens: Any) -> Any:
+    raise TypeError("a number of the host has one value")
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """A number that a record may have.
+
+    unit:     "" for a fraction, a count or a name
+    meaning:  a phrase; it says when a metric is missing
+    combine:  the rule by which the values of independent replicas become the step's. All devices of
+        a replica have the same value
+    title:    its name in texts
+    line:     a function from its value to its text on the printed line, which shows those that are
+        not empty
+    matters_most: a narrow line shows it before all others
+    group:    the group in TensorBoard of the records that have it
+    curve:    the label of its curve in loss.png, which has those with a label
+    replayed: whether `--replay` compares it
+    """
+
+    unit: str
+    meaning: str
+    combine: Callable[[Any, Any], Any]
+    title: str = ""
+    line: Callable[[float], str] = lambda value: ""
+    matters_most: bool = False
+    group: str = "train"
+    curve: str = ""
+    replayed: bool = False
+
+
+def short(number: float) -> str:
+    """Three digits and a unit: 950, 12.3k, 4.56M."""
+    for unit in ("", "k", "M", "G"):
+        if abs(number) < 999.5 or unit == "G":
+            break
+        number /= 1000
+    return f"{number:.3g}{unit}"
+
+
+METRICS = {
+    # of every record
+    "step": Metric("", "the number of the step, from 1", host),
+    "time": Metric("s", "Unix time at which the record was written", host),
+    "wall_s": Metric(
+        "s",
+        "what all starts of the run have lasted, compilation and lost steps included, without the "
+        "time between starts",
+        host,
+    ),
+    # of a logged step, computed by its program
+    "loss": Metric(
+        "nats per token",
+        "mean over the batch's weighted tokens, before the update",
+        mean_by_tokens,
+        title="loss",
+        line=lambda loss: f"loss {loss:.4f}",
+        matters_most=True,
+        curve="training",
+        replayed=True,
+    ),
+    "grad_norm": Metric(
+        "",
+        "l2 norm of all gradients together, before clipping",
+        mean,
+        title="gradient norm",
+        replayed=True,
+    ),
+    "param_norm": Metric(
+        "",
+        "l2 norm of all parameters together, after the update; independent replicas have one each, "
+        "taken before they exchange",
+        mean,
+    ),
+    "learning_rate": Metric("", "that of the update", mean),
+    "weighted_tokens": Metric("tokens", "the batch's tokens that count in the loss", total),
+    "mtp_loss": Metric(
+        "nats per token",
+        "mean loss of the tokens beyond the next; only with `model.mtp_depth`",
+        mean_by_tokens,
+    ),
+    "expert_load": Metric(
+        "",
+        "the busiest expert's load over the mean, in the layer where that is largest; only with "
+        "`model.experts`",
+        largest,
+    ),
+    "dropped": Metric(
+        "",
+        "fraction of the choices of experts that were dropped; only where experts have a capacity",
+        mean,
+    ),
+    "skipped": Metric(
+        "",
+        "updates skipped for numbers that are not finite, since the run began; only where "
+        "`train.on_nonfinite` is not `stop`",
+        total,
+    ),
+    # of a logged step, from the host
+    "tokens": Metric("tokens", "those of all steps so far, with a weight or without", host),
+    "batch": Metric("", "the number of the step's batch, from 0", host),
+    "step_time_s": Metric(
+        "s",
+        "mean over the steps since the last record of a step, without evaluations and saves",
+        host,
+    ),
+    "tokens_per_s": Metric(
+        "tokens/s",
+        "mean over the same steps",
+        host,
+        line=lambda rate: f"{short(rate)} tokens/s",
+    ),
+    "mfu": Metric(
+        "",
+        "model FLOPs utilization over the same steps, 0 to 1; null if the device's peak is unknown",
+        host,
+        line=lambda mfu: f"MFU {100 * mfu:.1f} %",
+    ),
+    "goodput": Metric("", "fraction of `wall_s` spent on steps that count", host),
+    "slowest_process": Metric("", "the process that the others wait for, if one is", host),
+    "slowest_behind_s": Metric("s", "the time a step by which it is behind them", host),
+    # of an evaluation
+    "validation_loss": Metric(
+        "nats per token",
+        "mean loss over the held-out batches",
+        host,
+        title="validation loss",
+        line=lambda loss: f"validation loss {loss:.4f} nats a token",
+        group="validation",
+        curve="validation",
+    ),
+    # of the first step of a start
+    "start_up_s": Metric("s", "from the start of the command to its first finished step", host),
+    **{f"{part.value}_s": Metric("s", "its parts", host) for part in Part},
+    # of a save
+    "save_s": Metric("s", "from the request to the complete checkpoint", host),
+    "save_blocked_s": Metric("s", "the part of it in which training stood still", host),
+    # of a rollback
+    "rolled_back_from": Metric("", "the step that the run had reached", host),
+    "next_batch": Metric("", "the number of the batch that it goes on with", host),
+    "why": Metric("", "the reason, a line of text", host),
+    "rollbacks": Metric("", "rollbacks so far", host),
+}
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict]:
@@ -109,8 +271,8 @@ class MetricsWriter:
         self.write(step, **values)
 
     def write(self, step: int, **values: float | int | str | None) -> None:
-        """Writes one record, which begins with step, `time` and `wall_s`. Numbers that are not
-        finite become null, for JSON has no others."""
+        """Writes one record of METRICS, which begins with step, `time` and `wall_s`. Numbers that
+        are not finite become null, for JSON has no others."""
         if self._file is None:
             return
         now, wall_s = round(time.time(), 3), round(self._wall_s(), 3)
@@ -120,7 +282,8 @@ class MetricsWriter:
         }
         self._file.write(json.dumps(record, allow_nan=False))
         if self._events is not None:
-            group = "validation" if any(k.startswith("validation") for k in values) else "train"
+            groups = {METRICS[name].group for name in values}
+            group = "validation" if "validation" in groups else "train"
             for name, value in {"wall_s": wall_s, **values}.items():
                 if isinstance(value, (int, float)):
                     self._events.add_scalar(f"{group}/{name}", value, step, walltime=now)
@@ -168,8 +331,9 @@ def plot_losses(workdir: str | os.PathLike) -> pathlib.Path | None:
     of the run's folder. The picture's path; None if there is nothing to draw."""
     records = read_metrics(workdir)
     curves = {
-        label: [(r["step"], r[key]) for r in records if isinstance(r.get(key), (int, float))]
-        for label, key in (("training", "loss"), ("validation", "validation_loss"))
+        metric.curve: [(r["step"], r[key]) for r in records if isinstance(r.get(key), (int, float))]
+        for key, metric in METRICS.items()
+        if metric.curve
     }
     if not any(curves.values()):
         return None
@@ -182,7 +346,7 @@ def plot_losses(workdir: str | os.PathLike) -> pathlib.Path | None:
         if points:
             marker = "o" if label == "validation" or len(points) == 1 else None
             axes.plot(*zip(*points), marker=marker, markersize=4, linewidth=1.5, label=label)
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.set(xlabel="step", ylabel=f"loss ({METRICS['loss'].unit})")
     name = pathlib.Path(workdir).resolve().name
     axes.set_title(
         name if len(name) <= LONGEST_TITLE else f"{name[: LONGEST_TITLE - 1]}…", parse_math=False

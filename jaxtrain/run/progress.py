@@ -9,7 +9,8 @@
     tables: 40 %, list late, 2 chunks a stage, 0:12
         of a search, without a terminal, every few seconds
 
-The lasting record of a run is in metrics.py.
+A line has the metrics that have a text (METRICS), and the time left. The lasting record of a run is
+in metrics.py.
 """
 
 import collections
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from jaxtrain.run import streams
+from jaxtrain.run.metrics import METRICS
 
 WINDOW = 10.0  # seconds of steps whose mean speed is shown
 BAR_SIZES = (3, 40)  # columns of the bar itself, at least and at most
@@ -115,17 +117,10 @@ class Progress:
         if self._bar:
             self._draw()
 
-    def update(
-        self,
-        step: int,
-        *,
-        loss: float | None = None,
-        tokens_per_s: float | None = None,
-        mfu: float | None = None,
-    ) -> None:
-        """Shows that `step` is done. Figures that are not given stay as they were."""
-        figures = {"loss": loss, "tokens_per_s": tokens_per_s, "mfu": mfu}
-        self._status |= {name: figure for name, figure in figures.items() if figure is not None}
+    def update(self, step: int, **values: float | None) -> None:
+        """Shows that `step` is done. values: metrics by name; those that are missing or None stay
+        as they were."""
+        self._status |= {name: value for name, value in values.items() if value is not None}
         self._step = step
         if self._first_lap is None:
             self._first_lap = step, self._clock()
@@ -141,17 +136,14 @@ class Progress:
         self._step, self._first_lap = step, None
 
     def _parts(self) -> dict[str, str]:
-        """The texts of the known figures by name, in the order in which they are shown."""
-        status, texts = self._status, {}
-        if "loss" in status:
-            texts["loss"] = f"loss {status['loss']:.4f}"
-        if "tokens_per_s" in status:
-            texts["tokens_per_s"] = f"{_short(status['tokens_per_s'])} tokens/s"
-        if "mfu" in status:
-            texts["mfu"] = f"MFU {100 * status['mfu']:.1f} %"
-        if left := self._left():
-            texts["left"] = left
-        return texts
+        """The texts of the known metrics and of the time left by name, in the order in which they
+        are shown."""
+        texts = {
+            name: metric.line(self._status[name])
+            for name, metric in METRICS.items()
+            if name in self._status
+        }
+        return {name: text for name, text in {**texts, "left": self._left()}.items() if text}
 
     def _left(self) -> str:
         begin, since = self._first_lap or (self._step, 0.0)
@@ -188,13 +180,14 @@ def bar_line(step: int, total: int, parts: dict[str, str], width: int) -> str:
     """One line of at most `width` characters: steps, a bar, and as many parts as fit, the least
     important left out first.
 
-    parts: name → text, in the order shown; names as in `_IMPORTANT`.
+    parts: name of a metric or "left" → text, in the order shown. The metrics that matter most are
+        more important than the time left, and that than the others.
     """
-    dot = DOT
-    shown = {"step": f"{step}/{total}"}
-    if len(dot.join([shown["step"], parts.get("loss", "")])) > width:
+    most = [name for name in parts if name != "left" and METRICS[name].matters_most]
+    dot, shown = DOT, {"step": f"{step}/{total}"}
+    if len(dot.join([shown["step"], *(parts[name] for name in most)])) > width:
         dot = " "
-    for name in _IMPORTANT:
+    for name in dict.fromkeys([*most, "left", *parts]):
         if name in parts and len(dot.join([*shown.values(), parts[name]])) <= width:
             shown[name] = parts[name]
     count, rest = shown["step"], dot.join(parts[name] for name in parts if name in shown)
@@ -204,18 +197,6 @@ def bar_line(step: int, total: int, parts: dict[str, str], width: int) -> str:
     full, part = divmod(size * 8 * step // max(total, 1), 8)
     bar = (EIGHTHS[-1] * full + EIGHTHS[part] * bool(part)).ljust(size)
     return f"{count} |{bar}| {rest}".rstrip()
-
-
-_IMPORTANT = ("loss", "left", "tokens_per_s", "mfu")
-
-
-def _short(number: float) -> str:
-    """Three digits and a unit: 950, 12.3k, 4.56M."""
-    for unit in ("", "k", "M", "G"):
-        if abs(number) < 999.5 or unit == "G":
-            break
-        number /= 1000
-    return f"{number:.3g}{unit}"
 
 
 def _duration(seconds: float) -> str:
@@ -256,8 +237,7 @@ class SearchProgress:
         now = self._clock()
         if not self._shown or now < self._next:
             return
-        minutes, seconds = divmod(int(now - self._began), 60)
-        text = f"{what}, {minutes}:{seconds:02}"
+        text = f"{what}, {_duration(int(now - self._began))}"
         if self._line.is_live:
             filled = int(SEARCH_BAR * done)
             self._line.draw(

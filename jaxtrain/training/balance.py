@@ -9,26 +9,22 @@ tree of the parameters' Specs, `with_counts` the same tree with gradients and co
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.models.spec import Spec
+from jaxtrain.models.spec import Spec, is_spec
 
 BIAS, LOAD, DROPPED = "bias", "load", "dropped"
-
-
-def _is_spec(x: object) -> bool:
-    return isinstance(x, Spec)
 
 
 def without_counts(specs: dict, with_counts: dict) -> dict:
     """The gradients, with zeros instead of counts."""
     return jax.tree.map(
-        lambda s, g: jnp.zeros_like(g) if s.counts else g, specs, with_counts, is_leaf=_is_spec
+        lambda s, g: jnp.zeros_like(g) if s.counts else g, specs, with_counts, is_leaf=is_spec
     )
 
 
 def _counts(specs: dict, with_counts: dict, *names: str) -> list[jax.Array]:
     """The counts with these names, in all stacks of layers."""
     pairs = zip(
-        jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec),
+        jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec),
         jax.tree.leaves(with_counts),
         strict=True,
     )
@@ -44,7 +40,7 @@ def move(specs: dict, params: dict, with_counts: dict, rate: float) -> dict:
             return parameter
         return parameter + rate * jnp.sign(count.mean(-1, keepdims=True) - count)
 
-    return jax.tree_util.tree_map_with_path(moved, specs, params, with_counts, is_leaf=_is_spec)
+    return jax.tree_util.tree_map_with_path(moved, specs, params, with_counts, is_leaf=is_spec)
 
 
 def expert_load(specs: dict, with_counts: dict) -> jax.Array | None:
@@ -58,8 +54,5 @@ def expert_load(specs: dict, with_counts: dict) -> jax.Array | None:
 def dropped(specs: dict, with_counts: dict) -> jax.Array | None:
     """The fraction of the choices of experts that was dropped; None if none can be."""
     drops = _counts(specs, with_counts, DROPPED)
-    return _total(drops) / _total(_counts(specs, with_counts, BIAS, LOAD)) if drops else None
-
-
-def _total(counts: list[jax.Array]) -> jax.Array:
-    return jnp.stack([count.sum() for count in counts]).sum()
+    choices = sum(load.sum() for load in _counts(specs, with_counts, BIAS, LOAD))
+    return jnp.divide(sum(drop.sum() for drop in drops), choices) if drops else None

@@ -11,12 +11,11 @@ scattered over a replica's devices.
 """
 
 import dataclasses
-import functools
 
 import jax
 from jax import lax
 
-from jaxtrain.models.spec import Spec
+from jaxtrain.models.spec import Spec, is_spec
 from jaxtrain.parallel import replicas
 from jaxtrain.training.state import ParameterLayout, TrainState
 
@@ -28,10 +27,8 @@ def exchange(
 
     rate: η; momentum: μ; dtype: of the outer gradient that crosses `replica`, "float32" or "int8".
     """
-    lay_out = functools.partial(
-        jax.tree.map, lambda a, like: lax.with_sharding_constraint(a, like.sharding)
-    )
-    params = lay_out(state.params, jax.tree.map(replicas.each, layout.outer))
+    shardings = jax.tree.map(lambda like: replicas.each(like).sharding, layout.outer)
+    params = jax.tree.map(lax.with_sharding_constraint, state.params, shardings)
     delta = replicas.mean_across(
         jax.tree.map(lambda a, p: a - p, state.anchor, params), layout.outer, dtype
     )
@@ -41,9 +38,7 @@ def exchange(
         # Parameters without a gradient are only averaged.
         return anchor - (delta if spec.counts else rate * (delta + momentum * velocity))
 
-    anchor = jax.tree.map(
-        moved, layout.specs, state.anchor, delta, velocity, is_leaf=lambda x: isinstance(x, Spec)
-    )
+    anchor = jax.tree.map(moved, layout.specs, state.anchor, delta, velocity, is_leaf=is_spec)
     params = jax.tree.map(
         lambda a, s: lax.with_sharding_constraint(a, s).astype(layout.dtype),
         anchor,

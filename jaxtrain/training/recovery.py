@@ -44,8 +44,8 @@ class Numbers:
     """The numbers of a step.
 
     at: the step; batch: the number of its batch
-    loss, grad_norm: the step's; if replicas are independent, the means over this process's replicas
-        or over all of them
+    loss, grad_norm: the step's; if replicas are independent, those of this process's replicas
+        or of all of them, combined
     finite: for each replica of this process, True if both are finite; one value if replicas are not
         independent
     is_global: loss and norm are those of all replicas

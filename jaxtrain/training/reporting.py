@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxtrain.devices import cluster
 from jaxtrain.run.goodput import GoodputLog
-from jaxtrain.run.metrics import MetricsWriter
+from jaxtrain.run.metrics import METRICS, MetricsWriter
 from jaxtrain.run.peers import Slowest, Stragglers
 from jaxtrain.run.progress import Progress, StepTimer
 from jaxtrain.run.wall_clock import STEPS, Part, WallClock, start_line, start_record
@@ -17,7 +17,7 @@ from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.parameter_checks import Comparison
 from jaxtrain.training.recovery import Fault, Numbers, Rollback, SpikeDetector
 from jaxtrain.training.requests import Answer, Request
-from jaxtrain.training.step import StepMetrics
+from jaxtrain.training.step import StepMetrics, combine_replicas
 
 TINY = 1e-12  # the least fraction of dropped choices that is warned of: any at all
 
@@ -38,19 +38,9 @@ class Pending:
     comparison: Comparison | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Speed:
-    """Means over some steps. mfu: model FLOPs utilization, 0 to 1; None if the device's peak is
-    unknown."""
-
-    step_time_s: float
-    tokens_per_s: float
-    mfu: float | None
-
-
 class Speedometer:
-    """Speed over the last seconds and since the last record, in the time that steps took, without
-    evaluations and saves.
+    """The metrics step_time_s, tokens_per_s and mfu: means over the last seconds or since the last
+    record, in the time that steps took, without evaluations and saves.
 
     Args:
       tokens_per_step: of all devices together.
@@ -66,18 +56,18 @@ class Speedometer:
         self._timer = StepTimer(start, clock=lambda: clock.spent(*STEPS))
         self.lap, self.restart = self._timer.lap, self._timer.restart
 
-    def recent(self) -> Speed:
+    def recent(self) -> dict[str, float | None]:
         """The mean over the last seconds."""
         return self._speed(self._timer.recent())
 
-    def since_asked(self) -> Speed:
+    def since_asked(self) -> dict[str, float | None]:
         """The mean over the steps since the last call."""
         return self._speed(self._timer.since_asked())
 
-    def _speed(self, seconds: float) -> Speed:
+    def _speed(self, seconds: float) -> dict[str, float | None]:
         tokens_per_s = self.tokens_per_step / seconds
         mfu = tokens_per_s / self._tokens_at_peak if self._tokens_at_peak else None
-        return Speed(seconds, tokens_per_s, mfu)
+        return {"step_time_s": seconds, "tokens_per_s": tokens_per_s, "mfu": mfu}
 
 
 @dataclasses.dataclass
@@ -86,7 +76,7 @@ class Reporter:
     logs and shows them.
 
     intervals: the steps that are logged.
-    mean_metrics: as in Step.
+    combine_metrics: as in Step.
     detector: checks every step's numbers; raises NumbersError, or sets the fault for which the run
         goes back.
     speedometer, progress, log: get every step, the log those that are due.
@@ -97,7 +87,7 @@ class Reporter:
     """
 
     intervals: Intervals
-    mean_metrics: Callable[[StepMetrics], StepMetrics] | None
+    combine_metrics: Callable[[StepMetrics], StepMetrics] | None
     detector: SpikeDetector
     speedometer: Speedometer
     log: MetricsWriter
@@ -137,7 +127,7 @@ class Reporter:
         """Logs and shows a validation loss in nats a token, if there is one."""
         if loss is not None:
             self.log.write(at, validation_loss=loss)
-            self.progress.log(f"step {at}: validation loss {loss:.4f} nats a token")
+            self.progress.log(f"step {at}: {METRICS['validation_loss'].line(loss)}")
 
     def saves(self, figures: Mapping[int, Mapping[str, float]]) -> None:
         """Logs, by step, the seconds that completed saves took and blocked the loop."""
@@ -164,13 +154,14 @@ class Reporter:
 
     def _report(self, pending: Pending, together: bool, logged: bool) -> Request:
         """together: all processes are at this step, so that independent replicas' results can be
-        averaged."""
+        combined; otherwise those of this process's replicas are."""
         at, metrics = pending.at, pending.metrics
-        together = together or logged or self.mean_metrics is None
+        together = together or logged or self.combine_metrics is None
         with self.goodput.clock.part(Part.AWAITING):
-            if together and self.mean_metrics is not None:
-                metrics = self.mean_metrics(metrics)
-            values = {name: float(np.mean(_local(a))) for name, a in metrics.by_name().items()}
+            local = {name: _local(values) for name, values in metrics.items()}
+            if self.combine_metrics is not None:
+                metrics = self.combine_metrics(metrics) if together else combine_replicas(local)
+            values = {name: float(metrics[name]) for name in METRICS if name in metrics}
             asked = pending.answer()
         values |= {"tokens": at * self.speedometer.tokens_per_step, "batch": pending.batch}
         self.speedometer.lap(at)
@@ -179,18 +170,14 @@ class Reporter:
             self.progress.log(start_line(self.goodput.clock))
             self.log.write(at, **start_record(self.goodput.clock))
             self._has_started = True
-        losses, norms = _local(pending.metrics.loss), _local(pending.metrics.grad_norm)
-        finite = tuple((np.isfinite(losses) & np.isfinite(norms)).tolist())
+        finite = tuple((np.isfinite(local["loss"]) & np.isfinite(local["grad_norm"])).tolist())
         numbers = Numbers(
             at, pending.batch, values["loss"], values["grad_norm"], finite, is_global=together
         )
         fault = self.detector.check(numbers)
-        recent = self.speedometer.recent()
-        self.progress.update(
-            at, loss=values["loss"], tokens_per_s=recent.tokens_per_s, mfu=recent.mfu
-        )
+        self.progress.update(at, **values, **self.speedometer.recent())
         if logged or (together and (fault or not all(finite))):
-            speed = dataclasses.asdict(self.speedometer.since_asked())
+            speed = self.speedometer.since_asked()
             goodput = round(self.goodput.share(), 4)
             self.log.write(at, **values, **speed, goodput=goodput, **self._slowest())
         self._warn_of_drops(at, values.get("dropped", 0.0))
@@ -215,7 +202,7 @@ class Reporter:
     def _agreed(self, fault: Fault | None, numbers: Numbers) -> Fault | None:
         """The fault that all processes agree on, the one that goes back furthest: each has checked
         the numbers of its own replicas."""
-        if self.mean_metrics is None or jax.process_count() == 1:
+        if self.combine_metrics is None or jax.process_count() == 1:
             return fault
         none = numbers.at + 1
         since = cluster.least(fault.since if fault else none)

@@ -1,9 +1,10 @@
-"""The training step and the evaluation as programs for a mesh, and the metrics of a step.
-run/metrics.py has the files and pictures of metrics."""
+"""The training step and the evaluation as programs for a mesh, and the metrics of a step, which
+run/metrics.py describes."""
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,6 @@ from jaxtrain.config import (
     ConfigError,
     DataConfig,
     ModelConfig,
-    OptimizerConfig,
     ParallelConfig,
 )
 from jaxtrain.devices import host_memory
@@ -29,54 +29,29 @@ from jaxtrain.models.transformer import ModelParts, build
 from jaxtrain.parallel import replicas
 from jaxtrain.parallel.zero import Zero
 from jaxtrain.pipeline.setup import Setup, make_setup
+from jaxtrain.run.metrics import METRICS, host
 from jaxtrain.runtime.runtime import LossesAndGradients, Runtime
 from jaxtrain.training import balance, diloco
 from jaxtrain.training.optimizer import learning_rate, make_optimizer, updates_made
 from jaxtrain.training.state import ParameterLayout, TrainState, abstract_state
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class StepMetrics:
-    """A step's float32 scalars; with independent replicas one of each, [replicas].
-
-    loss:          the mean over the batch's weighted tokens, in nats, before the update
-    grad_norm:     the norm of all gradients together, before clipping
-    learning_rate: of the update
-    tokens:        the number of weighted tokens of the batch
-    mtp_loss:      the mean loss of predictions beyond the next token; None if the model makes none
-    expert_load:   the busiest expert's load over the mean, in the layer where that is largest; None
-        without experts
-    dropped:       the fraction of the choices of experts that was dropped; None if none can be
-    skipped:       updates skipped for numbers that are not finite, since the run began; None if
-        updates are not skipped
-    """
-
-    loss: jax.Array
-    grad_norm: jax.Array
-    learning_rate: jax.Array
-    tokens: jax.Array
-    mtp_loss: jax.Array | None = None
-    expert_load: jax.Array | None = None
-    dropped: jax.Array | None = None
-    skipped: jax.Array | None = None
-
-    def by_name(self) -> dict[str, jax.Array]:
-        """The metrics that are not None."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
+# Float32 scalars by their names in METRICS; of independent replicas arrays [replicas].
+StepMetrics = dict[str, jax.Array]
 
 
-def mean_over_replicas(each: StepMetrics) -> StepMetrics:
-    """The metrics of a step from those of each replica: the loss is weighted by tokens; tokens and
-    skipped updates are sums."""
-    tokens = each.tokens.sum()
-    return dataclasses.replace(
-        jax.tree.map(jnp.mean, each),
-        loss=(each.loss * each.tokens).sum() / jnp.maximum(tokens, 1),
-        tokens=tokens,
-        skipped=None if each.skipped is None else each.skipped.sum(),
-    )
+def step_metrics(**values: jax.Array | None) -> StepMetrics:
+    """The metrics that are not None. Raises KeyError for one that METRICS lacks, ValueError for one
+    that METRICS does not combine over replicas."""
+    for name in values:
+        if METRICS[name].combine is host:
+            raise ValueError(f"{name} is a number of the host (run/metrics.py)")
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def combine_replicas(each: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of a step from those of each independent replica, [replicas], jax or numpy."""
+    tokens = each["weighted_tokens"]
+    return {name: METRICS[name].combine(values, tokens) for name, values in each.items()}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,7 +63,7 @@ class Step:
     gradients:    (params, batch) → LossesAndGradients, without an optimizer
     exchange:     TrainState → TrainState, of independent replicas (training/diloco.py), or None;
                   donates the state
-    mean_metrics: StepMetrics of each replica → those of the step; None if replicas are not
+    combine_metrics: StepMetrics of each replica → those of the step; None if replicas are not
         independent
     abstract_batch: a batch's arrays [microbatches, sequences, tokens] as ShapeDtypeStructs
     slot_bytes:   () → of a pipeline, pool of slots → bytes of one slot on a device
@@ -104,7 +79,7 @@ class Step:
     evaluate: Wrapped
     gradients: Wrapped
     exchange: Wrapped | None
-    mean_metrics: Wrapped | None
+    combine_metrics: Wrapped | None
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
     slot_bytes: Callable[[], dict[str, int]]
     host_pools: tuple[str, ...]
@@ -166,6 +141,7 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
     independent = config.train.diloco_inner_steps > 0
     dtype, compute = jnp.dtype(precision.params), jnp.dtype(precision.compute)
     layout = make_layout(setup, mesh, model, parallel, dtype, data.batch_size, independent)
+    layout = dataclasses.replace(layout, optimizer=config.optimizer)
     optimizer = make_optimizer(config.optimizer, steps, layout.specs, layout.offload, skips)
     zero = Zero(parallel.zero, parallel.gather, parallel.reduce, jnp.dtype(precision.reduce))
     runtime_of = _runtime_of(layout, setup, zero, model.loss_chunk, compute)
@@ -179,15 +155,15 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
     options = compiler_options(mesh.devices.flat[0], gathers, parallel.compiler_options)
     jit = functools.partial(jax.jit, compiler_options=options)
     state_shardings = jax.tree.map(lambda a: a.sharding, abstract_state(layout, optimizer))
-    metrics_sharding = exchange = mean_metrics = None
+    metrics_sharding = exchange = combine_metrics = None
     if independent:
         metrics_sharding = NamedSharding(mesh, replicas.leading(PartitionSpec()))
-        exchange = jit(
-            _exchange(layout, config.optimizer, precision.outer),
-            donate_argnums=0,
-            out_shardings=state_shardings,
+        rate, momentum = config.optimizer.outer_learning_rate, config.optimizer.outer_momentum
+        outer_step = functools.partial(
+            diloco.exchange, layout=layout, rate=rate, momentum=momentum, dtype=precision.outer
         )
-        mean_metrics = jit(mean_over_replicas, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        exchange = jit(outer_step, donate_argnums=0, out_shardings=state_shardings)
+        combine_metrics = jit(combine_replicas, out_shardings=NamedSharding(mesh, PartitionSpec()))
     learning_rates = learning_rate(config.optimizer, steps)
     train = _train(layout, optimizer, runtime, learning_rates, skips, model.balance_rate)
     return Step(
@@ -199,7 +175,7 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
         evaluate=jit(runtime_of(setup.evaluate).losses),
         gradients=jit(runtime.losses_and_gradients),
         exchange=exchange,
-        mean_metrics=mean_metrics,
+        combine_metrics=combine_metrics,
         abstract_batch=_abstract_batch(data, config.pipeline.microbatches, mesh),
         slot_bytes=functools.partial(
             runtime.slot_bytes,
@@ -228,13 +204,6 @@ def _runtime_of(
     )
 
 
-def _exchange(
-    layout: ParameterLayout, optimizer: OptimizerConfig, dtype: str
-) -> Callable[[TrainState], TrainState]:
-    rate, momentum = optimizer.outer_learning_rate, optimizer.outer_momentum
-    return lambda state: diloco.exchange(state, layout, rate, momentum, dtype)
-
-
 def _train(
     layout: ParameterLayout,
     optimizer: optax.GradientTransformation,
@@ -258,11 +227,8 @@ def _train(
             gradients = balance.without_counts(layout.specs, with_counts)
             # Each data shard updates its part of the parameters; then they are gathered.
             scattered = jax.tree.map(lax.with_sharding_constraint, params, layout.scattered)
-            guard = (
-                {"finite": jnp.isfinite(losses.loss) & jnp.isfinite(optax.tree.norm(gradients))}
-                if skips
-                else {}
-            )
+            norm = optax.tree.norm(gradients)
+            guard = {"finite": jnp.isfinite(losses.loss) & jnp.isfinite(norm)} if skips else {}
             updates, after = optimizer.update(gradients, optimizer_state, scattered, **guard)
             moved = balance.move(
                 layout.specs, optax.apply_updates(scattered, updates), with_counts, balance_rate
@@ -271,11 +237,12 @@ def _train(
                 select = functools.partial(jnp.where, guard["finite"])
                 moved = jax.tree.map(select, moved, scattered)
             params = jax.tree.map(lax.with_sharding_constraint, moved, layout.shardings)
-            metrics = StepMetrics(
-                losses.loss,
-                grad_norm=optax.tree.norm(gradients),
+            metrics = step_metrics(
+                loss=losses.loss,
+                grad_norm=norm,
+                param_norm=layout.norm(moved),
                 learning_rate=rate(updates_made(optimizer_state) if skips else state.step),
-                tokens=losses.tokens,
+                weighted_tokens=losses.tokens,
                 mtp_loss=losses.mtp_loss,
                 expert_load=balance.expert_load(layout.specs, with_counts),
                 dropped=balance.dropped(layout.specs, with_counts),

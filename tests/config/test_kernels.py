@@ -139,11 +139,11 @@ def test_case_of_a_config(changes, shape):
             V5P,
             {"data.sequence_length": 8200},
             [
-                "attention: plain XLA (splash takes sequences in steps of 128 tokens, not "
+                "attention: plain XLA (splash takes multiples of 128 tokens, not "
                 "8200, cudnn is for NVIDIA GPUs)",
-                "warning: attention by plain XLA takes several times as long on a TPU:"
-                " splash takes sequences in steps of 128 tokens, not 8200 "
-                "(--config.data.sequence_length=8192 ends that)",
+                "warning: on a TPU attention by plain XLA takes several times as long:"
+                " splash takes multiples of 128 tokens, not 8200 "
+                "(--config.data.sequence_length=8192 prevents this)",
             ],
         ),
         (
@@ -151,12 +151,12 @@ def test_case_of_a_config(changes, shape):
             {"mesh.context": 4},
             [
                 "attention: cuDNN's flash attention, given a mask"
-                " (splash is for TPUs, cudnn attends over whole sequences, not by "
+                " (splash is for TPUs, cudnn is for unsplit sequences, not "
                 "parallel.context='all_gather')",
-                "warning: attention by cuDNN's flash attention, given a mask computes what "
-                "its mask hides, too on a GPU:"
-                " cudnn attends over whole sequences, not by parallel.context='all_gather' "
-                "(--config.parallel.context=ulysses ends that)",
+                "warning: on a GPU attention by cuDNN's flash attention, given a mask also "
+                "computes the scores that its mask hides:"
+                " cudnn is for unsplit sequences, not parallel.context='all_gather' "
+                "(--config.parallel.context=ulysses prevents this)",
             ],
         ),
         (
@@ -164,9 +164,9 @@ def test_case_of_a_config(changes, shape):
             {"model.attention_kernel": "xla"},
             [
                 "attention: plain XLA (model.attention_kernel=xla)",
-                "warning: attention by plain XLA takes several times as long on a GPU: cudnn "
-                "is not asked for"
-                " (--config.model.attention_kernel=auto ends that)",
+                "warning: on a GPU attention by plain XLA takes several times as long: cudnn "
+                "is not requested"
+                " (--config.model.attention_kernel=auto prevents this)",
             ],
         ),
         (

@@ -113,7 +113,7 @@ RULES = [
             "pipeline.repeats": 0,
             "model.attention_kernel": "cudnn",
         },
-        "model.attention_kernel='cudnn' does not attend to what goes round in a ring: use "
+        "model.attention_kernel='cudnn' is not for parallel.context='ring': use "
         "--config.model.attention_kernel=auto",
     ),
     (
@@ -384,13 +384,13 @@ RULES = [
     ),
     (
         {**LATENT, "model.attention_kernel": "cudnn", "model.value_head_dim": 20},
-        "model.attention_kernel='cudnn' is for heads of up to 256 numbers in steps of 8, not "
-        "24 and 20"
+        "model.attention_kernel='cudnn' is for heads whose size is a multiple of 8, at most 256, "
+        "not 24 and 20"
         ": use --config.model.attention_kernel=auto",
     ),
     (
         {"model.attention_kernel": "splash", "data.sequence_length": 192},
-        "model.attention_kernel='splash' takes sequences in steps of 128 tokens, not 192: use "
+        "model.attention_kernel='splash' takes multiples of 128 tokens, not 192: use "
         "--config.model.attention_kernel=auto",
     ),
     (
@@ -400,8 +400,8 @@ RULES = [
     ),
     (
         {"model.attention_kernel": "cudnn", "model.head_dim": 132},
-        "model.attention_kernel='cudnn' is for heads of up to 256 numbers in steps of 8, not "
-        "132: use --config.model.attention_kernel=auto",
+        "model.attention_kernel='cudnn' is for heads whose size is a multiple of 8, at most 256, "
+        "not 132: use --config.model.attention_kernel=auto",
     ),
     (
         {"model.kv_heads": 3},
@@ -662,7 +662,7 @@ UNUSED = [
     ({"parallel.gather": "step"}, "parallel.gather=step has no use with parallel.zero=1"),
     (
         {"parallel.zero": 3, "mesh.data": 1},
-        "parallel.zero=3 has no use beyond that of 1 with mesh.data=1",
+        "parallel.zero=3 has no use with mesh.data=1 that 1 has not",
     ),
     (
         {"parallel.reduce": "microbatch", "mesh.data": 1},
@@ -708,7 +708,8 @@ UNUSED = [
     ),
     (
         {"model.experts": 8, "model.expert_room": 2.0},
-        "model.expert_room=2.0 has no use with mesh.expert=1, where all experts' rows have room",
+        "model.expert_room=2.0 has no use with mesh.expert=1, where each device has "
+        "memory for all of its tokens",
     ),
     (
         {"model.experts": 8, "model.router_group_best": 1},

@@ -16,6 +16,7 @@ import pytest
 from jaxtrain import config as configs
 from jaxtrain.config import Config
 from jaxtrain.devices.mesh import make_mesh, sizes_of
+from jaxtrain.parallel import replicas
 from jaxtrain.training.state import ParameterLayout, TrainState, abstract_state
 
 SMALL = configs.replace(
@@ -181,7 +182,16 @@ def from_plain(layout: ParameterLayout, plain: dict) -> dict:
 
 
 def first_state(step, plain: dict) -> TrainState:
-    """The state before the first step with plain parameters, without compiling anything."""
+    """The state before the first step with plain parameters, in each replica if replicas are
+    independent, without compiling anything."""
     abstract = abstract_state(step.layout, step.optimizer)
     state = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), abstract)
-    return dataclasses.replace(state, params=from_plain(step.layout, plain))
+    params = from_plain(step.layout, plain)
+    if not step.layout.independent_replicas:
+        return dataclasses.replace(state, params=params)
+
+    def laid_out(tree: dict, like: dict) -> dict:
+        return jax.tree.map(lambda a, like: jax.device_put(a, like.sharding), tree, like)
+
+    each = laid_out(replicas.copies(params, step.mesh), abstract.params)
+    return dataclasses.replace(state, params=each, anchor=laid_out(params, abstract.anchor))

@@ -23,8 +23,11 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 
+from jaxtrain.checkpoint import reading
 from jaxtrain.checkpoint.local import RUN_ID
+from jaxtrain.checkpoint.manifest import STATE, read_database
 from jaxtrain.checkpoint.steps import LOSSES
 from jaxtrain.run.metrics import read_metrics
 from support import COMPILE_QUICKLY, ROOT
@@ -269,6 +272,25 @@ def checkpoints(workdir: pathlib.Path) -> list[int]:
         if folder.exists()
         else []
     )
+
+
+def stored_parameters(workdir: pathlib.Path, step: int) -> list[np.ndarray]:
+    """The arrays of a checkpoint's parameters, float64; of independent replicas [replicas, …]."""
+    folder = epath.Path(workdir / "checkpoints" / str(step))
+    arrays = reading.open_arrays(folder, read_database(folder / STATE))
+    return [
+        np.asarray(array.read().result(), np.float64)
+        for name, array in arrays.items()
+        if name.startswith("params/")
+    ]
+
+
+def assert_norm_is_stored(workdir: pathlib.Path, step: int) -> None:
+    """The logged norm of the parameters is that of the checkpoint of the same step, to rounding of
+    float32."""
+    squares = sum(np.square(array).sum() for array in stored_parameters(workdir, step))
+    (norm,) = [r["param_norm"] for r in read_metrics(workdir) if r["step"] == step and "loss" in r]
+    assert norm == pytest.approx(np.sqrt(squares), rel=1e-6), f"step {step}"
 
 
 def unfinished(workdir: pathlib.Path) -> list[str]:

@@ -27,8 +27,7 @@ from jaxtrain.hlo.program import Program
 from jaxtrain.models import transformer
 from jaxtrain.parallel import replicas
 from jaxtrain.training.optimizer import make_optimizer
-from jaxtrain.training.state import TrainState
-from jaxtrain.training.step import Step, StepMetrics, make_step, mean_over_replicas
+from jaxtrain.training.step import Step, combine_replicas, make_step, step_metrics
 
 STEPS, INNER = 7, 3
 
@@ -149,7 +148,7 @@ def train(cfg: Config) -> tuple[Run, Step, dict[str, Program]]:
     """The run, and its two programs."""
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
-        state = first_state(step, cfg)
+        state = small.first_state(step, plain_loop.weights(cfg))
         batches = [small.place_batch(step, cfg, small.batch(cfg, i)) for i in range(STEPS)]
         inner, exchange = (
             step.train.lower(state, batches[0]).compile(),
@@ -158,12 +157,12 @@ def train(cfg: Config) -> tuple[Run, Step, dict[str, Program]]:
         losses = []
         for i, batch in enumerate(batches):
             state, metrics = inner(state, batch)
-            losses.append(list(map(float, metrics.loss)))
-            means, tokens = step.mean_metrics(metrics), np.asarray(metrics.tokens)
+            losses.append(list(map(float, metrics["loss"])))
+            means, tokens = step.combine_metrics(metrics), np.asarray(metrics["weighted_tokens"])
             np.testing.assert_allclose(
-                means.loss, (losses[-1] * tokens).sum() / tokens.sum(), rtol=1e-6
+                means["loss"], (losses[-1] * tokens).sum() / tokens.sum(), rtol=1e-6
             )
-            assert int(means.tokens) == small.batch(cfg, i)["weights"].sum()
+            assert int(means["weighted_tokens"]) == small.batch(cfg, i)["weights"].sum()
             if (i + 1) % INNER == 0:
                 state = exchange(state)
     state = jax.device_get(state)
@@ -181,17 +180,6 @@ def train(cfg: Config) -> tuple[Run, Step, dict[str, Program]]:
             for name, made in (("train", inner), ("exchange", exchange))
         },
     )
-
-
-def first_state(step: Step, cfg: Config) -> TrainState:
-    """The state before the first step, with the plain loop's weights."""
-    abstract, params = step.abstract_state(), small.from_plain(step.layout, plain_loop.weights(cfg))
-    state = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), abstract)
-    lay_out = lambda tree, like: jax.tree.map(
-        lambda a, like: jax.device_put(a, like.sharding), tree, like
-    )
-    of_each = lay_out(replicas.copies(params, step.mesh), abstract.params)
-    return dataclasses.replace(state, params=of_each, anchor=lay_out(params, abstract.anchor))
 
 
 def share(step: Step) -> int:
@@ -303,8 +291,9 @@ def test_mean_across_replicas(layout):
 
 
 def test_a_batch_without_a_valid_token_has_no_loss():
-    metrics = StepMetrics(jnp.zeros(2), jnp.zeros(2), jnp.zeros(2), jnp.zeros(2, jnp.int32))
-    assert all(float(value) == 0 for value in mean_over_replicas(metrics).by_name().values())
+    names = ("loss", "grad_norm", "mtp_loss", "weighted_tokens")
+    metrics = step_metrics(**dict.fromkeys(names, jnp.zeros(2)))
+    assert combine_replicas(metrics) == dict.fromkeys(names, 0)
 
 
 def test_rounding_to_int8():

@@ -136,5 +136,7 @@ def test_what_is_logged_of_the_load(counter):
     )
     # half of the choices have a slot
     assert (dropped.sum(-1) >= load.sum(-1) / 2 - 1).all() and (dropped <= load).all()
-    np.testing.assert_allclose(metrics.expert_load, (load.max(-1) / load.mean(-1)).max(), rtol=1e-6)
-    np.testing.assert_allclose(metrics.dropped, dropped.sum() / load.sum(), rtol=1e-6)
+    np.testing.assert_allclose(
+        metrics["expert_load"], (load.max(-1) / load.mean(-1)).max(), rtol=1e-6
+    )
+    np.testing.assert_allclose(metrics["dropped"], dropped.sum() / load.sum(), rtol=1e-6)

@@ -1,8 +1,6 @@
 """What becomes of a step's results: one step behind, logged when due, an error where the loss is
 not finite."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,9 +14,9 @@ from jaxtrain.run.peers import Slowest, Stragglers
 from jaxtrain.run.wall_clock import Part, WallClock
 from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.recovery import DetectorState, NumbersError, Rollback, SpikeDetector
-from jaxtrain.training.reporting import Pending, Reporter, Speed
+from jaxtrain.training.reporting import Pending, Reporter
 from jaxtrain.training.requests import Request, no_request
-from jaxtrain.training.step import StepMetrics, mean_over_replicas
+from jaxtrain.training.step import combine_replicas, step_metrics
 
 
 class Log:
@@ -52,14 +50,14 @@ class Log:
         self.written[f"back to {at}"] = values
 
     def recent(self):
-        return Speed(0.5, 200.0, None)
+        return {"step_time_s": 0.5, "tokens_per_s": 200.0, "mfu": None}
 
     since_asked = recent
 
 
 def reporter(
     log_every: int = 4,
-    mean_metrics=None,
+    combine_metrics=None,
     expert_room: float = 0.0,
     stragglers: Stragglers | None = None,
     **policy,
@@ -70,14 +68,14 @@ def reporter(
         save_every=0,
         evaluate_every=0,
         log_every=log_every,
-        exchange_every=0 if mean_metrics is None else 5,
+        exchange_every=0 if combine_metrics is None else 5,
     )
     clock = WallClock(4.0, clock=lambda: 6.5)
     clock.enter(Part.STEPPING)
     detector = SpikeDetector(TrainConfig(**policy), lambda number: f"batch {number}: its rows")
     return Reporter(
         intervals=intervals,
-        mean_metrics=mean_metrics,
+        combine_metrics=combine_metrics,
         detector=detector,
         speedometer=log,
         log=log,
@@ -92,7 +90,13 @@ def pending(at: int, loss: float = 2.0, answer=no_request) -> Pending:
     return Pending(
         at,
         at + 6,
-        StepMetrics(jnp.float32(loss), jnp.float32(0.5), jnp.float32(0.1), jnp.float32(7)),
+        step_metrics(
+            loss=jnp.float32(loss),
+            grad_norm=jnp.float32(0.5),
+            param_norm=jnp.float32(30),
+            learning_rate=jnp.float32(0.1),
+            weighted_tokens=jnp.float32(7),
+        ),
         answer,
     )
 
@@ -101,7 +105,7 @@ def pending(at: int, loss: float = 2.0, answer=no_request) -> Pending:
 def test_drops_beyond_the_room_are_warned_of(room):
     reports, log = reporter(expert_room=room)
     for at, dropped in enumerate([0.0, 0.001, 0.0015, 0.0, 0.002], 1):
-        metrics = dataclasses.replace(pending(at).metrics, dropped=jnp.float32(dropped))
+        metrics = pending(at).metrics | step_metrics(dropped=jnp.float32(dropped))
         reports.add(Pending(at, at, metrics, no_request))
     reports.finish(stopping=True)
     said = [line for line in log.shown if isinstance(line, str) and line.startswith("warning: ")]
@@ -133,7 +137,9 @@ def test_one_step_behind_and_logged_when_due():
         {
             "loss": 2.0,
             "grad_norm": 0.5,
+            "param_norm": 30.0,
             "learning_rate": 0.1,
+            "weighted_tokens": 7.0,
             "tokens": 400,
             "batch": 10,
             "goodput": 0.0,
@@ -208,18 +214,14 @@ def test_independent_replicas_are_put_together_only_where_they_meet():
 
     def mean(metrics):
         calls.append(metrics)
-        return mean_over_replicas(metrics)
+        return combine_replicas(metrics)
 
-    reports, log = reporter(mean_metrics=mean)
+    reports, log = reporter(combine_metrics=mean)
     over_replicas = NamedSharding(
         make_mesh((2, 1, 1, 1, 1, 1), jax.devices()[:2]), PartitionSpec(REPLICA)
     )
-    each = StepMetrics(
-        *(
-            jax.device_put(np.float32(pair), over_replicas)
-            for pair in ([1, np.nan], [1, 1], [0.1, 0.1], [10, 30])
-        )
-    )
+    pairs = {"loss": [1, np.nan], "grad_norm": [1, 1], "weighted_tokens": [10, 30]}
+    each = {name: jax.device_put(np.float32(pair), over_replicas) for name, pair in pairs.items()}
     reports.add(Pending(2, 1, each, no_request))
     # step 2 is not logged: a replica's loss ends nothing yet
     reports.add(Pending(3, 2, each, no_request))
@@ -233,7 +235,7 @@ def skipping(at: int, skipped: int, loss: float = float("nan")) -> Pending:
     return Pending(
         at,
         at - 1,
-        dataclasses.replace(pending(at, loss).metrics, skipped=jnp.float32(skipped)),
+        pending(at, loss).metrics | step_metrics(skipped=jnp.float32(skipped)),
         no_request,
     )
 
@@ -269,16 +271,6 @@ def test_going_back_is_said_and_logged():
     }
     assert log.shown[-1] == "warning: back from step 6 to step 4, and on with batch 6: why"
     assert reports.finish(stopping=True) is Request.NOTHING  # step 7 is forgotten
-
-
-def test_losses_are_weighted_by_tokens():
-    each = StepMetrics(
-        jnp.array([1.0, 3.0]), jnp.array([1.0, 2.0]), jnp.array([0.1, 0.1]), jnp.array([10.0, 30.0])
-    )
-    mean = {name: float(value) for name, value in mean_over_replicas(each).by_name().items()}
-    assert mean == pytest.approx(
-        {"loss": 2.5, "grad_norm": 1.5, "learning_rate": 0.1, "tokens": 40.0}
-    )
 
 
 def test_validation_is_logged_where_there_is_any():
