@@ -42,7 +42,7 @@ def mfu_of_a_run(config, kind, devices: int, seconds: float) -> float | None:
     speedometer = Speedometer(tokens, work.tokens_at_peak(), 0, clock)
     clock.now = seconds
     speedometer.lap(1)
-    return speedometer.since_asked().mfu
+    return speedometer.since_asked()["mfu"]
 
 
 @pytest.mark.parametrize("name", known())
