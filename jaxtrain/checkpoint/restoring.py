@@ -92,8 +92,9 @@ def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     sizes = [config.mesh.replica if independent and axis == REPLICA else 1 for axis in AXES]
     mesh: Any = jax.sharding.AbstractMesh(tuple(sizes), AXES)
     parts, placement = build(config.model, 1), Placement(config.model.layers)
+    dtype = jnp.dtype(config.precision.params)
     layout = ParameterLayout(
-        parts, placement, mesh, 0, jnp.dtype(config.precision.params), independent
+        parts, placement, mesh, 0, dtype, independent, optimizer=config.optimizer
     )
     optimizer = make_optimizer(config.optimizer, config.train.steps, layout.specs)
     arrays = stored_arrays(

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config
+from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.config.rules import Violation
 
 # Fixed: what the parameters' shapes, the model's function, the data's position and the optimizer's
@@ -36,7 +37,8 @@ def violations(config: Config, stored: Config) -> Iterator[Violation]:
         free.add("model.max_positions")
     if config.model.expert_room and stored.model.expert_room:
         free.add("model.expert_room")  # a checkpoint has other parameters with and without it
-    fixed = {*_FIXED}
+    optimizer = OPTIMIZERS[config.optimizer.name]
+    fixed = {*_FIXED, *(f"optimizer.{setting}" for setting in optimizer.fixed)}
     if config.train.diloco_inner_steps and stored.train.diloco_inner_steps:
         fixed.add("mesh.replica")  # independent replicas have parameters of their own
     elif config.train.diloco_inner_steps or stored.train.diloco_inner_steps:

@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 from jaxtrain.config import sources
+from jaxtrain.config.optimizers import OPTIMIZERS, meaning
 from jaxtrain.schedule.orders import CSV, SCHEDULES, default_repeats
 
 LARGEST_INT = 2**31 - 1  # steps and token counts live in int32 on the devices
@@ -356,7 +357,11 @@ class PipelineConfig:
 class OptimizerConfig:
     """The optimizer and its learning rate."""
 
-    name: str = setting("adamw", "optimizer", choices=("adamw",))
+    name: str = setting(
+        "adamw",
+        "; ".join(f"{o.name}: {o.text}" for o in OPTIMIZERS.values()),
+        choices=tuple(OPTIMIZERS),
+    )
     learning_rate: float = setting(3e-4, "peak learning rate", above=0)
     warmup_steps: int = setting(0, "steps of linear warm-up from 0", at_least=0)
     schedule: str = setting(
@@ -372,9 +377,13 @@ class OptimizerConfig:
         0.1, "decoupled weight decay of matrices (not of norms and biases)", at_least=0
     )
     clip_norm: float = setting(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
-    b1: float = setting(0.9, "decay of the first moment", at_least=0, below=1)
-    b2: float = setting(0.95, "decay of the second moment", at_least=0, below=1)
-    epsilon: float = setting(1e-8, "added to the root of the second moment", above=0)
+    b1: float = setting(0.9, meaning("b1"), at_least=0, below=1)
+    b2: float = setting(0.95, meaning("b2"), at_least=0, below=1)
+    epsilon: float = setting(1e-8, meaning("epsilon"), above=0)
+    decay_exponent: float = setting(0.8, meaning("decay_exponent"), above=0)
+    factored_size: int = setting(128, meaning("factored_size"), at_least=1)
+    update_clip: float = setting(1.0, meaning("update_clip"), at_least=0)
+    parameter_scale: bool = setting(True, meaning("parameter_scale"))
     outer_learning_rate: float = setting(
         0.7, "DiLoCo: learning rate of the outer step, which joins the replicas", above=0
     )

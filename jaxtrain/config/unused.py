@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, sources
+from jaxtrain.config.optimizers import OPTIMIZERS, READS
 from jaxtrain.config.rules import OF_EXPERTS
 from jaxtrain.schedule.orders import CSV
 
@@ -82,6 +83,14 @@ USES = (
         ["optimizer.final_fraction"],
         lambda c: c.optimizer.schedule != "constant" or c.optimizer.decay_steps,
         lambda c: "with optimizer.schedule='constant' and optimizer.decay_steps=0",
+    ),
+    *(
+        Use(
+            _under("optimizer", [setting for setting in READS if setting not in optimizer.reads]),
+            lambda c, name=name: c.optimizer.name != name,  # type: ignore[misc]
+            lambda c: f"with optimizer.name={c.optimizer.name!r}",
+        )
+        for name, optimizer in OPTIMIZERS.items()
     ),
     Use(_under("model", OF_EXPERTS), lambda c: c.model.experts, lambda c: "with model.experts=0"),
     Use(

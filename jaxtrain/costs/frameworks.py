@@ -29,8 +29,8 @@ class Framework:
     one_link:         fraction of one link's bandwidth that ZeRO-3's collectives reach where they
                       leave an island; 0: they use all links of the island
     stage_overlap:    messages between stages overlap with ops
-    weight_bytes, gradient_bytes, state_bytes: bytes of a parameter's copy that products use, of its
-                      gradient, of its optimizer state and master copy
+    weight_bytes, gradient_bytes, master_bytes: bytes of a parameter's copy that products use, of
+                      its gradient, and of its 32-bit copy beside the optimizer's state
     outer_bytes:      bytes of a parameter's state that independent replicas share, sharded over
                       `data` at every stage of ZeRO
     sent_gradient, sent_weight: bytes of a number that crosses `data`
@@ -70,7 +70,7 @@ class Framework:
     stage_overlap: bool = False
     weight_bytes: float = 2.0
     gradient_bytes: float = 4.0
-    state_bytes: float = 12.0
+    master_bytes: float = 4.0
     outer_bytes: float = 0.0
     sent_gradient: float = 4.0
     sent_weight: float = 2.0
@@ -113,7 +113,7 @@ _TORCHTITAN = Framework(
     logit_passes=8.0,
     data_overlap=0.9,
     weight_bytes=4.0,
-    state_bytes=8.0,
+    master_bytes=0.0,
 )
 FRAMEWORKS: dict[str, Framework] = {
     framework.name: framework
@@ -124,7 +124,7 @@ FRAMEWORKS: dict[str, Framework] = {
             stage_overlap=True,
             data_overlap=0.0,
             weight_bytes=4.0,  # besides the cast of all of it
-            state_bytes=8.0,
+            master_bytes=0.0,
             sent_weight=4.0,
             vocabulary_parallel=True,
             by_dimension=True,
@@ -159,7 +159,7 @@ FRAMEWORKS: dict[str, Framework] = {
             data_overlap=0.9,
             gather_overlap=0.95,
             weight_bytes=4.0,
-            state_bytes=8.0,
+            master_bytes=0.0,
         ),
         _TORCHTITAN,
         dataclasses.replace(

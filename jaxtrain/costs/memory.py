@@ -105,11 +105,13 @@ def memory(
         head = LOGIT_BYTES * min(step.tokens, loss_chunk) * step.model.vocab_size / layout.model
     held = step.device_parameters(slots.stored_layers if slots else 0, shared)
     shards = {stage: step.shards if layout.zero >= stage else 1 for stage in (1, 2, 3)}
-    state = held.layers + held.ends / step.parts_of_ends(layout.zero, shared)
+    updated = held.layers + held.ends / step.parts_of_ends(layout.zero, shared)
+    state = framework.master_bytes * updated / shards[1]
+    state += FLOAT32 * step.device_state(slots.stored_layers if slots else 0, shared)
     parts = {
         "weights": (framework.weight_bytes + cast) * held.all / shards[3],
         "gradients": framework.gradient_bytes * held.all / shards[2],
-        "optimizer": framework.state_bytes * state / shards[1] * (not layout.offloads("optimizer")),
+        "optimizer": state * (not layout.offloads("optimizer")),
     }
     if framework.outer_bytes:
         outer = held.layers + held.ends / step.parts_of_ends(max(layout.zero, 1), shared)

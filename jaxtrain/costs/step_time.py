@@ -15,11 +15,15 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
+from jaxtrain.config import OptimizerConfig
+from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.costs.collectives import (
     CONTEXT,
     DATA,
     EXPERT,
+    FLOAT32,
     MODEL,
     PERMUTE,
     REPLICA,
@@ -31,13 +35,11 @@ from jaxtrain.costs.collectives import (
 )
 from jaxtrain.costs.frameworks import Framework
 from jaxtrain.costs.hardware import Hardware
-from jaxtrain.costs.layout import Layout
-from jaxtrain.costs.transformer import COLUMNS, UNSPLIT, Transformer
+from jaxtrain.costs.layout import Layout, scattered
+from jaxtrain.costs.transformer import COLUMNS, UNSPLIT, Array, Transformer, padded_vocabulary
 from jaxtrain.schedule.orders import StageTimes, closed_forms
 
 ITEM = 2  # bytes of a number in 16 bits
-# AdamW in 32 bits, for a parameter: three numbers read, three written, and the gradient
-UPDATE_BYTES = 28.0
 BACKWARD_PASSES = 2.0  # passes of the backward over memory, for one of the forward
 # products of attention's backward over the two of its forward: scores once more, and four
 ATTENTION_BACKWARD = 2.5
@@ -122,6 +124,54 @@ class DeviceParameters:
         return self.layers + self.ends
 
 
+class StateNumbers(NamedTuple):
+    """Numbers of an optimizer's state on a device: of a layer in a stage's stack, and of what all
+    stages have: an MLP layer, the layer of a prediction module, a table of the vocabulary, and the
+    rest of the ends."""
+
+    layer: float
+    dense_layer: float
+    predictor: float
+    table: float
+    ends: float
+
+
+@functools.lru_cache(maxsize=4096)
+def _state_numbers(
+    model: Transformer, optimizer: OptimizerConfig, sizes: tuple[int, ...], zero: bool, shared: bool
+) -> StateNumbers:
+    """The state where ZeRO shards a dimension of each array.
+
+    sizes: of the axes in COMMUNICATION_AXES; zero: ZeRO's stage is at least 1; shared: each table
+    is split over the stages
+    """
+    record, by_axis = OPTIMIZERS[optimizer.name], dict(zip(COMMUNICATION_AXES, sizes, strict=True))
+
+    def numbers(array: Array, over_stage: bool, padded: tuple[int, ...] = ()) -> int:
+        padded = padded or array.shape
+        splits = [by_axis.get(axis, 1) for axis in array.axes]
+        if zero:
+            axes, dim = scattered(padded, [not axis for axis in array.axes], over_stage, by_axis)
+            splits[dim] *= math.prod(by_axis[axis] for axis in axes)
+        # Without padding a dimension may not divide; each device has all of it.
+        held = padded if record.elementwise else array.shape
+        parts = [n if n % split else n // split for n, split in zip(held, splits, strict=True)]
+        state = record.state(array.shape, optimizer)
+        return sum(math.prod(parts[dim] for dim in dims) for dims in state)
+
+    layer, dense_layer = model.layer().arrays, model.layer(dense=True).arrays
+    by_axis["vocabulary"] = shards = by_axis[MODEL] * (by_axis[STAGE] if shared else 1)
+    table = Array((model.vocab_size, model.width), ("vocabulary", ""))
+    padded = padded_vocabulary(model.vocab_size, shards), model.width
+    return StateNumbers(
+        sum(numbers(array, over_stage=False) for array in layer),
+        sum(numbers(array, over_stage=True) for array in dense_layer),
+        sum(numbers(array, over_stage=True) for array in layer),
+        numbers(table, not shared, padded),
+        sum(numbers(array, over_stage=True) for array in model.end_arrays()),
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class StepModel:
     """The step that is planned: a model with a layout, trained by a framework, on devices of one
@@ -132,6 +182,7 @@ class StepModel:
     framework: Framework
     hardware: Hardware
     dtype: str = "bfloat16"
+    optimizer: OptimizerConfig = OptimizerConfig()
     _ends: dict[bool, dict[str, float]] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -405,13 +456,33 @@ class StepModel:
         model, layout, framework = self.model, self.layout, self.framework
         layers = layers or math.ceil(model.layers / layout.stage)
         shared = framework.vocabulary_parallel if shared is None else shared
-        ends = model.device_end_parameters(layout.model, layout.stage if shared else 1)
-        if layout.stage > 1 and not shared and not framework.slots and not model.tied:
-            ends -= model.device_table_parameters(layout.model)
+        table = model.device_table_parameters(layout.model, layout.stage if shared else 1)
+        ends = self._tables(shared) * table + sum(array.size for array in model.end_arrays())
         ends += model.dense_layers * self.layer_parameters(dense=True)
-        ends += model.predictions * (model.joining_parameters() + self.layer_parameters())
+        ends += model.predictions * self.layer_parameters()
         experts = layers * model.expert_parameters() / (layout.model * layout.expert)
         return DeviceParameters(layers * self.layer_parameters(), ends, experts)
+
+    def _tables(self, shared: bool) -> int:
+        """Tables of the vocabulary on the stage with most of them."""
+        one_end = self.layout.stage > 1 and not shared and not self.framework.slots
+        return 1 if one_end else self.model.tables
+
+    def device_state(self, layers: int = 0, shared: bool | None = None) -> float:
+        """Numbers of the optimizer's state on a device of the stage with most of them, without
+        counts of updates. The arguments are those of `device_parameters`."""
+        model, layout = self.model, self.layout
+        if not self.framework.by_dimension:
+            record, layer = OPTIMIZERS[self.optimizer.name], model.layer()
+            numbers = sum(record.state_numbers(a.shape, self.optimizer) for a in layer.arrays)
+            held = self.device_parameters(layers, shared).all
+            return numbers / layer.all * held / (self.shards if layout.zero else 1)
+        shared = self.framework.vocabulary_parallel if shared is None else shared
+        sizes = tuple(getattr(layout, axis) for axis in COMMUNICATION_AXES)
+        state = _state_numbers(model, self.optimizer, sizes, layout.zero > 0, shared)
+        ends = state.ends + self._tables(shared) * state.table
+        ends += model.dense_layers * state.dense_layer + model.predictions * state.predictor
+        return (layers or math.ceil(model.layers / layout.stage)) * state.layer + ends
 
     @functools.cached_property
     def _parameters(self) -> tuple[Parameters, ...]:
@@ -489,10 +560,11 @@ class StepModel:
         parameters = held.layers + held.ends / self.parts_of_ends(layout.zero)
         if layout.zero:
             parameters /= self.shards
-        seconds = {OPTIMIZER: UPDATE_BYTES * parameters / self.hardware.streaming}
+        passes, state = OPTIMIZERS[self.optimizer.name].passes, 2 * FLOAT32 * self.device_state()
+        seconds = {OPTIMIZER: (FLOAT32 * passes * parameters + state) / self.hardware.streaming}
         if layout.offloads("optimizer"):
-            state = 2 * self.framework.state_bytes * parameters
-            seconds[HOST] = state / self.hardware.host_bytes_per_s
+            copies = 2 * self.framework.master_bytes * parameters
+            seconds[HOST] = (copies + state) / self.hardware.host_bytes_per_s
         return TimeBreakdown(seconds)
 
     def ops(self) -> dict[str, TimeBreakdown]:

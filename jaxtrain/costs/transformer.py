@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 TILE = 128  # matrix units want the vocabulary in multiples of this
@@ -11,19 +13,32 @@ COLUMNS = frozenset({"query_key_value", "query", "key_value", "mlp_in"})
 UNSPLIT = frozenset({"latent", "router"})
 
 
+class Array(NamedTuple):
+    """One parameter: its shape, and for each dimension the mesh axis that splits it, or ""."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
 class LayerSizes(NamedTuple):
     """Sizes of one layer.
 
     products:  (name, inputs, outputs) of each matrix that a token is multiplied with; its experts
                count as one matrix, as wide as all of them
     per_token: parameters that a token is multiplied with
-    all:       parameters with all experts, norms and biases
+    arrays:    all parameters, with all experts, norms, biases and counts
+    all:       their number
     unsplit:   parameters that `model` does not split: latents, the router, norms, biases of
                matrices whose inputs it splits
     """
 
     products: tuple[tuple[str, int, int], ...]
     per_token: int
+    arrays: tuple[Array, ...]
     all: int
     unsplit: int
 
@@ -79,6 +94,11 @@ class Transformer:
         """Dimension of a head's values."""
         return self.value_dim or self.score_dim
 
+    @property
+    def tables(self) -> int:
+        """Tables of the vocabulary."""
+        return 1 if self.tied else 2
+
     def hidden(self, dense: bool = False) -> int:
         """Columns of the hidden layer that a token goes through: an MLP's, or all its experts'
         together. dense: as in `layer`."""
@@ -112,27 +132,62 @@ class Transformer:
             ("mlp_in", width, hidden * (2 if self.gated else 1)),
             ("mlp_out", hidden, width),
         ]
-        per_token = sum(inputs * outputs for _, inputs, outputs in products)
-        norms = self.norm_vectors * (2 * width + self.query_rank + self.kv_rank)
-        biases = {name: outputs * self.biases for name, _, outputs in products if name != "router"}
-        split_biases = sum(biases[name] for name in biases if name in COLUMNS)
-        # the router counts the tokens of each expert
-        vectors = norms + sum(biases.values()) - split_biases + experts
-        matrices = sum(inputs * outputs for name, inputs, outputs in products if name in UNSPLIT)
-        total = per_token + split_biases + vectors
-        if experts:
-            others = experts - self.experts_per_token
-            total += self.expert_parameters() // experts * others
-        return LayerSizes(tuple(products), per_token, total, vectors + matrices)
+        arrays = tuple(self._layer_arrays(products, dense))
+        return LayerSizes(
+            tuple(products),
+            sum(inputs * outputs for _, inputs, outputs in products),
+            arrays,
+            sum(array.size for array in arrays),
+            sum(array.size for array in arrays if not any(array.axes)),
+        )
+
+    def _layer_arrays(self, products: list[tuple[str, int, int]], dense: bool) -> Iterator[Array]:
+        """The parameters of one layer with these products."""
+        width, experts, expert = self.width, self.experts, self.expert_width
+        widened = 2 if self.gated else 1  # matrices
+        for name, inputs, outputs in products:
+            rows, columns = ("", "model") if name in COLUMNS else ("model", "")
+            if name in UNSPLIT:
+                rows = columns = ""
+            if experts and not dense and name == "mlp_in":
+                yield from [Array((experts, width, expert), ("expert", rows, columns))] * widened
+                inputs, outputs = width, widened * self.shared_experts * expert
+            elif experts and not dense and name == "mlp_out":
+                yield Array((experts, expert, width), ("expert", rows, columns))
+                inputs, outputs = self.shared_experts * expert, width
+            each = [outputs]
+            if name == "query_key_value":
+                each = [self.heads * self.head_dim, *[self.kv_heads * self.head_dim] * 2]
+            elif name == "mlp_in":
+                each = [outputs // widened] * widened
+            for size in each if inputs and outputs else []:
+                yield Array((inputs, size), (rows, columns))
+                if self.biases and name != "router":
+                    yield Array((size,), (columns,))
+        for size in (width, width, self.query_rank, self.kv_rank):
+            yield from self._norm(size)
+        if experts and not dense:  # the router counts each expert's tokens, and what it drops
+            counts = 2 if self.capacity_factor or self.expert_room else 1
+            yield from [Array((experts,), ("",))] * counts
+
+    def _norm(self, size: int) -> list[Array]:
+        return [Array((size,), ("",))] * (self.norm_vectors if size else 0)
 
     def expert_parameters(self) -> int:
         """Parameters of all experts of one layer."""
         return self.experts * self.width * self.expert_width * (3 if self.gated else 2)
 
-    def embedding_parameters(self) -> int:
-        """Tables at both ends, and the last norm."""
-        tables = self.vocab_size * (1 if self.tied else 2) + self.positions
-        return tables * self.width + self.norm_vectors * self.width
+    def end_arrays(self) -> list[Array]:
+        """Parameters before and after the layers, but for the vocabulary's tables and the layers of
+        multi-token prediction modules."""
+        positions = [Array((self.positions, self.width), ("", ""))] * bool(self.positions)
+        return [*positions, *self._norm(self.width), *self.joining_arrays() * self.predictions]
+
+    def joining_arrays(self) -> list[Array]:
+        """Parameters of a multi-token prediction module without its layer: the matrix that joins
+        two streams and three norms (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
+        bias = [Array((self.width,), ("",))] * self.biases
+        return [Array((2 * self.width, self.width), ("", "")), *bias, *self._norm(self.width) * 3]
 
     # ---------------------------------------------------------------------------------- on a device
 
@@ -147,22 +202,14 @@ class Transformer:
         shards = model * stages
         return padded_vocabulary(self.vocab_size, shards) * self.width / shards
 
-    def device_end_parameters(self, model: int, stages: int = 1) -> float:
-        """Parameters of the tables at both ends and the last norm on a device."""
-        tables = (1 if self.tied else 2) * self.device_table_parameters(model, stages)
-        return tables + (self.positions + self.norm_vectors) * self.width
-
-    def joining_parameters(self) -> int:
-        """Parameters of a multi-token prediction module without its layer: the matrix that joins
-        two streams and three norms (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
-        return 2 * self.width**2 + 3 * self.norm_vectors * self.width
-
     def parameters(self) -> int:
         """Parameters of the model without its multi-token prediction modules."""
+        alone = dataclasses.replace(self, predictions=0)
         return (
             self.layers * self.layer().all
             + self.dense_layers * self.layer(dense=True).all
-            + self.embedding_parameters()
+            + self.tables * self.vocab_size * self.width
+            + sum(array.size for array in alone.end_arrays())
         )
 
     def attention_flops(self) -> float:

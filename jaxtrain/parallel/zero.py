@@ -13,7 +13,6 @@ without the leading dimensions of a stack of layers).
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import jax
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxtrain.costs.layout import scattered
 from jaxtrain.devices.mesh import DATA, MODEL, STAGE, SUM_AXES, over_model, psum_scatter
 from jaxtrain.devices.sharding import is_split, mesh_axes, spec
 from jaxtrain.parallel.replicas import sum_inside_first
@@ -99,26 +99,25 @@ def reduction_of(
     unsharded = spec(axes)
     taken = {name for part in unsharded for name in mesh_axes(part)}
     copies = tuple(name for name in (*sum_axes, STAGE) if name not in taken)
-    candidates: list[tuple[str, ...]] = (
-        [(DATA, STAGE), (DATA,), (STAGE,)] if STAGE in copies else [(DATA,)]
-    )
+    unsplit = [part is None for part in unsharded[lead:]]
+    names, dim = scattered(shape[lead:], unsplit, STAGE in copies, mesh.shape) if zero else ((), 0)
 
-    def shared(dim: int, names: tuple[str, ...]) -> PartitionSpec:
+    def split_over(names: tuple[str, ...]) -> PartitionSpec:
         parts = list(unsharded)
-        parts[dim] = names[0] if len(names) == 1 else names or None
+        if names:
+            parts[lead + dim] = names[0] if len(names) == 1 else names
         return PartitionSpec(*parts)
 
-    for names in candidates if zero else []:
-        names = tuple(n for n in names if mesh.shape[n] > 1)
-        size = math.prod(mesh.shape[n] for n in names)
-        for dim in range(lead, len(shape)):
-            if size > 1 and unsharded[dim] is None and shape[dim] % size == 0:
-                rest = tuple(a for a in copies if a not in names)
-                sharded = shared(dim, tuple(n for n in names if n == DATA))
-                return Reduction(
-                    rest, names, dim - lead, lead, unsharded, sharded, shared(dim, names), counts
-                )
-    return Reduction(copies, (), 0, lead, unsharded, unsharded, unsharded, counts)
+    return Reduction(
+        tuple(axis for axis in copies if axis not in names),
+        names,
+        dim,
+        lead,
+        unsharded,
+        split_over(tuple(name for name in names if name == DATA)),
+        split_over(names),
+        counts,
+    )
 
 
 def _on_parts(fn: Callable, split: PartitionSpec, x: jax.Array) -> jax.Array:

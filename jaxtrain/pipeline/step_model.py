@@ -45,6 +45,7 @@ def step_model_of(config: Config, hardware: Hardware, assume: str = OURS) -> Ste
         framework_of(config, hardware, assume),
         hardware,
         config.precision.compute,
+        config.optimizer,
     )
 
 

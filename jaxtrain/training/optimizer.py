@@ -11,8 +11,9 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxtrain.config import OptimizerConfig
+from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.devices.host_memory import read, write
-from jaxtrain.models.spec import Spec
+from jaxtrain.models.spec import Spec, is_spec
 
 
 def learning_rate(cfg: OptimizerConfig, steps: int) -> Callable[[ArrayLike], jax.Array]:
@@ -46,22 +47,26 @@ def learning_rate(cfg: OptimizerConfig, steps: int) -> Callable[[ArrayLike], jax
 def make_optimizer(
     cfg: OptimizerConfig, steps: int, specs: dict, offload: bool = False, skips: bool = False
 ) -> optax.GradientTransformation:
-    """AdamW (Loshchilov & Hutter 2019) with clipping by the global norm; matrices decay, norm
-    scales and biases do not.
+    """The optimizer of `optimizer.name` (config/optimizers.py) with clipping by the global norm
+    before it, and after it decay of weights (matrices decay, norm scales and biases do not) and the
+    learning rate.
 
-    specs: a pytree like the parameters, of Specs. offload: the moments are in the host's memory,
-        and `update` fetches them leaf by leaf.
-    skips: `update` takes a scalar `finite`; if that is false, moments and counts of updates, on
-        which the learning rate depends, stay as they are. The caller keeps the parameters.
+    specs: a pytree like the parameters, of Specs. offload: the optimizer's state is in the host's
+        memory, and `update` fetches it leaf by leaf.
+    skips: `update` takes a scalar `finite`; if that is false, the state and the count of updates,
+        on which the learning rate depends, stay as they are. The caller keeps the parameters.
     """
-    decays = jax.tree.map(lambda s: s.matrix, specs, is_leaf=lambda s: isinstance(s, Spec))
+    decays = jax.tree.map(lambda s: s.matrix, specs, is_leaf=is_spec)
     guarded = where_finite if skips else lambda inner: inner
-    moments = guarded(optax.scale_by_adam(cfg.b1, cfg.b2, cfg.epsilon))
+    record = OPTIMIZERS[cfg.name]
+    directions = guarded(record.make(optax, cfg))
+    if offload or not record.elementwise:
+        directions = by_parameter(directions, specs, record.elementwise, offload)
     parts = [
         # A part also without clipping, so that the state's structure, which checkpoints have, does
         # not depend on it.
         optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity(),
-        leaf_by_leaf(moments) if offload else moments,
+        directions,
         optax.add_decayed_weights(cfg.weight_decay, decays),
         guarded(optax.scale_by_learning_rate(learning_rate(cfg, steps))),
     ]
@@ -84,52 +89,115 @@ def where_finite(inner: optax.GradientTransformation) -> optax.GradientTransform
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-def leaf_by_leaf(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`inner` with its state in the host's memory: it is fetched and written back leaf by leaf, and
-    in stacks layer by layer.
+def parts_of(state: Any, tree: Any) -> tuple[list, list[bool], Any]:
+    """The parts of an optimizer's state: trees like the parameters (each moment), and leaves that
+    all parameters share (the count of steps).
 
-    inner: treats each matrix independently and needs no parameters. Stacks are leaves [stages,
-    layers, ...] under "layers".
+    tree: the parameters' structure. Returns the parts, for each whether it is a tree, and the
+    structure whose leaves they are.
     """
+    follows = lambda part: jax.tree.structure(part) == tree
+    parts, outline = jax.tree.flatten(state, is_leaf=follows)
+    return parts, [follows(part) for part in parts], outline
+
+
+def by_parameter(
+    inner: optax.GradientTransformation, specs: dict, elementwise: bool, offload: bool
+) -> optax.GradientTransformationExtraArgs:
+    """`inner` for each parameter on its own, with a state of the same structure.
+
+    specs: a pytree like the parameters, of Specs. Stacks are leaves [stages, layers, ...] under
+        "layers", and their layers are separate parameters.
+    elementwise: `inner` treats each number on its own and needs no parameters. Otherwise it gets
+        parameters without leading dimensions and without padding.
+    offload: its state is in the host's memory: it is fetched and written back leaf by leaf, and in
+        stacks layer by layer.
+    """
+    tree: Any
+    specs_of, tree = jax.tree.flatten(specs, is_leaf=is_spec)
+
+    def joined(results: list[list], trees: list[bool], outline: Any) -> Any:
+        columns = zip(*results, strict=True)
+        return outline.unflatten(
+            tree.unflatten(column) if follows else column[-1]
+            for column, follows in zip(columns, trees, strict=True)
+        )
+
+    def init(params):
+        if elementwise:
+            return inner.init(params)
+        _, trees, outline = parts_of(jax.eval_shape(inner.init, params), tree)
+        results = []
+        for array, spec in zip(tree.flatten_up_to(params), specs_of, strict=True):
+            start = lambda a, s=spec: jax.tree.leaves(inner.init(a[: s.shape[0]]))
+            for _ in array.shape[: -len(spec.shape)]:
+                start = jax.vmap(start, out_axes=[0 if follows else None for follows in trees])
+            results.append(start(array))
+        return joined(results, trees, outline)
 
     def update(updates, state, params=None, **extra):
         update_one = functools.partial(optax.with_extra_args_support(inner).update, **extra)
-        leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
-        follows = lambda part: jax.tree.structure(part) == tree
-        # Parts of the state: trees like the parameters (each moment), and leaves that all
-        # parameters share (the count of steps).
-        parts, outline = jax.tree.flatten(state, is_leaf=follows)
+        parts, trees, outline = parts_of(state, tree)
         columns = [
-            jax.tree.leaves(part) if follows(part) else [part] * len(leaves) for part in parts
+            tree.flatten_up_to(part) if follows else [part] * len(specs_of)
+            for part, follows in zip(parts, trees, strict=True)
         ]
-        results = []
-        for i, (path, gradient) in enumerate(leaves):
-            layers = gradient.shape[1] if path[0].key == "layers" else 0
-            leaf_state = [column[i] for column in columns]
-            results.append(_layer_by_layer(update_one, gradient, leaf_state, outline, layers))
-        new_updates, new_states = zip(*results, strict=True)
-        new_columns = zip(*new_states, strict=True)
-        new_parts = [
-            jax.tree.unflatten(tree, column) if follows(part) else column[-1]
-            for part, column in zip(parts, new_columns, strict=True)
-        ]
-        return jax.tree.unflatten(tree, new_updates), jax.tree.unflatten(outline, new_parts)
+        values = [None] * len(specs_of) if elementwise else tree.flatten_up_to(params)
+        new_updates, results = [], []
+        for i, (path, gradient) in enumerate(jax.tree_util.tree_leaves_with_path(updates)):
+            one = _with_lists(update_one, outline)
+            if not elementwise:
+                one = _unstacked(one, specs_of[i], trees, gradient.shape)
+            if offload:
+                layers = gradient.shape[1] if path[0].key == "layers" else 0
+                one = functools.partial(_layer_by_layer, one, layers=layers)
+            new_update, new_state = one(gradient, [column[i] for column in columns], values[i])
+            new_updates.append(new_update)
+            results.append(new_state)
+        return tree.unflatten(new_updates), joined(results, trees, outline)
 
-    return optax.GradientTransformationExtraArgs(inner.init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+# (gradient, leaves of the state, parameter) → (update, leaves of the new state), of one parameter
+UpdateOne = Callable[
+    [jax.Array, list[jax.Array], jax.Array | None], tuple[jax.Array, list[jax.Array]]
+]
+
+
+def _with_lists(update: Callable, outline: Any) -> UpdateOne:
+    """`update`, of an optimizer whose state has this structure, for one parameter."""
+
+    def one(gradient, leaves, value):
+        new_update, new_state = update(gradient, outline.unflatten(leaves), value)
+        return new_update, jax.tree.leaves(new_state)
+
+    return one
+
+
+def _unstacked(one: UpdateOne, spec: Spec, trees: list[bool], shape: tuple[int, ...]) -> UpdateOne:
+    """`one` for each layer of a stack, without the rows that pad a parameter. shape: the array's,
+    with the stack's dimensions in front."""
+    rows, padding = spec.shape[0], spec.padded[0] - spec.shape[0]
+
+    def unpadded(gradient, leaves, value):
+        new_update, new_leaves = one(gradient[:rows], leaves, value[:rows])
+        return jnp.pad(new_update, [(0, padding), *[(0, 0)] * (new_update.ndim - 1)]), new_leaves
+
+    update, of_state = unpadded, [0 if follows else None for follows in trees]
+    for _ in shape[: -len(spec.shape)]:
+        update = jax.vmap(update, in_axes=(0, of_state, 0), out_axes=(0, of_state))
+    return update
 
 
 def _layer_by_layer(
-    update_one: Callable,
+    one: UpdateOne,
     gradient: jax.Array,
     state: list[jax.Array],
-    outline: jax.tree_util.PyTreeDef,
+    value: jax.Array | None,
     layers: int,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """The update of one parameter, and its state, by a loop over the layers of a stack; at once for
-    another parameter (0 layers).
-
-    update_one: (gradient, state) → (update, state); state: the leaves of `outline`, the structure
-    of this state for a single parameter.
+    """`one` by a loop over the layers of a stack; at once for another parameter (0 layers).
 
     XLA runs one loop after the other. Without loops it fetches several parameters' states, and
     begins during the pipeline, when memory is scarcest. So a single update is a loop too, with a
@@ -151,10 +219,9 @@ def _layer_by_layer(
             read_layer(layer, a) if a.ndim else before
             for a, before in zip(leaves, state, strict=True)
         ]
-        update, new_state = update_one(
-            read_layer(layer, gradient), jax.tree.unflatten(outline, layer_state)
-        )
-        pairs = zip(leaves, jax.tree.leaves(new_state), strict=True)
+        layer_value = None if value is None else read_layer(layer, value)
+        update, new_state = one(read_layer(layer, gradient), layer_state, layer_value)
+        pairs = zip(leaves, new_state, strict=True)
         return write(gradient, update, start(layer, gradient)), [
             write(a, b, start(layer, a)) if a.ndim else b for a, b in pairs
         ]

@@ -28,6 +28,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.config import OptimizerConfig
+from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.devices import host_memory
 from jaxtrain.devices.mesh import AXES, REPLICA, psum
 from jaxtrain.devices.sharding import constrain, mesh_axes, restricted, spec
@@ -36,6 +38,7 @@ from jaxtrain.models.transformer import ModelParts
 from jaxtrain.parallel import replicas
 from jaxtrain.parallel.zero import Reduction, reduction_of
 from jaxtrain.schedule.placement import Placement
+from jaxtrain.training.optimizer import parts_of
 
 
 @jax.tree_util.register_dataclass
@@ -88,6 +91,7 @@ class ParameterLayout:
     dtype: jnp.dtype = jnp.dtype("float32")
     independent_replicas: bool = False  # each replica has its own parameters
     offload: bool = False  # the optimizer's state lies in the host's memory
+    optimizer: OptimizerConfig = OptimizerConfig()
 
     @property
     def specs(self) -> dict:
@@ -174,10 +178,46 @@ class ParameterLayout:
         """Shardings of the reduced gradients, and of the parameters during their update."""
         return self._shardings(lambda r: r.storage)
 
-    @property
-    def moments(self) -> dict:
-        """Shardings of the optimizer's state for each parameter."""
-        return jax.tree.map(host_memory.on_host, self.scattered) if self.offload else self.scattered
+    def state_of(
+        self, optimizer: optax.GradientTransformation, fn: Callable, other: Callable
+    ) -> Any:
+        """A pytree like the optimizer's state.
+
+        fn(array, dimensions, spec, sharding): of an array [leading shape, …] of a parameter's
+            state; the dimensions of the parameter that it has (config/optimizers.py), and the
+            parameter's Spec and its sharding during the update
+        other(array): of an array that is no parameter's
+        """
+        record = OPTIMIZERS[self.optimizer.name]
+        tree: Any
+        specs, tree = jax.tree.flatten(self.specs, is_leaf=is_spec)
+        shardings = tree.flatten_up_to(self.scattered)
+        parts, trees, outline = parts_of(jax.eval_shape(optimizer.init, self.shapes), tree)
+        results, number = [], 0
+        for part, follows in zip(parts, trees, strict=True):
+            if not follows:
+                results.append(other(part))
+                continue
+            arrays = tree.flatten_up_to(part)
+            dims = [record.state(s.shape, self.optimizer)[number] for s in specs]
+            results.append(tree.unflatten(map(fn, arrays, dims, specs, shardings)))
+            number += 1
+        return outline.unflatten(results)
+
+    def state_sharding(
+        self, array: Any, dims: tuple[int, ...], s: Spec, sharding: NamedSharding
+    ) -> NamedSharding:
+        """The sharding of an array of a parameter's state: the parameter's, in the dimensions that
+        it has. Without the parameter's padding a dimension may not divide; it is replicated."""
+        names = [mesh_axes(part) for part in sharding.spec]
+        lead = len(names) - len(s.shape)
+        names = [*names[:lead], *(names[lead + d] for d in dims)]
+        parts = [
+            axes if size % math.prod(self.mesh.shape[axis] for axis in axes) == 0 else None
+            for size, axes in zip(array.shape, names, strict=False)
+        ]
+        made = NamedSharding(self.mesh, P(*parts))
+        return host_memory.on_host(made) if self.offload else made
 
     @property
     def outer(self) -> dict:
@@ -289,17 +329,6 @@ def _name(path: tuple) -> str:
     return jax.tree_util.keystr((path[0], *path[2:]) if path[0].key == "layers" else path)
 
 
-def _optimizer_tree(
-    optimizer: optax.GradientTransformation, shapes: dict, like: dict, other: object
-) -> Any:
-    """A pytree like the optimizer's state: `like`'s leaves where it follows the parameters, `other`
-    elsewhere."""
-    state = jax.eval_shape(optimizer.init, shapes)
-    return optax.tree_utils.tree_map_params(
-        optimizer, lambda _, leaf: leaf, state, like, transform_non_params=lambda _: other
-    )
-
-
 def abstract_state(layout: ParameterLayout, optimizer: optax.GradientTransformation) -> TrainState:
     """The state as ShapeDtypeStructs with shardings."""
 
@@ -310,8 +339,10 @@ def abstract_state(layout: ParameterLayout, optimizer: optax.GradientTransformat
 
     replicated = NamedSharding(layout.mesh, P())
     params = laid_out(layout.shapes, layout.shardings)
-    moments = _optimizer_tree(optimizer, layout.shapes, layout.moments, replicated)
-    optimizer_state = laid_out(jax.eval_shape(optimizer.init, layout.shapes), moments)
+    optimizer_state = laid_out(
+        jax.eval_shape(optimizer.init, layout.shapes),
+        layout.state_of(optimizer, layout.state_sharding, lambda _: replicated),
+    )
     state = TrainState(
         params, optimizer_state, jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     )
@@ -323,10 +354,20 @@ def abstract_state(layout: ParameterLayout, optimizer: optax.GradientTransformat
     )
 
 
+def _stored_part(array: Any, dims: tuple[int, ...], s: Spec, sharding: NamedSharding) -> "Stored":
+    """The stored shape of an array of a parameter's state."""
+    lead = len(sharding.spec) - len(s.shape)
+    return Stored(tuple(s.shape[d] for d in dims) or array.shape[lead:])
+
+
 def stored_shapes(layout: ParameterLayout, optimizer: optax.GradientTransformation) -> TrainState:
     """The state's shapes in a checkpoint: a state whose leaves are `Stored`."""
     one = jax.tree.map(Stored, layout.stored_shapes, is_leaf=lambda x: isinstance(x, tuple))
-    state = TrainState(one, _optimizer_tree(optimizer, layout.shapes, one, Stored(())), Stored(()))
+    state = TrainState(
+        one,
+        layout.state_of(optimizer, _stored_part, lambda _: Stored(())),
+        Stored(()),
+    )
     if not layout.independent_replicas:
         return state
     lead = (replicas.count(layout.mesh),)

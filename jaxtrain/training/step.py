@@ -141,6 +141,7 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
     independent = config.train.diloco_inner_steps > 0
     dtype, compute = jnp.dtype(precision.params), jnp.dtype(precision.compute)
     layout = make_layout(setup, mesh, model, parallel, dtype, data.batch_size, independent)
+    layout = dataclasses.replace(layout, optimizer=config.optimizer)
     optimizer = make_optimizer(config.optimizer, steps, layout.specs, layout.offload, skips)
     zero = Zero(parallel.zero, parallel.gather, parallel.reduce, jnp.dtype(precision.reduce))
     runtime_of = _runtime_of(layout, setup, zero, model.loss_chunk, compute)

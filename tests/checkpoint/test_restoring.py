@@ -104,12 +104,12 @@ def test_damaged_trees_are_named_in_plain_words(saved):
         restored(folder, 5, layout)
 
 
-def save_of(config: configs.Config, folder, *at: int) -> tuple:
+def save_of(config: configs.Config, folder, *at: int, values=np.zeros) -> tuple:
     """The abstract state, its stored shapes and placement of a run of this config, after it has
-    saved zeros at these steps."""
+    saved `values`, of a shape and a dtype, at these steps."""
     step = make_step(config, small.mesh_of(config))
     abstract = step.abstract_state()
-    made = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), abstract)
+    made = jax.tree.map(lambda a: jax.device_put(values(a.shape, a.dtype), a.sharding), abstract)
     shapes = state_module.stored_shapes(step.layout, step.optimizer)
     c = Checkpointer(folder, step.layout.placement, shapes)
     for number in at:
@@ -169,3 +169,27 @@ def test_arrays_that_the_config_of_the_meta_does_not_make(tmp_path, changed):
     assert wrong_arrays(
         Meta(configs.to_dict(configs.replace(config, {"model.biases": True}))), stored
     ).startswith("its state lacks ")
+
+
+@pytest.mark.parametrize("name", ["lion", "adafactor"])
+def test_the_state_of_every_optimizer_on_another_mesh(tmp_path, name):
+    """Saved with padded stacks and vocabulary, restored on another mesh and saved there: the same
+    arrays, bit for bit, as the first save has."""
+    random = np.random.default_rng(3)
+    draw = lambda shape, dtype: np.asarray(random.normal(size=shape) * 9, dtype)
+    changes = {"optimizer.name": name, "optimizer.factored_size": 16, "model.layers": 3}
+    on = lambda mesh, zero: small.config(mesh, changes=changes | {"parallel.zero": zero}).resolve()
+    one, other = on((1, 1, 1), 0), on((2, 1, 4), 2)
+    save_of(on((2, 2, 2), 3), tmp_path / "first", 1, values=draw)
+    second = save_of(other, tmp_path / "second")
+    state = restore(tmp_path / "first", 1, *second)
+    c = Checkpointer(tmp_path / "second", second[2], second[1])
+    c.save(1, state, {})
+    c.close()
+    alone = save_of(one, tmp_path / "none")
+    first, again = (restore(tmp_path / folder, 1, *alone) for folder in ("first", "second"))
+    assert_same(again, first)
+    assert any(np.any(a) for a in jax.tree.leaves(first.optimizer))
+    assert expected_shapes(one) == manifest.shapes(
+        manifest.read_database(epath.Path(tmp_path / "second" / "1" / "state"))
+    )

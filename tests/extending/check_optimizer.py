@@ -1,16 +1,19 @@
-"""Lion's first step is the sign of the gradient, and its unused setting gets a note."""
+"""SGD's first step is the gradient, its plan counts one moment, and an unused setting gets a
+note."""
 
 import jax.numpy as jnp
 
 from jaxtrain import config as configs
+from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.config.unused import unused_settings
 from jaxtrain.models.spec import Spec
 from jaxtrain.training.optimizer import make_optimizer
 
-changes = {"optimizer.name": "lion", "optimizer.epsilon": 1e-6, "optimizer.clip_norm": 0.0}
+changes = {"optimizer.name": "sgd", "optimizer.epsilon": 1e-6, "optimizer.clip_norm": 0.0}
 config = configs.replace(configs.Config(), changes)
 optimizer = make_optimizer(config.optimizer, 10, {"a": Spec((2,), ("width",), constant=1.0)})
 parameters = {"a": jnp.ones(2)}
 updates, _ = optimizer.update({"a": jnp.full(2, -3.0)}, optimizer.init(parameters), parameters)
-assert jnp.allclose(updates["a"], config.optimizer.learning_rate)
-assert "optimizer.epsilon=1e-06 has no use with optimizer.name='lion'" in unused_settings(config)
+assert jnp.allclose(updates["a"], 3 * config.optimizer.learning_rate)
+assert OPTIMIZERS["sgd"].state_numbers((3, 5), config.optimizer) == 15
+assert "optimizer.epsilon=1e-06 has no use with optimizer.name='sgd'" in unused_settings(config)

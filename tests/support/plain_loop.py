@@ -3,9 +3,9 @@ accumulators: a step's gradients, or some steps.
 
 The plain loop is `jax.value_and_grad` of the mean loss over the whole batch's valid tokens on one
 device, through `transformer.trunk`, and optax. Compiling is what costs here, so the runtime's side
-compiles one program, the train step: its gradients are read from Adam's first moment after the
-first step, (1 − b1) · clipped gradient. Four steps show what the first does not: that the state
-after a step is that from which the next goes on, and that padding stays zero.
+compiles one program, the train step: its gradients are read from the optimizer's momentum after
+the first step (config/optimizers.py), where it has one. Four steps show what the first does not:
+that the state after a step is that from which the next goes on, and that padding stays zero.
 
 Tolerances: float32 sums in another order change the first loss and the norm by under 1e-6; ten
 times that is allowed, and 1e-4 after ten steps of Adam, whose division by the root of the second
@@ -20,8 +20,9 @@ import numpy as np
 import optax
 
 from jaxtrain.config import Config
+from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.models import transformer
-from jaxtrain.training.optimizer import make_optimizer
+from jaxtrain.training.optimizer import learning_rate
 from jaxtrain.training.step import make_step
 from support import small
 
@@ -119,11 +120,32 @@ def moved(params: dict, gradients: dict, rate: float) -> dict:
     return jax.tree_util.tree_map_with_path(move, params, gradients)
 
 
+def plain_optimizer(cfg: Config) -> optax.GradientTransformation:
+    """optax's own, of parameters that are separate arrays."""
+    matrices = lambda params: jax.tree.map(lambda a: a.ndim > 1, params)
+    return optax.chain(
+        optax.clip_by_global_norm(cfg.optimizer.clip_norm),
+        OPTIMIZERS[cfg.optimizer.name].make(optax, cfg.optimizer),
+        optax.add_decayed_weights(cfg.optimizer.weight_decay, matrices),
+        optax.scale_by_learning_rate(learning_rate(cfg.optimizer, cfg.train.steps)),
+    )
+
+
+def by_layer(tree: dict) -> dict:
+    """Plain parameters, or anything shaped like them, with the layers' arrays apart."""
+    layer = lambda i: jax.tree.map(lambda a: a[i], tree["layers"])
+    return tree | {"layers": [layer(i) for i in range(len(jax.tree.leaves(tree["layers"])[0]))]}
+
+
+def stacked(tree: dict) -> dict:
+    """`by_layer`, undone."""
+    return tree | {"layers": jax.tree.map(lambda *a: jax.numpy.stack(a), *tree["layers"])}
+
+
 @functools.cache
 def _reference(cfg: Config, steps: int) -> Run:
     parts = transformer.build(cfg.model, batch_size=cfg.data.batch_size)
-    specs = {**parts.ends, "layers": parts.specs["layer"]}
-    optimizer = make_optimizer(cfg.optimizer, cfg.train.steps, specs)
+    optimizer = plain_optimizer(cfg)
 
     def mean_loss(params, batch):
         x = transformer.trunk(
@@ -138,16 +160,19 @@ def _reference(cfg: Config, steps: int) -> Run:
     @jax.jit
     def train(params, state, batch):
         (_, loss), gradients = jax.value_and_grad(mean_loss, has_aux=True)(params, batch)
-        updates, state = optimizer.update(without_counts(gradients), state, params)
+        updates, state = optimizer.update(
+            by_layer(without_counts(gradients)), state, by_layer(params)
+        )
+        changed = optax.apply_updates(params, stacked(updates))
         return (
-            moved(optax.apply_updates(params, updates), gradients, cfg.model.balance_rate),
+            moved(changed, gradients, cfg.model.balance_rate),
             state,
             loss,
             gradients,
         )
 
     params = weights(cfg)
-    state, losses, first = optimizer.init(params), [], None
+    state, losses, first = optimizer.init(by_layer(params)), [], None
     for i in range(steps):
         params, state, loss, gradients = train(params, state, small.batch(cfg, i))
         losses.append(float(loss))
@@ -165,29 +190,35 @@ def norm_of(gradients: dict) -> float:
 
 
 def train(cfg: Config, steps: int = STEPS) -> Run:
-    """The same with the runtime."""
+    """The same with the runtime. Gradients are {} of an optimizer without a momentum."""
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
         state = small.first_state(step, weights(cfg))
         batches = [small.place_batch(step, cfg, small.batch(cfg, i)) for i in range(steps)]
         metrics, moment = [], None
+        momentum = OPTIMIZERS[cfg.optimizer.name].momentum
         with jax.transfer_guard("disallow"):
             for batch in batches:
                 state, new = step.train(state, batch)
                 metrics.append(jax.device_get(new))
-                if moment is None:
-                    moment = jax.device_get(optax.tree_utils.tree_get(state.optimizer, "mu"))
+                if momentum and moment is None:
+                    moment = optax.tree_utils.tree_get(state.optimizer, momentum[0])
+                    moment = jax.device_get(moment)
         params = jax.device_get(state.params)
     assert [int(m["weighted_tokens"]) for m in metrics] == [
         int(small.batch(cfg, i)["weights"].sum()) for i in range(steps)
     ]
     norm = float(metrics[0]["grad_norm"])
     assert norm > cfg.optimizer.clip_norm, "the gradients were meant to be clipped"
-    scale = norm / cfg.optimizer.clip_norm / (1 - cfg.optimizer.b1)
+    gradients = {}
+    if momentum:
+        scale = norm / cfg.optimizer.clip_norm / momentum[1](cfg.optimizer)
+        gradients = jax.tree.map(
+            lambda a: a * np.float32(scale), small.to_plain(step.layout, moment)
+        )
     # to_plain fails where padding is not zero: after weight decay, too
     plain_params = small.to_plain(step.layout, params)
     np.testing.assert_allclose(metrics[-1]["param_norm"], norm_of(plain_params), rtol=1e-6)
-    gradients = jax.tree.map(lambda a: a * np.float32(scale), small.to_plain(step.layout, moment))
     return Run([float(m["loss"]) for m in metrics], norm, gradients, plain_params)
 
 
@@ -210,7 +241,7 @@ def assert_same(got: Run, expected: Run) -> None:
     np.testing.assert_allclose(got.norm, expected.norm, rtol=1e-5)
     for (path, g), e in zip(
         jax.tree_util.tree_leaves_with_path(got.gradients),
-        jax.tree.leaves(expected.gradients),
+        jax.tree.leaves(expected.gradients) if got.gradients else [],
         strict=True,
     ):
         allowed = max(1e-5 * np.abs(e).max(), 1e-7 * expected.norm)

@@ -15,8 +15,14 @@ from jaxtrain.training.step import Step, make_step
 SKIP = {"train.on_nonfinite": "skip"}
 OFFLOAD = {"parallel.zero": 2, "parallel.offload": "optimizer", "model.layers": 2}
 EXPERTS = {"model.experts": 4, "model.expert_width": 16, "mesh.expert": 2}
-CASES = {"data 2, zero 2, offload": Case((2, 1, 1), changes=OFFLOAD)}
+ADAFACTOR = {"optimizer.name": "adafactor", "optimizer.factored_size": 16}
+CASES = {"data 2, zero 2, offload, adafactor": Case((2, 1, 1), changes=OFFLOAD | ADAFACTOR)}
 MORE = {
+    "data 2, zero 2, offload": Case((2, 1, 1), changes=OFFLOAD),
+    "data 2, stage 2, zero 3, adafactor": Case(
+        (2, 2, 1), changes=ADAFACTOR | {"parallel.zero": 3, "model.layers": 3}
+    ),
+    "data 2, model 2, lion": Case((2, 1, 2), changes={"optimizer.name": "lion"}),
     "data 2, zero 2, offload, experts": Case((2, 1, 1), changes=OFFLOAD | EXPERTS),
     "one device": Case((1, 1, 1)),
     "data 2, stage 2": Case((2, 2, 1)),

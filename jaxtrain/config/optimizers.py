@@ -1,0 +1,135 @@
+"""The optimizers that `optimizer.name` may name: a record of each has all in which it differs.
+
+Clipping by the global norm, decay of weights and the learning rate are the same for all
+(training/optimizer.py). This module works without jax, so optax is an argument of `make`.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+# A parameter's dimensions, by their numbers.
+Dims = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """An optimizer. `settings` below is the config's group `optimizer`.
+
+    name:        as in `optimizer.name`
+    text:        what it is, with its source
+    make:        (optax, settings) → optax's transformation of clipped gradients into directions
+    reads:       the settings that `make` and `state` read, each with what it means here
+    state:       (shape of a parameter, settings) → the dimensions that each array of its state
+                 keeps, in the order of optax's state; an array that keeps none is [1]
+    passes:      arrays of the parameter's size that an update reads and writes besides its state:
+                 the gradient, the parameter and its new value, each counted as often as it passes
+    elementwise: each number has its update from its own gradient and state. Otherwise an update
+                 depends on all numbers of a layer's parameter.
+    momentum:    (tree of the state, settings → factor): after the first step that tree is the
+                 clipped gradient times the factor; None if no tree is
+    fixed:       settings on which the shapes of the state depend: a resumed run keeps them
+    """
+
+    name: str
+    text: str
+    make: Callable[[ModuleType, Any], Any]
+    reads: Mapping[str, str]
+    state: Callable[[tuple[int, ...], Any], tuple[Dims, ...]]
+    passes: int
+    elementwise: bool = True
+    momentum: tuple[str, Callable[[Any], float]] | None = None
+    fixed: tuple[str, ...] = ()
+
+    def state_numbers(self, shape: tuple[int, ...], settings: Any) -> int:
+        """Numbers in the state of a parameter of this shape."""
+        return sum(math.prod(shape[d] for d in dims) for dims in self.state(shape, settings))
+
+
+def _copies(number: int, shape: tuple[int, ...], _: Any) -> tuple[Dims, ...]:
+    """The state of so many arrays of the parameter's shape."""
+    return (tuple(range(len(shape))),) * number
+
+
+def _factored(shape: tuple[int, ...], settings: Any) -> tuple[Dims, ...]:
+    """Adafactor's means of squares over the largest dimension and over the second largest, or all
+    squares where the second largest is below `factored_size`."""
+    dims = tuple(range(len(shape)))
+    by_size = sorted(dims, key=lambda d: shape[d])
+    if len(shape) < 2 or shape[by_size[-2]] < settings.factored_size:
+        return (), (), dims
+    second, largest = by_size[-2:]
+    return tuple(d for d in dims if d != largest), tuple(d for d in dims if d != second), ()
+
+
+def _adafactor(optax: ModuleType, settings: Any) -> Any:
+    parts = [
+        optax.scale_by_factored_rms(
+            decay_rate=settings.decay_exponent, min_dim_size_to_factor=settings.factored_size
+        )
+    ]
+    if settings.update_clip:
+        parts.append(optax.clip_by_block_rms(settings.update_clip))
+    if settings.parameter_scale:
+        parts.append(optax.scale_by_param_block_rms())
+    return optax.chain(*parts)
+
+
+OPTIMIZERS: Mapping[str, Optimizer] = {
+    optimizer.name: optimizer
+    for optimizer in (
+        Optimizer(
+            "adamw",
+            "Loshchilov & Hutter 2019, arXiv:1711.05101",
+            make=lambda optax, s: optax.scale_by_adam(s.b1, s.b2, s.epsilon),
+            reads={
+                "b1": "decay of the first moment",
+                "b2": "decay of the second moment",
+                "epsilon": "added to the root of the second moment",
+            },
+            state=functools.partial(_copies, 2),
+            passes=3,
+            momentum=("mu", lambda s: 1 - s.b1),
+        ),
+        Optimizer(
+            "lion",
+            "Chen et al. 2023, arXiv:2302.06675; the paper has b2=0.99 and a third to a tenth of "
+            "adamw's learning rate",
+            make=lambda optax, s: optax.scale_by_lion(s.b1, s.b2),
+            reads={
+                "b1": "weight of the momentum in an update, whose signs are taken",
+                "b2": "decay of the momentum",
+            },
+            state=functools.partial(_copies, 1),
+            passes=3,
+            momentum=("mu", lambda s: 1 - s.b2),
+        ),
+        Optimizer(
+            "adafactor",
+            "Shazeer & Stern 2018, arXiv:1804.04235, without momentum",
+            make=_adafactor,
+            reads={
+                "decay_exponent": "update t keeps 1 - t^-decay_exponent of the second moment",
+                "factored_size": "a matrix whose two largest dimensions have this size keeps means "
+                "of its second moment over rows and columns",
+                "update_clip": "largest root mean square of a parameter's update; 0: no clipping",
+                "parameter_scale": "updates are multiplied by the parameter's root mean square",
+            },
+            state=_factored,
+            passes=6,  # the gradient for means, for the update and for its clipping; its scale
+            elementwise=False,
+            fixed=("factored_size",),
+        ),
+    )
+}
+READS = tuple(dict.fromkeys(name for o in OPTIMIZERS.values() for name in o.reads))
+
+
+def meaning(setting: str) -> str:
+    """The help of a setting that only some optimizers read."""
+    return "; ".join(
+        f"{o.name}: {o.reads[setting]}" for o in OPTIMIZERS.values() if setting in o.reads
+    )
