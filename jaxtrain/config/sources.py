@@ -198,8 +198,8 @@ def find(name: str) -> Source:
     tokens = [file.path for file in source.files if holds_tokens(file.path)]
     if tokens:
         rule = (
-            f"holds {os.path.relpath(tokens[0], root)}, and a token file is no document: let its "
-            "name begin with _ or ., or name it alone"
+            f"holds token files ({source.listed(tokens)}), of which each is a corpus by itself: "
+            "let their names begin with _ or ., or name one"
         )
         raise ConfigError("data.source", name, rule, fixes=[{"data.source": tokens[0]}])
     return source

@@ -7,8 +7,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.costs.hardware import Hardware
-from jaxtrain.costs.transformer import Transformer
 from jaxtrain.devices import cluster
 from jaxtrain.run.goodput import GoodputLog
 from jaxtrain.run.metrics import METRICS, MetricsWriter
@@ -38,15 +36,6 @@ class Pending:
     metrics: StepMetrics
     answer: Answer
     comparison: Comparison | None = None
-
-
-def tokens_at_peak(
-    model: Transformer, devices: int, hardware: Hardware | None, dtype: str
-) -> float | None:
-    """Tokens a second of devices that train at their peak; None if it is unknown."""
-    if hardware is None or dtype not in hardware.peak_tflops:
-        return None
-    return devices * hardware.peak(dtype) / model.training_flops_per_token()
 
 
 class Speedometer:

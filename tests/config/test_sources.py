@@ -271,7 +271,7 @@ def test_a_token_file_among_others(write):
     write("d/a.txt", "d/x.npy.gz")
     assert refusal("d") == refusal("d/*").replace("'d/*'", "'d'")
     assert refusal("d").startswith(
-        "data.source='d' holds x.npy.gz, and a token file is no document: "
+        "data.source='d' holds token files (x.npy.gz), of which each is a corpus by itself: "
     )
     assert refusal("d").endswith(f": use --config.data.source={os.path.abspath('d/x.npy.gz')}")
     os.rename("d/x.npy.gz", "d/_x.npy.gz")
