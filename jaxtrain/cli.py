@@ -183,8 +183,8 @@ def _refusal(
         if started
         else cluster_environment.simulated_devices(namespace, os.environ, SIMULATED_DEVICES)
     )
-    environment = Environment(devices, "cpu" if devices else "", recipe, rules=RULES)
-    if checks.first_violation(config, environment) is None:
+    environment = Environment(devices, "cpu" if devices else "", recipe, rules=RULES_WITH_TABLES)
+    if checks.first_violation(config, dataclasses.replace(environment, rules=RULES)) is None:
         return None
     if not devices:
         start_jax(namespace)
@@ -193,7 +193,6 @@ def _refusal(
         environment = dataclasses.replace(
             environment, devices=jax.device_count(), platform=jax.default_backend()
         )
-    environment = dataclasses.replace(environment, rules=RULES_WITH_TABLES)
     return checks.error_of(config, environment)
 
 

@@ -72,7 +72,7 @@ FLAGS = (
         "folder of a training run, or the folder or address (s3://BUCKET/PATH) of its checkpoints",
     ),
     Flag("prompt", "", "text to continue; empty: the start of a document"),
-    Flag("tokens", 100, "new tokens of each sample; fewer where the document ends", 1, MOST),
+    Flag("tokens", 100, "new tokens of each sample; fewer if the document ends", 1, MOST),
     Flag(
         "temperature",
         1.0,
@@ -83,8 +83,8 @@ FLAGS = (
     Flag(
         "top_p",
         1.0,
-        "probability, above 0 and up to 1, of the most likely tokens to choose among, taken "
-        "together",
+        "choose among the fewest most likely tokens whose probabilities sum to at least this, "
+        "above 0; 1: all",
     ),
     Flag("greedy", False, "always choose the most likely token"),
     Flag("samples", 1, "number of continuations of the prompt", 1, MOST),

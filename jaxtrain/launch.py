@@ -58,7 +58,7 @@ FLAGS = (
     Flag(
         "restarts",
         0,
-        "number of times to start the run again where it can continue: it was stopped or killed, "
+        "number of times to start the run again if it can continue: it was stopped or killed, "
         "has hung, or its storage failed",
         at_least=0,
     ),

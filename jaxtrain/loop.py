@@ -28,7 +28,6 @@ from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.generation.text import sample_text
 from jaxtrain.pipeline.setup import Setup
-from jaxtrain.pipeline.step_model import hardware_at_hand, transformer_of
 from jaxtrain.plan.compare import plan_at_hand
 from jaxtrain.plan.measured_step import AfterWarmUp
 from jaxtrain.plan.report import as_compiled, introduction
@@ -203,8 +202,7 @@ class Trainer:
         )
         traces, count = trace_folder(self.folder), config.train.profile_steps
         self.profile = Profile(traces, start, count, clock, log_line)
-        device_kind = mesh.devices.flat[0].device_kind
-        plan = plan_at_hand(config, device_kind).prediction
+        plan = plan_at_hand(config, mesh.devices.flat[0].device_kind).prediction
         program = self.programs.train
         self.measured = AfterWarmUp(plan, program, self.folder, self.profile, clock, log_line)
         detected = DetectorState.from_json(checkpoints.meta.memory)
@@ -216,16 +214,13 @@ class Trainer:
         self.requests = Requests(mesh, signals, checkpoints, minutes, grace)
         self.copies = Copies(mesh, self.state)
         self.watchdog = watchdog
-        data, model = config.data, transformer_of(config.model, config.data.sequence_length)
-        hardware = hardware_at_hand(config.train.hardware, device_kind)
-        peak = tokens_at_peak(model, mesh.size, hardware, config.precision.compute)
-        tokens_per_step = data.batch_size * data.sequence_length
-        speedometer = Speedometer(tokens_per_step, peak, start, clock)
+        tokens = config.data.batch_size * config.data.sequence_length
+        peak = plan.work.tokens_at_peak() if plan else None
         self.reporter = Reporter(
             intervals=self.intervals,
             combine_metrics=self.step.combine_metrics,
             detector=self.detector,
-            speedometer=speedometer,
+            speedometer=Speedometer(tokens, peak, start, clock),
             log=log,
             progress=self.progress,
             goodput=goodput,
@@ -430,7 +425,8 @@ def _write_settings(config: Config, given: PipelineConfig, folder: pathlib.Path)
     if stored_op_times.worth_storing(config.mesh, config.pipeline, given):
         devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
         with warned(folder / stored_op_times.OP_TIMES, cluster.log):
-            stored_op_times.store(config, folder, devices)
+            settings = stored_op_times.depend_on(config)
+            stored_op_times.store(folder, config.pipeline.times, settings, devices)
 
 
 def _draw_losses(folder: pathlib.Path) -> None:

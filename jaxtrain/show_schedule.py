@@ -45,33 +45,34 @@ from jaxtrain.schedule.validator import check
 
 DESCRIPTION = """usage: jaxtrain schedule [flags]      (or python -m jaxtrain.schedule …)
 
-Shows a pipeline schedule and says what it costs, such as
+Shows a pipeline schedule with its time and memory:
   jaxtrain schedule --schedule=zb_v --stages=4 --microbatches=8
   jaxtrain schedule --schedule=1f1b --stages=8 --microbatches=64 --times=18.5,18.1,9.3,0.6 \\
       --svg=1f1b.svg
   jaxtrain schedule --compare --stages=8 --microbatches=32 --times=18.5,18.1,9.3,0.6 --memory=8
 
-Schedules: gpipe, 1f1b, interleaved, zb_h1, zb_h2, zb_v, dualpipe_v; auto, the best table found for
-the times within --memory; csv:FILE, your own table (write one with --csv and change it).
+Schedules: gpipe, 1f1b, interleaved, zb_h1, zb_h2, zb_v, dualpipe_v; auto, the best table for the
+times within --memory that a search finds; csv:FILE, your own table (write one with --csv and change
+it).
 
-Ops: F forward, B gradient of the input, W gradient of the weights, R recompute. Times are of one
-microbatch on a whole stage, in any unit; an op on one of a stage's `repeats` chunks takes its part
-of that.
+Ops: F forward, B gradient of the input, W gradient of the weights, R recompute. Times are those of
+one microbatch on all chunks of a stage, in any unit; an op on one of its `repeats` chunks takes its
+part of that.
 
-Two clocks: independent (stages wait for messages alone, as papers assume) and coupled (the ticks as
-this runtime executes them, where a permute makes a stage wait for its neighbours). What --json
-prints, and the timeline shows below it:
-  ticks                     of the table: what every stage does between two permutes
-  step_time                 by the independent clock; step_time_coupled by the coupled one
+There are two clocks. By the independent one stages wait only for messages, as papers assume. By the
+coupled one ticks run as this runtime executes them, where a permute makes a stage wait for its
+neighbours. --json prints, and the lines below the timeline show:
+  ticks                     ticks of the table; a stage does at most one F, R, B or W in each
+  step_time                 by the independent clock; step_time_coupled: by the coupled one
   bubble_fraction           1 - busiest stage's work / step_time
   bubble_fraction_span      1 - busiest stage's work / longest time from a stage's first op to its
                             last, independent clock
   bubble_fraction_coupled   1 - busiest stage's work / step_time_coupled
-  peak_residuals            of each stage, the most chunks whose residuals it holds at once, each
+  peak_residuals            for each stage, the most chunks whose residuals it holds at once, each
                             from its F to the end of its B
                             (peak_residuals_with_weight_stash: to the end of its W)
-  pool_sizes                slots that a stage needs of each pool; slots_per_stage: on each
-                            stage"""
+  pool_sizes                slots of each pool in a device's memory, the most of all stages;
+                            slots_per_stage: those that each stage uses"""
 
 FLAGS = (
     Flag("schedule", ONE_CHUNK, f"{', '.join(by_name.NAMES)} or csv:FILE"),
@@ -80,19 +81,20 @@ FLAGS = (
     Flag(
         "repeats",
         0,
-        "chunks of the model on each stage; 0: the fewest that the schedule is made for "
-        "(auto: 1 or 2)",
+        "chunks of the model on each stage; 0: the fewest that the schedule takes (auto: 1 or 2)",
         at_least=1,
     ),
     Flag(
         "times",
         "1,1,1,0",
-        "F,B,W,message: time of each op of one microbatch on a whole stage, and of a message",
+        "F,B,W,message: times of the ops of one microbatch on all chunks of a stage, and of a "
+        "message",
     ),
     Flag(
         "recompute",
         "",
-        "time of R: full recomputation, with R ops on all chunks but the last; empty: none",
+        "time of R, for full recomputation with an R on all chunks but the last; empty: no "
+        "recomputation",
     ),
     Flag(
         "head",
@@ -106,20 +108,18 @@ FLAGS = (
         "time of the embedding of one microbatch on one stage, and of its gradient",
         at_least=0,
     ),
-    Flag(
-        "row", 0.0, "time that every tick of the table costs every stage, coupled clock", at_least=0
-    ),
+    Flag("row", 0.0, "time added to every tick on every stage; for the coupled clock", at_least=0),
     Flag(
         "vocabulary",
         "parallel",
-        "parallel: all stages share head and embedding; end_stages: the last unit's stage and "
-        "the first's have them",
+        "parallel: head and embedding are split over all stages; end_stages: the last unit's "
+        "stage has the head, the first unit's the embedding",
     ),
     Flag(
         "fused_backward",
         False,
-        "the gradient leaves after W, as where B and W are one op; 1f1b, interleaved, gpipe; "
-        "independent clock",
+        "B and W count as one op, so a gradient leaves after W; for 1f1b, interleaved and gpipe, "
+        "by the independent clock",
     ),
     Flag(
         "permute",
@@ -130,15 +130,14 @@ FLAGS = (
     Flag(
         "memory",
         0.0,
-        "bound for auto and --compare: residuals at once, with what W waits for, in those of "
-        "a chunk, 1/repeats of a stage; 0: none",
+        "bound for auto and --compare: the most residuals and weight stash that a stage holds at "
+        "once; 1 is that of a chunk, 1/repeats of a stage, for one microbatch; 0: no bound",
         at_least=0,
     ),
     Flag(
         "compare",
         False,
-        "all schedules side by side, best coupled time first; those within --memory before "
-        "the others",
+        "compare all schedules: those within --memory first, each group by coupled time",
     ),
     Flag("json", False, "print the figures as JSON in place of the timeline"),
     Flag("csv", "", "write the table to this file, which --schedule=csv:FILE reads back"),

@@ -146,20 +146,16 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
             jax.device_count(), jax.default_backend(), flags.recipe, rules=RULES_WITH_TABLES
         )
         check_run(config, environment)
-        stored_in = None if flags.dry_run else folder
-        planned = with_planned_times(config, jax.device_count(), stored_in)
-        ready = find_tables(planned, environment)
+        on_mesh = filled(config, environment.devices)
+        notes = (*elastic_notes(config, on_mesh), *unused_settings(on_mesh))
+        cluster.log(*(f"note: {note}" for note in notes))
+        ready = prepare(config, environment, None if flags.dry_run else folder, measures=writes)
         if not ready:
             return None
-        notes = (*elastic_notes(config, ready.config), *unused_settings(ready.config))
-        cluster.log(*(f"note: {note}" for note in notes))
         plan = dry_run(ready.resolved, ready.setup, clock) if flags.dry_run else None
     if plan:
         cluster.log(plan.json() if flags.json else "\n".join(plan.lines()))
         return ExitStatus.FINISHED
-    ready = with_measured_times(ready, environment, folder, measures=not flags.replay)
-    if not ready:
-        return None
     if flags.replay:
         return replay.replay(
             ready.resolved,
@@ -177,11 +173,33 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ready:
-    """A checked config whose mesh is known, its resolved form, and its tables."""
+    """A checked and resolved config whose mesh is known, and its tables."""
 
-    config: Config
     resolved: Config
     setup: Setup
+
+
+def prepare(
+    config: Config, environment: Environment, folder: pathlib.Path | None, measures: bool
+) -> Ready | None:
+    """The config, whose rules were checked, with its op times and tables; None if Ctrl-C has
+    stopped the search for a table.
+
+    folder: the run's, whose op times are read; None: none are
+    measures: op times may be measured, and tables are made anew for them
+
+    Raises OpTimesError, and ConfigError as `find_tables`.
+    """
+    from jaxtrain.devices import cluster
+    from jaxtrain.training.op_times import known_times, measured_times
+
+    times = known_times(filled(config, environment.devices).resolve(), folder)
+    ready = find_tables(replace(config, {"pipeline.times": times or ()}), environment)
+    if ready and times is None and measures:
+        times = measured_times(ready.resolved, ready.setup)
+        cluster.log(stored_op_times.describe(times))
+        ready = find_tables(replace(config, {"pipeline.times": times}), environment)
+    return ready
 
 
 def find_tables(config: Config, environment: Environment) -> Ready | None:
@@ -197,10 +215,9 @@ def find_tables(config: Config, environment: Environment) -> Ready | None:
         with SearchProgress(
             "searching for a table", shown=cluster.is_main(), log=sys.stdout
         ) as progress:
-            on_mesh = filled(config, environment.devices)
-            resolved = on_mesh.resolve()
+            resolved = filled(config, environment.devices).resolve()
             try:
-                return Ready(on_mesh, resolved, make_setup(resolved, progress))
+                return Ready(resolved, make_setup(resolved, progress))
             except ConfigError:
                 checks.check(config, environment)  # raises it with flags that keep every rule
                 raise
@@ -211,50 +228,6 @@ def find_tables(config: Config, environment: Environment) -> Ready | None:
     finally:
         if takes_signals:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def with_planned_times(config: Config, devices: int, folder: pathlib.Path | None) -> Config:
-    """The config with op times that are planned for its devices, if it has none and does not want
-    them measured: those in the run's folder, or else new ones. folder: None where none are read.
-    Raises OpTimesError."""
-    from jaxtrain.devices import cluster
-    from jaxtrain.training.op_times import planned_times, stored_times
-
-    resolved = filled(config, devices).resolve()
-    pipeline = resolved.pipeline
-    if pipeline.measure_times or not stored_op_times.needed(resolved.mesh, pipeline):
-        return config
-    times = stored_times(folder, stored_op_times.depend_on(resolved)) if folder else None
-    if times:
-        cluster.log(stored_op_times.describe(times))
-    return replace(config, {"pipeline.times": planned_times(resolved) if times is None else times})
-
-
-def with_measured_times(
-    ready: Ready, environment: Environment, folder: pathlib.Path, measures: bool
-) -> Ready | None:
-    """The config with measured op times and the tables for them, if it wants them measured: those
-    in the run's folder, or else measured now. None if Ctrl-C has stopped the search.
-
-    measures: False where nothing may be written, as in a replay.
-
-    Raises OpTimesError, and ConfigError as `find_tables`.
-    """
-    from jaxtrain.devices import cluster
-    from jaxtrain.training.op_times import measured_times, stored_times
-
-    resolved = ready.resolved
-    pipeline = resolved.pipeline
-    if not (pipeline.measure_times and stored_op_times.needed(resolved.mesh, pipeline)):
-        return ready
-    times = stored_times(folder, stored_op_times.depend_on(resolved))
-    if times is None and measures:
-        times = measured_times(resolved, ready.setup)
-    if times is not None:
-        cluster.log(stored_op_times.describe(times))
-    if not times:
-        return ready
-    return find_tables(replace(ready.config, {"pipeline.times": times}), environment)
 
 
 def _leave(status: int) -> int:

@@ -35,9 +35,9 @@ from jaxtrain.run.metrics import METRICS
 from jaxtrain.run.run_lock import RunLock
 
 DESCRIPTION = """
-Looks at the checkpoints of a run. DIR is the folder of a run, or the folder or address
-(s3://BUCKET/PATH) of its checkpoints. But for prune it may also be the folder of one step, DIR/20,
-which is meant alone then.
+Lists, verifies, shows, compares and deletes the checkpoints of a run. DIR is the folder of a run,
+or the folder or address (s3://BUCKET/PATH) of its checkpoints. Except for prune it may also be the
+folder of one step, such as DIR/20.
 
 usage: jaxtrain checkpoint ls DIR                      its steps: size, time, validation loss, and
                                                        which are complete
@@ -50,10 +50,10 @@ usage: jaxtrain checkpoint ls DIR                      its steps: size, time, va
        jaxtrain checkpoint prune DIR [flags] [--yes]   deletes steps that a policy does not keep,
                                                        broken and unfinished ones
 
-`ls` looks at all files but does not read the arrays' numbers: `verify` finds damage there. `prune`
-says what it would delete, and deletes with --yes alone; the newest complete step is always kept. No
-device is used. A place without checkpoints is refused with status 2; one that
-cannot be read ends the command with 74.
+`ls` checks all files but does not read the arrays' numbers; `verify` finds damage to these. `prune`
+says what it would delete, and deletes only with --yes; the newest complete step always stays. No
+device is used. A place without checkpoints is refused with status 2; one that cannot be read ends
+the command with 74.
 """
 STEP = Flag("step", -1, "the step; -1: the newest complete one", at_least=-1)
 FLAGS = {
@@ -69,11 +69,13 @@ FLAGS = {
     ),
     "diff": (Flag("all", False, "list all arrays that differ, not the 20 that differ most"),),
     "prune": (
-        Flag("keep", 0, "keep so many of the newest steps; 0: all", at_least=0),
+        Flag("keep", 0, "keep this many of the newest steps; 0: all", at_least=0),
         Flag("keep_every", 0, "with --keep: keep steps that this divides", at_least=0),
-        Flag("keep_best", 0, "with --keep: keep so many of the lowest validation loss", at_least=0),
-        Flag("broken", False, "delete what runs have set aside as N.broken-1"),
-        Flag("unfinished", False, "delete what saves that did not end have left"),
+        Flag(
+            "keep_best", 0, "with --keep: keep this many steps with the lowest losses", at_least=0
+        ),
+        Flag("broken", False, "delete the steps that runs have set aside as N.broken-1"),
+        Flag("unfinished", False, "delete the remains of saves that did not end"),
         Flag("yes", False, "delete; without it the command only says what it would delete"),
     ),
 }

@@ -13,7 +13,6 @@ from jaxtrain.config.errors import (
 from jaxtrain.config.paths import (
     closest,
     convert,
-    converted,
     fields,
     from_dict,
     get,
@@ -61,7 +60,6 @@ __all__ = [
     "TrainConfig",
     "closest",
     "convert",
-    "converted",
     "ends_with_layers",
     "fields",
     "flag_text",

@@ -319,9 +319,11 @@ def _stray(
 def apply(config: Config, overrides: Sequence[tuple[str, str]]) -> Config:
     """The config with overrides (path, text); the last one for a path counts. A text of another
     type than its setting's stays a text, which the checks refuse."""
-    return cfg.replace(
-        cfg.converted(config), {path: _value(path, text) for path, text in overrides}
-    )
+    changes: dict[str, Any] = {}
+    for path in cfg.fields():
+        with contextlib.suppress(cfg.ConfigError):
+            changes[path] = cfg.convert(path, cfg.get(config, path))
+    return cfg.replace(config, changes | {path: _value(path, text) for path, text in overrides})
 
 
 def _value(path: str, text: str) -> Any:

@@ -129,7 +129,7 @@ def _in_steps(case: AttentionCase) -> Refusal | None:
         if case.queries == case.keys
         else ", also for each of the two chunks of a device of mesh.context"
     )
-    step = SPLASH_STEP * (case.keys // case.queries)
+    step = SPLASH_STEP * (case.keys // max(case.queries, 1))
     nearest = max(1, round(case.keys / step)) * step
     return Refusal(
         f"takes multiples of {SPLASH_STEP} tokens{parts}, not {case.queries}",
@@ -281,28 +281,8 @@ def product_kernel(hardware: TargetDevice) -> KernelChoice:
 def describe(model: ModelConfig, case: AttentionCase) -> Iterator[str]:
     """Lines of text: the kernels of a step on the case's device, which others were refused and why,
     and a warning for each that is slow."""
-    yield from _describe_attention(model.attention_kernel, case)
-    if model.experts and not model.capacity_factor:
-        choice = product_kernel(case.device)
-        yield f"products of experts: {choice.words}{_refusals(choice)}"
-        if case.device.platform == GPU:
-            yield (
-                "warning: products of experts have no kernel on a GPU, and wait for the host "
-                "before each block of rows: --config.model.capacity_factor=1.25 makes them plain "
-                "matmuls"
-            )
-
-
-def _refusals(choice: KernelChoice) -> str:
-    """The refusals of a choice, in brackets, with a rule that several kernels share once; "" if
-    there are none."""
-    rules = {refusal.rule: name for name, refusal in reversed(choice.refusals.items())}
-    passed = ", ".join(f"{name} {rule}" for rule, name in reversed(rules.items()))
-    return f" ({passed})" if passed else ""
-
-
-def _describe_attention(wanted: str, case: AttentionCase) -> Iterator[str]:
-    choice, device = attention_kernel(case, wanted), case.device
+    wanted, device = model.attention_kernel, case.device
+    choice = attention_kernel(case, wanted)
     asked = f" (model.attention_kernel={wanted})" if wanted != "auto" else ""
     yield f"attention: {choice.words}{asked}{_refusals(choice)}"
     if choice.kernel == SPLASH and device.platform != TPU:
@@ -327,3 +307,20 @@ def _describe_attention(wanted: str, case: AttentionCase) -> Iterator[str]:
             f"warning: on {device.name} attention by {choice.words} {slow}: {fast} "
             f"{refused.rule}{f' ({ends} prevents this)' * bool(ends)}"
         )
+    if model.experts and not model.capacity_factor:
+        choice = product_kernel(device)
+        yield f"products of experts: {choice.words}{_refusals(choice)}"
+        if device.platform == GPU:
+            yield (
+                "warning: products of experts have no kernel on a GPU, and wait for the host "
+                "before each block of rows: --config.model.capacity_factor=1.25 makes them plain "
+                "matmuls"
+            )
+
+
+def _refusals(choice: KernelChoice) -> str:
+    """The refusals of a choice, in brackets, with a rule that several kernels share once; "" if
+    there are none."""
+    rules = {refusal.rule: name for name, refusal in reversed(choice.refusals.items())}
+    passed = ", ".join(f"{name} {rule}" for rule, name in reversed(rules.items()))
+    return f" ({passed})" if passed else ""

@@ -1,7 +1,6 @@
 """Settings by their paths, such as "mesh.stage": reading, replacing and converting values; a config
 as JSON. No jax."""
 
-import contextlib
 import dataclasses
 import difflib
 import functools
@@ -80,16 +79,6 @@ def from_dict(values: dict[str, Any]) -> Config:
             **{name: convert(f"{group}.{name}", value) for name, value in settings.items()}
         )
     return Config(**given)
-
-
-def converted(config: Config) -> Config:
-    """A config with every value as its setting's type, where `convert` can; others stay as they
-    are."""
-    changes = {}
-    for path in fields():
-        with contextlib.suppress(ConfigError):
-            changes[path] = convert(path, get(config, path))
-    return replace(config, changes)
 
 
 def convert(path: str, value: Any) -> Any:

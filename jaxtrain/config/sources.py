@@ -32,6 +32,7 @@ STDLIB = "stdlib"
 LEFT_OUT_OF_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 HIDDEN = ("_", ".")  # the names below a source that begin with these are passed over
 NAMED = 3  # the names that a line lists at most
+ENDINGS = 5  # the endings that a line counts at most
 COMPRESSIONS = {
     ".gz": "gzip",
     ".gzip": "gzip",
@@ -137,7 +138,7 @@ class Source:
             lines[0] += f"; {self.passed_over_text()}"
         texts = [file.path for file in self.files if file.format == "text"]
         if texts and self.has_fields:
-            lines.append(f"  each one document, beside files of records: {self.listed(texts)}")
+            lines.append(f"  text beside files of records, a document each: {self.listed(texts)}")
             records = {ending(file.path) for file in self.files if file.format != "text"}
             if len(records) == 1 and not self.pattern:
                 only = os.path.join(self.name, "**", f"*{records.pop()}")
@@ -152,8 +153,8 @@ class Source:
     def listed(self, paths: Sequence[str]) -> str:
         """The first NAMED of some paths, as they are called below the root, and how many more."""
         names = [os.path.relpath(path, self.root) for path in paths[:NAMED]]
-        more = [f"{len(paths) - NAMED:,} more"] if len(paths) > NAMED else []
-        return ", ".join(names + more)
+        rest = [f"{len(paths) - NAMED:,} more"] if len(paths) > NAMED else []
+        return ", ".join(names + rest)
 
 
 def format_of(name: str) -> str:
@@ -197,8 +198,8 @@ def find(name: str) -> Source:
     tokens = [file.path for file in source.files if holds_tokens(file.path)]
     if tokens:
         rule = (
-            f"holds {os.path.relpath(tokens[0], root)}, and a token file is no document: let its "
-            "name begin with _ or ., or name it alone"
+            f"holds token files ({source.listed(tokens)}), of which each is a corpus by itself: "
+            "let their names begin with _ or ., or name one"
         )
         raise ConfigError("data.source", name, rule, fixes=[{"data.source": tokens[0]}])
     return source
@@ -307,28 +308,31 @@ def _no_files(source: Source, unmatched: Sequence[str], closed: int) -> ConfigEr
         rule = f"is empty, for this Python has no sources in {source.root}: name a folder or a file"
         return ConfigError("data.source", STDLIB, rule)
     values = [STDLIB]
-    there = []
+    present = []
     if unmatched:
-        there.append(_amounts(unmatched))
+        present.append(_amounts(unmatched))
         parts = pathlib.Path(source.name).parts[: -len(source.pattern)]
         usual = f"*{max(sorted({*unmatched}), key=unmatched.count)}"
         values.insert(0, os.path.join(*parts, *source.pattern[:-1], usual))
     if closed:
-        there.append(f"folders that do not match ({closed:,})")
+        present.append(f"folders that do not match ({closed:,})")
     if source.passed_over:
-        there.append(source.passed_over_text())
+        present.append(source.passed_over_text())
     if source.linked_folders:
         links = source.listed(source.linked_folders)
-        there.append(f"links to folders, which are not followed: {links}")
+        present.append(f"links to folders, which are not followed: {links}")
     rule = f"{'matches' if source.pattern else 'holds'} no files; below {source.root} are "
-    rule += "; ".join(there) or "none"
+    rule += "; ".join(present) or "none"
     return ConfigError("data.source", source.name, rule, fixes=[{"data.source": v} for v in values])
 
 
 def _amounts(endings: Iterable[str]) -> str:
     """Numbers of files by their endings, the largest first: "411 .jsonl.gz, 1 .md"."""
     amounts = collections.Counter(sorted(endings)).most_common()
-    return ", ".join(f"{count:,} {ending or 'without an ending'}" for ending, count in amounts)
+    words = [f"{count:,} {ending or 'without an ending'}" for ending, count in amounts[:ENDINGS]]
+    if rest := sum(count for _, count in amounts[ENDINGS:]):  # shards may end in their numbers
+        words.append(f"{rest:,} with other endings")
+    return ", ".join(words)
 
 
 def _stat(path: str, format: str) -> File:

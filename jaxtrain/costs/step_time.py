@@ -608,6 +608,12 @@ class StepModel:
         tokens = self.layout.batch * self.model.sequence
         return tokens * self.model.training_flops_per_token(self.framework.causal_rates)
 
+    def tokens_at_peak(self) -> float:
+        """Tokens a second of devices that train at their peak, attention counted causally: model
+        FLOPs utilization is a step's tokens a second over these."""
+        peak = self.layout.devices * self.hardware.peak(self.dtype)
+        return peak / self.model.training_flops_per_token()
+
     def hardware_flops(self) -> float:
         """Operations with those that layers recompute (Narayanan 2021, Korthikanti 2022)."""
         model, remat, causal = self.model, self.layout.remat, self.framework.causal_rates

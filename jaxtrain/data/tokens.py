@@ -103,9 +103,10 @@ class Corpus:
 
     def describe(self) -> str:
         """A line of text: tokens, documents, held-out tokens."""
-        documents = f"{len(self.documents) - 1:,} documents from {self.source}"
-        held_out = f"{len(self.validation):,} tokens held out"
-        return f"corpus: {len(self.tokens):,} tokens, {documents}, {held_out}"
+        return (
+            f"corpus: {len(self.tokens):,} tokens, {len(self.documents) - 1:,} documents from "
+            f"{self.source}, {len(self.validation):,} tokens held out"
+        )
 
     def check_whole(self) -> None:
         """Raises DataError if a mapped file was cut short since it was opened. Reading the missing

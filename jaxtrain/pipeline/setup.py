@@ -190,7 +190,19 @@ class _Search:
             table = by_name.make_table(TableSpec(ONE_CHUNK, 1, 1, pipeline.microbatches))
             return Setup(Placement(layers), table, self.times, (1.0,))
         try:
-            candidates = self._candidates(self._memory_bound())
+            memory = pipeline.memory or None
+            if pipeline.schedule == "auto" and not memory:
+                # as many residuals as a stage holds in 1F1B with the same permutes
+                spec = TableSpec(
+                    ONE_CHUNK,
+                    stages,
+                    1,
+                    pipeline.microbatches,
+                    permute="late" if pipeline.permute == "auto" else pipeline.permute,
+                    remat_full=pipeline.remat == "full",
+                )
+                memory = memory_of(by_name.make_table(spec))
+            candidates = self._candidates(memory)
         except ConfigError:
             raise
         except search.MemoryTooSmall as error:
@@ -210,26 +222,14 @@ class _Search:
         placement = Placement(layers, stages, stage_of=best.table.stage_of, sizes=best.sizes)
         return Setup(placement, best.table, self.times, best.shares)
 
-    def _memory_bound(self) -> float | None:
-        """The most residuals that a stage may hold with `auto`, in those of all its layers; by
-        default as many as in 1F1B with the same permutes."""
-        pipeline = self.pipeline
-        if pipeline.schedule != "auto" or pipeline.memory:
-            return pipeline.memory or None
-        spec = TableSpec(
-            ONE_CHUNK,
-            self.stages,
-            1,
-            pipeline.microbatches,
-            permute="late" if pipeline.permute == "auto" else pipeline.permute,
-            remat_full=pipeline.remat == "full",
-        )
-        return memory_of(by_name.make_table(spec))
-
     def _candidates(self, memory: float | None) -> list[_Candidate]:
         """The tables for each number of chunks on a stage, and each place of the vocabulary, that
-        the config leaves open. Raises MemoryTooSmall, with the least that suffices, if none
-        fits."""
+        the config leaves open.
+
+        memory: the most residuals that a stage may hold with `auto`, in those of all its layers
+
+        Raises MemoryTooSmall, with the least that suffices, if none fits.
+        """
         pipeline, stages = self.pipeline, self.stages
         repeats: Sequence[int] = (pipeline.repeats,)
         if pipeline.schedule == "auto" and not pipeline.repeats:

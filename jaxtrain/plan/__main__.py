@@ -48,37 +48,35 @@ usage: jaxtrain plan --config=NAME|FILE --hardware=NAME|FILE --devices=N [--toke
        jaxtrain plan --calibrate --out=FILE
                      measures this machine's devices, as a file for --hardware
        jaxtrain plan --compile --topology=DEVICES --config=NAME|FILE [--layout=…]
-                     what the compiler says of a step for devices that are not there
+                     compiles a step for devices that are not here, and compares it with its plan
        (or python -m jaxtrain.plan …; --calibrate --help and --compile --help have the flags of
        these two)
 
-Says what a run needs and how fast it is on devices that need not be there, and how to lay it over
-them, such as
+Says how much memory a run needs, how fast it is, and which layout is best, on devices that need not
+be here:
   jaxtrain plan --config=gpt3_175b --hardware=a100-80gb --devices=1024 --tokens=300e9
   jaxtrain plan --config=gpt3_175b --hardware=a100-80gb \\
       --layout=data=8,stage=16,model=8,microbatch=1
 
 --layout replaces the recipe's mesh, microbatches, repeats, remat, ZeRO stage and schedule:
-  data, stage, model, context, expert, replica            sizes of the mesh's axes; 1 where not
-                                                          named
+  data, stage, model, context, expert, replica            sizes of the mesh axes; default 1
   microbatch                                              sequences of a microbatch on a data shard
-  repeats, remat, zero, schedule, offload, vocabulary     as in a recipe; the recipe's where not
-                                                          named
+  repeats, remat, zero, schedule, offload, vocabulary     as in a recipe; default: the recipe's
 A layout that does not fit is evaluated, too. Without --layout all layouts are searched, by closed
 forms. The layout, or the ten best that fit, are timed by the exact clock of their tables, if the
 framework is our own.
 
-What --json prints, of the layout or of the best:
-  step_time_s                   of a step
-  model_tflops_per_device       of the model alone; hardware_tflops_per_device, with
-                                recomputation
-  mfu, hfu                      the same over the peak; a run's metrics.jsonl has the same mfu
+--json prints, for the layout or for the best one:
+  step_time_s                   seconds of a step
+  model_tflops_per_device       rate of the model's operations; hardware_tflops_per_device counts
+                                recomputation, too
+  mfu, hfu                      these rates over the peak; a run's metrics.jsonl has the same mfu
   attention_flops               attention's operations in these: causal, the half that a causal
                                 mask leaves, or full, as in the papers of --assume
-  memory_gib_per_device         of the fullest; fits, true if it has so much
-  bubble_fraction               of the entire step
+  memory_gib_per_device         of the fullest device; fits: true if the device has so much
+  bubble_fraction               fraction of the step that is bubble
   tokens_per_s, train_days      days without a stop, null without --tokens
-  layout                        as --layout has it"""
+  layout                        the layout in the form of --layout"""
 DEFAULT_HARDWARE = "h100"
 FILES = {"recipe": "planned.py", "png": "plan.png"}  # flags of files to write, and usual names
 WIDTH = 98  # of the call that makes a group of a recipe's settings, without its parentheses
@@ -89,7 +87,7 @@ FLAGS = (
         "hardware",
         "",
         f"kind of device: {', '.join(hardware.known())}, or a JSON file of your own; "
-        "NAME:N,NAME:N: groups; empty: h100",
+        "NAME:N,NAME:N: groups of N devices each; empty: h100",
     ),
     Flag(
         "devices",
@@ -100,15 +98,15 @@ FLAGS = (
     ),
     Flag("layout", "", "evaluate this layout: KEY=VALUE,…; empty: search"),
     Flag("assume", OURS, f"the framework that trains: {', '.join(FRAMEWORKS)}"),
-    Flag("tokens", 0.0, "tokens of the run, for days; 0: not known", at_least=0),
-    Flag("price", 0.0, "US dollars for a device and hour; 0: not known", at_least=0),
-    Flag("kwh_price", 0.0, "US dollars for a kilowatt-hour; 0: not known", at_least=0),
+    Flag("tokens", 0.0, "tokens of the complete training; 0: unknown", at_least=0),
+    Flag("price", 0.0, "US dollars per device-hour; 0: unknown", at_least=0),
+    Flag("kwh_price", 0.0, "US dollars per kilowatt-hour; 0: unknown", at_least=0),
     Flag("recipe", "", "write the layout's config to this file, as a recipe that train takes"),
     Flag(
         "advise",
         "",
-        "say what the records of the run in this folder suggest to change; with --hardware, "
-        "what is planned to be faster",
+        "print the changes that the records of the run in this folder suggest; with --hardware, "
+        "also those that the planner finds faster",
     ),
     Flag("png", "", "draw memory and time by part to this file; of groups of devices, by stage"),
     Flag("json", False, "print the figures as one JSON object"),

@@ -9,7 +9,7 @@ import dataclasses
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -33,7 +33,7 @@ from jaxtrain.schedule.columns import (
 from jaxtrain.schedule.table import Permute, Table, local_unit_of
 from jaxtrain.training.state import initial_state
 from jaxtrain.training.step import Step, make_step
-from jaxtrain.training.stored_op_times import OpTimesError, describe, read
+from jaxtrain.training.stored_op_times import OpTimesError, depend_on, describe, needed, read
 
 TICKS = 12  # of an op, in a timing
 REPEATS = 5  # timings, of which the median counts
@@ -165,8 +165,20 @@ def planned_times(config: Config) -> tuple[float, ...]:
     return times
 
 
-def stored_times(folder: pathlib.Path, settings: Mapping[str, str]) -> tuple[float, ...] | None:
-    """The result of stored_op_times.read in process 0, on every process. All must call
-    this."""
-    times = cluster.from_main(lambda: read(folder, settings), OpTimesError)
-    return None if times is None else tuple(times)
+def known_times(config: Config, folder: pathlib.Path | None) -> tuple[float, ...] | None:
+    """The op times of a resolved config: its own, or those stored in the run's folder, or planned
+    ones. Empty if its tables are made without; None if they have to be measured.
+
+    folder: None if nothing is read, as in a dry run
+
+    Every process of a run must call this. Raises OpTimesError and HardwareError.
+    """
+    pipeline, settings = config.pipeline, depend_on(config)
+    if not needed(config.mesh, pipeline):
+        return pipeline.times
+    stored = cluster.from_main(lambda: read(folder, settings), OpTimesError) if folder else None
+    if stored is None:
+        return None if pipeline.measure_times else planned_times(config)
+    if stored or pipeline.measure_times:
+        cluster.log(describe(stored))
+    return tuple(stored)

@@ -77,10 +77,12 @@ def worth_storing(mesh: MeshConfig, pipeline: PipelineConfig, given: PipelineCon
     return bool(pipeline.times or pipeline.measure_times) and needed(mesh, given)
 
 
-def store(config: Config, folder: pathlib.Path, devices: str) -> None:
-    """Writes a resolved config's times into a run's folder, in one piece or not at all. devices:
-    in words, such as "8 × TPU v5p". Raises OSError."""
-    values = {"times": config.pipeline.times, "of": depend_on(config), "devices": devices}
+def store(
+    folder: pathlib.Path, times: tuple[float, ...], settings: Mapping[str, str], devices: str
+) -> None:
+    """Writes times and the settings on which they depend into a run's folder, in one piece or not
+    at all. devices: in words, such as "8 × TPU v5p". Raises OSError."""
+    values = {"times": times, "of": settings, "devices": devices}
     part = folder / f"{OP_TIMES}.part"
     part.write_text(json.dumps(values, indent=1) + "\n")
     os.replace(part, folder / OP_TIMES)

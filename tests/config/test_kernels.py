@@ -185,6 +185,14 @@ def test_what_is_said(hardware, changes, lines):
     assert described(hardware, changes) == lines
 
 
+def test_more_chunks_than_tokens_are_refused():
+    """A rule of mesh.context, which comes later, says what is wrong with it."""
+    refused = kernels.refusal(
+        SPLASH, case_of(V5P, {"data.sequence_length": 16, "mesh.context": 13})
+    )
+    assert refused and refused.rule.endswith("not 0")
+
+
 def test_a_short_sequence_is_no_warning():
     assert len(described(V5P, {"data.sequence_length": 200})) == 1
 

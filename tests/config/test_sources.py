@@ -183,7 +183,7 @@ def test_what_is_taken_is_said(write):
     assert sources.find("d").lines() == [
         "data.source=d: read 3 .jsonl, 1 .md; passed over, for names that begin with _ or .: .crc, "
         "_SUCCESS, a/_x, 1 more",
-        "  each one document, beside files of records: README.md "
+        "  text beside files of records, a document each: README.md "
         "(--config.data.source='d/**/*.jsonl' leaves them out)",
         link,
     ]
@@ -191,7 +191,15 @@ def test_what_is_taken_is_said(write):
     assert sources.find("d/**/*.jsonl").lines() == ["data.source=d/**/*.jsonl: read 3 .jsonl", link]
     assert sources.find("e").lines()[0].startswith("data.source=e: read 1 ")
     assert sources.find("e").lines()[1:] == [
-        "  each one document, beside files of records: x, y.md"
+        "  text beside files of records, a document each: x, y.md"
+    ]
+
+
+def test_few_endings_are_counted(write):
+    """Shards may end in their numbers."""
+    write("d/a.txt", "d/b.txt", *(f"d/part.{i:03}" for i in range(100)))
+    assert sources.find("d").lines() == [
+        "data.source=d: read 2 .txt, 1 .000, 1 .001, 1 .002, 1 .003, 96 with other endings"
     ]
 
 
@@ -263,7 +271,7 @@ def test_a_token_file_among_others(write):
     write("d/a.txt", "d/x.npy.gz")
     assert refusal("d") == refusal("d/*").replace("'d/*'", "'d'")
     assert refusal("d").startswith(
-        "data.source='d' holds x.npy.gz, and a token file is no document: "
+        "data.source='d' holds token files (x.npy.gz), of which each is a corpus by itself: "
     )
     assert refusal("d").endswith(f": use --config.data.source={os.path.abspath('d/x.npy.gz')}")
     os.rename("d/x.npy.gz", "d/_x.npy.gz")

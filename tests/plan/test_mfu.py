@@ -12,7 +12,7 @@ from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.costs.hardware import known, load
 from jaxtrain.costs.step_time import tokens_at_peak
 from jaxtrain.models import transformer
-from jaxtrain.pipeline.step_model import transformer_of
+from jaxtrain.pipeline.step_model import step_model_of, transformer_of
 from jaxtrain.plan.predict import predict
 from jaxtrain.training.reporting import Speedometer
 
@@ -37,9 +37,10 @@ def model_of(config):
 
 def mfu_of_a_run(config, kind, devices: int, seconds: float) -> float | None:
     """What is logged of a step that took so many seconds."""
-    clock, tokens = Clock(), config.data.batch_size * config.data.sequence_length
-    peak = tokens_at_peak(model_of(config), devices, kind, config.precision.compute)
-    speedometer = Speedometer(tokens, peak, 0, clock)
+    clock, work = Clock(), step_model_of(config, kind)
+    assert work.layout.devices == devices
+    tokens = config.data.batch_size * config.data.sequence_length
+    speedometer = Speedometer(tokens, work.tokens_at_peak(), 0, clock)
     clock.now = seconds
     speedometer.lap(1)
     return speedometer.since_asked()["mfu"]

@@ -24,8 +24,7 @@ from jaxtrain.schedule.columns import EMBED, EMBED_GRADIENT, HEAD, cell_op, perm
 from jaxtrain.schedule.table import Permute
 from jaxtrain.schedule.table_spec import TableSpec
 from jaxtrain.training import stored_op_times
-from jaxtrain.training.op_times import planned_times, times_of
-from jaxtrain.training.op_times import stored_times as read_on_every_process
+from jaxtrain.training.op_times import known_times, planned_times, times_of
 from jaxtrain.training.stored_op_times import (
     OP_TIMES,
     OpTimesError,
@@ -50,11 +49,7 @@ def own_kind(file, tflops, *dtypes):
 
 
 def keep(config, folder, times=TIMES):
-    stored_op_times.store(replace(config, {"pipeline.times": times}), folder, "8 × cpu")
-
-
-def stored_times(config, folder):
-    return read_on_every_process(folder, depend_on(config))
+    stored_op_times.store(folder, times, depend_on(config), "8 × cpu")
 
 
 def test_who_needs_times():
@@ -82,9 +77,9 @@ def test_which_times_are_kept():
 
 def test_times_stay(tmp_path):
     """They are read to the last digit, and nothing else is left beside them."""
-    assert stored_times(CONFIG, tmp_path) is None
+    assert known_times(CONFIG, tmp_path) is None
     keep(CONFIG, tmp_path)
-    assert stored_times(CONFIG, tmp_path) == TIMES and [
+    assert known_times(CONFIG, tmp_path) == TIMES and [
         path.name for path in tmp_path.iterdir()
     ] == [OP_TIMES]
 
@@ -93,9 +88,12 @@ def test_planned_times_are_the_planners(tmp_path):
     """F, B, W, message, R and head in milliseconds, of the kind of device that is named, and none
     of a type that it has no peak for."""
     assert planned_times(CONFIG) == ()
+    plans = replace(CONFIG, {"pipeline.measure_times": False})
+    assert known_times(plans, tmp_path) == () and known_times(CONFIG, None) is None
     file = own_kind(tmp_path / "own.json", 100.0, "bfloat16")
     config = replace(CONFIG, {"train.hardware": file, "precision.compute": "bfloat16"})
     times = planned_times(config)
+    assert known_times(replace(config, {"pipeline.measure_times": False}), None) == times
     assert times == pytest.approx(
         [1e3 * seconds for seconds in step_model_of(config, load(file)).op_times()], rel=1e-3
     )
@@ -117,16 +115,16 @@ def test_times_of_something_else_are_made_again(change, tmp_path):
     changed = replace(CONFIG, change)
     assert [get(changed, path) for path in change] != [get(CONFIG, path) for path in change]
     keep(CONFIG, tmp_path)
-    assert stored_times(changed, tmp_path) is None
+    assert known_times(changed, tmp_path) is None
     keep(changed, tmp_path, TIMES[::-1])
-    assert stored_times(changed, tmp_path) == TIMES[::-1]
+    assert known_times(changed, tmp_path) == TIMES[::-1]
 
 
 def test_what_may_change_beside_them(tmp_path):
     """Another schedule is another table of the same times; a run is longer."""
     keep(CONFIG, tmp_path)
     assert (
-        stored_times(
+        known_times(
             replace(
                 CONFIG,
                 {"pipeline.schedule": "1f1b", "train.steps": 7, "optimizer.learning_rate": 1.0},
@@ -139,7 +137,7 @@ def test_what_may_change_beside_them(tmp_path):
 
 def test_times_that_cannot_be_told_are_not_measured_again(tmp_path):
     keep(CONFIG, tmp_path, ())
-    assert stored_times(CONFIG, tmp_path) == ()
+    assert known_times(CONFIG, tmp_path) == ()
     assert "model's sizes" in stored_op_times.describe(())
 
 
@@ -147,7 +145,7 @@ def test_times_that_cannot_be_told_are_not_measured_again(tmp_path):
 def test_a_broken_file_is_one_line(text, tmp_path):
     (tmp_path / OP_TIMES).write_text(text)
     with pytest.raises(OpTimesError, match="has no op times: delete it"):
-        stored_times(CONFIG, tmp_path)
+        known_times(CONFIG, tmp_path)
 
 
 def test_times_of_a_whole_stage():
