@@ -181,7 +181,7 @@ def test_the_state_of_every_optimizer_on_another_mesh(tmp_path, name):
     save_of(on((2, 2, 2), 3), tmp_path / "first", 1, values=draw)
     second = save_of(other, tmp_path / "second")
     state = restore(tmp_path / "first", 1, *second)
-    c = Checkpointer(tmp_path / "second", second[2], second[1])
+    c = Checkpointer(tmp_path / "second", second[1])
     c.save(1, state, {})
     c.close()
     alone = save_of(one, tmp_path / "none")
