@@ -21,7 +21,6 @@ from jaxtrain.checkpoint.checkpoints import Checkpoints, TrainedCorpus
 from jaxtrain.checkpoint.restoring import load_parameters
 from jaxtrain.config import Config, PipelineConfig, to_dict
 from jaxtrain.config.checks import Environment
-from jaxtrain.costs.step_time import tokens_at_peak
 from jaxtrain.data.loader import Feed, make_loaders, prepare_corpus
 from jaxtrain.data.tokens import Corpus, bigram_entropy
 from jaxtrain.devices import cluster

@@ -57,15 +57,6 @@ MATMULS, ATTENTION, MEMORY, BUBBLE, OPTIMIZER, HOST, FIXED = (
 COMMUNICATION_AXES = (MODEL, CONTEXT, EXPERT, STAGE, DATA, REPLICA)
 
 
-def tokens_at_peak(
-    model: Transformer, devices: int, hardware: Hardware | None, dtype: str
-) -> float | None:
-    """Tokens a second of devices that train at their peak; None if it is unknown."""
-    if hardware is None or dtype not in hardware.peak_tflops:
-        return None
-    return devices * hardware.peak(dtype) / model.training_flops_per_token()
-
-
 def bytes_of(dtype: str) -> int:
     """Bytes of a number of a type as a config names it."""
     return 2 * ITEM if dtype == "float32" else ITEM

@@ -10,7 +10,6 @@ from support import ROOT
 from jaxtrain import config as configs
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.costs.hardware import known, load
-from jaxtrain.costs.step_time import tokens_at_peak
 from jaxtrain.models import transformer
 from jaxtrain.pipeline.step_model import step_model_of, transformer_of
 from jaxtrain.plan.predict import predict
