@@ -77,14 +77,12 @@ def measure(options: argparse.Namespace, folder: pathlib.Path) -> None:
         )
         state, batch = initial_state(step.layout, step.optimizer, 0), loader.batch(0)
         compiled = step.train.lower(step.abstract_state(), loader.specification()).compile()
-        placement, shapes = step.layout.placement, stored_shapes(step.layout, step.optimizer)
-        saves: Checkpointer | LocalCheckpointer = Checkpointer(
-            folder, placement, shapes, Retention(2)
-        )
+        stored = stored_shapes(step.layout, step.optimizer)
+        saves: Checkpointer | LocalCheckpointer = Checkpointer(folder, stored, Retention(2))
         if options.local:
             saves = LocalCheckpointer(
                 folder,
-                Shards(stored_arrays(step.abstract_state(), shapes, placement), placement),
+                Shards(stored_arrays(step.abstract_state(), stored)),
                 "benchmark",
                 0,
                 print,

@@ -6,6 +6,7 @@ start_jax(namespace)    devices, compilation cache, other processes (devices/sta
                         called right after parse
 """
 
+import contextlib
 import dataclasses
 import errno
 import os
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn, TypeVar
 
 from jaxtrain import config as cfg
@@ -40,6 +41,16 @@ class FlagsError(RunError):
 
     def __init__(self, text: str):
         super().__init__(cfg.one_line(text))
+
+
+@contextlib.contextmanager
+def refused_settings() -> Iterator[None]:
+    """A context in which a setting that cannot work is an error of a run, with its status:
+    FlagsError in place of ConfigError."""
+    try:
+        yield
+    except ConfigError as error:
+        raise FlagsError(str(error)) from error
 
 
 def parse(

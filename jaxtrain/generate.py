@@ -141,7 +141,9 @@ def generate(flags: types.SimpleNamespace) -> int:
             f"no memory for {cached} beside the model: use fewer --tokens or --samples, or a "
             "larger --model"
         )
-    remark(endings.describe(prompt, model.config.model, trained_length))
+    settings = model.config.model
+    positions = settings.max_positions if settings.positions == "learned" else 0
+    remark(endings.describe(prompt, positions, trained_length))
     return ExitStatus.INTERRUPTED if endings.interrupted else 0
 
 
@@ -327,7 +329,7 @@ def load(flags: types.SimpleNamespace) -> Loaded:
         check_devices(len(jax.devices()), config.model, flags)
         try:
             with read_errors(folder):
-                model = load_parameters(
+                layout, params = load_parameters(
                     folder,
                     step,
                     config.model,
@@ -340,7 +342,7 @@ def load(flags: types.SimpleNamespace) -> Loaded:
                 raise UsageError(str(error)) from None
             damaged[step] = error.what
         else:
-            sampler = Sampler(*model, config.precision.compute)
+            sampler = Sampler(layout.parts, params, config.precision.compute)
             return Loaded(step, config, tokenizer, ids, sampler)
 
 

@@ -16,11 +16,12 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from jaxtrain.checkpoint.checkpoints import Checkpoints
+from jaxtrain import cli
+from jaxtrain.checkpoint.checkpoints import Checkpoints, TrainedCorpus
 from jaxtrain.checkpoint.restoring import load_parameters
 from jaxtrain.config import Config, PipelineConfig, to_dict
 from jaxtrain.config.checks import Environment
-from jaxtrain.data.loader import Feed
+from jaxtrain.data.loader import Feed, make_loaders, prepare_corpus
 from jaxtrain.data.tokens import Corpus, bigram_entropy
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
@@ -42,13 +43,12 @@ from jaxtrain.training import stored_op_times
 from jaxtrain.training.evaluation import Evaluation
 from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.parameter_checks import Copies
-from jaxtrain.training.preparation import Programs, make_loaders, prepare_corpus, start_compiling
 from jaxtrain.training.profile import Profile, trace_folder
 from jaxtrain.training.recovery import DetectorState, SpikeDetector
 from jaxtrain.training.reporting import Pending, Reporter, Speedometer
 from jaxtrain.training.requests import Request, Requests, no_request
 from jaxtrain.training.state import initial_state
-from jaxtrain.training.step import Step, StepMetrics, make_step
+from jaxtrain.training.step import Programs, Step, StepMetrics, make_step, start_compiling
 
 SAMPLE_TEMPERATURE = 0.8
 
@@ -69,9 +69,9 @@ def run(
     environment: what these suggestions have to fit
 
     Raises FolderError if another run uses the folder. Before anything is compiled or written:
-    ConfigError, DataError or CheckpointError for a config that does not fit the checkpoint or the
-    corpus, and if no checkpoint is complete. Raises NumbersError if numbers are not good and the
-    run cannot go back.
+    FlagsError, DataError, ChangedCorpusError or CheckpointError for a config that does not fit
+    the checkpoint or the corpus, and if no checkpoint is complete. Raises NumbersError if numbers
+    are not good and the run cannot go back.
     """
     clock.enter(Part.DATA)
     with (
@@ -81,7 +81,8 @@ def run(
         checkpoints = Checkpoints(config, unresolved, environment, folder)
         checkpoints.choose()
         corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
-        checkpoints.check_corpus(corpus)
+        tokenizer = corpus.tokenizer.describe()
+        checkpoints.check_corpus(TrainedCorpus(corpus.source, corpus.checksum, tokenizer))
         if checkpoints.step >= config.train.steps:
             done = f"{folder} already has its {checkpoints.step} steps"
             cluster.log(f"{done}: raise train.steps to go on")
@@ -131,7 +132,12 @@ class Trainer:
         self.step, self.corpus, self.checkpoints = step, corpus, checkpoints
         rows_folder = folder if config.metrics.rows else None
         self.data, self.held_out = make_loaders(
-            step, corpus, config.data, config.train.eval_batches, rows_folder
+            corpus,
+            config.data,
+            step.abstract_batch["tokens"],
+            step.separate_replicas,
+            config.train.eval_batches,
+            rows_folder,
         )
         self.intervals = Intervals.of(config.train, config.checkpoint, config.metrics.log_every)
         self.asked = Request.NOTHING
@@ -156,7 +162,9 @@ class Trainer:
         # Not before: one thread traces at a time, and the step takes longest to compile.
         new_state = None if self.checkpoints.step else executor.submit(make_state)
         abstract = step.abstract_state().trained
-        self.evaluation = Evaluation(step.evaluate, abstract, self.held_out, executor)
+        self.evaluation = Evaluation(
+            step.evaluate, abstract, self.held_out.specification(), self.held_out.iterate, executor
+        )
         others = []
         if config.train.eval_every and self.held_out.batches:
             others.append(self.evaluation.start_compiling())
@@ -324,7 +332,7 @@ class Trainer:
 
     def _log_sample(self) -> None:
         train = self.config.train
-        parts, params = load_parameters(
+        layout, params = load_parameters(
             self.checkpoints.directory,
             self.at,
             self.config.model,
@@ -332,7 +340,7 @@ class Trainer:
             independent_replicas=train.diloco_inner_steps > 0,
         )
         text = sample_text(
-            parts,
+            layout.parts,
             params,
             self.corpus.tokenizer,
             train.sample_prompt,
@@ -379,14 +387,14 @@ def _watched(
     """A context in which no other run uses the folder. Whatever ends this run, a signal or a hang,
     leaves no lock.
 
-    Raises FolderError as RunLock.take.
+    Raises FolderError as RunLock.take, and FlagsError for a ConfigError inside.
     """
     lock = RunLock(folder)
     try:
         with Signals(lock.release, notices=cluster.is_main()) as signals:
             cluster.from_main(lambda: lock.take(cluster.log), FolderError)
             watchdog = Watchdog(folder, cluster.connect_peers(), clock, hang_after, lock.release)
-            with watchdog.watching():
+            with watchdog.watching(), cli.refused_settings():
                 yield signals, watchdog
     finally:
         lock.release()

@@ -20,11 +20,12 @@ import jax
 from etils import epath
 
 from jaxtrain import config as cfg
-from jaxtrain.checkpoint.checkpoints import Checkpoints, folder_of_checkpoints
+from jaxtrain.checkpoint.checkpoints import Checkpoints, TrainedCorpus, folder_of_checkpoints
 from jaxtrain.checkpoint.steps import TO_TRAIN, choose
 from jaxtrain.config import CheckpointConfig, Config, OptimizerConfig, TrainConfig
 from jaxtrain.config.checks import Environment
 from jaxtrain.config.errors import UsageError
+from jaxtrain.data.loader import make_loaders, prepare_corpus
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.loop import when_compiled
@@ -37,8 +38,7 @@ from jaxtrain.run.metrics import METRICS, read_metrics
 from jaxtrain.run.wall_clock import Part, WallClock
 from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.optimizer import learning_rate
-from jaxtrain.training.preparation import make_loaders, prepare_corpus, start_compiling
-from jaxtrain.training.step import make_step
+from jaxtrain.training.step import make_step, start_compiling
 
 FIGURES = {name: metric.title for name, metric in METRICS.items() if metric.replayed}
 # by precision.compute: the relative change of a figure that another order of sums can cause
@@ -97,13 +97,17 @@ def replay(
         place = checkpoints.directory
         raise ReplayError(f"--replay={at}: {place} has no complete checkpoint before step {at}")
     corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
-    checkpoints.check_corpus(corpus)
+    tokenizer = corpus.tokenizer.describe()
+    checkpoints.check_corpus(TrainedCorpus(corpus.source, corpus.checksum, tokenizer))
     checkpoints.log_changes()
     clock.enter(Part.TRACING)
     mesh = make_mesh(sizes_of(config.mesh))
     with jax.set_mesh(mesh), concurrent.futures.ThreadPoolExecutor(1) as executor:
         step = make_step(config, mesh, setup)
-        data, held_out = make_loaders(step, corpus, config.data, config.train.eval_batches)
+        tokens, replicas = step.abstract_batch["tokens"], step.separate_replicas
+        data, held_out = make_loaders(
+            corpus, config.data, tokens, replicas, config.train.eval_batches
+        )
         with data, held_out:
             compiling = start_compiling(step, executor)
             clock.enter(Part.COMPILING)

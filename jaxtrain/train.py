@@ -63,10 +63,11 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         # during compilation, and drops it in a callback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        status = _train(argv, None, WallClock(began))
-    except (ConfigError, RunError) as error:
+        with cli.refused_settings():
+            status = _train(argv, None, WallClock(began))
+    except RunError as error:
         print(one_line(f"error: {error}"), file=sys.stderr, flush=True)
-        return _leave(error.status if isinstance(error, RunError) else ExitStatus.BAD_CONFIG)
+        return _leave(error.status)
     return _leave(ExitStatus.INTERRUPTED) if status is None else status
 
 
@@ -107,10 +108,8 @@ def train(flags: Sequence[str] = (), recipe: Config | None = None) -> ExitStatus
 
     Raises RunError, with its status, where the command would print a line and exit with a status.
     """
-    try:
+    with cli.refused_settings():
         status = _train(flags, recipe, WallClock())
-    except ConfigError as error:
-        raise cli.FlagsError(str(error)) from error
     return ExitStatus.INTERRUPTED if status is None else status
 
 

@@ -518,6 +518,15 @@ def test_devices_of_a_program_that_has_started_jax_distributed(monkeypatch):
     parse()
 
 
+def test_a_refused_setting_is_an_error_of_the_run():
+    with (
+        pytest.raises(cli.FlagsError, match="^mesh.data=3 bad$") as refused,
+        cli.refused_settings(),
+    ):
+        raise cfg.ConfigError("mesh.data", 3, "bad")
+    assert refused.value.status == 2
+
+
 # --- what start_jax sets before jax is there ------------------------------------------------------
 
 

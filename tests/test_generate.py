@@ -64,9 +64,7 @@ def run(tmp_path_factory) -> pathlib.Path:
     folder, cfg = tmp_path_factory.mktemp("run"), config((1, 2, 2), "interleaved", 2)
     step = make_step(cfg, small.mesh_of(cfg))
     state = small.first_state(step, plain())
-    saves = Checkpointer(
-        folder / "checkpoints", step.layout.placement, stored_shapes(step.layout, step.optimizer)
-    )
+    saves = Checkpointer(folder / "checkpoints", stored_shapes(step.layout, step.optimizer))
     for at, compute in ((3, "bfloat16"), (12, "float32")):
         meta = {
             "config": configs.to_dict(configs.replace(cfg, {"precision.compute": compute})),
@@ -136,7 +134,7 @@ def test_parameters_are_those_that_were_saved(run):
     """The stack of layers in order, bit for bit, on one device and on two."""
     for devices in (None, jax.devices()[4:6]):
         with jax.set_mesh(make_mesh((1, 1, 2, 1, 1, 2), jax.devices()[:4])):  # inside another mesh
-            parts, params = load_parameters(
+            _, params = load_parameters(
                 run / "checkpoints", 3, config().model, config().precision, False, devices
             )
         assert all(

@@ -48,7 +48,6 @@ GROUPED = {
     "schedule/packing.py": "schedule/test_orders.py",
     "schedule/table_spec.py": "schedule/test_orders.py",
     "training/balance.py": "training/test_experts.py",
-    "training/preparation.py": "test_train.py",
     "training/stored_op_times.py": "training/test_op_times.py",
     "training/step.py": "training/test_variants.py",
 }

@@ -18,7 +18,7 @@ import functools
 import pathlib
 import secrets
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from etils import epath
@@ -35,9 +35,8 @@ from jaxtrain.config import Config, ConfigError, sources, suggestion, to_dict
 from jaxtrain.config.checks import Environment, check_resume
 from jaxtrain.config.resume import changes
 from jaxtrain.config.settings import CheckpointConfig
-from jaxtrain.data.tokens import Corpus, DataError
 from jaxtrain.devices import cluster
-from jaxtrain.schedule.placement import Placement
+from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.parameter_checks import Finiteness
 from jaxtrain.training.recovery import DetectorState, NumbersError, Rollback, SpikeDetector
@@ -49,6 +48,21 @@ from jaxtrain.training.step import Step
 def folder_of_checkpoints(settings: CheckpointConfig, workdir: pathlib.Path) -> epath.Path:
     """The folder or address of a run's persistent checkpoints."""
     return stores.folder(settings.directory or workdir / "checkpoints")
+
+
+class ChangedCorpusError(RunError):
+    """A corpus that is not the one of the checkpoint; the text is one line."""
+
+    status = ExitStatus.BAD_DATA
+
+
+class TrainedCorpus(NamedTuple):
+    """The corpus that a run trains on: its `data.source`, the checksum of tokens, documents and
+    mask, and the tokenizer's description."""
+
+    source: str
+    checksum: str
+    tokenizer: dict[str, Any]
 
 
 class Checkpoints:
@@ -79,7 +93,7 @@ class Checkpoints:
         self._local_files: LocalFiles | None = None
         self._local_saves: LocalCheckpointer | None = None
         self._source = ""  # of a local checkpoint that was restored
-        self._corpus: Corpus
+        self._corpus: TrainedCorpus
         self._step: Step
         self._saves: Checkpointer
         self._intervals: Intervals
@@ -125,11 +139,12 @@ class Checkpoints:
         if choice.step:
             self._refuse(choice.meta)
 
-    def check_corpus(self, corpus: Corpus) -> None:
+    def check_corpus(self, corpus: TrainedCorpus) -> None:
         """Keeps the corpus that the run trains on, which may have moved since the persistent
-        checkpoint that `choose` chose (Corpus.checksum: tokens, documents, mask).
+        checkpoint that `choose` chose.
 
-        Raises ConfigError if it is another one at another path, DataError if it has changed.
+        Raises ConfigError if it is another one at another path, ChangedCorpusError if it has
+        changed.
         """
         self._corpus = corpus
         meta = self._choice.meta
@@ -144,7 +159,7 @@ class Checkpoints:
                 sources.check(stored)
                 use = suggestion({"data.source": stored})
             raise ConfigError("data.source", corpus.source, rule, f"{use} (or another --workdir)")
-        raise DataError(
+        raise ChangedCorpusError(
             f"data.source={corpus.source} has changed since the checkpoint {checksums}: put it "
             "back or use another --workdir"
         )
@@ -172,7 +187,7 @@ class Checkpoints:
         name, self._start = cluster.from_main(
             lambda: (run_name(self._workdir, self.directory), secrets.token_hex(4)), CheckpointError
         )
-        shards = Shards(stored_arrays(*self._laid_out(step)), step.layout.placement)
+        shards = Shards(stored_arrays(*self._laid_out(step)))
         self._local_files = LocalFiles(pathlib.Path(local) / name, shards)
         self._candidates = self._local_files.candidates(
             self.step, self._config.train.steps, self._why_not
@@ -203,10 +218,9 @@ class Checkpoints:
         )
         return state
 
-    def _laid_out(self, step: Step) -> tuple[TrainState, Any, Placement]:
-        """The state as ShapeDtypeStructs with shardings, its stored shapes, and the placement."""
-        shapes = stored_shapes(step.layout, step.optimizer)
-        return step.abstract_state(), shapes, step.layout.placement
+    def _laid_out(self, step: Step) -> tuple[TrainState, TrainState]:
+        """The state as ShapeDtypeStructs with shardings, and as Stored."""
+        return step.abstract_state(), stored_shapes(step.layout, step.optimizer)
 
     def _refuse(self, meta: Meta) -> None:
         """Raises ConfigError if the config cannot continue a checkpoint with this meta."""
@@ -243,10 +257,10 @@ class Checkpoints:
         self._intervals, self._detector, self._wall_s = intervals, detector, wall_s
         self._finite = Finiteness(self._step.mesh)
         settings = self._config.checkpoint
-        _, shapes, placement = self._laid_out(self._step)
+        _, stored = self._laid_out(self._step)
         retention = Retention(settings.keep, settings.keep_every, settings.keep_best)
         self._saves = Checkpointer(
-            self.directory, placement, shapes, retention, self._choice.unrecognized, log
+            self.directory, stored, retention, self._choice.unrecognized, log
         )
         if self._local_files:
             self._local_saves = LocalCheckpointer(
@@ -296,7 +310,7 @@ class Checkpoints:
             position,
             self._wall_s(),
             self._corpus.checksum,
-            self._corpus.tokenizer.describe(),
+            self._corpus.tokenizer,
             self._detector.state.to_json(),
         )
         if self._local_saves and locally:

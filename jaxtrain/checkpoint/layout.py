@@ -32,7 +32,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.schedule.placement import Placement
+from jaxtrain.training.state import Stack, Stored
 
 LAYERS = "layers"
 
@@ -51,6 +51,7 @@ class Leaf:
     unit: None for a leaf outside the layers
     lead: the number of dimensions before the layers, which are stored as they are: independent
         replicas
+    stack: the layers of a unit's leaf
     """
 
     index: int
@@ -58,6 +59,7 @@ class Leaf:
     shape: tuple[int, ...]
     sharding: jax.sharding.Sharding
     lead: int = 0
+    stack: Stack | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,27 +82,25 @@ class Region:
     stored: tuple
 
 
-def stored_arrays(state: Any, stored_shapes: Any, placement: Placement) -> list[StoredArray]:
+def stored_arrays(state: Any, stored: Any) -> list[StoredArray]:
     """The arrays that a checkpoint of `state` consists of, in the order of the state's leaves.
 
     Args:
       state: a pytree of jax.Array or of jax.ShapeDtypeStruct with shardings. Under a key "layers"
-        the next key is the local unit, and leaves are [stages, stack_size(unit), *layer shape].
-      stored_shapes: the same tree with the true shape of each leaf, as a tuple or as an object with
-        a `shape`: of one layer under "layers", without padding elsewhere. An object with a `lead`
-        too has dimensions of these sizes in front.
-      placement: the stage, unit and place in the unit's stack of each layer.
+        the next key is the local unit, and leaves are [*lead, stages, places, *layer shape].
+      stored: the same tree with a Stored for each leaf.
 
     Raises:
-      ValueError: a leaf without sharding, or whose shape is not what placement and stored shape
-        make it.
+      ValueError: a leaf without sharding, or whose shape is not what its Stored says; a unit that
+        is missing.
     """
     tree: Any
     in_memory, tree = jax.tree_util.tree_flatten_with_path(state)
     arrays: dict[str, StoredArray] = {}
-    shapes = tree.flatten_up_to(stored_shapes)
-    for index, ((path, leaf), shape) in enumerate(zip(in_memory, shapes, strict=True)):
-        array = _stored_array(index, path, leaf, shape, placement)
+    for index, ((path, leaf), one) in enumerate(
+        zip(in_memory, tree.flatten_up_to(stored), strict=True)
+    ):
+        array = _stored_array(index, path, leaf, one)
         if array.name in arrays:
             before = arrays[array.name]
             if (before.shape, before.dtype) != (array.shape, array.dtype):
@@ -111,59 +111,45 @@ def stored_arrays(state: Any, stored_shapes: Any, placement: Placement) -> list[
             array = dataclasses.replace(before, leaves=(*before.leaves, *array.leaves))
         arrays[array.name] = array
     for array in arrays.values():
-        if array.leaves[0].unit is not None and len(array.leaves) != placement.units_per_stage:
+        stacks = [leaf.stack for leaf in array.leaves if leaf.stack]
+        count = sum(len(held) for stack in stacks for held in stack.held)
+        if stacks and count != stacks[0].model:
             raise ValueError(
-                f"{array.name}: {len(array.leaves)} units are not the "
-                f"{placement.units_per_stage} of {placement.describe()}"
+                f"{array.name}: the units hold {count} of the model's {stacks[0].model} layers"
             )
     return list(arrays.values())
 
 
-def _stored_array(
-    index: int, path: tuple, leaf: Any, shape: Any, placement: Placement
-) -> StoredArray:
-    """The array that holds one leaf, with that leaf alone. Arguments and errors as of
-    `stored_arrays`."""
+def _stored_array(index: int, path: tuple, leaf: Any, stored: Stored) -> StoredArray:
+    """The array that holds one leaf, with that leaf alone. Errors as of `stored_arrays`."""
     keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
     unit = None
     if LAYERS in keys[:-1]:
         unit = int(keys.pop(keys.index(LAYERS) + 1))
-    name = "/".join(keys)
-    lead, shape = tuple(getattr(shape, "lead", ())), tuple(getattr(shape, "shape", shape))
+    name, (lead, stack) = "/".join(keys), (stored.lead, stored.stack)
     if getattr(leaf, "sharding", None) is None:
         raise ValueError(
             f"{name}: only arrays with a sharding can be saved or restored, not {leaf!r:.80}"
         )
     if leaf.shape[: len(lead)] != lead:
         raise ValueError(f"{name}: {list(leaf.shape)} does not begin with {list(lead)}")
-    _check(name, leaf.shape[len(lead) :], shape, placement, unit)
-    layers = () if unit is None else (placement.layers,)
-    in_memory = Leaf(index, unit, tuple(leaf.shape), leaf.sharding, len(lead))
-    return StoredArray(name, (*lead, *layers, *shape), np.dtype(leaf.dtype), (in_memory,))
+    shape = leaf.shape[len(lead) :]
+    if stack and shape[:2] != stack.shape:
+        stages, places = stack.shape
+        raise ValueError(
+            f"{name}: {list(shape)} is no stack of {places} layers on each of {stages} stages"
+        )
+    shape = shape[2:] if stack else shape
+    if len(shape) != len(stored.shape) or any(size > n for n, size in zip(shape, stored.shape)):
+        raise ValueError(
+            f"{name}: an array of {list(shape)} cannot hold the stored {list(stored.shape)}"
+        )
+    layers = (stack.model,) if stack else ()
+    in_memory = Leaf(index, unit, tuple(leaf.shape), leaf.sharding, len(lead), stack)
+    return StoredArray(name, (*lead, *layers, *stored.shape), np.dtype(leaf.dtype), (in_memory,))
 
 
-def _check(
-    name: str,
-    shape: tuple[int, ...],
-    stored: tuple[int, ...],
-    placement: Placement,
-    unit: int | None,
-) -> None:
-    """Raises ValueError unless `shape` holds `stored` as the placement says."""
-    if unit is not None:
-        if unit >= placement.units_per_stage or shape[:2] != (
-            placement.stages,
-            placement.stack_size(unit),
-        ):
-            raise ValueError(f"{name}: {list(shape)} is not unit {unit} of {placement.describe()}")
-        shape = shape[2:]
-    if len(shape) != len(stored) or any(size > n for n, size in zip(shape, stored)):
-        raise ValueError(f"{name}: an array of {list(shape)} cannot hold the stored {list(stored)}")
-
-
-def regions(
-    leaf: Leaf, bounds: Bounds, stored: tuple[int, ...], placement: Placement
-) -> Iterator[Region]:
+def regions(leaf: Leaf, bounds: Bounds, stored: tuple[int, ...]) -> Iterator[Region]:
     """The regions of a shard and of the stored array that hold the same numbers. The rest of the
     shard is padding, and zero.
 
@@ -174,8 +160,8 @@ def regions(
     """
     lead, bounds, stored = bounds[: leaf.lead], bounds[leaf.lead :], stored[leaf.lead :]
     runs = [Region((), ())]
-    if leaf.unit is not None:
-        runs = list(_layer_runs(leaf.unit, bounds[0], bounds[1], placement))
+    if leaf.stack:
+        runs = list(_layer_runs(leaf.stack, bounds[0], bounds[1]))
         bounds, stored = bounds[2:], stored[1:]
     clipped = [(start, min(stop, size)) for (start, stop), size in zip(bounds, stored, strict=True)]
     if any(start >= stop for start, stop in clipped):
@@ -196,18 +182,13 @@ def _from_zero(bounds: Iterable[tuple[int, int]]) -> list[slice]:
     return [slice(0, stop - start) for start, stop in bounds]
 
 
-def _layer_runs(
-    unit: int, stages: tuple[int, int], places: tuple[int, int], placement: Placement
-) -> Iterator[Region]:
+def _layer_runs(stack: Stack, stages: tuple[int, int], places: tuple[int, int]) -> Iterator[Region]:
     """The layers in a block of a unit's stack [stages, places], by stage, whose layers are
     consecutive."""
     for stage in range(*stages):
-        layer = placement.first_layer(unit, stage)
-        stop = min(places[1], placement.layer_count(unit, stage))
-        if places[0] < stop:
+        if layers := stack.held[stage][slice(*places)]:
             yield Region(
-                (stage - stages[0], slice(0, stop - places[0])),
-                (slice(layer + places[0], layer + stop),),
+                (stage - stages[0], slice(0, len(layers))), (slice(layers.start, layers.stop),)
             )
 
 
@@ -239,7 +220,7 @@ def piece_shape(array: StoredArray, limit: int = PIECE_BYTES) -> tuple[int, ...]
     piece divides the shard. Pieces over `limit` bytes are cut in two, along unsharded dimensions
     first, or into as few as divide a shard.
     """
-    lead, in_layers = array.leaves[0].lead, array.leaves[0].unit is not None
+    lead, in_layers = array.leaves[0].lead, array.leaves[0].stack is not None
     skip = lead + 2 * in_layers
     full = array.leaves[0].shape[skip:]
     stored = array.shape[lead + in_layers :]
@@ -280,14 +261,12 @@ class Shards:
 
     Args:
       arrays: the state's, as of `stored_arrays`.
-      placement: as of `stored_arrays`.
       process_of: a device's process; tests have others than jax.
     """
 
     def __init__(
         self,
         arrays: Sequence[StoredArray],
-        placement: Placement,
         process_of: Callable[[jax.Device], int] = lambda device: device.process_index,
     ):
         self._array = {leaf.index: array for array in arrays for leaf in array.leaves}
@@ -298,7 +277,6 @@ class Shards:
             for bounds, devices in sorted(holders(leaf).items())
         }
         self._process_of = process_of
-        self._placement = placement
 
     def dtype(self, leaf: int) -> np.dtype:
         return self._array[leaf].dtype
@@ -332,7 +310,7 @@ class Shards:
 
     def fingerprint(self) -> str:
         """A digest that two states share exactly if the shards of one are those of the other: of
-        names, shapes, types, blocks and placement."""
+        names, shapes, types, blocks and layers."""
         leaves = [
             (
                 self._array[index].name,
@@ -345,8 +323,9 @@ class Shards:
             for index, leaf in sorted(self.leaves.items())
         ]
         blocks = [(shard.leaf, shard.bounds) for shard in sorted(self.devices)]
+        stacks = {leaf.unit: leaf.stack for leaf in self.leaves.values() if leaf.stack}
         layers = [
-            self._placement.layer_index(unit).tolist()
-            for unit in range(self._placement.units_per_stage)
+            [[*held, *[-1] * (stack.shape[1] - len(held))] for held in stack.held]
+            for _, stack in sorted(stacks.items())
         ]
         return hashlib.sha256(json.dumps([leaves, blocks, layers]).encode()).hexdigest()

@@ -35,7 +35,6 @@ from jaxtrain.checkpoint.steps import (
 )
 from jaxtrain.checkpoint.storage import host_tree
 from jaxtrain.devices import cluster
-from jaxtrain.schedule.placement import Placement
 
 # Orbax warns of what users need not know, and logs with a traceback what it raises, too.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
@@ -47,10 +46,7 @@ class Checkpointer:
 
     Args:
       directory: the folder of the steps; the first save makes it.
-      placement: the stage, unit and place of each layer in the state's arrays.
-      stored_shapes: a pytree like the state with each leaf's true shape, a tuple or an object with
-        a `shape`: of one layer for leaves under "layers", without padding elsewhere. The `lead` of
-        an object that has one is added in front.
+      stored: a pytree like the state with a Stored for each leaf (`training.state.stored_shapes`).
       keep: which steps stay.
       broken: entries that are no complete steps, besides those that can be told by their files.
       log: gets a line for each entry that is set aside, and for each save that fails.
@@ -59,14 +55,13 @@ class Checkpointer:
     def __init__(
         self,
         directory: str | os.PathLike,
-        placement: Placement,
-        stored_shapes: Any,
+        stored: Any,
         keep: Retention = NEWEST_THREE,
         broken: Sequence[UnrecognizedEntry] = (),
         log: Callable[[str], object] = print,
     ):
         self._directory = stores.absolute(directory)
-        self._placement, self._stored_shapes = placement, stored_shapes
+        self._stored = stored
         self._keep, self._broken, self._log = keep, broken, log
         self._steps: set[int] | None = None  # complete or being saved; None before the first save
         self._thread: SaveThread | None = None
@@ -84,7 +79,7 @@ class Checkpointer:
         Checkpoints that need not stay are deleted when this one is finished.
 
         Args:
-          state: a pytree of jax.Array, as in the constructor's `stored_shapes`.
+          state: a pytree of jax.Array, as in the constructor's `stored`.
           meta: a JSON object.
 
         Returns:
@@ -92,11 +87,11 @@ class Checkpointer:
           its steps, which is told by a line.
 
         Raises:
-          ValueError: the state is not laid out as the placement says.
+          ValueError: the state is not laid out as `stored` says.
           CheckpointError: an entry that is in the way cannot be set aside.
         """
         began = time.monotonic()
-        arrays = stored_arrays(state, self._stored_shapes, self._placement)
+        arrays = stored_arrays(state, self._stored)
         if self._steps is None:
             tidied = cluster.from_main(self._tidy_up, CheckpointError)
             if tidied["why"]:
@@ -110,7 +105,7 @@ class Checkpointer:
         self.close()
         if step in self._steps:
             return False
-        tree = host_tree(arrays, state, self._placement)
+        tree = host_tree(arrays, state)
         self._number += 1
         self._steps.add(step)
         save = Save(self._number, step, tree, meta, time.monotonic() - began)

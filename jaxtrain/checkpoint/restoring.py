@@ -32,9 +32,6 @@ from jaxtrain.checkpoint.storage import read_tree
 from jaxtrain.config import Config, ModelConfig, PrecisionConfig
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import AXES, MODEL, REPLICA, make_mesh
-from jaxtrain.models.spec import Spec
-from jaxtrain.models.transformer import ModelParts, build
-from jaxtrain.schedule.placement import Placement
 from jaxtrain.training.optimizer import make_optimizer
 from jaxtrain.training.state import ParameterLayout, abstract_state, stored_shapes
 
@@ -91,42 +88,35 @@ def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     independent = config.train.diloco_inner_steps > 0
     sizes = [config.mesh.replica if independent and axis == REPLICA else 1 for axis in AXES]
     mesh: Any = jax.sharding.AbstractMesh(tuple(sizes), AXES)
-    parts, placement = build(config.model, 1), Placement(config.model.layers)
-    dtype = jnp.dtype(config.precision.params)
-    layout = ParameterLayout(
-        parts, placement, mesh, 0, dtype, independent, optimizer=config.optimizer
-    )
+    layout = ParameterLayout.unstaged(config.model, mesh, config.precision.params, independent)
+    layout = dataclasses.replace(layout, optimizer=config.optimizer)
     optimizer = make_optimizer(config.optimizer, config.train.steps, layout.specs)
-    arrays = stored_arrays(
-        abstract_state(layout, optimizer), stored_shapes(layout, optimizer), placement
-    )
+    arrays = stored_arrays(abstract_state(layout, optimizer), stored_shapes(layout, optimizer))
     return {array.name: array.shape for array in arrays}
 
 
 # --- its state ------------------------------------------------------------------------------------
 
 
-def restore(
-    directory: str | os.PathLike, step: int, abstract: Any, stored_shapes: Any, placement: Placement
-) -> Any:
+def restore(directory: str | os.PathLike, step: int, abstract: Any, stored: Any) -> Any:
     """The state of a step, laid out as `abstract` says; padding is zero.
 
     Args:
       directory: the folder of the steps.
       abstract: the state, or some of it, with a jax.ShapeDtypeStruct with sharding for each array.
-      stored_shapes, placement: as in Checkpointer, for the same arrays.
+      stored: as in Checkpointer, for the same arrays.
 
     Raises:
       CheckpointError: no such step, or an array that is not stored or has another shape or dtype.
       DamageError: an array is damaged.
-      ValueError: `abstract` is not laid out as the placement says.
+      ValueError: `abstract` is not laid out as `stored` says.
     """
     steps_folder = stores.absolute(directory)
     folder = steps_folder / str(step) / STATE
     if not folder.exists():
         raise CheckpointError(f"{steps_folder} has no checkpoint of step {step}")
-    arrays = stored_arrays(abstract, stored_shapes, placement)
-    return jax.tree.unflatten(jax.tree.structure(abstract), read_tree(folder, arrays, placement))
+    arrays = stored_arrays(abstract, stored)
+    return jax.tree.unflatten(jax.tree.structure(abstract), read_tree(folder, arrays))
 
 
 def restore_newest(
@@ -142,7 +132,7 @@ def restore_newest(
       choice: of a step.
       choose_again: step → its damage, for all that turned out to be damaged → the next choice,
         which has a step.
-      directory, state: as in `restore`, whose last three arguments are `state`.
+      directory, state: as in `restore`, whose last two arguments are `state`.
 
     Raises:
       CheckpointError: as `restore` on any process, for what is no damage; and as `choose_again`.
@@ -179,9 +169,10 @@ def load_parameters(
     precision: PrecisionConfig,
     independent_replicas: bool,
     devices: Sequence[jax.Device] | None = None,
-) -> tuple[ModelParts, dict]:
+) -> tuple[ParameterLayout, dict]:
     """A step's model and parameters for use without training, whatever mesh and schedule saved them
-    → (parts, {"embed", "layers" (leaves [L, ...]), "head"}).
+    → (layout, {"embed", "first" if any, "layers" (leaves [L, ...]), "head"}). layout: as stored,
+    with a dimension of stages before the layers.
 
     The modules that predict further tokens, which only training needs, are left out. Parameters of
     independent replicas are those of the last exchange.
@@ -202,27 +193,24 @@ def load_parameters(
     """
     devices = jax.local_devices()[:1] if devices is None else list(devices)
     mesh = make_mesh([len(devices) if axis == MODEL else 1 for axis in AXES], devices)
-    parts = build(dataclasses.replace(model, mtp_depth=0), len(devices))
-    layout = ParameterLayout(parts, Placement(model.layers), mesh, 0, jnp.dtype(precision.params))
+    model = dataclasses.replace(model, mtp_depth=0)
+    layout = ParameterLayout.unstaged(model, mesh, precision.params)
     abstract = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
         layout.shapes,
         layout.shardings,
     )
     name = "anchor" if independent_replicas else "params"
-    restored = restore(
-        directory, step, {name: abstract}, {name: layout.stored_shapes}, layout.placement
-    )[name]
-    specs = parts.specs | {"layers": parts.specs["layer"]}
-    layers, specs["layers"] = restored["layers"].pop("0"), specs.pop("layer")
+    restored = restore(directory, step, {name: abstract}, {name: layout.stored})[name]
+    specs, layers = layout.specs, restored["layers"].pop("0")
     compute = jnp.dtype(precision.compute)
     with jax.set_mesh(mesh):  # the caller may be inside another one
         params = {"embed": restored.pop("embed")}
         if "first" in restored:
             params["first"] = _ready(restored.pop("first"), specs["first"], compute)
-        params["layers"] = _ready(layers, specs["layers"], compute, stage=0)
+        params["layers"] = _ready(layers, specs["layers"]["0"], compute, stage=0)
         params["head"] = _ready(restored.pop("head"), specs["head"], compute)
-        return parts, params
+        return layout, params
 
 
 def _ready(params: dict, specs: dict, compute: jnp.dtype, stage=...) -> dict:
@@ -231,11 +219,11 @@ def _ready(params: dict, specs: dict, compute: jnp.dtype, stage=...) -> dict:
 
     Takes the arrays out of `params` one by one: a model is never in memory twice.
     """
-    out = {}
+    out: dict[str, Any] = {}
     for name in list(params):
-        if isinstance(specs[name], Spec):
+        if isinstance(specs[name], dict):
+            out[name] = _ready(params[name], specs[name], compute, stage)
+        else:
             out[name] = params.pop(name)[stage]
             out[name] = out[name].astype(compute) if specs[name].cast else out[name]
-        else:
-            out[name] = _ready(params[name], specs[name], compute, stage)
     return out

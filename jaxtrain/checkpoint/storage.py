@@ -36,7 +36,6 @@ from jaxtrain.checkpoint.layout import (
 from jaxtrain.checkpoint.steps import CheckpointError, DamageError
 from jaxtrain.checkpoint.stores import no_damage
 from jaxtrain.devices import host_memory
-from jaxtrain.schedule.placement import Placement
 
 WRITE_BYTES = 128 * 2**20  # written at a time
 
@@ -132,7 +131,7 @@ def tree_handler() -> ocp.PyTreeCheckpointHandler:
     )
 
 
-def host_tree(arrays: list[StoredArray], state: Any, placement: Placement) -> dict:
+def host_tree(arrays: list[StoredArray], state: Any) -> dict:
     """The nested dict of HostArrays that Orbax writes for `state`.
 
     Returns when the copies are made: the state may be changed or donated then.
@@ -157,7 +156,7 @@ def host_tree(arrays: list[StoredArray], state: Any, placement: Placement) -> di
                 numbers = to_host(data)
                 blocks += [
                     (region.stored, numbers[region.local])
-                    for region in regions(leaf, bounds, array.shape, placement)
+                    for region in regions(leaf, bounds, array.shape)
                 ]
         *folders, name = array.name.split("/")
         at = tree
@@ -174,9 +173,7 @@ def to_host(data: jax.Array) -> np.ndarray:
     return np.array(data) if on_cpu or host_memory.is_host(data.sharding) else np.asarray(data)
 
 
-def read_tree(
-    directory: epath.Path, arrays: list[StoredArray], placement: Placement
-) -> list[jax.Array]:
+def read_tree(directory: epath.Path, arrays: list[StoredArray]) -> list[jax.Array]:
     """Reads `arrays` from an Orbax tree: the leaves in memory, in their order. Each process reads
     what its devices need.
 
@@ -190,7 +187,7 @@ def read_tree(
     for array, source in zip(arrays, sources, strict=True):
         for leaf in array.leaves:
             try:
-                leaves[leaf.index] = _read_leaf(source, array, leaf, placement)
+                leaves[leaf.index] = _read_leaf(source, array, leaf)
             except ValueError as error:  # TensorStore's for whatever is wrong with the data
                 raise _error(directory, array, error) from error
     return [leaves[i] for i in sorted(leaves)]
@@ -234,9 +231,7 @@ def _error(directory: epath.Path, array: StoredArray, error: ValueError) -> Chec
     return DamageError(directory, f"{array.name} cannot be read: {damage}")
 
 
-def _read_leaf(
-    source: ts.TensorStore, array: StoredArray, leaf: Leaf, placement: Placement
-) -> jax.Array:
+def _read_leaf(source: ts.TensorStore, array: StoredArray, leaf: Leaf) -> jax.Array:
     """One leaf, read and laid on this process's devices."""
     buffers, reads = [], []
     for bounds, devices in holders(leaf).items():
@@ -245,7 +240,7 @@ def _read_leaf(
         ]:
             buffer = np.zeros([stop - start for start, stop in bounds], array.dtype)
             buffers.append((buffer, local_devices))
-            for region in regions(leaf, bounds, array.shape, placement):
+            for region in regions(leaf, bounds, array.shape):
                 reads.append(ts.array(buffer[region.local]).write(source[region.stored]))
     for read in reads:
         read.result()

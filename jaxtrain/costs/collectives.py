@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from jaxtrain.config.sizes import OUTER_BLOCK
 from jaxtrain.costs.hardware import Hardware, Tier
 from jaxtrain.costs.layout import AXES, Layout, routed_capacity
 from jaxtrain.costs.transformer import Transformer
@@ -23,7 +24,6 @@ GATHER, SCATTER, SUM = "all-gather", "reduce-scatter", "all-reduce"
 EXCHANGE, PERMUTE, RAGGED = "all-to-all", "collective-permute", "ragged-all-to-all"
 REPLICA, DATA, STAGE, CONTEXT, EXPERT, MODEL = AXES
 FLOAT32 = 4  # bytes of a float32 or an int32
-OUTER_BLOCK = 1024  # numbers that share a scale where replicas exchange int8
 
 
 class Collective(NamedTuple):

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from jaxtrain.config import OptimizerConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
+from jaxtrain.config.sizes import scattered
 from jaxtrain.costs.collectives import (
     CONTEXT,
     DATA,
@@ -35,7 +36,7 @@ from jaxtrain.costs.collectives import (
 )
 from jaxtrain.costs.frameworks import Framework
 from jaxtrain.costs.hardware import Hardware
-from jaxtrain.costs.layout import Layout, scattered
+from jaxtrain.costs.layout import Layout
 from jaxtrain.costs.transformer import COLUMNS, UNSPLIT, Array, Transformer, padded_vocabulary
 from jaxtrain.schedule.orders import StageTimes, closed_forms
 

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-TILE = 128  # matrix units want the vocabulary in multiples of this
+from jaxtrain.config.sizes import padded_vocabulary
+
 # matrices whose outputs `model` splits
 COLUMNS = frozenset({"query_key_value", "query", "key_value", "mlp_in"})
 # matrices that `model` does not split; of all others it splits the inputs
@@ -233,13 +234,6 @@ class Transformer:
         takes twice the forward (PaLM, arXiv:2204.02311, appendix B, which counts attention in
         full). causal: attention's half counts, which makes rates lower."""
         return 3.0 * self.sequence_flops(causal) / self.sequence
-
-
-def padded_vocabulary(vocab_size: int, shards: int) -> int:
-    """Rows of a table held in memory: divisible by the shards, and for a large vocabulary by entire
-    tiles on each of them."""
-    unit = shards if vocab_size < 32 * TILE else shards * TILE
-    return -(-vocab_size // unit) * unit
 
 
 def gpt(

@@ -21,6 +21,7 @@ import collections
 import concurrent.futures
 import hashlib
 import itertools
+import pathlib
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -28,12 +29,31 @@ from typing import Any
 import grain
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
+from jaxtrain.config import DataConfig, TrainConfig
 from jaxtrain.data.packing import Sequences
 from jaxtrain.data.row_log import RowLog
-from jaxtrain.data.tokens import Corpus, DataError
+from jaxtrain.data.tokenizer import prompt_ids
+from jaxtrain.data.tokens import Corpus, DataError, prepare
 
 Batch = dict[str, jax.Array]
+
+
+def prepare_corpus(data: DataConfig, vocab_size: int, train: TrainConfig) -> Corpus:
+    """The corpus, in every process. Raises DataError if processes read different ones, and for a
+    `train.sample_prompt` that cannot be encoded."""
+    corpus = prepare(data, vocab_size, progress=jax.process_index() == 0)
+    if jax.process_count() > 1:
+        checksum = np.frombuffer(bytes.fromhex(corpus.checksum), np.uint8)
+        if not (multihost_utils.process_allgather(checksum) == checksum).all():
+            raise DataError(
+                f"data.source={corpus.source} is not the same corpus on every host: use a "
+                "file that all of them share"
+            )
+    if train.sample_tokens:
+        prompt_ids(corpus.tokenizer, train.sample_prompt, vocab_size)
+    return corpus
 
 
 class Loader:
@@ -284,3 +304,25 @@ def _local_sequences(
         needed[index[:2]] = True
     local = np.sort(sequences[needed])
     return local.tolist(), np.where(needed, np.searchsorted(local, sequences), -1)
+
+
+def make_loaders(
+    corpus: Corpus,
+    data: DataConfig,
+    like: jax.ShapeDtypeStruct,
+    replicas: int,
+    eval_batches: int,
+    rows_folder: pathlib.Path | None = None,
+) -> tuple[Loader, Loader]:
+    """The loaders of training batches and of held-out ones.
+
+    like: an array of a batch, [microbatches, sequences, tokens] with a NamedSharding
+    replicas: those that train separately
+    rows_folder: the run's, where the training batches' rows are logged; None: they are not
+    """
+    log = RowLog(rows_folder, jax.process_index(), jax.process_count()) if rows_folder else None
+
+    def load(split: str, batches: int | None, log: RowLog | None) -> Loader:
+        return Loader(corpus, data, split, like.sharding, like.shape[0], batches, replicas, log)
+
+    return load("train", None, log), load("validation", eval_batches, None)

@@ -15,44 +15,26 @@ Shape suffixes: L layers, B batch, S slots of the cache, T new tokens, K key/val
 dimension, C latent and rotated key, D width, V vocabulary.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.config import ModelConfig
 from jaxtrain.devices.sharding import Axes, constrain
 from jaxtrain.models.transformer import ModelParts
-from jaxtrain.parallel.tensor import attention_kv_heads
 
 Cache = tuple[jax.Array, ...]
 
 
-class _Slot(NamedTuple):
-    """One token's part of a cache's array, in one layer."""
-
-    shape: tuple[int, ...]
-    axes: Axes
-
-
-def _slots(cfg: ModelConfig) -> tuple[_Slot, ...]:
-    """The slots of a cache's arrays, one for each array."""
-    if cfg.attention == "mla":
-        return (_Slot((cfg.kv_rank + cfg.rope_head_dim,), (None,)),)
-    return (_Slot((attention_kv_heads(cfg.kv_heads), cfg.head_dim), ("kv_heads", None)),) * 2
-
-
-def cache_axes(cfg: ModelConfig) -> tuple[Axes, ...]:
+def cache_axes(parts: ModelParts) -> tuple[Axes, ...]:
     """The logical axes of the arrays of a cache."""
-    return tuple(("layer", "batch", "token", *slot.axes) for slot in _slots(cfg))
+    return tuple(("layer", "batch", "token", *slot.axes) for slot in parts.cache_slots())
 
 
-def empty_cache(cfg: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) -> Cache:
-    """An empty cache of `dtype`, for a resolved model config."""
-    lead = (cfg.dense_layers + cfg.layers, batch, slots)
-    arrays = (jnp.zeros((*lead, *slot.shape), dtype) for slot in _slots(cfg))
-    return tuple(map(constrain, arrays, cache_axes(cfg)))
+def empty_cache(parts: ModelParts, batch: int, slots: int, dtype: jnp.dtype) -> Cache:
+    """An empty cache of `dtype`."""
+    lead = (parts.cfg.dense_layers + parts.cfg.layers, batch, slots)
+    arrays = (jnp.zeros((*lead, *slot.shape), dtype) for slot in parts.cache_slots())
+    return tuple(map(constrain, arrays, cache_axes(parts)))
 
 
 def extend(
@@ -93,7 +75,7 @@ def extend(
         )
     indices = parts.cfg.dense_layers + jnp.arange(parts.cfg.layers)
     (x_BTD, cache), _ = lax.scan(layer, (x_BTD, cache), (indices, params["layers"]))
-    return x_BTD, tuple(map(constrain, cache, cache_axes(parts.cfg)))
+    return x_BTD, tuple(map(constrain, cache, cache_axes(parts)))
 
 
 def tied_table(parts: ModelParts, params: dict, dtype) -> jax.Array | None:

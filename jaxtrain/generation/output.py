@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jaxtrain.config import ModelConfig
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.generation.text import TextStream
 
@@ -25,13 +24,14 @@ class Endings:
     def interrupted(self) -> bool:
         return CTRL_C in self.reasons
 
-    def describe(self, prompt: int, model: ModelConfig, trained_length: int) -> str:
+    def describe(self, prompt: int, positions: int, trained_length: int) -> str:
         """One line: why the samples ended, and how many tokens lie beyond the length that the model
-        was trained on. prompt: the prompt's tokens."""
+        was trained on. prompt: the prompt's tokens; positions: those of the model's table, 0 if it
+        has none."""
         remarks = [self._count(reason) for reason in (AT_LIMIT, AT_END, CTRL_C)]
         longest = max(self.tokens)
-        if model.positions == "learned" and prompt + longest == model.max_positions:
-            remarks.append(f"no position is left (model.max_positions={model.max_positions})")
+        if prompt + longest == positions:
+            remarks.append(f"no position is left (model.max_positions={positions})")
         beyond = min(prompt + longest - trained_length, longest)
         if beyond > 0:
             remarks.append(

@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxtrain.config import ModelConfig
 from jaxtrain.devices.mesh import AXES, make_mesh
 from jaxtrain.devices.sharding import named, shards
 from jaxtrain.generation.decode import cache_axes, empty_cache, extend, next_logits, tied_table
@@ -162,7 +161,7 @@ class Sampler:
             # The devices that split batch and sequence must divide a call's sequences and tokens:
             # spare ones fill it up.
             self._batch_unit, self._width = shards("batch"), shards("sequence")
-        cache = tuple(named(self.mesh, axes) for axes in cache_axes(parts.cfg))
+        cache = tuple(named(self.mesh, axes) for axes in cache_axes(parts))
         of_batch, replicated = named(self.mesh, ("batch",)), named(self.mesh, ())
         state = DecodeState(cache, last=of_batch, done=of_batch, position=replicated)
         compiled = functools.partial(jax.jit, out_shardings=state)
@@ -206,7 +205,7 @@ class Sampler:
         cfg, ids = self.parts.cfg, np.asarray(prompt, np.int64)
         if ids.ndim != 1 or not ids.size or ids.min() < 0 or ids.max() >= cfg.vocab_size:
             raise ValueError(f"a prompt is one or more ids from 0 to {cfg.vocab_size - 1}")
-        most = capacity(cfg, len(ids))
+        most = self.parts.capacity(len(ids))
         if not 1 <= tokens <= most:
             raise ValueError(
                 f"{tokens} tokens after a prompt of {len(ids)} must be from 1 to {most}"
@@ -264,7 +263,7 @@ class Sampler:
     def _begin_program(self, slots: int) -> DecodeState:
         """The state before the prompt, for as few sequences as the mesh allows."""
         batch = self._batch_unit
-        cache = empty_cache(self.parts.cfg, batch, slots, self.dtype)
+        cache = empty_cache(self.parts, batch, slots, self.dtype)
         return DecodeState(
             cache,
             last=jnp.zeros(batch, jnp.int32),
@@ -337,12 +336,6 @@ class Sampler:
             unfinished, token, (jnp.int32(0), state, jnp.full((batch, BURST), -1, jnp.int32))
         )
         return state, burst
-
-
-def capacity(cfg: ModelConfig, prompt: int) -> int:
-    """The most tokens that can follow a prompt of this many: a learned position table ends, rotary
-    positions do not."""
-    return max(0, cfg.max_positions - prompt) if cfg.positions == "learned" else 2**30 - prompt
 
 
 def _pieces(ids: np.ndarray, width: int) -> Iterator[tuple[np.ndarray, int]]:

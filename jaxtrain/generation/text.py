@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import jax.numpy as jnp
 
 from jaxtrain.data.tokenizer import Tokenizer, prompt_ids
-from jaxtrain.generation.sampling import Sampler, Sampling, capacity
+from jaxtrain.generation.sampling import Sampler, Sampling
 from jaxtrain.models.transformer import ModelParts
 
 NOT_TEXT = "\N{REPLACEMENT CHARACTER}"
@@ -68,7 +68,7 @@ def sample_text(
     ids = prompt_ids(tokenizer, prompt, parts.cfg.vocab_size)
     if parts.cfg.positions == "learned":
         ids = ids[-max(1, parts.cfg.max_positions - tokens) :]
-    tokens = min(tokens, capacity(parts.cfg, len(ids)))
+    tokens = min(tokens, parts.capacity(len(ids)))
     if tokens < 1:
         return ""
     stream = TextStream(tokenizer, ids)

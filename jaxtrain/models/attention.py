@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtrain.config import ModelConfig
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.layers import Dense, column_parallel, rotary
+from jaxtrain.models.spec import CacheSlot
 from jaxtrain.parallel.attention import HEADS, KV_HEADS, attend_cached, attend_causal
 from jaxtrain.parallel.heads import row_major
 from jaxtrain.parallel.tensor import attention_kv_heads, shared_columns
@@ -53,6 +54,12 @@ class Attention(nnx.Module):
         q, k, v = self.project(x_BTD, positions_BT)
         y = attend_causal(q, k, v, segments_BT, self.context, self.kernel)
         return self.out.row_parallel(y.reshape(*y.shape[:2], -1))
+
+    @staticmethod
+    def cache_slots(cfg: ModelConfig) -> tuple[CacheSlot, ...]:
+        """The slots of keys and of values in a cache, on the mesh of this point of the trace."""
+        shape = (attention_kv_heads(cfg.kv_heads), cfg.head_dim)
+        return (CacheSlot(shape, ("kv_heads", None)),) * 2
 
     def cached(self, x_BTD, positions_BT, cache, start):
         """Returns (the output [B, T, D], the cache with these tokens), for tokens at positions

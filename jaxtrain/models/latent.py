@@ -24,6 +24,7 @@ from flax import nnx
 from jaxtrain.config import ModelConfig
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.layers import Dense, Norm, column_parallel, gather_sequence, rotary
+from jaxtrain.models.spec import CacheSlot
 from jaxtrain.parallel.attention import HEADS, attend, attend_causal
 from jaxtrain.parallel.heads import row_major
 
@@ -85,6 +86,11 @@ class LatentAttention(nnx.Module):
         q, k, v = map(row_major, (q, k, v))
         y = attend_causal(q, k, v, segments_BT, self.context, self.kernel)
         return self.out.row_parallel(y.reshape(*y.shape[:2], -1))
+
+    @staticmethod
+    def cache_slots(cfg: ModelConfig) -> tuple[CacheSlot, ...]:
+        """The slot of the cache's only array: a latent and a rotated key."""
+        return (CacheSlot((cfg.kv_rank + cfg.rope_head_dim,), (None,)),)
 
     def cached(self, x_BTD, positions_BT, cache, start):
         """Returns (the output [B, T, D], the cache with these tokens), for tokens at positions

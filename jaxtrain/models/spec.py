@@ -4,11 +4,13 @@ the parameter count follow."""
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from jaxtrain.devices.sharding import Axes
 
 Module = TypeVar("Module", bound=nnx.Module)
 
@@ -74,6 +76,13 @@ class Spec:
         return jnp.where(
             jax.lax.broadcasted_iota(jnp.int32, self.padded, 0) < self.shape[0], value, 0.0
         )
+
+
+class CacheSlot(NamedTuple):
+    """One token's place in an array of a cache, in one layer: its shape and logical axes."""
+
+    shape: tuple[int, ...]
+    axes: Axes
 
 
 def is_spec(x: object) -> bool:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config import ModelConfig
-from jaxtrain.costs.transformer import padded_vocabulary
+from jaxtrain.config.sizes import padded_vocabulary
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.attention import Attention
 from jaxtrain.models.latent import LatentAttention
@@ -30,10 +30,13 @@ from jaxtrain.models.layers import (
     gather_sequence,
 )
 from jaxtrain.models.moe import MoE
-from jaxtrain.models.spec import Parameter, Spec, binder, parameter, specs
+from jaxtrain.models.spec import CacheSlot, Parameter, Spec, binder, parameter, specs
 from jaxtrain.parallel.tensor import lookup, scattered_products
 
-ATTENTION = {"gqa": Attention, "mla": LatentAttention}
+ATTENTION: dict[str, type[Attention] | type[LatentAttention]] = {
+    "gqa": Attention,
+    "mla": LatentAttention,
+}
 
 
 def _table(cfg: ModelConfig, padded: int, axis: str) -> Parameter:
@@ -216,6 +219,17 @@ class ModelParts:
         """Parameters of the model, padding not counted."""
         count = lambda tree: sum(s.size for s in jax.tree.leaves(tree))
         return count(self.ends) + self.cfg.layers * count(self.specs["layer"])
+
+    def cache_slots(self) -> tuple[CacheSlot, ...]:
+        """The slots of a cache's arrays, one for each array, on the mesh of this point of the
+        trace."""
+        return ATTENTION[self.cfg.attention].cache_slots(self.cfg)
+
+    def capacity(self, prompt: int) -> int:
+        """The most tokens that can follow a prompt of this many: a learned position table ends,
+        rotary positions do not."""
+        positions = self.cfg.max_positions if self.cfg.positions == "learned" else 2**30
+        return max(0, positions - prompt)
 
 
 def build(

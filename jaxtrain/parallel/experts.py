@@ -34,7 +34,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.kernels import BLOCKS, LARGE_BLOCKS, MEGABLOX, product_kernel
-from jaxtrain.costs.layout import capacity_of, device_capacity
+from jaxtrain.config.sizes import capacity_of, device_capacity
 from jaxtrain.devices.mesh import (
     CONTEXT,
     EXPERT,

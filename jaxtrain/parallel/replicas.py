@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxtrain.costs.collectives import OUTER_BLOCK
+from jaxtrain.config.sizes import OUTER_BLOCK
 from jaxtrain.devices.mesh import AXES, REPLICA, SUM_AXES, psum, psum_scatter
 from jaxtrain.devices.sharding import mesh_axes
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxtrain.costs.layout import scattered
+from jaxtrain.config.sizes import scattered
 from jaxtrain.devices.mesh import DATA, MODEL, STAGE, SUM_AXES, over_model, psum_scatter
 from jaxtrain.devices.sharding import is_split, mesh_axes, spec
 from jaxtrain.parallel.replicas import sum_inside_first

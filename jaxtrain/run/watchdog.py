@@ -27,7 +27,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from jaxtrain.config import ConfigError, one_line
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.peers import Beat, Ending, Peer, Peers, Stragglers
@@ -172,11 +171,10 @@ class Watchdog:
     def _leave(self, error: BaseException) -> None:
         """Tells the others about the error that ends this process. Process 0 waits until they have
         ended: without it jax aborts them."""
-        if isinstance(error, RunError | ConfigError):
-            status = error.status if isinstance(error, RunError) else ExitStatus.BAD_CONFIG
-            self.say_bye(status, one_line(str(error)))
+        if isinstance(error, RunError):
+            self.say_bye(error.status, _one_line(str(error)))
         else:
-            self.say_bye(ExitStatus.FAULT, one_line(f"{type(error).__name__}: {error}"))
+            self.say_bye(ExitStatus.FAULT, _one_line(f"{type(error).__name__}: {error}"))
         end = time.monotonic() + GOODBYE_S
         is_main = self._peers.process == 0
         while is_main and not self._peers.all_gone() and time.monotonic() < end:
@@ -333,6 +331,10 @@ class Watchdog:
             streams.write_error(f"warning: the stacks are not in {folder} ({error.strerror})\n")
 
 
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
 def _names(peers: list[Peer]) -> str:
     shown = ", ".join(map(str, peers[:4]))
     return shown if len(peers) <= 4 else f"{shown} and {len(peers) - 4} others"
@@ -354,7 +356,7 @@ def end_process(error: RunError) -> NoReturn:
     exception is raised: the thread that trains may be anywhere, and must not write any more."""
     for each in _active:
         each.end_others(error.status, str(error))
-    streams.write_error(f"error: {one_line(str(error))}\n")
+    streams.write_error(f"error: {_one_line(str(error))}\n")
     os._exit(error.status)
 
 

@@ -114,15 +114,15 @@ class Placement:
         units = units_of(self.stage_of, self.stages)[stage]
         return units[local_unit] if local_unit < len(units) else None
 
-    def first_layer(self, local_unit: int, stage: int) -> int:
-        """The lowest layer of a stage's unit; 0 without such a unit."""
+    def layers_of(self, local_unit: int, stage: int) -> range:
+        """The layers of a stage's unit; empty without such a unit."""
         unit = self.unit_at(local_unit, stage)
-        return 0 if unit is None else sum(self.sizes[:unit])
+        first = sum(self.sizes[:unit])
+        return range(0) if unit is None else range(first, first + self.sizes[unit])
 
     def layer_count(self, local_unit: int, stage: int) -> int:
         """The number of layers in a stage's unit; 0 without such a unit."""
-        unit = self.unit_at(local_unit, stage)
-        return 0 if unit is None else self.sizes[unit]
+        return len(self.layers_of(local_unit, stage))
 
     def stack_size(self, local_unit: int) -> int:
         """The layers in the stacked array of these units: the most that a stage has."""
@@ -133,8 +133,8 @@ class Placement:
         of an unused one."""
         index = np.full((self.stages, self.stack_size(local_unit)), -1, np.int32)
         for stage in range(self.stages):
-            begin, count = self.first_layer(local_unit, stage), self.layer_count(local_unit, stage)
-            index[stage, :count] = np.arange(begin, begin + count)
+            layers = self.layers_of(local_unit, stage)
+            index[stage, : len(layers)] = layers
         return index
 
     def describe(self) -> str:

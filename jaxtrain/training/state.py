@@ -28,13 +28,13 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config import OptimizerConfig
+from jaxtrain.config import ModelConfig, OptimizerConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.devices import host_memory
-from jaxtrain.devices.mesh import AXES, REPLICA, psum
+from jaxtrain.devices.mesh import AXES, MODEL, REPLICA, psum
 from jaxtrain.devices.sharding import constrain, mesh_axes, restricted, spec
 from jaxtrain.models.spec import Spec, is_spec
-from jaxtrain.models.transformer import ModelParts
+from jaxtrain.models.transformer import ModelParts, build
 from jaxtrain.parallel import replicas
 from jaxtrain.parallel.zero import Reduction, reduction_of
 from jaxtrain.schedule.placement import Placement
@@ -66,6 +66,36 @@ class TrainState:
         return self.params if self.anchor is None else self.anchor
 
 
+class Stack(NamedTuple):
+    """The layers in the stack of a local unit, [stages, places, …].
+
+    held:  the layers of each stage, which are at its first places
+    model: the number of layers of the model
+    """
+
+    held: tuple[range, ...]
+    model: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.held), max(map(len, self.held))
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """How a checkpoint stores a leaf of the state. It is a leaf itself, where a tuple would be a
+    pytree.
+
+    shape: without padding; of one layer in a stack
+    lead:  dimensions before the layers, both in memory and in the checkpoint: independent replicas
+    stack: the layers that the leaf holds; None outside of stacks
+    """
+
+    shape: tuple[int, ...]
+    lead: tuple[int, ...] = ()
+    stack: Stack | None = None
+
+
 class LaidOutParameter(NamedTuple):
     """One parameter of a layout, or the stack of one parameter of all layers of a local unit.
 
@@ -92,6 +122,14 @@ class ParameterLayout:
     independent_replicas: bool = False  # each replica has its own parameters
     offload: bool = False  # the optimizer's state lies in the host's memory
     optimizer: OptimizerConfig = OptimizerConfig()
+
+    @classmethod
+    def unstaged(
+        cls, model: ModelConfig, mesh: Mesh, dtype: str, independent_replicas: bool = False
+    ) -> "ParameterLayout":
+        """The layout of a resolved config's model on a mesh with one stage, without ZeRO."""
+        parts, placement = build(model, mesh.shape[MODEL]), Placement(model.layers)
+        return cls(parts, placement, mesh, 0, jnp.dtype(dtype), independent_replicas)
 
     @property
     def specs(self) -> dict:
@@ -125,9 +163,28 @@ class ParameterLayout:
         return self._map(lambda s, shape, _: jax.ShapeDtypeStruct((*shape, *s.padded), self.dtype))
 
     @property
-    def stored_shapes(self) -> dict:
-        """Shapes in a checkpoint: those of one layer, without padding."""
-        return self._map(lambda s, *_: s.shape)
+    def stored(self) -> dict:
+        """A Stored for each parameter of one replica."""
+        return self.in_stacks(self._map(lambda s, *_: Stored(s.shape)))
+
+    def in_stacks(self, stored: Any) -> Any:
+        """The Stored of a state or of a part of it, with the layers of their stacks."""
+        stages, units = range(self.placement.stages), range(self.placement.units_per_stage)
+        stacks = {
+            str(unit): Stack(
+                tuple(self.placement.layers_of(unit, stage) for stage in stages),
+                self.placement.layers,
+            )
+            for unit in units
+        }
+
+        def of_leaf(path: tuple, one: Stored) -> Stored:
+            keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
+            if "layers" not in keys:
+                return one
+            return dataclasses.replace(one, stack=stacks[keys[keys.index("layers") + 1]])
+
+        return jax.tree_util.tree_map_with_path(of_leaf, stored)
 
     @property
     def reductions(self) -> dict:
@@ -354,7 +411,7 @@ def abstract_state(layout: ParameterLayout, optimizer: optax.GradientTransformat
     )
 
 
-def _stored_part(array: Any, dims: tuple[int, ...], s: Spec, sharding: NamedSharding) -> "Stored":
+def _stored_part(array: Any, dims: tuple[int, ...], s: Spec, sharding: NamedSharding) -> Stored:
     """The stored shape of an array of a parameter's state."""
     lead = len(sharding.spec) - len(s.shape)
     return Stored(tuple(s.shape[d] for d in dims) or array.shape[lead:])
@@ -362,30 +419,19 @@ def _stored_part(array: Any, dims: tuple[int, ...], s: Spec, sharding: NamedShar
 
 def stored_shapes(layout: ParameterLayout, optimizer: optax.GradientTransformation) -> TrainState:
     """The state's shapes in a checkpoint: a state whose leaves are `Stored`."""
-    one = jax.tree.map(Stored, layout.stored_shapes, is_leaf=lambda x: isinstance(x, tuple))
+    one = layout.stored
     state = TrainState(
         one,
-        layout.state_of(optimizer, _stored_part, lambda _: Stored(())),
+        layout.in_stacks(layout.state_of(optimizer, _stored_part, lambda _: Stored(()))),
         Stored(()),
     )
     if not layout.independent_replicas:
         return state
     lead = (replicas.count(layout.mesh),)
     params, moments = jax.tree.map(
-        lambda stored: Stored(stored.shape, lead), (state.params, state.optimizer)
+        lambda stored: dataclasses.replace(stored, lead=lead), (state.params, state.optimizer)
     )
     return TrainState(params, moments, state.step, anchor=one, outer_momentum=one)
-
-
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """The stored shape of a leaf. It is a leaf itself, where a tuple would be a pytree.
-
-    lead: dimensions before the layers, both in memory and in the checkpoint: independent replicas.
-    """
-
-    shape: tuple[int, ...]
-    lead: tuple[int, ...] = ()
 
 
 def initial_state(

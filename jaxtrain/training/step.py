@@ -1,6 +1,7 @@
 """The training step and the evaluation as programs for a mesh, and the metrics of a step, which
 run/metrics.py describes."""
 
+import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.stages import Wrapped
+from jax.stages import Compiled, Wrapped
 from jax.typing import ArrayLike
 
 from jaxtrain.config import (
@@ -21,9 +22,9 @@ from jaxtrain.config import (
     ModelConfig,
     ParallelConfig,
 )
-from jaxtrain.devices import host_memory
+from jaxtrain.devices import cluster, host_memory
 from jaxtrain.devices.compiler_options import compiler_options
-from jaxtrain.devices.mesh import CONTEXT, batch_shards
+from jaxtrain.devices.mesh import CONTEXT, REPLICA, batch_shards
 from jaxtrain.devices.sharding import BATCH_SPEC
 from jaxtrain.models.transformer import ModelParts, build
 from jaxtrain.parallel import replicas
@@ -87,6 +88,11 @@ class Step:
     @property
     def mesh(self) -> Mesh:
         return self.layout.mesh
+
+    @property
+    def separate_replicas(self) -> int:
+        """The number of replicas that train separately; 1 where none do."""
+        return self.mesh.shape[REPLICA] if self.layout.independent_replicas else 1
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -284,3 +290,31 @@ def _abstract_batch(
         name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
         for name, dtype in dtypes.items()
     }
+
+
+# --- its programs, compiled ----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The compiled programs of a step; exchange: None if replicas are not independent."""
+
+    train: Compiled
+    exchange: Compiled | None
+
+
+def start_compiling(
+    step: Step, executor: concurrent.futures.Executor
+) -> concurrent.futures.Future[Programs]:
+    """Traces the programs of a step; the future has them compiled."""
+    state = step.abstract_state()
+    train = step.train.lower(state, step.abstract_batch)
+    exchange = step.exchange.lower(state) if step.exchange else None
+
+    def compile_both() -> Programs:
+        return Programs(
+            cluster.compile_everywhere("step", train),
+            cluster.compile_everywhere("exchange", exchange) if exchange else None,
+        )
+
+    return executor.submit(compile_both)

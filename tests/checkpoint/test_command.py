@@ -38,7 +38,6 @@ def original(tmp_path_factory):
     step = make_step(CONFIG, small.mesh_of(CONFIG))
     saves = Checkpointer(
         folder / "checkpoints",
-        step.layout.placement,
         stored_shapes(step.layout, step.optimizer),
         command.Retention(5, best=1),
     )

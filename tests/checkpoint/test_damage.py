@@ -134,9 +134,7 @@ def test_a_damaged_piece_is_refused_with_its_array_and_step(original, tmp_path):
     ):
         restored(folder, 6, LAYOUT)
     part = lambda tree: {"params": {"embed": tree["params"]["embed"]}}
-    embed = restore(
-        folder, 6, part(abstract_state(LAYOUT)), part(stored_shapes(LAYOUT)), LAYOUT.placement
-    )
+    embed = restore(folder, 6, part(abstract_state(LAYOUT)), part(stored_shapes(LAYOUT)))
     assert_same(embed, part(state(LAYOUT)))
 
 
@@ -151,7 +149,7 @@ def test_a_run_goes_on_from_the_newest_step_whose_arrays_are_whole(original, tmp
         chosen.append(dict(damaged))
         return choose(folder, {}, damaged=damaged)
 
-    what = (folder, abstract_state(LAYOUT), stored_shapes(LAYOUT), LAYOUT.placement)
+    what = (folder, abstract_state(LAYOUT), stored_shapes(LAYOUT))
     numbers, choice = restore_newest(choose(folder, {}), choose_again, *what)
     assert_same(numbers, state(LAYOUT))
     why = "params/layers/mlp/w cannot be read: its data is damaged"

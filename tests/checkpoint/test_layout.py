@@ -17,6 +17,7 @@ from jaxtrain.checkpoint.layout import (
     stored_arrays,
     writers,
 )
+from jaxtrain.training.state import Stored
 
 LAYOUTS = [
     Layout(7, padded=13),
@@ -31,7 +32,7 @@ LAYOUTS = [
 
 
 def arrays_of(layout: Layout):
-    return stored_arrays(abstract_state(layout), stored_shapes(layout), layout.placement)
+    return stored_arrays(abstract_state(layout), stored_shapes(layout))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -40,7 +41,7 @@ def test_every_stored_number_is_written_once(layout):
         written = np.zeros(array.shape, int)
         for part in array.leaves:
             for bounds in writers(part).values():
-                for region in regions(part, bounds, array.shape, layout.placement):
+                for region in regions(part, bounds, array.shape):
                     shard = np.empty([stop - start for start, stop in bounds])
                     assert shard[region.local].shape == written[region.stored].shape, array.name
                     written[region.stored] += 1
@@ -54,7 +55,7 @@ def test_a_piece_is_never_written_by_two_devices(layout, limit):
         piece = piece_shape(array, limit)
         writer = np.full([-(-n // c) for n, c in zip(array.shape, piece)], -1)
         for part, (device, bounds) in [(p, w) for p in array.leaves for w in writers(p).items()]:
-            for region in regions(part, bounds, array.shape, layout.placement):
+            for region in regions(part, bounds, array.shape):
                 spans = [range(r.start // c, -(-r.stop // c)) for r, c in zip(region.stored, piece)]
                 for index in itertools.product(*spans):
                     assert writer[index] in (-1, device.id), (array.name, index)
@@ -77,7 +78,7 @@ def test_pieces_of_odd_shards_stay_under_the_limit_too():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a", "b"))
     state = {"w": jax.ShapeDtypeStruct((30, 14), np.float32, sharding=sharding)}
-    (array,) = stored_arrays(state, {"w": (29, 14)}, LAYOUTS[0].placement)  # shards of 15 × 7
+    (array,) = stored_arrays(state, {"w": Stored((29, 14))})  # shards of 15 × 7
     assert [piece_shape(array, limit) for limit in (4 * 105, 4 * 104, 4 * 34, 4 * 5, 4)] == [
         (15, 7),
         (5, 7),
@@ -104,18 +105,18 @@ def test_a_leaf_without_sharding_is_refused():
     layout = LAYOUTS[0]
     abstract = abstract_state(layout) | {"step": jax.ShapeDtypeStruct((), np.int32)}
     with pytest.raises(ValueError, match="step: only arrays with a sharding"):
-        stored_arrays(abstract, stored_shapes(layout), layout.placement)
+        stored_arrays(abstract, stored_shapes(layout))
 
 
 def test_a_stored_shape_that_does_not_fit_is_refused():
     layout = LAYOUTS[0]
     shapes = stored_shapes(layout)
-    shapes["params"]["embed"]["table"] = (14, 8)
+    shapes["params"]["embed"]["table"] = Stored((14, 8))
     with pytest.raises(
         ValueError,
         match=r"params/embed/table: an array of \[13, 8\] cannot hold the stored \[14, 8\]",
     ):
-        stored_arrays(abstract_state(layout), shapes, layout.placement)
+        stored_arrays(abstract_state(layout), shapes)
 
 
 # --- shards and their processes -------------------------------------------------------------------
@@ -123,8 +124,8 @@ def test_a_stored_shape_that_does_not_fit_is_refused():
 
 def shards_of(layout: Layout, devices_per_process: int = 1) -> Shards:
     """Of the known state, with devices 0 … in processes of so many."""
-    arrays = stored_arrays(abstract_state(layout), stored_shapes(layout), layout.placement)
-    return Shards(arrays, layout.placement, lambda device: device.id // devices_per_process)
+    arrays = stored_arrays(abstract_state(layout), stored_shapes(layout))
+    return Shards(arrays, lambda device: device.id // devices_per_process)
 
 
 SHARD_LAYOUTS = [

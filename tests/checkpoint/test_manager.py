@@ -11,8 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 from support.checkpoint_state import (
-    EMBED,
-    LAYER,
+    HIDDEN,
     VOCABULARY,
     WIDTH,
     Layout,
@@ -28,7 +27,6 @@ from support.checkpoint_state import (
 from jaxtrain.checkpoint import steps, storage
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.steps import CheckpointError, UnrecognizedEntry, read_meta
-from jaxtrain.schedule.placement import Placement
 
 LAYOUTS = {
     7: [
@@ -72,9 +70,9 @@ def test_stored_form_is_the_layers_in_order_and_nothing_padded(tmp_path, layout)
     metadata = ocp.PyTreeCheckpointHandler().metadata(epath.Path(c._directory / "1" / "state")).tree
     shapes = jax.tree.map(lambda m: m.shape, metadata, is_leaf=lambda m: not isinstance(m, dict))
     parameters = {
-        "embed": EMBED,
+        "embed": {"table": (VOCABULARY, WIDTH)},
         "head": {"w": (WIDTH, VOCABULARY)},
-        "layers": {"mlp": {"w": (7, *LAYER["mlp"]["w"])}, "norm": (7, *LAYER["norm"])},
+        "layers": {"mlp": {"w": (7, WIDTH, HIDDEN)}, "norm": (7, WIDTH)},
     }
     assert shapes == {
         "params": parameters,
@@ -225,20 +223,20 @@ def test_what_has_a_step_s_name_is_set_aside_by_the_first_save(saved):
 def test_a_state_of_another_placement_is_refused(tmp_path):
     layout = Layout(18, stages=2, chunks=2)
     for other, message in {
-        (2, 1): r"\[2, 5, 8, 16\] is not unit 0 of 18 layers over 2 stages × 1 unit",
-        (4, 2): r"\[2, 5, 8, 16\] is not unit 0 of 18 layers over 4 stages × 2 units",
-        (2, 3): r"\[2, 5, 8, 16\] is not unit 0 of 18 layers over 2 stages × 3 units",
+        (18, 2, 1): "Dict key mismatch",  # it has one unit
+        (18, 4, 2): r"\[2, 5, 8, 16\] is no stack of 3 layers on each of 4 stages",
+        (20, 2, 2): r"\[2, 4, 8, 16\] is no stack of 5 layers on each of 2 stages",
     }.items():
-        c = Checkpointer(tmp_path / "run", Placement(18, *other), stored_shapes(layout))
+        c = Checkpointer(tmp_path / "run", stored_shapes(Layout(*other)))
         with pytest.raises(ValueError, match=message):
             c.save(1, state(layout), {})
     live, shapes = state(layout), stored_shapes(layout)
     del live["params"]["layers"]["1"], shapes["params"]["layers"]["1"]
     with pytest.raises(
         ValueError,
-        match="params/layers/mlp/w: 1 units are not the 2 of 18 layers over 2 stages × 2 units",
+        match="params/layers/mlp/w: the units hold 10 of the model's 18 layers",
     ):
-        Checkpointer(tmp_path / "run", layout.placement, shapes).save(1, live, {})
+        Checkpointer(tmp_path / "run", shapes).save(1, live, {})
     assert not (tmp_path / "run").exists()
 
 

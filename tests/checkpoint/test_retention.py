@@ -40,7 +40,7 @@ def test_keeps_some_for_ever_and_the_best(tmp_path):
     layout, keep = Layout(7), Retention(newest=1, every=4, best=2)
     losses = {1: 3.0, 2: 2.0, 3: 2.5, 4: 2.6, 5: 2.4, 6: 2.7}
     for first, last in ((1, 4), (4, 7)):
-        c = Checkpointer(tmp_path, layout.placement, stored_shapes(layout), keep)
+        c = Checkpointer(tmp_path, stored_shapes(layout), keep)
         for step in range(first, last):
             c.save(step, state(layout), {})
             c.evaluated(step, losses[step])
@@ -48,7 +48,7 @@ def test_keeps_some_for_ever_and_the_best(tmp_path):
     # 3 was among the best two until 5 came, 4 stays for ever, and 6 is the newest.
     assert steps.step_numbers(tmp_path) == [2, 4, 5, 6] and choose(tmp_path, {}).unrecognized == ()
     (tmp_path / "validation_losses.json").write_text("{")
-    c = Checkpointer(tmp_path, layout.placement, stored_shapes(layout), keep)
+    c = Checkpointer(tmp_path, stored_shapes(layout), keep)
     c.save(7, state(layout), {})
     c.close()
     assert steps.step_numbers(tmp_path) == [4, 7]

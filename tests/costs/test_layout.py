@@ -1,27 +1,13 @@
-"""For how many rows experts have room."""
+"""The routed tokens that experts of a layout can receive."""
 
 import dataclasses
 
-from jaxtrain.costs.layout import Layout, capacity_of, device_capacity, routed_capacity
+from jaxtrain.config.sizes import device_capacity
+from jaxtrain.costs.layout import Layout, routed_capacity
 from jaxtrain.costs.transformer import gpt
 
 
-def test_slots_of_an_expert():
-    assert capacity_of(128, 2, 8, 1.0) == 32 and capacity_of(128, 2, 8, 1.25) == 40
-    assert capacity_of(100, 2, 8, 1.01) == 26  # upwards
-    assert capacity_of(128, 2, 8, 100.0) == 128  # a token chooses an expert once
-
-
-def test_room_for_rows():
-    assert device_capacity(100, 2, 8, 4, 0.0) == 4 * 100 * 2  # all devices' choices
-    assert device_capacity(100, 4, 4, 4, 0.0) == 4 * 100  # a token chooses an expert once
-    assert device_capacity(100, 2, 8, 4, 1.501) == 304  # in fours
-    assert device_capacity(100, 2, 8, 4, 9.0) == 800  # never more than all
-    assert device_capacity(8192, 2, 8, 8, 2.0) == 32768
-    assert device_capacity(5, 2, 8, 4, 1.0) == 10
-
-
-def test_rows_of_a_layout():
+def test_routed_capacity():
     dense = gpt(64, 4, 2, sequence=100)
     model = dataclasses.replace(dense, experts=8, experts_per_token=2, expert_width=32)
     layout = Layout(expert=4, microbatch=3)

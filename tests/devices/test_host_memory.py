@@ -159,7 +159,7 @@ def test_the_program_has_what_is_said_on_the_host(offload):
 
 def test_any_checkpoint_continues_with_any_offload(tmp_path):
     (_, first), (_, second) = step_of("both"), step_of("none", (1, 1, 1))
-    layout_of = lambda s: (stored_shapes(s.layout, s.optimizer), s.layout.placement)
+    stored = lambda s: stored_shapes(s.layout, s.optimizer)
     plain = weights(config())
 
     def filled(step):
@@ -170,11 +170,10 @@ def test_any_checkpoint_continues_with_any_offload(tmp_path):
         return dataclasses.replace(state, optimizer=(state.optimizer[0], new, *state.optimizer[2:]))
 
     for at, (one, other) in enumerate(((first, second), (second, first))):
-        shapes, placement = layout_of(one)
-        saves = Checkpointer(tmp_path, placement, shapes)
+        saves = Checkpointer(tmp_path, stored(one))
         saves.save(at, filled(one), {})
         saves.close()
-        restored = restore(tmp_path, at, other.abstract_state(), *layout_of(other))
+        restored = restore(tmp_path, at, other.abstract_state(), stored(other))
         jax.tree.map(np.testing.assert_array_equal, restored, filled(other))
         jax.tree.map(
             lambda a, b: a.sharding == b.sharding or pytest.fail(f"{a.sharding}"),

@@ -52,7 +52,7 @@ def test_logits_token_by_token_are_those_of_the_whole_sequence(kind):
         x, cache = extend(parts, params, tokens, cache, start, jnp.float32)
         return next_logits(parts, params, x, tied_table(parts, params, jnp.float32)), cache
 
-    cache = empty_cache(cfg.model, 2, 32, jnp.float32)
+    cache = empty_cache(parts, 2, 32, jnp.float32)
     # the padding is written over, not looked at
     padded = jnp.pad(tokens[:, :5], ((0, 0), (0, 3)), constant_values=7)
     _, cache = step(padded, cache, 0)
@@ -69,7 +69,7 @@ def test_padding_beyond_the_learned_positions_is_finite():
         parts,
         params,
         jnp.ones((1, 8), jnp.int32),
-        empty_cache(cfg.model, 1, 32, jnp.float32),
+        empty_cache(parts, 1, 32, jnp.float32),
         12,
         jnp.float32,
     )

@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from jaxtrain.config import ModelConfig
 from jaxtrain.data.tokenizer import NoTokenizer
 from jaxtrain.generation.output import Endings, show
 
@@ -19,7 +18,7 @@ def samples(tokens: int, *chunks, interrupt: bool = False) -> tuple[Endings, str
             raise KeyboardInterrupt
 
     endings = show(made(), NoTokenizer(VOCABULARY), "", [1], len(chunks[0]), tokens)
-    return endings, endings.describe(1, ModelConfig(), trained_length=16)
+    return endings, endings.describe(1, positions=0, trained_length=16)
 
 
 def test_why_samples_ended(capsys):

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from support import small
 
 from jaxtrain.config import Config, ModelConfig
-from jaxtrain.costs.layout import capacity_of, device_capacity
+from jaxtrain.config.sizes import capacity_of, device_capacity
 from jaxtrain.devices.mesh import AXES, EXPERT, MANUAL_AXES, make_mesh
 from jaxtrain.models.moe import MoE, with_counts, with_loss
 from jaxtrain.models.spec import binder, specs

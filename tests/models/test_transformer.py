@@ -49,13 +49,6 @@ def test_the_formula_for_gpt():
     assert 174e9 < gpt_count(96, 12288, 50257, 2048) < 176e9
 
 
-def test_padded_vocabulary():
-    assert [transformer.padded_vocabulary(61, n) for n in (1, 2, 4, 8)] == [61, 62, 64, 64]
-    # whole tiles of 128 on each
-    assert [transformer.padded_vocabulary(50257, n) for n in (1, 2, 8)] == [50304, 50432, 51200]
-    assert transformer.padded_vocabulary(128256, 8) == 129024
-
-
 GPT2 = {
     "model.norm": "layernorm",
     "model.activation": "gelu",

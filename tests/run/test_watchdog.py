@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from jaxtrain.config import ConfigError
+from jaxtrain.cli import FlagsError
 from jaxtrain.data.tokenizer import DataError
 from jaxtrain.run import watchdog
 from jaxtrain.run.exit_status import ExitStatus
@@ -224,7 +224,7 @@ def test_a_lost_peer_ends_all_at_once(world, capfd):
 
 @pytest.mark.parametrize(
     ("error", "status"),
-    [(DataError("a broken line"), 65), (ConfigError("mesh.data", 3, "bad"), 2), (KeyError(1), 1)],
+    [(DataError("a broken line"), 65), (FlagsError("mesh.data=3 bad"), 2), (KeyError(1), 1)],
 )
 def test_what_ends_one_process_ends_the_others_with_its_status(world, capfd, error, status):
     two = world(2, 100.0)

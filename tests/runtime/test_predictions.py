@@ -200,16 +200,16 @@ def test_checkpoints(tmp_path):
         shapes = stored_shapes(step.layout, step.optimizer)
         with jax.set_mesh(step.mesh):
             if step is steps[0]:
-                manager = Checkpointer(tmp_path, step.layout.placement, shapes)
+                manager = Checkpointer(tmp_path, shapes)
                 manager.save(1, small.first_state(step, plain), {})
                 manager.wait()
                 manager.close()
             else:
-                state = restore(tmp_path, 1, step.abstract_state(), shapes, step.layout.placement)
+                state = restore(tmp_path, 1, step.abstract_state(), shapes)
                 jax.tree.map(
                     np.testing.assert_array_equal,
                     small.to_plain(step.layout, jax.device_get(state.params)),
                     plain,
                 )
-    parts, params = load_parameters(tmp_path, 1, cfg.model, cfg.precision, False)
-    assert sorted(params) == ["embed", "head", "layers"] and parts.cfg.mtp_depth == 0
+    layout, params = load_parameters(tmp_path, 1, cfg.model, cfg.precision, False)
+    assert sorted(params) == ["embed", "head", "layers"] and layout.parts.cfg.mtp_depth == 0

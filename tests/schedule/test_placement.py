@@ -47,9 +47,10 @@ def test_counts_differ_by_one_at_most_and_index_agrees():
             )
             for s in range(placement.stages):
                 used = index[s] >= 0
-                assert used.sum() == placement.layer_count(c, s) and index[
-                    s, 0
-                ] == placement.first_layer(c, s)
+                assert (
+                    used.sum() == placement.layer_count(c, s)
+                    and index[s, 0] == placement.layers_of(c, s).start
+                )
                 assert used[: placement.layer_count(c, s)].all()  # unused rows come last
 
 

@@ -21,13 +21,13 @@ from jaxtrain.checkpoint.steps import choose
 from jaxtrain.devices.mesh import AXES
 from jaxtrain.parallel import replicas
 from jaxtrain.schedule.placement import Placement
-from jaxtrain.training.state import Stored
+from jaxtrain.training.state import Stack, Stored
 
 VOCABULARY, WIDTH, HIDDEN = 13, 8, 16
 
 # What is stored: one layer's shape, or the whole leaf's without padding.
-LAYER = {"mlp": {"w": (WIDTH, HIDDEN)}, "norm": (WIDTH,)}
-EMBED, HEAD = {"table": (VOCABULARY, WIDTH)}, {"w": (WIDTH, VOCABULARY)}
+LAYER = {"mlp": {"w": Stored((WIDTH, HIDDEN))}, "norm": Stored((WIDTH,))}
+EMBED, HEAD = {"table": Stored((VOCABULARY, WIDTH))}, {"w": Stored((WIDTH, VOCABULARY))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,20 +61,24 @@ class Layout:
 def stored_shapes(layout: Layout) -> dict:
     """The `stored_shapes` of a Checkpointer for this layout."""
 
+    stages = range(layout.stages)
+
+    def in_stack(tree: dict, unit: int) -> dict:
+        held = tuple(layout.placement.layers_of(unit, stage) for stage in stages)
+        stack = Stack(held, layout.layers)
+        return jax.tree.map(lambda one: dataclasses.replace(one, stack=stack), tree)
+
     def parameters():
         return copy.deepcopy({"embed": EMBED, "head": HEAD}) | {
-            "layers": {str(c): copy.deepcopy(LAYER) for c in range(layout.chunks)}
+            "layers": {str(c): in_stack(LAYER, c) for c in range(layout.chunks)}
         }
 
-    adam = optax.ScaleByAdamState((), parameters(), parameters())
-    shapes = {"params": parameters(), "optimizer": (adam, optax.EmptyState())}
+    adam = optax.ScaleByAdamState(Stored(()), parameters(), parameters())
+    stored = {"params": parameters(), "optimizer": (adam, optax.EmptyState())}
     if layout.replicas > 1:
-        lead = lambda shape: Stored(shape, (layout.replicas,))
-        shapes = jax.tree.map(
-            lead, shapes, is_leaf=lambda x: type(x) is tuple and all(isinstance(n, int) for n in x)
-        )
-        shapes["anchor"] = parameters()
-    return shapes | {"step": ()}
+        lead = lambda one: dataclasses.replace(one, lead=(layout.replicas,))
+        stored = jax.tree.map(lead, stored) | {"anchor": parameters()}
+    return stored | {"step": Stored(())}
 
 
 def abstract_state(layout: Layout) -> dict:
@@ -128,7 +132,7 @@ def state(layout: Layout) -> dict:
     def make(path, leaf, stored):
         keys = [jax.tree_util.keystr((k,), simple=True) for k in path]
         numbers = np.zeros(leaf.shape, leaf.dtype)
-        lead, stored = getattr(stored, "lead", ()), getattr(stored, "shape", stored)
+        lead, stored = stored.lead, stored.shape
         each = (slice(None),) * len(lead)
         if "layers" in keys:
             at = keys.index("layers") + 1
@@ -154,13 +158,12 @@ def state(layout: Layout) -> dict:
 def checkpointer(folder, layout: Layout, keep: int = 3, **arguments) -> Checkpointer:
     """A Checkpointer of this layout; arguments: as of the class."""
     shapes = stored_shapes(layout)
-    return Checkpointer(folder, layout.placement, shapes, Retention(keep), **arguments)
+    return Checkpointer(folder, shapes, Retention(keep), **arguments)
 
 
 def shards_of(layout: Layout) -> Shards:
     """The distinct shards of the state."""
-    arrays = stored_arrays(abstract_state(layout), stored_shapes(layout), layout.placement)
-    return Shards(arrays, layout.placement)
+    return Shards(stored_arrays(abstract_state(layout), stored_shapes(layout)))
 
 
 def latest_step(folder) -> int | None:
@@ -170,7 +173,7 @@ def latest_step(folder) -> int | None:
 
 def restored(folder, step: int, layout: Layout) -> dict:
     """The state of a step in this layout."""
-    return restore(folder, step, abstract_state(layout), stored_shapes(layout), layout.placement)
+    return restore(folder, step, abstract_state(layout), stored_shapes(layout))
 
 
 def assert_same(got, expected):

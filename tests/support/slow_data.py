@@ -5,6 +5,7 @@ import sys
 import time
 
 from jaxtrain import BEGAN, train
+from jaxtrain.data import loader
 from jaxtrain.data.loader import Batch, Loader
 
 SLOW_PROCESS, SECONDS = 1, 0.2  # more for each batch
@@ -18,7 +19,5 @@ class SlowLoader(Loader):
 
 if __name__ == "__main__":
     if f"--process_id={SLOW_PROCESS}" in sys.argv:
-        from jaxtrain.training import preparation
-
-        preparation.Loader = SlowLoader
+        loader.Loader = SlowLoader
     sys.exit(train.main(sys.argv[1:], BEGAN))
