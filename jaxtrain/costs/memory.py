@@ -98,8 +98,9 @@ def memory(
         cast = 0 if step.dtype == "float32" else step.item
         pools = _pools(step, slots) if slots else {}
         activations = sum(pools.values()) if slots else _saved_by_layers(step)
-        working = _layer_working(step) + (transposed_pools(step, slots) if slots else 0.0)
-        head = _head_working(step, loss_chunk, shared)
+        working = _layer_working(step)
+        head = _head_working(step, loss_chunk, shared, working)
+        working += transposed_pools(step, slots) if slots else 0.0
     else:
         activations, working = _framework_activations(step), _framework_working(step)
         head = LOGIT_BYTES * min(step.tokens, loss_chunk) * step.model.vocab_size / layout.model
@@ -155,14 +156,15 @@ class LayerBytes(NamedTuple):
     input: float = 0.0
 
 
-def layer_bytes(step: StepModel, dense: bool = False) -> LayerBytes:
+def layer_bytes(step: StepModel, dense: bool = False, remat: str = "") -> LayerBytes:
     """Bytes by the widths of the arrays: of a token's attention, of the MLP that it goes through,
-    and of the capacity of a device's experts. dense: a layer before those with experts."""
+    and of the capacity of a device's experts. dense: a layer before those with experts; remat: the
+    layout's if not given."""
     model, layout, item = step.model, step.layout, step.item
     width, experts = float(model.width), bool(model.experts) and not dense
     # saves its input less the mean in 32 bits; RMSNorm its input
     layer_norm = model.norm_vectors > 1
-    selective = layout.remat == "selective"
+    selective = (remat or layout.remat) == "selective"
     attention, routed = _attention_widths(step), LayerBytes(0.0, 0.0, 0.0)
     hidden = model.shared_experts * model.expert_width if experts else model.mlp_width
     arrays = 3 if model.gated else 2
@@ -187,7 +189,7 @@ def layer_bytes(step: StepModel, dense: bool = False) -> LayerBytes:
     if experts:
         scores = FLOAT32 * model.experts  # of the router, and their gradients
         for_b, stash = for_b + scores * (1 if selective else 2), stash + scores
-        routed = _routed_bytes(step)
+        routed = _routed_bytes(step, selective)
     split = step.tokens / layout.model
     return LayerBytes(
         for_b * split + masks(step) + routed.residual_b,
@@ -212,14 +214,14 @@ def _attention_widths(step: StepModel) -> LayerBytes:
     return LayerBytes(query + spread, result + latents + model.rope_dim, stash)
 
 
-def _routed_bytes(step: StepModel) -> LayerBytes:
+def _routed_bytes(step: StepModel, selective: bool) -> LayerBytes:
     """Bytes of all routed tokens that a device has the capacity for: as wide as an expert, which
     `model` splits, and as the layer, which it does not."""
     model, layout = step.model, step.layout
     size = step.item * routed_capacity(model, layout)
     hidden, width = size * model.expert_width / layout.model, size * model.width
     arrays = 2 if model.gated else 1
-    if layout.remat == "selective":  # B leaves what it recomputes, too
+    if selective:  # B leaves what it recomputes, too
         return LayerBytes(arrays * hidden, 0.0, (arrays + 1) * hidden + width)
     return LayerBytes((arrays + 1) * hidden, hidden + width, arrays * hidden + width)
 
@@ -316,7 +318,7 @@ def _widest(step: StepModel) -> float:
     return max(shared + routed, step.tokens * (model.width + attention))
 
 
-def _head_working(step: StepModel, loss_chunk: int, shared: bool) -> float:
+def _head_working(step: StepModel, loss_chunk: int, shared: bool, layer_working: float) -> float:
     """Bytes of what head and loss have: their input and its gradient, logits, with ZeRO-2 the
     gradient of the table. Layers of multi-token prediction modules save all that they have: their
     backward, which comes after the loss, works as any layer's. shared: all stages share the
@@ -329,9 +331,9 @@ def _head_working(step: StepModel, loss_chunk: int, shared: bool) -> float:
     head = WIDE * step.item * step.tokens * model.width + logits + gradient
     if not model.predictions:
         return head
-    layer = layer_bytes(dataclasses.replace(step, layout=dataclasses.replace(layout, remat="none")))
+    layer = layer_bytes(step, remat="none")
     saved = model.predictions * (layer.residual_b + layer.residual_w)
-    return saved + max(head, _layer_working(step))
+    return saved + max(head, layer_working)
 
 
 # --- other frameworks ---------------------------------------------------------------------------

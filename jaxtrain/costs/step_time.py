@@ -169,7 +169,7 @@ def _state_numbers(
         sum(numbers(array, over_stage=True) for array in dense_layer),
         sum(numbers(array, over_stage=True) for array in layer),
         numbers(table, not shared, padded),
-        sum(numbers(array, over_stage=True) for array in model.end_arrays()),
+        sum(numbers(array, over_stage=True) for array in model.end_arrays),
     )
 
 
@@ -458,7 +458,7 @@ class StepModel:
         layers = layers or math.ceil(model.layers / layout.stage)
         shared = framework.vocabulary_parallel if shared is None else shared
         table = model.device_table_parameters(layout.model, layout.stage if shared else 1)
-        ends = self._tables(shared) * table + sum(array.size for array in model.end_arrays())
+        ends = self._tables(shared) * table + model.end_parameters
         ends += model.dense_layers * self.layer_parameters(dense=True)
         ends += model.predictions * self.layer_parameters()
         experts = layers * model.expert_parameters() / (layout.model * layout.expert)

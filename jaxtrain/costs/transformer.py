@@ -178,11 +178,17 @@ class Transformer:
         """Parameters of all experts of one layer."""
         return self.experts * self.width * self.expert_width * (3 if self.gated else 2)
 
-    def end_arrays(self) -> list[Array]:
+    @functools.cached_property
+    def end_arrays(self) -> tuple[Array, ...]:
         """Parameters before and after the layers, but for the vocabulary's tables and the layers of
         multi-token prediction modules."""
         positions = [Array((self.positions, self.width), ("", ""))] * bool(self.positions)
-        return [*positions, *self._norm(self.width), *self.joining_arrays() * self.predictions]
+        return (*positions, *self._norm(self.width), *self.joining_arrays() * self.predictions)
+
+    @functools.cached_property
+    def end_parameters(self) -> int:
+        """The number of parameters in `end_arrays`."""
+        return sum(array.size for array in self.end_arrays)
 
     def joining_arrays(self) -> list[Array]:
         """Parameters of a multi-token prediction module without its layer: the matrix that joins
@@ -210,7 +216,7 @@ class Transformer:
             self.layers * self.layer().all
             + self.dense_layers * self.layer(dense=True).all
             + self.tables * self.vocab_size * self.width
-            + sum(array.size for array in alone.end_arrays())
+            + alone.end_parameters
         )
 
     def attention_flops(self) -> float:
