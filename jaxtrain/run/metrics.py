@@ -6,8 +6,8 @@ numbers of the host. progress.py shows them, `--replay` compares them, docs/use.
 
     metrics.jsonl    one JSON object a line; a number that is not finite is null
       {"step": 10, "time": 1763786000.123, "wall_s": 12.5, "loss": 3.21, "grad_norm": 0.8,
-       "learning_rate": 3e-4, "tokens": 20480, "batch": 9, "step_time_s": 0.1, "tokens_per_s": …,
-       "mfu": …, "goodput": 0.7}
+       "param_norm": 51.7, "learning_rate": 3e-4, "weighted_tokens": 2048, "tokens": 20480,
+       "batch": 9, "step_time_s": 0.1, "tokens_per_s": …, "mfu": …, "goodput": 0.7}
       {"step": 100, "time": …, "wall_s": …, "validation_loss": 3.4, …}
       {"step": 1, "time": …, "wall_s": …, "start_up_s": 9.1, "imports_s": 2.0, …}     once a start
       {"step": 60, "time": …, "wall_s": …, "rolled_back_from": 75, "next_batch": 75, "why": …,
@@ -36,7 +36,7 @@ LONGEST_TITLE = 70  # characters that fit above loss.png
 
 
 # Rules by which the values of independent replicas, numpy or jax arrays [replicas], become the
-# step's. tokens: the weighted tokens of each replica.
+# step's. tokens: the weighted tokens of each replica. The documents have a rule by its name.
 
 
 def mean(values: Any, tokens: Any) -> Any:
@@ -65,11 +65,10 @@ class Metric:
 
     unit:     "" for a fraction, a count or a name
     meaning:  a phrase; it says when a metric is missing
-    combine:  the rule by which the values of independent replicas become the step's. All devices of
-        a replica have the same value
-    title:    its name in texts
-    line:     a function from its value to its text on the printed line, which shows those that are
-        not empty
+    combine:  the rule by which the values of independent replicas become the step's; `host` for a
+        number of the host. All devices of a replica have the same value
+    title:    its name in the texts of `--replay` and `checkpoint ls`
+    line:     its value → its text on the printed line, which leaves out empty ones
     matters_most: a narrow line shows it before all others
     group:    the group in TensorBoard of the records that have it
     curve:    the label of its curve in loss.png, which has those with a label
@@ -233,9 +232,8 @@ class MetricsWriter:
         log: Callable[[str], object] = print,
     ):
         self._file: LineFile | None = None
-        self._log = log
         self._events: Any = None
-        self._wall_s = wall_s or WallClock().wall_s
+        self._log, self._wall_s = log, wall_s or WallClock().wall_s
         if workdir is None:
             return
         workdir = pathlib.Path(workdir)

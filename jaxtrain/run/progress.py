@@ -49,8 +49,12 @@ class StepTimer:
         self, step: int, window: float = WINDOW, clock: Callable[[], float] = time.perf_counter
     ):
         self._clock, self._window = clock, window
+        self.restart(step)
+
+    def restart(self, step: int) -> None:
+        """Starts timing anew, from this step."""
         # (step, time): the newest lap that is older than the window, and all after it
-        self._laps = collections.deque([(step, clock())])
+        self._laps = collections.deque([(step, self._clock())])
         self._asked = self._laps[0]
 
     def lap(self, step: int) -> None:
@@ -69,12 +73,6 @@ class StepTimer:
         """Seconds a step: the mean over the steps since the last call, or since the beginning."""
         before, self._asked = self._asked, self._laps[-1]
         return _seconds_a_step(before, self._asked)
-
-    def restart(self, step: int) -> None:
-        """Starts timing anew, from this step."""
-        self._laps.clear()
-        self._laps.append((step, self._clock()))
-        self._asked = self._laps[0]
 
 
 def _seconds_a_step(begin: tuple[int, float], end: tuple[int, float]) -> float:
