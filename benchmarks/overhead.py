@@ -126,7 +126,7 @@ def main() -> None:
         for round_ in range(options.rounds + 1):
             (state, out), ours = timed(lambda: table(state, batch))  # noqa: B023
             (params, moments, loss), theirs = timed(lambda: loop(params, moments, batch))  # noqa: B023
-            losses.append((float(out.loss), float(loss)))
+            losses.append((float(out["loss"]), float(loss)))
             if round_:
                 ratios.append(ours / theirs)
                 print(

@@ -146,8 +146,9 @@ def test_the_program_has_what_is_said_on_the_host(offload):
         == sorted(on_host(traced.jaxpr.out_avals))
         == (sorted(moments) if offload == "optimizer" else [])
     )
-    (region,) = [e for e in traced.jaxpr.jaxpr.eqns if e.primitive.name == "shard_map"]
-    (scan,) = [e for e in region.params["jaxpr"].eqns if e.primitive.name == "scan"]
+    regions = [e for e in traced.jaxpr.jaxpr.eqns if e.primitive.name == "shard_map"]
+    within = [e for region in regions for e in region.params["jaxpr"].eqns]
+    (scan,) = [e for e in within if e.primitive.name == "scan"]
     slots = on_host([v.aval for v in scan.outvars])
     counts, layers = step.setup.train.pool_sizes, max(step.setup.placement.sizes)
     assert step.host_pools == (("residual_b", "residual_w") if offload == "activations" else ())
