@@ -9,14 +9,14 @@ Fast dimensions, which turn often within `rope_original_length` tokens, keep the
 
     linear   fraction 0 (Chen et al. 2023, arXiv:2306.15595)
     llama3   with n turns in the original length, (n − low) / (high − low), clipped to 0 … 1
-             (`apply_scaling` of Llama 3.1's published model.py)
+             (`apply_scaling` of Llama 3.1's published code)
     yarn     1 for dimensions below that of `rope_beta_fast` turns, 0 for those above that of
              `rope_beta_slow`, linear in the dimension's number between (Peng et al. 2023,
              arXiv:2309.00071, section 3.2)
 
 YaRN also multiplies the rotated numbers of queries and keys by its attention factor (section 3.4).
 DeepSeek-V2 and V3 have the logarithm of the factor in the scale of all scores instead, by
-`rope_mscale_all_dim`. The figures are those of transformers' modeling_rope_utils.py.
+`rope_mscale_all_dim`. The figures are those of transformers' `ROPE_INIT_FUNCTIONS`.
 
 Shape suffixes: B batch, T tokens of a sequence, N heads, H head dimension.
 """
@@ -105,7 +105,7 @@ def attention_factor(cfg: ModelConfig) -> float:
 
 def score_factor(cfg: ModelConfig) -> float:
     """The factor of `rope_mscale_all_dim` on all scores of latent attention (DeepSeek-V3's
-    published model.py: `softmax_scale`)."""
+    published code: `softmax_scale`)."""
     if cfg.rope_scaling != "yarn" or not cfg.rope_mscale_all_dim:
         return 1.0
     return _mscale(cfg, cfg.rope_mscale_all_dim) ** 2
