@@ -98,11 +98,14 @@ def on_one_device(cfg: Config, replicas: int = 1) -> list[list[dict]]:
 
 
 def assert_same(got: dict, expected: dict, step: int) -> None:
-    """To plain_loop's tolerances: 1e-5 before the first update, 1e-4 after it."""
+    """To plain_loop's tolerances: 1e-5 before the first update, 1e-4 after it. After it rounding
+    turns a choice between two experts of nearly equal scores: two choices of 2,048 may differ."""
     assert got.keys() == expected.keys() == COMBINED.keys()
     for name, value in expected.items():
         rtol = 1e-5 if step == 0 else 1e-4
-        np.testing.assert_allclose(got[name], value, rtol=rtol, err_msg=f"{name}, step {step}")
+        atol = {"dropped": 1e-3, "expert_load": 0.02}.get(name, 0.0) if step else 0.0
+        message = f"{name}, step {step}"
+        np.testing.assert_allclose(got[name], value, rtol=rtol, atol=atol, err_msg=message)
 
 
 def test_every_metric_of_a_program_is_compared():
