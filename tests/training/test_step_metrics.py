@@ -30,6 +30,9 @@ MODEL = {
     "train.on_nonfinite": "skip",
     "optimizer.clip_norm": plain_loop.CLIP,
     "optimizer.learning_rate": 0.1,  # one step moves every norm visibly
+    # Without it the first update of a gradient that is rounding alone is as large as any other's,
+    # and turns choices of experts.
+    "optimizer.epsilon": 1e-4,
 } | small.PLAIN_LAYER
 ENDS = {"pipeline.vocabulary": "end_stages", "model.tied_embeddings": True, "model.layers": 5}
 CASES = {"data 2, stage 2, model 2": Case((2, 2, 2))}
@@ -98,14 +101,11 @@ def on_one_device(cfg: Config, replicas: int = 1) -> list[list[dict]]:
 
 
 def assert_same(got: dict, expected: dict, step: int) -> None:
-    """To plain_loop's tolerances: 1e-5 before the first update, 1e-4 after it. After it rounding
-    turns a choice between two experts of nearly equal scores: two choices of 2,048 may differ."""
+    """To plain_loop's tolerances: 1e-5 before the first update, 1e-4 after it."""
     assert got.keys() == expected.keys() == COMBINED.keys()
     for name, value in expected.items():
         rtol = 1e-5 if step == 0 else 1e-4
-        atol = {"dropped": 1e-3, "expert_load": 0.02}.get(name, 0.0) if step else 0.0
-        message = f"{name}, step {step}"
-        np.testing.assert_allclose(got[name], value, rtol=rtol, atol=atol, err_msg=message)
+        np.testing.assert_allclose(got[name], value, rtol=rtol, err_msg=f"{name}, step {step}")
 
 
 def test_every_metric_of_a_program_is_compared():
