@@ -211,8 +211,9 @@ def _attention_widths(step: StepModel, selective: bool) -> LayerBytes:
         normed, stash = (query + key) * model.qk_norm, query + key + value
         if selective:  # B leaves what it norms once more, in 32 bits, and its gradient
             return LayerBytes(stash, result, stash + normed * (FLOAT32 / step.item + 1))
-        # W reads what is normed, from which B rotates once more
-        return LayerBytes(stash - normed, result + normed, stash + normed)
+        # W reads what is normed, from which B rotates once more, and both the size of each head
+        sizes = (model.heads + model.kv_heads) * model.qk_norm * FLOAT32 / step.item
+        return LayerBytes(stash - normed + sizes, result + normed + sizes, stash + normed)
     latents, rotated = model.query_rank + model.kv_rank, model.rope_dim * (1 + model.heads)
     spread = model.heads * (model.head_dim + model.value_dim)
     stash = query + key + value + 2 * latents + rotated
