@@ -1,5 +1,5 @@
-"""`python -m jaxtrain.convert from_hf | to_hf`: a published model as the checkpoint of step 0, and a
-checkpoint as a published model. hf/families.py has the families.
+"""`python -m jaxtrain.convert from_hf | to_hf`: a published model as the checkpoint of step 0, and
+a checkpoint as a published model. hf/families.py has the families.
 
     from_hf DIR --workdir=W   DIR/config.json → settings, DIR/*.safetensors → W/checkpoints/0
     to_hf --workdir=W DIR     W/checkpoints/N → DIR/config.json, DIR/*.safetensors
@@ -15,7 +15,7 @@ import re
 import shutil
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxtrain import cli
@@ -23,12 +23,11 @@ from jaxtrain import config as cfg
 from jaxtrain.checkpoint import reading
 from jaxtrain.checkpoint.manifest import STATE, DatabaseError, read_database
 from jaxtrain.checkpoint.steps import CheckpointError, Meta, choose, read_errors, read_meta
-from jaxtrain.config import Config, ConfigError, ModelConfig, checks, one_line, to_dict
+from jaxtrain.config import Config, ConfigError, checks, one_line, to_dict
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, Reading, apply, read_flags
 from jaxtrain.generate import find_checkpoint, understand
 from jaxtrain.hf.exporting import export_folder
-from jaxtrain.hf.families import Family
 from jaxtrain.hf.fields import HfError, read_json
 from jaxtrain.hf.importing import (
     CONFIG,
@@ -40,7 +39,6 @@ from jaxtrain.hf.importing import (
     state_tree,
 )
 from jaxtrain.hf.model_config import differing, family_of, read_model, write_model
-from jaxtrain.hf.rules import PublishedTensor, Rule, check_coverage, published_tensors
 from jaxtrain.hf.safetensors_folder import DTYPES, SafetensorsFolder
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
@@ -75,9 +73,8 @@ FLAGS = {
         Flag("max_shard", "5GB", "most bytes of a file, in B, KB, MB or GB"),
     ),
 }
+PARAMETERS = "params/"  # before the names of their arrays
 TYPES = {str(dtype): name for name, dtype in DTYPES.items()}  # "float32" → "F32"
-# Counts that training keeps in the parameters; no published model has them.
-COUNTERS = ("mlp/router/load", "mlp/router/dropped")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -142,10 +139,12 @@ def from_hf(command_line: Reading) -> None:
     except DataError as error:
         raise HfError(str(error)) from None
     arrays = expected_arrays(resolved)
-    shapes = parameter_shapes(
-        {array.name: array.shape[array.leaves[0].lead :] for array in arrays}, "params/"
-    )
-    rules, tensors = layout_of(family, resolved.model, values, shapes)
+    shapes = {
+        array.name.removeprefix(PARAMETERS): array.shape[array.leaves[0].lead :]
+        for array in arrays
+        if array.name.startswith(PARAMETERS)
+    }
+    rules, tensors = family.layout(resolved.model, values, shapes)
     folder = SafetensorsFolder(source)
     with _progress("checked") as progress:
         published = checked_source(
@@ -170,7 +169,7 @@ def from_hf(command_line: Reading) -> None:
         lock.release()
     print(*(f"note: {note}" for note in notes), sep="\n", end="\n" if notes else "")
     print(
-        f"{workdir}: step 0 of a {family.model_type} with {len(tensors)} tensors; continue it with\n"
+        f"{workdir}: step 0 of a {family.model_type} with {len(tensors)} tensors; to continue it:\n"
         f"python -m jaxtrain.train --config={workdir / CONFIG_FILE} --workdir={workdir}"
     )
 
@@ -211,33 +210,6 @@ def _copy_small_files(source: pathlib.Path, target: pathlib.Path) -> None:
             shutil.copyfile(source / name, target / name)
 
 
-def parameter_shapes(shapes: Mapping[str, Sequence[int]], group: str) -> dict[str, tuple[int, ...]]:
-    """Parameter that a published model has → shape.
-
-    shapes: array of a checkpoint → shape; group: "params/", or "anchor/" with independent replicas
-    """
-    return {
-        name.removeprefix(group): tuple(shape)
-        for name, shape in shapes.items()
-        if name.startswith(group) and not name.endswith(COUNTERS)
-    }
-
-
-def layout_of(
-    family: Family,
-    model: ModelConfig,
-    values: Mapping[str, Any],
-    shapes: Mapping[str, Sequence[int]],
-) -> tuple[list[Rule], list[PublishedTensor]]:
-    """The rules and the tensors of a resolved model.
-
-    values: of config.json; shapes: of `parameter_shapes`
-    """
-    rules = list(family.rules(model, values))
-    check_coverage(rules, shapes)
-    return rules, list(published_tensors(rules, shapes))
-
-
 # --- out ------------------------------------------------------------------------------------------
 
 
@@ -263,19 +235,18 @@ def to_hf(command_line: Reading) -> None:
         raise CheckpointError(f"{checkpoints}: its state {error}") from None
     except ValueError as error:  # UsageError and ConfigError, too
         raise HfError(str(error)) from None
-    group = "anchor/" if config.train.diloco_inner_steps else "params/"
+    group = "anchor/" if config.train.diloco_inner_steps else PARAMETERS
     arrays = {name.removeprefix(group): a for name, a in opened.items() if name.startswith(group)}
     source = pathlib.Path(flags.workdir) / SOURCE
     values = _published_config(source / CONFIG, config, tokenizer.end_of_document)
-    shapes = parameter_shapes({group + name: a.shape for name, a in arrays.items()}, group)
+    shapes = {name: array.shape for name, array in arrays.items()}
     family = family_of(values, CONFIG)
-    _, tensors = layout_of(family, config.model, values, shapes)
+    _, tensors = family.layout(config.model, values, shapes)
     dtypes = dict.fromkeys((tensor.name for tensor in tensors), TYPES[flags.dtype or "float32"])
     if (source / TENSORS).is_file() and not flags.dtype:
         dtypes |= read_json(source / TENSORS)
     commonest = collections.Counter(dtypes.values()).most_common(1)[0][0]
-    values.pop("torch_dtype", None)
-    values["dtype"] = str(DTYPES[commonest])
+    values["torch_dtype" if "torch_dtype" in values else "dtype"] = str(DTYPES[commonest])
     files = {name: source / name for name in SMALL_FILES if (source / name).is_file()}
     files.pop(CONFIG, None)
     if TOKENIZER not in files and meta.tokenizer["kind"] == "tokenizers":

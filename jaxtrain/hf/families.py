@@ -13,11 +13,13 @@ import numpy as np
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.hf.fields import Fields
-from jaxtrain.hf.rules import Rule
+from jaxtrain.hf.rules import PublishedTensor, Rule, check_coverage, published_tensors
 
 Settings = dict[str, Any]
 # (field of config.json, setting of the model, transformers' default); null is 0
 Table = tuple[tuple[str, str, Any], ...]
+# Counts that training keeps among the parameters; no published model has them.
+COUNTERS = ("mlp/router/load", "mlp/router/dropped")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +41,21 @@ class Family:
     read: Callable[[Fields], Settings]
     write: Callable[[ModelConfig, int], Settings]
     rules: Callable[[ModelConfig, Mapping[str, Any]], Iterator[Rule]]
+
+    def layout(
+        self,
+        model: ModelConfig,
+        config: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> tuple[list[Rule], list[PublishedTensor]]:
+        """The rules and the tensors of a resolved model with this config.json.
+
+        shapes: stored array → shape, of all parameters
+        """
+        rules = list(self.rules(model, config))
+        published = {name: shape for name, shape in shapes.items() if not name.endswith(COUNTERS)}
+        check_coverage(rules, published)
+        return rules, list(published_tensors(rules, published))
 
 
 def read_table(fields: Fields, table: Table) -> Settings:

@@ -59,9 +59,8 @@ class Fields:
         self._read.add(name)
         value = self.values.get(name, default)
         wanted = bool if isinstance(default, bool) else type(default)
-        number = wanted in (int, float) and isinstance(value, int | float)
-        right = number and not isinstance(value, bool) and (wanted is float or value == int(value))
-        if value is None or default is None or right or (type(value) is wanted and not number):
+        accepted = (int, float) if wanted is float else (wanted,)
+        if value is None or default is None or type(value) in accepted:
             return value
         raise self.refuse(name, f"is no {wanted.__name__}")
 
