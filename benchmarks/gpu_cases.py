@@ -119,6 +119,7 @@ def check_torch_has(config: Config) -> None:
         "model.dense_layers": 0,
         "model.mtp_depth": 0,
         "model.capacity_factor": 0.0,
+        "model.rope_scaling": "none",
         "parallel.offload": "none",
     }
     for path, value in only.items():

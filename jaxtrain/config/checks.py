@@ -152,6 +152,8 @@ def _unknown_choice(path: str, value: Any, choices: tuple) -> Violation:
         words = [repr(choice) for choice in choices]
         rule = f"is not built: the choices are {', '.join(words[:-1])} or {words[-1]}"
         return Violation(path, rule, values_for(path, near(value, choices)))
+    if reason := cfg.fields()[path].metadata["refused"].get(value):
+        return Violation(path, reason, values_for(path, choices), len(choices))
     close = difflib.get_close_matches(value, choices, n=len(choices), cutoff=0.5)
     show = 1 if close else len(choices)
     return Violation(path, "is unknown", values_for(path, close or choices), show)

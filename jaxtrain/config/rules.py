@@ -173,6 +173,38 @@ def _attention(
         )
 
 
+def _rotary_scaling(model: ModelConfig, data: DataConfig) -> Iterator[Violation]:
+    if model.positions != "rotary" or model.rope_scaling == "none":
+        return
+    scaling, none = f"model.rope_scaling={model.rope_scaling!r}", {"model.rope_scaling": "none"}
+    if not model.rope_factor:
+        yield Violation(
+            "model.rope_factor",
+            f"is no divisor of frequencies, and {scaling} needs one",
+            [{"model.rope_factor": 8.0}, none],
+        )
+    if model.rope_scaling != "linear" and not model.rope_original_length:
+        length = max(1, int(data.sequence_length / max(1.0, model.rope_factor)))
+        yield Violation(
+            "model.rope_original_length",
+            f"is no length, and {scaling} needs that of the sequences before scaling",
+            [{"model.rope_original_length": length}, none],
+        )
+    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+    if model.rope_scaling == "llama3" and high <= low:
+        yield Violation(
+            "model.rope_high_freq_factor",
+            f"is not above model.rope_low_freq_factor={low}",
+            [{"model.rope_high_freq_factor": 4 * low}, none],
+        )
+    if model.rope_scaling == "yarn" and model.rope_beta_fast < model.rope_beta_slow:
+        yield Violation(
+            "model.rope_beta_fast",
+            f"is less than model.rope_beta_slow={model.rope_beta_slow}",
+            [{"model.rope_beta_fast": 32 * model.rope_beta_slow}, none],
+        )
+
+
 # Settings of experts alone. Without experts they have no use (unused.py), but for dense_layers,
 # whose layers the model would lack.
 OF_EXPERTS = (
@@ -481,6 +513,7 @@ def _places(checkpoint: CheckpointConfig, data: DataConfig) -> Iterator[Violatio
 RULES: tuple[Rule, ...] = (
     _latent_attention,
     _attention,
+    _rotary_scaling,
     _experts,
     _router,
     _sequence,

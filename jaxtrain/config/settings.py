@@ -7,6 +7,8 @@ between fields, checks.py checks them, and flags.py has the flags. No jax.
 """
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from jaxtrain.config import sources
@@ -24,6 +26,7 @@ def setting(
     *,
     choices: tuple = (),
     prefix: str = "",
+    refused: Mapping[str, str] = MappingProxyType({}),
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
@@ -35,12 +38,19 @@ def setting(
     doc: one line, with the unit
     choices: the values that are allowed; (): all values of the annotated type
     prefix: texts that begin with this are allowed besides `choices`; "": none
+    refused: further names that a user may know, each with the reason why it is no choice
     at_least, above, at_most, below: bounds of a number; None: none
     """
     bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
     return dataclasses.field(
         default=default,
-        metadata={"doc": doc, "choices": choices, "prefix": prefix, "bounds": bounds},
+        metadata={
+            "doc": doc,
+            "choices": choices,
+            "prefix": prefix,
+            "refused": refused,
+            "bounds": bounds,
+        },
     )
 
 
@@ -162,6 +172,53 @@ class ModelConfig:
         choices=("rotary", "learned"),
     )
     rotary_base: float = setting(10000.0, "base of the rotary wavelengths (theta)", above=1)
+    rope_scaling: str = setting(
+        "none",
+        "rotary frequencies for sequences longer than rope_original_length: linear, all divided by "
+        "rope_factor; llama3 (Llama 3.1) and yarn, the slow ones",
+        choices=("none", "linear", "llama3", "yarn"),
+        refused={
+            "dynamic": "changes the frequencies with a sequence's length, and keys in a cache "
+            "would keep those of a shorter one",
+            "longrope": "has a factor for each dimension, which is not built",
+        },
+    )
+    rope_factor: float = setting(
+        0.0, "rope_scaling: divisor of the rotary frequencies, such as 8", at_least=0
+    )
+    rope_original_length: int = setting(
+        0, "llama3, yarn: length of the sequences before scaling, in tokens", at_least=0
+    )
+    rope_low_freq_factor: float = setting(
+        1.0, "llama3: turns in the original length up to which a frequency is divided", above=0
+    )
+    rope_high_freq_factor: float = setting(
+        4.0, "llama3: turns in the original length from which a frequency stays", above=0
+    )
+    rope_beta_fast: float = setting(
+        32.0, "yarn: turns in the original length from which a frequency stays", above=0
+    )
+    rope_beta_slow: float = setting(
+        1.0, "yarn: turns in the original length up to which a frequency is divided", above=0
+    )
+    rope_truncate: bool = setting(
+        True, "yarn: whether the range between beta_fast and beta_slow ends at whole dimensions"
+    )
+    rope_attention_factor: float = setting(
+        0.0,
+        "yarn: factor on rotated queries and keys; 0: mscale over mscale_all_dim if both are set, "
+        "else 0.1 ln(rope_factor) + 1",
+        at_least=0,
+    )
+    rope_mscale: float = setting(
+        0.0, "yarn: weight of ln(rope_factor) in the attention factor (DeepSeek)", at_least=0
+    )
+    rope_mscale_all_dim: float = setting(
+        0.0,
+        "yarn: weight of ln(rope_factor) by which the attention factor is divided, and mla's "
+        "scores are multiplied squared (DeepSeek-V3: 1)",
+        at_least=0,
+    )
     max_positions: int = setting(
         0, "length of the learned position table, in tokens; 0: data.sequence_length", at_least=0
     )

@@ -33,6 +33,20 @@ class Use:
     reason: Callable[[Config], str]
 
 
+# Settings of rotary scalings → the scalings that read them.
+OF_SCALINGS = {
+    "rope_factor": ("linear", "llama3", "yarn"),
+    "rope_original_length": ("llama3", "yarn"),
+    "rope_low_freq_factor": ("llama3",),
+    "rope_high_freq_factor": ("llama3",),
+    "rope_beta_fast": ("yarn",),
+    "rope_beta_slow": ("yarn",),
+    "rope_truncate": ("yarn",),
+    "rope_attention_factor": ("yarn",),
+    "rope_mscale": ("yarn",),
+    "rope_mscale_all_dim": ("yarn",),
+}
+
 USES = (
     Use(
         _under(
@@ -124,9 +138,25 @@ USES = (
         lambda c: f"with model.attention={c.model.attention!r}",
     ),
     Use(
-        ["model.rotary_base"],
+        _under("model", ("rotary_base", "rope_scaling", *OF_SCALINGS)),
         lambda c: c.model.positions == "rotary",
         lambda c: f"with model.positions={c.model.positions!r}",
+    ),
+    *(
+        Use(
+            [f"model.{name}"],
+            lambda c, scalings=scalings: c.model.rope_scaling in scalings,  # type: ignore[misc]
+            lambda c: f"with model.rope_scaling={c.model.rope_scaling!r}",
+        )
+        for name, scalings in OF_SCALINGS.items()
+    ),
+    Use(
+        ["model.rope_mscale"],
+        lambda c: c.model.rope_mscale_all_dim and not c.model.rope_attention_factor,
+        lambda c: (
+            f"with model.rope_mscale_all_dim={c.model.rope_mscale_all_dim} and "
+            f"model.rope_attention_factor={c.model.rope_attention_factor}"
+        ),
     ),
     Use(
         ["model.max_positions"],

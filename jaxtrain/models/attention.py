@@ -8,7 +8,8 @@ from flax import nnx
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.devices.sharding import constrain
-from jaxtrain.models.layers import Dense, column_parallel, rotary
+from jaxtrain.models.layers import Dense, column_parallel
+from jaxtrain.models.rotary import Rotary
 from jaxtrain.models.spec import CacheSlot
 from jaxtrain.parallel.attention import HEADS, KV_HEADS, attend_cached, attend_causal
 from jaxtrain.parallel.heads import row_major
@@ -24,7 +25,7 @@ class Attention(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, residual_std: float, context: str = "all_gather"):
         self.heads, self.kv_heads, self.head_dim = cfg.heads, cfg.kv_heads, cfg.head_dim
-        self.rotary_base = cfg.rotary_base if cfg.positions == "rotary" else None
+        self.rotary = Rotary(cfg, cfg.head_dim) if cfg.positions == "rotary" else None
         self.kernel, self.context = cfg.attention_kernel, context
         d, n, k = cfg.width, cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
         self.query = Dense(d, n, ("width", "heads"), cfg.init_std, cfg.biases)
@@ -44,8 +45,8 @@ class Attention(nnx.Module):
         k_BTKH, v_BTKH = (
             constrain(split(a, attention_kv_heads(self.kv_heads)), KV_HEADS) for a in (k, v)
         )
-        if self.rotary_base is not None:
-            q_BTNH, k_BTKH = (rotary(a, positions_BT, self.rotary_base) for a in (q_BTNH, k_BTKH))
+        if self.rotary is not None:
+            q_BTNH, k_BTKH = (self.rotary(a, positions_BT) for a in (q_BTNH, k_BTKH))
         return row_major(q_BTNH), row_major(k_BTKH), row_major(v_BTKH)
 
     def __call__(self, x_BTD, positions_BT, segments_BT=None) -> jax.Array:

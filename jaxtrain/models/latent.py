@@ -6,9 +6,9 @@ heads come from one small latent.
                       ├─ norm ─ latent C ───── expand ──► keys (size H) and values (size V) by head
                       └─ rotated key of size R, the same for all heads
 
-A score is the sum of both parts' products, times (H + R)^-1/2. A cache holds only the latent and
-the rotated key of a token: queries are projected into the latent's space instead of expanding keys,
-and results are projected out of it.
+A score is the sum of both parts' products, times (H + R)^-1/2, and with YaRN times its factor
+(rotary.py). A cache holds only the latent and the rotated key of a token: queries are projected
+into the latent's space instead of expanding keys, and results are projected out of it.
 
 Each device compresses its own tokens of a split sequence, so the devices of `model` gather latents,
 not the residual stream.
@@ -23,7 +23,8 @@ from flax import nnx
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.devices.sharding import constrain
-from jaxtrain.models.layers import Dense, Norm, column_parallel, gather_sequence, rotary
+from jaxtrain.models.layers import Dense, Norm, column_parallel, gather_sequence
+from jaxtrain.models.rotary import Rotary, score_factor
 from jaxtrain.models.spec import CacheSlot
 from jaxtrain.parallel.attention import HEADS, attend, attend_causal
 from jaxtrain.parallel.heads import row_major
@@ -37,7 +38,8 @@ class LatentAttention(nnx.Module):
     """
 
     def __init__(self, cfg: ModelConfig, residual_std: float, context: str = "all_gather"):
-        self.heads, self.rank, self.rotary_base = cfg.heads, cfg.kv_rank, cfg.rotary_base
+        self.heads, self.rank = cfg.heads, cfg.kv_rank
+        self.rotary, self.score_factor = Rotary(cfg, cfg.rope_head_dim), score_factor(cfg)
         self.head_dim, self.rope_dim = cfg.head_dim, cfg.rope_head_dim
         self.kernel, self.context = cfg.attention_kernel, context
         d, n, q = cfg.width, cfg.heads, cfg.query_rank
@@ -69,8 +71,10 @@ class LatentAttention(nnx.Module):
         q_BTNH, q_BTNR = jnp.split(
             constrain(q.reshape(*q.shape[:2], self.heads, -1), HEADS), [self.head_dim], -1
         )
-        rotate = lambda a: rotary(a, positions_BT, self.rotary_base)
+        rotate = lambda a: self.rotary(a, positions_BT)
         q = jnp.concatenate([q_BTNH, rotate(q_BTNR)], -1)
+        if self.score_factor != 1:
+            q = q * self.score_factor
         return q, latent_BTC, gather_sequence(rotate(key_BTR[:, :, None])[:, :, 0])
 
     def __call__(self, x_BTD, positions_BT, segments_BT=None) -> jax.Array:

@@ -1,7 +1,6 @@
-"""Norms, dense products, rotary positions and the MLP.
+"""Norms, dense products and the MLP.
 
-Shape suffixes: B batch, T tokens of a sequence, D width, F MLP columns, N heads, K key/value heads,
-H head dimension.
+Shape suffixes: B batch, T tokens of a sequence, D width, F MLP columns.
 """
 
 import functools
@@ -176,19 +175,3 @@ class MLP(nnx.Module):
             up_BTF, gate_BTF = column_parallel(x_BTD, self.up, self.gate)
             h_BTF = jax.nn.silu(gate_BTF) * up_BTF
         return self.down.row_parallel(constrain(h_BTF, ("batch", "token", "mlp")))
-
-
-def rotary(x_BTNH: jax.Array, positions_BT: jax.Array, base: float) -> jax.Array:
-    """x rotated by its positions (Su et al. 2021): the two halves of a head are the coordinates,
-    angles are float32.
-
-    positions_BT: int32 [B, T] or [1, T].
-    """
-    half = x_BTNH.shape[-1] // 2
-    frequency_H = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle_BT1H = positions_BT[..., None, None].astype(jnp.float32) * frequency_H
-    # Unsharded, also where x is split over the sequence: or one device's angles are sent to the
-    # others.
-    cos, sin = (constrain(f(angle_BT1H), (None, "token", None, None)) for f in (jnp.cos, jnp.sin))
-    a, b = x_BTNH[..., :half].astype(jnp.float32), x_BTNH[..., half:].astype(jnp.float32)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_BTNH.dtype)

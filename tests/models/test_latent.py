@@ -15,6 +15,16 @@ EPSILON = 0.3  # large enough to be seen, and not that of the other norms
 CAUSAL = np.tril(np.ones((LENGTH, LENGTH), bool))
 
 
+YARN = {  # without a query latent, where cases have either one
+    "rope_scaling": "yarn",
+    "rope_factor": 8.0,
+    "rope_original_length": 4,
+    "rope_attention_factor": 1.5,
+    "rope_mscale_all_dim": 2.0,
+}
+ROTATION, SCORE = 1.5, (0.2 * np.log(8) + 1) ** 2  # the fastest angle, the only one, stays
+
+
 def latent(query_rank=QUERIES):
     sizes = {
         "width": WIDTH,
@@ -25,6 +35,7 @@ def latent(query_rank=QUERIES):
         "kv_rank": RANK,
     }
     others = {"rotary_base": 100.0, "init_std": 0.1, "biases": True, "latent_norm_epsilon": EPSILON}
+    others |= {} if query_rank else YARN
     cfg = ModelConfig(**sizes, **others, attention="mla", query_rank=query_rank)
     module, random = LatentAttention(cfg, 0.1), np.random.default_rng(0)
     return binder(module), jax.tree.map(
@@ -32,11 +43,12 @@ def latent(query_rank=QUERIES):
     )
 
 
-def turned(x, positions):
-    """Pairs (i, i + half) of the last dimension of [T, …, R] turned by their angles."""
+def turned(x, positions, factor):
+    """Pairs (i, i + half) of the last dimension of [T, …, R] turned by their angles, times a
+    factor."""
     half = x.shape[-1] // 2
     angle = positions.reshape(-1, *[1] * (x.ndim - 1)) * 100.0 ** (-np.arange(half) / half)
-    pair = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
+    pair = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle) * factor
     return np.concatenate([pair.real, pair.imag], -1)
 
 
@@ -57,13 +69,16 @@ def plain(params, x_TD, positions, allowed):
         LENGTH, HEADS, -1
     )
     kv = dense("expand", norm("norm", latent)).reshape(LENGTH, HEADS, -1)
-    rotated = turned(q[..., HEAD:], positions)
-    shared, out = turned(shared, positions), np.zeros((LENGTH, HEADS, VALUE))
+    scaled = "query_norm" not in params
+    factor = ROTATION if scaled else 1
+    rotated = turned(q[..., HEAD:], positions, factor)
+    shared, out = turned(shared, positions, factor), np.zeros((LENGTH, HEADS, VALUE))
     for t, n in np.ndindex(LENGTH, HEADS):
         seen = np.flatnonzero(allowed[t])
         scores = (kv[seen, n, :HEAD] @ q[t, n, :HEAD] + shared[seen] @ rotated[t, n]) / np.sqrt(
             HEAD + ROTATED
         )
+        scores *= SCORE if scaled else 1
         weights = np.exp(scores - scores.max())
         out[t, n] = weights / weights.sum() @ kv[seen, n, HEAD:]
     return dense("out", out.reshape(LENGTH, -1))

@@ -1,4 +1,4 @@
-"""Norms, rotary positions and the MLP against plain numpy."""
+"""Norms and the MLP against plain numpy."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.config import ModelConfig
-from jaxtrain.models.layers import MLP, Norm, rotary
+from jaxtrain.models.layers import MLP, Norm
 from jaxtrain.models.spec import binder, specs
 
 
@@ -53,41 +53,6 @@ def test_norm_in_bfloat16_computes_in_float32():
     assert got.dtype == jnp.bfloat16
     wanted = binder(module)(weights(module))(x.astype(jnp.float32))
     np.testing.assert_array_equal(got, wanted.astype(jnp.bfloat16))
-
-
-def turn(x: np.ndarray, positions: np.ndarray, base: float) -> np.ndarray:
-    """Rotary positions as multiplication by a complex number: component i and i + half are its
-    parts."""
-    half = x.shape[-1] // 2
-    angle = positions[..., None, None] * base ** (-np.arange(half) / half)
-    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
-    return np.concatenate([turned.real, turned.imag], -1)
-
-
-@pytest.mark.parametrize("base", [10_000.0, 500_000.0])
-def test_rotary(base):
-    x, positions = (
-        normal(2, 7, 3, 6),
-        np.array([[0, 1, 2, 3, 4, 5, 6], [0, 1, 0, 1, 2, 3000, 8191]]),
-    )
-    # float32 angles of thousands
-    np.testing.assert_allclose(
-        rotary(x, positions, base), turn(x, positions, base), rtol=1e-3, atol=2e-3
-    )
-    near = positions % 8
-    np.testing.assert_allclose(rotary(x, near, base), turn(x, near, base), rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(
-        rotary(x[:1], positions[:1], base),
-        rotary(x, np.zeros_like(positions) + positions[:1], base)[:1],
-    )
-
-
-def test_rotary_products_depend_on_distance_alone():
-    q, k = normal(1, 1, 1, 8), normal(1, 1, 1, 8, seed=2)
-    at = lambda x, p: rotary(x, np.array([[p]]), 100.0)
-    products = [float((at(q, p + 3) * at(k, p)).sum()) for p in (0, 5, 50)]
-    np.testing.assert_allclose(products, products[0], rtol=1e-4)
-    assert abs(float((at(q, 4) * at(k, 0)).sum()) - products[0]) > 1e-2
 
 
 @pytest.mark.parametrize("biases", [False, True])

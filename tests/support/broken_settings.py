@@ -33,6 +33,7 @@ def offer(error: ConfigError) -> dict[str, Any]:
     return {path: flags._value(path, text) for path, _, text in pairs}
 
 
+SCALED = {"model.rope_factor": 4.0, "model.rope_original_length": 32}
 LATENT = {
     "model.attention": "mla",
     "model.kv_heads": 0,
@@ -348,6 +349,31 @@ RULES = [
         "pipeline.vocabulary='parallel' splits embedding and head over the stages, and "
         "model.mtp_depth=1 needs them on one stage"
         ": use --config.pipeline.vocabulary=auto",
+    ),
+    (
+        {"model.rope_scaling": "dynamic"},
+        "model.rope_scaling='dynamic' changes the frequencies with a sequence's length, and keys "
+        "in a cache would keep those of a shorter one: use --config.model.rope_scaling=none",
+    ),
+    (
+        {"model.rope_scaling": "linear"},
+        "model.rope_factor=0.0 is no divisor of frequencies, and model.rope_scaling='linear' needs "
+        "one: use --config.model.rope_factor=8.0",
+    ),
+    (
+        {"model.rope_scaling": "llama3", "model.rope_factor": 4.0},
+        "model.rope_original_length=0 is no length, and model.rope_scaling='llama3' needs that of "
+        "the sequences before scaling: use --config.model.rope_original_length=32",
+    ),
+    (
+        {**SCALED, "model.rope_scaling": "llama3", "model.rope_high_freq_factor": 1.0},
+        "model.rope_high_freq_factor=1.0 is not above model.rope_low_freq_factor=1.0: use "
+        "--config.model.rope_high_freq_factor=4.0",
+    ),
+    (
+        {**SCALED, "model.rope_scaling": "yarn", "model.rope_beta_fast": 0.5},
+        "model.rope_beta_fast=0.5 is less than model.rope_beta_slow=1.0: use "
+        "--config.model.rope_beta_fast=32.0",
     ),
     (
         {**LATENT, "model.positions": "learned"},
@@ -734,6 +760,17 @@ UNUSED = [
     (
         {"model.positions": "learned", "model.rotary_base": 500.0},
         "model.rotary_base=500.0 has no use with model.positions='learned'",
+    ),
+    (
+        {"model.positions": "learned", **SCALED, "model.rope_scaling": "yarn"},
+        "model.rope_scaling=yarn, model.rope_factor=4.0 and model.rope_original_length=32 have no "
+        "use with model.positions='learned'",
+    ),
+    (SCALED, "model.rope_factor=4.0 has no use with model.rope_scaling='none'"),
+    (
+        {**SCALED, "model.rope_scaling": "yarn", "model.rope_mscale": 1.0},
+        "model.rope_mscale=1.0 has no use with model.rope_mscale_all_dim=0.0 and "
+        "model.rope_attention_factor=0.0",
     ),
     (
         {"model.max_positions": 64},

@@ -25,6 +25,14 @@ MIXTRAL = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
     "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 1e6,
+        "factor": 8.0,
+        "original_max_position_embeddings": 12,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
 }
 DEEPSEEK = {
     "hidden_size": 12,
@@ -46,7 +54,20 @@ DEEPSEEK = {
     "routed_scaling_factor": 2.5,
     "rms_norm_eps": 0.05,  # not that of the latents
 }
-V3 = {**DEEPSEEK, "norm_topk_prob": True}
+V3 = {
+    **DEEPSEEK,
+    "norm_topk_prob": True,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 100.0,
+        "factor": 40.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 2.0,
+        "beta_slow": 0.1,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+    },
+}
 FIVE = {
     "n_routed_experts": 12,
     "n_group": 3,

@@ -65,12 +65,12 @@ def config_of(kind: str, hf: dict, mtp_depth: int = 0) -> Config:
         "balance_loss": 0.0,
         "mtp_depth": mtp_depth,
         "mtp_weight": MTP_WEIGHT,
+        **_scaling(hf.get("rope_parameters", {})),
     }
     if kind == "mixtral":
         own = {
             "layers": hf["num_hidden_layers"],
             "kv_heads": hf["num_key_value_heads"],
-            "rotary_base": 1e6,
             "experts": hf["num_local_experts"],
             "expert_width": hf["intermediate_size"],
             "router_normalize": "always",
@@ -110,6 +110,16 @@ def config_of(kind: str, hf: dict, mtp_depth: int = 0) -> Config:
         mesh=mesh,
         precision=PrecisionConfig(compute="float32"),
     ).resolve()
+
+
+def _scaling(rope: dict) -> dict:
+    """The settings of a published model's "rope_parameters"."""
+    names = {
+        "rope_theta": "rotary_base",
+        "rope_type": "rope_scaling",
+        "original_max_position_embeddings": "rope_original_length",
+    }
+    return {names.get(name, f"rope_{name}"): value for name, value in rope.items()}
 
 
 def parameters_of(kind: str, cfg: ModelConfig, given: dict) -> dict:

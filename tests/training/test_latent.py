@@ -23,10 +23,16 @@ LATENT = {  # no size is another's
 }
 SHARED = LATENT | {"optimizer.clip_norm": CLIP}
 APART = {"data.attend_across_documents": False}
+YARN = {
+    "model.rope_scaling": "yarn",
+    "model.rope_factor": 4.0,
+    "model.rope_original_length": 8,
+    "model.rope_mscale_all_dim": 1.0,
+}
 NONE, SELECTIVE = {"pipeline.remat": "none"}, {"pipeline.remat": "selective"}
 CASES = {
     "context, zb_h1": Case(
-        (1, 2, 2), "zb_h1", 1, 3, changes={"mesh.context": 2, **NONE, "model.query_rank": 0}
+        (1, 2, 2), "zb_h1", 1, 3, changes={"mesh.context": 2, **NONE, **YARN, "model.query_rank": 0}
     ),
 }
 MORE = {

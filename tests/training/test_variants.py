@@ -19,6 +19,12 @@ GPT2 = {
 }
 TIED = {"model.tied_embeddings": True}
 DOCUMENTS = {"data.attend_across_documents": False}
+YARN = {
+    "model.rope_scaling": "yarn",
+    "model.rope_factor": 4.0,
+    "model.rope_original_length": 8,
+    "model.rope_beta_slow": 0.1,
+}
 EARLY = {"pipeline.permute": "early"}
 
 VARIANTS = {
@@ -45,6 +51,7 @@ VARIANTS = {
         microbatches=7,
         changes={"data.batch_size": 14}
         | DOCUMENTS
+        | YARN
         | {"model.kv_heads": 2, "model.layers": 6, "model.loss_chunk": 8},
     ),
     "one key/value head a device, chunks of the loss, tied": Case(

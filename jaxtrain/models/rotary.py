@@ -1,0 +1,116 @@
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864), and the scalings by which published models
+read longer sequences than those of their first training.
+
+A scaling divides each frequency by `rope_factor`, except for the fraction that it leaves:
+
+    frequency · (fraction + (1 − fraction) / rope_factor)
+
+Fast dimensions, which turn often within `rope_original_length` tokens, keep their frequency:
+
+    linear   fraction 0 (Chen et al. 2023, arXiv:2306.15595)
+    llama3   with n turns in the original length, (n − low) / (high − low), clipped to 0 … 1
+             (`apply_scaling` of Llama 3.1's published code)
+    yarn     1 for dimensions below that of `rope_beta_fast` turns, 0 for those above that of
+             `rope_beta_slow`, linear in the dimension's number between (Peng et al. 2023,
+             arXiv:2309.00071, section 3.2)
+
+YaRN also multiplies the rotated numbers of queries and keys by its attention factor (section 3.4).
+DeepSeek-V2 and V3 have the logarithm of the factor in the scale of all scores instead, by
+`rope_mscale_all_dim`. The figures are those of transformers' `ROPE_INIT_FUNCTIONS`.
+
+Shape suffixes: B batch, T tokens of a sequence, N heads, H head dimension.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.config import ModelConfig
+from jaxtrain.devices.sharding import constrain
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """The rotation of queries and keys by their positions. size: rotated dimensions of a head."""
+
+    cfg: ModelConfig
+    size: int
+
+    def __call__(self, x_BTNH: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        """x rotated by its positions: the two halves of a head are the coordinates, angles are
+        float32.
+
+        positions_BT: int32 [B, T] or [1, T].
+        """
+        half = self.size // 2
+        angle_BT1H = positions_BT[..., None, None].astype(jnp.float32) * self.frequencies()
+        # Unsharded, also where x is split over the sequence: or one device's angles are sent to the
+        # others.
+        cos, sin = (
+            constrain(f(angle_BT1H), (None, "token", None, None)) for f in (jnp.cos, jnp.sin)
+        )
+        if (factor := attention_factor(self.cfg)) != 1:
+            cos, sin = cos * factor, sin * factor
+        a, b = x_BTNH[..., :half].astype(jnp.float32), x_BTNH[..., half:].astype(jnp.float32)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_BTNH.dtype)
+
+    def frequencies(self) -> jax.Array:
+        """Radians a token, float32 [size / 2], the fastest one first."""
+        half, cfg = self.size // 2, self.cfg
+        frequency_H = cfg.rotary_base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+        if cfg.rope_scaling == "none":
+            return frequency_H
+        fraction_H = _fraction_left(cfg, self.size)
+        return frequency_H * (fraction_H + (1 - fraction_H) / cfg.rope_factor).astype(np.float32)
+
+
+def _fraction_left(cfg: ModelConfig, size: int) -> np.ndarray:
+    """The fraction of each frequency that the scaling leaves, float64 [size / 2]."""
+    dimension_H = np.arange(size // 2)
+    if cfg.rope_scaling == "llama3":
+        frequency_H = cfg.rotary_base ** (-2 * dimension_H / size)
+        turns_H = cfg.rope_original_length * frequency_H / (2 * math.pi)
+        low, high = cfg.rope_low_freq_factor, cfg.rope_high_freq_factor
+        return np.clip((turns_H - low) / (high - low), 0, 1)
+    if cfg.rope_scaling == "yarn":
+        low, high = (_dimension(cfg, size, n) for n in (cfg.rope_beta_fast, cfg.rope_beta_slow))
+        if cfg.rope_truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, size - 1)
+        if low == high:
+            high += 0.001
+        return 1 - np.clip((dimension_H - low) / (high - low), 0, 1)
+    return np.zeros(size // 2)
+
+
+def _dimension(cfg: ModelConfig, size: int, turns: float) -> float:
+    """The dimension, a fractional number, that turns so often within the original length."""
+    longest = cfg.rope_original_length / (turns * 2 * math.pi)  # 1 / frequency
+    return size * math.log(longest) / (2 * math.log(cfg.rotary_base))
+
+
+def attention_factor(cfg: ModelConfig) -> float:
+    """The factor on rotated queries and on rotated keys."""
+    if cfg.rope_scaling != "yarn":
+        return 1.0
+    if cfg.rope_attention_factor:
+        return cfg.rope_attention_factor
+    if cfg.rope_mscale and cfg.rope_mscale_all_dim:
+        return _mscale(cfg, cfg.rope_mscale) / _mscale(cfg, cfg.rope_mscale_all_dim)
+    return _mscale(cfg, 1.0)
+
+
+def score_factor(cfg: ModelConfig) -> float:
+    """The factor of `rope_mscale_all_dim` on all scores of latent attention (DeepSeek-V3's
+    published code: `softmax_scale`)."""
+    if cfg.rope_scaling != "yarn" or not cfg.rope_mscale_all_dim:
+        return 1.0
+    return _mscale(cfg, cfg.rope_mscale_all_dim) ** 2
+
+
+def _mscale(cfg: ModelConfig, weight: float) -> float:
+    """0.1 · weight · ln(rope_factor) + 1, and 1 for a factor up to 1 (YaRN, section 3.4)."""
+    return 0.1 * weight * math.log(cfg.rope_factor) + 1 if cfg.rope_factor > 1 else 1.0
