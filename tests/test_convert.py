@@ -1,5 +1,5 @@
-"""`python -m jaxtrain.convert`: a published model in and out, with fixtures that numpy has made; and
-what is refused, with nothing written. test_transformers.py compares with transformers."""
+"""`python -m jaxtrain.convert`: a published model in and out, with fixtures that numpy has made;
+and what is refused, with nothing written. test_transformers.py compares with transformers."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import pathlib
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from support import train_runs
 from support.hf_models import CONFIGS, write_llama
 
@@ -76,12 +76,16 @@ def test_a_checkpoint_of_step_0(imported):
 def test_training_continues_it(imported, tmp_path):
     """By the config.json that the command has written, which names the folder too."""
     work = tmp_path / "run"
-    assert run("from_hf", imported / "model", f"--workdir={work}") == 0
-    flags = train_runs.settings(train__steps=1, train__sample_tokens=0, data__batch_size=16)
-    done = train_runs.command(f"--config={work / CONFIG_FILE}", *flags, devices=1)
-    assert done.returncode == 0, done
-    assert "continuing from step 0\n" in done.stdout and "step 1/1 · loss" in done.stdout
-    assert sorted(os.listdir(work / "checkpoints")) == ["0", "1"]
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("a batch is cut into microbatches. " * 200)
+    words = [f"--workdir={work}", f"--config.data.source={corpus}"]
+    assert run("from_hf", imported / "model", *words) == 0
+    flags = train_runs.settings(train__steps=1, train__sample_tokens=0)
+    words = ["jaxtrain.train", f"--config={work / CONFIG_FILE}", "--cpu_devices=1", *flags]
+    with train_runs.running(tmp_path, *words) as command:
+        done = command.end()
+    assert "continuing from step 0\n" in done.out and "step 1/1 · loss" in done.out
+    assert train_runs.checkpoints(work) == [0, 1]
     assert run("to_hf", tmp_path / "trained", f"--workdir={work}") == 0
     before, after = tensors_of(imported / "model"), tensors_of(tmp_path / "trained")
     assert before.keys() == after.keys()
@@ -111,14 +115,10 @@ def test_names_without_prefix_and_a_tied_matrix(tmp_path):
     assert run("from_hf", tmp_path / "model", f"--workdir={tmp_path / 'run'}") == 0
     assert run("to_hf", tmp_path / "out", f"--workdir={tmp_path / 'run'}") == 0
     out = tensors_of(tmp_path / "out")
-    assert "lm_head.weight" not in out and np.array_equal(
-        out["model.embed_tokens.weight"], embedding
-    )
+    assert "lm_head.weight" not in out
+    assert np.array_equal(out["model.embed_tokens.weight"], embedding)
     bare = {name.removeprefix("model."): array for name, array in out.items()}
-    convert_safetensors = tmp_path / "model" / "model.safetensors"
-    from safetensors.numpy import save_file
-
-    save_file(bare, convert_safetensors)
+    save_file(bare, tmp_path / "model" / "model.safetensors")
     assert run("from_hf", tmp_path / "model", f"--workdir={tmp_path / 'bare'}") == 0
     assert run("to_hf", tmp_path / "again", f"--workdir={tmp_path / 'bare'}") == 0
     assert_same(tensors_of(tmp_path / "again"), out)
