@@ -69,7 +69,7 @@ def pieces(
                     pass
             for piece in reader(file, runs, scratch):
                 if isinstance(piece, Piece):
-                    any_read = True
+                    any_read = any_read or format.holds == "records"
                     yield piece
                 elif skipped is None:
                     raise piece

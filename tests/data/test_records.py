@@ -274,6 +274,8 @@ def test_fields_are_suggested_only_for_the_first_record(write, tmp_path):
     assert failure(tmp_path / "d").endswith("(there are 'body'): set data.text_fields, or ")
     write("d/a.jsonl", '{"body": "b"}')
     assert failure(tmp_path / "d").endswith("use --config.data.text_fields=body, or ")
+    write("d/README.md", "a text has no fields")  # and comes before them
+    assert failure(tmp_path / "d").endswith("use --config.data.text_fields=body, or ")
 
 
 def test_fields_of_parquet_by_path(tmp_path):
