@@ -120,6 +120,8 @@ def check_torch_has(config: Config) -> None:
         "model.mtp_depth": 0,
         "model.capacity_factor": 0.0,
         "model.rope_scaling": "none",
+        "model.nope_layers": (),
+        "model.rotary_dim": m.head_dim,
         "parallel.offload": "none",
     }
     for path, value in only.items():

@@ -137,7 +137,8 @@ def field_violation(path: str, value: Any, of_recipe: Any) -> Violation | None:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return _out_of_bounds(path, value, usual)
     if cfg.item_type(field.type) in (int, float):
-        if all(math.isfinite(v) and v >= 0 and (v or path == "pipeline.times") for v in value):
+        has_zeros = path in ("pipeline.times", "model.nope_layers")
+        if all(math.isfinite(v) and v >= 0 and (v or has_zeros) for v in value):
             return None
         return Violation(path, "has a number that is not above 0", [{path: field.default}])
     if isinstance(value, tuple) and (len(set(value)) < len(value) or "" in value):

@@ -164,12 +164,40 @@ def _attention(
             show=5,
         )
     rotates = model.attention == "gqa" and model.positions == "rotary"
-    if rotates and (model.head_dim % 2 or model.head_dim < 1):
+    if (
+        rotates
+        and model.rotary_dim == model.head_dim
+        and (model.head_dim % 2 or model.head_dim < 1)
+    ):
         yield Violation(
             "model.head_dim",
             f"makes heads of {model.head_dim}, and rotary positions rotate pairs of numbers: it "
             "must be even",
             [{"model.head_dim": model.head_dim + 1}, {"model.positions": "learned"}],
+        )
+    if rotates and (model.rotary_dim > model.head_dim or model.rotary_dim % 2):
+        even = min(model.rotary_dim + 1, model.head_dim) // 2 * 2
+        yield Violation(
+            "model.rotary_dim",
+            f"is the part of model.head_dim={model.head_dim} that rotary positions rotate, in "
+            "pairs of numbers: it must be even and at most as large",
+            [{"model.rotary_dim": even}],
+        )
+
+
+def _layers_without_rotary(model: ModelConfig) -> Iterator[Violation]:
+    layers = model.dense_layers + model.layers
+    if any(layer >= layers for layer in model.nope_layers):
+        yield Violation(
+            "model.nope_layers",
+            f"names a layer beyond the last of {layers}, {layers - 1}",
+            [{"model.nope_layers": tuple(n for n in model.nope_layers if n < layers)}],
+        )
+    if len(set(model.nope_layers)) < len(model.nope_layers):
+        yield Violation(
+            "model.nope_layers",
+            "names a layer twice",
+            [{"model.nope_layers": tuple(sorted(set(model.nope_layers)))}],
         )
 
 
@@ -513,6 +541,7 @@ def _places(checkpoint: CheckpointConfig, data: DataConfig) -> Iterator[Violatio
 RULES: tuple[Rule, ...] = (
     _latent_attention,
     _attention,
+    _layers_without_rotary,
     _rotary_scaling,
     _experts,
     _router,

@@ -172,6 +172,16 @@ class ModelConfig:
         choices=("rotary", "learned"),
     )
     rotary_base: float = setting(10000.0, "base of the rotary wavelengths (theta)", above=1)
+    rotary_dim: int = setting(
+        0,
+        "gqa: dimensions of a head that are rotated, its first ones; 0: head_dim, all of them",
+        at_least=0,
+    )
+    nope_layers: tuple[int, ...] = setting(
+        (),
+        "layers without rotary positions (NoPE), by number from 0, model.dense_layers counted "
+        "first; empty: none",
+    )
     rope_scaling: str = setting(
         "none",
         "rotary frequencies for sequences longer than rope_original_length: linear, all divided by "
@@ -610,8 +620,9 @@ class Config:
 
     def resolve(self) -> "Config":
         """This config with its dependent defaults filled in (kv_heads and the sizes of heads,
-        mlp_width, expert_width, max_positions, latent_norm_epsilon, router_normalize; reduce;
-        repeats). The sizes of latents become 0 in a model without latent attention."""
+        rotary_dim, mlp_width, expert_width, max_positions, latent_norm_epsilon, router_normalize;
+        reduce; repeats). The sizes of latents become 0 in a model without latent attention,
+        rotary_dim in one with it."""
         m = self.model
         head_dim, latent = m.head_dim or m.width // m.heads, m.attention == "mla"
         model = with_values(
@@ -621,6 +632,7 @@ class Config:
             query_rank=m.query_rank * latent,
             kv_rank=m.kv_rank * latent,
             rope_head_dim=m.rope_head_dim * latent,
+            rotary_dim=(m.rotary_dim or head_dim) * (not latent),
             value_head_dim=(m.value_head_dim or head_dim) * latent,
             mlp_width=m.mlp_width or 4 * m.width,
             expert_width=m.expert_width or (m.mlp_width or 4 * m.width) * (m.experts > 0),

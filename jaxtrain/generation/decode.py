@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.devices.sharding import Axes, constrain
+from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.transformer import ModelParts
 
 Cache = tuple[jax.Array, ...]
@@ -58,7 +59,8 @@ def extend(
         x_BTD, cache = carry
         index, weights = index_and_weights
         one_layer = [lax.dynamic_index_in_dim(array, index, 0, keepdims=False) for array in cache]
-        x_BTD, one_layer = block(weights).cached(x_BTD, positions_1T, one_layer, start)
+        positions = layer_positions(parts.cfg, index, positions_1T)
+        x_BTD, one_layer = block(weights).cached(x_BTD, positions, one_layer, start)
         # Only the T slots of these tokens go back into the cache: the carried arrays are updated in
         # place, not copied layer by layer.
         written = [lax.dynamic_slice_in_dim(array, start, t, 1) for array in one_layer]

@@ -25,7 +25,9 @@ class Attention(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, residual_std: float, context: str = "all_gather"):
         self.heads, self.kv_heads, self.head_dim = cfg.heads, cfg.kv_heads, cfg.head_dim
-        self.rotary = Rotary(cfg, cfg.head_dim) if cfg.positions == "rotary" else None
+        self.rotary = (
+            Rotary(cfg, cfg.rotary_dim or cfg.head_dim) if cfg.positions == "rotary" else None
+        )
         self.kernel, self.context = cfg.attention_kernel, context
         d, n, k = cfg.width, cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
         self.query = Dense(d, n, ("width", "heads"), cfg.init_std, cfg.biases)

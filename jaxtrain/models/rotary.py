@@ -31,21 +31,34 @@ import numpy as np
 from jaxtrain.config import ModelConfig
 from jaxtrain.devices.sharding import constrain
 
+NOT_ROTATED = -1  # the position of all tokens in a layer without rotary positions
+
+
+def layer_positions(cfg: ModelConfig, layer: int | jax.Array, positions_BT: jax.Array) -> jax.Array:
+    """The positions by which a layer rotates: these, or NOT_ROTATED in one of `nope_layers`. All
+    layers are one program, so the layer's number, `dense_layers` counted first, may be traced."""
+    if not cfg.nope_layers:
+        return positions_BT
+    rotates_L = np.ones(cfg.dense_layers + cfg.layers, bool)
+    rotates_L[list(cfg.nope_layers)] = False
+    return jnp.where(jnp.asarray(rotates_L)[layer], positions_BT, NOT_ROTATED)
+
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """The rotation of queries and keys by their positions. size: rotated dimensions of a head."""
+    """The rotation of queries and keys by their positions. size: rotated dimensions of a head, its
+    first ones."""
 
     cfg: ModelConfig
     size: int
 
     def __call__(self, x_BTNH: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        """x rotated by its positions: the two halves of a head are the coordinates, angles are
-        float32.
+        """x rotated by its positions: the two halves of the rotated dimensions are the coordinates,
+        angles are float32.
 
-        positions_BT: int32 [B, T] or [1, T].
+        positions_BT: int32 [B, T] or [1, T]; NOT_ROTATED in a layer without rotary positions.
         """
-        half = self.size // 2
+        size, half = self.size, self.size // 2
         angle_BT1H = positions_BT[..., None, None].astype(jnp.float32) * self.frequencies()
         # Unsharded, also where x is split over the sequence: or one device's angles are sent to the
         # others.
@@ -54,8 +67,12 @@ class Rotary:
         )
         if (factor := attention_factor(self.cfg)) != 1:
             cos, sin = cos * factor, sin * factor
-        a, b = x_BTNH[..., :half].astype(jnp.float32), x_BTNH[..., half:].astype(jnp.float32)
-        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_BTNH.dtype)
+        if self.cfg.nope_layers:
+            stays = positions_BT[..., None, None] == NOT_ROTATED
+            cos, sin = jnp.where(stays, 1.0, cos), jnp.where(stays, 0.0, sin)
+        a, b = x_BTNH[..., :half].astype(jnp.float32), x_BTNH[..., half:size].astype(jnp.float32)
+        y = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_BTNH.dtype)
+        return y if size == x_BTNH.shape[-1] else jnp.concatenate([y, x_BTNH[..., size:]], -1)
 
     def frequencies(self) -> jax.Array:
         """Radians a token, float32 [size / 2], the fastest one first."""

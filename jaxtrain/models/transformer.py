@@ -30,6 +30,7 @@ from jaxtrain.models.layers import (
     gather_sequence,
 )
 from jaxtrain.models.moe import MoE
+from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.spec import CacheSlot, Parameter, Spec, binder, parameter, specs
 from jaxtrain.parallel.tensor import lookup, scattered_products
 
@@ -294,9 +295,16 @@ def trunk(
     positions_BT = default_positions(tokens_BT) if positions_BT is None else positions_BT
     x_BTD = parts.embedder(params["embed"])(tokens_BT, positions_BT, dtype)
     for i in range(parts.cfg.dense_layers):
-        x_BTD = parts.dense_block(params["first"][str(i)])(x_BTD, positions_BT, segments_BT)
-    layer = lambda x, layer: (parts.block(layer)(x, positions_BT, segments_BT), None)
-    return jax.lax.scan(layer, x_BTD, params["layers"])[0]
+        positions = layer_positions(parts.cfg, i, positions_BT)
+        x_BTD = parts.dense_block(params["first"][str(i)])(x_BTD, positions, segments_BT)
+
+    def layer(x_BTD, number_and_weights):
+        number, weights = number_and_weights
+        positions = layer_positions(parts.cfg, number, positions_BT)
+        return parts.block(weights)(x_BTD, positions, segments_BT), None
+
+    numbers = parts.cfg.dense_layers + jnp.arange(parts.cfg.layers)
+    return jax.lax.scan(layer, x_BTD, (numbers, params["layers"]))[0]
 
 
 def logits(

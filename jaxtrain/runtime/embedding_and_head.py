@@ -16,6 +16,7 @@ matrix. In both cases the vocabulary is on the end stages.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from jax import lax
 
 from jaxtrain.devices.mesh import DATA, STAGE, psum
 from jaxtrain.devices.sharding import constrain
+from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.transformer import ModelParts, add_position_gradient
 from jaxtrain.parallel import context
 from jaxtrain.parallel.tensor import add_lookup_gradient
@@ -227,8 +229,13 @@ class EmbeddingAndHead:
         x = self._embedded(constants, microbatch)
         extra = self.extra(constants.batch, microbatch)
         for i in self._dense_layers:
-            x = self.parts.dense_block(self._dense_params(constants, i))(x, *extra)
+            x = self._dense_layer(i, extra, self._dense_params(constants, i), x)
         return x
+
+    def _dense_layer(self, i: str, extra, params: Tree, x: jax.Array) -> jax.Array:
+        positions, segments = extra
+        positions = layer_positions(self.parts.cfg, int(i), positions)
+        return self.parts.dense_block(params)(x, positions, segments)
 
     @property
     def _dense_layers(self) -> Iterable[str]:
@@ -272,8 +279,8 @@ class EmbeddingAndHead:
         gradient of the first one's input)."""
         backward, x = [], self._embedded(constants, microbatch)
         extra = self.extra(constants.batch, microbatch)
-        layer = lambda params, x: self.parts.dense_block(params)(x, *extra)
         for i in self._dense_layers:
+            layer = functools.partial(self._dense_layer, i, extra)
             x, vjp = jax.vjp(layer, self._dense_params(constants, i), x)
             backward.append((i, vjp))
         sums = dict(sums)

@@ -84,6 +84,8 @@ class LayerStack:
       zero, reductions: whether each layer's parameters are gathered before they are used and its
         gradients reduced after they are made, and how; `reductions` is a pytree like one layer's
         parameters.
+      extra_of_layer: a function (extra, layer's number in the model) → what that layer reads beside
+        its input; None: `extra`.
 
     The methods take `params`, the stacked parameters, with leaves [stack_size, ...], and `sums`,
     float32 sums of their gradients. `pools` and `slots` are those that the op uses.
@@ -99,9 +101,12 @@ class LayerStack:
         stage,
         zero: Zero = UNSHARDED,
         reductions: Any = None,
+        extra_of_layer: Callable | None = None,
     ):
         self.unit = str(unit)
         self._split, self._zero, self._reductions = split, zero, reductions
+        self._extra_of_layer = extra_of_layer
+        self._numbers = jnp.asarray(placement.layer_index(unit))[stage] if extra_of_layer else None
         counts = [placement.layer_count(unit, s) for s in range(placement.stages)]
         self._count = counts[0] if len(set(counts)) == 1 else jnp.asarray(counts)[stage]
         self._stack_size = placement.stack_size(unit)
@@ -112,6 +117,10 @@ class LayerStack:
         # collectives wait in any case.
         self._reduces_late = zero.gathers_in_ops and zero.reduces_in_ops and on_nvidia_gpu()
         self._layers_per_slot = max(placement.sizes)
+
+    def _extra(self, extra, i):
+        """What layer i reads beside its input."""
+        return self._extra_of_layer(extra, self._numbers[i]) if self._extra_of_layer else extra
 
     def _parameters(self, params, i, op: LayerOp):
         """Layer i's parameters, gathered where the op reads them."""
@@ -182,7 +191,7 @@ class LayerStack:
 
     def output(self, params, x: jax.Array, extra) -> jax.Array:
         """The unit's output."""
-        layer = lambda i, p, x: self._split.layer(p, x, extra)
+        layer = lambda i, p, x: self._split.layer(p, x, self._extra(extra, i))
         return self._each_layer(LayerOp.WHOLE, layer, params, x)
 
     def output_and_residuals(
@@ -192,7 +201,7 @@ class LayerStack:
 
         def layer(i, p, carry):
             x, for_b, for_w = carry
-            y, residuals = self._split.output_and_residuals(p, x, extra)
+            y, residuals = self._split.output_and_residuals(p, x, self._extra(extra, i))
             for_b = self._write(for_b, residuals.for_b, slots.residual_b, i)
             return y, for_b, self._write(for_w, residuals.for_w, slots.residual_w, i)
 
@@ -211,7 +220,8 @@ class LayerStack:
             g, stash_pool = carry
             for_b = self._read(pools.residual_b, shapes.for_b, slots.residual_b, i)
             for_w = self._read(pools.residual_w, shapes.for_w, slots.residual_w, i)
-            g, stash = self._split.input_gradient(p, extra, Residuals(for_b, for_w), g)
+            residuals = Residuals(for_b, for_w)
+            g, stash = self._split.input_gradient(p, self._extra(extra, i), residuals, g)
             return g, self._write(stash_pool, stash, slots.weight_stash, i)
 
         carry = (g, pools.weight_stash)
@@ -225,7 +235,8 @@ class LayerStack:
         def layer(i, p, sums):
             for_w = self._read(pools.residual_w, split.residuals.for_w, slots.residual_w, i)
             stash = self._read(pools.weight_stash, split.weight_stash, slots.weight_stash, i)
-            return self._add(sums, split.weight_gradient(p, extra, for_w, stash), i)
+            gradients = split.weight_gradient(p, self._extra(extra, i), for_w, stash)
+            return self._add(sums, gradients, i)
 
         return self._each_layer(LayerOp.WEIGHT_GRADIENT, layer, params, sums)
 
@@ -249,12 +260,12 @@ class LayerStack:
         the host's memory)."""
         if self._is_single and not on_host:
             params = self._parameters(params, 0, LayerOp.FORWARD)
-            y, values = self._split.output_and_residuals(params, x, extra)
+            y, values = self._split.output_and_residuals(params, x, self._extra(extra, 0))
             return y, jax.tree.map(lambda value: value[None], values)
 
         def layer(i, p, carry):
             x, saved = carry
-            y, values = self._split.output_and_residuals(p, x, extra)
+            y, values = self._split.output_and_residuals(p, x, self._extra(extra, i))
             write = lambda a, value: host_memory.write_at(a, value, i)
             return y, jax.tree.map(write, saved, values)
 
@@ -273,7 +284,7 @@ class LayerStack:
             # the gradients of the layer before, where they are reduced late
             g, sums, *waiting = carry
             residuals = jax.tree.map(lambda a: host_memory.read_at(a, i), saved)
-            gradients, g = self._split.gradients(p, extra, residuals, g)
+            gradients, g = self._split.gradients(p, self._extra(extra, i), residuals, g)
             if not late:
                 return g, self._add(sums, gradients, i)
             return g, self._add(sums, waiting[0], i + 1) if waiting else sums, gradients

@@ -31,6 +31,7 @@ from jaxtrain.devices.mesh import (
 )
 from jaxtrain.devices.sharding import BATCH_SPEC, constrain, local_shape, restricted
 from jaxtrain.models.layers import SPLIT
+from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.spec import Spec
 from jaxtrain.models.transformer import ModelParts
 from jaxtrain.parallel import context, replicas
@@ -318,6 +319,7 @@ class Runtime:
             lax.axis_index(STAGE),
             self.zero,
             self._reductions.layers[str(unit)],
+            self._extra_of_layer if self.parts.cfg.nope_layers else None,
         )
         tick: Callable[[TickState, TickColumns], TickState]
         if self._ticks is None:
@@ -342,6 +344,12 @@ class Runtime:
 
     def _layer(self, params, x, extra):
         return row_major(self.parts.block(params)(row_major(x, TOKENS), *extra), TOKENS)
+
+    def _extra_of_layer(self, extra, layer):
+        """A layer's positions and segments; `layer` counts from the first after the dense ones."""
+        positions, segments = extra
+        cfg = self.parts.cfg
+        return layer_positions(cfg, cfg.dense_layers + layer, positions), segments
 
     def _split(self, message: tuple[int, ...], extra) -> LayerSplit:
         """One layer cut into ops, for activations of this shape [B, T, D] on a device."""

@@ -10,11 +10,15 @@ def test_resolve():
     model = cfg.ModelConfig(width=96, heads=6)
     resolved = Config(model=model, data=cfg.DataConfig(sequence_length=64)).resolve()
     assert (
-        dataclasses.replace(model, kv_heads=6, head_dim=16, mlp_width=384, max_positions=64)
+        dataclasses.replace(
+            model, kv_heads=6, head_dim=16, rotary_dim=16, mlp_width=384, max_positions=64
+        )
         == resolved.model
     )
     assert resolved.resolve() == resolved
-    own = dataclasses.replace(model, kv_heads=2, head_dim=8, mlp_width=10, max_positions=100)
+    own = dataclasses.replace(
+        model, kv_heads=2, head_dim=8, rotary_dim=4, mlp_width=10, max_positions=100
+    )
     assert Config(model=own).resolve().model == own
 
 

@@ -11,7 +11,12 @@ from jaxtrain.generation.decode import empty_cache, extend, next_logits, tied_ta
 from jaxtrain.models import transformer
 
 KINDS = {
-    "llama": {"model.kv_heads": 2, "model.init_std": 0.3},
+    "llama, every other layer without rotary positions": {
+        "model.kv_heads": 2,
+        "model.rotary_dim": 2,
+        "model.nope_layers": (1, 3),
+        "model.init_std": 0.3,
+    },
     "gpt": {
         "model.positions": "learned",
         "model.norm": "layernorm",
@@ -23,6 +28,7 @@ KINDS = {
     "experts": {
         "model.experts": 4,
         "model.dense_layers": 1,
+        "model.nope_layers": (0, 2),
         "model.shared_experts": 1,
         "model.capacity_factor": 2.0,
         "model.expert_width": 32,

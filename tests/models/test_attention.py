@@ -151,7 +151,11 @@ def test_documents_apart_with_positions_from_0_are_documents_alone():
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
 def test_through_a_cache(positions):
     apply, params = attention(
-        positions=positions, rope_scaling="yarn", rope_factor=8.0, rope_original_length=4
+        positions=positions,
+        rope_scaling="yarn",
+        rope_factor=8.0,
+        rope_original_length=4,
+        rotary_dim=2,
     )
     x, where = normal(BATCH, LENGTH, WIDTH), np.arange(LENGTH)[None]
     # what is in unused slots is never looked at

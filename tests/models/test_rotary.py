@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.config import ModelConfig
-from jaxtrain.models.rotary import Rotary, attention_factor, score_factor
+from jaxtrain.models.rotary import Rotary, attention_factor, layer_positions, score_factor
 
 
 def normal(*shape, seed=1) -> np.ndarray:
@@ -199,3 +199,20 @@ def test_the_attention_factor_is_on_rotated_numbers():
     size = lambda a: np.linalg.norm(a, axis=-1)
     rotated = Rotary(cfg, 8)(x, np.array([[0, 5]]))
     np.testing.assert_allclose(size(rotated), 3 * size(x), rtol=1e-5)
+
+
+def test_a_part_of_a_head():
+    x, positions = normal(2, 7, 3, 6), np.arange(7)[None]
+    got = Rotary(ModelConfig(rotary_base=100.0), 4)(x, positions)
+    np.testing.assert_allclose(got[..., :4], turn(x[..., :4], positions, 100.0), 1e-5, 1e-5)
+    np.testing.assert_array_equal(got[..., 4:], x[..., 4:])
+
+
+def test_layers_without_rotary_positions():
+    """Not even the attention factor is on their queries and keys."""
+    cfg = ModelConfig(**YARN, layers=3, dense_layers=1, nope_layers=(0, 2))
+    x, positions = normal(1, 5, 2, 8), np.arange(5)[None]
+    for layer in range(4):
+        got = Rotary(cfg, 8)(x, layer_positions(cfg, np.int32(layer), positions))
+        rotated = Rotary(ModelConfig(**YARN), 8)(x, positions)
+        np.testing.assert_array_equal(got, x if layer in (0, 2) else rotated)

@@ -351,6 +351,25 @@ RULES = [
         ": use --config.pipeline.vocabulary=auto",
     ),
     (
+        {"model.rotary_dim": 5},
+        "model.rotary_dim=5 is the part of model.head_dim=16 that rotary positions rotate, in "
+        "pairs of numbers: it must be even and at most as large: use --config.model.rotary_dim=6",
+    ),
+    (
+        {"model.rotary_dim": 18},
+        "model.rotary_dim=18 is the part of model.head_dim=16 that rotary positions rotate, in "
+        "pairs of numbers: it must be even and at most as large: use --config.model.rotary_dim=16",
+    ),
+    (
+        {"model.nope_layers": (3, 8)},
+        "model.nope_layers=(3, 8) names a layer beyond the last of 8, 7: use "
+        "--config.model.nope_layers=3",
+    ),
+    (
+        {"model.nope_layers": (0, 3, 3)},
+        "model.nope_layers=(0, 3, 3) names a layer twice: use --config.model.nope_layers=0,3",
+    ),
+    (
         {"model.rope_scaling": "dynamic"},
         "model.rope_scaling='dynamic' changes the frequencies with a sequence's length, and keys "
         "in a cache would keep those of a shorter one: use --config.model.rope_scaling=none",
@@ -765,6 +784,10 @@ UNUSED = [
         {"model.positions": "learned", **SCALED, "model.rope_scaling": "yarn"},
         "model.rope_scaling=yarn, model.rope_factor=4.0 and model.rope_original_length=32 have no "
         "use with model.positions='learned'",
+    ),
+    (
+        {**LATENT, "model.rotary_dim": 4},
+        "model.rotary_dim=4 has no use with model.attention='mla'",
     ),
     (SCALED, "model.rope_factor=4.0 has no use with model.rope_scaling='none'"),
     (

@@ -52,6 +52,7 @@ VARIANTS = {
         changes={"data.batch_size": 14}
         | DOCUMENTS
         | YARN
+        | {"model.rotary_dim": 2, "model.nope_layers": (1, 2, 5)}
         | {"model.kv_heads": 2, "model.layers": 6, "model.loss_chunk": 8},
     ),
     "one key/value head a device, chunks of the loss, tied": Case(
