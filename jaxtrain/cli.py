@@ -79,7 +79,9 @@ def parse(
     ) -> tuple[Config, types.SimpleNamespace]:
         path = pathlib.Path("recipe") if recipe else find_recipe(namespace.config)
         namespace.config, namespace.recipe = str(path), before
-        namespace.workdir = namespace.workdir or os.path.join("runs", path.stem)
+        # a run's config.json continues the run
+        usual = path.parent if path.suffix == ".json" else os.path.join("runs", path.stem)
+        namespace.workdir = namespace.workdir or str(usual)
         if refused := _refusal(namespace, config, before):
             raise refused
         check(namespace, config)

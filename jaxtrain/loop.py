@@ -160,7 +160,7 @@ class Trainer:
             initial_state, step.layout, step.optimizer, config.train.seed
         )
         # Not before: one thread traces at a time, and the step takes longest to compile.
-        new_state = None if self.checkpoints.step else executor.submit(make_state)
+        new_state = None if self.checkpoints.resumes else executor.submit(make_state)
         abstract = step.abstract_state().trained
         self.evaluation = Evaluation(
             step.evaluate, abstract, self.held_out.specification(), self.held_out.iterate, executor
@@ -190,7 +190,7 @@ class Trainer:
         goodput.reached(start)
         cluster.log(
             f"continuing from {checkpoints.source}"
-            if start
+            if checkpoints.resumes
             else f"starting: weights from seed {config.train.seed}"
         )
         self.progress = Progress(config.train.steps, start, shown=main)

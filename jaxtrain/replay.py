@@ -93,7 +93,7 @@ def replay(
     recorded = Recorded(**values | {"batches": dict(values["batches"])})
     refuse_another_rate(config.optimizer, config.train, at, recorded.learning_rate, folder)
     checkpoints.choose()
-    if not checkpoints.step:
+    if not checkpoints.resumes:
         place = checkpoints.directory
         raise ReplayError(f"--replay={at}: {place} has no complete checkpoint before step {at}")
     corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)

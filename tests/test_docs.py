@@ -22,11 +22,12 @@ sys.path.append(str(ROOT / "scripts"))
 
 import try_docs
 
-from jaxtrain import cli, generate, launch, train
+from jaxtrain import cli, convert, generate, launch, train
 from jaxtrain import show_schedule as schedule_command
 from jaxtrain.__main__ import COMMANDS
 from jaxtrain.checkpoint import __main__ as checkpoint_command
 from jaxtrain.config import Config, checks, fields
+from jaxtrain.config.flags import read_flags
 from jaxtrain.devices import cluster_environment
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.plan import __main__ as plan_command
@@ -191,6 +192,11 @@ def check_module(module: str, arguments: list[str]) -> None:
         cli.checked_flags(
             flagged, "", checkpoint_command.FLAGS[command], lambda flags: flags, words=True
         )
+    elif module == "jaxtrain.convert":
+        command, *rest = arguments
+        own = convert.FLAGS[command]
+        reading = read_flags(rest, "", own, with_config=command == "from_hf", with_words=True)
+        assert not reading.errors and convert.folder_of(reading.namespace, command)
     elif module == "pytest":
         assert all((ROOT / path).exists() for path in arguments)
     elif module == "jaxtrain.plan":

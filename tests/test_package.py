@@ -292,12 +292,12 @@ def test_help_names_the_commands(capsys, argv):
         (
             ["xyz"],
             "'xyz' is an unknown command: use jaxtrain train, plan, generate, schedule, "
-            "checkpoint, launch",
+            "checkpoint, convert, launch",
         ),
         (
             [""],
             "'' is an unknown command: use jaxtrain train, plan, generate, schedule, "
-            "checkpoint, launch",
+            "checkpoint, convert, launch",
         ),
         (
             ["--config=tiny"],

@@ -264,6 +264,7 @@ def test_the_long_tests_have_their_compilers_and_store(repository):
     assert (
         log[1] == compilers
         and log[2] == compilers.replace("compilers", "store")
+        and log[3] == compilers.replace("compilers", "transformers")
         and log[-1] == f"<pytest><-n><1>{DISTRIBUTION}<--full><--part=2/4><{repository}>"
     )
     assert compilers not in run(repository, "scripts/test.sh", "--full")[2]

@@ -110,6 +110,11 @@ class Checkpoints:
         return (self._candidates[0].step if self._candidates else self._choice.step) or 0
 
     @property
+    def resumes(self) -> bool:
+        """False for a new run. A published model is resumed from step 0 (hf/importing.py)."""
+        return bool(self._candidates) or self._choice.step is not None
+
+    @property
     def meta(self) -> Meta:
         """The meta of the checkpoint of `step`; Meta() for a new run."""
         return self._candidates[0].meta if self._candidates else self._choice.meta
@@ -132,11 +137,11 @@ class Checkpoints:
         if choice.unrecognized:
             rest = (
                 f"the newest complete checkpoint is {choice.step}"
-                if choice.step
+                if choice.step is not None
                 else "there is no complete checkpoint"
             )
             cluster.log(f"passed over in {self.directory}: {choice}; {rest}")
-        if choice.step:
+        if choice.step is not None:
             self._refuse(choice.meta)
 
     def check_corpus(self, corpus: TrainedCorpus) -> None:
@@ -149,7 +154,7 @@ class Checkpoints:
         self._corpus = corpus
         meta = self._choice.meta
         if not self._choice.step or meta.checksum == corpus.checksum:
-            return
+            return  # a published model's checkpoint of step 0 has seen no corpus
         checksums = f"(checksum {corpus.checksum[:12]}, in the checkpoint {meta.checksum[:12]})"
         stored = meta.stored_config().data.source
         if stored != corpus.source:
@@ -201,7 +206,7 @@ class Checkpoints:
             self._source = f", {local.source}"
             self._choice = dataclasses.replace(self._choice, step=local.step, meta=local.meta)
             return jax.tree.unflatten(jax.tree.structure(self._step.abstract_state()), local.leaves)
-        return self.restore_persistent(self._step) if self._choice.step else None
+        return self.restore_persistent(self._step) if self.resumes else None
 
     def restore_persistent(self, step: Step) -> TrainState:
         """The state of the chosen persistent checkpoint, or of the newest one before it that turns
@@ -350,7 +355,7 @@ class Checkpoints:
             )
         for array in jax.tree.leaves(state):
             array.delete()
-        if choice.step:
+        if choice.step is not None:
             choose_again = functools.partial(choose_together, self.directory, before=fault.since)
             state, choice = restore_newest(
                 choice, choose_again, self.directory, *self._laid_out(self._step)

@@ -230,7 +230,24 @@ def piece_shape(array: StoredArray, limit: int = PIECE_BYTES) -> tuple[int, ...]
         size if unsharded[dim] else math.gcd(*(shard[dim] for shard in shards))
         for dim, size in enumerate(stored)
     ]
-    while math.prod(piece) * array.dtype.itemsize > limit and max(piece, default=1) > 1:
+    piece = cut_piece(piece, array.dtype.itemsize, unsharded, limit)
+    return (*[1] * (lead + in_layers), *piece)
+
+
+def cut_piece(
+    shape: Sequence[int],
+    itemsize: int,
+    unsharded: Sequence[bool] | None = None,
+    limit: int = PIECE_BYTES,
+) -> list[int]:
+    """The shape of a piece of at most `limit` bytes, cut from a larger one.
+
+    unsharded: for each dimension, whether any size will do; otherwise the size divides the shape's.
+      None: any will do in all
+    """
+    piece = list(shape)
+    unsharded = [True] * len(piece) if unsharded is None else unsharded
+    while math.prod(piece) * itemsize > limit and max(piece, default=1) > 1:
         # The longest unsharded dimension, or the longest; of equal ones the first.
         dims = [dim for dim, size in enumerate(piece) if size > 1]
         dim = max(dims, key=lambda dim: (unsharded[dim], piece[dim]))
@@ -238,7 +255,7 @@ def piece_shape(array: StoredArray, limit: int = PIECE_BYTES) -> tuple[int, ...]
             piece[dim] = -(-piece[dim] // 2)
         else:
             piece[dim] //= next(n for n in range(2, piece[dim] + 1) if piece[dim] % n == 0)
-    return (*[1] * (lead + in_layers), *piece)
+    return piece
 
 
 # --- shards and their processes -------------------------------------------------------------------

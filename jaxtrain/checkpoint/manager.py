@@ -90,8 +90,15 @@ class Checkpointer:
           ValueError: the state is not laid out as `stored` says.
           CheckpointError: an entry that is in the way cannot be set aside.
         """
-        began = time.monotonic()
         arrays = stored_arrays(state, self._stored)
+        return self.save_tree(step, lambda: host_tree(arrays, state), meta)
+
+    def save_tree(self, step: int, tree: Callable[[], dict], meta: Mapping[str, Any]) -> bool:
+        """Does as `save`, for a state that is not in the devices' memory.
+
+        tree: returns the nested dict of this process's HostArrays, once no save is under way
+        """
+        began = time.monotonic()
         if self._steps is None:
             tidied = cluster.from_main(self._tidy_up, CheckpointError)
             if tidied["why"]:
@@ -105,10 +112,10 @@ class Checkpointer:
         self.close()
         if step in self._steps:
             return False
-        tree = host_tree(arrays, state)
+        arrays = tree()
         self._number += 1
         self._steps.add(step)
-        save = Save(self._number, step, tree, meta, time.monotonic() - began)
+        save = Save(self._number, step, arrays, meta, time.monotonic() - began)
         self._thread = SaveThread(self._directory, save, self._prepare, self._conclude)
         return True
 

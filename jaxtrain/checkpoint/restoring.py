@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.checkpoint import stores
-from jaxtrain.checkpoint.layout import stored_arrays
+from jaxtrain.checkpoint.layout import StoredArray, stored_arrays
 from jaxtrain.checkpoint.manifest import STATE
 from jaxtrain.checkpoint.steps import (
     NONE,
@@ -85,14 +85,19 @@ def wrong_arrays(meta: Meta, stored: Shapes, trained_alone: bool = False) -> str
 
 def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Array → shape of the state that a resolved config's checkpoints hold. No device is used."""
+    return {array.name: array.shape for array in expected_arrays(config)}
+
+
+def expected_arrays(config: Config) -> list[StoredArray]:
+    """The arrays of the state that a resolved config's checkpoints hold, laid out for one device,
+    which need not be there."""
     independent = config.train.diloco_inner_steps > 0
     sizes = [config.mesh.replica if independent and axis == REPLICA else 1 for axis in AXES]
     mesh: Any = jax.sharding.AbstractMesh(tuple(sizes), AXES)
     layout = ParameterLayout.unstaged(config.model, mesh, config.precision.params, independent)
     layout = dataclasses.replace(layout, optimizer=config.optimizer)
     optimizer = make_optimizer(config.optimizer, config.train.steps, layout.specs)
-    arrays = stored_arrays(abstract_state(layout, optimizer), stored_shapes(layout, optimizer))
-    return {array.name: array.shape for array in arrays}
+    return stored_arrays(abstract_state(layout, optimizer), stored_shapes(layout, optimizer))
 
 
 # --- its state ------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ device memory.
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -148,7 +148,7 @@ def host_tree(arrays: list[StoredArray], state: Any) -> dict:
         for _, data in written[leaf.index]:
             data.copy_to_host_async()
 
-    tree: dict = {}
+    stored = {}
     for array in arrays:
         blocks = []
         for leaf in array.leaves:
@@ -158,11 +158,19 @@ def host_tree(arrays: list[StoredArray], state: Any) -> dict:
                     (region.stored, numbers[region.local])
                     for region in regions(leaf, bounds, array.shape)
                 ]
-        *folders, name = array.name.split("/")
+        stored[array.name] = HostArray(array.shape, array.dtype, piece_shape(array), blocks)
+    return nested(stored)
+
+
+def nested(arrays: Mapping[str, HostArray]) -> dict:
+    """The nested dict of arrays by name, such as "params/embed/w"."""
+    tree: dict = {}
+    for path, array in arrays.items():
+        *folders, name = path.split("/")
         at = tree
         for folder in folders:
             at = at.setdefault(folder, {})
-        at[name] = HostArray(array.shape, array.dtype, piece_shape(array), blocks)
+        at[name] = array
     return tree
 
 

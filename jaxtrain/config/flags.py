@@ -72,8 +72,8 @@ SHARED_FLAGS = (
     Flag(
         "config",
         DEFAULT_RECIPE,
-        "recipe: a Python file whose get_config() returns a jaxtrain.config.Config, or the "
-        "name of a shipped recipe",
+        "recipe: a Python file whose get_config() returns a jaxtrain.config.Config, the "
+        "config.json of a run, or the name of a shipped recipe",
     ),
     Flag(
         "workdir",

@@ -1,6 +1,7 @@
 """Recipes, which are found by path or by name, and read. No jax.
 
     --config=mine/run.py                       the file
+    --config=runs/mine/config.json             a run's config, as train and convert write it
     --config=tiny | tiny.py | configs/tiny.py  that file if it exists, else the recipe of the
     package
 
@@ -10,6 +11,7 @@ and checks it.
 
 import dataclasses
 import difflib
+import json
 import os
 import pathlib
 import runpy
@@ -17,7 +19,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtrain.config import Config
+from jaxtrain.config import Config, from_dict
 from jaxtrain.config.errors import UsageError
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
@@ -105,9 +107,14 @@ def _recipes_in(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def load_recipe(path: pathlib.Path) -> Config:
-    """The config that the file's get_config() returns. Raises RecipeError, with the line, for
-    whatever goes wrong in it."""
+    """The config that the file's get_config() returns, or that a run's config.json holds. Raises
+    RecipeError, with the line, for whatever goes wrong in it."""
     name = f"--config={str(path)!r}"
+    if path.suffix == ".json":
+        try:
+            return from_dict(json.loads(path.read_bytes()))
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            raise RecipeError(f"{name} is no config.json of a run: {error}") from None
     if path.suffix != ".py":
         raise RecipeError(f"{name} is not a Python file")
     try:

@@ -1,12 +1,13 @@
 """recipes.py: which file a `--config` means, and what is said where it means none."""
 
+import json
 import os
 import pathlib
 
 import pytest
 from support import ROOT
 
-from jaxtrain.config import Config, recipes
+from jaxtrain.config import Config, recipes, replace, to_dict
 from jaxtrain.config.recipes import RecipeError, find_recipe, load_recipe, shipped_recipes
 
 SHIPPED = ROOT / "configs"
@@ -130,3 +131,14 @@ def test_a_copy_without_recipes_says_so(folder, monkeypatch):
         "without recipes",
     ):
         find_recipe("tiny")
+
+
+def test_a_run_s_config(tmp_path):
+    config = replace(Config(), {"model.layers": 7, "pipeline.times": (1.0, 2.0, 1.0, 0.1)})
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(to_dict(config)))
+    assert load_recipe(find_recipe(str(path))) == config
+    for text, why in {"{": "Expecting", '{"model": {"layer": 7}}': "layer", "[]": "list"}.items():
+        path.write_text(text)
+        with pytest.raises(RecipeError, match=f"is no config.json of a run: .*{why}"):
+            load_recipe(path)

@@ -18,5 +18,5 @@ if tuple(map(int, importlib.metadata.version("jax").split(".")[:2])) < (0, 12):
 # (test_imports.py).
 ROOMS = (
     "schedule config costs run pipeline devices data parallel models runtime training generation "
-    "checkpoint hlo plan"
+    "checkpoint hf hlo plan"
 ).split()

@@ -1,0 +1,293 @@
+"""`python -m jaxtrain.convert from_hf | to_hf`: a published model as the checkpoint of step 0, and
+a checkpoint as a published model. hf/families.py has the families.
+
+    from_hf DIR --workdir=W   DIR/config.json → settings, DIR/*.safetensors → W/checkpoints/0
+    to_hf --workdir=W DIR     W/checkpoints/N → DIR/config.json, DIR/*.safetensors
+
+One process, on the host; no device is used.
+"""
+
+import collections
+import contextlib
+import json
+import pathlib
+import re
+import shutil
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jaxtrain import cli
+from jaxtrain import config as cfg
+from jaxtrain.checkpoint import reading
+from jaxtrain.checkpoint.manifest import STATE, DatabaseError, read_database
+from jaxtrain.checkpoint.steps import CheckpointError, Meta, choose, read_errors, read_meta
+from jaxtrain.config import Config, ConfigError, checks, one_line, to_dict
+from jaxtrain.config.errors import UsageError
+from jaxtrain.config.flags import Flag, Reading, apply, read_flags
+from jaxtrain.generate import find_checkpoint, understand
+from jaxtrain.hf.exporting import export_folder
+from jaxtrain.hf.fields import HfError, read_json
+from jaxtrain.hf.importing import (
+    CONFIG,
+    SMALL_FILES,
+    SOURCE,
+    TENSORS,
+    TOKENIZER,
+    checked_source,
+    state_tree,
+)
+from jaxtrain.hf.model_config import differing, family_of, read_model, write_model
+from jaxtrain.hf.safetensors_folder import DTYPES, SafetensorsFolder
+from jaxtrain.run import streams
+from jaxtrain.run.exit_status import ExitStatus, RunError
+from jaxtrain.run.files import CONFIG_FILE
+from jaxtrain.run.run_lock import RunLock
+
+DESCRIPTION = """
+Starts a run from a published model, and publishes a run's model, as Hugging Face's transformers
+reads it: config.json and safetensors.
+
+usage: jaxtrain convert from_hf DIR --workdir=W [--config.GROUP.FIELD=VALUE …]
+                          DIR's model as the checkpoint of step 0 of a run in W, which
+                          jaxtrain train --config=W/config.json --workdir=W continues
+       jaxtrain convert to_hf --workdir=W DIR [flags]
+                          the newest checkpoint of W, as a new folder DIR
+
+A field of config.json that jaxtrain cannot honour is refused by its name, and so is a tensor that
+is missing, damaged or too many; nothing is written then, and the status is 2.
+"""
+WORKDIR = Flag("workdir", "", "folder of the run")
+FLAGS = {
+    "from_hf": (WORKDIR,),
+    "to_hf": (
+        WORKDIR,
+        Flag("step", -1, "step of the checkpoint; -1: the newest", at_least=-1),
+        Flag(
+            "dtype",
+            "",
+            "type of the numbers: float32, bfloat16 or float16; empty: that of the model that the "
+            "run began with, else float32",
+        ),
+        Flag("max_shard", "5GB", "most bytes of a file, in B, KB, MB or GB"),
+    ),
+}
+PARAMETERS = "params/"  # before the names of their arrays
+TYPES = {str(dtype): name for name, dtype in DTYPES.items()}  # "float32" → "F32"
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit status: 0; with one line on stderr 2 for what cannot work, 74 for storage that
+    fails."""
+    command, *rest = [*argv] or ["--help"]
+    if command not in FLAGS:
+        if command not in ("--help", "-h", "--version"):
+            cli.fail(f"{command!r} is no command of jaxtrain convert: use from_hf or to_hf")
+        cli.parse_flags([command], DESCRIPTION, ())
+    run = from_hf if command == "from_hf" else to_hf
+    flags = read_flags(rest, DESCRIPTION, FLAGS[command], command == "from_hf", with_words=True)
+    try:
+        run(flags)
+    except RunError as error:
+        print(one_line(f"error: {error}"), file=sys.stderr, flush=True)
+        return error.status
+    return ExitStatus.FINISHED
+
+
+def folder_of(flags: types.SimpleNamespace, command: str) -> pathlib.Path:
+    """The folder that the command's word names. Raises UsageError if there is not one word, or no
+    workdir."""
+    if len(flags.words) != 1:
+        rule = f"{command} is about one folder, not {len(flags.words)}"
+        raise UsageError(rule, advice=f"jaxtrain convert {command} DIR --workdir=W")
+    if not flags.workdir:
+        raise UsageError(
+            "--workdir is empty", {"workdir": f"runs/{pathlib.Path(flags.words[0]).name}"}
+        )
+    return pathlib.Path(flags.words[0])
+
+
+# --- in -------------------------------------------------------------------------------------------
+
+
+def from_hf(command_line: Reading) -> None:
+    """Writes the run's folder. Raises FlagsError, HfError or CheckpointError."""
+
+    def check(command_line: Reading) -> tuple[pathlib.Path, pathlib.Path, Config]:
+        flags = command_line.namespace
+        source, workdir = folder_of(flags, "from_hf"), pathlib.Path(flags.workdir)
+        return source, workdir, _config_of(source, command_line.overrides)
+
+    source, workdir, config = cli.checked(command_line, check)
+    values = read_json(source / CONFIG)
+    family, _, notes = read_model(values, str(source / CONFIG))
+    _start_on_host()
+    from jaxtrain.checkpoint.checkpoints import folder_of_checkpoints
+    from jaxtrain.checkpoint.manager import Checkpointer
+    from jaxtrain.checkpoint.restoring import expected_arrays
+    from jaxtrain.data.tokenizer import DataError, load_tokenizer, tokenizer_from
+
+    checkpoints = folder_of_checkpoints(config.checkpoint, workdir)
+    with read_errors(checkpoints):
+        choice = choose(checkpoints, {})
+    if choice.steps or choice.unrecognized:
+        raise HfError(f"{checkpoints} has checkpoints already: use another --workdir")
+    resolved = config.resolve()
+    try:
+        tokenizer = load_tokenizer(config.data.tokenizer, config.model.vocab_size).describe()
+    except DataError as error:
+        raise HfError(str(error)) from None
+    arrays = expected_arrays(resolved)
+    shapes = {
+        array.name.removeprefix(PARAMETERS): array.shape[array.leaves[0].lead :]
+        for array in arrays
+        if array.name.startswith(PARAMETERS)
+    }
+    rules, tensors = family.layout(resolved.model, values, shapes)
+    folder = SafetensorsFolder(source)
+    with _progress("checked") as progress:
+        published = checked_source(
+            folder, family, tensors, resolved.model.tied_embeddings, progress
+        )
+    lock = RunLock(workdir)
+    lock.take(print)
+    try:
+        _copy_small_files(source, workdir / SOURCE)
+        dtypes = {tensor.name: folder.dtype(published.name(tensor.name)) for tensor in tensors}
+        (workdir / SOURCE / TENSORS).write_text(json.dumps(dtypes, indent=0) + "\n")
+        if tokenizer["kind"] == "tokenizers":
+            tokenizer = tokenizer_from(tokenizer, [workdir / SOURCE]).describe()
+        saves = Checkpointer(checkpoints, None)
+        meta = Meta(to_dict(resolved), tokenizer=tokenizer)
+        saves.save_tree(0, lambda: state_tree(arrays, rules, published), vars(meta))
+        saves.wait()
+        (workdir / CONFIG_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
+    except OSError as error:
+        raise CheckpointError(f"{workdir} cannot be written ({error.strerror})") from None
+    finally:
+        lock.release()
+    print(*(f"note: {note}" for note in notes), sep="\n", end="\n" if notes else "")
+    print(
+        f"{workdir}: step 0 of a {family.model_type} with {len(tensors)} tensors; to continue it:\n"
+        f"python -m jaxtrain.train --config={workdir / CONFIG_FILE} --workdir={workdir}"
+    )
+
+
+def _config_of(source: pathlib.Path, overrides: Sequence[tuple[str, str]]) -> Config:
+    """The config of a run that starts from a published model. Raises HfError for a model that
+    jaxtrain cannot be, ConfigError for settings that contradict it or each other."""
+    path = source / CONFIG
+    _, model, _ = read_model(read_json(path), str(path))
+    changes: dict[str, Any] = {}
+    if (source / TOKENIZER).is_file():
+        changes["data.tokenizer"] = str((source / TOKENIZER).resolve())
+    if model.positions == "learned" and model.max_positions < Config().data.sequence_length:
+        changes["data.sequence_length"] = model.max_positions
+    base = cfg.replace(Config(model=model), changes)
+    config = apply(base, overrides)
+    for setting in differing(config.model, model):
+        name, value = f"model.{setting}", getattr(model, setting)
+        rule = f"contradicts {path}, which says {value}"
+        raise ConfigError(name, getattr(config.model, setting), rule, fixes=[{name: value}])
+    if error := checks.error_of(config):
+        raise error
+    return config
+
+
+def _start_on_host() -> None:
+    """Starts jax, which the checkpoint's geometry needs, on one CPU device."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+
+
+def _copy_small_files(source: pathlib.Path, target: pathlib.Path) -> None:
+    """Copies config.json and the tokenizer's files."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in SMALL_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+# --- out ------------------------------------------------------------------------------------------
+
+
+def to_hf(command_line: Reading) -> None:
+    """Writes the published folder. Raises FlagsError, HfError or CheckpointError."""
+
+    def check(command_line: Reading) -> tuple[types.SimpleNamespace, pathlib.Path, int]:
+        flags = command_line.namespace
+        target = folder_of(flags, "to_hf")
+        if flags.dtype and flags.dtype not in TYPES:
+            rule = f"--dtype={flags.dtype} is no type of published numbers"
+            raise UsageError(rule, {"dtype": "bfloat16"}, ["float32", "float16"])
+        return flags, target, _bytes(flags.max_shard)
+
+    flags, target, largest = cli.checked(command_line, check)
+    try:
+        checkpoints, step = find_checkpoint(flags.workdir, flags.step)
+        meta = Meta.from_json(read_meta(checkpoints, step))
+        config, tokenizer = understand(meta, f"{checkpoints}/{step}", flags.workdir)
+        folder = checkpoints / str(step)
+        opened = reading.open_arrays(folder, read_database(folder / STATE))
+    except DatabaseError as error:
+        raise CheckpointError(f"{checkpoints}: its state {error}") from None
+    except ValueError as error:  # UsageError and ConfigError, too
+        raise HfError(str(error)) from None
+    group = "anchor/" if config.train.diloco_inner_steps else PARAMETERS
+    arrays = {name.removeprefix(group): a for name, a in opened.items() if name.startswith(group)}
+    source = pathlib.Path(flags.workdir) / SOURCE
+    values = _published_config(source / CONFIG, config, tokenizer.end_of_document)
+    shapes = {name: array.shape for name, array in arrays.items()}
+    family = family_of(values, CONFIG)
+    _, tensors = family.layout(config.model, values, shapes)
+    dtypes = dict.fromkeys((tensor.name for tensor in tensors), TYPES[flags.dtype or "float32"])
+    if (source / TENSORS).is_file() and not flags.dtype:
+        dtypes |= read_json(source / TENSORS)
+    commonest = collections.Counter(dtypes.values()).most_common(1)[0][0]
+    values["torch_dtype" if "torch_dtype" in values else "dtype"] = str(DTYPES[commonest])
+    files = {name: source / name for name in SMALL_FILES if (source / name).is_file()}
+    files.pop(CONFIG, None)
+    if TOKENIZER not in files and meta.tokenizer["kind"] == "tokenizers":
+        files[TOKENIZER] = pathlib.Path(meta.tokenizer["path"])
+    with _progress("written") as progress:
+        export_folder(target, values, tensors, arrays, dtypes, largest, files, progress)
+    print(f"{target}: step {step} as a {values['model_type']} with {len(tensors)} tensors")
+
+
+def _published_config(path: pathlib.Path, config: Config, end: int | None) -> dict[str, Any]:
+    """The config.json of a run's model: the one that the run began with, or a new one.
+
+    path: of that one; end: id that ends a document
+    """
+    if path.is_file():
+        values = read_json(path)
+        _, model, _ = read_model(values, str(path))
+        if not any(differing(model, config.model)):
+            return values
+    values = write_model(config.model, None, config.data.sequence_length)
+    return values | {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
+
+
+def _bytes(text: str) -> int:
+    """The bytes of a text such as "5GB". Raises UsageError for another text."""
+    match = re.fullmatch(r"([1-9][0-9]*)([KMG]?B)", text)
+    if not match:
+        raise UsageError(f"--max_shard={text} is no size", {"max_shard": "5GB"})
+    return int(match[1]) * {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}[match[2]]
+
+
+@contextlib.contextmanager
+def _progress(word: str) -> Iterator[Callable[[int, int], None]]:
+    """A context in which a terminal shows how many tensors are done; its value is called with that
+    number and with all."""
+    line = streams.TerminalLine(sys.stderr)
+    try:
+        yield lambda done, total: line.draw(f"{done} of {total} tensors {word}")
+    finally:
+        line.clear()
+
+
+if __name__ == "__main__":
+    sys.exit(streams.run(main, sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Published models, which are folders of config.json and safetensors, to checkpoints and back."""

@@ -1,0 +1,96 @@
+"""Rules from the tensors of a safetensors folder to the arrays of a checkpoint, used both ways.
+
+A rule joins one published tensor, or some of its columns, to one stored array, or some of its
+columns, in one layer and one expert:
+
+    model.layers.3.self_attn.q_proj.weight    layers/attention/query/weight[3]    transposed
+    transformer.h.3.attn.c_attn.weight[:, :D]  layers/attention/query/weight[3]    some columns
+
+families.py has the rules of each family. Arrays are named as in a checkpoint, without "params/".
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rule:
+    """A published tensor, and where a checkpoint has its numbers.
+
+    tensor:    its name
+    array:     name of the stored array
+    index:     the layer and the expert in that array, as far as it has them
+    transpose: the published matrix is [out, in], as torch's Linear has it; the stored one [in, out]
+    taken:     the columns of the tensor, once transposed, in the stored order; None: all
+    columns:   (start, stop) of the array's columns that hold them; None: all
+    """
+
+    tensor: str
+    array: str
+    index: tuple[int, ...] = ()
+    transpose: bool = False
+    taken: np.ndarray | None = None
+    columns: tuple[int, int] | None = None
+
+    @property
+    def region(self) -> tuple:
+        """The index of the rule's numbers in the stored array."""
+        return (*self.index, ..., slice(*self.columns)) if self.columns else (*self.index, ...)
+
+    def region_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the rule's numbers in a stored array of this shape."""
+        region = tuple(shape[len(self.index) :])
+        return (*region[:-1], self.columns[1] - self.columns[0]) if self.columns else region
+
+    def stored(self, tensor: np.ndarray) -> np.ndarray:
+        """The numbers of the published tensor as the array has them."""
+        oriented = tensor.T if self.transpose else tensor
+        return oriented if self.taken is None else oriented[..., self.taken]
+
+    def publish(self, numbers: np.ndarray, tensor: np.ndarray) -> None:
+        """Writes the array's numbers into their places of the published tensor."""
+        oriented = tensor.T if self.transpose else tensor
+        oriented[... if self.taken is None else (..., self.taken)] = numbers
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PublishedTensor:
+    """A tensor of a safetensors folder: its name, its shape, and the rules that fill it."""
+
+    name: str
+    shape: tuple[int, ...]
+    rules: tuple[Rule, ...]
+
+
+def published_tensors(
+    rules: Sequence[Rule], shapes: Mapping[str, Sequence[int]]
+) -> Iterator[PublishedTensor]:
+    """The tensors that a folder has by these rules.
+
+    shapes: stored array → shape
+    """
+    by_tensor: dict[str, list[Rule]] = {}
+    for rule in rules:
+        by_tensor.setdefault(rule.tensor, []).append(rule)
+    for name, parts in by_tensor.items():
+        regions = [rule.region_shape(shapes[rule.array]) for rule in parts]
+        shape = (*regions[0][:-1], sum(region[-1] for region in regions))
+        yield PublishedTensor(name, shape[::-1] if parts[0].transpose else shape, tuple(parts))
+
+
+def check_coverage(rules: Sequence[Rule], shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raises ValueError unless the rules fill each array, of these shapes, exactly once."""
+    numbers = dict.fromkeys(shapes, 0)
+    regions = set()
+    for rule in rules:
+        region = (rule.array, rule.index, rule.columns)
+        if region in regions:
+            raise ValueError(f"two rules fill {region}")
+        regions.add(region)
+        numbers[rule.array] += math.prod(rule.region_shape(shapes[rule.array]))
+    for array, count in numbers.items():
+        if count != math.prod(shapes[array]):
+            raise ValueError(f"rules fill {count} of the {math.prod(shapes[array])} of {array}")

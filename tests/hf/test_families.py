@@ -1,0 +1,83 @@
+"""The rules of each family: they fill every parameter once, and a tensor that went through them is
+the same bytes."""
+
+import numpy as np
+import pytest
+from support.hf_models import CONFIGS, llama_tensors
+
+from jaxtrain.checkpoint.restoring import expected_shapes
+from jaxtrain.config import Config, replace
+from jaxtrain.hf.families import COUNTERS
+from jaxtrain.hf.model_config import read_model
+from jaxtrain.hf.rules import check_coverage
+
+
+def laid_out(values: dict, **changes):
+    """(rules, tensors, shapes of the parameters) of a config.json."""
+    family, model, _ = read_model(values, "config.json")
+    config = replace(Config(model=model), {"data.sequence_length": 16} | changes).resolve()
+    shapes = {
+        name.removeprefix("params/"): shape
+        for name, shape in expected_shapes(config).items()
+        if name.startswith("params/")
+    }
+    return *family.layout(config.model, values, shapes), shapes
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rules_fill_every_parameter_once(name):
+    rules, _, shapes = laid_out(CONFIGS[name])
+    filled = {array: np.zeros(shape, int) for array, shape in shapes.items()}
+    for rule in rules:
+        filled[rule.array][rule.region] += 1
+    for array, count in filled.items():
+        assert (count == (0 if array.endswith(COUNTERS) else 1)).all(), array
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_there_and_back_is_the_same(name):
+    rules, tensors, shapes = laid_out(CONFIGS[name])
+    random = np.random.default_rng(0)
+    arrays = {array: np.zeros(shape, np.float32) for array, shape in shapes.items()}
+    published = {t.name: random.standard_normal(t.shape, np.float32) for t in tensors}
+    for rule in rules:
+        arrays[rule.array][rule.region] = rule.stored(published[rule.tensor])
+    for tensor in tensors:
+        back = np.full(tensor.shape, np.nan, np.float32)
+        for rule in tensor.rules:
+            rule.publish(arrays[rule.array][rule.region], back)
+        assert back.tobytes() == published[tensor.name].tobytes(), tensor.name
+
+
+def test_a_llama_s_tensors():
+    _, tensors, _ = laid_out(CONFIGS["llama"])
+    shapes = {name: array.shape for name, array in llama_tensors().items()}
+    assert {tensor.name: tensor.shape for tensor in tensors} == shapes
+
+
+def test_counts_of_experts_are_no_tensors():
+    _, tensors, shapes = laid_out(CONFIGS["mixtral"], **{"model.capacity_factor": 1.5})
+    assert {f"layers/{name}" for name in COUNTERS} <= set(shapes)
+    assert len(tensors) == 3 + 3 * (7 + 3 * 4)
+
+
+def test_rotated_columns_are_pairs_or_halves():
+    pairs, _, _ = laid_out(CONFIGS["deepseek_v3"])
+    (key,) = [r for r in pairs if r.tensor.endswith("layers.1.self_attn.kv_a_proj_with_mqa.weight")]
+    assert key.columns == (12, 12 + 10 + 6)
+    assert list(key.taken) == [*range(10), 10, 12, 14, 11, 13, 15]
+    (query,) = [r for r in pairs if r.tensor.endswith("layers.1.self_attn.q_b_proj.weight")]
+    assert list(query.taken[14:28]) == [14 + c for c in (*range(8), 8, 10, 12, 9, 11, 13)]
+    halves, _, _ = laid_out(CONFIGS["deepseek_v3 without latent queries"])
+    (key,) = [
+        r for r in halves if r.tensor.endswith("layers.1.self_attn.kv_a_proj_with_mqa.weight")
+    ]
+    assert list(key.taken) == [*range(16)]
+
+
+def test_rules_that_do_not_fit():
+    rules, _, shapes = laid_out(CONFIGS["llama"])
+    with pytest.raises(ValueError, match="two rules fill"):
+        check_coverage([*rules, rules[0]], shapes)
+    with pytest.raises(ValueError, match=r"rules fill 0 of the 4160 of embed/table"):
+        check_coverage(rules[1:], shapes)

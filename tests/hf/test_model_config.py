@@ -1,0 +1,165 @@
+"""config.json ↔ ModelConfig: every field is honoured, known to be without effect, or refused by its
+name."""
+
+import json
+
+import pytest
+from support.hf_models import CONFIGS
+
+from jaxtrain.config import Config, ModelConfig, checks, replace
+from jaxtrain.config.recipes import load_recipe, shipped_recipes
+from jaxtrain.hf.families import FAMILIES
+from jaxtrain.hf.fields import HfError
+from jaxtrain.hf.model_config import FREE, differing, read_model, write_model
+
+
+def model_of(values: dict) -> ModelConfig:
+    return read_model(values, "config.json")[1]
+
+
+def resolved(model: ModelConfig) -> ModelConfig:
+    return Config(model=model).resolve().model
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_there_and_back(name):
+    family, model, _ = read_model(CONFIGS[name], "config.json")
+    assert checks.error_of(replace(Config(model=model), {"data.sequence_length": 64})) is None
+    written = write_model(resolved(model), family, 64)
+    assert json.loads(json.dumps(written)) == written
+    assert list(differing(model_of(written), model)) == []
+    for field, value in CONFIGS[name].items():
+        if field in written and value is not None and field != "rope_interleave":
+            assert written[field] == value, field
+
+
+def test_every_family_is_tested():
+    assert {values["model_type"] for values in CONFIGS.values()} == set(FAMILIES)
+
+
+def test_a_llama():
+    assert resolved(model_of(CONFIGS["llama"])) == resolved(
+        ModelConfig(
+            layers=3,
+            width=16,
+            heads=4,
+            kv_heads=2,
+            mlp_width=24,
+            vocab_size=260,
+            rotary_base=20000.0,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"rope_theta": 20000, "rope_scaling": None, "torch_dtype": "bfloat16"},
+        {"rope_theta": 20000.0, "rope_scaling": {"type": "default"}},
+        {"rope_theta": 20000.0, "rope_parameters": {"rope_theta": 20000.0}, "dtype": "float32"},
+    ],
+    ids=str,
+)
+def test_older_forms(form):
+    older = {k: v for k, v in CONFIGS["llama"].items() if k != "rope_parameters"} | form
+    assert model_of(older) == model_of(CONFIGS["llama"])
+
+
+def test_missing_fields_have_the_defaults_of_transformers():
+    model = resolved(model_of({"model_type": "llama"}))
+    sizes = (model.layers, model.width, model.heads, model.kv_heads, model.mlp_width)
+    assert sizes == (32, 4096, 32, 32, 11008)
+    assert (model.norm_epsilon, model.rotary_base, model.vocab_size) == (1e-6, 10000.0, 32000)
+    assert model_of({"model_type": "mixtral"}).rotary_base == 1e6
+
+
+SCALED = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}
+REFUSED = [
+    ("llama", {"model_type": "mamba"}, "model_type='mamba'"),
+    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "architectures="),
+    ("llama", {"rope_parameters": SCALED}, "rope_parameters.rope_type='llama3'"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type='linear'"),
+    ("llama", {"rope_theta": 5e5}, "rope_parameters.rope_theta=20000.0 contradicts rope_theta"),
+    ("llama", {"rope_theta": "much", "rope_parameters": None}, "rope_theta='much'"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ("llama", {"attention_bias": True}, "mlp_bias=False"),
+    ("llama", {"attention_bias": 1}, "attention_bias=1"),
+    ("llama", {"hidden_size": "16"}, "hidden_size='16'"),
+    ("llama", {"hidden_size": 16.5}, "hidden_size=16.5"),
+    ("llama", {"num_hidden_layers": True}, "num_hidden_layers=True"),
+    ("llama", {"num_attention_heads": -4}, "num_attention_heads=-4"),
+    ("llama", {"rms_norm_eps": None}, "rms_norm_eps=None"),
+    ("llama", {"tie_word_embeddings": None}, "tie_word_embeddings=None"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config="),
+    ("llama", {"auto_map": {"AutoModel": "x.y"}}, "auto_map="),
+    ("llama", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
+    ("mistral", {"sliding_window": 32}, "sliding_window=32"),
+    ("mistral", {"max_position_embeddings": 32768}, "sliding_window=None"),
+    ("mistral", {"attention_bias": False}, "attention_bias=False is no field"),
+    ("mixtral", {"sliding_window": 32}, "sliding_window=32"),
+    ("deepseek_v3", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1"),
+    ("deepseek_v3", {"attention_bias": True}, "attention_bias=True"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+    ("deepseek_v3", {"first_k_dense_replace": 3}, "first_k_dense_replace=3"),
+    ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2"),
+    ("deepseek_v3", {"head_dim": 8}, "head_dim=8"),
+    ("gpt2", {"activation_function": "gelu"}, "activation_function='gelu'"),
+    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
+]
+
+
+@pytest.mark.parametrize("name, changes, message", REFUSED, ids=lambda value: str(value)[:60])
+def test_refused_by_name(name, changes, message):
+    with pytest.raises(HfError, match="^config.json: ") as error:
+        model_of(CONFIGS[name] | changes)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_changes_only_training_elsewhere_is_noted():
+    _, _, notes = read_model(CONFIGS["gpt2"], "config.json")
+    assert notes == ["attn_pdrop=0.1 is left out: it changes only how transformers trains"]
+
+
+# --- out ------------------------------------------------------------------------------------------
+
+
+def test_models_of_recipes():
+    """The family of each recipe's model, or the setting that no config.json has."""
+    families = {
+        "tiny": "llama",
+        "llama3_8b": "llama",
+        "gpt2_124m": "gpt2",
+        "mixtral_8x7b": "mixtral",
+        "deepseek_v3": "mtp_depth",
+    }
+    for name, expected in families.items():
+        config = load_recipe(shipped_recipes()[name]).resolve()
+        try:
+            answer = write_model(config.model, None, config.data.sequence_length)["model_type"]
+        except HfError as error:
+            answer = str(error)
+        assert expected in answer, (name, answer)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"biases": True, "experts": 4}, {"mtp_depth": 1}, {"activation": "gelu"}, {"experts": 4}],
+    ids=str,
+)
+def test_a_model_that_no_family_can_hold(change):
+    changes = {f"model.{name}": value for name, value in change.items()}
+    model = replace(Config(), changes).resolve().model
+    with pytest.raises(HfError, match="has no counterpart in a config.json of llama") as error:
+        write_model(model, None, 128)
+    assert any(f"model.{name}=" in str(error.value) for name in change)
+
+
+def test_settings_that_are_free():
+    model = ModelConfig()
+    assert {*vars(model)} >= FREE
+    assert list(differing(model, replace(Config(), {"model.loss_chunk": 7}).model)) == []
+    differences = list(differing(model, replace(Config(), {"model.width": 64}).model))
+    assert {"width", "head_dim", "mlp_width"} <= {*differences} and "layers" not in differences

@@ -1,0 +1,163 @@
+"""Small published models for tests: a config.json for each family, and one family's tensors by
+numpy."""
+
+import json
+import pathlib
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+_ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}
+_SIZES = {
+    "vocab_size": 260,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+# Model → config.json, as transformers 5 writes it.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **_SIZES,
+        **_ROTARY,
+        "intermediate_size": 24,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+        "eos_token_id": 2,
+    },
+    "tied llama with biases": {
+        "model_type": "llama",
+        **_SIZES,
+        "intermediate_size": 24,
+        "head_dim": 6,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "mistral": {
+        "model_type": "mistral",
+        **_SIZES,
+        **_ROTARY,
+        "intermediate_size": 24,
+        "num_key_value_heads": 1,
+    },
+    "mixtral": {
+        "model_type": "mixtral",
+        **_SIZES,
+        "intermediate_size": 24,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "sliding_window": None,
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **_SIZES,
+        "intermediate_size": 24,
+        "moe_intermediate_size": 8,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "kv_lora_rank": 10,
+        "q_lora_rank": 12,
+        "qk_rope_head_dim": 6,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 5,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "num_nextn_predict_layers": 0,
+    },
+    "deepseek_v3 without latent queries": {
+        "model_type": "deepseek_v3",
+        **_SIZES,
+        "intermediate_size": 24,
+        "moe_intermediate_size": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "kv_lora_rank": 10,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 6,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 5,
+        "first_k_dense_replace": 0,
+        "num_key_value_heads": None,
+        "rope_interleave": False,
+        "norm_topk_prob": False,
+        "n_shared_experts": 2,
+    },
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": 260,
+        "n_positions": 64,
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_inner": None,
+        "attn_pdrop": 0.1,
+        "task_specific_params": {"text-generation": {"do_sample": True}},
+    },
+}
+
+
+def llama_tensors(dtype: Any = np.float32) -> dict[str, np.ndarray]:
+    """The tensors of CONFIGS["llama"], drawn from a normal distribution."""
+    width, hidden, keys = 16, 24, 8
+    shapes = {
+        "model.embed_tokens.weight": (260, width),
+        "model.norm.weight": (width,),
+        "lm_head.weight": (260, width),
+    }
+    for layer in range(3):
+        shapes |= {
+            f"model.layers.{layer}.{name}.weight": shape
+            for name, shape in {
+                "input_layernorm": (width,),
+                "post_attention_layernorm": (width,),
+                "self_attn.q_proj": (width, width),
+                "self_attn.k_proj": (keys, width),
+                "self_attn.v_proj": (keys, width),
+                "self_attn.o_proj": (width, width),
+                "mlp.gate_proj": (hidden, width),
+                "mlp.up_proj": (hidden, width),
+                "mlp.down_proj": (width, hidden),
+            }.items()
+        }
+    random = np.random.default_rng(0)
+    return {
+        name: (random.standard_normal(shape, np.float32) * 0.3).astype(dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def write_llama(
+    folder: pathlib.Path, bfloat16: bool = False, **changes: np.ndarray | None
+) -> dict[str, np.ndarray]:
+    """Writes the small Llama into a folder, and returns its tensors.
+
+    changes: tensor, with "_" for ".", and what to have instead; None: to be left out
+    """
+    tensors = llama_tensors(ml_dtypes.bfloat16 if bfloat16 else np.float32)
+    for name in list(tensors):
+        if name.replace(".", "_") in changes:
+            other = changes.pop(name.replace(".", "_"))
+            if other is None:
+                del tensors[name]
+            else:
+                tensors[name] = other
+    tensors |= {name: array for name, array in changes.items() if array is not None}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIGS["llama"]))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return tensors

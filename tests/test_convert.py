@@ -1,0 +1,250 @@
+"""`python -m jaxtrain.convert`: a published model in and out, with fixtures that numpy has made;
+and what is refused, with nothing written. test_transformers.py compares with transformers."""
+
+import json
+import os
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from support import train_runs
+from support.hf_models import CONFIGS, write_llama
+
+from jaxtrain import convert
+from jaxtrain.checkpoint.restoring import load_parameters
+from jaxtrain.checkpoint.steps import Meta, fault, read_meta
+from jaxtrain.hf.safetensors_folder import INDEX
+from jaxtrain.run.files import CONFIG_FILE
+
+
+def run(*words: object) -> int:
+    """The command's exit status, in this process."""
+    try:
+        return convert.main([str(word) for word in words])
+    except SystemExit as end:
+        return end.code
+
+
+def tensors_of(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    return {
+        name: array
+        for file in folder.glob("*.safetensors")
+        for name, array in load_file(file).items()
+    }
+
+
+def assert_same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape), name
+        assert a[name].tobytes() == b[name].tobytes(), name
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory) -> pathlib.Path:
+    """A folder with a published model, and a run in it that starts from the model."""
+    folder = tmp_path_factory.mktemp("imported")
+    write_llama(folder / "model")
+    (folder / "model" / "generation_config.json").write_text('{"temperature": 0.6}')
+    assert run("from_hf", folder / "model", f"--workdir={folder / 'run'}") == 0
+    return folder
+
+
+# --- in -------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_step_0(imported):
+    checkpoints = imported / "run" / "checkpoints"
+    assert fault(checkpoints / "0") == ""
+    meta = Meta.from_json(read_meta(checkpoints, 0))
+    config = meta.stored_config()
+    assert (meta.step, meta.position, meta.checksum) == (0, 0, "")
+    assert meta.tokenizer == {"kind": "bytes"}
+    assert not (imported / "run" / "run.lock").exists()
+    layout, params = load_parameters(
+        checkpoints, 0, config.model, config.precision, independent_replicas=False
+    )
+    published = tensors_of(imported / "model")
+    query = np.asarray(params["layers"]["attention"]["query"]["weight"], np.float32)
+    expected = published["model.layers.2.self_attn.q_proj.weight"].T
+    compute = jax.numpy.dtype(config.precision.compute)
+    assert np.array_equal(query[2], expected.astype(compute).astype(np.float32))
+
+
+def test_training_continues_it(imported, tmp_path):
+    """By the config.json that the command has written, which names the folder too."""
+    work = tmp_path / "run"
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("a batch is cut into microbatches. " * 200)
+    words = [f"--workdir={work}", f"--config.data.source={corpus}"]
+    assert run("from_hf", imported / "model", *words) == 0
+    flags = train_runs.settings(train__steps=1, train__sample_tokens=0)
+    words = ["jaxtrain.train", f"--config={work / CONFIG_FILE}", "--cpu_devices=1", *flags]
+    with train_runs.running(tmp_path, *words) as command:
+        done = command.end()
+    assert "continuing from step 0\n" in done.out and "step 1/1 · loss" in done.out
+    assert train_runs.checkpoints(work) == [0, 1]
+    assert run("to_hf", tmp_path / "trained", f"--workdir={work}") == 0
+    before, after = tensors_of(imported / "model"), tensors_of(tmp_path / "trained")
+    assert before.keys() == after.keys()
+    name = "model.layers.1.mlp.up_proj.weight"
+    # the first step of the warm-up moves every number by at most its learning rate
+    assert 0 < np.abs(after[name] - before[name]).max() < 1e-3
+    assert run("to_hf", tmp_path / "first", f"--workdir={work}", "--step=0") == 0
+    assert_same(tensors_of(tmp_path / "first"), before)
+
+
+def test_independent_replicas_begin_alike(imported, tmp_path):
+    flags = ["--config.train.diloco_inner_steps=2", "--config.mesh.replica=2"]
+    assert run("from_hf", imported / "model", f"--workdir={tmp_path / 'run'}", *flags) == 0
+    assert fault(tmp_path / "run" / "checkpoints" / "0") == ""
+    assert run("to_hf", tmp_path / "out", f"--workdir={tmp_path / 'run'}") == 0
+    assert_same(tensors_of(tmp_path / "out"), tensors_of(imported / "model"))
+
+
+def test_names_without_prefix_and_a_tied_matrix(tmp_path):
+    """Files of older versions, and of a model without its head, lack the prefix; files of tied
+    models may have the matrix twice."""
+    tensors = write_llama(tmp_path / "model")
+    embedding = tensors["model.embed_tokens.weight"]
+    write_llama(tmp_path / "model", lm_head_weight=embedding)
+    tied = CONFIGS["llama"] | {"tie_word_embeddings": True}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(tied))
+    assert run("from_hf", tmp_path / "model", f"--workdir={tmp_path / 'run'}") == 0
+    assert run("to_hf", tmp_path / "out", f"--workdir={tmp_path / 'run'}") == 0
+    out = tensors_of(tmp_path / "out")
+    assert "lm_head.weight" not in out
+    assert np.array_equal(out["model.embed_tokens.weight"], embedding)
+    bare = {name.removeprefix("model."): array for name, array in out.items()}
+    save_file(bare, tmp_path / "model" / "model.safetensors")
+    assert run("from_hf", tmp_path / "model", f"--workdir={tmp_path / 'bare'}") == 0
+    assert run("to_hf", tmp_path / "again", f"--workdir={tmp_path / 'bare'}") == 0
+    assert_same(tensors_of(tmp_path / "again"), out)
+
+
+# --- out ------------------------------------------------------------------------------------------
+
+
+def test_there_and_back_is_the_same_bytes(imported, tmp_path):
+    out = tmp_path / "out"
+    assert run("to_hf", out, f"--workdir={imported / 'run'}") == 0
+    assert_same(tensors_of(out), tensors_of(imported / "model"))
+    assert json.loads((out / "config.json").read_text()) == CONFIGS["llama"] | {"dtype": "float32"}
+    assert (out / "generation_config.json").read_text() == '{"temperature": 0.6}'
+    assert os.listdir(tmp_path) == ["out"], "nothing unfinished is left"
+
+
+def test_bfloat16_in_several_files(tmp_path):
+    tensors = write_llama(tmp_path / "model", bfloat16=True)
+    assert run("from_hf", tmp_path / "model", f"--workdir={tmp_path / 'run'}") == 0
+    out = tmp_path / "out"
+    assert run("to_hf", out, f"--workdir={tmp_path / 'run'}", "--max_shard=9KB") == 0
+    assert_same(tensors_of(out), tensors)
+    index = json.loads((out / INDEX).read_text())
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    assert sorted({*index["weight_map"].values()}) == files and len(files) == 4
+    assert index["metadata"]["total_size"] == sum(a.nbytes for a in tensors.values())
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    # what was written is read again, by its index
+    assert run("from_hf", out, f"--workdir={tmp_path / 'again'}") == 0
+    flags = [f"--workdir={tmp_path / 'again'}", "--dtype=float32"]
+    assert run("to_hf", tmp_path / "wide", *flags) == 0
+    assert_same(
+        tensors_of(tmp_path / "wide"), {name: a.astype(np.float32) for name, a in tensors.items()}
+    )
+
+
+def test_a_folder_that_exists_stays(imported, tmp_path, capsys):
+    assert run("to_hf", tmp_path, f"--workdir={imported / 'run'}") == 2
+    assert (
+        capsys.readouterr().err
+        == f"error: {tmp_path} exists already: name a folder that does not\n"
+    )
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+
+def assert_refused(capsys, message: str, *words: object, unwritten: pathlib.Path) -> None:
+    assert run(*words) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and message in err, err
+    assert not unwritten.exists()
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+WRONG_TENSORS = {
+    "missing": (None, f"{UP} is missing"),
+    "shape": (np.zeros((16, 24), np.float32), f"{UP} is [16, 24], not [24, 16]"),
+    "type": (np.zeros((24, 16), np.int8), f"{UP} is of I8: only F32, F16, BF16 are read"),
+    "nan": (np.full((24, 16), np.nan, np.float32), f"{UP} has numbers that are not finite"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TENSORS)
+def test_wrong_tensors(capsys, tmp_path, name):
+    array, message = WRONG_TENSORS[name]
+    write_llama(tmp_path / "model", **{UP.replace(".", "_"): array})
+    words = ["from_hf", tmp_path / "model", f"--workdir={tmp_path / 'run'}"]
+    assert_refused(capsys, message, *words, unwritten=tmp_path / "run")
+
+
+def test_wrong_folders(capsys, tmp_path):
+    model, run_folder = tmp_path / "model", tmp_path / "run"
+    words = ["from_hf", model, f"--workdir={run_folder}"]
+
+    def refused(message: str) -> None:
+        assert_refused(capsys, message, *words, unwritten=run_folder)
+
+    refused(f"{model / 'config.json'} cannot be read (No such file or directory)")
+    write_llama(model, bonus=np.zeros(3, np.float32))
+    refused("model.safetensors: bonus is no tensor of a llama of config.json")
+    write_llama(model)
+    file = model / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    refused(f"{file} is no complete safetensors file")
+    file.write_bytes(content[:5])
+    refused(f"{file} is no complete safetensors file")
+    file.rename(model / "pytorch_model.bin")
+    refused("pytorch_model.bin is pickled, which is not read")
+    (model / INDEX).write_text(json.dumps({"weight_map": {UP: "gone.safetensors"}}))
+    refused(f"{model / 'gone.safetensors'} is missing")
+    write_llama(model)
+    (model / INDEX).write_text(json.dumps({"weight_map": {"x": "model.safetensors"}}))
+    refused("model.safetensors: x is missing")
+    (model / "config.json").write_text("{")
+    refused(f"{model / 'config.json'} is no JSON")
+
+
+def test_wrong_flags(capsys, imported, tmp_path):
+    model, unwritten = imported / "model", tmp_path / "run"
+    for message, words in {
+        "'in' is no command of jaxtrain convert": ["in"],
+        "from_hf is about one folder, not 2": ["from_hf", model, model, "--workdir=x"],
+        "--workdir is empty: use --workdir=runs/model": ["from_hf", model],
+        "model.width=32 contradicts": [
+            "from_hf",
+            model,
+            f"--workdir={unwritten}",
+            "--config.model.width=32",
+        ],
+        "has checkpoints already": ["from_hf", model, f"--workdir={imported / 'run'}"],
+        "--dtype=int8 is no type": ["to_hf", unwritten, "--workdir=x", "--dtype=int8"],
+        "--max_shard=5 is no size: use --max_shard=5GB": [
+            "to_hf",
+            unwritten,
+            "--workdir=x",
+            "--max_shard=5",
+        ],
+        "--workdir='none' does not exist": ["to_hf", unwritten, "--workdir=none"],
+        "--step=3 is no checkpoint": [
+            "to_hf",
+            unwritten,
+            f"--workdir={imported / 'run'}",
+            "--step=3",
+        ],
+    }.items():
+        assert_refused(capsys, message, *words, unwritten=unwritten)
