@@ -119,6 +119,7 @@ def check_torch_has(config: Config) -> None:
         "model.dense_layers": 0,
         "model.mtp_depth": 0,
         "model.capacity_factor": 0.0,
+        "model.qk_norm": False,
         "model.rope_scaling": "none",
         "model.nope_layers": (),
         "model.rotary_dim": m.head_dim,

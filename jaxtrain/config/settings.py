@@ -159,6 +159,9 @@ class ModelConfig:
         257, "token ids that the model knows (257: bytes and the document separator)", at_least=2
     )
     norm: str = setting("rmsnorm", "normalisation", choices=("rmsnorm", "layernorm"))
+    qk_norm: bool = setting(
+        False, "gqa: a norm of each head's queries and one of its keys, before the rotation (Qwen3)"
+    )
     norm_epsilon: float = setting(1e-5, "added to the variance in a normalisation", above=0)
     latent_norm_epsilon: float = setting(
         0.0, "mla: norm_epsilon of the latents' norms; 0: norm_epsilon", at_least=0

@@ -113,6 +113,11 @@ USES = (
         lambda c: "with model.router_groups=1",
     ),
     Use(
+        ["model.qk_norm"],
+        lambda c: c.model.attention == "gqa",
+        lambda c: f"with model.attention={c.model.attention!r}",
+    ),
+    Use(
         ["model.expert_room"],
         lambda c: not c.model.capacity_factor,
         lambda c: f"with model.capacity_factor={c.model.capacity_factor}",

@@ -188,7 +188,8 @@ class StepCollectives:
             collectives = _alike(kind, MODEL, sizes, 2, sharing)
         if op == "W":
             ranks = m.query_rank + m.kv_rank
-            norms = (m.norm_vectors * 2 * m.width + ranks) * FLOAT32
+            heads = 2 * m.norm_vectors * m.head_dim * m.qk_norm
+            norms = (m.norm_vectors * 2 * m.width + heads + ranks) * FLOAT32
             latents = m.width * (ranks + m.rope_dim) * self.summed
             collectives += _alike(
                 SUM, MODEL, [norms, 2 * m.width * self.summed * m.biases, latents]

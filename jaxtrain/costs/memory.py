@@ -165,7 +165,7 @@ def layer_bytes(step: StepModel, dense: bool = False, remat: str = "") -> LayerB
     # saves its input less the mean in 32 bits; RMSNorm its input
     layer_norm = model.norm_vectors > 1
     selective = (remat or layout.remat) == "selective"
-    attention, routed = _attention_widths(step), LayerBytes(0.0, 0.0, 0.0)
+    attention, routed = _attention_widths(step, selective), LayerBytes(0.0, 0.0, 0.0)
     hidden = model.shared_experts * model.expert_width if experts else model.mlp_width
     arrays = 3 if model.gated else 2
     mlp = LayerBytes(arrays * hidden, 0.0, arrays * hidden)
@@ -199,15 +199,21 @@ def layer_bytes(step: StepModel, dense: bool = False, remat: str = "") -> LayerB
     )
 
 
-def _attention_widths(step: StepModel) -> LayerBytes:
+def _attention_widths(step: StepModel, selective: bool) -> LayerBytes:
     """Numbers of a token: queries, keys and values, attention's result, and the gradients of the
-    first three. Latent attention has keys and values before they are rotated and spread, what they
-    and queries are made of, and gradients of all of these."""
+    first three. Norms of queries and keys need what they norm and its gradient. Latent attention
+    has keys and values before they are rotated and spread, what they and queries are made of, and
+    gradients of all of these."""
     model = step.model
     query, key = model.heads * model.score_dim, model.kv_heads * model.score_dim
     result, value = model.heads * model.output_dim, model.kv_heads * model.output_dim
     if not model.mla:
-        return LayerBytes(query + key + value, result, query + key + value)
+        normed, stash = (query + key) * model.qk_norm, query + key + value
+        if selective:  # B leaves what it norms once more, in 32 bits, and its gradient
+            return LayerBytes(stash, result, stash + normed * (FLOAT32 / step.item + 1))
+        # W reads what is normed, from which B rotates once more, and both the size of each head
+        sizes = (model.heads + model.kv_heads) * model.qk_norm * FLOAT32 / step.item
+        return LayerBytes(stash - normed + sizes, result + normed + sizes, stash + normed)
     latents, rotated = model.query_rank + model.kv_rank, model.rope_dim * (1 + model.heads)
     spread = model.heads * (model.head_dim + model.value_dim)
     stash = query + key + value + 2 * latents + rotated

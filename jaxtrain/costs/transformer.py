@@ -51,6 +51,7 @@ class Transformer:
     gated:        an MLP has three matrices, and not two
     positions:    rows of the table of learned positions, 0 without one
     norm_vectors: vectors of a norm, 2 with a bias
+    qk_norm:      a layer has a norm of queries and one of keys, of one head's size
     value_dim, query_rank, kv_rank, rope_dim: sizes of latent attention (mla), else 0
     experts, experts_per_token, shared_experts, expert_width: of each of `layers`
     dense_layers: layers before those, with an MLP
@@ -71,6 +72,7 @@ class Transformer:
     biases: bool = False
     positions: int = 0
     norm_vectors: int = 1
+    qk_norm: bool = False
     mla: bool = False
     query_rank: int = 0
     kv_rank: int = 0
@@ -167,6 +169,8 @@ class Transformer:
                     yield Array((size,), (columns,))
         for size in (width, width, self.query_rank, self.kv_rank):
             yield from self._norm(size)
+        if self.qk_norm:
+            yield from self._norm(self.head_dim) * 2
         if experts and not dense:  # the router counts each expert's tokens, and what it drops
             counts = 2 if self.capacity_factor or self.expert_room else 1
             yield from [Array((experts,), ("",))] * counts

@@ -8,7 +8,7 @@ from flax import nnx
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.devices.sharding import constrain
-from jaxtrain.models.layers import Dense, column_parallel
+from jaxtrain.models.layers import Dense, Norm, column_parallel
 from jaxtrain.models.rotary import Rotary
 from jaxtrain.models.spec import CacheSlot
 from jaxtrain.parallel.attention import HEADS, KV_HEADS, attend_cached, attend_causal
@@ -34,10 +34,15 @@ class Attention(nnx.Module):
         self.key = Dense(d, k, ("width", "kv_heads"), cfg.init_std, cfg.biases)
         self.value = Dense(d, k, ("width", "kv_heads"), cfg.init_std, cfg.biases)
         self.out = Dense(n, d, ("heads", "width"), residual_std, cfg.biases)
+        norm = lambda: Norm(cfg, self.head_dim, "latent") if cfg.qk_norm else None
+        self.query_norm, self.key_norm = norm(), norm()
 
     def project(self, x_BTD, positions_BT):
-        """Returns queries [B, T, N, H], keys and values [B, T, K, H], rotated where positions are
-        rotary. K is at least the number of devices that heads are split over."""
+        """Returns queries [B, T, N, H], keys and values [B, T, K, H].
+
+        Queries and keys are normed where the model has `qk_norm`, then rotated where positions are
+        rotary. K is at least the number of devices that heads are split over.
+        """
         split = lambda y, n: y.reshape(*y.shape[:2], n, self.head_dim)
         change = lambda layer, a: a if layer is self.query else shared_columns(a, self.kv_heads)
         q, k, v = map(
@@ -47,6 +52,8 @@ class Attention(nnx.Module):
         k_BTKH, v_BTKH = (
             constrain(split(a, attention_kv_heads(self.kv_heads)), KV_HEADS) for a in (k, v)
         )
+        if self.query_norm is not None:
+            q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if self.rotary is not None:
             q_BTNH, k_BTKH = (self.rotary(a, positions_BT) for a in (q_BTNH, k_BTKH))
         return row_major(q_BTNH), row_major(k_BTKH), row_major(v_BTKH)

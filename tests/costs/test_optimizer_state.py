@@ -43,7 +43,11 @@ GPT = {
 # recipe, changes, layouts
 MODELS = {
     "gpt": ("tiny", GPT, LAYOUTS),
-    "mixtral": ("mixtral_tiny", {"model.capacity_factor": 2.0}, WITH_EXPERTS),
+    "mixtral": (
+        "mixtral_tiny",
+        {"model.capacity_factor": 2.0, "model.qk_norm": True},
+        WITH_EXPERTS,
+    ),
     "deepseek": ("deepseek_tiny", {"model.mtp_depth": 1}, WITH_EXPERTS),
 }
 COUNTS = 8  # bytes of the two counts of updates

@@ -34,7 +34,7 @@ GPT = {
 }
 # (recipe, changes, layouts)
 CASES = [
-    ("tiny", {}, LAYOUTS),
+    ("tiny", {"model.qk_norm": True}, LAYOUTS),
     ("tiny", GPT | {"model.vocab_size": 509}, LAYOUTS),  # a prime: padded wherever it is split
     ("mixtral_tiny", {}, LAYOUTS | EXPERTS),
     ("deepseek_tiny", {}, LAYOUTS | EXPERTS),

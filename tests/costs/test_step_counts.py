@@ -61,7 +61,12 @@ LATENT = {
 APART = {"data.attend_across_documents": False}
 CASES = {
     "stage": Case((1, 7, 1), microbatches=4),
-    "data · stage · model": Case((2, 2, 2), microbatches=4, changes={"parallel.zero": 3}),
+    "data · stage · model": Case(
+        (2, 2, 2),
+        microbatches=4,
+        changes={"parallel.zero": 3, "model.qk_norm": True}
+        | {"model.heads": 2, "model.kv_heads": 2, "model.head_dim": 36},
+    ),
 }  # fmt: skip
 MORE = {
     "data · expert": Case((2, 1, 1), changes={**MOE, "parallel.zero": 3}),

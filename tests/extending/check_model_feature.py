@@ -1,4 +1,4 @@
-"""Norms over heads are parameters of the model and of its plan."""
+"""Norms of outputs are parameters of the model and of its plan."""
 
 import jax
 from support import small
@@ -7,10 +7,10 @@ from jaxtrain import config as configs
 from jaxtrain.pipeline.step_model import transformer_of
 from jaxtrain.training.step import make_step
 
-config = small.config(changes={"model.head_norms": True})
-plain = configs.replace(config, {"model.head_norms": False})
+config = small.config(changes={"model.output_norms": True})
+plain = configs.replace(config, {"model.output_norms": False})
 step = make_step(config, small.mesh_of(config))
 leaves = jax.tree_util.tree_leaves_with_path(step.abstract_state().params)
-norms = [leaf for path, leaf in leaves if "query_norm" in str(path) or "key_norm" in str(path)]
+norms = [leaf for path, leaf in leaves if "output_norm" in str(path)]
 added = transformer_of(config.model, 16).parameters() - transformer_of(plain.model, 16).parameters()
-assert sum(leaf.size for leaf in norms) == added == 4 * 2 * config.model.head_dim
+assert sum(leaf.size for leaf in norms) == added == 4 * 2 * config.model.width

@@ -7,6 +7,7 @@ import pytest
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.models.attention import Attention
+from jaxtrain.models.rotary import Rotary
 from jaxtrain.models.spec import binder, specs
 from jaxtrain.parallel.attention import attend, causal_blocks
 
@@ -167,3 +168,14 @@ def test_through_a_cache(positions):
     np.testing.assert_allclose(
         np.concatenate(parts, 1), apply(params)(x, where), rtol=1e-5, atol=1e-5
     )
+
+
+def test_norms_of_queries_and_keys_are_before_the_rotation():
+    apply, params = attention(positions="rotary", qk_norm=True, norm_epsilon=0.1, biases=False)
+    x, positions = normal(BATCH, LENGTH, WIDTH), np.arange(LENGTH)[None]
+    rotated = Rotary(ModelConfig(rotary_base=100.0), HEAD)
+    for got, name in zip(apply(params).project(x, positions), ("query", "key"), strict=False):
+        heads = (x @ params[name]["weight"]).reshape(BATCH, LENGTH, -1, HEAD)
+        size = np.sqrt((heads**2).mean(-1, keepdims=True) + 0.1)
+        normed = heads / size * params[f"{name}_norm"]["scale"]
+        np.testing.assert_allclose(got, rotated(normed, positions), rtol=1e-4, atol=1e-5)

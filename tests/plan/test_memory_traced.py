@@ -57,9 +57,13 @@ def pools(config: configs.Config) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("recipe", "remat", "values"),
     [
-        ("mixtral_tiny", "none", {"model.expert_room": 1.0}),
+        ("mixtral_tiny", "none", {"model.expert_room": 1.0, "model.qk_norm": True}),
         ("mixtral_tiny", "full", {"model.expert_room": 2.0, "mesh.model": 2}),
-        ("mixtral_tiny", "selective", {"model.expert_room": 1.0, "mesh.model": 2}),
+        (
+            "mixtral_tiny",
+            "selective",
+            {"model.expert_room": 1.0, "mesh.model": 2, "model.qk_norm": True},
+        ),
         ("mixtral_tiny", "selective", {"model.expert_room": 2.0, "model.shared_experts": 1}),
         ("mixtral_tiny", "full", {"model.capacity_factor": 1.5}),
         # latent attention and a shared expert

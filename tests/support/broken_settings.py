@@ -703,6 +703,10 @@ UNUSED = [
         "pipeline.permute=late and "
         "pipeline.times=1.0,1.0,1.0 have no use with mesh.stage=1",
     ),
+    (
+        {**LATENT, "model.qk_norm": True},
+        "model.qk_norm=true has no use with model.attention='mla'",
+    ),
     ({"parallel.context": "ring"}, "parallel.context=ring has no use with mesh.context=1"),
     ({"parallel.gather": "step"}, "parallel.gather=step has no use with parallel.zero=1"),
     (

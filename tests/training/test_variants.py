@@ -52,7 +52,7 @@ VARIANTS = {
         changes={"data.batch_size": 14}
         | DOCUMENTS
         | YARN
-        | {"model.rotary_dim": 2, "model.nope_layers": (1, 2, 5)}
+        | {"model.rotary_dim": 2, "model.nope_layers": (1, 2, 5), "model.qk_norm": True}
         | {"model.kv_heads": 2, "model.layers": 6, "model.loss_chunk": 8},
     ),
     "one key/value head a device, chunks of the loss, tied": Case(
@@ -69,7 +69,12 @@ VARIANTS = {
         "zb_h1",
         1,
         3,
-        changes={"data.batch_size": 6, "model.kv_heads": 2, "pipeline.remat": "none"},
+        changes={
+            "data.batch_size": 6,
+            "model.kv_heads": 2,
+            "pipeline.remat": "none",
+            "model.qk_norm": True,
+        },
     ),
     "four devices to a key/value head, gpt2 form": Case(
         (1, 1, 8), changes={"data.batch_size": 4} | GPT2 | {"model.kv_heads": 2, "model.layers": 2}
