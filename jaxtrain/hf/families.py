@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config import ModelConfig
-from jaxtrain.hf.fields import Fields
+from jaxtrain.hf.fields import SCALINGS, Fields
 from jaxtrain.hf.rules import PublishedTensor, Rule, check_coverage, published_tensors
 
 Settings = dict[str, Any]
@@ -112,16 +112,20 @@ def _read_rotary(fields: Fields, base: float = 10000.0) -> Settings:
         "norm": "rmsnorm",
         "activation": "swiglu",
         "positions": "rotary",
-        "rotary_base": fields.rotary_base(base),
+        **fields.rotary(base),
     }
 
 
 def _write_rotary(model: ModelConfig, length: int) -> Settings:
-    return {
+    kind = "default" if model.rope_scaling == "none" else model.rope_scaling
+    scaling = {field: getattr(model, setting) for field, setting in SCALINGS.get(kind, {}).items()}
+    # versions of transformers before 5 read rope_theta and rope_scaling
+    older = {"rope_scaling": {"rope_type": kind} | scaling} if scaling else {}
+    return older | {
         "hidden_act": "silu",
         "max_position_embeddings": length,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rotary_base},
-        "rope_theta": model.rotary_base,  # which versions of transformers before 5 read
+        "rope_parameters": {"rope_type": kind, "rope_theta": model.rotary_base} | scaling,
+        "rope_theta": model.rotary_base,
     }
 
 

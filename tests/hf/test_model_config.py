@@ -73,14 +73,47 @@ def test_missing_fields_have_the_defaults_of_transformers():
     assert model_of({"model_type": "mixtral"}).rotary_base == 1e6
 
 
+def test_rotary_scaling():
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    newer = {"rope_parameters": {"rope_type": "llama3", "rope_theta": 20000.0} | scaling}
+    older = {"rope_theta": 20000.0, "rope_scaling": {"rope_type": "llama3"} | scaling}
+    model = model_of(CONFIGS["llama"] | newer)
+    assert (model.rope_scaling, model.rope_factor, model.rope_original_length) == ("llama3", 8, 32)
+    plain = {name: v for name, v in CONFIGS["llama"].items() if name != "rope_parameters"}
+    assert model_of(plain | older) == model
+    written = write_model(resolved(model), FAMILIES["llama"], 64)
+    assert written["rope_parameters"] == newer["rope_parameters"]
+    assert written["rope_scaling"] == older["rope_scaling"]
+    linear = model_of(plain | {"rope_scaling": {"type": "linear", "factor": 2}})
+    assert (linear.rope_scaling, linear.rope_factor) == ("linear", 2)
+    assert isinstance(linear.rope_factor, float)
+
+
 SCALED = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}
+YARN = {"rope_type": "yarn", "factor": 8.0}
 REFUSED = [
     ("llama", {"model_type": "mamba"}, "model_type='mamba'"),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "architectures="),
-    ("llama", {"rope_parameters": SCALED}, "rope_parameters.rope_type='llama3'"),
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type='linear'"),
-    ("llama", {"rope_theta": 5e5}, "rope_parameters.rope_theta=20000.0 contradicts rope_theta"),
-    ("llama", {"rope_theta": "much", "rope_parameters": None}, "rope_theta='much'"),
+    ("llama", {"rope_parameters": SCALED}, "rope_parameters.low_freq_factor is missing"),
+    ("llama", {"rope_parameters": YARN}, "rope_parameters.rope_type='yarn'"),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type='dynamic'"),
+    ("llama", {"rope_parameters": {"factor": 2.0}}, "rope_parameters.factor=2.0 is no field"),
+    ("llama", {"rope_theta": 5e5}, "rope_parameters gives rotary_base=20000.0, which contradicts"),
+    ("llama", {"rope_theta": "much", "rope_parameters": None}, "rotary_base='much'"),
+    (
+        "llama",
+        {
+            "rope_parameters": SCALED
+            | {"low_freq_factor": 1, "high_freq_factor": 4}
+            | {"original_max_position_embeddings": 8192.5}
+        },
+        "original_max_position_embeddings is no integer",
+    ),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ("llama", {"attention_bias": True}, "mlp_bias=False"),

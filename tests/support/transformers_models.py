@@ -43,6 +43,24 @@ CASES: dict[str, tuple[str, dict]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
         },
     ),
+    "llama 3.1": (
+        "LlamaForCausalLM",
+        _SIZES
+        | {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+    "linear scaling": (
+        "LlamaForCausalLM",
+        _SIZES | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    ),
     "tied llama with biases": (
         "LlamaForCausalLM",
         _SIZES
