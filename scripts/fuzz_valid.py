@@ -112,7 +112,25 @@ def draw_model(chance: random.Random) -> dict[str, Any]:
         }
     if chance.random() < 0.15:
         settings |= {"model.mtp_depth": chance.choice((1, 2, 3))}
+    if settings["model.positions"] == "rotary":
+        settings |= _draw_rotary(chance, settings)
     return settings
+
+
+def _draw_rotary(chance: random.Random, settings: dict[str, Any]) -> dict[str, Any]:
+    drawn: dict[str, Any] = {"model.qk_norm": chance.random() < 0.2}
+    if chance.random() < 0.3:
+        drawn |= {
+            "model.rope_scaling": chance.choice(("linear", "llama3", "yarn")),
+            "model.rope_factor": chance.choice((2.0, 8.0)),
+            "model.rope_original_length": chance.choice((4, 8, 64)),
+            "model.rope_mscale_all_dim": chance.choice((0.0, 1.0)),
+        }
+    if chance.random() < 0.2:
+        drawn |= {"model.nope_layers": (settings["model.layers"] - 1,)}
+    if chance.random() < 0.2:
+        drawn |= {"model.rotary_dim": 2}
+    return drawn
 
 
 def _draw_experts(chance: random.Random) -> dict[str, Any]:
