@@ -114,12 +114,12 @@ def folder_of(flags: types.SimpleNamespace, command: str) -> pathlib.Path:
 def from_hf(command_line: Reading) -> None:
     """Writes the run's folder. Raises FlagsError, HfError or CheckpointError."""
 
-    def check(command_line: Reading) -> tuple[pathlib.Path, pathlib.Path, Config]:
-        flags = command_line.namespace
-        source, workdir = folder_of(flags, "from_hf"), pathlib.Path(flags.workdir)
-        return source, workdir, _config_of(source, command_line.overrides)
+    def check(command_line: Reading) -> tuple[pathlib.Path, Config]:
+        source = folder_of(command_line.namespace, "from_hf")
+        return source, _config_of(source, command_line.overrides)
 
-    source, workdir, config = cli.checked(command_line, check)
+    source, config = cli.checked(command_line, check)
+    workdir = pathlib.Path(command_line.namespace.workdir)
     values = read_json(source / CONFIG)
     family, _, notes = read_model(values, str(source / CONFIG))
     _start_on_host()
@@ -133,11 +133,11 @@ def from_hf(command_line: Reading) -> None:
         choice = choose(checkpoints, {})
     if choice.steps or choice.unrecognized:
         raise HfError(f"{checkpoints} has checkpoints already: use another --workdir")
-    resolved = config.resolve()
     try:
         tokenizer = load_tokenizer(config.data.tokenizer, config.model.vocab_size).describe()
     except DataError as error:
         raise HfError(str(error)) from None
+    resolved = config.resolve()
     arrays = expected_arrays(resolved)
     shapes = {
         array.name.removeprefix(PARAMETERS): array.shape[array.leaves[0].lead :]

@@ -36,7 +36,7 @@ SMALL_FILES = (
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Source:
+class PublishedTensors:
     """The tensors of a folder by the family's names, all of which were checked.
 
     prefix: what the folder's names lack
@@ -56,11 +56,11 @@ class Source:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Block:
+class DeferredBlock:
     """A block of a stored array that is read when it is written. It has what TensorStore and
     storage.py ask of an array."""
 
-    source: Source
+    source: PublishedTensors
     rule: Rule
     nbytes: int
 
@@ -74,7 +74,7 @@ def checked_source(
     tensors: Sequence[PublishedTensor],
     tied: bool,
     progress: Callable[[int, int], object] = lambda done, total: None,
-) -> Source:
+) -> PublishedTensors:
     """The folder's tensors, each of which was read once.
 
     tied: the model's output matrix is its embedding
@@ -84,7 +84,7 @@ def checked_source(
     is for, a wrong shape or type, and numbers that are not finite.
     """
     lacks_prefix = not any(name.startswith(family.prefix) for name in folder)
-    source = Source(folder, family.prefix if lacks_prefix else "")
+    source = PublishedTensors(folder, family.prefix if lacks_prefix else "")
     for number, tensor in enumerate(tensors):
         name = source.name(tensor.name)
         if name not in folder:
@@ -113,7 +113,9 @@ def checked_source(
     return source
 
 
-def state_tree(arrays: Sequence[StoredArray], rules: Sequence[Rule], source: Source) -> dict:
+def state_tree(
+    arrays: Sequence[StoredArray], rules: Sequence[Rule], source: PublishedTensors
+) -> dict:
     """The nested dict of HostArrays of a state before its first step: the published parameters, and
     zeros for everything else.
 
@@ -138,14 +140,14 @@ def zeros(array: StoredArray) -> HostArray:
     return HostArray(array.shape, array.dtype, piece_shape(array), [((...,), numbers)])
 
 
-def published(array: StoredArray, rules: Sequence[Rule], source: Source) -> HostArray:
+def published(array: StoredArray, rules: Sequence[Rule], source: PublishedTensors) -> HostArray:
     """An array of published numbers, in pieces that lie in one layer and one expert. Independent
     replicas begin with the same parameters."""
     lead = array.shape[: array.leaves[0].lead]
     shape = array.shape[len(lead) :]
     inner = shape[len(rules[0].index) :]
     blocks: list[tuple[tuple, Any]] = [
-        ((*replica, *rule.region), Block(source, rule, nbytes(rule, shape, array.dtype)))
+        ((*replica, *rule.region), DeferredBlock(source, rule, nbytes(rule, shape, array.dtype)))
         for replica in np.ndindex(lead)
         for rule in rules
     ]
