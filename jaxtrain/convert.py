@@ -145,11 +145,9 @@ def from_hf(command_line: Reading) -> None:
         if array.name.startswith(PARAMETERS)
     }
     rules, tensors = family.layout(resolved.model, values, shapes)
-    folder = SafetensorsFolder(source)
+    folder, tied = SafetensorsFolder(source), resolved.model.tied_embeddings
     with _progress("checked") as progress:
-        published = checked_source(
-            folder, family, tensors, resolved.model.tied_embeddings, progress
-        )
+        published = checked_source(folder, family, tensors, tied, progress)
     lock = RunLock(workdir)
     lock.take(print)
     try:
