@@ -23,7 +23,7 @@ from jaxtrain import config as cfg
 from jaxtrain.checkpoint import reading
 from jaxtrain.checkpoint.manifest import STATE, DatabaseError, read_database
 from jaxtrain.checkpoint.steps import CheckpointError, Meta, choose, read_errors, read_meta
-from jaxtrain.config import Config, ConfigError, checks, one_line, to_dict
+from jaxtrain.config import Config, ConfigError, ModelConfig, checks, one_line, to_dict
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, Reading, apply, read_flags
 from jaxtrain.generate import find_checkpoint, understand
@@ -114,14 +114,15 @@ def folder_of(flags: types.SimpleNamespace, command: str) -> pathlib.Path:
 def from_hf(command_line: Reading) -> None:
     """Writes the run's folder. Raises FlagsError, HfError or CheckpointError."""
 
-    def check(command_line: Reading) -> tuple[pathlib.Path, Config]:
+    def check(command_line: Reading) -> tuple:
         source = folder_of(command_line.namespace, "from_hf")
-        return source, _config_of(source, command_line.overrides)
+        values = read_json(source / CONFIG)
+        family, model, notes = read_model(values, str(source / CONFIG))
+        config = _config_of(source, model, command_line.overrides)
+        return source, values, family, notes, config
 
-    source, config = cli.checked(command_line, check)
+    source, values, family, notes, config = cli.checked(command_line, check)
     workdir = pathlib.Path(command_line.namespace.workdir)
-    values = read_json(source / CONFIG)
-    family, _, notes = read_model(values, str(source / CONFIG))
     _start_on_host()
     from jaxtrain.checkpoint.checkpoints import folder_of_checkpoints
     from jaxtrain.checkpoint.manager import Checkpointer
@@ -172,11 +173,11 @@ def from_hf(command_line: Reading) -> None:
     )
 
 
-def _config_of(source: pathlib.Path, overrides: Sequence[tuple[str, str]]) -> Config:
-    """The config of a run that starts from a published model. Raises HfError for a model that
-    jaxtrain cannot be, ConfigError for settings that contradict it or each other."""
-    path = source / CONFIG
-    _, model, _ = read_model(read_json(path), str(path))
+def _config_of(
+    source: pathlib.Path, model: ModelConfig, overrides: Sequence[tuple[str, str]]
+) -> Config:
+    """The config of a run that starts from a folder's published model. Raises ConfigError for
+    settings that contradict it or each other."""
     changes: dict[str, Any] = {}
     if (source / TOKENIZER).is_file():
         changes["data.tokenizer"] = str((source / TOKENIZER).resolve())
@@ -186,7 +187,7 @@ def _config_of(source: pathlib.Path, overrides: Sequence[tuple[str, str]]) -> Co
     config = apply(base, overrides)
     for setting in differing(config.model, model):
         name, value = f"model.{setting}", getattr(model, setting)
-        rule = f"contradicts {path}, which says {value}"
+        rule = f"contradicts {source / CONFIG}, which says {value}"
         raise ConfigError(name, getattr(config.model, setting), rule, fixes=[{name: value}])
     if error := checks.error_of(config):
         raise error

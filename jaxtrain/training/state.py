@@ -273,8 +273,8 @@ class ParameterLayout:
             axes if size % math.prod(self.mesh.shape[axis] for axis in axes) == 0 else None
             for size, axes in zip(array.shape, names, strict=False)
         ]
-        made = NamedSharding(self.mesh, P(*parts))
-        return host_memory.on_host(made) if self.offload else made
+        on_device = NamedSharding(self.mesh, P(*parts))
+        return host_memory.on_host(on_device) if self.offload else on_device
 
     @property
     def outer(self) -> dict:
