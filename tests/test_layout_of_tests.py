@@ -35,6 +35,7 @@ GROUPED = {
     "hf/importing.py": "test_convert.py",
     "hf/rules.py": "hf/test_families.py",
     "hf/safetensors_folder.py": "test_convert.py",
+    "hf/safetensors_writer.py": "test_convert.py",
     "loop.py": "test_train.py",
     "parallel/attention.py": "models/test_attention.py",
     "parallel/flash.py": "parallel/test_blockwise.py",
