@@ -172,7 +172,7 @@ def _attention(
     for name, part in names.items():
         tensor, array = f"{tensors}.self_attn.{name}", f"{arrays}/attention/{part}"
         yield Rule(f"{tensor}.weight", f"{array}/weight", index, transpose=True)
-        if model.biases:
+        if ("out" if part == "out" else "qkv") in model.biases:
             yield Rule(f"{tensor}.bias", f"{array}/bias", index)
 
 
@@ -180,7 +180,7 @@ def _mlp(model: ModelConfig, tensors: str, arrays: str, index: tuple[int, ...]) 
     for part in ("gate", "up", "down"):
         tensor, array = f"{tensors}.mlp.{part}_proj", f"{arrays}/mlp/{part}"
         yield Rule(f"{tensor}.weight", f"{array}/weight", index, transpose=True)
-        if model.biases:
+        if "mlp" in model.biases:
             yield Rule(f"{tensor}.bias", f"{array}/bias", index)
 
 
@@ -192,13 +192,13 @@ LLAMA = (*_stream(kv_heads=0), ("intermediate_size", "mlp_width", 11008), *_epsi
 def _read_llama(fields: Fields) -> Settings:
     fields.require("rope_interleaved", [False])
     fields.pass_over("is_llama_config", "pad_to_multiple_of")
-    biases = fields.require("attention_bias", [False, True])
-    fields.require("mlp_bias", [biases], default=False)
-    return read_table(fields, LLAMA) | _read_rotary(fields) | {"biases": biases}
+    attention = ("qkv", "out") if fields.require("attention_bias", [False, True]) else ()
+    mlp = ("mlp",) if fields.require("mlp_bias", [False, True]) else ()
+    return read_table(fields, LLAMA) | _read_rotary(fields) | {"biases": attention + mlp}
 
 
 def _write_llama(model: ModelConfig, length: int) -> Settings:
-    biases = {"attention_bias": model.biases, "mlp_bias": model.biases}
+    biases = {"attention_bias": "qkv" in model.biases, "mlp_bias": "mlp" in model.biases}
     return write_table(model, LLAMA) | _write_rotary(model, length) | biases
 
 
@@ -218,7 +218,7 @@ MISTRAL = (*_stream(kv_heads=8), ("intermediate_size", "mlp_width", 14336), *_ep
 
 def _read_mistral(fields: Fields) -> Settings:
     _no_window(fields, window=4096, length=131072)
-    return read_table(fields, MISTRAL) | _read_rotary(fields) | {"biases": False}
+    return read_table(fields, MISTRAL) | _read_rotary(fields) | {"biases": ()}
 
 
 def _write_mistral(model: ModelConfig, length: int) -> Settings:
@@ -243,7 +243,7 @@ def _read_mixtral(fields: Fields) -> Settings:
         "router": "softmax",
         "router_bias": False,
         "router_normalize": "always",
-        "biases": False,
+        "biases": (),
     }
     return read_table(fields, MIXTRAL) | _read_rotary(fields, base=1e6) | router
 
@@ -323,7 +323,7 @@ def _read_deepseek(fields: Fields) -> Settings:
             "kv_heads": heads,
             "attention": "mla",
             "latent_norm_epsilon": LATENT_EPSILON,
-            "biases": False,
+            "biases": (),
             "router": "sigmoid",
             "router_bias": True,
             "router_normalize": "always" if normalized else "never",
@@ -442,7 +442,7 @@ def _read_gpt2(fields: Fields) -> Settings:
         "norm": "layernorm",
         "activation": "gelu",
         "positions": "learned",
-        "biases": True,
+        "biases": ("qkv", "out", "mlp", "norm"),
     }
 
 

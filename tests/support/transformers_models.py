@@ -72,6 +72,8 @@ CASES: dict[str, tuple[str, dict]] = {
             "rms_norm_eps": 1e-5,
         },
     ),
+    "biases of the MLP alone": ("LlamaForCausalLM", _SIZES | {"mlp_bias": True}),
+    "biases of attention alone": ("LlamaForCausalLM", _SIZES | {"attention_bias": True}),
     "mistral": ("MistralForCausalLM", _SIZES | {"num_key_value_heads": 1, "head_dim": 32}),
     "mixtral": (
         "MixtralForCausalLM",
