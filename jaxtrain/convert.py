@@ -1,5 +1,5 @@
 """`python -m jaxtrain.convert from_hf | to_hf`: a published model as the checkpoint of step 0, and
-a checkpoint as a published model. hf/families.py has the families.
+a checkpoint as a published model. hf/families/ has the families.
 
     from_hf DIR --workdir=W   DIR/config.json → settings, DIR/*.safetensors → W/checkpoints/0
     to_hf --workdir=W DIR     W/checkpoints/N → DIR/config.json, DIR/*.safetensors

@@ -17,7 +17,8 @@ from jaxtrain.checkpoint.steps import CheckpointError
 from jaxtrain.hf.fields import HfError
 from jaxtrain.hf.importing import CONFIG
 from jaxtrain.hf.rules import PublishedTensor
-from jaxtrain.hf.safetensors_folder import DTYPES, write_tensors
+from jaxtrain.hf.safetensors_folder import DTYPES
+from jaxtrain.hf.safetensors_writer import write_tensors
 
 
 def export_folder(

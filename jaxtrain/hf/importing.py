@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxtrain.checkpoint.layout import StoredArray, cut_piece, piece_shape
 from jaxtrain.checkpoint.storage import HostArray, nested
-from jaxtrain.hf.families import Family
+from jaxtrain.hf.families.family import Family
 from jaxtrain.hf.fields import HfError
 from jaxtrain.hf.rules import PublishedTensor, Rule
 from jaxtrain.hf.safetensors_folder import DTYPES, SafetensorsFolder

@@ -7,7 +7,8 @@ from typing import Any
 
 from jaxtrain.config import Config, ModelConfig
 from jaxtrain.config.errors import shown
-from jaxtrain.hf.families import FAMILIES, Family
+from jaxtrain.hf.families import FAMILIES
+from jaxtrain.hf.families.family import Family
 from jaxtrain.hf.fields import Fields, HfError
 
 # Settings of the model that do not change what it computes: they are free in an import, and an

@@ -6,7 +6,7 @@ columns, in one layer and one expert:
     model.layers.3.self_attn.q_proj.weight    layers/attention/query/weight[3]    transposed
     transformer.h.3.attn.c_attn.weight[:, :D]  layers/attention/query/weight[3]    some columns
 
-families.py has the rules of each family. Arrays are named as in a checkpoint, without "params/".
+families/ has the rules of each family. Arrays are named as in a checkpoint, without "params/".
 """
 
 import dataclasses

@@ -7,7 +7,7 @@ from support.hf_models import CONFIGS, llama_tensors
 
 from jaxtrain.checkpoint.restoring import expected_shapes
 from jaxtrain.config import Config, replace
-from jaxtrain.hf.families import COUNTERS
+from jaxtrain.hf.families.family import COUNTERS
 from jaxtrain.hf.model_config import read_model
 from jaxtrain.hf.rules import check_coverage
 
