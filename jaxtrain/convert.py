@@ -25,7 +25,6 @@ from jaxtrain.config import Config, checks, one_line, to_dict
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, Reading, read_flags
 from jaxtrain.generate import find_checkpoint, understand
-from jaxtrain.hf import files
 from jaxtrain.hf.exporting import export_folder
 from jaxtrain.hf.fields import HfError, read_json
 from jaxtrain.hf.files import CONFIG, SMALL_FILES, SOURCE, TENSORS, TOKENIZER
@@ -132,12 +131,12 @@ def from_hf(command_line: Reading) -> None:
         raise HfError(str(error)) from None
     resolved = config.resolve()
     source = importing.open_source(published, resolved)
-    with _progress("checked") as progress:
+    with streams.counting("tensors checked", sys.stderr) as progress:
         importing.check_numbers(source, progress)
     lock = RunLock(workdir)
     lock.take(print)
     try:
-        files.keep(published.folder, published.values, source.dtypes(), workdir)
+        source.keep(workdir)
         if tokenizer["kind"] == "tokenizers":
             tokenizer = tokenizer_from(tokenizer, [workdir / SOURCE]).describe()
         saves = Checkpointer(checkpoints, None)
