@@ -1,5 +1,5 @@
-"""Tests stand where one looks: a module ROOM/MODULE.py is tested in tests/ROOM/test_MODULE.py, or
-in the file that GROUPED names.
+"""Tests stand where one looks: a module ROOM/MODULE.py is tested in tests/ROOM/test_MODULE.py, the
+modules ROOM/FOLDER/*.py in tests/ROOM/test_FOLDER.py, and others in the file that GROUPED names.
 
 Each other file of a room's tests is about several of its modules, and its docstring says what. The
 tests of whole commands and scripts stand beside the rooms' folders; benchmarks/, chaos/, extending/
@@ -31,9 +31,9 @@ GROUPED = {
     "devices/cluster_environment.py": "devices/test_cluster.py",
     "devices/startup.py": "test_cli.py",
     "hf/fields.py": "hf/test_model_config.py",
+    "hf/files.py": "test_convert.py",
     "hf/importing.py": "test_convert.py",
     "hf/rules.py": "hf/test_families.py",
-    "hf/safetensors_folder.py": "test_convert.py",
     "loop.py": "test_train.py",
     "parallel/attention.py": "models/test_attention.py",
     "parallel/flash.py": "parallel/test_blockwise.py",
@@ -66,6 +66,8 @@ MODULES = {
 def own_tests(module: str) -> str:
     """The path of a module's tests below tests/, if it has a file of its own."""
     folder, _, name = module.rpartition("/")
+    if "/" in folder:
+        return f"{folder.replace('/', '/test_')}.py"
     return f"{folder}/test_{name}" if folder else f"test_{name}"
 
 

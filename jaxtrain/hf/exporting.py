@@ -25,7 +25,7 @@ from jaxtrain.checkpoint.reading import Array
 from jaxtrain.checkpoint.steps import CheckpointError
 from jaxtrain.checkpoint.stores import no_damage
 from jaxtrain.hf.fields import HfError
-from jaxtrain.hf.importing import CONFIG
+from jaxtrain.hf.files import CONFIG
 from jaxtrain.hf.rules import PublishedTensor, Rule
 from jaxtrain.hf.safetensors_folder import DTYPES
 from jaxtrain.hf.safetensors_writer import TensorEntry, sync_folder, write_synced, write_tensors

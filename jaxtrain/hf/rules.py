@@ -6,7 +6,7 @@ columns, in one layer and one expert:
     model.layers.3.self_attn.q_proj.weight    layers/attention/query/weight[3]    transposed
     transformer.h.3.attn.c_attn.weight[:, :D]  layers/attention/query/weight[3]    some columns
 
-families.py has the rules of each family. Arrays are named as in a checkpoint, without "params/".
+families/ has the rules of each family. Arrays are named as in a checkpoint, without "params/".
 """
 
 import dataclasses
@@ -45,10 +45,47 @@ class Rule:
         region = tuple(shape[len(self.index) :])
         return (*region[:-1], self.columns[1] - self.columns[0]) if self.columns else region
 
-    def stored(self, tensor: np.ndarray) -> np.ndarray:
-        """The numbers of the published tensor as the array has them."""
-        oriented = tensor.T if self.transpose else tensor
-        return oriented if self.taken is None else oriented[..., self.taken]
+    def covers(self, window: Sequence[range]) -> tuple[range, ...]:
+        """The part of a window of the stored array, in the rule's layer and expert, that the rule's
+        numbers fill."""
+        if not self.columns:
+            return tuple(window)
+        start, stop = max(window[-1].start, self.columns[0]), min(window[-1].stop, self.columns[1])
+        return (*window[:-1], range(start, max(start, stop)))
+
+    def source(self, window: Sequence[range]) -> tuple[range, ...]:
+        """The least region of the published tensor that holds the numbers of a window, which is not
+        empty and which the rule covers."""
+        if not window:
+            return ()
+        places = self._places(window[-1])
+        region = (*window[:-1], range(int(places.min()), int(places.max()) + 1))
+        return region[::-1] if self.transpose else region
+
+    def store(
+        self,
+        numbers: np.ndarray,
+        region: Sequence[range],
+        target: np.ndarray,
+        window: Sequence[range],
+    ) -> None:
+        """Writes a region of the published tensor into its places of a window of the array.
+
+        region: of the numbers, a part of what `source` gives for the window
+        target: [..., *window], of which the numbers that are not in the region stay as they are
+        """
+        oriented = numbers.T if self.transpose else numbers
+        spans = region[::-1] if self.transpose else region
+        places: list[slice | np.ndarray] = [
+            slice(span.start - whole.start, span.stop - whole.start)
+            for span, whole in zip(spans, window, strict=True)
+        ]
+        if places:
+            columns = self._places(window[-1]) - spans[-1].start
+            inside = np.flatnonzero((columns >= 0) & (columns < len(spans[-1])))
+            places[-1] = _as_slice(inside)
+            oriented = oriented[..., _as_slice(columns[inside])]
+        target[(..., *places)] = oriented
 
     def window(self, rows: range, shape: Sequence[int]) -> tuple[range, ...]:
         """The least window of the rule's layer and expert, in the stored array, that holds its part

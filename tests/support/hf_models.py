@@ -3,6 +3,7 @@ numpy."""
 
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
@@ -43,6 +44,33 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "mlp_bias": True,
     },
+    "llama with biases of attention alone": {
+        "model_type": "llama",
+        **_SIZES,
+        "intermediate_size": 24,
+        "attention_bias": True,
+    },
+    "llama 3.1": {
+        "model_type": "llama",
+        **_SIZES,
+        "intermediate_size": 24,
+        "num_key_value_heads": 4,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "llama with linear scaling": {
+        "model_type": "llama",
+        **_SIZES,
+        "intermediate_size": 24,
+        "head_dim": 8,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    },
     "mistral": {
         "model_type": "mistral",
         **_SIZES,
@@ -58,6 +86,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "num_experts_per_tok": 1,
         "sliding_window": None,
+    },
+    "mixtral with two experts a token": {
+        "model_type": "mixtral",
+        **_SIZES,
+        "head_dim": 6,
+        "intermediate_size": 24,
+        "num_key_value_heads": 2,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "rms_norm_eps": 1e-5,
+        "dtype": "bfloat16",
     },
     "deepseek_v3": {
         "model_type": "deepseek_v3",
@@ -101,7 +140,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
         "vocab_size": 260,
-        "n_positions": 64,
+        "n_positions": 80,
         "n_embd": 16,
         "n_layer": 2,
         "n_head": 4,
@@ -110,6 +149,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "task_specific_params": {"text-generation": {"do_sample": True}},
     },
 }
+
+
+def older(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json as versions of transformers before 5 wrote it."""
+    result = {name: v for name, v in values.items() if name not in ("rope_parameters", "dtype")}
+    if rotary := dict(values.get("rope_parameters") or {}):
+        base, kind = rotary.pop("rope_theta", None), rotary.pop("rope_type", "default")
+        result["rope_scaling"] = {"type": kind} | rotary if kind != "default" or rotary else None
+        result |= {"rope_theta": base} if base else {}
+    return result | {"torch_dtype": values.get("dtype", "float32")}
 
 
 def llama_tensors(dtype: Any = np.float32) -> dict[str, np.ndarray]:
