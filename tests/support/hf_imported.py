@@ -15,7 +15,7 @@ from jaxtrain.checkpoint.storage import nested
 from jaxtrain.config import Config, replace
 from jaxtrain.hf.fields import read_json
 from jaxtrain.hf.model_config import read_model
-from jaxtrain.hf.rules import PublishedTensor
+from jaxtrain.hf.rules import PublishedTensor, Rule
 
 PARAMETERS = "params/"
 # One loss for all: that of the next token.
@@ -44,9 +44,16 @@ class Imported:
         for tensor in self.tensors:
             numbers = np.full(tensor.shape, np.nan, np.float32)
             for rule in tensor.rules:
-                rule.publish(arrays[rule.array][rule.region], numbers)
+                array, rows = arrays[rule.array], range(len(numbers))
+                rule.publish(array[rule.region], rule.window(rows, array.shape), numbers, rows)
             result[tensor.name] = numbers
         return result
+
+
+def fill(array: np.ndarray, rule: Rule, tensor: np.ndarray) -> None:
+    """Writes a complete published tensor into its places of a stored array."""
+    window = rule.covers([range(size) for size in array.shape[len(rule.index) :]])
+    rule.store(tensor, [range(size) for size in tensor.shape], array[rule.region], window)
 
 
 def imported(
@@ -70,7 +77,7 @@ def imported(
     published = weights({tensor.name: tensor.shape for tensor in tensors})
     arrays = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     for rule in rules:
-        arrays[rule.array][rule.region] = rule.stored(published[rule.tensor])
+        fill(arrays[rule.array], rule, published[rule.tensor])
     return Imported(config, tensors, nested(arrays))
 
 
