@@ -19,10 +19,11 @@ from typing import Any
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, ModelConfig
 from jaxtrain.config.checks import field_violation
+from jaxtrain.config.errors import shown
 from jaxtrain.config.flags import apply
 from jaxtrain.hf.block_scales import Block, read_block
 from jaxtrain.hf.families.family import Family
-from jaxtrain.hf.fields import Fields, read_json
+from jaxtrain.hf.fields import Fields, HfError, read_json
 from jaxtrain.hf.files import CONFIG, TOKENIZER
 from jaxtrain.hf.model_config import FREE, differing, read_model
 from jaxtrain.run.files import CONFIG_FILE
@@ -83,6 +84,8 @@ def read_origin(folder: str, workdir: str) -> Origin:
             run = cfg.from_dict(json.loads(stored.read_bytes()))
             if run.train.init_from == str(path):
                 return Origin(path, stored, run.model, run.data.tokenizer, ())
+        rule = f"train.init_from={shown(folder)} has no {CONFIG}"
+        raise HfError(f"{rule}: name the folder of a published model")
     return read_published(path)
 
 
