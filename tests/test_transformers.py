@@ -1,22 +1,34 @@
-"""Published models against transformers: a random small model of each family has its logits after
-from_hf, and transformers has them again after to_hf. Logits agree to 1e-5 of their largest."""
+"""Published models against transformers: random small models of each family (hf_models.CONFIGS)
+there and back by jaxtrain convert.
 
+Of each model: logits, gradients of every tensor, and greedy continuations after from_hf; the same
+bytes after to_hf, which transformers reads with the same logits; older and newer forms of its
+config.json. tests/hf/test_reference.py has the figures that need no transformers.
+"""
+
+import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from safetensors.numpy import load_file
-from support import ROOT
-from support.transformers_models import CASES, TOKENS
+from support import ROOT, hf_reference
+from support.hf_imported import imported_folder
+from support.hf_models import CONFIGS, older
 
 from jaxtrain import convert
 from jaxtrain.checkpoint.restoring import load_parameters
 from jaxtrain.checkpoint.steps import Meta, read_meta
+from jaxtrain.generation.sampling import Sampler, Sampling
+from jaxtrain.hf.fields import read_json
+from jaxtrain.hf.model_config import read_model
 from jaxtrain.models import transformer
 
 PACKAGES = ROOT / ".venv-transformers"
@@ -29,55 +41,135 @@ pytestmark = [
         not (PACKAGES / "torch").exists(), reason=f"no transformers here: {INSTALL_COMMAND}"
     ),
 ]
+NEWER, OLDER, WRITTEN, FROM_OLDER = "newer", "older", "written", "from older"
 
 
-def in_transformers(command: str, folder: pathlib.Path) -> None:
+def in_transformers(command: str, place: pathlib.Path) -> None:
     """Runs transformers_models.py with the packages of PACKAGES."""
     environment = os.environ | {"PYTHONPATH": str(PACKAGES), "HF_HUB_OFFLINE": "1"}
     script = ROOT / "tests" / "support" / "transformers_models.py"
-    words = [sys.executable, str(script), command, str(folder)]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600)
+    words = [sys.executable, str(script), command, str(place)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> pathlib.Path:
+    """A folder with a model of each name, and what transformers computes with it."""
     folder = tmp_path_factory.mktemp("models")
+    for name, values in CONFIGS.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(values))
     in_transformers("make", folder)
     return folder
 
 
-def our_logits(workdir: pathlib.Path) -> np.ndarray:
-    """Float32 logits of a run's checkpoint of step 0."""
-    config = Meta.from_json(read_meta(workdir / "checkpoints", 0)).stored_config().resolve()
-    layout, params = load_parameters(
-        workdir / "checkpoints", 0, config.model, config.precision, independent_replicas=False
-    )
-    with jax.set_mesh(layout.mesh):
-        logits = jax.jit(
-            lambda params: transformer.logits(layout.parts, params, TOKENS, dtype=jnp.float32)
-        )(params)
-    return np.asarray(logits)[..., : config.model.vocab_size]
+@pytest.fixture(scope="module")
+def round_trips(models, tmp_path_factory) -> pathlib.Path:
+    """A folder with what to_hf makes of each name's run, "NAME newer" (as the run began), "NAME
+    written" (with a config.json that the command writes) and "NAME from older" (of a run from an
+    older form), and of the model in the older form; with transformers' logits of each."""
+    folder, runs = tmp_path_factory.mktemp("round_trips"), tmp_path_factory.mktemp("runs")
+    for name, values in CONFIGS.items():
+        source = folder / f"{name} {OLDER}"
+        shutil.copytree(models / name, source)
+        (source / "config.json").write_text(json.dumps(older(values)))
+        for form, model in ((NEWER, models / name), (FROM_OLDER, source)):
+            run = runs / f"{name} {form}"
+            convert.main(["from_hf", str(model), f"--workdir={run}"])
+            convert.main(["to_hf", str(folder / run.name), f"--workdir={run}"])
+        run = runs / f"{name} {NEWER}"
+        (run / "hf" / "config.json").unlink()
+        convert.main(["to_hf", str(folder / f"{name} {WRITTEN}"), f"--workdir={run}"])
+    in_transformers("read", folder)
+    return folder
 
 
 def error(logits: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(logits - expected).max() / np.abs(expected).max())
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_logits_of_transformers(models, tmp_path, name):
-    work, out = tmp_path / "run", tmp_path / "out"
-    flags = [f"--workdir={work}", "--config.precision.compute=float32"]
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_and_continuations(models, tmp_path, name):
+    """Of the checkpoint that from_hf writes."""
+    flags = [f"--workdir={tmp_path}", "--config.precision.compute=float32"]
     assert convert.main(["from_hf", str(models / name), *flags]) == 0
-    expected = np.load(models / name / "logits.npy")
-    assert error(our_logits(work), expected) < 1e-5
-    assert convert.main(["to_hf", str(out), f"--workdir={work}"]) == 0
-    before, after = (load_file(folder / "model.safetensors") for folder in (models / name, out))
+    config = Meta.from_json(read_meta(tmp_path / "checkpoints", 0)).stored_config().resolve()
+    layout, params = load_parameters(
+        tmp_path / "checkpoints", 0, config.model, config.precision, independent_replicas=False
+    )
+    tokens, expected = hf_reference.tokens_of(config), np.load(models / name / "reference.npz")
+    with jax.set_mesh(layout.mesh):
+        logits = jax.jit(
+            lambda params: transformer.logits(
+                layout.parts, params, tokens[:, :-1], dtype=jnp.float32
+            )
+        )(params)
+    assert error(logits[..., : config.model.vocab_size], expected["logits"]) < 1e-5
+    sampler = Sampler(layout.parts, params)
+    for row, length in enumerate(hf_reference.PROMPTS):
+        prompt = [int(token) for token in tokens[row, :length]]
+        bursts = sampler.start(prompt, hf_reference.CONTINUATION, Sampling(temperature=0.0))
+        ids = np.concatenate([burst[0] for burst in bursts])
+        assert list(ids) == list(expected[f"continuation {row}"])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradients(models, name):
+    """Of every published tensor, to 1e-4 of its largest number; where that is below 1e-3 of the
+    model's largest one, of that: what should be nothing is rounding."""
+    model = imported_folder(models / name, {"data.sequence_length": hf_reference.LENGTH - 1})
+    parts, tokens = transformer.build(model.config.model), hf_reference.tokens_of(model.config)
+
+    @jax.jit
+    @jax.grad
+    def gradients(params):
+        logits = transformer.logits(parts, params, tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    expected = load_file(models / name / "gradients.safetensors")
+    got = model.published(gradients(model.plain))
+    assert got.keys() == expected.keys()
+    parameters = {name: g for name, g in expected.items() if not np.isnan(g).any()}
+    assert set(expected) - set(parameters) == {n for n in expected if "correction_bias" in n}
+    largest = {name: np.abs(g).max() for name, g in parameters.items()}
+    floor = 1e-3 * max(largest.values())
+    for tensor, gradient in parameters.items():
+        worst = np.abs(got[tensor] - gradient).max() / max(largest[tensor], floor)
+        assert worst < 1e-4, (tensor, worst)
+
+
+@pytest.mark.parametrize("form", [NEWER, WRITTEN, FROM_OLDER])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_there_and_back(models, round_trips, name, form):
+    before, folder = load_file(models / name / "model.safetensors"), round_trips / f"{name} {form}"
+    after = load_file(folder / "model.safetensors")
     assert before.keys() == after.keys()
-    assert all(before[tensor].tobytes() == after[tensor].tobytes() for tensor in before)
-    # without the config.json that the run began with, a new one is written
-    (work / "hf" / "config.json").unlink()
-    assert convert.main(["to_hf", str(tmp_path / "new"), f"--workdir={work}"]) == 0
-    for folder in (out, tmp_path / "new"):
-        in_transformers("logits", folder)
-        assert error(np.load(folder / "logits.npy"), expected) < 1e-6
+    for tensor, numbers in before.items():
+        assert (numbers.dtype, numbers.shape) == (after[tensor].dtype, after[tensor].shape)
+        # a config.json that is written anew has rotated columns in pairs
+        assert form == WRITTEN or numbers.tobytes() == after[tensor].tobytes(), tensor
+    assert_read(folder, models / name)
+
+
+def assert_read(folder: pathlib.Path, model: pathlib.Path) -> None:
+    """transformers has the model's logits for the folder, but for the rounding of frequencies that
+    config.json has in other words."""
+    error_text = folder / "error.txt"
+    assert not error_text.exists(), error_text.read_text()
+    assert error(np.load(folder / "logits.npy"), np.load(model / "reference.npz")["logits"]) < 1e-6
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_older_form(models, round_trips, name):
+    """transformers reads the older form as the same model, and so does jaxtrain."""
+    folder = round_trips / f"{name} {OLDER}"
+    assert_read(folder, models / name)
+    read = lambda folder: read_model(read_json(folder / "config.json"), "config.json")[1]
+    assert read(folder) == read(models / name)
+
+
+def test_what_is_recorded():
+    """reference.npz has every model."""
+    recorded = np.load(ROOT / "tests" / "hf" / "reference.npz")
+    assert {name.removesuffix("/loss") for name in recorded if name.endswith("/loss")} == {*CONFIGS}

@@ -117,6 +117,21 @@ def _violations(
         yield from rules.violations(rule, resolved)
 
 
+def model_violation(config: Config) -> Violation | None:
+    """The first broken rule of a config's model, whatever its corpus and its devices are."""
+    for path in cfg.fields():
+        if path.startswith("model.") and (
+            violation := field_violation(path, cfg.get(config, path), cfg.fields()[path].default)
+        ):
+            return violation
+    if violation := next(rules.head_size_is_whole(config.model), None):
+        return violation
+    resolved = config.resolve()
+    of_models = [rule for rule in rules.RULES if rules.groups_of(rule)[0] == "model"]
+    violations = (found for rule in of_models for found in rules.violations(rule, resolved))
+    return next((found for found in violations if found.field.startswith("model.")), None)
+
+
 # --- a setting on its own -------------------------------------------------------------------------
 
 
@@ -131,7 +146,11 @@ def field_violation(path: str, value: Any, of_recipe: Any) -> Violation | None:
         values = [cfg.retyped(path, value, usual[0]), *usual]
         return Violation(path, error.rule, values_for(path, values))
     choices, prefix = field.metadata["choices"], field.metadata["prefix"]
-    if choices:
+    if choices and isinstance(value, tuple):
+        for name in value:
+            if name not in choices:
+                return _unknown_name(path, value, name, choices)
+    elif choices:
         known = value in choices or (prefix and value.startswith(prefix))
         return None if known else _unknown_choice(path, value, choices)
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -158,6 +177,15 @@ def _unknown_choice(path: str, value: Any, choices: tuple) -> Violation:
     close = difflib.get_close_matches(value, choices, n=len(choices), cutoff=0.5)
     show = 1 if close else len(choices)
     return Violation(path, "is unknown", values_for(path, close or choices), show)
+
+
+def _unknown_name(path: str, value: tuple, name: str, choices: tuple) -> Violation:
+    """A tuple's item that is none of the choices. The fixes: the closest choice in its place, or
+    the tuple without it."""
+    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    fixed = (other for item in value for other in (close if item == name else [item]))
+    rule = f"names {name!r}, which is none of {', '.join(choices)}"
+    return Violation(path, rule, [{path: tuple(dict.fromkeys(fixed))}])
 
 
 def _out_of_bounds(path: str, value: float, usual: list[Any]) -> Violation | None:

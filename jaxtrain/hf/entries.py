@@ -20,6 +20,7 @@ from jaxtrain.config.settings import BIASED
 from jaxtrain.hf.fields import MISSING, Fields
 from jaxtrain.hf.rope_parameters import SCALINGS, Settings, read_rope, write_rope
 
+
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """Fields of config.json and settings of the model that belong together."""

@@ -1,139 +1,227 @@
-"""Random small models of transformers, and the logits that transformers has for a folder.
+"""Random small models of transformers, and what transformers computes with them.
 
-    python transformers_models.py make FOLDER     a model of each case, and its logits
-    python transformers_models.py logits FOLDER   the logits of the model that lies in FOLDER
+    python transformers_models.py make FOLDER    FOLDER/*/config.json → a model in each folder, and
+                                                 what transformers computes with it
+    python transformers_models.py read FOLDER    the logits of each FOLDER/*/model.safetensors
+    python transformers_models.py record FILE    the figures of hf_models.CONFIGS, for tests without
+                                                 transformers
+
+A folder with a config.json gets
+
+    model.safetensors     random weights (hf_reference.py)
+    reference.npz         "logits" [B, T, V] and "loss" of the batch, "continuation N" of prompts
+    gradients.safetensors the loss's gradient by the published names; NaN: no parameter
+    error.txt             instead of these, what transformers says against the config
 
 Runs in a process of its own with the packages of requirements-transformers.txt; jax is not
-imported.
+imported. One process serves many models: torch takes seconds to start.
 """
 
+import json
+import os
 import pathlib
+import shutil
 import sys
+import tempfile
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 
-TOKENS = np.random.default_rng(0).integers(0, 300, (2, 48))
-_SIZES = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "intermediate_size": 96,
-}
-_LATENT = _SIZES | {
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "kv_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 20,
-    "qk_nope_head_dim": 16,
-    "first_k_dense_replace": 1,
-    "num_mtp_layers": 0,
-    "num_key_value_heads": 4,
-}
-# Case → (the class of the model, the settings of its config).
-CASES: dict[str, tuple[str, dict]] = {
-    "llama": (
-        "LlamaForCausalLM",
-        _SIZES
-        | {
-            "num_key_value_heads": 2,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-        },
-    ),
-    "llama 3.1": (
-        "LlamaForCausalLM",
-        _SIZES
-        | {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 500.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 16,
-            }
-        },
-    ),
-    "linear scaling": (
-        "LlamaForCausalLM",
-        _SIZES | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
-    ),
-    "tied llama with biases": (
-        "LlamaForCausalLM",
-        _SIZES
-        | {
-            "head_dim": 24,
-            "tie_word_embeddings": True,
-            "attention_bias": True,
-            "mlp_bias": True,
-            "rms_norm_eps": 1e-5,
-        },
-    ),
-    "mistral": ("MistralForCausalLM", _SIZES | {"num_key_value_heads": 1, "head_dim": 32}),
-    "mixtral": (
-        "MixtralForCausalLM",
-        _SIZES | {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
-    "mixtral with one expert a token": (
-        "MixtralForCausalLM",
-        _SIZES | {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 1},
-    ),
-    "gpt2": (
-        "GPT2LMHeadModel",
-        {"vocab_size": 300, "n_positions": 64, "n_embd": 64, "n_layer": 3, "n_head": 4},
-    ),
-    "deepseek_v3": (
-        "DeepseekV3ForCausalLM",
-        _LATENT | {"q_lora_rank": 40, "n_group": 4, "topk_group": 2, "rms_norm_eps": 1e-5},
-    ),
-    "deepseek_v3 without latent queries": (
-        "DeepseekV3ForCausalLM",
-        _LATENT
-        | {
-            "q_lora_rank": None,
-            "n_group": 1,
-            "topk_group": 1,
-            "rope_interleave": False,
-            "n_shared_experts": 2,
-            "norm_topk_prob": False,
-        },
-    ),
-}
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+from safetensors.numpy import load_file, save_file
+
+from support import hf_models, hf_reference
+
+SETTINGS = "case.json"  # beside a config.json: {"seed", "dtype", "reference"} of a model, if any
+DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}  # of its "dtype"
+# Families that transformers does not have, and those that compute the same.
+COUNTERPARTS = {"kimi_k2": "deepseek_v3"}
+# Float32 and float64 must agree to this: else a choice of experts, or of a token, hangs on rounding
+# and another seed is taken.
+ROUNDING = 3e-6
+SEEDS = 20
 
 
-def make(folder: pathlib.Path) -> None:
-    """Saves a random model of each case. Its numbers are larger than initial ones, vectors too, so
-    that a wrong place of any tensor shows."""
+def load(folder: pathlib.Path) -> Any:
+    """The folder's model in float32. Fails for tensors that are missing or too many."""
     import torch
     import transformers
 
-    for number, (name, (architecture, settings)) in enumerate(CASES.items()):
-        kind = getattr(transformers, architecture)
-        model = kind(kind.config_class(**settings)).float().eval()
-        random = torch.Generator().manual_seed(number)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                noise = torch.randn(parameter.shape, generator=random)
-                parameter.copy_(0.08 * noise if parameter.ndim > 1 else 0.5 + 0.3 * noise)
-            for buffer_name, buffer in model.named_buffers():
-                if "correction" in buffer_name:
-                    buffer.copy_(0.05 * torch.randn(buffer.shape, generator=random))
-        model.save_pretrained(folder / name)
-        write_logits(folder / name)
+    config = read_config(folder)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        dtype=torch.float32,
+        experts_implementation="eager",  # the others know no float64
+        output_loading_info=True,
+    )
+    wrong = {kind: names for kind, names in info.items() if names}
+    assert not wrong, f"{folder}: {wrong}"
+    return model.eval()
 
 
-def write_logits(folder: pathlib.Path) -> None:
-    """Writes logits.npy beside a model's files."""
+def read_config(folder: pathlib.Path) -> Any:
+    """transformers' config of a folder's config.json."""
+    import transformers
+
+    values = json.loads((folder / "config.json").read_text())
+    kind = COUNTERPARTS.get(values["model_type"], values["model_type"])
+    values["architectures"] = None
+    return transformers.AutoConfig.for_model(**values | {"model_type": kind})
+
+
+def shapes_of(folder: pathlib.Path) -> dict[str, tuple[int, ...]]:
+    """The published tensors of a folder's config.json: name → shape."""
     import torch
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    config = read_config(folder)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return {name: tensor.shape for name, tensor in published(model).items()}
+
+
+def published(model: Any) -> dict[str, np.ndarray]:
+    """A model's tensors by the names of its files."""
+    with tempfile.TemporaryDirectory() as saved:
+        model.save_pretrained(saved)
+        files = pathlib.Path(saved).glob("*.safetensors")
+        return {name: array for file in files for name, array in load_file(file).items()}
+
+
+def make(folder: pathlib.Path, everything: bool = True) -> None:
+    """Writes the files of the docstring above, for one folder with a config.json.
+
+    everything: gradients and continuations, too
+    """
+
+    settings = folder / SETTINGS
+    settings = json.loads(settings.read_text()) if settings.exists() else {}
+    shapes = shapes_of(folder)
+    for attempt in range(SEEDS):
+        seed = settings.get("seed", 0) + 1000 * attempt
+        tensors = hf_reference.weights(seed, shapes)
+        if dtype := settings.get("dtype"):
+            tensors = {name: tensor.astype(DTYPES[dtype]) for name, tensor in tensors.items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        model = load(folder)
+        found = computed(model, everything)
+        exact = computed(load(folder).double(), everything)
+        if all(close(found[name], exact[name]) for name in found):
+            break
+    else:
+        raise RuntimeError(f"{folder}: no seed of {SEEDS} whose figures do not hang on rounding")
+    np.savez(folder / "reference.npz", seed=seed, **found)
+    if everything:
+        save_file(gradients(model), folder / "gradients.safetensors")
+
+
+def close(found: np.ndarray, exact: np.ndarray) -> bool:
+    """Whether float32 figures are those of float64; of token ids, whether they are the same."""
+    if found.dtype.kind == "i":
+        return bool((found == exact).all())
+    return bool(np.abs(found - exact).max() <= ROUNDING * np.abs(exact).max())
+
+
+def computed(model: Any, everything: bool) -> dict[str, np.ndarray]:
+    """The logits and the loss of the batch, and the greedy continuations of its prompts."""
+    import torch
+
+    ids = torch.tensor(hf_reference.tokens(model.config.vocab_size))
     with torch.no_grad():
-        np.save(folder / "logits.npy", model(torch.tensor(TOKENS)).logits.numpy())
+        logits = model(ids).logits
+        found = {"logits": logits[:, :-1].numpy(), "loss": next_token_loss(logits, ids).numpy()}
+        for row, length in enumerate(hf_reference.PROMPTS if everything else ()):
+            longer = model.generate(
+                ids[row : row + 1, :length],
+                generation_config=greedy(),
+            )
+            found[f"continuation {row}"] = longer[0, length:].numpy()
+    return found
+
+
+def greedy() -> Any:
+    """The rule of generation: the likeliest token, to the last one."""
+    import transformers
+
+    return transformers.GenerationConfig(
+        do_sample=False,
+        max_new_tokens=hf_reference.CONTINUATION,
+        min_new_tokens=hf_reference.CONTINUATION,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+
+
+def next_token_loss(logits: Any, ids: Any) -> Any:
+    """The mean over all tokens but the first of each sequence, in nats."""
+    import torch
+
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def gradients(model: Any) -> dict[str, np.ndarray]:
+    """The gradients of the loss by the published names. They take the parameters' places, so that
+    transformers names them."""
+    import torch
+
+    ids = torch.tensor(hf_reference.tokens(model.config.vocab_size))
+    next_token_loss(model(ids).logits, ids).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros(()) if parameter.grad is None else parameter.grad)
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                buffer.fill_(float("nan"))
+    return published(model)
+
+
+def read(folder: pathlib.Path) -> None:
+    """Writes logits.npy, of the batch, into a folder with a model."""
+    np.save(folder / "logits.npy", computed(load(folder), everything=False)["logits"])
+
+
+def record(file: pathlib.Path) -> None:
+    """Writes, for each of hf_models.CONFIGS, the seed, the loss, the last tokens' logits and the
+    digests of gradients."""
+    figures = {}
+    with tempfile.TemporaryDirectory() as place:
+        for name, values in hf_models.CONFIGS.items():
+            folder = pathlib.Path(place) / "model"
+            folder.mkdir()
+            (folder / "config.json").write_text(json.dumps(values))
+            print(name)
+            make(folder)
+            reference = np.load(folder / "reference.npz")
+            figures |= {
+                f"{name}/seed": reference["seed"],
+                f"{name}/loss": reference["loss"],
+                f"{name}/logits": reference["logits"][:, -1],
+                f"{name}/gradients": hf_reference.digest(
+                    load_file(folder / "gradients.safetensors")
+                ),
+            }
+            shutil.rmtree(folder)
+    np.savez_compressed(file, **figures)
+
+
+def main(command: str, place: pathlib.Path, *words: str) -> None:
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    if command == "record":
+        return record(place)
+    for folder in sorted(path for path in place.iterdir() if (path / "config.json").exists()):
+        try:
+            if command == "make":
+                make(folder, everything="logits" not in words)
+            else:
+                read(folder)
+        except Exception as error:  # of any kind: what a config is refused with
+            (folder / "error.txt").write_text(f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":
-    {"make": make, "logits": write_logits}[sys.argv[1]](pathlib.Path(sys.argv[2]))
+    main(sys.argv[1], pathlib.Path(sys.argv[2]), *sys.argv[3:])

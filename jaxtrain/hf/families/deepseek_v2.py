@@ -37,7 +37,7 @@ class Groups(Entry):
 
     def write(self, model: ModelConfig, length: int) -> Settings:
         if model.router_groups == 1:
-            return {"topk_method": GREEDY, "n_group": None, "topk_group": None}
+            return {"topk_method": GREEDY, "n_group": 1, "topk_group": 1}
         groups = {"n_group": model.router_groups, "topk_group": model.router_group_limit}
         return {"topk_method": LIMITED, **groups}
 

@@ -1,0 +1,80 @@
+"""A published model as plain parameters (small.py), in memory, and parameters or gradients by the
+published names."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import load_file
+
+from jaxtrain.checkpoint.restoring import expected_shapes
+from jaxtrain.checkpoint.storage import nested
+from jaxtrain.config import Config, replace
+from jaxtrain.hf.fields import read_json
+from jaxtrain.hf.model_config import read_model
+from jaxtrain.hf.rules import PublishedTensor
+
+PARAMETERS = "params/"
+# One loss for all: that of the next token.
+PLAIN_LOSS = {
+    "model.balance_loss": 0.0,
+    "model.z_loss": 0.0,
+    "precision.compute": "float32",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Imported:
+    """A published model: its resolved config, its tensors, and its parameters (plain)."""
+
+    config: Config
+    tensors: Sequence[PublishedTensor]
+    plain: dict
+
+    def published(self, plain: dict) -> dict[str, np.ndarray]:
+        """Parameters, or their gradients, by the published names, float32."""
+        arrays = {
+            jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(array)
+            for path, array in jax.tree_util.tree_leaves_with_path(plain)
+        }
+        result = {}
+        for tensor in self.tensors:
+            numbers = np.full(tensor.shape, np.nan, np.float32)
+            for rule in tensor.rules:
+                rule.publish(arrays[rule.array][rule.region], numbers)
+            result[tensor.name] = numbers
+        return result
+
+
+def imported(
+    values: Mapping[str, Any],
+    weights: Callable[[Mapping[str, Sequence[int]]], Mapping[str, np.ndarray]],
+    changes: Mapping[str, Any],
+) -> Imported:
+    """The model of a config.json. Raises HfError for a config.json that is refused.
+
+    weights: (published tensor → shape) → the tensors
+    changes: settings by path, such as "mesh.stage"
+    """
+    family, model, _ = read_model(values, "config.json")
+    config = replace(Config(model=model), PLAIN_LOSS | dict(changes)).resolve()
+    shapes = {
+        name.removeprefix(PARAMETERS): shape
+        for name, shape in expected_shapes(config).items()
+        if name.startswith(PARAMETERS)
+    }
+    rules, tensors = family.layout(config.model, values, shapes)
+    published = weights({tensor.name: tensor.shape for tensor in tensors})
+    arrays = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    for rule in rules:
+        arrays[rule.array][rule.region] = rule.stored(published[rule.tensor])
+    return Imported(config, tensors, nested(arrays))
+
+
+def imported_folder(folder: pathlib.Path, changes: Mapping[str, Any]) -> Imported:
+    """The model of a folder with config.json and model.safetensors."""
+    published = load_file(folder / "model.safetensors")
+    return imported(read_json(folder / "config.json"), lambda shapes: published, changes)
