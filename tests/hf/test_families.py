@@ -3,6 +3,7 @@ the same bytes."""
 
 import numpy as np
 import pytest
+from support.hf_imported import fill
 from support.hf_models import CONFIGS, llama_tensors
 
 from jaxtrain.checkpoint.restoring import expected_shapes
@@ -41,11 +42,7 @@ def test_there_and_back_is_the_same(name):
     arrays = {array: np.zeros(shape, np.float32) for array, shape in shapes.items()}
     published = {t.name: random.standard_normal(t.shape, np.float32) for t in tensors}
     for rule in rules:
-        target = arrays[rule.array][rule.region]
-        window = rule.covers([range(size) for size in shapes[rule.array][len(rule.index) :]])
-        source = rule.source(window)
-        assert source == tuple(map(range, published[rule.tensor].shape)) or rule.taken is not None
-        rule.store(published[rule.tensor][as_slices(source)], source, target, window)
+        fill(arrays[rule.array], rule, published[rule.tensor])
     for tensor in tensors:
         back = np.full(tensor.shape, np.nan, np.float32)
         for rule in tensor.rules:

@@ -80,7 +80,7 @@ def test_the_tokenizer_of_the_folder(published):
 def test_sequences_fit_a_learned_table(tmp_path):
     (tmp_path / CONFIG).write_text(json.dumps(CONFIGS["gpt2"]))
     published = read_published(tmp_path)
-    assert config_of(published).data.sequence_length == 64
+    assert config_of(published).data.sequence_length == CONFIGS["gpt2"]["n_positions"]
     assert config_of(published, data__sequence_length=32).data.sequence_length == 32
     recipe = replace(Config(), {"data.sequence_length": 100})
     assert config_of(published, recipe).data.sequence_length == 100, "the checks refuse it"
