@@ -35,9 +35,7 @@ class Norm(nn.Module):
         super().__init__()
         self.kind, self.epsilon = cfg.norm, cfg.norm_epsilon
         self.scale = nn.Parameter(torch.empty(cfg.width))
-        self.bias = (
-            nn.Parameter(torch.empty(cfg.width)) if cfg.biases and cfg.norm == "layernorm" else None
-        )
+        self.bias = nn.Parameter(torch.empty(cfg.width)) if "norm" in cfg.biases else None
 
     def forward(self, x):
         y, shape = x.float(), self.scale.shape
@@ -121,10 +119,10 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = cfg.head_dim
         d, n, k = cfg.width, cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
-        self.query = Dense(d, n, cfg.biases, dtype)
-        self.key = Dense(d, k, cfg.biases, dtype)
-        self.value = Dense(d, k, cfg.biases, dtype)
-        self.out = Dense(n, d, cfg.biases, dtype)
+        self.query = Dense(d, n, "qkv" in cfg.biases, dtype)
+        self.key = Dense(d, k, "qkv" in cfg.biases, dtype)
+        self.value = Dense(d, k, "qkv" in cfg.biases, dtype)
+        self.out = Dense(n, d, "out" in cfg.biases, dtype)
 
     def forward(self, x_BTD, angles, mask):
         by_head = lambda y: y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -139,13 +137,12 @@ class MLP(nn.Module):
 
     def __init__(self, cfg, dtype):
         super().__init__()
-        self.up = Dense(cfg.width, cfg.mlp_width, cfg.biases, dtype)
+        bias = "mlp" in cfg.biases
+        self.up = Dense(cfg.width, cfg.mlp_width, bias, dtype)
         self.gate = (
-            Dense(cfg.width, cfg.mlp_width, cfg.biases, dtype)
-            if cfg.activation == "swiglu"
-            else None
+            Dense(cfg.width, cfg.mlp_width, bias, dtype) if cfg.activation == "swiglu" else None
         )
-        self.down = Dense(cfg.mlp_width, cfg.width, cfg.biases, dtype)
+        self.down = Dense(cfg.mlp_width, cfg.width, bias, dtype)
 
     def forward(self, x):
         """→ the result, and a router's losses: none."""

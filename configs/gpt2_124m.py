@@ -29,7 +29,7 @@ def get_config() -> Config:
             activation="gelu",
             positions="learned",
             tied_embeddings=True,
-            biases=True,
+            biases=("qkv", "out", "mlp", "norm"),
         ),
         data=DataConfig(sequence_length=1024, batch_size=512),
         mesh=MeshConfig(data=-1),

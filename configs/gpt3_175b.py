@@ -28,7 +28,7 @@ def get_config() -> Config:
             activation="gelu",
             positions="learned",
             tied_embeddings=True,
-            biases=True,
+            biases=("qkv", "out", "mlp", "norm"),
         ),
         data=DataConfig(sequence_length=2048, batch_size=1536),
         mesh=MeshConfig(data=-1, stage=16, model=8),

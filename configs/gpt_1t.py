@@ -28,7 +28,7 @@ def get_config() -> Config:
             activation="gelu",
             positions="learned",
             tied_embeddings=True,
-            biases=True,
+            biases=("qkv", "out", "mlp", "norm"),
         ),
         data=DataConfig(sequence_length=2048, batch_size=3072),
         mesh=MeshConfig(data=-1, stage=64, model=8),

@@ -12,34 +12,26 @@ import contextlib
 import json
 import pathlib
 import re
-import shutil
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxtrain import cli
-from jaxtrain import config as cfg
 from jaxtrain.checkpoint import reading
 from jaxtrain.checkpoint.manifest import STATE, DatabaseError, read_database
 from jaxtrain.checkpoint.steps import CheckpointError, Meta, choose, read_errors, read_meta
-from jaxtrain.config import Config, ConfigError, ModelConfig, checks, one_line, to_dict
+from jaxtrain.config import Config, checks, one_line, to_dict
 from jaxtrain.config.errors import UsageError
-from jaxtrain.config.flags import Flag, Reading, apply, read_flags
+from jaxtrain.config.flags import Flag, Reading, read_flags
 from jaxtrain.generate import find_checkpoint, understand
+from jaxtrain.hf import files
 from jaxtrain.hf.exporting import export_folder
 from jaxtrain.hf.fields import HfError, read_json
-from jaxtrain.hf.importing import (
-    CONFIG,
-    SMALL_FILES,
-    SOURCE,
-    TENSORS,
-    TOKENIZER,
-    checked_source,
-    state_tree,
-)
+from jaxtrain.hf.files import CONFIG, SMALL_FILES, SOURCE, TENSORS, TOKENIZER
 from jaxtrain.hf.model_config import differing, family_of, read_model, write_model
-from jaxtrain.hf.safetensors_folder import DTYPES, SafetensorsFolder
+from jaxtrain.hf.run_config import Published, read_published, started_from
+from jaxtrain.hf.safetensors_folder import DTYPES
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.files import CONFIG_FILE
@@ -114,20 +106,20 @@ def folder_of(flags: types.SimpleNamespace, command: str) -> pathlib.Path:
 def from_hf(command_line: Reading) -> None:
     """Writes the run's folder. Raises FlagsError, HfError or CheckpointError."""
 
-    def check(command_line: Reading) -> tuple:
-        source = folder_of(command_line.namespace, "from_hf")
-        values = read_json(source / CONFIG)
-        family, model, notes = read_model(values, str(source / CONFIG))
-        config = _config_of(source, model, command_line.overrides)
-        return source, values, family, notes, config
+    def check(command_line: Reading) -> tuple[Published, Config]:
+        published = read_published(folder_of(command_line.namespace, "from_hf"))
+        config, _ = started_from(published, Config(), command_line.overrides)
+        if error := checks.error_of(config):
+            raise error
+        return published, config
 
-    source, values, family, notes, config = cli.checked(command_line, check)
+    published, config = cli.checked(command_line, check)
     workdir = pathlib.Path(command_line.namespace.workdir)
     _start_on_host()
     from jaxtrain.checkpoint.checkpoints import folder_of_checkpoints
     from jaxtrain.checkpoint.manager import Checkpointer
-    from jaxtrain.checkpoint.restoring import expected_arrays
     from jaxtrain.data.tokenizer import DataError, load_tokenizer, tokenizer_from
+    from jaxtrain.hf import importing
 
     checkpoints = folder_of_checkpoints(config.checkpoint, workdir)
     with read_errors(checkpoints):
@@ -139,59 +131,31 @@ def from_hf(command_line: Reading) -> None:
     except DataError as error:
         raise HfError(str(error)) from None
     resolved = config.resolve()
-    arrays = expected_arrays(resolved)
-    shapes = {
-        array.name.removeprefix(PARAMETERS): array.shape[array.leaves[0].lead :]
-        for array in arrays
-        if array.name.startswith(PARAMETERS)
-    }
-    rules, tensors = family.layout(resolved.model, values, shapes)
-    folder, tied = SafetensorsFolder(source), resolved.model.tied_embeddings
+    source = importing.open_source(published, resolved)
     with _progress("checked") as progress:
-        published = checked_source(folder, family, tensors, tied, progress)
+        importing.check_numbers(source, progress)
     lock = RunLock(workdir)
     lock.take(print)
     try:
-        _copy_small_files(source, workdir / SOURCE)
-        dtypes = {tensor.name: folder.dtype(published.name(tensor.name)) for tensor in tensors}
-        (workdir / SOURCE / TENSORS).write_text(json.dumps(dtypes, indent=0) + "\n")
+        files.keep(published.folder, published.values, source.dtypes(), workdir)
         if tokenizer["kind"] == "tokenizers":
             tokenizer = tokenizer_from(tokenizer, [workdir / SOURCE]).describe()
         saves = Checkpointer(checkpoints, None)
         meta = Meta(to_dict(resolved), tokenizer=tokenizer)
-        saves.save_tree(0, lambda: state_tree(arrays, rules, published), vars(meta))
+        saves.save_tree(0, lambda: importing.state_on_host(source), vars(meta))
         saves.wait()
         (workdir / CONFIG_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
     except OSError as error:
         raise CheckpointError(f"{workdir} cannot be written ({error.strerror})") from None
     finally:
         lock.release()
+    notes = published.notes
     print(*(f"note: {note}" for note in notes), sep="\n", end="\n" if notes else "")
+    model = f"a {published.family.model_type} with {len(source.tensors)} tensors"
     print(
-        f"{workdir}: step 0 of a {family.model_type} with {len(tensors)} tensors; to continue it:\n"
+        f"{workdir}: step 0 of {model}; to continue it:\n"
         f"python -m jaxtrain.train --config={workdir / CONFIG_FILE} --workdir={workdir}"
     )
-
-
-def _config_of(
-    source: pathlib.Path, model: ModelConfig, overrides: Sequence[tuple[str, str]]
-) -> Config:
-    """The config of a run that starts from a folder's published model. Raises ConfigError for
-    settings that contradict it or each other."""
-    changes: dict[str, Any] = {}
-    if (source / TOKENIZER).is_file():
-        changes["data.tokenizer"] = str((source / TOKENIZER).resolve())
-    if model.positions == "learned" and model.max_positions < Config().data.sequence_length:
-        changes["data.sequence_length"] = model.max_positions
-    base = cfg.replace(Config(model=model), changes)
-    config = apply(base, overrides)
-    for setting in differing(config.model, model):
-        name, value = f"model.{setting}", getattr(model, setting)
-        rule = f"contradicts {source / CONFIG}, which says {value}"
-        raise ConfigError(name, getattr(config.model, setting), rule, fixes=[{name: value}])
-    if error := checks.error_of(config):
-        raise error
-    return config
 
 
 def _start_on_host() -> None:
@@ -199,14 +163,6 @@ def _start_on_host() -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-
-
-def _copy_small_files(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Copies config.json and the tokenizer's files."""
-    target.mkdir(parents=True, exist_ok=True)
-    for name in SMALL_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
 
 
 # --- out ------------------------------------------------------------------------------------------
@@ -246,12 +202,12 @@ def to_hf(command_line: Reading) -> None:
         dtypes |= read_json(source / TENSORS)
     commonest = collections.Counter(dtypes.values()).most_common(1)[0][0]
     values["torch_dtype" if "torch_dtype" in values else "dtype"] = str(DTYPES[commonest])
-    files = {name: source / name for name in SMALL_FILES if (source / name).is_file()}
-    files.pop(CONFIG, None)
-    if TOKENIZER not in files and meta.tokenizer["kind"] == "tokenizers":
-        files[TOKENIZER] = pathlib.Path(meta.tokenizer["path"])
+    copied = {name: source / name for name in SMALL_FILES if (source / name).is_file()}
+    copied.pop(CONFIG, None)
+    if TOKENIZER not in copied and meta.tokenizer["kind"] == "tokenizers":
+        copied[TOKENIZER] = pathlib.Path(meta.tokenizer["path"])
     with _progress("written") as progress:
-        export_folder(target, values, tensors, arrays, dtypes, largest, files, progress)
+        export_folder(target, values, tensors, arrays, dtypes, largest, copied, progress)
     print(f"{target}: step {step} as a {values['model_type']} with {len(tensors)} tensors")
 
 

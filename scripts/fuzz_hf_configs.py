@@ -337,7 +337,8 @@ ARCHITECTURES = {
 SMALL = frozenset(
     "hidden_size intermediate_size moe_intermediate_size n_embd num_hidden_layers vocab_size "
     "num_attention_heads n_head kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim "
-    "n_group topk_group num_experts_per_tok n_routed_experts num_experts num_local_experts n_positions n_layer head_dim".split()
+    "n_group topk_group num_experts_per_tok n_routed_experts num_experts num_local_experts "
+    "n_positions n_layer head_dim".split()
 )
 # Fields that nobody knows, or which only other families have.
 UNKNOWN: Mapping[str, Draw] = {

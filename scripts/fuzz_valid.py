@@ -14,6 +14,7 @@ from typing import Any
 from jaxtrain.config import Config, ConfigError, replace
 from jaxtrain.config.checks import Environment, first_violation
 from jaxtrain.config.mesh_rules import AXES, filled
+from jaxtrain.config.settings import BIASED
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.schedule.orders import SCHEDULES
 
@@ -78,7 +79,6 @@ def draw_model(chance: random.Random) -> dict[str, Any]:
         "model.activation": chance.choice(("swiglu", "gelu")),
         "model.positions": positions,
         "model.tied_embeddings": chance.random() < 0.5,
-        "model.biases": chance.random() < 0.3,
         "model.loss_chunk": chance.choice((7, 64, 2048)),
         "data.source": chance.choice(("corpus.jsonl", "corpus.jsonl", "long.jsonl")),
         "data.sequence_length": chance.choice((8, 12, 15, 16, 24, 30, 36, 40, 42, 48, 60, 64, 84)),
@@ -112,6 +112,10 @@ def draw_model(chance: random.Random) -> dict[str, Any]:
         }
     if chance.random() < 0.15:
         settings |= {"model.mtp_depth": chance.choice((1, 2, 3))}
+    lacking = ["mlp" if "model.experts" in settings else "router"]
+    lacking += ["norm"] * (settings["model.norm"] == "rmsnorm")
+    parts = [part for part in BIASED if part not in lacking]
+    settings |= {"model.biases": tuple(part for part in parts if chance.random() < 0.2)}
     if settings["model.positions"] == "rotary":
         settings |= _draw_rotary(chance, settings)
     return settings
@@ -137,7 +141,6 @@ def _draw_experts(chance: random.Random) -> dict[str, Any]:
     experts = chance.choice((3, 4, 6, 8, 9, 10, 12))
     settings = {
         "model.experts": experts,
-        "model.biases": False,
         "model.expert_width": chance.choice((12, 18, 24, 30)),
         "model.experts_per_token": chance.choice((1, 2, 3)),
         "model.shared_experts": chance.choice((0, 0, 1, 2)),

@@ -82,9 +82,11 @@ def test_no_flags_is_the_shipped_tiny_recipe():
         (["--config.train.profile_steps=3"], "train.profile_steps", 3),
         (["--config.optimizer.learning_rate=1"], "optimizer.learning_rate", 1.0),
         (["--config.optimizer.learning_rate", "1e-3"], "optimizer.learning_rate", 1e-3),
-        (["--config.model.biases"], "model.biases", True),
-        (["--config.model.biases", "--greedy"], "model.biases", True),
-        (["--config.model.biases", "true"], "model.biases", True),
+        (["--config.model.qk_norm"], "model.qk_norm", True),
+        (["--config.model.qk_norm", "--greedy"], "model.qk_norm", True),
+        (["--config.model.qk_norm", "true"], "model.qk_norm", True),
+        (["--config.model.biases=qkv, out"], "model.biases", ("qkv", "out")),
+        (["--config.model.biases="], "model.biases", ()),
         (["--config.model.tied_embeddings=false"], "model.tied_embeddings", False),
         (["--config.train.sample_prompt=a = b, 'c'"], "train.sample_prompt", "a = b, 'c'"),
         (["--config.train.sample_prompt="], "train.sample_prompt", ""),
@@ -180,9 +182,14 @@ def test_other_flags():
             "optimizer.b1=nan is not a finite number: use --config.optimizer.b1=0.9",
         ),
         (
-            ["--config.model.biases=maybe"],
-            "model.biases='maybe' is not a boolean (true or false): use "
-            "--config.model.biases=false",
+            ["--config.model.qk_norm=maybe"],
+            "model.qk_norm='maybe' is not a boolean (true or false): use "
+            "--config.model.qk_norm=false",
+        ),
+        (
+            ["--config.model.biases=true"],
+            "model.biases=('true',) names 'true', which is none of qkv, out, mlp, router, norm: "
+            "use --config.model.biases=",
         ),
         (
             ["--config.data.loss_mask=(1,)"],

@@ -6,11 +6,12 @@ import os
 import pathlib
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from support import train_runs
-from support.hf_models import CONFIGS, write_llama
+from support import safetensors_files, train_runs
+from support.hf_models import CONFIGS, llama_tensors, write_llama
 
 from jaxtrain import convert
 from jaxtrain.checkpoint.restoring import load_parameters
@@ -154,6 +155,34 @@ def test_bfloat16_in_several_files(tmp_path):
     assert_same(
         tensors_of(tmp_path / "wide"), {name: a.astype(np.float32) for name, a in tensors.items()}
     )
+
+
+def test_quantised_weights(tmp_path):
+    """Weights in 8 bits become what they stand for, and are published as bfloat16 without scales;
+    blocks that the sizes cut off count too."""
+    tensors = llama_tensors()
+    block, quantised, expected = (7, 9), {}, {}
+    random = np.random.default_rng(1)
+    for name, array in tensors.items():
+        if ".layers." not in name or "norm" in name:
+            quantised[name] = expected[name] = array
+            continue
+        weight = array.astype(ml_dtypes.float8_e4m3fn)
+        rows, columns = (-(-size // part) for size, part in zip(array.shape, block, strict=True))
+        scales = random.random((rows, columns), np.float32)
+        quantised |= {name: weight, f"{name}_scale_inv": scales}
+        of_row, of_column = (np.arange(n) // part for n, part in zip(array.shape, block))
+        number = weight.astype(np.float32) * scales[of_row][:, of_column]
+        expected[name] = number.astype(ml_dtypes.bfloat16)
+    model, out = tmp_path / "model", tmp_path / "out"
+    model.mkdir()
+    fp8 = {"quant_method": "fp8", "weight_block_size": block}
+    (model / "config.json").write_text(json.dumps(CONFIGS["llama"] | {"quantization_config": fp8}))
+    safetensors_files.write(model / "model.safetensors", quantised)
+    assert run("from_hf", model, f"--workdir={tmp_path / 'run'}") == 0
+    assert run("to_hf", out, f"--workdir={tmp_path / 'run'}") == 0
+    assert_same(tensors_of(out), expected)
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
 
 
 def test_a_folder_that_exists_stays(imported, tmp_path, capsys):

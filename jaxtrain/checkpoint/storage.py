@@ -15,7 +15,7 @@ device memory.
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +36,9 @@ from jaxtrain.checkpoint.layout import (
 from jaxtrain.checkpoint.steps import CheckpointError, DamageError
 from jaxtrain.checkpoint.stores import no_damage
 from jaxtrain.devices import host_memory
+
+# Views of this process's shards, each with its index in the stored array (layout.Region).
+Parts = list[tuple[np.ndarray, tuple]]
 
 WRITE_BYTES = 128 * 2**20  # written at a time
 
@@ -241,7 +244,21 @@ def _error(directory: epath.Path, array: StoredArray, error: ValueError) -> Chec
 
 def _read_leaf(source: ts.TensorStore, array: StoredArray, leaf: Leaf) -> jax.Array:
     """One leaf, read and laid on this process's devices."""
-    buffers, reads = [], []
+
+    def read(parts: Parts) -> None:
+        for reading in [ts.array(part).write(source[index]) for part, index in parts]:
+            reading.result()
+
+    return on_devices(array, leaf, read)
+
+
+def on_devices(array: StoredArray, leaf: Leaf, fill: Callable[[Parts], None]) -> jax.Array:
+    """One leaf on this process's devices, whose shards are filled on the host; the rest is zero.
+
+    fill: fills parts of zeros with the numbers that the stored array has at their indices
+    """
+    buffers: list[tuple[np.ndarray, list[jax.Device]]] = []
+    parts: Parts = []
     for bounds, devices in holders(leaf).items():
         if local_devices := [
             device for device in devices if device.process_index == jax.process_index()
@@ -249,9 +266,8 @@ def _read_leaf(source: ts.TensorStore, array: StoredArray, leaf: Leaf) -> jax.Ar
             buffer = np.zeros([stop - start for start, stop in bounds], array.dtype)
             buffers.append((buffer, local_devices))
             for region in regions(leaf, bounds, array.shape):
-                reads.append(ts.array(buffer[region.local]).write(source[region.stored]))
-    for read in reads:
-        read.result()
+                parts.append((buffer[region.local], region.stored))
+    fill(parts)
     kind = leaf.sharding.memory_kind
     shards = [
         jax.device_put(b, jax.sharding.SingleDeviceSharding(d, memory_kind=kind))

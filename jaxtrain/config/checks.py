@@ -131,7 +131,11 @@ def field_violation(path: str, value: Any, of_recipe: Any) -> Violation | None:
         values = [cfg.retyped(path, value, usual[0]), *usual]
         return Violation(path, error.rule, values_for(path, values))
     choices, prefix = field.metadata["choices"], field.metadata["prefix"]
-    if choices:
+    if choices and isinstance(value, tuple):
+        for name in value:
+            if name not in choices:
+                return _unknown_name(path, value, name, choices)
+    elif choices:
         known = value in choices or (prefix and value.startswith(prefix))
         return None if known else _unknown_choice(path, value, choices)
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -158,6 +162,15 @@ def _unknown_choice(path: str, value: Any, choices: tuple) -> Violation:
     close = difflib.get_close_matches(value, choices, n=len(choices), cutoff=0.5)
     show = 1 if close else len(choices)
     return Violation(path, "is unknown", values_for(path, close or choices), show)
+
+
+def _unknown_name(path: str, value: tuple, name: str, choices: tuple) -> Violation:
+    """A tuple's item that is none of the choices. The fixes: the closest choice in its place, or
+    the tuple without it."""
+    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    fixed = (other for item in value for other in (close if item == name else [item]))
+    rule = f"names {name!r}, which is none of {', '.join(choices)}"
+    return Violation(path, rule, [{path: tuple(dict.fromkeys(fixed))}])
 
 
 def _out_of_bounds(path: str, value: float, usual: list[Any]) -> Violation | None:

@@ -257,12 +257,21 @@ def _experts(model: ModelConfig) -> Iterator[Violation]:
             "at least 1, or 0 for the worst case",
             [{"model.expert_room": 1.0}],
         )
-    if model.experts and model.biases:
-        yield Violation(
-            "model.biases",
-            f"is not for model.experts={model.experts}: experts have no biases",
-            [{"model.biases": False}],
-        )
+
+
+def _biases(model: ModelConfig) -> Iterator[Violation]:
+    """Parts that the model lacks, or that cannot have biases."""
+    wrong = {
+        "mlp": bool(model.experts) and f"is not for model.experts={model.experts}: experts have no",
+        "router": not model.experts and "needs a router, and model.experts=0 has no",
+        "norm": model.norm != "layernorm" and f"is for layernorm: model.norm={model.norm!r} has no",
+    }
+    for part in model.biases:
+        if rule := wrong.get(part):
+            others = tuple(other for other in model.biases if other != part)
+            yield Violation(
+                "model.biases", f"names {part!r}, which {rule} biases", [{"model.biases": others}]
+            )
 
 
 def _router(model: ModelConfig) -> Iterator[Violation]:
@@ -544,6 +553,7 @@ RULES: tuple[Rule, ...] = (
     _layers_without_rotary,
     _rotary_scaling,
     _experts,
+    _biases,
     _router,
     _sequence,
     _data,

@@ -15,6 +15,7 @@ from jaxtrain.config import sources
 from jaxtrain.config.optimizers import OPTIMIZERS, meaning
 from jaxtrain.schedule.orders import CSV, SCHEDULES, default_repeats
 
+BIASED = ("qkv", "out", "mlp", "router", "norm")  # parts of a model that may have biases
 LARGEST_INT = 2**31 - 1  # steps and token counts live in int32 on the devices
 # far more than any model has, but few enough to set up each of them in time and memory
 MOST_LAYERS = MOST_MICROBATCHES = 2**16
@@ -36,7 +37,7 @@ def setting(
     them; --help prints the doc and the choices.
 
     doc: one line, with the unit
-    choices: the values that are allowed; (): all values of the annotated type
+    choices: the values that are allowed, or a tuple's items; (): all of the annotated type
     prefix: texts that begin with this are allowed besides `choices`; "": none
     refused: further names that a user may know, each with the reason why it is no choice
     at_least, above, at_most, below: bounds of a number; None: none
@@ -242,7 +243,13 @@ class ModelConfig:
         at_least=0,
     )
     mtp_weight: float = setting(0.3, "weight of the mean loss of these predictions", above=0)
-    biases: bool = setting(False, "biases in the dense layers (and in layernorm)")
+    biases: tuple[str, ...] = setting(
+        (),
+        "parts with biases: qkv, query, key and value matrices (mla: only those that compress); "
+        "out, attention's output matrix; mlp, an MLP's matrices; router, the router's logits "
+        "(router_bias is another); norm, layernorm; empty: none",
+        choices=BIASED,
+    )
     init_std: float = setting(0.02, "standard deviation of the initial weights", above=0)
     attention_kernel: str = setting(
         "auto",
@@ -624,8 +631,8 @@ class Config:
     def resolve(self) -> "Config":
         """This config with its dependent defaults filled in (kv_heads and the sizes of heads,
         rotary_dim, mlp_width, expert_width, max_positions, latent_norm_epsilon, router_normalize;
-        reduce; repeats). The sizes of latents become 0 in a model without latent attention,
-        rotary_dim in one with it."""
+        reduce; repeats), and biases in the order of BIASED. The sizes of latents become 0 in a
+        model without latent attention, rotary_dim in one with it."""
         m = self.model
         head_dim, latent = m.head_dim or m.width // m.heads, m.attention == "mla"
         model = with_values(
@@ -641,6 +648,7 @@ class Config:
             expert_width=m.expert_width or (m.mlp_width or 4 * m.width) * (m.experts > 0),
             max_positions=m.max_positions or self.data.sequence_length,
             latent_norm_epsilon=(m.latent_norm_epsilon or m.norm_epsilon) * latent,
+            biases=tuple(part for part in BIASED if part in m.biases),
         )
         if m.experts and m.router_normalize == "auto":
             model = with_values(

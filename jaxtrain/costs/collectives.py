@@ -176,7 +176,7 @@ class StepCollectives:
         """The collectives of what several devices of `model` hold each: the rotated key of latent
         attention, key/value heads that they share (tensor.shared_columns), vectors and latents."""
         m, rotated, collectives = self.model, self.tokens * self.model.rope_dim, []
-        sharing = self.layout.model // m.kv_heads
+        sharing, qkv = self.layout.model // m.kv_heads, "qkv" in m.biases
         if m.mla and op in "FR":
             collectives = [Collective(GATHER, (MODEL,), rotated * self.item)]
         elif m.mla and op == "B":  # the partitioner sums the rotated key's gradient
@@ -184,16 +184,15 @@ class StepCollectives:
             collectives = [Collective(kind, (MODEL,), rotated * self.summed)]
         elif not m.mla and sharing > 1 and not (fused and op == "B"):
             kind, number = (SCATTER, self.summed) if op == "W" else (GATHER, self.item)
-            sizes = [n * m.head_dim * number for n in (m.width, 1)[: 1 + m.biases]]
+            sizes = [n * m.head_dim * number for n in (m.width, 1)[: 1 + qkv]]
             collectives = _alike(kind, MODEL, sizes, 2, sharing)
         if op == "W":
             ranks = m.query_rank + m.kv_rank
             heads = 2 * m.norm_vectors * m.head_dim * m.qk_norm
             norms = (m.norm_vectors * 2 * m.width + heads + ranks) * FLOAT32
-            latents = m.width * (ranks + m.rope_dim) * self.summed
-            collectives += _alike(
-                SUM, MODEL, [norms, 2 * m.width * self.summed * m.biases, latents]
-            )
+            latents = (m.width + qkv) * (ranks + m.rope_dim) * self.summed
+            biases = m.width * self.summed * len({"out", "mlp"}.intersection(m.biases))
+            collectives += _alike(SUM, MODEL, [norms, biases, latents])
         return collectives
 
     def _over_context(self, op: str, reuses: bool) -> list[Collective]:
@@ -300,7 +299,7 @@ class StepCollectives:
     def joining(self) -> Collective:
         """The sum of the gradients of what joins two streams in a multi-token prediction module."""
         width, norms = self.model.width, 3 * self.model.norm_vectors * self.model.width
-        matrix = (2 * width + self.model.biases) * width * self.summed
+        matrix = 2 * width**2 * self.summed
         return Collective(SUM, (MODEL,), norms * FLOAT32 + matrix)
 
     # ------------------------------------------------------------- parameters (parallel/zero.py)

@@ -163,7 +163,7 @@ def layer_bytes(step: StepModel, dense: bool = False, remat: str = "") -> LayerB
     model, layout, item = step.model, step.layout, step.item
     width, experts = float(model.width), bool(model.experts) and not dense
     # saves its input less the mean in 32 bits; RMSNorm its input
-    layer_norm = model.norm_vectors > 1
+    layer_norm = model.layer_norm
     selective = (remat or layout.remat) == "selective"
     attention, routed = _attention_widths(step, selective), LayerBytes(0.0, 0.0, 0.0)
     hidden = model.shared_experts * model.expert_width if experts else model.mlp_width
@@ -184,8 +184,9 @@ def layer_bytes(step: StepModel, dense: bool = False, remat: str = "") -> LayerB
     else:
         for_w += 2 * width * (FLOAT32 if layer_norm else item)
     # B leaves gradients gathered over `model` as they are; biases need a device's part too
-    gathered = (1 if experts else 2) * item * width * (layout.model > 1)
-    stash -= 0.0 if model.biases else gathered
+    gathered = item * width * (layout.model > 1)
+    row_parallel = {"out"} if experts else {"out", "mlp"}
+    stash -= gathered * len(row_parallel.difference(model.biases))
     if experts:
         scores = FLOAT32 * model.experts  # of the router, and their gradients
         for_b, stash = for_b + scores * (1 if selective else 2), stash + scores
@@ -194,7 +195,7 @@ def layer_bytes(step: StepModel, dense: bool = False, remat: str = "") -> LayerB
     return LayerBytes(
         for_b * split + masks(step) + routed.residual_b,
         for_w * split + routed.residual_w,
-        stash * split + gathered * step.tokens + routed.weight_stash,
+        stash * split + gathered * len(row_parallel) * step.tokens + routed.weight_stash,
         item * width * split,
     )
 
@@ -269,8 +270,9 @@ def transposed_pools(step: StepModel, slots: SlotCounts) -> float:
         return 0.0
     stash = slots.weight_stash * slots.layers * step.item * step.tokens
     if layout.microbatch == 1:
-        return stash * (model.hidden() + model.width) / layout.model * model.biases
-    number = 0 if layout.remat == "selective" else FLOAT32 if model.norm_vectors > 1 else step.item
+        widths = model.hidden() * ("mlp" in model.biases) + model.width * ("out" in model.biases)
+        return stash * widths / layout.model
+    number = 0 if layout.remat == "selective" else FLOAT32 if model.layer_norm else step.item
     norms = number * slots.residual_w * slots.layers * step.tokens * model.width / layout.model
     return max(stash * model.width, norms)
 

@@ -10,6 +10,17 @@ from jaxtrain.config.sizes import padded_vocabulary
 
 # matrices whose outputs `model` splits
 COLUMNS = frozenset({"query_key_value", "query", "key_value", "mlp_in"})
+# matrix → its part in `model.biases`; "": it never has a bias
+BIASES = {
+    "query_key_value": "qkv",
+    "latent": "qkv",
+    "query": "",
+    "key_value": "",
+    "attention_output": "out",
+    "router": "router",
+    "mlp_in": "mlp",
+    "mlp_out": "mlp",
+}
 # matrices that `model` does not split; of all others it splits the inputs
 UNSPLIT = frozenset({"latent", "router"})
 
@@ -50,7 +61,8 @@ class Transformer:
 
     gated:        an MLP has three matrices, and not two
     positions:    rows of the table of learned positions, 0 without one
-    norm_vectors: vectors of a norm, 2 with a bias
+    biases:       the parts that have biases, as in `model.biases`
+    layer_norm:   norms subtract the mean
     qk_norm:      a layer has a norm of queries and one of keys, of one head's size
     value_dim, query_rank, kv_rank, rope_dim: sizes of latent attention (mla), else 0
     experts, experts_per_token, shared_experts, expert_width: of each of `layers`
@@ -69,9 +81,9 @@ class Transformer:
     sequence: int
     gated: bool = True
     tied: bool = False
-    biases: bool = False
+    biases: tuple[str, ...] = ()
     positions: int = 0
-    norm_vectors: int = 1
+    layer_norm: bool = False
     qk_norm: bool = False
     mla: bool = False
     query_rank: int = 0
@@ -96,6 +108,11 @@ class Transformer:
     def output_dim(self) -> int:
         """Dimension of a head's values."""
         return self.value_dim or self.score_dim
+
+    @property
+    def norm_vectors(self) -> int:
+        """Vectors of a norm, 2 with a bias."""
+        return 1 + ("norm" in self.biases)
 
     @property
     def tables(self) -> int:
@@ -165,7 +182,7 @@ class Transformer:
                 each = [outputs // widened] * widened
             for size in each if inputs and outputs else []:
                 yield Array((inputs, size), (rows, columns))
-                if self.biases and name != "router":
+                if BIASES[name] in self.biases:
                     yield Array((size,), (columns,))
         for size in (width, width, self.query_rank, self.kv_rank):
             yield from self._norm(size)
@@ -197,8 +214,7 @@ class Transformer:
     def joining_arrays(self) -> list[Array]:
         """Parameters of a multi-token prediction module without its layer: the matrix that joins
         two streams and three norms (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
-        bias = [Array((self.width,), ("",))] * self.biases
-        return [Array((2 * self.width, self.width), ("", "")), *bias, *self._norm(self.width) * 3]
+        return [Array((2 * self.width, self.width), ("", "")), *self._norm(self.width) * 3]
 
     # ---------------------------------------------------------------------------------- on a device
 
@@ -266,7 +282,7 @@ def gpt(
         sequence=sequence,
         gated=False,
         tied=tied,
-        biases=True,
+        biases=("qkv", "out", "mlp", "norm"),
         positions=sequence,
-        norm_vectors=2,
+        layer_norm=True,
     )

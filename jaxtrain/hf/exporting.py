@@ -15,7 +15,7 @@ import numpy as np
 from jaxtrain.checkpoint.reading import Array
 from jaxtrain.checkpoint.steps import CheckpointError
 from jaxtrain.hf.fields import HfError
-from jaxtrain.hf.importing import CONFIG
+from jaxtrain.hf.files import CONFIG
 from jaxtrain.hf.rules import PublishedTensor
 from jaxtrain.hf.safetensors_folder import DTYPES
 from jaxtrain.hf.safetensors_writer import write_tensors

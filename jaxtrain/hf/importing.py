@@ -1,162 +1,325 @@
-"""A published model as the checkpoint of step 0.
+"""A published model as a state before its first step: on the devices of a run, or on the host for a
+checkpoint.
 
-The folder is read twice: once to check every tensor, so that nothing is written for one that is
-damaged, and once to write. Orbax asks for a layer's or an expert's block of an array when it writes
-it, so a few blocks are in memory at a time, whatever the model's size. Moments begin at zero
-(training/state.py).
+    published tensors ──rules──▶ windows of stored arrays ─┬─▶ shards on devices (train.init_from)
+                                                           └─▶ pieces of a checkpoint (convert)
+
+Only the bytes of these windows are read, a few rows at a time, whatever the model's size. Headers
+are checked before; whatever is read is checked then. Everything that is not published, such as the
+optimizer's moments, begins at zero.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
-from jaxtrain.checkpoint.layout import StoredArray, cut_piece, piece_shape
-from jaxtrain.checkpoint.storage import HostArray, nested
+from jaxtrain.checkpoint.layout import StoredArray, cut_piece, piece_shape, stored_arrays
+from jaxtrain.checkpoint.restoring import expected_arrays
+from jaxtrain.checkpoint.storage import HostArray, Parts, nested, on_devices
+from jaxtrain.config import Config
+from jaxtrain.hf.block_scales import (
+    SUFFIX,
+    Block,
+    dequantized,
+    scales_region,
+    scales_shape,
+)
 from jaxtrain.hf.families.family import Family
 from jaxtrain.hf.fields import HfError
 from jaxtrain.hf.rules import PublishedTensor, Rule
-from jaxtrain.hf.safetensors_folder import DTYPES, SafetensorsFolder
+from jaxtrain.hf.run_config import Published
+from jaxtrain.hf.safetensors_folder import DTYPES, FP8, Region, SafetensorsFolder
+from jaxtrain.training.state import TrainState, stored_shapes
+from jaxtrain.training.step import Step
 
-SOURCE = "hf"  # the folder of a run with the published model's small files
-CONFIG, TENSORS, TOKENIZER = "config.json", "tensors.json", "tokenizer.json"
-SMALL_FILES = (
-    CONFIG,
-    "generation_config.json",
-    TOKENIZER,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-)
+EMBEDDING, HEAD = "embed/table", "lm_head.weight"  # stored array, published tensor
+PARAMETERS = "params/"  # before the names of their arrays
+ANCHOR = "anchor/"  # of independent replicas' last exchange (training/diloco.py)
+READ_BYTES = 8 * 2**20  # of a tensor's rows that are read at a time, or one row
+Progress = Callable[[int, int], object]  # (steps done, all steps)
+
+
+def silent(done: int, total: int) -> None:
+    """The progress that nobody sees."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PublishedTensors:
-    """The tensors of a folder by the family's names, all of which were checked.
+class Source:
+    """The tensors of a published model, by the family's names; their headers were checked.
 
+    rules, tensors: of the model
+    arrays: of the state that a checkpoint of the run stores
     prefix: what the folder's names lack
+    block: the rows and columns of a block of quantised weights; None if there are none
     """
 
     folder: SafetensorsFolder
+    rules: Sequence[Rule]
+    tensors: Sequence[PublishedTensor]
+    arrays: Sequence[StoredArray]
     prefix: str = ""
+    block: Block | None = None
 
     def name(self, tensor: str) -> str:
         """The folder's name of a tensor."""
         return tensor.removeprefix(self.prefix)
 
-    def read(self, rule: Rule) -> np.ndarray:
-        """The numbers of a rule's place in its stored array, float32."""
-        tensor = self.folder.read(self.name(rule.tensor))
-        return np.ascontiguousarray(rule.stored(tensor), dtype=np.float32)
+    def dtypes(self) -> dict[str, str]:
+        """Tensor → the type of its numbers in an export; quantised ones are bfloat16 then."""
+        types = {tensor.name: self.folder.dtype(self.name(tensor.name)) for tensor in self.tensors}
+        return {name: "BF16" if dtype == FP8 else dtype for name, dtype in types.items()}
+
+    def blocks(self, tensor: str, region: Region) -> Iterator[tuple[Region, np.ndarray]]:
+        """The numbers of a region of a tensor by runs of its rows, each of about READ_BYTES.
+
+        Raises HfError for numbers that cannot be read or are not finite.
+        """
+        if not region:
+            yield region, self._numbers(self.name(tensor), region)
+            return
+        rows, others = region[0], region[1:]
+        width = math.prod(map(len, others)) * 4
+        count = max(READ_BYTES // max(width, 1), 1)
+        for start in range(rows.start, rows.stop, count):
+            part = (range(start, min(start + count, rows.stop)), *others)
+            yield part, self._numbers(self.name(tensor), part)
+
+    def _numbers(self, name: str, region: Region) -> np.ndarray:
+        numbers = self.folder.read(name, region)
+        if self.folder.dtype(name) == FP8:
+            assert self.block  # or the tensor would have been refused
+            scales = self.folder.read(name + SUFFIX, scales_region(region, self.block))
+            numbers = dequantized(numbers, scales, region, self.block)
+        if not np.isfinite(numbers).all():
+            raise HfError(f"{self.folder.place(name)} has numbers that are not finite")
+        return numbers
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class DeferredBlock:
-    """A block of a stored array that is read when it is written. It has what TensorStore and
-    storage.py ask of an array."""
-
-    source: PublishedTensors
-    rule: Rule
-    nbytes: int
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return self.source.read(self.rule)
+# --- checks ---------------------------------------------------------------------------------------
 
 
-def checked_source(
-    folder: SafetensorsFolder,
-    family: Family,
-    tensors: Sequence[PublishedTensor],
-    tied: bool,
-    progress: Callable[[int, int], object] = lambda done, total: None,
-) -> PublishedTensors:
-    """The folder's tensors, each of which was read once.
+def open_source(published: Published, config: Config) -> Source:
+    """The tensors of a published model, whose names, shapes and types are those of a resolved
+    config's model; no number is read.
 
-    tied: the model's output matrix is its embedding
-    progress: called with the tensors that are checked, and all
-
-    Raises HfError, which names file and tensor, for a tensor that is missing or that no parameter
-    is for, a wrong shape or type, and numbers that are not finite.
+    Raises HfError, which names file and tensor, for a file that is missing or damaged, a tensor
+    that is missing or that no parameter is for, and for a wrong shape or type.
     """
+    arrays = expected_arrays(config)
+    shapes = {
+        array.name.removeprefix(PARAMETERS): array.shape[array.leaves[0].lead :]
+        for array in arrays
+        if array.name.startswith(PARAMETERS)
+    }
+    family, block = published.family, published.block
+    rules, tensors = family.layout(config.model, published.values, shapes)
+    folder = SafetensorsFolder(published.folder)
     lacks_prefix = not any(name.startswith(family.prefix) for name in folder)
-    source = PublishedTensors(folder, family.prefix if lacks_prefix else "")
-    for number, tensor in enumerate(tensors):
-        name = source.name(tensor.name)
-        if name not in folder:
-            raise HfError(f"{folder.path}: {name} is missing")
-        if folder.shape(name) != tensor.shape:
-            shapes = f"{list(folder.shape(name))}, not {list(tensor.shape)}"
-            raise HfError(f"{folder.place(name)} is {shapes} as config.json says")
-        if folder.dtype(name) not in DTYPES:
-            types = ", ".join(DTYPES)
-            raise HfError(f"{folder.place(name)} is of {folder.dtype(name)}: only {types} are read")
-        if not np.isfinite(folder.read(name)).all():
-            raise HfError(f"{folder.place(name)} has numbers that are not finite")
-        progress(number + 1, len(tensors))
-    known = {source.name(tensor.name) for tensor in tensors}
-    embedding = source.name(tensors[0].name)
-    for name in folder:
-        if name in known or name.endswith(family.dropped):
-            continue
-        if tied and name == "lm_head.weight":
-            if folder.shape(name) == folder.shape(embedding) and np.array_equal(
-                folder.read(name), folder.read(embedding)
-            ):
-                continue
-            raise HfError(f"{folder.place(name)} differs from {embedding}, to which it is tied")
-        raise HfError(f"{folder.place(name)} is no tensor of a {family.model_type} of config.json")
+    prefix = family.prefix if lacks_prefix else ""
+    source = Source(folder, rules, tensors, arrays, prefix, block)
+    _check_names(source, family, config.model.tied_embeddings)
     return source
 
 
-def state_tree(
-    arrays: Sequence[StoredArray], rules: Sequence[Rule], source: PublishedTensors
-) -> dict:
-    """The nested dict of HostArrays of a state before its first step: the published parameters, and
-    zeros for everything else.
+def _check_names(source: Source, family: Family, tied: bool) -> None:
+    """Raises HfError for a tensor that is missing, wrong by its header, or too many. tied: the
+    model's output matrix is its embedding"""
+    folder, block, known = source.folder, source.block, set()
+    for tensor in source.tensors:
+        name = source.name(tensor.name)
+        known.add(name)
+        _check_header(folder, name, tensor.shape, (*DTYPES, FP8) if block else tuple(DTYPES))
+        if block and folder.dtype(name) == FP8:
+            if len(tensor.shape) != 2:
+                raise HfError(f"{folder.place(name)} is no matrix, and only these have blocks")
+            known.add(name + SUFFIX)
+            _check_header(folder, name + SUFFIX, scales_shape(tensor.shape, block), ("F32",))
+    for name in folder:
+        if name in known or name.endswith(family.dropped):
+            continue
+        if tied and name == HEAD:
+            table = _table(source)
+            _check_header(folder, HEAD, folder.shape(table), (folder.dtype(table),))
+            continue
+        raise HfError(f"{folder.place(name)} is no tensor of a {family.model_type} of config.json")
 
-    arrays: of the state
+
+def _check_header(
+    folder: SafetensorsFolder, name: str, shape: tuple[int, ...], dtypes: Sequence[str]
+) -> None:
+    """Raises HfError for a tensor that is missing or has another shape or type."""
+    if name not in folder:
+        raise HfError(f"{folder.path}: {name} is missing")
+    if folder.shape(name) != shape:
+        shapes = f"{list(folder.shape(name))}, not {list(shape)}"
+        raise HfError(f"{folder.place(name)} is {shapes} as config.json says")
+    if folder.dtype(name) not in dtypes:
+        rule = f"is of {folder.dtype(name)}: only {', '.join(dtypes)} are read"
+        raise HfError(f"{folder.place(name)} {rule}")
+
+
+def check_tied(source: Source) -> None:
+    """Raises HfError if the folder has an output matrix that differs from the embedding, to which
+    it is tied. Both are read."""
+    folder, table = source.folder, _table(source)
+    if HEAD not in folder or any(tensor.name == HEAD for tensor in source.tensors):
+        return
+    region = [range(size) for size in folder.shape(table)]
+    for (_, a), (_, b) in zip(source.blocks(table, region), source.blocks(HEAD, region)):
+        if not np.array_equal(a, b):
+            raise HfError(f"{folder.place(HEAD)} differs from {table}, to which it is tied")
+
+
+def _table(source: Source) -> str:
+    """The folder's name of the embedding."""
+    return next(source.name(t.name) for t in source.tensors if t.rules[0].array == EMBEDDING)
+
+
+def check_numbers(source: Source, progress: Progress = silent) -> None:
+    """Reads every number. Raises HfError, which names file and tensor, for those that are not
+    finite, and as `check_tied`."""
+    for number, tensor in enumerate(source.tensors, 1):
+        for _ in source.blocks(tensor.name, [range(size) for size in tensor.shape]):
+            pass
+        progress(number, len(source.tensors))
+    check_tied(source)
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PublishedArray:
+    """A stored array of one replica whose numbers are published.
+
+    rules: by the layer and the expert, all those that fill it
     """
-    by_array: dict[str, list[Rule]] = {}
-    for rule in rules:
-        by_array.setdefault(rule.array, []).append(rule)
-    stored = {}
-    for array in arrays:
-        group, _, name = array.name.partition("/")
-        parameter = by_array.get(name) if group in ("params", "anchor") else None
-        stored[array.name] = (
-            zeros(array) if parameter is None else published(array, parameter, source)
-        )
+
+    source: Source
+    rules: Mapping[tuple[int, ...], Sequence[Rule]]
+
+    def read(self, window: Region, target: np.ndarray) -> None:
+        """Fills `target` [..., *window], of any floating type, with the numbers of a window of the
+        array. Raises HfError as `Source.blocks`."""
+        depth = len(next(iter(self.rules)))
+        for index in itertools.product(*window[:depth]):
+            place = tuple(i - span.start for i, span in zip(index, window))
+            for rule in self.rules[index]:
+                covered = rule.covers(window[depth:])
+                if all(covered):
+                    inside: Any = (..., *place, *_inside(covered, window[depth:]))
+                    self._read_rule(rule, covered, target[inside])
+
+    def _read_rule(self, rule: Rule, window: Region, target: np.ndarray) -> None:
+        for region, numbers in self.source.blocks(rule.tensor, rule.source(window)):
+            rule.store(numbers, region, target, window)
+
+
+def _inside(part: Region, window: Region) -> tuple[slice, ...]:
+    """The index of a part of a window in an array of the window."""
+    return tuple(
+        slice(span.start - outer.start, span.stop - outer.start)
+        for span, outer in zip(part, window, strict=True)
+    )
+
+
+def published_arrays(source: Source) -> dict[str, PublishedArray]:
+    """Array, as a checkpoint names it → its numbers; arrays that are not in it begin at zero."""
+    by_array: dict[str, dict[tuple[int, ...], list[Rule]]] = {}
+    for rule in source.rules:
+        by_array.setdefault(rule.array, {}).setdefault(rule.index, []).append(rule)
+    return {
+        group + name: PublishedArray(source, by_index)
+        for name, by_index in by_array.items()
+        for group in (PARAMETERS, ANCHOR)
+    }
+
+
+# --- on the devices of a run ----------------------------------------------------------------------
+
+
+def state_on_devices(source: Source, step: Step, progress: Progress = silent) -> TrainState:
+    """The state before its first step, on the devices of a run. Each process reads what its devices
+    hold. Raises HfError as `Source.blocks`."""
+    abstract, published = step.abstract_state(), published_arrays(source)
+    arrays = stored_arrays(abstract, stored_shapes(step.layout, step.optimizer))
+    leaves: dict[int, jax.Array] = {}
+    for number, array in enumerate(arrays, 1):
+        fill = functools.partial(_fill, published.get(array.name), array.leaves[0].lead)
+        for leaf in array.leaves:
+            leaves[leaf.index] = on_devices(array, leaf, fill)
+        progress(number, len(arrays))
+    return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[i] for i in sorted(leaves)])
+
+
+def _fill(numbers: PublishedArray | None, lead: int, parts: Parts) -> None:
+    """Fills parts of shards. numbers: None for zeros; lead: dimensions of replicas"""
+    if numbers is None:
+        return
+    for target, index in parts:
+        # the index ends in an Ellipsis
+        numbers.read([range(part.start, part.stop) for part in index[lead:-1]], target)
+
+
+# --- on the host, for a checkpoint ----------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DeferredPiece:
+    """A piece of a stored array that is read when it is written. It has what TensorStore and
+    storage.py ask of an array."""
+
+    numbers: PublishedArray
+    window: Region
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(map(len, self.window)) * self.dtype.itemsize
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        piece = np.empty([len(span) for span in self.window], self.dtype)
+        self.numbers.read(self.window, piece)
+        return piece
+
+
+def state_on_host(source: Source) -> dict:
+    """The nested dict of HostArrays of a state before its first step."""
+    stored, published = {}, published_arrays(source)
+    for array in source.arrays:
+        numbers = published.get(array.name)
+        stored[array.name] = _zeros(array) if numbers is None else _deferred(array, numbers)
     return nested(stored)
 
 
-def zeros(array: StoredArray) -> HostArray:
+def _zeros(array: StoredArray) -> HostArray:
     """An array of zeros, which take no memory."""
     numbers = np.broadcast_to(np.zeros((), array.dtype), array.shape)
     return HostArray(array.shape, array.dtype, piece_shape(array), [((...,), numbers)])
 
 
-def published(array: StoredArray, rules: Sequence[Rule], source: PublishedTensors) -> HostArray:
+def _deferred(array: StoredArray, numbers: PublishedArray) -> HostArray:
     """An array of published numbers, in pieces that lie in one layer and one expert. Independent
     replicas begin with the same parameters."""
     lead = array.shape[: array.leaves[0].lead]
     shape = array.shape[len(lead) :]
-    inner = shape[len(rules[0].index) :]
-    blocks: list[tuple[tuple, Any]] = [
-        ((*replica, *rule.region), DeferredBlock(source, rule, nbytes(rule, shape, array.dtype)))
-        for replica in np.ndindex(lead)
-        for rule in rules
-    ]
-    outer = (1,) * (len(array.shape) - len(inner))
-    return HostArray(
-        array.shape, array.dtype, (*outer, *cut_piece(inner, array.dtype.itemsize)), blocks
-    )
-
-
-def nbytes(rule: Rule, shape: Sequence[int], dtype: np.dtype) -> int:
-    """Bytes of a rule's numbers in a stored array of this shape."""
-    return int(np.prod(rule.region_shape(shape))) * dtype.itemsize
+    depth = len(next(iter(numbers.rules)))
+    piece = (*[1] * depth, *cut_piece(shape[depth:], array.dtype.itemsize))
+    blocks: list[tuple[tuple, Any]] = []
+    for corner in itertools.product(
+        *(range(0, size, step) for size, step in zip(shape, piece, strict=True))
+    ):
+        window = [
+            range(at, min(at + step, size))
+            for at, step, size in zip(corner, piece, shape, strict=True)
+        ]
+        index = tuple(slice(span.start, span.stop) for span in window)
+        deferred = DeferredPiece(numbers, window, array.dtype)
+        blocks += [((*replica, *index), deferred) for replica in np.ndindex(lead)]
+    return HostArray(array.shape, array.dtype, (*[1] * len(lead), *piece), blocks)

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxtrain.config import Config, ModelConfig
 from jaxtrain.config.errors import shown
+from jaxtrain.hf.block_scales import read_block
 from jaxtrain.hf.families import FAMILIES
 from jaxtrain.hf.families.family import Family
 from jaxtrain.hf.fields import Fields, HfError
@@ -40,6 +41,7 @@ def read_model(values: Mapping[str, Any], place: str) -> tuple[Family, ModelConf
     family = family_of(values, place)
     fields = Fields(values, place)
     model = ModelConfig(**family.read(fields))
+    read_block(fields)
     fields.finish()
     return family, model, fields.notes
 

@@ -45,15 +45,64 @@ class Rule:
         region = tuple(shape[len(self.index) :])
         return (*region[:-1], self.columns[1] - self.columns[0]) if self.columns else region
 
-    def stored(self, tensor: np.ndarray) -> np.ndarray:
-        """The numbers of the published tensor as the array has them."""
-        oriented = tensor.T if self.transpose else tensor
-        return oriented if self.taken is None else oriented[..., self.taken]
+    def covers(self, window: Sequence[range]) -> tuple[range, ...]:
+        """The part of a window of the stored array, in the rule's layer and expert, that the rule's
+        numbers fill."""
+        if not self.columns:
+            return tuple(window)
+        start, stop = max(window[-1].start, self.columns[0]), min(window[-1].stop, self.columns[1])
+        return (*window[:-1], range(start, max(start, stop)))
+
+    def source(self, window: Sequence[range]) -> tuple[range, ...]:
+        """The least region of the published tensor that holds the numbers of a window, which is not
+        empty and which the rule covers."""
+        if not window:
+            return ()
+        places = self._places(window[-1])
+        region = (*window[:-1], range(int(places.min()), int(places.max()) + 1))
+        return region[::-1] if self.transpose else region
+
+    def store(
+        self,
+        numbers: np.ndarray,
+        region: Sequence[range],
+        target: np.ndarray,
+        window: Sequence[range],
+    ) -> None:
+        """Writes a region of the published tensor into its places of a window of the array.
+
+        region: of the numbers, a part of what `source` gives for the window
+        target: [..., *window], of which the numbers that are not in the region stay as they are
+        """
+        oriented = numbers.T if self.transpose else numbers
+        spans = region[::-1] if self.transpose else region
+        places: list[slice | np.ndarray] = [
+            slice(span.start - whole.start, span.stop - whole.start)
+            for span, whole in zip(spans, window, strict=True)
+        ]
+        if places:
+            columns = self._places(window[-1]) - spans[-1].start
+            inside = np.flatnonzero((columns >= 0) & (columns < len(spans[-1])))
+            places[-1] = _as_slice(inside)
+            oriented = oriented[..., _as_slice(columns[inside])]
+        target[(..., *places)] = oriented
 
     def publish(self, numbers: np.ndarray, tensor: np.ndarray) -> None:
         """Writes the array's numbers into their places of the published tensor."""
         oriented = tensor.T if self.transpose else tensor
         oriented[... if self.taken is None else (..., self.taken)] = numbers
+
+    def _places(self, columns: range) -> np.ndarray:
+        """The columns of the tensor, once transposed, that some columns of the array are."""
+        first = self.columns[0] if self.columns else 0
+        in_rule = np.asarray(columns) - first
+        return in_rule if self.taken is None else self.taken[in_rule]
+
+
+def _as_slice(places: np.ndarray) -> slice | np.ndarray:
+    """The slice of consecutive places; other places themselves."""
+    consecutive = places.size and np.array_equal(places, np.arange(places[0], places[-1] + 1))
+    return slice(places[0], places[-1] + 1) if consecutive else places
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

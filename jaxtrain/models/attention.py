@@ -30,10 +30,10 @@ class Attention(nnx.Module):
         )
         self.kernel, self.context = cfg.attention_kernel, context
         d, n, k = cfg.width, cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
-        self.query = Dense(d, n, ("width", "heads"), cfg.init_std, cfg.biases)
-        self.key = Dense(d, k, ("width", "kv_heads"), cfg.init_std, cfg.biases)
-        self.value = Dense(d, k, ("width", "kv_heads"), cfg.init_std, cfg.biases)
-        self.out = Dense(n, d, ("heads", "width"), residual_std, cfg.biases)
+        self.query = Dense(d, n, ("width", "heads"), cfg.init_std, "qkv" in cfg.biases)
+        self.key = Dense(d, k, ("width", "kv_heads"), cfg.init_std, "qkv" in cfg.biases)
+        self.value = Dense(d, k, ("width", "kv_heads"), cfg.init_std, "qkv" in cfg.biases)
+        self.out = Dense(n, d, ("heads", "width"), residual_std, "out" in cfg.biases)
         norm = lambda: Norm(cfg, self.head_dim, "latent") if cfg.qk_norm else None
         self.query_norm, self.key_norm = norm(), norm()
 

@@ -45,15 +45,17 @@ class LatentAttention(nnx.Module):
         d, n, q = cfg.width, cfg.heads, cfg.query_rank
         compressed = q + self.rank + self.rope_dim
         query, key_value = self.head_dim + self.rope_dim, self.head_dim + cfg.value_head_dim
-        dense = lambda n_in, n_out, *axes: Dense(n_in, n_out, axes, cfg.init_std, cfg.biases)
+        dense = lambda n_in, n_out, *axes, bias=False: Dense(n_in, n_out, axes, cfg.init_std, bias)
         norm = lambda size: Norm(cfg, size, "latent", cfg.latent_norm_epsilon)
         # Its result stays split along the sequence, as x is: the weight is small, and every device
         # has all of it.
-        self.compress = dense(d, compressed, "width", "latent")
+        self.compress = dense(d, compressed, "width", "latent", bias="qkv" in cfg.biases)
         self.query_norm, self.norm = norm(q) if q else None, norm(self.rank)
         self.query = dense(q or d, n * query, "latent" if q else "width", "heads")
         self.expand = dense(self.rank, n * key_value, "latent", "heads")
-        self.out = Dense(n * cfg.value_head_dim, d, ("heads", "width"), residual_std, cfg.biases)
+        self.out = Dense(
+            n * cfg.value_head_dim, d, ("heads", "width"), residual_std, "out" in cfg.biases
+        )
 
     def project(self, x_BTD, positions_BT):
         """Returns queries [B, T, N, H + R], latents [B, T, C], split along the sequence, and
@@ -113,14 +115,11 @@ class LatentAttention(nnx.Module):
             -1,
         )
         inner = jnp.einsum("btnh,cnh->btnc", q[..., : self.head_dim], to_keys)
-        # `attend` divides by the root of the last dimension, here K instead of H + R. A bias of the
-        # keys shifts all scores of a query alike, and can be left out.
+        # `attend` divides by the root of the last dimension, here K instead of H + R.
         scale = ((self.rank + self.rope_dim) / (self.head_dim + self.rope_dim)) ** 0.5
         q = jnp.concatenate([inner, q[..., self.head_dim :]], -1) * scale
         k_BS1K = cache_BSK[:, :, None].astype(q.dtype)
         y = jnp.einsum(
             "btnc,cnv->btnv", attend(q, k_BS1K, k_BS1K[..., : self.rank], mask), to_values
         )
-        if self.expand.bias is not None:
-            y += self.expand.bias[...].astype(y.dtype).reshape(self.heads, -1)[:, self.head_dim :]
         return self.out.row_parallel(constrain(y, HEADS).reshape(*y.shape[:2], -1)), [cache_BSK]

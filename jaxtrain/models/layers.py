@@ -25,7 +25,7 @@ class Norm(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, size=0, axis="width", epsilon=0.0):
         self.kind, self.epsilon = cfg.norm, epsilon or cfg.norm_epsilon
-        shape, with_bias = (size or cfg.width,), cfg.biases and cfg.norm == "layernorm"
+        shape, with_bias = (size or cfg.width,), "norm" in cfg.biases
         self.scale = parameter(Spec(shape, (axis,), constant=1.0))
         self.bias = parameter(Spec(shape, (axis,))) if with_bias else None
 
@@ -163,10 +163,10 @@ class MLP(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, residual_std: float):
         d, f = cfg.width, cfg.mlp_width
-        widen = lambda: Dense(d, f, ("width", "mlp"), cfg.init_std, cfg.biases)
+        widen = lambda: Dense(d, f, ("width", "mlp"), cfg.init_std, "mlp" in cfg.biases)
         self.up = widen()
         self.gate = widen() if cfg.activation == "swiglu" else None
-        self.down = Dense(f, d, ("mlp", "width"), residual_std, cfg.biases)
+        self.down = Dense(f, d, ("mlp", "width"), residual_std, "mlp" in cfg.biases)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         if self.gate is None:

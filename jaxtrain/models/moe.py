@@ -50,7 +50,8 @@ class Router(nnx.Module):
     for the choice; the experts' load moves it, not a gradient (Wang et al. 2024). Without a bias,
     `load` is the parameter whose "gradient" is the load. With `groups`, a token's experts come from
     `group_limit` of them: the groups with the highest sum of their `group_best` best scores, bias
-    included (DeepSeek-V3, section 2.1.2, as in its released code).
+    included (DeepSeek-V3, section 2.1.2, as in its released code). `logit_bias` is trained: it is
+    added to the logits, and so a part of the scores and of the weights (GPT-OSS).
     """
 
     def __init__(self, cfg: ModelConfig, batch_size: int):
@@ -62,6 +63,8 @@ class Router(nnx.Module):
         self.capacity, self.device_capacity = cfg.capacity_factor, cfg.expert_room
         shape, axes = (cfg.width, cfg.experts), ("width", "expert")
         self.weight = parameter(Spec(shape, axes, std=cfg.init_std, exact=True))
+        biased = "router" in cfg.biases
+        self.logit_bias = parameter(Spec((cfg.experts,), ("expert",))) if biased else None
         self.bias = _counter(cfg.experts) if cfg.router_bias else None
         self.load = None if cfg.router_bias else _counter(cfg.experts)
         bounded = self.capacity or self.device_capacity
@@ -78,6 +81,8 @@ class Router(nnx.Module):
         # TPUs and GPUs multiply float32 in fewer bits unless asked: choices would depend on the
         # rounding.
         logits = matmul(flat(x), self.weight[...], jax.lax.Precision.HIGHEST)
+        if self.logit_bias is not None:
+            logits += self.logit_bias[...]
         logits_BTE = constrain(logits.reshape(*x.shape[:-1], -1), GATHERED)
         scores_BTE = (
             jax.nn.softmax(logits_BTE) if self.kind == "softmax" else jax.nn.sigmoid(logits_BTE)

@@ -127,7 +127,7 @@ class Predictor(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, context: str = "all_gather", batch_size: int = 1):
         self.hidden_norm, self.token_norm = Norm(cfg), Norm(cfg)
-        self.project = Dense(2 * cfg.width, cfg.width, ("width", "width"), cfg.init_std, cfg.biases)
+        self.project = Dense(2 * cfg.width, cfg.width, ("width", "width"), cfg.init_std, bias=False)
         self.block = Block(cfg, context, batch_size)
 
     def __call__(self, x_BTD, next_BTD, positions_BT, segments_BT=None) -> jax.Array:

@@ -78,7 +78,7 @@ def transformer_of(m: ModelConfig, sequence_length: int) -> Transformer:
         tied=m.tied_embeddings,
         biases=m.biases,
         positions=m.max_positions if m.positions == "learned" else 0,
-        norm_vectors=2 if m.norm == "layernorm" and m.biases else 1,
+        layer_norm=m.norm == "layernorm",
         qk_norm=m.qk_norm and m.attention != "mla",
         mla=m.attention == "mla",
         query_rank=m.query_rank,

@@ -165,7 +165,7 @@ def test_arrays_that_the_config_of_the_meta_does_not_make(tmp_path, changed):
         r"its state's \S+mlp\S+ is \[.*\], not \[.*99.*\]", wrong_arrays(wider, stored)
     )
     assert wrong_arrays(
-        Meta(configs.to_dict(configs.replace(config, {"model.biases": True}))), stored
+        Meta(configs.to_dict(configs.replace(config, {"model.biases": ("mlp",)}))), stored
     ).startswith("its state lacks ")
 
 

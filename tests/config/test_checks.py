@@ -144,7 +144,8 @@ VALUES = [
     ("data.source", 'my  corpus (1), it\'s "new".txt'),
     ("pipeline.schedule", "csv:my table.csv"),
     ("train.sample_prompt", ""),
-    ("model.biases", True),
+    ("model.tied_embeddings", True),
+    ("model.biases", ("qkv", "out")),
     ("optimizer.epsilon", 1e-09),
     ("mesh.data", -1),
 ]
@@ -245,13 +246,12 @@ def recipe(name: str) -> Config:
 def parameters(config: Config) -> int:
     """Parameters of a transformer, counted by hand from its shapes."""
     m = config.resolve().model
-    bias = int(m.biases)
-    norm = m.width * (2 if m.norm == "layernorm" and m.biases else 1)
-    attention = m.width * m.head_dim * (2 * m.heads + 2 * m.kv_heads) + bias * (
-        m.head_dim * (m.heads + 2 * m.kv_heads) + m.width
-    )
+    qkv, out, biased_mlp, biased_norm = (part in m.biases for part in ("qkv", "out", "mlp", "norm"))
+    norm = m.width * (1 + biased_norm)
+    attention = m.width * m.head_dim * (2 * m.heads + 2 * m.kv_heads)
+    attention += qkv * m.head_dim * (m.heads + 2 * m.kv_heads) + out * m.width
     wide = 2 if m.activation == "swiglu" else 1
-    mlp = m.width * m.mlp_width * (wide + 1) + bias * (m.mlp_width * wide + m.width)
+    mlp = m.width * m.mlp_width * (wide + 1) + biased_mlp * (m.mlp_width * wide + m.width)
     table = m.vocab_size * m.width * (1 if m.tied_embeddings else 2) + (
         m.max_positions * m.width if m.positions == "learned" else 0
     )

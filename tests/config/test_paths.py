@@ -15,7 +15,8 @@ def test_json_round_trip():
         {
             "data.loss_mask": ("a", "b"),
             "optimizer.epsilon": 1e-9,
-            "model.biases": True,
+            "model.tied_embeddings": True,
+            "model.biases": ("mlp", "qkv"),
             "data.cache": "ü",
         },
     )
@@ -39,8 +40,9 @@ def test_from_dict_takes_what_is_missing_from_the_defaults_and_integers_for_floa
         ({"mesh": 3}, "mesh=3 is a group of settings, not a value: use --config.mesh.replica=1"),
         ({"mesh": {"stage": True}}, "mesh.stage=True is not an integer: use --config.mesh.stage=1"),
         (
-            {"model": {"biases": 0}},
-            "model.biases=0 is not a boolean (true or false): use --config.model.biases=false",
+            {"model": {"tied_embeddings": 0}},
+            "model.tied_embeddings=0 is not a boolean (true or false): use "
+            "--config.model.tied_embeddings=false",
         ),
         (
             {"model": {"norm": None}},

@@ -37,7 +37,7 @@ GPT = {
     "model.norm": "layernorm",
     "model.activation": "gelu",
     "model.positions": "learned",
-    "model.biases": True,
+    "model.biases": ("qkv", "out", "mlp", "norm"),
     "model.vocab_size": 509,  # a prime: padded wherever it is split
 }
 # recipe, changes, layouts
@@ -45,10 +45,14 @@ MODELS = {
     "gpt": ("tiny", GPT, LAYOUTS),
     "mixtral": (
         "mixtral_tiny",
-        {"model.capacity_factor": 2.0, "model.qk_norm": True},
+        {"model.capacity_factor": 2.0, "model.qk_norm": True, "model.biases": ("router",)},
         WITH_EXPERTS,
     ),
-    "deepseek": ("deepseek_tiny", {"model.mtp_depth": 1}, WITH_EXPERTS),
+    "deepseek": (
+        "deepseek_tiny",
+        {"model.mtp_depth": 1, "model.biases": ("qkv", "out")},
+        WITH_EXPERTS,
+    ),
 }
 COUNTS = 8  # bytes of the two counts of updates
 

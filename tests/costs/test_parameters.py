@@ -30,14 +30,14 @@ GPT = {
     "model.norm": "layernorm",
     "model.activation": "gelu",
     "model.positions": "learned",
-    "model.biases": True,
+    "model.biases": ("qkv", "out", "mlp", "norm"),
 }
 # (recipe, changes, layouts)
 CASES = [
-    ("tiny", {"model.qk_norm": True}, LAYOUTS),
+    ("tiny", {"model.qk_norm": True, "model.biases": ("qkv",)}, LAYOUTS),
     ("tiny", GPT | {"model.vocab_size": 509}, LAYOUTS),  # a prime: padded wherever it is split
-    ("mixtral_tiny", {}, LAYOUTS | EXPERTS),
-    ("deepseek_tiny", {}, LAYOUTS | EXPERTS),
+    ("mixtral_tiny", {"model.biases": ("out", "router")}, LAYOUTS | EXPERTS),
+    ("deepseek_tiny", {"model.biases": ("qkv", "router")}, LAYOUTS | EXPERTS),
 ]
 
 

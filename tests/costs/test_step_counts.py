@@ -41,7 +41,7 @@ NONE, GPT2 = (
         "model.norm": "layernorm",
         "model.activation": "gelu",
         "model.positions": "learned",
-        "model.biases": True,
+        "model.biases": ("qkv", "out", "mlp", "norm"),
     },
 )
 MOE = {"mesh.expert": 2, "model.experts": 4, "model.expert_width": 32}

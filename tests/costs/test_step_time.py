@@ -115,9 +115,9 @@ def test_zero_3_loses_where_devices_are_many():
         2048,
         gated=False,
         tied=True,
-        biases=True,
+        biases=("qkv", "out", "mlp", "norm"),
         positions=2048,
-        norm_vectors=2,
+        layer_norm=True,
     )
     ratios = []
     for devices in (384, 768, 1536):

@@ -14,6 +14,7 @@ KINDS = {
     "llama, every other layer without rotary positions": {
         "model.kv_heads": 2,
         "model.rotary_dim": 2,
+        "model.biases": ("qkv",),
         "model.nope_layers": (1, 3),
         "model.init_std": 0.3,
     },
@@ -21,7 +22,7 @@ KINDS = {
         "model.positions": "learned",
         "model.norm": "layernorm",
         "model.activation": "gelu",
-        "model.biases": True,
+        "model.biases": ("qkv", "out", "mlp", "norm"),
         "model.tied_embeddings": True,
         "model.init_std": 0.3,
     },
@@ -31,6 +32,7 @@ KINDS = {
         "model.nope_layers": (0, 2),
         "model.shared_experts": 1,
         "model.capacity_factor": 2.0,
+        "model.biases": ("out", "router"),
         "model.expert_width": 32,
         "model.init_std": 0.3,
     },
@@ -39,6 +41,7 @@ KINDS = {
         "model.kv_rank": 20,
         "model.rope_head_dim": 6,
         "model.value_head_dim": 10,
+        "model.biases": ("qkv", "out"),
         "model.init_std": 0.3,
     },
 }

@@ -3,6 +3,7 @@ the same bytes."""
 
 import numpy as np
 import pytest
+from support.hf_imported import fill
 from support.hf_models import CONFIGS, llama_tensors
 
 from jaxtrain.checkpoint.restoring import expected_shapes
@@ -41,12 +42,41 @@ def test_there_and_back_is_the_same(name):
     arrays = {array: np.zeros(shape, np.float32) for array, shape in shapes.items()}
     published = {t.name: random.standard_normal(t.shape, np.float32) for t in tensors}
     for rule in rules:
-        arrays[rule.array][rule.region] = rule.stored(published[rule.tensor])
+        fill(arrays[rule.array], rule, published[rule.tensor])
     for tensor in tensors:
         back = np.full(tensor.shape, np.nan, np.float32)
         for rule in tensor.rules:
             rule.publish(arrays[rule.array][rule.region], back)
         assert back.tobytes() == published[tensor.name].tobytes(), tensor.name
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_any_window_of_an_array(name):
+    """From rows of the tensor that come one by one, whatever their order in the array is."""
+    rules, tensors, shapes = laid_out(CONFIGS[name])
+    shape_of = {tensor.name: tensor.shape for tensor in tensors}
+    random = np.random.default_rng(0)
+    for rule in rules:
+        tensor = random.standard_normal(shape_of[rule.tensor], np.float32)
+        inner = [range(size) for size in shapes[rule.array][len(rule.index) :]]
+        complete = np.full([len(span) for span in inner], np.nan, np.float32)
+        covered = rule.covers(inner)
+        rule.store(tensor[as_slices(rule.source(covered))], rule.source(covered), complete, inner)
+        assert np.isfinite(complete[as_slices(covered)]).all()
+        window = [range(*sorted(random.integers(0, len(span) + 1, 2))) for span in inner]
+        covered = rule.covers(window)
+        if not all(covered):
+            continue
+        target = np.full([len(span) for span in covered], np.nan, np.float32)
+        rows, *others = rule.source(covered)
+        for row in rows:
+            region = (range(row, row + 1), *others)
+            rule.store(tensor[as_slices(region)], region, target, covered)
+        assert target.tobytes() == np.ascontiguousarray(complete[as_slices(covered)]).tobytes()
+
+
+def as_slices(region) -> tuple[slice, ...]:
+    return tuple(slice(span.start, span.stop) for span in region)
 
 
 def test_a_llama_s_tensors():

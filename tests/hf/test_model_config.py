@@ -116,7 +116,6 @@ REFUSED = [
     ),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
-    ("llama", {"attention_bias": True}, "mlp_bias=False"),
     ("llama", {"attention_bias": 1}, "attention_bias=1"),
     ("llama", {"hidden_size": "16"}, "hidden_size='16'"),
     ("llama", {"hidden_size": 16.5}, "hidden_size=16.5"),
@@ -124,7 +123,7 @@ REFUSED = [
     ("llama", {"num_attention_heads": -4}, "num_attention_heads=-4"),
     ("llama", {"rms_norm_eps": None}, "rms_norm_eps=None"),
     ("llama", {"tie_word_embeddings": None}, "tie_word_embeddings=None"),
-    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config="),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config: quant_method=None"),
     ("llama", {"auto_map": {"AutoModel": "x.y"}}, "auto_map="),
     ("llama", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
     ("mistral", {"sliding_window": 32}, "sliding_window=32"),
@@ -179,7 +178,7 @@ def test_models_of_recipes():
 
 @pytest.mark.parametrize(
     "change",
-    [{"biases": True, "experts": 4}, {"mtp_depth": 1}, {"activation": "gelu"}, {"experts": 4}],
+    [{"biases": ("qkv",), "experts": 4}, {"mtp_depth": 1}, {"activation": "gelu"}, {"experts": 4}],
     ids=str,
 )
 def test_a_model_that_no_family_can_hold(change):

@@ -117,7 +117,7 @@ def attention(**fields):
         "positions": "learned",
         "rotary_base": 100.0,
     }
-    cfg = ModelConfig(**defaults | {"biases": True, "init_std": 0.1} | fields)
+    cfg = ModelConfig(**defaults | {"biases": ("qkv", "out"), "init_std": 0.1} | fields)
     module = Attention(cfg, 0.1)
     random = np.random.default_rng(0)
     return binder(module), jax.tree.map(
@@ -139,7 +139,7 @@ def test_the_layer_with_documents_apart():
 
 
 def test_documents_apart_with_positions_from_0_are_documents_alone():
-    apply, params = attention(positions="rotary", biases=False)
+    apply, params = attention(positions="rotary", biases=())
     x = normal(1, LENGTH, WIDTH)
     packed = apply(params)(
         x, np.array([[0, 1, 2, 3, 0, 1, 2, 3, 4]]), np.array([[5, 5, 5, 5, 6, 6, 6, 6, 6]])
@@ -171,7 +171,7 @@ def test_through_a_cache(positions):
 
 
 def test_norms_of_queries_and_keys_are_before_the_rotation():
-    apply, params = attention(positions="rotary", qk_norm=True, norm_epsilon=0.1, biases=False)
+    apply, params = attention(positions="rotary", qk_norm=True, norm_epsilon=0.1, biases=())
     x, positions = normal(BATCH, LENGTH, WIDTH), np.arange(LENGTH)[None]
     rotated = Rotary(ModelConfig(rotary_base=100.0), HEAD)
     for got, name in zip(apply(params).project(x, positions), ("query", "key"), strict=False):

@@ -34,8 +34,8 @@ def latent(query_rank=QUERIES):
         "value_head_dim": VALUE,
         "kv_rank": RANK,
     }
-    others = {"rotary_base": 100.0, "init_std": 0.1, "biases": True, "latent_norm_epsilon": EPSILON}
-    others |= {} if query_rank else YARN
+    others = {"rotary_base": 100.0, "init_std": 0.1, "latent_norm_epsilon": EPSILON}
+    others |= {"biases": ("qkv", "out")} | ({} if query_rank else YARN)
     cfg = ModelConfig(**sizes, **others, attention="mla", query_rank=query_rank)
     module, random = LatentAttention(cfg, 0.1), np.random.default_rng(0)
     return binder(module), jax.tree.map(
@@ -55,7 +55,7 @@ def turned(x, positions, factor):
 def plain(params, x_TD, positions, allowed):
     """One sequence, equations 9 to 13 and 14 to 19 of arXiv:2405.04434, with norms on the
     latents."""
-    dense = lambda name, x: x @ params[name]["weight"] + params[name]["bias"]
+    dense = lambda name, x: x @ params[name]["weight"] + params[name].get("bias", 0)
     norm = lambda name, x: (
         x / np.sqrt((x * x).mean(-1, keepdims=True) + EPSILON) * params[name]["scale"]
     )
@@ -88,6 +88,14 @@ def inputs():
     return np.random.default_rng(1).normal(size=(BATCH, LENGTH, WIDTH)).astype(
         np.float32
     ), np.arange(LENGTH)
+
+
+def test_biases_are_those_of_deepseeks_attention():
+    """`attention_bias` of transformers' DeepseekV3Attention: q_a_proj, kv_a_proj_with_mqa and
+    o_proj have biases; q_b_proj, kv_b_proj and q_proj have none."""
+    for query_rank in (QUERIES, 0):
+        _, params = latent(query_rank)
+        assert {name for name in params if "bias" in params[name]} == {"compress", "out"}
 
 
 @pytest.mark.parametrize("query_rank", [QUERIES, 0])

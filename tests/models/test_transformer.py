@@ -53,7 +53,7 @@ GPT2 = {
     "model.norm": "layernorm",
     "model.activation": "gelu",
     "model.positions": "learned",
-    "model.biases": True,
+    "model.biases": ("qkv", "out", "mlp", "norm"),
 }
 FORMS = {"llama": {}, "gpt2": GPT2 | {"model.tied_embeddings": True}}
 

@@ -22,7 +22,7 @@ GPT2 = {
     "model.norm": "layernorm",
     "model.activation": "gelu",
     "model.positions": "learned",
-    "model.biases": True,
+    "model.biases": ("qkv", "out", "mlp", "norm"),
 }
 LENGTH = {"data.sequence_length": 24}  # of which 3 devices have whole chunks
 NONE, SELECTIVE = {"pipeline.remat": "none"}, {"pipeline.remat": "selective"}

@@ -31,7 +31,7 @@ BASE = {
     "model.layers": 2 * LAYERS,
     "data.batch_size": 4 * ROWS,
 }
-GPT2 = {"model.activation": "gelu", "model.biases": True}
+GPT2 = {"model.activation": "gelu", "model.biases": ("qkv", "out", "mlp")}
 # Of a layer in each op: collectives of activations, gathered and scattered. R leaves out what no
 # residual is made of.
 MEGATRON = {"K": (2, 2), "F": (2, 2), "R": (2, 2), "B": (2, 2), "W": (2, 0)}

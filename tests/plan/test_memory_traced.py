@@ -62,7 +62,12 @@ def pools(config: configs.Config) -> dict[str, int]:
         (
             "mixtral_tiny",
             "selective",
-            {"model.expert_room": 1.0, "mesh.model": 2, "model.qk_norm": True},
+            {
+                "model.expert_room": 1.0,
+                "mesh.model": 2,
+                "model.qk_norm": True,
+                "model.biases": ("out",),
+            },
         ),
         ("mixtral_tiny", "selective", {"model.expert_room": 2.0, "model.shared_experts": 1}),
         ("mixtral_tiny", "full", {"model.capacity_factor": 1.5}),
@@ -70,11 +75,22 @@ def pools(config: configs.Config) -> dict[str, int]:
         ("deepseek_tiny", "full", {"model.expert_room": 2.0}),
         ("deepseek_tiny", "selective", {"mesh.model": 2}),
         ("mixtral_tiny", "selective", {"mesh.expert": 1, "model.activation": "gelu"}),
+        # biases of one row-parallel matrix, layernorm
+        (
+            "tiny",
+            "selective",
+            {
+                "mesh.expert": 1,
+                "mesh.model": 2,
+                "model.norm": "layernorm",
+                "model.biases": ("qkv", "mlp"),
+            },
+        ),
     ],
 )
-def test_slots_of_experts(recipe, remat, values):
+def test_slots_of_layers(recipe, remat, values):
     """Layers with experts keep rows, as many as a device has room for, and `model` splits the
-    hidden ones alone."""
+    hidden ones alone. A bias behind a row-parallel matrix sums a device's part of a gradient."""
     config = small(recipe, values | {"pipeline.remat": remat})
     planned, program = predict(config, load("h100")).memory.pools, pools(config)
     assert planned.keys() == program.keys()

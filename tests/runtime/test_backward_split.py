@@ -129,7 +129,7 @@ def block(request):
             "model.norm": "layernorm",
             "model.activation": "gelu",
             "model.positions": "learned",
-            "model.biases": True,
+            "model.biases": ("qkv", "out", "mlp", "norm"),
         },
         "latent": {
             "model.attention": "mla",
@@ -137,6 +137,7 @@ def block(request):
             "model.kv_rank": 20,
             "model.rope_head_dim": 10,
             "model.value_head_dim": 14,
+            "model.biases": ("qkv", "mlp"),
         },
     }
     cfg = small.config(

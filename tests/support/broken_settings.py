@@ -201,9 +201,34 @@ RULES = [
         ": use --config.pipeline.vocabulary=auto",
     ),
     (
-        {"model.experts": 4, "model.biases": True},
-        "model.biases=True is not for model.experts=4: experts have no biases: use "
-        "--config.model.biases=false",
+        {"model.experts": 4, "model.biases": ("qkv", "mlp", "router")},
+        "model.biases=('qkv', 'mlp', 'router') names 'mlp', which is not for model.experts=4: "
+        "experts have no biases: use --config.model.biases=qkv,router",
+    ),
+    (
+        {"model.biases": ("router", "out")},
+        "model.biases=('router', 'out') names 'router', which needs a router, and model.experts=0 "
+        "has no biases: use --config.model.biases=out",
+    ),
+    (
+        {"model.biases": ("out", "norm")},
+        "model.biases=('out', 'norm') names 'norm', which is for layernorm: "
+        "model.norm='rmsnorm' has no biases: use --config.model.biases=out",
+    ),
+    (
+        {"model.biases": ("out", "kqv")},
+        "model.biases=('out', 'kqv') names 'kqv', which is none of qkv, out, mlp, router, norm: "
+        "use --config.model.biases=out,qkv",
+    ),
+    (
+        {"model.biases": ("out", "attention", "mlp")},
+        "model.biases=('out', 'attention', 'mlp') names 'attention', which is none of qkv, out, "
+        "mlp, router, norm: use --config.model.biases=out,mlp",
+    ),
+    (
+        {"model.biases": ("out", "qkv", "out")},
+        "model.biases=('out', 'qkv', 'out') has an empty or repeated name: use "
+        "--config.model.biases=out,qkv",
     ),
     (
         {"optimizer.name": "adamv"},
@@ -517,8 +542,12 @@ RULES = [
     ({"train.steps": 2.5}, "train.steps=2.5 is not an integer: use --config.train.steps=2"),
     ({"train.steps": True}, "train.steps=True is not an integer: use --config.train.steps=100"),
     (
-        {"model.biases": 1},
-        "model.biases=1 is not a boolean (true or false): use --config.model.biases=true",
+        {"model.qk_norm": 1},
+        "model.qk_norm=1 is not a boolean (true or false): use --config.model.qk_norm=true",
+    ),
+    (
+        {"model.biases": True},
+        "model.biases=True is not a tuple of strings: use --config.model.biases=",
     ),
     (
         {"train.profile_steps": 99},

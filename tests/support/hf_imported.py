@@ -17,7 +17,7 @@ from jaxtrain.checkpoint.storage import nested
 from jaxtrain.config import Config, replace
 from jaxtrain.hf.fields import read_json
 from jaxtrain.hf.model_config import read_model
-from jaxtrain.hf.rules import PublishedTensor
+from jaxtrain.hf.rules import PublishedTensor, Rule
 from jaxtrain.models import transformer
 from jaxtrain.training.state import ParameterLayout
 from support import hf_reference
@@ -54,6 +54,12 @@ class Imported:
         return result
 
 
+def fill(array: np.ndarray, rule: Rule, tensor: np.ndarray) -> None:
+    """Writes a complete published tensor into its places of a stored array."""
+    window = rule.covers([range(size) for size in array.shape[len(rule.index) :]])
+    rule.store(tensor, [range(size) for size in tensor.shape], array[rule.region], window)
+
+
 def imported(
     values: Mapping[str, Any],
     weights: Callable[[Mapping[str, Sequence[int]]], Mapping[str, np.ndarray]],
@@ -75,7 +81,7 @@ def imported(
     published = weights({tensor.name: tensor.shape for tensor in tensors})
     arrays = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     for rule in rules:
-        arrays[rule.array][rule.region] = rule.stored(published[rule.tensor])
+        fill(arrays[rule.array], rule, published[rule.tensor])
     return Imported(config, tensors, nested(arrays))
 
 

@@ -43,6 +43,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "mlp_bias": True,
     },
+    "llama with biases of attention alone": {
+        "model_type": "llama",
+        **_SIZES,
+        "intermediate_size": 24,
+        "attention_bias": True,
+    },
     "llama 3.1": {
         "model_type": "llama",
         **_SIZES,

@@ -26,6 +26,7 @@ SEVERAL = {
     "model.router": "sigmoid",
     "model.router_scale": 2.0,
     "model.z_loss": 0.01,
+    "model.biases": ("out", "router"),
 }
 GROUPS = {
     "model.experts": 9,
@@ -35,7 +36,10 @@ GROUPS = {
 }
 V2 = {"model.router_group_best": 1, "model.router_normalize": "never"}  # as in DeepSeek-V2
 CASES = {
-    "drops": Case((1, 1, 1), changes={"mesh.expert": 2, "model.capacity_factor": 0.7}),
+    "drops": Case(
+        (1, 1, 1),
+        changes={"mesh.expert": 2, "model.capacity_factor": 0.7, "model.biases": ("router",)},
+    ),
 }
 MORE = {
     "drops, all at once, zb_h1, zero 2": Case(

@@ -21,7 +21,7 @@ LATENT = {  # no size is another's
     "model.head_dim": 4,
     "model.value_head_dim": 10,
 }
-SHARED = LATENT | {"optimizer.clip_norm": CLIP}
+SHARED = LATENT | {"model.biases": ("qkv", "out"), "optimizer.clip_norm": CLIP}
 APART = {"data.attend_across_documents": False}
 YARN = {
     "model.rope_scaling": "yarn",
@@ -51,7 +51,7 @@ MORE = {
         changes={
             "mesh.context": 2,
             "model.norm": "layernorm",
-            "model.biases": True,
+            "model.biases": ("qkv", "out", "mlp", "norm"),
             "parallel.zero": 0,
         },
     ),

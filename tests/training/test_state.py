@@ -25,7 +25,7 @@ GPT2 = {
     "model.norm": "layernorm",
     "model.activation": "gelu",
     "model.positions": "learned",
-    "model.biases": True,
+    "model.biases": ("qkv", "out", "mlp", "norm"),
 }
 LAYOUTS = {
     "8x1x1": ((8, 1, 1), "1f1b", 1),

@@ -15,7 +15,7 @@ GPT2 = {
     "model.norm": "layernorm",
     "model.activation": "gelu",
     "model.positions": "learned",
-    "model.biases": True,
+    "model.biases": ("qkv", "out", "mlp", "norm"),
 }
 TIED = {"model.tied_embeddings": True}
 DOCUMENTS = {"data.attend_across_documents": False}
@@ -53,7 +53,8 @@ VARIANTS = {
         | DOCUMENTS
         | YARN
         | {"model.rotary_dim": 2, "model.nope_layers": (1, 2, 5), "model.qk_norm": True}
-        | {"model.kv_heads": 2, "model.layers": 6, "model.loss_chunk": 8},
+        | {"model.kv_heads": 2, "model.layers": 6, "model.loss_chunk": 8}
+        | {"model.biases": ("qkv",)},
     ),
     "one key/value head a device, chunks of the loss, tied": Case(
         (1, 2, 4),
@@ -62,7 +63,8 @@ VARIANTS = {
         changes={"data.batch_size": 8}
         | TIED
         | EARLY
-        | {"model.kv_heads": 4, "model.loss_chunk": 2, "model.head_dim": 6},
+        | {"model.kv_heads": 4, "model.loss_chunk": 2, "model.head_dim": 6}
+        | {"model.biases": ("mlp",)},
     ),
     "two devices to a key/value head, in B and W": Case(
         (1, 2, 4),
@@ -74,6 +76,7 @@ VARIANTS = {
             "model.kv_heads": 2,
             "pipeline.remat": "none",
             "model.qk_norm": True,
+            "model.biases": ("qkv", "out"),
         },
     ),
     "four devices to a key/value head, gpt2 form": Case(

@@ -20,7 +20,7 @@ GPT2 = {
     "model.norm": "layernorm",
     "model.activation": "gelu",
     "model.positions": "learned",
-    "model.biases": True,
+    "model.biases": ("qkv", "out", "mlp", "norm"),
 }
 CASES = {
     "3, gathered once, nothing divides": Case(

@@ -78,7 +78,7 @@ def _read_deepseek(fields: Fields) -> Settings:
             "kv_heads": heads,
             "attention": "mla",
             "latent_norm_epsilon": LATENT_EPSILON,
-            "biases": False,
+            "biases": (),
             "router": "sigmoid",
             "router_bias": True,
             "router_normalize": "always" if normalized else "never",

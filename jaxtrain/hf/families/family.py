@@ -165,7 +165,7 @@ def attention(
     for name, part in names.items():
         tensor, array = f"{tensors}.self_attn.{name}", f"{arrays}/attention/{part}"
         yield Rule(f"{tensor}.weight", f"{array}/weight", index, transpose=True)
-        if model.biases:
+        if ("out" if part == "out" else "qkv") in model.biases:
             yield Rule(f"{tensor}.bias", f"{array}/bias", index)
 
 
@@ -173,5 +173,5 @@ def mlp(model: ModelConfig, tensors: str, arrays: str, index: tuple[int, ...]) -
     for part in ("gate", "up", "down"):
         tensor, array = f"{tensors}.mlp.{part}_proj", f"{arrays}/mlp/{part}"
         yield Rule(f"{tensor}.weight", f"{array}/weight", index, transpose=True)
-        if model.biases:
+        if "mlp" in model.biases:
             yield Rule(f"{tensor}.bias", f"{array}/bias", index)

@@ -46,7 +46,7 @@ def _read_gpt2(fields: Fields) -> Settings:
         "norm": "layernorm",
         "activation": "gelu",
         "positions": "learned",
-        "biases": True,
+        "biases": ("qkv", "out", "mlp", "norm"),
     }
 
 

@@ -29,13 +29,13 @@ LLAMA = (*stream(kv_heads=0), ("intermediate_size", "mlp_width", 11008), *epsilo
 def _read_llama(fields: Fields) -> Settings:
     fields.require("rope_interleaved", [False])
     fields.pass_over("is_llama_config", "pad_to_multiple_of")
-    biases = fields.require("attention_bias", [False, True])
-    fields.require("mlp_bias", [biases], default=False)
-    return read_table(fields, LLAMA) | read_rotary(fields) | {"biases": biases}
+    attention = ("qkv", "out") if fields.require("attention_bias", [False, True]) else ()
+    mlp = ("mlp",) if fields.require("mlp_bias", [False, True]) else ()
+    return read_table(fields, LLAMA) | read_rotary(fields) | {"biases": attention + mlp}
 
 
 def _write_llama(model: ModelConfig, length: int) -> Settings:
-    biases = {"attention_bias": model.biases, "mlp_bias": model.biases}
+    biases = {"attention_bias": "qkv" in model.biases, "mlp_bias": "mlp" in model.biases}
     return write_table(model, LLAMA) | write_rotary(model, length) | biases
 
 

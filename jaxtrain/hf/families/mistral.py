@@ -21,7 +21,7 @@ MISTRAL = (*stream(kv_heads=8), ("intermediate_size", "mlp_width", 14336), *epsi
 
 def _read_mistral(fields: Fields) -> Settings:
     no_window(fields, window=4096, length=131072)
-    return read_table(fields, MISTRAL) | read_rotary(fields) | {"biases": False}
+    return read_table(fields, MISTRAL) | read_rotary(fields) | {"biases": ()}
 
 
 def _write_mistral(model: ModelConfig, length: int) -> Settings:

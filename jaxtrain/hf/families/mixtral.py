@@ -39,7 +39,7 @@ def _read_mixtral(fields: Fields) -> Settings:
         "router": "softmax",
         "router_bias": False,
         "router_normalize": "always",
-        "biases": False,
+        "biases": (),
     }
     return read_table(fields, MIXTRAL) | read_rotary(fields, base=1e6) | router
 

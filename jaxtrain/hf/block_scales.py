@@ -1,0 +1,78 @@
+"""Weights in 8 bits with a factor for each block, as DeepSeek-V3 is published:
+
+    X.weight            F8_E4M3 [out, in]
+    X.weight_scale_inv  F32 [⌈out / 128⌉, ⌈in / 128⌉]
+    weight              X.weight · factor of its block, in float32
+
+config.json has the blocks' size (`quantization_config.weight_block_size`).
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxtrain.hf.fields import Fields
+
+FIELD = "quantization_config"
+SUFFIX = "_scale_inv"  # behind the name of a weight
+# Types of tensors are those of the files, whatever these say.
+WITHOUT_EFFECT = ("modules_to_not_convert", "dequantize")
+
+Block = tuple[int, int]
+
+
+def read_block(fields: Fields) -> Block | None:
+    """The rows and columns of a block of a quantised model; None for another model. Raises HfError,
+    which names the field, for a quantisation that is not built."""
+    settings = fields.value(FIELD, None)
+    if settings is None:
+        return None
+    if not isinstance(settings, dict):
+        raise fields.refuse(FIELD, "is no object")
+    inner = Fields(settings, f"{fields.place}: {FIELD}")
+    inner.require("quant_method", ["fp8"], default=None)
+    inner.require("fmt", ["e4m3", None])
+    inner.require("activation_scheme", ["dynamic", None])
+    inner.require("scale_fmt", [None, "float", "ue8m0"])
+    block = inner.value("weight_block_size", None)
+    if not (
+        isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+    ):
+        raise inner.refuse("weight_block_size", "is no size of blocks, such as [128, 128]")
+    known = ("quant_method", "fmt", "activation_scheme", "scale_fmt", "weight_block_size")
+    for name in settings:
+        if name not in (*known, *WITHOUT_EFFECT):
+            raise inner.refuse(name, "is no field that jaxtrain knows")
+    return block[0], block[1]
+
+
+def scales_shape(shape: Sequence[int], block: Block) -> tuple[int, int]:
+    """The shape of the factors of a weight [out, in]."""
+    rows, columns = (math.ceil(size / part) for size, part in zip(shape, block, strict=True))
+    return rows, columns
+
+
+def scales_region(region: Sequence[range], block: Block) -> tuple[range, range]:
+    """The region of the factors that a region of the weight needs."""
+    rows, columns = (
+        range(span.start // part, math.ceil(span.stop / part))
+        for span, part in zip(region, block, strict=True)
+    )
+    return rows, columns
+
+
+def dequantized(
+    weight: np.ndarray, scales: np.ndarray, region: Sequence[range], block: Block
+) -> np.ndarray:
+    """The float32 numbers of a region [rows, columns] of a weight.
+
+    scales: those of `scales_region`
+    """
+    rows, columns = (
+        np.asarray(span) // part - span.start // part
+        for span, part in zip(region, block, strict=True)
+    )
+    numbers = weight.astype(np.float32)
+    numbers *= scales[rows][:, columns]
+    return numbers

@@ -1,0 +1,45 @@
+"""The small files of a published model, which a run keeps in a folder of its own: an export begins
+from them."""
+
+import json
+import pathlib
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.hf.block_scales import FIELD
+
+SOURCE = "hf"  # the folder of a run with the small files of the model that it began with
+CONFIG, TENSORS, TOKENIZER = "config.json", "tensors.json", "tokenizer.json"
+SMALL_FILES = (
+    CONFIG,
+    "generation_config.json",
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+
+def keep(
+    folder: pathlib.Path, values: Mapping[str, Any], dtypes: Mapping[str, str], run: pathlib.Path
+) -> None:
+    """Copies a published model's small files into a run's folder, and writes down the types of its
+    tensors. Raises OSError.
+
+    values: its config.json, which is copied as that of a model that is not quantised
+    dtypes: tensor → its type, such as "BF16"
+    """
+    target = run / SOURCE
+    target.mkdir(parents=True, exist_ok=True)
+    for name in SMALL_FILES:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, target / name)
+    if FIELD in values:
+        plain = {name: value for name, value in values.items() if name != FIELD}
+        (target / CONFIG).write_text(json.dumps(plain, indent=2) + "\n")
+    (target / TENSORS).write_text(json.dumps(dict(dtypes), indent=0) + "\n")

@@ -1,0 +1,91 @@
+"""The config of a run that starts from a published model: a setting that somebody chose may not
+contradict config.json, a default may."""
+
+import json
+
+import pytest
+from support.hf_models import CONFIGS
+
+from jaxtrain.config import Config, ConfigError, replace
+from jaxtrain.hf.files import CONFIG, TOKENIZER
+from jaxtrain.hf.run_config import read_published, started_from
+
+
+@pytest.fixture
+def published(tmp_path):
+    (tmp_path / CONFIG).write_text(json.dumps(CONFIGS["llama"]))
+    return read_published(tmp_path)
+
+
+DEFAULTS = Config()
+
+
+def config_of(published, recipe=DEFAULTS, **overrides: object) -> Config:
+    flags = [(path.replace("__", "."), str(value)) for path, value in overrides.items()]
+    return started_from(published, recipe, flags)[0]
+
+
+def test_the_model_is_that_of_config_json(published):
+    config = config_of(published)
+    assert config.model == published.model and config.model.layers == 3
+    assert replace(config, {"model.layers": 4}).data == Config().data
+
+
+def test_settings_that_say_the_same_or_are_free(published):
+    config = config_of(
+        published, model__width=16, model__kv_heads=2, model__loss_chunk=64, data__batch_size=8
+    )
+    assert (config.model.width, config.model.loss_chunk, config.data.batch_size) == (16, 64, 8)
+    # resolved, as the config.json of a run has them
+    resolved = config.resolve()
+    assert config_of(published, resolved) == resolved
+    assert config_of(published, replace(Config(), {"model.init_std": 0.5})).model.init_std == 0.5
+
+
+@pytest.mark.parametrize(
+    "setting, value",
+    [("width", 32), ("layers", 4), ("kv_heads", 4), ("qk_norm", True), ("heads", 0), ("norm", "x")],
+)
+def test_contradictions(published, setting, value):
+    """A flag is a choice, also of a default; a recipe's value is one if it is no default."""
+    path = f"model.{setting}"
+    expected = getattr(published.model, setting)
+    rule = f"contradicts {published.folder / CONFIG}, which says {expected}"
+    recipe = replace(Config(), {path: value})
+    if recipe != Config():
+        with pytest.raises(ConfigError) as error:
+            config_of(published, recipe)
+        assert (error.value.field, error.value.value, error.value.rule) == (path, value, rule)
+        # a flag may put the recipe right
+        assert config_of(published, recipe, **{path: expected}).model == published.model
+    with pytest.raises(ConfigError, match=f"use --config.{path}="):
+        config_of(published, **{path: value})
+
+
+def test_a_quantised_model(tmp_path):
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / CONFIG).write_text(json.dumps(CONFIGS["llama"] | {"quantization_config": fp8}))
+    assert read_published(tmp_path).block == (128, 128)
+
+
+def test_the_tokenizer_of_the_folder(published):
+    file = published.folder / TOKENIZER
+    file.write_text("{}")
+    assert config_of(published).data.tokenizer == str(file)
+    assert config_of(published, data__tokenizer="bytes").data.tokenizer == "bytes"
+    recipe = replace(Config(), {"data.tokenizer": "none"})
+    assert config_of(published, recipe).data.tokenizer == "none"
+
+
+def test_a_vocabulary_without_room_for_bytes(tmp_path):
+    (tmp_path / CONFIG).write_text(json.dumps(CONFIGS["llama"] | {"vocab_size": 99}))
+    assert config_of(read_published(tmp_path)).data.tokenizer == "none"
+
+
+def test_sequences_fit_a_learned_table(tmp_path):
+    (tmp_path / CONFIG).write_text(json.dumps(CONFIGS["gpt2"]))
+    published = read_published(tmp_path)
+    assert config_of(published).data.sequence_length == CONFIGS["gpt2"]["n_positions"]
+    assert config_of(published, data__sequence_length=32).data.sequence_length == 32
+    recipe = replace(Config(), {"data.sequence_length": 100})
+    assert config_of(published, recipe).data.sequence_length == 100, "the checks refuse it"
