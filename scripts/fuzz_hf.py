@@ -143,11 +143,13 @@ def run_batch(folder: pathlib.Path, names: list[tuple[str, int]], seed: int) -> 
         place = folder / f"{family}.{number}"
         (place / MODEL).mkdir(parents=True)
         (place / MODEL / "config.json").write_text(json.dumps(case.values, indent=1))
-        (place / MODEL / "case.json").write_text(json.dumps({"seed": number, "dtype": case.dtype}))
+        settings = {"seed": number, "dtype": case.dtype, "saved": case.saved}
+        (place / MODEL / "case.json").write_text(json.dumps(settings))
     places = [folder / name / MODEL for name in cases]
     in_transformers("make", *places, "--logits")
     results = {}
     for name, case in cases.items():
+        case.values = json.loads((folder / name / MODEL / "config.json").read_text())
         results[name] = judge_import(case, folder / name)
     exported = [
         folder / name / form / MODEL
@@ -207,7 +209,11 @@ def main() -> int:
             results[result["case"]] = result
             with file.open("a") as stream:
                 stream.write(json.dumps(result) + "\n")
-        print(f"{start + BATCH} of {len(missing)} cases", file=sys.stderr, flush=True)
+        print(
+            f"{min(start + BATCH, len(missing))} of {len(missing)} cases",
+            file=sys.stderr,
+            flush=True,
+        )
     return conclude([results[f"{f}.{n}"] for f, n in wanted]) > 0
 
 

@@ -25,6 +25,7 @@ class Case:
     unknown: a field that was added, which jaxtrain must refuse by its name
     odd: a field whose value is likely to be wrong
     dtype: of the model's numbers, as safetensors has it
+    saved: the config.json is the one that transformers writes for the model of this one
     """
 
     family: str
@@ -33,6 +34,7 @@ class Case:
     unknown: str
     odd: str
     dtype: str
+    saved: bool
 
 
 def some(*values: Any) -> Draw:
@@ -55,6 +57,10 @@ def flag(likely: float = 0.5) -> Draw:
 def maybe(draw: Draw, likely: float = 0.5) -> Draw:
     """The draw's value, or nothing."""
     return lambda chance, values: draw(chance, values) if chance.random() < likely else MISSING
+
+
+def nothing(chance: Chance, values: Values) -> Any:
+    return MISSING
 
 
 def divisor(field: str, *others: Any) -> Draw:
@@ -107,7 +113,7 @@ SHARED: Mapping[str, Draw] = {
     "tie_word_embeddings": flag(0.3),
     "hidden_act": mostly("silu", "swish", "gelu", "relu", "gelu_pytorch_tanh", likely=0.95),
     "initializer_range": some(0.02, 0.006),
-    "attention_dropout": maybe(some(0.0, 0, 0.1)),
+    "attention_dropout": maybe(some(0.0, 0.1)),
 }
 
 
@@ -144,7 +150,7 @@ EXPERTS_OF_GROUPS: Mapping[str, Draw] = {
     "moe_intermediate_size": between(1, 24),
     "n_shared_experts": some(1, 1, 2, 3),
     "routed_scaling_factor": some(1.0, 2.5, 0.5),
-    "first_k_dense_replace": lambda chance, v: chance.randint(0, v["num_hidden_layers"]),
+    "first_k_dense_replace": lambda chance, v: chance.randint(0, v["num_hidden_layers"] - 1),
     "norm_topk_prob": flag(0.7),
     "num_nextn_predict_layers": maybe(mostly(0, 1, likely=0.9), 0.7),
     "output_router_logits": maybe(flag(), 0.1),
@@ -252,6 +258,7 @@ FAMILIES: dict[str, Mapping[str, Draw]] = {
             lambda chance, v: [chance.randint(0, 1) for _ in range(v["num_hidden_layers"])]
         ),
         "layer_types": maybe(lambda chance, v: ["full_attention"] * v["num_hidden_layers"], 0.3),
+        "pad_token_id": some(None, 0),
     },
     "seed_oss": {
         **SIZES,
@@ -279,9 +286,13 @@ FAMILIES: dict[str, Mapping[str, Draw]] = {
         "num_attention_heads": heads_that_divide,
         **SHARED,
         **EXPERTS_OF_GROUPS,
+        "num_nextn_predict_layers": nothing,
         "topk_method": some("greedy", "greedy", "group_limited_greedy"),
         "norm_topk_prob": maybe(flag(0.1)),
         **LATENTS,
+        # transformers takes the rotated part of these as complex numbers, which have even strides
+        "kv_lora_rank": some(2, 6, 12, 20),
+        "qk_nope_head_dim": some(2, 4, 10),
         "mlp_bias": maybe(flag(0.1)),
     },
     "deepseek_v3": {
@@ -338,7 +349,7 @@ SMALL = frozenset(
     "hidden_size intermediate_size moe_intermediate_size n_embd num_hidden_layers vocab_size "
     "num_attention_heads n_head kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim "
     "n_group topk_group num_experts_per_tok n_routed_experts num_experts num_local_experts "
-    "n_positions n_layer head_dim".split()
+    "n_positions n_layer head_dim pad_token_id".split()
 )
 # Fields that nobody knows, or which only other families have.
 UNKNOWN: Mapping[str, Draw] = {
@@ -427,10 +438,13 @@ def draw(family: str, seed: int, number: int) -> Case:
     if names is not MISSING:
         values["architectures"] = names
     removable = [f for f in values if f not in SMALL and f != "model_type"]
-    removed = [field for field in removable if chance.random() < 0.15]
+    # key heads of most families have a default that does not divide few query heads
+    rare = lambda field: 0.03 if field == "num_key_value_heads" else 0.15
+    removed = [field for field in removable if chance.random() < rare(field)]
     for field in removed:
         del values[field]
     unknown = odd = ""
+    saved = chance.random() < 0.3
     kind = chance.random()
     if kind < 0.08:
         unknown = chance.choice(sorted(UNKNOWN))
@@ -473,6 +487,19 @@ def _kind(values: Values) -> str:
     return _scaling(values).get("rope_type") or _scaling(values).get("type") or "default"
 
 
+def _dense(values: Values) -> list[bool]:
+    """Whether each layer of a Qwen3-MoE has an MLP in place of experts."""
+    every, dense = values.get("decoder_sparse_step", 1), values.get("mlp_only_layers") or []
+    layers = range(values.get("num_hidden_layers", 24))
+    return [layer in dense or (layer + 1) % every != 0 for layer in layers]
+
+
+def _mixed(values: Values) -> bool:
+    """Whether layers with experts come before one without, or there are none."""
+    dense = _dense(values)
+    return all(dense) or dense != sorted(dense, reverse=True)
+
+
 def _short_window(values: Values) -> bool:
     window = values.get("sliding_window", 4096)
     return window is not None and window < values.get("max_position_embeddings", 131072)
@@ -486,6 +513,11 @@ LACKING: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
         (name, lambda v: _kind(v) in RARE_KINDS, "a rotary scaling that jaxtrain lacks")
         for name in ("rope_scaling", "rope_parameters")
     ),
+    *(
+        (name, _mixed, "layers with an MLP between those with experts")
+        for name in ("decoder_sparse_step", "mlp_only_layers")
+    ),
+    ("norm_topk_prob", lambda v: v["model_type"] == "deepseek_v2", "what transformers passes over"),
     ("sliding_window", _short_window, "a sliding window"),
     ("use_sliding_window", lambda v: v["use_sliding_window"], "a sliding window"),
     ("scale_attn_weights", lambda v: not v["scale_attn_weights"], "scores without scale"),

@@ -35,7 +35,8 @@ from safetensors.numpy import load_file, save_file
 
 from support import hf_models, hf_reference
 
-SETTINGS = "case.json"  # beside a config.json, if at all: {"seed", "dtype"} of the weights
+SETTINGS = "case.json"  # beside a config.json, if at all: {"seed", "dtype"} of the weights, and
+# "saved": the config.json is replaced by the one that transformers writes
 LOGITS = "--logits"
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}  # of its "dtype"
 # Families that transformers does not have, and those that compute the same.
@@ -115,6 +116,10 @@ def make(folder: pathlib.Path, everything: bool = True) -> None:
             break
     else:
         raise RuntimeError(f"{folder}: no seed of {SEEDS} whose figures do not hang on rounding")
+    if settings.get("saved"):
+        with tempfile.TemporaryDirectory() as saved:
+            model.save_pretrained(saved)
+            shutil.copy(pathlib.Path(saved) / "config.json", folder)
     np.savez(folder / "reference.npz", seed=seed, **found)
     if everything:
         save_file(gradients(model), folder / "gradients.safetensors")
