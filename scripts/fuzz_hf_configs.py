@@ -455,9 +455,8 @@ def draw(family: str, seed: int, number: int) -> Case:
     fields = list(values)
     chance.shuffle(fields)
     ordered = {field: values[field] for field in fields}
-    return Case(
-        family, ordered, removed, unknown, odd, chance.choice(["F32", "F32", "BF16", "F16"])
-    )
+    dtype = chance.choice(["F32", "F32", "BF16", "F16"])
+    return Case(family, ordered, removed, unknown, odd, dtype, saved)
 
 
 # --- refusals -------------------------------------------------------------------------------------
