@@ -10,11 +10,12 @@ One process, on the host; no device is used.
 import collections
 import contextlib
 import json
+import math
 import pathlib
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxtrain import cli
@@ -30,6 +31,7 @@ from jaxtrain.hf.exporting import export_folder
 from jaxtrain.hf.fields import HfError, read_json
 from jaxtrain.hf.files import CONFIG, SMALL_FILES, SOURCE, TENSORS, TOKENIZER
 from jaxtrain.hf.model_config import differing, family_of, read_model, write_model
+from jaxtrain.hf.rules import PublishedTensor
 from jaxtrain.hf.run_config import Published, read_published, started_from
 from jaxtrain.hf.safetensors_folder import DTYPES
 from jaxtrain.run import streams
@@ -59,8 +61,8 @@ FLAGS = {
         Flag(
             "dtype",
             "",
-            "type of the numbers: float32, bfloat16 or float16; empty: that of the model that the "
-            "run began with, else float32",
+            "type of the numbers: float32, bfloat16 or float16; empty: each tensor's own in the "
+            "model that the run began with, else that of the run's parameters",
         ),
         Flag("max_shard", "5GB", "most bytes of a file, in B, KB, MB or GB"),
     ),
@@ -132,7 +134,7 @@ def from_hf(command_line: Reading) -> None:
         raise HfError(str(error)) from None
     resolved = config.resolve()
     source = importing.open_source(published, resolved)
-    with _progress("checked") as progress:
+    with _progress("tensors checked") as progress:
         importing.check_numbers(source, progress)
     lock = RunLock(workdir)
     lock.take(print)
@@ -197,17 +199,19 @@ def to_hf(command_line: Reading) -> None:
     shapes = {name: array.shape for name, array in arrays.items()}
     family = family_of(values, CONFIG)
     _, tensors = family.layout(config.model, values, shapes)
-    dtypes = dict.fromkeys((tensor.name for tensor in tensors), TYPES[flags.dtype or "float32"])
+    dtype = TYPES[flags.dtype or config.precision.params]
+    dtypes = dict.fromkeys((tensor.name for tensor in tensors), dtype)
     if (source / TENSORS).is_file() and not flags.dtype:
-        dtypes |= read_json(source / TENSORS)
-    commonest = collections.Counter(dtypes.values()).most_common(1)[0][0]
-    values["torch_dtype" if "torch_dtype" in values else "dtype"] = str(DTYPES[commonest])
+        dtypes |= {
+            name: dtype for name, dtype in read_json(source / TENSORS).items() if name in dtypes
+        }
+    values |= _dtype_fields(values, tensors, dtypes)
     copied = {name: source / name for name in SMALL_FILES if (source / name).is_file()}
     copied.pop(CONFIG, None)
     if TOKENIZER not in copied and meta.tokenizer["kind"] == "tokenizers":
         copied[TOKENIZER] = pathlib.Path(meta.tokenizer["path"])
-    with _progress("written") as progress:
-        export_folder(target, values, tensors, arrays, dtypes, largest, copied, progress)
+    with _progress("MB written") as progress:
+        export_folder(target, values, tensors, arrays, dtypes, largest, copied, progress, _remark)
     print(f"{target}: step {step} as a {values['model_type']} with {len(tensors)} tensors")
 
 
@@ -225,6 +229,26 @@ def _published_config(path: pathlib.Path, config: Config, end: int | None) -> di
     return values | {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
 
 
+def _dtype_fields(
+    values: Mapping[str, Any], tensors: Sequence[PublishedTensor], dtypes: Mapping[str, str]
+) -> dict[str, str]:
+    """The fields of config.json that say the type of most numbers.
+
+    values: of config.json; dtypes: tensor → its type
+    """
+    counts = collections.Counter[str]()
+    for tensor in tensors:
+        counts[dtypes[tensor.name]] += math.prod(tensor.shape)
+    commonest = str(DTYPES[counts.most_common(1)[0][0]])
+    names = [name for name in ("dtype", "torch_dtype") if name in values] or ["dtype"]
+    return dict.fromkeys(names, commonest)
+
+
+def _remark(line: str) -> None:
+    """A line on standard error, for people."""
+    print(f"note: {line}", file=sys.stderr, flush=True)
+
+
 def _bytes(text: str) -> int:
     """The bytes of a text such as "5GB". Raises UsageError for another text."""
     match = re.fullmatch(r"([1-9][0-9]*)([KMG]?B)", text)
@@ -234,12 +258,15 @@ def _bytes(text: str) -> int:
 
 
 @contextlib.contextmanager
-def _progress(word: str) -> Iterator[Callable[[int, int], None]]:
-    """A context in which a terminal shows how many tensors are done; its value is called with that
-    number and with all."""
+def _progress(words: str) -> Iterator[Callable[[int, int], None]]:
+    """A context in which a terminal shows how many of something are done; its value is called with
+    that number and with all.
+
+    words: what is counted, such as "tensors checked"
+    """
     line = streams.TerminalLine(sys.stderr)
     try:
-        yield lambda done, total: line.draw(f"{done} of {total} tensors {word}")
+        yield lambda done, total: line.draw(f"{done} of {total} {words}")
     finally:
         line.clear()
 

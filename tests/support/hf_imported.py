@@ -49,7 +49,8 @@ class Imported:
         for tensor in self.tensors:
             numbers = np.full(tensor.shape, np.nan, np.float32)
             for rule in tensor.rules:
-                rule.publish(arrays[rule.array][rule.region], numbers)
+                array, rows = arrays[rule.array], range(len(numbers))
+                rule.publish(array[rule.region], rule.window(rows, array.shape), numbers, rows)
             result[tensor.name] = numbers
         return result
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import tensorstore as ts
 from safetensors.numpy import save_file
 
 _ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}
@@ -210,3 +211,13 @@ def write_llama(
     (folder / "config.json").write_text(json.dumps(CONFIGS["llama"]))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return tensors
+
+
+def stored_array(numbers: np.ndarray, piece: tuple[int, ...]) -> ts.TensorStore:
+    """An array as a checkpoint has it."""
+    grid = {"name": "regular", "configuration": {"chunk_shape": piece}}
+    metadata = {"shape": numbers.shape, "data_type": "float32", "chunk_grid": grid}
+    spec = {"driver": "zarr3", "kvstore": "memory://", "metadata": metadata}
+    array = ts.open(spec, create=True).result()
+    array.write(numbers).result()
+    return array
