@@ -117,7 +117,7 @@ def judge_refusal(
         return outcome | {"outcome": "refused by both"}
     if not match:
         return outcome | {"error": "names no field"}
-    reason = fuzz_hf_configs.reason(case, match[1], err)
+    reason = fuzz_hf_configs.reason(case, match[1])
     outcome |= {"field": match[1], "reason": reason}
     return outcome if reason else outcome | {"error": f"refused without reason: {err.strip()}"}
 

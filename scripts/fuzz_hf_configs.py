@@ -462,10 +462,10 @@ def draw(family: str, seed: int, number: int) -> Case:
 # --- refusals -------------------------------------------------------------------------------------
 
 
-def reason(case: Case, field: str, line: str) -> str:
+def reason(case: Case, field: str) -> str:
     """Why jaxtrain may refuse a case by this field; "" if it may not.
 
-    field: as the refusal names it, such as "rope_scaling.type"; line: the refusal
+    field: as the refusal names it, such as "rope_scaling.type"
     """
     values, name = case.values, field.partition(".")[0]
     if field == case.unknown:
@@ -478,12 +478,12 @@ def reason(case: Case, field: str, line: str) -> str:
     return ""
 
 
-def _scaling(values: Values) -> Values:
-    return values.get("rope_scaling") or values.get("rope_parameters") or {}
-
-
-def _kind(values: Values) -> str:
-    return _scaling(values).get("rope_type") or _scaling(values).get("type") or "default"
+def kind_of(values: Values) -> str:
+    """The kind of rotary scaling that a config.json has."""
+    scaling = values.get("rope_scaling") or values.get("rope_parameters")
+    if not isinstance(scaling, dict):
+        return "default"
+    return scaling.get("rope_type") or scaling.get("type") or "default"
 
 
 def _dense(values: Values) -> list[bool]:
@@ -509,8 +509,13 @@ LACKING: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
     ("hidden_act", lambda v: v["hidden_act"] not in ("silu", "swish"), "another activation"),
     ("activation_function", lambda v: v["activation_function"] in ("gelu", "relu"), "another one"),
     *(
-        (name, lambda v: _kind(v) in RARE_KINDS, "a rotary scaling that jaxtrain lacks")
+        (name, lambda v: kind_of(v) in RARE_KINDS, "a rotary scaling that jaxtrain lacks")
         for name in ("rope_scaling", "rope_parameters")
+    ),
+    (
+        "first_k_dense_replace",
+        lambda v: v.get("first_k_dense_replace", 3) >= v["num_hidden_layers"],
+        "a model of latent attention or sigmoid routers without experts",
     ),
     *(
         (name, _mixed, "layers with an MLP between those with experts")
