@@ -30,7 +30,12 @@ from jaxtrain.hf.fields import HfError, read_json
 from jaxtrain.hf.files import CONFIG, SMALL_FILES, SOURCE, TENSORS, TOKENIZER
 from jaxtrain.hf.model_config import differing, family_of, read_model, write_model
 from jaxtrain.hf.rules import PublishedTensor
-from jaxtrain.hf.run_config import Published, read_published, started_from
+from jaxtrain.hf.run_config import (
+    Published,
+    read_published,
+    started_from,
+    vocabulary_notes,
+)
 from jaxtrain.hf.safetensors_folder import DTYPES
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
@@ -127,10 +132,10 @@ def from_hf(command_line: Reading) -> None:
     if choice.steps or choice.unrecognized:
         raise HfError(f"{checkpoints} has checkpoints already: use another --workdir")
     try:
-        tokenizer = load_tokenizer(config.data.tokenizer, config.model.vocab_size).describe()
+        loaded = load_tokenizer(config.data.tokenizer, config.model.vocab_size)
     except DataError as error:
         raise HfError(str(error)) from None
-    resolved = config.resolve()
+    tokenizer, resolved = loaded.describe(), config.resolve()
     source = importing.open_source(published, resolved)
     with streams.counting("tensors checked", sys.stderr) as progress:
         importing.check_numbers(source, progress)
@@ -149,7 +154,7 @@ def from_hf(command_line: Reading) -> None:
         raise CheckpointError(f"{workdir} cannot be written ({error.strerror})") from None
     finally:
         lock.release()
-    notes = published.notes
+    notes = [*published.notes, *vocabulary_notes(config, loaded.vocab_size)]
     print(*(f"note: {note}" for note in notes), sep="\n", end="\n" if notes else "")
     model = f"a {published.family.model_type} with {len(source.tensors)} tensors"
     print(

@@ -27,6 +27,7 @@ from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.generation.text import sample_text
 from jaxtrain.hf import files, importing
+from jaxtrain.hf.run_config import vocabulary_notes
 from jaxtrain.pipeline.setup import Setup
 from jaxtrain.plan.compare import plan_at_hand
 from jaxtrain.plan.measured_step import AfterWarmUp
@@ -72,8 +73,7 @@ def run(
     Raises FolderError if another run uses the folder. Before anything is compiled or written:
     FlagsError, DataError, ChangedCorpusError or CheckpointError for a config that does not fit
     the checkpoint or the corpus, and if no checkpoint is complete; HfError for a published model
-    that is damaged. Raises NumbersError if numbers
-    are not good and the run cannot go back.
+    that is damaged. Raises NumbersError if numbers are not good and the run cannot go back.
     """
     clock.enter(Part.DATA)
     with (
@@ -82,10 +82,9 @@ def run(
     ):
         checkpoints = Checkpoints(config, unresolved, environment, folder)
         checkpoints.choose()
-        source = None
-        if config.train.init_from and not checkpoints.resumes:
-            source = importing.open_together(config)
-        corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
+        is_new = bool(config.train.init_from) and not checkpoints.resumes
+        source = importing.open_together(config) if is_new else None
+        corpus = corpus_of(config)
         tokenizer = corpus.tokenizer.describe()
         checkpoints.check_corpus(TrainedCorpus(corpus.source, corpus.checksum, tokenizer))
         if checkpoints.step >= config.train.steps:
@@ -111,10 +110,7 @@ def run(
             executor = lasting.enter_context(concurrent.futures.ThreadPoolExecutor(2))
             trainer.compile_and_restore(executor, state)
             if cluster.is_main():
-                _write_settings(config, unresolved.pipeline, folder)
-                if source:
-                    with warned(folder / files.SOURCE, cluster.log):
-                        source.keep(folder)
+                _write_settings(config, unresolved.pipeline, folder, source)
             trainer.open(goodput, signals, watchdog, closing)
             trainer.train()
             status = trainer.finish(executor)
@@ -366,6 +362,15 @@ class Trainer:
         cluster.log(f"sample, temperature {SAMPLE_TEMPERATURE}:\n{train.sample_prompt}{text}")
 
 
+def corpus_of(config: Config) -> Corpus:
+    """The corpus of a resolved config. Errors as of prepare_corpus."""
+    corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
+    if config.train.init_from:
+        notes = vocabulary_notes(config, corpus.tokenizer.vocab_size)
+        cluster.log(*(f"note: {note}" for note in notes))
+    return corpus
+
+
 def _begin(config: Config, step: Step, source: importing.Source | None) -> TrainState:
     """The state before the first step; every process must call this. source: of a published model,
     if it is open"""
@@ -438,11 +443,17 @@ def _timed(
             plot_goodput(folder)
 
 
-def _write_settings(config: Config, given: PipelineConfig, folder: pathlib.Path) -> None:
-    """Writes config.json, and op_times.json for op times that were not `given` by the user."""
+def _write_settings(
+    config: Config, given: PipelineConfig, folder: pathlib.Path, source: importing.Source | None
+) -> None:
+    """Writes config.json, the small files of a published model, and op_times.json for op times that
+    were not `given` by the user."""
     folder.mkdir(parents=True, exist_ok=True)
     with warned(folder / CONFIG_FILE, cluster.log):
         (folder / CONFIG_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
+    if source:
+        with warned(folder / files.SOURCE, cluster.log):
+            source.keep(folder)
     if stored_op_times.worth_storing(config.mesh, config.pipeline, given):
         devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
         with warned(folder / stored_op_times.OP_TIMES, cluster.log):

@@ -26,7 +26,7 @@ from jaxtrain.config.rules import BYTE_VOCABULARY
 from jaxtrain.hf.block_scales import Block, read_block
 from jaxtrain.hf.families.family import Family
 from jaxtrain.hf.fields import Fields, HfError, read_json
-from jaxtrain.hf.files import CONFIG, TOKENIZER
+from jaxtrain.hf.files import CONFIG, TOKENIZER, tokenizer_of
 from jaxtrain.hf.model_config import FREE, differing, read_model
 from jaxtrain.run.files import CONFIG_FILE
 
@@ -85,7 +85,8 @@ def read_origin(folder: str, workdir: str) -> Origin:
         with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
             run = cfg.from_dict(json.loads(stored.read_bytes()))
             if run.train.init_from == str(path):
-                return Origin(path, stored, run.model, run.data.tokenizer, ())
+                tokenizer = tokenizer_of(run.data.tokenizer, stored.parent)
+                return Origin(path, stored, run.model, tokenizer, ())
         rule = f"train.init_from={shown(folder)} has no {CONFIG}"
         raise HfError(f"{rule}: name the folder of a published model")
     return read_published(path)
@@ -119,6 +120,14 @@ def started_from(
     if config.train.init_from:
         config = cfg.replace(config, {"train.init_from": str(origin.folder)})
     return config, before
+
+
+def vocabulary_notes(config: Config, ids: int) -> list[str]:
+    """A line for people if the model's vocabulary is not the tokenizer's, of `ids`."""
+    if config.model.vocab_size == ids:
+        return []
+    rule = f"and data.tokenizer={config.data.tokenizer} has {ids} ids"
+    return [f"model.vocab_size={config.model.vocab_size}, {rule}"]
 
 
 def _contradiction(model: ModelConfig, published: ModelConfig) -> str:

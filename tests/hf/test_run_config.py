@@ -9,7 +9,12 @@ from support.hf_models import CONFIGS
 from jaxtrain.config import Config, ConfigError, replace, to_dict
 from jaxtrain.hf.fields import HfError
 from jaxtrain.hf.files import CONFIG, TOKENIZER
-from jaxtrain.hf.run_config import read_origin, read_published, started_from
+from jaxtrain.hf.run_config import (
+    read_origin,
+    read_published,
+    started_from,
+    vocabulary_notes,
+)
 from jaxtrain.run.files import CONFIG_FILE
 
 
@@ -106,3 +111,10 @@ def test_a_folder_that_is_gone(published, tmp_path):
     for folder, workdir in ((tmp_path, tmp_path / "other"), (tmp_path / "x", run)):
         with pytest.raises(HfError, match=f"^train.init_from='{folder}' has no config.json"):
             read_origin(str(folder), str(workdir))
+
+
+def test_a_vocabulary_that_is_not_the_tokenizer_s(published):
+    config = config_of(published)
+    assert vocabulary_notes(config, config.model.vocab_size) == []
+    (note,) = vocabulary_notes(config, 257)
+    assert note == "model.vocab_size=260, and data.tokenizer=bytes has 257 ids"
