@@ -25,15 +25,17 @@ from jaxtrain.checkpoint.steps import CheckpointError, Meta, choose, read_errors
 from jaxtrain.config import Config, checks, one_line, to_dict
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, Reading, read_flags
+from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.generate import find_checkpoint, understand
 from jaxtrain.hf import files
 from jaxtrain.hf.exporting import export_folder
 from jaxtrain.hf.fields import HfError, read_json
-from jaxtrain.hf.files import CONFIG, SMALL_FILES, SOURCE, TENSORS, TOKENIZER
+from jaxtrain.hf.files import CONFIG, SOURCE, TENSORS
 from jaxtrain.hf.model_config import differing, family_of, read_model, write_model
 from jaxtrain.hf.rules import PublishedTensor
 from jaxtrain.hf.run_config import Published, read_published, started_from
 from jaxtrain.hf.safetensors_folder import DTYPES
+from jaxtrain.hf.tokenizer_files import exported_files, token_ids
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.files import CONFIG_FILE
@@ -195,7 +197,7 @@ def to_hf(command_line: Reading) -> None:
     group = "anchor/" if config.train.diloco_inner_steps else PARAMETERS
     arrays = {name.removeprefix(group): a for name, a in opened.items() if name.startswith(group)}
     source = pathlib.Path(flags.workdir) / SOURCE
-    values = _published_config(source / CONFIG, config, tokenizer.end_of_document)
+    values = _published_config(source / CONFIG, config, tokenizer)
     shapes = {name: array.shape for name, array in arrays.items()}
     family = family_of(values, CONFIG)
     _, tensors = family.layout(config.model, values, shapes)
@@ -206,27 +208,22 @@ def to_hf(command_line: Reading) -> None:
             name: dtype for name, dtype in read_json(source / TENSORS).items() if name in dtypes
         }
     values |= _dtype_fields(values, tensors, dtypes)
-    copied = {name: source / name for name in SMALL_FILES if (source / name).is_file()}
-    copied.pop(CONFIG, None)
-    if TOKENIZER not in copied and meta.tokenizer["kind"] == "tokenizers":
-        copied[TOKENIZER] = pathlib.Path(meta.tokenizer["path"])
+    copied = exported_files(tokenizer, source)
     with _progress("MB written") as progress:
         export_folder(target, values, tensors, arrays, dtypes, largest, copied, progress, _remark)
     print(f"{target}: step {step} as a {values['model_type']} with {len(tensors)} tensors")
 
 
-def _published_config(path: pathlib.Path, config: Config, end: int | None) -> dict[str, Any]:
-    """The config.json of a run's model: the one that the run began with, or a new one.
-
-    path: of that one; end: id that ends a document
-    """
+def _published_config(path: pathlib.Path, config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The config.json of a run's model: the one that the run began with, or a new one. path: of
+    that one"""
     if path.is_file():
         values = read_json(path)
         _, model, _ = read_model(values, str(path))
         if not any(differing(model, config.model)):
             return values
     values = write_model(config.model, None, config.data.sequence_length)
-    return values | {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
+    return values | token_ids(tokenizer) | {"pad_token_id": None}
 
 
 def _dtype_fields(

@@ -66,8 +66,9 @@ def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _tokenizer_config(content: bytes, tokenizer: Tokenizer) -> dict[str, Any]:
     text = tokenizers.Tokenizer.from_buffer(content).id_to_token
-    marks = {"bos_token": tokenizer.begin_of_document[:1], "eos_token": [tokenizer.end_of_document]}
-    tokens = {name: text(i) for name, ids in marks.items() for i in ids}
+    begin, end = tokenizer.begin_of_document, tokenizer.end_of_document
+    marks = {"bos_token": begin[0] if begin else None, "eos_token": end}
+    tokens = {name: text(i) for name, i in marks.items() if i is not None}
     return {"tokenizer_class": "PreTrainedTokenizerFast"} | tokens
 
 
@@ -88,4 +89,3 @@ def byte_level(tokenizer: ByteTokenizer) -> bytes:
     result.add_special_tokens([END_OF_BYTES])
     assert result.token_to_id(END_OF_BYTES) == tokenizer.end_of_document
     return result.to_str().encode()
-

@@ -1,7 +1,6 @@
 """Scripts of this folder in processes with transformers (requirements-transformers.txt)."""
 
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -18,10 +17,10 @@ def has(package: str) -> bool:
     return (PACKAGES / package).exists()
 
 
-def run_script(script: str, command: str, place: pathlib.Path) -> None:
-    """Runs `script command place` with the packages of PACKAGES; it must succeed."""
+def run_script(script: str, *arguments: object) -> None:
+    """Runs a script of this folder with the packages of PACKAGES; it must succeed."""
     environment = os.environ | {"PYTHONPATH": str(PACKAGES), "HF_HUB_OFFLINE": "1"}
     path = ROOT / "tests" / "support" / script
-    words = [sys.executable, str(path), command, str(place)]
+    words = [sys.executable, str(path), *map(str, arguments)]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
