@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxtrain import cli
+from jaxtrain import config as cfg
 from jaxtrain.checkpoint import reading
 from jaxtrain.checkpoint.manifest import STATE, DatabaseError, read_database
 from jaxtrain.checkpoint.steps import CheckpointError, Meta, choose, read_errors, read_meta
@@ -30,12 +31,12 @@ from jaxtrain.generate import find_checkpoint, understand
 from jaxtrain.hf import files
 from jaxtrain.hf.exporting import export_folder
 from jaxtrain.hf.fields import HfError, read_json
-from jaxtrain.hf.files import CONFIG, SOURCE, TENSORS
+from jaxtrain.hf.files import CONFIG, SOURCE, TENSORS, TOKENIZER
 from jaxtrain.hf.model_config import differing, family_of, read_model, write_model
 from jaxtrain.hf.rules import PublishedTensor
 from jaxtrain.hf.run_config import Published, read_published, started_from
 from jaxtrain.hf.safetensors_folder import DTYPES
-from jaxtrain.hf.tokenizer_files import exported_files, token_ids
+from jaxtrain.hf.tokenizer_files import exported_files, token_ids, tokenizer_of_run
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.files import CONFIG_FILE
@@ -122,7 +123,6 @@ def from_hf(command_line: Reading) -> None:
     _start_on_host()
     from jaxtrain.checkpoint.checkpoints import folder_of_checkpoints
     from jaxtrain.checkpoint.manager import Checkpointer
-    from jaxtrain.data.tokenizer import DataError, load_tokenizer, tokenizer_from
     from jaxtrain.hf import importing
 
     checkpoints = folder_of_checkpoints(config.checkpoint, workdir)
@@ -130,10 +130,11 @@ def from_hf(command_line: Reading) -> None:
         choice = choose(checkpoints, {})
     if choice.steps or choice.unrecognized:
         raise HfError(f"{checkpoints} has checkpoints already: use another --workdir")
-    try:
-        tokenizer = load_tokenizer(config.data.tokenizer, config.model.vocab_size).describe()
-    except DataError as error:
-        raise HfError(str(error)) from None
+    run = tokenizer_of_run(published, config)
+    description = run.tokenizer.describe()
+    if config.data.tokenizer == published.tokenizer:  # the run's copy lasts
+        config = cfg.replace(config, {"data.tokenizer": str(workdir / SOURCE / TOKENIZER)})
+        description["path"] = str((workdir / SOURCE / TOKENIZER).resolve())
     resolved = config.resolve()
     source = importing.open_source(published, resolved)
     with _progress("tensors checked") as progress:
@@ -142,10 +143,8 @@ def from_hf(command_line: Reading) -> None:
     lock.take(print)
     try:
         files.keep(published.folder, published.values, source.dtypes(), workdir)
-        if tokenizer["kind"] == "tokenizers":
-            tokenizer = tokenizer_from(tokenizer, [workdir / SOURCE]).describe()
         saves = Checkpointer(checkpoints, None)
-        meta = Meta(to_dict(resolved), tokenizer=tokenizer)
+        meta = Meta(to_dict(resolved), tokenizer=description)
         saves.save_tree(0, lambda: importing.state_on_host(source), vars(meta))
         saves.wait()
         (workdir / CONFIG_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
@@ -153,7 +152,7 @@ def from_hf(command_line: Reading) -> None:
         raise CheckpointError(f"{workdir} cannot be written ({error.strerror})") from None
     finally:
         lock.release()
-    notes = published.notes
+    notes = (*published.notes, *run.notes)
     print(*(f"note: {note}" for note in notes), sep="\n", end="\n" if notes else "")
     model = f"a {published.family.model_type} with {len(source.tensors)} tensors"
     print(

@@ -22,8 +22,8 @@ from jaxtrain.config.flags import apply
 from jaxtrain.config.rules import BYTE_VOCABULARY
 from jaxtrain.hf.block_scales import Block, read_block
 from jaxtrain.hf.families.family import Family
-from jaxtrain.hf.fields import Fields, read_json
-from jaxtrain.hf.files import CONFIG, TOKENIZER
+from jaxtrain.hf.fields import Fields, HfError, read_json
+from jaxtrain.hf.files import CONFIG, SLOW_TOKENIZERS, TOKENIZER
 from jaxtrain.hf.model_config import FREE, differing, read_model
 
 
@@ -42,6 +42,11 @@ class Published:
     notes: tuple[str, ...]
     block: Block | None
 
+    @property
+    def tokenizer(self) -> str:
+        """The path of the model's tokenizer, as `data.tokenizer` has it."""
+        return str((self.folder / TOKENIZER).resolve())
+
 
 def read_published(folder: pathlib.Path) -> Published:
     """The published model of a folder. Raises HfError for what cannot be honoured."""
@@ -57,7 +62,8 @@ def started_from(
 
     overrides: (setting, text) of flags
 
-    Raises ConfigError, which names the setting, if recipe or flags contradict config.json.
+    Raises ConfigError, which names the setting, if recipe or flags contradict config.json; HfError
+    for a tokenizer that cannot be read.
     """
     model, folder = published.model, published.folder
     unsaid = {path for path in cfg.fields() if cfg.get(recipe, path) == cfg.get(Config(), path)}
@@ -65,9 +71,11 @@ def started_from(
         f"model.{name}": value for name, value in vars(model).items() if f"model.{name}" in unsaid
     }
     if "data.tokenizer" in unsaid and (folder / TOKENIZER).is_file():
-        changes["data.tokenizer"] = str((folder / TOKENIZER).resolve())
-    elif "data.tokenizer" in unsaid and model.vocab_size < BYTE_VOCABULARY:
-        changes["data.tokenizer"] = "none"
+        changes["data.tokenizer"] = published.tokenizer
+    elif "data.tokenizer" in unsaid and all(path != "data.tokenizer" for path, _ in overrides):
+        _check_no_slow_tokenizer(folder)
+        if model.vocab_size < BYTE_VOCABULARY:
+            changes["data.tokenizer"] = "none"
     longest = model.max_positions if model.positions == "learned" else 0
     if "data.sequence_length" in unsaid and 0 < longest < recipe.data.sequence_length:
         changes["data.sequence_length"] = longest
@@ -78,6 +86,17 @@ def started_from(
         rule = f"contradicts {folder / CONFIG}, which says {value}"
         raise ConfigError(name, getattr(config.model, setting), rule, fixes=[{name: value}])
     return config, before
+
+
+def _check_no_slow_tokenizer(folder: pathlib.Path) -> None:
+    """Raises HfError for a folder whose tokenizer only transformers can read."""
+    slow = [name for name in SLOW_TOKENIZERS if (folder / name).is_file()]
+    if slow:
+        raise HfError(
+            f"{folder / slow[0]} is not read without a {TOKENIZER}, which transformers writes "
+            "(AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)): or use "
+            "--config.data.tokenizer=FILE"
+        )
 
 
 def _contradiction(model: ModelConfig, published: ModelConfig) -> str:

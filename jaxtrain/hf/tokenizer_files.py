@@ -1,4 +1,5 @@
-"""The tokenizer's files of an export, and generation_config.json.
+"""The tokenizer of a run that starts from a published model; and the tokenizer's files of an
+export, with generation_config.json.
 
     the run's tokenizer is a file      the files beside it
     the run began with a published     that model's other files, and no tokenizer
@@ -9,18 +10,55 @@ What is missing beside a tokenizer is made from its marks (data/marks.py), so th
 begins and ends a text as the run does.
 """
 
+import dataclasses
 import json
 import pathlib
 from typing import Any
 
 import tokenizers
 
-from jaxtrain.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+from jaxtrain.config import Config
+from jaxtrain.data.tokenizer import (
+    ByteTokenizer,
+    DataError,
+    FileTokenizer,
+    Tokenizer,
+    open_tokenizer,
+)
 from jaxtrain.hf.fields import HfError
 from jaxtrain.hf.files import CONFIG, GENERATION, SMALL_FILES, TOKENIZER
+from jaxtrain.hf.run_config import Published
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 END_OF_BYTES = "<|endoftext|>"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RunTokenizer:
+    """A run's tokenizer, and lines for people."""
+
+    tokenizer: Tokenizer
+    notes: tuple[str, ...]
+
+
+def tokenizer_of_run(published: Published, config: Config) -> RunTokenizer:
+    """The tokenizer of a run that starts from a published model. Raises HfError if it cannot be
+    read, or if it has ids that the model does not have."""
+    name, size = config.data.tokenizer, config.model.vocab_size
+    try:
+        tokenizer = open_tokenizer(name, size)
+    except DataError as error:
+        raise HfError(str(error)) from None
+    if tokenizer.vocab_size > size:
+        rule = f"is less than the {tokenizer.vocab_size} ids of data.tokenizer={name}"
+        raise HfError(f"{published.folder / CONFIG}: vocab_size={size} {rule}")
+    notes = []
+    if tokenizer.vocab_size < size:
+        rest = f"the other {size - tokenizer.vocab_size} are never made"
+        notes.append(f"data.tokenizer={name} has {tokenizer.vocab_size} of {size} ids; {rest}")
+    if not (published.folder / TOKENIZER).is_file():
+        notes.append(f"{published.folder} has no {TOKENIZER}: data.tokenizer={name}")
+    return RunTokenizer(tokenizer, tuple(notes))
 
 
 def exported_files(tokenizer: Tokenizer, source: pathlib.Path) -> dict[str, bytes]:
