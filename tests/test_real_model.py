@@ -38,7 +38,6 @@ MESH = {
     "pipeline.microbatches": 2,
     "parallel.zero": 3,
     "data.batch_size": 4,
-    "data.sequence_length": TOKENS,
     "optimizer.learning_rate": 1e-4,
     "train.steps": STEPS,
     "train.sample_tokens": 0,
@@ -62,8 +61,8 @@ def folder(tmp_path_factory) -> pathlib.Path:
     """A folder with the model and its run of step 0."""
     folder = tmp_path_factory.mktemp("smollm2")
     in_transformers.run_script("smollm2.py", "make", folder / "model")
-    words = [f"--workdir={folder / 'run'}", "--config.precision.compute=float32"]
-    in_process("from_hf", folder / "model", *words)
+    flags = train_runs.flags_of({"precision.compute": "float32", "data.sequence_length": TOKENS})
+    in_process("from_hf", folder / "model", f"--workdir={folder / 'run'}", *flags)
     return folder
 
 
@@ -113,7 +112,8 @@ def test_the_same_tokens(folder, published):
 
 
 def test_trained_further_on_a_mesh_and_back(folder, published, tmp_path):
-    run = folder / "run"
+    """Where the published model is gone."""
+    run, source = folder / "run", (folder / "model").rename(folder / "gone")
     np.save(folder / "tokens.npy", np.tile(published["batch"][:-1], 400).astype(np.uint16))
     flags = train_runs.flags_of(MESH | {"data.source": folder / "tokens.npy"})
     words = ["jaxtrain.train", f"--config={run / CONFIG_FILE}", f"--workdir={run}"]
@@ -126,8 +126,8 @@ def test_trained_further_on_a_mesh_and_back(folder, published, tmp_path):
 
     in_process("to_hf", folder / "out", f"--workdir={run}", "--max_shard=200MB")
     files = sorted(path.name for path in (folder / "out").iterdir())
-    kept = {path.name for path in (folder / "model").iterdir()} - {"model.safetensors"}
-    assert kept - {"reference.npz"} <= set(files)
+    kept = {path.name for path in source.iterdir()} - {"model.safetensors", "reference.npz"}
+    assert kept <= set(files)
     assert [name for name in files if name.endswith(".safetensors")] == [
         f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)
     ]
