@@ -30,7 +30,7 @@ def read_block(fields: Fields) -> Block | None:
         return None
     if not isinstance(settings, dict):
         raise fields.refuse(FIELD, "is no object")
-    inner = Fields(settings, f"{fields.place}: {FIELD}")
+    inner = Fields(settings, fields.place, prefix=f"{FIELD}.")
     inner.require("quant_method", ["fp8"], default=None)
     inner.require("fmt", ["e4m3", None])
     inner.require("activation_scheme", ["dynamic", None])
@@ -40,10 +40,8 @@ def read_block(fields: Fields) -> Block | None:
         isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
     ):
         raise inner.refuse("weight_block_size", "is no size of blocks, such as [128, 128]")
-    known = ("quant_method", "fmt", "activation_scheme", "scale_fmt", "weight_block_size")
-    for name in settings:
-        if name not in (*known, *WITHOUT_EFFECT):
-            raise inner.refuse(name, "is no field that jaxtrain knows")
+    inner.pass_over(*WITHOUT_EFFECT)
+    inner.finish("fp8")
     return block[0], block[1]
 
 

@@ -1,0 +1,168 @@
+"""Rotary positions in a config.json, in both of its forms:
+
+    newer   "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40, …}
+    older   "rope_theta": 1e4, "rope_scaling": {"type": "yarn", "factor": 40, …}
+
+Missing parameters of a scaling have transformers' defaults, which are those of ModelConfig.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain import config as cfg
+from jaxtrain.config import ModelConfig
+from jaxtrain.hf.fields import Fields
+
+Settings = dict[str, Any]
+LENGTH = "original_max_position_embeddings"
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """A parameter of a scaling.
+
+    setting: of the model
+    needed:  transformers has no default
+    zero:    0 stands for the default
+    """
+
+    setting: str
+    needed: bool = False
+    zero: bool = False
+
+
+FACTOR, ORIGINAL = Parameter("rope_factor", needed=True), Parameter("rope_original_length")
+# Kind of scaling → its parameters.
+SCALINGS: Mapping[str, Mapping[str, Parameter]] = {
+    "default": {},
+    "linear": {"factor": FACTOR},
+    "llama3": {
+        "factor": FACTOR,
+        "low_freq_factor": Parameter("rope_low_freq_factor", needed=True),
+        "high_freq_factor": Parameter("rope_high_freq_factor", needed=True),
+        LENGTH: ORIGINAL,
+    },
+    "yarn": {
+        "factor": FACTOR,
+        LENGTH: ORIGINAL,
+        "beta_fast": Parameter("rope_beta_fast", zero=True),
+        "beta_slow": Parameter("rope_beta_slow", zero=True),
+        "truncate": Parameter("rope_truncate"),
+        "attention_factor": Parameter("rope_attention_factor"),
+        "mscale": Parameter("rope_mscale", zero=True),
+        "mscale_all_dim": Parameter("rope_mscale_all_dim", zero=True),
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """The rotary positions that a config.json describes.
+
+    base: of the wavelengths; part: the rotated fraction of a head; scaling: settings of the model
+    """
+
+    base: float
+    part: float
+    scaling: Settings
+
+
+def read_rope(fields: Fields, base: float, longest: int, part: float) -> Rope:
+    """The rotary positions of a config.json.
+
+    base, longest, part: transformers' defaults of rope_theta, max_position_embeddings and
+        partial_rotary_factor
+
+    Raises HfError for a scaling that is not in SCALINGS, and for fields that contradict each other.
+    """
+    longest = fields.integer("max_position_embeddings", longest)
+    rope = Rope(fields.number("rope_theta", base, above=1), _part(fields, part), {})
+    forms = {
+        name: _read_object(fields, name, rope, longest)
+        for name in ("rope_scaling", "rope_parameters")
+        if fields.value(name, None) not in (None, {})
+    }
+    first = next(iter(forms), "")
+    for name, form in forms.items():
+        if form != forms[first]:
+            raise fields.refuse(name, f"contradicts {first}")
+        if "rope_theta" in fields.values and form.base != rope.base:
+            raise fields.refuse("rope_theta", f"contradicts {name}")
+        if "partial_rotary_factor" in fields.values and form.part != rope.part:
+            raise fields.refuse("partial_rotary_factor", f"contradicts {name}")
+    return forms.get(first, rope)
+
+
+def _part(fields: Fields, default: float) -> float:
+    part = fields.number("partial_rotary_factor", default)
+    if part > 1:
+        raise fields.refuse("partial_rotary_factor", "is above 1")
+    return part
+
+
+def _read_object(fields: Fields, name: str, rope: Rope, longest: int) -> Rope:
+    """The rotary positions that an object of parameters describes.
+
+    name: its field; rope: what the fields beside it say; longest: max_position_embeddings
+    """
+    values = fields.values[name]
+    if not isinstance(values, dict):
+        raise fields.refuse(name, "is no object")
+    inner = Fields(values, fields.place, {"type": "rope_type"}, f"{name}.")
+    kind = inner.value("rope_type", "default")
+    if not isinstance(kind, str) or kind not in SCALINGS:
+        reasons = cfg.fields()["model.rope_scaling"].metadata["refused"]
+        reason = reasons.get(kind) if isinstance(kind, str) else None
+        rule = reason or f"is not supported: only {', '.join(SCALINGS)} are"
+        raise inner.refuse("rope_type", rule)
+    base, part = inner.number("rope_theta", rope.base, above=1), _part(inner, rope.part)
+    scaling: Settings = {} if kind == "default" else {"rope_scaling": kind}
+    for key, parameter in SCALINGS[kind].items():
+        if key != LENGTH:
+            scaling |= _read_parameter(inner, key, parameter)
+            continue
+        length = fields.integer(LENGTH, longest)
+        scaling[parameter.setting] = inner.integer(LENGTH, length)
+        if LENGTH in fields.values and scaling[parameter.setting] != length:
+            raise fields.refuse(LENGTH, f"contradicts {name}")
+    inner.finish(kind)
+    return Rope(base, part, scaling)
+
+
+def _read_parameter(inner: Fields, key: str, parameter: Parameter) -> Settings:
+    """The setting of a scaling's parameter; nothing where the default stands."""
+    if type(getattr(ModelConfig(), parameter.setting)) is bool:
+        return {parameter.setting: inner.require(key, [True, False])}
+    if parameter.needed:
+        return {parameter.setting: inner.number(key)}
+    value = inner.value(key, None)
+    if value is None or (parameter.zero and value == 0):
+        return {}
+    return {parameter.setting: inner.number(key)}
+
+
+def write_rope(model: ModelConfig, length: int, part: float, usual: float) -> Settings:
+    """The fields of a resolved model's rotary positions, in both forms.
+
+    length: tokens of its longest sequence; part: the rotated fraction of a head; usual: the
+        fraction where the field is missing
+    """
+    kind = "default" if model.rope_scaling == "none" else model.rope_scaling
+    scaling = {
+        key: getattr(model, parameter.setting)
+        for key, parameter in SCALINGS[kind].items()
+        if parameter.needed
+        or key == LENGTH
+        or getattr(model, parameter.setting) != getattr(ModelConfig(), parameter.setting)
+    }
+    partial = {} if part == usual else {"partial_rotary_factor": part}
+    older = {"rope_scaling": {"rope_type": kind} | scaling} if scaling else {}
+    newer = {"rope_type": kind, "rope_theta": model.rotary_base} | partial | scaling
+    return {
+        "max_position_embeddings": length,
+        "rope_theta": model.rotary_base,
+        **partial,
+        **older,
+        "rope_parameters": newer,
+    }
