@@ -7,7 +7,7 @@
     Rotary, Window, …              several fields that belong together
 
 An entry reads what it knows and writes what it reads, so that a table is the family's only
-description; docs/models.md is made of it.
+description.
 """
 
 import dataclasses

@@ -103,7 +103,7 @@ REFUSED = [
     ("llama", {"rope_parameters": SCALED}, "rope_parameters.low_freq_factor is missing"),
     ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type='dynamic'"),
     ("llama", {"rope_parameters": YARN | {"rope_type": "longrope"}}, "rope_type='longrope'"),
-    ("llama", {"rope_parameters": YARN | {"type": "linear"}}, "rope_parameters.type='linear' contr"),
+    ("llama", {"rope_parameters": YARN | {"type": "linear"}}, "rope_parameters.type='linear'"),
     ("llama", {"rope_parameters": YARN | {"factor": None}}, "rope_parameters.factor=None"),
     ("llama", {"rope_parameters": YARN | {"attention_factor": 0}}, "attention_factor=0 is"),
     ("llama", {"rope_parameters": YARN | {"truncate": None}}, "rope_parameters.truncate=None"),
