@@ -13,9 +13,9 @@ from safetensors.numpy import load_file
 from jaxtrain.checkpoint.restoring import expected_shapes
 from jaxtrain.checkpoint.storage import nested
 from jaxtrain.config import Config, replace
-from jaxtrain.hf.fields import read_json
 from jaxtrain.hf.model_config import read_model
 from jaxtrain.hf.rules import PublishedTensor, Rule
+from jaxtrain.hf.run_config import read_published
 
 PARAMETERS = "params/"
 # One loss for all: that of the next token.
@@ -84,4 +84,4 @@ def imported(
 def imported_folder(folder: pathlib.Path, changes: Mapping[str, Any]) -> Imported:
     """The model of a folder with config.json and model.safetensors."""
     published = load_file(folder / "model.safetensors")
-    return imported(read_json(folder / "config.json"), lambda shapes: published, changes)
+    return imported(read_published(folder).values, lambda shapes: published, changes)
