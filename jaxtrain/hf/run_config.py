@@ -2,7 +2,8 @@
 
     a setting of the model      config.json's; where flags or the recipe say something else, it is
                                 refused by name
-    data.tokenizer              the folder's tokenizer.json, unless flags or the recipe name one
+    data.tokenizer              the folder's tokenizer.json, or none for a vocabulary without one
+                                that has no room for bytes, unless flags or the recipe name one
     data.sequence_length        at most what a learned position table has, unless they name one
     all others                  those of flags and recipe
 
@@ -21,6 +22,7 @@ from jaxtrain.config import Config, ConfigError, ModelConfig
 from jaxtrain.config.checks import field_violation
 from jaxtrain.config.errors import shown
 from jaxtrain.config.flags import apply
+from jaxtrain.config.rules import BYTE_VOCABULARY
 from jaxtrain.hf.block_scales import Block, read_block
 from jaxtrain.hf.families.family import Family, prediction_modules
 from jaxtrain.hf.fields import Fields, HfError, read_json
@@ -141,6 +143,8 @@ def started_from(
     taken = {f"model.{name}": value for name, value in vars(model).items()}
     if origin.tokenizer:
         taken["data.tokenizer"] = origin.tokenizer
+    elif model.vocab_size < BYTE_VOCABULARY:
+        taken["data.tokenizer"] = "none"
     longest = model.max_positions if model.positions == "learned" else 0
     if 0 < longest < recipe.data.sequence_length:
         taken["data.sequence_length"] = longest
