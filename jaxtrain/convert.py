@@ -8,6 +8,7 @@ One process, on the host; no device is used.
 """
 
 import collections
+import dataclasses
 import json
 import math
 import pathlib
@@ -150,9 +151,10 @@ def from_hf(command_line: Reading) -> None:
         raise CheckpointError(f"{workdir} cannot be written ({error.strerror})") from None
     finally:
         lock.release()
-    notes = (*published.notes, *run.notes)
+    notes = (*published.notes_for(config.model), *run.notes)
     print(*(f"note: {note}" for note in notes), sep="\n", end="\n" if notes else "")
-    model = f"a {published.family.model_type} with {len(source.tensors)} tensors"
+    count = len(source.tensors) + len(source.copies)
+    model = f"a {published.family.model_type} with {count} tensors"
     print(
         f"{workdir}: step 0 of {model}; to continue it:\n"
         f"python -m jaxtrain.train --config={workdir / CONFIG_FILE} --workdir={workdir}"
@@ -198,12 +200,14 @@ def to_hf(command_line: Reading) -> None:
     shapes = {name: array.shape for name, array in arrays.items()}
     family = family_of(values, CONFIG)
     _, tensors = family.layout(config.model, values, shapes)
+    published = read_json(source / TENSORS) if (source / TENSORS).is_file() else {}
+    for name, original in family.copies(config.model, tensors).items():
+        if name in published:  # the model that the run began with has it twice
+            tensors.append(dataclasses.replace(original, name=name))
     dtype = TYPES[flags.dtype or config.precision.params]
     dtypes = dict.fromkeys((tensor.name for tensor in tensors), dtype)
-    if (source / TENSORS).is_file() and not flags.dtype:
-        dtypes |= {
-            name: dtype for name, dtype in read_json(source / TENSORS).items() if name in dtypes
-        }
+    if not flags.dtype:
+        dtypes |= {name: dtype for name, dtype in published.items() if name in dtypes}
     values |= _dtype_fields(values, tensors, dtypes)
     copied = exported_files(tokenizer, source)
     with streams.counting("MB written", sys.stderr) as progress:
