@@ -120,7 +120,7 @@ def parse_unchecked(
         if config.train.init_from and isinstance(config.train.init_from, str):
             model = read_origin(config.train.init_from, workdir)
             config, before = started_from(model, before, reading.overrides)
-            namespace.notes = model.notes
+            namespace.notes = model.notes_for(config.model)
         return check(namespace, config, before)
 
     return checked(read_flags(argv, description, flags, with_config=True), read, recipe)

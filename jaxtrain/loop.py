@@ -27,7 +27,8 @@ from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.generation.text import sample_text
 from jaxtrain.hf import files, importing
-from jaxtrain.hf.run_config import vocabulary_notes
+from jaxtrain.hf.fields import HfError
+from jaxtrain.hf.tokenizer_files import tokenizer_of_run
 from jaxtrain.pipeline.setup import Setup
 from jaxtrain.plan.compare import plan_at_hand
 from jaxtrain.plan.measured_step import AfterWarmUp
@@ -83,8 +84,8 @@ def run(
         checkpoints = Checkpoints(config, unresolved, environment, folder)
         checkpoints.choose()
         is_new = bool(config.train.init_from) and not checkpoints.resumes
-        source = importing.open_together(config) if is_new else None
-        corpus = corpus_of(config)
+        source = _open_source(config) if is_new else None
+        corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
         tokenizer = corpus.tokenizer.describe()
         checkpoints.check_corpus(TrainedCorpus(corpus.source, corpus.checksum, tokenizer))
         if checkpoints.step >= config.train.steps:
@@ -362,13 +363,13 @@ class Trainer:
         cluster.log(f"sample, temperature {SAMPLE_TEMPERATURE}:\n{train.sample_prompt}{text}")
 
 
-def corpus_of(config: Config) -> Corpus:
-    """The corpus of a resolved config. Errors as of prepare_corpus."""
-    corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
-    if config.train.init_from:
-        notes = vocabulary_notes(config, corpus.tokenizer.vocab_size)
-        cluster.log(*(f"note: {note}" for note in notes))
-    return corpus
+def _open_source(config: Config) -> importing.Source:
+    """The published model that a new run starts from; every process must call this. Raises HfError
+    in all of them."""
+    source = importing.open_together(config)
+    run = cluster.in_all(lambda: tokenizer_of_run(source.published, config), HfError)
+    cluster.log(*(f"note: {note}" for note in run.notes))
+    return source
 
 
 def _begin(config: Config, step: Step, source: importing.Source | None) -> TrainState:

@@ -25,10 +25,10 @@ from jaxtrain.checkpoint.steps import TO_TRAIN, choose
 from jaxtrain.config import CheckpointConfig, Config, OptimizerConfig, TrainConfig
 from jaxtrain.config.checks import Environment
 from jaxtrain.config.errors import UsageError
-from jaxtrain.data.loader import make_loaders
+from jaxtrain.data.loader import make_loaders, prepare_corpus
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
-from jaxtrain.loop import corpus_of, when_compiled
+from jaxtrain.loop import when_compiled
 from jaxtrain.pipeline.setup import Setup
 from jaxtrain.plan.explain import flags_of
 from jaxtrain.plan.report import introduction
@@ -96,7 +96,7 @@ def replay(
     if not checkpoints.resumes:
         place = checkpoints.directory
         raise ReplayError(f"--replay={at}: {place} has no complete checkpoint before step {at}")
-    corpus = corpus_of(config)
+    corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
     tokenizer = corpus.tokenizer.describe()
     checkpoints.check_corpus(TrainedCorpus(corpus.source, corpus.checksum, tokenizer))
     checkpoints.log_changes()
