@@ -8,14 +8,13 @@ One process, on the host; no device is used.
 """
 
 import collections
-import contextlib
 import json
 import math
 import pathlib
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain import cli
@@ -26,7 +25,6 @@ from jaxtrain.config import Config, checks, one_line, to_dict
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, Reading, read_flags
 from jaxtrain.generate import find_checkpoint, understand
-from jaxtrain.hf import files
 from jaxtrain.hf.exporting import export_folder
 from jaxtrain.hf.fields import HfError, read_json
 from jaxtrain.hf.files import CONFIG, SMALL_FILES, SOURCE, TENSORS, TOKENIZER
@@ -134,12 +132,12 @@ def from_hf(command_line: Reading) -> None:
         raise HfError(str(error)) from None
     resolved = config.resolve()
     source = importing.open_source(published, resolved)
-    with _progress("tensors checked") as progress:
+    with streams.counting("tensors checked", sys.stderr) as progress:
         importing.check_numbers(source, progress)
     lock = RunLock(workdir)
     lock.take(print)
     try:
-        files.keep(published.folder, published.values, source.dtypes(), workdir)
+        source.keep(workdir)
         if tokenizer["kind"] == "tokenizers":
             tokenizer = tokenizer_from(tokenizer, [workdir / SOURCE]).describe()
         saves = Checkpointer(checkpoints, None)
@@ -210,7 +208,7 @@ def to_hf(command_line: Reading) -> None:
     copied.pop(CONFIG, None)
     if TOKENIZER not in copied and meta.tokenizer["kind"] == "tokenizers":
         copied[TOKENIZER] = pathlib.Path(meta.tokenizer["path"])
-    with _progress("MB written") as progress:
+    with streams.counting("MB written", sys.stderr) as progress:
         export_folder(target, values, tensors, arrays, dtypes, largest, copied, progress, _remark)
     print(f"{target}: step {step} as a {values['model_type']} with {len(tensors)} tensors")
 
@@ -255,20 +253,6 @@ def _bytes(text: str) -> int:
     if not match:
         raise UsageError(f"--max_shard={text} is no size", {"max_shard": "5GB"})
     return int(match[1]) * {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}[match[2]]
-
-
-@contextlib.contextmanager
-def _progress(words: str) -> Iterator[Callable[[int, int], None]]:
-    """A context in which a terminal shows how many of something are done; its value is called with
-    that number and with all.
-
-    words: what is counted, such as "tensors checked"
-    """
-    line = streams.TerminalLine(sys.stderr)
-    try:
-        yield lambda done, total: line.draw(f"{done} of {total} {words}")
-    finally:
-        line.clear()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import dataclasses
 import functools
 import itertools
 import math
+import pathlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,18 +25,14 @@ from jaxtrain.checkpoint.layout import StoredArray, cut_piece, piece_shape, stor
 from jaxtrain.checkpoint.restoring import expected_arrays
 from jaxtrain.checkpoint.storage import HostArray, Parts, nested, on_devices
 from jaxtrain.config import Config
-from jaxtrain.hf.block_scales import (
-    SUFFIX,
-    Block,
-    dequantized,
-    scales_region,
-    scales_shape,
-)
-from jaxtrain.hf.families.family import Family
+from jaxtrain.devices import cluster
+from jaxtrain.hf import files
+from jaxtrain.hf.block_scales import SUFFIX, dequantized, scales_region, scales_shape
 from jaxtrain.hf.fields import HfError
 from jaxtrain.hf.rules import PublishedTensor, Rule
-from jaxtrain.hf.run_config import Published
+from jaxtrain.hf.run_config import Published, read_published
 from jaxtrain.hf.safetensors_folder import DTYPES, FP8, Region, SafetensorsFolder
+from jaxtrain.run import streams
 from jaxtrain.training.state import TrainState, stored_shapes
 from jaxtrain.training.step import Step
 
@@ -56,24 +54,25 @@ class Source:
     rules, tensors: of the model
     arrays: of the state that a checkpoint of the run stores
     prefix: what the folder's names lack
-    block: the rows and columns of a block of quantised weights; None if there are none
     """
 
+    published: Published
     folder: SafetensorsFolder
     rules: Sequence[Rule]
     tensors: Sequence[PublishedTensor]
     arrays: Sequence[StoredArray]
     prefix: str = ""
-    block: Block | None = None
 
     def name(self, tensor: str) -> str:
         """The folder's name of a tensor."""
         return tensor.removeprefix(self.prefix)
 
-    def dtypes(self) -> dict[str, str]:
-        """Tensor → the type of its numbers in an export; quantised ones are bfloat16 then."""
+    def keep(self, run: pathlib.Path) -> None:
+        """Copies the model's small files into a run's folder. Raises OSError."""
         types = {tensor.name: self.folder.dtype(self.name(tensor.name)) for tensor in self.tensors}
-        return {name: "BF16" if dtype == FP8 else dtype for name, dtype in types.items()}
+        # the type of an export, for which quantised numbers are bfloat16
+        types = {name: "BF16" if dtype == FP8 else dtype for name, dtype in types.items()}
+        files.keep(self.published.folder, self.published.values, types, run)
 
     def blocks(self, tensor: str, region: Region) -> Iterator[tuple[Region, np.ndarray]]:
         """The numbers of a region of a tensor by runs of its rows, each of about READ_BYTES.
@@ -93,9 +92,10 @@ class Source:
     def _numbers(self, name: str, region: Region) -> np.ndarray:
         numbers = self.folder.read(name, region)
         if self.folder.dtype(name) == FP8:
-            assert self.block  # or the tensor would have been refused
-            scales = self.folder.read(name + SUFFIX, scales_region(region, self.block))
-            numbers = dequantized(numbers, scales, region, self.block)
+            block = self.published.block
+            assert block  # or the tensor would have been refused
+            scales = self.folder.read(name + SUFFIX, scales_region(region, block))
+            numbers = dequantized(numbers, scales, region, block)
         if not np.isfinite(numbers).all():
             raise HfError(f"{self.folder.place(name)} has numbers that are not finite")
         return numbers
@@ -117,20 +117,29 @@ def open_source(published: Published, config: Config) -> Source:
         for array in arrays
         if array.name.startswith(PARAMETERS)
     }
-    family, block = published.family, published.block
+    family = published.family
     rules, tensors = family.layout(config.model, published.values, shapes)
     folder = SafetensorsFolder(published.folder)
     lacks_prefix = not any(name.startswith(family.prefix) for name in folder)
     prefix = family.prefix if lacks_prefix else ""
-    source = Source(folder, rules, tensors, arrays, prefix, block)
-    _check_names(source, family, config.model.tied_embeddings)
+    source = Source(published, folder, rules, tensors, arrays, prefix)
+    _check_names(source, config.model.tied_embeddings)
     return source
 
 
-def _check_names(source: Source, family: Family, tied: bool) -> None:
+def open_together(config: Config) -> Source:
+    """The tensors of `train.init_from`, for a resolved config; every process must call this, and
+    opens them. Raises HfError as `open_source` in all of them."""
+    return cluster.in_all(
+        lambda: open_source(read_published(pathlib.Path(config.train.init_from)), config), HfError
+    )
+
+
+def _check_names(source: Source, tied: bool) -> None:
     """Raises HfError for a tensor that is missing, wrong by its header, or too many. tied: the
     model's output matrix is its embedding"""
-    folder, block, known = source.folder, source.block, set()
+    folder, known = source.folder, set()
+    family, block = source.published.family, source.published.block
     for tensor in source.tensors:
         name = source.name(tensor.name)
         known.add(name)
@@ -256,6 +265,21 @@ def state_on_devices(source: Source, step: Step, progress: Progress = silent) ->
             leaves[leaf.index] = on_devices(array, leaf, fill)
         progress(number, len(arrays))
     return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[i] for i in sorted(leaves)])
+
+
+def read_together(source: Source, step: Step) -> TrainState:
+    """The state before its first step, as `state_on_devices`; every process must call this, and a
+    terminal of process 0 shows the progress. Raises HfError in all of them."""
+    main = cluster.is_main()
+
+    def read() -> TrainState:
+        with streams.counting("arrays read", sys.stderr, shown=main) as progress:
+            state = state_on_devices(source, step, progress)
+        if main:
+            check_tied(source)
+        return state
+
+    return cluster.in_all(read, HfError)
 
 
 def _fill(numbers: PublishedArray | None, lead: int, parts: Parts) -> None:
