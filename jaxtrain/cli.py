@@ -116,7 +116,7 @@ def parse_unchecked(
             workdir = getattr(namespace, "workdir", "") or default_workdir(namespace.config)
             model = read_origin(config.train.init_from, workdir)
             config, before = started_from(model, before, reading.overrides)
-            namespace.notes = model.notes
+            namespace.notes = model.notes_for(config.model)
         return check(namespace, config, before)
 
     return checked(read_flags(argv, description, flags, with_config=True), read, recipe)

@@ -238,6 +238,24 @@ class DenseLayers(Entry):
 
 
 @dataclasses.dataclass(frozen=True)
+class Predictions(Entry):
+    """The number of modules of multi-token prediction."""
+
+    field: str
+    default: int
+
+    def read(self, fields: Fields, settings: Settings) -> Settings:
+        return {"mtp_depth": fields.integer(self.field, self.default, null=0, least=0)}
+
+    def write(self, model: ModelConfig, length: int) -> Settings:
+        return {self.field: model.mtp_depth}
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        return {"mtp_depth": self.field}
+
+
+@dataclasses.dataclass(frozen=True)
 class Rotary(Entry):
     """Rotary positions in both forms (rope_parameters.py).
 

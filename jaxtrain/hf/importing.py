@@ -28,6 +28,7 @@ from jaxtrain.config import Config
 from jaxtrain.devices import cluster
 from jaxtrain.hf import files
 from jaxtrain.hf.block_scales import SUFFIX, dequantized, scales_region, scales_shape
+from jaxtrain.hf.families.family import prediction_modules
 from jaxtrain.hf.fields import HfError
 from jaxtrain.hf.rules import PublishedTensor, Rule
 from jaxtrain.hf.run_config import Published, read_published
@@ -36,7 +37,6 @@ from jaxtrain.run import streams
 from jaxtrain.training.state import TrainState, stored_shapes
 from jaxtrain.training.step import Step
 
-EMBEDDING, HEAD = "embed/table", "lm_head.weight"  # stored array, published tensor
 PARAMETERS = "params/"  # before the names of their arrays
 ANCHOR = "anchor/"  # of independent replicas' last exchange (training/diloco.py)
 READ_BYTES = 8 * 2**20  # of a tensor's rows that are read at a time, or one row
@@ -52,6 +52,7 @@ class Source:
     """The tensors of a published model, by the family's names; their headers were checked.
 
     rules, tensors: of the model
+    copies: name of a further tensor of the folder → the one whose numbers it must have
     arrays: of the state that a checkpoint of the run stores
     prefix: what the folder's names lack
     """
@@ -60,6 +61,7 @@ class Source:
     folder: SafetensorsFolder
     rules: Sequence[Rule]
     tensors: Sequence[PublishedTensor]
+    copies: Mapping[str, PublishedTensor]
     arrays: Sequence[StoredArray]
     prefix: str = ""
 
@@ -69,7 +71,8 @@ class Source:
 
     def keep(self, run: pathlib.Path) -> None:
         """Copies the model's small files into a run's folder. Raises OSError."""
-        types = {tensor.name: self.folder.dtype(self.name(tensor.name)) for tensor in self.tensors}
+        names = [*(tensor.name for tensor in self.tensors), *self.copies]
+        types = {name: self.folder.dtype(self.name(name)) for name in names}
         # the type of an export, for which quantised numbers are bfloat16
         types = {name: "BF16" if dtype == FP8 else dtype for name, dtype in types.items()}
         files.keep(self.published.folder, self.published.values, types, run)
@@ -121,9 +124,17 @@ def open_source(published: Published, config: Config) -> Source:
     rules, tensors = family.layout(config.model, published.values, shapes)
     folder = SafetensorsFolder(published.folder)
     lacks_prefix = not any(name.startswith(family.prefix) for name in folder)
-    prefix = family.prefix if lacks_prefix else ""
-    source = Source(published, folder, rules, tensors, arrays, prefix)
-    _check_names(source, config.model.tied_embeddings)
+    prefix, left_out = family.prefix if lacks_prefix else "", []
+    if not config.model.mtp_depth:
+        left_out = [module.removeprefix(prefix) for module in prediction_modules(published.model)]
+        published = published.without_predictions()
+    copies = {
+        name: tensor
+        for name, tensor in family.copies(config.model, tensors).items()
+        if name.removeprefix(prefix) in folder
+    }
+    source = Source(published, folder, rules, tensors, copies, arrays, prefix)
+    _check_names(source, tuple(f"{module}." for module in left_out))
     return source
 
 
@@ -135,9 +146,9 @@ def open_together(config: Config) -> Source:
     )
 
 
-def _check_names(source: Source, tied: bool) -> None:
-    """Raises HfError for a tensor that is missing, wrong by its header, or too many. tied: the
-    model's output matrix is its embedding"""
+def _check_names(source: Source, left_out: tuple[str, ...]) -> None:
+    """Raises HfError for a tensor that is missing, wrong by its header, or too many. left_out: the
+    beginnings of names of tensors that the run does not want"""
     folder, known = source.folder, set()
     family, block = source.published.family, source.published.block
     for tensor in source.tensors:
@@ -149,12 +160,12 @@ def _check_names(source: Source, tied: bool) -> None:
                 raise HfError(f"{folder.place(name)} is no matrix, and only these have blocks")
             known.add(name + SUFFIX)
             _check_header(folder, name + SUFFIX, scales_shape(tensor.shape, block), ("F32",))
+    for copy, original in source.copies.items():
+        name, table = source.name(copy), source.name(original.name)
+        known.add(name)
+        _check_header(folder, name, folder.shape(table), (folder.dtype(table),))
     for name in folder:
-        if name in known or name.endswith(family.dropped):
-            continue
-        if tied and name == HEAD:
-            table = _table(source)
-            _check_header(folder, HEAD, folder.shape(table), (folder.dtype(table),))
+        if name in known or name.endswith(family.dropped) or name.startswith(left_out):
             continue
         raise HfError(f"{folder.place(name)} is no tensor of a {family.model_type} of config.json")
 
@@ -173,31 +184,25 @@ def _check_header(
         raise HfError(f"{folder.place(name)} {rule}")
 
 
-def check_tied(source: Source) -> None:
-    """Raises HfError if the folder has an output matrix that differs from the embedding, to which
-    it is tied. Both are read."""
-    folder, table = source.folder, _table(source)
-    if HEAD not in folder or any(tensor.name == HEAD for tensor in source.tensors):
-        return
-    region = [range(size) for size in folder.shape(table)]
-    for (_, a), (_, b) in zip(source.blocks(table, region), source.blocks(HEAD, region)):
-        if not np.array_equal(a, b):
-            raise HfError(f"{folder.place(HEAD)} differs from {table}, to which it is tied")
-
-
-def _table(source: Source) -> str:
-    """The folder's name of the embedding."""
-    return next(source.name(t.name) for t in source.tensors if t.rules[0].array == EMBEDDING)
+def check_copies(source: Source) -> None:
+    """Raises HfError if a tensor that is published twice, such as the output matrix of tied
+    embeddings, has other numbers the second time. Both are read."""
+    for copy, original in source.copies.items():
+        region = [range(size) for size in original.shape]
+        both = zip(source.blocks(copy, region), source.blocks(original.name, region), strict=True)
+        if not all(np.array_equal(a, b) for (_, a), (_, b) in both):
+            place, table = source.folder.place(source.name(copy)), source.name(original.name)
+            raise HfError(f"{place} differs from {table}, which the model uses in its place")
 
 
 def check_numbers(source: Source, progress: Progress = silent) -> None:
     """Reads every number. Raises HfError, which names file and tensor, for those that are not
-    finite, and as `check_tied`."""
+    finite, and as `check_copies`."""
     for number, tensor in enumerate(source.tensors, 1):
         for _ in source.blocks(tensor.name, [range(size) for size in tensor.shape]):
             pass
         progress(number, len(source.tensors))
-    check_tied(source)
+    check_copies(source)
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -276,7 +281,7 @@ def read_together(source: Source, step: Step) -> TrainState:
         with streams.counting("arrays read", sys.stderr, shown=main) as progress:
             state = state_on_devices(source, step, progress)
         if main:
-            check_tied(source)
+            check_copies(source)
         return state
 
     return cluster.in_all(read, HfError)

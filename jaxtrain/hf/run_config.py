@@ -24,10 +24,11 @@ from jaxtrain.config.errors import shown
 from jaxtrain.config.flags import apply
 from jaxtrain.config.rules import BYTE_VOCABULARY
 from jaxtrain.hf.block_scales import Block, read_block
-from jaxtrain.hf.families.family import Family
+from jaxtrain.hf.families.family import Family, prediction_modules
 from jaxtrain.hf.fields import Fields, HfError, read_json
-from jaxtrain.hf.files import CONFIG, TOKENIZER
+from jaxtrain.hf.files import CONFIG, SLOW_TOKENIZERS, SOURCE, TOKENIZER
 from jaxtrain.hf.model_config import FREE, differing, read_model
+from jaxtrain.hf.safetensors_folder import SafetensorsFolder
 from jaxtrain.run.files import CONFIG_FILE
 
 
@@ -45,6 +46,13 @@ class Origin:
     tokenizer: str
     notes: tuple[str, ...]
 
+    def notes_for(self, model: ModelConfig) -> tuple[str, ...]:
+        """The notes for a run with this model, which may leave out prediction modules."""
+        if model.mtp_depth or not self.model.mtp_depth:
+            return self.notes
+        said = f"{self.place} says {self.model.mtp_depth}"
+        return (*self.notes, f"model.mtp_depth=0 leaves out prediction modules: {said}")
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Published(Origin):
@@ -58,6 +66,22 @@ class Published(Origin):
     family: Family
     block: Block | None
 
+    @property
+    def prediction_fields(self) -> list[str]:
+        """The fields of config.json that say how many prediction modules there are."""
+        field, aliases = self.family.source("mtp_depth"), self.family.aliases
+        return [name for name in self.values if aliases.get(name, name) == field]
+
+    def without_predictions(self) -> "Published":
+        """The same model without modules of multi-token prediction."""
+        if not self.model.mtp_depth:
+            return self
+        names = self.prediction_fields or [self.family.source("mtp_depth")]
+        values = {**self.values, **dict.fromkeys(names, 0)}
+        return dataclasses.replace(
+            self, values=values, model=dataclasses.replace(self.model, mtp_depth=0)
+        )
+
 
 def read_published(folder: pathlib.Path) -> Published:
     """The published model of a folder. Raises HfError for what cannot be honoured."""
@@ -65,7 +89,7 @@ def read_published(folder: pathlib.Path) -> Published:
     place, tokenizer = folder / CONFIG, folder / TOKENIZER
     values = read_json(place)
     family, model, notes = read_model(values, str(place))
-    return Published(
+    published = Published(
         folder,
         place,
         model,
@@ -75,6 +99,20 @@ def read_published(folder: pathlib.Path) -> Published:
         family,
         read_block(Fields(values, str(place))),
     )
+    if not model.mtp_depth or _has_predictions(published):
+        return published
+    for field in published.prediction_fields:  # transformers saves no modules
+        notes.append(f"{field}={model.mtp_depth} is read as 0: the files have none of its tensors")
+    return dataclasses.replace(published.without_predictions(), notes=tuple(notes))
+
+
+def _has_predictions(published: Published) -> bool:
+    """True if the files have a tensor of a prediction module. Raises HfError for files that cannot
+    be read."""
+    prefix, modules = published.family.prefix, prediction_modules(published.model)
+    beginnings = [f"{module}." for module in modules]
+    beginnings += [beginning.removeprefix(prefix) for beginning in beginnings]
+    return any(name.startswith(tuple(beginnings)) for name in SafetensorsFolder(published.folder))
 
 
 def read_origin(folder: str, workdir: str) -> Origin:
@@ -85,7 +123,11 @@ def read_origin(folder: str, workdir: str) -> Origin:
         with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
             run = cfg.from_dict(json.loads(stored.read_bytes()))
             if run.train.init_from == str(path):
-                return Origin(path, stored, run.model, run.data.tokenizer, ())
+                tokenizer = run.data.tokenizer
+                copy = pathlib.Path(workdir).resolve() / SOURCE / TOKENIZER
+                if tokenizer == str((path / TOKENIZER).resolve()) and copy.is_file():
+                    tokenizer = str(copy)
+                return Origin(path, stored, run.model, tokenizer, ())
         rule = f"train.init_from={shown(folder)} has no {CONFIG}"
         raise HfError(f"{rule}: name the folder of a published model")
     return read_published(path)
@@ -98,20 +140,25 @@ def started_from(
 
     overrides: (setting, text) of flags
 
-    Raises ConfigError, which names the setting, if recipe or flags contradict the model's.
+    Raises ConfigError, which names the setting, if recipe or flags contradict the model's; HfError
+    for a tokenizer that is not read.
     """
     model = origin.model
     unsaid = {path for path in cfg.fields() if cfg.get(recipe, path) == cfg.get(Config(), path)}
     taken = {f"model.{name}": value for name, value in vars(model).items()}
     if origin.tokenizer:
         taken["data.tokenizer"] = origin.tokenizer
-    elif model.vocab_size < BYTE_VOCABULARY:
-        taken["data.tokenizer"] = "none"
+    elif "data.tokenizer" in unsaid and all(path != "data.tokenizer" for path, _ in overrides):
+        _check_no_slow_tokenizer(origin.folder)
+        if model.vocab_size < BYTE_VOCABULARY:
+            taken["data.tokenizer"] = "none"
     longest = model.max_positions if model.positions == "learned" else 0
     if 0 < longest < recipe.data.sequence_length:
         taken["data.sequence_length"] = longest
     before = cfg.replace(recipe, {path: taken[path] for path in taken if path in unsaid})
     config = apply(before, overrides)
+    if config.model.mtp_depth == 0:  # the modules may be left out
+        model = dataclasses.replace(model, mtp_depth=0)
     if setting := _contradiction(config.model, model):
         name, value = f"model.{setting}", getattr(Config(model=model).resolve().model, setting)
         rule = f"contradicts {origin.place}, which says {value}"
@@ -119,6 +166,17 @@ def started_from(
     if config.train.init_from:
         config = cfg.replace(config, {"train.init_from": str(origin.folder)})
     return config, before
+
+
+def _check_no_slow_tokenizer(folder: pathlib.Path) -> None:
+    """Raises HfError for a folder whose tokenizer only transformers can read."""
+    slow = [name for name in SLOW_TOKENIZERS if (folder / name).is_file()]
+    if slow:
+        raise HfError(
+            f"{folder / slow[0]} is not read without a {TOKENIZER}, which transformers writes "
+            "(AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)): or use "
+            "--config.data.tokenizer=FILE"
+        )
 
 
 def _contradiction(model: ModelConfig, published: ModelConfig) -> str:

@@ -98,8 +98,8 @@ def test_the_state_is_that_of_the_checkpoint(folder, tmp_path, name):
 
 
 def test_other_families(tmp_path):
-    """Fused and interleaved columns, experts, biases: every array is what a complete reading gives
-    (test_families.py)."""
+    """Fused and interleaved columns, experts, biases, prediction modules: every array is what a
+    complete reading gives (test_families.py)."""
     random = np.random.default_rng(0)
     for name in ("deepseek_v3", "gpt2", "mixtral"):
         folder = tmp_path / name
