@@ -250,25 +250,20 @@ class Rotary(Entry):
     part: float | None = None
 
     def read(self, fields: Fields, settings: Settings) -> Settings:
-        rope = read_rope(fields, self.base, self.longest, self.part or 1.0)
-        positions = {"positions": "rotary", "rotary_base": rope.base, **rope.scaling}
-        if self.part is None:
-            if rope.part != 1:
-                raise fields.refuse("partial_rotary_factor", "is not supported: only 1 is")
-            return positions
-        size = settings["head_dim"] or settings["width"] // settings["heads"]
-        if not int(size * rope.part) or int(size * rope.part) % 2:
-            rule = f"rotates {int(size * rope.part)} of a head's {size} numbers, which are no pairs"
-            raise fields.refuse("partial_rotary_factor", rule)
-        return positions | {"rotary_dim": int(size * rope.part)}
+        head = None
+        if self.part is not None:
+            head = settings["head_dim"] or settings["width"] // settings["heads"]
+        rope = read_rope(fields, self.base, self.longest, self.part or 1.0, head)
+        rotated = {} if head is None else {"rotary_dim": int(head * rope.part)}
+        return {"positions": "rotary", "rotary_base": rope.base} | rope.scaling | rotated
 
     def write(self, model: ModelConfig, length: int) -> Settings:
         if self.part is None:
-            return write_rope(model, length, 1.0, 1.0)
+            return write_rope(model, length)
         part = model.rotary_dim / model.head_dim
         if int(part * model.head_dim) != model.rotary_dim:  # rounded down
             part = (model.rotary_dim + 0.5) / model.head_dim
-        return write_rope(model, length, part, self.part)
+        return write_rope(model, length, part)
 
     @property
     def sources(self) -> Mapping[str, str]:
