@@ -14,18 +14,15 @@ import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from safetensors.numpy import load_file
 from support import ROOT, hf_reference
-from support.hf_imported import imported_folder
+from support.hf_imported import imported_folder, logits_of, restored
 from support.hf_models import CONFIGS, older
 
 from jaxtrain import convert
-from jaxtrain.checkpoint.restoring import load_parameters
-from jaxtrain.checkpoint.steps import Meta, read_meta
 from jaxtrain.generation.sampling import Sampler, Sampling
 from jaxtrain.hf.fields import read_json
 from jaxtrain.hf.model_config import read_model
@@ -44,11 +41,11 @@ pytestmark = [
 NEWER, OLDER, WRITTEN, FROM_OLDER = "newer", "older", "written", "from older"
 
 
-def in_transformers(command: str, place: pathlib.Path) -> None:
+def in_transformers(command: str, *folders: pathlib.Path) -> None:
     """Runs transformers_models.py with the packages of PACKAGES."""
     environment = os.environ | {"PYTHONPATH": str(PACKAGES), "HF_HUB_OFFLINE": "1"}
     script = ROOT / "tests" / "support" / "transformers_models.py"
-    words = [sys.executable, str(script), command, str(place)]
+    words = [sys.executable, str(script), command, *map(str, folders)]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -60,7 +57,7 @@ def models(tmp_path_factory) -> pathlib.Path:
     for name, values in CONFIGS.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(values))
-    in_transformers("make", folder)
+    in_transformers("make", *folder.iterdir())
     return folder
 
 
@@ -81,7 +78,7 @@ def round_trips(models, tmp_path_factory) -> pathlib.Path:
         run = runs / f"{name} {NEWER}"
         (run / "hf" / "config.json").unlink()
         convert.main(["to_hf", str(folder / f"{name} {WRITTEN}"), f"--workdir={run}"])
-    in_transformers("read", folder)
+    in_transformers("read", *folder.iterdir())
     return folder
 
 
@@ -92,20 +89,10 @@ def error(logits: np.ndarray, expected: np.ndarray) -> float:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_and_continuations(models, tmp_path, name):
     """Of the checkpoint that from_hf writes."""
-    flags = [f"--workdir={tmp_path}", "--config.precision.compute=float32"]
-    assert convert.main(["from_hf", str(models / name), *flags]) == 0
-    config = Meta.from_json(read_meta(tmp_path / "checkpoints", 0)).stored_config().resolve()
-    layout, params = load_parameters(
-        tmp_path / "checkpoints", 0, config.model, config.precision, independent_replicas=False
-    )
+    assert convert.main(["from_hf", str(models / name), f"--workdir={tmp_path}"]) == 0
+    config, layout, params = restored(tmp_path)
     tokens, expected = hf_reference.tokens_of(config), np.load(models / name / "reference.npz")
-    with jax.set_mesh(layout.mesh):
-        logits = jax.jit(
-            lambda params: transformer.logits(
-                layout.parts, params, tokens[:, :-1], dtype=jnp.float32
-            )
-        )(params)
-    assert error(logits[..., : config.model.vocab_size], expected["logits"]) < 1e-5
+    assert error(logits_of(config, layout, params), expected["logits"]) < 1e-5
     sampler = Sampler(layout.parts, params)
     for row, length in enumerate(hf_reference.PROMPTS):
         prompt = [int(token) for token in tokens[row, :length]]

@@ -2,7 +2,8 @@
 
     a setting of the model      config.json's; where flags or the recipe say something else, it is
                                 refused by name
-    data.tokenizer              the folder's tokenizer.json, unless flags or the recipe name one
+    data.tokenizer              the folder's tokenizer.json, or none for a vocabulary without one
+                                that has no room for bytes, unless flags or the recipe name one
     data.sequence_length        at most what a learned position table has, unless they name one
     all others                  those of flags and recipe
 
@@ -18,6 +19,7 @@ from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, ModelConfig
 from jaxtrain.config.checks import field_violation
 from jaxtrain.config.flags import apply
+from jaxtrain.config.rules import BYTE_VOCABULARY
 from jaxtrain.hf.block_scales import Block, read_block
 from jaxtrain.hf.families.family import Family
 from jaxtrain.hf.fields import Fields, read_json
@@ -64,6 +66,8 @@ def started_from(
     }
     if "data.tokenizer" in unsaid and (folder / TOKENIZER).is_file():
         changes["data.tokenizer"] = str((folder / TOKENIZER).resolve())
+    elif "data.tokenizer" in unsaid and model.vocab_size < BYTE_VOCABULARY:
+        changes["data.tokenizer"] = "none"
     longest = model.max_positions if model.positions == "learned" else 0
     if "data.sequence_length" in unsaid and 0 < longest < recipe.data.sequence_length:
         changes["data.sequence_length"] = longest

@@ -77,6 +77,11 @@ def test_the_tokenizer_of_the_folder(published):
     assert config_of(published, recipe).data.tokenizer == "none"
 
 
+def test_a_vocabulary_without_room_for_bytes(tmp_path):
+    (tmp_path / CONFIG).write_text(json.dumps(CONFIGS["llama"] | {"vocab_size": 99}))
+    assert config_of(read_published(tmp_path)).data.tokenizer == "none"
+
+
 def test_sequences_fit_a_learned_table(tmp_path):
     (tmp_path / CONFIG).write_text(json.dumps(CONFIGS["gpt2"]))
     published = read_published(tmp_path)

@@ -7,15 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file
 
-from jaxtrain.checkpoint.restoring import expected_shapes
+from jaxtrain.checkpoint.restoring import expected_shapes, load_parameters
+from jaxtrain.checkpoint.steps import Meta, read_meta
 from jaxtrain.checkpoint.storage import nested
 from jaxtrain.config import Config, replace
 from jaxtrain.hf.fields import read_json
 from jaxtrain.hf.model_config import read_model
 from jaxtrain.hf.rules import PublishedTensor, Rule
+from jaxtrain.models import transformer
+from jaxtrain.training.state import ParameterLayout
+from support import hf_reference
 
 PARAMETERS = "params/"
 # One loss for all: that of the next token.
@@ -98,3 +103,24 @@ def imported_folder(folder: pathlib.Path, changes: Mapping[str, Any]) -> Importe
     """The model of a folder with config.json and model.safetensors."""
     published = load_file(folder / "model.safetensors")
     return imported(read_json(folder / "config.json"), lambda shapes: published, changes)
+
+
+def restored(workdir: pathlib.Path) -> tuple[Config, ParameterLayout, dict]:
+    """A run's resolved config, and the layout and parameters of its checkpoint of step 0."""
+    checkpoints = workdir / "checkpoints"
+    config = Meta.from_json(read_meta(checkpoints, 0)).stored_config().resolve()
+    config = replace(config, {"precision.compute": "float32"})
+    layout, params = load_parameters(
+        checkpoints, 0, config.model, config.precision, independent_replicas=False
+    )
+    return config, layout, params
+
+
+def logits_of(config: Config, layout: ParameterLayout, params: dict) -> np.ndarray:
+    """Float32 logits [B, T, V] of hf_reference's tokens."""
+    tokens = hf_reference.tokens_of(config)[:, :-1]
+    with jax.set_mesh(layout.mesh):
+        logits = jax.jit(
+            lambda params: transformer.logits(layout.parts, params, tokens, dtype=jnp.float32)
+        )(params)
+    return np.asarray(logits)[..., : config.model.vocab_size]

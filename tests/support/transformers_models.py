@@ -1,8 +1,9 @@
 """Random small models of transformers, and what transformers computes with them.
 
-    python transformers_models.py make FOLDER    FOLDER/*/config.json → a model in each folder, and
-                                                 what transformers computes with it
-    python transformers_models.py read FOLDER    the logits of each FOLDER/*/model.safetensors
+    python transformers_models.py make FOLDER… [--logits]
+                                                 FOLDER/config.json → a model in each folder, and
+                                                 what transformers computes with it, all or logits
+    python transformers_models.py read FOLDER…   the logits of each FOLDER/model.safetensors
     python transformers_models.py record FILE    the figures of hf_models.CONFIGS, for tests without
                                                  transformers
 
@@ -34,7 +35,9 @@ from safetensors.numpy import load_file, save_file
 
 from support import hf_models, hf_reference
 
-SETTINGS = "case.json"  # beside a config.json: {"seed", "dtype", "reference"} of a model, if any
+SETTINGS = "case.json"  # beside a config.json, if at all: {"seed", "dtype"} of the weights, and
+# "saved": the config.json is replaced by the one that transformers writes
+LOGITS = "--logits"
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}  # of its "dtype"
 # Families that transformers does not have, and those that compute the same.
 COUNTERPARTS = {"kimi_k2": "deepseek_v3"}
@@ -113,6 +116,10 @@ def make(folder: pathlib.Path, everything: bool = True) -> None:
             break
     else:
         raise RuntimeError(f"{folder}: no seed of {SEEDS} whose figures do not hang on rounding")
+    if settings.get("saved"):
+        with tempfile.TemporaryDirectory() as saved:
+            model.save_pretrained(saved)
+            shutil.copy(pathlib.Path(saved) / "config.json", folder)
     np.savez(folder / "reference.npz", seed=seed, **found)
     if everything:
         save_file(gradients(model), folder / "gradients.safetensors")
@@ -207,16 +214,17 @@ def record(file: pathlib.Path) -> None:
     np.savez_compressed(file, **figures)
 
 
-def main(command: str, place: pathlib.Path, *words: str) -> None:
+def main(command: str, *words: str) -> None:
     import torch
 
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    folders = [pathlib.Path(word) for word in words if word != LOGITS]
     if command == "record":
-        return record(place)
-    for folder in sorted(path for path in place.iterdir() if (path / "config.json").exists()):
+        return record(*folders)
+    for folder in folders:
         try:
             if command == "make":
-                make(folder, everything="logits" not in words)
+                make(folder, everything=LOGITS not in words)
             else:
                 read(folder)
         except Exception as error:  # of any kind: what a config is refused with
@@ -224,4 +232,4 @@ def main(command: str, place: pathlib.Path, *words: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], pathlib.Path(sys.argv[2]), *sys.argv[3:])
+    main(*sys.argv[1:])
