@@ -8,14 +8,14 @@ One process, on the host; no device is used.
 """
 
 import collections
-import contextlib
+import dataclasses
 import json
 import math
 import pathlib
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain import cli
@@ -26,7 +26,6 @@ from jaxtrain.config import Config, checks, one_line, to_dict
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, Reading, read_flags
 from jaxtrain.generate import find_checkpoint, understand
-from jaxtrain.hf import files
 from jaxtrain.hf.exporting import export_folder
 from jaxtrain.hf.fields import HfError, read_json
 from jaxtrain.hf.files import CONFIG, SMALL_FILES, SOURCE, TENSORS, TOKENIZER
@@ -134,12 +133,12 @@ def from_hf(command_line: Reading) -> None:
         raise HfError(str(error)) from None
     resolved = config.resolve()
     source = importing.open_source(published, resolved)
-    with _progress("tensors checked") as progress:
+    with streams.counting("tensors checked", sys.stderr) as progress:
         importing.check_numbers(source, progress)
     lock = RunLock(workdir)
     lock.take(print)
     try:
-        files.keep(published.folder, published.values, source.dtypes(), workdir)
+        source.keep(workdir)
         if tokenizer["kind"] == "tokenizers":
             tokenizer = tokenizer_from(tokenizer, [workdir / SOURCE]).describe()
         saves = Checkpointer(checkpoints, None)
@@ -151,9 +150,10 @@ def from_hf(command_line: Reading) -> None:
         raise CheckpointError(f"{workdir} cannot be written ({error.strerror})") from None
     finally:
         lock.release()
-    notes = published.notes
+    notes = published.notes_for(config.model)
     print(*(f"note: {note}" for note in notes), sep="\n", end="\n" if notes else "")
-    model = f"a {published.family.model_type} with {len(source.tensors)} tensors"
+    count = len(source.tensors) + len(source.copies)
+    model = f"a {published.family.model_type} with {count} tensors"
     print(
         f"{workdir}: step 0 of {model}; to continue it:\n"
         f"python -m jaxtrain.train --config={workdir / CONFIG_FILE} --workdir={workdir}"
@@ -199,18 +199,20 @@ def to_hf(command_line: Reading) -> None:
     shapes = {name: array.shape for name, array in arrays.items()}
     family = family_of(values, CONFIG)
     _, tensors = family.layout(config.model, values, shapes)
+    published = read_json(source / TENSORS) if (source / TENSORS).is_file() else {}
+    for name, original in family.copies(config.model, tensors).items():
+        if name in published:  # the model that the run began with has it twice
+            tensors.append(dataclasses.replace(original, name=name))
     dtype = TYPES[flags.dtype or config.precision.params]
     dtypes = dict.fromkeys((tensor.name for tensor in tensors), dtype)
-    if (source / TENSORS).is_file() and not flags.dtype:
-        dtypes |= {
-            name: dtype for name, dtype in read_json(source / TENSORS).items() if name in dtypes
-        }
+    if not flags.dtype:
+        dtypes |= {name: dtype for name, dtype in published.items() if name in dtypes}
     values |= _dtype_fields(values, tensors, dtypes)
     copied = {name: source / name for name in SMALL_FILES if (source / name).is_file()}
     copied.pop(CONFIG, None)
     if TOKENIZER not in copied and meta.tokenizer["kind"] == "tokenizers":
         copied[TOKENIZER] = pathlib.Path(meta.tokenizer["path"])
-    with _progress("MB written") as progress:
+    with streams.counting("MB written", sys.stderr) as progress:
         export_folder(target, values, tensors, arrays, dtypes, largest, copied, progress, _remark)
     print(f"{target}: step {step} as a {values['model_type']} with {len(tensors)} tensors")
 
@@ -255,20 +257,6 @@ def _bytes(text: str) -> int:
     if not match:
         raise UsageError(f"--max_shard={text} is no size", {"max_shard": "5GB"})
     return int(match[1]) * {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}[match[2]]
-
-
-@contextlib.contextmanager
-def _progress(words: str) -> Iterator[Callable[[int, int], None]]:
-    """A context in which a terminal shows how many of something are done; its value is called with
-    that number and with all.
-
-    words: what is counted, such as "tensors checked"
-    """
-    line = streams.TerminalLine(sys.stderr)
-    try:
-        yield lambda done, total: line.draw(f"{done} of {total} {words}")
-    finally:
-        line.clear()
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ GROUPED = {
     "hf/entries.py": "hf/test_model_config.py",
     "hf/fields.py": "hf/test_model_config.py",
     "hf/files.py": "test_convert.py",
-    "hf/importing.py": "test_convert.py",
     "hf/rope_parameters.py": "hf/test_model_config.py",
     "hf/rules.py": "hf/test_families.py",
     "loop.py": "test_train.py",

@@ -41,7 +41,7 @@ from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.parameter_checks import Finiteness
 from jaxtrain.training.recovery import DetectorState, NumbersError, Rollback, SpikeDetector
 from jaxtrain.training.requests import Request
-from jaxtrain.training.state import TrainState, initial_state, stored_shapes
+from jaxtrain.training.state import TrainState, stored_shapes
 from jaxtrain.training.step import Step
 
 
@@ -95,6 +95,7 @@ class Checkpoints:
         self._source = ""  # of a local checkpoint that was restored
         self._corpus: TrainedCorpus
         self._step: Step
+        self._begin: Callable[[], TrainState]
         self._saves: Checkpointer
         self._intervals: Intervals
         self._detector: SpikeDetector
@@ -179,13 +180,15 @@ class Checkpoints:
                 *(f"  {change}" for change in changed),
             )
 
-    def attach(self, step: Step) -> None:
+    def attach(self, step: Step, begin: Callable[[], TrainState]) -> None:
         """Takes the run's step, which knows the state's layout, and looks for local checkpoints
         that are newer than the persistent one.
 
+        begin: returns the state before the first step; every process calls it
+
         Raises CheckpointError if the run's id can be neither read nor written.
         """
-        self._step = step
+        self._step, self._begin = step, begin
         local = self._config.checkpoint.local
         if not local:
             return
@@ -229,7 +232,17 @@ class Checkpoints:
 
     def _refuse(self, meta: Meta) -> None:
         """Raises ConfigError if the config cannot continue a checkpoint with this meta."""
-        check_resume(meta.stored_config(), self._unresolved, self._environment)
+        folder = self._config.train.init_from
+        try:
+            check_resume(meta.stored_config(), self._unresolved, self._environment)
+        except ConfigError as error:
+            if not folder or not error.field.startswith("model."):
+                raise
+            rule = (
+                f"is another model than that of {self.directory}: {error.field}={error.value!r} "
+                f"{error.rule}"
+            )
+            raise ConfigError("train.init_from", folder, rule, "another --workdir") from None
 
     def _why_not(self, meta: Meta) -> str:
         """The reason not to resume from a checkpoint with this meta, in words; "" if there is
@@ -361,8 +374,7 @@ class Checkpoints:
                 choice, choose_again, self.directory, *self._laid_out(self._step)
             )
         else:
-            seed = self._config.train.seed
-            state = initial_state(self._step.layout, self._step.optimizer, seed)
+            state = self._begin()
         at = choice.step or 0
         self._saves.set_aside_after(at, f"the run went back to step {at}")
         position = choice.meta.position if fault.batch is None else fault.batch + 1

@@ -260,6 +260,24 @@ class DenseLayers(Entry):
 
 
 @dataclasses.dataclass(frozen=True)
+class Predictions(Entry):
+    """The number of modules of multi-token prediction."""
+
+    field: str
+    default: int
+
+    def read(self, fields: Fields, settings: Settings) -> Settings:
+        return {"mtp_depth": fields.integer(self.field, self.default, null=0, least=0)}
+
+    def write(self, model: ModelConfig, length: int) -> Settings:
+        return {self.field: model.mtp_depth}
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        return {"mtp_depth": self.field}
+
+
+@dataclasses.dataclass(frozen=True)
 class Rotary(Entry):
     """Rotary positions in both forms (rope_parameters.py).
 
@@ -341,6 +359,9 @@ class Window(Entry):
         if applies and 0 < window < longest:
             rule = f"(null, or at least max_position_embeddings={longest})"
             raise fields.refuse("sliding_window", f"is not supported: attention is full {rule}")
+        if applies and window:
+            rule = f"no sequence of max_position_embeddings={longest} tokens reaches its end"
+            fields.notes.append(f"sliding_window={window} is left out: {rule}")
         return {}
 
     def write(self, model: ModelConfig, length: int) -> Settings:

@@ -31,7 +31,7 @@ def keep(
     """Copies a published model's small files into a run's folder, and writes down the types of its
     tensors. Raises OSError.
 
-    values: its config.json, which is copied as that of a model that is not quantised
+    values: its config.json, which becomes that of a model that is not quantised
     dtypes: tensor → its type, such as "BF16"
     """
     target = run / SOURCE
@@ -39,7 +39,7 @@ def keep(
     for name in SMALL_FILES:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, target / name)
-    if FIELD in values:
-        plain = {name: value for name, value in values.items() if name != FIELD}
+    plain = {name: value for name, value in values.items() if name != FIELD}
+    if plain != json.loads((target / CONFIG).read_bytes()):
         (target / CONFIG).write_text(json.dumps(plain, indent=2) + "\n")
     (target / TENSORS).write_text(json.dumps(dict(dtypes), indent=0) + "\n")

@@ -15,9 +15,9 @@ from jaxtrain.checkpoint.restoring import expected_shapes, load_parameters
 from jaxtrain.checkpoint.steps import Meta, read_meta
 from jaxtrain.checkpoint.storage import nested
 from jaxtrain.config import Config, replace
-from jaxtrain.hf.fields import read_json
 from jaxtrain.hf.model_config import read_model
 from jaxtrain.hf.rules import PublishedTensor, Rule
+from jaxtrain.hf.run_config import read_published
 from jaxtrain.models import transformer
 from jaxtrain.training.state import ParameterLayout
 from support import hf_reference
@@ -102,7 +102,7 @@ def imported(
 def imported_folder(folder: pathlib.Path, changes: Mapping[str, Any]) -> Imported:
     """The model of a folder with config.json and model.safetensors."""
     published = load_file(folder / "model.safetensors")
-    return imported(read_json(folder / "config.json"), lambda shapes: published, changes)
+    return imported(read_published(folder).values, lambda shapes: published, changes)
 
 
 def restored(workdir: pathlib.Path) -> tuple[Config, ParameterLayout, dict]:

@@ -264,11 +264,10 @@ def _scale(given: dict, name: str) -> dict:
 
 
 def _predictor(kind: str, cfg: ModelConfig, given: dict, at: str) -> dict:
-    embedding, hidden = jnp.split(given[at + "eh_proj.weight"].T, 2)  # the order there
     return {
         "hidden_norm": _scale(given, at + "hnorm"),
         "token_norm": _scale(given, at + "enorm"),
-        "project": {"weight": jnp.concatenate([hidden, embedding])},
+        "project": {"weight": given[at + "eh_proj.weight"].T},
         "block": _block(kind, cfg, given, at + "mtp_block.", False),
         "norm": _scale(given, at + "post_norm"),
     }

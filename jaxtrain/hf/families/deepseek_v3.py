@@ -8,6 +8,7 @@ from jaxtrain.hf.entries import (
     Number,
     Only,
     PassedOver,
+    Predictions,
     Rotary,
     Same,
     Size,
@@ -57,7 +58,7 @@ TABLE = (
     Rotary(LONGEST),
     Window(LONGEST),
     DenseLayers("first_k_dense_replace", 3),
-    Only("num_nextn_predict_layers", (0, None)),
+    Predictions("num_nextn_predict_layers", 1),
     # how the tensors' columns lie, which the rules read
     Only("rope_interleave", (True, False)),
     Only("scoring_func", ("sigmoid",), written=False),

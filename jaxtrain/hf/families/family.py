@@ -1,7 +1,7 @@
 """A family of published models, and what several families share."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from jaxtrain.hf.rules import PublishedTensor, Rule, check_coverage, published_t
 # Counts that training keeps among the parameters; no published model has them.
 COUNTERS = ("mlp/router/load", "mlp/router/dropped")
 ROTARY_BUFFER = "rotary_emb.inv_freq"  # in files of older versions
+EMBEDDING, HEAD = "embed/table", "lm_head.weight"  # stored array, published tensor
 
 Rules = Callable[[ModelConfig, Mapping[str, Any]], Iterator[Rule]]
 
@@ -84,6 +85,20 @@ class Family:
         published = {name: shape for name, shape in shapes.items() if not name.endswith(COUNTERS)}
         check_coverage(rules, published)
         return rules, list(published_tensors(rules, published))
+
+    def copies(
+        self, model: ModelConfig, tensors: Sequence[PublishedTensor]
+    ) -> dict[str, PublishedTensor]:
+        """Name of a tensor that a folder may have besides those of `layout` → the one of these that
+        has its numbers: the output matrix of tied embeddings, and both tables in prediction
+        modules."""
+        by_array = {tensor.rules[0].array: tensor for tensor in tensors}
+        embedding = by_array[EMBEDDING]
+        copies = {HEAD: embedding} if model.tied_embeddings else {}
+        for module in prediction_modules(model):
+            copies[f"{module}.embed_tokens.weight"] = embedding
+            copies[f"{module}.shared_head.head.weight"] = by_array.get("head/table", embedding)
+        return copies
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -153,6 +168,13 @@ def layers_of(model: ModelConfig) -> Iterator[tuple[int, str, tuple[int, ...]]]:
         yield model.dense_layers + layer, "layers", (layer,)
 
 
+def prediction_modules(model: ModelConfig) -> list[str]:
+    """The names before those of the tensors of each module of multi-token prediction, which follow
+    the layers."""
+    layers = model.dense_layers + model.layers
+    return [f"model.layers.{layers + number}" for number in range(model.mtp_depth)]
+
+
 @dataclasses.dataclass(frozen=True)
 class ExpertNames:
     """Names of a layer's experts on disk.
@@ -176,20 +198,41 @@ def decoder_rules(
     yield Rule("model.norm.weight", "head/norm/scale")
     if not model.tied_embeddings:
         yield Rule("lm_head.weight", "head/table")
+    # a family without this field has pairs
+    interleaved = config.get("rope_interleave", True)
     for layer, arrays, index in layers_of(model):
-        tensors = f"model.layers.{layer}"
-        yield Rule(f"{tensors}.input_layernorm.weight", f"{arrays}/attention_norm/scale", index)
-        yield Rule(f"{tensors}.post_attention_layernorm.weight", f"{arrays}/mlp_norm/scale", index)
-        attention = f"{tensors}.self_attn", f"{arrays}/attention", index
-        if model.attention == "mla":
-            # a family without this field has pairs
-            yield from _latent_attention(model, config.get("rope_interleave", True), *attention)
-        else:
-            yield from _grouped_attention(model, *attention)
-        if model.experts and index:
-            yield from _experts(model, names, tensors, f"{arrays}/mlp", index)
-        else:
-            yield from _mlp(model, f"{tensors}.mlp", f"{arrays}/mlp", index)
+        # the layers before those with experts are not stacked
+        experts = names if model.experts and index else None
+        yield from _layer(model, interleaved, experts, f"model.layers.{layer}", arrays, index)
+    for number, module in enumerate(prediction_modules(model)):
+        arrays, experts = f"predictors/{number}", names if model.experts else None
+        yield Rule(f"{module}.enorm.weight", f"{arrays}/token_norm/scale")
+        yield Rule(f"{module}.hnorm.weight", f"{arrays}/hidden_norm/scale")
+        yield Rule(f"{module}.eh_proj.weight", f"{arrays}/project/weight", transpose=True)
+        yield from _layer(model, interleaved, experts, module, f"{arrays}/block", ())
+        yield Rule(f"{module}.shared_head.norm.weight", f"{arrays}/norm/scale")
+
+
+def _layer(
+    model: ModelConfig,
+    interleaved: bool,
+    experts: ExpertNames | None,
+    tensors: str,
+    arrays: str,
+    index: tuple[int, ...],
+) -> Iterator[Rule]:
+    """Rules of a layer. interleaved: as in `_latent_attention`; experts: None for an MLP"""
+    yield Rule(f"{tensors}.input_layernorm.weight", f"{arrays}/attention_norm/scale", index)
+    yield Rule(f"{tensors}.post_attention_layernorm.weight", f"{arrays}/mlp_norm/scale", index)
+    attention = f"{tensors}.self_attn", f"{arrays}/attention", index
+    if model.attention == "mla":
+        yield from _latent_attention(model, interleaved, *attention)
+    else:
+        yield from _grouped_attention(model, *attention)
+    if experts:
+        yield from _experts(model, experts, tensors, f"{arrays}/mlp", index)
+    else:
+        yield from _mlp(model, f"{tensors}.mlp", f"{arrays}/mlp", index)
 
 
 def _matrix(tensor: str, array: str, index: tuple[int, ...], bias: bool) -> Iterator[Rule]:
