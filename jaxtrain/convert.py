@@ -19,20 +19,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain import cli
+from jaxtrain import config as cfg
 from jaxtrain.checkpoint import reading
 from jaxtrain.checkpoint.manifest import STATE, DatabaseError, read_database
 from jaxtrain.checkpoint.steps import CheckpointError, Meta, choose, read_errors, read_meta
 from jaxtrain.config import Config, checks, one_line, to_dict
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, Reading, read_flags
+from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.generate import find_checkpoint, understand
 from jaxtrain.hf.exporting import export_folder
 from jaxtrain.hf.fields import HfError, read_json
-from jaxtrain.hf.files import CONFIG, SMALL_FILES, SOURCE, TENSORS, TOKENIZER
+from jaxtrain.hf.files import CONFIG, SOURCE, TENSORS, TOKENIZER
 from jaxtrain.hf.model_config import differing, family_of, read_model, write_model
 from jaxtrain.hf.rules import PublishedTensor
 from jaxtrain.hf.run_config import Published, read_published, started_from
 from jaxtrain.hf.safetensors_folder import DTYPES
+from jaxtrain.hf.tokenizer_files import exported_files, token_ids, tokenizer_of_run
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.files import CONFIG_FILE
@@ -119,7 +122,6 @@ def from_hf(command_line: Reading) -> None:
     _start_on_host()
     from jaxtrain.checkpoint.checkpoints import folder_of_checkpoints
     from jaxtrain.checkpoint.manager import Checkpointer
-    from jaxtrain.data.tokenizer import DataError, load_tokenizer, tokenizer_from
     from jaxtrain.hf import importing
 
     checkpoints = folder_of_checkpoints(config.checkpoint, workdir)
@@ -127,10 +129,11 @@ def from_hf(command_line: Reading) -> None:
         choice = choose(checkpoints, {})
     if choice.steps or choice.unrecognized:
         raise HfError(f"{checkpoints} has checkpoints already: use another --workdir")
-    try:
-        tokenizer = load_tokenizer(config.data.tokenizer, config.model.vocab_size).describe()
-    except DataError as error:
-        raise HfError(str(error)) from None
+    run = tokenizer_of_run(published, config)
+    description = run.tokenizer.describe()
+    if config.data.tokenizer == published.tokenizer:  # the run's copy lasts
+        config = cfg.replace(config, {"data.tokenizer": str(workdir / SOURCE / TOKENIZER)})
+        description["path"] = str((workdir / SOURCE / TOKENIZER).resolve())
     resolved = config.resolve()
     source = importing.open_source(published, resolved)
     with streams.counting("tensors checked", sys.stderr) as progress:
@@ -139,10 +142,8 @@ def from_hf(command_line: Reading) -> None:
     lock.take(print)
     try:
         source.keep(workdir)
-        if tokenizer["kind"] == "tokenizers":
-            tokenizer = tokenizer_from(tokenizer, [workdir / SOURCE]).describe()
         saves = Checkpointer(checkpoints, None)
-        meta = Meta(to_dict(resolved), tokenizer=tokenizer)
+        meta = Meta(to_dict(resolved), tokenizer=description)
         saves.save_tree(0, lambda: importing.state_on_host(source), vars(meta))
         saves.wait()
         (workdir / CONFIG_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
@@ -150,7 +151,7 @@ def from_hf(command_line: Reading) -> None:
         raise CheckpointError(f"{workdir} cannot be written ({error.strerror})") from None
     finally:
         lock.release()
-    notes = published.notes_for(config.model)
+    notes = (*published.notes_for(config.model), *run.notes)
     print(*(f"note: {note}" for note in notes), sep="\n", end="\n" if notes else "")
     count = len(source.tensors) + len(source.copies)
     model = f"a {published.family.model_type} with {count} tensors"
@@ -195,7 +196,7 @@ def to_hf(command_line: Reading) -> None:
     group = "anchor/" if config.train.diloco_inner_steps else PARAMETERS
     arrays = {name.removeprefix(group): a for name, a in opened.items() if name.startswith(group)}
     source = pathlib.Path(flags.workdir) / SOURCE
-    values = _published_config(source / CONFIG, config, tokenizer.end_of_document)
+    values = _published_config(source / CONFIG, config, tokenizer)
     shapes = {name: array.shape for name, array in arrays.items()}
     family = family_of(values, CONFIG)
     _, tensors = family.layout(config.model, values, shapes)
@@ -208,27 +209,22 @@ def to_hf(command_line: Reading) -> None:
     if not flags.dtype:
         dtypes |= {name: dtype for name, dtype in published.items() if name in dtypes}
     values |= _dtype_fields(values, tensors, dtypes)
-    copied = {name: source / name for name in SMALL_FILES if (source / name).is_file()}
-    copied.pop(CONFIG, None)
-    if TOKENIZER not in copied and meta.tokenizer["kind"] == "tokenizers":
-        copied[TOKENIZER] = pathlib.Path(meta.tokenizer["path"])
+    copied = exported_files(tokenizer, source)
     with streams.counting("MB written", sys.stderr) as progress:
         export_folder(target, values, tensors, arrays, dtypes, largest, copied, progress, _remark)
     print(f"{target}: step {step} as a {values['model_type']} with {len(tensors)} tensors")
 
 
-def _published_config(path: pathlib.Path, config: Config, end: int | None) -> dict[str, Any]:
-    """The config.json of a run's model: the one that the run began with, or a new one.
-
-    path: of that one; end: id that ends a document
-    """
+def _published_config(path: pathlib.Path, config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The config.json of a run's model: the one that the run began with, or a new one. path: of
+    that one"""
     if path.is_file():
         values = read_json(path)
         _, model, _ = read_model(values, str(path))
         if not any(differing(model, config.model)):
             return values
     values = write_model(config.model, None, config.data.sequence_length)
-    return values | {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
+    return values | token_ids(tokenizer) | {"pad_token_id": None}
 
 
 def _dtype_fields(

@@ -22,7 +22,6 @@ import os
 import pathlib
 import re
 import shutil
-import subprocess
 import sys
 import traceback
 from typing import Any
@@ -36,6 +35,7 @@ import jax  # noqa: E402 (after its environment)
 import numpy as np  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 from support.hf_imported import logits_of, restored  # noqa: E402 (the path comes first)
+from support.in_transformers import run_script  # noqa: E402
 
 from jaxtrain import convert  # noqa: E402
 from jaxtrain.hf.families import FAMILIES  # noqa: E402
@@ -43,16 +43,6 @@ from jaxtrain.hf.families import FAMILIES  # noqa: E402
 BATCH = 40  # cases of one process of transformers
 TOLERANCE = 1e-5  # of the largest logit
 MODEL, RUN, OUT, WRITTEN = "model", "run", "out", "written"
-
-
-def in_transformers(*words: object) -> None:
-    """Runs tests/support/transformers_models.py."""
-    packages = str(ROOT / ".venv-transformers")
-    environment = os.environ | {"PYTHONPATH": packages, "HF_HUB_OFFLINE": "1"}
-    script = ROOT / "tests" / "support" / "transformers_models.py"
-    command = [sys.executable, str(script), *map(str, words)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def convert_quietly(*words: object) -> tuple[int, str]:
@@ -146,7 +136,7 @@ def run_batch(folder: pathlib.Path, names: list[tuple[str, int]], seed: int) -> 
         settings = {"seed": number, "dtype": case.dtype, "saved": case.saved}
         (place / MODEL / "case.json").write_text(json.dumps(settings))
     places = [folder / name / MODEL for name in cases]
-    in_transformers("make", *places, "--logits")
+    run_script("transformers_models.py", "make", *places, "--logits")
     results = {}
     for name, case in cases.items():
         case.values = json.loads((folder / name / MODEL / "config.json").read_text())
@@ -157,7 +147,7 @@ def run_batch(folder: pathlib.Path, names: list[tuple[str, int]], seed: int) -> 
         if result["outcome"] == "imported" and "error" not in result
         for form in (OUT, WRITTEN)
     ]
-    in_transformers("read", *exported)
+    run_script("transformers_models.py", "read", *exported)
     for name in dict.fromkeys(place.parents[1].name for place in exported):
         if error := judge_exports(folder / name):
             results[name]["error"] = error

@@ -7,18 +7,15 @@ config.json. tests/hf/test_reference.py has the figures that need no transformer
 """
 
 import json
-import os
 import pathlib
 import shutil
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import optax
 import pytest
 from safetensors.numpy import load_file
-from support import ROOT, hf_reference
+from support import ROOT, hf_reference, in_transformers
 from support.hf_imported import imported_folder, logits_of, restored
 from support.hf_models import CONFIGS, older
 
@@ -28,26 +25,14 @@ from jaxtrain.hf.fields import read_json
 from jaxtrain.hf.model_config import read_model
 from jaxtrain.models import transformer
 
-PACKAGES = ROOT / ".venv-transformers"
-INSTALL_COMMAND = (
-    f"python -m pip install --no-deps --target {PACKAGES.name} -r requirements-transformers.txt"
-)
 pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(
-        not (PACKAGES / "torch").exists(), reason=f"no transformers here: {INSTALL_COMMAND}"
+        not in_transformers.has("torch"),
+        reason=f"no transformers here: {in_transformers.INSTALL_COMMAND}",
     ),
 ]
 NEWER, OLDER, WRITTEN, FROM_OLDER = "newer", "older", "written", "from older"
-
-
-def in_transformers(command: str, *folders: pathlib.Path) -> None:
-    """Runs transformers_models.py with the packages of PACKAGES."""
-    environment = os.environ | {"PYTHONPATH": str(PACKAGES), "HF_HUB_OFFLINE": "1"}
-    script = ROOT / "tests" / "support" / "transformers_models.py"
-    words = [sys.executable, str(script), command, *map(str, folders)]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +42,7 @@ def models(tmp_path_factory) -> pathlib.Path:
     for name, values in CONFIGS.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(values))
-    in_transformers("make", *folder.iterdir())
+    in_transformers.run_script("transformers_models.py", "make", *folder.iterdir())
     return folder
 
 
@@ -78,7 +63,7 @@ def round_trips(models, tmp_path_factory) -> pathlib.Path:
         run = runs / f"{name} {NEWER}"
         (run / "hf" / "config.json").unlink()
         convert.main(["to_hf", str(folder / f"{name} {WRITTEN}"), f"--workdir={run}"])
-    in_transformers("read", *folder.iterdir())
+    in_transformers.run_script("transformers_models.py", "read", *folder.iterdir())
     return folder
 
 

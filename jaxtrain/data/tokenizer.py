@@ -198,12 +198,7 @@ class FileTokenizer:
 def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     """The tokenizer of `data.tokenizer` for a model of `vocab_size` ids. Raises DataError if the
     model has too few."""
-    if name == "bytes":
-        tokenizer: Tokenizer = ByteTokenizer()
-    elif name == "none":
-        tokenizer = NoTokenizer(vocab_size)
-    else:
-        tokenizer = FileTokenizer(name)
+    tokenizer = open_tokenizer(name, vocab_size)
     if tokenizer.vocab_size > vocab_size:
         least = tokenizer.vocab_size
         raise DataError(
@@ -211,6 +206,16 @@ def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
             f"data.tokenizer={name}: use --config.model.vocab_size={least}"
         )
     return tokenizer
+
+
+def open_tokenizer(name: str, vocab_size: int) -> Tokenizer:
+    """The tokenizer of `data.tokenizer`, whatever the size of the model's vocabulary is.
+
+    vocab_size: the model's, for token files without a tokenizer
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    return NoTokenizer(vocab_size) if name == "none" else FileTokenizer(name)
 
 
 def tokenizer_from(

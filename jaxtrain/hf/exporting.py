@@ -41,7 +41,7 @@ def export_folder(
     arrays: Mapping[str, Array],
     dtypes: Mapping[str, str],
     largest: int,
-    files: Mapping[str, pathlib.Path],
+    files: Mapping[str, bytes],
     progress: Callable[[int, int], object] = lambda done, total: None,
     log: Callable[[str], object] = lambda line: None,
 ) -> None:
@@ -49,7 +49,7 @@ def export_folder(
 
     config: its config.json; tensors: in order; arrays: the checkpoint's, without "params/";
     dtypes: tensor → its type, such as "BF16"; largest: bytes of a file;
-    files: name → a file to copy into the folder; progress: called with the MB that are written, and
+    files: name → content of other files; progress: called with the MB that are written, and
     all; log: gets a line about a folder that an export left unfinished
 
     Raises HfError for a target that exists or cannot be written, and for numbers that are not
@@ -69,8 +69,8 @@ def export_folder(
     try:
         with _unfinished(target, log) as folder:
             write_tensors(folder, entries, rows, largest)
-            for name, file in files.items():
-                write_synced(folder / name, file.read_bytes())
+            for name, content in files.items():
+                write_synced(folder / name, content)
             write_synced(folder / CONFIG, json.dumps(config, indent=2).encode() + b"\n")
             sync_folder(folder)
             folder.rename(target)

@@ -11,17 +11,26 @@ from jaxtrain.hf.block_scales import FIELD
 
 SOURCE = "hf"  # the folder of a run with the small files of the model that it began with
 CONFIG, TENSORS, TOKENIZER = "config.json", "tensors.json", "tokenizer.json"
+GENERATION = "generation_config.json"
+# Those of tokenizers that need transformers to be read.
+SLOW_TOKENIZERS = (
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
 SMALL_FILES = (
     CONFIG,
-    "generation_config.json",
+    GENERATION,
     TOKENIZER,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
     "merges.txt",
-    "tokenizer.model",
     "chat_template.jinja",
+    *SLOW_TOKENIZERS,
 )
 
 

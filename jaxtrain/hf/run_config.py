@@ -26,7 +26,7 @@ from jaxtrain.config.rules import BYTE_VOCABULARY
 from jaxtrain.hf.block_scales import Block, read_block
 from jaxtrain.hf.families.family import Family, prediction_modules
 from jaxtrain.hf.fields import Fields, HfError, read_json
-from jaxtrain.hf.files import CONFIG, TOKENIZER
+from jaxtrain.hf.files import CONFIG, SLOW_TOKENIZERS, SOURCE, TOKENIZER
 from jaxtrain.hf.model_config import FREE, differing, read_model
 from jaxtrain.hf.safetensors_folder import SafetensorsFolder
 from jaxtrain.run.files import CONFIG_FILE
@@ -123,7 +123,11 @@ def read_origin(folder: str, workdir: str) -> Origin:
         with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
             run = cfg.from_dict(json.loads(stored.read_bytes()))
             if run.train.init_from == str(path):
-                return Origin(path, stored, run.model, run.data.tokenizer, ())
+                tokenizer = run.data.tokenizer
+                copy = pathlib.Path(workdir).resolve() / SOURCE / TOKENIZER
+                if tokenizer == str((path / TOKENIZER).resolve()) and copy.is_file():
+                    tokenizer = str(copy)
+                return Origin(path, stored, run.model, tokenizer, ())
         rule = f"train.init_from={shown(folder)} has no {CONFIG}"
         raise HfError(f"{rule}: name the folder of a published model")
     return read_published(path)
@@ -136,15 +140,18 @@ def started_from(
 
     overrides: (setting, text) of flags
 
-    Raises ConfigError, which names the setting, if recipe or flags contradict the model's.
+    Raises ConfigError, which names the setting, if recipe or flags contradict the model's; HfError
+    for a tokenizer that is not read.
     """
     model = origin.model
     unsaid = {path for path in cfg.fields() if cfg.get(recipe, path) == cfg.get(Config(), path)}
     taken = {f"model.{name}": value for name, value in vars(model).items()}
     if origin.tokenizer:
         taken["data.tokenizer"] = origin.tokenizer
-    elif model.vocab_size < BYTE_VOCABULARY:
-        taken["data.tokenizer"] = "none"
+    elif "data.tokenizer" in unsaid and all(path != "data.tokenizer" for path, _ in overrides):
+        _check_no_slow_tokenizer(origin.folder)
+        if model.vocab_size < BYTE_VOCABULARY:
+            taken["data.tokenizer"] = "none"
     longest = model.max_positions if model.positions == "learned" else 0
     if 0 < longest < recipe.data.sequence_length:
         taken["data.sequence_length"] = longest
@@ -159,6 +166,17 @@ def started_from(
     if config.train.init_from:
         config = cfg.replace(config, {"train.init_from": str(origin.folder)})
     return config, before
+
+
+def _check_no_slow_tokenizer(folder: pathlib.Path) -> None:
+    """Raises HfError for a folder whose tokenizer only transformers can read."""
+    slow = [name for name in SLOW_TOKENIZERS if (folder / name).is_file()]
+    if slow:
+        raise HfError(
+            f"{folder / slow[0]} is not read without a {TOKENIZER}, which transformers writes "
+            "(AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)): or use "
+            "--config.data.tokenizer=FILE"
+        )
 
 
 def _contradiction(model: ModelConfig, published: ModelConfig) -> str:

@@ -1,5 +1,5 @@
 """What begins and ends a document by the files beside a tokenizer.json, and the precedence among
-them. tests/test_real_model.py compares with transformers."""
+them."""
 
 import json
 import shutil

@@ -85,6 +85,15 @@ def test_a_vocabulary_without_room_for_bytes(tmp_path):
     assert config_of(read_published(tmp_path)).data.tokenizer == "none"
 
 
+def test_a_tokenizer_that_only_transformers_reads(tmp_path):
+    (tmp_path / CONFIG).write_text(json.dumps(CONFIGS["gpt2"]))
+    (tmp_path / "vocab.json").write_text("{}")
+    published = read_published(tmp_path)
+    with pytest.raises(HfError, match="vocab.json is not read without a tokenizer.json"):
+        config_of(published)
+    assert config_of(published, data__tokenizer="bytes").data.tokenizer == "bytes"
+
+
 def test_sequences_fit_a_learned_table(tmp_path):
     (tmp_path / CONFIG).write_text(json.dumps(CONFIGS["gpt2"]))
     published = read_published(tmp_path)
@@ -103,6 +112,13 @@ def test_a_folder_that_is_gone(published, tmp_path):
     (tmp_path / CONFIG).unlink()
     origin = read_origin(str(tmp_path), str(run))
     assert (origin.model, origin.place) == (published.model, run / CONFIG_FILE)
+    assert origin.tokenizer == config.data.tokenizer, "it may come back"
+    copy = run / "hf" / "tokenizer.json"
+    copy.parent.mkdir()
+    copy.write_text("{}")
+    of_folder = replace(config, {"data.tokenizer": str(tmp_path / "tokenizer.json")})
+    (run / CONFIG_FILE).write_text(json.dumps(to_dict(of_folder)))
+    assert read_origin(str(tmp_path), str(run)).tokenizer == str(copy)
     for folder, workdir in ((tmp_path, tmp_path / "other"), (tmp_path / "x", run)):
         with pytest.raises(HfError, match=f"^train.init_from='{folder}' has no config.json"):
             read_origin(str(folder), str(workdir))
