@@ -61,6 +61,23 @@ def fill(array: np.ndarray, rule: Rule, tensor: np.ndarray) -> None:
     rule.store(tensor, [range(size) for size in tensor.shape], array[rule.region], window)
 
 
+def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Stored array → shape, of a resolved config's parameters."""
+    return {
+        name.removeprefix(PARAMETERS): shape
+        for name, shape in expected_shapes(config).items()
+        if name.startswith(PARAMETERS)
+    }
+
+
+def laid_out(values: Mapping[str, Any], **changes: Any) -> tuple:
+    """(rules, tensors, shapes of the parameters) of a config.json."""
+    family, model, _ = read_model(values, "config.json")
+    config = replace(Config(model=model), {"data.sequence_length": 16} | changes).resolve()
+    shapes = parameter_shapes(config)
+    return *family.layout(config.model, values, shapes), shapes
+
+
 def imported(
     values: Mapping[str, Any],
     weights: Callable[[Mapping[str, Sequence[int]]], Mapping[str, np.ndarray]],
@@ -73,11 +90,7 @@ def imported(
     """
     family, model, _ = read_model(values, "config.json")
     config = replace(Config(model=model), PLAIN_LOSS | dict(changes)).resolve()
-    shapes = {
-        name.removeprefix(PARAMETERS): shape
-        for name, shape in expected_shapes(config).items()
-        if name.startswith(PARAMETERS)
-    }
+    shapes = parameter_shapes(config)
     rules, tensors = family.layout(config.model, values, shapes)
     published = weights({tensor.name: tensor.shape for tensor in tensors})
     arrays = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
