@@ -46,7 +46,7 @@ def exported(target, numbers, dtype="F32", **log):
 )
 def test_numbers_that_no_model_has(tmp_path, value, message):
     with pytest.raises(HfError, match=message):
-        exported(tmp_path / "out", np.array([1, value], np.float32), "F16")
+        exported(tmp_path / "new" / "out", np.array([1, value], np.float32), "F16")
     assert os.listdir(tmp_path) == []
 
 
