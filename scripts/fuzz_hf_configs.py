@@ -135,8 +135,9 @@ KEY_HEADS_GIVEN = divisor("num_attention_heads")
 
 
 def window(chance: Chance, values: Values) -> Any:
-    """A window that is longer than the positions, none, or a shorter one."""
-    longest = values["max_position_embeddings"]
+    """A window that is longer than the positions and the batch's sequences, none, or a shorter
+    one."""
+    longest = max(values["max_position_embeddings"], 64)
     return chance.choice([None, None, None, longest, longest + 5, 8, 4096])
 
 
@@ -499,6 +500,13 @@ def _mixed(values: Values) -> bool:
     return all(dense) or dense != sorted(dense, reverse=True)
 
 
+def _odd_part(values: Values) -> bool:
+    """Whether the rotated part of a head of GLM-4.5, by default a half, is no pairs."""
+    scaling = values.get("rope_parameters") or {}
+    part = scaling.get("partial_rotary_factor", values.get("partial_rotary_factor", 0.5))
+    return values["model_type"] == "glm4_moe" and int(values["head_dim"] * part) % 2 == 1
+
+
 def _short_window(values: Values) -> bool:
     window = values.get("sliding_window", 4096)
     return window is not None and window < values.get("max_position_embeddings", 131072)
@@ -516,6 +524,10 @@ LACKING: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
         "first_k_dense_replace",
         lambda v: v.get("first_k_dense_replace", 3) >= v["num_hidden_layers"],
         "a model of latent attention or sigmoid routers without experts",
+    ),
+    *(
+        (name, _odd_part, "an odd number of rotated dimensions")
+        for name in ("partial_rotary_factor", "rope_parameters")
     ),
     *(
         (name, _mixed, "layers with an MLP between those with experts")
