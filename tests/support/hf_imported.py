@@ -9,12 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from safetensors.numpy import load_file
 
 from jaxtrain.checkpoint.restoring import expected_shapes, load_parameters
 from jaxtrain.checkpoint.steps import Meta, read_meta
 from jaxtrain.checkpoint.storage import nested
 from jaxtrain.config import Config, replace
+from jaxtrain.generation.sampling import Sampler, Sampling
 from jaxtrain.hf.model_config import read_model
 from jaxtrain.hf.rules import PublishedTensor, Rule
 from jaxtrain.hf.run_config import read_published
@@ -124,3 +126,42 @@ def logits_of(config: Config, layout: ParameterLayout, params: dict) -> np.ndarr
             lambda params: transformer.logits(layout.parts, params, tokens, dtype=jnp.float32)
         )(params)
     return np.asarray(logits)[..., : config.model.vocab_size]
+
+
+def continuations(config: Config, layout: ParameterLayout, params: dict) -> list[list[int]]:
+    """Greedy continuations of hf_reference's prompts, with a cache."""
+    tokens, sampler = hf_reference.tokens_of(config), Sampler(layout.parts, params)
+    result = []
+    for row, length in enumerate(hf_reference.PROMPTS):
+        prompt = [int(token) for token in tokens[row, :length]]
+        bursts = sampler.start(prompt, hf_reference.CONTINUATION, Sampling(temperature=0.0))
+        result.append([int(token) for burst in bursts for token in burst[0]])
+    return result
+
+
+def gradient_errors(folder: pathlib.Path) -> dict[str, float]:
+    """Published tensor → the largest difference between transformers' gradient of the loss and
+    jaxtrain's, as a fraction of the largest number of the tensor's gradient. Where that is below
+    1e-3 of the model's largest one, it is a fraction of that: what should be nothing is rounding.
+
+    folder: of transformers_models.py
+    """
+    model = imported_folder(folder, {"data.sequence_length": hf_reference.LENGTH - 1})
+    parts, tokens = transformer.build(model.config.model), hf_reference.tokens_of(model.config)
+
+    @jax.jit
+    @jax.grad
+    def gradients(params):
+        logits = transformer.logits(parts, params, tokens[:, :-1])[..., : parts.cfg.vocab_size]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    expected = load_file(folder / "gradients.safetensors")
+    got = model.published(gradients(model.plain))
+    assert got.keys() == expected.keys()
+    largest = {name: np.abs(g).max() for name, g in expected.items() if not np.isnan(g).any()}
+    assert all("correction_bias" in name for name in expected.keys() - largest.keys())
+    floor = 1e-3 * max(largest.values())
+    return {
+        name: float(np.abs(got[name] - expected[name]).max() / max(size, floor))
+        for name, size in largest.items()
+    }

@@ -1,8 +1,7 @@
 """Random small models of transformers, and what transformers computes with them.
 
-    python transformers_models.py make FOLDER… [--logits]
-                                                 FOLDER/config.json → a model in each folder, and
-                                                 what transformers computes with it, all or logits
+    python transformers_models.py make FOLDER…   FOLDER/config.json → a model in each folder, and
+                                                 what transformers computes with it
     python transformers_models.py read FOLDER…   the logits of each FOLDER/model.safetensors
     python transformers_models.py record FILE    the figures of hf_models.CONFIGS, for tests without
                                                  transformers
@@ -35,9 +34,9 @@ from safetensors.numpy import load_file, save_file
 
 from support import hf_models, hf_reference
 
-SETTINGS = "case.json"  # beside a config.json, if at all: {"seed", "dtype"} of the weights, and
-# "saved": the config.json is replaced by the one that transformers writes
-LOGITS = "--logits"
+# Beside a config.json, if at all: {"seed", "dtype"} of the weights; "saved": the config.json is
+# replaced by the one that transformers writes; "everything": false for logits and loss alone.
+SETTINGS = "case.json"
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}  # of its "dtype"
 # Families that transformers does not have, and those that compute the same.
 COUNTERPARTS = {"kimi_k2": "deepseek_v3"}
@@ -94,15 +93,12 @@ def published(model: Any) -> dict[str, np.ndarray]:
         return {name: array for file in files for name, array in load_file(file).items()}
 
 
-def make(folder: pathlib.Path, everything: bool = True) -> None:
-    """Writes the files of the docstring above, for one folder with a config.json.
-
-    everything: gradients and continuations, too
-    """
+def make(folder: pathlib.Path) -> None:
+    """Writes the files of the docstring above, for one folder with a config.json."""
 
     settings = folder / SETTINGS
     settings = json.loads(settings.read_text()) if settings.exists() else {}
-    shapes = shapes_of(folder)
+    shapes, everything = shapes_of(folder), settings.get("everything", True)
     for attempt in range(SEEDS):
         seed = settings.get("seed", 0) + 1000 * attempt
         tensors = hf_reference.weights(seed, shapes)
@@ -175,6 +171,8 @@ def gradients(model: Any) -> dict[str, np.ndarray]:
     import torch
 
     ids = torch.tensor(hf_reference.tokens(model.config.vocab_size))
+    # torch leaves the padding's embedding as it is, even where it is a token like any other
+    model.get_input_embeddings().padding_idx = None
     next_token_loss(model(ids).logits, ids).backward()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -218,15 +216,12 @@ def main(command: str, *words: str) -> None:
     import torch
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    folders = [pathlib.Path(word) for word in words if word != LOGITS]
+    folders = [pathlib.Path(word) for word in words]
     if command == "record":
         return record(*folders)
     for folder in folders:
         try:
-            if command == "make":
-                make(folder, everything=LOGITS not in words)
-            else:
-                read(folder)
+            {"make": make, "read": read}[command](folder)
         except Exception as error:  # of any kind: what a config is refused with
             (folder / "error.txt").write_text(f"{type(error).__name__}: {error}")
 
