@@ -20,7 +20,7 @@ from typing import Any
 
 from jaxtrain import cli
 from jaxtrain import config as cfg
-from jaxtrain.checkpoint import reading
+from jaxtrain.checkpoint import reading, stores
 from jaxtrain.checkpoint.manifest import STATE, DatabaseError, read_database
 from jaxtrain.checkpoint.steps import CheckpointError, Meta, choose, read_errors, read_meta
 from jaxtrain.config import Config, checks, one_line, to_dict
@@ -66,7 +66,11 @@ FLAGS = {
             "type of the numbers: float32, bfloat16 or float16; empty: each tensor's own in the "
             "model that the run began with, else that of the run's parameters",
         ),
-        Flag("max_shard", "5GB", "most bytes of a file, in B, KB, MB or GB"),
+        Flag(
+            "max_shard",
+            "5GB",
+            "most bytes of a file's numbers, such as 500MB or 2GiB; a tensor is not cut",
+        ),
     ),
 }
 PARAMETERS = "params/"  # before the names of their arrays
@@ -101,6 +105,9 @@ def folder_of(flags: types.SimpleNamespace, command: str) -> pathlib.Path:
         raise UsageError(
             "--workdir is empty", {"workdir": f"runs/{pathlib.Path(flags.words[0]).name}"}
         )
+    if scheme := stores.scheme_of(flags.words[0]):
+        rule = f"{flags.words[0]} is an address ({scheme}), and published models are local folders"
+        raise UsageError(rule, advice=f"jaxtrain convert {command} DIR --workdir=W")
     return pathlib.Path(flags.words[0])
 
 
@@ -248,11 +255,12 @@ def _remark(line: str) -> None:
 
 
 def _bytes(text: str) -> int:
-    """The bytes of a text such as "5GB". Raises UsageError for another text."""
-    match = re.fullmatch(r"([1-9][0-9]*)([KMG]?B)", text)
+    """The bytes of a text such as "5GB" or "500MiB". Raises UsageError for another text."""
+    match = re.fullmatch(r"([1-9][0-9]*)(?:([KMGT])(i?))?B", text)
     if not match:
         raise UsageError(f"--max_shard={text} is no size", {"max_shard": "5GB"})
-    return int(match[1]) * {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}[match[2]]
+    number, unit, binary = match.groups()
+    return int(number) * (1024 if binary else 1000) ** (" KMGT".index(unit) if unit else 0)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from support.hf_models import CONFIGS, llama_tensors, write_llama
 from jaxtrain import convert
 from jaxtrain.checkpoint.restoring import load_parameters
 from jaxtrain.checkpoint.steps import Meta, fault, read_meta
+from jaxtrain.config.errors import UsageError
 from jaxtrain.data.tokenizer import prompt_ids
 from jaxtrain.generate import understand
 from jaxtrain.hf.files import SLOW_TOKENIZERS
@@ -232,6 +233,21 @@ def test_quantised_weights(tmp_path):
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
 
 
+@pytest.mark.parametrize(
+    "text, size",
+    [("7B", 7), ("3KB", 3000), ("2MB", 2 * 10**6), ("5GB", 5 * 10**9), ("1KiB", 1024)]
+    + [("3GiB", 3 * 2**30), ("1TB", 10**12)],
+)
+def test_sizes_of_files(text, size):
+    assert convert._bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["0GB", "5", "GB", "1.5GB", "iB", "1iB", "5gb", "-1GB"])
+def test_texts_that_are_no_sizes(text):
+    with pytest.raises(UsageError, match=f"--max_shard={text} is no size"):
+        convert._bytes(text)
+
+
 def test_a_folder_that_exists_stays(imported, tmp_path, capsys):
     assert run("to_hf", tmp_path, f"--workdir={imported / 'run'}") == 2
     assert (
@@ -326,6 +342,7 @@ def test_wrong_flags(capsys, imported, tmp_path):
             "--config.model.width=32",
         ],
         "has checkpoints already": ["from_hf", model, f"--workdir={imported / 'run'}"],
+        "s3://bucket/model is an address (s3)": ["from_hf", "s3://bucket/model", "--workdir=x"],
         "--dtype=int8 is no type": ["to_hf", unwritten, "--workdir=x", "--dtype=int8"],
         "--max_shard=5 is no size: use --max_shard=5GB": [
             "to_hf",

@@ -6,20 +6,30 @@ bytes after to_hf, which transformers reads with the same logits; older and newe
 config.json. tests/hf/test_reference.py has the figures that need no transformers.
 """
 
+import functools
 import json
 import pathlib
 import shutil
 
+import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
-from support import ROOT, in_transformers
-from support.hf_imported import continuations, gradient_errors, logits_of, restored
+from safetensors.numpy import load_file, save_file
+from support import ROOT, hf_reference, in_transformers, small
+from support.hf_imported import (
+    complete,
+    continuations,
+    gradient_errors,
+    imported_folder,
+    logits_of,
+    restored,
+)
 from support.hf_models import CONFIGS, older
 
 from jaxtrain import convert
 from jaxtrain.hf.fields import read_json
 from jaxtrain.hf.model_config import read_model
+from jaxtrain.training.step import make_step
 
 pytestmark = [
     pytest.mark.full,
@@ -112,6 +122,36 @@ def test_older_form(models, round_trips, name):
     assert_read(folder, models / name)
     read = lambda folder: read_model(read_json(folder / "config.json"), "config.json")[1]
     assert read(folder) == read(models / name)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3 with yarn", "glm4_moe"])
+def test_prediction_modules(tmp_path, name):
+    """transformers reads the module of an export, and its loss is that of a training step."""
+    folder, out, run = tmp_path / "model", tmp_path / "out", tmp_path / "run"
+    values = CONFIGS[name] | {"num_nextn_predict_layers": 1}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values))
+    tensors = complete(values, functools.partial(hf_reference.weights, 0))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert convert.main(["from_hf", str(folder), f"--workdir={run}"]) == 0
+    assert convert.main(["to_hf", str(out), f"--workdir={run}"]) == 0
+    in_transformers.run_script("transformers_models.py", "predict", out)
+    assert not (error_text := out / "error.txt").exists(), error_text.read_text()
+    batch = {
+        "mesh.data": 1,
+        "data.batch_size": hf_reference.SEQUENCES,
+        "data.sequence_length": hf_reference.LENGTH - 1,
+    }
+    model = imported_folder(out, batch)
+    step = make_step(model.config, small.mesh_of(model.config))
+    tokens = hf_reference.tokens_of(model.config)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    rows = {"tokens": inputs, "targets": targets, "weights": np.ones(targets.shape, np.float32)}
+    with jax.set_mesh(step.mesh):
+        params = small.from_plain(step.layout, model.plain)
+        placed = small.place_batch(step, model.config, rows)
+        losses = jax.device_get(step.gradients(params, placed)).losses
+    np.testing.assert_allclose(losses.mtp_loss, np.load(out / "mtp_loss.npy"), rtol=1e-5)
 
 
 def test_what_is_recorded():

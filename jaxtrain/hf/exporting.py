@@ -88,6 +88,7 @@ def _unfinished(target: pathlib.Path, log: Callable[[str], object]) -> Iterator[
     """
     folder = target.with_name(f".{target.name}.unfinished")
     _check_absent(target)
+    missing = [parent for parent in target.absolute().parents if not parent.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)
     try:
@@ -105,6 +106,9 @@ def _unfinished(target: pathlib.Path, log: Callable[[str], object]) -> Iterator[
         finally:
             # a name that is gone is the target's now
             shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # of a folder that is not empty
+                for parent in missing:
+                    parent.rmdir()
     finally:
         os.close(lock)
 

@@ -4,6 +4,7 @@ tests/test_convert.py checkpoints."""
 import errno
 import json
 import os
+import pathlib
 import shutil
 import signal
 import subprocess
@@ -13,13 +14,19 @@ import time
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support import ROOT
+from support import ROOT, small
 from support.hf_models import stored_array
 
+from jaxtrain import convert
+from jaxtrain.checkpoint.manager import Checkpointer
+from jaxtrain.checkpoint.steps import Meta
+from jaxtrain.config import Config, to_dict
 from jaxtrain.hf import exporting
 from jaxtrain.hf.exporting import export_folder
 from jaxtrain.hf.fields import HfError
 from jaxtrain.hf.rules import PublishedTensor, Rule
+from jaxtrain.training.state import initial_state, stored_shapes
+from jaxtrain.training.step import make_step
 
 
 def exported(target, numbers, dtype="F32", **log):
@@ -39,7 +46,7 @@ def exported(target, numbers, dtype="F32", **log):
 )
 def test_numbers_that_no_model_has(tmp_path, value, message):
     with pytest.raises(HfError, match=message):
-        exported(tmp_path / "out", np.array([1, value], np.float32), "F16")
+        exported(tmp_path / "new" / "out", np.array([1, value], np.float32), "F16")
     assert os.listdir(tmp_path) == []
 
 
@@ -119,3 +126,54 @@ def test_two_exports_to_one_folder(tmp_path):
 
     exported(tmp_path / "out", MANY, progress=progress)
     assert second and os.listdir(tmp_path) == ["out"]
+
+
+# --- checkpoints of meshes ------------------------------------------------------------------------
+
+TIED = {"model.tied_embeddings": True, "model.layers": 3}
+MIXTRAL = {
+    "model.experts": 4,
+    "model.expert_width": 24,
+    "model.router_bias": False,
+    "model.router_normalize": "always",
+}
+ZERO_3 = {"parallel.zero": 3}
+MESHES = {
+    "data 2 · stage 2 · model 2, ZeRO-3, tied": ((2, 2, 2), TIED, ZERO_3),
+    "two chunks a stage": (
+        (1, 2, 2),
+        {"model.layers": 5},
+        {"pipeline.schedule": "interleaved", "pipeline.repeats": 2},
+    ),
+    "an expert axis": ((2, 2, 1), MIXTRAL, {"mesh.expert": 2}),
+    "independent replicas": (
+        (2, 1, 2),
+        {"model.layers": 2},
+        {"mesh.replica": 2, "train.diloco_inner_steps": 2},
+    ),
+}
+
+
+def save_initial(config: Config, workdir: pathlib.Path) -> None:
+    """Saves the state of a seed on the config's mesh as step 0 of a run."""
+    step = make_step(config, small.mesh_of(config))
+    state = initial_state(step.layout, step.optimizer, 0)
+    tokenizer = {"kind": "none", "vocab_size": config.model.vocab_size}
+    saves = Checkpointer(workdir / "checkpoints", stored_shapes(step.layout, step.optimizer))
+    saves.save(0, state, vars(Meta(to_dict(config), tokenizer=tokenizer)))
+    saves.close()
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_mesh_s_checkpoint_is_that_of_one_device(tmp_path, name):
+    """Byte for byte, all files."""
+    mesh, model, layout = MESHES[name]
+    save_initial(small.config(changes=model), tmp_path / "one")
+    save_initial(small.config(mesh, microbatches=2, changes=model | layout), tmp_path / "many")
+    exports = []
+    for run in ("one", "many"):
+        words = ["to_hf", f"--workdir={tmp_path / run}", "--max_shard=20KB", "--dtype=bfloat16"]
+        assert convert.main([*words, str(tmp_path / f"{run} out")]) == 0
+        files = sorted((tmp_path / f"{run} out").iterdir())
+        exports.append({path.name: path.read_bytes() for path in files})
+    assert exports[0] == exports[1] and len(exports[0]) > 3

@@ -5,9 +5,11 @@ import json
 
 import pytest
 from support.hf_models import CONFIGS
+from support.hf_published import PUBLISHED
 
 from jaxtrain.config import Config, ModelConfig, checks, replace
 from jaxtrain.config.recipes import load_recipe, shipped_recipes
+from jaxtrain.hf import files
 from jaxtrain.hf.families import FAMILIES
 from jaxtrain.hf.fields import HfError
 from jaxtrain.hf.model_config import FREE, differing, read_model, write_model
@@ -198,6 +200,30 @@ def test_refused_by_name(name, changes, message):
 def test_what_changes_only_training_elsewhere_is_noted():
     _, _, notes = read_model(CONFIGS["gpt2"], "config.json")
     assert notes == ["attn_pdrop=0.1 is left out: it changes only how transformers trains"]
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V2", "DeepSeek-V3", "Kimi-K2"])
+def test_remote_code_of_a_known_family_is_noted_and_not_published(name, tmp_path):
+    values, _ = PUBLISHED[name]
+    _, _, notes = read_model(values, "config.json")
+    assert any(note.startswith("auto_map is left out: jaxtrain's own Deepseek") for note in notes)
+    quantised = any(note.startswith("quantization_config is left out") for note in notes)
+    assert quantised == ("quantization_config" in values)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    files.keep(tmp_path, values, {}, tmp_path / "run")
+    published = json.loads((tmp_path / "run" / files.SOURCE / "config.json").read_text())
+    assert {*values} - {*published} == {"auto_map", "quantization_config"} & {*values}
+
+
+def test_a_window_that_no_sequence_reaches_is_noted():
+    _, _, notes = read_model(CONFIGS["mistral"] | {"sliding_window": 64}, "config.json")
+    assert notes and notes[0].startswith("sliding_window=64 is left out: no sequence of")
+
+
+def test_default_key_heads_of_latent_attention():
+    """transformers writes 128 where a config was made without them."""
+    values = CONFIGS["deepseek_v3"] | {"num_key_value_heads": 128}
+    assert model_of(values) == model_of(CONFIGS["deepseek_v3"])
 
 
 # --- out ------------------------------------------------------------------------------------------

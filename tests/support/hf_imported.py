@@ -17,7 +17,7 @@ from jaxtrain.checkpoint.steps import Meta, read_meta
 from jaxtrain.checkpoint.storage import nested
 from jaxtrain.config import Config, replace
 from jaxtrain.generation.sampling import Sampler, Sampling
-from jaxtrain.hf.model_config import read_model
+from jaxtrain.hf.model_config import family_of, read_model
 from jaxtrain.hf.rules import PublishedTensor, Rule
 from jaxtrain.hf.run_config import read_published
 from jaxtrain.models import transformer
@@ -105,6 +105,23 @@ def imported_folder(folder: pathlib.Path, changes: Mapping[str, Any]) -> Importe
     """The model of a folder with config.json and model.safetensors."""
     published = load_file(folder / "model.safetensors")
     return imported(read_published(folder).values, lambda shapes: published, changes)
+
+
+def complete(
+    values: Mapping[str, Any],
+    weights: Callable[[Mapping[str, Sequence[int]]], Mapping[str, np.ndarray]],
+) -> dict[str, np.ndarray]:
+    """The tensors of a config.json's model, with those that a folder may have twice. weights: as in
+    `imported`"""
+    tensors: dict[str, np.ndarray] = {}
+
+    def drawn(shapes: Mapping[str, Sequence[int]]) -> dict[str, np.ndarray]:
+        tensors.update(weights(shapes))
+        return tensors
+
+    model = imported(values, drawn, {})
+    copies = family_of(values, "config.json").copies(model.config.model, model.tensors)
+    return tensors | {name: tensors[original.name] for name, original in copies.items()}
 
 
 def restored(workdir: pathlib.Path) -> tuple[Config, ParameterLayout, dict]:

@@ -3,6 +3,8 @@
     python transformers_models.py make FOLDER…   FOLDER/config.json → a model in each folder, and
                                                  what transformers computes with it
     python transformers_models.py read FOLDER…   the logits of each FOLDER/model.safetensors
+    python transformers_models.py predict FOLDER…
+                                                 the loss of each FOLDER's prediction module
     python transformers_models.py record FILE    the figures of hf_models.CONFIGS, for tests without
                                                  transformers
 
@@ -190,6 +192,36 @@ def read(folder: pathlib.Path) -> None:
     np.save(folder / "logits.npy", computed(load(folder), everything=False)["logits"])
 
 
+def predict(folder: pathlib.Path) -> None:
+    """Writes mtp_loss.npy: the loss of the batch's tokens but one, by the folder's only module of
+    multi-token prediction."""
+    import torch
+    import transformers
+    from transformers.modeling_layers import MtpModel
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    ).eval()
+    # transformers finds a module by the layer numbers of the models that it knows
+    names = [rf"model\.layers\.{model.config.num_hidden_layers}\."]
+    model._keys_to_ignore_on_load_unexpected = names
+    (module,) = MtpModel.from_pretrained(model).eval().layers
+    ids = torch.tensor(hf_reference.tokens(model.config.vocab_size))
+    with torch.no_grad():
+        stream = model.model(ids[:, :-2]).last_hidden_state
+        embeddings = model.model.embed_tokens(ids[:, 1:-1])
+        positions = torch.arange(1, ids.shape[1] - 1)[None]
+        mask = torch.full([positions.shape[1]] * 2, float("-inf")).triu(1)[None, None]
+        rotation = model.model.rotary_emb(embeddings, positions)
+        stream = module(embeddings, stream, rotation, mask, positions, None)
+        logits = model.lm_head(stream).flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, ids[:, 2:].flatten())
+    np.save(folder / "mtp_loss.npy", loss.numpy())
+
+
 def record(file: pathlib.Path) -> None:
     """Writes, for each of hf_models.CONFIGS, the seed, the loss, the last tokens' logits and the
     digests of gradients."""
@@ -223,7 +255,7 @@ def main(command: str, *words: str) -> None:
         return record(*folders)
     for folder in folders:
         try:
-            {"make": make, "read": read}[command](folder)
+            {"make": make, "read": read, "predict": predict}[command](folder)
         except Exception as error:  # of any kind: what a config is refused with
             (folder / "error.txt").write_text(f"{type(error).__name__}: {error}")
 
