@@ -10,7 +10,8 @@ bytes, which transformers reads with the same logits, also by a config.json that
 one case in five, gradients and greedy continuations are compared, too.
 
 What has been run is in FOLDER/results.jsonl: started again, the same command goes on. The files of
-cases that failed stay in FOLDER/cases, and the exit status is 1 if there are any. It needs .venv-transformers (CONTRIBUTING.md).
+cases that failed stay in FOLDER/cases, and the exit status is 1 if there are any. It needs
+.venv-transformers (requirements-transformers.txt).
 """
 
 import argparse
