@@ -18,6 +18,7 @@ from jax import lax
 
 from jaxtrain.devices import host_memory
 from jaxtrain.devices.mesh import on_nvidia_gpu
+from jaxtrain.parallel import fp8
 from jaxtrain.parallel.heads import as_written
 from jaxtrain.parallel.zero import Zero, gather, reduce_in_op
 from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, Residuals
@@ -69,7 +70,7 @@ class RecomputedLayer:
         return self.layer(params, x, extra), x
 
     def gradients(self, params, extra, x: jax.Array, g: jax.Array) -> tuple[Any, jax.Array]:
-        return jax.vjp(lambda p, x: self.layer(p, x, extra), params, x)[1](g)
+        return fp8.vjp(lambda p, x: self.layer(p, x, extra), params, x)[1](g)
 
 
 class LayerStack:
@@ -130,9 +131,9 @@ class LayerStack:
             return params
         with jax.named_scope("gather"):
             return jax.tree.map(
-                lambda a, reduction, read: gather(a, reduction) if read else a,
-                params,
+                lambda reduction, a, read: gather(a, reduction) if read else a,
                 self._reductions,
+                params,
                 self._split.reads(op),
             )
 
