@@ -27,6 +27,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -119,15 +120,16 @@ def scale_of(x: jax.Array, dtype: jnp.dtype, dims: int, axes: Sequence[str]) -> 
     largest = jnp.abs(x).max(tuple(range(x.ndim - dims, x.ndim))).astype(jnp.float32)
     if wide := tuple(axis for axis in axes if manual_size(axis) > 1):
         largest = lax.pmax(largest, wide)
-    return jnp.maximum(largest, SMALLEST) / float(jnp.finfo(dtype).max)
+    # A quotient would be another number where XLA makes a product of it.
+    return jnp.maximum(largest, SMALLEST) * np.float32(1 / float(jnp.finfo(dtype).max))
 
 
 def _quantized(
     x: jax.Array, dtype: jnp.dtype, dims: int, axes: Sequence[str], use: Fp8
 ) -> Quantized:
     scale = scale_of(x, dtype, dims, axes)
-    divisor = scale.reshape(*scale.shape, *(1,) * dims)
-    return Quantized((x.astype(jnp.float32) / divisor).astype(dtype), scale, use=use)
+    factor = (1 / scale).reshape(*scale.shape, *(1,) * dims)
+    return Quantized((x.astype(jnp.float32) * factor).astype(dtype), scale, use=use)
 
 
 def quantized_weights(x: jax.Array, use: Fp8, dims: int, axes: Sequence[str]) -> Quantized:
