@@ -182,9 +182,12 @@ class StepCollectives:
         in_weights = inputs if self.explicit and not fused else []
         gathered = {"F": inputs, "R": inputs, "B": outputs, "W": in_weights}[op]
         scattered = {"F": read, "R": read, "B": inputs, "W": []}[op]
-        last = self.item if m.experts and not dense else self.operand
+        of_experts = bool(m.experts) and not dense
+        last = self.item if of_experts else self.operand
         numbers = [*[self.operand] * (len(gathered) - 1), last]
         sizes = [self.tokens * n * number for n, number in zip(gathered, numbers)]
+        if of_experts and self._sends_in_b(op):
+            sizes.append(self.activation * self.item)
         collectives = _alike(GATHER, MODEL, sizes)
         collectives += _alike(SCATTER, MODEL, [self.tokens * n * self.summed for n in scattered])
         return collectives + self._unsplit_over_model(op, fused) if self.explicit else collectives
@@ -250,24 +253,28 @@ class StepCollectives:
         if not self.explicit:  # each device of `model` sends its share
             sizes = [exchanged / layout.model * size] * 2
             return [] if op == "W" else _alike(EXCHANGE, EXPERT, sizes)
-        selective = layout.remat == "selective"
-        if op == "W" and (self.fp8 or not selective):
+        if op == "W" and (self.fp8 or layout.remat != "selective"):
             return []
         if m.capacity_factor:
             exchanged = capacity
         elif self.cpu:
             most = self.tokens * min(m.experts_per_token, m.experts // layout.expert)
             exchanged = layout.expert * min(most, capacity)
-        # Selective remat does not save what was sent: W sends it once more. FP8 is sent by B.
+        # Selective remat does not save what was sent: W sends it once more.
         out = m.width * FP8 if self.fp8 else size
         widths = [size] if op == "W" else [out, FLOAT32] + [size] * (not unread)
-        widths += [out] * (self.fp8 and selective and op == "B")
+        widths += [out] * self._sends_in_b(op)
         kind = EXCHANGE if self.cpu or m.capacity_factor else RAGGED
         weighted = capacity if layout.expert > 1 or m.capacity_factor else routed
         return [
             *_alike(kind, EXPERT, [exchanged * width for width in widths]),
             Collective(SUM, (MODEL,), weighted * FLOAT32 * (op == "B")),
         ]
+
+    def _sends_in_b(self, op: str) -> bool:
+        """True if B gathers tokens and sends them to experts once more: in FP8 they wait for W, and
+        selective remat has not saved them."""
+        return self.fp8 and self.layout.remat == "selective" and op == "B"
 
     def document_ids(self, op: str) -> list[Collective]:
         """The all-gather of the documents of a sequence's tokens, once for all layers of an op."""

@@ -328,8 +328,8 @@ def send(x_MBTD, gates_BTK: jax.Array, routing: Routing, size: Size) -> tuple[An
     if not isinstance(x_MBTD, Quantized):
         return _send(x_MBTD, gates_BTK, routing, size)
     carrier, gates = _send(x_MBTD.carrier, gates_BTK, routing, size)
-    values = _rows(x_MBTD.values, routing, size)
-    return dataclasses.replace(x_MBTD, values=values, carrier=carrier), gates
+    bits = _rows(x_MBTD.bits, routing, size)
+    return dataclasses.replace(x_MBTD, bits=bits, carrier=carrier), gates
 
 
 def _rows(x_MBTD: jax.Array, routing: Routing, size: Size) -> jax.Array:
@@ -383,7 +383,7 @@ def after(routing: Routing, x):
     """x, an array or a quantized tensor, behind a barrier: its readers begin when the routing is
     known."""
     if isinstance(x, Quantized):
-        return dataclasses.replace(x, values=_after(routing, x.values))
+        return dataclasses.replace(x, bits=_after(routing, x.bits))
     return _after(routing, x)
 
 
@@ -406,8 +406,8 @@ def together(rows, hidden: jax.Array) -> tuple[Any, jax.Array]:
 
 @jax.custom_vjp
 def _together(rows: Quantized, hidden: jax.Array) -> tuple[Quantized, jax.Array]:
-    values, hidden = lax.optimization_barrier((rows.values, hidden))
-    return dataclasses.replace(rows, values=values), hidden
+    bits, hidden = lax.optimization_barrier((rows.bits, hidden))
+    return dataclasses.replace(rows, bits=bits), hidden
 
 
 def _together_backward(_, gradients):
@@ -486,7 +486,7 @@ def _multiply(form: str, a, b, sizes: jax.Array | None, in_specs, out_spec: P) -
     x, y = a, b
     if isinstance(a, Quantized):
         dtype = a.use.compute
-        x, y = multiplicable(a.values, b.values, dtype)
+        x, y = multiplicable(a, b)
 
     def run(x, y, sizes=None):
         multiply = getattr(_products(sizes), form)

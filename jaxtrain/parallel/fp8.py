@@ -37,6 +37,8 @@ from jaxtrain.parallel.target_device import target_device
 
 FORMATS = {"e4m3": jnp.dtype(jnp.float8_e4m3fn), "e5m2": jnp.dtype(jnp.float8_e5m2)}
 FORWARD = FORMATS["e4m3"]
+# in which numbers of FP8 are saved and sent, since not every backend moves FP8 as 8 bits
+BITS = jnp.dtype("uint8")
 # of a tensor's largest |x|: scales and their products are then normal float32 numbers
 SMALLEST = 2.0**-50
 
@@ -62,28 +64,34 @@ class Fp8:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """The tensor `values` · `scale`.
+    """The tensor `numbers` · `scale`.
 
-    values:  FP8
+    bits:    the numbers of FP8 as BITS
     scale:   float32 scalar; [layers] of a stack of matrices
     carrier: the array whose gradient is the tensor's; None where it is not differentiated
+    format:  the numbers' dtype
     """
 
-    values: Any
+    bits: Any
     scale: Any
     carrier: Any = None
+    format: jnp.dtype = dataclasses.field(metadata={"static": True}, default=FORWARD)
     use: Fp8 = dataclasses.field(metadata={"static": True}, kw_only=True)
 
     @property
+    def numbers(self) -> jax.Array:
+        return lax.bitcast_convert_type(self.bits, self.format)
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        return self.values.shape  # type: ignore[no-any-return]
+        return self.bits.shape  # type: ignore[no-any-return]
 
     @property
     def T(self) -> "Quantized":
         return self.map(lambda a: a.T)
 
     def __matmul__(self, other: "Quantized") -> jax.Array:
-        return dot(self, other, ((self.values.ndim - 1,), (0,)))
+        return dot(self, other, ((self.bits.ndim - 1,), (0,)))
 
     def reshape(self, *shape: int) -> "Quantized":
         return self.map(lambda a: a.reshape(shape))
@@ -91,14 +99,14 @@ class Quantized:
     def map(self, fn: Callable) -> "Quantized":
         """The tensor after fn, which moves numbers without changing them."""
         carrier = None if self.carrier is None else fn(self.carrier)
-        return dataclasses.replace(self, values=fn(self.values), carrier=carrier)
+        return dataclasses.replace(self, bits=fn(self.bits), carrier=carrier)
 
     def without_carrier(self) -> "Quantized":
         return dataclasses.replace(self, carrier=None)
 
     def with_gradient(self, gradient: jax.Array) -> "Quantized":
         """The gradient of this tensor as custom_vjp takes it: that of the carrier alone."""
-        return dataclasses.replace(self, values=None, scale=None, carrier=gradient)
+        return dataclasses.replace(self, bits=None, scale=None, carrier=gradient)
 
 
 def is_quantized(x: object) -> bool:
@@ -129,7 +137,8 @@ def _quantized(
 ) -> Quantized:
     scale = scale_of(x, dtype, dims, axes)
     factor = (1 / scale).reshape(*scale.shape, *(1,) * dims)
-    return Quantized((x.astype(jnp.float32) * factor).astype(dtype), scale, use=use)
+    numbers = (x.astype(jnp.float32) * factor).astype(dtype)
+    return Quantized(lax.bitcast_convert_type(numbers, BITS), scale, format=dtype, use=use)
 
 
 def quantized_weights(x: jax.Array, use: Fp8, dims: int, axes: Sequence[str]) -> Quantized:
@@ -152,7 +161,7 @@ def differentiable(x: jax.Array, weight):
 
 def dequantized(x: Quantized) -> jax.Array:
     """The tensor in the compute type."""
-    return (x.values.astype(jnp.float32) * x.scale).astype(x.use.compute)
+    return (x.numbers.astype(jnp.float32) * x.scale).astype(x.use.compute)
 
 
 def operands(
@@ -184,9 +193,10 @@ def gradient_of(x, gradient: jax.Array):
 # --- products -------------------------------------------------------------------------------------
 
 
-def multiplicable(a: jax.Array, b: jax.Array, compute: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """FP8 numbers as the device multiplies them: as they are, or in the compute type."""
-    return (a, b) if has_fp8(target_device()) else (a.astype(compute), b.astype(compute))
+def multiplicable(a: Quantized, b: Quantized) -> tuple[jax.Array, jax.Array]:
+    """The tensors' numbers as the device multiplies them: in FP8, or in the compute type."""
+    x, y, compute = a.numbers, b.numbers, a.use.compute
+    return (x, y) if has_fp8(target_device()) else (x.astype(compute), y.astype(compute))
 
 
 def rescaled(product: jax.Array, a: Quantized, b: Quantized) -> jax.Array:
@@ -200,9 +210,8 @@ def dot(a, b, contracted: Dims) -> jax.Array:
     dims = (contracted, ((), ()))
     if not isinstance(a, Quantized):
         return lax.dot_general(a, b, dims)
-    compute = a.use.compute
-    x, y = multiplicable(a.values, b.values, compute)
-    return rescaled(lax.dot_general(x, y, dims, preferred_element_type=compute), a, b)
+    x, y = multiplicable(a, b)
+    return rescaled(lax.dot_general(x, y, dims, preferred_element_type=a.use.compute), a, b)
 
 
 def bare(tree):
@@ -216,7 +225,7 @@ def split_by(x, split: P) -> Any:
     `model`."""
     if not isinstance(x, Quantized):
         return split
-    return dataclasses.replace(x, values=split, scale=P())
+    return dataclasses.replace(x, bits=split, scale=P())
 
 
 # --- differentiation ------------------------------------------------------------------------------

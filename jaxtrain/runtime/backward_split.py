@@ -30,7 +30,7 @@ from jax.extend.core import Literal
 
 from jaxtrain.devices.mesh import DEVICE_PART
 from jaxtrain.parallel import attention, fp8
-from jaxtrain.parallel.fp8 import is_quantized
+from jaxtrain.parallel.fp8 import BITS, is_quantized
 
 # Values that cost no arithmetic: their operands cross in their place.
 VIEWS = frozenset(
@@ -43,7 +43,7 @@ VIEWS = frozenset(
 # cross if all of their operands do.
 CHEAP = VIEWS | frozenset(
     "add sub mul div max min select_n integer_pow square one_minus_square "
-    "convert_element_type add_any".split()
+    "convert_element_type bitcast_convert_type add_any".split()
 )
 PRODUCTS = frozenset({"dot_general"})
 GATHERS = frozenset({"all_gather"})
@@ -106,7 +106,8 @@ def keep_products(equation) -> bool:
         return True
     if _is_part(equation):  # a product on each device's part, perhaps with its sum over devices
         fp8 = any(map(_is_fp8, _variables(equation.invars)))
-        sums = SUMS | {"mul"} if fp8 else SUMS  # a product of FP8 is multiplied by scales
+        # a product of FP8 is multiplied by scales
+        sums = SUMS | {"mul", "bitcast_convert_type"} if fp8 else SUMS
         return _is(equation, VIEWS | PRODUCTS | sums) and not _is(equation, VIEWS | sums)
     return (
         name == "top_k"
@@ -215,12 +216,14 @@ def _inner(equation) -> Iterator:
 def _is_view(equation) -> bool:
     if equation.primitive.name == "convert_element_type":  # the narrower of the two crosses
         return equation.invars[0].aval.dtype.itemsize <= equation.outvars[0].aval.dtype.itemsize
+    if equation.primitive.name == "bitcast_convert_type":
+        return _is_fp8(equation.invars[0])
     return _is(equation, VIEWS)
 
 
 def _is_fp8(atom) -> bool:
-    dtype = atom.aval.dtype
-    return bool(dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating))
+    """True for numbers of FP8 in the form in which they cross."""
+    return bool(atom.aval.dtype == BITS)
 
 
 def _variables(atoms: Iterable) -> list:

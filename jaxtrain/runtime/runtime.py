@@ -35,7 +35,7 @@ from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.spec import Spec
 from jaxtrain.models.transformer import ModelParts
 from jaxtrain.parallel import context, replicas
-from jaxtrain.parallel.fp8 import FORWARD, Fp8, Quantized, quantized_weights
+from jaxtrain.parallel.fp8 import BITS, Fp8, Quantized, quantized_weights
 from jaxtrain.parallel.heads import row_major
 from jaxtrain.parallel.tensor import TOKENS
 from jaxtrain.parallel.zero import (
@@ -378,8 +378,8 @@ class Runtime:
         if self.fp8 is None or not spec.product:
             dtype = self.compute if spec.cast else jnp.dtype("float32")
             return jax.ShapeDtypeStruct(shape, dtype)
-        values = jax.ShapeDtypeStruct(shape, FORWARD)
-        return Quantized(values, jax.ShapeDtypeStruct((), jnp.float32), use=self.fp8)
+        bits = jax.ShapeDtypeStruct(shape, BITS)
+        return Quantized(bits, jax.ShapeDtypeStruct((), jnp.float32), use=self.fp8)
 
     # ------------------------------------------------------------------ before the first tick
 

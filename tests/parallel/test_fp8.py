@@ -125,7 +125,7 @@ def test_numbers_are_rounded_as_by_ml_dtypes():
         for quantize in (run, jax.jit(run)):
             got = quantize(jnp.asarray(x))
             np.testing.assert_array_equal(got.scale, scale)
-            np.testing.assert_array_equal(np.asarray(got.values).view(np.uint8), wanted)
+            np.testing.assert_array_equal(got.bits, wanted)
 
 
 def test_each_matrix_of_a_stack_has_its_scale():
@@ -135,7 +135,7 @@ def test_each_matrix_of_a_stack_has_its_scale():
     for i in range(EXPERTS):
         alone = fp8.quantized_weights(jnp.asarray(w[i]), USES[0], 2, ())
         np.testing.assert_array_equal(alone.scale, stack.scale[i])
-        np.testing.assert_array_equal(alone.values, stack.values[i])
+        np.testing.assert_array_equal(alone.bits, stack.bits[i])
 
 
 @pytest.mark.parametrize("factor", [0.0, 1e-30, 1e-12, 1e20])
