@@ -27,6 +27,8 @@ from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.devices import cluster_environment
 from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES
 from jaxtrain.devices.startup import start_jax
+from jaxtrain.hf.files import tokenizer_of
+from jaxtrain.hf.run_config import read_origin, started_from
 from jaxtrain.pipeline.checks import RULES, RULES_WITH_TABLES
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
@@ -67,10 +69,12 @@ def parse(
     recipe: the config to override, instead of the one that --config names
     check: raises UsageError for flags that do not fit each other
 
-    The namespace's `config` is the recipe's path, `recipe` its config before the flags, and
-    `workdir` is filled in. `--help` ends the process with status 0.
+    The namespace's `config` is the recipe's path, `recipe` its config before the flags (of a
+    published model where the run starts from one), `workdir` is filled in, and `notes` are lines
+    about that model. `--help` ends the process with status 0.
 
-    Raises FlagsError, which suggests flags that fix all errors known by then; ClusterError or
+    Raises FlagsError, which suggests flags that fix all errors known by then; HfError for a
+    published model that cannot be honoured; ClusterError or
     DevicesError like `start_jax`, if a wrong config makes it ask jax for the devices.
     """
 
@@ -78,10 +82,8 @@ def parse(
         namespace: types.SimpleNamespace, config: Config, before: Config
     ) -> tuple[Config, types.SimpleNamespace]:
         path = pathlib.Path("recipe") if recipe else find_recipe(namespace.config)
+        namespace.workdir = namespace.workdir or default_workdir(str(path))
         namespace.config, namespace.recipe = str(path), before
-        # a run's config.json continues the run
-        usual = path.parent if path.suffix == ".json" else os.path.join("runs", path.stem)
-        namespace.workdir = namespace.workdir or str(usual)
         if refused := _refusal(namespace, config, before):
             raise refused
         check(namespace, config)
@@ -103,14 +105,31 @@ def parse_unchecked(
     flags: all flags of the command, `config` included
     check: raises UsageError or ConfigError
 
-    Raises FlagsError for flags that are not understood or that `check` refuses.
+    Raises FlagsError for flags that are not understood or that `check` refuses, and HfError as
+    `parse`.
     """
 
     def read(reading: Reading) -> T:
-        before = recipe or load_recipe(find_recipe(reading.values["config"]))
-        return check(reading.namespace, apply(before, reading.overrides), before)
+        before, namespace = recipe, reading.namespace
+        workdir = getattr(namespace, "workdir", "") or default_workdir(namespace.config)
+        if before is None:
+            before = load_recipe(find_recipe(namespace.config))
+            tokenizer = tokenizer_of(before.data.tokenizer, pathlib.Path(workdir))
+            before = cfg.replace(before, {"data.tokenizer": tokenizer})
+        config, namespace.notes = apply(before, reading.overrides), ()
+        if config.train.init_from and isinstance(config.train.init_from, str):
+            model = read_origin(config.train.init_from, workdir)
+            config, before = started_from(model, before, reading.overrides)
+            namespace.notes = model.notes_for(config.model)
+        return check(namespace, config, before)
 
     return checked(read_flags(argv, description, flags, with_config=True), read, recipe)
+
+
+def default_workdir(config: str) -> str:
+    """The run's folder for a value of --config: that of a run's config.json continues the run."""
+    path = pathlib.Path(config)
+    return str(path.parent) if path.suffix == ".json" else os.path.join("runs", path.stem)
 
 
 def parse_flags(

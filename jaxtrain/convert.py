@@ -8,30 +8,34 @@ One process, on the host; no device is used.
 """
 
 import collections
-import contextlib
+import dataclasses
 import json
+import math
 import pathlib
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain import cli
-from jaxtrain.checkpoint import reading
+from jaxtrain import config as cfg
+from jaxtrain.checkpoint import reading, stores
 from jaxtrain.checkpoint.manifest import STATE, DatabaseError, read_database
 from jaxtrain.checkpoint.steps import CheckpointError, Meta, choose, read_errors, read_meta
 from jaxtrain.config import Config, checks, one_line, to_dict
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, Reading, read_flags
+from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.generate import find_checkpoint, understand
-from jaxtrain.hf import files
 from jaxtrain.hf.exporting import export_folder
 from jaxtrain.hf.fields import HfError, read_json
-from jaxtrain.hf.files import CONFIG, SMALL_FILES, SOURCE, TENSORS, TOKENIZER
+from jaxtrain.hf.files import CONFIG, SOURCE, TENSORS, TOKENIZER
 from jaxtrain.hf.model_config import differing, family_of, read_model, write_model
+from jaxtrain.hf.rules import PublishedTensor
 from jaxtrain.hf.run_config import Published, read_published, started_from
 from jaxtrain.hf.safetensors_folder import DTYPES
+from jaxtrain.hf.tokenizer_files import exported_files, token_ids, tokenizer_of_run
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.files import CONFIG_FILE
@@ -59,10 +63,14 @@ FLAGS = {
         Flag(
             "dtype",
             "",
-            "type of the numbers: float32, bfloat16 or float16; empty: that of the model that the "
-            "run began with, else float32",
+            "type of the numbers: float32, bfloat16 or float16; empty: each tensor's own in the "
+            "model that the run began with, else that of the run's parameters",
         ),
-        Flag("max_shard", "5GB", "most bytes of a file, in B, KB, MB or GB"),
+        Flag(
+            "max_shard",
+            "5GB",
+            "most bytes of a file's numbers, such as 500MB or 2GiB; a tensor is not cut",
+        ),
     ),
 }
 PARAMETERS = "params/"  # before the names of their arrays
@@ -97,6 +105,9 @@ def folder_of(flags: types.SimpleNamespace, command: str) -> pathlib.Path:
         raise UsageError(
             "--workdir is empty", {"workdir": f"runs/{pathlib.Path(flags.words[0]).name}"}
         )
+    if scheme := stores.scheme_of(flags.words[0]):
+        rule = f"{flags.words[0]} is an address ({scheme}), and published models are local folders"
+        raise UsageError(rule, advice=f"jaxtrain convert {command} DIR --workdir=W")
     return pathlib.Path(flags.words[0])
 
 
@@ -118,7 +129,6 @@ def from_hf(command_line: Reading) -> None:
     _start_on_host()
     from jaxtrain.checkpoint.checkpoints import folder_of_checkpoints
     from jaxtrain.checkpoint.manager import Checkpointer
-    from jaxtrain.data.tokenizer import DataError, load_tokenizer, tokenizer_from
     from jaxtrain.hf import importing
 
     checkpoints = folder_of_checkpoints(config.checkpoint, workdir)
@@ -126,22 +136,21 @@ def from_hf(command_line: Reading) -> None:
         choice = choose(checkpoints, {})
     if choice.steps or choice.unrecognized:
         raise HfError(f"{checkpoints} has checkpoints already: use another --workdir")
-    try:
-        tokenizer = load_tokenizer(config.data.tokenizer, config.model.vocab_size).describe()
-    except DataError as error:
-        raise HfError(str(error)) from None
+    run = tokenizer_of_run(published, config)
+    description = run.tokenizer.describe()
+    if config.data.tokenizer == published.tokenizer:  # the run's copy lasts
+        config = cfg.replace(config, {"data.tokenizer": str(workdir / SOURCE / TOKENIZER)})
+        description["path"] = str((workdir / SOURCE / TOKENIZER).resolve())
     resolved = config.resolve()
     source = importing.open_source(published, resolved)
-    with _progress("checked") as progress:
+    with streams.counting("tensors checked", sys.stderr) as progress:
         importing.check_numbers(source, progress)
     lock = RunLock(workdir)
     lock.take(print)
     try:
-        files.keep(published.folder, published.values, source.dtypes(), workdir)
-        if tokenizer["kind"] == "tokenizers":
-            tokenizer = tokenizer_from(tokenizer, [workdir / SOURCE]).describe()
+        source.keep(workdir)
         saves = Checkpointer(checkpoints, None)
-        meta = Meta(to_dict(resolved), tokenizer=tokenizer)
+        meta = Meta(to_dict(resolved), tokenizer=description)
         saves.save_tree(0, lambda: importing.state_on_host(source), vars(meta))
         saves.wait()
         (workdir / CONFIG_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
@@ -149,9 +158,10 @@ def from_hf(command_line: Reading) -> None:
         raise CheckpointError(f"{workdir} cannot be written ({error.strerror})") from None
     finally:
         lock.release()
-    notes = published.notes
+    notes = (*published.notes_for(config.model), *run.notes)
     print(*(f"note: {note}" for note in notes), sep="\n", end="\n" if notes else "")
-    model = f"a {published.family.model_type} with {len(source.tensors)} tensors"
+    count = len(source.tensors) + len(source.copies)
+    model = f"a {published.family.model_type} with {count} tensors"
     print(
         f"{workdir}: step 0 of {model}; to continue it:\n"
         f"python -m jaxtrain.train --config={workdir / CONFIG_FILE} --workdir={workdir}"
@@ -193,55 +203,64 @@ def to_hf(command_line: Reading) -> None:
     group = "anchor/" if config.train.diloco_inner_steps else PARAMETERS
     arrays = {name.removeprefix(group): a for name, a in opened.items() if name.startswith(group)}
     source = pathlib.Path(flags.workdir) / SOURCE
-    values = _published_config(source / CONFIG, config, tokenizer.end_of_document)
+    values = _published_config(source / CONFIG, config, tokenizer)
     shapes = {name: array.shape for name, array in arrays.items()}
     family = family_of(values, CONFIG)
     _, tensors = family.layout(config.model, values, shapes)
-    dtypes = dict.fromkeys((tensor.name for tensor in tensors), TYPES[flags.dtype or "float32"])
-    if (source / TENSORS).is_file() and not flags.dtype:
-        dtypes |= read_json(source / TENSORS)
-    commonest = collections.Counter(dtypes.values()).most_common(1)[0][0]
-    values["torch_dtype" if "torch_dtype" in values else "dtype"] = str(DTYPES[commonest])
-    copied = {name: source / name for name in SMALL_FILES if (source / name).is_file()}
-    copied.pop(CONFIG, None)
-    if TOKENIZER not in copied and meta.tokenizer["kind"] == "tokenizers":
-        copied[TOKENIZER] = pathlib.Path(meta.tokenizer["path"])
-    with _progress("written") as progress:
-        export_folder(target, values, tensors, arrays, dtypes, largest, copied, progress)
+    published = read_json(source / TENSORS) if (source / TENSORS).is_file() else {}
+    for name, original in family.copies(config.model, tensors).items():
+        if name in published:  # the model that the run began with has it twice
+            tensors.append(dataclasses.replace(original, name=name))
+    dtype = TYPES[flags.dtype or config.precision.params]
+    dtypes = dict.fromkeys((tensor.name for tensor in tensors), dtype)
+    if not flags.dtype:
+        dtypes |= {name: dtype for name, dtype in published.items() if name in dtypes}
+    values |= _dtype_fields(values, tensors, dtypes)
+    copied = exported_files(tokenizer, source)
+    with streams.counting("MB written", sys.stderr) as progress:
+        export_folder(target, values, tensors, arrays, dtypes, largest, copied, progress, _remark)
     print(f"{target}: step {step} as a {values['model_type']} with {len(tensors)} tensors")
 
 
-def _published_config(path: pathlib.Path, config: Config, end: int | None) -> dict[str, Any]:
-    """The config.json of a run's model: the one that the run began with, or a new one.
-
-    path: of that one; end: id that ends a document
-    """
+def _published_config(path: pathlib.Path, config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The config.json of a run's model: the one that the run began with, or a new one. path: of
+    that one"""
     if path.is_file():
         values = read_json(path)
         _, model, _ = read_model(values, str(path))
         if not any(differing(model, config.model)):
             return values
     values = write_model(config.model, None, config.data.sequence_length)
-    return values | {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
+    return values | token_ids(tokenizer) | {"pad_token_id": None}
+
+
+def _dtype_fields(
+    values: Mapping[str, Any], tensors: Sequence[PublishedTensor], dtypes: Mapping[str, str]
+) -> dict[str, str]:
+    """The fields of config.json that say the type of most numbers.
+
+    values: of config.json; dtypes: tensor → its type
+    """
+    counts = collections.Counter[str]()
+    for tensor in tensors:
+        counts[dtypes[tensor.name]] += math.prod(tensor.shape)
+    commonest = str(DTYPES[counts.most_common(1)[0][0]])
+    names = [name for name in ("dtype", "torch_dtype") if name in values] or ["dtype"]
+    return dict.fromkeys(names, commonest)
+
+
+def _remark(line: str) -> None:
+    """A line on standard error, for people."""
+    print(f"note: {line}", file=sys.stderr, flush=True)
 
 
 def _bytes(text: str) -> int:
-    """The bytes of a text such as "5GB". Raises UsageError for another text."""
-    match = re.fullmatch(r"([1-9][0-9]*)([KMG]?B)", text)
+    """The bytes of a text such as "5GB" or "500MiB". Raises UsageError for another text."""
+    match = re.fullmatch(r"([1-9][0-9]*)(?:([KMGT])(i?))?B", text)
     if not match:
         raise UsageError(f"--max_shard={text} is no size", {"max_shard": "5GB"})
-    return int(match[1]) * {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}[match[2]]
-
-
-@contextlib.contextmanager
-def _progress(word: str) -> Iterator[Callable[[int, int], None]]:
-    """A context in which a terminal shows how many tensors are done; its value is called with that
-    number and with all."""
-    line = streams.TerminalLine(sys.stderr)
-    try:
-        yield lambda done, total: line.draw(f"{done} of {total} tensors {word}")
-    finally:
-        line.clear()
+    number, unit, binary = match.groups()
+    return int(number) * (1024 if binary else 1000) ** (" KMGT".index(unit) if unit else 0)
 
 
 if __name__ == "__main__":

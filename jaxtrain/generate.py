@@ -48,6 +48,7 @@ from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag
 from jaxtrain.config.mesh_rules import kv_heads_fit, mlp_widths
 from jaxtrain.config.rules import divisors, near
 from jaxtrain.devices import startup
+from jaxtrain.hf.files import SOURCE
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.wall_clock import imports_without_collection
@@ -159,7 +160,7 @@ def sample(model: "Loaded", flags: types.SimpleNamespace) -> "Endings":
         flags.tokens,
         Sampling(temperature, flags.top_k, flags.top_p, flags.seed),
         flags.samples,
-        tokenizer.end_of_document,
+        tokenizer.stops,
         tokenizer.vocab_size,
     )
     prompt_read = time.perf_counter()
@@ -373,7 +374,10 @@ def understand(meta: Meta, name: str, workdir: str) -> tuple[Config, "Tokenizer"
                 "has written"
             )
     try:
-        return meta.stored_config().resolve(), tokenizer_from(meta.tokenizer, [workdir])
+        config = meta.stored_config().resolve()
+        # the run's folder, or that of its checkpoints
+        folders = [workdir, f"{workdir}/{SOURCE}", f"{workdir}/../{SOURCE}"]
+        return config, tokenizer_from(meta.tokenizer, folders)
     except KeyError as error:
         raise ValueError(
             f"checkpoint {name} describes its tokenizer without {error}: use one that "

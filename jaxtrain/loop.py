@@ -12,7 +12,7 @@ import contextlib
 import functools
 import json
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
@@ -26,6 +26,9 @@ from jaxtrain.data.tokens import Corpus, bigram_entropy
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.generation.text import sample_text
+from jaxtrain.hf import files, importing
+from jaxtrain.hf.fields import HfError
+from jaxtrain.hf.tokenizer_files import tokenizer_of_run
 from jaxtrain.pipeline.setup import Setup
 from jaxtrain.plan.compare import plan_at_hand
 from jaxtrain.plan.measured_step import AfterWarmUp
@@ -47,7 +50,7 @@ from jaxtrain.training.profile import Profile, trace_folder
 from jaxtrain.training.recovery import DetectorState, SpikeDetector
 from jaxtrain.training.reporting import Pending, Reporter, Speedometer
 from jaxtrain.training.requests import Request, Requests, no_request
-from jaxtrain.training.state import initial_state
+from jaxtrain.training.state import TrainState, initial_state
 from jaxtrain.training.step import Programs, Step, StepMetrics, make_step, start_compiling
 
 SAMPLE_TEMPERATURE = 0.8
@@ -70,8 +73,8 @@ def run(
 
     Raises FolderError if another run uses the folder. Before anything is compiled or written:
     FlagsError, DataError, ChangedCorpusError or CheckpointError for a config that does not fit
-    the checkpoint or the corpus, and if no checkpoint is complete. Raises NumbersError if numbers
-    are not good and the run cannot go back.
+    the checkpoint or the corpus, and if no checkpoint is complete; HfError for a published model
+    that is damaged. Raises NumbersError if numbers are not good and the run cannot go back.
     """
     clock.enter(Part.DATA)
     with (
@@ -80,6 +83,8 @@ def run(
     ):
         checkpoints = Checkpoints(config, unresolved, environment, folder)
         checkpoints.choose()
+        is_new = bool(config.train.init_from) and not checkpoints.resumes
+        source = _open_source(config) if is_new else None
         corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
         tokenizer = corpus.tokenizer.describe()
         checkpoints.check_corpus(TrainedCorpus(corpus.source, corpus.checksum, tokenizer))
@@ -93,16 +98,20 @@ def run(
         mesh = make_mesh(sizes_of(config.mesh))
         with jax.set_mesh(mesh), contextlib.ExitStack() as closing:
             step = make_step(config, mesh, setup)
-            trainer = Trainer(config, folder, clock, step, corpus, checkpoints)
+            begin = functools.partial(_begin, config, step, source)
+            checkpoints.attach(step, begin)
+            clock.enter(Part.STATE)
+            # damage ends the run before anything is compiled or written
+            state = begin() if source and not checkpoints.resumes else None
+            trainer = Trainer(config, folder, clock, step, corpus, checkpoints, begin)
             closing.callback(trainer.close_loaders)
-            checkpoints.attach(step)
             goodput = lasting.enter_context(_timed(folder, clock, checkpoints))
             signals.before_end(goodput.discard)
             # XLA compiles most of a program on one core
             executor = lasting.enter_context(concurrent.futures.ThreadPoolExecutor(2))
-            trainer.compile_and_restore(executor)
+            trainer.compile_and_restore(executor, state)
             if cluster.is_main():
-                _write_settings(config, unresolved.pipeline, folder)
+                _write_settings(config, unresolved.pipeline, folder, source)
             trainer.open(goodput, signals, watchdog, closing)
             trainer.train()
             status = trainer.finish(executor)
@@ -127,8 +136,9 @@ class Trainer:
         step: Step,
         corpus: Corpus,
         checkpoints: Checkpoints,
+        begin: Callable[[], TrainState],
     ):
-        self.config, self.folder, self.clock = config, folder, clock
+        self.config, self.folder, self.clock, self.begin = config, folder, clock, begin
         self.step, self.corpus, self.checkpoints = step, corpus, checkpoints
         rows_folder = folder if config.metrics.rows else None
         self.data, self.held_out = make_loaders(
@@ -150,17 +160,17 @@ class Trainer:
 
     # --- set up -----------------------------------------------------------------------------------
 
-    def compile_and_restore(self, executor: concurrent.futures.Executor) -> None:
+    def compile_and_restore(
+        self, executor: concurrent.futures.Executor, state: TrainState | None
+    ) -> None:
         """Compiles the programs, meanwhile initializes the state of a new run, and restores the
-        state of another."""
+        state of another. state: the state before the first step, if it is known"""
         config, step = self.config, self.step
         compiling = start_compiling(step, executor)
         self.clock.enter(Part.COMPILING)
-        make_state = functools.partial(
-            initial_state, step.layout, step.optimizer, config.train.seed
-        )
         # Not before: one thread traces at a time, and the step takes longest to compile.
-        new_state = None if self.checkpoints.resumes else executor.submit(make_state)
+        is_known = state or self.checkpoints.resumes
+        new_state = None if is_known else executor.submit(self.begin)
         abstract = step.abstract_state().trained
         self.evaluation = Evaluation(
             step.evaluate, abstract, self.held_out.specification(), self.held_out.iterate, executor
@@ -171,9 +181,9 @@ class Trainer:
         cluster.log(*introduction(config, step), self.corpus.describe())
         self.programs = when_compiled(step, self.clock, compiling, others)
         cluster.log(*self.data.remarks(), *self.held_out.remarks())
-        state = self.checkpoints.restore()
+        state = state or self.checkpoints.restore()
         if state is None:
-            state = new_state.result() if new_state else make_state()
+            state = new_state.result() if new_state else self.begin()
         self.state, self.at = state, self.checkpoints.step
 
     def open(
@@ -188,11 +198,12 @@ class Trainer:
         config, clock, start, checkpoints = self.config, self.clock, self.at, self.checkpoints
         main, mesh = cluster.is_main(), self.step.mesh
         goodput.reached(start)
-        cluster.log(
-            f"continuing from {checkpoints.source}"
-            if checkpoints.resumes
-            else f"starting: weights from seed {config.train.seed}"
-        )
+        origin = config.train.init_from
+        if checkpoints.resumes:
+            rest = f"; train.init_from={origin} is passed over" if origin else ""
+            cluster.log(f"continuing from {checkpoints.source}{rest}")
+        else:
+            cluster.log(f"starting: weights from {origin or f'seed {config.train.seed}'}")
         self.progress = Progress(config.train.steps, start, shown=main)
         log_line = self.progress.log
         tensorboard = config.metrics.tensorboard
@@ -352,6 +363,23 @@ class Trainer:
         cluster.log(f"sample, temperature {SAMPLE_TEMPERATURE}:\n{train.sample_prompt}{text}")
 
 
+def _open_source(config: Config) -> importing.Source:
+    """The published model that a new run starts from; every process must call this. Raises HfError
+    in all of them."""
+    source = importing.open_together(config)
+    run = cluster.in_all(lambda: tokenizer_of_run(source.published, config), HfError)
+    cluster.log(*(f"note: {note}" for note in run.notes))
+    return source
+
+
+def _begin(config: Config, step: Step, source: importing.Source | None) -> TrainState:
+    """The state before the first step; every process must call this. source: of a published model,
+    if it is open"""
+    if config.train.init_from:
+        return importing.read_together(source or importing.open_together(config), step)
+    return initial_state(step.layout, step.optimizer, config.train.seed)
+
+
 def when_compiled(
     step: Step,
     clock: WallClock,
@@ -416,11 +444,17 @@ def _timed(
             plot_goodput(folder)
 
 
-def _write_settings(config: Config, given: PipelineConfig, folder: pathlib.Path) -> None:
-    """Writes config.json, and op_times.json for op times that were not `given` by the user."""
+def _write_settings(
+    config: Config, given: PipelineConfig, folder: pathlib.Path, source: importing.Source | None
+) -> None:
+    """Writes config.json, the small files of a published model, and op_times.json for op times that
+    were not `given` by the user."""
     folder.mkdir(parents=True, exist_ok=True)
     with warned(folder / CONFIG_FILE, cluster.log):
         (folder / CONFIG_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
+    if source:
+        with warned(folder / files.SOURCE, cluster.log):
+            source.keep(folder)
     if stored_op_times.worth_storing(config.mesh, config.pipeline, given):
         devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
         with warned(folder / stored_op_times.OP_TIMES, cluster.log):

@@ -103,7 +103,9 @@ class Command:
     @property
     def group(self) -> str:
         """What commands of one group have in common: a table of one's own, or the folder of a
-        run."""
+        run; published models are those of one run."""
+        if re.search(r"init_from=|_hf ", self.text):
+            return "runs/tiny"
         table = re.search(r"[\w/]+\.csv", self.text)
         return table[0] if table else self.workdir or self.text
 

@@ -4,11 +4,13 @@ and what is refused, with nothing written. test_transformers.py compares with tr
 import json
 import os
 import pathlib
+import shutil
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import tokenizers
 from safetensors.numpy import load_file, save_file
 from support import safetensors_files, train_runs
 from support.hf_models import CONFIGS, llama_tensors, write_llama
@@ -16,6 +18,10 @@ from support.hf_models import CONFIGS, llama_tensors, write_llama
 from jaxtrain import convert
 from jaxtrain.checkpoint.restoring import load_parameters
 from jaxtrain.checkpoint.steps import Meta, fault, read_meta
+from jaxtrain.config.errors import UsageError
+from jaxtrain.data.tokenizer import prompt_ids
+from jaxtrain.generate import understand
+from jaxtrain.hf.files import SLOW_TOKENIZERS
 from jaxtrain.hf.safetensors_folder import INDEX
 from jaxtrain.run.files import CONFIG_FILE
 
@@ -107,7 +113,7 @@ def test_independent_replicas_begin_alike(imported, tmp_path):
 
 def test_names_without_prefix_and_a_tied_matrix(tmp_path):
     """Files of older versions, and of a model without its head, lack the prefix; files of tied
-    models may have the matrix twice."""
+    models may have the matrix twice, and then an export has, too."""
     tensors = write_llama(tmp_path / "model")
     embedding = tensors["model.embed_tokens.weight"]
     write_llama(tmp_path / "model", lm_head_weight=embedding)
@@ -116,13 +122,55 @@ def test_names_without_prefix_and_a_tied_matrix(tmp_path):
     assert run("from_hf", tmp_path / "model", f"--workdir={tmp_path / 'run'}") == 0
     assert run("to_hf", tmp_path / "out", f"--workdir={tmp_path / 'run'}") == 0
     out = tensors_of(tmp_path / "out")
-    assert "lm_head.weight" not in out
+    assert np.array_equal(out["lm_head.weight"], embedding)
     assert np.array_equal(out["model.embed_tokens.weight"], embedding)
     bare = {name.removeprefix("model."): array for name, array in out.items()}
     save_file(bare, tmp_path / "model" / "model.safetensors")
     assert run("from_hf", tmp_path / "model", f"--workdir={tmp_path / 'bare'}") == 0
     assert run("to_hf", tmp_path / "again", f"--workdir={tmp_path / 'bare'}") == 0
     assert_same(tensors_of(tmp_path / "again"), out)
+
+
+def write_tokenizer(folder: pathlib.Path, words: int) -> dict[str, bytes]:
+    """Writes a tokenizer of so many ids, which begins a text with id 1, and the files beside it;
+    file → content."""
+    ids = {"<s>": 1, "</s>": 2} | {f"w{i}": i for i in (0, *range(3, words))}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, "w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    files = {
+        "tokenizer.json": tokenizer.to_str().encode(),
+        "tokenizer_config.json": b'{"eos_token": {"content": "w5"}, "bos_token": "<s>"}',
+        "generation_config.json": b'{"eos_token_id": [5, 6]}',
+        "chat_template.jinja": b"{{ messages }}",
+    }
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return files
+
+
+def test_a_tokenizer_stays_with_the_run(tmp_path, capsys):
+    """Its files are in the run's folder, so the source may go; and in the export."""
+    write_llama(tmp_path / "model")
+    written = write_tokenizer(tmp_path / "model", 258)
+    work = tmp_path / "run"
+    assert run("from_hf", tmp_path / "model", f"--workdir={work}") == 0
+    note = f"note: data.tokenizer={tmp_path / 'model' / 'tokenizer.json'} has 258 of 260 ids; the "
+    assert note + "other 2 are never made\n" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "model")
+    config = json.loads((work / CONFIG_FILE).read_text())
+    assert config["data"]["tokenizer"] == str(work / "hf" / "tokenizer.json")
+    meta = Meta.from_json(read_meta(work / "checkpoints", 0))
+    moved = work.rename(tmp_path / "moved")
+    for folder in (moved, moved / "checkpoints"):
+        _, tokenizer = understand(meta, "0", str(folder))
+        assert prompt_ids(tokenizer, "w3 w9", 260) == [1, 3, 9]
+        assert (tokenizer.end_of_document, tokenizer.stops) == (5, (5, 6))
+    assert run("to_hf", tmp_path / "out", f"--workdir={moved}") == 0
+    for name, content in written.items():
+        assert (tmp_path / "out" / name).read_bytes() == content, name
 
 
 # --- out ------------------------------------------------------------------------------------------
@@ -183,6 +231,21 @@ def test_quantised_weights(tmp_path):
     assert run("to_hf", out, f"--workdir={tmp_path / 'run'}") == 0
     assert_same(tensors_of(out), expected)
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "text, size",
+    [("7B", 7), ("3KB", 3000), ("2MB", 2 * 10**6), ("5GB", 5 * 10**9), ("1KiB", 1024)]
+    + [("3GiB", 3 * 2**30), ("1TB", 10**12)],
+)
+def test_sizes_of_files(text, size):
+    assert convert._bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["0GB", "5", "GB", "1.5GB", "iB", "1iB", "5gb", "-1GB"])
+def test_texts_that_are_no_sizes(text):
+    with pytest.raises(UsageError, match=f"--max_shard={text} is no size"):
+        convert._bytes(text)
 
 
 def test_a_folder_that_exists_stays(imported, tmp_path, capsys):
@@ -248,6 +311,24 @@ def test_wrong_folders(capsys, tmp_path):
     refused(f"{model / 'config.json'} is no JSON")
 
 
+def test_wrong_tokenizers(capsys, tmp_path):
+    model, run_folder = tmp_path / "model", tmp_path / "run"
+    write_llama(model)
+    words = ["from_hf", model, f"--workdir={run_folder}"]
+    for name in SLOW_TOKENIZERS:
+        (model / name).write_text("")
+        message = f"{model / name} is not read without a tokenizer.json, which transformers writes"
+        assert_refused(capsys, message, *words, unwritten=run_folder)
+        (model / name).unlink()
+    write_tokenizer(model, 261)
+    message = "config.json: vocab_size=260 is less than the 261 ids of data.tokenizer="
+    assert_refused(capsys, message, *words, unwritten=run_folder)
+    write_tokenizer(model, 260)
+    (model / "tokenizer_config.json").write_text('{"eos_token": "none"}')
+    message = "tokenizer_config.json: eos_token='none' is no token of tokenizer.json"
+    assert_refused(capsys, message, *words, unwritten=run_folder)
+
+
 def test_wrong_flags(capsys, imported, tmp_path):
     model, unwritten = imported / "model", tmp_path / "run"
     for message, words in {
@@ -261,6 +342,7 @@ def test_wrong_flags(capsys, imported, tmp_path):
             "--config.model.width=32",
         ],
         "has checkpoints already": ["from_hf", model, f"--workdir={imported / 'run'}"],
+        "s3://bucket/model is an address (s3)": ["from_hf", "s3://bucket/model", "--workdir=x"],
         "--dtype=int8 is no type": ["to_hf", unwritten, "--workdir=x", "--dtype=int8"],
         "--max_shard=5 is no size: use --max_shard=5GB": [
             "to_hf",

@@ -4,6 +4,7 @@ rules. Their tables and pictures are those of the code."""
 import ast
 import importlib.util
 import io
+import json
 import os
 import pathlib
 import re
@@ -17,6 +18,7 @@ import types
 import pytest
 import test_imports  # its list of rooms
 from support import ROOT
+from support.hf_models import CONFIGS
 
 sys.path.append(str(ROOT / "scripts"))
 
@@ -229,6 +231,9 @@ def test_there_are_commands():
 @pytest.mark.parametrize("command", sorted({*TABLE, *FENCED}))
 def test_a_command_parses(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    if published := re.search(r"init_from=(\S+)", command):
+        (tmp_path / published[1]).mkdir(parents=True)
+        (tmp_path / published[1] / "config.json").write_text(json.dumps(CONFIGS["llama"]))
     try:
         check(command)
     except SystemExit as end:
@@ -496,6 +501,11 @@ def drawing(name: str) -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_the_page_of_published_models_is_of_the_present_tables():
+    write_models = drawing("write_models")
+    assert write_models.text() == write_models.PAGE.read_text(), "run python docs/write_models.py"
 
 
 def test_the_picture_of_a_tick_is_of_the_present_table():

@@ -15,6 +15,7 @@ machine.
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import pathlib
 import secrets
 from collections.abc import Callable, Mapping
@@ -31,9 +32,9 @@ from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.restoring import choose_together, restore_newest
 from jaxtrain.checkpoint.retention import Retention
 from jaxtrain.checkpoint.steps import NONE, VERSION, CheckpointError, Meta, StepChoice
-from jaxtrain.config import Config, ConfigError, sources, suggestion, to_dict
+from jaxtrain.config import Config, ConfigError, get, replace, sources, suggestion, to_dict
 from jaxtrain.config.checks import Environment, check_resume
-from jaxtrain.config.resume import changes
+from jaxtrain.config.resume import changes, violations
 from jaxtrain.config.settings import CheckpointConfig
 from jaxtrain.devices import cluster
 from jaxtrain.run.exit_status import ExitStatus, RunError
@@ -41,7 +42,7 @@ from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.parameter_checks import Finiteness
 from jaxtrain.training.recovery import DetectorState, NumbersError, Rollback, SpikeDetector
 from jaxtrain.training.requests import Request
-from jaxtrain.training.state import TrainState, initial_state, stored_shapes
+from jaxtrain.training.state import TrainState, stored_shapes
 from jaxtrain.training.step import Step
 
 
@@ -95,6 +96,7 @@ class Checkpoints:
         self._source = ""  # of a local checkpoint that was restored
         self._corpus: TrainedCorpus
         self._step: Step
+        self._begin: Callable[[], TrainState]
         self._saves: Checkpointer
         self._intervals: Intervals
         self._detector: SpikeDetector
@@ -179,13 +181,15 @@ class Checkpoints:
                 *(f"  {change}" for change in changed),
             )
 
-    def attach(self, step: Step) -> None:
+    def attach(self, step: Step, begin: Callable[[], TrainState]) -> None:
         """Takes the run's step, which knows the state's layout, and looks for local checkpoints
         that are newer than the persistent one.
 
+        begin: returns the state before the first step; every process calls it
+
         Raises CheckpointError if the run's id can be neither read nor written.
         """
-        self._step = step
+        self._step, self._begin = step, begin
         local = self._config.checkpoint.local
         if not local:
             return
@@ -229,7 +233,25 @@ class Checkpoints:
 
     def _refuse(self, meta: Meta) -> None:
         """Raises ConfigError if the config cannot continue a checkpoint with this meta."""
-        check_resume(meta.stored_config(), self._unresolved, self._environment)
+        stored, folder = self._stored_config(meta), self._config.train.init_from
+        of_model = (
+            violation
+            for violation in violations(self._config, stored.resolve())
+            if folder and violation.field.startswith("model.")
+        )
+        if violation := next(of_model, None):
+            setting = f"{violation.field}={get(self._config, violation.field)!r} {violation.rule}"
+            rule = f"is another model than that of {self.directory}: {setting}"
+            raise ConfigError("train.init_from", folder, rule, "another --workdir")
+        check_resume(stored, self._unresolved, self._environment)
+
+    def _stored_config(self, meta: Meta) -> Config:
+        """The config in a meta, with the run's path of the tokenizer if that is the same file."""
+        stored, name = meta.stored_config(), self._config.data.tokenizer
+        file, digest = pathlib.Path(name).expanduser(), meta.tokenizer.get("sha256")
+        if digest and file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == digest:
+            return replace(stored, {"data.tokenizer": name})
+        return stored
 
     def _why_not(self, meta: Meta) -> str:
         """The reason not to resume from a checkpoint with this meta, in words; "" if there is
@@ -361,8 +383,7 @@ class Checkpoints:
                 choice, choose_again, self.directory, *self._laid_out(self._step)
             )
         else:
-            seed = self._config.train.seed
-            state = initial_state(self._step.layout, self._step.optimizer, seed)
+            state = self._begin()
         at = choice.step or 0
         self._saves.set_aside_after(at, f"the run went back to step {at}")
         position = choice.meta.position if fault.batch is None else fault.batch + 1

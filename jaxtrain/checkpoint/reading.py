@@ -70,13 +70,14 @@ def open_arrays(folder: epath.Path, values: Sequence[Value]) -> dict[str, Array]
         raise DatabaseError(f"is damaged: {' '.join(str(error).split())[:200]}") from None
 
 
-def _piece_shape(array: Array) -> tuple[int, ...]:
+def piece_shape(array: Array) -> tuple[int, ...]:
+    """The shape of the pieces in which an array is stored."""
     return tuple(max(size or 1, 1) for size in array.chunk_layout.read_chunk.shape or ())
 
 
 def _pieces(array: Array) -> Iterator[Index]:
     """The indices of the pieces in which an array is stored."""
-    size = _piece_shape(array)
+    size = piece_shape(array)
     ranges = [range(0, n, step) for n, step in zip(array.shape, size, strict=True)]
     for corner in itertools.product(*ranges):
         yield tuple(
@@ -89,7 +90,7 @@ def read(array: Array) -> Iterator[tuple[Index, np.ndarray | None]]:
     """Yields (index, numbers) of each piece of an array, reading several at a time; None instead of
     the numbers of a piece that is damaged or missing. Raises CheckpointError for one that cannot be
     read for another reason."""
-    bytes_each = math.prod(_piece_shape(array)) * array.dtype.numpy_dtype.itemsize
+    bytes_each = math.prod(piece_shape(array)) * array.dtype.numpy_dtype.itemsize
     most = max(READ_BYTES // max(bytes_each, 1), 1)
     indices = _pieces(array)
     under_way = collections.deque(

@@ -117,6 +117,23 @@ def _violations(
         yield from rules.violations(rule, resolved)
 
 
+def model_violation(config: Config) -> Violation | None:
+    """The first broken rule of a config's model, whatever its corpus and its devices are."""
+    for path in cfg.fields():
+        if path.startswith("model.") and (
+            violation := field_violation(path, cfg.get(config, path), cfg.fields()[path].default)
+        ):
+            return violation
+    if violation := next(rules.head_size_is_whole(config.model), None):
+        return violation
+    resolved = config.resolve()
+    of_models = [rule for rule in rules.RULES if rules.groups_of(rule)[0] == "model"]
+    violations = itertools.chain.from_iterable(
+        rules.violations(rule, resolved) for rule in of_models
+    )
+    return next((each for each in violations if each.field.startswith("model.")), None)
+
+
 # --- a setting on its own -------------------------------------------------------------------------
 
 

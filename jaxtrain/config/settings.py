@@ -518,6 +518,11 @@ class TrainConfig:
         at_least=0,
     )
     seed: int = setting(0, "seed of the initial weights", at_least=0)
+    init_from: str = setting(
+        "",
+        "folder of a published model (config.json and safetensors): its model's settings, and "
+        "its weights as the initial ones of a new run; empty: random weights",
+    )
     eval_every: int = setting(0, "steps between evaluations; 0: only at the end", at_least=0)
     eval_batches: int = setting(8, "batches in an evaluation", at_least=1)
     on_nonfinite: str = setting(

@@ -217,6 +217,11 @@ USES = (
 )
 
 
+def without_use(config: Config) -> set[str]:
+    """The settings that have no use in a config with no mesh size of -1."""
+    return {path for use in USES if not use.used(config) for path in use.settings}
+
+
 def unused_settings(config: Config) -> list[str]:
     """A line for every reason why settings that are not at their defaults have no use, such as
     "pipeline.schedule=interleaved and pipeline.repeats=2 have no use with mesh.stage=1". config:

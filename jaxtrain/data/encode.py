@@ -51,8 +51,10 @@ def encode(pieces: Iterable[Piece], tokenizer: Tokenizer, dtype: np.dtype) -> It
     threads = concurrent.futures.ThreadPoolExecutor(cores(), thread_name_prefix="jaxtrain-encode")
     waiting: collections.deque[concurrent.futures.Future[Encoded]] = collections.deque()
     try:
+        begins = True  # a document
         for task in _tasks(pieces):
-            waiting.append(threads.submit(_encode, task, tokenizer, dtype))
+            waiting.append(threads.submit(_encode, task, begins, tokenizer, dtype))
+            begins = task[-1].ends
             if len(waiting) > 2 * cores():
                 yield waiting.popleft().result()
         while waiting:
@@ -74,7 +76,8 @@ def _tasks(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield task
 
 
-def _encode(task: list[Piece], tokenizer: Tokenizer, dtype: np.dtype) -> Encoded:
+def _encode(task: list[Piece], begins: bool, tokenizer: Tokenizer, dtype: np.dtype) -> Encoded:
+    """The ids of pieces, the first of which begins a document if `begins`."""
     parts = tokenizer.encode_batch([piece.text for piece in task])
     flat = np.concatenate(parts)
     if len(flat) and flat.max() >= tokenizer.vocab_size:
@@ -83,11 +86,15 @@ def _encode(task: list[Piece], tokenizer: Tokenizer, dtype: np.dtype) -> Encoded
             "a whole data.tokenizer"
         )
     ends = np.array([piece.ends for piece in task])
-    lengths = np.array([len(part) for part in parts]) + ends
+    begin, starts = tokenizer.begin_of_document, np.append(begins, ends[:-1])
+    lengths = np.array([len(part) for part in parts]) + ends + starts * len(begin)
     stops = np.cumsum(lengths)[ends]
     ids = np.full(lengths.sum(), tokenizer.end_of_document, dtype)
     text = np.ones(len(ids), bool)
     text[stops - 1] = False
+    for offset, mark in enumerate(begin):
+        places = (np.cumsum(lengths) - lengths)[starts] + offset
+        ids[places], text[places] = mark, False
     ids[text] = flat
     mask = np.repeat(np.array([piece.counts for piece in task], np.uint8), lengths)
     size = sum(

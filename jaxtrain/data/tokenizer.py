@@ -16,18 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 import tokenizers
 
+from jaxtrain.data.marks import END_OF_DOCUMENT, Marks, MarksError, plain_marks, read_marks
 from jaxtrain.run.exit_status import ExitStatus, RunError
-
-# The names of the end of a document in published tokenizers, in the order of precedence.
-END_OF_DOCUMENT = (
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "<|eos|>",
-    "[EOS]",
-    "<｜end▁of▁sentence｜>",
-)
 
 
 class DataError(RunError, ValueError):
@@ -39,13 +29,20 @@ class DataError(RunError, ValueError):
 
 class Tokenizer(Protocol):
     """Text to ids and back. `vocab_size` is the largest id plus one; `end_of_document` is the id
-    that ends each document (None: there is no such id)."""
+    that ends each document (None: there is no such id), `begin_of_document` has the ids that begin
+    it; `stops` are the ids at which generated text ends."""
 
     @property
     def vocab_size(self) -> int: ...
 
     @property
     def end_of_document(self) -> int | None: ...
+
+    @property
+    def begin_of_document(self) -> tuple[int, ...]: ...
+
+    @property
+    def stops(self) -> tuple[int, ...]: ...
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of a text, [n] of an unsigned integer type, without beginning or end marks.
@@ -72,6 +69,8 @@ class ByteTokenizer:
 
     vocab_size: int = 257
     end_of_document: int = 256
+    begin_of_document: tuple[int, ...] = ()
+    stops: tuple[int, ...] = (256,)
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8)
@@ -93,6 +92,8 @@ class NoTokenizer:
 
     vocab_size: int
     end_of_document: None = None
+    begin_of_document: tuple[int, ...] = ()
+    stops: tuple[int, ...] = ()
 
     def encode(self, text: str) -> np.ndarray:
         words = text.split()
@@ -118,13 +119,15 @@ class NoTokenizer:
 
 class FileTokenizer:
     """A Hugging Face tokenizers JSON file. Its own truncation, padding and added marks are switched
-    off.
+    off; documents and prompts get their marks by marks.py.
 
-    Raises DataError if the file is missing, is no tokenizers file or names no token of
-    END_OF_DOCUMENT.
+    marks: None: as the files beside it say
+
+    Raises DataError if the file is missing, is no tokenizers file or contradicts the files beside
+    it, or if nothing says what ends a document.
     """
 
-    def __init__(self, path: str | pathlib.Path):
+    def __init__(self, path: str | pathlib.Path, marks: Marks | None = None):
         self.path = pathlib.Path(path).expanduser().resolve()
         try:
             # a pipe would be waited for, a device has no end
@@ -146,14 +149,19 @@ class FileTokenizer:
         # documents of a corpus silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        ids = {token: self._tokenizer.token_to_id(token) for token in END_OF_DOCUMENT}
-        separators = [i for i in ids.values() if i is not None]
-        if not separators:
+        self._plain = plain_marks(self._tokenizer)
+        try:
+            marks = marks or read_marks(self.path.parent, self._tokenizer)
+        except MarksError as error:
+            raise DataError(f"data.tokenizer={path}: {error}") from None
+        if marks is None:
             raise DataError(
-                f"data.tokenizer={path} has no end-of-document token: it needs one of "
-                f"{' '.join(END_OF_DOCUMENT)}"
+                f"data.tokenizer={path} has no end-of-document token: it needs an eos_token in "
+                f"tokenizer_config.json, or one of {' '.join(END_OF_DOCUMENT)}"
             )
-        self.end_of_document: int = separators[0]
+        self._marks = marks
+        self.end_of_document: int = marks.ends
+        self.begin_of_document, self.stops = marks.begins, marks.stops
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     @functools.cached_property
@@ -180,18 +188,17 @@ class FileTokenizer:
         )
 
     def describe(self) -> dict[str, Any]:
-        return {"kind": "tokenizers", "path": str(self.path), "sha256": self.sha256}
+        file = {"kind": "tokenizers", "path": str(self.path), "sha256": self.sha256}
+        if self._marks == self._plain:
+            return file
+        marks = {"begins": [*self.begin_of_document], "ends": self.end_of_document}
+        return file | {"marks": marks | {"stops": [*self.stops]}}
 
 
 def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     """The tokenizer of `data.tokenizer` for a model of `vocab_size` ids. Raises DataError if the
     model has too few."""
-    if name == "bytes":
-        tokenizer: Tokenizer = ByteTokenizer()
-    elif name == "none":
-        tokenizer = NoTokenizer(vocab_size)
-    else:
-        tokenizer = FileTokenizer(name)
+    tokenizer = open_tokenizer(name, vocab_size)
     if tokenizer.vocab_size > vocab_size:
         least = tokenizer.vocab_size
         raise DataError(
@@ -199,6 +206,16 @@ def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
             f"data.tokenizer={name}: use --config.model.vocab_size={least}"
         )
     return tokenizer
+
+
+def open_tokenizer(name: str, vocab_size: int) -> Tokenizer:
+    """The tokenizer of `data.tokenizer`, whatever the size of the model's vocabulary is.
+
+    vocab_size: the model's, for token files without a tokenizer
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    return NoTokenizer(vocab_size) if name == "none" else FileTokenizer(name)
 
 
 def tokenizer_from(
@@ -223,7 +240,7 @@ def tokenizer_from(
             path.is_file()
             and hashlib.sha256(path.read_bytes()).hexdigest() == description["sha256"]
         ):
-            return FileTokenizer(path)
+            return FileTokenizer(path, _described_marks(description, path))
     state, old = "has changed" if paths[0].is_file() else "is gone", description["sha256"][:16]
     raise DataError(
         f"data.tokenizer={paths[0]} {state} since this run was made: put the old file back "
@@ -231,19 +248,28 @@ def tokenizer_from(
     )
 
 
+def _described_marks(description: dict[str, Any], path: pathlib.Path) -> Marks | None:
+    """The marks of a description; those of the file alone where it has none."""
+    if "marks" not in description:
+        return plain_marks(tokenizers.Tokenizer.from_file(str(path)))
+    marks = description["marks"]
+    return Marks(tuple(marks["begins"]), marks["ends"], tuple(marks["stops"]))
+
+
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, vocab_size: int) -> list[int]:
-    """The ids of a prompt; an empty prompt is an end of document.
+    """The ids of a prompt, with those that begin a document; an empty prompt of a tokenizer without
+    such ids is an end of document.
 
     Raises DataError for text that is not UTF-8 and for ids beyond `vocab_size`.
     """
     try:
         # an ASCII locale passes other bytes on as surrogates
         text = prompt.encode("utf-8", "surrogateescape").decode()
-        ids = [int(i) for i in tokenizer.encode(text)]
+        ids = [*tokenizer.begin_of_document, *(int(i) for i in tokenizer.encode(text))]
     except UnicodeError:
         raise DataError("the prompt holds bytes that are not UTF-8: use UTF-8 text") from None
     if not ids:

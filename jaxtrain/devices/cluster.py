@@ -20,7 +20,7 @@ import threading
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -36,6 +36,7 @@ from jaxtrain.run import streams, watchdog
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.peers import Address, Peers, PeersError
 
+T = TypeVar("T")
 _TOLD = "jaxtrain/told"
 BARRIER_MS = 24 * 3600 * 1000  # longer than any compilation
 # Seconds until jax itself notices that a process is gone, if the run's connections (run/peers.py)
@@ -267,6 +268,25 @@ def from_main(decide: Callable[[], Any], refusal: type[Exception]) -> Any:
         barrier(f"{question} is known")  # process 0 may end now, and the others ask it
         raise refusal(values["refusal"])
     return values["value"]
+
+
+def in_all(do: Callable[[], T], refusal: type[Exception]) -> T:
+    """The result of `do()`. A `refusal` that it raises in some processes is raised in all of them,
+    with the text of the first.
+
+    Every process must call this, at the same point of the program.
+    """
+    result, text = None, ""
+    try:
+        result = do()
+    except refusal as error:
+        if jax.process_count() == 1:
+            raise
+        text = str(error)
+    if text := next(filter(None, gather(text)), ""):
+        barrier(f"refusal {next(_questions)} is known")  # process 0 may end now
+        raise refusal(text)
+    return result  # type: ignore[return-value]
 
 
 def told_by_main(question: str, decide: Callable[[], Any]) -> Any:

@@ -82,14 +82,14 @@ class DecodeState:
 class SamplingArrays:
     """`Sampling` as arguments of the compiled program, with two more.
 
-    stop: the id that ends a sample, −1 for none; vocabulary: number of ids that can be chosen.
+    stops: the ids that end a sample; vocabulary: number of ids that can be chosen.
     """
 
     seed: np.uint32
     temperature: np.float32
     top_k: np.int32
     top_p: np.float32
-    stop: np.int32
+    stops: np.ndarray
     vocabulary: np.int32
 
 
@@ -181,7 +181,7 @@ class Sampler:
         tokens: int,
         sampling: Sampling = Sampling(),
         samples: int = 1,
-        stop: int | None = None,
+        stops: Sequence[int] = (),
         vocabulary: int | None = None,
     ) -> Iterator[np.ndarray]:
         """Reads the prompt, compiles the programs, and returns an iterator that makes tokens as it
@@ -191,11 +191,11 @@ class Sampler:
           prompt: at least one id of the model's vocabulary.
           tokens: number of tokens to make for each sample, at least 1.
           samples: continuations of the one prompt; sample i does not depend on their number.
-          stop: the id that ends a sample.
+          stops: the ids that end a sample.
           vocabulary: number of ids that can be chosen, without those that pad the vocabulary.
 
         Yields:
-          int32 [samples, n], n up to BURST: the next ids, −1 from `stop` on. It ends early when all
+          int32 [samples, n], n up to BURST: the next ids, −1 from a stop on. It ends early when all
           samples have.
 
         Raises:
@@ -216,7 +216,7 @@ class Sampler:
             np.float32(sampling.temperature),
             np.int32(sampling.top_k),
             np.float32(sampling.top_p),
-            stop=np.int32(-1 if stop is None else stop),
+            stops=np.array(stops, np.int32),
             vocabulary=np.int32(cfg.vocab_size if vocabulary is None else vocabulary),
         )
         decode = functools.partial(
@@ -326,7 +326,7 @@ class Sampler:
             chosen_B = choose(
                 logits_BV, keys_B, rule.temperature, rule.top_k, rule.top_p, greedy, filtered
             )
-            done = state.done | (chosen_B == rule.stop)
+            done = state.done | jnp.isin(chosen_B, rule.stops)
             burst = lax.dynamic_update_slice(
                 burst, jnp.where(done, -1, chosen_B)[:, None], (0, count)
             )

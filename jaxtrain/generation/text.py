@@ -74,6 +74,6 @@ def sample_text(
     stream = TextStream(tokenizer, ids)
     sampling = Sampling(temperature, top_k, top_p, seed)
     bursts = Sampler(parts, params, dtype).start(
-        ids, tokens, sampling, stop=tokenizer.end_of_document, vocabulary=tokenizer.vocab_size
+        ids, tokens, sampling, stops=tokenizer.stops, vocabulary=tokenizer.vocab_size
     )
     return "".join([*(stream.push(burst[0]) for burst in bursts), stream.finish()])

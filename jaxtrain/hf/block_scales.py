@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxtrain.hf.fields import Fields
 
-FIELD = "quantization_config"
+QUANTIZATION = "quantization_config"
 SUFFIX = "_scale_inv"  # behind the name of a weight
 # Types of tensors are those of the files, whatever these say.
 WITHOUT_EFFECT = ("modules_to_not_convert", "dequantize")
@@ -25,12 +25,12 @@ Block = tuple[int, int]
 def read_block(fields: Fields) -> Block | None:
     """The rows and columns of a block of a quantised model; None for another model. Raises HfError,
     which names the field, for a quantisation that is not built."""
-    settings = fields.value(FIELD, None)
+    settings = fields.value(QUANTIZATION, None)
     if settings is None:
         return None
     if not isinstance(settings, dict):
-        raise fields.refuse(FIELD, "is no object")
-    inner = Fields(settings, f"{fields.place}: {FIELD}")
+        raise fields.refuse(QUANTIZATION, "is no object")
+    inner = Fields(settings, fields.place, prefix=f"{QUANTIZATION}.")
     inner.require("quant_method", ["fp8"], default=None)
     inner.require("fmt", ["e4m3", None])
     inner.require("activation_scheme", ["dynamic", None])
@@ -40,10 +40,8 @@ def read_block(fields: Fields) -> Block | None:
         isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
     ):
         raise inner.refuse("weight_block_size", "is no size of blocks, such as [128, 128]")
-    known = ("quant_method", "fmt", "activation_scheme", "scale_fmt", "weight_block_size")
-    for name in settings:
-        if name not in (*known, *WITHOUT_EFFECT):
-            raise inner.refuse(name, "is no field that jaxtrain knows")
+    inner.pass_over(*WITHOUT_EFFECT)
+    inner.finish("fp8")
     return block[0], block[1]
 
 

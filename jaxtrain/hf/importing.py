@@ -13,6 +13,8 @@ import dataclasses
 import functools
 import itertools
 import math
+import pathlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,22 +25,18 @@ from jaxtrain.checkpoint.layout import StoredArray, cut_piece, piece_shape, stor
 from jaxtrain.checkpoint.restoring import expected_arrays
 from jaxtrain.checkpoint.storage import HostArray, Parts, nested, on_devices
 from jaxtrain.config import Config
-from jaxtrain.hf.block_scales import (
-    SUFFIX,
-    Block,
-    dequantized,
-    scales_region,
-    scales_shape,
-)
-from jaxtrain.hf.families.family import Family
+from jaxtrain.devices import cluster
+from jaxtrain.hf import files
+from jaxtrain.hf.block_scales import SUFFIX, dequantized, scales_region, scales_shape
+from jaxtrain.hf.families.family import prediction_modules
 from jaxtrain.hf.fields import HfError
 from jaxtrain.hf.rules import PublishedTensor, Rule
-from jaxtrain.hf.run_config import Published
+from jaxtrain.hf.run_config import Published, read_published
 from jaxtrain.hf.safetensors_folder import DTYPES, FP8, Region, SafetensorsFolder
+from jaxtrain.run import streams
 from jaxtrain.training.state import TrainState, stored_shapes
 from jaxtrain.training.step import Step
 
-EMBEDDING, HEAD = "embed/table", "lm_head.weight"  # stored array, published tensor
 PARAMETERS = "params/"  # before the names of their arrays
 ANCHOR = "anchor/"  # of independent replicas' last exchange (training/diloco.py)
 READ_BYTES = 8 * 2**20  # of a tensor's rows that are read at a time, or one row
@@ -54,26 +52,30 @@ class Source:
     """The tensors of a published model, by the family's names; their headers were checked.
 
     rules, tensors: of the model
+    copies: name of a further tensor of the folder → the one whose numbers it must have
     arrays: of the state that a checkpoint of the run stores
     prefix: what the folder's names lack
-    block: the rows and columns of a block of quantised weights; None if there are none
     """
 
+    published: Published
     folder: SafetensorsFolder
     rules: Sequence[Rule]
     tensors: Sequence[PublishedTensor]
+    copies: Mapping[str, PublishedTensor]
     arrays: Sequence[StoredArray]
     prefix: str = ""
-    block: Block | None = None
 
     def name(self, tensor: str) -> str:
         """The folder's name of a tensor."""
         return tensor.removeprefix(self.prefix)
 
-    def dtypes(self) -> dict[str, str]:
-        """Tensor → the type of its numbers in an export; quantised ones are bfloat16 then."""
-        types = {tensor.name: self.folder.dtype(self.name(tensor.name)) for tensor in self.tensors}
-        return {name: "BF16" if dtype == FP8 else dtype for name, dtype in types.items()}
+    def keep(self, run: pathlib.Path) -> None:
+        """Copies the model's small files into a run's folder. Raises OSError."""
+        names = [*(tensor.name for tensor in self.tensors), *self.copies]
+        types = {name: self.folder.dtype(self.name(name)) for name in names}
+        # the type of an export, for which quantised numbers are bfloat16
+        types = {name: "BF16" if dtype == FP8 else dtype for name, dtype in types.items()}
+        files.keep(self.published.folder, self.published.values, types, run)
 
     def blocks(self, tensor: str, region: Region) -> Iterator[tuple[Region, np.ndarray]]:
         """The numbers of a region of a tensor by runs of its rows, each of about READ_BYTES.
@@ -93,9 +95,10 @@ class Source:
     def _numbers(self, name: str, region: Region) -> np.ndarray:
         numbers = self.folder.read(name, region)
         if self.folder.dtype(name) == FP8:
-            assert self.block  # or the tensor would have been refused
-            scales = self.folder.read(name + SUFFIX, scales_region(region, self.block))
-            numbers = dequantized(numbers, scales, region, self.block)
+            block = self.published.block
+            assert block  # or the tensor would have been refused
+            scales = self.folder.read(name + SUFFIX, scales_region(region, block))
+            numbers = dequantized(numbers, scales, region, block)
         if not np.isfinite(numbers).all():
             raise HfError(f"{self.folder.place(name)} has numbers that are not finite")
         return numbers
@@ -117,20 +120,37 @@ def open_source(published: Published, config: Config) -> Source:
         for array in arrays
         if array.name.startswith(PARAMETERS)
     }
-    family, block = published.family, published.block
+    family = published.family
     rules, tensors = family.layout(config.model, published.values, shapes)
     folder = SafetensorsFolder(published.folder)
     lacks_prefix = not any(name.startswith(family.prefix) for name in folder)
-    prefix = family.prefix if lacks_prefix else ""
-    source = Source(folder, rules, tensors, arrays, prefix, block)
-    _check_names(source, family, config.model.tied_embeddings)
+    prefix, left_out = family.prefix if lacks_prefix else "", []
+    if not config.model.mtp_depth:
+        left_out = [module.removeprefix(prefix) for module in prediction_modules(published.model)]
+        published = published.without_predictions()
+    copies = {
+        name: tensor
+        for name, tensor in family.copies(config.model, tensors).items()
+        if name.removeprefix(prefix) in folder
+    }
+    source = Source(published, folder, rules, tensors, copies, arrays, prefix)
+    _check_names(source, tuple(f"{module}." for module in left_out))
     return source
 
 
-def _check_names(source: Source, family: Family, tied: bool) -> None:
-    """Raises HfError for a tensor that is missing, wrong by its header, or too many. tied: the
-    model's output matrix is its embedding"""
-    folder, block, known = source.folder, source.block, set()
+def open_together(config: Config) -> Source:
+    """The tensors of `train.init_from`, for a resolved config; every process must call this, and
+    opens them. Raises HfError as `open_source` in all of them."""
+    return cluster.in_all(
+        lambda: open_source(read_published(pathlib.Path(config.train.init_from)), config), HfError
+    )
+
+
+def _check_names(source: Source, left_out: tuple[str, ...]) -> None:
+    """Raises HfError for a tensor that is missing, wrong by its header, or too many. left_out: the
+    beginnings of names of tensors that the run does not want"""
+    folder, known = source.folder, set()
+    family, block = source.published.family, source.published.block
     for tensor in source.tensors:
         name = source.name(tensor.name)
         known.add(name)
@@ -140,12 +160,12 @@ def _check_names(source: Source, family: Family, tied: bool) -> None:
                 raise HfError(f"{folder.place(name)} is no matrix, and only these have blocks")
             known.add(name + SUFFIX)
             _check_header(folder, name + SUFFIX, scales_shape(tensor.shape, block), ("F32",))
+    for copy, original in source.copies.items():
+        name, table = source.name(copy), source.name(original.name)
+        known.add(name)
+        _check_header(folder, name, folder.shape(table), (folder.dtype(table),))
     for name in folder:
-        if name in known or name.endswith(family.dropped):
-            continue
-        if tied and name == HEAD:
-            table = _table(source)
-            _check_header(folder, HEAD, folder.shape(table), (folder.dtype(table),))
+        if name in known or name.endswith(family.dropped) or name.startswith(left_out):
             continue
         raise HfError(f"{folder.place(name)} is no tensor of a {family.model_type} of config.json")
 
@@ -164,31 +184,25 @@ def _check_header(
         raise HfError(f"{folder.place(name)} {rule}")
 
 
-def check_tied(source: Source) -> None:
-    """Raises HfError if the folder has an output matrix that differs from the embedding, to which
-    it is tied. Both are read."""
-    folder, table = source.folder, _table(source)
-    if HEAD not in folder or any(tensor.name == HEAD for tensor in source.tensors):
-        return
-    region = [range(size) for size in folder.shape(table)]
-    for (_, a), (_, b) in zip(source.blocks(table, region), source.blocks(HEAD, region)):
-        if not np.array_equal(a, b):
-            raise HfError(f"{folder.place(HEAD)} differs from {table}, to which it is tied")
-
-
-def _table(source: Source) -> str:
-    """The folder's name of the embedding."""
-    return next(source.name(t.name) for t in source.tensors if t.rules[0].array == EMBEDDING)
+def check_copies(source: Source) -> None:
+    """Raises HfError if a tensor that is published twice, such as the output matrix of tied
+    embeddings, has other numbers the second time. Both are read."""
+    for copy, original in source.copies.items():
+        region = [range(size) for size in original.shape]
+        both = zip(source.blocks(copy, region), source.blocks(original.name, region), strict=True)
+        if not all(np.array_equal(a, b) for (_, a), (_, b) in both):
+            place, table = source.folder.place(source.name(copy)), source.name(original.name)
+            raise HfError(f"{place} differs from {table}, which the model uses in its place")
 
 
 def check_numbers(source: Source, progress: Progress = silent) -> None:
     """Reads every number. Raises HfError, which names file and tensor, for those that are not
-    finite, and as `check_tied`."""
+    finite, and as `check_copies`."""
     for number, tensor in enumerate(source.tensors, 1):
         for _ in source.blocks(tensor.name, [range(size) for size in tensor.shape]):
             pass
         progress(number, len(source.tensors))
-    check_tied(source)
+    check_copies(source)
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -256,6 +270,21 @@ def state_on_devices(source: Source, step: Step, progress: Progress = silent) ->
             leaves[leaf.index] = on_devices(array, leaf, fill)
         progress(number, len(arrays))
     return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[i] for i in sorted(leaves)])
+
+
+def read_together(source: Source, step: Step) -> TrainState:
+    """The state before its first step, as `state_on_devices`; every process must call this, and a
+    terminal of process 0 shows the progress. Raises HfError in all of them."""
+    main = cluster.is_main()
+
+    def read() -> TrainState:
+        with streams.counting("arrays read", sys.stderr, shown=main) as progress:
+            state = state_on_devices(source, step, progress)
+        if main:
+            check_copies(source)
+        return state
+
+    return cluster.in_all(read, HfError)
 
 
 def _fill(numbers: PublishedArray | None, lead: int, parts: Parts) -> None:

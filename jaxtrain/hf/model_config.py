@@ -5,12 +5,13 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxtrain.config import Config, ModelConfig
+from jaxtrain import config as cfg
+from jaxtrain.config import Config, ModelConfig, checks, unused
 from jaxtrain.config.errors import shown
 from jaxtrain.hf.block_scales import read_block
 from jaxtrain.hf.families import FAMILIES
 from jaxtrain.hf.families.family import Family
-from jaxtrain.hf.fields import Fields, HfError
+from jaxtrain.hf.fields import WITHOUT_EFFECT, Fields, HfError
 
 # Settings of the model that do not change what it computes: they are free in an import, and an
 # export leaves them out.
@@ -25,7 +26,7 @@ def family_of(values: Mapping[str, Any], place: str) -> Family:
     another head than the next token's."""
     fields = Fields(values, place)
     kind = values.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise fields.refuse("model_type", f"is not supported: only {', '.join(FAMILIES)} are")
     family = FAMILIES[kind]
     architectures = values.get("architectures")
@@ -39,10 +40,21 @@ def read_model(values: Mapping[str, Any], place: str) -> tuple[Family, ModelConf
     """The family, the model and notes for people, of a config.json. Raises HfError, which names the
     field, for whatever the model cannot be."""
     family = family_of(values, place)
-    fields = Fields(values, place)
+    fields = Fields(values, place, family.aliases)
     model = ModelConfig(**family.read(fields))
-    read_block(fields)
-    fields.finish()
+    if read_block(fields):
+        fields.notes.append(
+            "quantization_config is left out: float8 matrices are multiplied by their scales, and "
+            "training goes on without quantization"
+        )
+    fields.finish(family.model_type, WITHOUT_EFFECT)
+    tokens = {"data.sequence_length": model.max_positions} if model.max_positions else {}
+    if violation := checks.model_violation(cfg.replace(Config(model=model), tokens)):
+        name = violation.field.removeprefix("model.")
+        raise fields.refuse(
+            family.source(name),
+            f"gives {violation.field}={getattr(model, name)}, which {violation.rule}",
+        )
     return family, model, fields.notes
 
 
@@ -78,24 +90,9 @@ def write_model(model: ModelConfig, family: Family | None, length: int) -> dict[
 
 def differing(a: ModelConfig, b: ModelConfig) -> Iterator[str]:
     """The settings in which two models compute different functions."""
-    first, second = (Config(model=model).resolve().model for model in (a, b))
-    names, free = [field.name for field in dataclasses.fields(ModelConfig)], set(FREE)
-    if first.positions == second.positions == "rotary":
-        free.add("max_positions")
-    if first.experts and second.experts and not (first.dense_layers or second.dense_layers):
-        free.add("mlp_width")
-    if not (first.experts or second.experts):
-        free |= {
-            name for name in names if name.startswith(("router", "expert_", "experts_", "shared_"))
-        }
-    if first.attention == second.attention == "mla":
-        free.add("kv_heads")
-    elif first.attention == second.attention:
-        free |= {"value_head_dim", "latent_norm_epsilon"}
-    if first.positions == second.positions == "learned":
-        free.add("rotary_base")
-    if max(first.router_groups, second.router_groups) == 1:
-        free |= {"router_group_limit", "router_group_best"}
-    for name in names:
-        if name not in free and getattr(first, name) != getattr(second, name):
+    configs = [Config(model=model).resolve() for model in (a, b)]
+    unused_in_both = set.intersection(*map(unused.without_use, configs))
+    for name in (field.name for field in dataclasses.fields(ModelConfig)):
+        first, second = (getattr(config.model, name) for config in configs)
+        if first != second and name not in FREE and f"model.{name}" not in unused_in_both:
             yield name

@@ -87,10 +87,38 @@ class Rule:
             oriented = oriented[..., _as_slice(columns[inside])]
         target[(..., *places)] = oriented
 
-    def publish(self, numbers: np.ndarray, tensor: np.ndarray) -> None:
-        """Writes the array's numbers into their places of the published tensor."""
+    def window(self, rows: range, shape: Sequence[int]) -> tuple[range, ...]:
+        """The least window of the rule's layer and expert, in the stored array, that holds its part
+        of some rows of the published tensor.
+
+        rows: along the tensor's first dimension; shape: of the stored array
+        """
+        window = [range(size) for size in shape[len(self.index) :]]
+        if self.columns:
+            window[-1] = range(*self.columns)
+        if window and (self.transpose or len(window) == 1):
+            inside = np.flatnonzero(np.isin(self._places(window[-1]), rows))
+            window[-1] = window[-1][inside[0] : inside[-1] + 1] if inside.size else range(0)
+        elif window:
+            window[0] = rows
+        return tuple(window)
+
+    def publish(
+        self, numbers: np.ndarray, window: Sequence[range], tensor: np.ndarray, rows: range
+    ) -> None:
+        """Writes the numbers of a window into their places of the published tensor.
+
+        window: as `window` has it, or a part of it; tensor: its rows `rows`
+        """
         oriented = tensor.T if self.transpose else tensor
-        oriented[... if self.taken is None else (..., self.taken)] = numbers
+        places = [np.asarray(span) for span in window]
+        if places:
+            places[-1] = self._places(window[-1])
+            dim = -1 if self.transpose else 0
+            inside = np.isin(places[dim], rows)
+            numbers = np.compress(inside, numbers, axis=dim)
+            places[dim] = places[dim][inside] - rows.start
+        oriented[tuple(map(_as_slice, places))] = numbers
 
     def _places(self, columns: range) -> np.ndarray:
         """The columns of the tensor, once transposed, that some columns of the array are."""

@@ -2,78 +2,178 @@
 
     a setting of the model      config.json's; where flags or the recipe say something else, it is
                                 refused by name
-    data.tokenizer              the folder's tokenizer.json, unless flags or the recipe name one
+    data.tokenizer              the folder's tokenizer.json, or none for a vocabulary without one
+                                that has no room for bytes, unless flags or the recipe name one
     data.sequence_length        at most what a learned position table has, unless they name one
     all others                  those of flags and recipe
 
 A recipe says what differs from the defaults of config/settings.py; a default is nobody's choice.
 """
 
+import contextlib
 import dataclasses
+import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, ModelConfig
 from jaxtrain.config.checks import field_violation
+from jaxtrain.config.errors import shown
 from jaxtrain.config.flags import apply
+from jaxtrain.config.rules import BYTE_VOCABULARY
 from jaxtrain.hf.block_scales import Block, read_block
-from jaxtrain.hf.families.family import Family
-from jaxtrain.hf.fields import Fields, read_json
-from jaxtrain.hf.files import CONFIG, TOKENIZER
+from jaxtrain.hf.families.family import Family, prediction_modules
+from jaxtrain.hf.fields import Fields, HfError, read_json
+from jaxtrain.hf.files import CONFIG, SLOW_TOKENIZERS, TOKENIZER, tokenizer_of
 from jaxtrain.hf.model_config import FREE, differing, read_model
+from jaxtrain.hf.safetensors_folder import SafetensorsFolder
+from jaxtrain.run.files import CONFIG_FILE
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Published:
-    """A published model by its config.json.
+class Origin:
+    """The settings that a run takes from the model that it starts from.
 
-    values: of config.json; model: not resolved; notes: lines for people
-    block: the rows and columns of a block of quantised weights; None if there are none
+    folder: of the published model; place: the file that has the settings
+    model: not resolved; tokenizer: a path, "" if there is none; notes: lines for people
     """
 
     folder: pathlib.Path
-    values: dict[str, Any]
-    family: Family
+    place: pathlib.Path
     model: ModelConfig
+    tokenizer: str
     notes: tuple[str, ...]
+
+    def notes_for(self, model: ModelConfig) -> tuple[str, ...]:
+        """The notes for a run with this model, which may leave out prediction modules."""
+        if model.mtp_depth or not self.model.mtp_depth:
+            return self.notes
+        said = f"{self.place} says {self.model.mtp_depth}"
+        return (*self.notes, f"model.mtp_depth=0 leaves out prediction modules: {said}")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Published(Origin):
+    """A published model by its config.json.
+
+    values: of config.json
+    block: the rows and columns of a block of quantised weights; None if there are none
+    """
+
+    values: Mapping[str, Any]
+    family: Family
     block: Block | None
+
+    @property
+    def prediction_fields(self) -> list[str]:
+        """The fields of config.json that say how many prediction modules there are."""
+        field, aliases = self.family.source("mtp_depth"), self.family.aliases
+        return [name for name in self.values if aliases.get(name, name) == field]
+
+    def without_predictions(self) -> "Published":
+        """The same model without modules of multi-token prediction."""
+        if not self.model.mtp_depth:
+            return self
+        names = self.prediction_fields or [self.family.source("mtp_depth")]
+        values = {**self.values, **dict.fromkeys(names, 0)}
+        return dataclasses.replace(
+            self, values=values, model=dataclasses.replace(self.model, mtp_depth=0)
+        )
 
 
 def read_published(folder: pathlib.Path) -> Published:
     """The published model of a folder. Raises HfError for what cannot be honoured."""
-    values, place = read_json(folder / CONFIG), str(folder / CONFIG)
-    family, model, notes = read_model(values, place)
-    return Published(folder, values, family, model, tuple(notes), read_block(Fields(values, place)))
+    folder = folder.expanduser().absolute()
+    place, tokenizer = folder / CONFIG, folder / TOKENIZER
+    values = read_json(place)
+    family, model, notes = read_model(values, str(place))
+    published = Published(
+        folder,
+        place,
+        model,
+        str(tokenizer.resolve()) if tokenizer.is_file() else "",
+        tuple(notes),
+        values,
+        family,
+        read_block(Fields(values, str(place))),
+    )
+    if not model.mtp_depth or _has_predictions(published):
+        return published
+    for field in published.prediction_fields:  # transformers saves no modules
+        notes.append(f"{field}={model.mtp_depth} is read as 0: the files have none of its tensors")
+    return dataclasses.replace(published.without_predictions(), notes=tuple(notes))
+
+
+def _has_predictions(published: Published) -> bool:
+    """True if the files have a tensor of a prediction module. Raises HfError for files that cannot
+    be read."""
+    prefix, modules = published.family.prefix, prediction_modules(published.model)
+    beginnings = [f"{module}." for module in modules]
+    beginnings += [beginning.removeprefix(prefix) for beginning in beginnings]
+    return any(name.startswith(tuple(beginnings)) for name in SafetensorsFolder(published.folder))
+
+
+def read_origin(folder: str, workdir: str) -> Origin:
+    """The settings of `train.init_from`. Those of the run in `workdir` count if it began with this
+    folder, and the folder is gone. Raises HfError for what cannot be honoured."""
+    path, stored = pathlib.Path(folder).expanduser().absolute(), pathlib.Path(workdir) / CONFIG_FILE
+    if not (path / CONFIG).exists():
+        with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
+            run = cfg.from_dict(json.loads(stored.read_bytes()))
+            if run.train.init_from == str(path):
+                tokenizer = tokenizer_of(run.data.tokenizer, stored.parent)
+                return Origin(path, stored, run.model, tokenizer, ())
+        rule = f"train.init_from={shown(folder)} has no {CONFIG}"
+        raise HfError(f"{rule}: name the folder of a published model")
+    return read_published(path)
 
 
 def started_from(
-    published: Published, recipe: Config, overrides: Sequence[tuple[str, str]]
+    origin: Origin, recipe: Config, overrides: Sequence[tuple[str, str]]
 ) -> tuple[Config, Config]:
     """(the config of a run that starts from a published model, the same before its flags).
 
     overrides: (setting, text) of flags
 
-    Raises ConfigError, which names the setting, if recipe or flags contradict config.json.
+    Raises ConfigError, which names the setting, if recipe or flags contradict the model's; HfError
+    for a tokenizer that is not read.
     """
-    model, folder = published.model, published.folder
+    model = origin.model
     unsaid = {path for path in cfg.fields() if cfg.get(recipe, path) == cfg.get(Config(), path)}
-    changes = {
-        f"model.{name}": value for name, value in vars(model).items() if f"model.{name}" in unsaid
-    }
-    if "data.tokenizer" in unsaid and (folder / TOKENIZER).is_file():
-        changes["data.tokenizer"] = str((folder / TOKENIZER).resolve())
+    taken = {f"model.{name}": value for name, value in vars(model).items()}
+    if origin.tokenizer:
+        taken["data.tokenizer"] = origin.tokenizer
+    elif "data.tokenizer" in unsaid and all(path != "data.tokenizer" for path, _ in overrides):
+        _check_no_slow_tokenizer(origin.folder)
+        if model.vocab_size < BYTE_VOCABULARY:
+            taken["data.tokenizer"] = "none"
     longest = model.max_positions if model.positions == "learned" else 0
-    if "data.sequence_length" in unsaid and 0 < longest < recipe.data.sequence_length:
-        changes["data.sequence_length"] = longest
-    before = cfg.replace(recipe, changes)
+    if 0 < longest < recipe.data.sequence_length:
+        taken["data.sequence_length"] = longest
+    before = cfg.replace(recipe, {path: taken[path] for path in taken if path in unsaid})
     config = apply(before, overrides)
+    if config.model.mtp_depth == 0:  # the modules may be left out
+        model = dataclasses.replace(model, mtp_depth=0)
     if setting := _contradiction(config.model, model):
         name, value = f"model.{setting}", getattr(Config(model=model).resolve().model, setting)
-        rule = f"contradicts {folder / CONFIG}, which says {value}"
+        rule = f"contradicts {origin.place}, which says {value}"
         raise ConfigError(name, getattr(config.model, setting), rule, fixes=[{name: value}])
+    if config.train.init_from:
+        config = cfg.replace(config, {"train.init_from": str(origin.folder)})
     return config, before
+
+
+def _check_no_slow_tokenizer(folder: pathlib.Path) -> None:
+    """Raises HfError for a folder whose tokenizer only transformers can read."""
+    slow = [name for name in SLOW_TOKENIZERS if (folder / name).is_file()]
+    if slow:
+        raise HfError(
+            f"{folder / slow[0]} is not read without a {TOKENIZER}, which transformers writes "
+            "(AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)): or use "
+            "--config.data.tokenizer=FILE"
+        )
 
 
 def _contradiction(model: ModelConfig, published: ModelConfig) -> str:

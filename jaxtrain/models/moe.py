@@ -14,9 +14,12 @@ from jaxtrain.models.layers import GATHERED, flat, matmul, matrix
 from jaxtrain.models.spec import Parameter, Spec, parameter
 from jaxtrain.parallel import context, experts, fp8
 
-# Added to a divisor that is a sum of scores, all of which may underflow; its square is not 0 in
-# float32.
-TINY = 1e-18
+# Added to a sum of scores, all of which may be next to 0, before it divides them (DeepSeek-V3's
+# code).
+TINY = 1e-20
+# A power of two by which both sides of that division are multiplied: the gradient divides by the
+# square of the sum, which would be 0 in float32.
+SCALE = 2.0**40
 
 
 @jax.custom_vjp
@@ -35,6 +38,12 @@ def with_counts(y: jax.Array, parameters: list, counts: list) -> jax.Array:
 
 
 with_counts.defvjp(lambda y, parameters, counts: (y, counts), lambda counts, g: (g, counts, None))
+
+
+def _normalized(scores: jax.Array) -> jax.Array:
+    """Scores [..., n] divided by their sum over the last dimension."""
+    scaled = scores * SCALE
+    return scaled / (scaled.sum(-1, keepdims=True) + SCALE * TINY)
 
 
 def _counter(experts: int) -> Parameter:
@@ -94,7 +103,7 @@ class Router(nnx.Module):
         )
         gates_BTK = jnp.take_along_axis(scores_BTE, chosen_BTK, -1)
         if self.normalized:
-            gates_BTK = gates_BTK / (gates_BTK.sum(-1, keepdims=True) + TINY)
+            gates_BTK = _normalized(gates_BTK)
         counts, counters = [experts.counts(chosen_BTK, self.experts).sum(0)], [load[...]]
         if self.capacity and drops:
             routing, dropped = experts.by_capacity(chosen_BTK, self.experts, self.capacity)
@@ -129,7 +138,7 @@ class Router(nnx.Module):
             load_BE = context.sum_over(experts.counts(best, self.experts)) * (
                 self.experts / self.choices / tokens
             )
-            shares_BE = (scores_BTE / (scores_BTE.sum(-1, keepdims=True) + TINY)).sum(1) / tokens
+            shares_BE = _normalized(scores_BTE).sum(1) / tokens
             loss += self.balance_loss * (load_BE * shares_BE).sum()
         if self.z_loss:
             loss += self.z_loss * (jax.nn.logsumexp(logits_BTE, -1) ** 2).sum() / tokens

@@ -122,7 +122,7 @@ class Predictor(nnx.Module):
 
     It uses the model's embedding and output matrix. The norm before that matrix is no part of the
     module (it is `ModelParts.norm`), since the next module continues from the normed stream, as in
-    DeepSeek-V3's released weights.
+    DeepSeek-V3's released weights; so does the order of `project`'s inputs, embeddings first.
     """
 
     def __init__(self, cfg: ModelConfig, context: str = "all_gather", batch_size: int = 1):
@@ -136,7 +136,7 @@ class Predictor(nnx.Module):
         x_BTD: the normed stream of the module before, or of the model
         next_BTD: embeddings of the tokens that this stream predicts
         """
-        both = jnp.concatenate([self.hidden_norm(x_BTD), self.token_norm(next_BTD)], -1)
+        both = jnp.concatenate([self.token_norm(next_BTD), self.hidden_norm(x_BTD)], -1)
         return self.block(constrain(self.project(both), SPLIT), positions_BT, segments_BT)
 
 

@@ -24,7 +24,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from jaxtrain.run.exit_status import ExitStatus
@@ -248,6 +248,22 @@ class TerminalLine:
         if self._is_drawn:
             clear(self._stream)
         self._is_drawn = False
+
+
+@contextlib.contextmanager
+def counting(
+    words: str, stream: TextIO, shown: bool = True
+) -> Iterator[Callable[[int, int], None]]:
+    """A context in which a terminal shows how many of something are done; its value is called with
+    that number and with all.
+
+    words: what is counted, such as "tensors checked"; stream, shown: as of TerminalLine
+    """
+    line = TerminalLine(stream, shown)
+    try:
+        yield lambda done, total: line.draw(f"{done} of {total} {words}")
+    finally:
+        line.clear()
 
 
 def draw(stream: TextIO, line: str) -> None:

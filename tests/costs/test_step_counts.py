@@ -65,14 +65,14 @@ CASES = {
     "data · stage · model": Case(
         (2, 2, 2),
         microbatches=4,
-        changes={"parallel.zero": 3, "model.qk_norm": True}
+        changes={"parallel.zero": 3, "model.qk_norm": True, "model.biases": ("out",)}
         | {"model.heads": 2, "model.kv_heads": 2, "model.head_dim": 36},
     ),
 }  # fmt: skip
 MORE = {
     "data · expert": Case((2, 1, 1), changes={**MOE, "parallel.zero": 3}),
     "hybrid": Case((4, 1, 1), changes={"mesh.replica": 2, "parallel.zero": 3}),
-    "model, heads shared": Case((1, 1, 8), changes={"model.kv_heads": 2}),
+    "model, heads shared": Case((1, 1, 8), changes={"model.kv_heads": 2, "model.biases": ("qkv",)}),
     "data · context · model": Case((2, 1, 2), changes={"mesh.context": 2}),
     "replica": Case((2, 1, 1), changes={"mesh.replica": 4, "parallel.zero": 2}),
     "data, zero 3, gathered by layer": Case((8, 1, 1), changes={"parallel.zero": 3}),
@@ -104,9 +104,13 @@ MORE = {
         changes={**MOE, "mesh.context": 2, "model.shared_experts": 1, "model.expert_room": 1.5},
     ),
     "expert by capacity, stage and model": Case(
-        (1, 2, 2), microbatches=4, changes={**MOE, **NONE, "model.capacity_factor": 1.5}
+        (1, 2, 2),
+        microbatches=4,
+        changes={**MOE, **NONE, "model.capacity_factor": 1.5, "model.biases": ("router",)},
     ),
-    "model, latent attention": Case((2, 1, 2), changes={**MLA, "model.value_head_dim": 8}),
+    "model, latent attention": Case(
+        (2, 1, 2), changes={**MLA, "model.value_head_dim": 8, "model.biases": ("qkv", "mlp")}
+    ),
     "stage and context by heads, selective": Case(
         (1, 2, 1),
         microbatches=4,

@@ -8,6 +8,7 @@ import pytest
 
 from jaxtrain.data import encode as module
 from jaxtrain.data.encode import encode
+from jaxtrain.data.marks import Marks
 from jaxtrain.data.records import Piece
 from jaxtrain.data.tokenizer import ByteTokenizer, DataError, FileTokenizer
 
@@ -19,8 +20,10 @@ PIECES = [Piece(text, bool(i % 3), bool(i % 4), i) for i, text in enumerate(TEXT
 def expected(tokenizer):
     """(ids, ends, mask), text by text."""
     ids, ends, mask = [], [], []
+    begins = True
     for piece in PIECES:
-        new = tokenizer.encode(piece.text).tolist() + [tokenizer.end_of_document] * piece.ends
+        new = [*tokenizer.begin_of_document] * begins + tokenizer.encode(piece.text).tolist()
+        new, begins = new + [tokenizer.end_of_document] * piece.ends, piece.ends
         ids, mask = ids + new, mask + [piece.counts] * len(new)
         ends += [len(ids)] * piece.ends
     return ids, ends, mask
@@ -38,11 +41,12 @@ def joined(parts):
     )
 
 
-@pytest.mark.parametrize("kind", ["bytes", "file"])
+@pytest.mark.parametrize("kind", ["bytes", "file", "begins"])
 @pytest.mark.parametrize("task", [1, 500, 1 << 20])
 @pytest.mark.parametrize("cores", [1, 7])
 def test_the_same_whatever_the_cores_and_lists(tokenizer_file, monkeypatch, kind, task, cores):
-    tokenizer = ByteTokenizer() if kind == "bytes" else FileTokenizer(tokenizer_file())
+    begins = Marks((2, 3), 1, (1,)) if kind == "begins" else None
+    tokenizer = ByteTokenizer() if kind == "bytes" else FileTokenizer(tokenizer_file(), begins)
     monkeypatch.setattr(module, "TASK", task)
     monkeypatch.setattr(module, "cores", lambda: cores)
     parts = list(encode(PIECES, tokenizer, DTYPE))

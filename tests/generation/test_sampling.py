@@ -232,7 +232,7 @@ def test_a_sample_ends_at_its_stop_id():
     stop = int(free[0, 50])
     ends = [list(row).index(stop) if stop in row else 80 for row in free]
     assert ends[0] <= 50
-    made = ids(sampler(), [1], 80, random, samples=2, stop=stop)
+    made = ids(sampler(), [1], 80, random, samples=2, stops=[260, stop])
     assert made.shape[1] == max(ends)
     for row, end, all_of_it in zip(made, ends, free, strict=True):
         assert (row[:end] == all_of_it[:end]).all() and (row[end:] == -1).all()

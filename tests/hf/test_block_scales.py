@@ -44,7 +44,7 @@ def test_config():
 def test_refused_by_name(changes, message):
     with pytest.raises(HfError) as error:
         block_of(**changes)
-    assert str(error.value).startswith(f"config.json: quantization_config: {message}")
+    assert str(error.value).startswith(f"config.json: quantization_config.{message}")
 
 
 @pytest.mark.parametrize("shape", [(7, 5), (8, 12), (9, 13), (1, 1), (17, 3)], ids=str)

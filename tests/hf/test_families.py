@@ -3,26 +3,13 @@ the same bytes."""
 
 import numpy as np
 import pytest
-from support.hf_imported import fill
-from support.hf_models import CONFIGS, llama_tensors
+from support.hf_imported import fill, laid_out
+from support.hf_models import CONFIGS, llama_tensors, stored_array
 
-from jaxtrain.checkpoint.restoring import expected_shapes
-from jaxtrain.config import Config, replace
+from jaxtrain.hf import exporting
+from jaxtrain.hf.exporting import tensor_rows
 from jaxtrain.hf.families.family import COUNTERS
-from jaxtrain.hf.model_config import read_model
 from jaxtrain.hf.rules import check_coverage
-
-
-def laid_out(values: dict, **changes):
-    """(rules, tensors, shapes of the parameters) of a config.json."""
-    family, model, _ = read_model(values, "config.json")
-    config = replace(Config(model=model), {"data.sequence_length": 16} | changes).resolve()
-    shapes = {
-        name.removeprefix("params/"): shape
-        for name, shape in expected_shapes(config).items()
-        if name.startswith("params/")
-    }
-    return *family.layout(config.model, values, shapes), shapes
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -35,19 +22,27 @@ def test_rules_fill_every_parameter_once(name):
         assert (count == (0 if array.endswith(COUNTERS) else 1)).all(), array
 
 
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", CONFIGS)
-def test_there_and_back_is_the_same(name):
+def test_tensors_in_pieces(monkeypatch, name, seed):
+    """Blocks and pieces of random sizes give the bytes that the arrays were made of."""
     rules, tensors, shapes = laid_out(CONFIGS[name])
-    random = np.random.default_rng(0)
-    arrays = {array: np.zeros(shape, np.float32) for array, shape in shapes.items()}
+    random = np.random.default_rng(seed)
+    numbers = {array: np.zeros(shape, np.float32) for array, shape in shapes.items()}
     published = {t.name: random.standard_normal(t.shape, np.float32) for t in tensors}
     for rule in rules:
-        fill(arrays[rule.array], rule, published[rule.tensor])
+        fill(numbers[rule.array], rule, published[rule.tensor])
+    arrays = {
+        array: stored_array(values, tuple(random.integers(1, n + 1) for n in values.shape))
+        for array, values in numbers.items()
+    }
+    monkeypatch.setattr(exporting, "BLOCK_BYTES", int(random.integers(64, 2000)))
+    monkeypatch.setattr(exporting, "PIECE_BYTES", int(random.integers(1, 2000)))
     for tensor in tensors:
-        back = np.full(tensor.shape, np.nan, np.float32)
-        for rule in tensor.rules:
-            rule.publish(arrays[rule.array][rule.region], back)
-        assert back.tobytes() == published[tensor.name].tobytes(), tensor.name
+        blocks = list(tensor_rows(tensor, arrays, np.dtype(np.float32)))
+        assert np.concatenate(blocks).tobytes() == published[tensor.name].tobytes(), tensor.name
+        row = published[tensor.name][0].nbytes
+        assert max(block.nbytes for block in blocks) <= max(exporting.BLOCK_BYTES, row)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -6,9 +6,15 @@ import json
 import pytest
 from support.hf_models import CONFIGS
 
-from jaxtrain.config import Config, ConfigError, replace
+from jaxtrain.config import Config, ConfigError, replace, to_dict
+from jaxtrain.hf.fields import HfError
 from jaxtrain.hf.files import CONFIG, TOKENIZER
-from jaxtrain.hf.run_config import read_published, started_from
+from jaxtrain.hf.run_config import (
+    read_origin,
+    read_published,
+    started_from,
+)
+from jaxtrain.run.files import CONFIG_FILE
 
 
 @pytest.fixture
@@ -71,10 +77,25 @@ def test_a_quantised_model(tmp_path):
 def test_the_tokenizer_of_the_folder(published):
     file = published.folder / TOKENIZER
     file.write_text("{}")
+    published = read_published(published.folder)
     assert config_of(published).data.tokenizer == str(file)
     assert config_of(published, data__tokenizer="bytes").data.tokenizer == "bytes"
     recipe = replace(Config(), {"data.tokenizer": "none"})
     assert config_of(published, recipe).data.tokenizer == "none"
+
+
+def test_a_vocabulary_without_room_for_bytes(tmp_path):
+    (tmp_path / CONFIG).write_text(json.dumps(CONFIGS["llama"] | {"vocab_size": 99}))
+    assert config_of(read_published(tmp_path)).data.tokenizer == "none"
+
+
+def test_a_tokenizer_that_only_transformers_reads(tmp_path):
+    (tmp_path / CONFIG).write_text(json.dumps(CONFIGS["gpt2"]))
+    (tmp_path / "vocab.json").write_text("{}")
+    published = read_published(tmp_path)
+    with pytest.raises(HfError, match="vocab.json is not read without a tokenizer.json"):
+        config_of(published)
+    assert config_of(published, data__tokenizer="bytes").data.tokenizer == "bytes"
 
 
 def test_sequences_fit_a_learned_table(tmp_path):
@@ -84,3 +105,24 @@ def test_sequences_fit_a_learned_table(tmp_path):
     assert config_of(published, data__sequence_length=32).data.sequence_length == 32
     recipe = replace(Config(), {"data.sequence_length": 100})
     assert config_of(published, recipe).data.sequence_length == 100, "the checks refuse it"
+
+
+def test_a_folder_that_is_gone(published, tmp_path):
+    """The run that began with it has its settings; another run has not."""
+    config = replace(config_of(published), {"train.init_from": str(tmp_path)})
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / CONFIG_FILE).write_text(json.dumps(to_dict(config)))
+    (tmp_path / CONFIG).unlink()
+    origin = read_origin(str(tmp_path), str(run))
+    assert (origin.model, origin.place) == (published.model, run / CONFIG_FILE)
+    assert origin.tokenizer == config.data.tokenizer, "it may come back"
+    copy = run / "hf" / "tokenizer.json"
+    copy.parent.mkdir()
+    copy.write_text("{}")
+    of_folder = replace(config, {"data.tokenizer": str(tmp_path / "tokenizer.json")})
+    (run / CONFIG_FILE).write_text(json.dumps(to_dict(of_folder)))
+    assert read_origin(str(tmp_path), str(run)).tokenizer == str(copy)
+    for folder, workdir in ((tmp_path, tmp_path / "other"), (tmp_path / "x", run)):
+        with pytest.raises(HfError, match=f"^train.init_from='{folder}' has no config.json"):
+            read_origin(str(folder), str(workdir))

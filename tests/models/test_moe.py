@@ -14,7 +14,7 @@ from support import small
 from jaxtrain.config import Config, ModelConfig
 from jaxtrain.config.sizes import capacity_of, device_capacity
 from jaxtrain.devices.mesh import AXES, EXPERT, MANUAL_AXES, make_mesh
-from jaxtrain.models.moe import MoE, with_counts, with_loss
+from jaxtrain.models.moe import MoE, Router, with_counts, with_loss
 from jaxtrain.models.spec import binder, specs
 from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, keep_products
 
@@ -53,7 +53,7 @@ def silu(x):
 
 
 def scores_of(cfg, params, x):
-    logits = x @ params["router"]["weight"]
+    logits = x @ params["router"]["weight"] + params["router"].get("logit_bias", 0)
     return (
         np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
         if cfg.router == "softmax"
@@ -112,6 +112,7 @@ CASES = {
     "one of weight 1": {"experts_per_token": 1, "router_normalize": "always", "router_scale": 1.5},
     "not normalized": {"experts_per_token": 3, "router_normalize": "never"},
     "no bias": {"router_bias": False, "capacity_factor": 0.75},
+    "a bias of the logits": {"biases": ("router",)},
     "sigmoids": {"router": "sigmoid", "router_scale": 2.5, "shared_experts": 2},
     "two best of a group": {
         "experts": 12,
@@ -159,7 +160,12 @@ def test_against_a_loop_over_tokens(name):
     np.testing.assert_allclose(got, y, rtol=1e-4, atol=1e-5)
     of_router = gradients["router"]
     assert sorted(of_router) == sorted(
-        [counter, "weight", *["dropped"] * (cfg.capacity_factor > 0)]
+        [
+            counter,
+            "weight",
+            *["dropped"] * (cfg.capacity_factor > 0),
+            *["logit_bias"] * len(cfg.biases),
+        ]
     )
     np.testing.assert_array_equal(of_router[counter], load)
     if cfg.capacity_factor:
@@ -175,7 +181,10 @@ def test_against_a_loop_over_tokens(name):
 
 @pytest.mark.parametrize(
     "fields",
-    [{"z_loss": 0.1}, {"capacity_factor": 0.75, "shared_experts": 1, "router": "sigmoid"}],
+    [
+        {"z_loss": 0.1, "biases": ("router",)},
+        {"capacity_factor": 0.75, "shared_experts": 1, "router": "sigmoid"},
+    ],
     ids=["dropless", "capacity"],
 )
 def test_gradients_are_those_of_all_experts_with_most_weights_zero(fields):
@@ -194,7 +203,7 @@ def test_gradients_are_those_of_all_experts_with_most_weights_zero(fields):
         return (jax.nn.silu(v @ gate) * (v @ up)) @ down
 
     def dense(params, x):
-        logits = x @ params["router"]["weight"]
+        logits = x @ params["router"]["weight"] + params["router"].get("logit_bias", 0)
         scores = jax.nn.softmax(logits) if cfg.router == "softmax" else jax.nn.sigmoid(logits)
         gates = scores * served / (scores * chosen).sum(-1, keepdims=True)
         every = jnp.stack(
@@ -212,8 +221,32 @@ def test_gradients_are_those_of_all_experts_with_most_weights_zero(fields):
     expected = jax.jit(jax.grad(dense, (0, 1)))(params, x)
     got = jax.jit(jax.grad(lambda p, x: (layer(p, x) * g).sum(), (0, 1)))(params, x)
     for tree in (got[0], expected[0]):
-        tree["router"] = tree["router"]["weight"]
+        tree["router"] = {
+            n: tree["router"][n] for n in ("weight", "logit_bias") if n in tree["router"]
+        }
     jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-4, atol=1e-5), got, expected)
+
+
+def test_the_gradient_of_a_weight_whose_scores_are_next_to_nothing():
+    """The sum of scores, to which 1e-20 is added, has a square that float32 does not hold."""
+    logits = np.array([-46, -45, -47, -50], np.float32)
+    cfg, _, params = made(
+        experts=4,
+        experts_per_token=4,
+        router="sigmoid",
+        router_normalize="always",
+        biases=("router",),
+    )
+    router, of_router = binder(Router(cfg, ROWS)), params["router"] | {"weight": np.zeros((D, 4))}
+
+    def best_weight(logits):
+        return router(of_router | {"logit_bias": logits})(normal(1, 1, D), False)[0][0, 0, 0]
+
+    weight, gradient = jax.jit(jax.value_and_grad(best_weight))(logits)
+    scores = 1 / (1 + np.exp(-logits.astype(float)))
+    shares = scores / (scores.sum() + 1e-20)
+    np.testing.assert_allclose(weight, shares[1], rtol=1e-5)
+    np.testing.assert_allclose(gradient, shares[1] * ((np.arange(4) == 1) - shares), rtol=1e-5)
 
 
 def served_within(chosen, devices: int, experts: int, room: int):

@@ -1,5 +1,5 @@
-"""Experts, latent attention and multi-token prediction as the published models have them: logits
-and gradients of all parameters against those of `transformers`, which published.json has
+"""Experts, routers, latent attention and multi-token prediction as the published models have them:
+logits and gradients of all parameters against those of `transformers`, which published.json has
 (published.py)."""
 
 import functools
@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 from support import published, small
 
+from jaxtrain.config import Config, ModelConfig
 from jaxtrain.models import transformer
+from jaxtrain.models.moe import Router
+from jaxtrain.models.spec import binder
 from jaxtrain.training.step import make_step
 
 CASES = json.loads((pathlib.Path(published.__file__).parent / "published.json").read_text())
-VERSIONS = CASES.pop("versions")
+VERSIONS, ROUTERS = CASES.pop("versions"), CASES.pop("routers")
 
 
 def assert_same_gradients(got: dict, expected: dict) -> None:
@@ -53,6 +56,26 @@ def test_logits_and_gradients(name):
         logits, case["logits"], rtol=0, atol=1e-5 * np.abs(case["logits"]).max()
     )
     assert_same_gradients(gradients, case["gradients"])
+
+
+@pytest.mark.parametrize("name", published.ROUTERS)
+def test_weights_of_experts(name):
+    """A router's choices and weights, those of experts that are not chosen being 0."""
+    case = published.ROUTERS[name]
+    x, matrix, biases = case.weights()
+    model = ModelConfig(width=published.WIDTH, **case.settings)
+    cfg = Config(model=model).resolve().model
+    params = {"weight": matrix.T}
+    params |= {"logit_bias": biases} if cfg.biases else {}
+    params |= {"bias": biases} if cfg.router_bias else {"load": np.zeros(cfg.experts, np.float32)}
+    router = binder(Router(cfg, 1))(params)
+    weights, routing = router(x[None], drops=False)
+    chosen = np.empty(weights.size, int)
+    chosen[routing.choice] = np.repeat(np.arange(cfg.experts), routing.sizes)
+    every = np.zeros((len(x), cfg.experts))
+    np.put_along_axis(every, chosen.reshape(len(x), -1), np.asarray(weights[0]), 1)
+    # a logit of 47 is rounded by up to 2e-6, and so a small score in proportion
+    np.testing.assert_allclose(every, ROUTERS[name], rtol=1e-5, atol=0)
 
 
 @pytest.mark.full

@@ -5,8 +5,10 @@ environment of its own, as the file's first entry says, with jaxtrain's own requ
     PYTHONPATH=.:tests python tests/support/make_published.py
 """
 
+import importlib
 import json
 import pathlib
+import types
 
 import numpy as np
 import torch
@@ -183,6 +185,21 @@ def case(kind: str, config: dict, mtp_depth: int) -> dict:
     return made
 
 
+def router_weights(case: published.RouterCase) -> list[list[float]]:
+    """The weights of experts [token, expert] of a family's router."""
+    family = importlib.import_module(f"transformers.models.{case.kind}.modeling_{case.kind}")
+    (router,) = (of for name, of in vars(family).items() if name.lower().endswith("topkrouter"))
+    config = types.SimpleNamespace(hidden_size=published.WIDTH, **case.config)
+    module, (x, matrix, biases) = router(config), map(torch.from_numpy, case.weights())
+    given = {"weight": matrix, "e_score_correction_bias": biases, "bias": biases}
+    with torch.no_grad():
+        for name, a in module.state_dict(keep_vars=True).items():
+            a.copy_(given[name])
+        _, weights, chosen = module(x)
+    every = torch.zeros(len(x), len(matrix)).scatter(1, chosen, weights)
+    return [[float(f"{weight:.9g}") for weight in row] for row in every.tolist()]
+
+
 if __name__ == "__main__":
     written = {
         "versions": {
@@ -192,4 +209,5 @@ if __name__ == "__main__":
         }
     }
     written |= {name: case(*of) for name, of in CASES.items()}
+    written["routers"] = {n: router_weights(case) for n, case in published.ROUTERS.items()}
     pathlib.Path(__file__).with_name("published.json").write_text(json.dumps(written) + "\n")

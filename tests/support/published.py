@@ -4,10 +4,12 @@ computes with them (published.json, written by make_published.py) and what jaxtr
 A case of published.json: "kind" and "config" of transformers' model; "shapes" of its parameters by
 name, as transformers holds them in memory; "logits" [B, T, V] of `tokens`, with "mtp_depth" the
 loss of the further predictions; and "gradients", of each parameter the sum of squares and a
-projection: of Σ logits · random, or with "mtp_depth" of the whole training loss.
+projection: of Σ logits · random, or with "mtp_depth" of the whole training loss. "routers" has the
+weights of experts [token, expert] of each case of ROUTERS.
 """
 
 import zlib
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,7 @@ import numpy as np
 from jaxtrain.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig
 
 BATCH, TOKENS, VOCABULARY = 2, 9, 11
+ROUTED, WIDTH = 12, 8  # tokens of a router's input, and their size
 MTP_WEIGHT = 0.3
 
 
@@ -48,6 +51,109 @@ def digest(name: str, gradient) -> tuple[float, float]:
     return float(np.sqrt((gradient**2).sum())), float(
         (gradient * random("direction " + name, *gradient.shape)).sum()
     )
+
+
+# --- routers --------------------------------------------------------------------------------------
+
+
+class RouterCase(NamedTuple):
+    """A published router: the family and the fields of its config, and jaxtrain's settings.
+
+    offset: added to all logits
+    """
+
+    kind: str
+    config: dict[str, Any]
+    settings: dict[str, Any]
+    offset: float = 0.0
+
+    def weights(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns (input [T, D] with a column of ones, matrix [E, D], biases [E])."""
+        experts = self.settings["experts"]
+        x, matrix = random("input", ROUTED, WIDTH), random("matrix", experts, WIDTH)
+        x[:, 0], matrix[:, 0] = 1.0, matrix[:, 0] + self.offset
+        return x, matrix, 0.3 * random("biases", experts)
+
+
+def _router_case(kind: str, config: dict, settings: dict, offset: float = 0.0) -> RouterCase:
+    """A case with its settings by jaxtrain's names, besides the sizes that all families have."""
+    counts = {
+        "experts": next(config[n] for n in ("num_experts", "num_local_experts") if n in config),
+        "experts_per_token": config["num_experts_per_tok"],
+    }
+    return RouterCase(kind, config, counts | settings, offset)
+
+
+_SOFTMAX = {"router": "softmax", "router_bias": False}
+_ALWAYS, _NEVER = {"router_normalize": "always"}, {"router_normalize": "never"}
+_EIGHT = {"num_experts": 8, "num_experts_per_tok": 3}
+_LOCAL = {"num_local_experts": 8, "num_experts_per_tok": 3}
+_GROUPS = {"n_group": 4, "topk_group": 2}
+_ONE_GROUP = {"n_group": 1, "topk_group": 1}
+_V2 = _EIGHT | {"routed_scaling_factor": 16.0, "topk_method": "greedy"}
+_OURS_V2 = _SOFTMAX | _NEVER | {"router_scale": 16.0}
+_LIMITED = {"topk_method": "group_limited_greedy"}
+_V3 = _LOCAL | {"norm_topk_prob": True, "routed_scaling_factor": 2.5}
+_OURS_V3 = {"router": "sigmoid", "router_bias": True, "router_scale": 2.5} | _ALWAYS
+_LIMIT = {"router_groups": 4, "router_group_limit": 2}
+_ALL_GROUPS = {"n_group": 4, "topk_group": 4}
+_LIMIT_OF_ALL = {"router_groups": 4, "router_group_limit": 4}
+ROUTERS = {
+    "mixtral": _router_case("mixtral", _LOCAL, _SOFTMAX | _ALWAYS),
+    "mixtral, one expert": _router_case(
+        "mixtral", _LOCAL | {"num_experts_per_tok": 1}, _SOFTMAX | _ALWAYS
+    ),
+    "qwen3_moe, normalized": _router_case(
+        "qwen3_moe", _EIGHT | {"norm_topk_prob": True}, _SOFTMAX | _ALWAYS
+    ),
+    "qwen3_moe": _router_case("qwen3_moe", _EIGHT | {"norm_topk_prob": False}, _SOFTMAX | _NEVER),
+    "qwen3_moe, one expert, normalized": _router_case(
+        "qwen3_moe",
+        _EIGHT | {"norm_topk_prob": True, "num_experts_per_tok": 1},
+        _SOFTMAX | _ALWAYS,
+    ),
+    "qwen3_moe, one expert": _router_case(
+        "qwen3_moe",
+        _EIGHT | {"norm_topk_prob": False, "num_experts_per_tok": 1},
+        _SOFTMAX | _NEVER,
+    ),
+    # its groups are without effect, and so is norm_topk_prob
+    "deepseek_v2, greedy": _router_case(
+        "deepseek_v2", _V2 | _GROUPS | {"norm_topk_prob": True}, _OURS_V2
+    ),
+    "deepseek_v2, groups": _router_case(
+        "deepseek_v2", _V2 | _LIMITED | _GROUPS, _OURS_V2 | _LIMIT | {"router_group_best": 1}
+    ),
+    "deepseek_v2, all groups": _router_case(
+        "deepseek_v2",
+        _V2 | _LIMITED | _ALL_GROUPS,
+        _OURS_V2 | _LIMIT_OF_ALL | {"router_group_best": 1},
+    ),
+    "deepseek_v3, groups": _router_case("deepseek_v3", _V3 | _GROUPS, _OURS_V3 | _LIMIT),
+    "deepseek_v3, all groups": _router_case(
+        "deepseek_v3", _V3 | _ALL_GROUPS, _OURS_V3 | _LIMIT_OF_ALL
+    ),
+    "deepseek_v3, two groups of four, not normalized": _router_case(
+        "deepseek_v3",
+        _V3 | {"n_group": 2, "topk_group": 1, "norm_topk_prob": False},
+        _OURS_V3 | _NEVER | {"router_groups": 2, "router_group_limit": 1},
+    ),
+    "deepseek_v3, one expert": _router_case(
+        "deepseek_v3", _V3 | _ONE_GROUP | {"num_experts_per_tok": 1}, _OURS_V3
+    ),
+    # sums of scores around 1e-20, which is added to them
+    "deepseek_v3, small scores": _router_case("deepseek_v3", _V3 | _ONE_GROUP, _OURS_V3, -47.0),
+    "glm4_moe": _router_case(
+        "glm4_moe",
+        _V3 | _ONE_GROUP | {"routed_scaling_factor": 1.0},
+        _OURS_V3 | {"router_scale": 1.0},
+    ),
+    "glm4_moe, not normalized": _router_case(
+        "glm4_moe", _V3 | _ONE_GROUP | {"norm_topk_prob": False}, _OURS_V3 | _NEVER
+    ),
+    # its softmax is over the logits of the chosen experts, with their biases
+    "gpt_oss": _router_case("gpt_oss", _LOCAL, _SOFTMAX | _ALWAYS | {"biases": ("router",)}),
+}
 
 
 # --- jaxtrain's side ------------------------------------------------------------------------------
@@ -158,11 +264,10 @@ def _scale(given: dict, name: str) -> dict:
 
 
 def _predictor(kind: str, cfg: ModelConfig, given: dict, at: str) -> dict:
-    embedding, hidden = jnp.split(given[at + "eh_proj.weight"].T, 2)  # the order there
     return {
         "hidden_norm": _scale(given, at + "hnorm"),
         "token_norm": _scale(given, at + "enorm"),
-        "project": {"weight": jnp.concatenate([hidden, embedding])},
+        "project": {"weight": given[at + "eh_proj.weight"].T},
         "block": _block(kind, cfg, given, at + "mtp_block.", False),
         "norm": _scale(given, at + "post_norm"),
     }

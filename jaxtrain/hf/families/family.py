@@ -1,18 +1,33 @@
 """A family of published models, and what several families share."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxtrain.config import ModelConfig
-from jaxtrain.hf.fields import SCALINGS, Fields
+from jaxtrain.hf.entries import (
+    Fixed,
+    Integer,
+    Number,
+    Only,
+    PassedOver,
+    RemoteCode,
+    Settings,
+    Switch,
+    TableEntry,
+    Training,
+)
+from jaxtrain.hf.fields import Fields
 from jaxtrain.hf.rules import PublishedTensor, Rule, check_coverage, published_tensors
 
-Settings = dict[str, Any]
-# (field of config.json, setting of the model, transformers' default); null is 0
-Table = tuple[tuple[str, str, Any], ...]
 # Counts that training keeps among the parameters; no published model has them.
 COUNTERS = ("mlp/router/load", "mlp/router/dropped")
+ROTARY_BUFFER = "rotary_emb.inv_freq"  # in files of older versions
+EMBEDDING, HEAD = "embed/table", "lm_head.weight"  # stored array, published tensor
+
+Rules = Callable[[ModelConfig, Mapping[str, Any]], Iterator[Rule]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,20 +35,41 @@ class Family:
     """A family of published models.
 
     model_type, architecture: as in config.json
+    models:  published ones, for people
+    table:   the fields of config.json in the model, both ways, in the order in which they are read
+    rules:   (resolved model, config.json) → the rules of all tensors
+    aliases: other name of a field → its name in the table (transformers' `attribute_map`)
     prefix:  before the names of all tensors but the output matrix; files of older versions lack it
     dropped: the ends of names of tensors that hold no parameters
-    read:    config.json → settings of the model; raises HfError for what the model cannot be
-    write:   (resolved model, tokens of a sequence) → config.json
-    rules:   (resolved model, config.json) → the rules of all tensors
     """
 
     model_type: str
     architecture: str
-    prefix: str
-    dropped: tuple[str, ...]
-    read: Callable[[Fields], Settings]
-    write: Callable[[ModelConfig, int], Settings]
-    rules: Callable[[ModelConfig, Mapping[str, Any]], Iterator[Rule]]
+    models: str
+    table: tuple[TableEntry, ...]
+    rules: Rules
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    prefix: str = "model."
+    dropped: tuple[str, ...] = (ROTARY_BUFFER,)
+
+    def read(self, fields: Fields) -> Settings:
+        """The settings of a config.json's model. Raises HfError for what the model cannot be."""
+        settings: Settings = {}
+        for entry in self.table:
+            settings |= entry.read(fields, settings)
+        return settings
+
+    def write(self, model: ModelConfig, length: int) -> Settings:
+        """The config.json of a resolved model, whose longest sequence has `length` tokens."""
+        values: Settings = {}
+        for entry in self.table:
+            values |= entry.write(model, length)
+        return values
+
+    def source(self, setting: str) -> str:
+        """The field that gives a setting; the family's name for one that no field gives."""
+        sources = {name: field for entry in self.table for name, field in entry.sources.items()}
+        return sources.get(setting, "model_type")
 
     def layout(
         self,
@@ -50,94 +86,81 @@ class Family:
         check_coverage(rules, published)
         return rules, list(published_tensors(rules, published))
 
-
-def read_table(fields: Fields, table: Table) -> Settings:
-    """The settings that a table's fields give. Raises HfError for a value of another type."""
-    settings = {}
-    for field, setting, default in table:
-        kind = type(getattr(ModelConfig(), setting))
-        if kind is int:
-            settings[setting] = fields.integer(field, default)
-        else:
-            value = fields.value(field, default)
-            if value is None:
-                raise fields.refuse(field, f"is no {kind.__name__}")
-            settings[setting] = kind(value)
-    return settings
-
-
-def write_table(model: ModelConfig, table: Table) -> Settings:
-    """The fields that a table's settings give."""
-    return {field: getattr(model, setting) for field, setting, _ in table}
+    def copies(
+        self, model: ModelConfig, tensors: Sequence[PublishedTensor]
+    ) -> dict[str, PublishedTensor]:
+        """Name of a tensor that a folder may have besides those of `layout` → the one of these that
+        has its numbers: the output matrix of tied embeddings, and both tables in prediction
+        modules."""
+        by_array = {tensor.rules[0].array: tensor for tensor in tensors}
+        embedding = by_array[EMBEDDING]
+        copies = {HEAD: embedding} if model.tied_embeddings else {}
+        for module in prediction_modules(model):
+            copies[f"{module}.embed_tokens.weight"] = embedding
+            copies[f"{module}.shared_head.head.weight"] = by_array.get("head/table", embedding)
+        return copies
 
 
-ROTARY_BUFFER = "rotary_emb.inv_freq"  # in files of older versions
+# --- tables ---------------------------------------------------------------------------------------
+
+# What the config.json of every family may have.
+COMMON: tuple[TableEntry, ...] = (
+    Only("is_encoder_decoder", (False,), written=False),
+    Only("is_decoder", (False,), written=False),
+    Only("add_cross_attention", (False,), written=False),
+    Only("cross_attention_hidden_size", (None,), written=False),
+    Only("tie_encoder_decoder", (False,), written=False),
+    Only("pruned_heads", ({},), written=False),
+)
 
 
-def stream(kv_heads: int, vocab: int = 32000, width: int = 4096, layers: int = 32) -> Table:
-    """The fields that these families share, with the defaults in which they differ."""
+def decoder(
+    vocab: int,
+    width: int,
+    layers: int,
+    heads: int,
+    epsilon: float,
+    tied: bool = False,
+    remote_code: str = "",
+) -> tuple[TableEntry, ...]:
+    """Entries of a decoder with RMSNorm and SwiGLU.
+
+    remote_code: see RemoteCode; the others are transformers' defaults
+    """
     return (
-        ("vocab_size", "vocab_size", vocab),
-        ("hidden_size", "width", width),
-        ("num_hidden_layers", "layers", layers),
-        ("num_attention_heads", "heads", 32),
-        ("num_key_value_heads", "kv_heads", kv_heads),
-        ("head_dim", "head_dim", 0),
-        ("initializer_range", "init_std", 0.02),
-        ("tie_word_embeddings", "tied_embeddings", False),
+        *COMMON,
+        Integer("vocab_size", "vocab_size", vocab),
+        Integer("hidden_size", "width", width),
+        Integer("num_hidden_layers", "layers", layers),
+        Integer("num_attention_heads", "heads", heads),
+        Number("rms_norm_eps", "norm_epsilon", epsilon),
+        Number("initializer_range", "init_std", 0.02),
+        Switch("tie_word_embeddings", "tied_embeddings", tied),
+        Only("hidden_act", ("silu", "swish")),
+        PassedOver(("pretraining_tp", "max_window_layers")),
+        Training(("attention_dropout", "hidden_dropout", "residual_dropout")),
+        Fixed({"norm": "rmsnorm", "activation": "swiglu"}),
+        RemoteCode(remote_code),
     )
 
 
-def epsilon(default: float) -> Table:
-    return (("rms_norm_eps", "norm_epsilon", default),)
+# Training of a router, which is the run's.
+ROUTER_TRAINING = Training(
+    (
+        "aux_loss_alpha",
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "seq_aux",
+    )
+)
+NORMALIZED = ("never", "always")  # router_normalize where norm_topk_prob is false, and true
 
 
-def read_rotary(fields: Fields, base: float = 10000.0) -> Settings:
-    """The settings of a rotary model with SwiGLU and RMSNorm."""
-    fields.require("hidden_act", ["silu"])
-    fields.require("is_encoder_decoder", [False])
-    fields.pass_over("max_position_embeddings", "pretraining_tp")
-    fields.only_trains("attention_dropout", "hidden_dropout")
-    kinds = fields.value("layer_types", None) or ()
-    if any(kind != "full_attention" for kind in kinds):
-        raise fields.refuse("layer_types", 'is not supported: only "full_attention" is')
-    return {
-        "norm": "rmsnorm",
-        "activation": "swiglu",
-        "positions": "rotary",
-        **fields.rotary(base),
-    }
+# --- rules ----------------------------------------------------------------------------------------
 
 
-def write_rotary(model: ModelConfig, length: int) -> Settings:
-    kind = "default" if model.rope_scaling == "none" else model.rope_scaling
-    scaling = {field: getattr(model, setting) for field, setting in SCALINGS.get(kind, {}).items()}
-    # versions of transformers before 5 read rope_theta and rope_scaling
-    older = {"rope_scaling": {"rope_type": kind} | scaling} if scaling else {}
-    return older | {
-        "hidden_act": "silu",
-        "max_position_embeddings": length,
-        "rope_parameters": {"rope_type": kind, "rope_theta": model.rotary_base} | scaling,
-        "rope_theta": model.rotary_base,
-    }
-
-
-def no_window(fields: Fields, window: int | None, length: int) -> None:
-    """Raises HfError for a window that is shorter than the longest sequence.
-
-    window, length: transformers' defaults
-    """
-    window = fields.value("sliding_window", window)
-    longest = fields.integer("max_position_embeddings", length)
-    if window is not None and window < longest:
-        raise fields.refuse(
-            "sliding_window",
-            f"is not supported: attention is full (null, or at least the max_position_embeddings "
-            f"of {longest})",
-        )
-
-
-def stack(model: ModelConfig) -> Iterator[tuple[int, str, tuple[int, ...]]]:
+def layers_of(model: ModelConfig) -> Iterator[tuple[int, str, tuple[int, ...]]]:
     """(layer, name of its arrays, index in them) of all layers."""
     for layer in range(model.dense_layers):
         yield layer, f"first/{layer}", ()
@@ -145,33 +168,152 @@ def stack(model: ModelConfig) -> Iterator[tuple[int, str, tuple[int, ...]]]:
         yield model.dense_layers + layer, "layers", (layer,)
 
 
-def ends(model: ModelConfig) -> Iterator[Rule]:
+def prediction_modules(model: ModelConfig) -> list[str]:
+    """The names before those of the tensors of each module of multi-token prediction, which follow
+    the layers."""
+    layers = model.dense_layers + model.layers
+    return [f"model.layers.{layers + number}" for number in range(model.mtp_depth)]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertNames:
+    """Names of a layer's experts on disk.
+
+    module:  of the layer
+    experts: part of an expert's MLP → its name
+    """
+
+    module: str = "mlp"
+    experts: Mapping[str, str] = dataclasses.field(
+        default_factory=lambda: {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+    )
+
+
+def decoder_rules(
+    model: ModelConfig, config: Mapping[str, Any], names: ExpertNames = ExpertNames()
+) -> Iterator[Rule]:
+    """The rules of a decoder as Llama is published, with any kind of attention and MLP that the
+    model has."""
     yield Rule("model.embed_tokens.weight", "embed/table")
     yield Rule("model.norm.weight", "head/norm/scale")
     if not model.tied_embeddings:
         yield Rule("lm_head.weight", "head/table")
+    # a family without this field has pairs
+    interleaved = config.get("rope_interleave", True)
+    for layer, arrays, index in layers_of(model):
+        # the layers before those with experts are not stacked
+        experts = names if model.experts and index else None
+        yield from _layer(model, interleaved, experts, f"model.layers.{layer}", arrays, index)
+    for number, module in enumerate(prediction_modules(model)):
+        arrays, experts = f"predictors/{number}", names if model.experts else None
+        yield Rule(f"{module}.enorm.weight", f"{arrays}/token_norm/scale")
+        yield Rule(f"{module}.hnorm.weight", f"{arrays}/hidden_norm/scale")
+        yield Rule(f"{module}.eh_proj.weight", f"{arrays}/project/weight", transpose=True)
+        yield from _layer(model, interleaved, experts, module, f"{arrays}/block", ())
+        yield Rule(f"{module}.shared_head.norm.weight", f"{arrays}/norm/scale")
 
 
-def norms(tensors: str, arrays: str, index: tuple[int, ...]) -> Iterator[Rule]:
+def _layer(
+    model: ModelConfig,
+    interleaved: bool,
+    experts: ExpertNames | None,
+    tensors: str,
+    arrays: str,
+    index: tuple[int, ...],
+) -> Iterator[Rule]:
+    """Rules of a layer. interleaved: as in `_latent_attention`; experts: None for an MLP"""
     yield Rule(f"{tensors}.input_layernorm.weight", f"{arrays}/attention_norm/scale", index)
     yield Rule(f"{tensors}.post_attention_layernorm.weight", f"{arrays}/mlp_norm/scale", index)
+    attention = f"{tensors}.self_attn", f"{arrays}/attention", index
+    if model.attention == "mla":
+        yield from _latent_attention(model, interleaved, *attention)
+    else:
+        yield from _grouped_attention(model, *attention)
+    if experts:
+        yield from _experts(model, experts, tensors, f"{arrays}/mlp", index)
+    else:
+        yield from _mlp(model, f"{tensors}.mlp", f"{arrays}/mlp", index)
 
 
-def attention(
+def _matrix(tensor: str, array: str, index: tuple[int, ...], bias: bool) -> Iterator[Rule]:
+    """Rules of a matrix, and of its bias."""
+    yield Rule(f"{tensor}.weight", f"{array}/weight", index, transpose=True)
+    if bias:
+        yield Rule(f"{tensor}.bias", f"{array}/bias", index)
+
+
+def _grouped_attention(
     model: ModelConfig, tensors: str, arrays: str, index: tuple[int, ...]
 ) -> Iterator[Rule]:
     """Rules of query, key, value and output matrices. Both sides rotate halves of a head."""
-    names = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out"}
-    for name, part in names.items():
-        tensor, array = f"{tensors}.self_attn.{name}", f"{arrays}/attention/{part}"
-        yield Rule(f"{tensor}.weight", f"{array}/weight", index, transpose=True)
-        if ("out" if part == "out" else "qkv") in model.biases:
-            yield Rule(f"{tensor}.bias", f"{array}/bias", index)
+    for name, part in {"q": "query", "k": "key", "v": "value", "o": "out"}.items():
+        bias = ("out" if part == "out" else "qkv") in model.biases
+        yield from _matrix(f"{tensors}.{name}_proj", f"{arrays}/{part}", index, bias)
+    if model.qk_norm:
+        yield Rule(f"{tensors}.q_norm.weight", f"{arrays}/query_norm/scale", index)
+        yield Rule(f"{tensors}.k_norm.weight", f"{arrays}/key_norm/scale", index)
 
 
-def mlp(model: ModelConfig, tensors: str, arrays: str, index: tuple[int, ...]) -> Iterator[Rule]:
+def _latent_attention(
+    model: ModelConfig, interleaved: bool, tensors: str, arrays: str, index: tuple[int, ...]
+) -> Iterator[Rule]:
+    """Rules of an attention through latents. Its rotated columns are pairs if `interleaved`, and
+    halves in a checkpoint."""
+    plain, rope, queries, latent = (
+        model.head_dim,
+        model.rope_head_dim,
+        model.query_rank,
+        model.kv_rank,
+    )
+    rotated = _halves(rope, interleaved)
+    head = np.concatenate([np.arange(plain), plain + rotated])
+    heads = (np.arange(model.heads)[:, None] * (plain + rope) + head).ravel()
+    key = np.concatenate([np.arange(latent), latent + rotated])
+    matrix = lambda name, part, taken=None, columns=None, kind="weight": Rule(
+        f"{tensors}.{name}.{kind}",
+        f"{arrays}/{part}/{kind}",
+        index,
+        kind == "weight",
+        taken,
+        columns,
+    )
+    for kind in ("weight", "bias") if "qkv" in model.biases else ("weight",):
+        if queries:
+            yield matrix("q_a_proj", "compress", None, (0, queries), kind)
+        columns = (queries, queries + latent + rope)
+        yield matrix("kv_a_proj_with_mqa", "compress", key, columns, kind)
+    if queries:
+        yield Rule(f"{tensors}.q_a_layernorm.weight", f"{arrays}/query_norm/scale", index)
+    yield matrix("q_b_proj" if queries else "q_proj", "query", heads)
+    yield Rule(f"{tensors}.kv_a_layernorm.weight", f"{arrays}/norm/scale", index)
+    yield matrix("kv_b_proj", "expand")
+    yield from _matrix(f"{tensors}.o_proj", f"{arrays}/out", index, "out" in model.biases)
+
+
+def _halves(size: int, interleaved: bool) -> np.ndarray:
+    """The order in which the columns of pairs (0, 1), (2, 3), … become two halves."""
+    order = np.arange(size)
+    return np.concatenate([order[::2], order[1::2]]) if interleaved else order
+
+
+def _mlp(model: ModelConfig, tensors: str, arrays: str, index: tuple[int, ...]) -> Iterator[Rule]:
     for part in ("gate", "up", "down"):
-        tensor, array = f"{tensors}.mlp.{part}_proj", f"{arrays}/mlp/{part}"
-        yield Rule(f"{tensor}.weight", f"{array}/weight", index, transpose=True)
-        if "mlp" in model.biases:
-            yield Rule(f"{tensor}.bias", f"{array}/bias", index)
+        bias = "mlp" in model.biases
+        yield from _matrix(f"{tensors}.{part}_proj", f"{arrays}/{part}", index, bias)
+
+
+def _experts(
+    model: ModelConfig, names: ExpertNames, tensors: str, arrays: str, index: tuple[int, ...]
+) -> Iterator[Rule]:
+    """Rules of a layer's router, of its experts, and of those that all tokens use."""
+    module = f"{tensors}.{names.module}"
+    yield Rule(f"{module}.gate.weight", f"{arrays}/router/weight", index, transpose=True)
+    if model.router_bias:
+        yield Rule(f"{module}.gate.e_score_correction_bias", f"{arrays}/router/bias", index)
+    for part, name in names.experts.items():
+        for expert in range(model.experts):
+            tensor = f"{module}.experts.{expert}.{name}.weight"
+            yield Rule(tensor, f"{arrays}/{part}", (*index, expert), transpose=True)
+        if model.shared_experts:
+            tensor = f"{module}.shared_experts.{name}.weight"
+            yield Rule(tensor, f"{arrays}/shared_{part}", index, transpose=True)

@@ -6,52 +6,18 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config import ModelConfig
-from jaxtrain.hf.families.family import (
-    Family,
-    Settings,
-    read_table,
-    stack,
-    write_table,
+from jaxtrain.hf.entries import (
+    Fixed,
+    Integer,
+    Number,
+    Only,
+    PassedOver,
+    RemoteCode,
+    Switch,
+    Training,
 )
-from jaxtrain.hf.fields import Fields
+from jaxtrain.hf.families.family import COMMON, Family, layers_of
 from jaxtrain.hf.rules import Rule
-
-GPT2 = (
-    ("vocab_size", "vocab_size", 50257),
-    ("n_positions", "max_positions", 1024),
-    ("n_embd", "width", 768),
-    ("n_layer", "layers", 12),
-    ("n_head", "heads", 12),
-    ("n_inner", "mlp_width", 0),
-    ("layer_norm_epsilon", "norm_epsilon", 1e-5),
-    ("initializer_range", "init_std", 0.02),
-    ("tie_word_embeddings", "tied_embeddings", True),
-)
-
-
-def _read_gpt2(fields: Fields) -> Settings:
-    fields.require("activation_function", ["gelu_new", "gelu_pytorch_tanh"])
-    fields.require("scale_attn_weights", [True])
-    fields.require("scale_attn_by_inverse_layer_idx", [False])
-    fields.require("add_cross_attention", [False])
-    fields.require("is_encoder_decoder", [False])
-    fields.pass_over(
-        "n_ctx",
-        "reorder_and_upcast_attn",
-        *(f"summary_{name}" for name in "activation first_dropout type use_proj".split()),
-        "summary_proj_to_labels",
-    )
-    fields.only_trains("resid_pdrop", "embd_pdrop", "attn_pdrop")
-    return read_table(fields, GPT2) | {
-        "norm": "layernorm",
-        "activation": "gelu",
-        "positions": "learned",
-        "biases": ("qkv", "out", "mlp", "norm"),
-    }
-
-
-def _write_gpt2(model: ModelConfig, length: int) -> Settings:
-    return write_table(model, GPT2) | {"activation_function": "gelu_new"}
 
 
 def _gpt2_rules(model: ModelConfig, config: Mapping[str, Any]) -> Iterator[Rule]:
@@ -70,7 +36,7 @@ def _gpt2_rules(model: ModelConfig, config: Mapping[str, Any]) -> Iterator[Rule]
         "mlp.c_fc": ("mlp/up", both[1]),
         "mlp.c_proj": ("mlp/down", both[1]),
     }
-    for layer, arrays, index in stack(model):
+    for layer, arrays, index in layers_of(model):
         tensors = f"transformer.h.{layer}"
         for module, (array, parts) in modules.items():
             for name, part in parts.items():
@@ -83,11 +49,52 @@ def _gpt2_rules(model: ModelConfig, config: Mapping[str, Any]) -> Iterator[Rule]
 
 
 FAMILY = Family(
-    "gpt2",
-    "GPT2LMHeadModel",
-    "transformer.",
-    (".attn.bias", ".attn.masked_bias"),
-    _read_gpt2,
-    _write_gpt2,
-    _gpt2_rules,
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    models="GPT-2",
+    table=(
+        *COMMON,
+        RemoteCode(),
+        Integer("vocab_size", "vocab_size", 50257),
+        Integer("n_positions", "max_positions", 1024),
+        Integer("n_embd", "width", 768),
+        Integer("n_layer", "layers", 12),
+        Integer("n_head", "heads", 12),
+        Integer("n_inner", "mlp_width", None, null=0),
+        Number("layer_norm_epsilon", "norm_epsilon", 1e-5),
+        Number("initializer_range", "init_std", 0.02),
+        Switch("tie_word_embeddings", "tied_embeddings", True),
+        Fixed(
+            {
+                "norm": "layernorm",
+                "activation": "gelu",
+                "positions": "learned",
+                "biases": ("qkv", "out", "mlp", "norm"),
+            }
+        ),
+        Only("activation_function", ("gelu_new", "gelu_pytorch_tanh")),
+        Only("scale_attn_weights", (True,)),
+        Only("scale_attn_by_inverse_layer_idx", (False,)),
+        PassedOver(
+            (
+                "n_ctx",
+                "reorder_and_upcast_attn",
+                "summary_activation",
+                "summary_first_dropout",
+                "summary_proj_to_labels",
+                "summary_type",
+                "summary_use_proj",
+            )
+        ),
+        Training(("resid_pdrop", "embd_pdrop", "attn_pdrop")),
+    ),
+    rules=_gpt2_rules,
+    aliases={
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
+    prefix="transformer.",
+    dropped=(".attn.bias", ".attn.masked_bias"),
 )

@@ -1,39 +1,22 @@
 """Mistral with full attention."""
 
-from jaxtrain.config import ModelConfig
-from jaxtrain.hf.families.family import (
-    ROTARY_BUFFER,
-    Family,
-    Settings,
-    epsilon,
-    no_window,
-    read_rotary,
-    read_table,
-    stream,
-    write_rotary,
-    write_table,
-)
-from jaxtrain.hf.families.llama import llama_rules
-from jaxtrain.hf.fields import Fields
+from jaxtrain.hf.entries import Fixed, Integer, RotaryPositions, Window
+from jaxtrain.hf.families.family import Family, decoder, decoder_rules
 
-MISTRAL = (*stream(kv_heads=8), ("intermediate_size", "mlp_width", 14336), *epsilon(1e-6))
-
-
-def _read_mistral(fields: Fields) -> Settings:
-    no_window(fields, window=4096, length=131072)
-    return read_table(fields, MISTRAL) | read_rotary(fields) | {"biases": ()}
-
-
-def _write_mistral(model: ModelConfig, length: int) -> Settings:
-    return write_table(model, MISTRAL) | write_rotary(model, length) | {"sliding_window": None}
-
+LONGEST = 131072
 
 FAMILY = Family(
-    "mistral",
-    "MistralForCausalLM",
-    "model.",
-    (ROTARY_BUFFER,),
-    _read_mistral,
-    _write_mistral,
-    llama_rules,
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    models="Mistral 7B from v0.2 on",
+    table=(
+        *decoder(vocab=32000, width=4096, layers=32, heads=32, epsilon=1e-6),
+        Integer("num_key_value_heads", "kv_heads", 8, null=0),
+        Integer("head_dim", "head_dim", None, null=0),
+        Integer("intermediate_size", "mlp_width", 14336),
+        Fixed({"biases": ()}),
+        RotaryPositions(LONGEST),
+        Window(LONGEST, window=4096),
+    ),
+    rules=decoder_rules,
 )

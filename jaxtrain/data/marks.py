@@ -1,0 +1,140 @@
+"""The marks of a published tokenizer: the ids that begin and end a document, as the files beside
+its tokenizer.json say, in transformers' order of precedence.
+
+    begins   what tokenizer.json's post-processor puts before a text; add_bos_token has no effect
+             beside it
+    ends     eos_token of special_tokens_map.json (only if tokenizer_config.json has no
+             added_tokens_decoder), then of tokenizer_config.json; then eos_token_id of config.json
+             or generation_config.json, if it is a list its first; then a name in END_OF_DOCUMENT
+    stops    eos_token_id of generation_config.json, else of config.json, and `ends`
+
+Without such files the last rule of `ends` is the only one.
+"""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import tokenizers
+
+# The names of the end of a document in published tokenizers, in the order of precedence.
+END_OF_DOCUMENT = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "[EOS]",
+    "<｜end▁of▁sentence｜>",
+)
+TOKENIZER_CONFIG, TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
+GENERATION, CONFIG = "generation_config.json", "config.json"
+END = "eos_token"
+
+
+class MarksError(ValueError):
+    """Files beside a tokenizer that contradict it; the text is one line without the tokenizer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Marks:
+    """The ids before each document, the id after it, and the ids at which generated text stops."""
+
+    begins: tuple[int, ...]
+    ends: int
+    stops: tuple[int, ...]
+
+    @classmethod
+    def plain(cls, end: int) -> "Marks":
+        """The marks of documents that nothing begins."""
+        return cls((), end, (end,))
+
+
+def plain_marks(tokenizer: tokenizers.Tokenizer) -> Marks | None:
+    """The marks of a tokenizer without other files; None if no token is in END_OF_DOCUMENT."""
+    ids = (tokenizer.token_to_id(token) for token in END_OF_DOCUMENT)
+    end = next((i for i in ids if i is not None), None)
+    return None if end is None else Marks.plain(end)
+
+
+def read_marks(folder: pathlib.Path, tokenizer: tokenizers.Tokenizer) -> Marks | None:
+    """The marks of the tokenizer of a folder; None if nothing says what ends a document.
+
+    Raises MarksError, which names the file, for a file that cannot be read or contradicts the
+    tokenizer.
+    """
+    names = _read(folder, TOKENIZER_CONFIG)
+    place = folder / TOKENIZER_CONFIG
+    _check_added(place, names.get("added_tokens_decoder"), tokenizer)
+    if "added_tokens_decoder" not in names and (more := _read(folder, TOKENS_MAP)).get(END):
+        names, place = more, folder / TOKENS_MAP
+    model = _read(folder, CONFIG)
+    if "model_type" not in model:  # another program's
+        model = {}
+    stops = _ids(folder / GENERATION, _read(folder, GENERATION))
+    config_stops = _ids(folder / CONFIG, model)
+    end = _id_of(place, names.get(END), tokenizer)
+    candidates = [i for i in (end, *config_stops, *stops) if i is not None]
+    if plain := plain_marks(tokenizer):
+        candidates.append(plain.ends)
+    if not candidates:
+        return None
+    ends = candidates[0]
+    return Marks(_begins(tokenizer), ends, tuple(dict.fromkeys([ends, *(stops or config_stops)])))
+
+
+def _read(folder: pathlib.Path, name: str) -> dict[str, Any]:
+    """The JSON object of a file; empty if there is no file."""
+    try:
+        values = json.loads((folder / name).read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        what = error.strerror if isinstance(error, OSError) else f"is no JSON: {error}"
+        raise MarksError(f"{folder / name}: {what}") from None
+    if not isinstance(values, dict):
+        raise MarksError(f"{folder / name} holds no JSON object")
+    return values
+
+
+def _check_added(place: pathlib.Path, added: Any, tokenizer: tokenizers.Tokenizer) -> None:
+    """Raises MarksError for a token of added_tokens_decoder (id → token) that the tokenizer does
+    not have."""
+    for number, token in added.items() if isinstance(added, dict) else ():
+        text = token.get("content") if isinstance(token, dict) else token
+        if str(tokenizer.token_to_id(str(text))) != number:
+            rule = f"added_tokens_decoder has {text!r} as {number}, and tokenizer.json has not"
+            raise MarksError(f"{place}: {rule}")
+
+
+def _id_of(place: pathlib.Path, token: Any, tokenizer: tokenizers.Tokenizer) -> int | None:
+    """The id of eos_token: a text, or an object with its content."""
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is None:
+        return None
+    number = tokenizer.token_to_id(text) if isinstance(text, str) else None
+    if number is None:
+        raise MarksError(f"{place}: {END}={text!r} is no token of tokenizer.json")
+    return number
+
+
+def _ids(place: pathlib.Path, values: dict[str, Any]) -> list[int]:
+    """The ids of eos_token_id: a number, or a list of them."""
+    value = values.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(i) is int and i >= 0 for i in ids):
+        raise MarksError(f"{place}: eos_token_id={value!r} is no id and no list of ids")
+    return ids
+
+
+def _begins(tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """The ids that the tokenizer's post-processor puts before a text."""
+    try:
+        plain, ids = (
+            tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True)
+        )
+    except Exception:  # of the library, for a tokenizer without this letter
+        return ()
+    starts = (i for i in range(len(ids)) if ids[i : i + len(plain)] == plain)
+    return tuple(ids[: next(starts, 0)])

@@ -1,0 +1,413 @@
+"""The entries of a family's table: what a field of config.json is in the model, both ways.
+
+    Integer, Number, Switch, Biases   a field is a setting
+    Fixed                             settings that all models of the family have
+    Only, Same                        a field that jaxtrain can have with some values alone
+    PassedOver, Training              fields without effect on what the model computes
+    RotaryPositions, Window, …        several fields that belong together
+
+An entry reads what it knows and writes what it reads, so that a table is the family's only
+description; docs/models.md is made of it.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxtrain import config as cfg
+from jaxtrain.config import ModelConfig
+from jaxtrain.config.settings import BIASED
+from jaxtrain.hf.fields import MISSING, Fields
+from jaxtrain.hf.rope_parameters import SCALINGS, Settings, read_rope, write_rope
+
+REMOTE_CODE = "auto_map"
+
+
+@dataclasses.dataclass(frozen=True)
+class TableEntry:
+    """Fields of config.json and settings of the model that belong together."""
+
+    def read(self, fields: Fields, settings: Settings) -> Settings:
+        """The settings that the fields give. settings: those of the entries before
+
+        Raises HfError for a value that the model cannot have.
+        """
+        raise NotImplementedError
+
+    def write(self, model: ModelConfig, length: int) -> Settings:
+        """The fields of a resolved model, whose longest sequence has `length` tokens."""
+        return {}
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """Setting → the field that gives it."""
+        return {}
+
+    @property
+    def limits(self) -> Mapping[str, str]:
+        """Field → the values that it may have, in words."""
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Integer(TableEntry):
+    """An integer.
+
+    default: where the field is missing; null: what null stands for, None if it is refused
+    """
+
+    field: str
+    setting: str
+    default: Any = MISSING
+    null: int | None = None
+    least: int = 1
+
+    def read(self, fields: Fields, settings: Settings) -> Settings:
+        value = fields.integer(self.field, self.default, self.null, self.least)
+        most = cfg.fields()[f"model.{self.setting}"].metadata["bounds"]["at_most"]
+        if most is not None and value > most:
+            raise fields.refuse(self.field, f"is above {most}")
+        return {self.setting: value}
+
+    def write(self, model: ModelConfig, length: int) -> Settings:
+        value = getattr(model, self.setting)
+        return {self.field: None if value == self.null else value}
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        return {self.setting: self.field}
+
+
+@dataclasses.dataclass(frozen=True)
+class Number(TableEntry):
+    """A float above 0."""
+
+    field: str
+    setting: str
+    default: float
+
+    def read(self, fields: Fields, settings: Settings) -> Settings:
+        return {self.setting: fields.number(self.field, self.default)}
+
+    def write(self, model: ModelConfig, length: int) -> Settings:
+        return {self.field: getattr(model, self.setting)}
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        return {self.setting: self.field}
+
+
+@dataclasses.dataclass(frozen=True)
+class Switch(TableEntry):
+    """A bool. values: the setting where it is false, and where it is true"""
+
+    field: str
+    setting: str
+    default: bool
+    values: tuple[Any, Any] = (False, True)
+
+    def read(self, fields: Fields, settings: Settings) -> Settings:
+        return {self.setting: self.values[fields.require(self.field, [False, True], self.default)]}
+
+    def write(self, model: ModelConfig, length: int) -> Settings:
+        return {self.field: getattr(model, self.setting) == self.values[True]}
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        return {self.setting: self.field}
+
+
+@dataclasses.dataclass(frozen=True)
+class Biases(TableEntry):
+    """A bool, and the parts of the model that have biases where it is true."""
+
+    field: str
+    parts: tuple[str, ...]
+    default: bool
+
+    def read(self, fields: Fields, settings: Settings) -> Settings:
+        present = fields.require(self.field, [False, True], self.default)
+        biased = {*settings.get("biases", ()), *(self.parts if present else ())}
+        return {"biases": tuple(part for part in BIASED if part in biased)}
+
+    def write(self, model: ModelConfig, length: int) -> Settings:
+        return {self.field: set(self.parts) <= set(model.biases)}
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        return {"biases": self.field}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed(TableEntry):
+    """Settings that no field changes."""
+
+    settings: Mapping[str, Any]
+
+    def read(self, fields: Fields, settings: Settings) -> Settings:
+        return dict(self.settings)
+
+
+@dataclasses.dataclass(frozen=True)
+class Only(TableEntry):
+    """A field that jaxtrain can have with some values alone.
+
+    allowed: these, the first of which is written
+    default: transformers', if it is none of them
+    written: whether the family has the field; others ask for what it lacks
+    """
+
+    field: str
+    allowed: Sequence[Any]
+    default: Any = MISSING
+    written: bool = True
+
+    def read(self, fields: Fields, settings: Settings) -> Settings:
+        fields.require(self.field, self.allowed, self.default)
+        return {}
+
+    def write(self, model: ModelConfig, length: int) -> Settings:
+        return {self.field: self.allowed[0]} if self.written else {}
+
+    @property
+    def limits(self) -> Mapping[str, str]:
+        return {self.field: " or ".join(map(json.dumps, self.allowed))}
+
+
+@dataclasses.dataclass(frozen=True)
+class Same(TableEntry):
+    """A field that has to be the sum of settings, or null.
+
+    others: further values without effect, such as a default that transformers writes
+    """
+
+    field: str
+    settings: tuple[str, ...]
+    written: bool = True
+    others: tuple[int, ...] = ()
+
+    def read(self, fields: Fields, settings: Settings) -> Settings:
+        total = sum(settings[setting] for setting in self.settings)
+        fields.require(self.field, [total, None, *self.others])
+        return {}
+
+    def write(self, model: ModelConfig, length: int) -> Settings:
+        total = sum(getattr(model, setting) for setting in self.settings)
+        return {self.field: total} if self.written else {}
+
+    @property
+    def limits(self) -> Mapping[str, str]:
+        return {self.field: " + ".join(f"model.{setting}" for setting in self.settings)}
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeHeads(TableEntry):
+    """Heads that divide the width: transformers asks for it whatever head_dim is."""
+
+    def read(self, fields: Fields, settings: Settings) -> Settings:
+        if settings["width"] % settings["heads"]:
+            rule = f"does not divide hidden_size={settings['width']}, as transformers asks for"
+            raise fields.refuse("num_attention_heads", rule)
+        return {}
+
+    @property
+    def limits(self) -> Mapping[str, str]:
+        return {"num_attention_heads": "a divisor of hidden_size"}
+
+
+@dataclasses.dataclass(frozen=True)
+class PassedOver(TableEntry):
+    """Fields without effect on what the model computes."""
+
+    fields: tuple[str, ...]
+
+    def read(self, fields: Fields, settings: Settings) -> Settings:
+        fields.pass_over(*self.fields)
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Training(TableEntry):
+    """Fields that change how transformers trains, and nothing else: a note says so."""
+
+    fields: tuple[str, ...]
+
+    def read(self, fields: Fields, settings: Settings) -> Settings:
+        fields.only_trains(*self.fields)
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseLayers(TableEntry):
+    """The number of layers before those with experts, which num_hidden_layers counts, too."""
+
+    field: str
+    default: int
+
+    def read(self, fields: Fields, settings: Settings) -> Settings:
+        dense = fields.integer(self.field, self.default, least=0)
+        if dense >= settings["layers"]:
+            rule = f"leaves none of num_hidden_layers={settings['layers']} with experts"
+            raise fields.refuse(self.field, rule)
+        return {"layers": settings["layers"] - dense, "dense_layers": dense}
+
+    def write(self, model: ModelConfig, length: int) -> Settings:
+        layers = model.dense_layers + model.layers
+        return {"num_hidden_layers": layers, self.field: model.dense_layers}
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        return {"dense_layers": self.field}
+
+    @property
+    def limits(self) -> Mapping[str, str]:
+        return {self.field: "less than num_hidden_layers"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Predictions(TableEntry):
+    """The number of modules of multi-token prediction."""
+
+    field: str
+    default: int
+
+    def read(self, fields: Fields, settings: Settings) -> Settings:
+        return {"mtp_depth": fields.integer(self.field, self.default, null=0, least=0)}
+
+    def write(self, model: ModelConfig, length: int) -> Settings:
+        return {self.field: model.mtp_depth}
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        return {"mtp_depth": self.field}
+
+
+@dataclasses.dataclass(frozen=True)
+class RotaryPositions(TableEntry):
+    """Rotary positions in both forms (rope_parameters.py).
+
+    longest, base: transformers' defaults of max_position_embeddings and rope_theta
+    part:    its default of partial_rotary_factor; None: the family rotates all of a head
+    """
+
+    longest: int
+    base: float = 10000.0
+    part: float | None = None
+
+    def read(self, fields: Fields, settings: Settings) -> Settings:
+        head = None
+        if self.part is not None:
+            head = settings["head_dim"] or settings["width"] // settings["heads"]
+        rope = read_rope(fields, self.base, self.longest, self.part or 1.0, head)
+        rotated = {} if head is None else {"rotary_dim": int(head * rope.part)}
+        return {"positions": "rotary", "rotary_base": rope.base} | rope.scaling | rotated
+
+    def write(self, model: ModelConfig, length: int) -> Settings:
+        if self.part is None:
+            return write_rope(model, length)
+        part = model.rotary_dim / model.head_dim
+        if int(part * model.head_dim) != model.rotary_dim:  # rounded down
+            part = (model.rotary_dim + 0.5) / model.head_dim
+        return write_rope(model, length, part)
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        names = {
+            parameter.setting: "rope_parameters"
+            for scaling in SCALINGS.values()
+            for parameter in scaling.values()
+        }
+        names |= {"rope_scaling": "rope_parameters", "rotary_base": "rope_theta"}
+        return names if self.part is None else names | {"rotary_dim": "partial_rotary_factor"}
+
+    @property
+    def limits(self) -> Mapping[str, str]:
+        parts = {} if self.part else {"partial_rotary_factor": "1"}
+        return {"rope_type": " or ".join(map(json.dumps, SCALINGS))} | parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Window(TableEntry):
+    """A sliding window of attention, which is refused where it is shorter than the longest
+    sequence, and so is any other kind of attention.
+
+    longest, window: transformers' defaults of max_position_embeddings and sliding_window
+    switched: whether the window needs use_sliding_window
+    typed:    whether layer_types, where given, says which layers have it
+    layers:   default of max_window_layers, the first layer that has it otherwise; None: all have it
+    """
+
+    longest: int
+    window: int | None = None
+    switched: bool = False
+    typed: bool = False
+    layers: int | None = None
+
+    def read(self, fields: Fields, settings: Settings) -> Settings:
+        count = settings["layers"]
+        types = fields.value("layer_types", None)
+        if types is not None and not (
+            isinstance(types, list)
+            and len(types) == count
+            and all(kind == "full_attention" for kind in types)
+        ):
+            raise fields.refuse(
+                "layer_types", f'is not supported: only {count} × "full_attention" is'
+            )
+        switch = fields.require("use_sliding_window", [False, True] if self.switched else [False])
+        window = fields.integer("sliding_window", self.window, null=0)
+        longest = fields.integer("max_position_embeddings", self.longest)
+        start = 0
+        if self.layers is not None:
+            start = fields.integer("max_window_layers", self.layers, least=0)
+        applies = (switch or not self.switched) and not (self.typed and types) and start < count
+        if applies and 0 < window < longest:
+            rule = f"(null, or at least max_position_embeddings={longest})"
+            raise fields.refuse("sliding_window", f"is not supported: attention is full {rule}")
+        if applies and window:
+            rule = f"no sequence of max_position_embeddings={longest} tokens reaches its end"
+            fields.notes.append(f"sliding_window={window} is left out: {rule}")
+        return {}
+
+    def write(self, model: ModelConfig, length: int) -> Settings:
+        off = {"use_sliding_window": False} if self.switched else {}
+        none = {"sliding_window": None} if self.switched or self.window else {}
+        return none | off
+
+    @property
+    def limits(self) -> Mapping[str, str]:
+        return {
+            "sliding_window": "null or at least max_position_embeddings",
+            "layer_types": '"full_attention" alone',
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteCode(TableEntry):
+    """Python files that a folder brings along. None is run: a family whose published folders have
+    some is read with jaxtrain's own model, and only if the files' classes are the family's.
+
+    stem: the beginning of their names, such as "DeepseekV3"; "": the family has none
+    """
+
+    stem: str = ""
+
+    def read(self, fields: Fields, settings: Settings) -> Settings:
+        classes = fields.value(REMOTE_CODE, None)
+        if classes is None:
+            return {}
+        names = [f"{self.stem}{end}" for end in ("Config", "Model", "ForCausalLM")]
+        if (
+            not self.stem
+            or not isinstance(classes, dict)
+            or not all(str(name).rpartition(".")[2] in names for name in classes.values())
+        ):
+            known = f": only {', '.join(names)} are known" if self.stem else ""
+            raise fields.refuse(REMOTE_CODE, f"wants remote code, which is not run{known}")
+        fields.notes.append(f"{REMOTE_CODE} is left out: jaxtrain's own {self.stem} is used")
+        return {}
+
+    @property
+    def limits(self) -> Mapping[str, str]:
+        return {REMOTE_CODE: f"classes of {self.stem}, which are not run"} if self.stem else {}

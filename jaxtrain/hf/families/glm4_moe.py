@@ -1,0 +1,58 @@
+"""GLM-4.5."""
+
+from jaxtrain.hf.entries import (
+    Biases,
+    DenseLayers,
+    Fixed,
+    Integer,
+    Number,
+    Only,
+    Predictions,
+    RotaryPositions,
+    Switch,
+    Window,
+)
+from jaxtrain.hf.families.family import (
+    NORMALIZED,
+    ROUTER_TRAINING,
+    Family,
+    decoder,
+    decoder_rules,
+)
+
+LONGEST = 131072
+
+FAMILY = Family(
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    models="GLM-4.5, 4.5-Air, 4.6",
+    table=(
+        *decoder(vocab=151552, width=4096, layers=46, heads=96, epsilon=1e-5),
+        Integer("num_key_value_heads", "kv_heads", 8),
+        Integer("head_dim", "head_dim", None, null=0),
+        Integer("intermediate_size", "mlp_width", 10944),
+        Integer("moe_intermediate_size", "expert_width", 1408),
+        Integer("n_routed_experts", "experts", 128),
+        Integer("num_experts_per_tok", "experts_per_token", 8),
+        Integer("n_shared_experts", "shared_experts", 1, least=0),
+        Integer("n_group", "router_groups", 1),
+        Integer("topk_group", "router_group_limit", 1),
+        Number("routed_scaling_factor", "router_scale", 1.0),
+        Switch("norm_topk_prob", "router_normalize", True, NORMALIZED),
+        Switch("use_qk_norm", "qk_norm", False),
+        Biases("attention_bias", ("qkv",), False),
+        Fixed({"router": "sigmoid", "router_bias": True, "router_group_best": 2}),
+        RotaryPositions(LONGEST, part=0.5),
+        Window(LONGEST),
+        DenseLayers("first_k_dense_replace", 1),
+        Predictions("num_nextn_predict_layers", 1),
+        Only("scoring_func", ("sigmoid",), written=False),
+        Only("topk_method", ("noaux_tc",), written=False),
+        ROUTER_TRAINING,
+    ),
+    rules=decoder_rules,
+    aliases={
+        "num_local_experts": "n_routed_experts",
+        "num_mtp_layers": "num_nextn_predict_layers",
+    },
+)

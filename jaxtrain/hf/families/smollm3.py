@@ -1,0 +1,58 @@
+"""SmolLM3, some of whose layers have no rotary positions."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jaxtrain.config import ModelConfig
+from jaxtrain.hf.entries import Biases, Integer, RotaryPositions, TableEntry, Window
+from jaxtrain.hf.families.family import Family, decoder, decoder_rules
+from jaxtrain.hf.fields import Fields
+from jaxtrain.hf.rope_parameters import Settings
+
+LONGEST = 32768
+
+
+@dataclasses.dataclass(frozen=True)
+class NopeLayers(TableEntry):
+    """The layers without rotary positions: those whose number in no_rope_layers is 0, or every
+    no_rope_layer_interval-th one where there is no list."""
+
+    def read(self, fields: Fields, settings: Settings) -> Settings:
+        layers = settings["layers"]
+        rotates = fields.value("no_rope_layers", None)
+        if rotates is None:
+            interval = fields.integer("no_rope_layer_interval", 4)
+            return {"nope_layers": tuple(range(interval - 1, layers, interval))}
+        fields.pass_over("no_rope_layer_interval")
+        if not isinstance(rotates, list) or not all(n in (0, 1) for n in rotates):
+            raise fields.refuse("no_rope_layers", "is no list of 0 and 1")
+        if len(rotates) < layers:
+            rule = f"has less than the {layers} of num_hidden_layers"
+            raise fields.refuse("no_rope_layers", rule)
+        return {"nope_layers": tuple(n for n in range(layers) if not rotates[n])}
+
+    def write(self, model: ModelConfig, length: int) -> Settings:
+        return {"no_rope_layers": [int(n not in model.nope_layers) for n in range(model.layers)]}
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        return {"nope_layers": "no_rope_layers"}
+
+
+FAMILY = Family(
+    model_type="smollm3",
+    architecture="SmolLM3ForCausalLM",
+    models="SmolLM3 3B",
+    table=(
+        *decoder(vocab=128256, width=2048, layers=36, heads=16, epsilon=1e-6, tied=True),
+        Integer("num_key_value_heads", "kv_heads", 4, null=0),
+        Integer("head_dim", "head_dim", None, null=0),
+        Integer("intermediate_size", "mlp_width", 11008),
+        Biases("attention_bias", ("qkv", "out"), False),
+        Biases("mlp_bias", ("mlp",), False),
+        RotaryPositions(LONGEST, base=2e6),
+        NopeLayers(),
+        Window(LONGEST, switched=True, typed=True),
+    ),
+    rules=decoder_rules,
+)

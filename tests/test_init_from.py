@@ -1,0 +1,199 @@
+"""`train.init_from`: runs of the real command that start from a published model. The state itself
+is compared in hf/test_importing.py, on every layout and without a run."""
+
+import json
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+from support import ROOT
+from support import train_runs as runs
+from support.hf_models import CONFIGS, llama_tensors, write_llama
+
+from jaxtrain import convert
+from jaxtrain.run.exit_status import ExitStatus
+from jaxtrain.run.metrics import read_metrics
+
+SETTINGS = {
+    "data.source": "corpus.txt",
+    "data.sequence_length": 16,
+    "data.batch_size": 8,
+    "pipeline.microbatches": 2,
+    "optimizer.learning_rate": 0.01,
+    "optimizer.warmup_steps": 0,
+    "optimizer.schedule": "constant",
+    "precision.compute": "float32",
+    "train.eval_batches": 1,
+    "metrics.log_every": 1,
+    "metrics.tensorboard": False,
+}
+# a tokenizer with two words of the corpus
+WORDS = json.dumps(
+    {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {
+            "type": "WordLevel",
+            "vocab": {"?": 0, "</s>": 1, "batch": 2, "stage": 3},
+            "unk_token": "?",
+        },
+    }
+)
+MESH = {"mesh.data": 2, "mesh.stage": 2, "mesh.model": 2}
+ONE = {"mesh.data": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> pathlib.Path:
+    """A folder with a published model, a corpus, and runs."""
+    folder = tmp_path_factory.mktemp("init_from")
+    runs.write_inputs(folder)
+    write_llama(folder / "model", bfloat16=True)
+    (folder / "model" / "tokenizer.json").write_text(WORDS)
+    return folder
+
+
+def words(workdir: pathlib.Path, devices: int, settings: dict, *flags: str) -> list[str]:
+    """The words of a training command with the shipped recipe."""
+    return [
+        "jaxtrain.train",
+        "--config=from_hf",
+        f"--workdir={workdir.name}",
+        f"--cpu_devices={devices}",
+        *runs.flags_of(SETTINGS | settings),
+        *flags,
+    ]
+
+
+def train(workdir: pathlib.Path, devices: int, settings: dict, status: int = 0) -> runs.Done:
+    with runs.running(workdir.parent, *words(workdir, devices, settings)) as command:
+        return command.end(status)
+
+
+@pytest.fixture(scope="module")
+def started(folder) -> pathlib.Path:
+    """A run of three steps on 2 × 2 × 2."""
+    workdir = folder / "started"
+    done = train(workdir, 8, MESH | {"train.steps": 3})
+    assert f"starting: weights from {folder / 'model'}" in done.out
+    ids = f"data.tokenizer={folder / 'model' / 'tokenizer.json'} has 4 of 260 ids"
+    assert f"note: {ids}" in done.out
+    return workdir
+
+
+def test_as_from_a_checkpoint_of_step_0(folder, started):
+    """Bit for bit; the checkpoint wins over the folder, which is passed over with a line."""
+    workdir = folder / "converted"
+    flags = runs.flags_of(SETTINGS | {"data.source": folder / "corpus.txt"})
+    assert convert.main(["from_hf", str(folder / "model"), f"--workdir={workdir}", *flags]) == 0
+    done = train(workdir, 8, MESH | {"train.steps": 3})
+    passed_over = f"train.init_from={folder / 'model'} is passed over"
+    assert f"continuing from step 0; {passed_over}" in done.out
+    assert len(runs.losses(started)) == 3 and runs.losses(started) == runs.losses(workdir)
+    kept, copied = (
+        {path.name: path.read_bytes() for path in (run / "hf").iterdir()}
+        for run in (started, workdir)
+    )
+    assert kept == copied and {*kept} == {"config.json", "tensors.json", "tokenizer.json"}
+
+
+@pytest.mark.full
+def test_one_device_has_the_same_losses(folder, started):
+    workdir = folder / "one"
+    train(workdir, 1, ONE | {"train.steps": 3})
+    runs.assert_same_trajectory(runs.losses(workdir), runs.losses(started))
+
+
+def test_a_run_goes_on_without_the_folder(folder, started):
+    """Its own config.json has all settings, and it has a copy of the tokenizer."""
+    shutil.move(folder / "model", folder / "away")
+    try:
+        command = ["jaxtrain.train", "--config=started/config.json", "--cpu_devices=1"]
+        changes = runs.flags_of({"train.steps": 4, "mesh.stage": 1, "mesh.model": 1, **ONE})
+        with runs.running(folder, *command, *changes) as running:
+            done = running.end()
+    finally:
+        shutil.move(folder / "away", folder / "model")
+    assert f"continuing from step 3; train.init_from={folder / 'model'} is passed over" in done.out
+    assert runs.last_step(started) == 4
+
+
+def test_another_model_than_the_checkpoint_s(folder, started):
+    write_llama(folder / "other")
+    other = CONFIGS["llama"] | {"rms_norm_eps": 0.5}
+    (folder / "other" / "config.json").write_text(json.dumps(other))
+    settings = ONE | {"train.steps": 9, "train.init_from": "other"}
+    done = train(started, 1, settings, ExitStatus.BAD_CONFIG)
+    assert done.err == (
+        f"error: train.init_from='{folder / 'other'}' is another model than that of "
+        f"started/checkpoints: model.norm_epsilon=0.5 cannot continue a checkpoint of "
+        f"model.norm_epsilon={CONFIGS['llama']['rms_norm_eps']}: use another --workdir\n"
+    )
+
+
+def test_a_contradiction_is_refused_by_name(folder):
+    workdir = folder / "refused"
+    settings = ONE | {"model.width": 32, "train.init_from": "model"}
+    done = train(workdir, 1, settings, ExitStatus.BAD_CONFIG)
+    rule = f"contradicts {folder / 'model' / 'config.json'}, which says 16"
+    assert done.err == f"error: model.width=32 {rule}: use --config.model.width=16\n"
+    done = train(workdir, 1, ONE | {"train.init_from": "none"}, ExitStatus.BAD_CONFIG)
+    rule = "has no config.json: name the folder of a published model"
+    assert done.err == f"error: train.init_from='none' {rule}\n"
+    assert not workdir.exists()
+
+
+@pytest.mark.parametrize("damage", ["nan", pytest.param("truncated", marks=pytest.mark.full)])
+def test_damage_ends_all_processes(folder, damage):
+    """One of them alone has read it; nothing is left of the run."""
+    name, broken, workdir = "model.layers.2.mlp.down_proj.weight", folder / damage, folder / "none"
+    down = llama_tensors()[name]
+    down[-1, -1] = np.nan
+    write_llama(broken, **{name.replace(".", "_"): down} if damage == "nan" else {})
+    file = broken / "model.safetensors"
+    if damage == "nan":
+        line = f"{file}: {name} has numbers that are not finite"
+    else:
+        file.write_bytes(file.read_bytes()[:-1])
+        line = f"{file} is no complete safetensors file"
+    settings = {"mesh.model": 2, "metrics.rows": True, "train.init_from": damage}
+    command = words(workdir, 1, settings)
+    launch = ["jaxtrain.launch", "--processes=2", "--devices_per_process=1", "--", *command[1:]]
+    launch.remove("--cpu_devices=1")
+    with runs.running(folder, *launch) as running:
+        done = running.end(ExitStatus.BAD_CONFIG)
+    of_process = [text for text in done.err.splitlines() if text.startswith(("[0] ", "[1] "))]
+    assert of_process and all(text[4:].startswith(f"error: {line}") for text in of_process)
+    assert not workdir.exists()
+
+
+@pytest.mark.full
+def test_several_processes_and_independent_replicas(folder):
+    """Two processes, each with a replica; one process has the same losses."""
+    settings = {"mesh.replica": 2, "train.diloco_inner_steps": 2, "train.steps": 4}
+    two, one = folder / "two", folder / "single"
+    command = words(two, 2, settings)
+    launch = ["jaxtrain.launch", "--processes=2", "--devices_per_process=2", "--", *command[1:]]
+    launch.remove("--cpu_devices=2")
+    with runs.running(folder, *launch) as running:
+        running.end()
+    train(one, 4, settings)
+    runs.assert_same_trajectory(runs.losses(two), runs.losses(one))
+
+
+@pytest.mark.full
+def test_a_roll_back_without_checkpoints_begins_with_the_model(folder):
+    """A loss that is not finite takes the run back to what it began with."""
+    workdir = folder / "rolled_back"
+    flags = {"train.on_nonfinite": "rollback", "train.nonfinite_limit": 1, "train.steps": 3}
+    command = ["support.bad_batches", "nan:2", "--", *words(workdir, 1, ONE | flags)[1:]]
+    path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    with runs.running(folder, *command, environment=path) as running:
+        done = running.end()
+    assert "back from step 3 to step 0, and on with batch 3" in done.err
+    norms = [r["param_norm"] for r in read_metrics(workdir) if "param_norm" in r]
+    squares = [np.square(a.astype(np.float64)).sum() for a in llama_tensors().values()]
+    # three updates of at most 0.01 each
+    assert len(norms) == 3 and norms == pytest.approx([np.sqrt(sum(squares))] * 3, rel=0.02)
