@@ -480,7 +480,8 @@ class PrecisionConfig:
     matmul: str = setting(
         "compute",
         "type of products with the matrices of layers: compute, or fp8 with a scale for each "
-        "tensor (mxfp8 is not built yet); embedding, head, router and attention's own products stay",
+        "tensor (mxfp8 is not built yet); embedding, head, router and attention's own products "
+        "stay",
         choices=("compute", "fp8", "mxfp8"),
     )
     fp8_gradients: str = setting(
