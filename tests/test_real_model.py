@@ -38,6 +38,7 @@ MESH = {
     "pipeline.microbatches": 2,
     "parallel.zero": 3,
     "data.batch_size": 4,
+    "data.sequence_length": TOKENS,
     "optimizer.learning_rate": 1e-4,
     "train.steps": STEPS,
     "train.sample_tokens": 0,
@@ -61,8 +62,8 @@ def folder(tmp_path_factory) -> pathlib.Path:
     """A folder with the model and its run of step 0."""
     folder = tmp_path_factory.mktemp("smollm2")
     in_transformers.run_script("smollm2.py", "make", folder / "model")
-    flags = train_runs.flags_of({"precision.compute": "float32", "data.sequence_length": TOKENS})
-    in_process("from_hf", folder / "model", f"--workdir={folder / 'run'}", *flags)
+    words = [f"--workdir={folder / 'run'}", "--config.precision.compute=float32"]
+    in_process("from_hf", folder / "model", *words)
     return folder
 
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 from etils import epath
 
+from jaxtrain import config as cfg
 from jaxtrain.checkpoint import stores
 from jaxtrain.checkpoint.layout import Shards, stored_arrays
 from jaxtrain.checkpoint.local import LocalCheckpointer, run_name
@@ -232,9 +233,12 @@ class Checkpoints:
 
     def _refuse(self, meta: Meta) -> None:
         """Raises ConfigError if the config cannot continue a checkpoint with this meta."""
-        folder = self._config.train.init_from
+        folder, stored = self._config.train.init_from, meta.stored_config()
+        if not meta.step and not meta.checksum:  # a published model's, which has seen no data
+            free = [path for path in cfg.fields() if path.startswith("data.")]
+            stored = cfg.replace(stored, {path: cfg.get(self._unresolved, path) for path in free})
         try:
-            check_resume(meta.stored_config(), self._unresolved, self._environment)
+            check_resume(stored, self._unresolved, self._environment)
         except ConfigError as error:
             if not folder or not error.field.startswith("model."):
                 raise
