@@ -27,6 +27,7 @@ from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.devices import cluster_environment
 from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES
 from jaxtrain.devices.startup import start_jax
+from jaxtrain.hf.files import tokenizer_of
 from jaxtrain.hf.run_config import read_origin, started_from
 from jaxtrain.pipeline.checks import RULES, RULES_WITH_TABLES
 from jaxtrain.run.exit_status import ExitStatus, RunError
@@ -109,11 +110,14 @@ def parse_unchecked(
     """
 
     def read(reading: Reading) -> T:
-        before = recipe or load_recipe(find_recipe(reading.values["config"]))
-        config, namespace = apply(before, reading.overrides), reading.namespace
-        namespace.notes = ()
+        before, namespace = recipe, reading.namespace
+        workdir = getattr(namespace, "workdir", "") or default_workdir(namespace.config)
+        if before is None:
+            before = load_recipe(find_recipe(namespace.config))
+            tokenizer = tokenizer_of(before.data.tokenizer, pathlib.Path(workdir))
+            before = cfg.replace(before, {"data.tokenizer": tokenizer})
+        config, namespace.notes = apply(before, reading.overrides), ()
         if config.train.init_from and isinstance(config.train.init_from, str):
-            workdir = getattr(namespace, "workdir", "") or default_workdir(namespace.config)
             model = read_origin(config.train.init_from, workdir)
             config, before = started_from(model, before, reading.overrides)
             namespace.notes = model.notes_for(config.model)

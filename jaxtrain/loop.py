@@ -27,6 +27,8 @@ from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.generation.text import sample_text
 from jaxtrain.hf import files, importing
+from jaxtrain.hf.fields import HfError
+from jaxtrain.hf.tokenizer_files import tokenizer_of_run
 from jaxtrain.pipeline.setup import Setup
 from jaxtrain.plan.compare import plan_at_hand
 from jaxtrain.plan.measured_step import AfterWarmUp
@@ -72,8 +74,7 @@ def run(
     Raises FolderError if another run uses the folder. Before anything is compiled or written:
     FlagsError, DataError, ChangedCorpusError or CheckpointError for a config that does not fit
     the checkpoint or the corpus, and if no checkpoint is complete; HfError for a published model
-    that is damaged. Raises NumbersError if numbers
-    are not good and the run cannot go back.
+    that is damaged. Raises NumbersError if numbers are not good and the run cannot go back.
     """
     clock.enter(Part.DATA)
     with (
@@ -82,9 +83,8 @@ def run(
     ):
         checkpoints = Checkpoints(config, unresolved, environment, folder)
         checkpoints.choose()
-        source = None
-        if config.train.init_from and not checkpoints.resumes:
-            source = importing.open_together(config)
+        is_new = bool(config.train.init_from) and not checkpoints.resumes
+        source = _open_source(config) if is_new else None
         corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
         tokenizer = corpus.tokenizer.describe()
         checkpoints.check_corpus(TrainedCorpus(corpus.source, corpus.checksum, tokenizer))
@@ -111,10 +111,7 @@ def run(
             executor = lasting.enter_context(concurrent.futures.ThreadPoolExecutor(2))
             trainer.compile_and_restore(executor, state)
             if cluster.is_main():
-                _write_settings(config, unresolved.pipeline, folder)
-                if source:
-                    with warned(folder / files.SOURCE, cluster.log):
-                        source.keep(folder)
+                _write_settings(config, unresolved.pipeline, folder, source)
             trainer.open(goodput, signals, watchdog, closing)
             trainer.train()
             status = trainer.finish(executor)
@@ -366,6 +363,15 @@ class Trainer:
         cluster.log(f"sample, temperature {SAMPLE_TEMPERATURE}:\n{train.sample_prompt}{text}")
 
 
+def _open_source(config: Config) -> importing.Source:
+    """The published model that a new run starts from; every process must call this. Raises HfError
+    in all of them."""
+    source = importing.open_together(config)
+    run = cluster.in_all(lambda: tokenizer_of_run(source.published, config), HfError)
+    cluster.log(*(f"note: {note}" for note in run.notes))
+    return source
+
+
 def _begin(config: Config, step: Step, source: importing.Source | None) -> TrainState:
     """The state before the first step; every process must call this. source: of a published model,
     if it is open"""
@@ -438,11 +444,17 @@ def _timed(
             plot_goodput(folder)
 
 
-def _write_settings(config: Config, given: PipelineConfig, folder: pathlib.Path) -> None:
-    """Writes config.json, and op_times.json for op times that were not `given` by the user."""
+def _write_settings(
+    config: Config, given: PipelineConfig, folder: pathlib.Path, source: importing.Source | None
+) -> None:
+    """Writes config.json, the small files of a published model, and op_times.json for op times that
+    were not `given` by the user."""
     folder.mkdir(parents=True, exist_ok=True)
     with warned(folder / CONFIG_FILE, cluster.log):
         (folder / CONFIG_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
+    if source:
+        with warned(folder / files.SOURCE, cluster.log):
+            source.keep(folder)
     if stored_op_times.worth_storing(config.mesh, config.pipeline, given):
         devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
         with warned(folder / stored_op_times.OP_TIMES, cluster.log):

@@ -6,7 +6,8 @@
 transformers makes a model of each config.json (fuzz_hf_configs.py), with random weights. jaxtrain
 either refuses it by a line that names a field, and fuzz_hf_configs.py knows why it may, or imports
 it: then its logits are those of transformers to 1e-5 of their largest, and the export has the same
-bytes, which transformers reads with the same logits, also by a config.json that is written anew.
+bytes, which transformers reads with the same logits, also by a config.json that is written anew. Of
+one case in five, gradients and greedy continuations are compared, too.
 
 What has been run is in FOLDER/results.jsonl: started again, the same command goes on. The exit
 status is 1 if a case failed. It needs .venv-transformers (CONTRIBUTING.md).
@@ -34,7 +35,12 @@ import fuzz_hf_configs  # noqa: E402 (the path comes first)
 import jax  # noqa: E402 (after its environment)
 import numpy as np  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
-from support.hf_imported import logits_of, restored  # noqa: E402 (the path comes first)
+from support.hf_imported import (  # noqa: E402 (the path comes first)
+    continuations,
+    gradient_errors,
+    logits_of,
+    restored,
+)
 from support.in_transformers import run_script  # noqa: E402
 
 from jaxtrain import convert  # noqa: E402
@@ -73,10 +79,13 @@ def judge_import(case: fuzz_hf_configs.Case, folder: pathlib.Path) -> dict[str, 
     if case.unknown:
         return {"outcome": "imported", "error": f"{case.unknown} was not refused"}
     expected = np.load(model / "reference.npz")["logits"]
-    logits = logits_of(*restored(run))
+    state = restored(run)
+    logits = logits_of(*state)
     if not same(logits, expected):
         worst = np.abs(logits - expected).max() / np.abs(expected).max()
         return {"outcome": "imported", "error": f"logits differ by {worst:.1e} of their largest"}
+    if case.everything and (error := judge_everything(state, model)):
+        return {"outcome": "imported", "error": error}
     for name in (OUT, WRITTEN):
         if name == WRITTEN:
             (run / "hf" / "config.json").unlink()
@@ -88,6 +97,19 @@ def judge_import(case: fuzz_hf_configs.Case, folder: pathlib.Path) -> dict[str, 
     if wrong:
         return {"outcome": "imported", "error": f"{wrong[0]} has other bytes in the export"}
     return {"outcome": "imported"}
+
+
+def judge_everything(state: tuple, model: pathlib.Path) -> str:
+    """What is wrong with continuations and gradients; "" if nothing.
+
+    state: of `restored`; model: the folder
+    """
+    expected = np.load(model / "reference.npz")
+    for row, ids in enumerate(continuations(*state)):
+        if ids != list(expected[f"continuation {row}"]):
+            return f"continuation {row} is another one"
+    errors = {name: error for name, error in gradient_errors(model).items() if error > 1e-4}
+    return f"gradients differ: {errors}" if errors else ""
 
 
 def differ(a: np.ndarray | None, b: np.ndarray | None) -> bool:
@@ -133,10 +155,10 @@ def run_batch(folder: pathlib.Path, names: list[tuple[str, int]], seed: int) -> 
         place = folder / f"{family}.{number}"
         (place / MODEL).mkdir(parents=True)
         (place / MODEL / "config.json").write_text(json.dumps(case.values, indent=1))
-        settings = {"seed": number, "dtype": case.dtype, "saved": case.saved}
+        settings = {"seed": number, **{n: vars(case)[n] for n in ("dtype", "saved", "everything")}}
         (place / MODEL / "case.json").write_text(json.dumps(settings))
     places = [folder / name / MODEL for name in cases]
-    run_script("transformers_models.py", "make", *places, "--logits")
+    run_script("transformers_models.py", "make", *places)
     results = {}
     for name, case in cases.items():
         case.values = json.loads((folder / name / MODEL / "config.json").read_text())

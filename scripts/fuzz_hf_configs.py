@@ -26,6 +26,7 @@ class Case:
     odd: a field whose value is likely to be wrong
     dtype: of the model's numbers, as safetensors has it
     saved: the config.json is the one that transformers writes for the model of this one
+    everything: gradients and continuations are compared, too
     """
 
     family: str
@@ -35,6 +36,7 @@ class Case:
     odd: str
     dtype: str
     saved: bool
+    everything: bool
 
 
 def some(*values: Any) -> Draw:
@@ -135,8 +137,9 @@ KEY_HEADS_GIVEN = divisor("num_attention_heads")
 
 
 def window(chance: Chance, values: Values) -> Any:
-    """A window that is longer than the positions, none, or a shorter one."""
-    longest = values["max_position_embeddings"]
+    """A window that is longer than the positions and the sequences compared, none, or a shorter
+    one."""
+    longest = max(100, values["max_position_embeddings"])
     return chance.choice([None, None, None, longest, longest + 5, 8, 4096])
 
 
@@ -306,7 +309,7 @@ FAMILIES: dict[str, Mapping[str, Draw]] = {
     },
     "gpt2": {
         "vocab_size": VOCABULARY,
-        "n_positions": between(33, 80),
+        "n_positions": between(75, 90),
         "n_head": between(1, 6),
         "n_embd": lambda chance, v: v["n_head"] * chance.choice([1, 3, 4, 6, 8]),
         "n_layer": between(1, 4),
@@ -318,7 +321,7 @@ FAMILIES: dict[str, Mapping[str, Draw]] = {
         "attn_pdrop": maybe(some(0.0, 0.1)),
         "embd_pdrop": maybe(some(0.0, 0)),
         "initializer_range": some(0.02),
-        "n_ctx": maybe(between(33, 80), 0.3),
+        "n_ctx": maybe(between(75, 90), 0.3),
         "summary_type": maybe(some("cls_index"), 0.3),
         "summary_use_proj": maybe(some(True), 0.3),
         "summary_first_dropout": maybe(some(0.1), 0.3),
@@ -456,7 +459,8 @@ def draw(family: str, seed: int, number: int) -> Case:
     chance.shuffle(fields)
     ordered = {field: values[field] for field in fields}
     dtype = chance.choice(["F32", "F32", "BF16", "F16"])
-    return Case(family, ordered, removed, unknown, odd, dtype, saved)
+    everything = not odd and not unknown and chance.random() < 0.25
+    return Case(family, ordered, removed, unknown, odd, dtype, saved, everything)
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -521,6 +525,12 @@ LACKING: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
         (name, _mixed, "layers with an MLP between those with experts")
         for name in ("decoder_sparse_step", "mlp_only_layers")
     ),
+    (
+        "rope_parameters",
+        lambda v: v.get("rope_scaling") and "rope_theta" in v["rope_parameters"],
+        "two forms with two bases",
+    ),
+    ("mlp_bias", lambda v: v["model_type"] == "deepseek_v2", "biases of shared experts"),
     ("norm_topk_prob", lambda v: v["model_type"] == "deepseek_v2", "what transformers passes over"),
     ("sliding_window", _short_window, "a sliding window"),
     ("use_sliding_window", lambda v: v["use_sliding_window"], "a sliding window"),

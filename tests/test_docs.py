@@ -503,6 +503,11 @@ def drawing(name: str) -> types.ModuleType:
     return module
 
 
+def test_the_page_of_published_models_is_of_the_present_tables():
+    write_models = drawing("write_models")
+    assert write_models.text() == write_models.PAGE.read_text(), "run python docs/write_models.py"
+
+
 def test_the_picture_of_a_tick_is_of_the_present_table():
     draw_step = drawing("draw_step")
     assert f"fingerprint {draw_step.fingerprint()}" in draw_step.PICTURE.read_text(), (

@@ -6,7 +6,7 @@ import re
 import sys
 
 import pytest
-from support import ROOT
+from support import ROOT, in_transformers
 
 sys.path.append(str(ROOT / "scripts"))
 
@@ -60,9 +60,7 @@ def test_a_refusal_needs_a_reason():
 
 
 @pytest.mark.full
-@pytest.mark.skipif(
-    not (ROOT / ".venv-transformers" / "torch").exists(), reason="no transformers here"
-)
+@pytest.mark.skipif(not in_transformers.has("torch"), reason=in_transformers.INSTALL_COMMAND)
 def test_random_configs_have_the_logits_of_transformers(tmp_path, monkeypatch, capsys):
     words = ["fuzz_hf.py", f"--seed={SEED}", "--cases=3", f"--folder={tmp_path}"]
     monkeypatch.setattr(sys, "argv", words)

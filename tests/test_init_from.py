@@ -28,6 +28,19 @@ SETTINGS = {
     "metrics.log_every": 1,
     "metrics.tensorboard": False,
 }
+# a tokenizer with two words of the corpus
+WORDS = json.dumps(
+    {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {
+            "type": "WordLevel",
+            "vocab": {"?": 0, "</s>": 1, "batch": 2, "stage": 3},
+            "unk_token": "?",
+        },
+    }
+)
 MESH = {"mesh.data": 2, "mesh.stage": 2, "mesh.model": 2}
 ONE = {"mesh.data": 1}
 
@@ -38,6 +51,7 @@ def folder(tmp_path_factory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("init_from")
     runs.write_inputs(folder)
     write_llama(folder / "model", bfloat16=True)
+    (folder / "model" / "tokenizer.json").write_text(WORDS)
     return folder
 
 
@@ -64,6 +78,8 @@ def started(folder) -> pathlib.Path:
     workdir = folder / "started"
     done = train(workdir, 8, MESH | {"train.steps": 3})
     assert f"starting: weights from {folder / 'model'}" in done.out
+    ids = f"data.tokenizer={folder / 'model' / 'tokenizer.json'} has 4 of 260 ids"
+    assert f"note: {ids}" in done.out
     return workdir
 
 
@@ -80,7 +96,7 @@ def test_as_from_a_checkpoint_of_step_0(folder, started):
         {path.name: path.read_bytes() for path in (run / "hf").iterdir()}
         for run in (started, workdir)
     )
-    assert kept == copied and {*kept} == {"config.json", "tensors.json"}
+    assert kept == copied and {*kept} == {"config.json", "tensors.json", "tokenizer.json"}
 
 
 @pytest.mark.full
@@ -91,7 +107,7 @@ def test_one_device_has_the_same_losses(folder, started):
 
 
 def test_a_run_goes_on_without_the_folder(folder, started):
-    """Its own config.json has all settings."""
+    """Its own config.json has all settings, and it has a copy of the tokenizer."""
     shutil.move(folder / "model", folder / "away")
     try:
         command = ["jaxtrain.train", "--config=started/config.json", "--cpu_devices=1"]

@@ -6,24 +6,30 @@ bytes after to_hf, which transformers reads with the same logits; older and newe
 config.json. tests/hf/test_reference.py has the figures that need no transformers.
 """
 
+import functools
 import json
 import pathlib
 import shutil
 
 import jax
 import numpy as np
-import optax
 import pytest
-from safetensors.numpy import load_file
-from support import ROOT, hf_reference, in_transformers
-from support.hf_imported import imported_folder, logits_of, restored
+from safetensors.numpy import load_file, save_file
+from support import ROOT, hf_reference, in_transformers, small
+from support.hf_imported import (
+    complete,
+    continuations,
+    gradient_errors,
+    imported_folder,
+    logits_of,
+    restored,
+)
 from support.hf_models import CONFIGS, older
 
 from jaxtrain import convert
-from jaxtrain.generation.sampling import Sampler, Sampling
 from jaxtrain.hf.fields import read_json
 from jaxtrain.hf.model_config import read_model
-from jaxtrain.models import transformer
+from jaxtrain.training.step import make_step
 
 pytestmark = [
     pytest.mark.full,
@@ -76,39 +82,16 @@ def test_logits_and_continuations(models, tmp_path, name):
     """Of the checkpoint that from_hf writes."""
     assert convert.main(["from_hf", str(models / name), f"--workdir={tmp_path}"]) == 0
     config, layout, params = restored(tmp_path)
-    tokens, expected = hf_reference.tokens_of(config), np.load(models / name / "reference.npz")
+    expected = np.load(models / name / "reference.npz")
     assert error(logits_of(config, layout, params), expected["logits"]) < 1e-5
-    sampler = Sampler(layout.parts, params)
-    for row, length in enumerate(hf_reference.PROMPTS):
-        prompt = [int(token) for token in tokens[row, :length]]
-        bursts = sampler.start(prompt, hf_reference.CONTINUATION, Sampling(temperature=0.0))
-        ids = np.concatenate([burst[0] for burst in bursts])
-        assert list(ids) == list(expected[f"continuation {row}"])
+    for row, ids in enumerate(continuations(config, layout, params)):
+        assert ids == list(expected[f"continuation {row}"])
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_gradients(models, name):
-    """Of every published tensor, to 1e-4 of its largest number; where that is below 1e-3 of the
-    model's largest one, of that: what should be nothing is rounding."""
-    model = imported_folder(models / name, {"data.sequence_length": hf_reference.LENGTH - 1})
-    parts, tokens = transformer.build(model.config.model), hf_reference.tokens_of(model.config)
-
-    @jax.jit
-    @jax.grad
-    def gradients(params):
-        logits = transformer.logits(parts, params, tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-    expected = load_file(models / name / "gradients.safetensors")
-    got = model.published(gradients(model.plain))
-    assert got.keys() == expected.keys()
-    parameters = {name: g for name, g in expected.items() if not np.isnan(g).any()}
-    assert set(expected) - set(parameters) == {n for n in expected if "correction_bias" in n}
-    largest = {name: np.abs(g).max() for name, g in parameters.items()}
-    floor = 1e-3 * max(largest.values())
-    for tensor, gradient in parameters.items():
-        worst = np.abs(got[tensor] - gradient).max() / max(largest[tensor], floor)
-        assert worst < 1e-4, (tensor, worst)
+    wrong = {tensor: e for tensor, e in gradient_errors(models / name).items() if e > 1e-4}
+    assert not wrong
 
 
 @pytest.mark.parametrize("form", [NEWER, WRITTEN, FROM_OLDER])
@@ -139,6 +122,36 @@ def test_older_form(models, round_trips, name):
     assert_read(folder, models / name)
     read = lambda folder: read_model(read_json(folder / "config.json"), "config.json")[1]
     assert read(folder) == read(models / name)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3 with yarn", "glm4_moe"])
+def test_prediction_modules(tmp_path, name):
+    """transformers reads the module of an export, and its loss is that of a training step."""
+    folder, out, run = tmp_path / "model", tmp_path / "out", tmp_path / "run"
+    values = CONFIGS[name] | {"num_nextn_predict_layers": 1}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values))
+    tensors = complete(values, functools.partial(hf_reference.weights, 0))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert convert.main(["from_hf", str(folder), f"--workdir={run}"]) == 0
+    assert convert.main(["to_hf", str(out), f"--workdir={run}"]) == 0
+    in_transformers.run_script("transformers_models.py", "predict", out)
+    assert not (error_text := out / "error.txt").exists(), error_text.read_text()
+    batch = {
+        "mesh.data": 1,
+        "data.batch_size": hf_reference.SEQUENCES,
+        "data.sequence_length": hf_reference.LENGTH - 1,
+    }
+    model = imported_folder(out, batch)
+    step = make_step(model.config, small.mesh_of(model.config))
+    tokens = hf_reference.tokens_of(model.config)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    rows = {"tokens": inputs, "targets": targets, "weights": np.ones(targets.shape, np.float32)}
+    with jax.set_mesh(step.mesh):
+        params = small.from_plain(step.layout, model.plain)
+        placed = small.place_batch(step, model.config, rows)
+        losses = jax.device_get(step.gradients(params, placed)).losses
+    np.testing.assert_allclose(losses.mtp_loss, np.load(out / "mtp_loss.npy"), rtol=1e-5)
 
 
 def test_what_is_recorded():

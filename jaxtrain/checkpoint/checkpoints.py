@@ -15,6 +15,7 @@ machine.
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import pathlib
 import secrets
 from collections.abc import Callable, Mapping
@@ -23,7 +24,6 @@ from typing import Any, NamedTuple
 import jax
 from etils import epath
 
-from jaxtrain import config as cfg
 from jaxtrain.checkpoint import stores
 from jaxtrain.checkpoint.layout import Shards, stored_arrays
 from jaxtrain.checkpoint.local import LocalCheckpointer, run_name
@@ -32,9 +32,9 @@ from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.restoring import choose_together, restore_newest
 from jaxtrain.checkpoint.retention import Retention
 from jaxtrain.checkpoint.steps import NONE, VERSION, CheckpointError, Meta, StepChoice
-from jaxtrain.config import Config, ConfigError, sources, suggestion, to_dict
+from jaxtrain.config import Config, ConfigError, fields, get, replace, sources, suggestion, to_dict
 from jaxtrain.config.checks import Environment, check_resume
-from jaxtrain.config.resume import changes
+from jaxtrain.config.resume import changes, violations
 from jaxtrain.config.settings import CheckpointConfig
 from jaxtrain.devices import cluster
 from jaxtrain.run.exit_status import ExitStatus, RunError
@@ -233,20 +233,29 @@ class Checkpoints:
 
     def _refuse(self, meta: Meta) -> None:
         """Raises ConfigError if the config cannot continue a checkpoint with this meta."""
-        folder, stored = self._config.train.init_from, meta.stored_config()
-        if not meta.step and not meta.checksum:  # a published model's, which has seen no data
-            free = [path for path in cfg.fields() if path.startswith("data.")]
-            stored = cfg.replace(stored, {path: cfg.get(self._unresolved, path) for path in free})
-        try:
-            check_resume(stored, self._unresolved, self._environment)
-        except ConfigError as error:
-            if not folder or not error.field.startswith("model."):
-                raise
-            rule = (
-                f"is another model than that of {self.directory}: {error.field}={error.value!r} "
-                f"{error.rule}"
-            )
-            raise ConfigError("train.init_from", folder, rule, "another --workdir") from None
+        stored, folder = self._stored_config(meta), self._config.train.init_from
+        of_model = (
+            violation
+            for violation in violations(self._config, stored.resolve())
+            if folder and violation.field.startswith("model.")
+        )
+        if violation := next(of_model, None):
+            setting = f"{violation.field}={get(self._config, violation.field)!r} {violation.rule}"
+            rule = f"is another model than that of {self.directory}: {setting}"
+            raise ConfigError("train.init_from", folder, rule, "another --workdir")
+        check_resume(stored, self._unresolved, self._environment)
+
+    def _stored_config(self, meta: Meta) -> Config:
+        """The config in a meta, with the run's path of the tokenizer if that is the same file, and
+        with all of its data for a published model's checkpoint, which has seen none."""
+        stored, name = meta.stored_config(), self._config.data.tokenizer
+        if not meta.step and not meta.checksum:
+            free = [path for path in fields() if path.startswith("data.")]
+            return replace(stored, {path: get(self._config, path) for path in free})
+        file, digest = pathlib.Path(name).expanduser(), meta.tokenizer.get("sha256")
+        if digest and file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == digest:
+            return replace(stored, {"data.tokenizer": name})
+        return stored
 
     def _why_not(self, meta: Meta) -> str:
         """The reason not to resume from a checkpoint with this meta, in words; "" if there is

@@ -112,9 +112,14 @@ def load_recipe(path: pathlib.Path) -> Config:
     name = f"--config={str(path)!r}"
     if path.suffix == ".json":
         try:
-            return from_dict(json.loads(path.read_bytes()))
+            values = json.loads(path.read_bytes())
+            if "model_type" not in values:
+                return from_dict(values)
         except (OSError, ValueError, AttributeError, TypeError) as error:
             raise RecipeError(f"{name} is no config.json of a run: {error}") from None
+        rule = f"{name} is the config.json of a published model"
+        advice = f"--config=from_hf --config.train.init_from={path.parent}"
+        raise RecipeError(rule, "", advice=advice)
     if path.suffix != ".py":
         raise RecipeError(f"{name} is not a Python file")
     try:

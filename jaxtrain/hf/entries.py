@@ -7,10 +7,11 @@
     Rotary, Window, …              several fields that belong together
 
 An entry reads what it knows and writes what it reads, so that a table is the family's only
-description.
+description; docs/models.md is made of it.
 """
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,11 @@ class Entry:
     @property
     def sources(self) -> Mapping[str, str]:
         """Setting → the field that gives it."""
+        return {}
+
+    @property
+    def limits(self) -> Mapping[str, str]:
+        """Field → the values that it may have, in words."""
         return {}
 
 
@@ -162,6 +168,10 @@ class Only(Entry):
     def write(self, model: ModelConfig, length: int) -> Settings:
         return {self.field: self.allowed[0]} if self.written else {}
 
+    @property
+    def limits(self) -> Mapping[str, str]:
+        return {self.field: " or ".join(map(json.dumps, self.allowed))}
+
 
 @dataclasses.dataclass(frozen=True)
 class Same(Entry):
@@ -180,6 +190,10 @@ class Same(Entry):
         total = sum(getattr(model, setting) for setting in self.settings)
         return {self.field: total} if self.written else {}
 
+    @property
+    def limits(self) -> Mapping[str, str]:
+        return {self.field: " + ".join(f"model.{setting}" for setting in self.settings)}
+
 
 @dataclasses.dataclass(frozen=True)
 class WholeHeads(Entry):
@@ -190,6 +204,10 @@ class WholeHeads(Entry):
             rule = f"does not divide hidden_size={settings['width']}, as transformers asks for"
             raise fields.refuse("num_attention_heads", rule)
         return {}
+
+    @property
+    def limits(self) -> Mapping[str, str]:
+        return {"num_attention_heads": "a divisor of hidden_size"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,6 +254,10 @@ class DenseLayers(Entry):
     def sources(self) -> Mapping[str, str]:
         return {"dense_layers": self.field}
 
+    @property
+    def limits(self) -> Mapping[str, str]:
+        return {self.field: "less than num_hidden_layers"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Predictions(Entry):
@@ -268,39 +290,35 @@ class Rotary(Entry):
     part: float | None = None
 
     def read(self, fields: Fields, settings: Settings) -> Settings:
-        rope = read_rope(fields, self.base, self.longest, self.part or 1.0)
-        positions = {"positions": "rotary", "rotary_base": rope.base, **rope.scaling}
-        if self.part is None:
-            if rope.part != 1:
-                raise fields.refuse("partial_rotary_factor", "is not supported: only 1 is")
-            return positions
-        size = settings["head_dim"] or settings["width"] // settings["heads"]
-        if not int(size * rope.part) or int(size * rope.part) % 2:
-            rule = f"rotates {int(size * rope.part)} of a head's {size} numbers, which are no pairs"
-            raise fields.refuse("partial_rotary_factor", rule)
-        return positions | {"rotary_dim": int(size * rope.part)}
+        head = None
+        if self.part is not None:
+            head = settings["head_dim"] or settings["width"] // settings["heads"]
+        rope = read_rope(fields, self.base, self.longest, self.part or 1.0, head)
+        rotated = {} if head is None else {"rotary_dim": int(head * rope.part)}
+        return {"positions": "rotary", "rotary_base": rope.base} | rope.scaling | rotated
 
     def write(self, model: ModelConfig, length: int) -> Settings:
         if self.part is None:
-            return write_rope(model, length, 1.0, 1.0)
+            return write_rope(model, length)
         part = model.rotary_dim / model.head_dim
         if int(part * model.head_dim) != model.rotary_dim:  # rounded down
             part = (model.rotary_dim + 0.5) / model.head_dim
-        return write_rope(model, length, part, self.part)
+        return write_rope(model, length, part)
 
     @property
     def sources(self) -> Mapping[str, str]:
-        scalings = {
+        names = {
             parameter.setting: "rope_parameters"
             for scaling in SCALINGS.values()
             for parameter in scaling.values()
         }
-        return scalings | {
-            "rotary_base": "rope_theta",
-            "rope_scaling": "rope_parameters",
-            "rotary_dim": "partial_rotary_factor",
-            "positions": "rope_parameters",
-        }
+        names |= {"rope_scaling": "rope_parameters", "rotary_base": "rope_theta"}
+        return names if self.part is None else names | {"rotary_dim": "partial_rotary_factor"}
+
+    @property
+    def limits(self) -> Mapping[str, str]:
+        parts = {} if self.part else {"partial_rotary_factor": "1"}
+        return {"rope_type": " or ".join(map(json.dumps, SCALINGS))} | parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,12 +359,22 @@ class Window(Entry):
         if applies and 0 < window < longest:
             rule = f"(null, or at least max_position_embeddings={longest})"
             raise fields.refuse("sliding_window", f"is not supported: attention is full {rule}")
+        if applies and window:
+            rule = f"no sequence of max_position_embeddings={longest} tokens reaches its end"
+            fields.notes.append(f"sliding_window={window} is left out: {rule}")
         return {}
 
     def write(self, model: ModelConfig, length: int) -> Settings:
         off = {"use_sliding_window": False} if self.switched else {}
         none = {"sliding_window": None} if self.switched or self.window else {}
         return none | off
+
+    @property
+    def limits(self) -> Mapping[str, str]:
+        return {
+            "sliding_window": "null or at least max_position_embeddings",
+            "layer_types": '"full_attention" alone',
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -373,3 +401,7 @@ class RemoteCode(Entry):
             raise fields.refuse("auto_map", f"wants remote code, which is not run{known}")
         fields.notes.append(f"auto_map is left out: jaxtrain's own {self.stem} is used")
         return {}
+
+    @property
+    def limits(self) -> Mapping[str, str]:
+        return {"auto_map": f"classes of {self.stem}, which are not run"} if self.stem else {}

@@ -65,10 +65,10 @@ class Fields:
         for alias, name in aliases.items():
             if alias not in values:
                 continue
-            if self.values.setdefault(name, values[alias]) != values[alias]:
-                raise self.refuse(alias, f"contradicts {self.name(name)}={shown(values[name])}")
             if name not in values:
-                self._names[name] = alias
+                self.values[name], self._names[name] = values[alias], alias
+            elif values[name] != values[alias]:
+                raise self.refuse(alias, f"contradicts {self.name(name)}={shown(values[name])}")
             del self.values[alias]
 
     def name(self, field: str) -> str:

@@ -34,6 +34,13 @@ SMALL_FILES = (
 )
 
 
+def tokenizer_of(name: str, run: pathlib.Path) -> str:
+    """`data.tokenizer`, or the run's copy of it if that file is gone. name: its value"""
+    copy = run / SOURCE / TOKENIZER
+    is_gone = name not in ("bytes", "none") and not pathlib.Path(name).expanduser().exists()
+    return str(copy) if is_gone and copy.is_file() else name
+
+
 def keep(
     folder: pathlib.Path, values: Mapping[str, Any], dtypes: Mapping[str, str], run: pathlib.Path
 ) -> None:

@@ -68,18 +68,23 @@ class Rope:
     scaling: Settings
 
 
-def read_rope(fields: Fields, base: float, longest: int, part: float) -> Rope:
+def read_rope(
+    fields: Fields, base: float, longest: int, part: float = 1.0, head: int | None = None
+) -> Rope:
     """The rotary positions of a config.json.
 
     base, longest, part: transformers' defaults of rope_theta, max_position_embeddings and
         partial_rotary_factor
+    head: size of a head, of which a part may be rotated; None: all of it has to be
 
     Raises HfError for a scaling that is not in SCALINGS, and for fields that contradict each other.
     """
     longest = fields.integer("max_position_embeddings", longest)
-    rope = Rope(fields.number("rope_theta", base, above=1), _part(fields, part), {})
+    rope = Rope(
+        fields.number("rope_theta", base, above=1), fields.number("partial_rotary_factor", part), {}
+    )
     forms = {
-        name: _read_object(fields, name, rope, longest)
+        name: _read_object(fields, name, rope, longest, head)
         for name in ("rope_scaling", "rope_parameters")
         if fields.value(name, None) not in (None, {})
     }
@@ -91,20 +96,26 @@ def read_rope(fields: Fields, base: float, longest: int, part: float) -> Rope:
             raise fields.refuse("rope_theta", f"contradicts {name}")
         if "partial_rotary_factor" in fields.values and form.part != rope.part:
             raise fields.refuse("partial_rotary_factor", f"contradicts {name}")
+    if not forms:
+        _check_part(fields, rope.part, head)
     return forms.get(first, rope)
 
 
-def _part(fields: Fields, default: float) -> float:
-    part = fields.number("partial_rotary_factor", default)
-    if part > 1:
-        raise fields.refuse("partial_rotary_factor", "is above 1")
-    return part
+def _check_part(fields: Fields, part: float, head: int | None) -> None:
+    """Raises HfError for a fraction of a head that cannot be rotated. head: see `read_rope`"""
+    if part > 1 or (head is None and part < 1):
+        rule = f"is not supported: only {'1' if head is None else 'a fraction up to 1'} is"
+        raise fields.refuse("partial_rotary_factor", rule)
+    if head is not None and (int(head * part) < 2 or int(head * part) % 2):
+        rule = f"rotates {int(head * part)} of a head's {head} numbers, which are no pairs"
+        raise fields.refuse("partial_rotary_factor", rule)
 
 
-def _read_object(fields: Fields, name: str, rope: Rope, longest: int) -> Rope:
+def _read_object(fields: Fields, name: str, rope: Rope, longest: int, head: int | None) -> Rope:
     """The rotary positions that an object of parameters describes.
 
-    name: its field; rope: what the fields beside it say; longest: max_position_embeddings
+    name: its field; rope: what the fields beside it say; longest: max_position_embeddings; head:
+        see `read_rope`
     """
     values = fields.values[name]
     if not isinstance(values, dict):
@@ -116,7 +127,9 @@ def _read_object(fields: Fields, name: str, rope: Rope, longest: int) -> Rope:
         reason = reasons.get(kind) if isinstance(kind, str) else None
         rule = reason or f"is not supported: only {', '.join(SCALINGS)} are"
         raise inner.refuse("rope_type", rule)
-    base, part = inner.number("rope_theta", rope.base, above=1), _part(inner, rope.part)
+    base = inner.number("rope_theta", rope.base, above=1)
+    part = inner.number("partial_rotary_factor", rope.part)
+    _check_part(inner, part, head)
     scaling: Settings = {} if kind == "default" else {"rope_scaling": kind}
     for key, parameter in SCALINGS[kind].items():
         if key != LENGTH:
@@ -142,11 +155,11 @@ def _read_parameter(inner: Fields, key: str, parameter: Parameter) -> Settings:
     return {parameter.setting: inner.number(key)}
 
 
-def write_rope(model: ModelConfig, length: int, part: float, usual: float) -> Settings:
+def write_rope(model: ModelConfig, length: int, part: float | None = None) -> Settings:
     """The fields of a resolved model's rotary positions, in both forms.
 
-    length: tokens of its longest sequence; part: the rotated fraction of a head; usual: the
-        fraction where the field is missing
+    length: tokens of its longest sequence; part: the rotated fraction of a head; None: the family
+        rotates all of it
     """
     kind = "default" if model.rope_scaling == "none" else model.rope_scaling
     scaling = {
@@ -156,7 +169,7 @@ def write_rope(model: ModelConfig, length: int, part: float, usual: float) -> Se
         or key == LENGTH
         or getattr(model, parameter.setting) != getattr(ModelConfig(), parameter.setting)
     }
-    partial = {} if part == usual else {"partial_rotary_factor": part}
+    partial = {} if part is None else {"partial_rotary_factor": part}
     older = {"rope_scaling": {"rope_type": kind} | scaling} if scaling else {}
     newer = {"rope_type": kind, "rope_theta": model.rotary_base} | partial | scaling
     return {

@@ -26,7 +26,7 @@ from jaxtrain.config.rules import BYTE_VOCABULARY
 from jaxtrain.hf.block_scales import Block, read_block
 from jaxtrain.hf.families.family import Family, prediction_modules
 from jaxtrain.hf.fields import Fields, HfError, read_json
-from jaxtrain.hf.files import CONFIG, SLOW_TOKENIZERS, SOURCE, TOKENIZER
+from jaxtrain.hf.files import CONFIG, SLOW_TOKENIZERS, TOKENIZER, tokenizer_of
 from jaxtrain.hf.model_config import FREE, differing, read_model
 from jaxtrain.hf.safetensors_folder import SafetensorsFolder
 from jaxtrain.run.files import CONFIG_FILE
@@ -123,10 +123,7 @@ def read_origin(folder: str, workdir: str) -> Origin:
         with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
             run = cfg.from_dict(json.loads(stored.read_bytes()))
             if run.train.init_from == str(path):
-                tokenizer = run.data.tokenizer
-                copy = pathlib.Path(workdir).resolve() / SOURCE / TOKENIZER
-                if tokenizer == str((path / TOKENIZER).resolve()) and copy.is_file():
-                    tokenizer = str(copy)
+                tokenizer = tokenizer_of(run.data.tokenizer, stored.parent)
                 return Origin(path, stored, run.model, tokenizer, ())
         rule = f"train.init_from={shown(folder)} has no {CONFIG}"
         raise HfError(f"{rule}: name the folder of a published model")

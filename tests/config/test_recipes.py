@@ -142,3 +142,10 @@ def test_a_run_s_config(tmp_path):
         path.write_text(text)
         with pytest.raises(RecipeError, match=f"is no config.json of a run: .*{why}"):
             load_recipe(path)
+
+
+def test_the_config_of_a_published_model(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "llama"}')
+    with pytest.raises(RecipeError, match="published model: use --config=from_hf --config.train"):
+        load_recipe(path)

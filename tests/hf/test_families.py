@@ -3,28 +3,13 @@ the same bytes."""
 
 import numpy as np
 import pytest
-from support.hf_imported import fill
+from support.hf_imported import fill, laid_out
 from support.hf_models import CONFIGS, llama_tensors, stored_array
 
-from jaxtrain.checkpoint.restoring import expected_shapes
-from jaxtrain.config import Config, replace
 from jaxtrain.hf import exporting
 from jaxtrain.hf.exporting import tensor_rows
 from jaxtrain.hf.families.family import COUNTERS
-from jaxtrain.hf.model_config import read_model
 from jaxtrain.hf.rules import check_coverage
-
-
-def laid_out(values: dict, **changes):
-    """(rules, tensors, shapes of the parameters) of a config.json."""
-    family, model, _ = read_model(values, "config.json")
-    config = replace(Config(model=model), {"data.sequence_length": 16} | changes).resolve()
-    shapes = {
-        name.removeprefix("params/"): shape
-        for name, shape in expected_shapes(config).items()
-        if name.startswith("params/")
-    }
-    return *family.layout(config.model, values, shapes), shapes
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -1,6 +1,7 @@
 """Modules of multi-token prediction in and out: their tensors, the copies of both tables that
 published files hold beside them, and models that lack them or are not to have them."""
 
+import functools
 import json
 import pathlib
 
@@ -8,16 +9,15 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support import published, safetensors_files
-from support.hf_imported import imported
+from support import hf_reference, published, safetensors_files
+from support.hf_imported import complete, imported
 from support.hf_models import CONFIGS
 
 from jaxtrain import convert
-from jaxtrain.checkpoint.restoring import expected_shapes
-from jaxtrain.config import Config, ConfigError, replace
+from jaxtrain.config import Config, ConfigError
 from jaxtrain.hf import importing
 from jaxtrain.hf.fields import HfError
-from jaxtrain.hf.model_config import differing, read_model
+from jaxtrain.hf.model_config import differing
 from jaxtrain.hf.run_config import read_published, started_from
 
 CASES = json.loads((pathlib.Path(published.__file__).parent / "published.json").read_text())
@@ -78,17 +78,7 @@ def test_the_modules_of_transformers():
 
 def tensors_of(values: dict) -> dict[str, np.ndarray]:
     """Random tensors of a config.json's model, with the copies."""
-    family, model, _ = read_model(values, "config.json")
-    config = replace(Config(model=model), {"data.sequence_length": 16}).resolve()
-    shapes = {
-        name.removeprefix("params/"): shape
-        for name, shape in expected_shapes(config).items()
-        if name.startswith("params/")
-    }
-    random, tensors = np.random.default_rng(0), family.layout(config.model, values, shapes)[1]
-    numbers = {t.name: random.standard_normal(t.shape, np.float32) for t in tensors}
-    copies = family.copies(config.model, tensors)
-    return numbers | {name: numbers[tensor.name] for name, tensor in copies.items()}
+    return complete(values, functools.partial(hf_reference.weights, 0))
 
 
 def write(folder: pathlib.Path, tensors: dict, values: dict = GLM) -> pathlib.Path:

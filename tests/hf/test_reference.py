@@ -37,7 +37,9 @@ MESHES = {
 }
 ALWAYS = [
     ("tied llama with biases", "data, stage, model"),
-    ("deepseek_v3", "expert, context, stage"),
+    ("smollm3 with a list", "context, stage, model"),
+    ("glm4_moe", "data, stage, model"),
+    ("deepseek_v3 with yarn", "expert, context, stage"),
 ]
 
 

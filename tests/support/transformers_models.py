@@ -1,9 +1,10 @@
 """Random small models of transformers, and what transformers computes with them.
 
-    python transformers_models.py make FOLDER… [--logits]
-                                                 FOLDER/config.json → a model in each folder, and
-                                                 what transformers computes with it, all or logits
+    python transformers_models.py make FOLDER…   FOLDER/config.json → a model in each folder, and
+                                                 what transformers computes with it
     python transformers_models.py read FOLDER…   the logits of each FOLDER/model.safetensors
+    python transformers_models.py predict FOLDER…
+                                                 the loss of each FOLDER's prediction module
     python transformers_models.py record FILE    the figures of hf_models.CONFIGS, for tests without
                                                  transformers
 
@@ -35,9 +36,9 @@ from safetensors.numpy import load_file, save_file
 
 from support import hf_models, hf_reference
 
-SETTINGS = "case.json"  # beside a config.json, if at all: {"seed", "dtype"} of the weights, and
-# "saved": the config.json is replaced by the one that transformers writes
-LOGITS = "--logits"
+# Beside a config.json, if at all: {"seed", "dtype"} of the weights; "saved": the config.json is
+# replaced by the one that transformers writes; "everything": false for logits and loss alone.
+SETTINGS = "case.json"
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}  # of its "dtype"
 # Families that transformers does not have, and those that compute the same.
 COUNTERPARTS = {"kimi_k2": "deepseek_v3"}
@@ -94,15 +95,12 @@ def published(model: Any) -> dict[str, np.ndarray]:
         return {name: array for file in files for name, array in load_file(file).items()}
 
 
-def make(folder: pathlib.Path, everything: bool = True) -> None:
-    """Writes the files of the docstring above, for one folder with a config.json.
-
-    everything: gradients and continuations, too
-    """
+def make(folder: pathlib.Path) -> None:
+    """Writes the files of the docstring above, for one folder with a config.json."""
 
     settings = folder / SETTINGS
     settings = json.loads(settings.read_text()) if settings.exists() else {}
-    shapes = shapes_of(folder)
+    shapes, everything = shapes_of(folder), settings.get("everything", True)
     for attempt in range(SEEDS):
         seed = settings.get("seed", 0) + 1000 * attempt
         tensors = hf_reference.weights(seed, shapes)
@@ -175,6 +173,8 @@ def gradients(model: Any) -> dict[str, np.ndarray]:
     import torch
 
     ids = torch.tensor(hf_reference.tokens(model.config.vocab_size))
+    # torch leaves the padding's embedding as it is, even where it is a token like any other
+    model.get_input_embeddings().padding_idx = None
     next_token_loss(model(ids).logits, ids).backward()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -188,6 +188,36 @@ def gradients(model: Any) -> dict[str, np.ndarray]:
 def read(folder: pathlib.Path) -> None:
     """Writes logits.npy, of the batch, into a folder with a model."""
     np.save(folder / "logits.npy", computed(load(folder), everything=False)["logits"])
+
+
+def predict(folder: pathlib.Path) -> None:
+    """Writes mtp_loss.npy: the loss of the batch's tokens but one, by the folder's only module of
+    multi-token prediction."""
+    import torch
+    import transformers
+    from transformers.modeling_layers import MtpModel
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    ).eval()
+    # transformers finds a module by the layer numbers of the models that it knows
+    names = [rf"model\.layers\.{model.config.num_hidden_layers}\."]
+    model._keys_to_ignore_on_load_unexpected = names
+    (module,) = MtpModel.from_pretrained(model).eval().layers
+    ids = torch.tensor(hf_reference.tokens(model.config.vocab_size))
+    with torch.no_grad():
+        stream = model.model(ids[:, :-2]).last_hidden_state
+        embeddings = model.model.embed_tokens(ids[:, 1:-1])
+        positions = torch.arange(1, ids.shape[1] - 1)[None]
+        mask = torch.full([positions.shape[1]] * 2, float("-inf")).triu(1)[None, None]
+        rotation = model.model.rotary_emb(embeddings, positions)
+        stream = module(embeddings, stream, rotation, mask, positions, None)
+        logits = model.lm_head(stream).flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, ids[:, 2:].flatten())
+    np.save(folder / "mtp_loss.npy", loss.numpy())
 
 
 def record(file: pathlib.Path) -> None:
@@ -218,15 +248,12 @@ def main(command: str, *words: str) -> None:
     import torch
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    folders = [pathlib.Path(word) for word in words if word != LOGITS]
+    folders = [pathlib.Path(word) for word in words]
     if command == "record":
         return record(*folders)
     for folder in folders:
         try:
-            if command == "make":
-                make(folder, everything=LOGITS not in words)
-            else:
-                read(folder)
+            {"make": make, "read": read, "predict": predict}[command](folder)
         except Exception as error:  # of any kind: what a config is refused with
             (folder / "error.txt").write_text(f"{type(error).__name__}: {error}")
 

@@ -45,6 +45,10 @@ class Groups(Entry):
     def sources(self) -> Mapping[str, str]:
         return {"router_groups": "n_group", "router_group_limit": "topk_group"}
 
+    @property
+    def limits(self) -> Mapping[str, str]:
+        return {"topk_method": f'"{GREEDY}" or "{LIMITED}"'}
+
 
 FAMILY = Family(
     model_type="deepseek_v2",

@@ -136,7 +136,7 @@ def decoder(
         Number("rms_norm_eps", "norm_epsilon", epsilon),
         Number("initializer_range", "init_std", 0.02),
         Switch("tie_word_embeddings", "tied_embeddings", tied),
-        Only("hidden_act", ("silu",)),
+        Only("hidden_act", ("silu", "swish")),
         PassedOver(("pretraining_tp", "max_window_layers")),
         Training(("attention_dropout", "hidden_dropout", "residual_dropout")),
         Fixed({"norm": "rmsnorm", "activation": "swiglu"}),

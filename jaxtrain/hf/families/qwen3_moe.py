@@ -49,6 +49,10 @@ class SparseLayers(Entry):
     def sources(self) -> Mapping[str, str]:
         return {"dense_layers": "mlp_only_layers"}
 
+    @property
+    def limits(self) -> Mapping[str, str]:
+        return {"mlp_only_layers": "the first layers", "decoder_sparse_step": "the same"}
+
 
 FAMILY = Family(
     model_type="qwen3_moe",
