@@ -42,6 +42,7 @@ MESH = {
     "optimizer.learning_rate": 1e-4,
     "train.steps": STEPS,
     "train.sample_tokens": 0,
+    "train.hang_after": 600,
     "metrics.log_every": 1,
 }
 
@@ -119,6 +120,7 @@ def test_trained_further_on_a_mesh_and_back(folder, published, tmp_path):
     flags = train_runs.flags_of(MESH | {"data.source": folder / "tokens.npy"})
     words = ["jaxtrain.train", f"--config={run / CONFIG_FILE}", f"--workdir={run}"]
     with train_runs.running(tmp_path, *words, "--cpu_devices=8", *flags) as command:
+        command.process.wait(timeout=1200)
         done = command.end()
     losses = [float(text) for text in re.findall(r"step \d/\d · loss ([\d.]+)", done.out)]
     # the printed loss has four decimals
