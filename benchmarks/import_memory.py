@@ -53,7 +53,9 @@ def main() -> None:
             ["from_hf", f"{model}", f"--workdir={run}", "--config.optimizer.name=adafactor"],
             ["to_hf", f"--workdir={run}", f"{pathlib.Path(folder) / 'out'}"],
         ):
-            show(f"convert {words[0]}", [in_process("converted", words)], largest)
+            figures = in_process("converted", words)
+            before, peak = figures["before"] / 1e6, figures["peak"] / 1e6
+            print(f"{f'convert {words[0]}':61} {before:6.0f}  {peak:13.0f}", flush=True)
 
 
 def show(name: str, figures: list[dict[str, int]], largest: int) -> None:
@@ -214,7 +216,7 @@ def imported(argv: list[str]) -> None:
 
 
 def converted(words: list[str]) -> None:
-    """A conversion. No part of the model has to be in memory, so its bound counts none."""
+    """A conversion. It holds no parameters, but what is being written to a checkpoint."""
     from jaxtrain import convert
 
     convert._start_on_host()
@@ -226,8 +228,7 @@ def converted(words: list[str]) -> None:
     jax.devices()
     before, peak, exit_status = measured(lambda: convert.main(words))
     assert exit_status == 0
-    figures = {"parameters": 0, "optimizer": 0, "before": before, "peak": peak}
-    print(f"FIGURES {json.dumps([figures])}")
+    print(f"FIGURES {json.dumps([{'before': before, 'peak': peak}])}")
 
 
 if __name__ == "__main__":

@@ -128,8 +128,10 @@ def model_violation(config: Config) -> Violation | None:
         return violation
     resolved = config.resolve()
     of_models = [rule for rule in rules.RULES if rules.groups_of(rule)[0] == "model"]
-    violations = (found for rule in of_models for found in rules.violations(rule, resolved))
-    return next((found for found in violations if found.field.startswith("model.")), None)
+    violations = itertools.chain.from_iterable(
+        rules.violations(rule, resolved) for rule in of_models
+    )
+    return next((each for each in violations if each.field.startswith("model.")), None)
 
 
 # --- a setting on its own -------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxtrain.hf.fields import Fields
 
-FIELD = "quantization_config"
+QUANTIZATION = "quantization_config"
 SUFFIX = "_scale_inv"  # behind the name of a weight
 # Types of tensors are those of the files, whatever these say.
 WITHOUT_EFFECT = ("modules_to_not_convert", "dequantize")
@@ -25,12 +25,12 @@ Block = tuple[int, int]
 def read_block(fields: Fields) -> Block | None:
     """The rows and columns of a block of a quantised model; None for another model. Raises HfError,
     which names the field, for a quantisation that is not built."""
-    settings = fields.value(FIELD, None)
+    settings = fields.value(QUANTIZATION, None)
     if settings is None:
         return None
     if not isinstance(settings, dict):
-        raise fields.refuse(FIELD, "is no object")
-    inner = Fields(settings, fields.place, prefix=f"{FIELD}.")
+        raise fields.refuse(QUANTIZATION, "is no object")
+    inner = Fields(settings, fields.place, prefix=f"{QUANTIZATION}.")
     inner.require("quant_method", ["fp8"], default=None)
     inner.require("fmt", ["e4m3", None])
     inner.require("activation_scheme", ["dynamic", None])

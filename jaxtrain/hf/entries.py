@@ -1,10 +1,10 @@
 """The entries of a family's table: what a field of config.json is in the model, both ways.
 
-    Size, Number, Switch, Biases   a field is a setting
-    Fixed                          settings that all models of the family have
-    Only, Same                     a field that jaxtrain can have with some values alone
-    PassedOver, Training           fields without effect on what the model computes
-    Rotary, Window, …              several fields that belong together
+    Integer, Number, Switch, Biases   a field is a setting
+    Fixed                             settings that all models of the family have
+    Only, Same                        a field that jaxtrain can have with some values alone
+    PassedOver, Training              fields without effect on what the model computes
+    RotaryPositions, Window, …        several fields that belong together
 
 An entry reads what it knows and writes what it reads, so that a table is the family's only
 description; docs/models.md is made of it.
@@ -21,9 +21,11 @@ from jaxtrain.config.settings import BIASED
 from jaxtrain.hf.fields import MISSING, Fields
 from jaxtrain.hf.rope_parameters import SCALINGS, Settings, read_rope, write_rope
 
+REMOTE_CODE = "auto_map"
+
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class TableEntry:
     """Fields of config.json and settings of the model that belong together."""
 
     def read(self, fields: Fields, settings: Settings) -> Settings:
@@ -49,7 +51,7 @@ class Entry:
 
 
 @dataclasses.dataclass(frozen=True)
-class Size(Entry):
+class Integer(TableEntry):
     """An integer.
 
     default: where the field is missing; null: what null stands for, None if it is refused
@@ -78,7 +80,7 @@ class Size(Entry):
 
 
 @dataclasses.dataclass(frozen=True)
-class Number(Entry):
+class Number(TableEntry):
     """A float above 0."""
 
     field: str
@@ -97,7 +99,7 @@ class Number(Entry):
 
 
 @dataclasses.dataclass(frozen=True)
-class Switch(Entry):
+class Switch(TableEntry):
     """A bool. values: the setting where it is false, and where it is true"""
 
     field: str
@@ -117,7 +119,7 @@ class Switch(Entry):
 
 
 @dataclasses.dataclass(frozen=True)
-class Biases(Entry):
+class Biases(TableEntry):
     """A bool, and the parts of the model that have biases where it is true."""
 
     field: str
@@ -138,7 +140,7 @@ class Biases(Entry):
 
 
 @dataclasses.dataclass(frozen=True)
-class Fixed(Entry):
+class Fixed(TableEntry):
     """Settings that no field changes."""
 
     settings: Mapping[str, Any]
@@ -148,7 +150,7 @@ class Fixed(Entry):
 
 
 @dataclasses.dataclass(frozen=True)
-class Only(Entry):
+class Only(TableEntry):
     """A field that jaxtrain can have with some values alone.
 
     allowed: these, the first of which is written
@@ -174,16 +176,20 @@ class Only(Entry):
 
 
 @dataclasses.dataclass(frozen=True)
-class Same(Entry):
-    """A field that has to be the sum of settings, or null."""
+class Same(TableEntry):
+    """A field that has to be the sum of settings, or null.
+
+    others: further values without effect, such as a default that transformers writes
+    """
 
     field: str
     settings: tuple[str, ...]
     written: bool = True
+    others: tuple[int, ...] = ()
 
     def read(self, fields: Fields, settings: Settings) -> Settings:
         total = sum(settings[setting] for setting in self.settings)
-        fields.require(self.field, [total, None])
+        fields.require(self.field, [total, None, *self.others])
         return {}
 
     def write(self, model: ModelConfig, length: int) -> Settings:
@@ -196,7 +202,7 @@ class Same(Entry):
 
 
 @dataclasses.dataclass(frozen=True)
-class WholeHeads(Entry):
+class WholeHeads(TableEntry):
     """Heads that divide the width: transformers asks for it whatever head_dim is."""
 
     def read(self, fields: Fields, settings: Settings) -> Settings:
@@ -211,7 +217,7 @@ class WholeHeads(Entry):
 
 
 @dataclasses.dataclass(frozen=True)
-class PassedOver(Entry):
+class PassedOver(TableEntry):
     """Fields without effect on what the model computes."""
 
     fields: tuple[str, ...]
@@ -222,7 +228,7 @@ class PassedOver(Entry):
 
 
 @dataclasses.dataclass(frozen=True)
-class Training(Entry):
+class Training(TableEntry):
     """Fields that change how transformers trains, and nothing else: a note says so."""
 
     fields: tuple[str, ...]
@@ -233,7 +239,7 @@ class Training(Entry):
 
 
 @dataclasses.dataclass(frozen=True)
-class DenseLayers(Entry):
+class DenseLayers(TableEntry):
     """The number of layers before those with experts, which num_hidden_layers counts, too."""
 
     field: str
@@ -260,7 +266,7 @@ class DenseLayers(Entry):
 
 
 @dataclasses.dataclass(frozen=True)
-class Predictions(Entry):
+class Predictions(TableEntry):
     """The number of modules of multi-token prediction."""
 
     field: str
@@ -278,7 +284,7 @@ class Predictions(Entry):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rotary(Entry):
+class RotaryPositions(TableEntry):
     """Rotary positions in both forms (rope_parameters.py).
 
     longest, base: transformers' defaults of max_position_embeddings and rope_theta
@@ -322,7 +328,7 @@ class Rotary(Entry):
 
 
 @dataclasses.dataclass(frozen=True)
-class Window(Entry):
+class Window(TableEntry):
     """A sliding window of attention, which is refused where it is shorter than the longest
     sequence, and so is any other kind of attention.
 
@@ -352,10 +358,10 @@ class Window(Entry):
         switch = fields.require("use_sliding_window", [False, True] if self.switched else [False])
         window = fields.integer("sliding_window", self.window, null=0)
         longest = fields.integer("max_position_embeddings", self.longest)
-        first = 0
+        start = 0
         if self.layers is not None:
-            first = fields.integer("max_window_layers", self.layers, least=0)
-        applies = (switch or not self.switched) and not (self.typed and types) and first < count
+            start = fields.integer("max_window_layers", self.layers, least=0)
+        applies = (switch or not self.switched) and not (self.typed and types) and start < count
         if applies and 0 < window < longest:
             rule = f"(null, or at least max_position_embeddings={longest})"
             raise fields.refuse("sliding_window", f"is not supported: attention is full {rule}")
@@ -378,7 +384,7 @@ class Window(Entry):
 
 
 @dataclasses.dataclass(frozen=True)
-class RemoteCode(Entry):
+class RemoteCode(TableEntry):
     """Python files that a folder brings along. None is run: a family whose published folders have
     some is read with jaxtrain's own model, and only if the files' classes are the family's.
 
@@ -388,7 +394,7 @@ class RemoteCode(Entry):
     stem: str = ""
 
     def read(self, fields: Fields, settings: Settings) -> Settings:
-        classes = fields.value("auto_map", None)
+        classes = fields.value(REMOTE_CODE, None)
         if classes is None:
             return {}
         names = [f"{self.stem}{end}" for end in ("Config", "Model", "ForCausalLM")]
@@ -398,10 +404,10 @@ class RemoteCode(Entry):
             or not all(str(name).rpartition(".")[2] in names for name in classes.values())
         ):
             known = f": only {', '.join(names)} are known" if self.stem else ""
-            raise fields.refuse("auto_map", f"wants remote code, which is not run{known}")
-        fields.notes.append(f"auto_map is left out: jaxtrain's own {self.stem} is used")
+            raise fields.refuse(REMOTE_CODE, f"wants remote code, which is not run{known}")
+        fields.notes.append(f"{REMOTE_CODE} is left out: jaxtrain's own {self.stem} is used")
         return {}
 
     @property
     def limits(self) -> Mapping[str, str]:
-        return {"auto_map": f"classes of {self.stem}, which are not run"} if self.stem else {}
+        return {REMOTE_CODE: f"classes of {self.stem}, which are not run"} if self.stem else {}

@@ -7,7 +7,8 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.hf.block_scales import FIELD
+from jaxtrain.hf.block_scales import QUANTIZATION
+from jaxtrain.hf.entries import REMOTE_CODE
 
 SOURCE = "hf"  # the folder of a run with the small files of the model that it began with
 CONFIG, TENSORS, TOKENIZER = "config.json", "tensors.json", "tokenizer.json"
@@ -47,7 +48,7 @@ def keep(
     """Copies a published model's small files into a run's folder, and writes down the types of its
     tensors. Raises OSError.
 
-    values: its config.json, which becomes that of a model that is not quantised
+    values: its config.json, which becomes that of a model that is not quantised and has no code
     dtypes: tensor → its type, such as "BF16"
     """
     target = run / SOURCE
@@ -55,7 +56,7 @@ def keep(
     for name in SMALL_FILES:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, target / name)
-    plain = {name: value for name, value in values.items() if name != FIELD}
+    plain = {name: v for name, v in values.items() if name not in (QUANTIZATION, REMOTE_CODE)}
     if plain != json.loads((target / CONFIG).read_bytes()):
         (target / CONFIG).write_text(json.dumps(plain, indent=2) + "\n")
     (target / TENSORS).write_text(json.dumps(dict(dtypes), indent=0) + "\n")

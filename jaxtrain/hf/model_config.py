@@ -63,9 +63,11 @@ def write_model(model: ModelConfig, family: Family | None, length: int) -> dict[
 
     family: None: the first one that can hold the model
 
-    Raises HfError, which names the setting, for a model that the family cannot hold.
+    Raises HfError, which names the settings, for a model that no family can hold: those in which it
+    differs from the closest one's.
     """
-    errors = []
+    differences = {}
+    refusal = None
     for candidate in [family] if family else FAMILIES.values():
         values = {
             "architectures": [candidate.architecture],
@@ -75,17 +77,19 @@ def write_model(model: ModelConfig, family: Family | None, length: int) -> dict[
         try:
             _, again, _ = read_model(values, "config.json")
         except HfError as error:
-            errors.append(str(error))
+            refusal = refusal or error
             continue
-        setting = next(differing(again, model), "")
-        if not setting:
+        settings = list(differing(again, model))
+        if not settings:
             return values
-        errors.append(
-            f"model.{setting}={shown(getattr(model, setting))} has no counterpart in a config.json "
-            f"of {candidate.model_type}"
-        )
-    # The family in whose terms the model was closest is not known: the first error of each.
-    raise HfError("; ".join(dict.fromkeys(errors)))
+        differences[candidate.model_type] = settings
+    if not differences:
+        assert refusal
+        raise refusal
+    closest = min(differences, key=lambda kind: len(differences[kind]))
+    settings = [f"model.{name}={shown(getattr(model, name))}" for name in differences[closest]]
+    have = "has" if len(settings) == 1 else "have"
+    raise HfError(f"{', '.join(settings)} {have} no counterpart in a config.json of {closest}")
 
 
 def differing(a: ModelConfig, b: ModelConfig) -> Iterator[str]:

@@ -19,7 +19,7 @@ LENGTH = "original_max_position_embeddings"
 
 
 @dataclasses.dataclass(frozen=True)
-class Parameter:
+class ScalingParameter:
     """A parameter of a scaling.
 
     setting: of the model
@@ -32,26 +32,29 @@ class Parameter:
     zero: bool = False
 
 
-FACTOR, ORIGINAL = Parameter("rope_factor", needed=True), Parameter("rope_original_length")
+FACTOR, ORIGINAL = (
+    ScalingParameter("rope_factor", needed=True),
+    ScalingParameter("rope_original_length"),
+)
 # Kind of scaling → its parameters.
-SCALINGS: Mapping[str, Mapping[str, Parameter]] = {
+SCALINGS: Mapping[str, Mapping[str, ScalingParameter]] = {
     "default": {},
     "linear": {"factor": FACTOR},
     "llama3": {
         "factor": FACTOR,
-        "low_freq_factor": Parameter("rope_low_freq_factor", needed=True),
-        "high_freq_factor": Parameter("rope_high_freq_factor", needed=True),
+        "low_freq_factor": ScalingParameter("rope_low_freq_factor", needed=True),
+        "high_freq_factor": ScalingParameter("rope_high_freq_factor", needed=True),
         LENGTH: ORIGINAL,
     },
     "yarn": {
         "factor": FACTOR,
         LENGTH: ORIGINAL,
-        "beta_fast": Parameter("rope_beta_fast", zero=True),
-        "beta_slow": Parameter("rope_beta_slow", zero=True),
-        "truncate": Parameter("rope_truncate"),
-        "attention_factor": Parameter("rope_attention_factor"),
-        "mscale": Parameter("rope_mscale", zero=True),
-        "mscale_all_dim": Parameter("rope_mscale_all_dim", zero=True),
+        "beta_fast": ScalingParameter("rope_beta_fast", zero=True),
+        "beta_slow": ScalingParameter("rope_beta_slow", zero=True),
+        "truncate": ScalingParameter("rope_truncate"),
+        "attention_factor": ScalingParameter("rope_attention_factor"),
+        "mscale": ScalingParameter("rope_mscale", zero=True),
+        "mscale_all_dim": ScalingParameter("rope_mscale_all_dim", zero=True),
     },
 }
 
@@ -88,17 +91,17 @@ def read_rope(
         for name in ("rope_scaling", "rope_parameters")
         if fields.value(name, None) not in (None, {})
     }
-    first = next(iter(forms), "")
+    preferred = next(iter(forms), "")
     for name, form in forms.items():
-        if form != forms[first]:
-            raise fields.refuse(name, f"contradicts {first}")
+        if form != forms[preferred]:
+            raise fields.refuse(name, f"contradicts {preferred}")
         if "rope_theta" in fields.values and form.base != rope.base:
             raise fields.refuse("rope_theta", f"contradicts {name}")
         if "partial_rotary_factor" in fields.values and form.part != rope.part:
             raise fields.refuse("partial_rotary_factor", f"contradicts {name}")
     if not forms:
         _check_part(fields, rope.part, head)
-    return forms.get(first, rope)
+    return forms.get(preferred, rope)
 
 
 def _check_part(fields: Fields, part: float, head: int | None) -> None:
@@ -143,7 +146,7 @@ def _read_object(fields: Fields, name: str, rope: Rope, longest: int, head: int 
     return Rope(base, part, scaling)
 
 
-def _read_parameter(inner: Fields, key: str, parameter: Parameter) -> Settings:
+def _read_parameter(inner: Fields, key: str, parameter: ScalingParameter) -> Settings:
     """The setting of a scaling's parameter; nothing where the default stands."""
     if type(getattr(ModelConfig(), parameter.setting)) is bool:
         return {parameter.setting: inner.require(key, [True, False])}

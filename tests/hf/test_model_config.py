@@ -5,9 +5,11 @@ import json
 
 import pytest
 from support.hf_models import CONFIGS
+from support.hf_published import PUBLISHED
 
 from jaxtrain.config import Config, ModelConfig, checks, replace
 from jaxtrain.config.recipes import load_recipe, shipped_recipes
+from jaxtrain.hf import files
 from jaxtrain.hf.families import FAMILIES
 from jaxtrain.hf.fields import HfError
 from jaxtrain.hf.model_config import FREE, differing, read_model, write_model
@@ -200,6 +202,30 @@ def test_what_changes_only_training_elsewhere_is_noted():
     assert notes == ["attn_pdrop=0.1 is left out: it changes only how transformers trains"]
 
 
+@pytest.mark.parametrize("name", ["DeepSeek-V2", "DeepSeek-V3", "Kimi-K2"])
+def test_remote_code_of_a_known_family_is_noted_and_not_published(name, tmp_path):
+    values, _ = PUBLISHED[name]
+    _, _, notes = read_model(values, "config.json")
+    assert any(note.startswith("auto_map is left out: jaxtrain's own Deepseek") for note in notes)
+    quantised = any(note.startswith("quantization_config is left out") for note in notes)
+    assert quantised == ("quantization_config" in values)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    files.keep(tmp_path, values, {}, tmp_path / "run")
+    published = json.loads((tmp_path / "run" / files.SOURCE / "config.json").read_text())
+    assert {*values} - {*published} == {"auto_map", "quantization_config"} & {*values}
+
+
+def test_a_window_that_no_sequence_reaches_is_noted():
+    _, _, notes = read_model(CONFIGS["mistral"] | {"sliding_window": 64}, "config.json")
+    assert notes and notes[0].startswith("sliding_window=64 is left out: no sequence of")
+
+
+def test_default_key_heads_of_latent_attention():
+    """transformers writes 128 where a config was made without them."""
+    values = CONFIGS["deepseek_v3"] | {"num_key_value_heads": 128}
+    assert model_of(values) == model_of(CONFIGS["deepseek_v3"])
+
+
 # --- out ------------------------------------------------------------------------------------------
 
 
@@ -219,16 +245,25 @@ def test_models_of_recipes():
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"biases": ("qkv",), "experts": 4}, {"mtp_depth": 1}, {"activation": "gelu"}, {"experts": 4}],
+    "change, message",
+    [
+        ({"mtp_depth": 1}, "model.mtp_depth=1 has no counterpart in a config.json of llama"),
+        ({"activation": "gelu"}, "model.activation='gelu' has no counterpart in a config.json of"),
+        ({"experts": 4}, "model.router_bias=True has no counterpart in a config.json of mixtral"),
+        (
+            {"mtp_depth": 1, "activation": "gelu"},
+            "model.activation='gelu', model.mtp_depth=1 have no counterpart in a config.json of",
+        ),
+    ],
     ids=str,
 )
-def test_a_model_that_no_family_can_hold(change):
+def test_a_model_that_no_family_can_hold(change, message):
+    """The message names the settings in which the closest family differs."""
     changes = {f"model.{name}": value for name, value in change.items()}
     model = replace(Config(), changes).resolve().model
-    with pytest.raises(HfError, match="has no counterpart in a config.json of llama") as error:
+    with pytest.raises(HfError) as error:
         write_model(model, None, 128)
-    assert any(f"model.{name}=" in str(error.value) for name in change)
+    assert message in str(error.value)
 
 
 def test_settings_that_are_free():

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from jaxtrain.config import ModelConfig
 from jaxtrain.hf.entries import (
     DenseLayers,
-    Entry,
     Fixed,
+    Integer,
     Number,
     Only,
-    Rotary,
-    Size,
+    RotaryPositions,
+    TableEntry,
     WholeHeads,
     Window,
 )
@@ -25,7 +25,7 @@ GREEDY, LIMITED = "greedy", "group_limited_greedy"
 
 
 @dataclasses.dataclass(frozen=True)
-class Groups(Entry):
+class Groups(TableEntry):
     """The groups of experts, which one of the two ways of choosing experts passes over."""
 
     def read(self, fields: Fields, settings: Settings) -> Settings:
@@ -60,11 +60,11 @@ FAMILY = Family(
         ),
         *LATENT,
         WholeHeads(),
-        Size("intermediate_size", "mlp_width", 11008),
-        Size("moe_intermediate_size", "expert_width", 1407),
-        Size("n_routed_experts", "experts", 64),
-        Size("num_experts_per_tok", "experts_per_token"),
-        Size("n_shared_experts", "shared_experts", 2, least=0),
+        Integer("intermediate_size", "mlp_width", 11008),
+        Integer("moe_intermediate_size", "expert_width", 1407),
+        Integer("n_routed_experts", "experts", 64),
+        Integer("num_experts_per_tok", "experts_per_token"),
+        Integer("n_shared_experts", "shared_experts", 2, least=0),
         Groups(),
         Number("routed_scaling_factor", "router_scale", 1.0),
         Fixed(
@@ -75,7 +75,7 @@ FAMILY = Family(
                 "router_group_best": 1,
             }
         ),
-        Rotary(LONGEST),
+        RotaryPositions(LONGEST),
         Window(LONGEST),
         DenseLayers("first_k_dense_replace", 0),
         Only("norm_topk_prob", (False, None)),

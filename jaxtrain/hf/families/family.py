@@ -8,15 +8,15 @@ import numpy as np
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.hf.entries import (
-    Entry,
     Fixed,
+    Integer,
     Number,
     Only,
     PassedOver,
     RemoteCode,
     Settings,
-    Size,
     Switch,
+    TableEntry,
     Training,
 )
 from jaxtrain.hf.fields import Fields
@@ -46,7 +46,7 @@ class Family:
     model_type: str
     architecture: str
     models: str
-    table: tuple[Entry, ...]
+    table: tuple[TableEntry, ...]
     rules: Rules
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     prefix: str = "model."
@@ -104,7 +104,7 @@ class Family:
 # --- tables ---------------------------------------------------------------------------------------
 
 # What the config.json of every family may have.
-COMMON: tuple[Entry, ...] = (
+COMMON: tuple[TableEntry, ...] = (
     Only("is_encoder_decoder", (False,), written=False),
     Only("is_decoder", (False,), written=False),
     Only("add_cross_attention", (False,), written=False),
@@ -122,17 +122,17 @@ def decoder(
     epsilon: float,
     tied: bool = False,
     remote_code: str = "",
-) -> tuple[Entry, ...]:
+) -> tuple[TableEntry, ...]:
     """Entries of a decoder with RMSNorm and SwiGLU.
 
     remote_code: see RemoteCode; the others are transformers' defaults
     """
     return (
         *COMMON,
-        Size("vocab_size", "vocab_size", vocab),
-        Size("hidden_size", "width", width),
-        Size("num_hidden_layers", "layers", layers),
-        Size("num_attention_heads", "heads", heads),
+        Integer("vocab_size", "vocab_size", vocab),
+        Integer("hidden_size", "width", width),
+        Integer("num_hidden_layers", "layers", layers),
+        Integer("num_attention_heads", "heads", heads),
         Number("rms_norm_eps", "norm_epsilon", epsilon),
         Number("initializer_range", "init_std", 0.02),
         Switch("tie_word_embeddings", "tied_embeddings", tied),

@@ -6,7 +6,16 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config import ModelConfig
-from jaxtrain.hf.entries import Fixed, Number, Only, PassedOver, RemoteCode, Size, Switch, Training
+from jaxtrain.hf.entries import (
+    Fixed,
+    Integer,
+    Number,
+    Only,
+    PassedOver,
+    RemoteCode,
+    Switch,
+    Training,
+)
 from jaxtrain.hf.families.family import COMMON, Family, layers_of
 from jaxtrain.hf.rules import Rule
 
@@ -46,12 +55,12 @@ FAMILY = Family(
     table=(
         *COMMON,
         RemoteCode(),
-        Size("vocab_size", "vocab_size", 50257),
-        Size("n_positions", "max_positions", 1024),
-        Size("n_embd", "width", 768),
-        Size("n_layer", "layers", 12),
-        Size("n_head", "heads", 12),
-        Size("n_inner", "mlp_width", None, null=0),
+        Integer("vocab_size", "vocab_size", 50257),
+        Integer("n_positions", "max_positions", 1024),
+        Integer("n_embd", "width", 768),
+        Integer("n_layer", "layers", 12),
+        Integer("n_head", "heads", 12),
+        Integer("n_inner", "mlp_width", None, null=0),
         Number("layer_norm_epsilon", "norm_epsilon", 1e-5),
         Number("initializer_range", "init_std", 0.02),
         Switch("tie_word_embeddings", "tied_embeddings", True),

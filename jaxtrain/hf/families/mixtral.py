@@ -2,7 +2,7 @@
 
 import functools
 
-from jaxtrain.hf.entries import Fixed, Rotary, Size, Window
+from jaxtrain.hf.entries import Fixed, Integer, RotaryPositions, Window
 from jaxtrain.hf.families.family import (
     ROUTER_TRAINING,
     ExpertNames,
@@ -20,11 +20,11 @@ FAMILY = Family(
     models="Mixtral 8x7B, 8x22B",
     table=(
         *decoder(vocab=32000, width=4096, layers=32, heads=32, epsilon=1e-5),
-        Size("num_key_value_heads", "kv_heads", 8, null=0),
-        Size("head_dim", "head_dim", None, null=0),
-        Size("intermediate_size", "expert_width", 14336),
-        Size("num_local_experts", "experts", 8),
-        Size("num_experts_per_tok", "experts_per_token", 2),
+        Integer("num_key_value_heads", "kv_heads", 8, null=0),
+        Integer("head_dim", "head_dim", None, null=0),
+        Integer("intermediate_size", "expert_width", 14336),
+        Integer("num_local_experts", "experts", 8),
+        Integer("num_experts_per_tok", "experts_per_token", 2),
         Fixed(
             {
                 "biases": (),
@@ -33,7 +33,7 @@ FAMILY = Family(
                 "router_normalize": "always",
             }
         ),
-        Rotary(LONGEST, base=1e6),
+        RotaryPositions(LONGEST, base=1e6),
         Window(LONGEST),
         ROUTER_TRAINING,
     ),

@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5 with full attention."""
 
-from jaxtrain.hf.entries import Fixed, Only, Rotary, Size, Window
+from jaxtrain.hf.entries import Fixed, Integer, Only, RotaryPositions, Window
 from jaxtrain.hf.families.family import Family, decoder, decoder_rules
 
 LONGEST = 32768
@@ -11,11 +11,11 @@ FAMILY = Family(
     models="Qwen2, Qwen2.5, QwQ",
     table=(
         *decoder(vocab=151936, width=4096, layers=32, heads=32, epsilon=1e-6),
-        Size("num_key_value_heads", "kv_heads", 32, null=0),
-        Size("head_dim", "head_dim", None, null=0),
-        Size("intermediate_size", "mlp_width", 22016),
+        Integer("num_key_value_heads", "kv_heads", 32, null=0),
+        Integer("head_dim", "head_dim", None, null=0),
+        Integer("intermediate_size", "mlp_width", 22016),
         Fixed({"biases": ("qkv",)}),
-        Rotary(LONGEST),
+        RotaryPositions(LONGEST),
         Window(LONGEST, window=4096, switched=True, typed=True, layers=28),
         Only("use_mrope", (False,), written=False),
     ),

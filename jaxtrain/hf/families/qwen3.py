@@ -1,6 +1,6 @@
 """Qwen3 with one MLP in a layer."""
 
-from jaxtrain.hf.entries import Biases, Fixed, Rotary, Size, Window
+from jaxtrain.hf.entries import Biases, Fixed, Integer, RotaryPositions, Window
 from jaxtrain.hf.families.family import Family, decoder, decoder_rules
 
 LONGEST = 32768
@@ -11,12 +11,12 @@ FAMILY = Family(
     models="Qwen3 0.6B to 32B",
     table=(
         *decoder(vocab=151936, width=4096, layers=32, heads=32, epsilon=1e-6),
-        Size("num_key_value_heads", "kv_heads", 32, null=0),
-        Size("head_dim", "head_dim", 128),
-        Size("intermediate_size", "mlp_width", 22016),
+        Integer("num_key_value_heads", "kv_heads", 32, null=0),
+        Integer("head_dim", "head_dim", 128),
+        Integer("intermediate_size", "mlp_width", 22016),
         Biases("attention_bias", ("qkv", "out"), False),
         Fixed({"qk_norm": True}),
-        Rotary(LONGEST),
+        RotaryPositions(LONGEST),
         Window(LONGEST, window=4096, switched=True, typed=True, layers=28),
     ),
     rules=decoder_rules,

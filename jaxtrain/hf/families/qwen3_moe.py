@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxtrain.config import ModelConfig
-from jaxtrain.hf.entries import Biases, Entry, Fixed, Rotary, Size, Switch, Window
+from jaxtrain.hf.entries import Biases, Fixed, Integer, RotaryPositions, Switch, TableEntry, Window
 from jaxtrain.hf.families.family import (
     NORMALIZED,
     ROUTER_TRAINING,
@@ -19,7 +19,7 @@ LONGEST = 32768
 
 
 @dataclasses.dataclass(frozen=True)
-class SparseLayers(Entry):
+class SparseLayers(TableEntry):
     """The layers with experts: every decoder_sparse_step-th one that mlp_only_layers does not list.
     The others have to be the first ones."""
 
@@ -60,16 +60,16 @@ FAMILY = Family(
     models="Qwen3 30B-A3B, 235B-A22B",
     table=(
         *decoder(vocab=151936, width=2048, layers=24, heads=32, epsilon=1e-6),
-        Size("num_key_value_heads", "kv_heads", 4),
-        Size("head_dim", "head_dim", None, null=0),
-        Size("intermediate_size", "mlp_width", 6144),
-        Size("moe_intermediate_size", "expert_width", 768),
-        Size("num_experts", "experts", 128),
-        Size("num_experts_per_tok", "experts_per_token", 8),
+        Integer("num_key_value_heads", "kv_heads", 4),
+        Integer("head_dim", "head_dim", None, null=0),
+        Integer("intermediate_size", "mlp_width", 6144),
+        Integer("moe_intermediate_size", "expert_width", 768),
+        Integer("num_experts", "experts", 128),
+        Integer("num_experts_per_tok", "experts_per_token", 8),
         Switch("norm_topk_prob", "router_normalize", False, NORMALIZED),
         Biases("attention_bias", ("qkv", "out"), False),
         Fixed({"qk_norm": True, "router": "softmax", "router_bias": False}),
-        Rotary(LONGEST),
+        RotaryPositions(LONGEST),
         Window(LONGEST, window=4096, switched=True),
         SparseLayers(),
         ROUTER_TRAINING,

@@ -1,6 +1,6 @@
 """Seed-OSS."""
 
-from jaxtrain.hf.entries import Biases, Rotary, Size, Window
+from jaxtrain.hf.entries import Biases, Integer, RotaryPositions, Window
 from jaxtrain.hf.families.family import Family, decoder, decoder_rules
 
 LONGEST = 524288
@@ -11,13 +11,13 @@ FAMILY = Family(
     models="Seed-OSS 36B",
     table=(
         *decoder(vocab=155136, width=4096, layers=64, heads=80, epsilon=1e-6),
-        Size("num_key_value_heads", "kv_heads", 8, null=0),
-        Size("head_dim", "head_dim", 128, null=0),
-        Size("intermediate_size", "mlp_width", 27648),
+        Integer("num_key_value_heads", "kv_heads", 8, null=0),
+        Integer("head_dim", "head_dim", 128, null=0),
+        Integer("intermediate_size", "mlp_width", 27648),
         Biases("attention_bias", ("qkv",), True),
         Biases("attention_out_bias", ("out",), False),
         Biases("mlp_bias", ("mlp",), False),
-        Rotary(LONGEST),
+        RotaryPositions(LONGEST),
         Window(LONGEST),
     ),
     rules=decoder_rules,

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxtrain.config import ModelConfig
-from jaxtrain.hf.entries import Biases, Entry, Rotary, Size, Window
+from jaxtrain.hf.entries import Biases, Integer, RotaryPositions, TableEntry, Window
 from jaxtrain.hf.families.family import Family, decoder, decoder_rules
 from jaxtrain.hf.fields import Fields
 from jaxtrain.hf.rope_parameters import Settings
@@ -13,7 +13,7 @@ LONGEST = 32768
 
 
 @dataclasses.dataclass(frozen=True)
-class NopeLayers(Entry):
+class NopeLayers(TableEntry):
     """The layers without rotary positions: those whose number in no_rope_layers is 0, or every
     no_rope_layer_interval-th one where there is no list."""
 
@@ -45,12 +45,12 @@ FAMILY = Family(
     models="SmolLM3 3B",
     table=(
         *decoder(vocab=128256, width=2048, layers=36, heads=16, epsilon=1e-6, tied=True),
-        Size("num_key_value_heads", "kv_heads", 4, null=0),
-        Size("head_dim", "head_dim", None, null=0),
-        Size("intermediate_size", "mlp_width", 11008),
+        Integer("num_key_value_heads", "kv_heads", 4, null=0),
+        Integer("head_dim", "head_dim", None, null=0),
+        Integer("intermediate_size", "mlp_width", 11008),
         Biases("attention_bias", ("qkv", "out"), False),
         Biases("mlp_bias", ("mlp",), False),
-        Rotary(LONGEST, base=2e6),
+        RotaryPositions(LONGEST, base=2e6),
         NopeLayers(),
         Window(LONGEST, switched=True, typed=True),
     ),
