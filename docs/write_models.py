@@ -44,6 +44,13 @@ TAIL = """
   model is used in its place.
 - Sizes that jaxtrain's model cannot have, such as an odd number of rotated dimensions.
 
+## Prediction modules
+
+`num_nextn_predict_layers` is `model.mtp_depth`; a module's tensors follow those of the layers. Its
+default is 1, but transformers saves no modules: where the files have no tensor of one, the field is
+read as 0, with a line. `--config.model.mtp_depth=0` leaves the modules out. What the files hold of
+embedding and output matrix beside a module must have the model's numbers, and is written again.
+
 ## Only in training
 
 A run trains by its own settings, and says so where one of these is set: {training}.

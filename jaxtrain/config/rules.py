@@ -262,16 +262,15 @@ def _experts(model: ModelConfig) -> Iterator[Violation]:
 def _biases(model: ModelConfig) -> Iterator[Violation]:
     """Parts that the model lacks, or that cannot have biases."""
     wrong = {
-        "mlp": bool(model.experts) and f"is not for model.experts={model.experts}: experts have no",
-        "router": not model.experts and "needs a router, and model.experts=0 has no",
-        "norm": model.norm != "layernorm" and f"is for layernorm: model.norm={model.norm!r} has no",
+        "mlp": bool(model.experts) and f"model.experts={model.experts}, which have no biases",
+        "router": not model.experts and "model.experts=0, where there is no router",
+        "norm": model.norm != "layernorm" and f"model.norm={model.norm!r}, which has no bias",
     }
     for part in model.biases:
-        if rule := wrong.get(part):
+        if reason := wrong.get(part):
             others = tuple(other for other in model.biases if other != part)
-            yield Violation(
-                "model.biases", f"names {part!r}, which {rule} biases", [{"model.biases": others}]
-            )
+            rule = f"has {part!r} with {reason}"
+            yield Violation("model.biases", rule, [{"model.biases": others}])
 
 
 def _router(model: ModelConfig) -> Iterator[Violation]:

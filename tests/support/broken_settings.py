@@ -202,18 +202,18 @@ RULES = [
     ),
     (
         {"model.experts": 4, "model.biases": ("qkv", "mlp", "router")},
-        "model.biases=('qkv', 'mlp', 'router') names 'mlp', which is not for model.experts=4: "
-        "experts have no biases: use --config.model.biases=qkv,router",
+        "model.biases=('qkv', 'mlp', 'router') has 'mlp' with model.experts=4, which have no "
+        "biases: use --config.model.biases=qkv,router",
     ),
     (
         {"model.biases": ("router", "out")},
-        "model.biases=('router', 'out') names 'router', which needs a router, and model.experts=0 "
-        "has no biases: use --config.model.biases=out",
+        "model.biases=('router', 'out') has 'router' with model.experts=0, where there is no "
+        "router: use --config.model.biases=out",
     ),
     (
         {"model.biases": ("out", "norm")},
-        "model.biases=('out', 'norm') names 'norm', which is for layernorm: "
-        "model.norm='rmsnorm' has no biases: use --config.model.biases=out",
+        "model.biases=('out', 'norm') has 'norm' with model.norm='rmsnorm', which has no bias: use "
+        "--config.model.biases=out",
     ),
     (
         {"model.biases": ("out", "kqv")},
