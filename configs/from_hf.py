@@ -17,8 +17,8 @@ from jaxtrain.config import (
 
 def get_config() -> Config:
     return Config(
-        data=DataConfig(sequence_length=512, batch_size=16),
+        data=DataConfig(sequence_length=256, batch_size=16),
         pipeline=PipelineConfig(microbatches=2),
-        optimizer=OptimizerConfig(learning_rate=2e-5, warmup_steps=20),
-        train=TrainConfig(init_from="model", steps=200, eval_every=50),
+        optimizer=OptimizerConfig(learning_rate=2e-5, warmup_steps=10),
+        train=TrainConfig(init_from="model", steps=100, eval_every=50),
     )

@@ -142,7 +142,7 @@ def from_hf(command_line: Reading) -> None:
         config = cfg.replace(config, {"data.tokenizer": str(workdir / SOURCE / TOKENIZER)})
         description["path"] = str((workdir / SOURCE / TOKENIZER).resolve())
     resolved = config.resolve()
-    source = importing.open_source(published, resolved)
+    source = importing.open_weights(published, resolved)
     with streams.counting("tensors checked", sys.stderr) as progress:
         importing.check_numbers(source, progress)
     lock = RunLock(workdir)

@@ -28,6 +28,7 @@ from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.generation.text import sample_text
 from jaxtrain.hf import files, importing
 from jaxtrain.hf.fields import HfError
+from jaxtrain.hf.importing import PublishedWeights
 from jaxtrain.hf.tokenizer_files import tokenizer_of_run
 from jaxtrain.pipeline.setup import Setup
 from jaxtrain.plan.compare import plan_at_hand
@@ -83,8 +84,7 @@ def run(
     ):
         checkpoints = Checkpoints(config, unresolved, environment, folder)
         checkpoints.choose()
-        is_new = bool(config.train.init_from) and not checkpoints.resumes
-        source = _open_source(config) if is_new else None
+        weights = _open_weights(config, checkpoints.resumes)
         corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
         tokenizer = corpus.tokenizer.describe()
         checkpoints.check_corpus(TrainedCorpus(corpus.source, corpus.checksum, tokenizer))
@@ -93,16 +93,15 @@ def run(
             cluster.log(f"{done}: raise train.steps to go on")
             return ExitStatus.FINISHED
         checkpoints.log_changes()
-
         clock.enter(Part.TRACING)
         mesh = make_mesh(sizes_of(config.mesh))
         with jax.set_mesh(mesh), contextlib.ExitStack() as closing:
             step = make_step(config, mesh, setup)
-            begin = functools.partial(_begin, config, step, source)
+            begin = functools.partial(_begin, config, step, weights)
             checkpoints.attach(step, begin)
             clock.enter(Part.STATE)
             # damage ends the run before anything is compiled or written
-            state = begin() if source and not checkpoints.resumes else None
+            state = begin() if weights and not checkpoints.resumes else None
             trainer = Trainer(config, folder, clock, step, corpus, checkpoints, begin)
             closing.callback(trainer.close_loaders)
             goodput = lasting.enter_context(_timed(folder, clock, checkpoints))
@@ -110,8 +109,7 @@ def run(
             # XLA compiles most of a program on one core
             executor = lasting.enter_context(concurrent.futures.ThreadPoolExecutor(2))
             trainer.compile_and_restore(executor, state)
-            if cluster.is_main():
-                _write_settings(config, unresolved.pipeline, folder, source)
+            _write_settings(config, unresolved.pipeline, folder, weights)
             trainer.open(goodput, signals, watchdog, closing)
             trainer.train()
             status = trainer.finish(executor)
@@ -363,20 +361,22 @@ class Trainer:
         cluster.log(f"sample, temperature {SAMPLE_TEMPERATURE}:\n{train.sample_prompt}{text}")
 
 
-def _open_source(config: Config) -> importing.Source:
-    """The published model that a new run starts from; every process must call this. Raises HfError
-    in all of them."""
-    source = importing.open_together(config)
-    run = cluster.in_all(lambda: tokenizer_of_run(source.published, config), HfError)
+def _open_weights(config: Config, resumes: bool) -> PublishedWeights | None:
+    """The published weights that a new run starts from; None for a run that resumes, or starts from
+    random ones. Every process must call this. Raises HfError in all of them."""
+    if resumes or not config.train.init_from:
+        return None
+    weights = importing.open_together(config)
+    run = cluster.in_all(lambda: tokenizer_of_run(weights.published, config), HfError)
     cluster.log(*(f"note: {note}" for note in run.notes))
-    return source
+    return weights
 
 
-def _begin(config: Config, step: Step, source: importing.Source | None) -> TrainState:
-    """The state before the first step; every process must call this. source: of a published model,
-    if it is open"""
+def _begin(config: Config, step: Step, weights: PublishedWeights | None) -> TrainState:
+    """The state before the first step; every process must call this. weights: of
+    `train.init_from`, if they are open"""
     if config.train.init_from:
-        return importing.read_together(source or importing.open_together(config), step)
+        return importing.read_together(weights or importing.open_together(config), step)
     return initial_state(step.layout, step.optimizer, config.train.seed)
 
 
@@ -445,16 +445,18 @@ def _timed(
 
 
 def _write_settings(
-    config: Config, given: PipelineConfig, folder: pathlib.Path, source: importing.Source | None
+    config: Config, given: PipelineConfig, folder: pathlib.Path, weights: PublishedWeights | None
 ) -> None:
-    """Writes config.json, the small files of a published model, and op_times.json for op times that
-    were not `given` by the user."""
+    """Writes, in process 0, config.json, the small files of a published model, and op_times.json
+    for op times that were not `given` by the user."""
+    if not cluster.is_main():
+        return
     folder.mkdir(parents=True, exist_ok=True)
     with warned(folder / CONFIG_FILE, cluster.log):
         (folder / CONFIG_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
-    if source:
+    if weights:
         with warned(folder / files.SOURCE, cluster.log):
-            source.keep(folder)
+            weights.keep(folder)
     if stored_op_times.worth_storing(config.mesh, config.pipeline, given):
         devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
         with warned(folder / stored_op_times.OP_TIMES, cluster.log):

@@ -72,5 +72,6 @@ def dequantized(
         for span, part in zip(region, block, strict=True)
     )
     numbers = weight.astype(np.float32)
-    numbers *= scales[rows][:, columns]
+    with np.errstate(over="ignore", invalid="ignore"):  # the result is checked
+        numbers *= scales[rows][:, columns]
     return numbers

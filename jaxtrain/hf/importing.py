@@ -48,7 +48,7 @@ def silent(done: int, total: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Source:
+class PublishedWeights:
     """The tensors of a published model, by the family's names; their headers were checked.
 
     rules, tensors: of the model
@@ -107,7 +107,7 @@ class Source:
 # --- checks ---------------------------------------------------------------------------------------
 
 
-def open_source(published: Published, config: Config) -> Source:
+def open_weights(published: Published, config: Config) -> PublishedWeights:
     """The tensors of a published model, whose names, shapes and types are those of a resolved
     config's model; no number is read.
 
@@ -133,26 +133,26 @@ def open_source(published: Published, config: Config) -> Source:
         for name, tensor in family.copies(config.model, tensors).items()
         if name.removeprefix(prefix) in folder
     }
-    source = Source(published, folder, rules, tensors, copies, arrays, prefix)
-    _check_names(source, tuple(f"{module}." for module in left_out))
-    return source
+    weights = PublishedWeights(published, folder, rules, tensors, copies, arrays, prefix)
+    _check_names(weights, tuple(f"{module}." for module in left_out))
+    return weights
 
 
-def open_together(config: Config) -> Source:
+def open_together(config: Config) -> PublishedWeights:
     """The tensors of `train.init_from`, for a resolved config; every process must call this, and
-    opens them. Raises HfError as `open_source` in all of them."""
+    opens them. Raises HfError as `open_weights` in all of them."""
     return cluster.in_all(
-        lambda: open_source(read_published(pathlib.Path(config.train.init_from)), config), HfError
+        lambda: open_weights(read_published(pathlib.Path(config.train.init_from)), config), HfError
     )
 
 
-def _check_names(source: Source, left_out: tuple[str, ...]) -> None:
+def _check_names(weights: PublishedWeights, left_out: tuple[str, ...]) -> None:
     """Raises HfError for a tensor that is missing, wrong by its header, or too many. left_out: the
     beginnings of names of tensors that the run does not want"""
-    folder, known = source.folder, set()
-    family, block = source.published.family, source.published.block
-    for tensor in source.tensors:
-        name = source.name(tensor.name)
+    folder, known = weights.folder, set()
+    family, block = weights.published.family, weights.published.block
+    for tensor in weights.tensors:
+        name = weights.name(tensor.name)
         known.add(name)
         _check_header(folder, name, tensor.shape, (*DTYPES, FP8) if block else tuple(DTYPES))
         if block and folder.dtype(name) == FP8:
@@ -160,12 +160,14 @@ def _check_names(source: Source, left_out: tuple[str, ...]) -> None:
                 raise HfError(f"{folder.place(name)} is no matrix, and only these have blocks")
             known.add(name + SUFFIX)
             _check_header(folder, name + SUFFIX, scales_shape(tensor.shape, block), ("F32",))
-    for copy, original in source.copies.items():
-        name, table = source.name(copy), source.name(original.name)
+    for copy, original in weights.copies.items():
+        name, table = weights.name(copy), weights.name(original.name)
         known.add(name)
         _check_header(folder, name, folder.shape(table), (folder.dtype(table),))
     for name in folder:
         if name in known or name.endswith(family.dropped) or name.startswith(left_out):
+            continue
+        if 0 in folder.shape(name):  # such as transformers' shared experts where there are none
             continue
         raise HfError(f"{folder.place(name)} is no tensor of a {family.model_type} of config.json")
 
@@ -184,25 +186,25 @@ def _check_header(
         raise HfError(f"{folder.place(name)} {rule}")
 
 
-def check_copies(source: Source) -> None:
+def check_copies(weights: PublishedWeights) -> None:
     """Raises HfError if a tensor that is published twice, such as the output matrix of tied
     embeddings, has other numbers the second time. Both are read."""
-    for copy, original in source.copies.items():
+    for copy, original in weights.copies.items():
         region = [range(size) for size in original.shape]
-        both = zip(source.blocks(copy, region), source.blocks(original.name, region), strict=True)
+        both = zip(weights.blocks(copy, region), weights.blocks(original.name, region), strict=True)
         if not all(np.array_equal(a, b) for (_, a), (_, b) in both):
-            place, table = source.folder.place(source.name(copy)), source.name(original.name)
+            place, table = weights.folder.place(weights.name(copy)), weights.name(original.name)
             raise HfError(f"{place} differs from {table}, which the model uses in its place")
 
 
-def check_numbers(source: Source, progress: Progress = silent) -> None:
+def check_numbers(weights: PublishedWeights, progress: Progress = silent) -> None:
     """Reads every number. Raises HfError, which names file and tensor, for those that are not
     finite, and as `check_copies`."""
-    for number, tensor in enumerate(source.tensors, 1):
-        for _ in source.blocks(tensor.name, [range(size) for size in tensor.shape]):
+    for number, tensor in enumerate(weights.tensors, 1):
+        for _ in weights.blocks(tensor.name, [range(size) for size in tensor.shape]):
             pass
-        progress(number, len(source.tensors))
-    check_copies(source)
+        progress(number, len(weights.tensors))
+    check_copies(weights)
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -215,12 +217,12 @@ class PublishedArray:
     rules: by the layer and the expert, all those that fill it
     """
 
-    source: Source
+    weights: PublishedWeights
     rules: Mapping[tuple[int, ...], Sequence[Rule]]
 
     def read(self, window: Region, target: np.ndarray) -> None:
         """Fills `target` [..., *window], of any floating type, with the numbers of a window of the
-        array. Raises HfError as `Source.blocks`."""
+        array. Raises HfError as `PublishedWeights.blocks`."""
         depth = len(next(iter(self.rules)))
         for index in itertools.product(*window[:depth]):
             place = tuple(i - span.start for i, span in zip(index, window))
@@ -231,7 +233,7 @@ class PublishedArray:
                     self._read_rule(rule, covered, target[inside])
 
     def _read_rule(self, rule: Rule, window: Region, target: np.ndarray) -> None:
-        for region, numbers in self.source.blocks(rule.tensor, rule.source(window)):
+        for region, numbers in self.weights.blocks(rule.tensor, rule.source(window)):
             rule.store(numbers, region, target, window)
 
 
@@ -243,13 +245,13 @@ def _inside(part: Region, window: Region) -> tuple[slice, ...]:
     )
 
 
-def published_arrays(source: Source) -> dict[str, PublishedArray]:
+def published_arrays(weights: PublishedWeights) -> dict[str, PublishedArray]:
     """Array, as a checkpoint names it → its numbers; arrays that are not in it begin at zero."""
     by_array: dict[str, dict[tuple[int, ...], list[Rule]]] = {}
-    for rule in source.rules:
+    for rule in weights.rules:
         by_array.setdefault(rule.array, {}).setdefault(rule.index, []).append(rule)
     return {
-        group + name: PublishedArray(source, by_index)
+        group + name: PublishedArray(weights, by_index)
         for name, by_index in by_array.items()
         for group in (PARAMETERS, ANCHOR)
     }
@@ -258,10 +260,12 @@ def published_arrays(source: Source) -> dict[str, PublishedArray]:
 # --- on the devices of a run ----------------------------------------------------------------------
 
 
-def state_on_devices(source: Source, step: Step, progress: Progress = silent) -> TrainState:
+def state_on_devices(
+    weights: PublishedWeights, step: Step, progress: Progress = silent
+) -> TrainState:
     """The state before its first step, on the devices of a run. Each process reads what its devices
-    hold. Raises HfError as `Source.blocks`."""
-    abstract, published = step.abstract_state(), published_arrays(source)
+    hold. Raises HfError as `PublishedWeights.blocks`."""
+    abstract, published = step.abstract_state(), published_arrays(weights)
     arrays = stored_arrays(abstract, stored_shapes(step.layout, step.optimizer))
     leaves: dict[int, jax.Array] = {}
     for number, array in enumerate(arrays, 1):
@@ -272,16 +276,16 @@ def state_on_devices(source: Source, step: Step, progress: Progress = silent) ->
     return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[i] for i in sorted(leaves)])
 
 
-def read_together(source: Source, step: Step) -> TrainState:
+def read_together(weights: PublishedWeights, step: Step) -> TrainState:
     """The state before its first step, as `state_on_devices`; every process must call this, and a
     terminal of process 0 shows the progress. Raises HfError in all of them."""
     main = cluster.is_main()
 
     def read() -> TrainState:
         with streams.counting("arrays read", sys.stderr, shown=main) as progress:
-            state = state_on_devices(source, step, progress)
+            state = state_on_devices(weights, step, progress)
         if main:
-            check_copies(source)
+            check_copies(weights)
         return state
 
     return cluster.in_all(read, HfError)
@@ -318,10 +322,10 @@ class DeferredPiece:
         return piece
 
 
-def state_on_host(source: Source) -> dict:
+def state_on_host(weights: PublishedWeights) -> dict:
     """The nested dict of HostArrays of a state before its first step."""
-    stored, published = {}, published_arrays(source)
-    for array in source.arrays:
+    stored, published = {}, published_arrays(weights)
+    for array in weights.arrays:
         numbers = published.get(array.name)
         stored[array.name] = _zeros(array) if numbers is None else _deferred(array, numbers)
     return nested(stored)

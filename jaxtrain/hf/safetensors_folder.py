@@ -45,7 +45,7 @@ Region = Sequence[range]  # the consecutive indices of each dimension
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class FileTensor:
     """A tensor of a file: its type, such as "BF16"; its shape; and its place in the file, in
     bytes."""
 
@@ -65,7 +65,7 @@ class SafetensorsFolder:
 
     def __init__(self, folder: pathlib.Path):
         self.path = folder
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, FileTensor] = {}
         for file, listed in _files(folder).items():
             entries = read_header(folder / file)
             for name in listed:
@@ -135,7 +135,7 @@ def _files(folder: pathlib.Path) -> dict[str, list[str]]:
 # --- headers --------------------------------------------------------------------------------------
 
 
-def read_header(path: pathlib.Path) -> dict[str, Entry]:
+def read_header(path: pathlib.Path) -> dict[str, FileTensor]:
     """The tensors of a file, by name. Raises HfError, which names the file, and the tensor if one
     is at fault, for a file that the format does not allow."""
     try:
@@ -174,7 +174,7 @@ def read_header(path: pathlib.Path) -> dict[str, Entry]:
     return entries
 
 
-def _entry(path: pathlib.Path, name: str, values: Any, begin: int) -> Entry:
+def _entry(path: pathlib.Path, name: str, values: Any, begin: int) -> FileTensor:
     """The tensor that a value of the header describes. begin: of the tensors' bytes in the file"""
     if not isinstance(values, Mapping):
         raise HfError(f"{path}: {name} has no description in the header")
@@ -192,7 +192,7 @@ def _entry(path: pathlib.Path, name: str, values: Any, begin: int) -> Entry:
     if stop < start or (dtype in BITS and 8 * (stop - start) != bits):
         rule = f"{stop - start} bytes, which do not hold {dtype}{shape}"
         raise HfError(f"{path}: {name} has {rule}")
-    return Entry(path, dtype, tuple(shape), begin + start, begin + stop)
+    return FileTensor(path, dtype, tuple(shape), begin + start, begin + stop)
 
 
 def _are_counts(numbers: Any) -> bool:
@@ -202,7 +202,7 @@ def _are_counts(numbers: Any) -> bool:
 # --- numbers --------------------------------------------------------------------------------------
 
 
-def _read_region(descriptor: int, entry: Entry, region: Region, numbers: np.ndarray) -> None:
+def _read_region(descriptor: int, entry: FileTensor, region: Region, numbers: np.ndarray) -> None:
     """Fills a contiguous array with the numbers of a region, which has some.
 
     The region's bytes are runs of one length. Runs that lie close together are read in blocks with

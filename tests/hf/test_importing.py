@@ -9,12 +9,13 @@ import os
 import jax
 import numpy as np
 import pytest
-from support import safetensors_files
+from support import safetensors_files, small
+from support.hf_imported import complete, imported
 from support.hf_models import CONFIGS, llama_tensors, write_llama
 
 from jaxtrain import convert
 from jaxtrain.checkpoint.layout import regions, stored_arrays
-from jaxtrain.checkpoint.restoring import expected_shapes, restore
+from jaxtrain.checkpoint.restoring import restore
 from jaxtrain.config import Config, replace
 from jaxtrain.config.mesh_rules import filled
 from jaxtrain.devices.mesh import make_mesh, sizes_of
@@ -25,8 +26,9 @@ from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.training.state import stored_shapes
 from jaxtrain.training.step import make_step
 
+ONE = {"mesh.data": 1}
 LAYOUTS = {
-    "one device": {"mesh.data": 1},
+    "one device": ONE,
     "data · stage · model": {"mesh.stage": 2, "mesh.model": 2},
     "two units a stage": {"mesh.stage": 2, "pipeline.layers_per_op": 1},
     "uneven stages": {"mesh.stage": 2, "pipeline.chunk_layers": (1, 2)},
@@ -49,7 +51,7 @@ def config_of(folder, changes) -> Config:
     model = read_published(folder)
     defaults = {"data.sequence_length": 16, "data.batch_size": 8, "pipeline.microbatches": 2}
     recipe = replace(Config(), defaults | changes)
-    devices = 1 if changes == LAYOUTS["one device"] else 8
+    devices = 1 if changes == ONE else 8
     return filled(started_from(model, recipe, [])[0], devices)
 
 
@@ -58,17 +60,6 @@ def step_of(config: Config):
     sizes = sizes_of(resolved.mesh)
     mesh = make_mesh(sizes, jax.devices()[: math.prod(sizes)])
     return make_step(resolved, mesh, make_setup(resolved))
-
-
-def tensors_of(published, config: Config):
-    """The tensors that a folder of the model has."""
-    resolved = config.resolve()
-    shapes = {
-        name.removeprefix("params/"): shape
-        for name, shape in expected_shapes(resolved).items()
-        if name.startswith("params/")
-    }
-    return published.family.layout(resolved.model, published.values, shapes)[1]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -82,7 +73,7 @@ def test_the_state_is_that_of_the_checkpoint(folder, tmp_path, name):
     ]
     assert convert.main(["from_hf", str(folder), f"--workdir={tmp_path}", *flags]) == 0
     step = step_of(config)
-    source = importing.open_source(read_published(folder), config.resolve())
+    source = importing.open_weights(read_published(folder), config.resolve())
     state = importing.state_on_devices(source, step)
     stored = stored_shapes(step.layout, step.optimizer)
     expected = restore(tmp_path / "checkpoints", 0, step.abstract_state(), stored)
@@ -97,36 +88,32 @@ def test_the_state_is_that_of_the_checkpoint(folder, tmp_path, name):
         assert (table == np.asarray(state.anchor["embed"]["table"])).all() and table.any()
 
 
-def test_other_families(tmp_path):
-    """Fused and interleaved columns, experts, biases, prediction modules: every array is what a
-    complete reading gives (test_families.py)."""
-    random = np.random.default_rng(0)
-    for name in ("deepseek_v3", "gpt2", "mixtral"):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
-        published = read_published(folder)
-        for changes in ({"mesh.model": 2, "parallel.zero": 3}, LAYOUTS["one device"]):
-            config = config_of(folder, changes)
-            tensors = tensors_of(published, config)
-            numbers = {t.name: random.standard_normal(t.shape, np.float32) for t in tensors}
-            safetensors_files.write(folder / "model.safetensors", numbers)
-            step = step_of(config)
-            state = importing.state_on_devices(
-                importing.open_source(published, config.resolve()), step
-            )
-            squares = sum(
-                np.square(np.asarray(leaf, np.float64)).sum()
-                for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)
-            )
-            expected = sum(np.square(a.astype(np.float64)).sum() for a in numbers.values())
-            assert squares == pytest.approx(expected, rel=1e-12), (name, changes)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family(name, tmp_path):
+    """Experts, fused and interleaved columns, biases, prediction modules: every leaf has what
+    complete tensors give."""
+    values, random = CONFIGS[name], np.random.default_rng(0)
+    numbers = complete(
+        values, lambda shapes: {n: random.standard_normal(s, np.float32) for n, s in shapes.items()}
+    )
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    safetensors_files.write(tmp_path / "model.safetensors", numbers)
+    changes = {"mesh.stage": 2, "mesh.model": 2, "parallel.zero": 3}
+    config = config_of(tmp_path, changes)
+    step = step_of(config)
+    weights = importing.open_weights(read_published(tmp_path), config.resolve())
+    state = importing.state_on_devices(weights, step)
+    expected = small.first_state(step, imported(values, lambda shapes: numbers, changes).plain)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(expected), strict=True
+    ):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), path
 
 
 def test_a_device_s_shards_alone_are_read(folder, monkeypatch):
     config = config_of(folder, {"mesh.data": 1, "mesh.model": 4, "mesh.stage": 2})
     step, read = step_of(config), []
-    source = importing.open_source(read_published(folder), config.resolve())
+    source = importing.open_weights(read_published(folder), config.resolve())
     preadv = os.preadv
 
     def counted(descriptor, buffers, place):
@@ -151,14 +138,14 @@ def test_a_device_s_shards_alone_are_read(folder, monkeypatch):
 
 
 def test_damage_is_named(folder, tmp_path):
-    config = config_of(folder, LAYOUTS["one device"])
+    config = config_of(folder, ONE)
     tensors = llama_tensors()
     name = "model.layers.2.mlp.down_proj.weight"
     tensors[name][3, 20] = np.inf
     write_llama(tmp_path, **{name.replace(".", "_"): tensors[name]})
-    source = importing.open_source(read_published(tmp_path), config.resolve())
+    source = importing.open_weights(read_published(tmp_path), config.resolve())
     with pytest.raises(HfError, match=f"safetensors: {name} has numbers that are not finite"):
         importing.state_on_devices(source, step_of(config))
     os.truncate(tmp_path / "model.safetensors", 1000)
     with pytest.raises(HfError, match="is no complete safetensors file"):
-        importing.open_source(read_published(tmp_path), config.resolve())
+        importing.open_weights(read_published(tmp_path), config.resolve())
