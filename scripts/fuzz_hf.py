@@ -29,7 +29,10 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
-os.environ["JAX_PLATFORMS"] = "cpu"
+from support import COMPILE_QUICKLY  # noqa: E402 (the path comes first)
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", COMPILE_QUICKLY)
 
 import fuzz_hf_configs  # noqa: E402 (the path comes first)
 import jax  # noqa: E402 (after its environment)

@@ -311,7 +311,8 @@ FAMILIES: dict[str, Mapping[str, Draw]] = {
         "vocab_size": VOCABULARY,
         "n_positions": between(75, 90),
         "n_head": between(1, 6),
-        "n_embd": lambda chance, v: v["n_head"] * chance.choice([1, 3, 4, 6, 8]),
+        # the norm of few numbers is all rounding
+        "n_embd": lambda chance, v: v["n_head"] * chance.randint(-(-8 // v["n_head"]), 10),
         "n_layer": between(1, 4),
         "n_inner": maybe(some(None, 5, 17, 40)),
         "activation_function": mostly("gelu_new", "gelu_pytorch_tanh", "gelu", "relu", likely=0.8),

@@ -51,10 +51,11 @@ def read_model(values: Mapping[str, Any], place: str) -> tuple[Family, ModelConf
     tokens = {"data.sequence_length": model.max_positions} if model.max_positions else {}
     if violation := checks.model_violation(cfg.replace(Config(model=model), tokens)):
         name = violation.field.removeprefix("model.")
-        raise fields.refuse(
-            family.source(name),
-            f"gives {violation.field}={getattr(model, name)}, which {violation.rule}",
-        )
+        field, older = family.source(name), "rope_scaling"
+        if field == "rope_parameters" and fields.values.get(older):
+            field = older
+        rule = f"gives {violation.field}={getattr(model, name)}, which {violation.rule}"
+        raise fields.refuse(field, rule)
     return family, model, fields.notes
 
 

@@ -113,6 +113,11 @@ REFUSED = [
     ("llama", {"rope_parameters": {"full_attention": YARN}}, "rope_parameters.full_attention="),
     ("llama", {"rope_parameters": 5}, "rope_parameters=5 is no object"),
     ("llama", {"rope_scaling": YARN}, "rope_parameters={'rope_type': 'default', 'rope_theta': 20"),
+    (
+        "qwen2",
+        {"rope_scaling": SCALED | {"rope_theta": 1e6, "low_freq_factor": 4, "high_freq_factor": 2}},
+        "'high_freq_factor': 2} gives model.rope_high_freq_factor=2.0, which is not above",
+    ),
     ("llama", {"original_max_position_embeddings": 8}, "original_max_position_embeddings=8"),
     ("llama", {"rope_parameters": {"factor": 2.0}}, "rope_parameters.factor=2.0 is no field"),
     ("llama", {"rope_theta": 5e5}, "rope_theta=500000.0 contradicts rope_parameters"),

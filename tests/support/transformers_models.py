@@ -139,8 +139,10 @@ def computed(model: Any, everything: bool) -> dict[str, np.ndarray]:
         logits = model(ids).logits
         found = {"logits": logits[:, :-1].numpy(), "loss": next_token_loss(logits, ids).numpy()}
         for row, length in enumerate(hf_reference.PROMPTS if everything else ()):
+            prompt = ids[row : row + 1, :length]
             longer = model.generate(
-                ids[row : row + 1, :length],
+                prompt,
+                attention_mask=torch.ones_like(prompt),  # no token is padding
                 generation_config=greedy(),
             )
             found[f"continuation {row}"] = longer[0, length:].numpy()
