@@ -43,6 +43,7 @@ from jaxtrain.training.step import make_step, start_compiling
 FIGURES = {name: metric.title for name, metric in METRICS.items() if metric.replayed}
 # by precision.compute: the relative change of a figure that another order of sums can cause
 ROUNDING = {"float32": 1e-4, "bfloat16": 1e-2}
+ROUNDING_FP8 = 1e-2  # the same with products of FP8, whatever the compute type
 NEAREST = 3  # steps that are suggested besides the nearest
 
 
@@ -128,7 +129,10 @@ def replay(
                     state = programs.exchange(state)
             metrics = step.combine_metrics(metrics) if step.combine_metrics else metrics
             figures = {name: float(metrics[name]) for name in FIGURES}
-    return _compare(recorded.figures, figures, at, ROUNDING[config.precision.compute])
+    rounding = ROUNDING[config.precision.compute]
+    if config.precision.matmul != "compute":
+        rounding = max(rounding, ROUNDING_FP8)
+    return _compare(recorded.figures, figures, at, rounding)
 
 
 def batches_of(steps: range, position: int, recorded: Recorded) -> list[int]:

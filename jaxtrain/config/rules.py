@@ -496,6 +496,16 @@ def _run(train: TrainConfig, optimizer: OptimizerConfig) -> Iterator[Violation]:
         )
 
 
+def _products(precision: PrecisionConfig) -> Iterator[Violation]:
+    if precision.matmul == "mxfp8":
+        yield Violation(
+            "precision.matmul",
+            "has a scale for each block of 32 numbers, which the layers' products do not take yet",
+            values_for("precision.matmul", ["fp8", "compute"]),
+            show=2,
+        )
+
+
 def _compiler_options(parallel: ParallelConfig) -> Iterator[Violation]:
     """Each option is NAME=VALUE, with a name that begins as all of XLA's do, and none stands
     twice."""
@@ -557,6 +567,7 @@ RULES: tuple[Rule, ...] = (
     _sequence,
     _data,
     _compiler_options,
+    _products,
     _pipeline,
     _layers_fill_chunks,
     _chunks_have_layers,

@@ -477,6 +477,24 @@ class PrecisionConfig:
     compute: str = setting(
         "bfloat16", "type of activations and matmuls", choices=("bfloat16", "float32")
     )
+    matmul: str = setting(
+        "compute",
+        "type of products with the matrices of layers: compute, or fp8 with a scale for each "
+        "tensor (mxfp8 is not built yet); embedding, head, router and attention's own products "
+        "stay",
+        choices=("compute", "fp8", "mxfp8"),
+    )
+    fp8_gradients: str = setting(
+        "e5m2",
+        "8-bit format of gradients in products; e4m3 has more digits and less range",
+        choices=("e5m2", "e4m3"),
+    )
+    fp8_weight_gradients: str = setting(
+        "fp8",
+        "type of the products that make weights' gradients; with compute what waits for W is not "
+        "of 8 bits",
+        choices=("fp8", "compute"),
+    )
     reduce: str = setting(
         "float32",
         "type in which gradients are reduced over mesh.data",

@@ -67,6 +67,11 @@ USES = (
         lambda c: not c.pipeline.times,
         lambda c: "with pipeline.times, which are used instead",
     ),
+    Use(
+        ["precision.fp8_gradients", "precision.fp8_weight_gradients"],
+        lambda c: c.precision.matmul == "fp8",
+        lambda c: f"with precision.matmul={c.precision.matmul!r}",
+    ),
     Use(["parallel.context"], lambda c: c.mesh.context > 1, lambda c: "with mesh.context=1"),
     Use(
         ["parallel.gather"],

@@ -24,6 +24,7 @@ GATHER, SCATTER, SUM = "all-gather", "reduce-scatter", "all-reduce"
 EXCHANGE, PERMUTE, RAGGED = "all-to-all", "collective-permute", "ragged-all-to-all"
 REPLICA, DATA, STAGE, CONTEXT, EXPERT, MODEL = AXES
 FLOAT32 = 4  # bytes of a float32 or an int32
+FP8 = 1
 
 
 class Collective(NamedTuple):
@@ -61,6 +62,7 @@ class Parameters(NamedTuple):
     split:    axes that split the parameter itself
     outer:    axes over which ZeRO scatters the state that independent replicas share
     cast:     matrix products read it in the type that they compute in
+    product:  a matrix whose products may be of FP8
     matrix:   False for a norm, a bias or a count
     """
 
@@ -71,6 +73,7 @@ class Parameters(NamedTuple):
     outer: tuple[str, ...] = ()
     cast: bool = True
     matrix: bool = True
+    product: bool = False
 
     @property
     def over_data(self) -> bool:
@@ -96,6 +99,9 @@ class StepCollectives:
     cpu:                as XLA's CPU backend lowers them: 16-bit numbers are summed in 32 bits, and
                         the experts' full capacity is sent
     outer_int8:         replicas exchange int8 with scales
+    fp8:                operands of products with layers' matrices are gathered and sent in FP8
+    fp8_weight_gradients: also those of the products that make weights' gradients; otherwise
+                        activations are gathered before they are quantized
     """
 
     model: Transformer
@@ -114,6 +120,8 @@ class StepCollectives:
     imbalance: float = 1.0
     cpu: bool = False
     outer_int8: bool = False
+    fp8: bool = False
+    fp8_weight_gradients: bool = True
 
     def devices(self, axes: Iterable[str]) -> int:
         """The number of devices along these axes together."""
@@ -123,6 +131,11 @@ class StepCollectives:
     def summed(self) -> float:
         """Bytes of an activation's number in a sum."""
         return FLOAT32 if self.cpu else self.item
+
+    @property
+    def operand(self) -> float:
+        """Bytes of a number of a product's operand that is gathered over `model`."""
+        return FP8 if self.fp8 and self.fp8_weight_gradients else self.item
 
     @functools.cached_property
     def tokens(self) -> int:
@@ -149,17 +162,18 @@ class StepCollectives:
         """
         collectives = []
         if self.layout.model > 1:
-            collectives += self._over_model(op, unread, fused)
+            collectives += self._over_model(op, unread, fused, dense)
         if self.layout.context > 1:
             collectives += self._over_context(op, fused and op == "B")
         if self.model.experts and not dense:
             collectives += self._experts(op, unread)
         return collectives
 
-    def _over_model(self, op: str, unread: bool, fused: bool) -> list[Collective]:
+    def _over_model(self, op: str, unread: bool, fused: bool, dense: bool) -> list[Collective]:
         """The collectives of two column-parallel products, attention's and the MLP's, and of the
         row-parallel product after each (parallel/tensor.py). Without sequence parallelism two
-        all-reduces send as many bytes."""
+        all-reduces send as many bytes. The router reads what experts gather in the compute type,
+        and so does the sum of their results."""
         m, outputs = self.model, [self.model.width] * 2
         inputs = outputs
         if m.mla and self.explicit:
@@ -168,7 +182,13 @@ class StepCollectives:
         in_weights = inputs if self.explicit and not fused else []
         gathered = {"F": inputs, "R": inputs, "B": outputs, "W": in_weights}[op]
         scattered = {"F": read, "R": read, "B": inputs, "W": []}[op]
-        collectives = _alike(GATHER, MODEL, [self.tokens * n * self.item for n in gathered])
+        of_experts = bool(m.experts) and not dense
+        last = self.item if of_experts else self.operand
+        numbers = [*[self.operand] * (len(gathered) - 1), last]
+        sizes = [self.tokens * n * number for n, number in zip(gathered, numbers)]
+        if of_experts and self._sends_in_b(op):
+            sizes.append(self.activation * self.item)
+        collectives = _alike(GATHER, MODEL, sizes)
         collectives += _alike(SCATTER, MODEL, [self.tokens * n * self.summed for n in scattered])
         return collectives + self._unsplit_over_model(op, fused) if self.explicit else collectives
 
@@ -184,7 +204,8 @@ class StepCollectives:
             collectives = [Collective(kind, (MODEL,), rotated * self.summed)]
         elif not m.mla and sharing > 1 and not (fused and op == "B"):
             kind, number = (SCATTER, self.summed) if op == "W" else (GATHER, self.item)
-            sizes = [n * m.head_dim * number for n in (m.width, 1)[: 1 + qkv]]
+            matrix = FP8 if self.fp8 and op != "W" else number
+            sizes = [m.width * m.head_dim * matrix, m.head_dim * number][: 1 + qkv]
             collectives = _alike(kind, MODEL, sizes, 2, sharing)
         if op == "W":
             ranks = m.query_rank + m.kv_rank
@@ -232,7 +253,7 @@ class StepCollectives:
         if not self.explicit:  # each device of `model` sends its share
             sizes = [exchanged / layout.model * size] * 2
             return [] if op == "W" else _alike(EXCHANGE, EXPERT, sizes)
-        if op == "W" and layout.remat != "selective":
+        if op == "W" and (self.fp8 or layout.remat != "selective"):
             return []
         if m.capacity_factor:
             exchanged = capacity
@@ -240,13 +261,20 @@ class StepCollectives:
             most = self.tokens * min(m.experts_per_token, m.experts // layout.expert)
             exchanged = layout.expert * min(most, capacity)
         # Selective remat does not save what was sent: W sends it once more.
-        widths = [size] if op == "W" else [size, FLOAT32] + [size] * (not unread)
+        out = m.width * FP8 if self.fp8 else size
+        widths = [size] if op == "W" else [out, FLOAT32] + [size] * (not unread)
+        widths += [out] * self._sends_in_b(op)
         kind = EXCHANGE if self.cpu or m.capacity_factor else RAGGED
         weighted = capacity if layout.expert > 1 or m.capacity_factor else routed
         return [
             *_alike(kind, EXPERT, [exchanged * width for width in widths]),
             Collective(SUM, (MODEL,), weighted * FLOAT32 * (op == "B")),
         ]
+
+    def _sends_in_b(self, op: str) -> bool:
+        """True if B gathers tokens and sends them to experts once more: in FP8 they wait for W, and
+        selective remat has not saved them."""
+        return self.fp8 and self.layout.remat == "selective" and op == "B"
 
     def document_ids(self, op: str) -> list[Collective]:
         """The all-gather of the documents of a sequence's tokens, once for all layers of an op."""
@@ -310,7 +338,8 @@ class StepCollectives:
 
     def gathered(self, p: Parameters) -> Collective:
         """The all-gather of a parameter that ZeRO-3 has scattered over `data`."""
-        return Collective(GATHER, (DATA,), p.size * (self.read if p.cast else FLOAT32))
+        read = FP8 if self.fp8 and p.product else self.read if p.cast else FLOAT32
+        return Collective(GATHER, (DATA,), p.size * read)
 
     def reductions_in_op(self, parameters: Iterable[Parameters]) -> list[Collective]:
         """The reduce-scatters of one microbatch's gradients."""

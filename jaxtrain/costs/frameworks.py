@@ -45,6 +45,8 @@ class Framework:
     inner_steps:      steps between two exchanges of independent replicas; 0: replicas are not
                       independent
     sent_outer:       bytes of a number in such an exchange
+    fp8:              products with layers' matrices are of FP8
+    fp8_weight_gradients: also those that make weights' gradients
     gathers_once:     ZeRO-3 gathers parameters once a step, not in each op
     weight_copies:    passes of F, R and B over a layer's weights, where a loop over layers copies
                       them out of their stack
@@ -82,6 +84,8 @@ class Framework:
     context_by: str = "all_gather"
     inner_steps: int = 0
     sent_outer: float = 4.0
+    fp8: bool = False
+    fp8_weight_gradients: bool = True
     gathers_once: bool = False
     weight_copies: float = 0.0
     sum_passes: float = 0.0

@@ -29,7 +29,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jaxtrain.costs.collectives import FLOAT32
+from jaxtrain.costs.collectives import FLOAT32, FP8
 from jaxtrain.costs.layout import routed_capacity
 from jaxtrain.costs.step_time import ITEM, StepModel
 from jaxtrain.schedule.orders import closed_forms
@@ -94,7 +94,7 @@ def memory(
     if framework.slots:
         slots = slots or estimated_slots(step)
         shared = bool(slots and slots.shares_vocabulary)
-        # XLA casts all weights to the type of the products before the loops, once.
+        # All weights are cast to the type of the products before the loops, once.
         cast = 0 if step.dtype == "float32" else step.item
         pools = _pools(step, slots) if slots else {}
         activations = sum(pools.values()) if slots else _saved_by_layers(step)
@@ -105,12 +105,13 @@ def memory(
         activations, working = _framework_activations(step), _framework_working(step)
         head = LOGIT_BYTES * min(step.tokens, loss_chunk) * step.model.vocab_size / layout.model
     held = step.device_parameters(slots.stored_layers if slots else 0, shared)
+    quantized = (FP8 - cast) * _products_held(step, held.layers) if framework.fp8 else 0.0
     shards = {stage: step.shards if layout.zero >= stage else 1 for stage in (1, 2, 3)}
     updated = held.layers + held.ends / step.parts_of_ends(layout.zero, shared)
     state = framework.master_bytes * updated / shards[1]
     state += FLOAT32 * step.device_state(slots.stored_layers if slots else 0, shared)
     parts = {
-        "weights": (framework.weight_bytes + cast) * held.all / shards[3],
+        "weights": ((framework.weight_bytes + cast) * held.all + quantized) / shards[3],
         "gradients": framework.gradient_bytes * held.all / shards[2],
         "optimizer": state * (not layout.offloads("optimizer")),
     }
@@ -119,6 +120,16 @@ def memory(
         parts["outer"] = framework.outer_bytes * outer / step.shards
     parts |= {"activations": activations, "working": working, "logits": max(0.0, head - working)}
     return MemoryBreakdown(parts, pools)
+
+
+def _products_held(step: StepModel, layers: float) -> float:
+    """Parameters on a device that multiply in FP8. layers: those of its stage's layers"""
+    model = step.model
+    return (
+        layers
+        + model.dense_layers * step.layer_parameters(dense=True)
+        + model.predictions * (step.layer_parameters() + 2 * model.width**2)
+    )
 
 
 # --- our own runtime ----------------------------------------------------------------------------
@@ -192,12 +203,43 @@ def layer_bytes(step: StepModel, dense: bool = False, remat: str = "") -> LayerB
         for_b, stash = for_b + scores * (1 if selective else 2), stash + scores
         routed = _routed_bytes(step, selective)
     split = step.tokens / layout.model
+    if step.framework.fp8 and step.framework.fp8_weight_gradients:
+        router = item * width * experts
+        return LayerBytes(
+            (for_b + for_w - router * (not selective)) * split + masks(step) + routed.residual_b,
+            (router + FLOAT32 * experts) * split * (not selective) + routed.residual_w,
+            (router + FLOAT32 * (1 + model.experts) * experts) * split * selective
+            + FLOAT32 * model.experts * experts * split * (not selective)
+            + step.tokens * _operands(step, dense)
+            + routed.weight_stash,
+            item * width * split,
+        )
     return LayerBytes(
         for_b * split + masks(step) + routed.residual_b,
         for_w * split + routed.residual_w,
         stash * split + gathered * len(row_parallel) * step.tokens + routed.weight_stash,
         item * width * split,
     )
+
+
+def _operands(step: StepModel, dense: bool) -> float:
+    """Bytes of a token on a device: the operands in FP8 that B leaves for W, without routed tokens.
+
+    Each product's input, and the gradient of its output, which is gathered over `model` behind a
+    matrix that is split by rows. Shared experts read what is gathered for all experts.
+    """
+    model, split = step.model, step.layout.model
+    experts = bool(model.experts) and not dense
+    numbers = 0.0
+    for name, inputs, outputs in model.layer(dense).products:
+        if name == "router" or (experts and name.startswith("mlp")):
+            continue
+        by_rows = name in ("attention_output", "mlp_out")
+        numbers += inputs / split + outputs / (1 if by_rows else split)
+    if experts and model.shared_experts:
+        hidden = model.shared_experts * model.expert_width * (3 if model.gated else 2)
+        numbers += 2 * model.width + hidden / split
+    return FP8 * numbers
 
 
 def _attention_widths(step: StepModel, selective: bool) -> LayerBytes:
@@ -228,6 +270,18 @@ def _routed_bytes(step: StepModel, selective: bool) -> LayerBytes:
     size = step.item * routed_capacity(model, layout)
     hidden, width = size * model.expert_width / layout.model, size * model.width
     arrays = 2 if model.gated else 1
+    if step.framework.fp8 and step.framework.fp8_weight_gradients:
+        rows, columns = size / step.item * model.width, hidden / step.item
+        gradients = FP8 * (rows + arrays * columns)
+        inputs = FP8 * (rows + columns)
+        if selective:
+            return LayerBytes(arrays * hidden, 0.0, gradients + inputs)
+        if model.shared_experts:  # a barrier is between what F sends and what W reads
+            shared = FP8 * step.tokens * model.width
+            return LayerBytes(
+                (arrays + 1) * hidden + FP8 * rows + shared, FP8 * columns, gradients + FP8 * rows
+            )
+        return LayerBytes((arrays + 1) * hidden, inputs, gradients)
     if selective:  # B leaves what it recomputes, too
         return LayerBytes(arrays * hidden, 0.0, (arrays + 1) * hidden + width)
     return LayerBytes((arrays + 1) * hidden, hidden + width, arrays * hidden + width)
@@ -306,7 +360,8 @@ def _layer_working(step: StepModel) -> float:
         experts = model.expert_width * max(model.experts / layout.expert, model.shared_experts)
         columns = max(experts if model.experts else model.hidden(), scores) / layout.model
         return arrays + step.item * model.width * columns
-    gathered = 2 * step.item * layer if layout.zero >= 3 else 0.0
+    number_read = FP8 if step.framework.fp8 else step.item
+    gathered = 2 * number_read * layer if layout.zero >= 3 else 0.0
     if layout.stage > 1:
         return arrays + max((step.item + number) * layer, gathered)
     head = 2 * number * model.vocab_size * model.width / layout.model if layout.zero >= 3 else 0.0

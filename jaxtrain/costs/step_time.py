@@ -25,6 +25,7 @@ from jaxtrain.costs.collectives import (
     DATA,
     EXPERT,
     FLOAT32,
+    FP8,
     MODEL,
     PERMUTE,
     REPLICA,
@@ -40,6 +41,7 @@ from jaxtrain.costs.layout import Layout
 from jaxtrain.costs.transformer import COLUMNS, UNSPLIT, Array, Transformer, padded_vocabulary
 from jaxtrain.schedule.orders import StageTimes, closed_forms
 
+FLOAT8 = "float8"  # the key of its peak
 ITEM = 2  # bytes of a number in 16 bits
 BACKWARD_PASSES = 2.0  # passes of the backward over memory, for one of the forward
 # products of attention's backward over the two of its forward: scores once more, and four
@@ -249,8 +251,9 @@ class StepModel:
         for name, inputs, outputs in model.layer(dense).products:
             k = inputs if name in COLUMNS or name in UNSPLIT else inputs / layout.model
             n = outputs / layout.model if name in COLUMNS else outputs
+            fp8 = self.framework.fp8 and name != "router"
             if not (model.experts and not dense and name.startswith("mlp")):
-                yield self._product(self.tokens, n, k)
+                yield self._product(self.tokens, n, k, fp8=fp8)
                 continue
             chosen = model.experts_per_token + model.shared_experts
             k, n = (k / chosen, n) if name == "mlp_out" else (k, n / chosen)
@@ -258,22 +261,36 @@ class StepModel:
             # Tokens of an expert on the busiest device of `expert`, for which the others wait.
             busiest = self.framework.imbalance if layout.expert > 1 else 1.0
             routed = self.tokens * model.experts_per_token / local * busiest
-            yield self._product(routed, n, k, local)
-            yield self._product(self.tokens, n, k, model.shared_experts)
+            yield self._product(routed, n, k, local, fp8)
+            yield self._product(self.tokens, n, k, model.shared_experts, fp8)
 
     def _product(
-        self, m: float, n: float, k: float, times: float = 1
+        self, m: float, n: float, k: float, times: float = 1, fp8: bool = False
     ) -> tuple[float, float, float]:
-        """Seconds of so many products [m, k] · [k, n], and of the gradients of both operands."""
+        """Seconds of so many products [m, k] · [k, n], and of the gradients of both operands. fp8:
+        of FP8 where the hardware has that, with what it costs to quantize both activations."""
         hardware = self.hardware
         flops = 2.0 * m * n * k / hardware.peak(self.dtype)
         moved = self.item * (m * k + k * n + m * n) / hardware.streaming
         launch, reached = 1e-6 * hardware.launch_us, hardware.matmul.reached
-        return (
-            times * (max(flops / reached(m, n, k), moved) + launch),
-            times * (max(flops / reached(m, k, n), moved) + launch),
-            times * (max(flops / reached(k, n, m), moved) + launch),
-        )
+        seconds = [
+            max(flops / reached(m, n, k), moved) + launch,
+            max(flops / reached(m, k, n), moved) + launch,
+            max(flops / reached(k, n, m), moved) + launch,
+        ]
+        if fp8:
+            peak = hardware.peak_tflops.get(FLOAT8, hardware.peak_tflops[self.dtype])
+            faster = hardware.peak_tflops[self.dtype] / peak
+            weights = faster if self.framework.fp8_weight_gradients else 1.0
+            # A pass finds the largest number, another one reads and writes.
+            passes = (2 * self.item + FP8) / hardware.streaming
+            seconds = [
+                seconds[0] * faster + passes * m * k + 2 * launch,
+                seconds[1] * faster + passes * m * n + 2 * launch,
+                seconds[2] * weights,
+            ]
+        forward, inputs, of_weights = (times * s for s in seconds)
+        return forward, inputs, of_weights
 
     def _layer_collectives(self, op: str, dense: bool, parts: Mapping[str, float]) -> TimeBreakdown:
         """Collectives of one layer's op. parts: its seconds; rings of keys and values overlap with
@@ -310,6 +327,8 @@ class StepModel:
             reduces_in_ops=layout.zero > 1,
             imbalance=framework.imbalance,
             outer_int8=framework.sent_outer < framework.sent_weight,
+            fp8=framework.fp8,
+            fp8_weight_gradients=framework.fp8_weight_gradients,
         )
 
     @functools.cached_property
@@ -497,14 +516,16 @@ class StepModel:
         scatter = data if layout.zero else ()
         replicas = () if framework.inner_steps else (REPLICA,)
         sums = tuple(a for a in (*replicas, DATA, CONTEXT) if a not in scatter)
-        experts = Parameters(held.experts, scatter, sums, (STAGE, EXPERT, MODEL), data)
+        experts = Parameters(
+            held.experts, scatter, sums, (STAGE, EXPERT, MODEL), data, product=True
+        )
         size, ends = held.layers + dense - held.experts, held.ends - dense
-        layers = Parameters(size, scatter, (*sums, EXPERT), (STAGE, MODEL), data)
+        layers = experts._replace(size=size, sums=(*sums, EXPERT), split=(STAGE, MODEL))
         if not framework.slots:
             return experts, layers._replace(size=size + ends)
         stages = layout.stage if framework.vocabulary_parallel else 1
         table = 0.0 if model.tied else model.device_table_parameters(layout.model, stages)
-        at_ends = layers
+        at_ends = layers._replace(product=False)
         if layout.stage > stages and self.parts_of_ends(layout.zero) > 1:
             at_ends = Parameters(0, (*scatter, STAGE), (*sums, EXPERT), (MODEL,), (*data, STAGE))
         elif layout.stage > stages:

@@ -21,6 +21,7 @@ class Option:
     reason:      its effect, and the program without it
     generations: the device kinds that it is for; all if empty
     for_gathers: it is only for steps of one stage whose ops gather the parameters layer by layer
+    for_fp8:     it is only for steps with products of FP8
     """
 
     name: str
@@ -28,6 +29,7 @@ class Option:
     reason: str
     generations: tuple[str, ...] = ()
     for_gathers: bool = False
+    for_fp8: bool = False
 
 
 V5P = ("TPU v5", "TPU v5p")
@@ -59,6 +61,13 @@ GPU = (
         "carries has one, to which they were copied",
         for_gathers=True,
     ),
+    Option(
+        "xla_gpu_enable_triton_gemm",
+        False,
+        "products are cuBLASLt's, with the scale as an argument; ahead of time XLA chooses its own "
+        "kernels for all of them, unmeasured",
+        for_fp8=True,
+    ),
 )
 TPU = (
     Option(
@@ -83,11 +92,16 @@ PLATFORMS = {"gpu": GPU, "cuda": GPU, "tpu": TPU}
 
 
 def compiler_options(
-    device: jax.Device, gathers: bool, changes: Sequence[str] = ()
+    device: jax.Device, gathers: bool, changes: Sequence[str] = (), fp8: bool = False
 ) -> dict[str, Value]:
     """XLA's options for a device. gathers: for a step of one stage whose ops gather the parameters;
-    changes: NAME=VALUE, which replace the platform's options or add to them."""
-    options = [o for o in PLATFORMS.get(device.platform, ()) if gathers or not o.for_gathers]
+    changes: NAME=VALUE, which replace the platform's options or add to them; fp8: for a step with
+    products of FP8."""
+    options = [
+        o
+        for o in PLATFORMS.get(device.platform, ())
+        if (gathers or not o.for_gathers) and (fp8 or not o.for_fp8)
+    ]
     chosen = {
         o.name: o.value for o in options if not o.generations or device.device_kind in o.generations
     }

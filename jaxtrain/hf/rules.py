@@ -116,7 +116,8 @@ class Rule:
             places[-1] = self._places(window[-1])
             dim = -1 if self.transpose else 0
             inside = np.isin(places[dim], rows)
-            numbers = np.compress(inside, numbers, axis=dim)
+            if not inside.all():
+                numbers = np.compress(inside, numbers, axis=dim)
             places[dim] = places[dim][inside] - rows.start
         oriented[tuple(map(_as_slice, places))] = numbers
 

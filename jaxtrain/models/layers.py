@@ -12,7 +12,9 @@ from flax import nnx
 from jaxtrain.config import ModelConfig
 from jaxtrain.devices.mesh import on_cpu
 from jaxtrain.devices.sharding import constrain, is_split, reshard
-from jaxtrain.models.spec import Spec, parameter
+from jaxtrain.models.spec import Parameter, Spec, parameter
+from jaxtrain.parallel import fp8
+from jaxtrain.parallel.fp8 import Quantized, gradient_of, operands
 from jaxtrain.parallel.tensor import gather_tokens, scattered_products
 
 SPLIT = ("batch", "sequence", None)  # activations between blocks
@@ -38,20 +40,24 @@ class Norm(nnx.Module):
         return (y if self.bias is None else y + self.bias[...]).astype(x.dtype)
 
 
-def contract_rows(a_TM: jax.Array, b_TN: jax.Array, precision=None) -> jax.Array:
-    """aᵀ b, [M, N]: the form of every weight's gradient.
+def contract_rows(a_TM, b_TN, precision=None) -> jax.Array:
+    """aᵀ b, [M, N]: the form of every weight's gradient; of arrays or quantized tensors. These may
+    have several dimensions in the place of T.
 
     On CPU the transpose is written out, behind a barrier that keeps XLA from folding it into the
     product again: its backend multiplies a transposed left side 1.1 to 1.5 times more slowly than
     it transposes and multiplies (docs/log.md).
     """
+    if isinstance(a_TM, Quantized) or len(a_TM.shape) > 2:
+        tokens = tuple(range(len(a_TM.shape) - 1))
+        return fp8.dot(a_TM, b_TN, (tokens, tokens))
     if not on_cpu():
         return jax.lax.dot_general(a_TM, b_TN, (((0,), (0,)), ((), ())), precision=precision)
     return jax.lax.optimization_barrier(a_TM.T) @ b_TN
 
 
-def flat(x: jax.Array) -> jax.Array:
-    """[..., D] → [all tokens, D].
+def flat(x):
+    """An array or a quantized tensor [..., D] → [all tokens, D].
 
     With the tokens in one dimension a weight's gradient is one plain matmul, not one with two
     contracted dimensions, which costs a transposed copy (measured on CPU: 9.1 → 6.4 CPU-seconds a
@@ -60,21 +66,36 @@ def flat(x: jax.Array) -> jax.Array:
     return x.reshape(-1, x.shape[-1])
 
 
+def matrix(weight: Parameter, x):
+    """A parameter in the type of x, or quantized."""
+    value = weight.get_value()
+    return value if isinstance(value, Quantized) else value.astype(x.dtype)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def matmul(
-    x_TI: jax.Array, weight_IO: jax.Array, precision: jax.lax.Precision | None = None
-) -> jax.Array:
+def matmul(x_TI: jax.Array, weight_IO, precision: jax.lax.Precision | None = None) -> jax.Array:
     """x @ weight; its backward makes the weight's gradient by `contract_rows`. The precision is
-    that of all three products."""
-    return jnp.matmul(x_TI, weight_IO, precision=precision)
+    that of all three products, if they are not of FP8."""
+    return _matmul(x_TI, weight_IO, precision)[0]
+
+
+def _times(a, b, precision) -> jax.Array:
+    return a @ b if isinstance(a, Quantized) else jnp.matmul(a, b, precision=precision)
+
+
+def _matmul(x, w, precision):
+    x, saved = operands(x, w)
+    return _times(x, w, precision), (saved, w)
 
 
 def _matmul_backward(precision, saved, g):
     x, w = saved
-    return jnp.matmul(g, w.T, precision=precision), contract_rows(x, g, precision)
+    g, g_for_weight = operands(g, w, gradient=True)
+    by_weight = contract_rows(x, g_for_weight, precision)
+    return _times(g, w.T, precision), gradient_of(w, by_weight)
 
 
-matmul.defvjp(lambda x, w, precision: (matmul(x, w, precision), (x, w)), _matmul_backward)
+matmul.defvjp(_matmul, _matmul_backward)
 
 
 @jax.custom_vjp
@@ -85,34 +106,41 @@ def column_products(x_BTD: jax.Array, weights: tuple) -> tuple:
 
 
 def _column_products(x_BTD, weights):
-    x_BTD = gather_sequence(x_BTD)
+    x_BTD, saved_BTD = operands(x_BTD, weights[0], gather=gather_sequence)
     products = tuple((flat(x_BTD) @ w).reshape(*x_BTD.shape[:-1], -1) for w in weights)
-    return products, (x_BTD, weights)
+    return products, (saved_BTD, weights)
 
 
 def _column_products_backward(saved, gradients):
     x_BTD, weights = saved
-    by_x = scattered_products(gradients, weights, 1)
-    return by_x, tuple(contract_rows(flat(x_BTD), flat(g)) for g in gradients)
+    pairs = [operands(g, w, gradient=True) for g, w in zip(gradients, weights, strict=True)]
+    by_x = scattered_products([g for g, _ in pairs], weights, 1)
+    by_weights = [contract_rows(flat(x_BTD), flat(g)) for _, g in pairs]
+    return by_x, tuple(map(gradient_of, weights, by_weights))
 
 
 column_products.defvjp(_column_products, _column_products_backward)
 
 
 @jax.custom_vjp
-def row_product(x_BTI: jax.Array, weight_IO: jax.Array) -> jax.Array:
+def row_product(x_BTI: jax.Array, weight_IO) -> jax.Array:
     """x @ weight, whose sum over the devices' columns of x leaves split along the sequence."""
-    return scattered_products([x_BTI], [weight_IO], 0)
+    return _row_product(x_BTI, weight_IO)[0]
+
+
+def _row_product(x_BTI, weight_IO):
+    x_BTI, saved_BTI = operands(x_BTI, weight_IO)
+    return scattered_products([x_BTI], [weight_IO], 0), (saved_BTI, weight_IO)
 
 
 def _row_product_backward(saved, g_BTO):
     x_BTI, weight_IO = saved
-    g_BTO = gather_tokens(g_BTO)
+    g_BTO, for_weight_BTO = operands(g_BTO, weight_IO, gradient=True, gather=gather_tokens)
     by_x = (flat(g_BTO) @ weight_IO.T).reshape(x_BTI.shape)
-    return by_x, contract_rows(flat(x_BTI), flat(g_BTO))
+    return by_x, gradient_of(weight_IO, contract_rows(flat(x_BTI), flat(for_weight_BTO)))
 
 
-row_product.defvjp(lambda x, w: (row_product(x, w), (x, w)), _row_product_backward)
+row_product.defvjp(_row_product, _row_product_backward)
 
 
 class Dense(nnx.Module):
@@ -123,21 +151,24 @@ class Dense(nnx.Module):
     """
 
     def __init__(self, n_in, n_out, axes, std, bias):
-        self.weight = parameter(Spec((n_in, n_out), axes, std=std))
+        self.weight = parameter(Spec((n_in, n_out), axes, std=std, product=True))
         self.bias = parameter(Spec((n_out,), axes[1:])) if bias else None
 
     def __call__(self, x_BTI: jax.Array) -> jax.Array:
         """Multiplies each token on its own device; every device has the full matrix."""
-        weight_IO = self.weight[...].astype(x_BTI.dtype)
+        weight_IO = matrix(self.weight, x_BTI)
         if is_split("sequence"):  # batch and a split sequence cannot be merged without gathering it
-            y_BTO = constrain(jnp.einsum("bti,io->bto", x_BTI, weight_IO), SPLIT)
+            if isinstance(weight_IO, Quantized):
+                y_BTO = constrain(matmul(x_BTI, weight_IO), SPLIT)
+            else:
+                y_BTO = constrain(jnp.einsum("bti,io->bto", x_BTI, weight_IO), SPLIT)
         else:
             y_BTO = matmul(flat(x_BTI), weight_IO).reshape(*x_BTI.shape[:-1], -1)
         return y_BTO if self.bias is None else y_BTO + self.bias[...].astype(y_BTO.dtype)
 
     def row_parallel(self, x_BTI: jax.Array) -> jax.Array:
         """All tokens, with columns split over `model` → [B, T, out], split along the sequence."""
-        y_BTO = row_product(x_BTI, self.weight[...].astype(x_BTI.dtype))
+        y_BTO = row_product(x_BTI, matrix(self.weight, x_BTI))
         return y_BTO if self.bias is None else y_BTO + self.bias[...].astype(y_BTO.dtype)
 
 
@@ -146,15 +177,18 @@ def column_parallel(x_BTD: jax.Array, *layers: Dense, change=lambda layer, a: a)
 
     change(layer, a): what is multiplied or added in place of a layer's weight or bias `a`.
     """
-    cast = lambda layer, a: change(layer, a[...].astype(x_BTD.dtype))
+    cast = lambda layer, a: change(layer, matrix(a, x_BTD))
     weights = tuple(cast(layer, layer.weight) for layer in layers)
     biases = [None if layer.bias is None else cast(layer, layer.bias) for layer in layers]
     products = column_products(x_BTD, weights)
     return [y if b is None else y + b for y, b in zip(products, biases, strict=True)]
 
 
-def gather_sequence(x_BTD: jax.Array) -> jax.Array:
-    """The full sequence on every device of `model`; its gradient goes back split."""
+def gather_sequence(x_BTD):
+    """The full sequence on every device of `model`, of an array or a quantized tensor; its gradient
+    goes back split."""
+    if isinstance(x_BTD, Quantized):
+        return x_BTD.map(lambda a: constrain(constrain(a, SPLIT), GATHERED))
     return reshard(x_BTD, SPLIT, GATHERED)
 
 

@@ -10,9 +10,9 @@ from flax import nnx
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.devices.sharding import constrain
-from jaxtrain.models.layers import GATHERED, flat, matmul
+from jaxtrain.models.layers import GATHERED, flat, matmul, matrix
 from jaxtrain.models.spec import Parameter, Spec, parameter
-from jaxtrain.parallel import context, experts
+from jaxtrain.parallel import context, experts, fp8
 
 # Added to a sum of scores, all of which may be next to 0, before it divides them (DeepSeek-V3's
 # code).
@@ -158,7 +158,7 @@ class MoE(nnx.Module):
         self.router = Router(cfg, batch_size)
         gated = cfg.activation == "swiglu"
         up_EDF, down_EFD = ("experts", "width", "mlp"), ("experts", "mlp", "width")
-        weight = lambda shape, axes, std: parameter(Spec(shape, axes, std=std))
+        weight = lambda shape, axes, std: parameter(Spec(shape, axes, std=std, product=True))
         up = lambda: weight((cfg.experts, d, f), up_EDF, cfg.init_std)
         shared_up = lambda: weight((d, shared), up_EDF[1:], cfg.init_std)
         self.up, self.gate = up(), up() if gated else None
@@ -174,6 +174,7 @@ class MoE(nnx.Module):
         gathered_BTD, x_MBTD = experts.spread(x_BTD)
         gates_BTK, routing = self.router(gathered_BTD, drops)
         size = experts.Size(self.experts, b, t)
+        x_MBTD = fp8.differentiable(x_MBTD, self.up.get_value())
         received, gates = experts.send(x_MBTD, gates_BTK, routing, size)
         hidden = None
         if self.shared_up is not None:
@@ -181,28 +182,29 @@ class MoE(nnx.Module):
             # last product with the one back; so do the gradients'. Left to itself XLA overlaps all
             # of them with one of the two, or with the few numbers that routing exchanges.
             x_MERD = experts.after(routing, x_MBTD).reshape(x_MBTD.shape[0], 1, b * t, d)
-            received, hidden = jax.lax.optimization_barrier(
-                (received, _hidden(x_MERD, self.shared_up, self.shared_gate))
+            received, hidden = experts.together(
+                received, _hidden(x_MERD, self.shared_up, self.shared_gate)
             )
         h = experts.weigh(_hidden(received, self.up, self.gate, routing.sizes), gates)
-        y = experts.product(h, _matrix(self.down, h), routing.sizes, experts.ROWS)
-        y_MBTD = experts.receive(y, routing, size)
+        y_MBTD = experts.product_received(h, _matrices(self.down, h), routing, size)
         if hidden is not None and self.shared_down is not None:
-            shared = experts.product(hidden, _matrix(self.shared_down, hidden), None, experts.ROWS)
+            down = _matrices(self.shared_down, hidden)
+            shared = experts.product(hidden, down, None, experts.ROWS)
             y_MBTD += shared.reshape(y_MBTD.shape)
         return experts.collect(y_MBTD)
 
 
-def _matrix(weight: Parameter, x: jax.Array) -> jax.Array:
-    """The experts' matrices [E, …], or the shared experts' as one, in the dtype of x."""
-    matrix = weight[...]
-    return (matrix if matrix.ndim == 3 else matrix[None]).astype(x.dtype)
+def _matrices(weight: Parameter, x):
+    """The experts' matrices [E, …], or the shared experts' as one, in the dtype of x or
+    quantized."""
+    matrices = matrix(weight, x)
+    return matrices if len(matrices.shape) == 3 else fp8.mapped(lambda a: a[None], matrices)
 
 
 def _hidden(x, up: Parameter, gate: Parameter | None, sizes=None) -> jax.Array:
     """The hidden layer of the experts' MLPs. sizes: tokens of each expert, in the order of x; None
     where all tokens are one expert's."""
-    h = experts.product(x, _matrix(up, x), sizes, experts.COLUMNS)
+    h = experts.product(x, _matrices(up, x), sizes, experts.COLUMNS)
     if gate is None:
         return jax.nn.gelu(h, approximate=True)
-    return jax.nn.silu(experts.product(x, _matrix(gate, x), sizes, experts.COLUMNS)) * h
+    return jax.nn.silu(experts.product(x, _matrices(gate, x), sizes, experts.COLUMNS)) * h

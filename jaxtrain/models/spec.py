@@ -25,6 +25,7 @@ class Spec:
     constant: initial value where it is not random
     padded:   shape as held in memory; that of `shape` if not given
     exact:    a matrix that is used in float32, whatever the compute type
+    product:  a matrix whose products may be of FP8 (parallel/fp8.py)
     counts:   its "gradient" is a number of tokens, by which the step moves it
         (training/balance.py)
 
@@ -38,6 +39,7 @@ class Spec:
     constant: float = 0.0
     padded: tuple[int, ...] = ()
     exact: bool = False
+    product: bool = False
     counts: bool = False
 
     def __post_init__(self):

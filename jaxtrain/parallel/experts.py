@@ -24,9 +24,10 @@ Shape suffixes: M parts over model, B batch, T tokens, K choices of a token, D w
 device, S positions of sent rows, R rows of experts.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,14 @@ from jaxtrain.devices.mesh import (
 from jaxtrain.devices.sharding import constrain, is_split
 from jaxtrain.parallel import grouped, megablox
 from jaxtrain.parallel.context import in_text_order, local_chunks
+from jaxtrain.parallel.fp8 import (
+    Quantized,
+    gradient_of,
+    multiplicable,
+    operands,
+    quantized,
+    rescaled,
+)
 from jaxtrain.parallel.target_device import target_device
 
 PART, REPLICATED = P(MODEL), P()
@@ -313,14 +322,25 @@ def _run(fn, in_specs, out_specs, routing: Routing, *args):
     )(routing, *args)
 
 
+def send(x_MBTD, gates_BTK: jax.Array, routing: Routing, size: Size) -> tuple[Any, jax.Array]:
+    """Returns (rows of this device's experts [M, R, D], or [M, E, R, D] by capacity; the weight of
+    each row). A quantized tensor is sent in FP8, and the gradient comes back in its own type."""
+    if not isinstance(x_MBTD, Quantized):
+        return _send(x_MBTD, gates_BTK, routing, size)
+    carrier, gates = _send(x_MBTD.carrier, gates_BTK, routing, size)
+    bits = _rows(x_MBTD.bits, routing, size)
+    return dataclasses.replace(x_MBTD, bits=bits, carrier=carrier), gates
+
+
+def _rows(x_MBTD: jax.Array, routing: Routing, size: Size) -> jax.Array:
+    return _run(lambda p, x: _out(x[0], p, size)[None], (PART,), PART, routing, x_MBTD)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def send(
+def _send(
     x_MBTD: jax.Array, gates_BTK: jax.Array, routing: Routing, size: Size
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (rows of this device's experts [M, R, D], or [M, E, R, D] by capacity; the weight of
-    each row)."""
-    rows = _run(lambda p, x: _out(x[0], p, size)[None], (PART,), PART, routing, x_MBTD)
-    return rows, _run(
+    return _rows(x_MBTD, routing, size), _run(
         lambda p, g: _arrive(_take(g.reshape(-1), p.choice), p, size),
         (REPLICATED,),
         REPLICATED,
@@ -339,8 +359,8 @@ def _send_backward(size, routing, gradients):
     return by_tokens, by_gates, None
 
 
-send.defvjp(
-    lambda x, gates, routing, size: (send(x, gates, routing, size), routing), _send_backward
+_send.defvjp(
+    lambda x, gates, routing, size: (_send(x, gates, routing, size), routing), _send_backward
 )
 
 
@@ -351,7 +371,7 @@ def receive(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
 
 
 def _receive_backward(size, routing, g):
-    return _run(lambda p, g: _out(g[0], p, size)[None], (PART,), PART, routing, g), None
+    return _rows(g, routing, size), None
 
 
 receive.defvjp(
@@ -359,13 +379,44 @@ receive.defvjp(
 )
 
 
+def after(routing: Routing, x):
+    """x, an array or a quantized tensor, behind a barrier: its readers begin when the routing is
+    known."""
+    if isinstance(x, Quantized):
+        return dataclasses.replace(x, bits=_after(routing, x.bits))
+    return _after(routing, x)
+
+
 @jax.custom_vjp
-def after(routing: Routing, x: jax.Array) -> jax.Array:
-    """x, behind a barrier: its readers begin when the routing is known."""
+def _after(routing: Routing, x: jax.Array) -> jax.Array:
     return lax.optimization_barrier((routing, x))[1]
 
 
-after.defvjp(lambda routing, x: (after(routing, x), None), lambda _, g: (None, g))
+_after.defvjp(lambda routing, x: (_after(routing, x), None), lambda _, g: (None, g))
+
+
+def together(rows, hidden: jax.Array) -> tuple[Any, jax.Array]:
+    """Both, behind one barrier, and so are their gradients."""
+    return (
+        _together(rows, hidden)
+        if isinstance(rows, Quantized)
+        else lax.optimization_barrier((rows, hidden))
+    )
+
+
+@jax.custom_vjp
+def _together(rows: Quantized, hidden: jax.Array) -> tuple[Quantized, jax.Array]:
+    bits, hidden = lax.optimization_barrier((rows.bits, hidden))
+    return dataclasses.replace(rows, bits=bits), hidden
+
+
+def _together_backward(_, gradients):
+    rows, hidden = gradients
+    carrier, hidden = lax.optimization_barrier((rows.carrier, hidden))
+    return rows.with_gradient(carrier), hidden
+
+
+_together.defvjp(lambda rows, hidden: (_together(rows, hidden), None), _together_backward)
 
 
 @jax.custom_vjp
@@ -408,11 +459,15 @@ KERNELS = {
     ),
     MEGABLOX: Products(megablox.product, megablox.rows_gradient, megablox.weights_gradient),
 }
+
+
+def _einsum(form: str) -> Callable:
+    return lambda a, b, _, dtype=None: jnp.einsum(form, a, b, preferred_element_type=dtype)
+
+
 # of [E, R, I]: all experts have the same number of rows
 EQUAL_GROUPS = Products(
-    lambda rows, weights, _: jnp.einsum("eri,eio->ero", rows, weights),
-    lambda g, weights, _: jnp.einsum("ero,eio->eri", g, weights),
-    lambda rows, g, _: jnp.einsum("eri,ero->eio", rows, g),
+    *(_einsum(form) for form in ("eri,eio->ero", "ero,eio->eri", "eri,ero->eio"))
 )
 
 
@@ -420,34 +475,92 @@ def _products(sizes: jax.Array | None) -> Products:
     return EQUAL_GROUPS if sizes is None else KERNELS[product_kernel(target_device()).kernel]
 
 
+def _multiply(form: str, a, b, sizes: jax.Array | None, in_specs, out_spec: P) -> jax.Array:
+    """A product of `Products` on each device's part; of arrays, or of quantized tensors in FP8.
+
+    What is [M, …] has a part of its own on each device.
+    """
+    part = lambda x, spec: x[0] if spec is PART else x
+    whole = lambda y: y[None] if out_spec is PART else y
+    dtype = None
+    x, y = a, b
+    if isinstance(a, Quantized):
+        dtype = a.use.compute
+        x, y = multiplicable(a, b)
+
+    def run(x, y, sizes=None):
+        multiply = getattr(_products(sizes), form)
+        x, y = part(x, in_specs[0]), part(y, in_specs[1])
+        return whole(multiply(x, y, sizes) if dtype is None else multiply(x, y, sizes, dtype))
+
+    if sizes is None:
+        result = over_model(lambda x, y: run(x, y), in_specs, out_spec)(x, y)
+    else:
+        result = over_model(run, (*in_specs, REPLICATED), out_spec)(x, y, sizes)
+    return result if dtype is None else rescaled(result, a, b)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array | None, cut: P) -> jax.Array:
+def product(rows, weights, sizes: jax.Array | None, cut: P) -> jax.Array:
     """Rows [M, R, I] sorted by expert, `sizes` of each, or [M, E, R, I], times their experts'
-    weights [E, I, O] → rows of O.
+    weights [E, I, O] → rows of O. Rows and weights are arrays or quantized tensors.
 
     The weights are cut over model: COLUMNS (outputs are cut), or ROWS (inputs are cut, outputs are
     terms of a sum).
     """
-    run = lambda r, w, s: _products(s).product(r[0], w, s)[None]
-    return _by_part(run, (PART, cut), PART, sizes, rows, weights)
+    return _product(rows, weights, sizes, cut)[0]
 
 
-def _by_part(fn, in_specs, out_specs, sizes, *args):
-    if sizes is None:
-        return over_model(lambda a, b: fn(a, b, None), in_specs, out_specs)(*args)
-    return over_model(fn, (*in_specs, REPLICATED), out_specs)(*args, sizes)
+def _product(rows, weights, sizes, cut):
+    multiplied, for_weights = operands(rows, weights)
+    y = _multiply("product", multiplied, weights, sizes, (PART, cut), PART)
+    return y, (rows if isinstance(rows, Quantized) else None, for_weights, weights, sizes)
 
 
-def _product_backward(cut, residuals, g):
-    rows, weights, sizes = residuals
-    by_rows = lambda g, w, s: _products(s).rows_gradient(g[0], w, s)[None]
-    by_weights = lambda r, g, s: _products(s).weights_gradient(r[0], g[0], s)
-    dx = _by_part(by_rows, (PART, cut), PART, sizes, g, weights)
-    dw = _by_part(by_weights, (PART, PART), cut, sizes, rows, g)
-    return dx, dw, None
+def _gradients(rows, weights, sizes, g, g_for_weights, cut) -> tuple[jax.Array, jax.Array]:
+    """The gradients of rows and weights, from that of their product."""
+    by_rows = _multiply("rows_gradient", g, weights, sizes, (PART, cut), PART)
+    return by_rows, _multiply("weights_gradient", rows, g_for_weights, sizes, (PART, PART), cut)
 
 
-product.defvjp(lambda r, w, s, cut: (product(r, w, s, cut), (r, w, s)), _product_backward)
+def _product_backward(cut, saved, g):
+    travelled, rows, weights, sizes = saved
+    pair = operands(g, weights, gradient=True)
+    by_rows, by_weights = _gradients(rows, weights, sizes, *pair, cut)
+    return gradient_of(travelled, by_rows), gradient_of(weights, by_weights), None
+
+
+product.defvjp(_product, _product_backward)
+
+
+def product_received(rows: jax.Array, weights, routing: Routing, size: Size) -> jax.Array:
+    """`receive` of the rows' products with weights cut by ROWS. With quantized weights the gradient
+    goes out to the experts in FP8."""
+    if isinstance(weights, Quantized):
+        return _product_received(rows, weights, routing, size)
+    return receive(product(rows, weights, routing.sizes, ROWS), routing, size)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _product_received(rows, weights, routing: Routing, size: Size) -> jax.Array:
+    return _product_received_forward(rows, weights, routing, size)[0]
+
+
+def _product_received_forward(rows, weights, routing, size):
+    y, (_, rows, _, _) = _product(rows, weights, routing.sizes, ROWS)
+    return receive(y, routing, size), (rows, weights, routing)
+
+
+def _product_received_backward(size, saved, g):
+    rows, weights, routing = saved
+    sent = quantized(g, weights.use, gradient=True).map(lambda a: _rows(a, routing, size))
+    by_rows, by_weights = _gradients(
+        rows, weights, routing.sizes, *operands(sent, weights, gradient=True), ROWS
+    )
+    return by_rows, gradient_of(weights, by_weights), None
+
+
+_product_received.defvjp(_product_received_forward, _product_received_backward)
 
 
 # --- tokens over model ----------------------------------------------------------------------------

@@ -11,9 +11,10 @@ a block small compared with r.
                       → [R, I]
     weights_gradient  rowsᵀ [I, R] × gradients [R, O], group by group → [E, I, O], summed in float32
 
-`most_rows` bounds a block. None of the three functions is differentiated: experts.product, which
-calls them, has its own gradient. The outer loop is a `while`, so that it is one equation when a
-layer is cut into ops (runtime/backward_split.py).
+`dtype` is that of the result; None: that of the rows or gradients. `most_rows` bounds a block. None
+of the three functions is differentiated: experts.product, which calls them, has its own gradient.
+The outer loop is a `while`, so that it is one equation when a layer is cut into ops
+(runtime/backward_split.py).
 
 Shape suffixes: R rows, E groups, I input columns, O output columns, X rows of a block.
 """
@@ -74,19 +75,27 @@ def _by_block(begin, end, rows: int, groups: int, size: int, state, body: Callab
 
 
 def _times_matrices(
-    rows_RK: jax.Array, weights: jax.Array, sizes_E: jax.Array, contracted: int, most_rows: int
+    rows_RK: jax.Array,
+    weights: jax.Array,
+    sizes_E: jax.Array,
+    contracted: int,
+    most_rows: int,
+    dtype: jnp.dtype | None,
 ) -> jax.Array:
     """Each row times its group's matrix, contracted over the matrix's dimension `contracted`; zeros
     for rows of no group."""
+    dtype = dtype or rows_RK.dtype
     rows, groups = rows_RK.shape[0], weights.shape[0]
     size = block_rows(rows, groups, most_rows)
+    preferred = None if dtype == rows_RK.dtype else dtype
 
     def group(e, begin, end, out):
         matrix = lax.dynamic_index_in_dim(weights, e, keepdims=False)
 
         def block(start, new_X, out):
             x_XK = lax.dynamic_slice_in_dim(rows_RK, start, size)
-            y = lax.dot_general(x_XK, matrix, (((1,), (contracted,)), ((), ())))
+            dims = (((1,), (contracted,)), ((), ()))
+            y = lax.dot_general(x_XK, matrix, dims, preferred_element_type=preferred)
             before = lax.dynamic_slice_in_dim(out, start, size)
             return lax.dynamic_update_slice_in_dim(
                 out, jnp.where(new_X[:, None], y, before), start, 0
@@ -94,32 +103,41 @@ def _times_matrices(
 
         return _by_block(begin, end, rows, groups, size, out, block)
 
-    return _by_group(
-        jnp.zeros((rows, weights.shape[2 - contracted]), rows_RK.dtype), sizes_E, group
-    )
+    return _by_group(jnp.zeros((rows, weights.shape[2 - contracted]), dtype), sizes_E, group)
 
 
 def product(
-    rows_RI: jax.Array, weights_EIO: jax.Array, sizes_E: jax.Array, most_rows: int = MOST_ROWS
+    rows_RI: jax.Array,
+    weights_EIO: jax.Array,
+    sizes_E: jax.Array,
+    dtype: jnp.dtype | None = None,
+    most_rows: int = MOST_ROWS,
 ) -> jax.Array:
-    """Each row times its group's matrix, [R, O] of the rows' type; zeros for rows after those of
-    the last group."""
-    return _times_matrices(rows_RI, weights_EIO, sizes_E, 0, most_rows)
+    """Each row times its group's matrix, [R, O]; zeros for rows after those of the last group."""
+    return _times_matrices(rows_RI, weights_EIO, sizes_E, 0, most_rows, dtype)
 
 
 def rows_gradient(
-    g_RO: jax.Array, weights_EIO: jax.Array, sizes_E: jax.Array, most_rows: int = MOST_ROWS
+    g_RO: jax.Array,
+    weights_EIO: jax.Array,
+    sizes_E: jax.Array,
+    dtype: jnp.dtype | None = None,
+    most_rows: int = MOST_ROWS,
 ) -> jax.Array:
-    """The gradient of the rows, [R, I] of the gradients' type; zeros for rows after those of the
-    last group. No matrix is transposed in memory."""
-    return _times_matrices(g_RO, weights_EIO, sizes_E, 1, most_rows)
+    """The gradient of the rows, [R, I]; zeros for rows after those of the last group. No matrix is
+    transposed in memory."""
+    return _times_matrices(g_RO, weights_EIO, sizes_E, 1, most_rows, dtype)
 
 
 def weights_gradient(
-    rows_RI: jax.Array, g_RO: jax.Array, sizes_E: jax.Array, most_rows: int = MOST_ROWS
+    rows_RI: jax.Array,
+    g_RO: jax.Array,
+    sizes_E: jax.Array,
+    dtype: jnp.dtype | None = None,
+    most_rows: int = MOST_ROWS,
 ) -> jax.Array:
-    """The gradient of the weights, [E, I, O] of the rows' type, summed in float32; zeros for groups
-    without rows."""
+    """The gradient of the weights, [E, I, O], summed in float32; zeros for groups without rows."""
+    dtype = dtype or rows_RI.dtype
     (rows, i), o, groups = rows_RI.shape, g_RO.shape[1], sizes_E.size
     size = block_rows(rows, groups, most_rows)
 
@@ -134,4 +152,4 @@ def weights_gradient(
         total_IO = _by_block(begin, end, rows, groups, size, jnp.zeros((i, o), jnp.float32), block)
         return lax.dynamic_update_index_in_dim(out_EIO, total_IO.astype(out_EIO.dtype), e, 0)
 
-    return _by_group(jnp.zeros((groups, i, o), rows_RI.dtype), sizes_E, group)
+    return _by_group(jnp.zeros((groups, i, o), dtype), sizes_E, group)

@@ -81,7 +81,11 @@ def _times_matrices(
 
 
 def product(
-    rows_RI: jax.Array, weights_EIO: jax.Array, sizes_E: jax.Array, interpret: bool = False
+    rows_RI: jax.Array,
+    weights_EIO: jax.Array,
+    sizes_E: jax.Array,
+    dtype: jnp.dtype | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
     """Each row times its group's matrix, [R, O] of the rows' type; zeros for rows after those of
     the last group."""
@@ -89,7 +93,11 @@ def product(
 
 
 def rows_gradient(
-    g_RO: jax.Array, weights_EIO: jax.Array, sizes_E: jax.Array, interpret: bool = False
+    g_RO: jax.Array,
+    weights_EIO: jax.Array,
+    sizes_E: jax.Array,
+    dtype: jnp.dtype | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
     """The gradient of the rows, [R, I] of the gradients' type; zeros for rows after those of the
     last group."""
@@ -97,7 +105,11 @@ def rows_gradient(
 
 
 def weights_gradient(
-    rows_RI: jax.Array, g_RO: jax.Array, sizes_E: jax.Array, interpret: bool = False
+    rows_RI: jax.Array,
+    g_RO: jax.Array,
+    sizes_E: jax.Array,
+    dtype: jnp.dtype | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
     """The gradient of the weights, [E, I, O] of the rows' type, summed in float32; zeros for groups
     without rows."""

@@ -25,28 +25,28 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.devices.mesh import MODEL, over_model, psum_scatter
 from jaxtrain.devices.sharding import is_split, shards
+from jaxtrain.parallel.fp8 import bare, dot, mapped, split_by
 
 TOKENS = P(None, MODEL)  # [batch, token, …] between blocks
 COLUMNS = P(None, None, MODEL)  # [batch, token, columns] inside a block
 
 
-def gather_tokens(x_BTD: jax.Array) -> jax.Array:
-    """A split sequence, all-gathered over `model`."""
+def gather_tokens(x_BTD):
+    """A split sequence, all-gathered over `model`: an array, or a quantized tensor."""
     if not is_split("sequence"):
         return x_BTD
-    return over_model(lambda x: lax.all_gather(x, MODEL, axis=1, tiled=True), (TOKENS,), P())(x_BTD)
+    gather = over_model(lambda x: lax.all_gather(x, MODEL, axis=1, tiled=True), (TOKENS,), P())
+    return mapped(gather, x_BTD)
 
 
-def scattered_products(
-    xs: Sequence[jax.Array], weights: Sequence[jax.Array], dim: int
-) -> jax.Array:
-    """Σ x · weight over all pairs, split along the sequence. Each x is [B, T, I] with split
-    columns; its weight has I as dimension `dim` (of 2), split too. A device adds up its products
-    before one reduce-scatter."""
+def scattered_products(xs: Sequence, weights: Sequence, dim: int) -> jax.Array:
+    """Σ x · weight over all pairs, of arrays or quantized tensors, split along the sequence. Each x
+    is [B, T, I] with split columns; its weight has I as dimension `dim` (of 2), split too. A device
+    adds up its products before one reduce-scatter."""
 
     def product(xs, weights):
         flat = [
-            lax.dot_general(x.reshape(-1, x.shape[-1]), w, (((1,), (dim,)), ((), ())))
+            dot(x.reshape(-1, x.shape[-1]), w, ((1,), (dim,)))
             for x, w in zip(xs, weights, strict=True)
         ]
         return sum(flat[1:], flat[0]).reshape(*xs[0].shape[:2], -1)
@@ -54,9 +54,10 @@ def scattered_products(
     if not is_split("sequence"):
         return product(xs, weights)
     local = lambda xs, weights: psum_scatter(product(xs, weights), MODEL, dim=1)
-    return over_model(local, (COLUMNS, P(MODEL) if dim == 0 else P(None, MODEL)), TOKENS)(
-        tuple(xs), tuple(weights)
-    )
+    xs, weights = bare(tuple(xs)), bare(tuple(weights))
+    rows = P(MODEL) if dim == 0 else P(None, MODEL)
+    specs = tuple(split_by(x, COLUMNS) for x in xs), tuple(split_by(w, rows) for w in weights)
+    return over_model(local, specs, TOKENS)(xs, weights)
 
 
 def attention_kv_heads(kv_heads: int) -> int:
@@ -65,11 +66,16 @@ def attention_kv_heads(kv_heads: int) -> int:
     return max(kv_heads, shards("kv_heads"))
 
 
+def shared_columns(weight, kv_heads: int):
+    """An array or a quantized tensor […, columns of the key/value heads] → columns of
+    `attention_kv_heads`, each copy on the devices of its queries. Where there are fewer heads than
+    devices, the devices of a head all-gather its columns, and their gradients meet in a
+    reduce-scatter."""
+    return mapped(lambda a: _shared_columns(a, kv_heads), weight)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def shared_columns(weight: jax.Array, kv_heads: int) -> jax.Array:
-    """[…, columns of the key/value heads] → columns of `attention_kv_heads`, each copy on the
-    devices of its queries. Where there are fewer heads than devices, the devices of a head
-    all-gather its columns, and their gradients meet in a reduce-scatter."""
+def _shared_columns(weight: jax.Array, kv_heads: int) -> jax.Array:
     return _among_sharers(
         lambda a, groups: lax.all_gather(
             a, MODEL, axis=a.ndim - 1, tiled=True, axis_index_groups=groups
@@ -88,8 +94,8 @@ def _among_sharers(fn: Callable, weight: jax.Array, kv_heads: int) -> jax.Array:
     return over_model(lambda a: fn(a, groups), (split,), split)(weight)
 
 
-shared_columns.defvjp(
-    lambda weight, kv_heads: (shared_columns(weight, kv_heads), None),
+_shared_columns.defvjp(
+    lambda weight, kv_heads: (_shared_columns(weight, kv_heads), None),
     lambda kv_heads, _, g: (
         _among_sharers(lambda a, groups: psum_scatter(a, MODEL, a.ndim - 1, groups), g, kv_heads),
     ),

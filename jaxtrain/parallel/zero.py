@@ -23,6 +23,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtrain.config.sizes import scattered
 from jaxtrain.devices.mesh import DATA, MODEL, STAGE, SUM_AXES, over_model, psum_scatter
 from jaxtrain.devices.sharding import is_split, mesh_axes, spec
+from jaxtrain.parallel.fp8 import Quantized, mapped
+from jaxtrain.parallel.heads import row_major
 from jaxtrain.parallel.replicas import sum_inside_first
 
 
@@ -134,14 +136,30 @@ def _model_split(reduction: Reduction, x: jax.Array) -> PartitionSpec:
     )
 
 
-def gather(part: jax.Array, reduction: Reduction) -> jax.Array:
-    """A parameter of stage 3, all-gathered over `data`."""
+def in_memory_order(reduction: Reduction, part):
+    """A parameter; if it is quantized, it lies in memory in the order of its dimensions.
+
+    cuBLASLt multiplies FP8 along the last dimension of both operands, so F and B read a matrix in
+    two orders. Without this XLA's GPU compiler transposes the stack of all layers for one of them,
+    outside of the op and so in every tick.
+    """
+    if not isinstance(part, Quantized):
+        return part
+    split = _model_split(reduction, part.bits)
+    return dataclasses.replace(part, bits=row_major(part.bits, split))
+
+
+def gather(part, reduction: Reduction):
+    """A parameter of stage 3, an array or quantized, all-gathered over `data`."""
     if not reduction.over_data:
         return part
-    dim = reduction.axis(part.ndim)
-    return _on_parts(
-        lambda a: lax.all_gather(a, DATA, axis=dim, tiled=True), _model_split(reduction, part), part
-    )
+
+    def gather_array(part: jax.Array) -> jax.Array:
+        dim = reduction.axis(part.ndim)
+        gather = lambda a: lax.all_gather(a, DATA, axis=dim, tiled=True)
+        return _on_parts(gather, _model_split(reduction, part), part)
+
+    return mapped(gather_array, part)
 
 
 def reduce(

@@ -148,6 +148,8 @@ def framework_of(config: Config, hardware: Hardware, assume: str = OURS) -> Fram
             gathers_once=config.parallel.gather == "step",
             inner_steps=config.train.diloco_inner_steps,
             sent_outer=4.0 if config.precision.outer == "float32" else 1.0,
+            fp8=config.precision.matmul == "fp8",
+            fp8_weight_gradients=config.precision.fp8_weight_gradients == "fp8",
         )
         if config.train.diloco_inner_steps:
             framework = dataclasses.replace(framework, outer_bytes=OUTER_BYTES)

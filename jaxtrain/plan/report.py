@@ -54,6 +54,7 @@ def parameters_of(layout: ParameterLayout) -> dict[str, dict[str, Parameters]]:
             shared.reduction.scatter_axes,
             spec.cast,
             spec.matrix,
+            spec.product,
         )
     return groups
 
@@ -112,6 +113,8 @@ def step_counts(config: Config, cpu: bool = False) -> StepCounts:
         loss_cuts=cut_count(layout.microbatch, tokens, mesh.model, config.model.loss_chunk),
         cpu=cpu,
         outer_int8=precision.outer == "int8",
+        fp8=precision.matmul == "fp8",
+        fp8_weight_gradients=precision.fp8_weight_gradients == "fp8",
     )
     return StepCounts(
         collectives, parameters_of(state), setup.placement, setup.train, state.independent_replicas
@@ -155,7 +158,10 @@ def introduction(config: Config, step: Step) -> list[str]:
     case = kernels.attention_case(
         target_device_of(device), m, d, config.mesh, config.parallel, config.precision
     )
-    lines += kernels.describe(m, case)
+    lines += [
+        *kernels.describe_products(config.precision, case.device),
+        *kernels.describe(m, case),
+    ]
     if (unsharded := unsharded_over_data(step)) >= 0.01:
         data = config.mesh.data
         why = f"mesh.data={data} divides no free dimension of theirs (model.width={m.width})"

@@ -29,7 +29,8 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jaxtrain.devices.mesh import DEVICE_PART
-from jaxtrain.parallel import attention
+from jaxtrain.parallel import attention, fp8
+from jaxtrain.parallel.fp8 import BITS, is_quantized
 
 # Values that cost no arithmetic: their operands cross in their place.
 VIEWS = frozenset(
@@ -42,7 +43,7 @@ VIEWS = frozenset(
 # cross if all of their operands do.
 CHEAP = VIEWS | frozenset(
     "add sub mul div max min select_n integer_pow square one_minus_square "
-    "convert_element_type add_any".split()
+    "convert_element_type bitcast_convert_type add_any".split()
 )
 PRODUCTS = frozenset({"dot_general"})
 GATHERS = frozenset({"all_gather"})
@@ -56,6 +57,8 @@ CALLS = frozenset(
     "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr "
     "remat2 checkpoint".split()
 )
+MAXIMA = frozenset({"reduce_max", "pmax"})
+SMALLER = 8  # times that a sum has fewer bytes than what it adds up
 RECOMPUTED = "recomputed"  # name scope of what jax.checkpoint recomputes in the backward
 
 # equation → True if its results may cross from the forward to the backward
@@ -97,14 +100,18 @@ def keep_products(equation) -> bool:
     which is attention (its output and log-sum-exp, so that it attends once) or products by groups.
     The inside of other attention and elementwise work are recomputed (Korthikanti et al. 2022,
     section 5). A router's choices cross, too: the tokens sent to experts lie in their order, and
-    recomputed choices could differ by a rounding."""
+    recomputed choices could differ by a rounding. So do the scales of FP8, which are scalars."""
     name = equation.primitive.name
     if _has(equation, KERNELS):
         return True
     if _is_part(equation):  # a product on each device's part, perhaps with its sum over devices
-        return _is(equation, VIEWS | PRODUCTS | SUMS) and not _is(equation, VIEWS | SUMS)
+        fp8 = any(map(_is_fp8, _variables(equation.invars)))
+        # a product of FP8 is multiplied by scales
+        sums = SUMS | {"mul", "bitcast_convert_type"} if fp8 else SUMS
+        return _is(equation, VIEWS | PRODUCTS | sums) and not _is(equation, VIEWS | sums)
     return (
         name == "top_k"
+        or (name in MAXIMA and equation.outvars[0].aval.ndim == 0)
         or name in PRODUCTS
         and not (name == "dot_general" and equation.params["dimension_numbers"][1][0])
     )
@@ -209,7 +216,14 @@ def _inner(equation) -> Iterator:
 def _is_view(equation) -> bool:
     if equation.primitive.name == "convert_element_type":  # the narrower of the two crosses
         return equation.invars[0].aval.dtype.itemsize <= equation.outvars[0].aval.dtype.itemsize
+    if equation.primitive.name == "bitcast_convert_type":
+        return _is_fp8(equation.invars[0])
     return _is(equation, VIEWS)
+
+
+def _is_fp8(atom) -> bool:
+    """True for numbers of FP8 in the form in which they cross."""
+    return bool(atom.aval.dtype == BITS)
 
 
 def _variables(atoms: Iterable) -> list:
@@ -261,16 +275,17 @@ class LayerSplit:
     def _trace(self, fn: Callable, params, x, extra) -> None:
         """Traces the layer and its vjp to one flat jaxpr, and finds the values that every op can
         make, and those of the backward."""
-        leaves, self._tree = jax.tree.flatten(params)
+        leaves, tree = jax.tree.flatten(params)
+        arrays, self._tree = jax.tree.flatten(params, is_leaf=is_quantized)
         extras, extra_tree = jax.tree.flatten(extra)
         n, e = len(leaves), len(extras)
 
         def output_and_gradients(*args):
             extra = jax.tree.unflatten(extra_tree, args[n : n + e])
-            run = lambda p, x: fn(jax.tree.unflatten(self._tree, p), x, extra)
-            y, vjp = jax.vjp(run, list(args[:n]), args[n + e])
+            params = jax.tree.unflatten(tree, args[:n])
+            y, vjp = fp8.vjp(lambda p, x: fn(p, x, extra), params, args[n + e])
             gradients, dx = vjp(args[-1])
-            return [y, dx, *gradients]
+            return [y, dx, *jax.tree.leaves(gradients)]
 
         examples = [*leaves, *extras, x, x]
         traced = jax.make_jaxpr(output_and_gradients)(*examples)
@@ -278,9 +293,12 @@ class LayerSplit:
         jaxpr = closed.jaxpr
         self._consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         self._params, self._extras = jaxpr.invars[:n], jaxpr.invars[n : n + e]
+        arrays_of = iter(self._params)
+        self._arrays = [[next(arrays_of) for _ in jax.tree.leaves(a)] for a in arrays]
         self._x, self._g = jaxpr.invars[n + e :]
         self._maker = {out: equation for equation in jaxpr.eqns for out in equation.outvars}
         self._order = {id(equation): i for i, equation in enumerate(jaxpr.eqns)}
+        self._has_fp8 = any(map(_is_fp8, self._maker))
         self._y, self._dx, *self._dp = jaxpr.outvars
         # values that every op can make by itself
         self._free = {*self._params, *self._extras, *jaxpr.constvars}
@@ -367,11 +385,13 @@ class LayerSplit:
                 # A gradient that B has gathered is stashed, not gathered twice: it lives only from
                 # B to W.
                 stash.add(value)
+            elif _is_fp8(value) and len(self._maker[value].outvars) > 1:
+                stash.add(value)  # a barrier's operands are not all W's
             elif _is_view(self._maker[value]):
                 return True
             elif (sources := self._sources(value, crossing)) is not None:
                 sources_of[value] = sources
-            elif value in in_b:
+            elif value in in_b or self._is_reduced_in_b(value):
                 stash.add(value)
             else:
                 return True
@@ -384,6 +404,16 @@ class LayerSplit:
             else:
                 residuals |= sources_of[value]
         return sorted(stash, key=self._position), residuals
+
+    def _is_reduced_in_b(self, value) -> bool:
+        """True for a value that B makes for W alone, so that less waits in between, where products
+        are of FP8: their operands, the scales of these, and sums over tokens of numbers that are
+        not of FP8."""
+        maker = self._maker[value]
+        if not self._has_fp8 or _has(maker, PRODUCTS | KERNELS):
+            return False
+        largest = max(_bytes([a]) for a in _variables(maker.invars))
+        return _is_fp8(value) or SMALLER * _bytes([value]) <= largest
 
     def _needed(self, outputs, available) -> list:
         """The equations that make `outputs` from the inputs and the available values, in order."""
@@ -413,11 +443,10 @@ class LayerSplit:
         return [_value(a, env) for a in outputs]
 
     def reads(self, op: LayerOp) -> Any:
-        """A tree of bools like the parameters: whether an op reads each."""
+        """A tree of bools like the parameters, a quantized one as one: whether an op reads each."""
         used = {a for equation in self._equations.get(op, ()) for a in _variables(equation.invars)}
-        return jax.tree.unflatten(
-            self._tree, [op is LayerOp.WHOLE or p in used for p in self._params]
-        )
+        reads = [op is LayerOp.WHOLE or not used.isdisjoint(arrays) for arrays in self._arrays]
+        return jax.tree.unflatten(self._tree, reads)
 
     def _by_variable(self, residuals: Residuals) -> dict:
         return dict(zip(self._for_b, residuals.for_b, strict=True)) | dict(

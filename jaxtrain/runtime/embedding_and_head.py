@@ -28,7 +28,7 @@ from jaxtrain.devices.mesh import DATA, STAGE, psum
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.transformer import ModelParts, add_position_gradient
-from jaxtrain.parallel import context
+from jaxtrain.parallel import context, fp8
 from jaxtrain.parallel.tensor import add_lookup_gradient
 from jaxtrain.parallel.zero import (
     Zero,
@@ -86,7 +86,7 @@ class _Lookup(NamedTuple):
 class _Module(NamedTuple):
     """A module of multi-token prediction after its forward and its loss.
 
-    backward: gradient of its stream → gradients of (the norm before, the module without its norm,
+    backward: gradient of its stream → gradients of (the module without its norm, the norm before,
         the stream before, the tokens' embeddings)
     by_stream, by_norm: the gradients of its loss by its stream and by its norm
     """
@@ -172,7 +172,9 @@ class EmbeddingAndHead:
     # ------------------------------------------------------------------ between data shards
 
     def _gathered(self, params, reductions):
-        return jax.tree.map(gather, params, reductions) if self.zero.gathers_in_ops else params
+        if not self.zero.gathers_in_ops:
+            return params
+        return jax.tree.map(lambda reduction, a: gather(a, reduction), reductions, params)
 
     def _open(self, sums, reductions, specs):
         """An accumulator for a microbatch's gradients: the sums, or zeros of the full shape where
@@ -281,7 +283,7 @@ class EmbeddingAndHead:
         extra = self.extra(constants.batch, microbatch)
         for i in self._dense_layers:
             layer = functools.partial(self._dense_layer, i, extra)
-            x, vjp = jax.vjp(layer, self._dense_params(constants, i), x)
+            x, vjp = fp8.vjp(layer, self._dense_params(constants, i), x)
             backward.append((i, vjp))
         sums = dict(sums)
         for i, vjp in reversed(backward):
@@ -373,7 +375,7 @@ class EmbeddingAndHead:
         """
         head, part = self._head(params)
         extra = self.extra(constants.batch, microbatch)
-        follow = lambda norm, module, y, embedded: self.parts.predictor(module)(
+        follow = lambda module, norm, y, embedded: self.parts.predictor(module)(
             self.parts.norm(norm)(y), embedded, *extra
         )
         all_reductions, embed = self.reductions.predictors, constants.params.embed
@@ -384,7 +386,7 @@ class EmbeddingAndHead:
             norm_before, norm = norm, module.pop("norm")
             batch = {name: take(a, microbatch) for name, a in constants.batch["mtp"][d].items()}
             embedded = self._lookup(embed, batch["tokens"])
-            stream, vjp = jax.vjp(follow, norm_before, module, stream, embedded)
+            stream, vjp = fp8.vjp(follow, module, norm_before, stream, embedded)
             opened = head_sums.with_norm(jax.tree.map(jnp.zeros_like, norm))
             added_loss, added, by_stream = loss_and_gradients(
                 head,
@@ -402,7 +404,7 @@ class EmbeddingAndHead:
         norm_by_next = jax.tree.map(jnp.zeros_like, norm)
         for name, tokens, backward, by_stream, by_norm in reversed(modules):
             by_norm = jax.tree.map(jnp.add, by_norm, norm_by_next)
-            norm_by_next, by_module, by_next, by_embedded = backward(by_stream + by_next)
+            by_module, norm_by_next, by_next, by_embedded = backward(by_stream + by_next)
             gradients = {**by_module, "norm": by_norm}
             sums[name] = self._add(sums[name], gradients, all_reductions[name])
             lookups.append(_Lookup(tokens, by_embedded))

@@ -18,8 +18,9 @@ from jax import lax
 
 from jaxtrain.devices import host_memory
 from jaxtrain.devices.mesh import on_nvidia_gpu
+from jaxtrain.parallel import fp8
 from jaxtrain.parallel.heads import as_written
-from jaxtrain.parallel.zero import Zero, gather, reduce_in_op
+from jaxtrain.parallel.zero import Zero, gather, in_memory_order, reduce_in_op
 from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, Residuals
 from jaxtrain.runtime.tick_state import Pools
 from jaxtrain.schedule.placement import Placement
@@ -69,7 +70,7 @@ class RecomputedLayer:
         return self.layer(params, x, extra), x
 
     def gradients(self, params, extra, x: jax.Array, g: jax.Array) -> tuple[Any, jax.Array]:
-        return jax.vjp(lambda p, x: self.layer(p, x, extra), params, x)[1](g)
+        return fp8.vjp(lambda p, x: self.layer(p, x, extra), params, x)[1](g)
 
 
 class LayerStack:
@@ -126,13 +127,15 @@ class LayerStack:
         """Layer i's parameters, gathered where the op reads them."""
         one = lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False)
         params = jax.tree.map(one, params)
+        if on_nvidia_gpu() and self._reductions is not None:
+            params = jax.tree.map(in_memory_order, self._reductions, params)
         if not self._zero.gathers_in_ops:
             return params
         with jax.named_scope("gather"):
             return jax.tree.map(
-                lambda a, reduction, read: gather(a, reduction) if read else a,
-                params,
+                lambda reduction, a, read: gather(a, reduction) if read else a,
                 self._reductions,
+                params,
                 self._split.reads(op),
             )
 

@@ -29,12 +29,13 @@ from jaxtrain.devices.mesh import (
     psum,
     traced_for,
 )
-from jaxtrain.devices.sharding import BATCH_SPEC, constrain, local_shape, restricted
+from jaxtrain.devices.sharding import BATCH_SPEC, constrain, local_shape, mesh_axes, restricted
 from jaxtrain.models.layers import SPLIT
 from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.spec import Spec
 from jaxtrain.models.transformer import ModelParts
 from jaxtrain.parallel import context, replicas
+from jaxtrain.parallel.fp8 import BITS, Fp8, Quantized, quantized_weights
 from jaxtrain.parallel.heads import row_major
 from jaxtrain.parallel.tensor import TOKENS
 from jaxtrain.parallel.zero import (
@@ -98,6 +99,7 @@ class Runtime:
     independent_replicas: each replica has parameters of its own; they, losses and gradients have a
         leading dimension [replicas]
     offload_activations: what the forward saves for the backward lies in the host's memory
+    fp8: the use of FP8 in products with the matrices of layers; None: they are of `compute`
     """
 
     parts: ModelParts
@@ -112,6 +114,7 @@ class Runtime:
     compute: jnp.dtype = jnp.dtype("float32")
     independent_replicas: bool = False
     offload_activations: bool = False
+    fp8: Fp8 | None = None
 
     def losses(self, params: dict, batch: dict) -> Losses:
         """The losses of a batch, without a backward; the table is one of `make_forward_table`.
@@ -274,8 +277,8 @@ class Runtime:
         """Returns (the parameters in the compute type with the batch, whose weights are divided by
         their global sum; this sum)."""
         stacks = jax.tree.map(lambda a: a[0], params["layers"])
-        cast = lambda s, a: a.astype(self.compute) if s.cast else a
-        tree = jax.tree.map(cast, self._specs, ModelTree(**{**params, "layers": stacks}))
+        held = ModelTree(**{**params, "layers": stacks})
+        tree = jax.tree.map(self._as_used, self._specs, self._reductions, held)
         if self.zero.stage == 3 and not self.zero.gathers_in_ops:
             with jax.named_scope("gather"):
                 tree = jax.tree.map(lambda r, a: gather(a, r), self._reductions, tree)
@@ -288,6 +291,17 @@ class Runtime:
                 for d, module in batch["mtp"].items()
             }
         return Constants(tree, batch), tokens
+
+    def _as_used(self, spec: Spec, reduction: Reduction, a: jax.Array) -> jax.Array | Quantized:
+        """A parameter of this device, or a stack of them, in the form that products take."""
+        if not spec.cast:
+            return a
+        if self.fp8 is None or not spec.product:
+            return a.astype(self.compute)
+        split = reduction.sharded if self.zero.stage == 3 else reduction.unsharded
+        named = {axis for part in split for axis in mesh_axes(part)}
+        axes = [axis for axis in MANUAL_AXES if axis in named and axis != STAGE]
+        return quantized_weights(a, self.fp8, len(spec.shape), axes)
 
     def _normalized(self, weights: jax.Array, target: float) -> tuple[jax.Array, jax.Array]:
         """Returns (the weights scaled so that they sum to `target` over the global batch, their sum
@@ -353,16 +367,25 @@ class Runtime:
 
     def _split(self, message: tuple[int, ...], extra) -> LayerSplit:
         """One layer cut into ops, for activations of this shape [B, T, D] on a device."""
-        dtype = lambda s: self.compute if s.cast else jnp.dtype("float32")
-        shape = lambda s: jax.ShapeDtypeStruct(local_shape(s.axes, s.padded), dtype(s))
         keep = keep_products if self.remat == "selective" else keep_everything
-        params = jax.tree.map(shape, self.parts.specs["layer"])
+        params = jax.tree.map(self._shape_as_used, self.parts.specs["layer"])
         x = jax.ShapeDtypeStruct(message, self.compute)
         return LayerSplit(self._layer, params, x, extra, keep)
 
+    def _shape_as_used(self, spec: Spec) -> jax.ShapeDtypeStruct | Quantized:
+        """The shape of `_as_used` for one layer's parameter, unsharded."""
+        shape = local_shape(spec.axes, spec.padded)
+        if self.fp8 is None or not spec.product:
+            dtype = self.compute if spec.cast else jnp.dtype("float32")
+            return jax.ShapeDtypeStruct(shape, dtype)
+        bits = jax.ShapeDtypeStruct(shape, BITS)
+        return Quantized(bits, jax.ShapeDtypeStruct((), jnp.float32), use=self.fp8)
+
     # ------------------------------------------------------------------ before the first tick
 
-    def _zero_sum(self, spec: Spec, reduction: Reduction, parameter: jax.Array) -> jax.Array:
+    def _zero_sum(
+        self, spec: Spec, reduction: Reduction, parameter: jax.Array | Quantized
+    ) -> jax.Array:
         """Zeros in the shape of a parameter's gradient sum. parameter: as the ops receive it."""
         shards, shape = self.mesh.shape[DATA], parameter.shape
         if self.zero.gathers_in_ops:

@@ -21,6 +21,7 @@ from jaxtrain.config import (
     DataConfig,
     ModelConfig,
     ParallelConfig,
+    PrecisionConfig,
 )
 from jaxtrain.devices import cluster, host_memory
 from jaxtrain.devices.compiler_options import compiler_options
@@ -28,6 +29,7 @@ from jaxtrain.devices.mesh import CONTEXT, REPLICA, batch_shards
 from jaxtrain.devices.sharding import BATCH_SPEC
 from jaxtrain.models.transformer import ModelParts, build
 from jaxtrain.parallel import replicas
+from jaxtrain.parallel.fp8 import FORMATS, Fp8
 from jaxtrain.parallel.zero import Zero
 from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.run.metrics import METRICS, host
@@ -150,7 +152,8 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
     layout = dataclasses.replace(layout, optimizer=config.optimizer)
     optimizer = make_optimizer(config.optimizer, steps, layout.specs, layout.offload, skips)
     zero = Zero(parallel.zero, parallel.gather, parallel.reduce, jnp.dtype(precision.reduce))
-    runtime_of = _runtime_of(layout, setup, zero, model.loss_chunk, compute)
+    fp8 = fp8_of(precision, independent)
+    runtime_of = _runtime_of(layout, setup, zero, model.loss_chunk, compute, fp8)
     runtime = runtime_of(
         setup.train,
         remat=config.pipeline.remat,
@@ -158,7 +161,9 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
         offload_activations=parallel.offload in ("activations", "both"),
     )
     gathers = zero.gathers_in_ops and mesh.shape["stage"] == 1
-    options = compiler_options(mesh.devices.flat[0], gathers, parallel.compiler_options)
+    options = compiler_options(
+        mesh.devices.flat[0], gathers, parallel.compiler_options, fp8 is not None
+    )
     jit = functools.partial(jax.jit, compiler_options=options)
     state_shardings = jax.tree.map(lambda a: a.sharding, abstract_state(layout, optimizer))
     metrics_sharding = exchange = combine_metrics = None
@@ -194,7 +199,12 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
 
 
 def _runtime_of(
-    layout: ParameterLayout, setup: Setup, zero: Zero, loss_chunk: int, compute: jnp.dtype
+    layout: ParameterLayout,
+    setup: Setup,
+    zero: Zero,
+    loss_chunk: int,
+    compute: jnp.dtype,
+    fp8: Fp8 | None,
 ) -> Callable[..., Runtime]:
     """The runtime of this layout's model without its table and what only training has."""
     return functools.partial(
@@ -207,6 +217,19 @@ def _runtime_of(
         shares_vocabulary=setup.shares_vocabulary,
         loss_chunk=loss_chunk,
         compute=compute,
+        fp8=fp8,
+    )
+
+
+def fp8_of(precision: PrecisionConfig, independent_replicas: bool) -> Fp8 | None:
+    """The use of FP8 in a step; None where products are of the compute type."""
+    if precision.matmul != "fp8":
+        return None
+    return Fp8(
+        jnp.dtype(precision.compute),
+        FORMATS[precision.fp8_gradients],
+        precision.fp8_weight_gradients == "fp8",
+        replicas.sum_axes(independent_replicas),
     )
 
 

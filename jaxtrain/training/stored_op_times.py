@@ -28,6 +28,9 @@ _OF = (
     "pipeline.microbatches",
     "pipeline.remat",
     "precision.compute",
+    "precision.matmul",
+    "precision.fp8_gradients",
+    "precision.fp8_weight_gradients",
     "pipeline.measure_times",
     "train.hardware",
 )

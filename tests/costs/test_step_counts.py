@@ -59,6 +59,7 @@ LATENT = {
     "model.rope_head_dim": 6,
 }
 APART = {"data.attend_across_documents": False}
+FP8 = {"precision.matmul": "fp8"}
 CASES = {
     "stage": Case((1, 7, 1), microbatches=4),
     "data · stage · model": Case(
@@ -154,6 +155,19 @@ MORE = {
     ),
     "replica, zero 0, gpt2 form": Case(
         (2, 2, 1), "interleaved", 2, 4, changes={"mesh.replica": 2, "parallel.zero": 0, **GPT2}
+    ),
+    "FP8, data, stage and model": Case(
+        (2, 2, 2), microbatches=4, changes={**FP8, "parallel.zero": 3, "model.kv_heads": 1}
+    ),
+    "FP8, data and expert": Case((2, 1, 1), changes={**FP8, **MOE, "parallel.zero": 3}),
+    "FP8, expert by capacity and model, selective": Case(
+        (1, 2, 2),
+        microbatches=4,
+        changes={**FP8, **MOE, "pipeline.remat": "selective", "model.capacity_factor": 1.5},
+    ),
+    "FP8, model, latent attention": Case((2, 1, 2), changes={**FP8, **MLA, "parallel.zero": 3}),
+    "FP8, weights' gradients in the compute type": Case(
+        (2, 1, 2), changes={**FP8, "precision.fp8_weight_gradients": "compute"}
     ),
     "data, stage and model, gpt2 form, zero 2": Case(
         (2, 2, 2), microbatches=4, changes={"parallel.zero": 2, **NONE, **GPT2}

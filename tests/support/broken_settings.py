@@ -464,6 +464,11 @@ RULES = [
         "--config.model.attention_kernel=auto",
     ),
     (
+        {"precision.matmul": "mxfp8"},
+        "precision.matmul='mxfp8' has a scale for each block of 32 numbers, which the layers' "
+        "products do not take yet: use --config.precision.matmul=fp8 (or compute)",
+    ),
+    (
         {"model.attention_kernel": "cudnn", "precision.compute": "float32"},
         "model.attention_kernel='cudnn' is for 16 bits, not precision.compute='float32': use "
         "--config.model.attention_kernel=auto",
@@ -735,6 +740,10 @@ UNUSED = [
     (
         {**LATENT, "model.qk_norm": True},
         "model.qk_norm=true has no use with model.attention='mla'",
+    ),
+    (
+        {"precision.fp8_gradients": "e4m3"},
+        "precision.fp8_gradients=e4m3 has no use with precision.matmul='compute'",
     ),
     ({"parallel.context": "ring"}, "parallel.context=ring has no use with mesh.context=1"),
     ({"parallel.gather": "step"}, "parallel.gather=step has no use with parallel.zero=1"),
