@@ -123,6 +123,7 @@ def check_torch_has(config: Config) -> None:
         "model.rope_scaling": "none",
         "model.nope_layers": (),
         "model.rotary_dim": m.head_dim,
+        "model.biases": tuple(part for part in m.biases if part != "router"),
         "parallel.offload": "none",
     }
     for path, value in only.items():

@@ -159,8 +159,8 @@ def result_of(command: list[str]) -> list[dict[str, int]]:
     """The figures that a worker prints. Raises RuntimeError with its output if it fails."""
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     for line in done.stdout.splitlines():
-        _, found, text = line.partition("FIGURES ")
-        if found:
+        _, mark, text = line.partition("FIGURES ")
+        if mark:
             return json.loads(text)
     raise RuntimeError(done.stdout[-3000:] + done.stderr[-3000:])
 

@@ -9,8 +9,9 @@ it: then its logits are those of transformers to 1e-5 of their largest, and the 
 bytes, which transformers reads with the same logits, also by a config.json that is written anew. Of
 one case in five, gradients and greedy continuations are compared, too.
 
-What has been run is in FOLDER/results.jsonl: started again, the same command goes on. The exit
-status is 1 if a case failed. It needs .venv-transformers (CONTRIBUTING.md).
+What has been run is in FOLDER/results.jsonl: started again, the same command goes on. The files of
+cases that failed stay in FOLDER/cases, and the exit status is 1 if there are any. It needs
+.venv-transformers (requirements-transformers.txt).
 """
 
 import argparse
@@ -151,11 +152,11 @@ def judge_exports(folder: pathlib.Path) -> str:
 
 def run_batch(folder: pathlib.Path, names: list[tuple[str, int]], seed: int) -> list[dict]:
     """Runs some cases, and returns a result for each."""
-    shutil.rmtree(folder, ignore_errors=True)
     cases = {}
     for family, number in names:
         case = cases[f"{family}.{number}"] = fuzz_hf_configs.draw(family, seed, number)
         place = folder / f"{family}.{number}"
+        shutil.rmtree(place, ignore_errors=True)
         (place / MODEL).mkdir(parents=True)
         (place / MODEL / "config.json").write_text(json.dumps(case.values, indent=1))
         settings = {"seed": number, **{n: vars(case)[n] for n in ("dtype", "saved", "everything")}}

@@ -81,13 +81,16 @@ def test_a_checkpoint_of_step_0(imported):
 
 
 def test_training_continues_it(imported, tmp_path):
-    """By the config.json that the command has written, which names the folder too."""
+    """By the config.json that the command has written, which names the folder too; batches may be
+    others, since no data was seen."""
     work = tmp_path / "run"
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("a batch is cut into microbatches. " * 200)
     words = [f"--workdir={work}", f"--config.data.source={corpus}"]
     assert run("from_hf", imported / "model", *words) == 0
-    flags = train_runs.settings(train__steps=1, train__sample_tokens=0)
+    flags = train_runs.settings(
+        train__steps=1, train__sample_tokens=0, data__batch_size=8, data__sequence_length=32
+    )
     words = ["jaxtrain.train", f"--config={work / CONFIG_FILE}", "--cpu_devices=1", *flags]
     with train_runs.running(tmp_path, *words) as command:
         done = command.end()

@@ -92,11 +92,11 @@ def test_as_from_a_checkpoint_of_step_0(folder, started):
     passed_over = f"train.init_from={folder / 'model'} is passed over"
     assert f"continuing from step 0; {passed_over}" in done.out
     assert len(runs.losses(started)) == 3 and runs.losses(started) == runs.losses(workdir)
-    kept, copied = (
+    of_run, of_convert = (
         {path.name: path.read_bytes() for path in (run / "hf").iterdir()}
         for run in (started, workdir)
     )
-    assert kept == copied and {*kept} == {"config.json", "tensors.json", "tokenizer.json"}
+    assert of_run == of_convert and {*of_run} == {"config.json", "tensors.json", "tokenizer.json"}
 
 
 @pytest.mark.full

@@ -38,9 +38,11 @@ MESH = {
     "pipeline.microbatches": 2,
     "parallel.zero": 3,
     "data.batch_size": 4,
+    "data.sequence_length": TOKENS,
     "optimizer.learning_rate": 1e-4,
     "train.steps": STEPS,
     "train.sample_tokens": 0,
+    "train.hang_after": 600,
     "metrics.log_every": 1,
 }
 
@@ -61,8 +63,8 @@ def folder(tmp_path_factory) -> pathlib.Path:
     """A folder with the model and its run of step 0."""
     folder = tmp_path_factory.mktemp("smollm2")
     in_transformers.run_script("smollm2.py", "make", folder / "model")
-    flags = train_runs.flags_of({"precision.compute": "float32", "data.sequence_length": TOKENS})
-    in_process("from_hf", folder / "model", f"--workdir={folder / 'run'}", *flags)
+    words = [f"--workdir={folder / 'run'}", "--config.precision.compute=float32"]
+    in_process("from_hf", folder / "model", *words)
     return folder
 
 
@@ -118,6 +120,7 @@ def test_trained_further_on_a_mesh_and_back(folder, published, tmp_path):
     flags = train_runs.flags_of(MESH | {"data.source": folder / "tokens.npy"})
     words = ["jaxtrain.train", f"--config={run / CONFIG_FILE}", f"--workdir={run}"]
     with train_runs.running(tmp_path, *words, "--cpu_devices=8", *flags) as command:
+        command.process.wait(timeout=1200)
         done = command.end()
     losses = [float(text) for text in re.findall(r"step \d/\d · loss ([\d.]+)", done.out)]
     # the printed loss has four decimals

@@ -32,7 +32,7 @@ from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.restoring import choose_together, restore_newest
 from jaxtrain.checkpoint.retention import Retention
 from jaxtrain.checkpoint.steps import NONE, VERSION, CheckpointError, Meta, StepChoice
-from jaxtrain.config import Config, ConfigError, get, replace, sources, suggestion, to_dict
+from jaxtrain.config import Config, ConfigError, fields, get, replace, sources, suggestion, to_dict
 from jaxtrain.config.checks import Environment, check_resume
 from jaxtrain.config.resume import changes, violations
 from jaxtrain.config.settings import CheckpointConfig
@@ -246,8 +246,12 @@ class Checkpoints:
         check_resume(stored, self._unresolved, self._environment)
 
     def _stored_config(self, meta: Meta) -> Config:
-        """The config in a meta, with the run's path of the tokenizer if that is the same file."""
+        """The config in a meta, with the run's path of the tokenizer if that is the same file, and
+        with all of its data for a published model's checkpoint, which has seen none."""
         stored, name = meta.stored_config(), self._config.data.tokenizer
+        if not meta.step and not meta.checksum:
+            free = [path for path in fields() if path.startswith("data.")]
+            return replace(stored, {path: get(self._config, path) for path in free})
         file, digest = pathlib.Path(name).expanduser(), meta.tokenizer.get("sha256")
         if digest and file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == digest:
             return replace(stored, {"data.tokenizer": name})

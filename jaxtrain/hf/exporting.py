@@ -30,7 +30,7 @@ from jaxtrain.hf.rules import PublishedTensor, Rule
 from jaxtrain.hf.safetensors_folder import DTYPES
 from jaxtrain.hf.safetensors_writer import TensorEntry, sync_folder, write_synced, write_tensors
 
-BLOCK_BYTES = 2**26  # of a tensor in memory
+BLOCK_BYTES = 2**25  # of a tensor in memory
 PIECE_BYTES = 2**25  # of a checkpoint's array, read at a time; pieces have at most that many
 
 

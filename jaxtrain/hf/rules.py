@@ -77,8 +77,8 @@ class Rule:
         oriented = numbers.T if self.transpose else numbers
         spans = region[::-1] if self.transpose else region
         places: list[slice | np.ndarray] = [
-            slice(span.start - whole.start, span.stop - whole.start)
-            for span, whole in zip(spans, window, strict=True)
+            slice(span.start - outer.start, span.stop - outer.start)
+            for span, outer in zip(spans, window, strict=True)
         ]
         if places:
             columns = self._places(window[-1]) - spans[-1].start
@@ -116,7 +116,8 @@ class Rule:
             places[-1] = self._places(window[-1])
             dim = -1 if self.transpose else 0
             inside = np.isin(places[dim], rows)
-            numbers = np.compress(inside, numbers, axis=dim)
+            if not inside.all():
+                numbers = np.compress(inside, numbers, axis=dim)
             places[dim] = places[dim][inside] - rows.start
         oriented[tuple(map(_as_slice, places))] = numbers
 

@@ -217,7 +217,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_ROTARY,
         "intermediate_size": 24,
         "num_key_value_heads": 4,
-        "num_local_experts": 5,
+        "num_local_experts": 6,
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 10,
         "mlp_only_layers": [0],

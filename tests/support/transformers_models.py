@@ -63,6 +63,7 @@ def load(folder: pathlib.Path) -> Any:
     )
     wrong = {kind: names for kind, names in info.items() if names}
     assert not wrong, f"{folder}: {wrong}"
+    model.generation_config = transformers.GenerationConfig()  # none of its tokens is an end
     return model.eval()
 
 
@@ -150,15 +151,11 @@ def computed(model: Any, everything: bool) -> dict[str, np.ndarray]:
 
 
 def greedy() -> Any:
-    """The rule of generation: the likeliest token, to the last one."""
+    """The rule of generation: the likeliest of all tokens, to the last one."""
     import transformers
 
     return transformers.GenerationConfig(
-        do_sample=False,
-        max_new_tokens=hf_reference.CONTINUATION,
-        min_new_tokens=hf_reference.CONTINUATION,
-        eos_token_id=None,
-        pad_token_id=0,
+        do_sample=False, max_new_tokens=hf_reference.CONTINUATION, pad_token_id=0
     )
 
 
