@@ -234,3 +234,48 @@ def test_a_long_sequence_fits(platform, tmp_path):
     assert max(row["total"] for row in found) < 80e9
     # parameters and both moments are counted
     assert min(row["arguments"] for row in found) > 12 * 8.03e9 / 8
+
+
+FP8 = {
+    "dense": {"pipeline.schedule": "zb_h1", "pipeline.remat": "none"},
+    "experts": {
+        "pipeline.schedule": "1f1b",
+        "data.batch_size": 32,
+        "model.experts": 8,
+        "model.expert_width": 4096,
+        "mesh.expert": 2,
+        "mesh.model": 1,
+        "parallel.zero": 3,
+    },
+}
+
+
+@pytest.mark.parametrize("case", FP8)
+@compiled_for("h100")
+def test_products_in_fp8(platform, case):
+    """Every product of layers in every op is cuBLASLt's in FP8, but the router's; none is left to
+    XLA, none reads an operand of 32 bits, and what ZeRO-3 gathers has 8 bits."""
+    c = ahead.compile_step(platform, {"model.layers": 8, "precision.matmul": "fp8"} | FP8[case])
+    products: dict[str, list] = {}
+    for i in c.program.below(c.tick):
+        assert i.opcode != "dot"
+        op = re.search(r"/([FKRBW])\d/", i.op_name)
+        if op and i.target.startswith("__cublas"):
+            products.setdefault(op[1], []).append(i)
+    assert products.keys() >= set("KBW")
+    router = 2 if case == "experts" else 0  # of a layer, in 32 bits
+    for op, found in products.items():
+        of_fp8 = [i for i in found if i.target == "__cublas$lt$matmul$f8"]
+        assert len(of_fp8) >= 4, op
+        assert len(found) - len(of_fp8) == router, op
+    if case == "dense":
+        assert ahead.faults(c) == {}
+        return
+    matrices = {
+        dtype
+        for i in c.program.below(c.tick)
+        if i.collective == "all-gather" and re.search(r"/[FKRBW]\d/.*gather", i.op_name)
+        for size, dtype in zip(i.sizes, i.types, strict=True)
+        if size >= c.smallest_matrix
+    }
+    assert matrices == {"u8"}
