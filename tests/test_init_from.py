@@ -140,7 +140,7 @@ def test_a_contradiction_is_refused_by_name(folder):
     rule = f"contradicts {folder / 'model' / 'config.json'}, which says 16"
     assert done.err == f"error: model.width=32 {rule}: use --config.model.width=16\n"
     done = train(workdir, 1, ONE | {"train.init_from": "none"}, ExitStatus.BAD_CONFIG)
-    rule = "has no config.json: name the folder of a published model"
+    rule = "is no folder with a config.json of a published model: use --config.train.init_from="
     assert done.err == f"error: train.init_from='none' {rule}\n"
     assert not workdir.exists()
 

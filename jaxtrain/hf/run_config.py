@@ -20,7 +20,6 @@ from typing import Any
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, ModelConfig
 from jaxtrain.config.checks import field_violation
-from jaxtrain.config.errors import shown
 from jaxtrain.config.flags import apply
 from jaxtrain.config.rules import BYTE_VOCABULARY
 from jaxtrain.hf.block_scales import Block, read_block
@@ -117,7 +116,8 @@ def _has_predictions(published: Published) -> bool:
 
 def read_origin(folder: str, workdir: str) -> Origin:
     """The settings of `train.init_from`. Those of the run in `workdir` count if it began with this
-    folder, and the folder is gone. Raises HfError for what cannot be honoured."""
+    folder, and the folder is gone. Raises HfError for what cannot be honoured, ConfigError for a
+    folder without config.json."""
     path, stored = pathlib.Path(folder).expanduser().absolute(), pathlib.Path(workdir) / CONFIG_FILE
     if not (path / CONFIG).exists():
         with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
@@ -125,8 +125,8 @@ def read_origin(folder: str, workdir: str) -> Origin:
             if run.train.init_from == str(path):
                 tokenizer = tokenizer_of(run.data.tokenizer, stored.parent)
                 return Origin(path, stored, run.model, tokenizer, ())
-        rule = f"train.init_from={shown(folder)} has no {CONFIG}"
-        raise HfError(f"{rule}: name the folder of a published model")
+        rule = f"is no folder with a {CONFIG} of a published model"
+        raise ConfigError("train.init_from", folder, rule, fixes=[{"train.init_from": ""}])
     return read_published(path)
 
 
