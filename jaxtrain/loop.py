@@ -99,7 +99,7 @@ def run(
             step = make_step(config, mesh, setup)
             begin = functools.partial(_begin, config, step, weights)
             checkpoints.attach(step, begin)
-            clock.enter(Part.STATE)
+            clock.enter(Part.DATA)
             # damage ends the run before anything is compiled or written
             state = begin() if weights and not checkpoints.resumes else None
             trainer = Trainer(config, folder, clock, step, corpus, checkpoints, begin)

@@ -148,6 +148,9 @@ RUNS = {
 # Files that are run by a test of their own.
 ELSEWHERE = {
     "benchmarks/torch_step.py": "tests/benchmarks/test_gpu_torch.py",  # needs torch
+    "benchmarks/import_memory.py": "tests/benchmarks/test_import_memory.py",
+    "docs/write_models.py": "tests/test_docs.py",
+    "scripts/fuzz_hf.py": "tests/test_fuzz_hf.py",
     **{
         f"scripts/{name}.sh": "tests/test_scripts.py"
         for name in ("train", "test", "chaos", "object_store", "try_docs")

@@ -24,7 +24,8 @@ class Part(enum.Enum):
 
     IMPORTS = "imports"  # Python, jax, the processes finding each other
     TABLE = "table"  # checks of the config and the search for a table
-    DATA = "data"  # the lock, the choice of a checkpoint, the corpus prepared or found
+    # the lock, the choice of a checkpoint, the corpus prepared or found, a published model read
+    DATA = "data"
     TRACING = "tracing"
     COMPILING = "compiling"
     STATE = "state"  # initialized, or restored from a checkpoint

@@ -161,9 +161,7 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
         offload_activations=parallel.offload in ("activations", "both"),
     )
     gathers = zero.gathers_in_ops and mesh.shape["stage"] == 1
-    options = compiler_options(
-        mesh.devices.flat[0], gathers, parallel.compiler_options, fp8 is not None
-    )
+    options = compiler_options(mesh.devices.flat[0], gathers, parallel.compiler_options, bool(fp8))
     jit = functools.partial(jax.jit, compiler_options=options)
     state_shardings = jax.tree.map(lambda a: a.sharding, abstract_state(layout, optimizer))
     metrics_sharding = exchange = combine_metrics = None

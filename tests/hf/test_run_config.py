@@ -124,5 +124,5 @@ def test_a_folder_that_is_gone(published, tmp_path):
     (run / CONFIG_FILE).write_text(json.dumps(to_dict(of_folder)))
     assert read_origin(str(tmp_path), str(run)).tokenizer == str(copy)
     for folder, workdir in ((tmp_path, tmp_path / "other"), (tmp_path / "x", run)):
-        with pytest.raises(HfError, match=f"^train.init_from='{folder}' has no config.json"):
+        with pytest.raises(ConfigError, match=f"^train.init_from='{folder}' is no folder"):
             read_origin(str(folder), str(workdir))
