@@ -24,6 +24,7 @@ from jaxtrain.training.step import make_step
 RECORDED = np.load(pathlib.Path(__file__).parent / "reference.npz")
 NAMES = [name.removesuffix("/loss") for name in RECORDED if name.endswith("/loss")]
 BATCH = {
+    "model.mtp_depth": 0,  # transformers saves no prediction modules
     "mesh.data": 1,
     "data.batch_size": hf_reference.SEQUENCES,
     "data.sequence_length": hf_reference.LENGTH - 1,
