@@ -28,7 +28,6 @@ from jaxtrain.devices import cluster_environment
 from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES
 from jaxtrain.devices.startup import start_jax
 from jaxtrain.hf.files import tokenizer_of
-from jaxtrain.hf.run_config import read_origin, started_from
 from jaxtrain.pipeline.checks import RULES, RULES_WITH_TABLES
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
@@ -118,6 +117,9 @@ def parse_unchecked(
             before = cfg.replace(before, {"data.tokenizer": tokenizer})
         config, namespace.notes = apply(before, reading.overrides), ()
         if config.train.init_from and isinstance(config.train.init_from, str):
+            # Imported where it is needed: most commands start from no published model.
+            from jaxtrain.hf.run_config import read_origin, started_from
+
             model = read_origin(config.train.init_from, workdir)
             config, before = started_from(model, before, reading.overrides)
             namespace.notes = model.notes_for(config.model)

@@ -9,7 +9,6 @@ One process, on the host; no device is used.
 
 import collections
 import dataclasses
-import json
 import math
 import pathlib
 import re
@@ -22,10 +21,18 @@ from jaxtrain import cli
 from jaxtrain import config as cfg
 from jaxtrain.checkpoint import reading, stores
 from jaxtrain.checkpoint.manifest import STATE, DatabaseError, read_database
-from jaxtrain.checkpoint.steps import CheckpointError, Meta, choose, read_errors, read_meta
+from jaxtrain.checkpoint.steps import (
+    CheckpointError,
+    Meta,
+    choose,
+    read_errors,
+    read_meta,
+    trained_group,
+)
 from jaxtrain.config import Config, checks, one_line, to_dict
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, Reading, read_flags
+from jaxtrain.config.recipes import write_config
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.generate import find_checkpoint, understand
 from jaxtrain.hf.exporting import export_folder
@@ -73,7 +80,6 @@ FLAGS = {
         ),
     ),
 }
-PARAMETERS = "params/"  # before the names of their arrays
 TYPES = {str(dtype): name for name, dtype in DTYPES.items()}  # "float32" → "F32"
 
 
@@ -153,7 +159,7 @@ def from_hf(command_line: Reading) -> None:
         meta = Meta(to_dict(resolved), tokenizer=description)
         saves.save_tree(0, lambda: importing.state_on_host(source), vars(meta))
         saves.wait()
-        (workdir / CONFIG_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
+        write_config(config, workdir / CONFIG_FILE)
     except OSError as error:
         raise CheckpointError(f"{workdir} cannot be written ({error.strerror})") from None
     finally:
@@ -200,7 +206,7 @@ def to_hf(command_line: Reading) -> None:
         raise CheckpointError(f"{checkpoints}: its state {error}") from None
     except ValueError as error:  # UsageError and ConfigError, too
         raise HfError(str(error)) from None
-    group = "anchor/" if config.train.diloco_inner_steps else PARAMETERS
+    group = f"{trained_group(config.train.diloco_inner_steps > 0)}/"
     arrays = {name.removeprefix(group): a for name, a in opened.items() if name.startswith(group)}
     source = pathlib.Path(flags.workdir) / SOURCE
     values = _published_config(source / CONFIG, config, tokenizer)

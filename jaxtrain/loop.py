@@ -10,7 +10,6 @@ run.lock while it runs.
 import concurrent.futures
 import contextlib
 import functools
-import json
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 
@@ -19,8 +18,9 @@ import jax
 from jaxtrain import cli
 from jaxtrain.checkpoint.checkpoints import Checkpoints, TrainedCorpus
 from jaxtrain.checkpoint.restoring import load_parameters
-from jaxtrain.config import Config, PipelineConfig, to_dict
+from jaxtrain.config import Config, PipelineConfig
 from jaxtrain.config.checks import Environment
+from jaxtrain.config.recipes import write_config
 from jaxtrain.data.loader import Feed, make_loaders, prepare_corpus
 from jaxtrain.data.tokens import Corpus, bigram_entropy
 from jaxtrain.devices import cluster
@@ -453,7 +453,7 @@ def _write_settings(
         return
     folder.mkdir(parents=True, exist_ok=True)
     with warned(folder / CONFIG_FILE, cluster.log):
-        (folder / CONFIG_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
+        write_config(config, folder / CONFIG_FILE)
     if weights:
         with warned(folder / files.SOURCE, cluster.log):
             weights.keep(folder)

@@ -27,6 +27,7 @@ from jaxtrain.checkpoint.steps import (
     StepChoice,
     UnrecognizedEntry,
     choose,
+    trained_group,
 )
 from jaxtrain.checkpoint.storage import read_tree
 from jaxtrain.config import Config, ModelConfig, PrecisionConfig
@@ -72,7 +73,7 @@ def wrong_arrays(meta: Meta, stored: Shapes, trained_alone: bool = False) -> str
     stored: array → shape; trained_alone: look only at the parameters that are evaluated and used.
     """
     config = meta.stored_config().resolve()
-    trained = "anchor/" if config.train.diloco_inner_steps else "params/"
+    trained = f"{trained_group(config.train.diloco_inner_steps > 0)}/"
     for name, shape in expected_shapes(config).items():
         if trained_alone and not name.startswith(trained):
             continue
@@ -205,7 +206,7 @@ def load_parameters(
         layout.shapes,
         layout.shardings,
     )
-    name = "anchor" if independent_replicas else "params"
+    name = trained_group(independent_replicas)
     restored = restore(directory, step, {name: abstract}, {name: layout.stored})[name]
     specs, layers = layout.specs, restored["layers"].pop("0")
     compute = jnp.dtype(precision.compute)

@@ -37,11 +37,19 @@ ORBAX_UNFINISHED, BROKEN = ".orbax-checkpoint-tmp", ".broken-"
 _STEP = re.compile("0|[1-9][0-9]{0,9}")
 
 VERSION = 3  # of the metas that this code writes
+# Groups of a state's arrays, before the "/" of their names: the parameters of all replicas, and
+# those of independent replicas' last exchange (training/diloco.py).
+PARAMETERS, ANCHOR = "params", "anchor"
 
 # The keys of a meta that are needed to train, and to generate, with their types.
 TO_TRAIN: Mapping[str, type] = {"config": dict, "step": int, "checksum": str, "tokenizer": dict}
 TO_GENERATE: Mapping[str, type] = {"config": dict, "tokenizer": dict}
 _TYPES = {dict: "an object", int: "an integer", str: "a string"}
+
+
+def trained_group(independent_replicas: bool) -> str:
+    """The group of the parameters that are evaluated and used."""
+    return ANCHOR if independent_replicas else PARAMETERS
 
 
 class CheckpointError(RunError):

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtrain.config import Config, from_dict
+from jaxtrain.config import Config, from_dict, to_dict
 from jaxtrain.config.errors import UsageError
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
@@ -104,6 +104,11 @@ def _recipes_in(folder: pathlib.Path) -> list[pathlib.Path]:
         file for file in sorted(folder.glob("*.py")) if file.is_file() and os.access(file, os.R_OK)
     ]
     return [file for file in files if "def get_config(" in file.read_text(errors="replace")]
+
+
+def write_config(config: Config, path: pathlib.Path) -> None:
+    """Writes a run's config.json, which `load_recipe` reads. Raises OSError."""
+    path.write_text(json.dumps(to_dict(config), indent=2) + "\n")
 
 
 def load_recipe(path: pathlib.Path) -> Config:

@@ -67,8 +67,8 @@ def read_marks(folder: pathlib.Path, tokenizer: tokenizers.Tokenizer) -> Marks |
     names = _read(folder, TOKENIZER_CONFIG)
     place = folder / TOKENIZER_CONFIG
     _check_added(place, names.get("added_tokens_decoder"), tokenizer)
-    if "added_tokens_decoder" not in names and (more := _read(folder, TOKENS_MAP)).get(END):
-        names, place = more, folder / TOKENS_MAP
+    if "added_tokens_decoder" not in names and (tokens := _read(folder, TOKENS_MAP)).get(END):
+        names, place = tokens, folder / TOKENS_MAP
     model = _read(folder, CONFIG)
     if "model_type" not in model:  # another program's
         model = {}

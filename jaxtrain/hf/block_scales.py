@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxtrain.hf.fields import Fields
+from jaxtrain.hf.files import QUANTIZATION
 
-QUANTIZATION = "quantization_config"
 SUFFIX = "_scale_inv"  # behind the name of a weight
 # Types of tensors are those of the files, whatever these say.
 WITHOUT_EFFECT = ("modules_to_not_convert", "dequantize")

@@ -7,12 +7,10 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.hf.block_scales import QUANTIZATION
-from jaxtrain.hf.entries import REMOTE_CODE
-
 SOURCE = "hf"  # the folder of a run with the small files of the model that it began with
 CONFIG, TENSORS, TOKENIZER = "config.json", "tensors.json", "tokenizer.json"
 GENERATION = "generation_config.json"
+REMOTE_CODE, QUANTIZATION = "auto_map", "quantization_config"  # fields of config.json
 # Those of tokenizers that need transformers to be read.
 SLOW_TOKENIZERS = (
     "tokenizer.model",

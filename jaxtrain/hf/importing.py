@@ -23,6 +23,7 @@ import numpy as np
 
 from jaxtrain.checkpoint.layout import StoredArray, cut_piece, piece_shape, stored_arrays
 from jaxtrain.checkpoint.restoring import expected_arrays
+from jaxtrain.checkpoint.steps import ANCHOR, PARAMETERS
 from jaxtrain.checkpoint.storage import HostArray, Parts, nested, on_devices
 from jaxtrain.config import Config
 from jaxtrain.devices import cluster
@@ -37,8 +38,6 @@ from jaxtrain.run import streams
 from jaxtrain.training.state import TrainState, stored_shapes
 from jaxtrain.training.step import Step
 
-PARAMETERS = "params/"  # before the names of their arrays
-ANCHOR = "anchor/"  # of independent replicas' last exchange (training/diloco.py)
 READ_BYTES = 8 * 2**20  # of a tensor's rows that are read at a time, or one row
 Progress = Callable[[int, int], object]  # (steps done, all steps)
 
@@ -115,10 +114,11 @@ def open_weights(published: Published, config: Config) -> PublishedWeights:
     that is missing or that no parameter is for, and for a wrong shape or type.
     """
     arrays = expected_arrays(config)
+    group = f"{PARAMETERS}/"
     shapes = {
-        array.name.removeprefix(PARAMETERS): array.shape[array.leaves[0].lead :]
+        array.name.removeprefix(group): array.shape[array.leaves[0].lead :]
         for array in arrays
-        if array.name.startswith(PARAMETERS)
+        if array.name.startswith(group)
     }
     family = published.family
     rules, tensors = family.layout(config.model, published.values, shapes)
@@ -251,7 +251,7 @@ def published_arrays(weights: PublishedWeights) -> dict[str, PublishedArray]:
     for rule in weights.rules:
         by_array.setdefault(rule.array, {}).setdefault(rule.index, []).append(rule)
     return {
-        group + name: PublishedArray(weights, by_index)
+        f"{group}/{name}": PublishedArray(weights, by_index)
         for name, by_index in by_array.items()
         for group in (PARAMETERS, ANCHOR)
     }

@@ -72,7 +72,7 @@ class Published(Origin):
         return [name for name in self.values if aliases.get(name, name) == field]
 
     def without_predictions(self) -> "Published":
-        """The same model without modules of multi-token prediction."""
+        """Returns the model without modules of multi-token prediction."""
         if not self.model.mtp_depth:
             return self
         names = self.prediction_fields or [self.family.source("mtp_depth")]

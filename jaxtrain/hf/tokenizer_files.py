@@ -18,6 +18,7 @@ from typing import Any
 import tokenizers
 
 from jaxtrain.config import Config
+from jaxtrain.data.marks import TOKENIZER_CONFIG
 from jaxtrain.data.tokenizer import (
     ByteTokenizer,
     DataError,
@@ -29,7 +30,6 @@ from jaxtrain.hf.fields import HfError
 from jaxtrain.hf.files import CONFIG, GENERATION, SMALL_FILES, TOKENIZER
 from jaxtrain.hf.run_config import Published
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
 END_OF_BYTES = "<|endoftext|>"
 
 
@@ -74,11 +74,13 @@ def exported_files(tokenizer: Tokenizer, source: pathlib.Path) -> dict[str, byte
         files = {TOKENIZER: byte_level(tokenizer)}
     else:
         return {}
-    made = {
+    defaults = {
         TOKENIZER_CONFIG: _tokenizer_config(files[TOKENIZER], tokenizer),
         GENERATION: token_ids(tokenizer),
     }
-    return {name: json.dumps(made[name], indent=2).encode() + b"\n" for name in made} | files
+    return {
+        name: json.dumps(defaults[name], indent=2).encode() + b"\n" for name in defaults
+    } | files
 
 
 def _small_files(folder: pathlib.Path) -> dict[str, bytes]:

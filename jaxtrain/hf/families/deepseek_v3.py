@@ -11,13 +11,13 @@ from jaxtrain.hf.entries import (
     Predictions,
     RotaryPositions,
     Same,
-    Switch,
     TableEntry,
     Window,
 )
 from jaxtrain.hf.families.family import (
-    NORMALIZED,
+    DEEPSEEK_ALIASES,
     ROUTER_TRAINING,
+    SIGMOID_ROUTER,
     Family,
     decoder,
     decoder_rules,
@@ -40,40 +40,32 @@ LATENT: tuple[TableEntry, ...] = (
     PassedOver(("ep_size",)),
     ROUTER_TRAINING,
 )
-TABLE = (
-    *decoder(
-        vocab=129280, width=7168, layers=61, heads=128, epsilon=1e-6, remote_code="DeepseekV3"
-    ),
-    *LATENT,
-    Integer("intermediate_size", "mlp_width", 18432),
-    Integer("moe_intermediate_size", "expert_width", 2048),
-    Integer("n_routed_experts", "experts", 256),
-    Integer("num_experts_per_tok", "experts_per_token", 8),
-    Integer("n_shared_experts", "shared_experts", 1, least=0),
-    Integer("n_group", "router_groups", 8),
-    Integer("topk_group", "router_group_limit", 4),
-    Number("routed_scaling_factor", "router_scale", 2.5),
-    Switch("norm_topk_prob", "router_normalize", True, NORMALIZED),
-    Fixed({"router": "sigmoid", "router_bias": True, "router_group_best": 2}),
-    RotaryPositions(LONGEST),
-    Window(LONGEST),
-    DenseLayers("first_k_dense_replace", 3),
-    Predictions("num_nextn_predict_layers", 1),
-    # how the tensors' columns lie, which the rules read
-    Only("rope_interleave", (True, False)),
-    Only("scoring_func", ("sigmoid",), written=False),
-    Only("topk_method", ("noaux_tc",), written=False),
-)
-ALIASES = {
-    "num_local_experts": "n_routed_experts",
-    "num_mtp_layers": "num_nextn_predict_layers",
-}
 
 FAMILY = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     models="DeepSeek-V3, V3.1, R1, Moonlight",
-    table=TABLE,
+    table=(
+        *decoder(
+            vocab=129280, width=7168, layers=61, heads=128, epsilon=1e-6, remote_code="DeepseekV3"
+        ),
+        *LATENT,
+        Integer("intermediate_size", "mlp_width", 18432),
+        Integer("moe_intermediate_size", "expert_width", 2048),
+        Integer("n_routed_experts", "experts", 256),
+        Integer("num_experts_per_tok", "experts_per_token", 8),
+        Integer("n_shared_experts", "shared_experts", 1, least=0),
+        Integer("n_group", "router_groups", 8),
+        Integer("topk_group", "router_group_limit", 4),
+        Number("routed_scaling_factor", "router_scale", 2.5),
+        *SIGMOID_ROUTER,
+        RotaryPositions(LONGEST),
+        Window(LONGEST),
+        DenseLayers("first_k_dense_replace", 3),
+        Predictions("num_nextn_predict_layers", 1),
+        # how the tensors' columns lie, which the rules read
+        Only("rope_interleave", (True, False)),
+    ),
     rules=decoder_rules,
-    aliases=ALIASES,
+    aliases=DEEPSEEK_ALIASES,
 )

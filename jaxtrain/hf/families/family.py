@@ -155,6 +155,17 @@ ROUTER_TRAINING = Training(
     )
 )
 NORMALIZED = ("never", "always")  # router_normalize where norm_topk_prob is false, and true
+# DeepSeek-V3's router, whose biases balance the experts.
+SIGMOID_ROUTER: tuple[TableEntry, ...] = (
+    Switch("norm_topk_prob", "router_normalize", True, NORMALIZED),
+    Only("scoring_func", ("sigmoid",), written=False),
+    Only("topk_method", ("noaux_tc",), written=False),
+    Fixed({"router": "sigmoid", "router_bias": True, "router_group_best": 2}),
+)
+DEEPSEEK_ALIASES = {
+    "num_local_experts": "n_routed_experts",
+    "num_mtp_layers": "num_nextn_predict_layers",
+}
 
 
 # --- rules ----------------------------------------------------------------------------------------

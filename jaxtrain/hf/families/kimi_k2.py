@@ -1,13 +1,7 @@
 """Kimi-K2, which is a DeepSeek-V3 by another name. transformers 5.23.0 does not know it."""
 
-from jaxtrain.hf.families.deepseek_v3 import ALIASES, TABLE
-from jaxtrain.hf.families.family import Family, decoder_rules
+import dataclasses
 
-FAMILY = Family(
-    model_type="kimi_k2",
-    architecture="DeepseekV3ForCausalLM",
-    models="Kimi-K2",
-    table=TABLE,
-    rules=decoder_rules,
-    aliases=ALIASES,
-)
+from jaxtrain.hf.families import deepseek_v3
+
+FAMILY = dataclasses.replace(deepseek_v3.FAMILY, model_type="kimi_k2", models="Kimi-K2")
