@@ -11,6 +11,8 @@ import pytest
 from support import ROOT, ahead
 from support.compilers import KINDS, compiled_for
 
+from jaxtrain.hlo.program import Instruction, Program
+
 SCHEDULES = {"interleaved": 2, "zb_h1": 1}  # with repeats
 
 # A tick that is as it should be, and what breaks it. A payload has 64 elements, the smallest matrix
@@ -250,6 +252,19 @@ FP8 = {
 }
 
 
+def sources(program: Program, name: str) -> list[Instruction]:
+    """The values in memory that an operand is made from: what only renames or moves it, back to
+    what the fusion before them reads; or to a loop's carry, a collective or another call."""
+    i = program.named[name]
+    if i.opcode == "get-tuple-element" and program.operands(i)[0].opcode == "fusion":
+        return [i, *program.operands(program.operands(i)[0])]
+    if i.opcode == "fusion":
+        return [i, *program.operands(i)]
+    if i.opcode in ("bitcast", "copy", "transpose", "reshape"):
+        return [i, *sources(program, i.operands[0])]
+    return [i]
+
+
 @pytest.mark.parametrize("case", FP8)
 @compiled_for("h100")
 def test_products_in_fp8(platform, case):
@@ -268,6 +283,18 @@ def test_products_in_fp8(platform, case):
         of_fp8 = [i for i in found if i.target == "__cublas$lt$matmul$f8"]
         assert len(of_fp8) >= 4, op
         assert len(found) - len(of_fp8) == router, op
+        for product in of_fp8:
+            for operand in product.operands[:2]:
+                size = c.program.named[operand].sizes[0]
+                made_from = sources(c.program, operand)
+                of_8_bits = {t for i in made_from for t in i.types} & {"u8", "f8e4m3fn", "f8e5m2"}
+                wide = [
+                    i.text
+                    for i in made_from
+                    for t, n in zip(i.types, i.sizes, strict=True)
+                    if t in ("f32", "f64") and n >= size
+                ]
+                assert of_8_bits and not wide, (op, wide)
     if case == "dense":
         assert ahead.faults(c) == {}
         return
