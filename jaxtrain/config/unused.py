@@ -13,6 +13,7 @@ from jaxtrain import config as cfg
 from jaxtrain.config import Config, sources
 from jaxtrain.config.optimizers import OPTIMIZERS, READS
 from jaxtrain.config.rules import OF_EXPERTS
+from jaxtrain.schedule.order_csv import is_order_file
 from jaxtrain.schedule.orders import CSV
 
 
@@ -59,7 +60,10 @@ USES = (
     ),
     Use(
         _under("pipeline", "layers_per_op permute"),
-        lambda c: not c.pipeline.schedule.startswith(CSV),
+        lambda c: (
+            not c.pipeline.schedule.startswith(CSV)
+            or is_order_file(c.pipeline.schedule.removeprefix(CSV))
+        ),
         lambda c: f"with the table of pipeline.schedule={c.pipeline.schedule!r}",
     ),
     Use(
@@ -71,6 +75,11 @@ USES = (
         ["precision.fp8_gradients", "precision.fp8_weight_gradients"],
         lambda c: c.precision.matmul == "fp8",
         lambda c: f"with precision.matmul={c.precision.matmul!r}",
+    ),
+    Use(
+        ["precision.masters"],
+        lambda c: c.precision.params != "float32",
+        lambda c: f"with precision.params={c.precision.params!r}, which need no masters",
     ),
     Use(["parallel.context"], lambda c: c.mesh.context > 1, lambda c: "with mesh.context=1"),
     Use(
