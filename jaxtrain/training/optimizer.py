@@ -53,6 +53,7 @@ def make_optimizer(
 
     specs: a pytree like the parameters, of Specs. offload: the optimizer's state is in the host's
         memory, and `update` fetches it leaf by leaf.
+    `update` takes the norm of all gradients, `norm`, if its caller knows it.
     skips: `update` takes a scalar `finite`; if that is false, the state and the count of updates,
         on which the learning rate depends, stay as they are. The caller keeps the parameters.
     """
@@ -65,12 +66,23 @@ def make_optimizer(
     parts = [
         # A part also without clipping, so that the state's structure, which checkpoints have, does
         # not depend on it.
-        optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity(),
+        clip_by_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity(),
         directions,
         optax.add_decayed_weights(cfg.weight_decay, decays),
         guarded(optax.scale_by_learning_rate(learning_rate(cfg, steps))),
     ]
     return optax.chain(*parts)
+
+
+def clip_by_norm(limit: float) -> optax.GradientTransformationExtraArgs:
+    """optax's clip_by_global_norm, of gradients that may be a part of those whose norm this is."""
+
+    def update(updates, state, params=None, *, norm=None, **_):
+        norm = optax.tree.norm(updates) if norm is None else norm
+        clips = lambda g: lax.select(norm < limit, g, (g / norm.astype(g.dtype)) * limit)
+        return jax.tree.map(clips, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
 
 
 def updates_made(state: Any) -> jax.Array:

@@ -15,6 +15,7 @@ parameters of the last exchange, and `outer_momentum`.
 """
 
 import dataclasses
+import itertools
 import math
 import zlib
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.devices import host_memory
 from jaxtrain.devices.mesh import AXES, MODEL, REPLICA, psum
 from jaxtrain.devices.sharding import constrain, mesh_axes, restricted, spec
+from jaxtrain.devices.state_file import StateFile, is_on_disk
 from jaxtrain.models.spec import Spec, is_spec
 from jaxtrain.models.transformer import ModelParts, build
 from jaxtrain.parallel import replicas
@@ -121,6 +123,7 @@ class ParameterLayout:
     dtype: jnp.dtype = jnp.dtype("float32")
     independent_replicas: bool = False  # each replica has its own parameters
     offload: bool = False  # the optimizer's state lies in the host's memory
+    disk: StateFile | None = None  # or in this file
     optimizer: OptimizerConfig = OptimizerConfig()
 
     @classmethod
@@ -400,6 +403,8 @@ def abstract_state(layout: ParameterLayout, optimizer: optax.GradientTransformat
         jax.eval_shape(optimizer.init, layout.shapes),
         layout.state_of(optimizer, layout.state_sharding, lambda _: replicated),
     )
+    if layout.disk:
+        optimizer_state = _on_disk(layout, optimizer, optimizer_state)
     state = TrainState(
         params, optimizer_state, jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     )
@@ -409,6 +414,25 @@ def abstract_state(layout: ParameterLayout, optimizer: optax.GradientTransformat
     return TrainState(
         params, optimizer_state, state.step, anchor=layout.outer, outer_momentum=layout.outer
     )
+
+
+def _on_disk(
+    layout: ParameterLayout, optimizer: optax.GradientTransformation, abstract: Any
+) -> Any:
+    """The optimizer's abstract state, with parameters' arrays in the layout's file."""
+    file = layout.disk
+    assert file
+
+    def dimensions(array: Any, dims: tuple[int, ...], s: Spec, sharding: NamedSharding) -> int:
+        """The number of leading dimensions, those of a stack."""
+        return len(sharding.spec) - len(s.shape)
+
+    def place(path: tuple, a: jax.ShapeDtypeStruct, lead: int) -> Any:
+        name = jax.tree_util.keystr(path)
+        return a if lead < 0 else file.array(name, a.shape, a.dtype, a.sharding, lead > 0)
+
+    leads = layout.state_of(optimizer, dimensions, lambda _: -1)
+    return jax.tree_util.tree_map_with_path(place, abstract, leads)
 
 
 def _stored_part(array: Any, dims: tuple[int, ...], s: Spec, sharding: NamedSharding) -> Stored:
@@ -437,9 +461,10 @@ def stored_shapes(layout: ParameterLayout, optimizer: optax.GradientTransformati
 def initial_state(
     layout: ParameterLayout, optimizer: optax.GradientTransformation, seed: int
 ) -> TrainState:
-    """The state before the first step; each device initializes its own shards."""
-    leaves, tree = jax.tree.flatten(abstract_state(layout, optimizer))
-    on_host = [host_memory.is_host(a.sharding) for a in leaves]
+    """The state before the first step; each device initializes its own shards. What lies on disk is
+    taken to be zero."""
+    leaves, tree = jax.tree.flatten(abstract_state(layout, optimizer), is_leaf=is_on_disk)
+    on_device = [not (is_on_disk(a) or host_memory.is_host(a.sharding)) for a in leaves]
 
     def make(keys: list[jax.Array]) -> list[jax.Array]:
         params = layout.initial(keys)
@@ -453,19 +478,25 @@ def initial_state(
                 params,
                 jax.tree.map(jnp.zeros_like, params),
             )
-        return [a for a, host in zip(jax.tree.leaves(state), on_host, strict=True) if not host]
+        return list(itertools.compress(jax.tree.leaves(state), on_device))
 
     with jax.set_mesh(layout.mesh):
-        shardings = [a.sharding for a, host in zip(leaves, on_host, strict=True) if not host]
-        on_device = iter(jax.jit(make, out_shardings=shardings)(layout.keys(seed)))
+        shardings = [a.sharding for a in itertools.compress(leaves, on_device)]
+        made = iter(jax.jit(make, out_shardings=shardings)(layout.keys(seed)))
     # Moments begin at zero. Those on the host are created there: a program would have them in the
     # device's memory first.
-    pairs = zip(leaves, on_host, strict=True)
-    arrays = [host_memory.zeros(a) if host else next(on_device) for a, host in pairs]
-    return jax.tree.unflatten(tree, arrays)
+    elsewhere = lambda a: a if is_on_disk(a) else host_memory.zeros(a)
+    pairs = zip(leaves, on_device, strict=True)
+    return jax.tree.unflatten(tree, [next(made) if device else elsewhere(a) for a, device in pairs])
 
 
 def bytes_per_device(abstract: Any, host: bool = False) -> int:
     """Bytes of a pytree of abstract arrays for one device, in its own memory or in the host's."""
     arrays = [a for a in jax.tree.leaves(abstract) if host_memory.is_host(a.sharding) == host]
     return sum(int(np.prod(a.sharding.shard_shape(a.shape))) * a.dtype.itemsize for a in arrays)
+
+
+def bytes_on_disk(abstract: Any) -> int:
+    """Bytes of an abstract state on disk, for one device."""
+    leaves = jax.tree.leaves(abstract, is_leaf=is_on_disk)
+    return sum(a.bytes_per_device() for a in leaves if is_on_disk(a))
