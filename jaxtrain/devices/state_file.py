@@ -94,6 +94,26 @@ class DiskArray:
         np.copyto(self._view(block, buffer), numbers)
         self.file.write(self.offsets[block], buffer)
 
+    def fill(self, value: jax.Array) -> None:
+        """Replaces all numbers by those of an array on the devices. Raises StateFileError."""
+        held = {shard.device: shard.data for shard in value.addressable_shards}
+        for shard, devices in self.shards().items():
+            numbers = np.asarray(held[devices[0]])
+            for layer in range(self.layers):
+                part = numbers[:, layer : layer + 1] if self.stacked else numbers
+                self.write(self.block(shard, layer), part)
+
+    def load(self) -> jax.Array:
+        """All numbers, on the devices. Raises StateFileError."""
+        parts = []
+        for shard, devices in self.shards().items():
+            numbers = np.empty(_shape(shard), self.dtype)
+            for layer in range(self.layers):
+                part = numbers[:, layer : layer + 1] if self.stacked else numbers
+                np.copyto(part, self.read(self.block(shard, layer)))
+            parts += [jax.device_put(numbers, device) for device in devices]
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, parts)
+
     def view(self, block: Bounds, buffer: np.ndarray, begin: int) -> np.ndarray:
         """The numbers of a block in the bytes of a group that begins at this offset."""
         return self._view(block, buffer[self.offsets[block] - begin :])
@@ -197,6 +217,10 @@ class StateFile:
             f"optimizer state on disk: {self.size / 2**20:,.1f} MiB of this process in "
             f"{self.folder}, {way} the page cache"
         )
+
+    @property
+    def is_open(self) -> bool:
+        return self._fd is not None
 
     def clear(self) -> None:
         """Makes all numbers zero. Raises StateFileError."""

@@ -25,6 +25,7 @@ from jaxtrain.config import (
 )
 from jaxtrain.devices import cluster, host_memory
 from jaxtrain.devices.compiler_options import compiler_options
+from jaxtrain.devices.host_memory import is_on_host
 from jaxtrain.devices.mesh import CONTEXT, REPLICA, batch_shards
 from jaxtrain.devices.sharding import BATCH_SPEC
 from jaxtrain.devices.state_file import StateFile
@@ -36,14 +37,23 @@ from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.run.metrics import METRICS, host
 from jaxtrain.runtime.runtime import LossesAndGradients, Runtime
 from jaxtrain.training import balance, diloco
-from jaxtrain.training.optimizer import learning_rate, make_optimizer, updates_made
+from jaxtrain.training.optimizer import (
+    Optimizer,
+    learning_rate,
+    make_optimizer,
+    updates_made,
+)
 from jaxtrain.training.state import ParameterLayout, TrainState, abstract_state
 from jaxtrain.training.streamed_update import (
     CompiledUpdate,
     Guard,
     StreamedUpdate,
+    UpdateSettings,
     streamed_update,
 )
+
+# The use of random keys that the initial values have not (ParameterLayout.keys).
+ROUNDING = 1
 
 # Float32 scalars by their names in METRICS; of independent replicas arrays [replicas].
 StepMetrics = dict[str, jax.Array]
@@ -87,7 +97,7 @@ class Step:
     parts: ModelParts
     layout: ParameterLayout
     setup: Setup
-    optimizer: optax.GradientTransformation
+    optimizer: Optimizer
     train: Wrapped
     streamed: "StreamedStep | None"
     evaluate: Wrapped
@@ -122,11 +132,11 @@ def make_layout(
     mesh: Mesh,
     model: ModelConfig,
     parallel: ParallelConfig,
-    dtype: jnp.dtype,
+    precision: PrecisionConfig,
     batch_size: int,
     independent_replicas: bool,
 ) -> ParameterLayout:
-    """The layout of a resolved model's parameters of this type on a mesh, which may be abstract.
+    """The layout of a resolved model's parameters on a mesh, which may be abstract.
 
     batch_size: sequences in a step, of all replicas together
     """
@@ -139,7 +149,7 @@ def make_layout(
         setup.placement,
         mesh,
         parallel.zero,
-        dtype,
+        precision,
         independent_replicas,
         offload=parallel.offload_to("optimizer") == "host",
         disk=StateFile(parallel.offload_directory)
@@ -161,10 +171,13 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
     model, data, parallel, precision = config.model, config.data, config.parallel, config.precision
     steps, skips = config.train.steps, config.train.on_nonfinite != "stop"
     independent = config.train.diloco_inner_steps > 0
-    dtype, compute = jnp.dtype(precision.params), jnp.dtype(precision.compute)
-    layout = make_layout(setup, mesh, model, parallel, dtype, data.batch_size, independent)
+    compute = jnp.dtype(precision.compute)
+    layout = make_layout(setup, mesh, model, parallel, precision, data.batch_size, independent)
     layout = dataclasses.replace(layout, optimizer=config.optimizer)
-    optimizer = make_optimizer(config.optimizer, steps, layout.specs, layout.offload, skips)
+    keys = layout.keys(config.train.seed, ROUNDING)
+    optimizer = make_optimizer(
+        config.optimizer, steps, layout.specs, precision.moments, layout.offload, keys
+    )
     zero = Zero(parallel.zero, parallel.gather, parallel.reduce, jnp.dtype(precision.reduce))
     fp8 = fp8_of(precision, independent)
     runtime_of = _runtime_of(layout, setup, zero, model.loss_chunk, compute, fp8)
@@ -192,15 +205,14 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
     train: Wrapped
     streamed = None
     if layout.disk:
-        update = streamed_update(
-            layout, abstract, config.optimizer, steps, skips, model.balance_rate, jit
+        settings = UpdateSettings(
+            layout, config.optimizer, steps, precision.moments, keys, skips, model.balance_rate
         )
+        update = streamed_update(settings, abstract, jit)
         gradients = _gradients(layout, runtime, learning_rates, skips)
         everywhere = NamedSharding(mesh, PartitionSpec())
         train = jit(gradients, out_shardings=(layout.scattered, everywhere, everywhere))
-        streamed = StreamedStep(
-            update, jit(_finish(layout, skips), out_shardings=everywhere), skips
-        )
+        streamed = StreamedStep(update, jit(_finish(layout, skips), out_shardings=everywhere))
     else:
         train = jit(
             _train(layout, optimizer, runtime, learning_rates, skips, model.balance_rate),
@@ -266,7 +278,7 @@ def fp8_of(precision: PrecisionConfig, independent_replicas: bool) -> Fp8 | None
 
 def _train(
     layout: ParameterLayout,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     runtime: Runtime,
     rate: Callable[[ArrayLike], jax.Array],
     skips: bool,
@@ -286,17 +298,17 @@ def _train(
             losses, with_counts = results.losses, results.gradients
             gradients = balance.without_counts(layout.specs, with_counts)
             # Each data shard updates its part of the parameters; then they are gathered.
-            scattered = jax.tree.map(lax.with_sharding_constraint, params, layout.scattered)
-            norm = optax.tree.norm(gradients)
-            guard = {"finite": jnp.isfinite(losses.loss) & jnp.isfinite(norm)} if skips else {}
-            updates, after = optimizer.update(gradients, optimizer_state, scattered, **guard)
-            moved = balance.move(
-                layout.specs, optax.apply_updates(scattered, updates), with_counts, balance_rate
+            scattered = jax.tree.map(
+                lambda a, s: a if is_on_host(a) else lax.with_sharding_constraint(a, s),
+                params,
+                layout.scattered,
             )
-            if skips:
-                select = functools.partial(jnp.where, guard["finite"])
-                moved = jax.tree.map(select, moved, scattered)
-            params = jax.tree.map(lax.with_sharding_constraint, moved, layout.shardings)
+            norm = optax.tree.norm(gradients)
+            finite = jnp.isfinite(losses.loss) & jnp.isfinite(norm) if skips else None
+            updated, params, after = optimizer.update(gradients, optimizer_state, scattered, finite)
+            moved = balance.move(layout.specs, updated, with_counts, balance_rate, finite)
+            on_device = layout.as_held(moved)
+            params = jax.tree.map(lambda a, b: a if is_on_host(a) else b, params, on_device)
             metrics = step_metrics(
                 loss=losses.loss,
                 grad_norm=norm,
@@ -310,14 +322,20 @@ def _train(
                 if skips
                 else None,
             )
-            return params, after, metrics
+            return params, after, layout.working(moved), metrics
 
-        results = runtime.losses_and_gradients(state.params, batch)
+        results = runtime.losses_and_gradients(state.read, batch)
         with jax.named_scope("optimizer"):
             update_each = replicas.in_each(update) if layout.independent_replicas else update
-            params, optimizer_state, metrics = update_each(state.params, state.optimizer, results)
+            params, optimizer_state, working, metrics = update_each(
+                state.params, state.optimizer, results
+            )
         return dataclasses.replace(
-            state, params=params, optimizer=optimizer_state, step=state.step + 1
+            state,
+            params=params,
+            optimizer=optimizer_state,
+            step=state.step + 1,
+            working=working,
         ), metrics
 
     return train
@@ -333,7 +351,7 @@ def _gradients(
     `_train`."""
 
     def gradients(state: TrainState, batch: dict) -> tuple[Any, Guard, StepMetrics]:
-        results = runtime.losses_and_gradients(state.params, batch)
+        results = runtime.losses_and_gradients(state.read, batch)
         losses, with_counts = results.losses, results.gradients
         with jax.named_scope("optimizer"):
             norm = optax.tree.norm(balance.without_counts(layout.specs, with_counts))
@@ -352,15 +370,22 @@ def _gradients(
     return gradients
 
 
-def _finish(layout: ParameterLayout, skips: bool) -> Callable[[TrainState], Any]:
-    """The function of the end of a step whose update is streamed: the updated state → (number of
-    steps, the metrics that need that state)."""
+def _finish(
+    layout: ParameterLayout, skips: bool
+) -> Callable[[TrainState, jax.Array | None], tuple[jax.Array, StepMetrics]]:
+    """The function of the end of a step whose update is streamed: (the updated state, the squares
+    of masters) → (number of steps, the metrics that need that state)."""
 
-    def finish(state: TrainState) -> tuple[jax.Array, StepMetrics]:
-        scattered = jax.tree.map(lax.with_sharding_constraint, state.params, layout.scattered)
+    def finish(state: TrainState, squares: jax.Array | None) -> tuple[jax.Array, StepMetrics]:
+        if squares is None:
+            norm = layout.norm(
+                jax.tree.map(lax.with_sharding_constraint, state.params, layout.scattered)
+            )
+        else:
+            norm = jnp.sqrt(squares)
         step = state.step + 1
         skipped = (step - updates_made(state.optimizer)).astype(jnp.float32) if skips else None
-        return step, step_metrics(param_norm=layout.norm(scattered), skipped=skipped)
+        return step, step_metrics(param_norm=norm, skipped=skipped)
 
     return finish
 
@@ -404,21 +429,24 @@ class StreamedStep:
 
     update: StreamedUpdate
     finish: Wrapped
-    skips: bool
 
     def lower(self) -> Callable[[Compiled], "CompiledStreamedStep"]:
         """Traces the programs. The function compiles them, and joins them to the compiled program
         of the gradients."""
-        updates, finish = self.update.lower(self.skips), self.finish.lower(self.update.state)
+        layout = self.update.layout
+        everywhere = NamedSharding(layout.mesh, PartitionSpec())
+        squares = jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)
+        updates = self.update.lower()
+        finish = self.finish.lower(self.update.state, squares if layout.masters else None)
 
         def compile_all(gradients: Compiled) -> CompiledStreamedStep:
-            everywhere = cluster.compile_everywhere
             compiled = {
-                program: everywhere(f"update {number}", lowered)
+                program: cluster.compile_everywhere(f"update {number}", lowered)
                 for number, (program, lowered) in enumerate(updates.items())
             }
             update = CompiledUpdate(self.update, compiled)
-            return CompiledStreamedStep(gradients, update, everywhere("end of a step", finish))
+            end = cluster.compile_everywhere("end of a step", finish)
+            return CompiledStreamedStep(gradients, update, end)
 
         return compile_all
 
@@ -437,9 +465,8 @@ class CompiledStreamedStep:
         gradients, guard, metrics = self.gradients(state, batch)
         leaves = jax.tree.leaves(gradients)
         del gradients  # each is freed when its parameter is updated
-        params, optimizer = self.update(state.params, state.optimizer, leaves, guard)
-        state = dataclasses.replace(state, params=params, optimizer=optimizer)
-        step, others = self.finish(state)
+        state, squares = self.update(state, leaves, guard)
+        step, others = self.finish(state, squares)
         return dataclasses.replace(state, step=step), metrics | others
 
 

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -54,17 +53,18 @@ class ParameterGroup:
     paths:   keys in the tree of parameters, without the unit of a stack
     specs:   of one layer
     shapes:  of the parameters on all devices
+    unit:    of the stacks; "" outside of stacks
     """
 
     indices: tuple[int, ...]
     paths: tuple[tuple[str, ...], ...]
     specs: tuple[Spec, ...]
     shapes: tuple[tuple[int, ...], ...]
-    stacked: bool
+    unit: str
 
     @property
     def layers(self) -> int:
-        return self.shapes[0][1] if self.stacked else 1
+        return self.shapes[0][1] if self.unit else 1
 
     def tree(self, leaves: Sequence[Any]) -> dict:
         """The nested dict of something of each parameter."""
@@ -90,31 +90,41 @@ class StreamedUpdate:
     programs: one for each group of parameters; those of equal shapes share one
     """
 
-    layout: ParameterLayout
+    settings: "UpdateSettings"
     state: TrainState
     passes: tuple[tuple[ParameterGroup, Group], ...]
     programs: dict[ParameterGroup, Wrapped]
 
-    def lower(self, skips: bool) -> dict[Wrapped, Lowered]:
-        """The traced programs. skips: updates may be skipped"""
-        params, counts = jax.tree.leaves(self.state.params), jax.tree.leaves(self.state.optimizer)
-        scattered = jax.tree.leaves(self.layout.scattered)
+    @property
+    def layout(self) -> ParameterLayout:
+        return self.settings.layout
+
+    def lower(self) -> dict[Wrapped, Lowered]:
+        """The traced programs."""
+        values, counts = jax.tree.leaves(self.state.read), jax.tree.leaves(self.state.optimizer)
+        gradients = jax.tree.leaves(self.layout.scattered)
         everywhere = NamedSharding(self.layout.mesh, P())
         scalar = lambda dtype: jax.ShapeDtypeStruct((), dtype, sharding=everywhere)
-        guard = Guard(scalar(jnp.float32), scalar(jnp.bool_) if skips else None)
+        settings = self.settings
+        guard = Guard(scalar(jnp.float32), scalar(jnp.bool_) if settings.skips else None)
         lowered: dict[Wrapped, Lowered] = {}
         for group, blocks in self.passes:
             program = self.programs[group]
             if program in lowered:
                 continue
-            gradients = [
-                jax.ShapeDtypeStruct(params[i].shape, jnp.float32, sharding=scattered[i])
-                for i in group.indices
-            ]
-            parts = [_layer_of(array) for array in blocks.arrays]
-            values = [params[i] for i in group.indices]
-            layer = scalar(jnp.int32)
-            lowered[program] = program.lower(values, gradients, parts, counts, guard, layer)
+            lowered[program] = program.lower(
+                [values[i] for i in group.indices],
+                [
+                    jax.ShapeDtypeStruct(values[i].shape, jnp.float32, sharding=gradients[i])
+                    for i in group.indices
+                ],
+                [_layer_of(array) for array in blocks.arrays],
+                counts,
+                guard,
+                scalar(jnp.float32) if self.layout.masters else None,
+                settings.keys_of(group, 0),
+                scalar(jnp.int32),
+            )
         return lowered
 
 
@@ -125,33 +135,25 @@ def _layer_of(array: DiskArray) -> jax.ShapeDtypeStruct:
 
 
 def streamed_update(
-    layout: ParameterLayout,
-    state: TrainState,
-    cfg: OptimizerConfig,
-    steps: int,
-    skips: bool,
-    balance_rate: float,
-    jit: Callable[..., Wrapped],
+    settings: "UpdateSettings", state: TrainState, jit: Callable[..., Wrapped]
 ) -> StreamedUpdate:
     """The update of a layout whose state is on disk; it gives the state its places in the file.
 
-    state: abstract; jit: jax.jit with the step's compiler options; other arguments as in training/
-        step.py
+    state: abstract; jit: jax.jit with the step's compiler options
     """
+    layout = settings.layout
     file = layout.disk
     assert file
-    parts = _state_by_parameter(layout, state)
+    parts, masters = _state_by_parameter(layout, state)
     passes: list[tuple[ParameterGroup, Group]] = []
-    groups = _parameter_groups(layout, parts)
-    for _, unit in itertools.groupby(groups, lambda group: (group.stacked, group.layers)):
+    sizes = [[*moments, *master] for moments, master in zip(parts, masters, strict=True)]
+    for _, unit in itertools.groupby(_parameter_groups(layout, sizes), lambda group: group.unit):
         in_unit = list(unit)
         for layer in range(in_unit[0].layers):
             for group in in_unit:
-                arrays = [
-                    array
-                    for of_part in zip(*(parts[i] for i in group.indices))
-                    for array in of_part
-                ]
+                columns = zip(*(parts[i] for i in group.indices), strict=True)
+                arrays = [array for column in columns for array in column]
+                arrays += [array for i in group.indices for array in masters[i]]
                 passes.append((group, Group(file, arrays, layer)))
     everywhere = NamedSharding(layout.mesh, P())
     shardings = jax.tree.leaves(layout.shardings)
@@ -164,25 +166,31 @@ def streamed_update(
             [shardings[i] for i in group.indices],
             [array.sharding for array in blocks.arrays],
             everywhere,
+            everywhere,
         )
-        key = (group.paths, group.specs, group.shapes, group.stacked, str(outs))
+        key = (group.paths, group.specs, group.shapes, group.unit != "", str(outs))
         if key not in alike:
-            update = functools.partial(
-                _update, group, _Settings(layout, cfg, steps, skips, balance_rate)
-            )
+            update = functools.partial(_update, group, settings)
             alike[key] = jit(update, donate_argnums=0, out_shardings=outs)
         programs[group] = alike[key]
-    return StreamedUpdate(layout, state, tuple(passes), programs)
+    return StreamedUpdate(settings, state, tuple(passes), programs)
 
 
-def _state_by_parameter(layout: ParameterLayout, state: TrainState) -> list[list[DiskArray]]:
-    """The arrays of each parameter's state, in the order of the optimizer's trees."""
+def _state_by_parameter(
+    layout: ParameterLayout, state: TrainState
+) -> tuple[list[list[DiskArray]], list[list[DiskArray]]]:
+    """For each parameter, the arrays of the optimizer's state in the order of its trees, and its
+    master if it has one."""
     outline: Any
     leaves, outline = jax.tree.flatten(state.optimizer, is_leaf=is_on_disk)
-    tree: Any = jax.tree.structure(state.params)
+    tree: Any
+    params, tree = jax.tree.flatten(state.params, is_leaf=is_on_disk)
     numbers, follows, _ = parts_of(outline.unflatten(range(len(leaves))), tree)
-    trees = [tree.flatten_up_to(part) for part, is_tree in zip(numbers, follows) if is_tree]
-    return [[leaves[number] for number in of_parameter] for of_parameter in zip(*trees)]
+    trees = [
+        tree.flatten_up_to(part) for part, is_tree in zip(numbers, follows, strict=True) if is_tree
+    ]
+    moments = [[leaves[number] for number in each] for each in zip(*trees, strict=True)]
+    return moments, [[a] if is_on_disk(a) else [] for a in params]
 
 
 def _parameter_groups(
@@ -212,61 +220,93 @@ def _parameter_groups(
                 tuple(keys[i][2:] if unit else keys[i] for i in indices),
                 tuple(specs[i][1] for i in indices),
                 tuple(shapes[i] for i in indices),
-                bool(unit),
+                unit,
             )
 
 
-class _Settings(NamedTuple):
-    """What the updates of all groups share."""
+class UpdateSettings(NamedTuple):
+    """What the updates of all groups share; arguments of `make_optimizer`, and skips: updates whose
+    gradients are not finite are not made.
+
+    keys: of all parameters
+    """
 
     layout: ParameterLayout
     optimizer: OptimizerConfig
     steps: int
+    moments: str
+    keys: Sequence[np.ndarray]
     skips: bool
     balance_rate: float
+
+    def keys_of(self, group: ParameterGroup, layer: int) -> list[np.ndarray] | None:
+        """The random keys of a layer of a group; None if nothing is rounded at random."""
+        specs = group.specs
+        rounds = any(self.layout.dtype(s) != jnp.float32 for s in specs)
+        if not rounds and self.moments == "float32":
+            return None
+        keys = [self.keys[i] for i in group.indices]
+        return [key[:, layer : layer + 1] for key in keys] if group.unit else keys
 
 
 def _update(
     group: ParameterGroup,
-    settings: _Settings,
+    settings: UpdateSettings,
     values: list[jax.Array],
     with_counts: list[jax.Array],
     parts: list[jax.Array],
     counts: list[jax.Array],
     guard: Guard,
+    squares: jax.Array | None,
+    keys: list[jax.Array] | None,
     layer: jax.Array,
-) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
-    """Inside jit: the parameters of a group, of stacks with one layer updated; the new state of
-    that layer, and the new counts.
+) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array], jax.Array | None]:
+    """Inside jit: what ops read of a group, of stacks with one layer updated; the new state of that
+    layer; the new counts; the squares with those of the layer's parameters.
 
-    with_counts: the gradients, as of runtime; parts: the layer's state; counts: of updates, before
-        the step
+    with_counts: the gradients, as of runtime; parts: the layer's state, masters last; counts: of
+        updates, before the step; squares: sum over the parameters so far; None where parameters
+        are not masters
     """
-    layout, cfg, steps, skips, balance_rate = settings
-    cut = lambda a: lax.dynamic_slice_in_dim(a, layer, 1, 1) if group.stacked else a
-    scattered_shardings = jax.tree.leaves(layout.scattered)
-    shardings = jax.tree.leaves(layout.shardings)
-    scattered = [
-        lax.with_sharding_constraint(cut(value), scattered_shardings[i])
-        for i, value in zip(group.indices, values, strict=True)
+    layout, specs_of, stacked = settings.layout, group.specs, group.unit != ""
+    cut = lambda a: lax.dynamic_slice_in_dim(a, layer, 1, 1) if stacked else a
+    of_group = lambda tree: [jax.tree.leaves(tree)[i] for i in group.indices]
+    scattered, shardings = of_group(layout.scattered), of_group(layout.shardings)
+    has_master = [layout.has_master(s) for s in specs_of]
+    moments = len(parts) - sum(has_master)
+    masters = iter(parts[moments:])
+    before = [
+        next(masters) if master else lax.with_sharding_constraint(cut(value), sharding)
+        for value, sharding, master in zip(values, scattered, has_master, strict=True)
     ]
-    specs, before = group.tree(group.specs), group.tree(scattered)
+    specs, params = group.tree(specs_of), group.tree(before)
     counted = group.tree([cut(gradient) for gradient in with_counts])
-    optimizer = make_optimizer(cfg, steps, specs, skips=skips)
+    optimizer = make_optimizer(
+        settings.optimizer, settings.steps, specs, settings.moments, keys=_ordered(group, keys)
+    )
+    state = _joined(optimizer, params, group, parts[:moments], counts)
     gradients = balance.without_counts(specs, counted)
-    state = _joined(optimizer, before, group, parts, counts)
-    extra = {"finite": guard.finite} if skips else {}
-    updates, after = optimizer.update(gradients, state, before, norm=guard.norm, **extra)
-    moved = balance.move(specs, optax.apply_updates(before, updates), counted, balance_rate)
-    if skips:
-        moved = jax.tree.map(functools.partial(jnp.where, guard.finite), moved, before)
+    updated = optimizer.update(gradients, state, params, guard.finite, guard.norm)
+    rate = settings.balance_rate
+    moved = group.order(balance.move(specs, updated.values, counted, rate, guard.finite))
     results = []
-    for i, value, new in zip(group.indices, values, group.order(moved), strict=True):
-        new = lax.with_sharding_constraint(new, shardings[i])
+    for value, new, storage, read in zip(values, moved, scattered, shardings, strict=True):
+        # numbers of the type that ops read are gathered
+        narrow = lax.with_sharding_constraint(new.astype(value.dtype), storage)
+        narrow = lax.with_sharding_constraint(narrow, read)
         results.append(
-            lax.dynamic_update_slice_in_dim(value, new, layer, 1) if group.stacked else new
+            lax.dynamic_update_slice_in_dim(value, narrow, layer, 1) if stacked else narrow
         )
-    return results, *_separated(after, before, group)
+    new_parts, new_counts = _separated(updated.state, params, group)
+    new_parts += [new for new, master in zip(moved, has_master, strict=True) if master]
+    if squares is not None:
+        squares += sum(jnp.square(new).sum() for new in moved)
+    return results, new_parts, new_counts, squares
+
+
+def _ordered(group: ParameterGroup, keys: list[Any] | None) -> list[Any] | None:
+    """Keys in the order of the leaves of the group's tree."""
+    return None if keys is None else jax.tree.leaves(group.tree(keys))
 
 
 def _joined(
@@ -310,28 +350,32 @@ class CompiledUpdate:
         self._stream = Stream(file, [blocks for _, blocks in update.passes])
 
     def __call__(
-        self, params: dict, optimizer: Any, gradients: list[jax.Array], guard: Guard
-    ) -> tuple[dict, Any]:
-        """The new parameters, and the optimizer's state with its new counts; it donates the
-        parameters. Returns when the last group's update is dispatched.
+        self, state: TrainState, gradients: list[jax.Array], guard: Guard
+    ) -> tuple[TrainState, jax.Array | None]:
+        """The state after the update with the count of steps before it, and the sum of the squares
+        of the parameters if these are masters. Donates what ops read. Returns when the last group's
+        update is dispatched.
 
         gradients: of all parameters; each is dropped from the list after its use
 
         Raises StateFileError.
         """
-        tree: Any
         outline: Any
-        values, tree = jax.tree.flatten(params)
-        counts, outline = jax.tree.flatten(optimizer)
-        new_counts = counts
+        values = jax.tree.leaves(state.read)
+        counts, outline = jax.tree.flatten(state.optimizer)
+        squares: Any
+        new_counts, squares = counts, np.float32(0) if self._update.layout.masters else None
+        settings = self._update.settings
         passes = enumerate(zip(self._update.passes, self._stream.groups(), strict=True))
         for number, ((group, blocks), (_, buffer)) in passes:
-            results, parts, new_counts = self._programs[group](
+            results, parts, new_counts, squares = self._programs[group](
                 [values[i] for i in group.indices],
                 [gradients[i] for i in group.indices],
                 blocks.on_devices(buffer),
                 counts,
                 guard,
+                squares,
+                settings.keys_of(group, blocks.layer),
                 np.int32(blocks.layer),
             )
             self._stream.write(blocks, parts, buffer)
@@ -339,4 +383,16 @@ class CompiledUpdate:
                 values[i] = result
                 if self._last[group] == number:
                     gradients[i] = None  # type: ignore[call-overload]
-        return tree.unflatten(values), outline.unflatten(new_counts)
+        return self._replaced(state, values, outline.unflatten(new_counts)), squares
+
+    def _replaced(self, state: TrainState, values: list[jax.Array], optimizer: Any) -> TrainState:
+        """The state with other arrays that ops read."""
+        tree: Any
+        params, tree = jax.tree.flatten(state.params, is_leaf=is_on_disk)
+        on_disk = [is_on_disk(a) for a in params]
+        pairs = list(zip(params, values, on_disk, strict=True))
+        working = None
+        if state.working is not None:
+            working = tree.unflatten(value if disk else None for _, value, disk in pairs)
+        params = tree.unflatten(held if disk else value for held, value, disk in pairs)
+        return dataclasses.replace(state, params=params, optimizer=optimizer, working=working)
