@@ -60,6 +60,7 @@ PARTS = {
     "optimizer": "moments",
     "activations": "slots",
 }
+MASTERS = "masters"  # the key of what the plan counts with the optimizer's state
 AGREES = 0.1  # of the compiler's memory
 FORMS = ", ".join(platform.form for platform in topology.PLATFORMS.values())
 FLAGS = (
@@ -263,9 +264,11 @@ def _parts(compiled: Compiled, planned: MemoryBreakdown) -> list[MemoryPart]:
     }
     if "weights" in known:
         known["weights"] += cast_bytes(compiled.program)
+    if "optimizer" in known:
+        known["optimizer"] += compiled.kinds.get(MASTERS, 0)
     parts = [MemoryPart(part, n, planned.parts[part]) for part, n in known.items()]
     for kind, n in compiled.kinds.items():
-        if kind not in PARTS.values() and not kind.endswith("on the host"):
+        if kind not in (*PARTS.values(), MASTERS) and not kind.endswith("on the host"):
             parts.append(MemoryPart(kind, float(n), None))
     rest = ", ".join([*(name for name in planned.parts if name not in known), "gaps"])
     compiled_rest = compiled.total - sum(part.compiled for part in parts)
