@@ -277,16 +277,17 @@ def _parts(compiled: Compiled, planned: MemoryBreakdown) -> list[MemoryPart]:
 
 
 def cast_bytes(program: Program) -> int:
-    """Bytes of the weights that a step casts to bfloat16 once, before all loops."""
+    """Bytes of the weights that a step casts to bfloat16 once, before all loops. What the optimizer
+    makes of them after the loops is no such cast."""
     cast = 0
     for i in program.inline(program.entry):
-        if i.opcode not in ("fusion", "convert"):
+        if i.opcode not in ("fusion", "convert") or "/optimizer/" in i.text:
             continue
         sizes = set()
         for source in program.operands(i):
             while source.opcode in ("bitcast", "reshape", "copy") and source.operands:
                 source = program.operands(source)[0]
-            if source.opcode == "parameter":
+            if source.opcode == "parameter" and source.types[0] == "f32":
                 sizes.add(source.sizes[0])
         results = zip(i.sizes, i.types, i.bytes_of_each, strict=True)
         cast += sum(
