@@ -21,7 +21,7 @@ from jaxtrain.devices.mesh import on_nvidia_gpu
 from jaxtrain.parallel import fp8
 from jaxtrain.parallel.heads import as_written
 from jaxtrain.parallel.zero import Zero, gather, in_memory_order, reduce_in_op
-from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, Residuals
+from jaxtrain.runtime.backward_split import LayerOp, Residuals
 from jaxtrain.runtime.tick_state import Pools, merged
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.schedule.slots import TickSlots
@@ -78,15 +78,15 @@ class RecomputedLayer:
 class LayerRange:
     """Consecutive layers of every unit that save the same for their backward.
 
-    split: a layer, cut into ops; its residuals and weight stash say which arrays lie in the pools,
-        in which order
+    split: a RecomputedLayer, or a LayerSplit, whose residuals and weight stash say which arrays lie
+        in the pools, in which order
     begin, end: of a unit's layers; end None: the unit's. A unit of fewer layers has those that it
         has.
     recomputed: the op R makes the residuals, where the unit has one, and not F
     residual_b, residual_w, weight_stash: the names of the pools
     """
 
-    split: LayerSplit | RecomputedLayer
+    split: Any
     begin: int = 0
     end: int | None = None
     recomputed: bool = False

@@ -257,17 +257,19 @@ class Tick:
             everything, activation=None, gradient=True, weight_stash=True, saved_stash=True
         )
         weights = Pools(residual_w=True, weight_stash=True, saved_w=True, saved_stash=True)
-        save = lambda op: functools.partial(self._forward_saving, op)
-        forward = TickState(pools=Pools(activation=True), buffers=output), self._forward
-        if stack.saves_in_f and not self.table.forward_only:
-            forward = TickState(pools=saving, buffers=output), save("F")
-        ops = {
-            "F": forward,
-            "K": (TickState(pools=everything, buffers=output), save("K")),
-            "R": (TickState(pools=recompute), save("R")),
+        ops: dict[str, tuple[TickState, Callable]] = {
+            "F": (TickState(pools=Pools(activation=True), buffers=output), self._forward),
+            "K": (
+                TickState(pools=everything, buffers=output),
+                functools.partial(self._forward_saving, "K"),
+            ),
+            "R": (TickState(pools=recompute), functools.partial(self._forward_saving, "R")),
             "B": (TickState(pools=backward, buffers=input_gradient), self._input_gradient),
             "W": (TickState(gradients=one_unit, pools=weights), self._weight_gradient),
         }
+        if stack.saves_in_f and not self.table.forward_only:
+            state = TickState(pools=saving, buffers=output)
+            ops["F"] = state, functools.partial(self._forward_saving, "F")
         constants = Constants(one_unit, batch=True)
         return [
             TickOp(cell_op(kind, unit), state, constants, functools.partial(run, stack))
