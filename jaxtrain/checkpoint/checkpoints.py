@@ -42,7 +42,7 @@ from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.parameter_checks import Finiteness
 from jaxtrain.training.recovery import DetectorState, NumbersError, Rollback, SpikeDetector
 from jaxtrain.training.requests import Request
-from jaxtrain.training.state import TrainState, stored_shapes
+from jaxtrain.training.state import TrainState, stored_shapes, with_working
 from jaxtrain.training.step import Step
 
 
@@ -209,7 +209,9 @@ class Checkpoints:
         if local:
             self._source = f", {local.source}"
             self._choice = dataclasses.replace(self._choice, step=local.step, meta=local.meta)
-            return jax.tree.unflatten(jax.tree.structure(self._step.abstract_state()), local.leaves)
+            abstract = self._step.abstract_state().stored
+            stored = jax.tree.unflatten(jax.tree.structure(abstract), local.leaves)
+            return with_working(self._step.layout, stored)
         return self.restore_persistent(self._step) if self.resumes else None
 
     def restore_persistent(self, step: Step) -> TrainState:
@@ -225,11 +227,12 @@ class Checkpoints:
         state, self._choice = restore_newest(
             self._choice, choose_again, self.directory, *self._laid_out(step)
         )
-        return state
+        return with_working(step.layout, state)
 
     def _laid_out(self, step: Step) -> tuple[TrainState, TrainState]:
-        """The state as ShapeDtypeStructs with shardings, and as Stored."""
-        return step.abstract_state(), stored_shapes(step.layout, step.optimizer)
+        """What a checkpoint stores of the state, as ShapeDtypeStructs with shardings and as
+        Stored."""
+        return step.abstract_state().stored, stored_shapes(step.layout, step.optimizer)
 
     def _refuse(self, meta: Meta) -> None:
         """Raises ConfigError if the config cannot continue a checkpoint with this meta."""
@@ -331,7 +334,7 @@ class Checkpoints:
         locally = self._intervals.saves_locally(at)
         if self._detector.fault or not (persistent or locally):
             return False
-        finite = self._finite((state.params, state.anchor))
+        finite = self._finite((state.read, state.anchor))
         if not self._detector.check_parameters(at, position, finite):
             return False
         meta = Meta(
@@ -345,9 +348,9 @@ class Checkpoints:
             self._detector.state.to_json(),
         )
         if self._local_saves and locally:
-            self._local_saves.save(at, state, dataclasses.asdict(meta))
+            self._local_saves.save(at, state.stored, dataclasses.asdict(meta))
         if persistent:
-            self._saves.save(at, state, dataclasses.asdict(meta))
+            self._saves.save(at, state.stored, dataclasses.asdict(meta))
         return persistent
 
     def evaluated(self, at: int, loss: float | None) -> None:
@@ -383,9 +386,10 @@ class Checkpoints:
             array.delete()
         if choice.step is not None:
             choose_again = functools.partial(choose_together, self.directory, before=fault.since)
-            state, choice = restore_newest(
+            stored, choice = restore_newest(
                 choice, choose_again, self.directory, *self._laid_out(self._step)
             )
+            state = with_working(self._step.layout, stored)
         else:
             state = self._begin()
         at = choice.step or 0

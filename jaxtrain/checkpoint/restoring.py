@@ -95,10 +95,12 @@ def expected_arrays(config: Config) -> list[StoredArray]:
     independent = config.train.diloco_inner_steps > 0
     sizes = [config.mesh.replica if independent and axis == REPLICA else 1 for axis in AXES]
     mesh: Any = jax.sharding.AbstractMesh(tuple(sizes), AXES)
-    layout = ParameterLayout.unstaged(config.model, mesh, config.precision.params, independent)
+    layout = ParameterLayout.unstaged(config.model, mesh, config.precision, independent)
     layout = dataclasses.replace(layout, optimizer=config.optimizer)
-    optimizer = make_optimizer(config.optimizer, config.train.steps, layout.specs)
-    return stored_arrays(abstract_state(layout, optimizer), stored_shapes(layout, optimizer))
+    optimizer = make_optimizer(
+        config.optimizer, config.train.steps, layout.specs, config.precision.moments
+    )
+    return stored_arrays(abstract_state(layout, optimizer).stored, stored_shapes(layout, optimizer))
 
 
 # --- its state ------------------------------------------------------------------------------------
@@ -200,7 +202,7 @@ def load_parameters(
     devices = jax.local_devices()[:1] if devices is None else list(devices)
     mesh = make_mesh([len(devices) if axis == MODEL else 1 for axis in AXES], devices)
     model = dataclasses.replace(model, mtp_depth=0)
-    layout = ParameterLayout.unstaged(model, mesh, precision.params)
+    layout = ParameterLayout.unstaged(model, mesh, PrecisionConfig())
     abstract = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
         layout.shapes,

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
@@ -41,6 +42,8 @@ from jaxtrain.devices import host_memory
 Parts = list[tuple[np.ndarray, tuple]]
 
 WRITE_BYTES = 128 * 2**20  # written at a time
+# The types of parameters and moments, of which a run may read one as another.
+FLOATS = {np.dtype("float32"), np.dtype(jnp.bfloat16)}
 
 # The stored form of a piece's numbers: bytes, then four more that are their checksum.
 CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
@@ -190,7 +193,7 @@ def read_tree(directory: epath.Path, arrays: list[StoredArray]) -> list[jax.Arra
 
     Raises:
       CheckpointError: an array is not stored, or has another shape or dtype, which is known before
-        anything is read.
+        anything is read. A number of FLOATS becomes the nearest one of another of them.
       DamageError: an array is damaged, or a piece of it is missing.
     """
     sources = _open(directory, arrays)
@@ -225,10 +228,12 @@ def _open(directory: epath.Path, arrays: list[StoredArray]) -> list[ts.TensorSto
                 raise _error(directory, array, error) from error
             why = f"{array.name} is not stored; {expected}"
             raise CheckpointError(f"{directory}: {why}") from error
-        if (source.shape, source.dtype.numpy_dtype) != (array.shape, array.dtype):
+        dtype = source.dtype.numpy_dtype
+        are_floats = {dtype, array.dtype} <= FLOATS
+        if source.shape != array.shape or (dtype != array.dtype and not are_floats):
             stored = f"{source.dtype.name}{list(source.shape)}"
             raise CheckpointError(f"{directory}: {array.name} is stored as {stored}; {expected}")
-        sources.append(source)
+        sources.append(source if dtype == array.dtype else ts.cast(source, array.dtype))
     return sources
 
 

@@ -10,7 +10,7 @@ from jaxtrain.config.rules import Violation
 
 # Fixed: what the parameters' shapes, the model's function, the data's position and the optimizer's
 # state depend on. That is all of model and data but _FREE, and these:
-_FIXED = ("optimizer.name", "precision.params", "train.seed")
+_FIXED = ("optimizer.name", "train.seed")
 _FREE = (
     "model.attention_kernel",
     "model.loss_chunk",

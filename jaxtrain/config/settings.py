@@ -477,7 +477,22 @@ class OptimizerConfig:
 class PrecisionConfig:
     """Number formats."""
 
-    params: str = setting("float32", "type of parameters and optimizer state", choices=("float32",))
+    params: str = setting(
+        "float32",
+        "type of the matrices that ops read; norms, biases and routers stay float32",
+        choices=("float32", "bfloat16"),
+    )
+    masters: str = setting(
+        "float32",
+        "16-bit params: float32 masters beside the optimizer's state, which updates change and "
+        "checkpoints have; none: the params themselves, rounded up or down at random",
+        choices=("float32", "none"),
+    )
+    moments: str = setting(
+        "float32",
+        "type of the optimizer's moments; bfloat16: rounded up or down at random",
+        choices=("float32", "bfloat16"),
+    )
     compute: str = setting(
         "bfloat16", "type of activations and matmuls", choices=("bfloat16", "float32")
     )

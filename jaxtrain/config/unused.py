@@ -72,6 +72,11 @@ USES = (
         lambda c: c.precision.matmul == "fp8",
         lambda c: f"with precision.matmul={c.precision.matmul!r}",
     ),
+    Use(
+        ["precision.masters"],
+        lambda c: c.precision.params != "float32",
+        lambda c: f"with precision.params={c.precision.params!r}, which need no masters",
+    ),
     Use(["parallel.context"], lambda c: c.mesh.context > 1, lambda c: "with mesh.context=1"),
     Use(
         ["parallel.gather"],

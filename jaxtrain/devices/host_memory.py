@@ -65,10 +65,14 @@ def is_on_host(a: jax.Array) -> bool:
     return jax.typeof(a).memory_space == jax.memory.Space.Host
 
 
+def on_device(a: jax.Array) -> jax.Array:
+    """Inside jit: all of `a` on the device, wherever that lies."""
+    return to_device(a) if is_on_host(a) else a
+
+
 def read(a: jax.Array, start, sizes: tuple[int, ...]) -> jax.Array:
     """Inside jit: a part of `a` on the device, wherever that lies."""
-    part = lax.dynamic_slice(a, start, sizes)
-    return to_device(part) if is_on_host(a) else part
+    return on_device(lax.dynamic_slice(a, start, sizes))
 
 
 def write(a: jax.Array, part: jax.Array, start) -> jax.Array:

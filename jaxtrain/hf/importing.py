@@ -35,7 +35,7 @@ from jaxtrain.hf.rules import PublishedTensor, Rule
 from jaxtrain.hf.run_config import Published, read_published
 from jaxtrain.hf.safetensors_folder import DTYPES, FP8, Region, SafetensorsFolder
 from jaxtrain.run import streams
-from jaxtrain.training.state import TrainState, stored_shapes
+from jaxtrain.training.state import TrainState, stored_shapes, with_working
 from jaxtrain.training.step import Step
 
 READ_BYTES = 8 * 2**20  # of a tensor's rows that are read at a time, or one row
@@ -263,9 +263,9 @@ def published_arrays(weights: PublishedWeights) -> dict[str, PublishedArray]:
 def state_on_devices(
     weights: PublishedWeights, step: Step, progress: Progress = silent
 ) -> TrainState:
-    """The state before its first step, on the devices of a run. Each process reads what its devices
-    hold. Raises HfError as `PublishedWeights.blocks`."""
-    abstract, published = step.abstract_state(), published_arrays(weights)
+    """The stored part of the state before its first step, on the devices of a run. Each process
+    reads what its devices hold. Raises HfError as `PublishedWeights.blocks`."""
+    abstract, published = step.abstract_state().stored, published_arrays(weights)
     arrays = stored_arrays(abstract, stored_shapes(step.layout, step.optimizer))
     leaves: dict[int, jax.Array] = {}
     for number, array in enumerate(arrays, 1):
@@ -277,8 +277,8 @@ def state_on_devices(
 
 
 def read_together(weights: PublishedWeights, step: Step) -> TrainState:
-    """The state before its first step, as `state_on_devices`; every process must call this, and a
-    terminal of process 0 shows the progress. Raises HfError in all of them."""
+    """The state before its first step, with the numbers of `state_on_devices`; every process must
+    call this, and a terminal of process 0 shows the progress. Raises HfError in all of them."""
     main = cluster.is_main()
 
     def read() -> TrainState:
@@ -288,7 +288,7 @@ def read_together(weights: PublishedWeights, step: Step) -> TrainState:
             check_copies(weights)
         return state
 
-    return cluster.in_all(read, HfError)
+    return with_working(step.layout, cluster.in_all(read, HfError))
 
 
 def _fill(numbers: PublishedArray | None, lead: int, parts: Parts) -> None:

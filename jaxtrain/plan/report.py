@@ -11,7 +11,6 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 from jax.stages import Compiled
 
@@ -93,9 +92,9 @@ def step_counts(config: Config, cpu: bool = False) -> StepCounts:
     setup, layout = make_setup(config), layout_of(mesh, config.pipeline, parallel, data.batch_size)
     # No device is needed: layouts ask a mesh for its sizes alone.
     abstract_mesh: Any = AbstractMesh(sizes_of(mesh), AXES)
-    dtype, independent = jnp.dtype(precision.params), config.train.diloco_inner_steps > 0
+    independent = config.train.diloco_inner_steps > 0
     state = make_layout(
-        setup, abstract_mesh, config.model, parallel, dtype, data.batch_size, independent
+        setup, abstract_mesh, config.model, parallel, precision, data.batch_size, independent
     )
     tokens = data.sequence_length // mesh.context
     collectives = StepCollectives(

@@ -337,7 +337,7 @@ def main(folder: str) -> None:
     with jax.set_mesh(mesh), jax.default_device(devices[0]):
         begin = time.time()
         lowered = getattr(step, program).lower(
-            state if program == "train" else state.params, step.abstract_batch
+            state if program == "train" else state.read, step.abstract_batch
         )
         traced = time.time()
         compiled = lowered.compile(compiler_options=request["options"])

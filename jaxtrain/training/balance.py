@@ -31,14 +31,18 @@ def _counts(specs: dict, with_counts: dict, *names: str) -> list[jax.Array]:
     return [count for (path, s), count in pairs if s.counts and path[-1].key in names]
 
 
-def move(specs: dict, params: dict, with_counts: dict, rate: float) -> dict:
+def move(
+    specs: dict, params: dict, with_counts: dict, rate: float, finite: jax.Array | None = None
+) -> dict:
     """The parameters, with each expert's bias up by `rate` where its load is below the mean, and
-    down where it is above (Wang et al. 2024, algorithm 1)."""
+    down where it is above (Wang et al. 2024, algorithm 1). finite: a scalar; if it is false, biases
+    stay as they are."""
 
     def moved(path: tuple, s: Spec, parameter: jax.Array, count: jax.Array) -> jax.Array:
         if not s.counts or path[-1].key != BIAS:
             return parameter
-        return parameter + rate * jnp.sign(count.mean(-1, keepdims=True) - count)
+        towards_mean = parameter + rate * jnp.sign(count.mean(-1, keepdims=True) - count)
+        return towards_mean if finite is None else jnp.where(finite, towards_mean, parameter)
 
     return jax.tree_util.tree_map_with_path(moved, specs, params, with_counts, is_leaf=is_spec)
 

@@ -13,8 +13,10 @@ scattered over a replica's devices.
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
+from jaxtrain.devices.host_memory import on_device
 from jaxtrain.models.spec import Spec, is_spec
 from jaxtrain.parallel import replicas
 from jaxtrain.training.state import ParameterLayout, TrainState
@@ -28,7 +30,11 @@ def exchange(
     rate: η; momentum: μ; dtype: of the outer gradient that crosses `replica`, "float32" or "int8".
     """
     shardings = jax.tree.map(lambda like: replicas.each(like).sharding, layout.outer)
-    params = jax.tree.map(lax.with_sharding_constraint, state.params, shardings)
+    params = jax.tree.map(
+        lambda a, s: lax.with_sharding_constraint(on_device(a).astype(jnp.float32), s),
+        state.params,
+        shardings,
+    )
     delta = replicas.mean_across(
         jax.tree.map(lambda a, p: a - p, state.anchor, params), layout.outer, dtype
     )
@@ -39,11 +45,7 @@ def exchange(
         return anchor - (delta if spec.counts else rate * (delta + momentum * velocity))
 
     anchor = jax.tree.map(moved, layout.specs, state.anchor, delta, velocity, is_leaf=is_spec)
-    params = jax.tree.map(
-        lambda a, s: lax.with_sharding_constraint(a, s).astype(layout.dtype),
-        anchor,
-        layout.shardings,
-    )
+    params, working = replicas.copies((layout.as_held(anchor), layout.working(anchor)), layout.mesh)
     return dataclasses.replace(
-        state, params=replicas.copies(params, layout.mesh), anchor=anchor, outer_momentum=velocity
+        state, params=params, anchor=anchor, outer_momentum=velocity, working=working
     )

@@ -141,7 +141,7 @@ def measured_times(config: Config, setup: Setup) -> tuple[float, ...]:
         slotted = setup.train
         assert slotted is not None, "one stage has no table"
         table_columns = columns(slotted)
-        params = initial_state(step.layout, step.optimizer, 0).params
+        params = initial_state(step.layout, step.optimizer, 0).read
         batch = random_batch(step, config.model.vocab_size)
         short = jax.tree.map(lambda column: column[:1].repeat(TICKS, 0), table_columns)
         compiled = step.gradients.lower(params, batch, short).compile()

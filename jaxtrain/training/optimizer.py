@@ -1,19 +1,20 @@
 """optax optimizers and learning-rate schedules from the config's `optimizer` group."""
 
-import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.typing import ArrayLike
 
 from jaxtrain.config import OptimizerConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
-from jaxtrain.devices.host_memory import read, write
+from jaxtrain.devices.host_memory import is_on_host, read, write
 from jaxtrain.models.spec import Spec, is_spec
+from jaxtrain.training.rounding import rounded
 
 
 def learning_rate(cfg: OptimizerConfig, steps: int) -> Callable[[ArrayLike], jax.Array]:
@@ -44,49 +45,124 @@ def learning_rate(cfg: OptimizerConfig, steps: int) -> Callable[[ArrayLike], jax
     )
 
 
+class Updated(NamedTuple):
+    """The result of an update.
+
+    values: the parameters' new values as float32, exactly as `params` has them, laid out as the
+        gradients
+    params: the parameters in their own types and memories
+    state:  of the optimizer
+    """
+
+    values: Any
+    params: Any
+    state: Any
+
+
+class Optimizer(NamedTuple):
+    """An optimizer of a tree of parameters.
+
+    init:   parameters → its state: optax's of the clipping, of the directions, of the decay and of
+            the learning rate
+    update: (gradients, state, parameters, finite) → Updated. finite: a scalar; if it is false,
+            parameters and state stay as they are, bit for bit. None: they change in any case
+    """
+
+    init: Callable[[Any], Any]
+    update: Callable[..., Updated]
+
+
+# (gradient, leaves of the state, parameter, its key) → (new values in float32, leaves of the new
+# state), of one parameter
+UpdateOne = Callable[
+    [jax.Array, list[jax.Array], jax.Array, jax.Array | None], tuple[jax.Array, list[jax.Array]]
+]
+
+
 def make_optimizer(
-    cfg: OptimizerConfig, steps: int, specs: dict, offload: bool = False, skips: bool = False
-) -> optax.GradientTransformation:
+    cfg: OptimizerConfig,
+    steps: int,
+    specs: dict,
+    moments: str = "float32",
+    offload: bool = False,
+    keys: Sequence[np.ndarray] | None = None,
+) -> Optimizer:
     """The optimizer of `optimizer.name` (config/optimizers.py) with clipping by the global norm
     before it, and after it decay of weights (matrices decay, norm scales and biases do not) and the
-    learning rate.
+    learning rate, which depends on the number of updates.
 
-    specs: a pytree like the parameters, of Specs. offload: the optimizer's state is in the host's
-        memory, and `update` fetches it leaf by leaf.
-    skips: `update` takes a scalar `finite`; if that is false, the state and the count of updates,
-        on which the learning rate depends, stay as they are. The caller keeps the parameters.
+    A number is computed in float32. Where the parameter or the moment is of 16 bits, it is rounded
+    up or down at random (training/rounding.py), since the nearest number is often the old one.
+
+    specs: a pytree like the parameters, of Specs. Stacks are leaves [stages, layers, ...] under
+        "layers". moments: type of the arrays of the state
+    offload: the optimizer's state, and what the layout says of the parameters, is in the host's
+        memory: `update` fetches it and writes it back leaf by leaf, and in stacks layer by layer.
+    keys: for each parameter, in the order of the leaves, the keys of its random numbers [stages,
+        layers, 2], or [2]; None where nothing is of 16 bits
     """
-    decays = jax.tree.map(lambda s: s.matrix, specs, is_leaf=is_spec)
-    guarded = where_finite if skips else lambda inner: inner
-    record = OPTIMIZERS[cfg.name]
-    directions = guarded(record.make(optax, cfg))
-    if offload or not record.elementwise:
-        directions = by_parameter(directions, specs, record.elementwise, offload)
-    parts = [
-        # A part also without clipping, so that the state's structure, which checkpoints have, does
-        # not depend on it.
-        optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity(),
-        directions,
-        optax.add_decayed_weights(cfg.weight_decay, decays),
-        guarded(optax.scale_by_learning_rate(learning_rate(cfg, steps))),
-    ]
-    return optax.chain(*parts)
+    specs_of, tree = jax.tree.flatten(specs, is_leaf=is_spec)
+    record, rates = OPTIMIZERS[cfg.name], learning_rate(cfg, steps)
+    clip = optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity()
+    directions = record.make(optax, cfg)
+
+    def init(params):
+        state = _init_directions(directions, params, specs_of, tree, record.elementwise)
+        parts, trees, outline = parts_of(state, tree)
+        cast = lambda part: jax.tree.map(lambda a: a.astype(moments), part)
+        state = outline.unflatten(
+            cast(part) if follows else part for part, follows in zip(parts, trees, strict=True)
+        )
+        nothing = optax.EmptyState()
+        # Checkpoints name the state's arrays by their places in this tuple.
+        return nothing, state, nothing, optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
+
+    def update(gradients, state, params, finite=None):
+        gradients, _ = clip.update(gradients, optax.EmptyState())
+        _, of_directions, _, schedule = state
+        count = schedule.count
+        parts, trees, outline = parts_of(of_directions, tree)
+        columns = [
+            tree.flatten_up_to(part) if follows else [part] * len(specs_of)
+            for part, follows in zip(parts, trees, strict=True)
+        ]
+        values, new_params, results = [], [], []
+        for i, ((path, gradient), held) in enumerate(
+            zip(
+                jax.tree_util.tree_leaves_with_path(gradients),
+                tree.flatten_up_to(params),
+                strict=True,
+            )
+        ):
+            decay = cfg.weight_decay if specs_of[i].matrix else 0.0
+            one = _of_one(directions, outline, trees, decay, rates(count), count, finite)
+            if not record.elementwise:
+                one = _unstacked(one, specs_of[i], trees, gradient.shape)
+            leaves = [column[i] for column in columns]
+            key = jnp.asarray(keys[i]) if keys is not None else None
+            if offload:
+                layers = gradient.shape[1] if path[0].key == "layers" else 0
+                value, held, new_state = _layer_by_layer(one, gradient, leaves, held, key, layers)
+            else:
+                value, new_state = one(gradient, leaves, held, key)
+            values.append(value)
+            new_params.append(held if is_on_host(held) else value.astype(held.dtype))
+            results.append(new_state)
+        after = _joined(results, trees, outline, tree)
+        counted = count + 1 if finite is None else jnp.where(finite, count + 1, count)
+        return Updated(
+            tree.unflatten(values),
+            tree.unflatten(new_params),
+            (state[0], after, state[2], optax.ScaleByScheduleState(counted)),
+        )
+
+    return Optimizer(init, update)
 
 
 def updates_made(state: Any) -> jax.Array:
     """The number of updates in a state of `make_optimizer`, int32: of steps without skipped
     ones."""
     return state[-1].count
-
-
-def where_finite(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`inner` with a state that changes only if the scalar `finite` is true, bit for bit."""
-
-    def update(updates, state, params=None, *, finite, **_):
-        updates, changed = inner.update(updates, state, params)
-        return updates, jax.tree.map(functools.partial(jnp.where, finite), changed, state)
-
-    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def parts_of(state: Any, tree: Any) -> tuple[list, list[bool], Any]:
@@ -101,76 +177,65 @@ def parts_of(state: Any, tree: Any) -> tuple[list, list[bool], Any]:
     return parts, [follows(part) for part in parts], outline
 
 
-def by_parameter(
-    inner: optax.GradientTransformation, specs: dict, elementwise: bool, offload: bool
-) -> optax.GradientTransformationExtraArgs:
-    """`inner` for each parameter on its own, with a state of the same structure.
+def _joined(results: list[list], trees: list[bool], outline: Any, tree: Any) -> Any:
+    """The state of all parameters from the leaves of each one's."""
+    columns = zip(*results, strict=True)
+    return outline.unflatten(
+        tree.unflatten(column) if follows else column[-1]
+        for column, follows in zip(columns, trees, strict=True)
+    )
 
-    specs: a pytree like the parameters, of Specs. Stacks are leaves [stages, layers, ...] under
-        "layers", and their layers are separate parameters.
-    elementwise: `inner` treats each number on its own and needs no parameters. Otherwise it gets
-        parameters without leading dimensions and without padding.
-    offload: its state is in the host's memory: it is fetched and written back leaf by leaf, and in
-        stacks layer by layer.
-    """
-    tree: Any
-    specs_of, tree = jax.tree.flatten(specs, is_leaf=is_spec)
 
-    def joined(results: list[list], trees: list[bool], outline: Any) -> Any:
-        columns = zip(*results, strict=True)
-        return outline.unflatten(
-            tree.unflatten(column) if follows else column[-1]
-            for column, follows in zip(columns, trees, strict=True)
-        )
+def _init_directions(
+    directions: optax.GradientTransformation,
+    params: Any,
+    specs_of: list[Spec],
+    tree: Any,
+    elementwise: bool,
+) -> Any:
+    """The state of the directions before the first step. Where an update depends on all numbers of
+    a layer's parameter, that of each layer on its own, without padding."""
+    if elementwise:
+        return directions.init(params)
+    _, trees, outline = parts_of(jax.eval_shape(directions.init, params), tree)
+    results = []
+    for array, spec in zip(tree.flatten_up_to(params), specs_of, strict=True):
+        start = lambda a, s=spec: jax.tree.leaves(directions.init(a[: s.shape[0]]))
+        for _ in array.shape[: -len(spec.shape)]:
+            start = jax.vmap(start, out_axes=[0 if follows else None for follows in trees])
+        results.append(start(array))
+    return _joined(results, trees, outline, tree)
 
-    def init(params):
-        if elementwise:
-            return inner.init(params)
-        _, trees, outline = parts_of(jax.eval_shape(inner.init, params), tree)
-        results = []
-        for array, spec in zip(tree.flatten_up_to(params), specs_of, strict=True):
-            start = lambda a, s=spec: jax.tree.leaves(inner.init(a[: s.shape[0]]))
-            for _ in array.shape[: -len(spec.shape)]:
-                start = jax.vmap(start, out_axes=[0 if follows else None for follows in trees])
-            results.append(start(array))
-        return joined(results, trees, outline)
 
-    def update(updates, state, params=None, **extra):
-        update_one = functools.partial(optax.with_extra_args_support(inner).update, **extra)
-        parts, trees, outline = parts_of(state, tree)
-        columns = [
-            tree.flatten_up_to(part) if follows else [part] * len(specs_of)
-            for part, follows in zip(parts, trees, strict=True)
+def _of_one(
+    directions: optax.GradientTransformation,
+    outline: Any,
+    trees: list[bool],
+    decay: float,
+    rate: jax.Array,
+    count: jax.Array,
+    finite: jax.Array | None,
+) -> UpdateOne:
+    """The update of one parameter. outline, trees: of the state, as of `parts_of`."""
+
+    def one(gradient, leaves, held, key):
+        value = held.astype(jnp.float32)
+        wide = [
+            a.astype(jnp.float32) if follows else a
+            for a, follows in zip(leaves, trees, strict=True)
         ]
-        values = [None] * len(specs_of) if elementwise else tree.flatten_up_to(params)
-        new_updates, results = [], []
-        for i, (path, gradient) in enumerate(jax.tree_util.tree_leaves_with_path(updates)):
-            one = _with_lists(update_one, outline)
-            if not elementwise:
-                one = _unstacked(one, specs_of[i], trees, gradient.shape)
-            if offload:
-                layers = gradient.shape[1] if path[0].key == "layers" else 0
-                one = functools.partial(_layer_by_layer, one, layers=layers)
-            new_update, new_state = one(gradient, [column[i] for column in columns], values[i])
-            new_updates.append(new_update)
-            results.append(new_state)
-        return tree.unflatten(new_updates), joined(results, trees, outline)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-# (gradient, leaves of the state, parameter) → (update, leaves of the new state), of one parameter
-UpdateOne = Callable[
-    [jax.Array, list[jax.Array], jax.Array | None], tuple[jax.Array, list[jax.Array]]
-]
-
-
-def _with_lists(update: Callable, outline: Any) -> UpdateOne:
-    """`update`, of an optimizer whose state has this structure, for one parameter."""
-
-    def one(gradient, leaves, value):
-        new_update, new_state = update(gradient, outline.unflatten(leaves), value)
-        return new_update, jax.tree.leaves(new_state)
+        direction, new_state = directions.update(gradient, outline.unflatten(wide), value)
+        if decay:
+            direction = direction + decay * value
+        new = [value - rate * direction, *jax.tree.leaves(new_state)]
+        old = [held, *leaves]
+        new = [
+            rounded(a, before.dtype, key, count, use)
+            for use, (a, before) in enumerate(zip(new, old, strict=True))
+        ]
+        if finite is not None:
+            new = [jnp.where(finite, a, before) for a, before in zip(new, old, strict=True)]
+        return new[0].astype(jnp.float32), new[1:]
 
     return one
 
@@ -180,13 +245,13 @@ def _unstacked(one: UpdateOne, spec: Spec, trees: list[bool], shape: tuple[int, 
     with the stack's dimensions in front."""
     rows, padding = spec.shape[0], spec.padded[0] - spec.shape[0]
 
-    def unpadded(gradient, leaves, value):
-        new_update, new_leaves = one(gradient[:rows], leaves, value[:rows])
-        return jnp.pad(new_update, [(0, padding), *[(0, 0)] * (new_update.ndim - 1)]), new_leaves
+    def unpadded(gradient, leaves, held, key):
+        value, new_leaves = one(gradient[:rows], leaves, held[:rows], key)
+        return jnp.pad(value, [(0, padding), *[(0, 0)] * (value.ndim - 1)]), new_leaves
 
     update, of_state = unpadded, [0 if follows else None for follows in trees]
     for _ in shape[: -len(spec.shape)]:
-        update = jax.vmap(update, in_axes=(0, of_state, 0), out_axes=(0, of_state))
+        update = jax.vmap(update, in_axes=(0, of_state, 0, 0), out_axes=(0, of_state))
     return update
 
 
@@ -194,10 +259,13 @@ def _layer_by_layer(
     one: UpdateOne,
     gradient: jax.Array,
     state: list[jax.Array],
-    value: jax.Array | None,
+    held: jax.Array,
+    key: jax.Array | None,
     layers: int,
-) -> tuple[jax.Array, list[jax.Array]]:
-    """`one` by a loop over the layers of a stack; at once for another parameter (0 layers).
+) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    """`one` by a loop over the layers of a stack; at once for another parameter (0 layers). Returns
+    (new values, the parameter, leaves of the new state); only a parameter in the host's memory is
+    written, for the others are the new values.
 
     XLA runs one loop after the other. Without loops it fetches several parameters' states, and
     begins during the pipeline, when memory is scarcest. So a single update is a loop too, with a
@@ -211,21 +279,28 @@ def _layer_by_layer(
         return read(a, start(layer, a), (a.shape[0], 1, *a.shape[2:]) if layers else a.shape)
 
     def update_layer(
-        layer: jax.Array, carry: tuple[jax.Array, list[jax.Array]]
-    ) -> tuple[jax.Array, list[jax.Array]]:
-        gradient, leaves = carry  # the gradient's layers become the update's
+        layer: jax.Array, carry: tuple[jax.Array, jax.Array, list[jax.Array]]
+    ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+        gradient, held, leaves = carry  # the gradient's layers become the new values'
         # A scalar counts steps: every layer begins from the count before the step.
         layer_state = [
             read_layer(layer, a) if a.ndim else before
             for a, before in zip(leaves, state, strict=True)
         ]
-        layer_value = None if value is None else read_layer(layer, value)
-        update, new_state = one(read_layer(layer, gradient), layer_state, layer_value)
+        value, new_state = one(
+            read_layer(layer, gradient),
+            layer_state,
+            read_layer(layer, held),
+            None if key is None else read_layer(layer, key),
+        )
+        if is_on_host(held):
+            held = write(held, value.astype(held.dtype), start(layer, held))
         pairs = zip(leaves, new_state, strict=True)
-        return write(gradient, update, start(layer, gradient)), [
-            write(a, b, start(layer, a)) if a.ndim else b for a, b in pairs
-        ]
+        return (
+            write(gradient, value, start(layer, gradient)),
+            held,
+            [write(a, b, start(layer, a)) if a.ndim else b for a, b in pairs],
+        )
 
-    return lax.fori_loop(
-        0, layers if layers > 1 else lax.optimization_barrier(1), update_layer, (gradient, state)
-    )
+    trips = layers if layers > 1 else lax.optimization_barrier(1)
+    return lax.fori_loop(0, trips, update_layer, (gradient, held, state))

@@ -66,7 +66,7 @@ class Copies:
 
     def __init__(self, mesh: Mesh, state: TrainState):
         self._mesh = mesh
-        leaves = jax.tree.leaves((state.params, state.anchor))
+        leaves = jax.tree.leaves((state.read, state.anchor))
         splits = [
             tuple(a for part in leaf.sharding.spec for a in mesh_axes(part) if mesh.shape[a] > 1)
             for leaf in leaves
@@ -86,7 +86,7 @@ class Copies:
         """
         if not self._copied:  # no parameter is on several devices
             return lambda: ""
-        leaves = jax.tree.leaves((state.params, state.anchor))
+        leaves = jax.tree.leaves((state.read, state.anchor))
         arrays = [leaves[i] for i in self._copied]
         if self._compiled is None:
             everywhere = NamedSharding(self._mesh, PartitionSpec())
@@ -143,9 +143,11 @@ class Copies:
 
 
 def bit_sum(x: jax.Array) -> jax.Array:
-    """The sum of a 32-bit array's bit patterns, each times an odd number by its index, modulo 2³²;
-    uint32. A change of any one number changes it, since odd numbers have inverses."""
-    bits = lax.bitcast_convert_type(x.reshape(-1), jnp.uint32)
+    """The sum of the bit patterns of an array of 16 or 32 bits, each times an odd number by its
+    index, modulo 2³²; uint32. A change of any one number changes it, since odd numbers have
+    inverses."""
+    bits = lax.bitcast_convert_type(x.reshape(-1), jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    bits = bits.astype(jnp.uint32)
     return (bits * (2 * lax.iota(jnp.uint32, x.size) + 1)).sum(dtype=jnp.uint32)
 
 

@@ -9,12 +9,22 @@ The parameters have "predictors", too, if the model predicts further tokens.
 ZeRO's stage decides what is replicated over the data shards and what is scattered over them
 (parallel/zero.py).
 
+16-bit state: with `precision.params=bfloat16` ops read matrices of 2 bytes a number.
+
+    masters=float32   the parameters are float32 masters, which lie with the optimizer's state:
+                      scattered as it is, on the host if it is. The state has a further tree,
+                      `working`: the matrices that ops read. A checkpoint does not have it
+    masters=none      the parameters themselves are of 16 bits (training/rounding.py)
+
+Vectors and routers, which no product of the compute type reads, are float32 in both cases.
+
 With independent replicas (training/diloco.py) parameters and optimizer state have a leading
 dimension [replicas], sharded over `replica`, and the state has two further trees: `anchor`, the
 parameters of the last exchange, and `outer_momentum`.
 """
 
 import dataclasses
+import itertools
 import math
 import zlib
 from collections.abc import Callable
@@ -23,14 +33,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config import ModelConfig, OptimizerConfig
+from jaxtrain.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
-from jaxtrain.devices import host_memory
+from jaxtrain.devices import cluster, host_memory
 from jaxtrain.devices.mesh import AXES, MODEL, REPLICA, psum
 from jaxtrain.devices.sharding import constrain, mesh_axes, restricted, spec
 from jaxtrain.models.spec import Spec, is_spec
@@ -38,7 +47,9 @@ from jaxtrain.models.transformer import ModelParts, build
 from jaxtrain.parallel import replicas
 from jaxtrain.parallel.zero import Reduction, reduction_of
 from jaxtrain.schedule.placement import Placement
-from jaxtrain.training.optimizer import parts_of
+from jaxtrain.training.optimizer import Optimizer, parts_of
+
+_programs = itertools.count()
 
 
 @jax.tree_util.register_dataclass
@@ -51,6 +62,8 @@ class TrainState:
     step:      the number of steps done, int32
     anchor, outer_momentum: float32, shaped like one replica's parameters; None if replicas are not
         independent
+    working:   where parameters are masters, the 16-bit matrices that ops read, in a tree like
+        `params` with None for all other parameters; otherwise None
     """
 
     params: Any
@@ -58,12 +71,25 @@ class TrainState:
     step: Any
     anchor: Any = None
     outer_momentum: Any = None
+    working: Any = None
+
+    @property
+    def read(self) -> Any:
+        """The parameters that ops read."""
+        if self.working is None:
+            return self.params
+        return jax.tree.map(lambda p, w: p if w is None else w, self.params, self.working)
 
     @property
     def trained(self) -> Any:
         """The parameters to evaluate and to generate with; with independent replicas, those of the
         last exchange."""
-        return self.params if self.anchor is None else self.anchor
+        return self.read if self.anchor is None else self.anchor
+
+    @property
+    def stored(self) -> "TrainState":
+        """The part of the state that a checkpoint stores, whatever the types in memory."""
+        return dataclasses.replace(self, working=None)
 
 
 class Stack(NamedTuple):
@@ -118,18 +144,35 @@ class ParameterLayout:
     placement: Placement
     mesh: Mesh
     zero: int = 1
-    dtype: jnp.dtype = jnp.dtype("float32")
+    precision: PrecisionConfig = PrecisionConfig()
     independent_replicas: bool = False  # each replica has its own parameters
-    offload: bool = False  # the optimizer's state lies in the host's memory
+    offload: bool = False  # the optimizer's state, with masters, lies in the host's memory
     optimizer: OptimizerConfig = OptimizerConfig()
 
     @classmethod
     def unstaged(
-        cls, model: ModelConfig, mesh: Mesh, dtype: str, independent_replicas: bool = False
+        cls,
+        model: ModelConfig,
+        mesh: Mesh,
+        precision: PrecisionConfig,
+        independent_replicas: bool = False,
     ) -> "ParameterLayout":
         """The layout of a resolved config's model on a mesh with one stage, without ZeRO."""
         parts, placement = build(model, mesh.shape[MODEL]), Placement(model.layers)
-        return cls(parts, placement, mesh, 0, jnp.dtype(dtype), independent_replicas)
+        return cls(parts, placement, mesh, 0, precision, independent_replicas)
+
+    @property
+    def masters(self) -> bool:
+        """True if matrices are float32 masters, of which ops read 16-bit copies."""
+        return self.precision.params != "float32" and self.precision.masters == "float32"
+
+    def _has_master(self, s: Spec) -> bool:
+        return self.masters and s.cast
+
+    def dtype(self, s: Spec) -> jnp.dtype:
+        """The type of a parameter in the state."""
+        held = s.cast and not self.masters
+        return jnp.dtype(self.precision.params if held else "float32")
 
     @property
     def specs(self) -> dict:
@@ -160,7 +203,9 @@ class ParameterLayout:
     @property
     def shapes(self) -> dict:
         """ShapeDtypeStructs of the parameters of one replica, without shardings."""
-        return self._map(lambda s, shape, _: jax.ShapeDtypeStruct((*shape, *s.padded), self.dtype))
+        return self._map(
+            lambda s, shape, _: jax.ShapeDtypeStruct((*shape, *s.padded), self.dtype(s))
+        )
 
     @property
     def stored(self) -> dict:
@@ -227,17 +272,74 @@ class ParameterLayout:
 
     @property
     def shardings(self) -> dict:
-        """Shardings of the parameters of one replica."""
+        """Shardings of the parameters of one replica that ops read."""
         return self._shardings(lambda r: r.sharded if self.zero == 3 else r.unsharded)
+
+    def _held(self, master: Callable[[NamedSharding], NamedSharding]) -> dict:
+        """Shardings of the state's parameters; master(sharding): of a master, from that of its
+        optimizer's state on devices."""
+        return jax.tree.map(
+            lambda s, read, scattered: master(scattered) if self._has_master(s) else read,
+            self.specs,
+            self.shardings,
+            self.scattered,
+            is_leaf=is_spec,
+        )
+
+    @property
+    def held(self) -> dict:
+        """Shardings of the parameters of one replica in the state: masters lie with the
+        optimizer's state."""
+        return self._held(host_memory.on_host if self.offload else lambda sharding: sharding)
+
+    def as_held(self, values: dict) -> dict:
+        """Inside jit: the parameters of one replica in the types of the state and laid out as in
+        it, on devices; the nearest numbers. values: float32, laid out as `scattered`"""
+
+        def hold(s: Spec, a: jax.Array, sharding: NamedSharding) -> jax.Array:
+            return lax.with_sharding_constraint(a.astype(self.dtype(s)), sharding)
+
+        shardings = self._held(lambda sharding: sharding)
+        return jax.tree.map(hold, self.specs, values, shardings, is_leaf=is_spec)
+
+    def working(self, values: Any) -> dict | None:
+        """Inside jit: one replica's `TrainState.working` from parameters in float32, laid out as
+        `scattered`; None where ops read the parameters themselves."""
+        if not self.masters:
+            return None
+
+        def copy(
+            s: Spec, a: jax.Array, scattered: NamedSharding, read: NamedSharding
+        ) -> jax.Array | None:
+            if not s.cast:
+                return None
+            # 16-bit numbers are gathered, not those of 32 bits
+            narrow = lax.with_sharding_constraint(a.astype(self.precision.params), scattered)
+            return lax.with_sharding_constraint(narrow, read)
+
+        return jax.tree.map(
+            copy, self.specs, values, self.scattered, self.shardings, is_leaf=is_spec
+        )
+
+    @property
+    def working_shapes(self) -> dict | None:
+        """The result of `working` as ShapeDtypeStructs with shardings."""
+        if not self.masters:
+            return None
+
+        def shape(s: Spec, a: jax.ShapeDtypeStruct, sharding: NamedSharding) -> Any:
+            if not s.cast:
+                return None
+            return jax.ShapeDtypeStruct(a.shape, self.precision.params, sharding=sharding)
+
+        return jax.tree.map(shape, self.specs, self.shapes, self.shardings, is_leaf=is_spec)
 
     @property
     def scattered(self) -> dict:
         """Shardings of the reduced gradients, and of the parameters during their update."""
         return self._shardings(lambda r: r.storage)
 
-    def state_of(
-        self, optimizer: optax.GradientTransformation, fn: Callable, other: Callable
-    ) -> Any:
+    def state_of(self, optimizer: Optimizer, fn: Callable, other: Callable) -> Any:
         """A pytree like the optimizer's state.
 
         fn(array, dimensions, spec, sharding): of an array [leading shape, …] of a parameter's
@@ -313,9 +415,9 @@ class ParameterLayout:
         )
         return jnp.sqrt(summed(tree))
 
-    def keys(self, seed: int) -> list[np.ndarray]:
+    def keys(self, seed: int, *use: int) -> list[np.ndarray]:
         """The random keys of the parameters, in the order of their leaves: [*leading, 2] uint32. A
-        key depends on seed, name and layer only.
+        key depends on seed, name and layer only. use: a number for any use but the initial values
 
         They are computed on the host: as a part of the program below they would take as long to
         compile as the values.
@@ -324,7 +426,7 @@ class ParameterLayout:
         def keys_of(path: tuple) -> np.ndarray:
             name, layers = zlib.crc32(_name(path).encode()), self._index(path)
             keys = [
-                np.random.SeedSequence([seed, name, int(layer)]).generate_state(2)
+                np.random.SeedSequence([seed, name, int(layer), *use]).generate_state(2)
                 for layer in np.maximum(layers, 0).flat
             ]
             return np.array(keys, np.uint32).reshape(*layers.shape, 2)
@@ -333,8 +435,8 @@ class ParameterLayout:
         return [keys_of(path) for path, _ in leaves]
 
     def initial(self, keys: list[jax.Array]) -> dict:
-        """The parameters' initial values, of `dtype`, from `keys`; they are the same on every mesh
-        and placement.
+        """The parameters' initial values, float32, from `keys`; they are the same on every mesh and
+        placement.
 
         Parameters of one shape and one sharding are drawn together, for random generators are most
         of this program's compile time.
@@ -345,7 +447,7 @@ class ParameterLayout:
         values = {}
         for i, (path, s) in enumerate(leaves):
             if s.std is None:
-                values[i] = self._used(path, s, jnp.full(s.padded, s.constant, self.dtype))
+                values[i] = self._used(path, s, jnp.full(s.padded, s.constant, jnp.float32))
             else:
                 lead = keys[i].shape[:-1]
                 split = restricted(
@@ -363,7 +465,7 @@ class ParameterLayout:
             noise = constrain(noise, (None, *("stage", "layer")[: len(lead)], *like.axes))
             for n, i in enumerate(members):
                 path, s = leaves[i]
-                values[i] = self._used(path, s, noise[n] * s.std).astype(self.dtype)
+                values[i] = self._used(path, s, noise[n] * s.std)
         return jax.tree.unflatten(tree, [values[i] for i in range(len(leaves))])
 
     def _index(self, path: tuple) -> np.ndarray:
@@ -386,7 +488,7 @@ def _name(path: tuple) -> str:
     return jax.tree_util.keystr((path[0], *path[2:]) if path[0].key == "layers" else path)
 
 
-def abstract_state(layout: ParameterLayout, optimizer: optax.GradientTransformation) -> TrainState:
+def abstract_state(layout: ParameterLayout, optimizer: Optimizer) -> TrainState:
     """The state as ShapeDtypeStructs with shardings."""
 
     def laid_out(arrays, shardings):
@@ -395,20 +497,18 @@ def abstract_state(layout: ParameterLayout, optimizer: optax.GradientTransformat
         )
 
     replicated = NamedSharding(layout.mesh, P())
-    params = laid_out(layout.shapes, layout.shardings)
+    params = laid_out(layout.shapes, layout.held)
+    working = layout.working_shapes
     optimizer_state = laid_out(
         jax.eval_shape(optimizer.init, layout.shapes),
         layout.state_of(optimizer, layout.state_sharding, lambda _: replicated),
     )
-    state = TrainState(
-        params, optimizer_state, jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
-    )
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     if not layout.independent_replicas:
-        return state
-    params, optimizer_state = jax.tree.map(replicas.each, (params, optimizer_state))
-    return TrainState(
-        params, optimizer_state, state.step, anchor=layout.outer, outer_momentum=layout.outer
-    )
+        return TrainState(params, optimizer_state, step, working=working)
+    of_each = jax.tree.map(replicas.each, (params, optimizer_state, working))
+    params, optimizer_state, working = of_each
+    return TrainState(params, optimizer_state, step, layout.outer, layout.outer, working)
 
 
 def _stored_part(array: Any, dims: tuple[int, ...], s: Spec, sharding: NamedSharding) -> Stored:
@@ -417,8 +517,8 @@ def _stored_part(array: Any, dims: tuple[int, ...], s: Spec, sharding: NamedShar
     return Stored(tuple(s.shape[d] for d in dims) or array.shape[lead:])
 
 
-def stored_shapes(layout: ParameterLayout, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state's shapes in a checkpoint: a state whose leaves are `Stored`."""
+def stored_shapes(layout: ParameterLayout, optimizer: Optimizer) -> TrainState:
+    """The shapes in a checkpoint of `TrainState.stored`: a state whose leaves are `Stored`."""
     one = layout.stored
     state = TrainState(
         one,
@@ -434,35 +534,62 @@ def stored_shapes(layout: ParameterLayout, optimizer: optax.GradientTransformati
     return TrainState(params, moments, state.step, anchor=one, outer_momentum=one)
 
 
-def initial_state(
-    layout: ParameterLayout, optimizer: optax.GradientTransformation, seed: int
-) -> TrainState:
+def initial_state(layout: ParameterLayout, optimizer: Optimizer, seed: int) -> TrainState:
     """The state before the first step; each device initializes its own shards."""
-    leaves, tree = jax.tree.flatten(abstract_state(layout, optimizer))
-    on_host = [host_memory.is_host(a.sharding) for a in leaves]
+    abstract = abstract_state(layout, optimizer)
+    leaves, tree = jax.tree.flatten(abstract)
+    # Moments begin at zero. Those on the host are created there: a program would have them in the
+    # device's memory first.
+    created = dataclasses.replace(
+        jax.tree.map(lambda _: False, abstract),
+        optimizer=jax.tree.map(lambda a: host_memory.is_host(a.sharding), abstract.optimizer),
+    )
+    on_host = jax.tree.leaves(created)
 
     def make(keys: list[jax.Array]) -> list[jax.Array]:
-        params = layout.initial(keys)
-        state = TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+        values = layout.initial(keys)
+        params = layout.as_held(values)
+        of_each = params, optimizer.init(params), layout.working(values)
+        anchor = momentum = None
         if layout.independent_replicas:
-            params_each, optimizer_each = replicas.copies((params, state.optimizer), layout.mesh)
-            state = TrainState(
-                params_each,
-                optimizer_each,
-                state.step,
-                params,
-                jax.tree.map(jnp.zeros_like, params),
-            )
+            of_each = replicas.copies(of_each, layout.mesh)
+            anchor, momentum = values, jax.tree.map(jnp.zeros_like, values)
+        params, optimizer_state, working = of_each
+        state = TrainState(
+            params, optimizer_state, jnp.zeros((), jnp.int32), anchor, momentum, working
+        )
         return [a for a, host in zip(jax.tree.leaves(state), on_host, strict=True) if not host]
 
     with jax.set_mesh(layout.mesh):
         shardings = [a.sharding for a, host in zip(leaves, on_host, strict=True) if not host]
-        on_device = iter(jax.jit(make, out_shardings=shardings)(layout.keys(seed)))
-    # Moments begin at zero. Those on the host are created there: a program would have them in the
-    # device's memory first.
+        others = iter(jax.jit(make, out_shardings=shardings)(layout.keys(seed)))
     pairs = zip(leaves, on_host, strict=True)
-    arrays = [host_memory.zeros(a) if host else next(on_device) for a, host in pairs]
+    arrays = [host_memory.zeros(a) if host else next(others) for a, host in pairs]
     return jax.tree.unflatten(tree, arrays)
+
+
+def with_working(layout: ParameterLayout, stored: TrainState) -> TrainState:
+    """The state of whose `stored` this is, with the matrices that ops read. Every process must call
+    this, at the same point of the program."""
+    if not layout.masters:
+        return stored
+    masters = jax.tree.map(
+        lambda s, a: a if s.cast else None, layout.specs, stored.params, is_leaf=is_spec
+    )
+    shapes: Any = layout.working_shapes
+    if layout.independent_replicas:
+        shapes = jax.tree.map(replicas.each, shapes)
+    shardings = jax.tree.map(lambda a: a.sharding, shapes)
+
+    def copies(masters: dict) -> Any:
+        return layout.working(jax.tree.map(host_memory.on_device, masters))
+
+    if layout.independent_replicas:
+        copies = replicas.in_each(copies)
+    program = jax.jit(copies, out_shardings=shardings).lower(masters)
+    name = f"copies that ops read, {next(_programs)}"
+    working = cluster.compile_everywhere(name, program)(masters)
+    return dataclasses.replace(stored, working=working)
 
 
 def bytes_per_device(abstract: Any, host: bool = False) -> int:

@@ -26,6 +26,7 @@ from jaxtrain.config import (
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.devices import cluster, host_memory
 from jaxtrain.devices.compiler_options import compiler_options
+from jaxtrain.devices.host_memory import is_on_host
 from jaxtrain.devices.mesh import CONTEXT, REPLICA, batch_shards
 from jaxtrain.devices.sharding import BATCH_SPEC
 from jaxtrain.models.transformer import ModelParts, build
@@ -36,8 +37,16 @@ from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.run.metrics import METRICS, host
 from jaxtrain.runtime.runtime import LossesAndGradients, Runtime
 from jaxtrain.training import balance, diloco
-from jaxtrain.training.optimizer import learning_rate, make_optimizer, updates_made
+from jaxtrain.training.optimizer import (
+    Optimizer,
+    learning_rate,
+    make_optimizer,
+    updates_made,
+)
 from jaxtrain.training.state import ParameterLayout, TrainState, abstract_state
+
+# The use of random keys that the initial values have not (ParameterLayout.keys).
+ROUNDING = 1
 
 # Float32 scalars by their names in METRICS; of independent replicas arrays [replicas].
 StepMetrics = dict[str, jax.Array]
@@ -78,7 +87,7 @@ class Step:
     parts: ModelParts
     layout: ParameterLayout
     setup: Setup
-    optimizer: optax.GradientTransformation
+    optimizer: Optimizer
     train: Wrapped
     evaluate: Wrapped
     gradients: Wrapped
@@ -112,11 +121,11 @@ def make_layout(
     mesh: Mesh,
     model: ModelConfig,
     parallel: ParallelConfig,
-    dtype: jnp.dtype,
+    precision: PrecisionConfig,
     batch_size: int,
     independent_replicas: bool,
 ) -> ParameterLayout:
-    """The layout of a resolved model's parameters of this type on a mesh, which may be abstract.
+    """The layout of a resolved model's parameters on a mesh, which may be abstract.
 
     batch_size: sequences in a step, of all replicas together
     """
@@ -129,7 +138,7 @@ def make_layout(
         setup.placement,
         mesh,
         parallel.zero,
-        dtype,
+        precision,
         independent_replicas,
         offload=parallel.offload in ("optimizer", "both"),
     )
@@ -148,10 +157,13 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
     model, data, parallel, precision = config.model, config.data, config.parallel, config.precision
     steps, skips = config.train.steps, config.train.on_nonfinite != "stop"
     independent = config.train.diloco_inner_steps > 0
-    dtype, compute = jnp.dtype(precision.params), jnp.dtype(precision.compute)
-    layout = make_layout(setup, mesh, model, parallel, dtype, data.batch_size, independent)
+    compute = jnp.dtype(precision.compute)
+    layout = make_layout(setup, mesh, model, parallel, precision, data.batch_size, independent)
     layout = dataclasses.replace(layout, optimizer=config.optimizer)
-    optimizer = make_optimizer(config.optimizer, steps, layout.specs, layout.offload, skips)
+    keys = layout.keys(config.train.seed, ROUNDING)
+    optimizer = make_optimizer(
+        config.optimizer, steps, layout.specs, precision.moments, layout.offload, keys
+    )
     zero = Zero(parallel.zero, parallel.gather, parallel.reduce, jnp.dtype(precision.reduce))
     fp8 = fp8_of(precision, independent)
     runtime_of = _runtime_of(layout, setup, zero, model.loss_chunk, compute, fp8)
@@ -234,7 +246,7 @@ def fp8_of(precision: PrecisionConfig, independent_replicas: bool) -> Fp8 | None
 
 def _train(
     layout: ParameterLayout,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     runtime: Runtime,
     rate: Callable[[ArrayLike], jax.Array],
     skips: bool,
@@ -254,17 +266,17 @@ def _train(
             losses, with_counts = results.losses, results.gradients
             gradients = balance.without_counts(layout.specs, with_counts)
             # Each data shard updates its part of the parameters; then they are gathered.
-            scattered = jax.tree.map(lax.with_sharding_constraint, params, layout.scattered)
-            norm = optax.tree.norm(gradients)
-            guard = {"finite": jnp.isfinite(losses.loss) & jnp.isfinite(norm)} if skips else {}
-            updates, after = optimizer.update(gradients, optimizer_state, scattered, **guard)
-            moved = balance.move(
-                layout.specs, optax.apply_updates(scattered, updates), with_counts, balance_rate
+            scattered = jax.tree.map(
+                lambda a, s: a if is_on_host(a) else lax.with_sharding_constraint(a, s),
+                params,
+                layout.scattered,
             )
-            if skips:
-                select = functools.partial(jnp.where, guard["finite"])
-                moved = jax.tree.map(select, moved, scattered)
-            params = jax.tree.map(lax.with_sharding_constraint, moved, layout.shardings)
+            norm = optax.tree.norm(gradients)
+            finite = jnp.isfinite(losses.loss) & jnp.isfinite(norm) if skips else None
+            updated, params, after = optimizer.update(gradients, optimizer_state, scattered, finite)
+            moved = balance.move(layout.specs, updated, with_counts, balance_rate, finite)
+            on_device = layout.as_held(moved)
+            params = jax.tree.map(lambda a, b: a if is_on_host(a) else b, params, on_device)
             metrics = step_metrics(
                 loss=losses.loss,
                 grad_norm=norm,
@@ -278,14 +290,20 @@ def _train(
                 if skips
                 else None,
             )
-            return params, after, metrics
+            return params, after, layout.working(moved), metrics
 
-        results = runtime.losses_and_gradients(state.params, batch)
+        results = runtime.losses_and_gradients(state.read, batch)
         with jax.named_scope("optimizer"):
             update_each = replicas.in_each(update) if layout.independent_replicas else update
-            params, optimizer_state, metrics = update_each(state.params, state.optimizer, results)
+            params, optimizer_state, working, metrics = update_each(
+                state.params, state.optimizer, results
+            )
         return dataclasses.replace(
-            state, params=params, optimizer=optimizer_state, step=state.step + 1
+            state,
+            params=params,
+            optimizer=optimizer_state,
+            step=state.step + 1,
+            working=working,
         ), metrics
 
     return train

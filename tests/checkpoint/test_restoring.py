@@ -75,14 +75,26 @@ def test_an_array_of_another_shape_is_named(saved):
 
 
 def test_an_array_of_another_dtype_is_named(saved):
-    def narrow(abstract, shapes):
+    def of_integers(abstract, shapes):
         t = abstract["table"]
-        abstract["table"] = jax.ShapeDtypeStruct(t.shape, jnp.bfloat16, sharding=t.sharding)
+        abstract["table"] = jax.ShapeDtypeStruct(t.shape, jnp.int32, sharding=t.sharding)
 
-    assert (
-        "params/embed/table is stored as float32[13, 8]; bfloat16[13, 8] is wanted"
-        in restore_with(saved, narrow)
+    assert "params/embed/table is stored as float32[13, 8]; int32[13, 8] is wanted" in restore_with(
+        saved, of_integers
     )
+
+
+def test_parameters_of_32_bits_are_read_as_the_nearest_of_16(saved):
+    folder, layout = saved
+    exact = restored(folder, 5, layout)["params"]["embed"]["table"]
+    abstract, shapes = abstract_state(layout), stored_shapes(layout)
+    table = abstract["params"]["embed"]["table"]
+    abstract["params"]["embed"]["table"] = jax.ShapeDtypeStruct(
+        table.shape, jnp.bfloat16, sharding=table.sharding
+    )
+    narrow = restore(folder, 5, abstract, shapes)["params"]["embed"]["table"]
+    assert narrow.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(narrow, np.asarray(exact).astype(jnp.bfloat16))
 
 
 def test_another_number_of_layers_is_named(saved):

@@ -6,7 +6,6 @@ import functools
 import itertools
 
 import jax
-import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh
 from support import small
@@ -88,9 +87,7 @@ def test_state_of_a_device(model, optimizer):
     for (name, sizes), zero in itertools.product(MODELS[model][2].items(), range(4)):
         config, (setup, slots) = config_of(model, sizes, optimizer, zero), tables(model, name)
         mesh = AbstractMesh(sizes_of(config.mesh), AXES)
-        layout = make_layout(
-            setup, mesh, config.model, config.parallel, jnp.dtype("float32"), 8, False
-        )
+        layout = make_layout(setup, mesh, config.model, config.parallel, config.precision, 8, False)
         layout = dataclasses.replace(layout, optimizer=config.optimizer)
         made = make_optimizer(config.optimizer, config.train.steps, layout.specs)
         allocated = bytes_per_device(abstract_state(layout, made).optimizer)

@@ -13,7 +13,7 @@ changes = {"optimizer.name": "sgd", "optimizer.epsilon": 1e-6, "optimizer.clip_n
 config = configs.replace(configs.Config(), changes)
 optimizer = make_optimizer(config.optimizer, 10, {"a": Spec((2,), ("width",), constant=1.0)})
 parameters = {"a": jnp.ones(2)}
-updates, _ = optimizer.update({"a": jnp.full(2, -3.0)}, optimizer.init(parameters), parameters)
-assert jnp.allclose(updates["a"], 3 * config.optimizer.learning_rate)
+updated = optimizer.update({"a": jnp.full(2, -3.0)}, optimizer.init(parameters), parameters)
+assert jnp.allclose(updated.values["a"], 1 + 3 * config.optimizer.learning_rate, rtol=1e-6)
 assert OPTIMIZERS["sgd"].state_numbers((3, 5), config.optimizer) == 15
 assert "optimizer.epsilon=1e-06 has no use with optimizer.name='sgd'" in unused_settings(config)

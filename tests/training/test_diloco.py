@@ -135,8 +135,8 @@ def plain_step(cfg: Config):
     @jax.jit
     def train(params, state, batch):
         loss, gradients = jax.value_and_grad(mean_loss)(params, batch)
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, loss
+        _, params, state = optimizer.update(gradients, state, params)
+        return params, state, loss
 
     return optimizer, train
 

@@ -172,12 +172,19 @@ def test_each_device_makes_its_own_shards():
     assert [i for i in program.below(program.entry) if i.collective] == []
 
 
-def test_bfloat16_parameters_would_be_possible():
-    """The layout's dtype is the parameters'; noise is drawn in float32 whatever it is."""
-    step = step_of()
-    half = ParameterLayout(
-        step.layout.parts, step.layout.placement, step.layout.mesh, 1, jnp.dtype("bfloat16")
-    )
-    with jax.set_mesh(half.mesh):
-        table = jax.jit(half.initial)(half.keys(0))["embed"]["table"]
-    np.testing.assert_array_equal(table, plain_initial()["embed"]["table"].astype(jnp.bfloat16))
+@pytest.mark.parametrize("masters", ["float32", "none"])
+def test_16_bit_parameters_begin_as_the_nearest_to_those_of_32(masters):
+    """Matrices; what no product of the compute type reads is float32."""
+    step = step_of((2, 1, 1), precision__params="bfloat16", precision__masters=masters)
+    state = initial_state(step.layout, step.optimizer, 0)
+    read = small.to_plain(step.layout, state.read)
+    for path, expected in jax.tree_util.tree_leaves_with_path(plain_initial()):
+        value = dict(jax.tree_util.tree_leaves_with_path(read))[path]
+        is_matrix = value.ndim - (path[0].key == "layers") > 1
+        assert value.dtype == (jnp.bfloat16 if is_matrix else np.float32), path
+        np.testing.assert_array_equal(value, expected.astype(value.dtype))
+    held = small.to_plain(step.layout, state.params)
+    if masters == "float32":
+        jax.tree.map(np.testing.assert_array_equal, held, plain_initial())
+    else:
+        jax.tree.map(np.testing.assert_array_equal, held, read)
