@@ -176,6 +176,45 @@ def estimated_slots(step: StepModel) -> SlotCounts | None:
     )
 
 
+def least_recomputed(step: StepModel, loss_chunk: int, capacity: float) -> StepModel | None:
+    """The step with the fewest layers of each unit recomputed, in its own mode of remat, with which
+    it fits into so many bytes; None if it does not with all of them.
+
+    Each recomputed layer more takes time and less memory, so a bisection finds the fewest.
+    """
+    mode, units = step.layout.recomputation.mode, step.layout.units(step.model.layers)
+
+    def recomputing(layers: int) -> StepModel:
+        every = layers == max(units) or mode == "none"
+        layout = step.layout.with_remat(mode if every else f"{mode}:{layers}")
+        return dataclasses.replace(step, layout=layout)
+
+    fits = lambda layers: memory(recomputing(layers), loss_chunk).bytes <= capacity
+    fewest, most = 1 if mode != "none" else max(units), max(units)
+    if not fits(most):
+        return None
+    while fewest < most:
+        middle = (fewest + most) // 2
+        fewest, most = (fewest, middle) if fits(middle) else (middle + 1, most)
+    return recomputing(fewest)
+
+
+def best_interval(step: StepModel) -> float | None:
+    """The layers of a unit with which full recomputation takes least memory for what layers save:
+    √(m · l · input / residuals), for l layers of a stage and m microbatches between their F and B.
+    docs/parts.md derives it. None with one stage.
+    """
+    slots = estimated_slots(dataclasses.replace(step, layout=step.layout.with_remat("full")))
+    if slots is None:
+        return None
+    layer = layer_bytes(step, remat="none")
+    rebuilt = slots.residual_b * layer.residual_b + slots.residual_w * layer.residual_w
+    rebuilt += slots.weight_stash * layer.weight_stash
+    layers = math.ceil(step.model.layers / step.layout.stage)
+    in_flight = slots.activation / max(1, step.layout.repeats)
+    return min(layers, max(1.0, math.sqrt(in_flight * layers * layer.input / rebuilt)))
+
+
 class LayerBytes(NamedTuple):
     """Bytes on a device that one layer saves of one microbatch: from the forward for B alone and
     for W, from B for W, and the layer's input."""
