@@ -261,7 +261,7 @@ class StepModel:
         memory_back = BACKWARD_PASSES * (passes + scores) + read
         ops = {
             "F": {MATMULS: forward, ATTENTION: attention, MEMORY: memory},
-            "R": recomputed[self.layout.remat],
+            "R": recomputed[self.layout.recomputation.mode],
             "B": {MATMULS: inputs, ATTENTION: attention_back, MEMORY: memory_back},
             "W": {MATMULS: weights, MEMORY: sums},
         }

@@ -164,7 +164,7 @@ def _recomputation(prediction: Prediction) -> list[str]:
         costs = (step.step().seconds - none.step().seconds) * prediction.seconds / closed
         return f"saves {saved:.2f} GiB and costs {_seconds(costs)}"
 
-    line = f"remat={layout.remat}: {layers} of a unit's {most} layers are recomputed, which "
+    line = f"remat={layout.remat} recomputes {layers} of a unit's {most} layers, which "
     line += gained(work)
     if layers < most:
         line += f"; {mode} of all layers {gained(every)}"

@@ -142,7 +142,7 @@ class LayerStack:
         counts = [placement.layer_count(unit, s) for s in range(placement.stages)]
         # a stack of one layer: every stage that has the unit has that one
         self._is_single = self._stack_size == 1
-        self._counts, self._stage = [1] if self._is_single else counts, stage
+        self._counts = [1] if self._is_single else counts
         # A layer's gradients are then reduced overlapped with the products of the layer before it:
         # XLA's GPU compiler moves no collective into a loop's next trip. A TPU's has these
         # collectives wait in any case.
@@ -150,6 +150,14 @@ class LayerStack:
         self._sizes = placement.sizes
         # without those of which no stage has a layer
         self._ranges = [each for each in ranges if each.most(self._counts)]
+        # on this stage: ints where all stages have the same bounds, or traced
+        self._bounds: dict[LayerRange, list[Any]] = {
+            each: [
+                values[0] if len(set(values)) == 1 else jnp.asarray(values)[stage]
+                for values in zip(*map(each.bounds, self._counts), strict=True)
+            ]
+            for each in self._ranges
+        }
 
     @property
     def saves_in_f(self) -> bool:
@@ -181,14 +189,6 @@ class LayerStack:
         reads = [layers.split.reads(op) for layers in self._ranges]
         return jax.tree.map(lambda *of_ranges: any(of_ranges), *reads)
 
-    def _bounds(self, layers: LayerRange) -> tuple[Any, Any]:
-        """A range's bounds on this stage: ints where all stages have the same, or traced."""
-        begin, end = (
-            values[0] if len(set(values)) == 1 else jnp.asarray(values)[self._stage]
-            for values in zip(*map(layers.bounds, self._counts), strict=True)
-        )
-        return begin, end
-
     def _each_layer(
         self,
         op: LayerOp,
@@ -205,7 +205,7 @@ class LayerStack:
         bodies: of ranges one after the other, in the order of their layers
         """
         loops = [
-            (body, *self._bounds(layers))
+            (body, *self._bounds[layers])
             for layers, body in (reversed(bodies) if reverse else bodies)
         ]
         way = -1 if reverse else 1
