@@ -28,18 +28,20 @@ from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.progress import SearchProgress
 from jaxtrain.schedule import by_name, drawing, search
 from jaxtrain.schedule.clocks import NotFused, Times
+from jaxtrain.schedule.order_csv import read_schedule, to_order_csv
 from jaxtrain.schedule.orders import (
     AUTO,
     CSV,
     FUSED,
     ONE_CHUNK,
     SCHEDULES,
+    ChunkOrders,
     default_repeats,
     fits_repeats,
 )
 from jaxtrain.schedule.simulate import comparison, figures, simulate, summary
 from jaxtrain.schedule.table import ROUNDING, VOCABULARIES, Table
-from jaxtrain.schedule.table_csv import read_csv, to_csv
+from jaxtrain.schedule.table_csv import to_csv
 from jaxtrain.schedule.table_spec import TableSpec, memory_of
 from jaxtrain.schedule.validator import check
 
@@ -53,7 +55,7 @@ Shows a pipeline schedule with its time and memory:
 
 Schedules: gpipe, 1f1b, interleaved, zb_h1, zb_h2, zb_v, dualpipe_v; auto, the best table for the
 times within --memory that a search finds; csv:FILE, your own table (write one with --csv and change
-it).
+it), or the order of ops in a file of PyTorch's pipelining.
 
 Ops: F forward, B gradient of the input, W gradient of the weights, R recompute. Times are those of
 one microbatch on all chunks of a stage, in any unit; an op on one of its `repeats` chunks takes its
@@ -141,9 +143,16 @@ FLAGS = (
     ),
     Flag("json", False, "print the figures as JSON in place of the timeline"),
     Flag("csv", "", "write the table to this file, which --schedule=csv:FILE reads back"),
+    Flag(
+        "csv_format",
+        "table",
+        "format of --csv: table, with ticks, R and messages; pytorch, the order alone, as files of "
+        "torch.distributed.pipelining have it",
+    ),
     Flag("svg", "", "write the timeline (coupled clock) to this file"),
     Flag("png", "", "as --svg, drawn by matplotlib"),
 )
+CSV_FORMATS = {"table": to_csv, "pytorch": to_order_csv}
 OUTPUTS = ("csv", "svg", "png")  # flags that name a file to write
 DEFAULT_STAGES, DEFAULT_MICROBATCHES = 4, 8
 MOST_CELLS = 200_000  # stages · repeats · (stages + microbatches): some ten seconds
@@ -185,11 +194,11 @@ class Shown:
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScheduleRequest:
     """The schedule that checked flags ask for. spec: with `repeats` 0 where it is left to the
-    schedule; table: a CSV file's, None for others."""
+    schedule; file: a CSV file's, None for others."""
 
     flags: types.SimpleNamespace
     spec: TableSpec
-    table: Table | None
+    file: Table | ChunkOrders | None
 
 
 def check_flags(flags: types.SimpleNamespace) -> ScheduleRequest:
@@ -197,15 +206,22 @@ def check_flags(flags: types.SimpleNamespace) -> ScheduleRequest:
     of_file = flags.schedule.startswith(CSV)
     if not of_file:
         _check_choice("schedule", flags.schedule, by_name.NAMES)
-    for flag, known in (("vocabulary", VOCABULARIES), ("permute", by_name.PERMUTES)):
+    for flag, known in (
+        ("vocabulary", VOCABULARIES),
+        ("permute", by_name.PERMUTES),
+        ("csv_format", tuple(CSV_FORMATS)),
+    ):
         _check_choice(flag, getattr(flags, flag), known)
     times = read_times(flags)
-    table = _read_table(flags) if of_file else None
+    if flags.csv_format != "table" and not flags.csv:
+        rule = f"--csv_format={flags.csv_format} is the format of --csv, which names no file"
+        raise UsageError(rule, {"csv_format": "table"})
+    file = _read_file(flags) if of_file else None
     spec = TableSpec(
         flags.schedule,
-        table.stages if table else flags.stages or DEFAULT_STAGES,
+        file.stages if file else flags.stages or DEFAULT_STAGES,
         flags.repeats,
-        table.microbatches if table else flags.microbatches or DEFAULT_MICROBATCHES,
+        file.microbatches if file else flags.microbatches or DEFAULT_MICROBATCHES,
         times=times,
         permute=flags.permute,
         remat_full=bool(flags.recompute),
@@ -216,7 +232,7 @@ def check_flags(flags: types.SimpleNamespace) -> ScheduleRequest:
     _check_schedule(flags, spec)
     for flag in OUTPUTS:
         cli.check_output(flag, getattr(flags, flag), f"schedule.{flag}")
-    return ScheduleRequest(flags, spec, table)
+    return ScheduleRequest(flags, spec, file)
 
 
 def _check_size(flags: types.SimpleNamespace, spec: TableSpec) -> None:
@@ -275,24 +291,24 @@ def _check_choice(flag: str, value: str, known: Sequence[str]) -> None:
         raise UsageError(f"--{flag}={value!r} is unknown", {flag: near[0]}, near[1:])
 
 
-def _read_table(flags: types.SimpleNamespace) -> Table:
-    """The CSV file's table. Raises UsageError for flags that do not go with it."""
+def _read_file(flags: types.SimpleNamespace) -> Table | ChunkOrders:
+    """The CSV file's schedule. Raises UsageError for flags that do not go with it."""
     try:
-        table = read_csv(flags.schedule.removeprefix(CSV))
+        file = read_schedule(flags.schedule.removeprefix(CSV))
     except ValueError as error:
         raise UsageError(str(error)) from None
     for flag in ("stages", "microbatches"):
-        if getattr(flags, flag) not in (0, getattr(table, flag)):
+        if getattr(flags, flag) not in (0, getattr(file, flag)):
             raise UsageError(
                 f"--{flag}={getattr(flags, flag)} is not what the CSV file has",
-                {flag: getattr(table, flag)},
+                {flag: getattr(file, flag)},
             )
-    if flags.recompute and not table.recompute:
+    if flags.recompute and isinstance(file, Table) and not file.recompute:
         raise UsageError(
             f"--recompute={flags.recompute} is the time of R, and the CSV file has no R",
             {"recompute": ""},
         )
-    return table
+    return file
 
 
 def read_times(flags: types.SimpleNamespace) -> Times:
@@ -339,8 +355,15 @@ def make(
 ) -> Table:
     """The checked table of a schedule; of `auto`, the best with any of these numbers of chunks on a
     stage."""
-    if request.table is not None:
-        return request.table
+    file = request.file
+    if isinstance(file, Table):
+        return file
+    if file is not None:
+        units = [request.flags.ops_per_chunk] * len(file.stage_of)
+        spec = dataclasses.replace(request.spec, units_per_chunk=units)
+        table = by_name.packed(file, spec, report)
+        check(table)
+        return table
     specs = []
     for count in repeats:
         units = [request.flags.ops_per_chunk] * (request.spec.stages * count)
@@ -387,7 +410,7 @@ def one(request: ScheduleRequest, report: search.Report) -> Shown:
     sizes = f"{table.stages} stages, {table.microbatches} microbatches"
     title = f"{table.name}: {sizes}, coupled bubble {result.bubble_fraction_coupled:.1%}"
     content: dict[str, Callable[[], bytes]] = {
-        "csv": lambda: to_csv(table).encode(),
+        "csv": lambda: CSV_FORMATS[flags.csv_format](table).encode(),
         "svg": lambda: drawing.svg(table, result.timeline_coupled, title).encode(),
         "png": lambda: drawing.png(table, result.timeline_coupled, title),
     }

@@ -13,6 +13,7 @@ from jaxtrain import config as cfg
 from jaxtrain.config import Config, sources
 from jaxtrain.config.optimizers import OPTIMIZERS, READS
 from jaxtrain.config.rules import OF_EXPERTS
+from jaxtrain.schedule.order_csv import is_order_file
 from jaxtrain.schedule.orders import CSV
 
 
@@ -59,7 +60,10 @@ USES = (
     ),
     Use(
         _under("pipeline", "layers_per_op permute"),
-        lambda c: not c.pipeline.schedule.startswith(CSV),
+        lambda c: (
+            not c.pipeline.schedule.startswith(CSV)
+            or is_order_file(c.pipeline.schedule.removeprefix(CSV))
+        ),
         lambda c: f"with the table of pipeline.schedule={c.pipeline.schedule!r}",
     ),
     Use(

@@ -20,13 +20,13 @@ from jaxtrain.costs.transformer import Transformer
 from jaxtrain.pipeline.step_model import milliseconds, step_model_of, transformer_of
 from jaxtrain.schedule import by_name, search
 from jaxtrain.schedule.clocks import Times
-from jaxtrain.schedule.orders import CSV, ONE_CHUNK, SCHEDULES
+from jaxtrain.schedule.order_csv import read_schedule
+from jaxtrain.schedule.orders import CSV, ONE_CHUNK, SCHEDULES, ChunkOrders
 from jaxtrain.schedule.placement import Placement, cut, spread
 from jaxtrain.schedule.search import ANY_REPEATS, Report, part_of
 from jaxtrain.schedule.simulate import Simulation, simulate
 from jaxtrain.schedule.slots import SlottedTable, assign_slots
 from jaxtrain.schedule.table import VOCABULARIES, Table
-from jaxtrain.schedule.table_csv import read_csv
 from jaxtrain.schedule.table_spec import Cost, TableSpec, cost, memory_of
 from jaxtrain.schedule.validator import check
 
@@ -256,8 +256,11 @@ class _Search:
             if pipeline.chunk_layers:
                 repeats = (len(pipeline.chunk_layers) // stages,)
         vocabularies: Sequence[str] = (pipeline.vocabulary,)
-        if pipeline.vocabulary == "auto" and not pipeline.schedule.startswith(CSV):
+        file = self._file
+        if pipeline.vocabulary == "auto" and not isinstance(file, Table):
             vocabularies = ("end_stages",) if ends_with_layers(self.model) else VOCABULARIES
+        if isinstance(file, ChunkOrders):
+            repeats = (max(map(file.stage_of.count, range(stages))),)
         # the work grows with the chunks; a file's table needs none
         total, done = max(1, sum(repeats) * len(vocabularies)), 0
         candidates, too_small = [], []
@@ -272,22 +275,31 @@ class _Search:
             raise search.MemoryTooSmall(memory or 0.0, min(too_small))
         return candidates
 
+    @functools.cached_property
+    def _file(self) -> Table | ChunkOrders | None:
+        """The file's schedule, which fits the config; None for a named one. Raises ConfigError for
+        one that does not fit, and ValueError for one that cannot be read."""
+        if not self.pipeline.schedule.startswith(CSV):
+            return None
+        file = read_schedule(self.pipeline.schedule.removeprefix(CSV))
+        _check_fits(file, self.model, self.pipeline, self.stages)
+        return file
+
     def _candidate(
         self, repeats: int, vocabulary: str, memory: float | None, report: Report
     ) -> _Candidate:
         """A table with `repeats` chunks on a stage; of `auto`, within `memory` residuals of a
         stage."""
         pipeline, stages, layers = self.pipeline, self.stages, self.model.layers
-        table = None
-        if pipeline.schedule.startswith(CSV):
-            table = read_csv(pipeline.schedule.removeprefix(CSV))
-            _check_fits(table, self.model, pipeline, stages)
-            units_per_chunk = _units_of_chunks(table)
+        file = self._file
+        if isinstance(file, Table):
+            units_per_chunk = _units_of_chunks(file)
             number = len(units_per_chunk)
             chunks = pipeline.chunk_layers or spread(layers, number, pipeline.layer_costs)
             sizes = tuple(itertools.chain.from_iterable(map(spread, chunks, units_per_chunk)))
         else:
-            chunks = pipeline.chunk_layers or spread(layers, stages * repeats, pipeline.layer_costs)
+            number = len(file.stage_of) if file else stages * repeats
+            chunks = pipeline.chunk_layers or spread(layers, number, pipeline.layer_costs)
             units_per_chunk, sizes = cut(chunks, pipeline.layers_per_op)
         costs = pipeline.layer_costs or (1.0,) * layers
         ends, saved = itertools.accumulate(sizes), saved_fractions(pipeline.remat, sizes)
@@ -309,9 +321,12 @@ class _Search:
             vocabulary=vocabulary,
             memory=memory,
         )
-        table = (
-            dataclasses.replace(table, saved=saved) if table else by_name.make_table(spec, report)
-        )
+        if isinstance(file, ChunkOrders):
+            table = by_name.packed(file, spec, report)
+        elif file:
+            table = dataclasses.replace(file, saved=saved)
+        else:
+            table = by_name.make_table(spec, report)
         return _Candidate(cost(table, spec), table, sizes, shares)
 
 
@@ -323,61 +338,82 @@ def _units_of_chunks(table: Table) -> tuple[int, ...]:
     return tuple(table.chunk_of.count(chunk) for chunk in sorted(set(table.chunk_of)))
 
 
-def _check_fits(table: Table, model: ModelConfig, pipeline: PipelineConfig, stages: int) -> None:
-    """Raises ConfigError unless a file's table does what the config says.
+def _check_fits(
+    file: Table | ChunkOrders, model: ModelConfig, pipeline: PipelineConfig, stages: int
+) -> None:
+    """Raises ConfigError unless a file's schedule does what the config says.
 
-    Its fix is all that the table needs changed, at once: whoever names a file asks for that table,
-    and not for the least change.
+    Its fix is all that the file needs changed, at once: whoever names a file asks for that
+    schedule, and not for the least change.
     """
     schedule = pipeline.schedule
     by_names = values_for("pipeline.schedule", SCHEDULES)
-    if table.forward_only:
+    table = file if isinstance(file, Table) else None
+    if table and table.forward_only:
         rule = "has F ops alone, and training needs their B and W"
         raise ConfigError("pipeline.schedule", schedule, rule, fixes=by_names)
-    if needs := [*_needs(table, model.layers, pipeline, stages)]:
+    units = _units_of_chunks(table) if table else (1,) * len(file.stage_of)
+    needs = [
+        *_needed_sizes(file, units, pipeline, stages),
+        *(_needed_by_table(table, pipeline) if table else ()),
+        *_needed_layers(units, model.layers, pipeline),
+    ]
+    if needs:
         changes = {path: value for need in needs for path, value in need.fixes[0].items()}
         raise ConfigError(needs[0].field, needs[0].value, needs[0].rule, fixes=[changes])
-    if table.vocabulary == "parallel" and (name := ends_with_layers(model)):
+    if table and table.vocabulary == "parallel" and (name := ends_with_layers(model)):
         path = f"model.{name}"
         rule = f"needs embedding and head on one stage, and {schedule} shares them"
         raise ConfigError(path, getattr(model, name), rule, fixes=[{path: 0}, *by_names])
 
 
-def _needs(
-    table: Table, layers: int, pipeline: PipelineConfig, stages: int
+def _change(path: str, value: object, rule: str, needed: object) -> ConfigError:
+    return ConfigError(path, value, rule, fixes=[{path: needed}])
+
+
+def _needed_sizes(
+    file: Table | ChunkOrders, units: Sequence[int], pipeline: PipelineConfig, stages: int
 ) -> Iterator[ConfigError]:
-    """An error for each setting that a file's table needs changed, with one fix."""
-    name, units = pipeline.schedule, _units_of_chunks(table)
-    chunks = len(units)
-
-    def change(path: str, value: object, rule: str, needed: object) -> ConfigError:
-        return ConfigError(path, value, rule, fixes=[{path: needed}])
-
+    """An error, with one fix, for each number of stages, microbatches and chunks that is not the
+    file's. units: of each chunk"""
+    name, chunks = pipeline.schedule, len(units)
     for path, value, needed in (
-        ("mesh.stage", stages, table.stages),
-        ("pipeline.microbatches", pipeline.microbatches, table.microbatches),
+        ("mesh.stage", stages, file.stages),
+        ("pipeline.microbatches", pipeline.microbatches, file.microbatches),
     ):
         if value != needed:
-            yield change(path, value, f"is not the {needed} of the table of {name}", needed)
+            yield _change(path, value, f"is not the {needed} of the table of {name}", needed)
+    if pipeline.repeats and pipeline.repeats != chunks / file.stages:
+        rule = f"is not that of {name}, {chunks} chunks on {file.stages} stages"
+        yield _change("pipeline.repeats", pipeline.repeats, rule, 0)
+    if pipeline.chunk_layers and len(pipeline.chunk_layers) != chunks:
+        rule = f"has another number than the {chunks} chunks of {name}"
+        yield _change("pipeline.chunk_layers", pipeline.chunk_layers, rule, ())
+
+
+def _needed_by_table(table: Table, pipeline: PipelineConfig) -> Iterator[ConfigError]:
+    """An error, with one fix, for each setting that a file's table does not have; orders leave them
+    open."""
+    name = pipeline.schedule
     recomputes = has_recompute_ops(pipeline.remat)
     if table.recompute and not recomputes:
         rule = f"does not go with the R ops of {name}"
-        yield change("pipeline.remat", pipeline.remat, rule, "full")
+        yield _change("pipeline.remat", pipeline.remat, rule, "full")
     if recomputes and not table.recompute:
-        yield change(
-            "pipeline.remat", pipeline.remat, f"needs R ops, and {name} has none", "selective"
-        )
+        rule = f"needs R ops, and {name} has none"
+        yield _change("pipeline.remat", pipeline.remat, rule, "selective")
     if pipeline.vocabulary not in ("auto", table.vocabulary):
         rule = f"is not that of {name}"
-        yield change("pipeline.vocabulary", pipeline.vocabulary, rule, table.vocabulary)
-    if pipeline.repeats and pipeline.repeats != chunks / table.stages:
-        rule = f"is not that of {name}, {chunks} chunks on {table.stages} stages"
-        yield change("pipeline.repeats", pipeline.repeats, rule, 0)
-    if pipeline.chunk_layers and len(pipeline.chunk_layers) != chunks:
-        rule = f"has another number than the {chunks} chunks of {name}"
-        yield change("pipeline.chunk_layers", pipeline.chunk_layers, rule, ())
-    if table.units > layers:
-        yield change("model.layers", layers, f"are fewer than the units of {name}", table.units)
+        yield _change("pipeline.vocabulary", pipeline.vocabulary, rule, table.vocabulary)
+
+
+def _needed_layers(
+    units: Sequence[int], layers: int, pipeline: PipelineConfig
+) -> Iterator[ConfigError]:
+    """An error, with one fix, if the layers do not fill a file's units. units: of each chunk"""
+    name, chunks = pipeline.schedule, len(units)
+    if sum(units) > layers:
+        yield _change("model.layers", layers, f"are fewer than the units of {name}", sum(units))
         return
     given = pipeline.chunk_layers if len(pipeline.chunk_layers) == chunks else ()
     sizes = given or spread(layers, chunks, pipeline.layer_costs)
@@ -385,6 +421,6 @@ def _needs(
         rule = f"leaves a chunk fewer layers than it has units in {name}"
         cuts = [field for field in ("chunk_layers", "layer_costs") if getattr(pipeline, field)]
         if cuts:
-            yield change(f"pipeline.{cuts[0]}", getattr(pipeline, cuts[0]), rule, ())
+            yield _change(f"pipeline.{cuts[0]}", getattr(pipeline, cuts[0]), rule, ())
         else:
-            yield change("model.layers", layers, rule, chunks * max(units))
+            yield _change("model.layers", layers, rule, chunks * max(units))

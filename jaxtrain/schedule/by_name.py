@@ -10,10 +10,10 @@ orders.py has the orders, packing.py packs them into ticks, search.py has the se
 
 from jaxtrain.schedule import orders as orders_
 from jaxtrain.schedule import search
-from jaxtrain.schedule.orders import AUTO, CSV, SCHEDULES, fits_repeats
+from jaxtrain.schedule.order_csv import read_schedule
+from jaxtrain.schedule.orders import AUTO, CSV, SCHEDULES, ChunkOrders, fits_repeats
 from jaxtrain.schedule.packing import PACKINGS, Tasks, pack_into_ticks
 from jaxtrain.schedule.table import ROUNDING, Table, TableShape
-from jaxtrain.schedule.table_csv import read_csv
 from jaxtrain.schedule.table_spec import TableSpec, cost
 
 NAMES = (*SCHEDULES, AUTO)
@@ -47,14 +47,14 @@ def make_table(spec: TableSpec, report: search.Report = search.silent) -> Table:
         return search.search([spec], report)
     if spec.schedule.startswith(CSV):
         path = spec.schedule.removeprefix(CSV)
-        table = read_csv(path)
+        schedule = read_schedule(path)
         for name in ("stages", "microbatches"):
-            if getattr(table, name) != getattr(spec, name):
+            if getattr(schedule, name) != getattr(spec, name):
                 raise ValueError(
-                    f"{path} is a table of {name}={getattr(table, name)}, not "
-                    f"{getattr(spec, name)}: use {getattr(table, name)}"
+                    f"{path} is a table of {name}={getattr(schedule, name)}, not "
+                    f"{getattr(spec, name)}: use {getattr(schedule, name)}"
                 )
-        return table
+        return schedule if isinstance(schedule, Table) else packed(schedule, spec, report)
     if spec.schedule not in SCHEDULES:
         raise ValueError(
             f"schedule={spec.schedule!r} is unknown: use {', '.join(NAMES)} or csv:FILE"
@@ -64,15 +64,20 @@ def make_table(spec: TableSpec, report: search.Report = search.silent) -> Table:
 
 
 def named_table(spec: TableSpec, report: search.Report = search.silent) -> Table:
-    """The table of a named schedule, in the packing of least coupled time that takes no more memory
+    """The table of a named schedule, by `packed`."""
+    sizes = (spec.stages, spec.repeats, spec.microbatches)
+    return packed(orders_.named_orders(spec.schedule, *sizes), spec, report)
+
+
+def packed(
+    chunk_orders: ChunkOrders, spec: TableSpec, report: search.Report = search.silent
+) -> Table:
+    """The table of these orders, in the packing of least coupled time that takes no more memory
     than late permutes do."""
-    schedule = SCHEDULES[spec.schedule]
-    order = schedule.order if spec.stages > 1 else orders_.accumulate
-    orders = order(spec.stages, spec.repeats, spec.microbatches)
-    tasks = spec.tasks(spec.schedule, schedule.placement, orders)
+    tasks = spec.tasks(chunk_orders)
     tables = []
     for index, packing in enumerate(spec.packings):
-        report(f"{spec.schedule} {packing}", index / len(spec.packings))
+        report(f"{chunk_orders.name} {packing}", index / len(spec.packings))
         tables.append(pack_into_ticks(tasks, packing))
     if len(tables) == 1:
         return tables[0]

@@ -242,6 +242,21 @@ def forward(stage_of: tuple[int, ...], p: int, m: int) -> Orders:
 # --- all of them ----------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class ChunkOrders:
+    """The orders of a pipeline's stages, and the stage of each chunk."""
+
+    name: str
+    stage_of: tuple[int, ...]
+    microbatches: int
+    orders: Orders
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return len(self.orders)
+
+
 @dataclasses.dataclass(frozen=True)
 class StageTimes:
     """Seconds of F, R, B and W of one microbatch on a whole stage."""
@@ -397,6 +412,14 @@ def closed_forms(name: str) -> Schedule:
     """The schedule of this name; for `auto` and a file, whose tables are not known yet, the one
     with several chunks of any number. Raises KeyError for another name."""
     return SCHEDULES[INTERLEAVED if name == AUTO or name.startswith(CSV) else name]
+
+
+def named_orders(schedule: str, stages: int, repeats: int, microbatches: int) -> ChunkOrders:
+    """The orders of a named schedule; on one stage, those of gradient accumulation."""
+    known = SCHEDULES[schedule]
+    order = known.order if stages > 1 else accumulate
+    stage_of = PLACEMENTS[known.placement](stages, repeats)
+    return ChunkOrders(schedule, stage_of, microbatches, order(stages, repeats, microbatches))
 
 
 def fits_repeats(schedule: str, repeats: int) -> bool:

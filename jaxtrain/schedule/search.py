@@ -27,7 +27,16 @@ from typing import NamedTuple
 
 from jaxtrain.schedule import orders as orders_
 from jaxtrain.schedule.clocks import Times
-from jaxtrain.schedule.orders import PLACEMENTS, SCHEDULES, B, F, Orders, W, fits_repeats
+from jaxtrain.schedule.orders import (
+    PLACEMENTS,
+    SCHEDULES,
+    B,
+    ChunkOrders,
+    F,
+    Orders,
+    W,
+    fits_repeats,
+)
 from jaxtrain.schedule.packing import IN_ORDER, pack_into_ticks
 from jaxtrain.schedule.table import (
     ROUNDING,
@@ -114,7 +123,8 @@ def search(specs: Sequence[TableSpec], report: Report = silent) -> Table:
         orders = candidate.orders()
         if orders is None:
             continue
-        tasks = spec.tasks(name, candidate.placement, orders)
+        stage_of = PLACEMENTS[candidate.placement](spec.stages, spec.repeats)
+        tasks = spec.tasks(ChunkOrders(name, stage_of, spec.microbatches, orders))
         too_much = False  # in one packing of IN_ORDER, and so in the others
         for index, packing in enumerate(packings, 1):
             progress(f"{name} {packing}, {chunks}", index / (len(packings) + 1))

@@ -64,13 +64,13 @@ def to_csv(table: Table) -> str:
     return "\n".join(lines) + "\n"
 
 
-def read_csv(path: str) -> Table:
-    """The checked table of a CSV file.
+def read_csv(path: str, text: str | None = None) -> Table:
+    """The checked table of a CSV file. text: the file's, if it has been read.
 
     Raises ValueError, in one line, with file, line as an editor counts, column and what would be
     right, also for a file that cannot be read.
     """
-    text = _read(path)
+    text = read_text(path) if text is None else text
     try:
         lines = _parse(text)
         table = _table(lines, pathlib.Path(path).stem)
@@ -78,12 +78,12 @@ def read_csv(path: str) -> Table:
             check(table)
         except TableError as error:
             raise _in_lines(error, lines.numbers) from None
-    except _FileError as error:
+    except FileError as error:
         raise ValueError(f"{path}{error}") from None
     return table
 
 
-class _FileError(ValueError):
+class FileError(ValueError):
     """A fault in a file. Its text follows the file's name: ", line 3, column 'head': …"."""
 
     def __init__(self, rule: str, line: int | str = "", column: str = ""):
@@ -91,20 +91,20 @@ class _FileError(ValueError):
         super().__init__(f"{where}{f', column {column!r}' if column else ''}: {rule}")
 
 
-def _in_lines(error: TableError, lines: list[int]) -> _FileError:
+def _in_lines(error: TableError, lines: list[int]) -> FileError:
     """The fault with the file's lines in place of ticks. lines: of each tick."""
     ticks = [
         f"line {lines[tick]}" if tick < len(lines) else f"a line after {lines[-1]}"
         for tick in error.ticks
     ]
-    return _FileError(
+    return FileError(
         error.rule.format(*ticks) if ticks else error.rule,
         f"{lines[error.tick]} (tick {error.tick})" if 0 <= error.tick < len(lines) else "",
         f"stage {error.stage}" if error.stage >= 0 else error.column,
     )
 
 
-def _read(path: str) -> str:
+def read_text(path: str) -> str:
     """A file's text, without the mark that some editors put before it, lines ended by one newline
     each."""
     if not path:
@@ -182,24 +182,24 @@ class _Lines:
 
 
 def _parse(text: str) -> _Lines:
-    """The contents of a file's text. Raises _FileError."""
+    """The contents of a file's text. Raises FileError."""
     settings: dict[str, _Setting] = {}
     table_lines: list[tuple[int, list[str]]] = []
     for number, line in enumerate(text.split("\n"), 1):
         if line.lstrip().startswith("#"):
             _read_settings(line, number, settings)
         elif line.strip():
-            table_lines.append((number, _split(line, number)))
+            table_lines.append((number, split_line(line, number)))
     if not table_lines:
         what = "has comments alone" if text.strip() else "is empty"
-        raise _FileError(
+        raise FileError(
             f"the file {what}: write a header line such as 'stage 0,stage 1' and one line for "
             "each tick of the table"
         )
     (header_line, header), ticks = table_lines[0], table_lines[1:]
     stages = _stages(header, header_line)
     if not ticks:
-        raise _FileError(
+        raise FileError(
             "no ticks follow the header: write one line for each tick of the table, such as "
             "'F0.0,'",
             header_line,
@@ -208,7 +208,7 @@ def _parse(text: str) -> _Lines:
     for number, fields in ticks:
         if len(fields) != len(header):
             counts = f"{counted(len(fields), 'cell')} under a header of {len(header)}"
-            raise _FileError(f"{counts}: use one for each column, empty or not", number)
+            raise FileError(f"{counts}: use one for each column, empty or not", number)
         lines.numbers.append(number)
         cells = zip(fields, header[:stages], strict=False)
         lines.cells.append([_cell(field, number, column) for field, column in cells])
@@ -217,12 +217,12 @@ def _parse(text: str) -> _Lines:
     return lines
 
 
-def _split(line: str, number: int) -> list[str]:
+def split_line(line: str, number: int) -> list[str]:
     """A line's cells, quotes taken off."""
     try:
         return [field.strip() for field in next(csv.reader([line], strict=True))]
     except (csv.Error, StopIteration):
-        raise _FileError("a quote is opened and not closed: leave quotes out", number) from None
+        raise FileError("a quote is opened and not closed: leave quotes out", number) from None
 
 
 SETTINGS = ("name", "place", "chunk", "vocabulary")
@@ -235,13 +235,13 @@ def _read_settings(line: str, number: int, settings: dict[str, _Setting]) -> Non
         if name in SETTINGS:
             known = settings.setdefault(name, _Setting(value, number))
             if known.value != value:
-                raise _FileError(
+                raise FileError(
                     f"{name}={value!r} is another value than in line {known.line}: leave one of "
                     "them out",
                     number,
                 )
         elif near:
-            raise _FileError(f"the setting {name!r} is unknown: use {near[0]}", number)
+            raise FileError(f"the setting {name!r} is unknown: use {near[0]}", number)
 
 
 SEPARATORS = {";": "a semicolon", "\t": "a tab", "|": "a bar", " ": "a space"}
@@ -258,10 +258,10 @@ def _stages(header: list[str], number: int) -> int:
     if "," not in text and (separator := _separator(text)):
         cell = rf"(stage ?\d+|\d+|[A-Za-z]\d+\.\d+|{'|'.join(COLUMNS)})"
         if separator != "a space" or re.fullmatch(rf"{cell}(\s+{cell})+", text):
-            raise _FileError(f"the cells are separated by {separator}: use commas", number)
+            raise FileError(f"the cells are separated by {separator}: use commas", number)
     if any(CELL.fullmatch(name) for name in header):
         example = ",".join(f"stage {stage}" for stage in range(len(header)))
-        raise _FileError(
+        raise FileError(
             f"a tick stands where the header should: write a line such as {example!r} before it",
             number,
         )
@@ -278,17 +278,15 @@ def _stages(header: list[str], number: int) -> int:
         if name not in known and name not in COLUMNS:
             raise _unknown_column(header, index, known, number)
         if name in header[:index]:
-            raise _FileError(f"column {name!r} stands twice: use each once", number)
+            raise FileError(f"column {name!r} stands twice: use each once", number)
     if not stages:
-        raise _FileError("the header has no stage: use 'stage 0' first", number)
+        raise FileError("the header has no stage: use 'stage 0' first", number)
     if header[:stages] != known:
-        raise _FileError(
-            f"the stages do not come first and in order: use {','.join(known)}", number
-        )
+        raise FileError(f"the stages do not come first and in order: use {','.join(known)}", number)
     return stages
 
 
-def _unknown_column(header: list[str], index: int, known: list[str], number: int) -> _FileError:
+def _unknown_column(header: list[str], index: int, known: list[str], number: int) -> FileError:
     """The error of a header's name at an index; `known`: the names of as many stages as it has."""
     name = header[index]
     if index < len(known):
@@ -296,8 +294,8 @@ def _unknown_column(header: list[str], index: int, known: list[str], number: int
     else:
         fix = _nearest(name, [column for column in COLUMNS if column not in header] or COLUMNS)
     if re.fullmatch(r"stage \d+|\d+", name) and fix in known:
-        return _FileError(f"column {fix!r} is missing: use {','.join(known)}", number)
-    return _FileError(f"column {index + 1}, {name!r}, is unknown: use {fix!r}", number)
+        return FileError(f"column {fix!r} is missing: use {','.join(known)}", number)
+    return FileError(f"column {index + 1}, {name!r}, is unknown: use {fix!r}", number)
 
 
 # --- cells ----------------------------------------------------------------------------------------
@@ -320,7 +318,7 @@ def _cell(field: str, number: int, column: str) -> _LocalCell | None:
         rule = f"{field!r} has the unknown op {match[1]!r}: {fix}"
     elif re.fullmatch(r"[FRBW]\d+", field):
         rule = f"{field!r} has no microbatch: {form} {field[0]}0.{field[1:][:6]}"
-    raise _FileError(rule, number, column)
+    raise FileError(rule, number, column)
 
 
 def _column_value(name: str, field: str, number: int) -> int:
@@ -331,18 +329,18 @@ def _column_value(name: str, field: str, number: int) -> int:
             return int(Permute[field.upper()])
         near = difflib.get_close_matches(field.lower(), ("late", "early", "none"), n=1, cutoff=0.6)
         fix = near[0] if near else "late, early or none"
-        raise _FileError(f"{field!r} is no permute: use {fix}", number, name)
+        raise FileError(f"{field!r} is no permute: use {fix}", number, name)
     if field and not re.fullmatch(r"\d{1,6}", field, re.ASCII):
-        raise _FileError(f"{field[:40]!r} is no microbatch: use a number or nothing", number, name)
+        raise FileError(f"{field[:40]!r} is no microbatch: use a number or nothing", number, name)
     return int(field) if field else -1
 
 
 def _size(lines: _Lines, number_name: str) -> int:
-    """The number of microbatches or of local units of a file's cells. Raises _FileError for one far
+    """The number of microbatches or of local units of a file's cells. Raises FileError for one far
     from all others: no number below the largest may be left out."""
     present = {getattr(cell, number_name) for cells in lines.cells for cell in cells if cell}
     if not present:
-        raise _FileError("every cell is empty: write tasks such as F0.0, op, unit, dot, microbatch")
+        raise FileError("every cell is empty: write tasks such as F0.0, op, unit, dot, microbatch")
     gap = next(number for number in range(len(present) + 1) if number not in present)
     if gap > max(present):
         return gap
@@ -357,28 +355,28 @@ def _size(lines: _Lines, number_name: str) -> int:
     written = f"{Op(cell.op).name}{cell.local_unit}.{cell.microbatch}"
     missing = f"{written} has {noun} {beyond}, and {noun} {gap} is in no cell"
     fix = f"use {_range(gap)}" if gap else "use 0"
-    raise _FileError(f"{missing}: {fix}, or write the tasks of {gap} too", line, column)
+    raise FileError(f"{missing}: {fix}, or write the tasks of {gap} too", line, column)
 
 
 # --- the table ------------------------------------------------------------------------------------
 
 
 def _table(lines: _Lines, stem: str) -> Table:
-    """The table, not checked, of a file's contents. Raises _FileError."""
+    """The table, not checked, of a file's contents. Raises FileError."""
     microbatches, local_units = _size(lines, "microbatch"), _size(lines, "local_unit")
     stage_of = _stage_of(lines, local_units)
     cells = _in_model_order(lines, stage_of)
     for name, values in lines.columns.items():
         for number, microbatch in zip(lines.numbers, values, strict=True):
             if name != "permute" and microbatch >= microbatches:
-                raise _FileError(
+                raise FileError(
                     f"microbatch {microbatch} is in no cell: use {_range(microbatches)}",
                     number,
                     name,
                 )
     vocabulary, number = lines.settings.get("vocabulary", _Setting("parallel"))
     if vocabulary not in VOCABULARIES:
-        raise _FileError(
+        raise FileError(
             f"vocabulary={vocabulary!r} is unknown: use {_nearest(vocabulary, VOCABULARIES)}",
             number,
         )
@@ -409,7 +407,7 @@ def _in_model_order(lines: _Lines, stage_of: tuple[int, ...]) -> list[list[Cell 
                     f"there is no local unit {cell.local_unit} on a stage with {count}: {fix} say "
                     "place=… in a comment"
                 )
-                raise _FileError(rule, number, lines.header[stage])
+                raise FileError(rule, number, lines.header[stage])
     return [
         [
             Cell(cell.op, units[stage][cell.local_unit], cell.microbatch) if cell else None
@@ -428,15 +426,15 @@ def _stage_of(lines: _Lines, local_units: int) -> tuple[int, ...]:
     if not NUMBERS.fullmatch(text):
         near = difflib.get_close_matches(text.lower(), PLACEMENTS, n=1, cutoff=0.6)
         fix = "circular, v, or the stage of each unit with commas between and no spaces"
-        raise _FileError(f"place={text!r} is no place: use {near[0] if near else fix}", number)
+        raise FileError(f"place={text!r} is no place: use {near[0] if near else fix}", number)
     stage_of = tuple(map(int, text.split(",")))
     if max(stage_of) >= stages:
         known = f"the header has {counted(stages, 'stage')}: use {_range(stages)}"
-        raise _FileError(f"place={text!r} names stage {max(stage_of)}, and {known}", number)
+        raise FileError(f"place={text!r} names stage {max(stage_of)}, and {known}", number)
     try:
         directions(stage_of, stages)
     except TableError as error:
-        raise _FileError(f"place={text!r}: {error.rule}", number) from None
+        raise FileError(f"place={text!r}: {error.rule}", number) from None
     return stage_of
 
 
@@ -449,7 +447,7 @@ def _chunk_of(settings: dict[str, _Setting], stage_of: tuple[int, ...]) -> tuple
     steps = {following - chunk for chunk, following in itertools.pairwise(chunk_of)}
     if len(chunk_of) != len(stage_of) or chunk_of[0] != 0 or steps - {0, 1}:
         numbers = counted(len(stage_of), "number")
-        raise _FileError(
+        raise FileError(
             f"chunk={text!r}: use {numbers}, from 0 on, each the one before or one more", number
         )
     return chunk_of

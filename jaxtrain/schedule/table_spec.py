@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxtrain.schedule.clocks import Times, coupled_time
-from jaxtrain.schedule.orders import PLACEMENTS, Orders
+from jaxtrain.schedule.orders import ChunkOrders, Orders
 from jaxtrain.schedule.packing import PACKINGS, Tasks, cut_into_units
 from jaxtrain.schedule.table import Op, Table, TableShape, peak_residuals
 
@@ -55,11 +55,11 @@ class TableSpec:
             return ("late",)
         return PACKINGS if self.permute == "auto" else (self.permute,)
 
-    def tasks(self, name: str, placement: str, orders: Orders) -> Tasks:
-        """The tasks of an order of ops on chunks, cut into units, to be packed. Raises ValueError
-        if `units_per_chunk` has not a number for each chunk."""
-        stage_of_chunk = PLACEMENTS[placement](self.stages, self.repeats)
-        chunks = len(stage_of_chunk)
+    def tasks(self, chunk_orders: ChunkOrders) -> Tasks:
+        """The tasks of orders of ops on chunks, cut into units, to be packed. Raises ValueError if
+        `units_per_chunk` has not a number for each chunk."""
+        name, orders = chunk_orders.name, chunk_orders.orders
+        chunks = len(chunk_orders.stage_of)
         if self.units_per_chunk is not None and len(self.units_per_chunk) != chunks:
             raise ValueError(
                 f"units_per_chunk has {len(self.units_per_chunk)} numbers, and {name} has {chunks} "
@@ -71,7 +71,7 @@ class TableSpec:
         )
         shape = TableShape(
             name=name,
-            stage_of=tuple(stage_of_chunk[chunk] for chunk in chunk_of),
+            stage_of=tuple(chunk_orders.stage_of[chunk] for chunk in chunk_of),
             stages=self.stages,
             microbatches=self.microbatches,
             chunk_of=chunk_of,

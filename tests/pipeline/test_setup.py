@@ -13,6 +13,7 @@ from jaxtrain.pipeline.checks import RULES_WITH_TABLES
 from jaxtrain.pipeline.setup import make_setup, times_of
 from jaxtrain.pipeline.step_model import transformer_of
 from jaxtrain.schedule.by_name import make_table
+from jaxtrain.schedule.order_csv import to_order_csv
 from jaxtrain.schedule.orders import SCHEDULES
 from jaxtrain.schedule.table import Op
 from jaxtrain.schedule.table_csv import to_csv
@@ -132,6 +133,30 @@ def test_a_file_is_followed(tmp_path):
         with pytest.raises(ConfigError) as found:
             setup(f"csv:{path}", **changes)
         assert message in str(found.value) and "\n" not in str(found.value)
+
+
+def test_an_order_from_a_file_is_packed_as_a_named_schedule(tmp_path):
+    """With recomputation, chunks cut into ops and any place of the vocabulary, as the config
+    says."""
+    path = tmp_path / "zb_v.csv"
+    path.write_text(to_order_csv(make_table(TableSpec("zb_v", 4, 2, 8))))
+    for changes in (
+        {},
+        {"pipeline.remat": "none", "pipeline.vocabulary": "end_stages"},
+        {"pipeline.layers_per_op": 1, "pipeline.permute": "late"},
+        {"pipeline.chunk_layers": (1, 1, 1, 1, 2, 2, 2, 2)},
+    ):
+        named, made = setup("zb_v", **changes), setup(f"csv:{path}", 0, **changes)
+        assert made.table.cells == named.table.cells and made.placement == named.placement
+        assert made.table.vocabulary == named.table.vocabulary
+    for message, changes in {
+        "pipeline.microbatches=4 is not the 8 of": {"pipeline.microbatches": 4},
+        "model.layers=7 are fewer than the units": {"model.layers": 7},
+        "pipeline.chunk_layers=(6, 6) has another number": {"pipeline.chunk_layers": (6, 6)},
+    }.items():
+        with pytest.raises(ConfigError) as error:
+            setup(f"csv:{path}", 0, **changes)
+        assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_chunk_with_fewer_layers_than_units_in_the_file_is_refused(tmp_path):
