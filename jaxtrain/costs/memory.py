@@ -103,8 +103,8 @@ def memory(
     if framework.slots:
         slots = slots or estimated_slots(step)
         shared = bool(slots and slots.shares_vocabulary)
-        # All weights are cast to the type of the products before the loops, once.
-        cast = 0 if step.dtype == "float32" else step.item
+        # Weights of another type than the products' are cast before the loops, once.
+        cast = step.item * (step.item != framework.weight_bytes)
         pools = _pools(step, slots) if slots else {}
         activations = sum(pools.values()) if slots else _saved_by_layers(step)
         working = _layer_working(step)
@@ -116,9 +116,9 @@ def memory(
     held = step.device_parameters(slots.stored_layers if slots else 0, shared)
     quantized = (FP8 - cast) * _products_held(step, held.layers) if framework.fp8 else 0.0
     shards = {stage: step.shards if layout.zero >= stage else 1 for stage in (1, 2, 3)}
-    updated = held.layers + held.ends / step.parts_of_ends(layout.zero, shared)
-    state = framework.master_bytes * updated / shards[1]
-    state += FLOAT32 * step.device_state(slots.stored_layers if slots else 0, shared)
+    layers = slots.stored_layers if slots else 0
+    state = framework.master_bytes * step.device_masters(layers, shared)
+    state += framework.moment_bytes * step.device_state(layers, shared)
     parts = {
         "weights": ((framework.weight_bytes + cast) * held.all + quantized) / shards[3],
         "gradients": framework.gradient_bytes * held.all / shards[2],

@@ -128,9 +128,9 @@ class DeviceParameters:
 
 
 class StateNumbers(NamedTuple):
-    """Numbers of an optimizer's state on a device: of a layer in a stage's stack, and of what all
-    stages have: an MLP layer, the layer of a prediction module, a table of the vocabulary, and the
-    rest of the ends."""
+    """Numbers of an optimizer's state, or of masters, on a device: of a layer in a stage's stack,
+    and of what all stages have: an MLP layer, the layer of a prediction module, a table of the
+    vocabulary, and the rest of the ends."""
 
     layer: float
     dense_layer: float
@@ -141,14 +141,20 @@ class StateNumbers(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _state_numbers(
-    model: Transformer, optimizer: OptimizerConfig, sizes: tuple[int, ...], zero: bool, shared: bool
+    model: Transformer,
+    optimizer: OptimizerConfig | None,
+    sizes: tuple[int, ...],
+    zero: bool,
+    shared: bool,
 ) -> StateNumbers:
     """The state where ZeRO shards a dimension of each array.
 
+    optimizer: None for masters, which are those of the matrices that products read
     sizes: of the axes in COMMUNICATION_AXES; zero: ZeRO's stage is at least 1; shared: each table
     is split over the stages
     """
-    record, by_axis = OPTIMIZERS[optimizer.name], dict(zip(COMMUNICATION_AXES, sizes, strict=True))
+    by_axis = dict(zip(COMMUNICATION_AXES, sizes, strict=True))
+    record = OPTIMIZERS[optimizer.name] if optimizer else None
 
     def numbers(array: Array, over_stage: bool, padded: tuple[int, ...] = ()) -> int:
         padded = padded or array.shape
@@ -157,8 +163,10 @@ def _state_numbers(
             axes, dim = scattered(padded, [not axis for axis in array.axes], over_stage, by_axis)
             splits[dim] *= math.prod(by_axis[axis] for axis in axes)
         # Without padding a dimension may not divide; each device has all of it.
-        held = padded if record.elementwise else array.shape
+        held = padded if record is None or record.elementwise else array.shape
         parts = [n if n % split else n // split for n, split in zip(held, splits, strict=True)]
+        if record is None:
+            return math.prod(parts) if array.cast else 0
         state = record.state(array.shape, optimizer)
         return sum(math.prod(parts[dim] for dim in dims) for dims in state)
 
@@ -522,9 +530,26 @@ class StepModel:
             numbers = sum(record.state_numbers(a.shape, self.optimizer) for a in layer.arrays)
             held = self.device_parameters(layers, shared).all
             return numbers / layer.all * held / (self.shards if layout.zero else 1)
+        return self._sharded_by_dimension(self.optimizer, layers, shared)
+
+    def device_masters(self, layers: int = 0, shared: bool | None = None) -> float:
+        """Numbers of the masters that such a device has, if the framework has masters. The
+        arguments are those of `device_parameters`."""
+        layout = self.layout
+        if self.framework.by_dimension:
+            return self._sharded_by_dimension(None, layers, shared)
+        held = self.device_parameters(layers, shared)
+        updated = held.layers + held.ends / self.parts_of_ends(layout.zero, shared)
+        return updated / (self.shards if layout.zero else 1)
+
+    def _sharded_by_dimension(
+        self, optimizer: OptimizerConfig | None, layers: int, shared: bool | None
+    ) -> float:
+        """Numbers of an optimizer's state, or of masters, on a device of the stage with most."""
+        model, layout = self.model, self.layout
         shared = self.framework.vocabulary_parallel if shared is None else shared
         sizes = tuple(getattr(layout, axis) for axis in COMMUNICATION_AXES)
-        state = _state_numbers(model, self.optimizer, sizes, layout.zero > 0, shared)
+        state = _state_numbers(model, optimizer, sizes, layout.zero > 0, shared)
         ends = state.ends + self._tables(shared) * state.table
         ends += model.dense_layers * state.dense_layer + model.predictions * state.predictor
         return (layers or math.ceil(model.layers / layout.stage)) * state.layer + ends
@@ -606,14 +631,18 @@ class StepModel:
     def update(self) -> TimeBreakdown:
         """The optimizer's passes over its state, which comes from the host's memory and goes back
         where it is offloaded."""
-        layout, held = self.layout, self.device_parameters()
+        layout, framework, held = self.layout, self.framework, self.device_parameters()
         parameters = held.layers + held.ends / self.parts_of_ends(layout.zero)
         if layout.zero:
             parameters /= self.shards
-        passes, state = OPTIMIZERS[self.optimizer.name].passes, 2 * FLOAT32 * self.device_state()
-        seconds = {OPTIMIZER: (FLOAT32 * passes * parameters + state) / self.hardware.streaming}
+        # the parameter, or its master, is read and written; a copy of a master is written
+        value = framework.master_bytes or framework.weight_bytes
+        copy = framework.weight_bytes * (framework.slots and framework.master_bytes > 0)
+        passes = FLOAT32 * (OPTIMIZERS[self.optimizer.name].passes - 2) + 2 * value + copy
+        state = 2 * framework.moment_bytes * self.device_state()
+        seconds = {OPTIMIZER: (passes * parameters + state) / self.hardware.streaming}
         if layout.offloads("optimizer"):
-            copies = 2 * self.framework.master_bytes * parameters
+            copies = 2 * framework.master_bytes * parameters
             seconds[HOST] = (copies + state) / self.hardware.host_bytes_per_s
         return TimeBreakdown(seconds)
 
