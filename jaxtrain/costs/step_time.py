@@ -222,7 +222,33 @@ class StepModel:
     # --------------------------------------------------------------------------------------- layers
 
     def layer(self, dense: bool = False) -> dict[str, TimeBreakdown]:
-        """F, R, B and W of one layer and microbatch; R is what the layout's recomputation costs."""
+        """F, R, B and W of one layer and microbatch; R is what the layout's recomputation costs of
+        a layer that has it, and the others are those of the mean layer."""
+        recomputation, unread = self.layout.recomputation, self._unread
+        if recomputation.layers is None:
+            return self._ops_of_layer(dense, unread)
+        recomputed, others = (
+            dataclasses.replace(self, layout=self.layout.with_remat(mode))
+            for mode in (recomputation.mode, "none")
+        )
+        ops, fraction = recomputed._ops_of_layer(dense, unread), self.recomputed_fraction
+        for op, seconds in others._ops_of_layer(dense, unread).items():
+            if op != "R":
+                ops[op] = ops[op] * fraction + seconds * (1 - fraction)
+        return ops
+
+    @functools.cached_property
+    def recomputed_fraction(self) -> float:
+        """The fraction of the layers that the layout's recomputation concerns."""
+        return self.layout.recomputed_fraction(self.model.layers)
+
+    def mean_layer(self, dense: bool = False) -> dict[str, TimeBreakdown]:
+        """F, R, B and W of the mean layer and a microbatch."""
+        ops = self.layer(dense)
+        return ops | {"R": ops["R"] * self.recomputed_fraction}
+
+    def _ops_of_layer(self, dense: bool, unread: float) -> dict[str, TimeBreakdown]:
+        """F, R, B and W where all layers have the same recomputation. unread: `_unread`"""
         products = list(self._products(dense))
         forward, inputs, weights = (sum(seconds) for seconds in zip(*products, strict=True))
         attention, attention_back, scores = self._attention()
@@ -232,7 +258,7 @@ class StepModel:
         read = self.framework.weight_copies * pass_over_weights if looped else 0.0
         sums = self.framework.sum_passes * pass_over_weights * 2 * ITEM / self.item
         # the last product makes the layer's output; experts' gradients need theirs
-        skipped = 0.0 if self.model.experts and not dense else self._unread * products[-1][0]
+        skipped = 0.0 if self.model.experts and not dense else unread * products[-1][0]
         memory = passes + scores + read
         core = {ATTENTION: attention, MEMORY: scores}
         recomputed: dict[str, dict[str, float]] = {
@@ -243,12 +269,12 @@ class StepModel:
         memory_back = BACKWARD_PASSES * (passes + scores) + read
         ops = {
             "F": {MATMULS: forward, ATTENTION: attention, MEMORY: memory},
-            "R": recomputed[self.layout.remat],
+            "R": recomputed[self.layout.recomputation.mode],
             "B": {MATMULS: inputs, ATTENTION: attention_back, MEMORY: memory_back},
             "W": {MATMULS: weights, MEMORY: sums},
         }
         return {
-            op: TimeBreakdown(parts) + self._layer_collectives(op, dense, parts)
+            op: TimeBreakdown(parts) + self._layer_collectives(op, dense, parts, unread)
             for op, parts in ops.items()
         }
 
@@ -300,19 +326,19 @@ class StepModel:
         forward, inputs, of_weights = (times * s for s in seconds)
         return forward, inputs, of_weights
 
-    def _layer_collectives(self, op: str, dense: bool, parts: Mapping[str, float]) -> TimeBreakdown:
+    def _layer_collectives(
+        self, op: str, dense: bool, parts: Mapping[str, float], unread: float
+    ) -> TimeBreakdown:
         """Collectives of one layer's op. parts: its seconds; rings of keys and values overlap with
-        those of attention."""
+        those of attention. unread: `_unread`"""
         c, full = self.collectives, self.layout.remat == "full"
         if op == "R" and not full:
             return TimeBreakdown()
         fused = self.framework.slots and self.layout.stage == 1 and full
         seconds = self.links.seconds(c.layer(op, fused=fused, dense=dense))
-        if op == "R" and self._unread:
-            unread = self.links.seconds(c.layer(op, True, fused, dense))
-            seconds = {
-                axis: s + self._unread * (unread.get(axis, 0.0) - s) for axis, s in seconds.items()
-            }
+        if op == "R" and unread:
+            fewer = self.links.seconds(c.layer(op, True, fused, dense))
+            seconds = {axis: s + unread * (fewer.get(axis, 0.0) - s) for axis, s in seconds.items()}
         ring = float(self.framework.context_by == "ring" and self.hardware.alone <= 1)
         overlap = self.framework.model_overlap, math.inf
         return overlapped(seconds, {MODEL: overlap, CONTEXT: (ring, parts.get(ATTENTION, 0.0))})
@@ -341,10 +367,10 @@ class StepModel:
 
     @functools.cached_property
     def _unread(self) -> float:
-        """Fraction of layers whose recomputation can skip the down projection, because nothing
-        reads its output: all of them with one stage (every layer's input was saved); with several
-        stages only a unit's last layer, when it runs outside the unit's loop."""
-        layout, layers = self.layout, self._layers_of_unit()
+        """Fraction of recomputed layers whose recomputation can skip the down projection, because
+        nothing reads its output: all of them with one stage (every layer's input was saved); with
+        several stages only the last one of a unit, when it runs outside the unit's loop."""
+        layout, layers = self.layout, self._layers_of_unit() * self.recomputed_fraction
         gathers = layout.zero == 3 and self.shards > 1 and not self.framework.gathers_once
         if not self.framework.slots:
             return 0.0
@@ -353,9 +379,8 @@ class StepModel:
         return 1 / max(1.0, layers) if layers <= 1 or gathers else 0.0
 
     def _layers_of_unit(self) -> float:
-        """Layers that an op of our own runtime goes through."""
-        layout = self.layout
-        return self.model.layers / (layout.stage * layout.repeats if layout.stage > 1 else 1)
+        """The mean number of layers that an op of our own runtime goes through."""
+        return self.model.layers / len(self.layout.units(self.model.layers))
 
     def layer_parameters(self, dense: bool = False) -> float:
         """Parameters of one layer on a device."""
@@ -447,10 +472,10 @@ class StepModel:
         """The step, on the device that works most."""
         model, layout, m = self.model, self.layout, self.layout.microbatches
         layers, several = math.ceil(model.layers / layout.stage), layout.stage > 1
-        ops = self.layer()
+        ops = self.mean_layer()
         stage = sum(ops.values(), TimeBreakdown()) * layers
         if model.dense_layers:
-            stage += sum(self.layer(dense=True).values(), TimeBreakdown()) * model.dense_layers
+            stage += sum(self.mean_layer(dense=True).values(), TimeBreakdown()) * model.dense_layers
         shared = self.framework.vocabulary_parallel and several
         step = stage * m + self.head() * (m / layout.stage if shared else m)
         step += self.end_collectives(shared) * m
@@ -567,8 +592,11 @@ class StepModel:
         """
         layout, framework, c = self.layout, self.framework, self.collectives
         parameters, m = self._parameters, layout.microbatches
-        reads = 3 if framework.slots and layout.stage > 1 and layout.remat == "full" else 2
-        microbatch = c.gathers(parameters[:2]) * reads + c.reductions_in_op(parameters[:3])
+        has_r = framework.slots and layout.stage > 1 and layout.recomputation.mode == "full"
+        gathers = c.gathers(parameters[:2])
+        in_r = self.recomputed_fraction * has_r
+        microbatch = gathers * 2 + [g._replace(times=g.times * in_r) for g in gathers]
+        microbatch += c.reductions_in_op(parameters[:3])
         if framework.slots:  # of the input's table, tokens' vectors are sent
             microbatch += c.gathers(parameters[2:3])
         one_link = framework.one_link if layout.zero == 3 else 0.0
@@ -619,12 +647,13 @@ class StepModel:
         return TimeBreakdown(seconds)
 
     def ops(self) -> dict[str, TimeBreakdown]:
-        """F, B, W and R of one microbatch on an entire stage. What no R op recomputes is part of
-        B."""
+        """F, B, W and R of one microbatch on an entire stage; R if it recomputes all its layers.
+        What no R op recomputes is part of B."""
         layers = self.model.layers / self.layout.stage
         ops = {name: op * layers for name, op in self.layer().items()}
-        if self.layout.remat != "full":
-            ops["B"], ops["R"] = ops["B"] + ops["R"], TimeBreakdown()
+        if self.layout.recomputation.mode != "full":
+            ops["B"] += ops["R"] * self.recomputed_fraction
+            ops["R"] = TimeBreakdown()
         return ops
 
     def dense_layers(self) -> TimeBreakdown:
@@ -657,11 +686,12 @@ class StepModel:
 
     def hardware_flops(self) -> float:
         """Operations with those that layers recompute (Narayanan 2021, Korthikanti 2022)."""
-        model, remat, causal = self.model, self.layout.remat, self.framework.causal_rates
+        model, causal = self.model, self.framework.causal_rates
+        remat, fraction = self.layout.recomputation.mode, self.recomputed_fraction
         recomputed = 0.0
         if remat == "full":
             heads = model.vocab_size * model.width * (1 + model.predictions)
             recomputed = model.sequence_flops(causal) - 2.0 * model.sequence * heads
         elif remat == "selective" and self.framework.recomputes_core:
             recomputed = model.layers * model.attention_flops() * (0.5 if causal else 1.0)
-        return self.model_flops() + self.layout.batch * recomputed
+        return self.model_flops() + self.layout.batch * fraction * recomputed

@@ -120,6 +120,7 @@ def layout_of(
         microbatch=batch_size // (mesh.replica * mesh.data * mesh.expert * pipeline.microbatches),
         microbatches=pipeline.microbatches,
         repeats=max(1, pipeline.repeats),
+        layers_per_op=pipeline.layers_per_op,
         remat=pipeline.remat,
         zero=parallel.zero,
         schedule=pipeline.schedule,

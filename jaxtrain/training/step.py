@@ -23,6 +23,7 @@ from jaxtrain.config import (
     ParallelConfig,
     PrecisionConfig,
 )
+from jaxtrain.config.sizes import remat_of
 from jaxtrain.devices import cluster, host_memory
 from jaxtrain.devices.compiler_options import compiler_options
 from jaxtrain.devices.host_memory import is_on_host
@@ -168,7 +169,7 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
     runtime_of = _runtime_of(layout, setup, zero, model.loss_chunk, compute, fp8)
     runtime = runtime_of(
         setup.train,
-        remat=config.pipeline.remat,
+        remat=remat_of(config.pipeline.remat),
         independent_replicas=independent,
         offload_activations=parallel.offload in ("activations", "both"),
     )
