@@ -110,7 +110,7 @@ def step_counts(config: Config, cpu: bool = False) -> StepCounts:
         item=bytes_of(precision.compute),
         read=bytes_of(precision.compute),
         reduced=FLOAT32 if cpu else bytes_of(precision.reduce),
-        updated=bytes_of(precision.params),
+        updated=FLOAT32 if cpu else bytes_of(precision.params),
         context=parallel.context,
         shares_vocabulary=setup.shares_vocabulary,
         gathers_in_ops=parallel.zero == 3 and parallel.gather == "layer",
