@@ -188,6 +188,7 @@ def _draw_layout(chance: random.Random, sizes: dict[str, int], layers: int) -> d
         "parallel.offload": chance.choice(
             ("none", "none", "none", "optimizer", "activations", "both")
         ),
+        "parallel.offload_directory": chance.choice(("", "", "", "/tmp/jaxtrain_offload")),
         "pipeline.schedule": schedule,
         "pipeline.repeats": chance.choice((0, least, most or least + chance.choice((0, 1, 2)))),
         "pipeline.microbatches": chance.choice((1, 2, 3, 4, 5, 6, 7, 8, 10, 12)),

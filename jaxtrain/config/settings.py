@@ -366,11 +366,23 @@ class ParallelConfig:
         "backward; both",
         choices=("none", "optimizer", "activations", "both"),
     )
+    offload_directory: str = setting(
+        "",
+        "folder on each machine's local disk (NVMe) that holds the optimizer's state in place of "
+        "the host's memory; it is streamed a layer at a time in the update",
+    )
     compiler_options: tuple[str, ...] = setting(
         (),
         "XLA options, each NAME=VALUE, which override or extend those of the platform "
         "(devices/compiler_options.py)",
     )
+
+    def offload_to(self, what: str) -> str:
+        """The place of the optimizer's state ("optimizer") or of what the forward saves
+        ("activations"): "device", "host" or "disk"."""
+        if self.offload not in (what, "both"):
+            return "device"
+        return "disk" if what == "optimizer" and self.offload_directory else "host"
 
 
 @dataclasses.dataclass(frozen=True)

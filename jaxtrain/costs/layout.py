@@ -37,6 +37,7 @@ class Layout:
     zero: int = 1
     schedule: str = ONE_CHUNK
     offload: str = "none"
+    disk: bool = False
 
     @property
     def devices(self) -> int:
@@ -75,7 +76,7 @@ class Layout:
 
     def offloads(self, what: str) -> bool:
         """True where the optimizer's state ("optimizer") or what layers save ("activations") is in
-        the host's memory."""
+        the host's memory, or the optimizer's state on the local disk (`disk`)."""
         return self.offload in (what, "both")
 
     def neighbours(self, axis: str) -> tuple[int, int]:

@@ -47,13 +47,14 @@ BACKWARD_PASSES = 2.0  # passes of the backward over memory, for one of the forw
 # products of attention's backward over the two of its forward: scores once more, and four
 ATTENTION_BACKWARD = 2.5
 
-MATMULS, ATTENTION, MEMORY, BUBBLE, OPTIMIZER, HOST, FIXED = (
+MATMULS, ATTENTION, MEMORY, BUBBLE, OPTIMIZER, HOST, DISK, FIXED = (
     "matmuls",
     "attention",
     "memory",
     "bubble",
     "optimizer",
     "host",
+    "disk",
     "fixed",
 )
 COMMUNICATION_AXES = (MODEL, CONTEXT, EXPERT, STAGE, DATA, REPLICA)
@@ -629,8 +630,10 @@ class StepModel:
         return self.layout.stage if self.framework.slots and not shared and zero and divides else 1
 
     def update(self) -> TimeBreakdown:
-        """The optimizer's passes over its state, which comes from the host's memory and goes back
-        where it is offloaded."""
+        """The optimizer's passes over its state, which comes from the host's memory or the disk and
+        goes back where it is offloaded. A disk's stream goes on while the devices update; only what
+        is longer counts. It begins when all gradients are there, since they are clipped by their
+        norm, so no other part of the step hides it but for the first buffers."""
         layout, framework, held = self.layout, self.framework, self.device_parameters()
         parameters = held.layers + held.ends / self.parts_of_ends(layout.zero)
         if layout.zero:
@@ -642,8 +645,12 @@ class StepModel:
         state = 2 * framework.moment_bytes * self.device_state()
         seconds = {OPTIMIZER: (passes * parameters + state) / self.hardware.streaming}
         if layout.offloads("optimizer"):
-            copies = 2 * framework.master_bytes * parameters
-            seconds[HOST] = (copies + state) / self.hardware.host_bytes_per_s
+            moved = 2 * framework.master_bytes * parameters + state
+            if layout.disk:
+                streamed = moved / self.hardware.disk_bytes_per_s
+                seconds[DISK] = max(0.0, streamed - seconds[OPTIMIZER])
+            else:
+                seconds[HOST] = moved / self.hardware.host_bytes_per_s
         return TimeBreakdown(seconds)
 
     def ops(self) -> dict[str, TimeBreakdown]:

@@ -125,6 +125,7 @@ def layout_of(
         zero=parallel.zero,
         schedule=pipeline.schedule,
         offload=parallel.offload,
+        disk=parallel.offload_to("optimizer") == "disk",
     )
 
 

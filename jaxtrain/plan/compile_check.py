@@ -268,7 +268,8 @@ def _parts(compiled: Compiled, planned: MemoryBreakdown) -> list[MemoryPart]:
         known["optimizer"] += compiled.kinds.get(MASTERS, 0)
     parts = [MemoryPart(part, n, planned.parts[part]) for part, n in known.items()]
     for kind, n in compiled.kinds.items():
-        if kind not in (*PARTS.values(), MASTERS) and not kind.endswith("on the host"):
+        listed = (*PARTS.values(), MASTERS)
+        if kind not in listed and not kind.endswith(("on the host", "on disk")):
             parts.append(MemoryPart(kind, float(n), None))
     rest = ", ".join([*(name for name in planned.parts if name not in known), "gaps"])
     compiled_rest = compiled.total - sum(part.compiled for part in parts)
