@@ -136,11 +136,11 @@ def check_torch_has(config: Config) -> None:
                 "is nothing that benchmarks/torch_models.py has",
                 fixes=[{path: value}],
             )
-    if config.pipeline.remat == "selective":
+    if config.pipeline.remat not in ("full", "none"):
         rule = "is nothing that benchmarks/torch_models.py has"
         raise ConfigError(
             "pipeline.remat",
-            "selective",
+            config.pipeline.remat,
             rule,
             fixes=[{"pipeline.remat": "full"}, {"pipeline.remat": "none"}],
         )

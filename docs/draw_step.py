@@ -75,7 +75,8 @@ def fingerprint() -> str:
     microbatches = {
         f"{op or 'cell'} microbatch": column for op, column in microbatch_columns().items()
     }
-    for name, array in sorted((columns.runs | vars(columns.slots) | microbatches).items()):
+    slots = {name: column for name, column in vars(columns.slots).items() if column is not None}
+    for name, array in sorted((columns.runs | slots | microbatches).items()):
         digest.update(name.encode() + np.ascontiguousarray(array, np.int32).tobytes())
     return digest.hexdigest()[:16]
 
@@ -214,7 +215,11 @@ def what_it_does(name: str, stage: int) -> str:
     """The text in the box of an op that a stage runs in the tick."""
     columns, table = ticks().columns, ticks().slotted.table
     microbatch = {op: int(column[TICK, stage]) for op, column in microbatch_columns().items()}
-    slot = {slot: f"[{int(column[TICK, stage])}]" for slot, column in vars(columns.slots).items()}
+    slot = {
+        slot: f"[{int(column[TICK, stage])}]"
+        for slot, column in vars(columns.slots).items()
+        if column is not None
+    }
     if name in cells():
         kind, unit = cells()[name]
         return "\n".join(

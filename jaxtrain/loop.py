@@ -25,6 +25,7 @@ from jaxtrain.data.loader import Feed, make_loaders, prepare_corpus
 from jaxtrain.data.tokens import Corpus, bigram_entropy
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
+from jaxtrain.devices.state_file import StateFileError
 from jaxtrain.generation.text import sample_text
 from jaxtrain.hf import files, importing
 from jaxtrain.hf.fields import HfError
@@ -97,6 +98,7 @@ def run(
         mesh = make_mesh(sizes_of(config.mesh))
         with jax.set_mesh(mesh), contextlib.ExitStack() as closing:
             step = make_step(config, mesh, setup)
+            closing.enter_context(state_on_disk(step))
             begin = functools.partial(_begin, config, step, weights)
             checkpoints.attach(step, begin)
             clock.enter(Part.DATA)
@@ -266,7 +268,7 @@ class Trainer:
         with self.clock.part(Part.WAITING):
             batch = self.feed.next()
         with jax.profiler.StepTraceAnnotation("train", step_num=self.at):
-            self.state, metrics = self.programs.train(self.state, batch)
+            self.state, metrics = self.programs.take(self.state, batch)
         self.at += 1
         comparison = None
         if self.intervals.compares(self.at):
@@ -375,9 +377,25 @@ def _open_weights(config: Config, resumes: bool) -> PublishedWeights | None:
 def _begin(config: Config, step: Step, weights: PublishedWeights | None) -> TrainState:
     """The state before the first step; every process must call this. weights: of
     `train.init_from`, if they are open"""
+    if step.layout.disk:
+        step.layout.disk.clear()
     if config.train.init_from:
         return importing.read_together(weights or importing.open_together(config), step)
     return initial_state(step.layout, step.optimizer, config.train.seed)
+
+
+@contextlib.contextmanager
+def state_on_disk(step: Step) -> Iterator[None]:
+    """A context in which the file of the optimizer's state is open, if that is on disk. Every
+    process must call this. Raises StateFileError in all of them."""
+    file = step.layout.disk
+    if not file:
+        yield
+        return
+    with contextlib.closing(file):
+        cluster.in_all(file.open, StateFileError)
+        cluster.log(file.describe())
+        yield
 
 
 def when_compiled(

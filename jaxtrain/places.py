@@ -2,7 +2,7 @@
 compiled. jax is needed only for a run of several processes.
 
     process 0     the run's folder and its files, the checkpoints, tensorboard/
-    each process  checkpoints, checkpoint.local, profile/, rows/
+    each process  checkpoints, checkpoint.local, parallel.offload_directory, profile/, rows/
 
 A place that cannot be written ends the command with one line that has the flag or setting, the
 reason, and a flag that works. The status is 2, or 74 for an error that may pass (a full disk, a
@@ -72,7 +72,11 @@ def check(config: Config, workdir: str) -> None:
     settings, written = config.checkpoint, config.metrics
     problem = _of_main(workdir, settings.directory, written.tensorboard)
     problem = problem or _of_each(
-        workdir, settings.local, config.train.profile_steps > 0, written.rows
+        workdir,
+        settings.local,
+        config.parallel.offload_directory,
+        config.train.profile_steps > 0,
+        written.rows,
     )
     if problem:
         raise problem.error()
@@ -111,7 +115,13 @@ def check_together(config: Config, workdir: str) -> None:
             Problem(**answer["problem"])
             if answer["problem"]
             else _unseen(answer["mark"])
-            or _of_each(workdir, settings.local, config.train.profile_steps > 0, written.rows)
+            or _of_each(
+                workdir,
+                settings.local,
+                config.parallel.offload_directory,
+                config.train.profile_steps > 0,
+                written.rows,
+            )
         )
         reports = cluster.told_to_main(
             f"{question}/each", json.dumps(problem and dataclasses.asdict(problem))
@@ -190,11 +200,16 @@ def _of_checkpoints(directory: str, workdir: str) -> Problem | None:
     return Problem(f"{named} {why}", passes=True) if why else None
 
 
-def _of_each(workdir: str, local: str, profiles: bool, rows: bool) -> Problem | None:
-    """The first problem with the places that each process writes. local: checkpoint.local;
-    profiles, rows: whether there are traces, and logs of sequences."""
+def _of_each(workdir: str, local: str, offload: str, profiles: bool, rows: bool) -> Problem | None:
+    """The first problem with the places that each process writes. local: checkpoint.local; offload:
+    parallel.offload_directory; profiles, rows: whether there are traces, and logs of sequences."""
     folders = [PROFILE_FOLDER] * profiles + [row_log.FOLDER] * rows
     inside = {folder: files.try_folder(os.path.join(workdir, folder)) for folder in folders}
+    named = f"parallel.offload_directory={offload!r}"
+    if offload and (unwritable := files.try_folder(os.path.expanduser(offload))):
+        use = cfg.flag_text("config.parallel.offload_directory", "")
+        memory = f"use {use}, and the host's memory has the optimizer's state"
+        return Problem(f"{named} {unwritable.why}: {memory}", unwritable.passes)
     unwritable = files.try_folder(local) if local else None
     if unwritable is None:
         return _inside(workdir, inside)

@@ -28,7 +28,7 @@ from jaxtrain.config.errors import UsageError
 from jaxtrain.data.loader import make_loaders, prepare_corpus
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
-from jaxtrain.loop import when_compiled
+from jaxtrain.loop import state_on_disk, when_compiled
 from jaxtrain.pipeline.setup import Setup
 from jaxtrain.plan.explain import flags_of
 from jaxtrain.plan.report import introduction
@@ -109,7 +109,7 @@ def replay(
         data, held_out = make_loaders(
             corpus, config.data, tokens, replicas, config.train.eval_batches
         )
-        with data, held_out:
+        with data, held_out, state_on_disk(step):
             compiling = start_compiling(step, executor)
             clock.enter(Part.COMPILING)
             cluster.log(*introduction(config, step), corpus.describe())
@@ -124,7 +124,7 @@ def replay(
             )
             clock.enter(Part.STEPPING)
             for done, number in enumerate(numbers, start + 1):
-                state, metrics = programs.train(state, data.batch(number))
+                state, metrics = programs.take(state, data.batch(number))
                 if programs.exchange and intervals.exchanges(done):
                     state = programs.exchange(state)
             metrics = step.combine_metrics(metrics) if step.combine_metrics else metrics

@@ -188,10 +188,11 @@ def _draw_layout(chance: random.Random, sizes: dict[str, int], layers: int) -> d
         "parallel.offload": chance.choice(
             ("none", "none", "none", "optimizer", "activations", "both")
         ),
+        "parallel.offload_directory": chance.choice(("", "", "", "/tmp/jaxtrain_offload")),
         "pipeline.schedule": schedule,
         "pipeline.repeats": chance.choice((0, least, most or least + chance.choice((0, 1, 2)))),
         "pipeline.microbatches": chance.choice((1, 2, 3, 4, 5, 6, 7, 8, 10, 12)),
-        "pipeline.remat": chance.choice(("full", "selective", "none")),
+        "pipeline.remat": chance.choice(("full", "selective", "none", "full:1", "selective:1")),
         "pipeline.layers_per_op": chance.choice((0, 0, 1, 2)),
         "pipeline.vocabulary": chance.choice(("auto", "parallel", "end_stages")),
         "pipeline.permute": chance.choice(("auto", "late", "aligned", "early", "spaced")),

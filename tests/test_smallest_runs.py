@@ -103,6 +103,10 @@ RUNS = {
         ("gpt2_124m, jaxtrain: done", "kernels: done"),
         processes=("benchmarks/gpu_step.py", "benchmarks/gpu_kernels.py"),
     ),
+    "benchmarks/offload_disk.py": Smallest(
+        [f"--folder={HERE}", "--layers=1", "--width=32", "--pairs=1"],
+        ("update over disk:", "2 layers: peak memory"),
+    ),
     # As ahead.py, whose process is the same one.
     "benchmarks/long_context.py": Smallest(
         ["--lengths=1024", "--modes=ring"], ("refused: NotImplementedError: topology",), 1

@@ -294,7 +294,12 @@ class Checkpoints:
         _, stored = self._laid_out(self._step)
         retention = Retention(settings.keep, settings.keep_every, settings.keep_best)
         self._saves = Checkpointer(
-            self.directory, stored, retention, self._choice.unrecognized, log
+            self.directory,
+            stored,
+            retention,
+            self._choice.unrecognized,
+            log,
+            waits=self._step.layout.disk is not None,
         )
         if self._local_files:
             self._local_saves = LocalCheckpointer(

@@ -32,6 +32,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtrain.devices.state_file import DiskArray, is_on_disk
 from jaxtrain.training.state import Stack, Stored
 
 LAYERS = "layers"
@@ -52,6 +53,7 @@ class Leaf:
     lead: the number of dimensions before the layers, which are stored as they are: independent
         replicas
     stack: the layers of a unit's leaf
+    disk: the leaf itself if its numbers are on disk
     """
 
     index: int
@@ -60,6 +62,7 @@ class Leaf:
     sharding: jax.sharding.Sharding
     lead: int = 0
     stack: Stack | None = None
+    disk: DiskArray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +89,9 @@ def stored_arrays(state: Any, stored: Any) -> list[StoredArray]:
     """The arrays that a checkpoint of `state` consists of, in the order of the state's leaves.
 
     Args:
-      state: a pytree of jax.Array or of jax.ShapeDtypeStruct with shardings. Under a key "layers"
-        the next key is the local unit, and leaves are [*lead, stages, places, *layer shape].
+      state: a pytree of jax.Array, DiskArray or jax.ShapeDtypeStruct with shardings. Under a key
+        "layers" the next key is the local unit, and leaves are [*lead, stages, places, *layer
+        shape].
       stored: the same tree with a Stored for each leaf.
 
     Raises:
@@ -95,7 +99,7 @@ def stored_arrays(state: Any, stored: Any) -> list[StoredArray]:
         is missing.
     """
     tree: Any
-    in_memory, tree = jax.tree_util.tree_flatten_with_path(state)
+    in_memory, tree = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_on_disk)
     arrays: dict[str, StoredArray] = {}
     for index, ((path, leaf), one) in enumerate(
         zip(in_memory, tree.flatten_up_to(stored), strict=True)
@@ -145,7 +149,8 @@ def _stored_array(index: int, path: tuple, leaf: Any, stored: Stored) -> StoredA
             f"{name}: an array of {list(shape)} cannot hold the stored {list(stored.shape)}"
         )
     layers = (stack.model,) if stack else ()
-    in_memory = Leaf(index, unit, tuple(leaf.shape), leaf.sharding, len(lead), stack)
+    disk = leaf if is_on_disk(leaf) else None
+    in_memory = Leaf(index, unit, tuple(leaf.shape), leaf.sharding, len(lead), stack, disk)
     return StoredArray(name, (*lead, *layers, *stored.shape), np.dtype(leaf.dtype), (in_memory,))
 
 

@@ -50,6 +50,7 @@ class Checkpointer:
       keep: which steps stay.
       broken: entries that are no complete steps, besides those that can be told by their files.
       log: gets a line for each entry that is set aside, and for each save that fails.
+      waits: a save returns when it has ended, for the state is not copied before.
     """
 
     def __init__(
@@ -59,10 +60,11 @@ class Checkpointer:
         keep: Retention = NEWEST_THREE,
         broken: Sequence[UnrecognizedEntry] = (),
         log: Callable[[str], object] = print,
+        waits: bool = False,
     ):
         self._directory = stores.absolute(directory)
         self._stored = stored
-        self._keep, self._broken, self._log = keep, broken, log
+        self._keep, self._broken, self._log, self._waits = keep, broken, log, waits
         self._steps: set[int] | None = None  # complete or being saved; None before the first save
         self._thread: SaveThread | None = None
         self._number = 0  # of the save in this run
@@ -117,6 +119,8 @@ class Checkpointer:
         self._steps.add(step)
         save = Save(self._number, step, arrays, meta, time.monotonic() - began)
         self._thread = SaveThread(self._directory, save, self._prepare, self._conclude)
+        if self._waits:
+            self._unsaved = self._settle()
         return True
 
     @property
@@ -145,7 +149,7 @@ class Checkpointer:
         ended, self._ended = self._ended, []
         return {
             save.step: {
-                "save_blocked_s": round(save.blocked_s, 6),
+                "save_blocked_s": round(save.seconds if self._waits else save.blocked_s, 6),
                 "save_s": round(save.seconds, 6),
             }
             for save in ended

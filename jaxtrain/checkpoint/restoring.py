@@ -33,6 +33,7 @@ from jaxtrain.checkpoint.storage import read_tree
 from jaxtrain.config import Config, ModelConfig, PrecisionConfig
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import AXES, MODEL, REPLICA, make_mesh
+from jaxtrain.devices.state_file import is_on_disk
 from jaxtrain.training.optimizer import make_optimizer
 from jaxtrain.training.state import ParameterLayout, abstract_state, stored_shapes
 
@@ -124,7 +125,9 @@ def restore(directory: str | os.PathLike, step: int, abstract: Any, stored: Any)
     if not folder.exists():
         raise CheckpointError(f"{steps_folder} has no checkpoint of step {step}")
     arrays = stored_arrays(abstract, stored)
-    return jax.tree.unflatten(jax.tree.structure(abstract), read_tree(folder, arrays))
+    return jax.tree.unflatten(
+        jax.tree.structure(abstract, is_leaf=is_on_disk), read_tree(folder, arrays)
+    )
 
 
 def restore_newest(

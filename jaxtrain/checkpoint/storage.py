@@ -15,7 +15,8 @@ device memory.
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +38,7 @@ from jaxtrain.checkpoint.layout import (
 from jaxtrain.checkpoint.steps import CheckpointError, DamageError
 from jaxtrain.checkpoint.stores import no_damage
 from jaxtrain.devices import host_memory
+from jaxtrain.devices.state_file import DiskArray, is_on_disk
 
 # Views of this process's shards, each with its index in the stored array (layout.Region).
 Parts = list[tuple[np.ndarray, tuple]]
@@ -105,7 +107,7 @@ async def _write(values: Sequence[HostArray], infos: Sequence[Any]):
                 size += numbers.nbytes
                 writes.append(
                     array.with_transaction(transaction)[index].write(
-                        numbers, can_reference_source_data_indefinitely=True
+                        np.asarray(numbers), can_reference_source_data_indefinitely=True
                     )
                 )
             await asyncio.gather(*writes)
@@ -142,10 +144,10 @@ def host_tree(arrays: list[StoredArray], state: Any) -> dict:
 
     Returns when the copies are made: the state may be changed or donated then.
     """
-    leaves = jax.tree.leaves(state)
+    leaves = jax.tree.leaves(state, is_leaf=is_on_disk)
     # by leaf: the shards that this process writes
     written: dict[int, list[tuple[Bounds, jax.Array]]] = {}
-    for leaf in [leaf for array in arrays for leaf in array.leaves]:
+    for leaf in [leaf for array in arrays for leaf in array.leaves if not leaf.disk]:
         shards = {shard.device: shard.data for shard in leaves[leaf.index].addressable_shards}
         written[leaf.index] = [
             (bounds, shards[device]) for device, bounds in writers(leaf).items() if device in shards
@@ -156,8 +158,11 @@ def host_tree(arrays: list[StoredArray], state: Any) -> dict:
 
     stored = {}
     for array in arrays:
-        blocks = []
+        blocks: list[tuple[tuple, Any]] = []
         for leaf in array.leaves:
+            if leaf.disk:
+                blocks += _blocks_on_disk(leaf, leaf.disk, array.shape)
+                continue
             for bounds, data in written.pop(leaf.index):
                 numbers = to_host(data)
                 blocks += [
@@ -166,6 +171,35 @@ def host_tree(arrays: list[StoredArray], state: Any) -> dict:
                 ]
         stored[array.name] = HostArray(array.shape, array.dtype, piece_shape(array), blocks)
     return nested(stored)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DeferredBlock:
+    """Part of a block on disk, which is read when it is written. It has what TensorStore and
+    `_write` ask of an array."""
+
+    disk: DiskArray
+    block: Bounds
+    local: tuple
+    dtype: np.dtype
+    nbytes: int
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self.disk.read(self.block)[self.local]
+
+
+def _blocks_on_disk(
+    leaf: Leaf, disk: DiskArray, stored: tuple[int, ...]
+) -> Iterator[tuple[tuple, DeferredBlock]]:
+    """The blocks of a leaf on disk that this process writes, layer by layer."""
+    for device, shard in writers(leaf).items():
+        if device.process_index != jax.process_index():
+            continue
+        for layer in range(disk.layers):
+            block = disk.block(shard, layer)
+            size = math.prod(stop - start for start, stop in block) * disk.dtype.itemsize
+            for region in regions(leaf, block, stored):
+                yield region.stored, DeferredBlock(disk, block, region.local, disk.dtype, size)
 
 
 def nested(arrays: Mapping[str, HostArray]) -> dict:
@@ -187,7 +221,7 @@ def to_host(data: jax.Array) -> np.ndarray:
     return np.array(data) if on_cpu or host_memory.is_host(data.sharding) else np.asarray(data)
 
 
-def read_tree(directory: epath.Path, arrays: list[StoredArray]) -> list[jax.Array]:
+def read_tree(directory: epath.Path, arrays: list[StoredArray]) -> list[jax.Array | DiskArray]:
     """Reads `arrays` from an Orbax tree: the leaves in memory, in their order. Each process reads
     what its devices need.
 
@@ -197,7 +231,7 @@ def read_tree(directory: epath.Path, arrays: list[StoredArray]) -> list[jax.Arra
       DamageError: an array is damaged, or a piece of it is missing.
     """
     sources = _open(directory, arrays)
-    leaves: dict[int, jax.Array] = {}
+    leaves: dict[int, jax.Array | DiskArray] = {}
     for array, source in zip(arrays, sources, strict=True):
         for leaf in array.leaves:
             try:
@@ -247,7 +281,7 @@ def _error(directory: epath.Path, array: StoredArray, error: ValueError) -> Chec
     return DamageError(directory, f"{array.name} cannot be read: {damage}")
 
 
-def _read_leaf(source: ts.TensorStore, array: StoredArray, leaf: Leaf) -> jax.Array:
+def _read_leaf(source: ts.TensorStore, array: StoredArray, leaf: Leaf) -> jax.Array | DiskArray:
     """One leaf, read and laid on this process's devices."""
 
     def read(parts: Parts) -> None:
@@ -257,11 +291,16 @@ def _read_leaf(source: ts.TensorStore, array: StoredArray, leaf: Leaf) -> jax.Ar
     return on_devices(array, leaf, read)
 
 
-def on_devices(array: StoredArray, leaf: Leaf, fill: Callable[[Parts], None]) -> jax.Array:
-    """One leaf on this process's devices, whose shards are filled on the host; the rest is zero.
+def on_devices(
+    array: StoredArray, leaf: Leaf, fill: Callable[[Parts], None]
+) -> jax.Array | DiskArray:
+    """One leaf on this process's devices or disk, whose shards are filled on the host; the rest is
+    zero.
 
     fill: fills parts of zeros with the numbers that the stored array has at their indices
     """
+    if leaf.disk:
+        return _on_disk(array, leaf, leaf.disk, fill)
     buffers: list[tuple[np.ndarray, list[jax.Device]]] = []
     parts: Parts = []
     for bounds, devices in holders(leaf).items():
@@ -282,3 +321,17 @@ def on_devices(array: StoredArray, leaf: Leaf, fill: Callable[[Parts], None]) ->
     result = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
     # The buffers live until they are copied: without this those of all leaves could pile up.
     return jax.block_until_ready(result)
+
+
+def _on_disk(
+    array: StoredArray, leaf: Leaf, disk: DiskArray, fill: Callable[[Parts], None]
+) -> DiskArray:
+    """As `on_devices`, block by block, for a leaf on disk."""
+    for shard in disk.shards():
+        for layer in range(disk.layers):
+            block = disk.block(shard, layer)
+            buffer = np.zeros([stop - start for start, stop in block], array.dtype)
+            parts = [(buffer[r.local], r.stored) for r in regions(leaf, block, array.shape)]
+            fill(parts)
+            disk.write(block, buffer)
+    return disk

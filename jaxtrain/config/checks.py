@@ -147,14 +147,15 @@ def field_violation(path: str, value: Any, of_recipe: Any) -> Violation | None:
     except ConfigError as error:
         values = [cfg.retyped(path, value, usual[0]), *usual]
         return Violation(path, error.rule, values_for(path, values))
-    choices, prefix = field.metadata["choices"], field.metadata["prefix"]
+    choices = field.metadata["choices"]
     if choices and isinstance(value, tuple):
         for name in value:
             if name not in choices:
                 return _unknown_name(path, value, name, choices)
     elif choices:
-        known = value in choices or (prefix and value.startswith(prefix))
-        return None if known else _unknown_choice(path, value, choices)
+        if cfg.is_choice(path, value):
+            return None
+        return _wrong_count(path, value) or _unknown_choice(path, value, choices)
     if isinstance(value, int | float) and not isinstance(value, bool):
         return _out_of_bounds(path, value, usual)
     if cfg.item_type(field.type) in (int, float):
@@ -167,6 +168,15 @@ def field_violation(path: str, value: Any, of_recipe: Any) -> Violation | None:
         rule = "has an empty or repeated name"
         return Violation(path, rule, values_for(path, [names, field.default]))
     return None
+
+
+def _wrong_count(path: str, value: Any) -> Violation | None:
+    """The fault of a choice with a colon and no number behind it; None for any other choice."""
+    name, colon, number = str(value).partition(":")
+    if not colon or name not in cfg.fields()[path].metadata["counted"]:
+        return None
+    rule = f"needs a whole number from 0 to {cfg.LARGEST_INT} behind its colon"
+    return Violation(path, rule, values_for(path, [f"{name}:1", name]))
 
 
 def _unknown_choice(path: str, value: Any, choices: tuple) -> Violation:

@@ -335,7 +335,9 @@ def _reductions(
             "parallel.offload",
             f"offloads the optimizer's state, which independent replicas ({path}={steps}) keep on "
             "their devices",
-            [{"parallel.offload": allowed}, {path: 0}],
+            [{"parallel.offload": allowed, "parallel.offload_directory": ""}, {path: 0}]
+            if parallel.offload_directory
+            else [{"parallel.offload": allowed}, {path: 0}],
         )
 
 

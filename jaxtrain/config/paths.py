@@ -99,6 +99,18 @@ def convert(path: str, value: Any) -> Any:
     )
 
 
+def is_choice(path: str, value: Any) -> bool:
+    """True if a setting with choices may have this value, of its type."""
+    metadata = fields()[path].metadata
+    if not isinstance(value, str) or value in metadata["choices"]:
+        return value in metadata["choices"]
+    if metadata["prefix"] and value.startswith(metadata["prefix"]):
+        return True
+    name, _, count = value.partition(":")
+    is_number = count.isascii() and count.isdecimal() and len(count) <= len(str(LARGEST_INT))
+    return name in metadata["counted"] and is_number and int(count) <= LARGEST_INT
+
+
 def retyped(path: str, value: Any, otherwise: Any = None) -> Any:
     """The value of the setting's type that is closest to a value of another type; `otherwise`, or
     the default, where there is none."""

@@ -556,6 +556,35 @@ def _places(checkpoint: CheckpointConfig, data: DataConfig) -> Iterator[Violatio
         )
 
 
+def _offload_directory(
+    parallel: ParallelConfig, checkpoint: CheckpointConfig
+) -> Iterator[Violation]:
+    """The folder of the optimizer's state on disk."""
+    path, folder = "parallel.offload_directory", parallel.offload_directory
+    if not folder:
+        return
+    without: Changes = {path: ""}
+    if parallel.offload_to("optimizer") == "device":
+        offload = "both" if parallel.offload == "activations" else "optimizer"
+        yield Violation(
+            path,
+            "is for the optimizer's state, which parallel.offload="
+            f"{parallel.offload!r} leaves on the devices",
+            [{"parallel.offload": offload}, without],
+        )
+    if addresses.is_address(folder) or addresses.fault(folder):
+        yield Violation(path, "is an address, not a folder of a local disk", [without])
+    elif wrong := addresses.not_utf8(folder):
+        yield Violation(path, wrong.rule, values_for(path, wrong.meant))
+    if checkpoint.local:
+        yield Violation(
+            "checkpoint.local",
+            f"copies the state to memory, and {path}={folder!r} keeps it on disk because memory "
+            "has no space for it",
+            [{"checkpoint.local": "", "checkpoint.local_every": 0}, without],
+        )
+
+
 RULES: tuple[Rule, ...] = (
     _latent_attention,
     _attention,
@@ -573,4 +602,5 @@ RULES: tuple[Rule, ...] = (
     _chunks_have_layers,
     _run,
     _places,
+    _offload_directory,
 )

@@ -27,6 +27,7 @@ def setting(
     *,
     choices: tuple = (),
     prefix: str = "",
+    counted: tuple[str, ...] = (),
     refused: Mapping[str, str] = MappingProxyType({}),
     at_least: float | None = None,
     above: float | None = None,
@@ -39,6 +40,7 @@ def setting(
     doc: one line, with the unit
     choices: the values that are allowed, or a tuple's items; (): all of the annotated type
     prefix: texts that begin with this are allowed besides `choices`; "": none
+    counted: the choices that a colon and a whole number may follow, such as full:2
     refused: further names that a user may know, each with the reason why it is no choice
     at_least, above, at_most, below: bounds of a number; None: none
     """
@@ -49,6 +51,7 @@ def setting(
             "doc": doc,
             "choices": choices,
             "prefix": prefix,
+            "counted": counted,
             "refused": refused,
             "bounds": bounds,
         },
@@ -363,11 +366,23 @@ class ParallelConfig:
         "backward; both",
         choices=("none", "optimizer", "activations", "both"),
     )
+    offload_directory: str = setting(
+        "",
+        "folder on each machine's local disk (NVMe) that holds the optimizer's state in place of "
+        "the host's memory; it is streamed a layer at a time in the update",
+    )
     compiler_options: tuple[str, ...] = setting(
         (),
         "XLA options, each NAME=VALUE, which override or extend those of the platform "
         "(devices/compiler_options.py)",
     )
+
+    def offload_to(self, what: str) -> str:
+        """The place of the optimizer's state ("optimizer") or of what the forward saves
+        ("activations"): "device", "host" or "disk"."""
+        if self.offload not in (what, "both"):
+            return "device"
+        return "disk" if what == "optimizer" and self.offload_directory else "host"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -389,8 +404,9 @@ class PipelineConfig:
     remat: str = setting(
         "full",
         "recomputation in the backward: full, of everything; selective, of everything but "
-        "matmuls; none",
+        "matmuls; none; full:K and selective:K, of K layers of each unit",
         choices=("full", "selective", "none"),
+        counted=("full", "selective"),
     )
     layers_per_op: int = setting(
         0, "layers that one op of a stage runs; 0: the complete chunk", at_least=0

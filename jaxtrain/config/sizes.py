@@ -1,11 +1,36 @@
 """Sizes and shards of arrays that follow from settings: the code that makes the arrays (models/,
 parallel/) and the planner, which counts them (costs/), have to agree. Standard library only."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 TILE = 128  # matrix units want the vocabulary in multiples of this
 OUTER_BLOCK = 1024  # numbers that share a scale where replicas exchange int8
+
+
+class Remat(NamedTuple):
+    """The value of `pipeline.remat`: the lowest `layers` layers of each unit are recomputed as
+    `mode` says, and the others save all that their backward reads. None: all layers are."""
+
+    mode: str
+    layers: int | None = None
+
+    def recomputed(self, layers: int) -> int:
+        """The number of recomputed layers of a unit of so many."""
+        if self.mode == "none":
+            return 0
+        return layers if self.layers is None else min(self.layers, layers)
+
+
+@functools.lru_cache(256)
+def remat_of(text: str) -> Remat:
+    """The record of a checked `pipeline.remat`, such as full and full:2."""
+    mode, colon, layers = text.partition(":")
+    if not colon:
+        return Remat(mode)
+    return Remat(mode, int(layers)) if int(layers) else Remat("none")
 
 
 def padded_vocabulary(vocab_size: int, shards: int) -> int:

@@ -373,7 +373,11 @@ class StepCollectives:
         (training/step.py)."""
         scattered = self._sharded_weights(p.scatter)
         axes = tuple(a for a in p.scatter if a not in scattered)
-        return Collective(GATHER, axes, p.size / self.devices(scattered) * self.updated)
+        return Collective(GATHER, axes, p.size / self.devices(scattered) * self._updated(p))
+
+    def _updated(self, p: Parameters) -> float:
+        """Bytes of a parameter's number that is gathered after the update."""
+        return self.updated if p.cast else FLOAT32
 
     # --------------------------------------------- independent replicas (parallel/replicas.py)
 
@@ -394,7 +398,7 @@ class StepCollectives:
             int8 += blocks * block
             scales += blocks
             collectives += [
-                Collective(GATHER, gathered, p.size / self.devices(scattered) * FLOAT32),
+                Collective(GATHER, gathered, p.size / self.devices(scattered) * self._updated(p)),
                 Collective(SUM, (REPLICA,), share * FLOAT32 * (not self.outer_int8)),
                 Collective(GATHER, copies, part * FLOAT32),
             ]

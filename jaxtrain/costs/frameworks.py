@@ -31,6 +31,7 @@ class Framework:
     stage_overlap:    messages between stages overlap with ops
     weight_bytes, gradient_bytes, master_bytes: bytes of a parameter's copy that products use, of
                       its gradient, and of its 32-bit copy beside the optimizer's state
+    moment_bytes:     bytes of a number of the optimizer's state
     outer_bytes:      bytes of a parameter's state that independent replicas share, sharded over
                       `data` at every stage of ZeRO
     sent_gradient, sent_weight: bytes of a number that crosses `data`
@@ -73,6 +74,7 @@ class Framework:
     weight_bytes: float = 2.0
     gradient_bytes: float = 4.0
     master_bytes: float = 4.0
+    moment_bytes: float = 4.0
     outer_bytes: float = 0.0
     sent_gradient: float = 4.0
     sent_weight: float = 2.0
@@ -127,7 +129,7 @@ FRAMEWORKS: dict[str, Framework] = {
             "the step that this package compiles",
             stage_overlap=True,
             data_overlap=0.0,
-            weight_bytes=4.0,  # besides the cast of all of it
+            weight_bytes=4.0,  # besides the cast of all of it; step_model.py has other types
             master_bytes=0.0,
             sent_weight=4.0,
             vocabulary_parallel=True,

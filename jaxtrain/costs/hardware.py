@@ -10,6 +10,8 @@ programs reach. These are few and physical:
     memory_reached  fraction of the memory's bandwidth that passes over large arrays reach
     host_gb_per_s   rate of copies between a device and its host's memory, one way; 16, as PCIe 3,
                     if left out
+    disk_gb_per_s   a device's part of its machine's local disks, bytes read and written together;
+                    2 if left out
     launch_us       time between two operations of a program
     clock_ghz       clock of a TPU's cores, because its compiler estimates operations in cycles; 0,
                     unknown, if left out
@@ -42,6 +44,9 @@ FOLDER = pathlib.Path(__file__).parent / "hardware"
 GIB = 2**30
 # GB/s one way of PCIe 3 × 16, and the part of a link to the host that large copies reach
 HOST, HOST_REACHED = 16.0, 0.8
+# GB/s of a device's part of local NVMe disks, and the part of it that a run's stream reaches
+# (benchmarks/offload_disk.py)
+DISK, DISK_REACHED = 2.0, 0.8
 # `precision.compute`'s types; a file has the peak of at least one
 DTYPES = ("bfloat16", "float32")
 # types whose peak a file may have
@@ -58,6 +63,7 @@ FIGURES: Mapping[str, tuple[float, float, float]] = {
     "memory_gb_per_s": (1e-9, 1e6, 3350.0),
     "memory_reached": PART,
     "host_gb_per_s": SPEED,
+    "disk_gb_per_s": SPEED,
     "matmul.peak": PART,
     "matmul.half": (0.0, 1e9, 128.0),
     "attention": PART,
@@ -122,6 +128,7 @@ class Hardware:
     watts:          power under load, for energy; 0: not known
     clock_ghz:      10⁹ cycles a second that a TPU's compiler counts in; 0: not known
     host_gb_per_s:  bandwidth of copies to or from the host's memory, one way
+    disk_gb_per_s:  of a device's part of the local disks, both ways together
     alone:          the factor by which a device is faster while those that share its cores wait
     device_kind:    a pattern of jax's name of it; "" for none
     """
@@ -141,6 +148,7 @@ class Hardware:
     sources: tuple[str, ...]
     alone: float = 1.0
     host_gb_per_s: float = HOST
+    disk_gb_per_s: float = DISK
     clock_ghz: float = 0.0
     device_kind: str = ""
 
@@ -167,6 +175,11 @@ class Hardware:
     def host_bytes_per_s(self) -> float:
         """Bytes a second of large copies to or from the host's memory, one way."""
         return 1e9 * self.host_gb_per_s * HOST_REACHED
+
+    @property
+    def disk_bytes_per_s(self) -> float:
+        """Bytes a second that a device's state is read and written on the local disks."""
+        return 1e9 * self.disk_gb_per_s * DISK_REACHED
 
     @property
     def streaming(self) -> float:

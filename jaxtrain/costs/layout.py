@@ -5,11 +5,13 @@ A routed token is one token's choice of one expert (parallel/experts.py).
 """
 
 import dataclasses
+import functools
 import math
 
-from jaxtrain.config.sizes import capacity_of, device_capacity
+from jaxtrain.config.sizes import Remat, capacity_of, device_capacity, remat_of
 from jaxtrain.costs.transformer import Transformer
 from jaxtrain.schedule.orders import ONE_CHUNK
+from jaxtrain.schedule.placement import cut, spread
 
 AXES = ("replica", "data", "stage", "context", "expert", "model")  # a mesh's, the innermost last
 
@@ -30,10 +32,12 @@ class Layout:
     microbatch: int = 1
     microbatches: int = 1
     repeats: int = 1
+    layers_per_op: int = 0
     remat: str = "full"
     zero: int = 1
     schedule: str = ONE_CHUNK
     offload: str = "none"
+    disk: bool = False
 
     @property
     def devices(self) -> int:
@@ -49,9 +53,30 @@ class Layout:
         """Sequences of a step."""
         return self.batch_shards * self.microbatch * self.microbatches
 
+    @property
+    def recomputation(self) -> Remat:
+        """The record of `remat`."""
+        return remat_of(self.remat)
+
+    def units(self, layers: int) -> tuple[int, ...]:
+        """The layers of each unit of a model of so many, cut as evenly as can be."""
+        if self.stage == 1:
+            return (layers,)
+        return _units(layers, min(layers, self.stage * self.repeats), self.layers_per_op)
+
+    def recomputed_fraction(self, layers: int) -> float:
+        """The fraction of a model's layers, so many, on which `remat` has an effect."""
+        if self.recomputation.layers is None:
+            return 1.0
+        return sum(map(self.recomputation.recomputed, self.units(layers))) / layers
+
+    def with_remat(self, mode: str) -> "Layout":
+        """The layout with a mode of remat for all layers."""
+        return dataclasses.replace(self, remat=mode)
+
     def offloads(self, what: str) -> bool:
         """True where the optimizer's state ("optimizer") or what layers save ("activations") is in
-        the host's memory."""
+        the host's memory, or the optimizer's state on the local disk (`disk`)."""
         return self.offload in (what, "both")
 
     def neighbours(self, axis: str) -> tuple[int, int]:
@@ -59,6 +84,11 @@ class Layout:
         innermost, `replica` outermost."""
         inner = AXES[AXES.index(axis) + 1 :]
         return getattr(self, axis), math.prod(getattr(self, name) for name in inner)
+
+
+@functools.lru_cache(4096)
+def _units(layers: int, chunks: int, layers_per_op: int) -> tuple[int, ...]:
+    return cut(spread(layers, chunks), layers_per_op)[1]
 
 
 def routed_capacity(model: Transformer, layout: Layout) -> int:

@@ -17,6 +17,8 @@ Activations of our own runtime are in slots of five pools, each shared by a stag
     residual_b     the results of F that only B needs
     residual_w     the results of F that W needs too
     weight_stash   the results of B that W needs
+    saved_b, saved_w, saved_stash   the same of the layers that save all, where others are
+                                    recomputed
 
 A table has a number of slots of each (schedule/slots.py); `estimated_slots` has closed forms for
 it. The bytes of a slot are those of the arrays that go from op to op when the layers are traced
@@ -33,6 +35,7 @@ from jaxtrain.costs.collectives import FLOAT32, FP8
 from jaxtrain.costs.layout import routed_capacity
 from jaxtrain.costs.step_time import ITEM, StepModel
 from jaxtrain.schedule.orders import closed_forms
+from jaxtrain.schedule.placement import spread
 
 # Buffers do not fit without gaps: XLA's peak for H100s over what is live, but for `working`.
 ALLOCATED = 1.01
@@ -66,6 +69,8 @@ class SlotCounts:
 
     layers:             layers of the largest unit; a slot of residuals or of the stash has memory
                         for all of them
+    saved_layers:       those of them that save all, in slots of their own, where others are
+                        recomputed
     stored_layers:      layers whose parameters a device has memory for, the same on all stages
     shares_vocabulary:  embedding and head are split over the stages; otherwise every stage has
                         memory for both
@@ -79,6 +84,10 @@ class SlotCounts:
     layers: int
     stored_layers: int
     shares_vocabulary: bool
+    saved_b: float = 0
+    saved_w: float = 0
+    saved_stash: float = 0
+    saved_layers: int = 0
 
 
 def memory(
@@ -94,8 +103,8 @@ def memory(
     if framework.slots:
         slots = slots or estimated_slots(step)
         shared = bool(slots and slots.shares_vocabulary)
-        # All weights are cast to the type of the products before the loops, once.
-        cast = 0 if step.dtype == "float32" else step.item
+        # Weights of another type than the products' are cast before the loops, once.
+        cast = step.item * (step.item != framework.weight_bytes)
         pools = _pools(step, slots) if slots else {}
         activations = sum(pools.values()) if slots else _saved_by_layers(step)
         working = _layer_working(step)
@@ -107,9 +116,9 @@ def memory(
     held = step.device_parameters(slots.stored_layers if slots else 0, shared)
     quantized = (FP8 - cast) * _products_held(step, held.layers) if framework.fp8 else 0.0
     shards = {stage: step.shards if layout.zero >= stage else 1 for stage in (1, 2, 3)}
-    updated = held.layers + held.ends / step.parts_of_ends(layout.zero, shared)
-    state = framework.master_bytes * updated / shards[1]
-    state += FLOAT32 * step.device_state(slots.stored_layers if slots else 0, shared)
+    layers = slots.stored_layers if slots else 0
+    state = framework.master_bytes * step.device_masters(layers, shared)
+    state += framework.moment_bytes * step.device_state(layers, shared)
     parts = {
         "weights": ((framework.weight_bytes + cast) * held.all + quantized) / shards[3],
         "gradients": framework.gradient_bytes * held.all / shards[2],
@@ -144,7 +153,13 @@ def estimated_slots(step: StepModel) -> SlotCounts | None:
     chunks, schedule = layout.microbatches * v, closed_forms(layout.schedule)
     residuals = min(schedule.residuals(p, v, layout.microbatches), chunks)
     stashes = min(schedule.stashes(p), chunks)
-    full, layers = layout.remat == "full", math.ceil(step.model.layers / (p * v))
+    layers = math.ceil(step.model.layers / (p * v))
+    full, pieces = layout.recomputation.mode == "full", 1
+    if layout.layers_per_op:
+        pieces = math.ceil(layers / layout.layers_per_op)
+    saved = sum(n - layout.recomputation.recomputed(n) for n in spread(layers, pieces))
+    saved = 0 if layout.recomputation.mode == "none" else saved
+    held = residuals * (saved > 0)
     return SlotCounts(
         activation=residuals if full else TRANSIT,
         gradient=schedule.gradients(p, layout.microbatches),
@@ -154,7 +169,50 @@ def estimated_slots(step: StepModel) -> SlotCounts | None:
         layers=layers,
         stored_layers=layers * v,
         shares_vocabulary=step.framework.vocabulary_parallel,
+        saved_b=held,
+        saved_w=held,
+        saved_stash=stashes * (saved > 0),
+        saved_layers=saved,
     )
+
+
+def least_recomputed(step: StepModel, loss_chunk: int, capacity: float) -> StepModel | None:
+    """The step with the fewest layers of each unit recomputed, in its own mode of remat, with which
+    it fits into so many bytes; None if it does not with all of them.
+
+    Each recomputed layer more takes time and less memory, so a bisection finds the fewest.
+    """
+    mode, units = step.layout.recomputation.mode, step.layout.units(step.model.layers)
+
+    def recomputing(layers: int) -> StepModel:
+        every = layers == max(units) or mode == "none"
+        layout = step.layout.with_remat(mode if every else f"{mode}:{layers}")
+        return dataclasses.replace(step, layout=layout)
+
+    fits = lambda layers: memory(recomputing(layers), loss_chunk).bytes <= capacity
+    fewest, most = 1 if mode != "none" else max(units), max(units)
+    if not fits(most):
+        return None
+    while fewest < most:
+        middle = (fewest + most) // 2
+        fewest, most = (fewest, middle) if fits(middle) else (middle + 1, most)
+    return recomputing(fewest)
+
+
+def best_interval(step: StepModel) -> float | None:
+    """The layers of a unit with which full recomputation takes least memory for what layers save:
+    √(m · l · input / residuals), for l layers of a stage and m microbatches between their F and B.
+    docs/parts.md derives it. None with one stage.
+    """
+    slots = estimated_slots(dataclasses.replace(step, layout=step.layout.with_remat("full")))
+    if slots is None:
+        return None
+    layer = layer_bytes(step, remat="none")
+    rebuilt = slots.residual_b * layer.residual_b + slots.residual_w * layer.residual_w
+    rebuilt += slots.weight_stash * layer.weight_stash
+    layers = math.ceil(step.model.layers / step.layout.stage)
+    in_flight = slots.activation / max(1, step.layout.repeats)
+    return min(layers, max(1.0, math.sqrt(in_flight * layers * layer.input / rebuilt)))
 
 
 class LayerBytes(NamedTuple):
@@ -175,7 +233,7 @@ def layer_bytes(step: StepModel, dense: bool = False, remat: str = "") -> LayerB
     width, experts = float(model.width), bool(model.experts) and not dense
     # saves its input less the mean in 32 bits; RMSNorm its input
     layer_norm = model.layer_norm
-    selective = (remat or layout.remat) == "selective"
+    selective = (remat or layout.recomputation.mode) == "selective"
     attention, routed = _attention_widths(step, selective), LayerBytes(0.0, 0.0, 0.0)
     hidden = model.shared_experts * model.expert_width if experts else model.mlp_width
     arrays = 3 if model.gated else 2
@@ -298,16 +356,22 @@ def masks(step: StepModel) -> float:
 
 def _pools(step: StepModel, slots: SlotCounts) -> dict[str, float]:
     """Bytes of each pool in the device's memory."""
-    layer, layers = layer_bytes(step), slots.layers
+    layer, layers = layer_bytes(step), slots.layers - slots.saved_layers
+    saved, saved_layers = layer_bytes(step, remat="none"), slots.saved_layers
     pools = {
         "activation": slots.activation * layer.input,
         "gradient": slots.gradient * layer.input,
         "residual_b": slots.residual_b * layers * layer.residual_b,
         "residual_w": slots.residual_w * layers * layer.residual_w,
         "weight_stash": slots.weight_stash * layers * layer.weight_stash,
+        "saved_b": slots.saved_b * saved_layers * saved.residual_b,
+        "saved_w": slots.saved_w * saved_layers * saved.residual_w,
+        "saved_stash": slots.saved_stash * saved_layers * saved.weight_stash,
     }
-    inputs = ("activation",) if step.layout.remat == "full" else ("residual_b", "residual_w")
-    offloaded = inputs if step.layout.offloads("activations") else ()
+    full = step.layout.recomputation.mode == "full"
+    inputs = ("activation",) if full else ("residual_b", "residual_w")
+    in_f = (*inputs, "saved_b", "saved_w")
+    offloaded = in_f if step.layout.offloads("activations") else ()
     return {pool: size for pool, size in pools.items() if pool not in offloaded}
 
 
@@ -322,12 +386,16 @@ def transposed_pools(step: StepModel, slots: SlotCounts) -> float:
     model, layout = step.model, step.layout
     if layout.model == 1:
         return 0.0
-    stash = slots.weight_stash * slots.layers * step.item * step.tokens
+    layers = slots.layers - slots.saved_layers
+    stashed = slots.weight_stash * layers + slots.saved_stash * slots.saved_layers
+    stash = stashed * step.item * step.tokens
     if layout.microbatch == 1:
         widths = model.hidden() * ("mlp" in model.biases) + model.width * ("out" in model.biases)
         return stash * widths / layout.model
-    number = 0 if layout.remat == "selective" else FLOAT32 if model.layer_norm else step.item
-    norms = number * slots.residual_w * slots.layers * step.tokens * model.width / layout.model
+    selective = layout.recomputation.mode == "selective"
+    normed = slots.residual_w * layers * (not selective) + slots.saved_w * slots.saved_layers
+    number = FLOAT32 if model.layer_norm else step.item
+    norms = number * normed * step.tokens * model.width / layout.model
     return max(stash * model.width, norms)
 
 
@@ -337,9 +405,15 @@ def _saved_by_layers(step: StepModel) -> float:
         return 0.0
     saved, dense = layer_bytes(step), layer_bytes(step, dense=True)
     layers, dense_layers = step.model.layers, step.model.dense_layers
-    if step.layout.remat == "full":
-        return layers * saved.input + dense_layers * dense.input
-    residuals = layers * (saved.residual_b + saved.residual_w)
+    recomputed, everything = (
+        step.layout.recomputation.recomputed(layers),
+        layer_bytes(step, remat="none"),
+    )
+    full = step.layout.recomputation.mode == "full"
+    residuals = (layers - recomputed) * (everything.residual_b + everything.residual_w)
+    if full:
+        return residuals + recomputed * saved.input + dense_layers * dense.input
+    residuals += recomputed * (saved.residual_b + saved.residual_w)
     return residuals + dense_layers * (dense.residual_b + dense.residual_w)
 
 
@@ -415,9 +489,16 @@ def _framework_activations(step: StepModel) -> float:
 
 
 def _layer_activations(step: StepModel) -> float:
-    """Bytes that one layer saves of one microbatch on a device."""
+    """Bytes that the mean layer saves of one microbatch on a device."""
+    recomputed, fraction = step.layout.recomputation, step.recomputed_fraction
+    others = (1 - fraction) * _activations_of_layer(step, "none") if fraction < 1 else 0.0
+    return fraction * _activations_of_layer(step, recomputed.mode) + others
+
+
+def _activations_of_layer(step: StepModel, remat: str) -> float:
+    """Bytes that one layer saves of one microbatch on a device with this mode of remat."""
     model, layout, framework = step.model, step.layout, step.framework
-    remat, split = layout.remat, layout.model if framework.sequence_parallel else 1
+    split = layout.model if framework.sequence_parallel else 1
     if not framework.fused_attention:
         plain = "tensor" if layout.model > 1 else "none"
         kinds = {"full": "full", "selective": "selective", "none": plain}

@@ -61,6 +61,8 @@ class LayerPass(NamedTuple):
     label:  the op in whose program they are
     times:  a step
     unread: layers of which nothing reads the output
+    remat:  how they are recomputed
+    lowest: they are the unit's lowest layers that go through the op
     """
 
     label: str
@@ -69,6 +71,8 @@ class LayerPass(NamedTuple):
     unit: int
     layers: int
     unread: int
+    remat: str
+    lowest: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,20 +103,36 @@ class StepCounts:
         (tick.Accumulate)."""
         times, c = self.times(stage), self.collectives
         if self.table is None:
-            layers = c.model.layers
             return [
-                LayerPass("F" if op == "F" else "B", op, times[op], 0, layers, layers * (op == "R"))
-                for op in ("FRBW" if c.layout.remat == "full" else "FBW")
+                LayerPass(
+                    *("F" if op == "F" else "B", op, times[op], 0, layers, layers * (op == "R")),
+                    *(mode, lowest),
+                )
+                for mode, layers, lowest in self._ranges(c.model.layers)
+                for op in ("FRBW" if mode == "full" else "FBW")
             ]
         passes = []
         for unit in range(self.placement.units_per_stage):
-            # A layer outside of the loop over layers makes no output that nobody reads.
-            outside = self.placement.stack_size(unit) == 1 or c.gathers_in_ops
-            layers = self.placement.layer_count(unit, stage)
-            for name in CELL_OPS:
-                op, count = "F" if name == "K" else name, times[cell_op(name, unit)]
-                passes.append(LayerPass(op, op, count, unit, layers, int(outside and op == "R")))
+            stack = self.placement.stack_size(unit)
+            for mode, layers, lowest in self._ranges(self.placement.layer_count(unit, stage)):
+                # A layer outside of the loop over layers makes no output that nobody reads.
+                single = stack == 1 or c.layout.recomputation.recomputed(stack) == 1
+                outside = single or c.gathers_in_ops
+                for name in CELL_OPS:
+                    op, count = "F" if name == "K" else name, times[cell_op(name, unit)]
+                    if op == "R" and not lowest:
+                        continue
+                    unread = int(outside and op == "R")
+                    passes.append(LayerPass(op, op, count, unit, layers, unread, mode, lowest))
         return passes
+
+    def _ranges(self, layers: int) -> list[tuple[str, int, bool]]:
+        """(mode of remat, number of layers, whether they are the lowest) of each range of a unit's
+        layers (runtime/layer_stack.py: LayerRange)."""
+        recomputation = self.collectives.layout.recomputation
+        recomputed = recomputation.recomputed(layers)
+        ranges = [(recomputation.mode, recomputed, True)] * (recomputed > 0)
+        return ranges + [("none", layers - recomputed, not recomputed)] * (recomputed < layers)
 
     # --- communication volume ------------------------------------------------------------------
 
@@ -156,15 +176,15 @@ class StepCounts:
         once = c.layout.zero == 3 and not c.gathers_in_ops
         ops = [("gather", 1.0, [c.gathered(p) for p in parameters if p.over_data and once])]
         ops.append((EMBED, times[EMBED], self._embed()))
-        # On one stage R, B and W are one op, which reads parameters and documents once.
-        fused = one_stage and c.layout.remat == "full"
-        for label, op, runs, unit, layers, unread in self.layer_passes(stage):
-            reads = not one_stage or op in "FB"
+        for label, op, runs, unit, layers, unread, remat, lowest in self.layer_passes(stage):
+            # On one stage R, B and W are one op, which reads parameters and documents once.
+            reads, fused = not one_stage or op in "FB", one_stage and remat == "full"
+            of_layer = dataclasses.replace(c, layout=c.layout.with_remat(remat))
             ops += [
-                (label, runs, c.document_ids(op) if reads else []),
+                (label, runs, c.document_ids(op) if reads and lowest else []),
                 (label, runs * layers, self._weights(op, unit, reads)),
-                (label, runs * (layers - unread), c.layer(op, fused=fused)),
-                (label, runs * unread, c.layer(op, unread=True, fused=fused)),
+                (label, runs * (layers - unread), of_layer.layer(op, fused=fused)),
+                (label, runs * unread, of_layer.layer(op, unread=True, fused=fused)),
             ]
         ops.append((HEAD, times[HEAD], self._head()))
         ops.append((EMBED_GRADIENT, times[EMBED_GRADIENT], self._embed_gradient()))

@@ -47,13 +47,14 @@ BACKWARD_PASSES = 2.0  # passes of the backward over memory, for one of the forw
 # products of attention's backward over the two of its forward: scores once more, and four
 ATTENTION_BACKWARD = 2.5
 
-MATMULS, ATTENTION, MEMORY, BUBBLE, OPTIMIZER, HOST, FIXED = (
+MATMULS, ATTENTION, MEMORY, BUBBLE, OPTIMIZER, HOST, DISK, FIXED = (
     "matmuls",
     "attention",
     "memory",
     "bubble",
     "optimizer",
     "host",
+    "disk",
     "fixed",
 )
 COMMUNICATION_AXES = (MODEL, CONTEXT, EXPERT, STAGE, DATA, REPLICA)
@@ -128,9 +129,9 @@ class DeviceParameters:
 
 
 class StateNumbers(NamedTuple):
-    """Numbers of an optimizer's state on a device: of a layer in a stage's stack, and of what all
-    stages have: an MLP layer, the layer of a prediction module, a table of the vocabulary, and the
-    rest of the ends."""
+    """Numbers of an optimizer's state, or of masters, on a device: of a layer in a stage's stack,
+    and of what all stages have: an MLP layer, the layer of a prediction module, a table of the
+    vocabulary, and the rest of the ends."""
 
     layer: float
     dense_layer: float
@@ -141,14 +142,20 @@ class StateNumbers(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _state_numbers(
-    model: Transformer, optimizer: OptimizerConfig, sizes: tuple[int, ...], zero: bool, shared: bool
+    model: Transformer,
+    optimizer: OptimizerConfig | None,
+    sizes: tuple[int, ...],
+    zero: bool,
+    shared: bool,
 ) -> StateNumbers:
     """The state where ZeRO shards a dimension of each array.
 
+    optimizer: None for masters, which are those of the matrices that products read
     sizes: of the axes in COMMUNICATION_AXES; zero: ZeRO's stage is at least 1; shared: each table
     is split over the stages
     """
-    record, by_axis = OPTIMIZERS[optimizer.name], dict(zip(COMMUNICATION_AXES, sizes, strict=True))
+    by_axis = dict(zip(COMMUNICATION_AXES, sizes, strict=True))
+    record = OPTIMIZERS[optimizer.name] if optimizer else None
 
     def numbers(array: Array, over_stage: bool, padded: tuple[int, ...] = ()) -> int:
         padded = padded or array.shape
@@ -157,8 +164,10 @@ def _state_numbers(
             axes, dim = scattered(padded, [not axis for axis in array.axes], over_stage, by_axis)
             splits[dim] *= math.prod(by_axis[axis] for axis in axes)
         # Without padding a dimension may not divide; each device has all of it.
-        held = padded if record.elementwise else array.shape
+        held = padded if record is None or record.elementwise else array.shape
         parts = [n if n % split else n // split for n, split in zip(held, splits, strict=True)]
+        if record is None:
+            return math.prod(parts) if array.cast else 0
         state = record.state(array.shape, optimizer)
         return sum(math.prod(parts[dim] for dim in dims) for dims in state)
 
@@ -214,7 +223,33 @@ class StepModel:
     # --------------------------------------------------------------------------------------- layers
 
     def layer(self, dense: bool = False) -> dict[str, TimeBreakdown]:
-        """F, R, B and W of one layer and microbatch; R is what the layout's recomputation costs."""
+        """F, R, B and W of one layer and microbatch; R is what the layout's recomputation costs of
+        a layer that has it, and the others are those of the mean layer."""
+        recomputation, unread = self.layout.recomputation, self._unread
+        if recomputation.layers is None:
+            return self._ops_of_layer(dense, unread)
+        recomputed, others = (
+            dataclasses.replace(self, layout=self.layout.with_remat(mode))
+            for mode in (recomputation.mode, "none")
+        )
+        ops, fraction = recomputed._ops_of_layer(dense, unread), self.recomputed_fraction
+        for op, seconds in others._ops_of_layer(dense, unread).items():
+            if op != "R":
+                ops[op] = ops[op] * fraction + seconds * (1 - fraction)
+        return ops
+
+    @functools.cached_property
+    def recomputed_fraction(self) -> float:
+        """The fraction of the layers that the layout's recomputation concerns."""
+        return self.layout.recomputed_fraction(self.model.layers)
+
+    def mean_layer(self, dense: bool = False) -> dict[str, TimeBreakdown]:
+        """F, R, B and W of the mean layer and a microbatch."""
+        ops = self.layer(dense)
+        return ops | {"R": ops["R"] * self.recomputed_fraction}
+
+    def _ops_of_layer(self, dense: bool, unread: float) -> dict[str, TimeBreakdown]:
+        """F, R, B and W where all layers have the same recomputation. unread: `_unread`"""
         products = list(self._products(dense))
         forward, inputs, weights = (sum(seconds) for seconds in zip(*products, strict=True))
         attention, attention_back, scores = self._attention()
@@ -224,7 +259,7 @@ class StepModel:
         read = self.framework.weight_copies * pass_over_weights if looped else 0.0
         sums = self.framework.sum_passes * pass_over_weights * 2 * ITEM / self.item
         # the last product makes the layer's output; experts' gradients need theirs
-        skipped = 0.0 if self.model.experts and not dense else self._unread * products[-1][0]
+        skipped = 0.0 if self.model.experts and not dense else unread * products[-1][0]
         memory = passes + scores + read
         core = {ATTENTION: attention, MEMORY: scores}
         recomputed: dict[str, dict[str, float]] = {
@@ -235,12 +270,12 @@ class StepModel:
         memory_back = BACKWARD_PASSES * (passes + scores) + read
         ops = {
             "F": {MATMULS: forward, ATTENTION: attention, MEMORY: memory},
-            "R": recomputed[self.layout.remat],
+            "R": recomputed[self.layout.recomputation.mode],
             "B": {MATMULS: inputs, ATTENTION: attention_back, MEMORY: memory_back},
             "W": {MATMULS: weights, MEMORY: sums},
         }
         return {
-            op: TimeBreakdown(parts) + self._layer_collectives(op, dense, parts)
+            op: TimeBreakdown(parts) + self._layer_collectives(op, dense, parts, unread)
             for op, parts in ops.items()
         }
 
@@ -292,19 +327,19 @@ class StepModel:
         forward, inputs, of_weights = (times * s for s in seconds)
         return forward, inputs, of_weights
 
-    def _layer_collectives(self, op: str, dense: bool, parts: Mapping[str, float]) -> TimeBreakdown:
+    def _layer_collectives(
+        self, op: str, dense: bool, parts: Mapping[str, float], unread: float
+    ) -> TimeBreakdown:
         """Collectives of one layer's op. parts: its seconds; rings of keys and values overlap with
-        those of attention."""
+        those of attention. unread: `_unread`"""
         c, full = self.collectives, self.layout.remat == "full"
         if op == "R" and not full:
             return TimeBreakdown()
         fused = self.framework.slots and self.layout.stage == 1 and full
         seconds = self.links.seconds(c.layer(op, fused=fused, dense=dense))
-        if op == "R" and self._unread:
-            unread = self.links.seconds(c.layer(op, True, fused, dense))
-            seconds = {
-                axis: s + self._unread * (unread.get(axis, 0.0) - s) for axis, s in seconds.items()
-            }
+        if op == "R" and unread:
+            fewer = self.links.seconds(c.layer(op, True, fused, dense))
+            seconds = {axis: s + unread * (fewer.get(axis, 0.0) - s) for axis, s in seconds.items()}
         ring = float(self.framework.context_by == "ring" and self.hardware.alone <= 1)
         overlap = self.framework.model_overlap, math.inf
         return overlapped(seconds, {MODEL: overlap, CONTEXT: (ring, parts.get(ATTENTION, 0.0))})
@@ -333,10 +368,10 @@ class StepModel:
 
     @functools.cached_property
     def _unread(self) -> float:
-        """Fraction of layers whose recomputation can skip the down projection, because nothing
-        reads its output: all of them with one stage (every layer's input was saved); with several
-        stages only a unit's last layer, when it runs outside the unit's loop."""
-        layout, layers = self.layout, self._layers_of_unit()
+        """Fraction of recomputed layers whose recomputation can skip the down projection, because
+        nothing reads its output: all of them with one stage (every layer's input was saved); with
+        several stages only the last one of a unit, when it runs outside the unit's loop."""
+        layout, layers = self.layout, self._layers_of_unit() * self.recomputed_fraction
         gathers = layout.zero == 3 and self.shards > 1 and not self.framework.gathers_once
         if not self.framework.slots:
             return 0.0
@@ -345,9 +380,8 @@ class StepModel:
         return 1 / max(1.0, layers) if layers <= 1 or gathers else 0.0
 
     def _layers_of_unit(self) -> float:
-        """Layers that an op of our own runtime goes through."""
-        layout = self.layout
-        return self.model.layers / (layout.stage * layout.repeats if layout.stage > 1 else 1)
+        """The mean number of layers that an op of our own runtime goes through."""
+        return self.model.layers / len(self.layout.units(self.model.layers))
 
     def layer_parameters(self, dense: bool = False) -> float:
         """Parameters of one layer on a device."""
@@ -439,10 +473,10 @@ class StepModel:
         """The step, on the device that works most."""
         model, layout, m = self.model, self.layout, self.layout.microbatches
         layers, several = math.ceil(model.layers / layout.stage), layout.stage > 1
-        ops = self.layer()
+        ops = self.mean_layer()
         stage = sum(ops.values(), TimeBreakdown()) * layers
         if model.dense_layers:
-            stage += sum(self.layer(dense=True).values(), TimeBreakdown()) * model.dense_layers
+            stage += sum(self.mean_layer(dense=True).values(), TimeBreakdown()) * model.dense_layers
         shared = self.framework.vocabulary_parallel and several
         step = stage * m + self.head() * (m / layout.stage if shared else m)
         step += self.end_collectives(shared) * m
@@ -497,9 +531,26 @@ class StepModel:
             numbers = sum(record.state_numbers(a.shape, self.optimizer) for a in layer.arrays)
             held = self.device_parameters(layers, shared).all
             return numbers / layer.all * held / (self.shards if layout.zero else 1)
+        return self._sharded_by_dimension(self.optimizer, layers, shared)
+
+    def device_masters(self, layers: int = 0, shared: bool | None = None) -> float:
+        """Numbers of the masters that such a device has, if the framework has masters. The
+        arguments are those of `device_parameters`."""
+        layout = self.layout
+        if self.framework.by_dimension:
+            return self._sharded_by_dimension(None, layers, shared)
+        held = self.device_parameters(layers, shared)
+        updated = held.layers + held.ends / self.parts_of_ends(layout.zero, shared)
+        return updated / (self.shards if layout.zero else 1)
+
+    def _sharded_by_dimension(
+        self, optimizer: OptimizerConfig | None, layers: int, shared: bool | None
+    ) -> float:
+        """Numbers of an optimizer's state, or of masters, on a device of the stage with most."""
+        model, layout = self.model, self.layout
         shared = self.framework.vocabulary_parallel if shared is None else shared
         sizes = tuple(getattr(layout, axis) for axis in COMMUNICATION_AXES)
-        state = _state_numbers(model, self.optimizer, sizes, layout.zero > 0, shared)
+        state = _state_numbers(model, optimizer, sizes, layout.zero > 0, shared)
         ends = state.ends + self._tables(shared) * state.table
         ends += model.dense_layers * state.dense_layer + model.predictions * state.predictor
         return (layers or math.ceil(model.layers / layout.stage)) * state.layer + ends
@@ -542,8 +593,11 @@ class StepModel:
         """
         layout, framework, c = self.layout, self.framework, self.collectives
         parameters, m = self._parameters, layout.microbatches
-        reads = 3 if framework.slots and layout.stage > 1 and layout.remat == "full" else 2
-        microbatch = c.gathers(parameters[:2]) * reads + c.reductions_in_op(parameters[:3])
+        has_r = framework.slots and layout.stage > 1 and layout.recomputation.mode == "full"
+        gathers = c.gathers(parameters[:2])
+        in_r = self.recomputed_fraction * has_r
+        microbatch = gathers * 2 + [g._replace(times=g.times * in_r) for g in gathers]
+        microbatch += c.reductions_in_op(parameters[:3])
         if framework.slots:  # of the input's table, tokens' vectors are sent
             microbatch += c.gathers(parameters[2:3])
         one_link = framework.one_link if layout.zero == 3 else 0.0
@@ -576,26 +630,37 @@ class StepModel:
         return self.layout.stage if self.framework.slots and not shared and zero and divides else 1
 
     def update(self) -> TimeBreakdown:
-        """The optimizer's passes over its state, which comes from the host's memory and goes back
-        where it is offloaded."""
-        layout, held = self.layout, self.device_parameters()
+        """The optimizer's passes over its state, which comes from the host's memory or the disk and
+        goes back where it is offloaded. A disk's stream goes on while the devices update; only what
+        is longer counts. It begins when all gradients are there, since they are clipped by their
+        norm, so no other part of the step hides it but for the first buffers."""
+        layout, framework, held = self.layout, self.framework, self.device_parameters()
         parameters = held.layers + held.ends / self.parts_of_ends(layout.zero)
         if layout.zero:
             parameters /= self.shards
-        passes, state = OPTIMIZERS[self.optimizer.name].passes, 2 * FLOAT32 * self.device_state()
-        seconds = {OPTIMIZER: (FLOAT32 * passes * parameters + state) / self.hardware.streaming}
+        # the parameter, or its master, is read and written; a copy of a master is written
+        value = framework.master_bytes or framework.weight_bytes
+        copy = framework.weight_bytes * (framework.slots and framework.master_bytes > 0)
+        passes = FLOAT32 * (OPTIMIZERS[self.optimizer.name].passes - 2) + 2 * value + copy
+        state = 2 * framework.moment_bytes * self.device_state()
+        seconds = {OPTIMIZER: (passes * parameters + state) / self.hardware.streaming}
         if layout.offloads("optimizer"):
-            copies = 2 * self.framework.master_bytes * parameters
-            seconds[HOST] = (copies + state) / self.hardware.host_bytes_per_s
+            moved = 2 * framework.master_bytes * parameters + state
+            if layout.disk:
+                streamed = moved / self.hardware.disk_bytes_per_s
+                seconds[DISK] = max(0.0, streamed - seconds[OPTIMIZER])
+            else:
+                seconds[HOST] = moved / self.hardware.host_bytes_per_s
         return TimeBreakdown(seconds)
 
     def ops(self) -> dict[str, TimeBreakdown]:
-        """F, B, W and R of one microbatch on an entire stage. What no R op recomputes is part of
-        B."""
+        """F, B, W and R of one microbatch on an entire stage; R if it recomputes all its layers.
+        What no R op recomputes is part of B."""
         layers = self.model.layers / self.layout.stage
         ops = {name: op * layers for name, op in self.layer().items()}
-        if self.layout.remat != "full":
-            ops["B"], ops["R"] = ops["B"] + ops["R"], TimeBreakdown()
+        if self.layout.recomputation.mode != "full":
+            ops["B"] += ops["R"] * self.recomputed_fraction
+            ops["R"] = TimeBreakdown()
         return ops
 
     def dense_layers(self) -> TimeBreakdown:
@@ -628,11 +693,12 @@ class StepModel:
 
     def hardware_flops(self) -> float:
         """Operations with those that layers recompute (Narayanan 2021, Korthikanti 2022)."""
-        model, remat, causal = self.model, self.layout.remat, self.framework.causal_rates
+        model, causal = self.model, self.framework.causal_rates
+        remat, fraction = self.layout.recomputation.mode, self.recomputed_fraction
         recomputed = 0.0
         if remat == "full":
             heads = model.vocab_size * model.width * (1 + model.predictions)
             recomputed = model.sequence_flops(causal) - 2.0 * model.sequence * heads
         elif remat == "selective" and self.framework.recomputes_core:
             recomputed = model.layers * model.attention_flops() * (0.5 if causal else 1.0)
-        return self.model_flops() + self.layout.batch * recomputed
+        return self.model_flops() + self.layout.batch * fraction * recomputed

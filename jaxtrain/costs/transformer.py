@@ -26,10 +26,17 @@ UNSPLIT = frozenset({"latent", "router"})
 
 
 class Array(NamedTuple):
-    """One parameter: its shape, and for each dimension the mesh axis that splits it, or ""."""
+    """One parameter: its shape, and for each dimension the mesh axis that splits it, or "".
+    exact: a matrix that is used in float32, whatever the compute type"""
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
+    exact: bool = False
+
+    @property
+    def cast(self) -> bool:
+        """True for a parameter that is used in the compute type."""
+        return len(self.shape) > 1 and not self.exact
 
     @property
     def size(self) -> int:
@@ -181,7 +188,7 @@ class Transformer:
             elif name == "mlp_in":
                 each = [outputs // widened] * widened
             for size in each if inputs and outputs else []:
-                yield Array((inputs, size), (rows, columns))
+                yield Array((inputs, size), (rows, columns), exact=name == "router")
                 if BIASES[name] in self.biases:
                     yield Array((size,), (columns,))
         for size in (width, width, self.query_rank, self.kv_rank):

@@ -27,6 +27,7 @@ from jaxtrain.checkpoint.steps import ANCHOR, PARAMETERS
 from jaxtrain.checkpoint.storage import HostArray, Parts, nested, on_devices
 from jaxtrain.config import Config
 from jaxtrain.devices import cluster
+from jaxtrain.devices.state_file import DiskArray, is_on_disk
 from jaxtrain.hf import files
 from jaxtrain.hf.block_scales import SUFFIX, dequantized, scales_region, scales_shape
 from jaxtrain.hf.families.family import prediction_modules
@@ -267,13 +268,15 @@ def state_on_devices(
     reads what its devices hold. Raises HfError as `PublishedWeights.blocks`."""
     abstract, published = step.abstract_state().stored, published_arrays(weights)
     arrays = stored_arrays(abstract, stored_shapes(step.layout, step.optimizer))
-    leaves: dict[int, jax.Array] = {}
+    leaves: dict[int, jax.Array | DiskArray] = {}
     for number, array in enumerate(arrays, 1):
         fill = functools.partial(_fill, published.get(array.name), array.leaves[0].lead)
         for leaf in array.leaves:
             leaves[leaf.index] = on_devices(array, leaf, fill)
         progress(number, len(arrays))
-    return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[i] for i in sorted(leaves)])
+    return jax.tree.unflatten(
+        jax.tree.structure(abstract, is_leaf=is_on_disk), [leaves[i] for i in sorted(leaves)]
+    )
 
 
 def read_together(weights: PublishedWeights, step: Step) -> TrainState:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxtrain.config import Config, ConfigError, ModelConfig, PipelineConfig, ends_with_layers
 from jaxtrain.config.rules import values_for
+from jaxtrain.config.sizes import remat_of
 from jaxtrain.costs import hardware
 from jaxtrain.costs.transformer import Transformer
 from jaxtrain.pipeline.step_model import milliseconds, step_model_of, transformer_of
@@ -127,13 +128,29 @@ def times_of(config: Config) -> Times:
         kind = hardware.load(config.train.hardware)
         known = milliseconds(step_model_of(config, kind).op_times())
     model = transformer_of(config.model, config.data.sequence_length)
-    return complete_times(known, model, stages, pipeline.remat)
+    return complete_times(known, model, stages, has_recompute_ops(pipeline.remat))
 
 
-def complete_times(known: Sequence[float], model: Transformer, stages: int, remat: str) -> Times:
+def has_recompute_ops(remat: str) -> bool:
+    """True if an op R of its own recomputes what `pipeline.remat` says, and not B."""
+    return remat_of(remat).mode == "full"
+
+
+def saved_fractions(remat: str, sizes: Sequence[int]) -> tuple[float, ...]:
+    """The fraction of each unit's layers that save all while `pipeline.remat` has others
+    recomputed; () where no unit has such layers. sizes: the layers of each unit."""
+    recomputed = [remat_of(remat).recomputed(size) for size in sizes]
+    if not any(recomputed) or recomputed == [*sizes]:
+        return ()
+    return tuple(1 - each / size for each, size in zip(recomputed, sizes, strict=True))
+
+
+def complete_times(
+    known: Sequence[float], model: Transformer, stages: int, recomputes: bool
+) -> Times:
     """The op times that are known, in the order of `pipeline.times`; the others follow from the
-    model's sizes, and so do all, with F = 1, where none are known."""
-    recompute = {"full": 1.0, "selective": 0.0, "none": 0.0}[remat] if stages > 1 else 0.0
+    model's sizes, and so do all, with F = 1, where none are known. recomputes: there are Rs"""
+    recompute = float(recomputes and stages > 1)
     # A module that predicts a further token is another head, a layer and its projection, forward
     # and backward.
     module = model.vocab_size * model.width + model.layer().per_token + 2 * model.width**2
@@ -193,13 +210,15 @@ class _Search:
             memory = pipeline.memory or None
             if pipeline.schedule == "auto" and not memory:
                 # as many residuals as a stage holds in 1F1B with the same permutes
+                sizes = spread(layers, stages)
                 spec = TableSpec(
                     ONE_CHUNK,
                     stages,
                     1,
                     pipeline.microbatches,
                     permute="late" if pipeline.permute == "auto" else pipeline.permute,
-                    remat_full=pipeline.remat == "full",
+                    remat_full=has_recompute_ops(pipeline.remat),
+                    saved=saved_fractions(pipeline.remat, sizes),
                 )
                 memory = memory_of(by_name.make_table(spec))
             candidates = self._candidates(memory)
@@ -283,7 +302,7 @@ class _Search:
             chunks = pipeline.chunk_layers or spread(layers, number, pipeline.layer_costs)
             units_per_chunk, sizes = cut(chunks, pipeline.layers_per_op)
         costs = pipeline.layer_costs or (1.0,) * layers
-        ends = itertools.accumulate(sizes)
+        ends, saved = itertools.accumulate(sizes), saved_fractions(pipeline.remat, sizes)
         shares = tuple(
             sum(costs[end - size : end]) / (sum(costs) / stages)
             for size, end in zip(sizes, ends, strict=True)
@@ -295,16 +314,19 @@ class _Search:
             pipeline.microbatches,
             times=self.times,
             permute=pipeline.permute,
-            remat_full=pipeline.remat == "full",
+            remat_full=has_recompute_ops(pipeline.remat),
             units_per_chunk=units_per_chunk,
             shares=shares,
+            saved=saved,
             vocabulary=vocabulary,
             memory=memory,
         )
         if isinstance(file, ChunkOrders):
             table = by_name.packed(file, spec, report)
+        elif file:
+            table = dataclasses.replace(file, saved=saved)
         else:
-            table = file or by_name.make_table(spec, report)
+            table = by_name.make_table(spec, report)
         return _Candidate(cost(table, spec), table, sizes, shares)
 
 
@@ -373,11 +395,13 @@ def _needed_by_table(table: Table, pipeline: PipelineConfig) -> Iterator[ConfigE
     """An error, with one fix, for each setting that a file's table does not have; orders leave them
     open."""
     name = pipeline.schedule
-    if table.recompute and pipeline.remat != "full":
+    recomputes = has_recompute_ops(pipeline.remat)
+    if table.recompute and not recomputes:
         rule = f"does not go with the R ops of {name}"
         yield _change("pipeline.remat", pipeline.remat, rule, "full")
-    if pipeline.remat == "full" and not table.recompute:
-        yield _change("pipeline.remat", "full", f"needs R ops, and {name} has none", "selective")
+    if recomputes and not table.recompute:
+        rule = f"needs R ops, and {name} has none"
+        yield _change("pipeline.remat", pipeline.remat, rule, "selective")
     if pipeline.vocabulary not in ("auto", table.vocabulary):
         rule = f"is not that of {name}"
         yield _change("pipeline.vocabulary", pipeline.vocabulary, rule, table.vocabulary)

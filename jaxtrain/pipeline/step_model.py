@@ -18,7 +18,7 @@ from jaxtrain.costs import hardware as kinds
 from jaxtrain.costs.frameworks import FRAMEWORKS, Framework
 from jaxtrain.costs.hardware import Hardware
 from jaxtrain.costs.layout import Layout
-from jaxtrain.costs.step_time import StepModel
+from jaxtrain.costs.step_time import StepModel, bytes_of
 from jaxtrain.costs.transformer import Transformer
 
 OURS = "jaxtrain"
@@ -120,10 +120,12 @@ def layout_of(
         microbatch=batch_size // (mesh.replica * mesh.data * mesh.expert * pipeline.microbatches),
         microbatches=pipeline.microbatches,
         repeats=max(1, pipeline.repeats),
+        layers_per_op=pipeline.layers_per_op,
         remat=pipeline.remat,
         zero=parallel.zero,
         schedule=pipeline.schedule,
         offload=parallel.offload,
+        disk=parallel.offload_to("optimizer") == "disk",
     )
 
 
@@ -150,7 +152,14 @@ def framework_of(config: Config, hardware: Hardware, assume: str = OURS) -> Fram
             sent_outer=4.0 if config.precision.outer == "float32" else 1.0,
             fp8=config.precision.matmul == "fp8",
             fp8_weight_gradients=config.precision.fp8_weight_gradients == "fp8",
+            moment_bytes=bytes_of(config.precision.moments),
         )
+        if config.precision.params != "float32":
+            number = bytes_of(config.precision.params)
+            masters = 4.0 * (config.precision.masters == "float32")
+            framework = dataclasses.replace(
+                framework, weight_bytes=number, sent_weight=number, master_bytes=masters
+            )
         if config.train.diloco_inner_steps:
             framework = dataclasses.replace(framework, outer_bytes=OUTER_BYTES)
         if platform_of(hardware) == kernels.CPU:

@@ -60,6 +60,7 @@ PARTS = {
     "optimizer": "moments",
     "activations": "slots",
 }
+MASTERS = "masters"  # the key of what the plan counts with the optimizer's state
 AGREES = 0.1  # of the compiler's memory
 FORMS = ", ".join(platform.form for platform in topology.PLATFORMS.values())
 FLAGS = (
@@ -263,9 +264,12 @@ def _parts(compiled: Compiled, planned: MemoryBreakdown) -> list[MemoryPart]:
     }
     if "weights" in known:
         known["weights"] += cast_bytes(compiled.program)
+    if "optimizer" in known:
+        known["optimizer"] += compiled.kinds.get(MASTERS, 0)
     parts = [MemoryPart(part, n, planned.parts[part]) for part, n in known.items()]
     for kind, n in compiled.kinds.items():
-        if kind not in PARTS.values() and not kind.endswith("on the host"):
+        listed = (*PARTS.values(), MASTERS)
+        if kind not in listed and not kind.endswith(("on the host", "on disk")):
             parts.append(MemoryPart(kind, float(n), None))
     rest = ", ".join([*(name for name in planned.parts if name not in known), "gaps"])
     compiled_rest = compiled.total - sum(part.compiled for part in parts)
@@ -274,16 +278,17 @@ def _parts(compiled: Compiled, planned: MemoryBreakdown) -> list[MemoryPart]:
 
 
 def cast_bytes(program: Program) -> int:
-    """Bytes of the weights that a step casts to bfloat16 once, before all loops."""
+    """Bytes of the weights that a step casts to bfloat16 once, before all loops. What the optimizer
+    makes of them after the loops is no such cast."""
     cast = 0
     for i in program.inline(program.entry):
-        if i.opcode not in ("fusion", "convert"):
+        if i.opcode not in ("fusion", "convert") or "/optimizer/" in i.text:
             continue
         sizes = set()
         for source in program.operands(i):
             while source.opcode in ("bitcast", "reshape", "copy") and source.operands:
                 source = program.operands(source)[0]
-            if source.opcode == "parameter":
+            if source.opcode == "parameter" and source.types[0] == "f32":
                 sizes.add(source.sizes[0])
         results = zip(i.sizes, i.types, i.bytes_of_each, strict=True)
         cast += sum(

@@ -9,7 +9,8 @@ from typing import Any
 from jaxtrain import config as cfg
 from jaxtrain.config import Config
 from jaxtrain.costs.hardware import GIB
-from jaxtrain.costs.step_time import BUBBLE, COMMUNICATION_AXES
+from jaxtrain.costs.memory import best_interval, memory
+from jaxtrain.costs.step_time import BUBBLE, COMMUNICATION_AXES, StepModel
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.predict import Prediction
 from jaxtrain.plan.what_if import single_changes
@@ -86,6 +87,7 @@ def explained(prediction: Prediction, prices: Prices) -> list[str]:
         *[busiest] * (layout.expert > 1),
         *_memory(prediction),
         *_time(prediction),
+        *_recomputation(prediction),
         *_run(prediction, prices),
         *_next(prediction),
     ]
@@ -141,6 +143,39 @@ def _time(prediction: Prediction) -> list[str]:
         f"recomputation, HFU {figures['hfu']:.1%} (attention counted {counted}); "
         f"{tokens_per_s} tokens/s",
     ]
+
+
+def _recomputation(prediction: Prediction) -> list[str]:
+    """Bytes that recomputation saves and seconds that it costs, beside those of all layers, by
+    closed forms; and the size of a unit that takes least memory."""
+    work, layout = prediction.work, prediction.work.layout
+    mode, most = layout.recomputation.mode, max(layout.units(work.model.layers))
+    layers = layout.recomputation.recomputed(most)
+    if not layers:
+        return []
+    closed, loss_chunk = work.step().seconds, prediction.config.model.loss_chunk
+    size = lambda step: memory(step, loss_chunk).bytes
+    none, every = (
+        dataclasses.replace(work, layout=layout.with_remat(remat)) for remat in ("none", mode)
+    )
+
+    def gained(step: StepModel) -> str:
+        saved = (size(none) - size(step)) / GIB
+        costs = (step.step().seconds - none.step().seconds) * prediction.seconds / closed
+        return f"saves {saved:.2f} GiB and costs {_seconds(costs)}"
+
+    line = f"remat={layout.remat} recomputes {layers} of a unit's {most} layers, which "
+    line += gained(work)
+    if layers < most:
+        line += f"; {mode} of all layers {gained(every)}"
+    lines = [line]
+    interval = best_interval(work)
+    if mode == "full" and interval is not None and work.framework.slots:
+        lines.append(
+            f"  by formula, units of {interval:.2g} layers (pipeline.layers_per_op) take least "
+            "memory with full"
+        )
+    return lines
 
 
 def _seconds(seconds: float) -> str:

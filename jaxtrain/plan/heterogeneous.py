@@ -21,6 +21,7 @@ from jaxtrain.costs import hardware as kinds
 from jaxtrain.costs.hardware import Hardware, HardwareError
 from jaxtrain.costs.memory import memory
 from jaxtrain.costs.step_time import MATMULS, StepModel, TimeBreakdown
+from jaxtrain.pipeline.setup import has_recompute_ops
 from jaxtrain.pipeline.step_model import OURS, step_model_of
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.layout_flag import whole_number
@@ -136,7 +137,7 @@ def plan(config: Config, groups: Sequence[Group], assume: str = OURS) -> Heterog
     m, loss_chunk = config.pipeline.microbatches, config.model.loss_chunk
     owners = _groups_of_stages(config.mesh.stage, groups)
     works = [step_model_of(config, group.hardware, assume) for group in owners]
-    ops = [{name: op.seconds for name, op in work.layer().items()} for work in works]
+    ops = [{name: op.seconds for name, op in work.mean_layer().items()} for work in works]
     seconds = [sum(op.values()) for op in ops]
     head, dense = max(work.head().seconds for work in works), works[0].dense_layers().seconds
     fixed = [dense, *[0.0] * (len(works) - 1)]
@@ -144,7 +145,7 @@ def plan(config: Config, groups: Sequence[Group], assume: str = OURS) -> Heterog
     most = [_most_layers(work, loss_chunk) for work in works]
     layers = split_layers(config.model.layers, seconds, fixed, most)
     message = max(work.message() for work in works)
-    planned = PlannedTable(_cut(config, layers, ops, message, head))
+    planned = PlannedTable(_cut(config, layers, ops, message, head, works[0].recomputed_fraction))
     setup = planned.part().setup
     shared = setup.table.vocabulary == "parallel"
     stage_s = tuple(
@@ -177,11 +178,13 @@ def _cut(
     ops: Sequence[dict[str, float]],
     message: float,
     head: float,
+    fraction: float,
 ) -> Config:
     """The config whose chunks give each stage its layers, with the costs of layers on their stages
     and the mean times of ops.
 
-    layers: of each stage; ops: seconds of each op of a layer on each stage
+    layers: of each stage; ops: seconds of each op of a layer on each stage; fraction: of the layers
+    that are recomputed
     """
     repeats, seconds = config.pipeline.repeats, [sum(op.values()) for op in ops]
     stage_of = PlannedTable(config).part().setup.table.stage_of
@@ -202,8 +205,9 @@ def _cut(
         name: sum(op[name] * n for op, n in zip(ops, layers, strict=True)) / len(layers)
         for name in ops[0]
     }
-    if config.pipeline.remat != "full":  # what no R recomputes is part of B
+    if not has_recompute_ops(config.pipeline.remat):  # what no R recomputes is part of B
         mean |= {"B": mean["B"] + mean["R"], "R": 0.0}
+    mean["R"] /= fraction
     return configs.replace(
         config,
         {

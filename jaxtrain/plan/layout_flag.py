@@ -93,10 +93,10 @@ def _converted(key: str, text: str) -> tuple[Any, str]:
     """Returns (the value as its setting's type, ""), or, outside of the setting's bounds and
     choices, (one to use, the rule that is broken)."""
     field, number = cfg.fields()[SETTINGS[key]], whole_number(text)
-    choices, prefix = field.metadata["choices"], field.metadata["prefix"]
+    choices = field.metadata["choices"]
     if choices:
         value = number if isinstance(choices[0], int) else text
-        if value in choices or (prefix and text.startswith(prefix)):
+        if cfg.is_choice(SETTINGS[key], value):
             return value, ""
         names = [str(choice) for choice in choices]
         nearest = difflib.get_close_matches(text, names, 1, 0.0)[0]

@@ -22,11 +22,12 @@ import numpy as np
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config
+from jaxtrain.config.sizes import remat_of
 from jaxtrain.costs.collectives import STAGE
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.costs.memory import MemoryBreakdown, SlotCounts, memory
 from jaxtrain.costs.step_time import BUBBLE, StepModel, TimeBreakdown
-from jaxtrain.pipeline.setup import Setup, complete_times, make_setup
+from jaxtrain.pipeline.setup import Setup, complete_times, has_recompute_ops, make_setup
 from jaxtrain.pipeline.step_model import OURS, milliseconds, step_model_of
 from jaxtrain.plan import layout_flag
 from jaxtrain.schedule.clocks import Times, coupled_time
@@ -221,11 +222,13 @@ class PlannedTable:
         if self.config.mesh.stage == 1:
             return None
         setup = self.part().setup
-        placement = setup.placement
+        placement, most = setup.placement, max(setup.placement.sizes)
+        recomputed = remat_of(self.config.pipeline.remat).recomputed(most)
         assert setup.train is not None  # there are stages
         return SlotCounts(
             **setup.train.pool_sizes,
-            layers=max(placement.sizes),
+            layers=most,
+            saved_layers=(most - recomputed) * any(setup.table.saved),
             stored_layers=sum(map(placement.stack_size, range(placement.units_per_stage))),
             shares_vocabulary=setup.shares_vocabulary,
         )
@@ -265,7 +268,8 @@ def exactly(prediction: Prediction) -> Prediction:
     if layout.stage == 1 or work.framework.name != OURS:
         return prediction
     config = with_op_times(prediction.config, work)
-    times = complete_times(work.op_times(), work.model, layout.stage, layout.remat)
+    has_rs = has_recompute_ops(layout.remat)
+    times = complete_times(work.op_times(), work.model, layout.stage, has_rs)
     planned, auto = PlannedTable(config), config.pipeline.schedule == AUTO
     table = planned.part().setup.table
     counts = planned.counts(times, functools.partial(_without_waits, work) if auto else None)
@@ -295,8 +299,11 @@ def _without_waits(work: StepModel, counts: TableCounts, part: float) -> TableCo
 
 def _counts(setup: Setup, times: Times) -> TableCounts:
     """Counts of a table whose ops take these times."""
-    table, shares = setup.table, np.array([*setup.shares, 0.0])
-    ops = np.array([np.where(table.op == op, shares[table.unit], 0.0).sum(0) for op in OPS])
+    table, shares = setup.table, np.array(setup.shares)
+    work = {op: [*(shares * table.recomputed if op == Op.R else shares), 0.0] for op in OPS}
+    ops = np.array(
+        [np.where(table.op == op, np.array(work[op])[table.unit], 0.0).sum(0) for op in OPS]
+    )
     heads = np.arange(table.stages) == table.stage_of[-1]
     if table.vocabulary == "parallel":
         heads = np.full(table.stages, 1 / table.stages)

@@ -29,7 +29,7 @@ from jaxtrain.pipeline.step_model import layout_of, transformer_of
 from jaxtrain.plan.compare import plan_at_hand
 from jaxtrain.plan.explain import aligned
 from jaxtrain.run.wall_clock import Part, WallClock, start_record
-from jaxtrain.training.state import ParameterLayout, bytes_per_device
+from jaxtrain.training.state import ParameterLayout, bytes_on_disk, bytes_per_device
 from jaxtrain.training.step import Step, make_layout, make_step
 
 # --- what lies on a device, and what it sends ----------------------------------------------------
@@ -59,17 +59,19 @@ def parameters_of(layout: ParameterLayout) -> dict[str, dict[str, Parameters]]:
 
 
 def state_memory(step: Step, reduces_in_ops: bool) -> dict[str, int]:
-    """Bytes on a device by kind: parameters, the optimizer's moments, anchor and momentum of
-    independent replicas, gradient accumulators, slots; then those in the host's memory, such as
-    "moments on the host".
+    """Bytes on a device by kind: the parameters that ops read, their masters, the optimizer's
+    moments, anchor and momentum of independent replicas, gradient accumulators, slots; then those
+    in the host's memory, such as "moments on the host", and the optimizer's state on disk.
 
     reduces_in_ops: gradients cross `data` each microbatch, so accumulators hold a shard.
     """
     state = step.abstract_state()
     kinds = {
-        "parameters": bytes_per_device(state.params),
+        "parameters": bytes_per_device(state.read),
         "moments": bytes_per_device(state.optimizer),
     }
+    if step.layout.masters:
+        kinds["masters"] = bytes_per_device((state.params, state.working)) - kinds["parameters"]
     if step.layout.independent_replicas:
         kinds["anchor"] = bytes_per_device(state.anchor)
         kinds["outer_momentum"] = bytes_per_device(state.outer_momentum)
@@ -77,12 +79,17 @@ def state_memory(step: Step, reduces_in_ops: bool) -> dict[str, int]:
     shards = step.mesh.shape[DATA] if reduces_in_ops else 1
     sizes = [int(p.size) // (shards if p.over_data else 1) for p in parameters]
     kinds["accumulators"] = FLOAT32 * sum(sizes)
-    host = {"moments": bytes_per_device(state.optimizer, host=True)}
+    host = {
+        "moments": bytes_per_device(state.optimizer, host=True),
+        "masters": bytes_per_device(state.params, host=True),
+    }
     if step.setup.train:
         pools = {kind: number * each for kind, (number, each) in slot_pools(step).items()}
         host["slots"] = sum(size for kind, size in pools.items() if kind in step.host_pools)
         kinds["slots"] = sum(pools.values()) - host["slots"]
-    return kinds | {f"{kind} on the host": n for kind, n in host.items() if n}
+    kinds |= {f"{kind} on the host": n for kind, n in host.items() if n}
+    on_disk = bytes_on_disk(state)
+    return kinds | ({"optimizer on disk": on_disk} if on_disk else {})
 
 
 def step_counts(config: Config, cpu: bool = False) -> StepCounts:
@@ -103,7 +110,7 @@ def step_counts(config: Config, cpu: bool = False) -> StepCounts:
         item=bytes_of(precision.compute),
         read=bytes_of(precision.compute),
         reduced=FLOAT32 if cpu else bytes_of(precision.reduce),
-        updated=FLOAT32,
+        updated=FLOAT32 if cpu else bytes_of(precision.params),
         context=parallel.context,
         shares_vocabulary=setup.shares_vocabulary,
         gathers_in_ops=parallel.zero == 3 and parallel.gather == "layer",
@@ -192,6 +199,10 @@ def introduction(config: Config, step: Step) -> list[str]:
         )
     if lies:
         lines.append(f"in the host's memory, for each device: {'; '.join(lies)}")
+    if step.layout.disk:
+        size = mebibytes(bytes_on_disk(step.abstract_state()))
+        folder = config.parallel.offload_directory
+        lines.append(f"on disk in {folder}, for each device: {size} MiB of the optimizer's state")
     return lines + plan_at_hand(config, device.device_kind).lines()
 
 

@@ -4,7 +4,8 @@ that has one. No jax.
     meshes          sizes of the six axes that keep the rules, and whose product is the number of
                     devices
     × microbatch    divisors of the sequences of a data shard
-    × remat         × zero × schedule × repeats; offload only if nothing fits without it
+    × remat         × zero × schedule × repeats; offload only if nothing fits without it. Of a
+                    unit's layers the fewest that suffice are recomputed
 
 Closed forms find the BEST layouts; the exact clock of their tables then ranks these. A stage's ops
 for all microbatches, one after the other, take at least as long with every schedule; layouts for
@@ -30,7 +31,7 @@ from jaxtrain.config.settings import MOST_MICROBATCHES
 from jaxtrain.costs import hardware
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.costs.layout import Layout
-from jaxtrain.costs.memory import memory
+from jaxtrain.costs.memory import least_recomputed, memory
 from jaxtrain.costs.step_time import StepModel
 from jaxtrain.pipeline.step_model import (
     OURS,
@@ -99,13 +100,33 @@ def best_plans(space: Space, tokens: float | None) -> list[Prediction]:
         plans = []
         for candidate in candidates:
             with contextlib.suppress(ConfigError):  # no table for such stages and microbatches
-                config = laid_out(space, candidate.layout).resolve()
-                plans.append(exactly(predict(config, space.hardware, space.assume, tokens)))
+                plans.append(exactly(_with_table(space, candidate.layout, tokens)))
         # A candidate fits by closed forms; its plan has to by its own table, too.
         fitting = [plan for plan in plans if plan.fits]
         if fitting:
             return sorted(fitting, key=operator.attrgetter("seconds"))[:SHOWN]
     raise _none_fits(space)
+
+
+def _with_table(space: Space, layout: Layout, tokens: float | None) -> Prediction:
+    """The prediction for a layout, with the fewest layers recomputed that fit by its table, which
+    needs other slots than the closed forms say."""
+
+    def predicted(layers: int) -> Prediction:
+        remat = f"{mode}:{layers}" if 0 < layers < most else mode
+        config = laid_out(space, layout.with_remat(remat)).resolve()
+        return predict(config, space.hardware, space.assume, tokens)
+
+    mode = layout.recomputation.mode
+    most = max(layout.units(space.config.model.layers))
+    layers = layout.recomputation.recomputed(most)
+    plan = predicted(layers)
+    while not plan.fits and 0 < layers < most:
+        layers += 1
+        plan = predicted(layers)
+    while layers > 1 and (less := predicted(layers - 1)).fits:
+        layers, plan = layers - 1, less
+    return plan
 
 
 def check_fits(space: Space) -> None:
@@ -178,10 +199,18 @@ def _search(space: Space, offload: str) -> list[TimedLayout]:
 def _evaluated(space: Space, work: StepModel, layout: Layout, below: float) -> TimedLayout | None:
     """The layout with its step's seconds, if it fits, keeps the rules and takes less than
     `below`."""
-    work = dataclasses.replace(work, layout=layout)
-    if memory(work, space.config.model.loss_chunk).bytes > space.hardware.memory:
+    work, capacity = dataclasses.replace(work, layout=layout), space.hardware.memory
+    if layout.recomputation.mode != "none":
+        without = dataclasses.replace(work, layout=layout.with_remat("none"))
+        # without recomputation it is faster, and tried
+        if memory(without, space.config.model.loss_chunk).bytes <= capacity:
+            return None
+        if without.step().seconds >= below:
+            return None
+    fewest = least_recomputed(work, space.config.model.loss_chunk, capacity)
+    if fewest is None:
         return None
-    seconds = work.step().seconds
+    layout, seconds = fewest.layout, fewest.step().seconds
     return TimedLayout(layout, seconds) if seconds < below and _keeps_rules(space, layout) else None
 
 
@@ -207,11 +236,10 @@ def _with_replicas(space: Space, best: TimedLayout) -> TimedLayout:
 
 
 def _lower_bound(work: StepModel) -> float:
-    """The least seconds that a stage's ops take, one after the other, with any table. Recomputation
-    skips most with the smallest chunks and with weights that are gathered in ops."""
-    layout, layers = work.layout, work.model.layers
-    chunks = max(1, min(MOST_REPEATS, layers // layout.stage))
-    least = dataclasses.replace(work, layout=dataclasses.replace(layout, repeats=chunks, zero=3))
+    """The least seconds that a stage's ops take, one after the other, with any table: those without
+    recomputation, which may be of one layer alone."""
+    layout, layers = work.layout.with_remat("none"), work.model.layers
+    least = dataclasses.replace(work, layout=dataclasses.replace(layout, zero=3))
     each = sum(op.seconds for op in least.layer().values())
     return math.ceil(layers / layout.stage) * layout.microbatches * each
 

@@ -21,13 +21,14 @@ from jaxtrain.devices.mesh import on_nvidia_gpu
 from jaxtrain.parallel import fp8
 from jaxtrain.parallel.heads import as_written
 from jaxtrain.parallel.zero import Zero, gather, in_memory_order, reduce_in_op
-from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, Residuals
-from jaxtrain.runtime.tick_state import Pools
+from jaxtrain.runtime.backward_split import LayerOp, Residuals
+from jaxtrain.runtime.tick_state import Pools, merged
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.schedule.slots import TickSlots
 
 Arrays = list[jax.Array]
 Shapes = Sequence[jax.ShapeDtypeStruct]
+Body = Callable  # (layer's number, its parameters, carry) → carry
 UNSHARDED = Zero()  # parameters are neither gathered nor their gradients reduced inside an op
 
 
@@ -73,12 +74,41 @@ class RecomputedLayer:
         return fp8.vjp(lambda p, x: self.layer(p, x, extra), params, x)[1](g)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerRange:
+    """Consecutive layers of every unit that save the same for their backward.
+
+    split: a RecomputedLayer, or a LayerSplit, whose residuals and weight stash say which arrays lie
+        in the pools, in which order
+    begin, end: of a unit's layers; end None: the unit's. A unit of fewer layers has those that it
+        has.
+    recomputed: the op R makes the residuals, where the unit has one, and not F
+    residual_b, residual_w, weight_stash: the names of the pools
+    """
+
+    split: Any
+    begin: int = 0
+    end: int | None = None
+    recomputed: bool = False
+    residual_b: str = "residual_b"
+    residual_w: str = "residual_w"
+    weight_stash: str = "weight_stash"
+
+    def bounds(self, layers: int) -> tuple[int, int]:
+        """Returns (the number of the lowest layer, the number after the highest) in a unit of so
+        many layers."""
+        return min(self.begin, layers), layers if self.end is None else min(self.end, layers)
+
+    def most(self, sizes: Sequence[int]) -> int:
+        """The most layers of it in any unit. sizes: the layers of each unit"""
+        return max(end - begin for begin, end in map(self.bounds, sizes))
+
+
 class LayerStack:
     """The blocks of one local unit on this stage.
 
     Args:
-      split: a layer, cut into ops; its residuals and weight stash say which arrays lie in the
-        pools, in which order.
+      ranges: of the unit's layers, one after the other.
       placement: how many layers the unit has on each stage.
       unit: the local unit's number.
       stage: this device's stage, a traced int32.
@@ -96,7 +126,7 @@ class LayerStack:
 
     def __init__(
         self,
-        split: LayerSplit | RecomputedLayer,
+        ranges: Sequence[LayerRange],
         placement: Placement,
         unit: int,
         stage,
@@ -105,19 +135,34 @@ class LayerStack:
         extra_of_layer: Callable | None = None,
     ):
         self.unit = str(unit)
-        self._split, self._zero, self._reductions = split, zero, reductions
+        self._zero, self._reductions = zero, reductions
         self._extra_of_layer = extra_of_layer
         self._numbers = jnp.asarray(placement.layer_index(unit))[stage] if extra_of_layer else None
-        counts = [placement.layer_count(unit, s) for s in range(placement.stages)]
-        self._count = counts[0] if len(set(counts)) == 1 else jnp.asarray(counts)[stage]
         self._stack_size = placement.stack_size(unit)
-        # then every stage that has the unit has that one layer
+        counts = [placement.layer_count(unit, s) for s in range(placement.stages)]
+        # a stack of one layer: every stage that has the unit has that one
         self._is_single = self._stack_size == 1
+        self._counts = [1] if self._is_single else counts
         # A layer's gradients are then reduced overlapped with the products of the layer before it:
         # XLA's GPU compiler moves no collective into a loop's next trip. A TPU's has these
         # collectives wait in any case.
         self._reduces_late = zero.gathers_in_ops and zero.reduces_in_ops and on_nvidia_gpu()
-        self._layers_per_slot = max(placement.sizes)
+        self._sizes = placement.sizes
+        # without those of which no stage has a layer
+        self._ranges = [each for each in ranges if each.most(self._counts)]
+        # on this stage: ints where all stages have the same bounds, or traced
+        self._bounds: dict[LayerRange, list[Any]] = {
+            each: [
+                values[0] if len(set(values)) == 1 else jnp.asarray(values)[stage]
+                for values in zip(*map(each.bounds, self._counts), strict=True)
+            ]
+            for each in self._ranges
+        }
+
+    @property
+    def saves_in_f(self) -> bool:
+        """True if F saves residuals of some layers, though R recomputes those of others."""
+        return any(not each.recomputed for each in self._ranges)
 
     def _extra(self, extra, i):
         """What layer i reads beside its input."""
@@ -136,13 +181,18 @@ class LayerStack:
                 lambda reduction, a, read: gather(a, reduction) if read else a,
                 self._reductions,
                 params,
-                self._split.reads(op),
+                self._reads(op),
             )
+
+    def _reads(self, op: LayerOp) -> Any:
+        """A tree of bools like the parameters: whether the op reads each in any range."""
+        reads = [layers.split.reads(op) for layers in self._ranges]
+        return jax.tree.map(lambda *of_ranges: any(of_ranges), *reads)
 
     def _each_layer(
         self,
         op: LayerOp,
-        body: Callable,
+        bodies: Sequence[tuple[LayerRange, Body]],
         params,
         carry,
         reverse: bool = False,
@@ -150,98 +200,149 @@ class LayerStack:
     ):
         """carry = body(i, parameters of layer i, carry) for every layer. Where parameters are
         gathered, the next layer's are on their way while this one's are at work. unrolls_first:
-        then the first of several layers is not in the loop, and may give another carry."""
-        if self._is_single:
-            return body(0, self._parameters(params, 0, op), carry)
-        last = self._count - 1
+        then the first of several layers is not in the loop, and may give another carry.
 
-        def layer(i):
-            return last - i if reverse else i
+        bodies: of ranges one after the other, in the order of their layers
+        """
+        loops = [
+            (body, *self._bounds[layers])
+            for layers, body in (reversed(bodies) if reverse else bodies)
+        ]
+        way = -1 if reverse else 1
 
-        def step(i, carry):
-            return body(layer(i), self._parameters(params, layer(i), op), carry)
+        def layer(j, begin, end):
+            return end - 1 - j if reverse else begin + j
 
-        def step_with_next(i, parameters_and_carry):
-            parameters, carry = parameters_and_carry
-            following = self._parameters(params, layer(i + 1), op)
-            return following, body(layer(i), parameters, carry)
+        if not self._zero.gathers_in_ops or not any(jax.tree.leaves(self._reads(op))):
+            for body, begin, end in loops:
 
-        if not self._zero.gathers_in_ops or not any(jax.tree.leaves(self._split.reads(op))):
-            return lax.fori_loop(0, self._count, step, carry)
-        start, parameters = 0, self._parameters(params, layer(0), op)
-        if unrolls_first:
-            start, (parameters, carry) = 1, step_with_next(0, (parameters, carry))
-        parameters, carry = lax.fori_loop(start, last, step_with_next, (parameters, carry))
-        return body(layer(last), parameters, carry)
+                def step(j, carry, body=body, begin=begin, end=end):
+                    i = layer(j, begin, end)
+                    return body(i, self._parameters(params, i, op), carry)
 
-    def _read(self, pool: Arrays, shapes: Shapes, slot, i) -> Arrays:
-        """Layer i's arrays in a slot, in these shapes."""
-        index = slot * self._layers_per_slot + i
+                carry = _loop(0, end - begin, step, carry)
+            return carry
+        state = self._parameters(params, layer(0, *loops[0][1:]), op), carry
+        # The last layer stands outside of its loop, with no layer to gather after it, where its
+        # range is empty on no stage.
+        last_range = bodies[0 if reverse else -1][0]
+        is_outside = all(
+            end > begin for begin, end in map(last_range.bounds, filter(None, self._counts))
+        )
+        for number, (body, begin, end) in enumerate(loops):
+
+            def step_with_next(j, state, body=body, begin=begin, end=end):
+                i, (parameters, carry) = layer(j, begin, end), state
+                following = self._parameters(params, i + way, op)
+                return following, body(i, parameters, carry)
+
+            start, stop = 0, end - begin - (is_outside and number == len(loops) - 1)
+            if unrolls_first and number == 0:
+                start, state = 1, step_with_next(0, state)
+            state = _loop(start, stop, step_with_next, state)
+        parameters, carry = state
+        return body(layer(end - begin - 1, begin, end), parameters, carry) if is_outside else carry
+
+    def _read(self, layers: LayerRange, name: str, shapes: Shapes, pools, slots, i) -> Arrays:
+        """Layer i's arrays in their slot of a pool of its range, in these shapes. name: the pool's
+        field of LayerRange"""
+        pool = getattr(layers, name)
+        index = getattr(slots, pool) * layers.most(self._sizes) + i - layers.begin
         return [
             as_written(host_memory.read_at(a, index)).reshape(like.shape)
-            for a, like in zip(pool, shapes, strict=True)
+            for a, like in zip(getattr(pools, pool), shapes, strict=True)
         ]
 
-    def _write(self, pool: Arrays, values: Arrays, slot, i) -> Arrays:
-        """The pool with layer i's arrays in a slot."""
-        index = slot * self._layers_per_slot + i
-        return [
+    def _write(
+        self, layers: LayerRange, name: str, values: Arrays, pools: Pools, slots, i
+    ) -> Pools:
+        """The pools with layer i's arrays in their slot of one of them, as for `_read`."""
+        pool = getattr(layers, name)
+        index = getattr(slots, pool) * layers.most(self._sizes) + i - layers.begin
+        arrays = [
             host_memory.write_at(a, value.reshape(a.shape[1:]), index)
-            for a, value in zip(pool, values, strict=True)
+            for a, value in zip(getattr(pools, pool), values, strict=True)
         ]
+        return dataclasses.replace(pools, **{pool: arrays})
 
     # ------------------------------------------------------------------ one op
 
     def output(self, params, x: jax.Array, extra) -> jax.Array:
         """The unit's output."""
-        layer = lambda i, p, x: self._split.layer(p, x, self._extra(extra, i))
-        return self._each_layer(LayerOp.WHOLE, layer, params, x)
+        body = lambda layers: lambda i, p, x: layers.split.layer(p, x, self._extra(extra, i))
+        bodies = [(layers, body(layers)) for layers in self._ranges]
+        return self._each_layer(LayerOp.WHOLE, bodies, params, x)
 
     def output_and_residuals(
-        self, params, x: jax.Array, extra, pools: Pools, slots: TickSlots
+        self, params, x: jax.Array, extra, pools: Pools, slots: TickSlots, op: str
     ) -> tuple[jax.Array, Pools]:
-        """Returns (the unit's output, the pools with the residuals that its backward reads)."""
+        """Returns (the unit's output, the pools with the residuals that its backward reads).
 
-        def layer(i, p, carry):
-            x, for_b, for_w = carry
-            y, residuals = self._split.output_and_residuals(p, x, self._extra(extra, i))
-            for_b = self._write(for_b, residuals.for_b, slots.residual_b, i)
-            return y, for_b, self._write(for_w, residuals.for_w, slots.residual_w, i)
+        op: K, all of them; F, those that no R makes; R, those of the layers that it recomputes,
+            whose output takes the place of the unit's
+        """
 
-        carry = (x, pools.residual_b, pools.residual_w)
-        y, for_b, for_w = self._each_layer(LayerOp.FORWARD, layer, params, carry)
-        return y, dataclasses.replace(pools, residual_b=for_b, residual_w=for_w)
+        def body(layers: LayerRange) -> Body:
+            def save(i, p, carry):
+                x, pools = carry
+                y, residuals = layers.split.output_and_residuals(p, x, self._extra(extra, i))
+                pools = self._write(layers, "residual_b", residuals.for_b, pools, slots, i)
+                return y, self._write(layers, "residual_w", residuals.for_w, pools, slots, i)
+
+            def skip(i, p, carry):
+                x, pools = carry
+                return layers.split.layer(p, x, self._extra(extra, i)), pools
+
+            return skip if op == "F" and layers.recomputed else save
+
+        bodies = [(each, body(each)) for each in self._ranges if op != "R" or each.recomputed]
+        written = {name for each, _ in bodies for name in (each.residual_b, each.residual_w)}
+        part = Pools(**{name: getattr(pools, name) for name in sorted(written)})
+        layer_op = LayerOp.WHOLE if op == "F" else LayerOp.FORWARD
+        y, part = self._each_layer(layer_op, bodies, params, (x, part))
+        return y, merged(pools, part)
 
     def input_gradient(
         self, params, extra, pools: Pools, slots: TickSlots, g: jax.Array
     ) -> tuple[jax.Array, Pools]:
         """Returns (the gradient of the unit's input, the pools with the weight stash), from the
         gradient g of its output."""
-        shapes = self._split.residuals
 
-        def layer(i, p, carry):
-            g, stash_pool = carry
-            for_b = self._read(pools.residual_b, shapes.for_b, slots.residual_b, i)
-            for_w = self._read(pools.residual_w, shapes.for_w, slots.residual_w, i)
-            residuals = Residuals(for_b, for_w)
-            g, stash = self._split.input_gradient(p, self._extra(extra, i), residuals, g)
-            return g, self._write(stash_pool, stash, slots.weight_stash, i)
+        def body(layers: LayerRange) -> Body:
+            shapes = layers.split.residuals
 
-        carry = (g, pools.weight_stash)
-        g, stash_pool = self._each_layer(LayerOp.INPUT_GRADIENT, layer, params, carry, reverse=True)
-        return g, dataclasses.replace(pools, weight_stash=stash_pool)
+            def step(i, p, carry):
+                g, stash_pools = carry
+                for_b = self._read(layers, "residual_b", shapes.for_b, pools, slots, i)
+                for_w = self._read(layers, "residual_w", shapes.for_w, pools, slots, i)
+                residuals = Residuals(for_b, for_w)
+                g, stash = layers.split.input_gradient(p, self._extra(extra, i), residuals, g)
+                return g, self._write(layers, "weight_stash", stash, stash_pools, slots, i)
+
+            return step
+
+        bodies = [(layers, body(layers)) for layers in self._ranges]
+        names = (layers.weight_stash for layers in self._ranges)
+        carry = (g, Pools(**{name: getattr(pools, name) for name in names}))
+        g, part = self._each_layer(LayerOp.INPUT_GRADIENT, bodies, params, carry, reverse=True)
+        return g, merged(pools, part)
 
     def weight_gradient(self, params, sums, extra, pools: Pools, slots: TickSlots):
         """`sums` + the gradients of the parameters."""
-        split = self._split
 
-        def layer(i, p, sums):
-            for_w = self._read(pools.residual_w, split.residuals.for_w, slots.residual_w, i)
-            stash = self._read(pools.weight_stash, split.weight_stash, slots.weight_stash, i)
-            gradients = split.weight_gradient(p, self._extra(extra, i), for_w, stash)
-            return self._add(sums, gradients, i)
+        def body(layers: LayerRange) -> Body:
+            split = layers.split
 
-        return self._each_layer(LayerOp.WEIGHT_GRADIENT, layer, params, sums)
+            def step(i, p, sums):
+                for_w = self._read(layers, "residual_w", split.residuals.for_w, pools, slots, i)
+                stash = self._read(layers, "weight_stash", split.weight_stash, pools, slots, i)
+                gradients = split.weight_gradient(p, self._extra(extra, i), for_w, stash)
+                return self._add(sums, gradients, i)
+
+            return step
+
+        bodies = [(layers, body(layers)) for layers in self._ranges]
+        return self._each_layer(LayerOp.WEIGHT_GRADIENT, bodies, params, sums)
 
     def _add(self, sums, gradients, i):
         """The sums with layer i's gradients."""
@@ -258,41 +359,67 @@ class LayerStack:
 
     def output_saving(
         self, params, x: jax.Array, extra, on_host: bool = False
-    ) -> tuple[jax.Array, Any]:
-        """Returns (the unit's output, each layer's residuals [stack_size, ...] in the device's or
-        the host's memory)."""
+    ) -> tuple[jax.Array, list[Any]]:
+        """Returns (the unit's output, for each range of layers their residuals [layers, ...] in the
+        device's or the host's memory)."""
         if self._is_single and not on_host:
+            (layers,) = self._ranges
             params = self._parameters(params, 0, LayerOp.FORWARD)
-            y, values = self._split.output_and_residuals(params, x, self._extra(extra, 0))
-            return y, jax.tree.map(lambda value: value[None], values)
+            y, values = layers.split.output_and_residuals(params, x, self._extra(extra, 0))
+            return y, [jax.tree.map(lambda value: value[None], values)]
 
-        def layer(i, p, carry):
-            x, saved = carry
-            y, values = self._split.output_and_residuals(p, x, self._extra(extra, i))
-            write = lambda a, value: host_memory.write_at(a, value, i)
-            return y, jax.tree.map(write, saved, values)
+        def body(number: int, layers: LayerRange) -> Body:
+            def step(i, p, carry):
+                x, saved = carry
+                y, values = layers.split.output_and_residuals(p, x, self._extra(extra, i))
+                at = i - layers.begin
+                write = lambda a, value: host_memory.write_at(a, value, at)
+                written = jax.tree.map(write, saved[number], values)
+                return y, [*saved[:number], written, *saved[number + 1 :]]
 
-        empty = jax.tree.map(
-            lambda a: host_memory.empty_pool((self._stack_size, *a.shape), a.dtype, on_host),
-            self._split.residuals,
-        )
-        return self._each_layer(LayerOp.FORWARD, layer, params, (x, empty))
+            return step
+
+        def empty(layers: LayerRange) -> Any:
+            most = layers.most(self._counts)
+            return jax.tree.map(
+                lambda a: host_memory.empty_pool((most, *a.shape), a.dtype, on_host),
+                layers.split.residuals,
+            )
+
+        bodies = [(each, body(number, each)) for number, each in enumerate(self._ranges)]
+        carry = (x, [empty(layers) for layers in self._ranges])
+        return self._each_layer(LayerOp.FORWARD, bodies, params, carry)
 
     def gradients(self, params, sums, extra, saved, g: jax.Array) -> tuple[Any, jax.Array]:
         """Returns (`sums` + the gradients of the parameters, the gradient of the unit's input),
         from what `output_saving` has saved."""
         late = self._reduces_late and not self._is_single
 
-        def layer(i, p, carry):
-            # the gradients of the layer before, where they are reduced late
-            g, sums, *waiting = carry
-            residuals = jax.tree.map(lambda a: host_memory.read_at(a, i), saved)
-            gradients, g = self._split.gradients(p, self._extra(extra, i), residuals, g)
-            if not late:
-                return g, self._add(sums, gradients, i)
-            return g, self._add(sums, waiting[0], i + 1) if waiting else sums, gradients
+        def body(layers: LayerRange, values) -> Body:
+            def step(i, p, carry):
+                # the gradients of the layer before, where they are reduced late
+                g, sums, *waiting = carry
+                at = i - layers.begin
+                residuals = jax.tree.map(lambda a: host_memory.read_at(a, at), values)
+                gradients, g = layers.split.gradients(p, self._extra(extra, i), residuals, g)
+                if not late:
+                    return g, self._add(sums, gradients, i)
+                return g, self._add(sums, waiting[0], i + 1) if waiting else sums, gradients
 
+            return step
+
+        bodies = [
+            (layers, body(layers, values))
+            for layers, values in zip(self._ranges, saved, strict=True)
+        ]
         g, sums, *waiting = self._each_layer(
-            LayerOp.BACKWARD, layer, params, (g, sums), reverse=True, unrolls_first=late
+            LayerOp.BACKWARD, bodies, params, (g, sums), reverse=True, unrolls_first=late
         )
         return self._add(sums, waiting[0], 0) if late else sums, g
+
+
+def _loop(start: int, stop, step: Callable, carry):
+    """lax.fori_loop, without a loop for a number of trips that is known to be 0 or 1."""
+    if isinstance(stop, int) and stop - start <= 1:
+        return step(start, carry) if stop > start else carry
+    return lax.fori_loop(start, stop, step, carry)

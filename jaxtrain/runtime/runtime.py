@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.config.sizes import Remat
 from jaxtrain.devices import host_memory
 from jaxtrain.devices.mesh import (
     CONTEXT,
@@ -49,12 +50,12 @@ from jaxtrain.parallel.zero import (
 )
 from jaxtrain.runtime.backward_split import LayerSplit, keep_everything, keep_products
 from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, look_ahead
-from jaxtrain.runtime.layer_stack import LayerStack, RecomputedLayer, empty_pool
+from jaxtrain.runtime.layer_stack import LayerRange, LayerStack, RecomputedLayer, empty_pool
 from jaxtrain.runtime.tick import Accumulate, Tick
 from jaxtrain.runtime.tick_state import Constants, ModelTree, Pools, TickState
 from jaxtrain.schedule.columns import ARRIVED, TickColumns, TickTable, tick_table
 from jaxtrain.schedule.placement import Placement
-from jaxtrain.schedule.slots import SlottedTable
+from jaxtrain.schedule.slots import SAVED, SlottedTable
 
 
 @jax.tree_util.register_dataclass
@@ -92,8 +93,8 @@ class Runtime:
     reductions: a `Reduction` for each parameter, in the parameters' tree; `zero` says when they are
         done
     shares_vocabulary: embedding and head are split over the stages, which do their ops together
-    remat: what the backward recomputes: full, everything from a unit's input, which F saves;
-        selective, everything but products with weights; none, nothing
+    remat: what the backward recomputes of a unit's lowest layers: full, everything from its input,
+        which F saves; selective, everything but products with weights; none, nothing
     loss_chunk: the most tokens whose logits exist at a time
     compute: dtype of activations
     independent_replicas: each replica has parameters of its own; they, losses and gradients have a
@@ -109,7 +110,7 @@ class Runtime:
     reductions: dict
     zero: Zero = Zero()
     shares_vocabulary: bool = False
-    remat: str = "full"
+    remat: Remat = Remat("full")
     loss_chunk: int = 2048
     compute: jnp.dtype = jnp.dtype("float32")
     independent_replicas: bool = False
@@ -147,11 +148,13 @@ class Runtime:
 
     @property
     def host_pools(self) -> tuple[str, ...]:
-        """The pools whose slots lie in the host's memory: with full remat the units' inputs, else
-        the residuals; () without offload or with one stage."""
+        """The pools whose slots lie in the host's memory: what F saves, that is the units' inputs
+        where an R follows, and residuals; () without offload or with one stage."""
         if not self.offload_activations or self.slotted is None:
             return ()
-        return ("activation",) if self.remat == "full" else ("residual_b", "residual_w")
+        rebuilt = self.remat.mode == "full"
+        inputs = ("activation",) if rebuilt else ("residual_b", "residual_w")
+        return (*inputs, "saved_b", "saved_w") if self.slotted.table.saved else inputs
 
     def slot_bytes(self, sequences: int, tokens: int, documents: bool) -> dict[str, int]:
         """Pool → bytes of one of its slots on a device.
@@ -165,10 +168,10 @@ class Runtime:
         numbers = lambda n: jax.ShapeDtypeStruct((n, tokens), jnp.int32)
         extra = (numbers(sequences), numbers(sequences)) if documents else (numbers(1), None)
         message = (sequences, tokens, self.parts.cfg.width)
-        splits = []
+        ranges: list[LayerRange] = []
 
         def trace():
-            splits.append(self._split(message, extra))
+            ranges.extend(self._ranges(message, extra))
             return jnp.zeros(())
 
         # inside the manual region, where an op knows the experts and the context of all devices
@@ -178,19 +181,20 @@ class Runtime:
         )
         with traced_for(self.mesh):
             jax.eval_shape(run)
-        (split,) = splits
-        model, layers = self.mesh.shape[MODEL], max(self.placement.sizes)
+        model = self.mesh.shape[MODEL]
         size = lambda arrays: sum(a.size * a.dtype.itemsize for a in arrays) // model
         one = size([jax.ShapeDtypeStruct(message, self.compute)])
-        gathered = [a for a, g in zip(split.weight_stash, split.gathered, strict=True) if g]
-        stash = size(split.weight_stash) + size(gathered) * (model - 1)
-        return {
-            "activation": one,
-            "gradient": one,
-            "residual_b": layers * size(split.residuals.for_b),
-            "residual_w": layers * size(split.residuals.for_w),
-            "weight_stash": layers * stash,
-        }
+        sizes = {"activation": one, "gradient": one}
+        for part in ranges:
+            split, layers = part.split, part.most(self.placement.sizes)
+            gathered = [a for a, g in zip(split.weight_stash, split.gathered, strict=True) if g]
+            stash = size(split.weight_stash) + size(gathered) * (model - 1)
+            sizes |= {
+                part.residual_b: layers * size(split.residuals.for_b),
+                part.residual_w: layers * size(split.residuals.for_w),
+                part.weight_stash: layers * stash,
+            }
+        return sizes
 
     # ------------------------------------------------------------------ into the manual region
 
@@ -326,8 +330,9 @@ class Runtime:
         )
         message = (*constants.batch["tokens"].shape[1:], width)
         extra = jax.eval_shape(lambda batch: ends.extra(batch, 0), constants.batch)
-        stack = lambda split, unit: LayerStack(
-            split,
+        ranges = self._ranges(message, extra)
+        stack = lambda unit: LayerStack(
+            ranges,
             self.placement,
             unit,
             lax.axis_index(STAGE),
@@ -337,19 +342,12 @@ class Runtime:
         )
         tick: Callable[[TickState, TickColumns], TickState]
         if self._ticks is None:
-            if self.remat == "full":
-                x = jax.ShapeDtypeStruct(message, self.compute)
-                recomputed = RecomputedLayer(self._layer, self.parts.specs["layer"], x)
-                unit = stack(recomputed, 0)
-            else:
-                unit = stack(self._split(message, extra), 0)
-            one = Accumulate(ends, unit, self.offload_activations, constants)
+            one = Accumulate(ends, stack(0), self.offload_activations, constants)
             tick = one.add_loss if state.gradients.head is None else one.add_gradients
         else:
-            split = self._split(message, extra)
-            stacks = [stack(split, unit) for unit in range(self.placement.units_per_stage)]
+            stacks = [stack(unit) for unit in range(self.placement.units_per_stage)]
             tick = Tick(ends, stacks, self._ticks, constants)
-            state = self._with_buffers(state, self._ticks, split, message)
+            state = self._with_buffers(state, self._ticks, ranges, message)
         ticks = jax.tree.map(lambda column: column[:, 0], columns)
         # XLA's TPU compiler makes two programs of a scan of one tick: the forward ran twice.
         if len(jax.tree.leaves(ticks)[0]) == 1:
@@ -365,11 +363,27 @@ class Runtime:
         cfg = self.parts.cfg
         return layer_positions(cfg, cfg.dense_layers + layer, positions), segments
 
-    def _split(self, message: tuple[int, ...], extra) -> LayerSplit:
-        """One layer cut into ops, for activations of this shape [B, T, D] on a device."""
-        keep = keep_products if self.remat == "selective" else keep_everything
-        params = jax.tree.map(self._shape_as_used, self.parts.specs["layer"])
+    def _ranges(self, message: tuple[int, ...], extra) -> list[LayerRange]:
+        """The layers of a unit by what they save, for activations of this shape [B, T, D] on a
+        device: the recomputed ones, which are the lowest, and those that save everything."""
+        mode, most = self.remat.mode, max(self.placement.sizes)
+        recomputed = self.remat.recomputed(most)
+        if not recomputed:
+            return [LayerRange(self._split("none", message, extra))]
+        lowest = LayerRange(self._split(mode, message, extra), recomputed=mode == "full")
+        if recomputed == most:
+            return [lowest]
+        rest = LayerRange(self._split("none", message, extra), recomputed, None, False, *SAVED)
+        return [dataclasses.replace(lowest, end=recomputed), rest]
+
+    def _split(self, mode: str, message: tuple[int, ...], extra) -> LayerSplit | RecomputedLayer:
+        """One layer cut into ops as this mode of remat says, for activations of this shape [B, T,
+        D] on a device."""
         x = jax.ShapeDtypeStruct(message, self.compute)
+        if mode == "full" and self._ticks is None:
+            return RecomputedLayer(self._layer, self.parts.specs["layer"], x)
+        keep = keep_products if mode == "selective" else keep_everything
+        params = jax.tree.map(self._shape_as_used, self.parts.specs["layer"])
         return LayerSplit(self._layer, params, x, extra, keep)
 
     def _shape_as_used(self, spec: Spec) -> jax.ShapeDtypeStruct | Quantized:
@@ -396,18 +410,22 @@ class Runtime:
         return constrain(jnp.zeros(shape, jnp.float32), axes)
 
     def _with_buffers(
-        self, state: TickState, ticks: TickTable, split: LayerSplit, message: tuple[int, ...]
+        self,
+        state: TickState,
+        ticks: TickTable,
+        ranges: list[LayerRange],
+        message: tuple[int, ...],
     ) -> TickState:
         """The state with the pools and the message buffers that the table uses."""
         slots = {pool: max(1, count) for pool, count in ticks.slotted.pool_sizes.items()}
-        layers, host = max(self.placement.sizes), self.host_pools
+        host = self.host_pools
 
         def zeros(*lead: int) -> jax.Array:
             shape, axes = (*lead, *message), (*(None for _ in lead), *SPLIT)
             return constrain(jnp.zeros(shape, self.compute), axes)
 
-        def pool(name: str, shapes) -> list[jax.Array]:
-            return empty_pool(slots[name], layers, shapes, name in host)
+        def pool(name: str, layers: LayerRange, shapes) -> list[jax.Array]:
+            return empty_pool(slots[name], layers.most(self.placement.sizes), shapes, name in host)
 
         if "activation" in host:
             shape = (slots["activation"], *message)
@@ -422,14 +440,16 @@ class Runtime:
         # What B has gathered for W stays replicated: the partitioner may split it, and W would
         # gather it again.
         replicated = lambda a, gathered: constrain(a, (None,) * a.ndim) if gathered else a
-        stash = pool("weight_stash", split.weight_stash)
-        pools = Pools(
-            activation,
-            zeros(slots["gradient"]),
-            pool("residual_b", split.residuals.for_b),
-            pool("residual_w", split.residuals.for_w),
-            list(map(replicated, stash, split.gathered)),
-        )
+        pools = Pools(activation, zeros(slots["gradient"]))
+        for part in ranges:
+            split, residuals = part.split, part.split.residuals
+            stash = pool(part.weight_stash, part, split.weight_stash)
+            of_range = {
+                part.residual_b: pool(part.residual_b, part, residuals.for_b),
+                part.residual_w: pool(part.residual_w, part, residuals.for_w),
+                part.weight_stash: list(map(replicated, stash, split.gathered)),
+            }
+            pools = dataclasses.replace(pools, **of_range)
         return dataclasses.replace(state, pools=pools, buffers=buffers)
 
 

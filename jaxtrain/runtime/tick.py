@@ -251,15 +251,25 @@ class Tick:
         )
         one_unit = ModelTree(layers={stack.unit: True})
         recompute = Pools(activation=True, residual_b=True, residual_w=True)
-        backward = Pools(gradient=True, residual_b=True, residual_w=True, weight_stash=True)
-        weights = Pools(residual_w=True, weight_stash=True)
-        ops = {
+        saving = Pools(activation=True, saved_b=True, saved_w=True)
+        everything = merged(recompute, saving)
+        backward = dataclasses.replace(
+            everything, activation=None, gradient=True, weight_stash=True, saved_stash=True
+        )
+        weights = Pools(residual_w=True, weight_stash=True, saved_w=True, saved_stash=True)
+        ops: dict[str, tuple[TickState, Callable]] = {
             "F": (TickState(pools=Pools(activation=True), buffers=output), self._forward),
-            "K": (TickState(pools=recompute, buffers=output), self._forward_saving),
-            "R": (TickState(pools=recompute), self._forward_saving),
+            "K": (
+                TickState(pools=everything, buffers=output),
+                functools.partial(self._forward_saving, "K"),
+            ),
+            "R": (TickState(pools=recompute), functools.partial(self._forward_saving, "R")),
             "B": (TickState(pools=backward, buffers=input_gradient), self._input_gradient),
             "W": (TickState(gradients=one_unit, pools=weights), self._weight_gradient),
         }
+        if stack.saves_in_f and not self.table.forward_only:
+            state = TickState(pools=saving, buffers=output)
+            ops["F"] = state, functools.partial(self._forward_saving, "F")
         constants = Constants(one_unit, batch=True)
         return [
             TickOp(cell_op(kind, unit), state, constants, functools.partial(run, stack))
@@ -348,13 +358,18 @@ class Tick:
         return dataclasses.replace(state, buffers=dict.fromkeys(state.buffers, y))
 
     def _forward_saving(
-        self, stack: LayerStack, state: TickState, constants: Constants, columns: TickColumns
+        self,
+        op: str,
+        stack: LayerStack,
+        state: TickState,
+        constants: Constants,
+        columns: TickColumns,
     ) -> TickState:
-        """The state with the unit's residuals, and with its output where the op (K, not R) has a
-        buffer for it."""
+        """The state with the unit's residuals that the op makes (F, K or R), and with its output
+        where the op (not R) has a buffer for it."""
         x = read_at(state.pools.activation, columns.slots.activation)
         params, extra = constants.params.layers[stack.unit], self._extra(constants, columns)
-        y, pools = stack.output_and_residuals(params, x, extra, state.pools, columns.slots)
+        y, pools = stack.output_and_residuals(params, x, extra, state.pools, columns.slots, op)
         return dataclasses.replace(state, pools=pools, buffers=dict.fromkeys(state.buffers, y))
 
     def _input_gradient(

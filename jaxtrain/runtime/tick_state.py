@@ -60,6 +60,8 @@ class Pools:
         compute type
     residual_b, residual_w, weight_stash: what the forward leaves for B alone, for B and W, and what
         B leaves for W: lists of arrays [slots · layers, ...]
+    saved_b, saved_w, saved_stash: the same of the layers that save all residuals in F, where others
+        do not
     """
 
     activation: Array = None
@@ -67,6 +69,9 @@ class Pools:
     residual_b: Part = None
     residual_w: Part = None
     weight_stash: Part = None
+    saved_b: Part = None
+    saved_w: Part = None
+    saved_stash: Part = None
 
 
 @jax.tree_util.register_dataclass

@@ -37,7 +37,7 @@ from jaxtrain.schedule.table import Cell, Op, Permute, Table, cell_name, message
 class Times:
     """Times of ops, all in one unit: seconds, milliseconds or any other.
 
-    F, B, W, R:  of one microbatch on all units of a stage
+    F, B, W, R:  of one microbatch on all units of a stage; R if it recomputes all their layers
     message:     from a stage to its neighbour
     head, embed: of one microbatch, if one stage computes it: the head with its loss and gradients;
         the embedding, and as much again for its gradient
@@ -143,7 +143,9 @@ def _durations(table: Table, times: Times, shares: Sequence[float] | None) -> np
     if shares is None:
         shares = [table.stages / table.units] * table.units
     of_stage = {Op.IDLE: 0.0, Op.F: times.F, Op.R: times.R, Op.B: times.B, Op.W: times.W}
-    return np.array([[*(of_stage[op] * share for share in shares), 0.0] for op in Op])
+    durations = np.array([[*(of_stage[op] * share for share in shares), 0.0] for op in Op])
+    durations[Op.R, :-1] *= table.recomputed
+    return durations
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

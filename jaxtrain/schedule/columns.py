@@ -171,6 +171,7 @@ def columns(slotted: SlottedTable) -> TickColumns:
     slot_columns = {
         name: _numbers(column if column.ndim == 2 else of_all(column))
         for name, column in vars(slots).items()
+        if column is not None
     }
     return TickColumns(
         _numbers(table.microbatch),

@@ -169,8 +169,10 @@ def candidates(spec: TableSpec) -> list[OrderCandidate]:
 def _list_schedules(spec: TableSpec, bound: int) -> Iterator[OrderCandidate]:
     """The orders by list scheduling, as many as `RULES` has for their size."""
     stages, repeats, microbatches, times = spec.stages, spec.repeats, spec.microbatches, spec.times
+    # an R before its B, of the mean unit
+    recompute = times.R * (1 - sum(spec.saved) / max(1, len(spec.saved)))
     of_chunk = dataclasses.replace(
-        times, F=times.F / repeats, B=(times.B + times.R) / repeats, W=times.W / repeats
+        times, F=times.F / repeats, B=(times.B + recompute) / repeats, W=times.W / repeats
     )
     rules = next(
         rules for most, rules in RULES if most is None or stages * repeats * microbatches <= most

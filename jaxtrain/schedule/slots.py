@@ -1,9 +1,9 @@
 """The slots that hold the values of a table, found by interval colouring of the values' lifetimes.
 They are the fewest that the table allows.
 
-A stage has five pools of slots, each shared by all its units. A value takes one slot of its pool
-from the tick in which it arrives to the tick of its last reader, both included, so no tick reads a
-slot and fills it with another value:
+A stage has five pools of slots, eight where layers differ in what they save, each shared by all its
+units. A value takes one slot of its pool from the tick in which it arrives to the tick of its last
+reader, both included, so no tick reads a slot and fills it with another value:
 
     activation     a unit's input          from its arrival, from the embedding, or from the unit
                                            before if it stays on its stage; to F, or to R if there
@@ -16,6 +16,9 @@ slot and fills it with another value:
                    needs
     residual_w     values that W needs too from F (from R if there is one) to W
     weight_stash   values of B for W       from B to W
+    saved_b,       the same of the layers  from F, B and W, as those of a unit without R
+    saved_w,       that save all while
+    saved_stash    others are recomputed
 
 Lifetimes on one stage are intervals, and colouring intervals in order of their starts takes as many
 slots as are alive at once in the busiest tick: fewer is impossible. No JAX here.
@@ -31,6 +34,8 @@ from jaxtrain.schedule.table import Op, Table, directions, message_ways
 from jaxtrain.schedule.transport import NEVER, arrivals
 
 MESSAGES = ("activation", "gradient")  # pools whose values travel
+# pools of the layers that save all, where others are recomputed
+SAVED = ("saved_b", "saved_w", "saved_stash")
 Array = Any  # numpy's or JAX's
 
 
@@ -43,6 +48,8 @@ class TickSlots:
         activation and fills residual_b and residual_w, unless an R follows that does; R reads
         activation and fills them; B reads gradient and both, and fills weight_stash; W reads
         residual_w and weight_stash
+    saved_b, saved_w, saved_stash: the same of the layers that save all, which every F fills; None
+        where no unit has any
     up_activation, up_gradient, down_activation, down_gradient: filled at the tick's start with the
         message that the last permute brought from the stage before (up) or after (down)
     stay_activation, stay_gradient: filled with the cell's message if it stays on its stage
@@ -56,6 +63,9 @@ class TickSlots:
     residual_b: Array = None
     residual_w: Array = None
     weight_stash: Array = None
+    saved_b: Array = None
+    saved_w: Array = None
+    saved_stash: Array = None
     up_activation: Array = None
     up_gradient: Array = None
     down_activation: Array = None
@@ -105,11 +115,13 @@ class _Uses(NamedTuple):
 def assign_slots(table: Table) -> SlottedTable:
     """A table with its slots. The table must be right: check it first."""
     columns: dict[str, np.ndarray] = {}
+    pools = _uses(table)
+    absent = {} if "saved_b" in pools else dict.fromkeys(SAVED)
     for field in dataclasses.fields(TickSlots):
         of_one_stage = field.name.startswith(("embed", "head"))
         columns[field.name] = np.full(table.ticks if of_one_stage else table.op.shape, -1, np.int32)
     slots_per_stage: dict[str, tuple[int, ...]] = {}
-    for pool, uses_of in _uses(table).items():
+    for pool, uses_of in pools.items():
         uses = _Uses(*map(np.concatenate, zip(*uses_of.values(), strict=True)))
         slots, slots_per_stage[pool] = _assign(uses, table)
         begin = 0
@@ -120,7 +132,7 @@ def assign_slots(table: Table) -> SlottedTable:
     send = np.where(
         table.op == Op.IDLE, 0, message_ways(table.stage_of, table.stages)[table.op, table.unit]
     ).astype(np.int32)
-    return SlottedTable(table, TickSlots(**columns), send, slots_per_stage)
+    return SlottedTable(table, TickSlots(**columns | absent), send, slots_per_stage)
 
 
 def _assign(uses: _Uses, table: Table) -> tuple[np.ndarray, tuple[int, ...]]:
@@ -194,7 +206,15 @@ def _uses(table: Table) -> dict[str, dict[str, _Uses]]:
         gradient["head_gradient"] = _of_column(table.head, last_stage, last)
     arrived = arrivals(table)
     ways = np.array(directions(table.stage_of, table.stages))
-    return {
+    saved: dict[str, dict[str, _Uses]] = {}
+    if any(table.saved) and not table.forward_only:
+        saving = np.array(table.saved)[unit] > 0
+        ops = ((Op.F, Op.B), (Op.F, Op.B, Op.W), (Op.B, Op.W))
+        saved = {
+            pool: {pool: of_cells(np.isin(op, kinds) & saving)}
+            for pool, kinds in zip(SAVED, ops, strict=True)
+        }
+    pools = {
         "activation": activation
         | _brought(table, "activation", arrived.activation, np.concatenate([[0], ways[:-1]])),
         "gradient": gradient | _brought(table, "gradient", arrived.gradient, -ways),
@@ -202,6 +222,7 @@ def _uses(table: Table) -> dict[str, dict[str, _Uses]]:
         "residual_w": {"residual_w": of_cells(residuals | (op == Op.W))},
         "weight_stash": {"weight_stash": of_cells((op == Op.B) | (op == Op.W))},
     }
+    return pools | saved
 
 
 def _of_column(column: np.ndarray, stage: int, unit: int) -> _Uses:

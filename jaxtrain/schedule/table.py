@@ -108,6 +108,8 @@ class TableShape:
                   `layers_per_op` cuts it; left out: a chunk for each unit
     recompute     every unit but the last has R ops; `recompute_last`: the last too, because other
                   Fs come between its F and B
+    saved         of each unit, the fraction of its layers that save all residuals in F, however
+                  the others are recomputed; (): none in any unit
     forward_only  evaluation: F, embed and head alone
     vocabulary    "parallel": all stages share head and embedding; "end_stages": the last unit's
                   stage has the head, the first unit's the embedding
@@ -120,6 +122,7 @@ class TableShape:
     chunk_of: tuple[int, ...] = ()
     recompute: bool = False
     recompute_last: bool = False
+    saved: tuple[float, ...] = ()
     forward_only: bool = False
     vocabulary: str = "parallel"
 
@@ -144,6 +147,11 @@ class TableShape:
             and not self.forward_only
             and (unit < self.units - 1 or self.recompute_last)
         )
+
+    @property
+    def recomputed(self) -> np.ndarray:
+        """float64 [units]: the fraction of each unit's layers that its R recomputes."""
+        return 1.0 - np.array(self.saved or (0.0,) * self.units)
 
     def ops_of(self, unit: int) -> tuple[Op, ...]:
         """The ops of a unit on each microbatch, each after the one on which it waits."""
@@ -294,9 +302,9 @@ def peak_residuals(table: Table, count_weight_stash: bool = False) -> list[float
     microbatch.
 
     Residuals are held from the tick of F to the tick of B. With `count_weight_stash` they are held
-    to the tick of W, so that the weight stash counts as much as the residuals of B; and of a
-    recomputed unit F saves the input alone, a twentieth, and R the rest. A unit counts as its
-    fraction of its chunk. Forward-only tables hold none.
+    to the tick of W, so that the weight stash counts as much as the residuals of B; and of the
+    recomputed layers of a unit F saves the input alone, a twentieth, and R the rest. A unit counts
+    as its fraction of its chunk. Forward-only tables hold none.
     """
     if table.forward_only:
         return [0.0] * table.stages
@@ -306,7 +314,8 @@ def peak_residuals(table: Table, count_weight_stash: bool = False) -> list[float
     for unit, chunk in enumerate(table.chunk_of):
         part = 1 / table.chunk_of.count(chunk)
         if count_weight_stash and table.recomputes(unit):
-            change[Op.F, unit], change[Op.R, unit] = part * INPUT, part * (1 - INPUT)
+            rebuilt = part * (1 - INPUT) * table.recomputed[unit]
+            change[Op.F, unit], change[Op.R, unit] = part - rebuilt, rebuilt
         else:
             change[Op.F, unit] = part
         change[last_reader, unit] = -part

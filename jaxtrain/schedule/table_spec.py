@@ -27,6 +27,7 @@ class TableSpec:
     units_per_chunk: number of units into which each chunk, in model order, is cut (from
                 `pipeline.layers_per_op`); None: one
     shares:     each unit's fraction of a stage's work; None: stages / units
+    saved:      each unit's fraction of layers that save all residuals; (): none in any unit
     vocabulary: one of table.VOCABULARIES
     memory:     for `auto`, the most residuals that a stage may hold at once, weight stash included;
                 1 is those of all its layers for one microbatch, 1 / repeats those of a chunk.
@@ -43,6 +44,7 @@ class TableSpec:
     remat_full: bool = False
     units_per_chunk: Sequence[int] | None = None
     shares: Sequence[float] | None = None
+    saved: tuple[float, ...] = ()
     vocabulary: str = "parallel"
     memory: float | None = None
 
@@ -75,6 +77,7 @@ class TableSpec:
             chunk_of=chunk_of,
             recompute=self.remat_full and len(chunk_of) > 1,
             recompute_last=recompute_last,
+            saved=self.saved,
             vocabulary=self.vocabulary,
         )
         return Tasks(orders_of_units, shape)

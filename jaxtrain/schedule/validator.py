@@ -59,6 +59,8 @@ def _check_shape(table: Table) -> None:
             f"{len(stage_of)} units, {len(table.chunk_of)} chunk numbers, vocabulary "
             f"{table.vocabulary!r}"
         )
+    if len(table.saved) not in (0, len(stage_of)):
+        raise TableError(f"{len(stage_of)} units, {len(table.saved)} fractions of saved layers")
     of_stages = dict.fromkeys(("op", "local_unit", "microbatch"), (table.ticks, stages))
     of_ticks = dict.fromkeys(("permute", "head", "embed", "embed_gradient"), (table.ticks,))
     for name, shape in (of_stages | of_ticks).items():

@@ -98,11 +98,13 @@ def times_of(by_op: dict[str, float], table: Table, shares: Sequence[float]) -> 
     per_stage = {}
     for op, kinds in {"F": "FK", "B": "B", "W": "W", "R": "R"}.items():
         seconds, share = 0.0, 0.0
+        done = table.recomputed if op == "R" else np.ones(table.units)
         for g, u in enumerate(local_unit_of(table.stage_of)):
             ops = [cell_op(kind, u) for kind in kinds]
             measured = [by_op[name] for name in ops if name in by_op]
             if measured:
-                seconds, share = seconds + statistics.mean(measured), share + shares[g]
+                seconds += statistics.mean(measured)
+                share += shares[g] * float(done[g])
         per_stage[op] = seconds / share if share else 0.0
     together = table.stages if table.vocabulary == "parallel" else 1
     message = max(by_op.get(permute_op(when), 0.0) for when in (Permute.LATE, Permute.EARLY))

@@ -64,8 +64,9 @@ class Optimizer(NamedTuple):
 
     init:   parameters → its state: optax's of the clipping, of the directions, of the decay and of
             the learning rate
-    update: (gradients, state, parameters, finite) → Updated. finite: a scalar; if it is false,
-            parameters and state stay as they are, bit for bit. None: they change in any case
+    update: (gradients, state, parameters, finite, norm) → Updated. finite: a scalar; if it is
+            false, parameters and state stay as they are, bit for bit. None: they change in any
+            case. norm: of all gradients; None: these are all
     """
 
     init: Callable[[Any], Any]
@@ -103,7 +104,6 @@ def make_optimizer(
     """
     specs_of, tree = jax.tree.flatten(specs, is_leaf=is_spec)
     record, rates = OPTIMIZERS[cfg.name], learning_rate(cfg, steps)
-    clip = optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity()
     directions = record.make(optax, cfg)
 
     def init(params):
@@ -117,8 +117,10 @@ def make_optimizer(
         # Checkpoints name the state's arrays by their places in this tuple.
         return nothing, state, nothing, optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
 
-    def update(gradients, state, params, finite=None):
-        gradients, _ = clip.update(gradients, optax.EmptyState())
+    def update(gradients, state, params, finite=None, norm=None):
+        if cfg.clip_norm:
+            norm = optax.tree.norm(gradients) if norm is None else norm
+            gradients = _clipped(gradients, norm, cfg.clip_norm)
         _, of_directions, _, schedule = state
         count = schedule.count
         parts, trees, outline = parts_of(of_directions, tree)
@@ -157,6 +159,12 @@ def make_optimizer(
         )
 
     return Optimizer(init, update)
+
+
+def _clipped(gradients: Any, norm: jax.Array, limit: float) -> Any:
+    """optax's clip_by_global_norm, of gradients that may be some of those whose norm this is."""
+    clip = lambda g: lax.select(norm < limit, g, (g / norm.astype(g.dtype)) * limit)
+    return jax.tree.map(clip, gradients)
 
 
 def updates_made(state: Any) -> jax.Array:

@@ -42,6 +42,7 @@ from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.devices import cluster, host_memory
 from jaxtrain.devices.mesh import AXES, MODEL, REPLICA, psum
 from jaxtrain.devices.sharding import constrain, mesh_axes, restricted, spec
+from jaxtrain.devices.state_file import DiskArray, StateFile, is_on_disk
 from jaxtrain.models.spec import Spec, is_spec
 from jaxtrain.models.transformer import ModelParts, build
 from jaxtrain.parallel import replicas
@@ -78,7 +79,9 @@ class TrainState:
         """The parameters that ops read."""
         if self.working is None:
             return self.params
-        return jax.tree.map(lambda p, w: p if w is None else w, self.params, self.working)
+        return jax.tree.map(
+            lambda p, w: p if w is None else w, self.params, self.working, is_leaf=is_on_disk
+        )
 
     @property
     def trained(self) -> Any:
@@ -147,6 +150,7 @@ class ParameterLayout:
     precision: PrecisionConfig = PrecisionConfig()
     independent_replicas: bool = False  # each replica has its own parameters
     offload: bool = False  # the optimizer's state, with masters, lies in the host's memory
+    disk: StateFile | None = None  # or in this file
     optimizer: OptimizerConfig = OptimizerConfig()
 
     @classmethod
@@ -166,7 +170,8 @@ class ParameterLayout:
         """True if matrices are float32 masters, of which ops read 16-bit copies."""
         return self.precision.params != "float32" and self.precision.masters == "float32"
 
-    def _has_master(self, s: Spec) -> bool:
+    def has_master(self, s: Spec) -> bool:
+        """True for a parameter of which ops read a copy."""
         return self.masters and s.cast
 
     def dtype(self, s: Spec) -> jnp.dtype:
@@ -279,7 +284,7 @@ class ParameterLayout:
         """Shardings of the state's parameters; master(sharding): of a master, from that of its
         optimizer's state on devices."""
         return jax.tree.map(
-            lambda s, read, scattered: master(scattered) if self._has_master(s) else read,
+            lambda s, read, scattered: master(scattered) if self.has_master(s) else read,
             self.specs,
             self.shardings,
             self.scattered,
@@ -503,12 +508,42 @@ def abstract_state(layout: ParameterLayout, optimizer: Optimizer) -> TrainState:
         jax.eval_shape(optimizer.init, layout.shapes),
         layout.state_of(optimizer, layout.state_sharding, lambda _: replicated),
     )
+    if layout.disk:
+        params, optimizer_state = _on_disk(layout, optimizer, params, optimizer_state)
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     if not layout.independent_replicas:
         return TrainState(params, optimizer_state, step, working=working)
     of_each = jax.tree.map(replicas.each, (params, optimizer_state, working))
     params, optimizer_state, working = of_each
     return TrainState(params, optimizer_state, step, layout.outer, layout.outer, working)
+
+
+def _on_disk(
+    layout: ParameterLayout, optimizer: Optimizer, params: Any, optimizer_state: Any
+) -> tuple[Any, Any]:
+    """The abstract masters and optimizer's state, whose arrays lie in the layout's file; the rest
+    as it is."""
+    file = layout.disk
+    assert file
+
+    def dimensions(array: Any, dims: tuple[int, ...], s: Spec, sharding: NamedSharding) -> int:
+        """The number of leading dimensions, those of a stack."""
+        return len(sharding.spec) - len(s.shape)
+
+    def place(path: tuple, a: jax.ShapeDtypeStruct, lead: int) -> Any:
+        name = jax.tree_util.keystr(path)
+        return a if lead < 0 else file.array(name, a.shape, a.dtype, a.sharding, lead > 0)
+
+    of_parameters = jax.tree.map(
+        lambda s, a: len(a.shape) - len(s.shape) if layout.has_master(s) else -1,
+        layout.specs,
+        params,
+        is_leaf=is_spec,
+    )
+    of_state = layout.state_of(optimizer, dimensions, lambda _: -1)
+    return jax.tree_util.tree_map_with_path(
+        place, (params, optimizer_state), (of_parameters, of_state)
+    )
 
 
 def _stored_part(array: Any, dims: tuple[int, ...], s: Spec, sharding: NamedSharding) -> Stored:
@@ -535,14 +570,19 @@ def stored_shapes(layout: ParameterLayout, optimizer: Optimizer) -> TrainState:
 
 
 def initial_state(layout: ParameterLayout, optimizer: Optimizer, seed: int) -> TrainState:
-    """The state before the first step; each device initializes its own shards."""
+    """The state before the first step; each device initializes its own shards. Moments on disk are
+    taken to be zero, and masters are written there if the file is open."""
     abstract = abstract_state(layout, optimizer)
-    leaves, tree = jax.tree.flatten(abstract)
+    leaves, tree = jax.tree.flatten(abstract, is_leaf=is_on_disk)
     # Moments begin at zero. Those on the host are created there: a program would have them in the
     # device's memory first.
     created = dataclasses.replace(
-        jax.tree.map(lambda _: False, abstract),
-        optimizer=jax.tree.map(lambda a: host_memory.is_host(a.sharding), abstract.optimizer),
+        jax.tree.map(lambda _: False, abstract, is_leaf=is_on_disk),
+        optimizer=jax.tree.map(
+            lambda a: is_on_disk(a) or host_memory.is_host(a.sharding),
+            abstract.optimizer,
+            is_leaf=is_on_disk,
+        ),
     )
     on_host = jax.tree.leaves(created)
 
@@ -563,8 +603,14 @@ def initial_state(layout: ParameterLayout, optimizer: Optimizer, seed: int) -> T
     with jax.set_mesh(layout.mesh):
         shardings = [a.sharding for a, host in zip(leaves, on_host, strict=True) if not host]
         others = iter(jax.jit(make, out_shardings=shardings)(layout.keys(seed)))
-    pairs = zip(leaves, on_host, strict=True)
-    arrays = [host_memory.zeros(a) if host else next(others) for a, host in pairs]
+    arrays = []
+    for a, host in zip(leaves, on_host, strict=True):
+        if is_on_disk(a):
+            if not host and a.file.is_open:
+                a.fill(next(others))
+            arrays.append(a)
+        else:
+            arrays.append(host_memory.zeros(a) if host else next(others))
     return jax.tree.unflatten(tree, arrays)
 
 
@@ -576,6 +622,8 @@ def with_working(layout: ParameterLayout, stored: TrainState) -> TrainState:
     masters = jax.tree.map(
         lambda s, a: a if s.cast else None, layout.specs, stored.params, is_leaf=is_spec
     )
+    if layout.disk:
+        return dataclasses.replace(stored, working=_working_of_disk(layout, masters))
     shapes: Any = layout.working_shapes
     if layout.independent_replicas:
         shapes = jax.tree.map(replicas.each, shapes)
@@ -592,7 +640,25 @@ def with_working(layout: ParameterLayout, stored: TrainState) -> TrainState:
     return dataclasses.replace(stored, working=working)
 
 
+def _working_of_disk(layout: ParameterLayout, masters: dict) -> Any:
+    """The matrices that ops read, of masters on disk; one after the other is on the devices."""
+
+    def copy(master: DiskArray, scattered: NamedSharding, read: NamedSharding) -> jax.Array:
+        def narrow(a: jax.Array) -> jax.Array:
+            return lax.with_sharding_constraint(a.astype(layout.precision.params), scattered)
+
+        return jax.block_until_ready(jax.jit(narrow, out_shardings=read)(master.load()))
+
+    return jax.tree.map(copy, masters, layout.scattered, layout.shardings, is_leaf=is_on_disk)
+
+
 def bytes_per_device(abstract: Any, host: bool = False) -> int:
     """Bytes of a pytree of abstract arrays for one device, in its own memory or in the host's."""
     arrays = [a for a in jax.tree.leaves(abstract) if host_memory.is_host(a.sharding) == host]
     return sum(int(np.prod(a.sharding.shard_shape(a.shape))) * a.dtype.itemsize for a in arrays)
+
+
+def bytes_on_disk(abstract: Any) -> int:
+    """Bytes of an abstract state on disk, for one device."""
+    leaves = jax.tree.leaves(abstract, is_leaf=is_on_disk)
+    return sum(a.bytes_per_device() for a in leaves if is_on_disk(a))

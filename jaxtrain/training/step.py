@@ -23,11 +23,13 @@ from jaxtrain.config import (
     ParallelConfig,
     PrecisionConfig,
 )
+from jaxtrain.config.sizes import remat_of
 from jaxtrain.devices import cluster, host_memory
 from jaxtrain.devices.compiler_options import compiler_options
 from jaxtrain.devices.host_memory import is_on_host
 from jaxtrain.devices.mesh import CONTEXT, REPLICA, batch_shards
 from jaxtrain.devices.sharding import BATCH_SPEC
+from jaxtrain.devices.state_file import StateFile
 from jaxtrain.models.transformer import ModelParts, build
 from jaxtrain.parallel import replicas
 from jaxtrain.parallel.fp8 import FORMATS, Fp8
@@ -43,6 +45,13 @@ from jaxtrain.training.optimizer import (
     updates_made,
 )
 from jaxtrain.training.state import ParameterLayout, TrainState, abstract_state
+from jaxtrain.training.streamed_update import (
+    CompiledUpdate,
+    Guard,
+    StreamedUpdate,
+    UpdateSettings,
+    streamed_update,
+)
 
 # The use of random keys that the initial values have not (ParameterLayout.keys).
 ROUNDING = 1
@@ -70,7 +79,10 @@ def combine_replicas(each: Mapping[str, Any]) -> dict[str, Any]:
 class Step:
     """The programs of a run, jitted and not yet compiled, and what they were built from.
 
-    train:        (TrainState, batch) → (TrainState, StepMetrics); donates the state
+    train:        (TrainState, batch) → (TrainState, StepMetrics); donates the state. With the
+                  optimizer's state on disk it ends before the update: (TrainState, batch) →
+                  (gradients, Guard, StepMetrics), and donates nothing
+    streamed:     the rest of such a step, or None
     evaluate:     (params, batch) → Losses, of TrainState.trained
     gradients:    (params, batch) → LossesAndGradients, without an optimizer
     exchange:     TrainState → TrainState, of independent replicas (training/diloco.py), or None;
@@ -88,6 +100,7 @@ class Step:
     setup: Setup
     optimizer: Optimizer
     train: Wrapped
+    streamed: "StreamedStep | None"
     evaluate: Wrapped
     gradients: Wrapped
     exchange: Wrapped | None
@@ -139,7 +152,10 @@ def make_layout(
         parallel.zero,
         precision,
         independent_replicas,
-        offload=parallel.offload in ("optimizer", "both"),
+        offload=parallel.offload_to("optimizer") == "host",
+        disk=StateFile(parallel.offload_directory)
+        if parallel.offload_to("optimizer") == "disk"
+        else None,
     )
 
 
@@ -151,7 +167,7 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
     Raises ConfigError for a schedule that does not fit, and for devices that cannot use the host's
     memory.
     """
-    _check_host_memory(config.parallel.offload, mesh)
+    _check_host_memory(config.parallel, mesh)
     setup = setup or make_setup(config)
     model, data, parallel, precision = config.model, config.data, config.parallel, config.precision
     steps, skips = config.train.steps, config.train.on_nonfinite != "stop"
@@ -168,14 +184,15 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
     runtime_of = _runtime_of(layout, setup, zero, model.loss_chunk, compute, fp8)
     runtime = runtime_of(
         setup.train,
-        remat=config.pipeline.remat,
+        remat=remat_of(config.pipeline.remat),
         independent_replicas=independent,
-        offload_activations=parallel.offload in ("activations", "both"),
+        offload_activations=parallel.offload_to("activations") == "host",
     )
     gathers = zero.gathers_in_ops and mesh.shape["stage"] == 1
     options = compiler_options(mesh.devices.flat[0], gathers, parallel.compiler_options, bool(fp8))
     jit = functools.partial(jax.jit, compiler_options=options)
-    state_shardings = jax.tree.map(lambda a: a.sharding, abstract_state(layout, optimizer))
+    abstract = abstract_state(layout, optimizer)
+    state_shardings = jax.tree.map(lambda a: a.sharding, abstract)
     metrics_sharding = exchange = combine_metrics = None
     if independent:
         metrics_sharding = NamedSharding(mesh, replicas.leading(PartitionSpec()))
@@ -186,13 +203,30 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
         exchange = jit(outer_step, donate_argnums=0, out_shardings=state_shardings)
         combine_metrics = jit(combine_replicas, out_shardings=NamedSharding(mesh, PartitionSpec()))
     learning_rates = learning_rate(config.optimizer, steps)
-    train = _train(layout, optimizer, runtime, learning_rates, skips, model.balance_rate)
+    train: Wrapped
+    streamed = None
+    if layout.disk:
+        settings = UpdateSettings(
+            layout, config.optimizer, steps, precision.moments, keys, skips, model.balance_rate
+        )
+        update = streamed_update(settings, abstract, jit)
+        gradients = _gradients(layout, runtime, learning_rates, skips)
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        train = jit(gradients, out_shardings=(layout.scattered, everywhere, everywhere))
+        streamed = StreamedStep(update, jit(_finish(layout, skips), out_shardings=everywhere))
+    else:
+        train = jit(
+            _train(layout, optimizer, runtime, learning_rates, skips, model.balance_rate),
+            donate_argnums=0,
+            out_shardings=(state_shardings, metrics_sharding),
+        )
     return Step(
         layout.parts,
         layout,
         setup,
         optimizer,
-        train=jit(train, donate_argnums=0, out_shardings=(state_shardings, metrics_sharding)),
+        train=train,
+        streamed=streamed,
         evaluate=jit(runtime_of(setup.evaluate).losses),
         gradients=jit(runtime.losses_and_gradients),
         exchange=exchange,
@@ -308,13 +342,66 @@ def _train(
     return train
 
 
-def _check_host_memory(offload: str, mesh: Mesh) -> None:
+def _gradients(
+    layout: ParameterLayout,
+    runtime: Runtime,
+    rate: Callable[[ArrayLike], jax.Array],
+    skips: bool,
+) -> Callable[[TrainState, dict], tuple[Any, Guard, StepMetrics]]:
+    """The function of a step whose update is streamed, up to the gradients; arguments as of
+    `_train`."""
+
+    def gradients(state: TrainState, batch: dict) -> tuple[Any, Guard, StepMetrics]:
+        results = runtime.losses_and_gradients(state.read, batch)
+        losses, with_counts = results.losses, results.gradients
+        with jax.named_scope("optimizer"):
+            norm = optax.tree.norm(balance.without_counts(layout.specs, with_counts))
+            finite = jnp.isfinite(losses.loss) & jnp.isfinite(norm) if skips else None
+            metrics = step_metrics(
+                loss=losses.loss,
+                grad_norm=norm,
+                learning_rate=rate(updates_made(state.optimizer) if skips else state.step),
+                weighted_tokens=losses.tokens,
+                mtp_loss=losses.mtp_loss,
+                expert_load=balance.expert_load(layout.specs, with_counts),
+                dropped=balance.dropped(layout.specs, with_counts),
+            )
+        return with_counts, Guard(norm, finite), metrics
+
+    return gradients
+
+
+def _finish(
+    layout: ParameterLayout, skips: bool
+) -> Callable[[TrainState, jax.Array | None], tuple[jax.Array, StepMetrics]]:
+    """The function of the end of a step whose update is streamed: (the updated state, the squares
+    of masters) → (number of steps, the metrics that need that state)."""
+
+    def finish(state: TrainState, squares: jax.Array | None) -> tuple[jax.Array, StepMetrics]:
+        if squares is None:
+            norm = layout.norm(
+                jax.tree.map(lax.with_sharding_constraint, state.params, layout.scattered)
+            )
+        else:
+            norm = jnp.sqrt(squares)
+        step = state.step + 1
+        skipped = (step - updates_made(state.optimizer)).astype(jnp.float32) if skips else None
+        return step, step_metrics(param_norm=norm, skipped=skipped)
+
+    return finish
+
+
+def _check_host_memory(parallel: ParallelConfig, mesh: Mesh) -> None:
     """Raises ConfigError if `parallel.offload` needs the host's memory and devices cannot use
     it."""
-    if offload != "none" and (has := host_memory.missing(mesh)):
+    on_host = "host" in (parallel.offload_to("optimizer"), parallel.offload_to("activations"))
+    if on_host and (has := host_memory.missing(mesh)):
         device = mesh.devices.flat[0].device_kind
         rule = f"needs memory of kind {host_memory.KIND}, and {device} has {has} alone"
-        raise ConfigError("parallel.offload", offload, rule, fixes=[{"parallel.offload": "none"}])
+        fix = "optimizer" if parallel.offload_directory else "none"
+        raise ConfigError(
+            "parallel.offload", parallel.offload, rule, fixes=[{"parallel.offload": fix}]
+        )
 
 
 def _abstract_batch(
@@ -334,11 +421,67 @@ def _abstract_batch(
 # --- its programs, compiled ----------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class StreamedStep:
+    """The rest of a step whose program ends with the gradients, jitted and not yet compiled.
+
+    finish: the updated state → (number of steps, StepMetrics)
+    """
+
+    update: StreamedUpdate
+    finish: Wrapped
+
+    def lower(self) -> Callable[[Compiled], "CompiledStreamedStep"]:
+        """Traces the programs. The function compiles them, and joins them to the compiled program
+        of the gradients."""
+        layout = self.update.layout
+        everywhere = NamedSharding(layout.mesh, PartitionSpec())
+        squares = jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)
+        updates = self.update.lower()
+        finish = self.finish.lower(self.update.state, squares if layout.masters else None)
+
+        def compile_all(gradients: Compiled) -> CompiledStreamedStep:
+            compiled = {
+                program: cluster.compile_everywhere(f"update {number}", lowered)
+                for number, (program, lowered) in enumerate(updates.items())
+            }
+            update = CompiledUpdate(self.update, compiled)
+            end = cluster.compile_everywhere("end of a step", finish)
+            return CompiledStreamedStep(gradients, update, end)
+
+        return compile_all
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CompiledStreamedStep:
+    """The compiled programs of a step whose update is streamed."""
+
+    gradients: Compiled
+    update: CompiledUpdate
+    finish: Compiled
+
+    def __call__(self, state: TrainState, batch: dict) -> tuple[TrainState, StepMetrics]:
+        """Returns when the last layer's update is dispatched; donates the state's parameters.
+        Raises StateFileError."""
+        gradients, guard, metrics = self.gradients(state, batch)
+        leaves = jax.tree.leaves(gradients)
+        del gradients  # each is freed when its parameter is updated
+        state, squares = self.update(state, leaves, guard)
+        step, others = self.finish(state, squares)
+        return dataclasses.replace(state, step=step), metrics | others
+
+
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """The compiled programs of a step; exchange: None if replicas are not independent."""
+    """The compiled programs of a step.
+
+    train:    all of it, or its gradients if the update is streamed
+    take:     (TrainState, batch) → (TrainState, StepMetrics); the state may not be used afterwards
+    exchange: None if replicas are not independent
+    """
 
     train: Compiled
+    take: Callable[[TrainState, dict], tuple[TrainState, StepMetrics]]
     exchange: Compiled | None
 
 
@@ -349,11 +492,14 @@ def start_compiling(
     state = step.abstract_state()
     train = step.train.lower(state, step.abstract_batch)
     exchange = step.exchange.lower(state) if step.exchange else None
+    compile_streamed = step.streamed.lower() if step.streamed else None
 
-    def compile_both() -> Programs:
+    def compile_all() -> Programs:
+        compiled = cluster.compile_everywhere("step", train)
         return Programs(
-            cluster.compile_everywhere("step", train),
+            compiled,
+            compile_streamed(compiled) if compile_streamed else compiled,
             cluster.compile_everywhere("exchange", exchange) if exchange else None,
         )
 
-    return executor.submit(compile_both)
+    return executor.submit(compile_all)

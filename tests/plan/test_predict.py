@@ -65,6 +65,24 @@ def test_gpipe_computes_all_of_it_again_on_shared_cores():
     assert busy(gpipe) - busy(one_f_one_b) == pytest.approx(again)
 
 
+@pytest.mark.parametrize("stages", [1, 4])
+def test_more_recomputed_layers_take_more_time_and_less_memory(stages):
+    """Up to those of all layers, from those of none, and each as much as the one before."""
+
+    def of(remat: str) -> Prediction:
+        layout = f"data={16 // stages},stage={stages},microbatch=2,remat={remat},schedule=1f1b"
+        return exactly(predicted(layout, load("h100"), "llama3_8b"))
+
+    layers = 32 // stages
+    none, *some, full = (of(f"full:{count}") for count in (0, 2, 4, 6, layers))
+    assert (none.seconds, none.memory) == (of("none").seconds, of("none").memory)
+    assert (full.seconds, full.memory) == (of("full").seconds, of("full").memory)
+    sizes = [each.memory.bytes for each in some]
+    assert none.memory.bytes > sizes[0] > sizes[1] > sizes[2] > full.memory.bytes
+    assert sizes[0] - sizes[1] == pytest.approx(sizes[1] - sizes[2])
+    assert none.seconds < some[0].seconds < some[1].seconds < some[2].seconds < full.seconds
+
+
 def test_waits_of_shared_cores():
     """With few microbatches a stage works alone most of the time, and faster; how much faster, the
     hardware says."""
@@ -79,7 +97,7 @@ def test_waits_of_shared_cores():
     )
 
 
-@pytest.mark.parametrize("remat", ["full", "selective", "none"])
+@pytest.mark.parametrize("remat", ["full", "selective", "none", "full:2", "selective:2"])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1", "interleaved,repeats=2"])
 def test_devices_of_their_own(schedule, remat):
     """Near the closed forms where these are made for: the same layers everywhere, and messages that

@@ -9,7 +9,7 @@ from support import small
 from support.small import normal
 
 from jaxtrain.runtime.backward_split import LayerSplit
-from jaxtrain.runtime.layer_stack import LayerStack, RecomputedLayer, empty_pool
+from jaxtrain.runtime.layer_stack import LayerRange, LayerStack, RecomputedLayer, empty_pool
 from jaxtrain.runtime.tick_state import Pools
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.schedule.slots import TickSlots
@@ -64,11 +64,11 @@ def run(case: str, extra, recompute: bool):
 
     @jax.jit
     def ops(stage, params, x, g):
-        stack = LayerStack(split, placement, unit, stage)
-        y, filled = stack.output_and_residuals(params, x, extra, pools, slots)
+        stack = LayerStack([LayerRange(split)], placement, unit, stage)
+        y, filled = stack.output_and_residuals(params, x, extra, pools, slots, "K")
         dx, filled = stack.input_gradient(params, extra, filled, slots, g)
         apart = stack.weight_gradient(params, sums, extra, filled, slots), dx
-        both = LayerStack(at_once, placement, unit, stage)
+        both = LayerStack([LayerRange(at_once)], placement, unit, stage)
         whole, saved = both.output_saving(params, x, extra)
         return (stack.output(params, x, extra), y, whole), (
             apart,
@@ -116,8 +116,8 @@ def test_what_is_kept():
     split = LayerSplit(layer, jax.tree.map(lambda a: a[0], params), x, extra)
 
     def saved(split):
-        stack = LayerStack(split, placement, 0, 0)
-        return jax.eval_shape(lambda x: stack.output_saving(params, x, extra)[1], x)
+        stack = LayerStack([LayerRange(split)], placement, 0, 0)
+        return jax.eval_shape(lambda x: stack.output_saving(params, x, extra)[1], x)[0]
 
     assert saved(RecomputedLayer(layer, params, x)).shape == (3, *SHAPE)  # each layer's input
     residuals = saved(split)

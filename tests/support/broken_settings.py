@@ -268,6 +268,27 @@ RULES = [
         ": use --config.parallel.offload=none",
     ),
     (
+        {"parallel.offload_directory": "/mnt/nvme"},
+        "parallel.offload_directory='/mnt/nvme' is for the optimizer's state, which "
+        "parallel.offload='none' leaves on the devices: use --config.parallel.offload=optimizer",
+    ),
+    (
+        {"parallel.offload": "optimizer", "parallel.offload_directory": "s3://bucket/state"},
+        "parallel.offload_directory='s3://bucket/state' is an address, not a folder of a local "
+        "disk: use --config.parallel.offload_directory=",
+    ),
+    (
+        {
+            "parallel.offload": "both",
+            "parallel.offload_directory": "/mnt/nvme",
+            "checkpoint.local": "/dev/shm/jaxtrain",
+            "checkpoint.local_every": 5,
+        },
+        "checkpoint.local='/dev/shm/jaxtrain' copies the state to memory, and "
+        "parallel.offload_directory='/mnt/nvme' keeps it on disk because memory has no space for "
+        "it: use --config.checkpoint.local= --config.checkpoint.local_every=0",
+    ),
+    (
         {"parallel.compiler_options": ("xla_gpu_enable_x=true", "--xla_tpu_y=1")},
         "parallel.compiler_options=('xla_gpu_enable_x=true', '--xla_tpu_y=1') has "
         "'--xla_tpu_y=1', which is not an XLA option such as "

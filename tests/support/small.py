@@ -17,7 +17,12 @@ from jaxtrain import config as configs
 from jaxtrain.config import Config
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.parallel import replicas
-from jaxtrain.training.state import ParameterLayout, TrainState, abstract_state
+from jaxtrain.training.state import (
+    ParameterLayout,
+    TrainState,
+    abstract_state,
+    with_working,
+)
 
 SMALL = configs.replace(
     Config(),
@@ -183,15 +188,18 @@ def from_plain(layout: ParameterLayout, plain: dict) -> dict:
 
 def first_state(step, plain: dict) -> TrainState:
     """The state before the first step with plain parameters, in each replica if replicas are
-    independent, without compiling anything."""
+    independent, without compiling anything but the copies of masters."""
     abstract = abstract_state(step.layout, step.optimizer)
     state = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), abstract)
-    params = from_plain(step.layout, plain)
-    if not step.layout.independent_replicas:
-        return dataclasses.replace(state, params=params)
+    params, anchor = from_plain(step.layout, plain), None
 
     def laid_out(tree: dict, like: dict) -> dict:
-        return jax.tree.map(lambda a, like: jax.device_put(a, like.sharding), tree, like)
+        put = lambda a, like: jax.device_put(np.asarray(a).astype(like.dtype), like.sharding)
+        return jax.tree.map(put, tree, like)
 
-    each = laid_out(replicas.copies(params, step.mesh), abstract.params)
-    return dataclasses.replace(state, params=each, anchor=laid_out(params, abstract.anchor))
+    if step.layout.independent_replicas:
+        anchor = laid_out(params, abstract.anchor)
+        params = replicas.copies(params, step.mesh)
+    params = laid_out(params, abstract.params)
+    state = dataclasses.replace(state, params=params, anchor=anchor, working=None)
+    return with_working(step.layout, state)

@@ -47,7 +47,11 @@ def by_name(columns: TickColumns) -> dict[str, np.ndarray]:
     return (
         fields
         | columns.runs
-        | {f"{slot}_slot": column for slot, column in vars(columns.slots).items()}
+        | {
+            f"{slot}_slot": column
+            for slot, column in vars(columns.slots).items()
+            if column is not None
+        }
     )
 
 

@@ -1,0 +1,141 @@
+"""An update whose state is streamed from disk: the training of a run without, number by number, on
+several meshes; and checkpoints that do not know of it."""
+
+import concurrent.futures
+
+import jax
+import numpy as np
+import pytest
+from support import small
+from support.small import Case
+
+from jaxtrain.checkpoint.manager import Checkpointer
+from jaxtrain.checkpoint.restoring import restore
+from jaxtrain.devices.state_file import is_on_disk
+from jaxtrain.training import streamed_update
+from jaxtrain.training.state import bytes_on_disk, bytes_per_device, initial_state, stored_shapes
+from jaxtrain.training.step import make_step, start_compiling
+
+CASES = {"one device": Case((1, 1, 1), microbatches=2)}
+MORE = {
+    "zero 3, skipped updates": Case(
+        (2, 1, 2), changes={"parallel.zero": 3, "train.on_nonfinite": "skip"}
+    ),
+    "zero 2, interleaved": Case((2, 2, 1), "interleaved", 2, 4, changes={"parallel.zero": 2}),
+    "zero 0, lion": Case((4, 1, 1), changes={"parallel.zero": 0, "optimizer.name": "lion"}),
+    "16-bit parameters and moments": Case(
+        (2, 1, 1),
+        changes={
+            "precision.params": "bfloat16",
+            "precision.masters": "none",
+            "precision.moments": "bfloat16",
+        },
+    ),
+}
+# XLA's CPU backend contracts a product and a sum of one kernel into one operation, and of two
+# products it takes one or the other, by the kernel's layout: the last bit of a moment differs
+ROUNDED = {
+    "zero 1, model": Case((2, 2, 2), microbatches=4),
+    "masters": Case((2, 2, 1), microbatches=4, changes={"precision.params": "bfloat16"}),
+    "adafactor": Case(
+        (2, 1, 1), changes={"optimizer.name": "adafactor", "optimizer.factored_size": 4}
+    ),
+}
+SHARED = {"model.layers": 5, "optimizer.clip_norm": 0.5}
+
+
+def trained(case: Case, folder: str = "", steps: int = 3) -> tuple[list[dict], list[np.ndarray]]:
+    """The metrics of some steps, and the arrays of the state after them; with the optimizer's state
+    in this folder."""
+    disk = {"parallel.offload": "optimizer", "parallel.offload_directory": folder}
+    cfg = case.config(SHARED | (disk if folder else {}))
+    mesh = small.mesh_of(cfg)
+    with jax.set_mesh(mesh), concurrent.futures.ThreadPoolExecutor(1) as executor:
+        step = make_step(cfg, mesh)
+        programs = start_compiling(step, executor).result()
+        file = step.layout.disk
+        if file:
+            file.open()
+        state, metrics = initial_state(step.layout, step.optimizer, 0), []
+        for number in range(steps):
+            batch = small.place_batch(step, cfg, small.batch(cfg, number))
+            state, of_step = programs.take(state, batch)
+            metrics.append({name: np.asarray(value) for name, value in of_step.items()})
+        leaves = jax.tree.leaves(state, is_leaf=is_on_disk)
+        arrays = [np.asarray(a.load() if is_on_disk(a) else a) for a in leaves]
+        if file:
+            file.close()
+    return metrics, arrays
+
+
+@pytest.mark.parametrize("case", small.named(CASES, MORE))
+def test_the_same_training_bit_for_bit(tmp_path, monkeypatch, case):
+    """Groups are small, so that a layer has several."""
+    monkeypatch.setattr(streamed_update, "GROUP_BYTES", 2**15)
+    (metrics, state), (expected, of_plain) = (
+        trained((CASES | MORE)[case], folder) for folder in (str(tmp_path), "")
+    )
+    assert metrics == expected
+    for a, b in zip(state, of_plain, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ROUNDED)
+def test_the_same_training_but_for_the_last_bit(tmp_path, case):
+    (metrics, state), (expected, of_plain) = (
+        trained(ROUNDED[case], folder) for folder in (str(tmp_path), "")
+    )
+    for of_step, in_plain in zip(metrics, expected, strict=True):
+        assert of_step.keys() == in_plain.keys()
+        for name, value in of_step.items():
+            np.testing.assert_allclose(value, in_plain[name], rtol=2e-6, err_msg=name)
+    for a, b in zip(state, of_plain, strict=True):
+        np.testing.assert_allclose(
+            np.asarray(a, np.float64), np.asarray(b, np.float64), atol=1e-6 * np.abs(b).max()
+        )
+
+
+def test_checkpoints_do_not_know_of_it(tmp_path):
+    """A state on disk is saved block by block, and restored into another file or on devices."""
+    case = Case((2, 2, 1), microbatches=4)
+    disk = {"parallel.offload": "optimizer", "parallel.offload_directory": str(tmp_path / "disk")}
+    configs = case.config(SHARED | disk), case.config(SHARED | disk), case.config(SHARED)
+    mesh = small.mesh_of(configs[0])
+    with jax.set_mesh(mesh):
+        steps = [make_step(cfg, mesh) for cfg in configs]
+        first, second, plain = steps
+        stored = [stored_shapes(step.layout, step.optimizer) for step in steps]
+        for step in (first, second):
+            step.layout.disk.open()
+        state = first.abstract_state()
+        params = jax.tree.map(
+            lambda a: jax.device_put(np.full(a.shape, 3, a.dtype), a.sharding),
+            plain.abstract_state(),
+        )
+        for a, like in zip(
+            jax.tree.leaves(state, is_leaf=is_on_disk), jax.tree.leaves(params), strict=True
+        ):
+            if is_on_disk(a):
+                a.fill(like)
+        filled = jax.tree.map(
+            lambda a, like: a if is_on_disk(a) else like, state, params, is_leaf=is_on_disk
+        )
+        saves = Checkpointer(tmp_path / "steps", stored[0], waits=True)
+        assert saves.save(1, filled, {}) and not saves.busy
+        saves.wait()
+        onto_disk = restore(tmp_path / "steps", 1, second.abstract_state(), stored[1])
+        onto_devices = restore(tmp_path / "steps", 1, plain.abstract_state(), stored[2])
+        for a, b in zip(
+            jax.tree.leaves(onto_disk, is_leaf=is_on_disk),
+            jax.tree.leaves(onto_devices),
+            strict=True,
+        ):
+            value = np.asarray(a.load() if is_on_disk(a) else a)
+            np.testing.assert_array_equal(value, np.asarray(b))
+            assert value.any()
+        for step in (first, second):
+            step.layout.disk.close()
+    on_disk = bytes_on_disk(first.abstract_state())
+    whole = bytes_per_device(plain.abstract_state())
+    assert bytes_per_device(first.abstract_state()) == whole - on_disk < whole
