@@ -35,7 +35,6 @@ def plain_step(config, parts, optimizer):
     """
     import jax
     import jax.numpy as jnp
-    import optax
 
     from jaxtrain.models.transformer import default_positions
     from jaxtrain.runtime.loss import loss_sum
@@ -63,8 +62,8 @@ def plain_step(config, parts, optimizer):
 
         zeros = jax.tree.map(jnp.zeros_like, params)
         (total, sums), _ = jax.lax.scan(microbatch, (jnp.zeros(()), zeros), batch)
-        updates, state = optimizer.update(sums, state, params)
-        return optax.apply_updates(params, updates), state, total
+        _, params, state = optimizer.update(sums, state, params)
+        return params, state, total
 
     return jax.jit(step, donate_argnums=(0, 1))
 

@@ -24,6 +24,7 @@ GROUPED = {
     "config/addresses.py": "checkpoint/test_stores.py",
     "config/errors.py": "config/test_flags.py",
     "config/rules.py": "config/test_checks.py",
+    "devices/state_stream.py": "training/test_streamed_update.py",
     "costs/frameworks.py": "costs/test_step_time.py",
     "costs/memory.py": "plan/test_memory_compiled.py",
     "costs/transformer.py": "costs/test_identities.py",

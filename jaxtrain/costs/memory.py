@@ -364,10 +364,13 @@ def _pools(step: StepModel, slots: SlotCounts) -> dict[str, float]:
         "residual_b": slots.residual_b * layers * layer.residual_b,
         "residual_w": slots.residual_w * layers * layer.residual_w,
         "weight_stash": slots.weight_stash * layers * layer.weight_stash,
-        "saved_b": slots.saved_b * saved_layers * saved.residual_b,
-        "saved_w": slots.saved_w * saved_layers * saved.residual_w,
-        "saved_stash": slots.saved_stash * saved_layers * saved.weight_stash,
     }
+    if saved_layers:
+        pools |= {
+            "saved_b": slots.saved_b * saved_layers * saved.residual_b,
+            "saved_w": slots.saved_w * saved_layers * saved.residual_w,
+            "saved_stash": slots.saved_stash * saved_layers * saved.weight_stash,
+        }
     full = step.layout.recomputation.mode == "full"
     inputs = ("activation",) if full else ("residual_b", "residual_w")
     in_f = (*inputs, "saved_b", "saved_w")

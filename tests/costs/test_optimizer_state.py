@@ -114,7 +114,7 @@ FORMS = {
 @pytest.mark.parametrize("model", MODELS)
 def test_16_bit_state_of_a_device(model, form):
     """Masters and moments to the byte, what ops read but for vectors and routers, which the plan
-    counts as 16-bit numbers: they are less than 2 % of these models."""
+    counts as 16-bit numbers: they are less than 3 % of these models."""
     for (name, sizes), zero in itertools.product(MODELS[model][2].items(), (0, 1, 3)):
         config, (setup, slots) = config_of(model, sizes, "adamw", zero), tables(model, name)
         config = configs.replace(config, FORMS[form] | {"precision.compute": "bfloat16"})
@@ -130,7 +130,7 @@ def test_16_bit_state_of_a_device(model, form):
         assert parts["optimizer"] + COUNTS == allocated, f"{name}, ZeRO {zero}"
         if zero < 3:  # then the plan shards vectors, too
             read = bytes_per_device(state.read)
-            assert parts["weights"] == pytest.approx(read, rel=0.02), f"{name}, ZeRO {zero}"
+            assert parts["weights"] == pytest.approx(read, rel=0.03), f"{name}, ZeRO {zero}"
 
 
 @pytest.mark.parametrize(
