@@ -30,7 +30,7 @@ BUFFER_BYTES = 256 * 2**20
 GROUPS = 2  # that are read at a time, and written
 
 
-class Group:
+class BlockGroup:
     """Blocks that are read and written together: a layer of each of some arrays, or these arrays
     entirely outside of stacks. It takes the file's next bytes."""
 
@@ -131,13 +131,13 @@ class Buffers:
 _Reading = concurrent.futures.Future[np.ndarray]
 
 
-class Stream:
+class StateStream:
     """The passes through a file's groups. One thread calls the methods.
 
     groups: in the order of a pass, not empty
     """
 
-    def __init__(self, file: StateFile, groups: Sequence[Group]):
+    def __init__(self, file: StateFile, groups: Sequence[BlockGroup]):
         self._file, self._groups = file, groups
         self._buffers = Buffers(max(BUFFER_BYTES, 2 * max(group.size for group in groups)))
         self._readers = concurrent.futures.ThreadPoolExecutor(GROUPS, "state_ahead")
@@ -147,7 +147,7 @@ class Stream:
         self._failure: StateFileError | None = None  # the first of a write
         file.interrupt = self.interrupt
 
-    def groups(self) -> Iterator[tuple[Group, np.ndarray]]:
+    def groups(self) -> Iterator[tuple[BlockGroup, np.ndarray]]:
         """The groups of a pass, each with its numbers in a buffer that `write` has to take back.
         Raises StateFileError."""
         self._begin()
@@ -161,7 +161,7 @@ class Stream:
         self._pass = None
         self._begin()
 
-    def write(self, group: Group, values: Sequence[jax.Array], buffer: np.ndarray) -> None:
+    def write(self, group: BlockGroup, values: Sequence[jax.Array], buffer: np.ndarray) -> None:
         """Writes the new values of a group's arrays, once the devices have them."""
         self._file.pending[group.begin] = self._writers.submit(self._write, group, values, buffer)
 
@@ -192,7 +192,7 @@ class Stream:
                 return
             self._ready.put(self._readers.submit(self._read, group, buffer))
 
-    def _read(self, group: Group, buffer: np.ndarray) -> np.ndarray:
+    def _read(self, group: BlockGroup, buffer: np.ndarray) -> np.ndarray:
         try:
             if group.begin in self._file.pending:
                 self._file.pending[group.begin].result()
@@ -202,7 +202,7 @@ class Stream:
             raise
         return buffer
 
-    def _write(self, group: Group, values: Sequence[jax.Array], buffer: np.ndarray) -> None:
+    def _write(self, group: BlockGroup, values: Sequence[jax.Array], buffer: np.ndarray) -> None:
         try:
             group.from_devices(values, buffer)
             self._file.write(group.begin, buffer)

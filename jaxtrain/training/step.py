@@ -193,15 +193,9 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
     jit = functools.partial(jax.jit, compiler_options=options)
     abstract = abstract_state(layout, optimizer)
     state_shardings = jax.tree.map(lambda a: a.sharding, abstract)
-    metrics_sharding = exchange = combine_metrics = None
+    exchange = combine_metrics = None
     if independent:
-        metrics_sharding = NamedSharding(mesh, replicas.leading(PartitionSpec()))
-        rate, momentum = config.optimizer.outer_learning_rate, config.optimizer.outer_momentum
-        outer_step = functools.partial(
-            diloco.exchange, layout=layout, rate=rate, momentum=momentum, dtype=precision.outer
-        )
-        exchange = jit(outer_step, donate_argnums=0, out_shardings=state_shardings)
-        combine_metrics = jit(combine_replicas, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        exchange, combine_metrics = _exchange(layout, state_shardings, precision.outer, jit)
     learning_rates = learning_rate(config.optimizer, steps)
     train: Wrapped
     streamed = None
@@ -209,16 +203,13 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
         settings = UpdateSettings(
             layout, config.optimizer, steps, precision.moments, keys, skips, model.balance_rate
         )
-        update = streamed_update(settings, abstract, jit)
-        gradients = _gradients(layout, runtime, learning_rates, skips)
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        train = jit(gradients, out_shardings=(layout.scattered, everywhere, everywhere))
-        streamed = StreamedStep(update, jit(_finish(layout, skips), out_shardings=everywhere))
+        train, streamed = _streamed(settings, abstract, runtime, learning_rates, jit)
     else:
+        of_replicas = NamedSharding(mesh, replicas.leading(PartitionSpec()))
         train = jit(
             _train(layout, optimizer, runtime, learning_rates, skips, model.balance_rate),
             donate_argnums=0,
-            out_shardings=(state_shardings, metrics_sharding),
+            out_shardings=(state_shardings, of_replicas if independent else None),
         )
     return Step(
         layout.parts,
@@ -239,6 +230,44 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
             not data.attend_across_documents,
         ),
         host_pools=runtime.host_pools,
+    )
+
+
+def _exchange(
+    layout: ParameterLayout, state_shardings: TrainState, dtype: str, jit: Callable[..., Wrapped]
+) -> tuple[Wrapped, Wrapped]:
+    """`Step.exchange` and `Step.combine_metrics` of independent replicas. dtype: of what they
+    exchange"""
+    outer_step = functools.partial(
+        diloco.exchange,
+        layout=layout,
+        rate=layout.optimizer.outer_learning_rate,
+        momentum=layout.optimizer.outer_momentum,
+        dtype=dtype,
+    )
+    everywhere = NamedSharding(layout.mesh, PartitionSpec())
+    return (
+        jit(outer_step, donate_argnums=0, out_shardings=state_shardings),
+        jit(combine_replicas, out_shardings=everywhere),
+    )
+
+
+def _streamed(
+    settings: UpdateSettings,
+    abstract: TrainState,
+    runtime: Runtime,
+    learning_rates: Callable[[ArrayLike], jax.Array],
+    jit: Callable[..., Wrapped],
+) -> tuple[Wrapped, "StreamedStep"]:
+    """`Step.train` and `Step.streamed` of an optimizer whose state is on disk."""
+    layout, everywhere = settings.layout, NamedSharding(settings.layout.mesh, PartitionSpec())
+    gradients = _gradients(layout, runtime, learning_rates, settings.skips)
+    finish = _finish(layout, settings.skips)
+    return (
+        jit(gradients, out_shardings=(layout.scattered, everywhere, everywhere)),
+        StreamedStep(
+            streamed_update(settings, abstract, jit), jit(finish, out_shardings=everywhere)
+        ),
     )
 
 

@@ -26,7 +26,7 @@ from jax.stages import Compiled, Lowered, Wrapped
 
 from jaxtrain.config import OptimizerConfig
 from jaxtrain.devices.state_file import DiskArray, is_on_disk
-from jaxtrain.devices.state_stream import Group, Stream
+from jaxtrain.devices.state_stream import BlockGroup, StateStream
 from jaxtrain.models.spec import Spec, is_spec
 from jaxtrain.training import balance
 from jaxtrain.training.optimizer import make_optimizer, parts_of
@@ -92,7 +92,7 @@ class StreamedUpdate:
 
     settings: "UpdateSettings"
     state: TrainState
-    passes: tuple[tuple[ParameterGroup, Group], ...]
+    passes: tuple[tuple[ParameterGroup, BlockGroup], ...]
     programs: dict[ParameterGroup, Wrapped]
 
     @property
@@ -145,7 +145,7 @@ def streamed_update(
     file = layout.disk
     assert file
     parts, masters = _state_by_parameter(layout, state)
-    passes: list[tuple[ParameterGroup, Group]] = []
+    passes: list[tuple[ParameterGroup, BlockGroup]] = []
     sizes = [[*moments, *master] for moments, master in zip(parts, masters, strict=True)]
     for _, unit in itertools.groupby(_parameter_groups(layout, sizes), lambda group: group.unit):
         in_unit = list(unit)
@@ -154,7 +154,7 @@ def streamed_update(
                 columns = zip(*(parts[i] for i in group.indices), strict=True)
                 arrays = [array for column in columns for array in column]
                 arrays += [array for i in group.indices for array in masters[i]]
-                passes.append((group, Group(file, arrays, layer)))
+                passes.append((group, BlockGroup(file, arrays, layer)))
     everywhere = NamedSharding(layout.mesh, P())
     shardings = jax.tree.leaves(layout.shardings)
     programs: dict[ParameterGroup, Wrapped] = {}
@@ -347,7 +347,7 @@ class CompiledUpdate:
         self._last = {group: number for number, (group, _) in enumerate(update.passes)}
         file = update.layout.disk
         assert file
-        self._stream = Stream(file, [blocks for _, blocks in update.passes])
+        self._stream = StateStream(file, [blocks for _, blocks in update.passes])
 
     def __call__(
         self, state: TrainState, gradients: list[jax.Array], guard: Guard

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.devices import state_file, state_stream
 from jaxtrain.devices.mesh import make_mesh
 from jaxtrain.devices.state_file import ALIGNMENT, StateFile, StateFileError
-from jaxtrain.devices.state_stream import Buffers, Group, Stream
+from jaxtrain.devices.state_stream import BlockGroup, Buffers, StateStream
 from jaxtrain.run.exit_status import ExitStatus
 
 SPECS = {
@@ -33,10 +33,10 @@ def file_of(folder) -> StateFile:
     return file
 
 
-def groups_of(file: StateFile) -> list[Group]:
+def groups_of(file: StateFile) -> list[BlockGroup]:
     stacks = [file.arrays["stacked"], file.arrays["replicated"]]
     ends = [file.arrays["outside"], file.arrays["number"]]
-    return [Group(file, ends, 0), *(Group(file, stacks, layer) for layer in range(3))]
+    return [BlockGroup(file, ends, 0), *(BlockGroup(file, stacks, layer) for layer in range(3))]
 
 
 def numbers(name: str, step: int = 0) -> np.ndarray:
@@ -91,7 +91,7 @@ def test_passes_change_all_numbers_once_each(opened, monkeypatch, limit):
     between passes while the next pass has begun."""
     monkeypatch.setattr(state_stream, "BUFFER_BYTES", limit)
     file, groups = opened
-    stream = Stream(file, groups)
+    stream = StateStream(file, groups)
     for name in SPECS:
         file.arrays[name].fill(on_devices(file, name))
     add = jax.jit(lambda arrays: [a + 1000 for a in arrays])
@@ -113,7 +113,7 @@ def test_passes_change_all_numbers_once_each(opened, monkeypatch, limit):
 @pytest.mark.parametrize("which, words", [("preadv", "read"), ("pwritev", "written")])
 def test_an_error_of_the_disk_is_told_by_name(opened, monkeypatch, which, words):
     file, groups = opened
-    stream = Stream(file, groups)
+    stream = StateStream(file, groups)
 
     def fails(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
