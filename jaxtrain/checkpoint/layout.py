@@ -32,13 +32,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.devices.state_file import DiskArray, is_on_disk
+from jaxtrain.devices.state_file import Bounds, DiskArray, block_shape, is_on_disk
 from jaxtrain.training.state import Stack, Stored
 
 LAYERS = "layers"
-
-# (start, stop) in each dimension.
-Bounds = tuple[tuple[int, int], ...]
 
 # Bytes of a piece at most: reading any part of a piece costs reading all of it.
 PIECE_BYTES = 32 * 2**20
@@ -275,7 +272,7 @@ class Shard:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in self.bounds)
+        return block_shape(self.bounds)
 
 
 class Shards:

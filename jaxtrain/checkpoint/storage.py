@@ -15,7 +15,6 @@ device memory.
 
 import asyncio
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,7 +37,7 @@ from jaxtrain.checkpoint.layout import (
 from jaxtrain.checkpoint.steps import CheckpointError, DamageError
 from jaxtrain.checkpoint.stores import no_damage
 from jaxtrain.devices import host_memory
-from jaxtrain.devices.state_file import DiskArray, is_on_disk
+from jaxtrain.devices.state_file import DiskArray, block_shape, is_on_disk
 
 # Views of this process's shards, each with its index in the stored array (layout.Region).
 Parts = list[tuple[np.ndarray, tuple]]
@@ -197,7 +196,7 @@ def _blocks_on_disk(
             continue
         for layer in range(disk.layers):
             block = disk.block(shard, layer)
-            size = math.prod(stop - start for start, stop in block) * disk.dtype.itemsize
+            size = disk.bytes_of(block)
             for region in regions(leaf, block, stored):
                 yield region.stored, DeferredBlock(disk, block, region.local, disk.dtype, size)
 
@@ -307,7 +306,7 @@ def on_devices(
         if local_devices := [
             device for device in devices if device.process_index == jax.process_index()
         ]:
-            buffer = np.zeros([stop - start for start, stop in bounds], array.dtype)
+            buffer = np.zeros(block_shape(bounds), array.dtype)
             buffers.append((buffer, local_devices))
             for region in regions(leaf, bounds, array.shape):
                 parts.append((buffer[region.local], region.stored))
@@ -326,11 +325,11 @@ def on_devices(
 def _on_disk(
     array: StoredArray, leaf: Leaf, disk: DiskArray, fill: Callable[[Parts], None]
 ) -> DiskArray:
-    """As `on_devices`, block by block, for a leaf on disk."""
+    """A leaf on disk, filled block by block; `fill` as for `on_devices`."""
     for shard in disk.shards():
         for layer in range(disk.layers):
             block = disk.block(shard, layer)
-            buffer = np.zeros([stop - start for start, stop in block], array.dtype)
+            buffer = np.zeros(block_shape(block), array.dtype)
             parts = [(buffer[r.local], r.stored) for r in regions(leaf, block, array.shape)]
             fill(parts)
             disk.write(block, buffer)

@@ -330,14 +330,14 @@ def _reductions(
             [{path: 0}, {"mesh.replica": 2}],
         )
     if steps and parallel.offload in ("optimizer", "both"):
-        allowed = "activations" if parallel.offload == "both" else "none"
+        on_devices = {"parallel.offload": "activations" if parallel.offload == "both" else "none"}
+        if parallel.offload_directory:
+            on_devices["parallel.offload_directory"] = ""
         yield Violation(
             "parallel.offload",
             f"offloads the optimizer's state, which independent replicas ({path}={steps}) keep on "
             "their devices",
-            [{"parallel.offload": allowed, "parallel.offload_directory": ""}, {path: 0}]
-            if parallel.offload_directory
-            else [{"parallel.offload": allowed}, {path: 0}],
+            [on_devices, {path: 0}],
         )
 
 

@@ -68,6 +68,11 @@ class DiskArray:
         """The number of parts of which each has one block of each shard."""
         return self.shape[1] if self.stacked else 1
 
+    @property
+    def layer_shape(self) -> tuple[int, ...]:
+        """The shape of one of the `layers`, [stages, 1, …] in a stack."""
+        return (self.shape[0], 1, *self.shape[2:]) if self.stacked else self.shape
+
     def block(self, shard: Bounds, layer: int) -> Bounds:
         """The bounds of a layer of a shard; of the complete shard outside of stacks."""
         return (shard[0], (layer, layer + 1), *shard[2:]) if self.stacked else shard
@@ -107,7 +112,7 @@ class DiskArray:
         """All numbers, on the devices. Raises StateFileError."""
         parts = []
         for shard, devices in self.shards().items():
-            numbers = np.empty(_shape(shard), self.dtype)
+            numbers = np.empty(block_shape(shard), self.dtype)
             for layer in range(self.layers):
                 part = numbers[:, layer : layer + 1] if self.stacked else numbers
                 np.copyto(part, self.read(self.block(shard, layer)))
@@ -119,13 +124,14 @@ class DiskArray:
         return self._view(block, buffer[self.offsets[block] - begin :])
 
     def _view(self, block: Bounds, buffer: np.ndarray) -> np.ndarray:
-        return buffer[: self._bytes(block)].view(self.dtype).reshape(_shape(block))
+        return buffer[: self.bytes_of(block)].view(self.dtype).reshape(block_shape(block))
 
-    def _bytes(self, block: Bounds) -> int:
-        return int(np.prod(_shape(block), dtype=np.int64)) * self.dtype.itemsize
+    def bytes_of(self, block: Bounds) -> int:
+        """Bytes of a block's numbers."""
+        return int(np.prod(block_shape(block), dtype=np.int64)) * self.dtype.itemsize
 
     def _size(self, block: Bounds) -> int:
-        return _aligned(self._bytes(block))
+        return _aligned(self.bytes_of(block))
 
     def place(self, layer: int, offset: int) -> int:
         """Gives the blocks of a layer their bytes, from this offset on; the offset after them."""
@@ -145,7 +151,8 @@ def is_on_disk(a: object) -> bool:
     return isinstance(a, DiskArray)
 
 
-def _shape(block: Bounds) -> tuple[int, ...]:
+def block_shape(block: Bounds) -> tuple[int, ...]:
+    """The sizes of a block or a shard."""
     return tuple(stop - start for start, stop in block)
 
 

@@ -66,7 +66,7 @@ class BlockGroup:
         parts = iter(jax.device_put(views, devices))
         return [
             jax.make_array_from_single_device_arrays(
-                (array.shape[0], 1, *array.shape[2:]) if array.stacked else array.shape,
+                array.layer_shape,
                 array.sharding,
                 [next(parts) for _ in range(count)],
             )

@@ -108,11 +108,7 @@ def make_optimizer(
 
     def init(params):
         state = _init_directions(directions, params, specs_of, tree, record.elementwise)
-        parts, trees, outline = parts_of(state, tree)
-        cast = lambda part: jax.tree.map(lambda a: a.astype(moments), part)
-        state = outline.unflatten(
-            cast(part) if follows else part for part, follows in zip(parts, trees, strict=True)
-        )
+        state = _with_moments(state, tree, moments)
         nothing = optax.EmptyState()
         # Checkpoints name the state's arrays by their places in this tuple.
         return nothing, state, nothing, optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
@@ -128,6 +124,7 @@ def make_optimizer(
             tree.flatten_up_to(part) if follows else [part] * len(specs_of)
             for part, follows in zip(parts, trees, strict=True)
         ]
+        rate = rates(count)
         values, new_params, results = [], [], []
         for i, ((path, gradient), held) in enumerate(
             zip(
@@ -137,7 +134,7 @@ def make_optimizer(
             )
         ):
             decay = cfg.weight_decay if specs_of[i].matrix else 0.0
-            one = _of_one(directions, outline, trees, decay, rates(count), count, finite)
+            one = _of_one(directions, outline, trees, decay, rate, count, finite)
             if not record.elementwise:
                 one = _unstacked(one, specs_of[i], trees, gradient.shape)
             leaves = [column[i] for column in columns]
@@ -213,6 +210,15 @@ def _init_directions(
             start = jax.vmap(start, out_axes=[0 if follows else None for follows in trees])
         results.append(start(array))
     return _joined(results, trees, outline, tree)
+
+
+def _with_moments(state: Any, tree: Any, dtype: str) -> Any:
+    """The state with its trees, of the structure `tree`, in this type."""
+    parts, trees, outline = parts_of(state, tree)
+    cast = lambda part: jax.tree.map(lambda a: a.astype(dtype), part)
+    return outline.unflatten(
+        cast(part) if follows else part for part, follows in zip(parts, trees, strict=True)
+    )
 
 
 def _of_one(

@@ -325,33 +325,24 @@ def _train(
 
     def train(state: TrainState, batch: dict) -> tuple[TrainState, StepMetrics]:
         def update(params, optimizer_state, results: LossesAndGradients):
-            losses, with_counts = results.losses, results.gradients
+            with_counts = results.gradients
             gradients = balance.without_counts(layout.specs, with_counts)
+            guard, metrics = _before_update(
+                layout, results, optimizer_state, state.step, rate, skips
+            )
             # Each data shard updates its part of the parameters; then they are gathered.
             scattered = jax.tree.map(
                 lambda a, s: a if is_on_host(a) else lax.with_sharding_constraint(a, s),
                 params,
                 layout.scattered,
             )
-            norm = optax.tree.norm(gradients)
-            finite = jnp.isfinite(losses.loss) & jnp.isfinite(norm) if skips else None
-            updated, params, after = optimizer.update(gradients, optimizer_state, scattered, finite)
-            moved = balance.move(layout.specs, updated, with_counts, balance_rate, finite)
+            updated, params, after = optimizer.update(
+                gradients, optimizer_state, scattered, guard.finite, guard.norm
+            )
+            moved = balance.move(layout.specs, updated, with_counts, balance_rate, guard.finite)
             on_device = layout.as_held(moved)
             params = jax.tree.map(lambda a, b: a if is_on_host(a) else b, params, on_device)
-            metrics = step_metrics(
-                loss=losses.loss,
-                grad_norm=norm,
-                param_norm=layout.norm(moved),
-                learning_rate=rate(updates_made(optimizer_state) if skips else state.step),
-                weighted_tokens=losses.tokens,
-                mtp_loss=losses.mtp_loss,
-                expert_load=balance.expert_load(layout.specs, with_counts),
-                dropped=balance.dropped(layout.specs, with_counts),
-                skipped=(state.step + 1 - updates_made(after)).astype(jnp.float32)
-                if skips
-                else None,
-            )
+            metrics |= _after_update(layout.norm(moved), after, state.step + 1, skips)
             return params, after, layout.working(moved), metrics
 
         results = runtime.losses_and_gradients(state.read, batch)
@@ -371,6 +362,40 @@ def _train(
     return train
 
 
+def _before_update(
+    layout: ParameterLayout,
+    results: LossesAndGradients,
+    optimizer_state: Any,
+    step: jax.Array,
+    rate: Callable[[ArrayLike], jax.Array],
+    skips: bool,
+) -> tuple[Guard, StepMetrics]:
+    """What an update needs of all gradients, and the metrics that are known before it; arguments as
+    of `_train`. step: the number of steps before this one"""
+    losses, with_counts = results.losses, results.gradients
+    gradients = balance.without_counts(layout.specs, with_counts)
+    norm = optax.tree.norm(gradients)
+    finite = jnp.isfinite(losses.loss) & jnp.isfinite(norm) if skips else None
+    metrics = step_metrics(
+        loss=losses.loss,
+        grad_norm=norm,
+        learning_rate=rate(updates_made(optimizer_state) if skips else step),
+        weighted_tokens=losses.tokens,
+        mtp_loss=losses.mtp_loss,
+        expert_load=balance.expert_load(layout.specs, with_counts),
+        dropped=balance.dropped(layout.specs, with_counts),
+    )
+    return Guard(norm, finite), metrics
+
+
+def _after_update(
+    param_norm: jax.Array, optimizer_state: Any, step: jax.Array, skips: bool
+) -> StepMetrics:
+    """The metrics that need the updated state. step: the number of steps, with this one"""
+    skipped = (step - updates_made(optimizer_state)).astype(jnp.float32) if skips else None
+    return step_metrics(param_norm=param_norm, skipped=skipped)
+
+
 def _gradients(
     layout: ParameterLayout,
     runtime: Runtime,
@@ -382,20 +407,11 @@ def _gradients(
 
     def gradients(state: TrainState, batch: dict) -> tuple[Any, Guard, StepMetrics]:
         results = runtime.losses_and_gradients(state.read, batch)
-        losses, with_counts = results.losses, results.gradients
         with jax.named_scope("optimizer"):
-            norm = optax.tree.norm(balance.without_counts(layout.specs, with_counts))
-            finite = jnp.isfinite(losses.loss) & jnp.isfinite(norm) if skips else None
-            metrics = step_metrics(
-                loss=losses.loss,
-                grad_norm=norm,
-                learning_rate=rate(updates_made(state.optimizer) if skips else state.step),
-                weighted_tokens=losses.tokens,
-                mtp_loss=losses.mtp_loss,
-                expert_load=balance.expert_load(layout.specs, with_counts),
-                dropped=balance.dropped(layout.specs, with_counts),
+            guard, metrics = _before_update(
+                layout, results, state.optimizer, state.step, rate, skips
             )
-        return with_counts, Guard(norm, finite), metrics
+        return results.gradients, guard, metrics
 
     return gradients
 
@@ -414,8 +430,7 @@ def _finish(
         else:
             norm = jnp.sqrt(squares)
         step = state.step + 1
-        skipped = (step - updates_made(state.optimizer)).astype(jnp.float32) if skips else None
-        return step, step_metrics(param_norm=norm, skipped=skipped)
+        return step, _after_update(norm, state.optimizer, step, skips)
 
     return finish
 

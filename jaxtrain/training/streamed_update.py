@@ -130,8 +130,7 @@ class StreamedUpdate:
 
 def _layer_of(array: DiskArray) -> jax.ShapeDtypeStruct:
     """One layer of a stack; an array outside of stacks entirely."""
-    shape = (array.shape[0], 1, *array.shape[2:]) if array.stacked else array.shape
-    return jax.ShapeDtypeStruct(shape, array.dtype, sharding=array.sharding)
+    return jax.ShapeDtypeStruct(array.layer_shape, array.dtype, sharding=array.sharding)
 
 
 def streamed_update(
@@ -144,7 +143,7 @@ def streamed_update(
     layout = settings.layout
     file = layout.disk
     assert file
-    parts, masters = _state_by_parameter(layout, state)
+    parts, masters = _state_by_parameter(state)
     passes: list[tuple[ParameterGroup, BlockGroup]] = []
     sizes = [[*moments, *master] for moments, master in zip(parts, masters, strict=True)]
     for _, unit in itertools.groupby(_parameter_groups(layout, sizes), lambda group: group.unit):
@@ -177,7 +176,7 @@ def streamed_update(
 
 
 def _state_by_parameter(
-    layout: ParameterLayout, state: TrainState
+    state: TrainState,
 ) -> tuple[list[list[DiskArray]], list[list[DiskArray]]]:
     """For each parameter, the arrays of the optimizer's state in the order of its trees, and its
     master if it has one."""
@@ -199,7 +198,7 @@ def _parameter_groups(
     """The groups of parameters: those of one unit whose state of one layer has GROUP_BYTES in a
     process, or a larger one alone."""
     devices = layout.mesh.devices.flat
-    here = len(devices) // len({device.process_index for device in devices})
+    local_devices = len(devices) // len({device.process_index for device in devices})
     shapes = [array.shape for array in jax.tree.leaves(layout.shapes)]
     specs = jax.tree_util.tree_leaves_with_path(layout.specs, is_leaf=is_spec)
     keys = [tuple(str(key.key) for key in path) for path, _ in specs]
@@ -208,7 +207,7 @@ def _parameter_groups(
         together: list[list[int]] = []
         size = 0
         for i in numbers:
-            bytes_of_layer = here * sum(a.bytes_per_device() // a.layers for a in parts[i])
+            bytes_of_layer = local_devices * sum(a.bytes_per_device() // a.layers for a in parts[i])
             if not together or size + bytes_of_layer > GROUP_BYTES:
                 together.append([])
                 size = 0
