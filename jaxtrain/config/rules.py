@@ -8,6 +8,7 @@ only. Standard library only.
 """
 
 import dataclasses
+import difflib
 import functools
 import inspect
 import math
@@ -32,6 +33,8 @@ from jaxtrain.config import (
     kernels,
     sources,
 )
+from jaxtrain.config.saved_values import saved_values
+from jaxtrain.config.sizes import SELECTIVE, remat_of
 from jaxtrain.schedule.orders import SCHEDULES, default_repeats, fits_repeats
 
 BYTE_VOCABULARY = 257  # 256 bytes and the document separator
@@ -413,6 +416,28 @@ def _pipeline(
         yield Violation("pipeline.times", "has no time for F, B or W", [{"pipeline.times": ()}])
 
 
+def _saved_values(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Violation]:
+    path, names = "pipeline.save", saved_values(model)
+    if wrong := [name for name in pipeline.save if name not in names]:
+        known = [name for name in pipeline.save if name in names]
+        meant = difflib.get_close_matches(wrong[0], names, n=1, cutoff=0.5)
+        yield Violation(
+            path,
+            f"names {wrong[0]!r}, which no layer of this model has: its values are "
+            f"{', '.join(names)}",
+            values_for(path, [tuple(dict.fromkeys([*known, *meant])), ()]),
+        )
+    remat = remat_of(pipeline.remat)
+    if pipeline.save and remat.mode != SELECTIVE:
+        mode = SELECTIVE if remat.layers is None else f"{SELECTIVE}:{remat.layers}"
+        what = "recomputes no layer" if remat.mode == "none" else "saves a layer's input alone"
+        yield Violation(
+            path,
+            f"is for pipeline.remat='selective', and {pipeline.remat!r} {what}",
+            [{"pipeline.remat": mode}, {path: ()}],
+        )
+
+
 def _layers_fill_chunks(
     pipeline: PipelineConfig, model: ModelConfig, mesh: MeshConfig
 ) -> Iterator[Violation]:
@@ -598,6 +623,7 @@ RULES: tuple[Rule, ...] = (
     _compiler_options,
     _products,
     _pipeline,
+    _saved_values,
     _layers_fill_chunks,
     _chunks_have_layers,
     _run,
