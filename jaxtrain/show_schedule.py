@@ -39,6 +39,7 @@ from jaxtrain.schedule.orders import (
     default_repeats,
     fits_repeats,
 )
+from jaxtrain.schedule.several_steps import repeated
 from jaxtrain.schedule.simulate import comparison, figures, simulate, summary
 from jaxtrain.schedule.table import ROUNDING, VOCABULARIES, Table
 from jaxtrain.schedule.table_csv import to_csv
@@ -66,9 +67,10 @@ coupled one ticks run as this runtime executes them, where a permute makes a sta
 neighbours. --json prints, and the lines below the timeline show:
   ticks                     ticks of the table; a stage does at most one F, R, B or W in each
   step_time                 by the independent clock; step_time_coupled: by the coupled one
+  span                      longest time from a stage's first op to the end of its last one; with
+                            --steps_per_program=N these three are of the program, divided by N
   bubble_fraction           1 - busiest stage's work / step_time
-  bubble_fraction_span      1 - busiest stage's work / longest time from a stage's first op to its
-                            last, independent clock
+  bubble_fraction_span      1 - busiest stage's work / span, independent clock
   bubble_fraction_coupled   1 - busiest stage's work / step_time_coupled
   peak_residuals            for each stage, the most chunks whose residuals it holds at once, each
                             from its F to the end of its B
@@ -80,6 +82,13 @@ FLAGS = (
     Flag("schedule", ONE_CHUNK, f"{', '.join(by_name.NAMES)} or csv:FILE"),
     Flag("stages", 0, "pipeline stages; 0: 4, or those of the CSV file", at_least=1),
     Flag("microbatches", 0, "microbatches of a step; 0: 8, or those of the CSV file", at_least=1),
+    Flag(
+        "steps_per_program",
+        1,
+        "training steps in the table, without a barrier between them; each stage's next step "
+        "begins when its own update is done",
+        at_least=1,
+    ),
     Flag(
         "repeats",
         0,
@@ -108,6 +117,12 @@ FLAGS = (
         "embed",
         0.0,
         "time of the embedding of one microbatch on one stage, and of its gradient",
+        at_least=0,
+    ),
+    Flag(
+        "update",
+        0.0,
+        "time of the optimizer's update of a stage, if --steps_per_program > 1",
         at_least=0,
     ),
     Flag("row", 0.0, "time added to every tick on every stage; for the coupled clock", at_least=0),
@@ -216,6 +231,9 @@ def check_flags(flags: types.SimpleNamespace) -> ScheduleRequest:
     if flags.csv_format != "table" and not flags.csv:
         rule = f"--csv_format={flags.csv_format} is the format of --csv, which names no file"
         raise UsageError(rule, {"csv_format": "table"})
+    if flags.csv and flags.steps_per_program > 1:
+        rule = "--csv writes the table of one step, which --steps_per_program repeats"
+        raise UsageError(rule, {"steps_per_program": 1})
     file = _read_file(flags) if of_file else None
     spec = TableSpec(
         flags.schedule,
@@ -245,8 +263,13 @@ def _check_size(flags: types.SimpleNamespace, spec: TableSpec) -> None:
     }
     limit = MOST_COMPARED_CELLS if flags.compare else MOST_CELLS
     others = math.prod(sizes.values()) // spec.microbatches
-    if others * (spec.stages + spec.microbatches) <= limit:
+    steps = flags.steps_per_program
+    if others * (spec.stages + spec.microbatches) * steps <= limit:
         return
+    if others * (spec.stages + spec.microbatches) <= limit:
+        rule = f"--steps_per_program={steps} of these steps are more than {limit} tasks"
+        most = limit // (others * (spec.stages + spec.microbatches))
+        raise UsageError(rule, {"steps_per_program": most})
     # Fewer microbatches where these are enough, else less of what is most.
     name, most = "microbatches", limit // others - spec.stages
     if most <= 0:
@@ -312,8 +335,8 @@ def _read_file(flags: types.SimpleNamespace) -> Table | ChunkOrders:
 
 
 def read_times(flags: types.SimpleNamespace) -> Times:
-    """Times from --times, --recompute, --head, --embed and --row. Raises UsageError for values that
-    are no times."""
+    """Times from --times, --recompute, --head, --embed, --update and --row. Raises UsageError for
+    values that are no times."""
     numbers = [cfg.number(text) for text in flags.times.split(",")]
     known = [number for number in numbers if number is not None and number >= 0]
     if len(known) != 4 or len(numbers) != 4 or not sum(known[:3]) > 0 or max(known) > MOST_TIME:
@@ -324,7 +347,7 @@ def read_times(flags: types.SimpleNamespace) -> Times:
         )
         raise UsageError(rule, {"times": "1,1,1,0"})
     recompute = cfg.number(flags.recompute or "0")
-    for name in ("head", "embed", "row"):
+    for name in ("head", "embed", "update", "row"):
         if not getattr(flags, name) <= MOST_TIME:
             raise UsageError(
                 f"--{name}={getattr(flags, name):g} must be at most {MOST_TIME:g}", {name: 0.0}
@@ -344,6 +367,7 @@ def read_times(flags: types.SimpleNamespace) -> Times:
         head=flags.head,
         tick=flags.row,
         embed=flags.embed,
+        update=flags.update,
     )
 
 
@@ -355,15 +379,24 @@ def make(
 ) -> Table:
     """The checked table of a schedule; of `auto`, the best with any of these numbers of chunks on a
     stage."""
+    spec = request.spec
+    one_step = make_one_step(request, name, repeats, report)
+    table = repeated(one_step, request.flags.steps_per_program, spec.times, permute=spec.permute)
+    check(table)
+    return table
+
+
+def make_one_step(
+    request: ScheduleRequest, name: str, repeats: Sequence[int], report: search.Report
+) -> Table:
+    """The table of one step, not checked; arguments as of `make`."""
     file = request.file
     if isinstance(file, Table):
         return file
     if file is not None:
         units = [request.flags.ops_per_chunk] * len(file.stage_of)
         spec = dataclasses.replace(request.spec, units_per_chunk=units)
-        table = by_name.packed(file, spec, report)
-        check(table)
-        return table
+        return by_name.packed(file, spec, report)
     specs = []
     for count in repeats:
         units = [request.flags.ops_per_chunk] * (request.spec.stages * count)
@@ -371,11 +404,8 @@ def make(
             dataclasses.replace(request.spec, schedule=name, repeats=count, units_per_chunk=units)
         )
     if name == AUTO:
-        table = search.search(specs, report)
-    else:
-        table = by_name.named_table(specs[0], report)
-    check(table)
-    return table
+        return search.search(specs, report)
+    return by_name.named_table(specs[0], report)
 
 
 def shown_by(request: ScheduleRequest) -> Shown:
@@ -407,7 +437,9 @@ def one(request: ScheduleRequest, report: search.Report) -> Shown:
     report("clocks and slots", 1.0)
     result = simulate(table, spec.times, fused_backward=flags.fused_backward)
     values = figures(table, result)
-    sizes = f"{table.stages} stages, {table.microbatches} microbatches"
+    sizes = f"{table.stages} stages, {table.microbatches_per_step} microbatches"
+    if table.steps > 1:
+        sizes += f", {table.steps} steps in a program"
     title = f"{table.name}: {sizes}, coupled bubble {result.bubble_fraction_coupled:.1%}"
     content: dict[str, Callable[[], bytes]] = {
         "csv": lambda: CSV_FORMATS[flags.csv_format](table).encode(),

@@ -246,8 +246,8 @@ def transposed_pools(step: StepModel, slots: SlotCounts) -> float:
 
     For microbatches of several sequences W transposes a gathered array of the stash, and B what a
     norm has saved; the ops take turns. For one sequence, W transposes the two gradients that it
-    sums for biases, as wide as the hidden layer and as the layer. It also transposes what a norm has
-    made once more in 32 bits.
+    sums for biases, as wide as the hidden layer and as the layer. So it does with what a
+    norm has made once more in 32 bits.
     """
     model, layout = step.model, step.layout
     if layout.model == 1:

@@ -41,6 +41,7 @@ class Times:
     message:     from a stage to its neighbour
     head, embed: of one microbatch, if one stage computes it: the head with its loss and gradients;
         the embedding, and as much again for its gradient
+    update:      the optimizer's update of a stage, where a table has several steps
     tick:        added to every tick, also an idle one, by the coupled clock alone
     """
 
@@ -52,14 +53,17 @@ class Times:
     head: float = 0.0
     tick: float = 0.0
     embed: float = 0.0
+    update: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class TimedOp:
     """An op on a stage, from `start` to `end`.
 
-    name: F, R, B, W, H for the head, or E for the embedding and its gradient
-    unit: in model order; −1 for H and E
+    name: F, R, B, W, H for the head, E for the embedding and its gradient, or O for the optimizer's
+        update
+    unit: in model order; −1 for H, E and O
+    microbatch: of O, the step
     """
 
     stage: int
@@ -70,7 +74,8 @@ class TimedOp:
     end: float
 
 
-NAMES = ("", "F", "R", "B", "W", "H", "E")  # of timed ops, by number: those of `Op`, then H and E
+# of timed ops, by number: those of `Op`, then the others
+NAMES = ("", "F", "R", "B", "W", "H", "E", "O")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -96,7 +101,7 @@ class Timeline(Iterable[TimedOp]):
 
 # --- what both clocks time ------------------------------------------------------------------------
 
-EMBED, CELL, HEAD, EMBED_GRADIENT = range(4)  # the parts of a tick, in this order
+EMBED, CELL, HEAD, EMBED_GRADIENT, UPDATE = range(5)  # the parts of a tick, in this order
 
 # An event: one op on one stage, of a cell or of a column (ColumnOp). −1 stands for no unit, no
 # message and no joint op.
@@ -206,11 +211,13 @@ class CoupledStarts:
     """The starts of ops by the coupled clock.
 
     cells:      for each tick, float64 [stages]
+    updates:    for each tick with an update, float64 [stages]
     column_ops: part of a tick → (tick, start) of each of its ops, if they take time
     step_time:  the end of the last tick
     """
 
     cells: list[np.ndarray]
+    updates: list[np.ndarray]
     column_ops: dict[int, list[tuple[int, float]]]
     step_time: float = 0.0
 
@@ -223,7 +230,7 @@ def coupled_starts(
     shares: each unit's fraction of a stage's work; None: stages / units
     """
     message, ops = times.message, _column_ops(table, times)
-    starts = CoupledStarts([], {part: [] for part in ops})
+    starts = CoupledStarts([], [], {part: [] for part in ops})
     # stage 0 and the last one are neighbours too
     closed = table.stages > 2 and wraps(table.stage_of, table.stages)
     # An op that takes no time stands in no tick.
@@ -243,12 +250,16 @@ def coupled_starts(
 
     start = np.zeros(table.stages)
     duration = _durations(table, times, shares)[table.op, table.unit]
+    updating = set(np.nonzero(table.update >= 0)[0].tolist())
     for tick, when in enumerate(table.permute.tolist()):
         if times.tick:
             start = start + times.tick
         begin = after(EMBED, tick, start)
         starts.cells.append(begin)
         end = after(EMBED_GRADIENT, tick, after(HEAD, tick, begin + duration[tick]))
+        if tick in updating:
+            starts.updates.append(end)
+            end = end + times.update * (table.update[tick] >= 0)
         if when != Permute.NONE:
             arrival = (start if when == Permute.EARLY else end) + message
             end = end.copy()
@@ -280,7 +291,10 @@ def coupled(table: Table, times: Times, shares: Sequence[float] | None = None) -
         start=np.array(starts.cells).reshape(table.op.shape)[tick, stage],
         time=_durations(table, times, shares)[op, unit],
     )
-    parts = [cells]
+    tick, stage = np.nonzero(table.update >= 0)
+    ticks_of_updates, index = np.unique(tick, return_inverse=True)
+    begun = np.array(starts.updates).reshape(len(ticks_of_updates), table.stages)
+    parts = [cells, _update_events(table, times, start=begun[index, stage])]
     for part, column_op in _column_ops(table, times).items():
         started = np.array(starts.column_ops[part], float).reshape(-1, 2)
         ticks = started[:, :1].astype(int)
@@ -317,6 +331,7 @@ def independent(
     """
     messages = _Messages(table.units, table.microbatches)
     parts = [_cell_events(table, times, shares, messages, fused_backward)]
+    parts.append(_update_events(table, times, joint_op=-1, needs=-1, gives=-1))
     joint_ops = 0
     for part, op in _column_ops(table, times).items():
         parts.append(_column_events(table, times, part, op, messages, joint_ops))
@@ -425,6 +440,22 @@ def _column_events(
         lag=times.message if op.together else 0.0,
         time=op.time,
         joint_op=np.arange(len(ticks)) + joint_ops if op.together else -1,
+    )
+
+
+def _update_events(table: Table, times: Times, **fields: Any) -> np.ndarray:
+    """The events of the optimizer's updates in a table of several steps, by tick and stage, EVENT
+    [updates]. fields: further ones of `_events`"""
+    tick, stage = np.nonzero(table.update >= 0)
+    return _events(
+        stage=stage,
+        tick=tick,
+        part=UPDATE,
+        name=NAMES.index("O"),
+        unit=-1,
+        microbatch=table.update[tick, stage],
+        time=times.update,
+        **fields,
     )
 
 

@@ -24,6 +24,7 @@ COLOURS = {
     "W": (62, 142, 82),
     "H": (190, 48, 66),
     "E": (96, 96, 104),
+    "O": (32, 32, 36),
 }
 MEANINGS = {
     "F": "forward",
@@ -32,6 +33,7 @@ MEANINGS = {
     "W": "weight gradient",
     "H": "head and loss",
     "E": "embedding",
+    "O": "optimizer's update",
 }
 PERMUTE_MARKS = {Permute.NONE: "", Permute.LATE: "l", Permute.EARLY: "e"}
 LANE, LABEL, TOP, BOTTOM = 26, 62, 46, 26  # of the SVG, in pixels
@@ -63,9 +65,9 @@ def _chunks(table: Table) -> list[list[int]]:
 
 
 def _colours(table: Table) -> dict[tuple[str, int], Colour]:
-    """(name of an op, unit) → its colour; unit −1 of the head and the embedding."""
+    """(name of an op, unit) → its colour; unit −1 of the head, the embedding and the update."""
     chunks = _chunks(table)
-    colours = {(name, -1): shade(name, 0, 1) for name in "HE"}
+    colours = {(name, -1): shade(name, 0, 1) for name in "HEO"}
     for unit, (chunk, stage) in enumerate(zip(table.chunk_of, table.stage_of, strict=True)):
         local, count = chunks[stage].index(chunk), len(chunks[stage])
         colours |= {(name, unit): shade(name, local, count) for name in "FRBW"}
@@ -100,9 +102,10 @@ def text(table: Table, width: int = 120, colour: bool = False) -> str:
     legend = [
         _paint(f" {name} {MEANINGS[name]} ", shade(name, 0, 1) if colour else None) for name in ops
     ]
+    updates = "; O after an op: the stage's update at the end of the tick" * (table.steps > 1)
     lines = [
         "  ".join(legend),
-        "head: the microbatch whose head and loss the tick has; permute: l late, e early",
+        f"head: the microbatch whose head and loss the tick has; permute: l late, e early{updates}",
     ]
     tints: dict[tuple[str, int], Colour] = {}  # of a line's tick
     if colour:
@@ -145,7 +148,8 @@ def _labels(table: Table) -> dict[str, list[str]]:
     busy = (array.tolist() for array in table.busy)
     for tick, stage, op, unit, microbatch in zip(*busy, strict=True):
         of_unit = f"{local[unit]}." if several else ""
-        labels[f"stage {stage}"][tick] = f"{Op(op).name}{of_unit}{microbatch}"
+        update = "O" if table.update[tick, stage] >= 0 else ""
+        labels[f"stage {stage}"][tick] = f"{Op(op).name}{of_unit}{microbatch}{update}"
     labels["head"] = [
         "" if microbatch < 0 else str(microbatch) for microbatch in table.head.tolist()
     ]
@@ -218,7 +222,8 @@ def _shapes(table: Table, timeline: Timeline, scale: float) -> list[str]:
         left, width = LABEL + op.start * scale, (op.end - op.start) * scale
         y = TOP + LANE * op.stage
         chunk = f"chunk {table.chunk_of[op.unit]}, " if op.unit >= 0 else ""
-        title = f"{chunk}microbatch {op.microbatch}: {op.start:g} to {op.end:g}"
+        of = "step" if op.name == "O" else "microbatch"
+        title = f"{chunk}{of} {op.microbatch}: {op.start:g} to {op.end:g}"
         parts.append(
             f'<rect x="{left:.2f}" y="{y + 1}" width="{max(width - 0.6, 0.4):.2f}" '
             f'height="{LANE - 2}" fill="{_hex(colour)}">'

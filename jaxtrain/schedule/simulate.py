@@ -16,10 +16,11 @@ from jaxtrain.schedule.table import Permute, Table, peak_residuals
 class Simulation:
     """A table's times and memory. Bubbles are fractions of time that the busiest stage is idle.
 
-    step_time, step_time_coupled       by the independent and by the coupled clock
+    step_time, step_time_coupled       of the table, by the independent and by the coupled clock
+    span                               longest time from a stage's first op to the end of its last
+                                       one, independent clock
     bubble_fraction                    1 − busiest stage's work / step_time
-    bubble_fraction_span               1 − busiest stage's work / longest time from a stage's first
-                                       op to the end of its last one (Qi et al. 2023: the
+    bubble_fraction_span               1 − busiest stage's work / span (Qi et al. 2023: the
                                        optimizer's step follows on each stage without a barrier)
     bubble_fraction_coupled            1 − busiest stage's work / step_time_coupled
     imbalance                          busiest stage's work / mean work of a stage
@@ -31,6 +32,7 @@ class Simulation:
 
     step_time: float
     step_time_coupled: float
+    span: float
     bubble_fraction: float
     bubble_fraction_span: float
     bubble_fraction_coupled: float
@@ -62,7 +64,7 @@ def simulate(
     np.minimum.at(begin, timeline.stage, timeline.start)
     np.maximum.at(end, timeline.stage, timeline.end)
     busiest, step_time = max(busy), float(end.max())
-    step_time_coupled = float(timeline_coupled.end.max())
+    step_time_coupled, span = float(timeline_coupled.end.max()), float((end - begin).max())
 
     def bubble(time: float) -> float:
         return max(0.0, 1 - busiest / time) if time > 0 else 0.0
@@ -70,8 +72,9 @@ def simulate(
     return Simulation(
         step_time=step_time,
         step_time_coupled=step_time_coupled,
+        span=span,
         bubble_fraction=bubble(step_time),
-        bubble_fraction_span=bubble(float((end - begin).max())),
+        bubble_fraction_span=bubble(span),
         bubble_fraction_coupled=bubble(step_time_coupled),
         imbalance=busiest * table.stages / sum(busy) if busiest else 1.0,
         peak_residuals=peak_residuals(table),
@@ -87,17 +90,20 @@ Figures = dict[str, Any]  # as JSON has them
 
 
 def figures(table: Table, result: Simulation) -> Figures:
-    """The object that --json prints."""
+    """The object that --json prints. Times are of one step, those of the table divided by its
+    steps."""
     slotted = assign_slots(table)
     return {
         "schedule": table.name,
         "stages": table.stages,
         "repeats": max(1, len(set(table.chunk_of)) // table.stages),
-        "microbatches": table.microbatches,
+        "microbatches": table.microbatches_per_step,
+        "steps_per_program": table.steps,
         "permutes": {when.name.lower(): int((table.permute == when).sum()) for when in Permute},
         "ticks": table.ticks,
-        "step_time": result.step_time,
-        "step_time_coupled": result.step_time_coupled,
+        "step_time": result.step_time / table.steps,
+        "step_time_coupled": result.step_time_coupled / table.steps,
+        "span": result.span / table.steps,
         "bubble_fraction": result.bubble_fraction,
         "bubble_fraction_span": result.bubble_fraction_span,
         "bubble_fraction_coupled": result.bubble_fraction_coupled,
@@ -119,7 +125,7 @@ def summary(values: Figures) -> str:
     lines = [
         f"ticks               {values['ticks']} (permutes: {permutes})",
         f"step time           {values['step_time']:g} independent, "
-        f"{values['step_time_coupled']:g} coupled",
+        f"{values['step_time_coupled']:g} coupled; longest span of a stage {values['span']:g}",
         f"bubble              {values['bubble_fraction']:.2%} of the step, "
         f"{values['bubble_fraction_span']:.2%} of the longest span, "
         f"{values['bubble_fraction_coupled']:.2%} coupled",

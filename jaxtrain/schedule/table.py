@@ -17,7 +17,7 @@ A tick has at most one cell on each stage, and at most one permute. Its parts ha
 every stage:
 
     take in what arrived → early permute → embed → the cell's op → head → embedding's gradient
-                         → late permute
+                         → optimizer's update → late permute
 
 The head of a microbatch may stand in the tick of the last unit's F, but the last unit's B only in a
 later one. transport.py says when a message can be read, validator.py whether a table is correct,
@@ -113,6 +113,7 @@ class TableShape:
     forward_only  evaluation: F, embed and head alone
     vocabulary    "parallel": all stages share head and embedding; "end_stages": the last unit's
                   stage has the head, the first unit's the embedding
+    steps         training steps in the table; microbatch k is of step k // microbatches_per_step
     """
 
     name: str
@@ -125,6 +126,7 @@ class TableShape:
     saved: tuple[float, ...] = ()
     forward_only: bool = False
     vocabulary: str = "parallel"
+    steps: int = 1
 
     def __post_init__(self):
         if not self.chunk_of:
@@ -134,6 +136,11 @@ class TableShape:
     def units(self) -> int:
         """The number of units of the model."""
         return len(self.stage_of)
+
+    @property
+    def microbatches_per_step(self) -> int:
+        """The number of microbatches of one training step."""
+        return self.microbatches // self.steps
 
     @property
     def units_per_stage(self) -> int:
@@ -196,6 +203,29 @@ class Table(TableShape):
     def ticks(self) -> int:
         """The number of ticks."""
         return len(self.op)
+
+    @functools.cached_property
+    def update(self) -> np.ndarray:
+        """int32 [ticks, stages]: the step whose optimizer update a stage does at the end of a tick,
+        the one of its last W of that step; −1 none. With one step in the table, whose update
+        follows the table, −1 everywhere."""
+        update = np.full(self.op.shape, -1, np.int32)
+        if self.steps > 1:
+            tick, stage, op, _, microbatch = self.busy
+            step = microbatch // self.microbatches_per_step
+            last = np.full((self.stages, self.steps), -1)
+            weights = op == Op.W
+            np.maximum.at(last, (stage[weights], step[weights]), tick[weights])
+            for (of_stage, of_step), at in np.ndenumerate(last):
+                if at >= 0:
+                    update[at, of_stage] = of_step
+        return update
+
+    @property
+    def update_ends(self) -> np.ndarray:
+        """int32 [ticks]: the step whose update of embedding and head all stages do together at the
+        end of a tick, that of the first unit's stage; −1 none."""
+        return self.update[:, self.stage_of[0]]
 
     @functools.cached_property
     def cells(self) -> list[list[Cell | None]]:

@@ -35,6 +35,7 @@ def check(table: Table, memory: float | None = None, count_weight_stash: bool = 
     if permutes - {*Permute}:
         raise TableError(f"permute holds {sorted(permutes)}: use 0, 1 or 2")
     _check_order(table)
+    _check_steps(table)
     if memory is not None:
         for stage, peak in enumerate(peak_residuals(table, count_weight_stash)):
             if peak > memory + ROUNDING:
@@ -59,6 +60,8 @@ def _check_shape(table: Table) -> None:
             f"{len(stage_of)} units, {len(table.chunk_of)} chunk numbers, vocabulary "
             f"{table.vocabulary!r}"
         )
+    if table.steps < 1 or microbatches % table.steps:
+        raise TableError(f"{table.steps} steps do not divide {microbatches} microbatches")
     if len(table.saved) not in (0, len(stage_of)):
         raise TableError(f"{len(stage_of)} units, {len(table.saved)} fractions of saved layers")
     of_stages = dict.fromkeys(("op", "local_unit", "microbatch"), (table.ticks, stages))
@@ -292,3 +295,35 @@ def _early_column(table: Table, name: str, readable: np.ndarray) -> TableError |
     return TableError(
         f"{waits}: not before it", tick, column=name, ticks=(int(readable[microbatch]),)
     )
+
+
+# --- on the right parameters ----------------------------------------------------------------------
+
+
+def _check_steps(table: Table) -> None:
+    """Raises TableError, in a table of several steps, for the earliest op that stands on its stage
+    before an update whose result it needs: after each stage's last W of a step comes its update,
+    and only then an op of the next step. Head and embedding have theirs with the first unit's
+    stage."""
+    per_step = table.microbatches_per_step
+    for stage in range(table.stages) if table.steps > 1 else ():
+        ticks = np.flatnonzero(table.op[:, stage])
+        step = table.microbatch[ticks, stage] // per_step
+        late = np.flatnonzero(np.maximum.accumulate(step) > step)
+        if len(late):
+            tick = int(ticks[late[0]])
+            op, unit, microbatch = (
+                int(a[tick, stage]) for a in (table.op, table.unit, table.microbatch)
+            )
+            name = cell_name((op, unit, microbatch), table.stage_of)
+            rule = f"{name} of step {step[late[0]]} follows an op of a later step: move it before"
+            raise TableError(rule, tick, stage)
+    for name in ("head", "embed", "embed_gradient") if table.steps > 1 else ():
+        column = getattr(table, name)
+        for tick in np.flatnonzero(column >= 0).tolist():
+            step = int(column[tick]) // per_step
+            (updated,) = np.flatnonzero(table.update_ends == step)
+            (before,) = np.flatnonzero(table.update_ends == step - 1) if step else (-1,)
+            if not before < tick <= updated:
+                rule = f"microbatch {column[tick]} of step {step}: move it between the updates of"
+                raise TableError(f"{rule} step {step - 1} and step {step}", tick, column=name)

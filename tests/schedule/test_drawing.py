@@ -79,7 +79,7 @@ def test_svg_has_every_op_at_its_time():
         "stage 0",
         "stage 1",
         "stage 2",
-        *drawing.MEANINGS.values(),
+        *(text for name, text in drawing.MEANINGS.items() if name != "O"),
     } <= set(texts)
     found = {
         e.find(f"{SVG}title").text: e

@@ -1,0 +1,93 @@
+"""Several training steps as one table, without a barrier between them (Qi et al. 2023, section 4,
+arXiv:2401.10241: "bypassing optimizer synchronizations").
+
+The microbatches of step k of a table of m a step are numbered k m … (k + 1) m − 1. A stage updates
+its own parameters at the end of the tick of its last W of a step, and begins the next step while
+other stages still do theirs; the table has no tick for that. Embedding and head are updated by all
+stages together, with the first unit's stage, which is the first that needs them.
+
+    zb_h2, 2 stages, 3 microbatches, 2 steps
+    stage 0   F0 F1 F2 B0 W0 B1 W1 B2 W2O F3 F4 F5 B3 W3 …
+    stage 1   .  F0 B0 F1 B1 W0 F2 B2 W1 W2O F3 B3 F4 B4 …
+
+No JAX here.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxtrain.schedule.clocks import Times, coupled_time
+from jaxtrain.schedule.orders import Orders, Task
+from jaxtrain.schedule.packing import IN_ORDER, Tasks, pack_into_ticks
+from jaxtrain.schedule.table import Table, TableShape, peak_residuals
+
+
+def repeated(
+    table: Table,
+    steps: int,
+    times: Times,
+    shares: Sequence[float] | None = None,
+    permute: str = "auto",
+) -> Table:
+    """The table of `steps` steps, each in the order of a table of one; the table itself for one.
+
+    times, shares: for which the packing of least coupled time is chosen, of those with `same_sums`
+        if there are any
+    permute: one of packing.PACKINGS, or auto. `aligned` moves Ws behind the next step's ops, so the
+        best of the others takes its place
+    """
+    if steps == 1:
+        return table
+    orders = [
+        [
+            (op, unit, microbatch + step * table.microbatches)
+            for step in range(steps)
+            for op, unit, microbatch in order
+        ]
+        for order in order_of(table)
+    ]
+    fields = {field.name: getattr(table, field.name) for field in dataclasses.fields(TableShape)}
+    shape = TableShape(**fields | {"steps": steps, "microbatches": steps * table.microbatches})
+    tasks = Tasks(orders, shape)
+    tables = [
+        pack_into_ticks(tasks, packing)
+        for packing in ((permute,) if permute in IN_ORDER else IN_ORDER)
+    ]
+
+    def cost(several: Table) -> tuple[bool, float, float, int]:
+        time = float(f"{coupled_time(several, times, shares):.9g}")
+        memory = max(peak_residuals(several, count_weight_stash=True))
+        return not same_sums(several, table), time, memory, several.ticks
+
+    return min(tables, key=cost)
+
+
+def order_of(table: Table) -> Orders:
+    """Each stage's tasks (op, unit, microbatch), in the order of a table's cells."""
+    orders: list[list[Task]] = [[] for _ in range(table.stages)]
+    for _, stage, op, unit, microbatch in zip(*(a.tolist() for a in table.busy), strict=True):
+        orders[stage].append((op, unit, microbatch))
+    return orders
+
+
+def same_sums(several: Table, one: Table) -> bool:
+    """True if the ops that add to the embedding table's gradient where it is tied to the head, the
+    heads and the embedding's gradients, have the order in each step that they have in a table of
+    that one step."""
+
+    def order(table: Table) -> list[tuple[int, str]]:
+        ops = []
+        for tick in np.flatnonzero((table.head >= 0) | (table.embed_gradient >= 0)).tolist():
+            for name in ("head", "embed_gradient"):  # as in a tick
+                if (microbatch := int(getattr(table, name)[tick])) >= 0:
+                    ops.append((microbatch, name))
+        return ops
+
+    of_steps: list[list[tuple[int, str]]] = [[] for _ in range(several.steps)]
+    for microbatch, name in order(several):
+        step, number = divmod(microbatch, one.microbatches)
+        of_steps[step].append((number, name))
+    expected = order(one)
+    return all(of_step == expected for of_step in of_steps)
