@@ -20,9 +20,11 @@ from jaxtrain.config import (
     ModelConfig,
     ParallelConfig,
     PipelineConfig,
+    PrecisionConfig,
     TrainConfig,
 )
 from jaxtrain.config.rules import Changes, Rule, Violation, divisors, near, values_for
+from jaxtrain.config.sizes import MX_BLOCK
 from jaxtrain.schedule.orders import CSV
 
 AXES = tuple(f.name for f in dataclasses.fields(MeshConfig) if f.type is int)
@@ -373,7 +375,56 @@ def _batch_divides(
     )
 
 
+def _blocks_divide(
+    precision: PrecisionConfig,
+    parallel: ParallelConfig,
+    mesh: MeshConfig,
+    model: ModelConfig,
+    data: DataConfig,
+) -> Iterator[Violation]:
+    """A block of numbers with one scale lies on one device, along each dimension that products
+    contract. Two chunks of a sequence are apart where `context` splits it."""
+    path = "precision.matmul"
+    if precision.matmul != "mxfp8" or model.experts or min(axis_sizes(mesh).values()) < 1:
+        return
+    chunks = 2 * mesh.context if mesh.context > 1 else 1
+    shards = mesh.data if parallel.zero == 3 else 1
+    heads = "model.head_dim"
+    if mesh.model > model.kv_heads:
+        yield Violation(
+            path,
+            f"needs key/value heads for each device: mesh.model={mesh.model} is more than "
+            f"model.kv_heads={model.kv_heads}",
+            [*values_for(path, ["fp8", "compute"]), {"mesh.model": model.kv_heads}],
+            show=2,
+        )
+    cut = [
+        ("model.width", model.width, shards, 1),
+        (heads, model.heads * model.head_dim, mesh.model, model.heads),
+        (heads, model.kv_heads * model.head_dim, mesh.model, model.kv_heads),
+        ("model.mlp_width", model.mlp_width, mesh.model, 1),
+        ("data.sequence_length", data.sequence_length, chunks * mesh.model, 1),
+    ]
+    for name, size, parts, each in cut:
+        if size % (MX_BLOCK * parts) == 0:
+            continue
+        of = f"{each} · {name}={size // each}" if each > 1 else f"{name}={size}"
+        step = MX_BLOCK * parts // math.gcd(MX_BLOCK * parts, each)
+        floor = size // each // step * step
+        over = f" in {parts} parts" if parts > 1 else ""
+        yield Violation(
+            path,
+            f"has blocks of {MX_BLOCK} numbers, which do not divide {of}{over}",
+            [
+                *values_for(name, near(size // each, [n for n in (floor, floor + step) if n])),
+                *values_for(path, ["fp8", "compute"]),
+            ],
+            show=4,
+        )
+
+
 RULES: tuple[Rule, ...] = (
+    _blocks_divide,
     _context_axis_divides,
     _expert_axis_divides,
     _model_axis_divides,

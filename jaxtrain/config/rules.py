@@ -521,14 +521,20 @@ def _run(train: TrainConfig, optimizer: OptimizerConfig) -> Iterator[Violation]:
         )
 
 
-def _products(precision: PrecisionConfig) -> Iterator[Violation]:
-    if precision.matmul == "mxfp8":
-        yield Violation(
-            "precision.matmul",
-            "has a scale for each block of 32 numbers, which the layers' products do not take yet",
-            values_for("precision.matmul", ["fp8", "compute"]),
-            show=2,
-        )
+def _products(precision: PrecisionConfig, model: ModelConfig) -> Iterator[Violation]:
+    missing = {
+        f"model.experts={model.experts}": model.experts,
+        "model.attention='mla'": model.attention == "mla",
+        f"model.mtp_depth={model.mtp_depth}": model.mtp_depth,
+    }
+    for setting, has in missing.items():
+        if precision.matmul == "mxfp8" and has:
+            yield Violation(
+                "precision.matmul",
+                f"has no products for {setting} yet, only for dense layers",
+                values_for("precision.matmul", ["fp8", "compute"]),
+                show=2,
+            )
 
 
 def _compiler_options(parallel: ParallelConfig) -> Iterator[Violation]:

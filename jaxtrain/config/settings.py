@@ -515,9 +515,9 @@ class PrecisionConfig:
     )
     matmul: str = setting(
         "compute",
-        "type of products with the matrices of layers: compute, or fp8 with a scale for each "
-        "tensor (mxfp8 is not built yet); embedding, head, router and attention's own products "
-        "stay",
+        "type of products with the matrices of layers: compute, fp8 with a scale for each tensor, "
+        "or mxfp8 with one for each 32 numbers; embedding, head, router and attention's own "
+        "products stay",
         choices=("compute", "fp8", "mxfp8"),
     )
     fp8_gradients: str = setting(

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 TILE = 128  # matrix units want the vocabulary in multiples of this
 SELECTIVE = "selective"  # the mode of remat that saves products, or the values of `pipeline.save`
+MX_BLOCK = 32  # numbers that share a scale in products of MXFP8
 OUTER_BLOCK = 1024  # numbers that share a scale where replicas exchange int8
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, sources
+from jaxtrain.config.kernels import QUANTIZED
 from jaxtrain.config.optimizers import OPTIMIZERS, READS
 from jaxtrain.config.rules import OF_EXPERTS
 from jaxtrain.config.sizes import remat_of
@@ -75,7 +76,7 @@ USES = (
     ),
     Use(
         ["precision.fp8_gradients", "precision.fp8_weight_gradients"],
-        lambda c: c.precision.matmul == "fp8",
+        lambda c: c.precision.matmul in QUANTIZED,
         lambda c: f"with precision.matmul={c.precision.matmul!r}",
     ),
     Use(

@@ -17,7 +17,8 @@ from jaxtrain.devices.sharding import constrain, is_split, reshard
 from jaxtrain.models.spec import Parameter, Spec, parameter
 from jaxtrain.parallel import fp8
 from jaxtrain.parallel.fp8 import Quantized, gradient_of, mapped, operands
-from jaxtrain.parallel.tensor import gather_tokens, scattered_products
+from jaxtrain.parallel.mxfp8 import Blocks
+from jaxtrain.parallel.tensor import gather_tokens, products_of_parts, scattered_products
 
 SPLIT = ("batch", "sequence", None)  # activations between blocks
 GATHERED = ("batch", "token", None)  # activations inside a block
@@ -42,14 +43,17 @@ class Norm(nnx.Module):
         return (y if self.bias is None else y + self.bias[...]).astype(x.dtype)
 
 
-def contract_rows(a_TM, b_TN, precision=None) -> jax.Array:
+def contract_rows(a_TM, b_TN, precision=None, split: int = 1) -> jax.Array:
     """aᵀ b, [M, N]: the form of every weight's gradient; of arrays or quantized tensors. These may
-    have several dimensions in the place of T.
+    have several dimensions in the place of T. split: the dimension of the result that `model`
+    splits, for tensors in blocks.
 
     On CPU the transpose is written out, behind a barrier that keeps XLA from folding it into the
     product again: its backend multiplies a transposed left side 1.1 to 1.5 times more slowly than
     it transposes and multiplies (docs/log.md).
     """
+    if isinstance(a_TM, Blocks):
+        return products_of_parts(a_TM, b_TN, ((0,), (0,)), split)
     if isinstance(a_TM, Quantized) or len(a_TM.shape) > 2:
         tokens = tuple(range(len(a_TM.shape) - 1))
         return fp8.dot(a_TM, b_TN, (tokens, tokens))
@@ -65,7 +69,7 @@ def flat(x):
     contracted dimensions, which costs a transposed copy (measured on CPU: 9.1 → 6.4 CPU-seconds a
     step).
     """
-    return x.reshape(-1, x.shape[-1])
+    return mapped(lambda a: a.reshape(-1, a.shape[-1]), x)
 
 
 def matrix(weight: Parameter, x):
@@ -100,6 +104,13 @@ def _matmul_backward(precision, saved, g):
 matmul.defvjp(_matmul, _matmul_backward)
 
 
+def _by_columns(x_TI, weight_IO) -> jax.Array:
+    """x @ weight, which `model` splits by its columns."""
+    if isinstance(x_TI, Blocks):
+        return products_of_parts(x_TI, weight_IO, ((1,), (0,)), 1)
+    return x_TI @ weight_IO  # type: ignore[no-any-return]
+
+
 @jax.custom_vjp
 def column_products(x_BTD: jax.Array, weights: tuple) -> tuple:
     """x @ weight for each, over all tokens [B, T, columns]; x arrives split along the sequence and
@@ -109,7 +120,7 @@ def column_products(x_BTD: jax.Array, weights: tuple) -> tuple:
 
 def _column_products(x_BTD, weights):
     x_BTD, saved_BTD = operands(x_BTD, weights[0], gather=gather_sequence)
-    products = tuple((flat(x_BTD) @ w).reshape(*x_BTD.shape[:-1], -1) for w in weights)
+    products = tuple(_by_columns(flat(x_BTD), w).reshape(*x_BTD.shape[:-1], -1) for w in weights)
     return products, (saved_BTD, weights)
 
 
@@ -138,8 +149,9 @@ def _row_product(x_BTI, weight_IO):
 def _row_product_backward(saved, g_BTO):
     x_BTI, weight_IO = saved
     g_BTO, for_weight_BTO = operands(g_BTO, weight_IO, gradient=True, gather=gather_tokens)
-    by_x = (flat(g_BTO) @ weight_IO.T).reshape(x_BTI.shape)
-    return by_x, gradient_of(weight_IO, contract_rows(flat(x_BTI), flat(for_weight_BTO)))
+    by_x = _by_columns(flat(g_BTO), weight_IO.T).reshape(x_BTI.shape)
+    by_weight = contract_rows(flat(x_BTI), flat(for_weight_BTO), split=0)
+    return by_x, gradient_of(weight_IO, by_weight)
 
 
 row_product.defvjp(_row_product, _row_product_backward)

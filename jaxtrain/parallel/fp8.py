@@ -53,12 +53,14 @@ class Fp8:
     gradients: FP8 dtype of gradients
     weight_gradients: products that make weights' gradients are of FP8; otherwise of `compute`
     axes:      mesh axes whose devices have different tokens of the same model
+    blocks:    blocks of numbers have their own scales (parallel/mxfp8.py)
     """
 
     compute: jnp.dtype
     gradients: jnp.dtype = FORMATS["e5m2"]
     weight_gradients: bool = True
     axes: tuple[str, ...] = ()
+    blocks: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -107,6 +109,27 @@ class Quantized:
     def with_gradient(self, gradient: jax.Array) -> "Quantized":
         """The gradient of this tensor as custom_vjp takes it: that of the carrier alone."""
         return dataclasses.replace(self, bits=None, scale=None, carrier=gradient)
+
+    def split_by(self, split: P) -> "Quantized":
+        """The specification of a tensor without carrier whose numbers are split over `model`."""
+        return dataclasses.replace(self, bits=split, scale=P())  # type: ignore[arg-type]
+
+    def operands(self, x, gradient: bool, gather: Callable[[Any], Any]) -> tuple[Any, Any]:
+        """`operands` with this weight."""
+        if isinstance(x, Quantized):  # as it has travelled
+            x = gather(x.without_carrier())
+            return x, x if self.use.weight_gradients else dequantized(x)
+        if self.use.weight_gradients:
+            x = gather(quantized(x, self.use, gradient))
+            return x, x
+        x = gather(x)
+        return quantized(x, self.use, gradient), x
+
+    def dot(self, other: "Quantized", contracted: Dims) -> jax.Array:
+        """The product of the compute type that contracts these dimensions of each."""
+        x, y = multiplicable(self, other)
+        dims, compute = (contracted, ((), ())), self.use.compute
+        return rescaled(lax.dot_general(x, y, dims, preferred_element_type=compute), self, other)
 
 
 def is_quantized(x: object) -> bool:
@@ -175,14 +198,7 @@ def operands(
     if not isinstance(weight, Quantized):
         x = gather(x)
         return x, x
-    if isinstance(x, Quantized):  # as it has travelled
-        x = gather(x.without_carrier())
-        return x, x if weight.use.weight_gradients else dequantized(x)
-    if weight.use.weight_gradients:
-        x = gather(quantized(x, weight.use, gradient))
-        return x, x
-    x = gather(x)
-    return quantized(x, weight.use, gradient), x
+    return weight.operands(x, gradient, gather)
 
 
 def gradient_of(x, gradient: jax.Array):
@@ -207,11 +223,9 @@ def rescaled(product: jax.Array, a: Quantized, b: Quantized) -> jax.Array:
 def dot(a, b, contracted: Dims) -> jax.Array:
     """The product of two arrays, or of two quantized tensors (of the compute type), that contracts
     these dimensions of each."""
-    dims = (contracted, ((), ()))
     if not isinstance(a, Quantized):
-        return lax.dot_general(a, b, dims)
-    x, y = multiplicable(a, b)
-    return rescaled(lax.dot_general(x, y, dims, preferred_element_type=a.use.compute), a, b)
+        return lax.dot_general(a, b, (contracted, ((), ())))
+    return a.dot(b, contracted)
 
 
 def bare(tree):
@@ -223,9 +237,7 @@ def bare(tree):
 def split_by(x, split: P) -> Any:
     """The specification of an array, or of a tensor of `bare`, whose numbers are split over
     `model`."""
-    if not isinstance(x, Quantized):
-        return split
-    return dataclasses.replace(x, bits=split, scale=P())
+    return x.split_by(split) if isinstance(x, Quantized) else split
 
 
 # --- differentiation ------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.devices.mesh import MODEL, over_model, psum_scatter
 from jaxtrain.devices.sharding import is_split, shards
-from jaxtrain.parallel.fp8 import bare, dot, mapped, split_by
+from jaxtrain.parallel.fp8 import Dims, bare, dot, mapped, split_by
 
 TOKENS = P(None, MODEL)  # [batch, token, …] between blocks
 COLUMNS = P(None, None, MODEL)  # [batch, token, columns] inside a block
@@ -46,7 +46,7 @@ def scattered_products(xs: Sequence, weights: Sequence, dim: int) -> jax.Array:
 
     def product(xs, weights):
         flat = [
-            dot(x.reshape(-1, x.shape[-1]), w, ((1,), (dim,)))
+            dot(mapped(lambda a: a.reshape(-1, a.shape[-1]), x), w, ((1,), (dim,)))
             for x, w in zip(xs, weights, strict=True)
         ]
         return sum(flat[1:], flat[0]).reshape(*xs[0].shape[:2], -1)
@@ -58,6 +58,16 @@ def scattered_products(xs: Sequence, weights: Sequence, dim: int) -> jax.Array:
     rows = P(MODEL) if dim == 0 else P(None, MODEL)
     specs = tuple(split_by(x, COLUMNS) for x in xs), tuple(split_by(w, rows) for w in weights)
     return over_model(local, specs, TOKENS)(xs, weights)
+
+
+def products_of_parts(a, b, contracted: Dims, split: int) -> jax.Array:
+    """The product of two quantized matrices on each device of `model`, as one equation. split: the
+    dimension of the result that is split, as is the operand that it comes from."""
+    operands, columns = bare((a, b)), P(None, MODEL)
+    splits = (P(), columns) if split else (columns, P())
+    specs = tuple(map(split_by, operands, splits))
+    result = columns if split else P(MODEL)
+    return over_model(lambda a, b: dot(a, b, contracted), specs, result)(*operands)
 
 
 def attention_kv_heads(kv_heads: int) -> int:

@@ -143,7 +143,7 @@ def in_memory_order(reduction: Reduction, part):
     two orders. Without this XLA's GPU compiler transposes the stack of all layers for one of them,
     outside of the op and so in every tick.
     """
-    if not isinstance(part, Quantized):
+    if not isinstance(part, Quantized) or part.use.blocks:  # these have a copy for each
         return part
     split = _model_split(reduction, part.bits)
     return dataclasses.replace(part, bits=row_major(part.bits, split))

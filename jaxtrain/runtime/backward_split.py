@@ -108,8 +108,8 @@ def keep_products(equation) -> bool:
         return True
     if _is_part(equation):  # a product on each device's part, perhaps with its sum over devices
         fp8 = any(map(_is_fp8, _variables(equation.invars)))
-        # a product of FP8 is multiplied by scales
-        sums = SUMS | {"mul", "bitcast_convert_type"} if fp8 else SUMS
+        # a product of FP8 is multiplied by scales, or its operands by powers of two
+        sums = SUMS | {"mul", "bitcast_convert_type", "shift_left"} if fp8 else SUMS
         return _is(equation, VIEWS | PRODUCTS | sums) and not _is(equation, VIEWS | sums)
     return _decides(equation) or (
         name in PRODUCTS

@@ -38,6 +38,7 @@ from jaxtrain.models.transformer import ModelParts
 from jaxtrain.parallel import context, replicas
 from jaxtrain.parallel.fp8 import BITS, Fp8, Quantized, quantized_weights
 from jaxtrain.parallel.heads import row_major
+from jaxtrain.parallel.mxfp8 import blocked_weights
 from jaxtrain.parallel.tensor import TOKENS
 from jaxtrain.parallel.zero import (
     Reduction,
@@ -309,6 +310,8 @@ class Runtime:
             return a
         if self.fp8 is None or not spec.product:
             return a.astype(self.compute)
+        if self.fp8.blocks:
+            return blocked_weights(a, self.fp8)
         split = reduction.sharded if self.zero.stage == 3 else reduction.unsharded
         named = {axis for part in split for axis in mesh_axes(part)}
         axes = [axis for axis in MANUAL_AXES if axis in named and axis != STAGE]
@@ -401,6 +404,9 @@ class Runtime:
         if self.fp8 is None or not spec.product:
             dtype = self.compute if spec.cast else jnp.dtype("float32")
             return jax.ShapeDtypeStruct(shape, dtype)
+        if self.fp8.blocks:
+            weights = jax.ShapeDtypeStruct(shape, jnp.float32)
+            return jax.eval_shape(functools.partial(blocked_weights, use=self.fp8), weights)
         bits = jax.ShapeDtypeStruct(shape, BITS)
         return Quantized(bits, jax.ShapeDtypeStruct((), jnp.float32), use=self.fp8)
 

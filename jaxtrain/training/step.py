@@ -23,6 +23,7 @@ from jaxtrain.config import (
     ParallelConfig,
     PrecisionConfig,
 )
+from jaxtrain.config.kernels import QUANTIZED
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.devices import cluster, host_memory
 from jaxtrain.devices.compiler_options import compiler_options
@@ -297,13 +298,14 @@ def _runtime_of(
 
 def fp8_of(precision: PrecisionConfig, independent_replicas: bool) -> Fp8 | None:
     """The use of FP8 in a step; None where products are of the compute type."""
-    if precision.matmul != "fp8":
+    if precision.matmul not in QUANTIZED:
         return None
     return Fp8(
         jnp.dtype(precision.compute),
         FORMATS[precision.fp8_gradients],
         precision.fp8_weight_gradients == "fp8",
         replicas.sum_axes(independent_replicas),
+        precision.matmul == "mxfp8",
     )
 
 
