@@ -46,7 +46,7 @@ SPLASH_STEP = 128  # tokens: a TPU's registers have so many lanes
 LARGEST_MASK = 1 << 28  # elements of a mask that cuDNN is given
 CUDNN_TWO_SIZES = 91000  # cuDNN 9.10: the first with queries and values of two sizes
 HOPPER = (9, 0)
-BLACKWELL = (10, 0)  # the first with products of blocks of them that have their own scales
+BLACKWELL = 10  # the major number of those with products of blocks that have their own scales
 FP8 = (8, 9)  # the first compute capability with products of 8-bit floating-point numbers
 MEGABLOX, LARGE_BLOCKS, BLOCKS = "megablox", "large_blocks", "blocks"
 LONG = 1024  # keys from which attention is a good part of a step
@@ -291,7 +291,7 @@ QUANTIZED = ("fp8", "mxfp8")
 
 def multiplies_blocks(device: TargetDevice) -> bool:
     """True for a device that multiplies blocks of 8-bit numbers with a scale for each."""
-    return device.platform == GPU and device.capability >= BLACKWELL
+    return device.platform == GPU and device.capability[0] == BLACKWELL
 
 
 def describe_products(precision: PrecisionConfig, device: TargetDevice) -> Iterator[str]:
@@ -303,8 +303,8 @@ def describe_products(precision: PrecisionConfig, device: TargetDevice) -> Itera
         yield f"products: {kind}, e4m3 forward and {precision.fp8_gradients} gradients"
         if not (multiplies_blocks(device) if blocks else has_fp8(device)):
             yield (
-                f"warning: {device.name} has no products of {precision.matmul.upper()}: its numbers are rounded, then "
-                f"multiplied as {precision.compute}, which is slower than "
+                f"warning: {device.name} has no products of {precision.matmul.upper()}: its "
+                f"numbers are rounded, then multiplied as {precision.compute}, which is slower than "
                 "--config.precision.matmul=compute"
             )
 

@@ -390,14 +390,6 @@ def _blocks_divide(
     chunks = 2 * mesh.context if mesh.context > 1 else 1
     shards = mesh.data if parallel.zero == 3 else 1
     heads = "model.head_dim"
-    if mesh.model > model.kv_heads:
-        yield Violation(
-            path,
-            f"needs key/value heads for each device: mesh.model={mesh.model} is more than "
-            f"model.kv_heads={model.kv_heads}",
-            [*values_for(path, ["fp8", "compute"]), {"mesh.model": model.kv_heads}],
-            show=2,
-        )
     cut = [
         ("model.width", model.width, shards, 1),
         (heads, model.heads * model.head_dim, mesh.model, model.heads),

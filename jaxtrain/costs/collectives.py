@@ -23,7 +23,7 @@ from jaxtrain.config.saved_values import (
     ROUTED,
     ROUTER,
 )
-from jaxtrain.config.sizes import OUTER_BLOCK, SELECTIVE
+from jaxtrain.config.sizes import MX_BLOCK, OUTER_BLOCK, SELECTIVE
 from jaxtrain.costs.hardware import Hardware, Tier
 from jaxtrain.costs.layout import AXES, Layout, routed_capacity
 from jaxtrain.costs.transformer import Transformer
@@ -33,6 +33,11 @@ EXCHANGE, PERMUTE, RAGGED = "all-to-all", "collective-permute", "ragged-all-to-a
 REPLICA, DATA, STAGE, CONTEXT, EXPERT, MODEL = AXES
 FLOAT32 = 4  # bytes of a float32 or an int32
 FP8 = 1
+
+
+def scales_of(blocks: bool) -> float:
+    """Bytes of numbers in FP8 with those of their scales, over bytes of the numbers."""
+    return 1 + 1 / MX_BLOCK if blocks else 1.0
 
 
 class Collective(NamedTuple):
@@ -110,6 +115,8 @@ class StepCollectives:
     fp8:                operands of products with layers' matrices are gathered and sent in FP8
     fp8_weight_gradients: also those of the products that make weights' gradients; otherwise
                         activations are gathered before they are quantized
+    fp8_blocks:         blocks of numbers have their own scales, and operands a form for each
+                        product (parallel/mxfp8.py)
     """
 
     model: Transformer
@@ -130,6 +137,7 @@ class StepCollectives:
     outer_int8: bool = False
     fp8: bool = False
     fp8_weight_gradients: bool = True
+    fp8_blocks: bool = False
 
     def devices(self, axes: Iterable[str]) -> int:
         """The number of devices along these axes together."""
@@ -143,7 +151,12 @@ class StepCollectives:
     @property
     def operand(self) -> float:
         """Bytes of a number of a product's operand that is gathered over `model`."""
-        return FP8 if self.fp8 and self.fp8_weight_gradients else self.item
+        return self.number_of_fp8 if self.fp8 and self.fp8_weight_gradients else self.item
+
+    @property
+    def number_of_fp8(self) -> float:
+        """Bytes of a number in FP8 with its part of a block's scale."""
+        return FP8 * scales_of(self.fp8_blocks)
 
     @functools.cached_property
     def tokens(self) -> int:
@@ -188,14 +201,17 @@ class StepCollectives:
             inputs = [m.query_rank or m.width, m.kv_rank, m.width]
         read = outputs[:1] if unread else outputs
         in_weights = inputs if self.explicit and not fused else []
-        if self.layout.stage == 1:  # W is in one op with B, which has gathered some of them
+        # W is in one op with B, which has gathered some of them; in blocks in another form
+        if self.layout.stage == 1 and not self.fp8_blocks:
             again = self._gathered_again(inputs, bool(m.experts) and not dense)
             in_weights = [n for n, is_gathered in zip(in_weights, again) if not is_gathered]
         gathered = {"F": inputs, "R": inputs, "B": outputs, "W": in_weights}[op]
         scattered = {"F": read, "R": read, "B": inputs, "W": []}[op]
         of_experts = bool(m.experts) and not dense
-        last = self.item if of_experts else self.operand
-        numbers = [*[self.operand] * (len(gathered) - 1), last]
+        # a gradient in blocks is rounded in two forms after it is gathered
+        operand = self.item if self.fp8_blocks and op == "B" else self.operand
+        last = self.item if of_experts else operand
+        numbers = [*[operand] * (len(gathered) - 1), last]
         sizes = [self.tokens * n * number for n, number in zip(gathered, numbers)]
         collectives = _alike(GATHER, MODEL, sizes)
         collectives += _alike(SCATTER, MODEL, [self.tokens * n * self.summed for n in scattered])
@@ -238,7 +254,7 @@ class StepCollectives:
             collectives = [Collective(kind, (MODEL,), rotated * self.summed)]
         elif not m.mla and sharing > 1 and not (fused and op == "B"):
             kind, number = (SCATTER, self.summed) if op == "W" else (GATHER, self.item)
-            matrix = FP8 if self.fp8 and op != "W" else number
+            matrix = self.number_of_fp8 if self.fp8 and op != "W" else number
             sizes = [m.width * m.head_dim * matrix, m.head_dim * number][: 1 + qkv]
             collectives = _alike(kind, MODEL, sizes, 2, sharing)
         if op == "W":
@@ -380,7 +396,8 @@ class StepCollectives:
 
     def gathered(self, p: Parameters) -> Collective:
         """The all-gather of a parameter that ZeRO-3 has scattered over `data`."""
-        read = FP8 if self.fp8 and p.product else self.read if p.cast else FLOAT32
+        fp8 = self.fp8 and p.product
+        read = self.number_of_fp8 if fp8 else self.read if p.cast else FLOAT32
         return Collective(GATHER, (DATA,), p.size * read)
 
     def reductions_in_op(self, parameters: Iterable[Parameters]) -> list[Collective]:

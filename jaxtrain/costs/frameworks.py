@@ -48,6 +48,7 @@ class Framework:
     sent_outer:       bytes of a number in such an exchange
     fp8:              products with layers' matrices are of FP8
     fp8_weight_gradients: also those that make weights' gradients
+    fp8_blocks:       blocks of their numbers have scales, and operands a form for each product
     gathers_once:     ZeRO-3 gathers parameters once a step, not in each op
     weight_copies:    passes of F, R and B over a layer's weights, where a loop over layers copies
                       them out of their stack
@@ -88,6 +89,7 @@ class Framework:
     sent_outer: float = 4.0
     fp8: bool = False
     fp8_weight_gradients: bool = True
+    fp8_blocks: bool = False
     gathers_once: bool = False
     weight_copies: float = 0.0
     sum_passes: float = 0.0

@@ -50,7 +50,7 @@ DISK, DISK_REACHED = 2.0, 0.8
 # `precision.compute`'s types; a file has the peak of at least one
 DTYPES = ("bfloat16", "float32")
 # types whose peak a file may have
-PEAKS = (*DTYPES, "float16", "float8", "float4", "int8", "int4")
+PEAKS = (*DTYPES, "float16", "float8", "mxfloat8", "float4", "int8", "int4")
 MOST_DEVICES = 10**9  # that links join
 PART = (1e-6, 1.0, 0.8)
 SPEED = (1e-9, 1e6, 450.0)

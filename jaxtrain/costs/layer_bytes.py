@@ -17,7 +17,7 @@ from jaxtrain.config.saved_values import (
     ROUTER,
 )
 from jaxtrain.config.sizes import SELECTIVE
-from jaxtrain.costs.collectives import FLOAT32, FP8
+from jaxtrain.costs.collectives import FLOAT32, FP8, scales_of
 from jaxtrain.costs.layout import routed_capacity
 from jaxtrain.costs.step_time import StepModel
 
@@ -101,7 +101,7 @@ def _operands(step: StepModel, dense: bool) -> float:
     if experts and model.shared_experts:
         hidden = model.shared_experts * model.expert_width * (3 if model.gated else 2)
         numbers += 2 * model.width + hidden / split
-    return FP8 * numbers
+    return FP8 * scales_of(step.framework.fp8_blocks) * numbers
 
 
 # --- bytes of a token ---------------------------------------------------------------------------

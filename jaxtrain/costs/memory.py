@@ -31,7 +31,7 @@ import math
 from collections.abc import Mapping
 
 from jaxtrain.config.sizes import SELECTIVE
-from jaxtrain.costs.collectives import FLOAT32, FP8
+from jaxtrain.costs.collectives import FLOAT32, FP8, scales_of
 from jaxtrain.costs.layer_bytes import layer_bytes, made_norms, masks
 from jaxtrain.costs.layout import routed_capacity
 from jaxtrain.costs.step_time import ITEM, StepModel
@@ -115,7 +115,8 @@ def memory(
         activations, working = _framework_activations(step), _framework_working(step)
         head = LOGIT_BYTES * min(step.tokens, loss_chunk) * step.model.vocab_size / layout.model
     held = step.device_parameters(slots.stored_layers if slots else 0, shared)
-    quantized = (FP8 - cast) * _products_held(step, held.layers) if framework.fp8 else 0.0
+    numbers = FP8 * scales_of(framework.fp8_blocks) * (1 + framework.fp8_blocks)  # for F and B
+    quantized = (numbers - cast) * _products_held(step, held.layers) if framework.fp8 else 0.0
     shards = {stage: step.shards if layout.zero >= stage else 1 for stage in (1, 2, 3)}
     layers = slots.stored_layers if slots else 0
     state = framework.master_bytes * step.device_masters(layers, shared)

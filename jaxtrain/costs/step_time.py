@@ -35,6 +35,7 @@ from jaxtrain.costs.collectives import (
     Links,
     Parameters,
     StepCollectives,
+    scales_of,
 )
 from jaxtrain.costs.frameworks import Framework
 from jaxtrain.costs.hardware import Hardware
@@ -49,7 +50,7 @@ from jaxtrain.costs.transformer import (
 )
 from jaxtrain.schedule.orders import StageTimes, closed_forms
 
-FLOAT8 = "float8"  # the key of its peak
+FLOAT8, MXFLOAT8 = "float8", "mxfloat8"  # the keys of their peaks
 ITEM = 2  # bytes of a number in 16 bits
 BACKWARD_PASSES = 2.0  # passes of the backward over memory, for one of the forward
 # products of attention's backward over the two of its forward: scores once more, and four
@@ -348,11 +349,15 @@ class StepModel:
             max(flops / reached(k, n, m), moved) + launch,
         ]
         if fp8:
-            peak = hardware.peak_tflops.get(FLOAT8, hardware.peak_tflops[self.dtype])
+            blocks = self.framework.fp8_blocks
+            key = MXFLOAT8 if blocks else FLOAT8
+            peak = hardware.peak_tflops.get(key, hardware.peak_tflops[self.dtype])
             faster = hardware.peak_tflops[self.dtype] / peak
             weights = faster if self.framework.fp8_weight_gradients else 1.0
-            # A pass finds the largest number, another one reads and writes.
-            passes = (2 * self.item + FP8) / hardware.streaming
+            # A pass finds the largest number, another one reads and writes; in blocks a pass for
+            # each of two forms does both.
+            written = 2 * FP8 * scales_of(blocks) if blocks else FP8
+            passes = (2 * self.item + written) / hardware.streaming
             seconds = [
                 seconds[0] * faster + passes * m * k + 2 * launch,
                 seconds[1] * faster + passes * m * n + 2 * launch,
@@ -398,6 +403,7 @@ class StepModel:
             outer_int8=framework.sent_outer < framework.sent_weight,
             fp8=framework.fp8,
             fp8_weight_gradients=framework.fp8_weight_gradients,
+            fp8_blocks=framework.fp8_blocks,
         )
 
     @functools.cached_property

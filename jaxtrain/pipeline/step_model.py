@@ -14,6 +14,7 @@ from jaxtrain.config import (
     ends_with_layers,
     kernels,
 )
+from jaxtrain.config.kernels import QUANTIZED
 from jaxtrain.costs import hardware as kinds
 from jaxtrain.costs.frameworks import FRAMEWORKS, Framework
 from jaxtrain.costs.hardware import Hardware
@@ -151,7 +152,8 @@ def framework_of(config: Config, hardware: Hardware, assume: str = OURS) -> Fram
             gathers_once=config.parallel.gather == "step",
             inner_steps=config.train.diloco_inner_steps,
             sent_outer=4.0 if config.precision.outer == "float32" else 1.0,
-            fp8=config.precision.matmul == "fp8",
+            fp8=config.precision.matmul in QUANTIZED,
+            fp8_blocks=config.precision.matmul == "mxfp8",
             fp8_weight_gradients=config.precision.fp8_weight_gradients == "fp8",
             moment_bytes=bytes_of(config.precision.moments),
         )

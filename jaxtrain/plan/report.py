@@ -119,7 +119,8 @@ def step_counts(config: Config, cpu: bool = False) -> StepCounts:
         loss_cuts=cut_count(layout.microbatch, tokens, mesh.model, config.model.loss_chunk),
         cpu=cpu,
         outer_int8=precision.outer == "int8",
-        fp8=precision.matmul == "fp8",
+        fp8=precision.matmul in kernels.QUANTIZED,
+        fp8_blocks=precision.matmul == "mxfp8",
         fp8_weight_gradients=precision.fp8_weight_gradients == "fp8",
     )
     return StepCounts(

@@ -46,7 +46,8 @@ CHEAP = VIEWS | frozenset(
     "add sub mul div max min select_n integer_pow square one_minus_square "
     "convert_element_type bitcast_convert_type add_any name".split()
 )
-PRODUCTS = frozenset({"dot_general"})
+BLOCK_PRODUCTS = frozenset({"scaled_matmul_wrapper"})  # jax.nn.scaled_matmul
+PRODUCTS = frozenset({"dot_general"}) | BLOCK_PRODUCTS
 GATHERS = frozenset({"all_gather"})
 # Attention by parallel/blockwise.py, splash.py, cudnn.py and jax's function for cuDNN; products by
 # groups.
@@ -110,7 +111,8 @@ def keep_products(equation) -> bool:
         fp8 = any(map(_is_fp8, _variables(equation.invars)))
         # a product of FP8 is multiplied by scales, or its operands by powers of two
         sums = SUMS | {"mul", "bitcast_convert_type", "shift_left"} if fp8 else SUMS
-        return _is(equation, VIEWS | PRODUCTS | sums) and not _is(equation, VIEWS | sums)
+        product = _is(equation, VIEWS | PRODUCTS | sums) and not _is(equation, VIEWS | sums)
+        return product or _has(equation, BLOCK_PRODUCTS)
     return _decides(equation) or (
         name in PRODUCTS
         and not (name == "dot_general" and equation.params["dimension_numbers"][1][0])
@@ -214,7 +216,8 @@ def _is(equation, names: frozenset) -> bool:
     layout in memory)."""
     name = equation.primitive.name
     return name in names or (
-        _is_part(equation) and all(_is(e, names) for inner in _inner(equation) for e in inner.eqns)
+        name in CALLS | {"shard_map"}
+        and all(_is(e, names) for inner in _inner(equation) for e in inner.eqns)
     )
 
 

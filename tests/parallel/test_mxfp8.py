@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from support import small
 from support.small import normal
 
 from jaxtrain.config.sizes import MX_BLOCK
 from jaxtrain.devices.mesh import MANUAL_AXES, make_mesh
-from jaxtrain.models import layers
+from jaxtrain.models import layers, transformer
 from jaxtrain.parallel import fp8, mxfp8
 from jaxtrain.parallel.fp8 import FORMATS, Fp8
 from jaxtrain.parallel.mxfp8 import LAST, TOKENS
+from jaxtrain.runtime.backward_split import LayerSplit, keep_everything, keep_products
 
 E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
 BATCH, LENGTH, IN, OUT = 2, 64, 96, 160
@@ -100,18 +102,58 @@ def test_what_is_not_finite_is_nan():
     assert np.isnan(value[3, 5]) and np.isnan(value[40, 40])
 
 
-def test_devices_products_of_blocks():
-    """`jax.nn.scaled_matmul`, which XLA computes here, multiplies the same numbers: in F, B, W."""
+def test_devices_with_products_of_blocks_have_them():
+    """As lowered for an NVIDIA GPU, in F, B and W: numbers and scales in rows of what is
+    contracted. No such GPU multiplies here."""
     x, g, w = normal(1, LENGTH, IN), normal(3, LENGTH, OUT), normal(2, IN, OUT)
-    make = lambda a, dim: mxfp8.in_blocks(jnp.asarray(a), jnp.dtype(E4M3), dim, USES[0])
-    pairs = [
-        (make(x, LAST), make(w, TOKENS), ((1,), (0,))),
-        (make(g, LAST), make(w.T, TOKENS), ((1,), (0,))),
-        (make(x, TOKENS), make(g, TOKENS), ((0,), (0,))),
+    weight = mxfp8.blocked_weights(jnp.asarray(w), USES[0])
+    make = lambda a, dim, dtype=E4M3: mxfp8.in_blocks(
+        jnp.asarray(a), jnp.dtype(dtype), dim, USES[0]
+    )
+    cases = [
+        (make(x, LAST), weight, (LENGTH, IN, OUT)),
+        (make(g, LAST, E5M2), weight.T, (LENGTH, OUT, IN)),
+        (make(x, TOKENS), make(g, TOKENS, E5M2), (IN, LENGTH, OUT)),
     ]
-    for a, b, contracted in pairs:
-        wanted = a.dot(b, contracted)
-        np.testing.assert_allclose(mxfp8.scaled_matmul(a, b), wanted, rtol=0, atol=1e-4)
+    for a, b, (m, k, n) in cases:
+        run = jax.jit(mxfp8.scaled_matmul)
+        traced = run.trace(a, b)
+        assert traced.out_info.shape == (m, n)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        (call,) = (line for line in text.splitlines() if "block_scaled_dot" in line)
+        b_format = "f8E5M2" if b.format == E5M2 else "f8E4M3FN"
+        assert f"tensor<1x{n}x{k}x{b_format}>" in call
+        assert f"tensor<1x{n}x{k // MX_BLOCK}xf8E8M0FNU>" in call
+
+
+@pytest.mark.parametrize("keep", [keep_everything, keep_products])
+def test_what_crosses_does_not_depend_on_the_device(monkeypatch, keep):
+    """A layer for such a GPU saves what it saves elsewhere."""
+    cfg = small.config(changes={"model.width": 64, "data.sequence_length": 32}).model
+    parts = transformer.build(cfg)
+
+    def crossing(blocks: bool) -> list:
+        monkeypatch.setattr(mxfp8, "multiplies_blocks", lambda device: blocks)
+        shape = lambda s: (
+            jax.eval_shape(
+                lambda x: mxfp8.blocked_weights(x, USES[0]),
+                jax.ShapeDtypeStruct(s.shape, jnp.float32),
+            )
+            if s.product
+            else jax.ShapeDtypeStruct(s.shape, jnp.float32)
+        )
+        params = jax.tree.map(shape, parts.specs["layer"])
+        x = jax.ShapeDtypeStruct((2, 32, 64), jnp.float32)
+        extra = (jax.ShapeDtypeStruct((1, 32), jnp.int32), None)
+        layer = lambda params, x, extra: parts.block(params)(x, *extra)
+        with jax.set_mesh(small.mesh_of(small.config((1, 1, 2)))):
+            split = LayerSplit(layer, params, x, extra, keep)
+        return [
+            sorted((a.shape, a.dtype.name) for a in tree)
+            for tree in (split.residuals.for_b, split.residuals.for_w, split.weight_stash)
+        ]
+
+    assert crossing(True) == crossing(False)
 
 
 # replica, data, stage, context, expert, model

@@ -485,9 +485,19 @@ RULES = [
         "--config.model.attention_kernel=auto",
     ),
     (
-        {"precision.matmul": "mxfp8"},
-        "precision.matmul='mxfp8' has a scale for each block of 32 numbers, which the layers' "
-        "products do not take yet: use --config.precision.matmul=fp8 (or compute)",
+        {"precision.matmul": "mxfp8", "model.mlp_width": 336},
+        "precision.matmul='mxfp8' has blocks of 32 numbers, which do not divide "
+        "model.mlp_width=336: use --config.model.mlp_width=",
+    ),
+    (
+        {"precision.matmul": "mxfp8", "model.experts": 4},
+        "precision.matmul='mxfp8' has no products for model.experts=4 yet, only for dense layers: "
+        "use --config.precision.matmul=fp8 (or compute)",
+    ),
+    (
+        {"precision.matmul": "mxfp8", **LATENT},
+        "precision.matmul='mxfp8' has no products for model.attention='mla' yet, only for dense "
+        "layers: use --config.precision.matmul=fp8 (or compute)",
     ),
     (
         {"model.attention_kernel": "cudnn", "precision.compute": "float32"},

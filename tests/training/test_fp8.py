@@ -25,6 +25,12 @@ SHAPES = {
     "train.steps": STEPS,
 }
 MOE = {"model.experts": 4, "model.expert_width": 64, "model.shared_experts": 1}
+MX = {
+    "precision.matmul": "mxfp8",
+    "model.heads": 4,
+    "data.sequence_length": 128,
+    "data.batch_size": 8,
+}
 CASES = {
     "data, stage and model": Case(
         (2, 2, 2), "zb_h1", changes={"pipeline.remat": "selective", "parallel.zero": 3}
@@ -37,6 +43,16 @@ MORE = {
     "data": Case((2, 1, 1)),
     "stage": Case((1, 2, 1), "zb_h1", changes={"pipeline.remat": "none"}),
     "model": Case((1, 1, 2)),
+    "MXFP8, data, stage and model": Case(
+        (2, 2, 2), "zb_h1", changes={**MX, "pipeline.remat": "selective", "parallel.zero": 3}
+    ),
+    "MXFP8, context": Case((1, 1, 1), changes={**MX, "mesh.context": 2}),
+    "MXFP8, data": Case((2, 1, 1), changes={**MX, "parallel.zero": 3}),
+    "MXFP8, stage": Case((1, 2, 1), "zb_h1", changes={**MX, "pipeline.remat": "none"}),
+    "MXFP8, model": Case((1, 1, 2), changes=MX),
+    "MXFP8, weights in float32": Case(
+        (2, 1, 2), changes={**MX, "precision.fp8_weight_gradients": "compute"}
+    ),
     "model, latent attention": Case(
         (1, 1, 2),
         changes={"model.attention": "mla", "model.kv_rank": 32, "model.rope_head_dim": 8},
