@@ -485,9 +485,9 @@ RULES = [
         "--config.model.attention_kernel=auto",
     ),
     (
-        {"precision.matmul": "mxfp8", "model.mlp_width": 336},
+        {"precision.matmul": "mxfp8", "mesh.data": 1, "model.mlp_width": 336},
         "precision.matmul='mxfp8' has blocks of 32 numbers, which do not divide "
-        "model.mlp_width=336: use --config.model.mlp_width=",
+        "model.mlp_width=336 in 2 parts: use --config.model.mlp_width=320",
     ),
     (
         {"precision.matmul": "mxfp8", "model.experts": 4},
