@@ -213,6 +213,8 @@ class StepCollectives:
         last = self.item if of_experts else operand
         numbers = [*[operand] * (len(gathered) - 1), last]
         sizes = [self.tokens * n * number for n, number in zip(gathered, numbers)]
+        if self.fp8_blocks and fused and op == "B":  # W's inputs are of another form than F's
+            sizes += [self.tokens * n * self.operand for n in inputs]
         collectives = _alike(GATHER, MODEL, sizes)
         collectives += _alike(SCATTER, MODEL, [self.tokens * n * self.summed for n in scattered])
         if op == "B" and not fused:

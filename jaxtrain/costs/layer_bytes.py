@@ -54,6 +54,13 @@ def layer_bytes(step: StepModel, dense: bool = False, remat: str = "") -> LayerB
     stash = saved.weight_stash - gathered * len(row_parallel.difference(model.biases))
     split, inputs = step.tokens / layout.model, item * width * step.tokens / layout.model
     for_b, for_w = saved.residual_b, saved.residual_w
+    if step.framework.fp8_blocks and step.framework.fp8_weight_gradients:
+        return LayerBytes(
+            (for_b + for_w) * split + masks(step),
+            step.tokens * _inputs(step) * (not selective),
+            step.tokens * (_operands(step, dense) - _inputs(step) * (not selective)),
+            inputs,
+        )
     if step.framework.fp8 and step.framework.fp8_weight_gradients:
         # the router reads its input in the compute type, and statistics of the norm before it
         scores, router = FLOAT32 * model.experts * experts, item * width * experts
@@ -82,6 +89,14 @@ def masks(step: StepModel) -> float:
     layout, length = step.layout, step.model.sequence
     piece = length / (2 * layout.context)
     return step.item * layout.microbatch * piece * 1.5 * length * (layout.context > 1)
+
+
+def _inputs(step: StepModel) -> float:
+    """Bytes of a token on a device: the inputs of a dense layer's products, in blocks of FP8. F
+    rounds and leaves them where everything is saved."""
+    split = step.model.layer(dense=False).products
+    numbers = sum(inputs for name, inputs, _ in split) / step.layout.model
+    return FP8 * scales_of(True) * numbers
 
 
 def _operands(step: StepModel, dense: bool) -> float:

@@ -296,7 +296,7 @@ class LayerSplit:
         self._for_w = [a for a in saved if a in for_weights]
         self.residuals = Residuals(_shapes(self._for_b), _shapes(self._for_w))
         self.weight_stash = _shapes(self._stashed)
-        self.gathered = [a in self._maker and _has(self._maker[a], GATHERS) for a in self._stashed]
+        self.gathered = list(map(self._is_gathered, self._stashed))
         self._equations = {
             LayerOp.FORWARD: self._needed([self._y, *saved], ()),
             LayerOp.INPUT_GRADIENT: self._needed([self._dx, *self._stashed], saved),
@@ -437,6 +437,21 @@ class LayerSplit:
             else:
                 residuals |= sources_of[value]
         return sorted(stash, key=self._position), residuals
+
+    def _is_gathered(self, value) -> bool:
+        """True for a value that is gathered over `model`, or is rounded to FP8 from such a one."""
+        todo, seen = [value], set()
+        while todo:
+            value = todo.pop()
+            maker = self._maker.get(value)
+            if maker is None or value in seen:
+                continue
+            if _has(maker, GATHERS):
+                return True
+            seen.add(value)
+            if len(seen) > 1 or _is_fp8(value):
+                todo += [] if _has(maker, PRODUCTS | KERNELS) else _variables(maker.invars)
+        return False
 
     def _is_reduced_in_b(self, value) -> bool:
         """True for a value that B makes for W alone, so that less waits in between, where products
