@@ -126,6 +126,26 @@ def test_slots_of_layers(recipe, remat, values, matmul):
 @pytest.mark.parametrize(
     "values",
     [
+        {"pipeline.remat": "full"},
+        {"pipeline.remat": "selective", "mesh.model": 1},
+        {"pipeline.remat": "selective", "pipeline.save": ("attention", "mlp_in")},
+    ],
+    ids=["full", "selective", "named"],
+)
+def test_slots_in_blocks(values):
+    """Of MXFP8: inputs that F rounds along tokens wait for W in its residuals, where the rest is
+    saved, too; what B rounds waits in the stash. A gradient that B has gathered stays gathered."""
+    blocks = {"precision.matmul": "mxfp8", "model.head_dim": 64, "model.mlp_width": 512}
+    config = small("tiny", blocks | {"mesh.expert": 1, "mesh.model": 2} | values)
+    planned, program = predict(config, load("h100")).memory.pools, pools(config)
+    assert planned.keys() == program.keys()
+    for pool, size in program.items():
+        assert planned[pool] == pytest.approx(size, rel=INDICES, abs=SCALES), pool
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
         {"model.mtp_depth": 0},
         {"model.mtp_depth": 2, "mesh.data": 2},
         {"mesh.model": 2, "mesh.expert": 1, "mesh.data": 2, "parallel.zero": 3},
