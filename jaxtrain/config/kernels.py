@@ -304,8 +304,8 @@ def describe_products(precision: PrecisionConfig, device: TargetDevice) -> Itera
         if not (multiplies_blocks(device) if blocks else has_fp8(device)):
             yield (
                 f"warning: {device.name} has no products of {precision.matmul.upper()}: its "
-                f"numbers are rounded, then multiplied as {precision.compute}, which is slower than "
-                "--config.precision.matmul=compute"
+                f"numbers are rounded, then multiplied as {precision.compute}, which is slower "
+                "than --config.precision.matmul=compute"
             )
 
 

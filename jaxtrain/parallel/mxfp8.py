@@ -95,16 +95,13 @@ class Blocks(Quantized):
         """The product of two matrices of the compute type, which contracts one dimension of each:
         that along which their blocks lie."""
         assert isinstance(other, Blocks)
-        assert isinstance(other, Blocks)
         (dim,), (other_dim,) = contracted
-        a, b, compute = self._along(dim), other._along(other_dim), self.use.compute
-        if not multiplies_blocks(target_device()):
-            left, right = a.in_compute_type(), b.in_compute_type()
-            dims = (contracted, ((), ()))
-            return lax.dot_general(left, right, dims, preferred_element_type=compute)
-        numbers = [rows(x.numbers, x.dim) for x in (a, b)]
-        scales = [rows(lax.bitcast_convert_type(x.scale, SCALES), x.dim) for x in (a, b)]
-        return jax.nn.scaled_matmul(numbers[0], numbers[1], scales[0], scales[1], compute)[0]
+        a, b = self._along(dim), other._along(other_dim)
+        if multiplies_blocks(target_device()):
+            return scaled_matmul(a, b)
+        left, right = a.in_compute_type(), b.in_compute_type()
+        dims = (contracted, ((), ()))
+        return lax.dot_general(left, right, dims, preferred_element_type=self.use.compute)
 
     def _along(self, dim: int) -> "Blocks":
         """The copy of a matrix whose blocks lie along a dimension, counted from the beginning."""

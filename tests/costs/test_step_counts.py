@@ -61,6 +61,12 @@ LATENT = {
 }
 APART = {"data.attend_across_documents": False}
 FP8 = {"precision.matmul": "fp8"}
+MXFP8 = {
+    "precision.matmul": "mxfp8",
+    "model.heads": 4,
+    "model.head_dim": 32,
+    "data.sequence_length": 128,
+}
 
 
 def saving(*names: str) -> dict:
@@ -187,6 +193,22 @@ MORE = {
     ),
     "FP8, data, stage and model": Case(
         (2, 2, 2), microbatches=4, changes={**FP8, "parallel.zero": 3, "model.kv_heads": 1}
+    ),
+    "MXFP8, data, stage and model": Case(
+        (2, 2, 2), microbatches=4, changes={**MXFP8, "parallel.zero": 3}
+    ),
+    "MXFP8, data and model, heads shared": Case(
+        (2, 1, 2), changes={**MXFP8, "model.kv_heads": 1, "model.head_dim": 64}
+    ),
+    "MXFP8, context, stage and model, named": Case(
+        (1, 2, 2),
+        microbatches=4,
+        changes={
+            **MXFP8,
+            "data.sequence_length": 256,
+            "mesh.context": 2,
+            **saving("attention", "mlp_in"),
+        },
     ),
     "FP8, data and expert": Case((2, 1, 1), changes={**FP8, **MOE, "parallel.zero": 3}),
     "FP8, expert by capacity and model, selective": Case(
