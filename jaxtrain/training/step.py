@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled, Wrapped
@@ -374,7 +373,7 @@ def _before_update(
     of `_train`. step: the number of steps before this one"""
     losses, with_counts = results.losses, results.gradients
     gradients = balance.without_counts(layout.specs, with_counts)
-    norm = optax.tree.norm(gradients)
+    norm = layout.norm(gradients)
     finite = jnp.isfinite(losses.loss) & jnp.isfinite(norm) if skips else None
     metrics = step_metrics(
         loss=losses.loss,
