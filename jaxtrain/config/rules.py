@@ -12,7 +12,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxtrain import config as cfg
@@ -32,6 +32,7 @@ from jaxtrain.config import (
     kernels,
     sources,
 )
+from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.schedule.orders import SCHEDULES, default_repeats, fits_repeats
 
 BYTE_VOCABULARY = 257  # 256 bytes and the document separator
@@ -413,6 +414,33 @@ def _pipeline(
         yield Violation("pipeline.times", "has no time for F, B or W", [{"pipeline.times": ()}])
 
 
+def _several_steps(config: Config) -> Iterator[Violation]:
+    """What a program of several steps, whose updates are ops of its table, does not have."""
+    path = "pipeline.steps_per_program"
+    if config.pipeline.steps_per_program == 1:
+        return
+    elementwise = [name for name, optimizer in OPTIMIZERS.items() if optimizer.elementwise]
+    # setting → (the values that work, the reason)
+    needs: dict[str, tuple[Sequence[Any], str]] = {
+        "parallel.zero": ([0, 1], "updates gradients that are reduced once a step"),
+        "parallel.reduce": (["step"], "reduces gradients in its updates"),
+        "parallel.offload": (["none"], "updates a state in the devices' memory"),
+        "train.diloco_inner_steps": ([0], "updates all replicas alike"),
+        "precision.params": (["float32"], "updates parameters of float32"),
+        "precision.moments": (["float32"], "updates moments of float32"),
+        "precision.matmul": (["compute"], "casts parameters in its updates, without scales"),
+        "optimizer.name": (elementwise, "updates shards of a parameter on their own"),
+        "model.experts": ([0], "has no place for experts' counts"),
+    }
+    for setting, (values, reason) in needs.items():
+        value = functools.reduce(getattr, setting.split("."), config)
+        if value not in values:
+            fixes = [{path: 1}, *values_for(setting, reversed(values))]
+            yield Violation(path, f"{reason}, and not with {setting}={value!r}", fixes)
+    if config.mesh.stage == 1:
+        yield Violation(path, "is for pipelines, and mesh.stage=1 has none", [{path: 1}])
+
+
 def _layers_fill_chunks(
     pipeline: PipelineConfig, model: ModelConfig, mesh: MeshConfig
 ) -> Iterator[Violation]:
@@ -598,6 +626,7 @@ RULES: tuple[Rule, ...] = (
     _compiler_options,
     _products,
     _pipeline,
+    _several_steps,
     _layers_fill_chunks,
     _chunks_have_layers,
     _run,

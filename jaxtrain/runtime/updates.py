@@ -9,7 +9,7 @@ an update is neither clipped nor skipped: whoever runs the table compares the no
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -65,7 +65,7 @@ def parts_specs(parts: PartsState, reductions: Tree) -> PartsState:
     )
 
     def of_state(state: Any, specs: Tree) -> Any:
-        tree = jax.tree.structure(specs)
+        tree: Any = jax.tree.structure(specs)
         follows = lambda part: jax.tree.structure(part) == tree
         return jax.tree.map(lambda part: specs if follows(part) else P(), state, is_leaf=follows)
 
@@ -122,8 +122,11 @@ class PartUpdate:
             state,
             gradients=ModelTree(**zeros),
             params=ModelTree(**self._unled(params)),
-            **{self.part: PartState(values, optimizer, squares)},
+            **self._as_field(PartState(values, optimizer, squares)),
         )
+
+    def _as_field(self, part: PartState) -> dict[str, Any]:
+        return {self.part: part}
 
     def _gathered(self, spec, reduction: Reduction, values: jax.Array):
         return gather_stored(self.as_used(spec, reduction, values), reduction)
@@ -164,18 +167,17 @@ class Updates:
         dtype: jnp.dtype,
         as_used: Callable[..., Any],
     ):
-        def part(names: tuple[str, ...], field: str, rule: Rule) -> PartUpdate:
-            of_part = (
-                {name: getattr(tree, name) for name in names} for tree in (specs, reductions)
+        def part(names: Sequence[str], field: str, rule: Rule) -> PartUpdate:
+            of_part = lambda tree: {name: getattr(tree, name) for name in names}
+            return PartUpdate(
+                tuple(names), field, rule, of_part(specs), of_part(reductions), dtype, as_used
             )
-            return PartUpdate(names, field, rule, *of_part, dtype, as_used)
 
         self.model = model
-        ends = [
-            name for name in vars(specs) if name != "layers" and getattr(specs, name) is not None
-        ]
-        self.layers = part(("layers",), "layers", rules.layers)
-        self.ends = part(tuple(ends), "ends", rules.ends)
+        present = [name for name, tree in vars(specs).items() if tree is not None]
+        ends = [name for name in present if name != "layers"]
+        self.layers = part(["layers"], "layers", rules.layers)
+        self.ends = part(ends, "ends", rules.ends)
 
     def begin(self, parts: PartsState, steps: int) -> tuple[PartState, PartState]:
         """The states of layers and ends before the first tick."""

@@ -86,8 +86,8 @@ class TickColumns:
     runs:        op → 1 where the stage runs it, else 0
     busy:        1 where it runs any op besides permutes and those that take in arrived messages
 
-    Microbatches, steps and slots are 0 where a tick has none. On one stage, where a tick is a microbatch,
-    there is nothing but `microbatch`.
+    Microbatches, steps and slots are 0 where a tick has none. On one stage, where a tick is a
+    microbatch, there is nothing but `microbatch`.
     """
 
     microbatch: Array
