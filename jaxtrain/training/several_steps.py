@@ -24,9 +24,8 @@ from jaxtrain.training.optimizer import make_optimizer, parts_of, updates_made
 from jaxtrain.training.state import ParameterLayout, TrainState
 
 StepMetrics = dict[str, jax.Array]
-# (state, a batch for each step, steps to run one at a time or 0) → (state, metrics [steps], whether
-# the steps ran together)
-Train = Callable[[TrainState, Sequence[dict], jax.Array], tuple[TrainState, StepMetrics, jax.Array]]
+# (state, a batch for each step, steps to run one at a time or 0) → (state, metrics [steps])
+Train = Callable[[TrainState, Sequence[dict], jax.Array], tuple[TrainState, StepMetrics]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,14 +100,19 @@ class StepsTogether:
 
     @property
     def _rules(self) -> UpdateRules:
-        unclipped = dataclasses.replace(self.optimizer, clip_norm=0.0)
-
         def rule(*names: str) -> Rule:
             specs = {name: self.layout.specs[name] for name in names}
-            optimizer = make_optimizer(unclipped, self.total, specs)
+            optimizer = make_optimizer(self.optimizer, self.total, specs)
 
             def update(gradients: dict, state: Any, values: dict) -> tuple[dict, Any]:
-                updated = optimizer.update(gradients, state, values)
+                # A norm that clips nothing, and numbers that are finite. XLA must not know them:
+                # with another expression it fuses, and then rounds, otherwise than in one step.
+                norm, finite = lax.optimization_barrier(
+                    (jnp.float32(self.optimizer.clip_norm / 2), jnp.array(True))
+                )
+                updated = optimizer.update(
+                    gradients, state, values, finite if self.skips else None, norm
+                )
                 return updated.values, updated.state
 
             return update
@@ -145,15 +149,14 @@ def train_several(
 ) -> Train:
     """The function of a program of several steps.
 
-    (state, batches, alone) → (state, metrics, ran): batches: of as many steps as the table has.
-    alone: int32, the number of steps to run one at a time, 0 for all of them together. Metrics are
-    [steps], those of steps that did not run 0. ran: whether the steps ran together and no step had
-    to be clipped or skipped; if one had, they all ran again one at a time.
+    Its arguments are the state, as many batches as the table has steps, and the number of steps to
+    run one at a time, int32, 0 for all of them together. If one of these is to be clipped or
+    skipped, all run again one at a time. Metrics are [steps], those of steps that did not run 0.
     """
 
     def train(
         state: TrainState, batches: Sequence[dict], alone: jax.Array
-    ) -> tuple[TrainState, StepMetrics, jax.Array]:
+    ) -> tuple[TrainState, StepMetrics]:
         steps = len(batches)
         stacked = jax.tree.map(lambda *a: jnp.stack(a), *batches)
         joined = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stacked)
@@ -178,7 +181,6 @@ def train_several(
 
         kept = jax.tree.map(lambda a, b: jnp.where(right, a, b), after, state)
         again = jnp.where(right, 0, jnp.where(alone == 0, steps, alone))
-        after, metrics = lax.fori_loop(0, again, step_alone, (kept, metrics))
-        return after, metrics, right
+        return lax.fori_loop(0, again, step_alone, (kept, metrics))
 
     return train

@@ -5,7 +5,7 @@ import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -233,7 +233,7 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
             several = jit(
                 train_several(together, one_step),
                 donate_argnums=0,
-                out_shardings=(state_shardings, everywhere, everywhere),
+                out_shardings=(state_shardings, everywhere),
             )
     return Step(
         layout.parts,
@@ -565,32 +565,28 @@ class SeveralSteps:
     program: Compiled
     number: int
 
-    def together(self, state: TrainState, batches: Sequence[dict]) -> "StepsDone":
-        """`number` steps, by the table of several steps where none is clipped or skipped."""
+    def together(
+        self, state: TrainState, batches: Sequence[dict]
+    ) -> tuple[TrainState, StepMetrics]:
+        """The state after `number` steps and their metrics, arrays [number]. The table of several
+        steps has them if none is clipped or skipped."""
         return self._run(state, batches, 0)
 
-    def alone(self, state: TrainState, batches: Sequence[dict]) -> "StepsDone":
-        """Up to `number` steps, one at a time."""
+    def alone(self, state: TrainState, batches: Sequence[dict]) -> tuple[TrainState, StepMetrics]:
+        """The same for up to `number` steps, one at a time; later metrics are 0."""
         # the program reads the others' shapes alone
         unused = [batches[-1]] * (self.number - len(batches))
         return self._run(state, [*batches, *unused], len(batches))
 
     def take(self, state: TrainState, batch: dict) -> tuple[TrainState, StepMetrics]:
         """One step, as `Programs.take`."""
-        done = self.alone(state, [batch])
-        return done.state, {name: a[0] for name, a in done.metrics.items()}
+        state, metrics = self.alone(state, [batch])
+        return state, {name: a[0] for name, a in metrics.items()}
 
-    def _run(self, state: TrainState, batches: Sequence[dict], alone: int) -> "StepsDone":
-        return StepsDone(*self.program(state, tuple(batches), np.int32(alone)))
-
-
-class StepsDone(NamedTuple):
-    """The state after several steps; their metrics, arrays [number], which are 0 for steps that
-    were not asked for; and a bool array: False if they ran, or had to run again, one at a time."""
-
-    state: TrainState
-    metrics: StepMetrics
-    together: jax.Array
+    def _run(
+        self, state: TrainState, batches: Sequence[dict], alone: int
+    ) -> tuple[TrainState, StepMetrics]:
+        return self.program(state, tuple(batches), np.int32(alone))
 
 
 def start_compiling(
