@@ -417,28 +417,26 @@ def _pipeline(
 def _several_steps(config: Config) -> Iterator[Violation]:
     """What a program of several steps, whose updates are ops of its table, does not have."""
     path = "pipeline.steps_per_program"
-    if config.pipeline.steps_per_program == 1:
+    if config.pipeline.steps_per_program == 1 or config.mesh.stage == 1:
         return
     elementwise = [name for name, optimizer in OPTIMIZERS.items() if optimizer.elementwise]
     # setting → (the values that work, the reason)
     needs: dict[str, tuple[Sequence[Any], str]] = {
-        "parallel.zero": ([0, 1], "updates gradients that are reduced once a step"),
-        "parallel.reduce": (["step"], "reduces gradients in its updates"),
-        "parallel.offload": (["none"], "updates a state in the devices' memory"),
+        "parallel.zero": ([0, 1], "updates parameters and gradients that no data shard splits"),
+        "parallel.reduce": (["step"], "reduces gradients once, in each stage's update"),
+        "parallel.offload": (["none"], "has its slots and its state in the devices' memory"),
         "train.diloco_inner_steps": ([0], "updates all replicas alike"),
         "precision.params": (["float32"], "updates parameters of float32"),
         "precision.moments": (["float32"], "updates moments of float32"),
-        "precision.matmul": (["compute"], "casts parameters in its updates, without scales"),
-        "optimizer.name": (elementwise, "updates shards of a parameter on their own"),
-        "model.experts": ([0], "has no place for experts' counts"),
+        "precision.matmul": (["compute"], "gathers updated parameters in precision.compute"),
+        "optimizer.name": (elementwise, "updates each shard of a parameter on its own"),
+        "model.experts": ([0], "updates parameters by gradients alone, and no counts"),
     }
     for setting, (values, reason) in needs.items():
         value = functools.reduce(getattr, setting.split("."), config)
         if value not in values:
             fixes = [{path: 1}, *values_for(setting, reversed(values))]
-            yield Violation(path, f"{reason}, and not with {setting}={value!r}", fixes)
-    if config.mesh.stage == 1:
-        yield Violation(path, "is for pipelines, and mesh.stage=1 has none", [{path: 1}])
+            yield Violation(path, f"{reason}, unlike {setting}={value!r}", fixes)
 
 
 def _layers_fill_chunks(

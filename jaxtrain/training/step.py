@@ -255,7 +255,7 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
             not data.attend_across_documents,
         ),
         host_pools=runtime.host_pools,
-        steps_per_program=config.pipeline.steps_per_program,
+        steps_per_program=setup.several.steps if setup.several else 1,
     )
 
 
