@@ -1,16 +1,16 @@
 """The rate at which an update streams the optimizer's state from a local disk and back, against the
 disk's own rate; and the memory that this takes.
 
-    python benchmarks/offload_disk.py --folder=/mnt/nvme [--layers=8] [--width=1024] [--pairs=5]
+    python benchmarks/offload_disk.py --folder=/mnt/nvme [--layers=8,16] [--width=1024] [--pairs=5]
 
 disk      the bytes of the state are read and written, as many of each at the same time, in the
           stream's requests (O_DIRECT, REQUEST_BYTES, as many threads), without devices
 update    the update of a run, with gradients that are there already
-memory    the most memory of a process (ru_maxrss) with so many layers and twice as many, each
-          above that of an update of the same parameters without state
+memory    the most memory of a process (ru_maxrss) with so many layers, each above that of an
+          update of the same parameters without state
 
 Both rates count bytes that are read and written. They take turns, since machines are noisy; medians
-over the pairs. One CPU device.
+over the pairs, with the first number of layers. One CPU device.
 """
 
 import concurrent.futures
@@ -32,7 +32,9 @@ def main() -> None:
     """Reads the flags, and measures in processes of their own."""
     parser = arguments.parser(__doc__, "nothing")
     parser.add_argument("--folder", required=True, help="on the disk that is measured")
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument(
+        "--layers", type=numbers, default=[8, 16], help="one number or several, with commas"
+    )
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--only", default="", help="of this process: disk or none")
@@ -41,14 +43,14 @@ def main() -> None:
     if options.only:
         print(json.dumps(measure(options)))
         return
-    rates = _process(options, "disk", options.layers)
+    rates = _process(options, "disk", options.layers[0])
     print(f"state {rates['bytes'] / 1e6:,.0f} MB, {rates['layer'] / 1e6:,.0f} MB a layer")
     for name in ("disk_rate", "update_rate"):
         each = ", ".join(f"{rate / 1e9:.2f}" for rate in rates[name])
         print(f"{name:12} {statistics.median(rates[name]) / 1e9:.2f} GB/s ({each})")
     pairs = zip(rates["update_rate"], rates["disk_rate"], strict=True)
     print(f"update over disk: {statistics.median(u / d for u, d in pairs):.0%}")
-    for layers in (options.layers, 2 * options.layers):
+    for layers in options.layers:
         on_disk = _process(options, "disk", layers, pairs=1)
         without = _process(options, "none", layers, pairs=1)
         above = on_disk["peak"] - without["peak"]
@@ -57,6 +59,10 @@ def main() -> None:
             f"{layers} layers: peak memory {above / 1e6:,.0f} MB above that without state; two "
             f"layers' state and 1 GiB are {bound / 1e6:,.0f} MB"
         )
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def _process(options, only: str, layers: int, pairs: int | None = None) -> dict:
@@ -87,7 +93,7 @@ def measure(options) -> dict:
     from jaxtrain.training.streamed_update import CompiledUpdate, Guard
 
     changes = {
-        "model.layers": options.layers,
+        "model.layers": options.layers[0],
         "model.width": options.width,
         "model.heads": 8,
         "model.mlp_width": 4 * options.width,

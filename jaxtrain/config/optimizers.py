@@ -16,7 +16,7 @@ Dims = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Optimizer:
+class OptimizerRecord:
     """An optimizer. `settings` below is the config's group `optimizer`.
 
     name:        as in `optimizer.name`
@@ -78,10 +78,10 @@ def _adafactor(optax: ModuleType, settings: Any) -> Any:
     return optax.chain(*parts)
 
 
-OPTIMIZERS: Mapping[str, Optimizer] = {
+OPTIMIZERS: Mapping[str, OptimizerRecord] = {
     optimizer.name: optimizer
     for optimizer in (
-        Optimizer(
+        OptimizerRecord(
             "adamw",
             "Loshchilov & Hutter 2019, arXiv:1711.05101",
             make=lambda optax, s: optax.scale_by_adam(s.b1, s.b2, s.epsilon),
@@ -94,7 +94,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
             passes=3,
             momentum=("mu", lambda s: 1 - s.b1),
         ),
-        Optimizer(
+        OptimizerRecord(
             "lion",
             "Chen et al. 2023, arXiv:2302.06675; the paper has b2=0.99 and a third to a tenth of "
             "adamw's learning rate",
@@ -107,7 +107,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
             passes=3,
             momentum=("mu", lambda s: 1 - s.b2),
         ),
-        Optimizer(
+        OptimizerRecord(
             "adafactor",
             "Shazeer & Stern 2018, arXiv:1804.04235, without momentum",
             make=_adafactor,

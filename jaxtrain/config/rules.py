@@ -8,6 +8,7 @@ only. Standard library only.
 """
 
 import dataclasses
+import difflib
 import functools
 import inspect
 import math
@@ -33,6 +34,8 @@ from jaxtrain.config import (
     sources,
 )
 from jaxtrain.config.optimizers import OPTIMIZERS
+from jaxtrain.config.saved_values import saved_values
+from jaxtrain.config.sizes import SELECTIVE, remat_of
 from jaxtrain.schedule.orders import SCHEDULES, default_repeats, fits_repeats
 
 BYTE_VOCABULARY = 257  # 256 bytes and the document separator
@@ -439,6 +442,28 @@ def _several_steps(config: Config) -> Iterator[Violation]:
             yield Violation(path, f"{reason}, unlike {setting}={value!r}", fixes)
 
 
+def _saved_values(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Violation]:
+    path, names = "pipeline.save", saved_values(model)
+    if wrong := [name for name in pipeline.save if name not in names]:
+        known = [name for name in pipeline.save if name in names]
+        meant = difflib.get_close_matches(wrong[0], names, n=1, cutoff=0.5)
+        yield Violation(
+            path,
+            f"names {wrong[0]!r}, which no layer of this model has: its values are "
+            f"{', '.join(names)}",
+            values_for(path, [tuple(dict.fromkeys([*known, *meant])), ()]),
+        )
+    remat = remat_of(pipeline.remat)
+    if pipeline.save and remat.mode != SELECTIVE:
+        mode = SELECTIVE if remat.layers is None else f"{SELECTIVE}:{remat.layers}"
+        what = "recomputes no layer" if remat.mode == "none" else "saves a layer's input alone"
+        yield Violation(
+            path,
+            f"is for pipeline.remat='selective', and {pipeline.remat!r} {what}",
+            [{"pipeline.remat": mode}, {path: ()}],
+        )
+
+
 def _layers_fill_chunks(
     pipeline: PipelineConfig, model: ModelConfig, mesh: MeshConfig
 ) -> Iterator[Violation]:
@@ -625,6 +650,7 @@ RULES: tuple[Rule, ...] = (
     _products,
     _pipeline,
     _several_steps,
+    _saved_values,
     _layers_fill_chunks,
     _chunks_have_layers,
     _run,

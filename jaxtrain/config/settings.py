@@ -417,6 +417,11 @@ class PipelineConfig:
         choices=("full", "selective", "none"),
         counted=("full", "selective"),
     )
+    save: tuple[str, ...] = setting(
+        (),
+        "what a layer with remat=selective saves beside its input, by name, such as "
+        "attention,mlp_in; the rest is recomputed. Empty: the results of matmuls",
+    )
     layers_per_op: int = setting(
         0, "layers that one op of a stage runs; 0: the complete chunk", at_least=0
     )

@@ -122,6 +122,7 @@ def layout_of(
         repeats=max(1, pipeline.repeats),
         layers_per_op=pipeline.layers_per_op,
         remat=pipeline.remat,
+        save=pipeline.save,
         zero=parallel.zero,
         schedule=pipeline.schedule,
         offload=parallel.offload,

@@ -48,7 +48,12 @@ from jaxtrain.parallel.zero import (
     shard_shape,
     unsharded_shape,
 )
-from jaxtrain.runtime.backward_split import LayerSplit, keep_everything, keep_products
+from jaxtrain.runtime.backward_split import (
+    LayerSplit,
+    keep_everything,
+    keep_named,
+    keep_products,
+)
 from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, look_ahead
 from jaxtrain.runtime.layer_stack import LayerRange, LayerStack, RecomputedLayer, empty_pool
 from jaxtrain.runtime.tick import Accumulate, Tick
@@ -113,6 +118,7 @@ class Runtime:
     shares_vocabulary: embedding and head are split over the stages, which do their ops together
     remat: what the backward recomputes of a unit's lowest layers: full, everything from its input,
         which F saves; selective, everything but products with weights; none, nothing
+    save: the names of the values that selective saves, instead of products
     loss_chunk: the most tokens whose logits exist at a time
     compute: dtype of activations
     independent_replicas: each replica has parameters of its own; they, losses and gradients have a
@@ -129,6 +135,7 @@ class Runtime:
     zero: Zero = Zero()
     shares_vocabulary: bool = False
     remat: Remat = Remat("full")
+    save: tuple[str, ...] = ()
     loss_chunk: int = 2048
     compute: jnp.dtype = jnp.dtype("float32")
     independent_replicas: bool = False
@@ -473,7 +480,9 @@ class Runtime:
         x = jax.ShapeDtypeStruct(message, self.compute)
         if mode == "full" and self._ticks is None:
             return RecomputedLayer(self._layer, self.parts.specs["layer"], x)
-        keep = keep_products if mode == "selective" else keep_everything
+        keep = keep_everything
+        if mode == "selective":
+            keep = keep_named(self.save) if self.save else keep_products
         params = jax.tree.map(self._shape_as_used, self.parts.specs["layer"])
         return LayerSplit(self._layer, params, x, extra, keep)
 

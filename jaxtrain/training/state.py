@@ -301,11 +301,11 @@ class ParameterLayout:
         """Inside jit: the parameters of one replica in the types of the state and laid out as in
         it, on devices; the nearest numbers. values: float32, laid out as `scattered`"""
 
-        def hold(s: Spec, a: jax.Array, sharding: NamedSharding) -> jax.Array:
-            return lax.with_sharding_constraint(a.astype(self.dtype(s)), sharding)
+        def hold(s: Spec, a: jax.Array, scattered: NamedSharding, held: NamedSharding) -> jax.Array:
+            return gathered(a, self.dtype(s), scattered, held)
 
         shardings = self._held(lambda sharding: sharding)
-        return jax.tree.map(hold, self.specs, values, shardings, is_leaf=is_spec)
+        return jax.tree.map(hold, self.specs, values, self.scattered, shardings, is_leaf=is_spec)
 
     def working(self, values: Any) -> dict | None:
         """Inside jit: one replica's `TrainState.working` from parameters in float32, laid out as
@@ -316,11 +316,7 @@ class ParameterLayout:
         def copy(
             s: Spec, a: jax.Array, scattered: NamedSharding, read: NamedSharding
         ) -> jax.Array | None:
-            if not s.cast:
-                return None
-            # 16-bit numbers are gathered, not those of 32 bits
-            narrow = lax.with_sharding_constraint(a.astype(self.precision.params), scattered)
-            return lax.with_sharding_constraint(narrow, read)
+            return gathered(a, self.precision.params, scattered, read) if s.cast else None
 
         return jax.tree.map(
             copy, self.specs, values, self.scattered, self.shardings, is_leaf=is_spec
@@ -645,6 +641,15 @@ def _working_of_disk(layout: ParameterLayout, masters: dict) -> Any:
         return jax.block_until_ready(jax.jit(narrow, out_shardings=read)(master.load()))
 
     return jax.tree.map(copy, masters, layout.scattered, layout.shardings, is_leaf=is_on_disk)
+
+
+def gathered(
+    a: jax.Array, dtype: jnp.dtype | str, scattered: NamedSharding, held: NamedSharding
+) -> jax.Array:
+    """Inside jit: an array as `held`, in this type, from shards as `scattered`. What is gathered
+    are numbers of this type, not those of 32 bits."""
+    narrow = lax.with_sharding_constraint(a.astype(dtype), scattered)
+    return lax.with_sharding_constraint(narrow, held)
 
 
 def bytes_per_device(abstract: Any, host: bool = False) -> int:

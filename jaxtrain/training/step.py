@@ -199,6 +199,7 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
     runtime = runtime_of(
         setup.train,
         remat=remat_of(config.pipeline.remat),
+        save=config.pipeline.save,
         independent_replicas=independent,
         offload_activations=parallel.offload_to("activations") == "host",
     )

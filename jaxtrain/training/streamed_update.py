@@ -30,7 +30,7 @@ from jaxtrain.devices.state_stream import BlockGroup, StateStream
 from jaxtrain.models.spec import Spec, is_spec
 from jaxtrain.training import balance
 from jaxtrain.training.optimizer import make_optimizer, parts_of
-from jaxtrain.training.state import ParameterLayout, TrainState
+from jaxtrain.training.state import ParameterLayout, TrainState, gathered
 
 # State of a process that is streamed together at most, unless one parameter has more.
 GROUP_BYTES = 64 * 2**20
@@ -290,11 +290,11 @@ def _update(
     moved = group.order(balance.move(specs, updated.values, counted, rate, guard.finite))
     results = []
     for value, new, storage, read in zip(values, moved, scattered, shardings, strict=True):
-        # numbers of the type that ops read are gathered
-        narrow = lax.with_sharding_constraint(new.astype(value.dtype), storage)
-        narrow = lax.with_sharding_constraint(narrow, read)
+        read_values = gathered(new, value.dtype, storage, read)
         results.append(
-            lax.dynamic_update_slice_in_dim(value, narrow, layer, 1) if stacked else narrow
+            lax.dynamic_update_slice_in_dim(value, read_values, layer, 1)
+            if stacked
+            else read_values
         )
     new_parts, new_counts = _separated(updated.state, params, group)
     new_parts += [new for new, master in zip(moved, has_master, strict=True) if master]

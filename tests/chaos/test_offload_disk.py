@@ -15,6 +15,9 @@ KILLS = 10
 FLAGS = settings(
     train__steps=60, checkpoint__every=4, checkpoint__keep=3, mesh__stage=1, train__sample_tokens=0
 )
+# As in runs of users: with the suite's flags (support: COMPILE_QUICKLY) kernels of one layer and of
+# all layers may have other last bits.
+XLA_DEFAULTS = {"XLA_FLAGS": ""}
 # fails the writes of the state's file, and no other, after the first 40
 FAILING = """
 import errno, itertools, os, sys
@@ -37,16 +40,16 @@ def on_disk(folder) -> list[str]:
 def test_kills_in_updates(folder, pytestconfig):
     """The steps after a kill are those of a run on devices that nobody disturbs, and nothing is
     left on the disk."""
-    runs.train(folder / "whole", *FLAGS, devices=1)
+    runs.train(folder / "whole", *FLAGS, devices=1, environment=XLA_DEFAULTS)
     chance = random.Random(pytestconfig.getoption("--chaos_seed"))
     disk, workdir = folder / "disk", folder / "killed"
     words = runs.training(workdir, *FLAGS, *on_disk(disk), devices=1)
     for kill in range(KILLS):
-        with runs.running(folder, *words) as command:
+        with runs.running(folder, *words, environment=XLA_DEFAULTS) as command:
             step = runs.last_step(workdir) + chance.randint(1, 7)
             command.wait_for(lambda step=step: runs.last_step(workdir) >= step, f"kill {kill}")
             command.kill()
-    done = runs.train(workdir, *FLAGS, *on_disk(disk), devices=1)
+    done = runs.train(workdir, *FLAGS, *on_disk(disk), devices=1, environment=XLA_DEFAULTS)
     assert "continuing from step" in done.out and os.listdir(disk) == []
     assert runs.losses(workdir) == runs.losses(folder / "whole")
 

@@ -14,7 +14,13 @@ from jaxtrain.plan.search import Space, by_offload, laid_out
 
 
 @pytest.mark.parametrize(
-    "recipe, devices", [("gpt_1t", 3072), ("gpt2_124m", 12), ("llama3_8b", 7), ("llama3_8b", 67)]
+    "recipe, devices",
+    [
+        pytest.param("gpt_1t", 3072, marks=pytest.mark.full),
+        ("gpt2_124m", 12),
+        ("llama3_8b", 7),
+        ("llama3_8b", 67),
+    ],
 )
 def test_layouts(recipe, devices):
     """As many devices as asked for, each layout once, fastest first, and all fit; data shards as

@@ -306,3 +306,35 @@ def test_products_in_fp8(platform, case):
         if size >= c.smallest_matrix
     }
     assert matrices == {"u8"}
+
+
+@pytest.mark.parametrize("masters", ["float32", "none"])
+@compiled_for("h100")
+def test_an_update_gathers_numbers_of_16_bits(platform, masters):
+    """Each matrix of a device's shards is gathered in the type that ops read."""
+    c = ahead.compile_step(
+        platform,
+        {
+            "model.layers": 4,
+            "model.width": 1024,
+            "model.heads": 8,
+            "model.vocab_size": 16384,
+            "mesh.data": 16,
+            "mesh.stage": 1,
+            "mesh.model": 1,
+            "data.batch_size": 32,
+            "pipeline.microbatches": 2,
+            "pipeline.permute": "late",
+            "precision.params": "bfloat16",
+            "precision.masters": masters,
+        },
+        program="train",
+    )
+    gathered = {
+        dtype
+        for i in c.program.below(c.program.entry)
+        if i.collective == "all-gather"
+        for size, dtype in zip(i.sizes, i.types, strict=True)
+        if size >= c.smallest_matrix / 16
+    }
+    assert gathered == {"bf16"}

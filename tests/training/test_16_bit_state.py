@@ -121,6 +121,7 @@ LAYOUTS = {
         (2, 2, 1), "interleaved", 2, 4, changes={"parallel.zero": 2, "mesh.context": 2}
     ),
     "experts": Case((2, 1, 1), changes=EXPERTS),
+    "experts, ZeRO 3": Case((2, 1, 1), changes=EXPERTS | {"parallel.zero": 3}),
     "offload": Case((2, 2, 1), changes={"parallel.offload": "optimizer"}),
     "skip, model": Case((1, 1, 4), changes={"train.on_nonfinite": "skip", "parallel.zero": 0}),
     "adafactor, padded": Case(
@@ -132,16 +133,24 @@ LAYOUTS = {
             "model.layers": 3,
         },
     ),
+    "adafactor, skip, model, padded": Case(
+        (1, 1, 4),
+        changes={
+            "optimizer.name": "adafactor",
+            "optimizer.factored_size": 16,
+            "optimizer.learning_rate": 3e-2,
+            "train.on_nonfinite": "skip",
+            "parallel.zero": 0,
+        },
+    ),
     "lion": Case((4, 1, 1), changes={"optimizer.name": "lion", "optimizer.learning_rate": 3e-4}),
 }
 OF_MESHES = {f"{form}: {layout}": (form, layout) for form in FORMS for layout in LAYOUTS}
 DEFAULT = [
-    "16 bits alone: ZeRO 3, padded stacks and vocabulary",
     "16 bits alone: ZeRO 2, interleaved, context",
-    "16 bits alone: experts",
+    "16 bits alone: experts, ZeRO 3",
     "masters, 16-bit moments: offload",
-    "16 bits alone: skip, model",
-    "16 bits alone: adafactor, padded",
+    "16 bits alone: adafactor, skip, model, padded",
 ]
 FULL = sorted({name for name in OF_MESHES if "float32" not in name} - {*DEFAULT})
 

@@ -29,10 +29,11 @@ CASES = {
     "data, stage and model": Case(
         (2, 2, 2), "zb_h1", changes={"pipeline.remat": "selective", "parallel.zero": 3}
     ),
-    "context": Case((1, 1, 1), changes={"mesh.context": 2}),
-    "expert": Case((1, 1, 1), changes={**MOE, "mesh.expert": 2}),
+    "context and expert": Case((1, 1, 1), changes={**MOE, "mesh.context": 2, "mesh.expert": 2}),
 }
 MORE = {
+    "context": Case((1, 1, 1), changes={"mesh.context": 2}),
+    "expert": Case((1, 1, 1), changes={**MOE, "mesh.expert": 2}),
     "data": Case((2, 1, 1)),
     "stage": Case((1, 2, 1), "zb_h1", changes={"pipeline.remat": "none"}),
     "model": Case((1, 1, 2)),
