@@ -42,6 +42,10 @@ LATENT = {
 }
 
 RULES = [
+    (
+        {"mesh.model": 3},
+        "mesh.model=3 does not divide model.heads=8: use --config.mesh.model=2 (or 1, 4, 8)",
+    ),
     *(
         (
             {"pipeline.steps_per_program": 3} | changes,
@@ -88,10 +92,6 @@ RULES = [
                 "updates parameters by gradients alone, and no counts, unlike model.experts=4",
             ),
         )
-    ),
-    (
-        {"mesh.model": 3},
-        "mesh.model=3 does not divide model.heads=8: use --config.mesh.model=2 (or 1, 4, 8)",
     ),
     (
         {"mesh.model": 4, "data.sequence_length": 130},
