@@ -48,6 +48,7 @@ GROUPED = {
     "plan/__main__.py": "plan/test_command.py",
     "plan/explain.py": "plan/test_command.py",
     "plan/layout_flag.py": "plan/test_command.py",
+    "runtime/updates.py": "training/test_several_steps.py",
     "runtime/embedding_and_head.py": "runtime/test_predictions.py",
     "runtime/runtime.py": "runtime/test_program.py",
     "schedule/__main__.py": "test_show_schedule.py",

@@ -55,8 +55,8 @@ USES = (
     Use(
         _under(
             "pipeline",
-            "schedule repeats layers_per_op chunk_layers layer_costs vocabulary permute times "
-            "measure_times memory",
+            "schedule steps_per_program repeats layers_per_op chunk_layers layer_costs vocabulary "
+            "permute times measure_times memory",
         ),
         lambda c: c.mesh.stage > 1,
         lambda c: "with mesh.stage=1",

@@ -22,6 +22,7 @@ class Layout:
     """Sizes of mesh axes, and how a step is cut; names as in a config.
 
     microbatch: sequences of a microbatch on a data shard; microbatches: of them in a step
+    steps: of a program (`pipeline.steps_per_program`)
     """
 
     data: int = 1
@@ -40,6 +41,7 @@ class Layout:
     schedule: str = ONE_CHUNK
     offload: str = "none"
     disk: bool = False
+    steps: int = 1
 
     @property
     def devices(self) -> int:

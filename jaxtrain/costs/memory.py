@@ -40,6 +40,7 @@ from jaxtrain.schedule.placement import spread
 
 # Buffers do not fit without gaps: XLA's peak for H100s over what is live, but for `working`.
 ALLOCATED = 1.01
+MASTER = 4.0  # bytes of a parameter in 32 bits
 # Bytes of a logit: itself and its gradient in 32 bits, and 16 bits that products read
 LOGIT_BYTES = 10.0
 # Arrays of a microbatch that an op of our runtime has at once, each as wide as the layer and its
@@ -126,6 +127,11 @@ def memory(
         "gradients": framework.gradient_bytes * held.all / shards[2],
         "optimizer": state * (not layout.offloads("optimizer")),
     }
+    if layout.steps > 1:
+        # The state before the program, until its steps are known to be right; and the values that
+        # updates change, in 32 bits, beside what ops read.
+        kept = framework.weight_bytes * held.all + state
+        parts["kept copy"] = kept + MASTER * step.device_masters(layers, shared)
     if framework.outer_bytes:
         outer = held.layers + held.ends / step.parts_of_ends(max(layout.zero, 1), shared)
         parts["outer"] = framework.outer_bytes * outer / step.shards

@@ -128,6 +128,7 @@ def layout_of(
         schedule=pipeline.schedule,
         offload=parallel.offload,
         disk=parallel.offload_to("optimizer") == "disk",
+        steps=pipeline.steps_per_program if mesh.stage > 1 else 1,
     )
 
 
