@@ -48,6 +48,10 @@ CHEAP = VIEWS | frozenset(
 )
 BLOCK_PRODUCTS = frozenset({"scaled_matmul_wrapper"})  # jax.nn.scaled_matmul
 PRODUCTS = frozenset({"dot_general"}) | BLOCK_PRODUCTS
+# of a tensor, or of its blocks, to FP8
+ROUNDING = CHEAP | frozenset(
+    "abs reduce_max max min clamp shift_left shift_right_logical and".split()
+)
 GATHERS = frozenset({"all_gather"})
 # Attention by parallel/blockwise.py, splash.py, cudnn.py and jax's function for cuDNN; products by
 # groups.
@@ -449,8 +453,8 @@ class LayerSplit:
             if _has(maker, GATHERS):
                 return True
             seen.add(value)
-            if len(seen) > 1 or _is_fp8(value):
-                todo += [] if _has(maker, PRODUCTS | KERNELS) else _variables(maker.invars)
+            if _is(maker, ROUNDING) and (len(seen) > 1 or _is_fp8(value)):
+                todo += _variables(maker.invars)
         return False
 
     def _is_reduced_in_b(self, value) -> bool:
