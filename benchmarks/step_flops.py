@@ -1,6 +1,7 @@
 """FLOPs of a step on a device by op, from the config alone; compiled programs have as many.
 
-Products with weights take 2 · parameters · tokens FLOPs, once in each of F (or K), R, B and W.
+Products with weights take 2 · parameters · tokens FLOPs, once in each of F (or K), R, B and W; and
+once more in B if selective recomputation makes their results again.
 Causal attention takes half of its products: two in F, K and R; in B four and the scores' again.
 Key/value heads that several devices of `model` share count on each. Experts count for the tokens
 that choose them, as if evenly. Separate documents count as one sequence.
@@ -9,6 +10,7 @@ that choose them, as if evenly. Separate documents count as one sequence.
 import collections
 import dataclasses
 
+from jaxtrain.config.saved_values import ATTENTION, QKV
 from jaxtrain.costs.step_counts import StepCounts
 from jaxtrain.costs.step_time import ATTENTION_BACKWARD
 from jaxtrain.schedule.columns import EMBED, EMBED_GRADIENT, HEAD
@@ -43,6 +45,8 @@ def by_op(counts: StepCounts, stage: int = 0) -> dict[str, Flops]:
     flops: dict[str, Flops] = collections.defaultdict(Flops)
     for run in counts.layer_passes(stage):
         flops[run.op] += _layer(counts, run.op) * (run.times * (run.layers - run.unread))
+        if run.op == "B" and run.remat == "selective":
+            flops[run.op] += _made_again(counts) * (run.times * run.layers)
         flops[run.op] += _layer(counts, run.op, output=False) * (run.times * run.unread)
     times, dense = counts.times(stage), counts.collectives.model.dense_layers
     flops[HEAD] += _head(counts) * times[HEAD]
@@ -79,6 +83,16 @@ def _layer(counts: StepCounts, op: str, output: bool = True, dense: bool = False
     attention = forward * {"B": ATTENTION_BACKWARD, "W": 0.0}.get(op, 1.0)
     needed = forward * ATTENTION_BACKWARD_ONCE if op == "B" else attention
     return Flops(products + copied, attention, 0.0 if op == "R" else products + needed)
+
+
+def _made_again(counts: StepCounts) -> Flops:
+    """FLOPs of what B makes again in one layer and microbatch with selective recomputation."""
+    m, layout = counts.collectives.model, counts.collectives.layout
+    parameters = m.made_again(layout.makes_again)
+    shared = 0 if m.mla else 2 * m.head_dim * max(0, layout.model - m.kv_heads)
+    parameters += shared * m.width * layout.makes_again(QKV)
+    forward = m.attention_flops() / 2 * layout.microbatch / (layout.context * layout.model)
+    return Flops(2.0 * parameters * _tokens(counts), forward * layout.makes_again(ATTENTION))
 
 
 def _head(counts: StepCounts) -> Flops:

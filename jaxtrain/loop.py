@@ -9,6 +9,7 @@ run.lock while it runs.
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +53,7 @@ from jaxtrain.training.profile import Profile, trace_folder
 from jaxtrain.training.recovery import DetectorState, SpikeDetector
 from jaxtrain.training.reporting import Pending, Reporter, Speedometer
 from jaxtrain.training.requests import Request, Requests, no_request
+from jaxtrain.training.speculation import Speculation
 from jaxtrain.training.state import TrainState, initial_state
 from jaxtrain.training.step import Programs, Step, StepMetrics, make_step, start_compiling
 
@@ -226,6 +228,8 @@ class Trainer:
         self.watchdog = watchdog
         tokens = config.data.batch_size * config.data.sequence_length
         peak = plan.work.tokens_at_peak() if plan else None
+        skips = config.train.on_nonfinite != "stop"
+        self.speculation = Speculation(config.optimizer.clip_norm, skips, log_line)
         self.reporter = Reporter(
             intervals=self.intervals,
             combine_metrics=self.step.combine_metrics,
@@ -236,6 +240,7 @@ class Trainer:
             goodput=goodput,
             stragglers=watchdog.stragglers,
             expert_capacity=config.model.expert_room,
+            speculation=self.speculation if self.programs.several else None,
         )
         closing.enter_context(signals.deferred())
         self.feed = Feed(self.data, checkpoints.meta.position, config.train.steps - start)
@@ -246,13 +251,14 @@ class Trainer:
         """Trains until `train.steps`, or until a request to stop."""
         self.clock.enter(Part.STEPPING)
         while self.at < self.config.train.steps and not self.asked.stop:
-            self.profile.before(self.at)
-            metrics = self.train_step()
+            begin = self.at
+            self.profile.before(begin)
+            metrics = self.train_steps()
             self.watchdog.finished(self.at - 1)
             if self.programs.exchange and self.intervals.exchanges(self.at):
                 self.state = self.programs.exchange(self.state)
             self.profile.after(self.at, metrics)
-            self.measured.after(self.at)
+            self.measured.after(self.at, self.at - begin)
             validates = self.intervals.evaluates(self.at)
             if self.asked or self.checkpoints.due(self.at) or validates:
                 self.asked |= self.reporter.finish(stopping=self.asked.stop)
@@ -262,21 +268,36 @@ class Trainer:
             if self.detector.fault:
                 self.roll_back()
 
-    def train_step(self) -> StepMetrics:
-        """Dispatches the next step, and reports the one before. The metrics of the dispatched step,
-        which the devices may still compute."""
+    def train_steps(self) -> StepMetrics:
+        """Dispatches the next step, or those of the next program of several, and reports those of
+        the program before. The metrics of the dispatched ones, which the devices may still
+        compute."""
+        begin, several = self.at, self.programs.several
+        most = several.number if several else 1
+        count = self.intervals.steps_until(begin, most, self.profile.stops)
         with self.clock.part(Part.WAITING):
-            batch = self.feed.next()
-        with jax.profiler.StepTraceAnnotation("train", step_num=self.at):
-            self.state, metrics = self.programs.take(self.state, batch)
-        self.at += 1
+            batches = [self.feed.next() for _ in range(count)]
+        with jax.profiler.StepTraceAnnotation("train", step_num=begin):
+            if several is None:
+                self.state, metrics = self.programs.take(self.state, batches[0])
+            else:
+                together = count == several.number and self.speculation.tries
+                run = several.together if together else several.alone
+                self.state, metrics = run(self.state, batches)
+                self.speculation.dispatched(together)
+        self.at += count
         comparison = None
         if self.intervals.compares(self.at):
             with self.clock.part(Part.OTHER):
                 comparison = self.copies.compare(self.state)
         answer = self.requests.ask() if self.intervals.synchronizes(self.at) else no_request
-        number = self.feed.position - 1
-        self.asked = self.reporter.add(Pending(self.at, number, metrics, answer, comparison))
+        first = self.feed.position - count
+        steps = [
+            Pending(begin + 1 + i, first + i, metrics, no_request, None, i if several else None)
+            for i in range(count)
+        ]
+        steps[-1] = dataclasses.replace(steps[-1], answer=answer, comparison=comparison)
+        self.asked = self.reporter.add(*steps)
         return metrics
 
     def save(self) -> None:
@@ -301,7 +322,13 @@ class Trainer:
             rollback, self.state = self.checkpoints.roll_back(self.state)
             self.at = rollback.step
             self.feed.jump(rollback.position, self.config.train.steps - self.at)
-            for listener in (self.detector, self.reporter, self.profile, self.measured):
+            for listener in (
+                self.detector,
+                self.reporter,
+                self.profile,
+                self.measured,
+                self.speculation,
+            ):
                 listener.go_back(rollback)
 
     # --- finish -----------------------------------------------------------------------------------
@@ -310,6 +337,8 @@ class Trainer:
         """Waits for the last save, and draws the losses. The run's status."""
         self.clock.enter(Part.ENDING)
         self.measured.finish(self.at)
+        if self.programs.several and self.speculation.programs:
+            cluster.log(self.speculation.summary())
         self.checkpoints.finish(self.at)
         self.reporter.saves(self.checkpoints.figures())
         self.progress.close()

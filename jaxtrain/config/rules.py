@@ -8,11 +8,12 @@ only. Standard library only.
 """
 
 import dataclasses
+import difflib
 import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxtrain import config as cfg
@@ -32,6 +33,9 @@ from jaxtrain.config import (
     kernels,
     sources,
 )
+from jaxtrain.config.optimizers import OPTIMIZERS
+from jaxtrain.config.saved_values import saved_values
+from jaxtrain.config.sizes import SELECTIVE, remat_of
 from jaxtrain.schedule.orders import SCHEDULES, default_repeats, fits_repeats
 
 BYTE_VOCABULARY = 257  # 256 bytes and the document separator
@@ -413,6 +417,53 @@ def _pipeline(
         yield Violation("pipeline.times", "has no time for F, B or W", [{"pipeline.times": ()}])
 
 
+def _several_steps(config: Config) -> Iterator[Violation]:
+    """What a program of several steps, whose updates are ops of its table, does not have."""
+    path = "pipeline.steps_per_program"
+    if config.pipeline.steps_per_program == 1 or config.mesh.stage == 1:
+        return
+    elementwise = [name for name, optimizer in OPTIMIZERS.items() if optimizer.elementwise]
+    # setting → (the values that work, the reason)
+    needs: dict[str, tuple[Sequence[Any], str]] = {
+        "parallel.zero": ([0, 1], "updates parameters and gradients that no data shard splits"),
+        "parallel.reduce": (["step"], "reduces gradients once, in each stage's update"),
+        "parallel.offload": (["none"], "has its slots and its state in the devices' memory"),
+        "train.diloco_inner_steps": ([0], "updates all replicas alike"),
+        "precision.params": (["float32"], "updates parameters of float32"),
+        "precision.moments": (["float32"], "updates moments of float32"),
+        "precision.matmul": (["compute"], "gathers updated parameters in precision.compute"),
+        "optimizer.name": (elementwise, "updates each shard of a parameter on its own"),
+        "model.experts": ([0], "updates parameters by gradients alone, and no counts"),
+    }
+    for setting, (values, reason) in needs.items():
+        value = functools.reduce(getattr, setting.split("."), config)
+        if value not in values:
+            fixes = [{path: 1}, *values_for(setting, reversed(values))]
+            yield Violation(path, f"{reason}, unlike {setting}={value!r}", fixes)
+
+
+def _saved_values(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Violation]:
+    path, names = "pipeline.save", saved_values(model)
+    if wrong := [name for name in pipeline.save if name not in names]:
+        known = [name for name in pipeline.save if name in names]
+        meant = difflib.get_close_matches(wrong[0], names, n=1, cutoff=0.5)
+        yield Violation(
+            path,
+            f"names {wrong[0]!r}, which no layer of this model has: its values are "
+            f"{', '.join(names)}",
+            values_for(path, [tuple(dict.fromkeys([*known, *meant])), ()]),
+        )
+    remat = remat_of(pipeline.remat)
+    if pipeline.save and remat.mode != SELECTIVE:
+        mode = SELECTIVE if remat.layers is None else f"{SELECTIVE}:{remat.layers}"
+        what = "recomputes no layer" if remat.mode == "none" else "saves a layer's input alone"
+        yield Violation(
+            path,
+            f"is for pipeline.remat='selective', and {pipeline.remat!r} {what}",
+            [{"pipeline.remat": mode}, {path: ()}],
+        )
+
+
 def _layers_fill_chunks(
     pipeline: PipelineConfig, model: ModelConfig, mesh: MeshConfig
 ) -> Iterator[Violation]:
@@ -598,6 +649,8 @@ RULES: tuple[Rule, ...] = (
     _compiler_options,
     _products,
     _pipeline,
+    _several_steps,
+    _saved_values,
     _layers_fill_chunks,
     _chunks_have_layers,
     _run,

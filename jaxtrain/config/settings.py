@@ -19,6 +19,7 @@ BIASED = ("qkv", "out", "mlp", "router", "norm")  # parts of a model that may ha
 LARGEST_INT = 2**31 - 1  # steps and token counts live in int32 on the devices
 # far more than any model has, but few enough to set up each of them in time and memory
 MOST_LAYERS = MOST_MICROBATCHES = 2**16
+MOST_STEPS_PER_PROGRAM = 64
 
 
 def setting(
@@ -396,6 +397,14 @@ class PipelineConfig:
         prefix=CSV,
     )
     microbatches: int = setting(1, "microbatches of a step", at_least=1, at_most=MOST_MICROBATCHES)
+    steps_per_program: int = setting(
+        1,
+        "training steps in one table: a stage begins its next step after its own update, while "
+        "others are still in the step before; steps that are clipped or skipped run again one at "
+        "a time",
+        at_least=1,
+        at_most=MOST_STEPS_PER_PROGRAM,
+    )
     repeats: int = setting(
         0,
         "chunks of layers on a stage; 0: the fewest that the schedule takes (auto: 1 or 2)",
@@ -407,6 +416,11 @@ class PipelineConfig:
         "matmuls; none; full:K and selective:K, of K layers of each unit",
         choices=("full", "selective", "none"),
         counted=("full", "selective"),
+    )
+    save: tuple[str, ...] = setting(
+        (),
+        "what a layer with remat=selective saves beside its input, by name, such as "
+        "attention,mlp_in; the rest is recomputed. Empty: the results of matmuls",
     )
     layers_per_op: int = setting(
         0, "layers that one op of a stage runs; 0: the complete chunk", at_least=0

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 TILE = 128  # matrix units want the vocabulary in multiples of this
+SELECTIVE = "selective"  # the mode of remat that saves products, or the values of `pipeline.save`
 OUTER_BLOCK = 1024  # numbers that share a scale where replicas exchange int8
 
 

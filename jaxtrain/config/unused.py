@@ -6,6 +6,7 @@ error of rules.py or mesh_rules.py. Standard library only.
 """
 
 import dataclasses
+import math
 import shlex
 from collections.abc import Callable, Iterable
 
@@ -13,8 +14,9 @@ from jaxtrain import config as cfg
 from jaxtrain.config import Config, sources
 from jaxtrain.config.optimizers import OPTIMIZERS, READS
 from jaxtrain.config.rules import OF_EXPERTS
+from jaxtrain.config.sizes import remat_of
 from jaxtrain.schedule.order_csv import is_order_file
-from jaxtrain.schedule.orders import CSV
+from jaxtrain.schedule.orders import CSV, default_repeats
 
 
 def _under(group: str, names: str | Iterable[str]) -> list[str]:
@@ -52,8 +54,8 @@ USES = (
     Use(
         _under(
             "pipeline",
-            "schedule repeats layers_per_op chunk_layers layer_costs vocabulary permute times "
-            "measure_times memory",
+            "schedule steps_per_program repeats layers_per_op chunk_layers layer_costs vocabulary "
+            "permute times measure_times memory",
         ),
         lambda c: c.mesh.stage > 1,
         lambda c: "with mesh.stage=1",
@@ -253,4 +255,26 @@ def unused_settings(config: Config) -> list[str]:
                     f"{subject} {'have' if len(changed) > 1 else 'has'} no use {use.reason(config)}"
                 )
             )
-    return notes
+    return [*notes, *_more_layers_than_a_unit(config)]
+
+
+def _more_layers_than_a_unit(config: Config) -> list[str]:
+    """A line if `pipeline.remat` counts more layers than any unit has."""
+    remat, most = remat_of(config.pipeline.remat), _largest_unit(config)
+    if remat.layers is None or most is None or remat.layers <= most:
+        return []
+    text = f"pipeline.remat={config.pipeline.remat}"
+    return [f"{text} recomputes all layers: a unit has {most} at most"]
+
+
+def _largest_unit(config: Config) -> int | None:
+    """The most layers of a unit; None where costs of layers decide."""
+    pipeline, stages, layers = config.pipeline, config.mesh.stage, config.model.layers
+    if stages == 1:
+        return layers
+    if pipeline.layer_costs or pipeline.schedule.startswith(CSV):
+        return None
+    repeats = pipeline.repeats or max(default_repeats(pipeline.schedule), 1)
+    chunks = pipeline.chunk_layers or (math.ceil(layers / (stages * repeats)),)
+    units = [math.ceil(chunk / (pipeline.layers_per_op or chunk)) for chunk in chunks]
+    return max(math.ceil(chunk / of_it) for chunk, of_it in zip(chunks, units, strict=True))

@@ -15,7 +15,15 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from jaxtrain.config.sizes import OUTER_BLOCK
+from jaxtrain.config.saved_values import (
+    ATTENTION,
+    ATTENTION_OUT,
+    MLP_IN,
+    QKV,
+    ROUTED,
+    ROUTER,
+)
+from jaxtrain.config.sizes import OUTER_BLOCK, SELECTIVE
 from jaxtrain.costs.hardware import Hardware, Tier
 from jaxtrain.costs.layout import AXES, Layout, routed_capacity
 from jaxtrain.costs.transformer import Transformer
@@ -180,17 +188,43 @@ class StepCollectives:
             inputs = [m.query_rank or m.width, m.kv_rank, m.width]
         read = outputs[:1] if unread else outputs
         in_weights = inputs if self.explicit and not fused else []
+        if self.layout.stage == 1:  # W is in one op with B, which has gathered some of them
+            again = self._gathered_again(inputs, bool(m.experts) and not dense)
+            in_weights = [n for n, is_gathered in zip(in_weights, again) if not is_gathered]
         gathered = {"F": inputs, "R": inputs, "B": outputs, "W": in_weights}[op]
         scattered = {"F": read, "R": read, "B": inputs, "W": []}[op]
         of_experts = bool(m.experts) and not dense
         last = self.item if of_experts else self.operand
         numbers = [*[self.operand] * (len(gathered) - 1), last]
         sizes = [self.tokens * n * number for n, number in zip(gathered, numbers)]
-        if of_experts and self._sends_in_b(op):
-            sizes.append(self.activation * self.item)
         collectives = _alike(GATHER, MODEL, sizes)
         collectives += _alike(SCATTER, MODEL, [self.tokens * n * self.summed for n in scattered])
+        if op == "B" and not fused:
+            collectives += self._made_again_over_model(inputs, of_experts)
         return collectives + self._unsplit_over_model(op, fused) if self.explicit else collectives
+
+    def _made_again_over_model(self, inputs: list[int], of_experts: bool) -> list[Collective]:
+        """The collectives of products that B makes again with selective recomputation. inputs:
+        widths of the column-parallel products' inputs, the MLP's last"""
+        gathered = [self.tokens * n * self.operand for n in inputs]
+        if of_experts:
+            gathered[-1] = self.tokens * inputs[-1] * self.item
+        again = self._gathered_again(inputs, of_experts)
+        scattered = [self.activation * self.summed] * self.layout.makes_again(ATTENTION_OUT)
+        return [
+            *_alike(GATHER, MODEL, [size for size, made in zip(gathered, again) if made]),
+            *_alike(SCATTER, MODEL, scattered),
+        ]
+
+    def _gathered_again(self, inputs: list[int], of_experts: bool) -> list[bool]:
+        """Whether B gathers each of these inputs of column-parallel products, for products that it
+        makes again."""
+        again = self.layout.makes_again
+        of_mlp = again(MLP_IN)
+        if of_experts:
+            shared = again(MLP_IN) and self.model.shared_experts > 0
+            of_mlp = self._sends_in_b("B") or again(ROUTER) or shared
+        return [*[again(QKV)] * (len(inputs) - 1), of_mlp]
 
     def _unsplit_over_model(self, op: str, fused: bool) -> list[Collective]:
         """The collectives of what several devices of `model` hold each: the rotated key of latent
@@ -219,8 +253,9 @@ class StepCollectives:
     def _over_context(self, op: str, reuses: bool) -> list[Collective]:
         """The collectives of attention over a split sequence (parallel/context.py,
         parallel/ring.py). reuses: B has the keys and values that R has gathered."""
-        m, shards, selective = self.model, self.layout.context, self.layout.remat == "selective"
-        if op == "W" and not (selective and self.context == "ulysses"):
+        m, shards, again = self.model, self.layout.context, self.layout.makes_again(ATTENTION)
+        selective = self.layout.remat == SELECTIVE
+        if op == "W" and (again or not (selective and self.context == "ulysses")):
             return []
         queries, heads = m.heads / self.layout.model, max(m.kv_heads / self.layout.model, 1.0)
         key, value = float(self.tokens * m.score_dim), float(self.tokens * m.output_dim)
@@ -228,7 +263,12 @@ class StepCollectives:
             sizes, rounds = [heads * key, heads * value], shards - 1 - reuses
             gradients = [n * FLOAT32 for n in sizes if op == "B"]
             return [
-                *_alike(PERMUTE, CONTEXT, [n * self.item for n in sizes], rounds),
+                *_alike(
+                    PERMUTE,
+                    CONTEXT,
+                    [n * self.item for n in sizes],
+                    rounds,
+                ),
                 *_alike(PERMUTE, CONTEXT, gradients, shards),
                 Collective(PERMUTE, (CONTEXT,), self.tokens * FLOAT32 * self.documents, rounds),
             ]
@@ -241,7 +281,8 @@ class StepCollectives:
         # Selective remat saves nothing that was exchanged: B sends queries, keys and values once
         # more, W the results.
         both = inputs + result
-        sizes = {"F": both, "R": both, "B": both + inputs * selective, "W": result}[op]
+        once_more = inputs * selective + result * again
+        sizes = {"F": both, "R": both, "B": both + once_more, "W": result}[op]
         return _alike(EXCHANGE, CONTEXT, [n * self.item for n in sizes])
 
     def _experts(self, op: str, unread: bool) -> list[Collective]:
@@ -253,7 +294,7 @@ class StepCollectives:
         if not self.explicit:  # each device of `model` sends its share
             sizes = [exchanged / layout.model * size] * 2
             return [] if op == "W" else _alike(EXCHANGE, EXPERT, sizes)
-        if op == "W" and (self.fp8 or layout.remat != "selective"):
+        if op == "W" and (self._sends_in_b("B") or not layout.makes_again(ROUTED)):
             return []
         if m.capacity_factor:
             exchanged = capacity
@@ -272,9 +313,10 @@ class StepCollectives:
         ]
 
     def _sends_in_b(self, op: str) -> bool:
-        """True if B gathers tokens and sends them to experts once more: in FP8 they wait for W, and
-        selective remat has not saved them."""
-        return self.fp8 and self.layout.remat == "selective" and op == "B"
+        """True if B sends tokens to experts once more, since selective remat has not saved them:
+        for products that it makes again, and in FP8, where they wait for W."""
+        again = self.layout.makes_again
+        return op == "B" and again(ROUTED) and (self.fp8 or again(MLP_IN))
 
     def document_ids(self, op: str) -> list[Collective]:
         """The all-gather of the documents of a sequence's tokens, once for all layers of an op."""

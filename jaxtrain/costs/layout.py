@@ -8,7 +8,8 @@ import dataclasses
 import functools
 import math
 
-from jaxtrain.config.sizes import Remat, capacity_of, device_capacity, remat_of
+from jaxtrain.config.saved_values import PRODUCTS
+from jaxtrain.config.sizes import SELECTIVE, Remat, capacity_of, device_capacity, remat_of
 from jaxtrain.costs.transformer import Transformer
 from jaxtrain.schedule.orders import ONE_CHUNK
 from jaxtrain.schedule.placement import cut, spread
@@ -21,6 +22,7 @@ class Layout:
     """Sizes of mesh axes, and how a step is cut; names as in a config.
 
     microbatch: sequences of a microbatch on a data shard; microbatches: of them in a step
+    steps: of a program (`pipeline.steps_per_program`)
     """
 
     data: int = 1
@@ -34,10 +36,12 @@ class Layout:
     repeats: int = 1
     layers_per_op: int = 0
     remat: str = "full"
+    save: tuple[str, ...] = ()
     zero: int = 1
     schedule: str = ONE_CHUNK
     offload: str = "none"
     disk: bool = False
+    steps: int = 1
 
     @property
     def devices(self) -> int:
@@ -63,6 +67,15 @@ class Layout:
         if self.stage == 1:
             return (layers,)
         return _units(layers, min(layers, self.stage * self.repeats), self.layers_per_op)
+
+    @property
+    def saved_names(self) -> tuple[str, ...]:
+        """The names of the values that a layer with selective recomputation saves."""
+        return self.save or PRODUCTS
+
+    def makes_again(self, value: str) -> bool:
+        """True if B, and no R, recomputes the value of this name in a layer that is recomputed."""
+        return self.recomputation.mode == SELECTIVE and value not in self.saved_names
 
     def recomputed_fraction(self, layers: int) -> float:
         """The fraction of a model's layers, so many, on which `remat` has an effect."""

@@ -29,9 +29,10 @@ residuals.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
 
+from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.costs.collectives import FLOAT32, FP8
+from jaxtrain.costs.layer_bytes import layer_bytes, made_norms, masks
 from jaxtrain.costs.layout import routed_capacity
 from jaxtrain.costs.step_time import ITEM, StepModel
 from jaxtrain.schedule.orders import closed_forms
@@ -39,6 +40,7 @@ from jaxtrain.schedule.placement import spread
 
 # Buffers do not fit without gaps: XLA's peak for H100s over what is live, but for `working`.
 ALLOCATED = 1.01
+MASTER = 4.0  # bytes of a parameter in 32 bits
 # Bytes of a logit: itself and its gradient in 32 bits, and 16 bits that products read
 LOGIT_BYTES = 10.0
 # Arrays of a microbatch that an op of our runtime has at once, each as wide as the layer and its
@@ -124,6 +126,11 @@ def memory(
         "gradients": framework.gradient_bytes * held.all / shards[2],
         "optimizer": state * (not layout.offloads("optimizer")),
     }
+    if layout.steps > 1:
+        # The state before the program, until its steps are known to be right; and the values that
+        # updates change, in 32 bits, beside what ops read.
+        kept = framework.weight_bytes * held.all + state
+        parts["kept copy"] = kept + MASTER * step.device_masters(layers, shared)
     if framework.outer_bytes:
         outer = held.layers + held.ends / step.parts_of_ends(max(layout.zero, 1), shared)
         parts["outer"] = framework.outer_bytes * outer / step.shards
@@ -215,145 +222,6 @@ def best_interval(step: StepModel) -> float | None:
     return min(layers, max(1.0, math.sqrt(in_flight * layers * layer.input / rebuilt)))
 
 
-class LayerBytes(NamedTuple):
-    """Bytes on a device that one layer saves of one microbatch: from the forward for B alone and
-    for W, from B for W, and the layer's input."""
-
-    residual_b: float
-    residual_w: float
-    weight_stash: float
-    input: float = 0.0
-
-
-def layer_bytes(step: StepModel, dense: bool = False, remat: str = "") -> LayerBytes:
-    """Bytes by the widths of the arrays: of a token's attention, of the MLP that it goes through,
-    and of the capacity of a device's experts. dense: a layer before those with experts; remat: the
-    layout's if not given."""
-    model, layout, item = step.model, step.layout, step.item
-    width, experts = float(model.width), bool(model.experts) and not dense
-    # saves its input less the mean in 32 bits; RMSNorm its input
-    layer_norm = model.layer_norm
-    selective = (remat or layout.recomputation.mode) == "selective"
-    attention, routed = _attention_widths(step, selective), LayerBytes(0.0, 0.0, 0.0)
-    hidden = model.shared_experts * model.expert_width if experts else model.mlp_width
-    arrays = 3 if model.gated else 2
-    mlp = LayerBytes(arrays * hidden, 0.0, arrays * hidden)
-    if selective:
-        mlp = LayerBytes(hidden if model.gated else 0.0, hidden, arrays * hidden)
-    gradients = (4 if hidden else 3) * width
-    statistics = FLOAT32 * model.heads  # a softmax's log-sum-exp
-    for_b = item * (attention.residual_b + mlp.residual_b) + statistics
-    for_w = item * (attention.residual_w + mlp.residual_w)
-    stash = item * (attention.weight_stash + mlp.weight_stash + gradients)
-    if selective:
-        norms = item * 2 * width
-        for_b += norms * layer_norm
-        for_w += norms * (not layer_norm)
-        stash += FLOAT32 * 2 * width * layer_norm  # B makes it once more
-    else:
-        for_w += 2 * width * (FLOAT32 if layer_norm else item)
-    # B leaves gradients gathered over `model` as they are; biases need a device's part too
-    gathered = item * width * (layout.model > 1)
-    row_parallel = {"out"} if experts else {"out", "mlp"}
-    stash -= gathered * len(row_parallel.difference(model.biases))
-    if experts:
-        scores = FLOAT32 * model.experts  # of the router, and their gradients
-        for_b, stash = for_b + scores * (1 if selective else 2), stash + scores
-        routed = _routed_bytes(step, selective)
-    split = step.tokens / layout.model
-    if step.framework.fp8 and step.framework.fp8_weight_gradients:
-        router = item * width * experts
-        return LayerBytes(
-            (for_b + for_w - router * (not selective)) * split + masks(step) + routed.residual_b,
-            (router + FLOAT32 * experts) * split * (not selective) + routed.residual_w,
-            (router + FLOAT32 * (1 + model.experts) * experts) * split * selective
-            + FLOAT32 * model.experts * experts * split * (not selective)
-            + step.tokens * _operands(step, dense)
-            + routed.weight_stash,
-            item * width * split,
-        )
-    return LayerBytes(
-        for_b * split + masks(step) + routed.residual_b,
-        for_w * split + routed.residual_w,
-        stash * split + gathered * len(row_parallel) * step.tokens + routed.weight_stash,
-        item * width * split,
-    )
-
-
-def _operands(step: StepModel, dense: bool) -> float:
-    """Bytes of a token on a device: the operands in FP8 that B leaves for W, without routed tokens.
-
-    Each product's input, and the gradient of its output, which is gathered over `model` behind a
-    matrix that is split by rows. Shared experts read what is gathered for all experts.
-    """
-    model, split = step.model, step.layout.model
-    experts = bool(model.experts) and not dense
-    numbers = 0.0
-    for name, inputs, outputs in model.layer(dense).products:
-        if name == "router" or (experts and name.startswith("mlp")):
-            continue
-        by_rows = name in ("attention_output", "mlp_out")
-        numbers += inputs / split + outputs / (1 if by_rows else split)
-    if experts and model.shared_experts:
-        hidden = model.shared_experts * model.expert_width * (3 if model.gated else 2)
-        numbers += 2 * model.width + hidden / split
-    return FP8 * numbers
-
-
-def _attention_widths(step: StepModel, selective: bool) -> LayerBytes:
-    """Numbers of a token: queries, keys and values, attention's result, and the gradients of the
-    first three. Norms of queries and keys need what they norm and its gradient. Latent attention
-    has keys and values before they are rotated and spread, what they and queries are made of, and
-    gradients of all of these."""
-    model = step.model
-    query, key = model.heads * model.score_dim, model.kv_heads * model.score_dim
-    result, value = model.heads * model.output_dim, model.kv_heads * model.output_dim
-    if not model.mla:
-        normed, stash = (query + key) * model.qk_norm, query + key + value
-        if selective:  # B leaves what it norms once more, in 32 bits, and its gradient
-            return LayerBytes(stash, result, stash + normed * (FLOAT32 / step.item + 1))
-        # W reads what is normed, from which B rotates once more, and both the size of each head
-        sizes = (model.heads + model.kv_heads) * model.qk_norm * FLOAT32 / step.item
-        return LayerBytes(stash - normed + sizes, result + normed + sizes, stash + normed)
-    latents, rotated = model.query_rank + model.kv_rank, model.rope_dim * (1 + model.heads)
-    spread = model.heads * (model.head_dim + model.value_dim)
-    stash = query + key + value + 2 * latents + rotated
-    return LayerBytes(query + spread, result + latents + model.rope_dim, stash)
-
-
-def _routed_bytes(step: StepModel, selective: bool) -> LayerBytes:
-    """Bytes of all routed tokens that a device has the capacity for: as wide as an expert, which
-    `model` splits, and as the layer, which it does not."""
-    model, layout = step.model, step.layout
-    size = step.item * routed_capacity(model, layout)
-    hidden, width = size * model.expert_width / layout.model, size * model.width
-    arrays = 2 if model.gated else 1
-    if step.framework.fp8 and step.framework.fp8_weight_gradients:
-        rows, columns = size / step.item * model.width, hidden / step.item
-        gradients = FP8 * (rows + arrays * columns)
-        inputs = FP8 * (rows + columns)
-        if selective:
-            return LayerBytes(arrays * hidden, 0.0, gradients + inputs)
-        if model.shared_experts:  # a barrier is between what F sends and what W reads
-            shared = FP8 * step.tokens * model.width
-            return LayerBytes(
-                (arrays + 1) * hidden + FP8 * rows + shared, FP8 * columns, gradients + FP8 * rows
-            )
-        return LayerBytes((arrays + 1) * hidden, inputs, gradients)
-    if selective:  # B leaves what it recomputes, too
-        return LayerBytes(arrays * hidden, 0.0, (arrays + 1) * hidden + width)
-    return LayerBytes((arrays + 1) * hidden, hidden + width, arrays * hidden + width)
-
-
-def masks(step: StepModel) -> float:
-    """Bytes of what hides keys from queries where `context` splits a sequence. A device has two
-    pieces of it, one of which attends to half of the sequence and one to all of it. Each device of
-    `model` has them."""
-    layout, length = step.layout, step.model.sequence
-    piece = length / (2 * layout.context)
-    return step.item * layout.microbatch * piece * 1.5 * length * (layout.context > 1)
-
-
 def _pools(step: StepModel, slots: SlotCounts) -> dict[str, float]:
     """Bytes of each pool in the device's memory."""
     layer, layers = layer_bytes(step), slots.layers - slots.saved_layers
@@ -384,7 +252,8 @@ def transposed_pools(step: StepModel, slots: SlotCounts) -> float:
 
     For microbatches of several sequences W transposes a gathered array of the stash, and B what a
     norm has saved; the ops take turns. For one sequence, W transposes the two gradients that it
-    sums for biases, as wide as the hidden layer and as the layer.
+    sums for biases, as wide as the hidden layer and as the layer. So it does with what a
+    norm has made once more in 32 bits.
     """
     model, layout = step.model, step.layout
     if layout.model == 1:
@@ -392,14 +261,16 @@ def transposed_pools(step: StepModel, slots: SlotCounts) -> float:
     layers = slots.layers - slots.saved_layers
     stashed = slots.weight_stash * layers + slots.saved_stash * slots.saved_layers
     stash = stashed * step.item * step.tokens
+    selective, made = layout.recomputation.mode == SELECTIVE, 0.0
+    if selective and any(made_norms(step, False, layout.saved_names)):
+        made = slots.weight_stash * layers * FLOAT32 * step.tokens * model.width / layout.model
     if layout.microbatch == 1:
         widths = model.hidden() * ("mlp" in model.biases) + model.width * ("out" in model.biases)
-        return stash * widths / layout.model
-    selective = layout.recomputation.mode == "selective"
+        return max(stash * widths / layout.model, made)
     normed = slots.residual_w * layers * (not selective) + slots.saved_w * slots.saved_layers
     number = FLOAT32 if model.layer_norm else step.item
     norms = number * normed * step.tokens * model.width / layout.model
-    return max(stash * model.width, norms)
+    return max(stash * model.width, norms, made)
 
 
 def _saved_by_layers(step: StepModel) -> float:

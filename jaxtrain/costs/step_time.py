@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from jaxtrain.config import OptimizerConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
+from jaxtrain.config.saved_values import ATTENTION as ATTENTION_CORE
 from jaxtrain.config.sizes import scattered
 from jaxtrain.costs.collectives import (
     CONTEXT,
@@ -38,7 +39,14 @@ from jaxtrain.costs.collectives import (
 from jaxtrain.costs.frameworks import Framework
 from jaxtrain.costs.hardware import Hardware
 from jaxtrain.costs.layout import Layout
-from jaxtrain.costs.transformer import COLUMNS, UNSPLIT, Array, Transformer, padded_vocabulary
+from jaxtrain.costs.transformer import (
+    COLUMNS,
+    MAKES,
+    UNSPLIT,
+    Array,
+    Transformer,
+    padded_vocabulary,
+)
 from jaxtrain.schedule.orders import StageTimes, closed_forms
 
 FLOAT8 = "float8"  # the key of its peak
@@ -138,6 +146,16 @@ class StateNumbers(NamedTuple):
     predictor: float
     table: float
     ends: float
+
+
+class Product(NamedTuple):
+    """Seconds on a device of a product, and of the gradients of its input and its weights. name: as
+    in Transformer.layer"""
+
+    name: str
+    forward: float
+    inputs: float
+    weights: float
 
 
 @functools.lru_cache(maxsize=4096)
@@ -251,7 +269,9 @@ class StepModel:
     def _ops_of_layer(self, dense: bool, unread: float) -> dict[str, TimeBreakdown]:
         """F, R, B and W where all layers have the same recomputation. unread: `_unread`"""
         products = list(self._products(dense))
-        forward, inputs, weights = (sum(seconds) for seconds in zip(*products, strict=True))
+        forward, inputs, weights = (
+            sum(of_op) for of_op in zip(*(seconds for _, *seconds in products), strict=True)
+        )
         attention, attention_back, scores = self._attention()
         passes = self._passes(dense)
         pass_over_weights = self.item * self.layer_parameters(dense) / self.hardware.streaming
@@ -259,12 +279,12 @@ class StepModel:
         read = self.framework.weight_copies * pass_over_weights if looped else 0.0
         sums = self.framework.sum_passes * pass_over_weights * 2 * ITEM / self.item
         # the last product makes the layer's output; experts' gradients need theirs
-        skipped = 0.0 if self.model.experts and not dense else unread * products[-1][0]
+        skipped = 0.0 if self.model.experts and not dense else unread * products[-1].forward
         memory = passes + scores + read
         core = {ATTENTION: attention, MEMORY: scores}
         recomputed: dict[str, dict[str, float]] = {
             "full": {MATMULS: forward - skipped, ATTENTION: attention, MEMORY: memory},
-            "selective": core if self.framework.recomputes_core else {MEMORY: passes},
+            "selective": core if self.framework.recomputes_core else self._made_again(dense),
             "none": {},
         }
         memory_back = BACKWARD_PASSES * (passes + scores) + read
@@ -279,16 +299,30 @@ class StepModel:
             for op, parts in ops.items()
         }
 
-    def _products(self, dense: bool) -> Iterator[tuple[float, float, float]]:
-        """Seconds on a device of each product of a layer, and of its gradients of inputs and of
-        weights."""
+    def _made_again(self, dense: bool) -> dict[str, float]:
+        """Seconds by part of what selective recomputation makes again: the products and the core of
+        attention whose results a layer does not save, and passes over memory."""
+        attention, _, scores = self._attention()
+        core = self.layout.makes_again(ATTENTION_CORE)
+        return {
+            MATMULS: sum(
+                product.forward
+                for product in self._products(dense)
+                if product.name in MAKES and self.layout.makes_again(MAKES[product.name])
+            ),
+            ATTENTION: attention * core,
+            MEMORY: self._passes(dense) + scores * core,
+        }
+
+    def _products(self, dense: bool) -> Iterator[Product]:
+        """Each product of a layer; routed and shared experts have one each."""
         model, layout = self.model, self.layout
         for name, inputs, outputs in model.layer(dense).products:
             k = inputs if name in COLUMNS or name in UNSPLIT else inputs / layout.model
             n = outputs / layout.model if name in COLUMNS else outputs
             fp8 = self.framework.fp8 and name != "router"
             if not (model.experts and not dense and name.startswith("mlp")):
-                yield self._product(self.tokens, n, k, fp8=fp8)
+                yield Product(name, *self._product(self.tokens, n, k, fp8=fp8))
                 continue
             chosen = model.experts_per_token + model.shared_experts
             k, n = (k / chosen, n) if name == "mlp_out" else (k, n / chosen)
@@ -296,8 +330,8 @@ class StepModel:
             # Tokens of an expert on the busiest device of `expert`, for which the others wait.
             busiest = self.framework.imbalance if layout.expert > 1 else 1.0
             routed = self.tokens * model.experts_per_token / local * busiest
-            yield self._product(routed, n, k, local, fp8)
-            yield self._product(self.tokens, n, k, model.shared_experts, fp8)
+            yield Product(name, *self._product(routed, n, k, local, fp8))
+            yield Product(name, *self._product(self.tokens, n, k, model.shared_experts, fp8))
 
     def _product(
         self, m: float, n: float, k: float, times: float = 1, fp8: bool = False
@@ -701,4 +735,8 @@ class StepModel:
             recomputed = model.sequence_flops(causal) - 2.0 * model.sequence * heads
         elif remat == "selective" and self.framework.recomputes_core:
             recomputed = model.layers * model.attention_flops() * (0.5 if causal else 1.0)
+        elif remat == "selective":
+            again = self.layout.makes_again
+            core = model.attention_flops() * (0.5 if causal else 1.0) * again(ATTENTION_CORE)
+            recomputed = model.layers * (2.0 * model.sequence * model.made_again(again) + core)
         return self.model_flops() + self.layout.batch * fraction * recomputed

@@ -3,9 +3,10 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from jaxtrain.config.saved_values import ATTENTION_OUT, LATENT, MLP_IN, QKV, ROUTER
 from jaxtrain.config.sizes import padded_vocabulary
 
 # matrices whose outputs `model` splits
@@ -60,6 +61,19 @@ class LayerSizes(NamedTuple):
     arrays: tuple[Array, ...]
     all: int
     unsplit: int
+
+
+# Products of a layer → the value (config/saved_values.py) that each makes; nothing reads the last
+# product's in the backward.
+MAKES = {
+    "latent": LATENT,
+    "query": QKV,
+    "key_value": QKV,
+    "query_key_value": QKV,
+    "attention_output": ATTENTION_OUT,
+    "router": ROUTER,
+    "mlp_in": MLP_IN,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,6 +258,15 @@ class Transformer:
             + self.dense_layers * self.layer(dense=True).all
             + self.tables * self.vocab_size * self.width
             + alone.end_parameters
+        )
+
+    def made_again(self, makes_again: Callable[[str], bool]) -> float:
+        """Parameters of a token's products, in one layer, for whose results `makes_again` is
+        true."""
+        return sum(
+            inputs * outputs
+            for name, inputs, outputs in self.layer().products
+            if name in MAKES and makes_again(MAKES[name])
         )
 
     def attention_flops(self) -> float:

@@ -7,8 +7,9 @@ import jax
 from flax import nnx
 
 from jaxtrain.config import ModelConfig
+from jaxtrain.config.saved_values import ATTENTION, QKV
 from jaxtrain.devices.sharding import constrain
-from jaxtrain.models.layers import Dense, Norm, column_parallel
+from jaxtrain.models.layers import Dense, Norm, column_parallel, named
 from jaxtrain.models.rotary import Rotary
 from jaxtrain.models.spec import CacheSlot
 from jaxtrain.parallel.attention import HEADS, KV_HEADS, attend_cached, attend_causal
@@ -45,9 +46,8 @@ class Attention(nnx.Module):
         """
         split = lambda y, n: y.reshape(*y.shape[:2], n, self.head_dim)
         change = lambda layer, a: a if layer is self.query else shared_columns(a, self.kv_heads)
-        q, k, v = map(
-            row_major, column_parallel(x_BTD, self.query, self.key, self.value, change=change)
-        )
+        products = column_parallel(x_BTD, self.query, self.key, self.value, change=change)
+        q, k, v = (named(QKV, row_major(product)) for product in products)
         q_BTNH = constrain(split(q, self.heads), HEADS)
         k_BTKH, v_BTKH = (
             constrain(split(a, attention_kv_heads(self.kv_heads)), KV_HEADS) for a in (k, v)
@@ -62,7 +62,7 @@ class Attention(nnx.Module):
         """[B, T, D] → [B, T, D], sequences from their beginning. With segments (int32 [B, T]) a
         token sees its own segment alone."""
         q, k, v = self.project(x_BTD, positions_BT)
-        y = attend_causal(q, k, v, segments_BT, self.context, self.kernel)
+        y = named(ATTENTION, attend_causal(q, k, v, segments_BT, self.context, self.kernel))
         return self.out.row_parallel(y.reshape(*y.shape[:2], -1))
 
     @staticmethod

@@ -22,8 +22,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config import ModelConfig
+from jaxtrain.config.saved_values import ATTENTION, LATENT, QKV
 from jaxtrain.devices.sharding import constrain
-from jaxtrain.models.layers import Dense, Norm, column_parallel, gather_sequence
+from jaxtrain.models.layers import Dense, Norm, column_parallel, gather_sequence, named
 from jaxtrain.models.rotary import Rotary, score_factor
 from jaxtrain.models.spec import CacheSlot
 from jaxtrain.parallel.attention import HEADS, attend, attend_causal
@@ -60,7 +61,7 @@ class LatentAttention(nnx.Module):
     def project(self, x_BTD, positions_BT):
         """Returns queries [B, T, N, H + R], latents [B, T, C], split along the sequence, and
         rotated keys [B, T, R]."""
-        y = self.compress(x_BTD)
+        y = named(LATENT, self.compress(x_BTD))
         query_columns = y.shape[-1] - self.rank - self.rope_dim
         query_part, latent_BTC, key_BTR = jnp.split(
             y, [query_columns, query_columns + self.rank], -1
@@ -68,7 +69,7 @@ class LatentAttention(nnx.Module):
         # Piece by piece: what is cut off a gathered array may be split and gathered again by the
         # partitioner.
         query_input = x_BTD if self.query_norm is None else self.query_norm(query_part)
-        (q,) = column_parallel(query_input, self.query)
+        q = named(QKV, *column_parallel(query_input, self.query))
         latent_BTC = self.norm(latent_BTC)
         q_BTNH, q_BTNR = jnp.split(
             constrain(q.reshape(*q.shape[:2], self.heads, -1), HEADS), [self.head_dim], -1
@@ -83,14 +84,14 @@ class LatentAttention(nnx.Module):
         """[B, T, D] → [B, T, D], sequences from their beginning. With segments (int32 [B, T]) a
         token sees its own segment alone."""
         q, latent_BTC, key_BTR = self.project(x_BTD, positions_BT)
-        (y,) = column_parallel(latent_BTC, self.expand)
+        y = named(QKV, *column_parallel(latent_BTC, self.expand))
         k, v = jnp.split(
             constrain(y.reshape(*y.shape[:2], self.heads, -1), HEADS), [self.head_dim], -1
         )
         shared = jnp.broadcast_to(key_BTR[:, :, None], (*k.shape[:3], self.rope_dim))
         k = constrain(jnp.concatenate([k, shared], -1), HEADS)
         q, k, v = map(row_major, (q, k, v))
-        y = attend_causal(q, k, v, segments_BT, self.context, self.kernel)
+        y = named(ATTENTION, attend_causal(q, k, v, segments_BT, self.context, self.kernel))
         return self.out.row_parallel(y.reshape(*y.shape[:2], -1))
 
     @staticmethod

@@ -8,13 +8,15 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.config import ModelConfig
+from jaxtrain.config.saved_values import MLP_HIDDEN, MLP_IN
 from jaxtrain.devices.mesh import on_cpu
 from jaxtrain.devices.sharding import constrain, is_split, reshard
 from jaxtrain.models.spec import Parameter, Spec, parameter
 from jaxtrain.parallel import fp8
-from jaxtrain.parallel.fp8 import Quantized, gradient_of, operands
+from jaxtrain.parallel.fp8 import Quantized, gradient_of, mapped, operands
 from jaxtrain.parallel.tensor import gather_tokens, scattered_products
 
 SPLIT = ("batch", "sequence", None)  # activations between blocks
@@ -192,6 +194,11 @@ def gather_sequence(x_BTD):
     return reshard(x_BTD, SPLIT, GATHERED)
 
 
+def named(name: str, x):
+    """An array, a quantized tensor or None, whose values `pipeline.save` can name."""
+    return x if x is None else mapped(lambda a: checkpoint_name(a, name), x)
+
+
 class MLP(nnx.Module):
     """SwiGLU (Shazeer 2020) or GELU (tanh form, as GPT-2)."""
 
@@ -204,8 +211,11 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         if self.gate is None:
-            h_BTF = jax.nn.gelu(column_parallel(x_BTD, self.up)[0], approximate=True)
+            up_BTF = named(MLP_IN, column_parallel(x_BTD, self.up)[0])
+            h_BTF = jax.nn.gelu(up_BTF, approximate=True)
         else:
-            up_BTF, gate_BTF = column_parallel(x_BTD, self.up, self.gate)
+            products = column_parallel(x_BTD, self.up, self.gate)
+            up_BTF, gate_BTF = (named(MLP_IN, product) for product in products)
             h_BTF = jax.nn.silu(gate_BTF) * up_BTF
-        return self.down.row_parallel(constrain(h_BTF, ("batch", "token", "mlp")))
+        h_BTF = named(MLP_HIDDEN, constrain(h_BTF, ("batch", "token", "mlp")))
+        return self.down.row_parallel(h_BTF)

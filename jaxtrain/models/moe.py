@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config import ModelConfig
+from jaxtrain.config.saved_values import MLP_HIDDEN, MLP_IN, ROUTED, ROUTER
 from jaxtrain.devices.sharding import constrain
-from jaxtrain.models.layers import GATHERED, flat, matmul, matrix
+from jaxtrain.models.layers import GATHERED, flat, matmul, matrix, named
 from jaxtrain.models.spec import Parameter, Spec, parameter
 from jaxtrain.parallel import context, experts, fp8
 
@@ -89,7 +90,7 @@ class Router(nnx.Module):
         x = x_BTD.astype(jnp.float32)
         # TPUs and GPUs multiply float32 in fewer bits unless asked: choices would depend on the
         # rounding.
-        logits = matmul(flat(x), self.weight[...], jax.lax.Precision.HIGHEST)
+        logits = named(ROUTER, matmul(flat(x), self.weight[...], jax.lax.Precision.HIGHEST))
         if self.logit_bias is not None:
             logits += self.logit_bias[...]
         logits_BTE = constrain(logits.reshape(*x.shape[:-1], -1), GATHERED)
@@ -176,6 +177,7 @@ class MoE(nnx.Module):
         size = experts.Size(self.experts, b, t)
         x_MBTD = fp8.differentiable(x_MBTD, self.up.get_value())
         received, gates = experts.send(x_MBTD, gates_BTK, routing, size)
+        received = named(ROUTED, received)
         hidden = None
         if self.shared_up is not None:
             # The shared experts' first products overlap with the all-to-all to the experts, their
@@ -185,7 +187,9 @@ class MoE(nnx.Module):
             received, hidden = experts.together(
                 received, _hidden(x_MERD, self.shared_up, self.shared_gate)
             )
+            hidden = named(MLP_HIDDEN, hidden)
         h = experts.weigh(_hidden(received, self.up, self.gate, routing.sizes), gates)
+        h = named(MLP_HIDDEN, h)
         y_MBTD = experts.product_received(h, _matrices(self.down, h), routing, size)
         if hidden is not None and self.shared_down is not None:
             down = _matrices(self.shared_down, hidden)
@@ -204,7 +208,8 @@ def _matrices(weight: Parameter, x):
 def _hidden(x, up: Parameter, gate: Parameter | None, sizes=None) -> jax.Array:
     """The hidden layer of the experts' MLPs. sizes: tokens of each expert, in the order of x; None
     where all tokens are one expert's."""
-    h = experts.product(x, _matrices(up, x), sizes, experts.COLUMNS)
+    product = lambda weight: experts.product(x, _matrices(weight, x), sizes, experts.COLUMNS)
+    h = named(MLP_IN, product(up))
     if gate is None:
         return jax.nn.gelu(h, approximate=True)
-    return jax.nn.silu(experts.product(x, _matrices(gate, x), sizes, experts.COLUMNS)) * h
+    return jax.nn.silu(named(MLP_IN, product(gate))) * h

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config import ModelConfig
+from jaxtrain.config.saved_values import ATTENTION_NORM, ATTENTION_OUT, MLP_NORM
 from jaxtrain.config.sizes import padded_vocabulary
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.attention import Attention
@@ -28,6 +29,7 @@ from jaxtrain.models.layers import (
     contract_rows,
     flat,
     gather_sequence,
+    named,
 )
 from jaxtrain.models.moe import MoE
 from jaxtrain.models.rotary import layer_positions
@@ -102,8 +104,9 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD, positions_BT, segments_BT=None) -> jax.Array:
         """[B, T, D] → [B, T, D]."""
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), positions_BT, segments_BT)
-        x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        y_BTD = named(ATTENTION_NORM, self.attention_norm(x_BTD))
+        x_BTD = x_BTD + named(ATTENTION_OUT, self.attention(y_BTD, positions_BT, segments_BT))
+        x_BTD = x_BTD + self.mlp(named(MLP_NORM, self.mlp_norm(x_BTD)))
         return constrain(x_BTD, SPLIT)
 
     def cached(self, x_BTD, positions_BT, cache, start):

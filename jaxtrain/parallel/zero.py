@@ -13,7 +13,8 @@ without the leading dimensions of a stack of layers).
 """
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,16 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxtrain.config.sizes import scattered
-from jaxtrain.devices.mesh import DATA, MODEL, STAGE, SUM_AXES, over_model, psum_scatter
+from jaxtrain.devices.mesh import (
+    AXES,
+    DATA,
+    MODEL,
+    STAGE,
+    SUM_AXES,
+    over_model,
+    psum,
+    psum_scatter,
+)
 from jaxtrain.devices.sharding import is_split, mesh_axes, spec
 from jaxtrain.parallel.fp8 import Quantized, mapped
 from jaxtrain.parallel.heads import row_major
@@ -180,6 +190,49 @@ def reduce(
         return sum_inside_first(part, sums).astype(jnp.float32)
 
     return _on_parts(move, _model_split(reduction, gradient), gradient)
+
+
+def gather_stored(part: jax.Array, reduction: Reduction) -> jax.Array:
+    """An array laid out by `storage`, all-gathered: laid out by `unsharded`."""
+    axes = reduction.scatter_axes
+    if not axes:
+        return part
+    dim = reduction.axis(part.ndim)
+    gather = lambda a: lax.all_gather(a, axes, axis=dim, tiled=True)
+    return _on_parts(gather, _model_split(reduction, part), part)
+
+
+def sum_of_squares(shard: jax.Array, storage: PartitionSpec, sizes: Mapping[str, int]) -> jax.Array:
+    """The float32 sum of the squares of a device's shard, divided by the number of devices that
+    have the same shard. storage: the array's sharding; sizes: of the axes over which the sums of
+    all devices are then added up"""
+    split = {a for part in storage for a in mesh_axes(part)}
+    copies = math.prod(size for axis, size in sizes.items() if axis not in split)
+    return jnp.sum(jnp.square(shard.astype(jnp.float32))) / copies
+
+
+def stored_squares(part: jax.Array, reduction: Reduction) -> jax.Array:
+    """`sum_of_squares` over all axes of a shard laid out by `storage`, in the manual region:
+    float32 [devices of `model`]."""
+
+    def local(shard: jax.Array) -> jax.Array:
+        sizes = {axis: lax.axis_size(axis) for axis in AXES}
+        return sum_of_squares(shard, reduction.storage, sizes)[None]
+
+    return over_model(local, (_model_split(reduction, part),), PartitionSpec(MODEL))(part)
+
+
+def norms_of(squares: Sequence[jax.Array]) -> jax.Array:
+    """The l2 norms of several trees from the `stored_squares` of their arrays, float32 [trees].
+    squares: for each array [trees, devices of `model`]"""
+    trees = squares[0].shape[0]
+
+    def total(*squares: jax.Array) -> jax.Array:
+        sums = [jnp.stack([of_array[i, 0] for of_array in squares]).sum() for i in range(trees)]
+        return psum(jnp.stack(sums), AXES)
+
+    specs = (PartitionSpec(None, MODEL),) * len(squares)
+    return jnp.sqrt(over_model(total, specs, PartitionSpec())(*squares))
 
 
 def reduce_in_op(gradient: jax.Array, reduction: Reduction, dtype) -> jax.Array:

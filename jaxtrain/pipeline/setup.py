@@ -22,8 +22,10 @@ from jaxtrain.schedule import by_name, search
 from jaxtrain.schedule.clocks import Times
 from jaxtrain.schedule.order_csv import read_schedule
 from jaxtrain.schedule.orders import CSV, ONE_CHUNK, SCHEDULES, ChunkOrders
+from jaxtrain.schedule.packing import PACKINGS
 from jaxtrain.schedule.placement import Placement, cut, spread
 from jaxtrain.schedule.search import ANY_REPEATS, Report, part_of
+from jaxtrain.schedule.several_steps import repeated, same_sums
 from jaxtrain.schedule.simulate import Simulation, simulate
 from jaxtrain.schedule.slots import SlottedTable, assign_slots
 from jaxtrain.schedule.table import VOCABULARIES, Table
@@ -61,19 +63,26 @@ class _Candidate:
 class Setup:
     """A step's tables and its placement.
 
-    table:  the training table, also with one stage
+    table:  the training table of one step, also with one stage
     shares: for each unit its fraction of a stage's work
+    several: the table of `pipeline.steps_per_program` steps; None for one step
     """
 
     placement: Placement
     table: Table
     times: Times
     shares: tuple[float, ...]
+    several: Table | None = None
 
     @functools.cached_property
     def train(self) -> SlottedTable | None:
         """The training table with its slots; None with one stage."""
         return assign_slots(self.table) if self.table.stages > 1 else None
+
+    @functools.cached_property
+    def train_several(self) -> SlottedTable | None:
+        """The table of several steps with its slots."""
+        return assign_slots(self.several) if self.several else None
 
     @functools.cached_property
     def evaluate(self) -> SlottedTable | None:
@@ -92,8 +101,8 @@ class Setup:
         return self.table.stages > 1 and self.table.vocabulary == "parallel"
 
     def simulation(self) -> Simulation:
-        """The table's time and memory, simulated."""
-        return simulate(self.table, self.times, shares=self.shares)
+        """The time and memory, simulated, of the table that a run goes by."""
+        return simulate(self.several or self.table, self.times, shares=self.shares)
 
     def describe(self) -> str:
         """A line of text: the table, its ticks and predicted bubble, where embedding and head
@@ -113,7 +122,10 @@ class Setup:
             if table.vocabulary == "parallel"
             else "on the first and last stage"
         )
-        return f"{table.name}, {table.ticks} ticks, {bubble}; embedding and head {where}"
+        ticks = f"{table.ticks} ticks"
+        if self.several:
+            ticks = f"{self.several.steps} steps in {self.several.ticks} ticks"
+        return f"{table.name}, {ticks}, {bubble}; embedding and head {where}"
 
 
 # --- op times -------------------------------------------------------------------------------------
@@ -239,7 +251,26 @@ class _Search:
         self.report("check", 1.0)
         check(best.table)
         placement = Placement(layers, stages, stage_of=best.table.stage_of, sizes=best.sizes)
-        return Setup(placement, best.table, self.times, best.shares)
+        several = self._several(best)
+        return Setup(placement, best.table, self.times, best.shares, several)
+
+    def _several(self, best: _Candidate) -> Table | None:
+        """The table of `pipeline.steps_per_program` steps; None for one. Raises ConfigError where
+        it would add up a gradient in another order than one step at a time."""
+        pipeline, steps = self.pipeline, self.pipeline.steps_per_program
+        if steps == 1:
+            return None
+        table = repeated(best.table, steps, self.times, best.shares, pipeline.permute)
+        check(table)
+        shares_sum = table.vocabulary == "parallel" or table.stage_of[0] == table.stage_of[-1]
+        if self.model.tied_embeddings and shares_sum and not same_sums(table, best.table):
+            rule = (
+                f"adds up the gradient of tied embeddings in another order than one step of "
+                f"{pipeline.schedule} does"
+            )
+            fixes = [{"pipeline.steps_per_program": 1}, *values_for("pipeline.permute", PACKINGS)]
+            raise ConfigError("pipeline.steps_per_program", steps, rule, fixes=fixes)
+        return table
 
     def _candidates(self, memory: float | None) -> list[_Candidate]:
         """The tables for each number of chunks on a stage, and each place of the vocabulary, that

@@ -122,10 +122,12 @@ def layout_of(
         repeats=max(1, pipeline.repeats),
         layers_per_op=pipeline.layers_per_op,
         remat=pipeline.remat,
+        save=pipeline.save,
         zero=parallel.zero,
         schedule=pipeline.schedule,
         offload=parallel.offload,
         disk=parallel.offload_to("optimizer") == "disk",
+        steps=pipeline.steps_per_program if mesh.stage > 1 else 1,
     )
 
 

@@ -252,15 +252,17 @@ class AfterWarmUp:
         self._first = profile.start + WARM_UP + profile.count + 1
         self._laps: list[float] = []
         self._since: float | None = None
+        self._steps = 1  # of the program dispatched last
 
-    def after(self, at: int) -> None:
-        """Step `at` has been dispatched, and the one before has ended."""
+    def after(self, at: int, steps: int = 1) -> None:
+        """Step `at` has been dispatched, the last one of a program of so many steps, and the
+        program before has ended."""
         if self._plan is None or at < self._first:
             return
         now = self._clock.spent(*STEPS)
         if self._since is not None:
-            self._laps.append(now - self._since)
-        self._since = now
+            self._laps.append((now - self._since) / self._steps)
+        self._since, self._steps = now, steps
         if len(self._laps) >= STEPS_MEASURED:
             self._report(self._plan, at)
 

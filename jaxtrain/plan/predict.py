@@ -225,8 +225,12 @@ class PlannedTable:
         placement, most = setup.placement, max(setup.placement.sizes)
         recomputed = remat_of(self.config.pipeline.remat).recomputed(most)
         assert setup.train is not None  # there are stages
+        pools = setup.train.pool_sizes
+        if setup.train_several:  # the program has both tables, one after the other
+            several = setup.train_several.pool_sizes
+            pools = {pool: max(number, several[pool]) for pool, number in pools.items()}
         return SlotCounts(
-            **setup.train.pool_sizes,
+            **pools,
             layers=most,
             saved_layers=(most - recomputed) * any(setup.table.saved),
             stored_layers=sum(map(placement.stack_size, range(placement.units_per_stage))),
@@ -311,7 +315,8 @@ def _counts(setup: Setup, times: Times) -> TableCounts:
         len(permutes(table)) * int((table.permute == when).sum())
         for when in (Permute.EARLY, Permute.LATE)
     )
-    seconds = coupled_time(table, times, setup.shares)
+    several = setup.several or table
+    seconds = coupled_time(several, times, setup.shares) / several.steps
     return TableCounts(seconds, ops, table.microbatches * heads, early + late, early)
 
 

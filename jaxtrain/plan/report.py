@@ -309,7 +309,7 @@ def dry_run(config: Config, setup: Setup, clock: WallClock) -> DryRun:
     mesh = meshes.make_mesh(meshes.sizes_of(config.mesh))
     with jax.set_mesh(mesh):
         step = make_step(config, mesh, setup)
-        lowered = step.train.lower(step.abstract_state(), step.abstract_batch)
+        lowered = step.lower()
         with clock.part(Part.COMPILING):
             compiled = lowered.compile()
         seconds = clock.spent(Part.TRACING), clock.spent(Part.COMPILING)

@@ -28,6 +28,7 @@ from jaxtrain.config import Config, ConfigError, checks
 from jaxtrain.config.checks import Environment
 from jaxtrain.config.rules import divisors, near
 from jaxtrain.config.settings import MOST_MICROBATCHES
+from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.costs import hardware
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.costs.layout import Layout
@@ -173,7 +174,8 @@ def by_offload(space: Space) -> Iterator[list[TimedLayout]]:
 def laid_out(space: Space, layout: Layout) -> Config:
     """The space's config with a layout, not resolved."""
     values = {key: getattr(layout, key) for key in layout_flag.KEYS if key != "vocabulary"}
-    return layout_flag.apply(cfg.replace(space.config, TABLE_SETTINGS), values)
+    config = cfg.replace(space.config, TABLE_SETTINGS | {"pipeline.save": layout.save})
+    return layout_flag.apply(config, values)
 
 
 def _search(space: Space, offload: str) -> list[TimedLayout]:
@@ -288,6 +290,7 @@ def _cuts(space: Space, offload: str) -> Iterator[StepModel]:
                 microbatch=size,
                 microbatches=each // size,
                 remat=remat,
+                save=space.config.pipeline.save if remat == SELECTIVE else (),
                 offload=offload,
             )
             yield dataclasses.replace(work, layout=layout)

@@ -336,9 +336,10 @@ def main(folder: str) -> None:
     state = step.abstract_state()
     with jax.set_mesh(mesh), jax.default_device(devices[0]):
         begin = time.time()
-        lowered = getattr(step, program).lower(
-            state if program == "train" else state.read, step.abstract_batch
-        )
+        if program == "train":
+            lowered = step.lower()
+        else:
+            lowered = getattr(step, program).lower(state.read, step.abstract_batch)
         traced = time.time()
         compiled = lowered.compile(compiler_options=request["options"])
         done = time.time()
@@ -350,7 +351,7 @@ def main(folder: str) -> None:
         "kinds": state_memory(step, config.parallel.reduce == "microbatch"),
         "pools": slot_pools(step),
     }
-    pathlib.Path(folder, "program.txt").write_text(compiled.as_text())
+    pathlib.Path(folder, "program.txt").write_text(compiled.as_text() or "")
     pathlib.Path(folder, "figures.json").write_text(json.dumps(figures))
 
 

@@ -21,7 +21,7 @@ from jaxtrain.config import Config, ConfigError, MeshConfig, PipelineConfig, che
 from jaxtrain.config.checks import Environment
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.mesh_rules import AXES
-from jaxtrain.config.sizes import remat_of
+from jaxtrain.config.sizes import SELECTIVE, remat_of
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.costs.memory import memory
 from jaxtrain.pipeline.step_model import platform_of, step_model_of
@@ -81,7 +81,10 @@ def single_changes(prediction: Prediction) -> list[Change]:
 
 def _candidates(mesh: MeshConfig, pipeline: PipelineConfig, zero: int) -> Iterator[dict[str, Any]]:
     """Settings for each single change, before any rule is checked."""
-    yield from ({"pipeline.remat": remat} for remat in REMATS if remat != pipeline.remat)
+    without_names = {"pipeline.save": ()} if pipeline.save else {}
+    for remat in REMATS:
+        if remat != pipeline.remat:
+            yield {"pipeline.remat": remat} | (without_names if remat != SELECTIVE else {})
     recomputed = remat_of(pipeline.remat)
     if recomputed.layers:
         counts = (recomputed.layers - 1, recomputed.layers + 1)

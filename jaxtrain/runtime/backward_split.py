@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from jaxtrain.config.saved_values import ATTENTION
 from jaxtrain.devices.mesh import DEVICE_PART
 from jaxtrain.parallel import attention, fp8
 from jaxtrain.parallel.fp8 import BITS, is_quantized
@@ -43,7 +44,7 @@ VIEWS = frozenset(
 # cross if all of their operands do.
 CHEAP = VIEWS | frozenset(
     "add sub mul div max min select_n integer_pow square one_minus_square "
-    "convert_element_type bitcast_convert_type add_any".split()
+    "convert_element_type bitcast_convert_type add_any name".split()
 )
 PRODUCTS = frozenset({"dot_general"})
 GATHERS = frozenset({"all_gather"})
@@ -58,6 +59,7 @@ CALLS = frozenset(
     "remat2 checkpoint".split()
 )
 MAXIMA = frozenset({"reduce_max", "pmax"})
+NAME = "name"  # the equation of a value that models/ has named (jax.ad_checkpoint)
 SMALLER = 8  # times that a sum has fewer bytes than what it adds up
 RECOMPUTED = "recomputed"  # name scope of what jax.checkpoint recomputes in the backward
 
@@ -92,7 +94,7 @@ class LayerOp(enum.Enum):
 
 def keep_everything(equation) -> bool:
     """`remat` none: everything that the backward reads crosses."""
-    return True
+    return equation.primitive.name != NAME
 
 
 def keep_products(equation) -> bool:
@@ -109,12 +111,36 @@ def keep_products(equation) -> bool:
         # a product of FP8 is multiplied by scales
         sums = SUMS | {"mul", "bitcast_convert_type"} if fp8 else SUMS
         return _is(equation, VIEWS | PRODUCTS | sums) and not _is(equation, VIEWS | sums)
-    return (
-        name == "top_k"
-        or (name in MAXIMA and equation.outvars[0].aval.ndim == 0)
-        or name in PRODUCTS
+    return _decides(equation) or (
+        name in PRODUCTS
         and not (name == "dot_general" and equation.params["dimension_numbers"][1][0])
     )
+
+
+def keep_named(names: Sequence[str]) -> KeepRule:
+    """`remat` selective with `save`: the values of these names cross. Attention crosses as its
+    kernel's or loop's results, with the log-sum-exp, so that it attends once. A router's choices
+    and scales of FP8 cross as by `keep_products`."""
+
+    def keep(equation) -> bool:
+        if equation.primitive.name == NAME:
+            return equation.params["name"] in names
+        if ATTENTION in names and _has(equation, KERNELS) and _in_attention(equation):
+            return True
+        return _decides(equation)
+
+    return keep
+
+
+def _decides(equation) -> bool:
+    """True for a router's choices and for scales of FP8."""
+    name = equation.primitive.name
+    return name == "top_k" or (name in MAXIMA and equation.outvars[0].aval.ndim == 0)
+
+
+def _in_attention(equation) -> bool:
+    """True inside the name scope of attention's core."""
+    return attention.SCOPE in str(equation.source_info.name_stack)
 
 
 # --- flattening -----------------------------------------------------------------------------------
@@ -122,8 +148,8 @@ def keep_products(equation) -> bool:
 
 def _bind(equation, values):
     """Evaluates one equation, inside attention's name scope if it has that."""
-    named = attention.SCOPE in str(equation.source_info.name_stack)
-    with jax.named_scope(attention.SCOPE) if named else contextlib.nullcontext():
+    scope = jax.named_scope(attention.SCOPE) if _in_attention(equation) else None
+    with scope or contextlib.nullcontext():
         params = equation.primitive.get_bind_params(equation.params)
         out = equation.primitive.bind(*values, **params)
     return out if equation.primitive.multiple_results else [out]
@@ -134,8 +160,9 @@ def _value(atom, env: dict):
     return atom.val if isinstance(atom, Literal) else env[atom]
 
 
-def _inline(jaxpr, consts, args):
-    """Evaluates a jaxpr, going into calls and scans: traced again, it is flat."""
+def _inline(jaxpr, consts, args, keep: KeepRule):
+    """Evaluates a jaxpr, going into calls and scans: traced again, it is flat. Values that `keep`
+    does not keep lose their names."""
     env = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(
         zip(jaxpr.invars, args, strict=True)
     )
@@ -144,7 +171,9 @@ def _inline(jaxpr, consts, args):
         params, name = equation.params, equation.primitive.name
         inner = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
         if name == "scan":
-            out = _unrolled(params, values)
+            out = _unrolled(params, values, keep)
+        elif name == NAME and not keep(equation):
+            out = values
         elif name in CALLS and inner is not None and not _is_part(equation):
             body, constants = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
             scope = (
@@ -153,14 +182,14 @@ def _inline(jaxpr, consts, args):
                 else contextlib.nullcontext()
             )
             with scope:
-                out = _inline(body, constants, values)
+                out = _inline(body, constants, values, keep)
         else:
             out = _bind(equation, values)
         env.update(zip(equation.outvars, out, strict=True))
     return [_value(a, env) for a in jaxpr.outvars]
 
 
-def _unrolled(params, values) -> list:
+def _unrolled(params, values, keep: KeepRule) -> list:
     """The results of a scan, with its iterations as separate equations."""
     if "ft_in" in params:  # jax 0.12
         fixed, carried, _ = map(len, params["ft_in"].unpack())
@@ -172,7 +201,7 @@ def _unrolled(params, values) -> list:
     order = range(params["length"])
     for i in reversed(order) if params["reverse"] else order:
         slices = [jax.lax.index_in_dim(x, i, keepdims=False) for x in stacked]
-        out = _inline(body.jaxpr, body.consts, [*consts, *carry, *slices])
+        out = _inline(body.jaxpr, body.consts, [*consts, *carry, *slices], keep)
         carry = out[:carried]
         results.append(out[carried:])
     if params["reverse"]:
@@ -257,7 +286,7 @@ class LayerSplit:
 
     def __init__(self, layer: Callable, params, x, extra, keep: KeepRule = keep_everything):
         self.layer = layer
-        self._trace(layer, params, x, extra)
+        self._trace(layer, params, x, extra, keep)
         saved = self._saved_values(keep)
         self._stashed, for_weights = self._crossing_to_weights(saved)
         self._for_b = [a for a in saved if a not in for_weights]
@@ -272,7 +301,7 @@ class LayerSplit:
             LayerOp.BACKWARD: self._needed([self._dx, *self._dp], saved),
         }
 
-    def _trace(self, fn: Callable, params, x, extra) -> None:
+    def _trace(self, fn: Callable, params, x, extra, keep: KeepRule) -> None:
         """Traces the layer and its vjp to one flat jaxpr, and finds the values that every op can
         make, and those of the backward."""
         leaves, tree = jax.tree.flatten(params)
@@ -289,7 +318,8 @@ class LayerSplit:
 
         examples = [*leaves, *extras, x, x]
         traced = jax.make_jaxpr(output_and_gradients)(*examples)
-        closed = jax.make_jaxpr(lambda *args: _inline(traced.jaxpr, traced.consts, args))(*examples)
+        inlined = lambda *args: _inline(traced.jaxpr, traced.consts, args, keep)
+        closed = jax.make_jaxpr(inlined)(*examples)
         jaxpr = closed.jaxpr
         self._consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         self._params, self._extras = jaxpr.invars[:n], jaxpr.invars[n : n + e]

@@ -48,11 +48,17 @@ from jaxtrain.parallel.zero import (
     shard_shape,
     unsharded_shape,
 )
-from jaxtrain.runtime.backward_split import LayerSplit, keep_everything, keep_products
+from jaxtrain.runtime.backward_split import (
+    LayerSplit,
+    keep_everything,
+    keep_named,
+    keep_products,
+)
 from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, look_ahead
 from jaxtrain.runtime.layer_stack import LayerRange, LayerStack, RecomputedLayer, empty_pool
 from jaxtrain.runtime.tick import Accumulate, Tick
 from jaxtrain.runtime.tick_state import Constants, ModelTree, Pools, TickState
+from jaxtrain.runtime.updates import PartsState, UpdateRules, Updates, parts_specs
 from jaxtrain.schedule.columns import ARRIVED, TickColumns, TickTable, tick_table
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.schedule.slots import SAVED, SlottedTable
@@ -84,6 +90,23 @@ class LossesAndGradients:
     gradients: Any
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SeveralSteps:
+    """The result of a table of several steps, all of which were updated in full: neither clipped
+    nor skipped.
+
+    losses: float32 [steps] each
+    gradient_norms, norms: float32 [steps], of the gradients and of the updated parameters
+    parts: the updated values and states
+    """
+
+    losses: Losses
+    gradient_norms: Any
+    norms: Any
+    parts: PartsState
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Runtime:
     """Executes a table for a model on a mesh.
@@ -95,6 +118,7 @@ class Runtime:
     shares_vocabulary: embedding and head are split over the stages, which do their ops together
     remat: what the backward recomputes of a unit's lowest layers: full, everything from its input,
         which F saves; selective, everything but products with weights; none, nothing
+    save: the names of the values that selective saves, instead of products
     loss_chunk: the most tokens whose logits exist at a time
     compute: dtype of activations
     independent_replicas: each replica has parameters of its own; they, losses and gradients have a
@@ -111,6 +135,7 @@ class Runtime:
     zero: Zero = Zero()
     shares_vocabulary: bool = False
     remat: Remat = Remat("full")
+    save: tuple[str, ...] = ()
     loss_chunk: int = 2048
     compute: jnp.dtype = jnp.dtype("float32")
     independent_replicas: bool = False
@@ -145,6 +170,25 @@ class Runtime:
         columns = self._columns(batch) if columns is None else columns
         out_specs = LossesAndGradients(losses, gradients)
         return self._in_manual_region(self._losses_and_gradients, params, batch, columns, out_specs)
+
+    def several_steps(
+        self, params: dict, parts: PartsState, batch: dict, rules: UpdateRules
+    ) -> SeveralSteps:
+        """The steps of a table of several ones, with their updates.
+
+        Args:
+          params: as for `losses`, and float32.
+          parts: values and state of the optimizer, whose arrays are laid out as
+            `Reduction.storage`.
+          batch: as for `losses`, of all steps: [steps · microbatches, sequences, T].
+        """
+        batch = look_ahead(batch, self.parts.cfg.mtp_depth)
+        specs = parts_specs(parts, self.reductions)
+        mtp_loss = P() if self.parts.cfg.mtp_depth else None
+        out_specs = SeveralSteps(Losses(P(), P(), mtp_loss), P(), P(), specs)
+        body = functools.partial(self._several_steps, rules)
+        columns = self._columns(batch)
+        return self._in_manual_region(body, params, batch, columns, out_specs, (parts, specs))
 
     @property
     def host_pools(self) -> tuple[str, ...]:
@@ -210,11 +254,18 @@ class Runtime:
         return TickColumns(np.arange(batch["tokens"].shape[0], dtype=np.int32)[:, None])
 
     def _in_manual_region(
-        self, body: Callable, params: dict, batch: dict, columns: TickColumns, out_specs
+        self,
+        body: Callable,
+        params: dict,
+        batch: dict,
+        columns: TickColumns,
+        out_specs,
+        *others: tuple[Any, Any],
     ):
-        """Runs body(params, batch, columns) on each device's shards of these.
+        """Runs body(params, batch, columns, …) on each device's shards of these.
 
         out_specs: the specs of the body's result; for independent replicas, of one replica's
+        others: further arguments, each with its specs
         """
         sharded = self.zero.stage == 3
         in_specs = jax.tree.map(
@@ -227,7 +278,12 @@ class Runtime:
         run = jax.shard_map(
             body,
             mesh=self.mesh,
-            in_specs=(in_specs, dict.fromkeys(batch, BATCH_SPEC), P(None, STAGE)),
+            in_specs=(
+                in_specs,
+                dict.fromkeys(batch, BATCH_SPEC),
+                P(None, STAGE),
+                *(specs for _, specs in others),
+            ),
             out_specs=out_specs,
             axis_names=manual_axes(self.mesh),
             check_vma=False,
@@ -235,7 +291,8 @@ class Runtime:
         if (parts := self.mesh.shape[CONTEXT]) > 1:
             batch = jax.tree.map(lambda a: context.zigzag(a, parts), batch)
         with traced_for(self.mesh):
-            return run(params, batch, jax.tree.map(jnp.asarray, columns))
+            columns = jax.tree.map(jnp.asarray, columns)
+            return run(params, batch, columns, *(argument for argument, _ in others))
 
     # ------------------------------------------------------------------ inside the manual region
 
@@ -262,6 +319,35 @@ class Runtime:
         if mtp_loss is not None:
             mtp_loss = self._sum(state.mtp_loss) / self.parts.cfg.mtp_weight
         return LossesAndGradients(Losses(loss, tokens, mtp_loss), gradients)
+
+    def _several_steps(
+        self,
+        rules: UpdateRules,
+        params: dict,
+        batch: dict,
+        columns: TickColumns,
+        parts: PartsState,
+    ) -> SeveralSteps:
+        assert self.slotted
+        steps = self.slotted.table.steps
+        constants, tokens = self._constants(params, batch)
+        mtp_loss = jnp.zeros(steps) if self.parts.cfg.mtp_depth else None
+        sums = jax.tree.map(self._zero_sum, self._specs, self._reductions, constants.params)
+        model = self.mesh.shape[MODEL]
+        updates = Updates(
+            rules, model, self._specs, self._reductions, self.zero.dtype, self._as_used
+        )
+        layers, ends = updates.begin(parts, steps)
+        state = TickState(
+            jnp.zeros(steps), mtp_loss, sums, params=constants.params, layers=layers, ends=ends
+        )
+        constants = dataclasses.replace(constants, params=ModelTree())
+        state = self._scan(constants, state, columns, updates)
+        if mtp_loss is not None:
+            mtp_loss = self._sum(state.mtp_loss) / self.parts.cfg.mtp_weight
+        gradient_norms, norms = updates.norms(state.layers, state.ends)
+        losses = Losses(self._sum(state.loss), tokens, mtp_loss)
+        return SeveralSteps(losses, gradient_norms, norms, updates.end(state.layers, state.ends))
 
     @functools.cached_property
     def _reductions(self) -> ModelTree:
@@ -308,15 +394,27 @@ class Runtime:
         return quantized_weights(a, self.fp8, len(spec.shape), axes)
 
     def _normalized(self, weights: jax.Array, target: float) -> tuple[jax.Array, jax.Array]:
-        """Returns (the weights scaled so that they sum to `target` over the global batch, their sum
-        before)."""
+        """Returns (the weights scaled so that they sum to `target` over the global batch of each
+        step, their sum before: a scalar, or [steps] where the table has several)."""
         axes = replicas.sum_axes(self.independent_replicas)
-        total = psum(weights.astype(jnp.float32).sum(), axes)
-        return weights * (target / jnp.maximum(total, 1)), total
+        steps = self.slotted.table.steps if self.slotted else 1
+        if steps == 1:
+            total = psum(weights.astype(jnp.float32).sum(), axes)
+            return weights * (target / jnp.maximum(total, 1)), total
+        of_steps = weights.reshape(steps, -1, *weights.shape[1:])
+        total = psum(of_steps.astype(jnp.float32).sum((1, 2, 3)), axes)
+        scale = target / jnp.maximum(total, 1)
+        return (of_steps * scale[:, None, None, None]).reshape(weights.shape), total
 
-    def _scan(self, constants: Constants, state: TickState, columns: TickColumns) -> TickState:
+    def _scan(
+        self,
+        constants: Constants,
+        state: TickState,
+        columns: TickColumns,
+        updates: Updates | None = None,
+    ) -> TickState:
         """The state after the last tick. state: that before the first tick, with losses and
-        gradient sums, but without buffers."""
+        gradient sums, but without buffers; updates: of a table of several steps"""
         stage_of, width = self.placement.stage_of, self.parts.cfg.width
         ends = EmbeddingAndHead(
             self.parts,
@@ -346,7 +444,7 @@ class Runtime:
             tick = one.add_loss if state.gradients.head is None else one.add_gradients
         else:
             stacks = [stack(unit) for unit in range(self.placement.units_per_stage)]
-            tick = Tick(ends, stacks, self._ticks, constants)
+            tick = Tick(ends, stacks, self._ticks, constants, updates)
             state = self._with_buffers(state, self._ticks, ranges, message)
         ticks = jax.tree.map(lambda column: column[:, 0], columns)
         # XLA's TPU compiler makes two programs of a scan of one tick: the forward ran twice.
@@ -382,7 +480,9 @@ class Runtime:
         x = jax.ShapeDtypeStruct(message, self.compute)
         if mode == "full" and self._ticks is None:
             return RecomputedLayer(self._layer, self.parts.specs["layer"], x)
-        keep = keep_products if mode == "selective" else keep_everything
+        keep = keep_everything
+        if mode == "selective":
+            keep = keep_named(self.save) if self.save else keep_products
         params = jax.tree.map(self._shape_as_used, self.parts.specs["layer"])
         return LayerSplit(self._layer, params, x, extra, keep)
 

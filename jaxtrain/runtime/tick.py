@@ -27,6 +27,7 @@ from jaxtrain.devices.mesh import STAGE, on_tpu
 from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead
 from jaxtrain.runtime.layer_stack import LayerStack
 from jaxtrain.runtime.tick_state import Constants, ModelTree, Pools, TickState, merged, only
+from jaxtrain.runtime.updates import Updates
 from jaxtrain.schedule.columns import (
     ARRIVED,
     EMBED,
@@ -35,6 +36,8 @@ from jaxtrain.schedule.columns import (
     SENDS,
     STAYS,
     TAKES,
+    UPDATE_ENDS,
+    UPDATE_LAYERS,
     Copy,
     TickColumns,
     TickTable,
@@ -128,6 +131,7 @@ class Tick:
     """tick(state, columns) → state, for the columns of one tick.
 
     stacks: by local unit
+    updates: of a table of several steps
     """
 
     def __init__(
@@ -136,8 +140,10 @@ class Tick:
         stacks: list[LayerStack],
         ticks: TickTable,
         constants: Constants,
+        updates: Updates | None = None,
     ):
         self.embedding_and_head, self.constants = embedding_and_head, constants
+        self._updates = updates
         self.ticks, self.table = ticks, ticks.slotted.table
         self._stage = lax.axis_index(STAGE)
         self._has_dense_layers = embedding_and_head.parts.cfg.dense_layers > 0
@@ -151,6 +157,8 @@ class Tick:
             self._embed,
         )
         self._ops = [embed, *cells, *copies, *self._end_ops()]
+        if updates:
+            self._ops = [_reading_state(op) for op in self._ops] + self._update_ops(updates)
 
     def __call__(self, state: TickState, columns: TickColumns) -> TickState:
         state = self._run(self._takes, state, columns)
@@ -295,6 +303,25 @@ class Tick:
             TickOp(EMBED_GRADIENT, embedding, dense_layers, self._embed_gradient),
         ]
 
+    def _update_ops(self, updates: Updates) -> list[TickOp]:
+        """The optimizer's updates, at the end of a tick."""
+        layers = ModelTree(layers=True)
+        ends = ModelTree(**dict.fromkeys(updates.ends.names, True))
+        return [
+            TickOp(
+                UPDATE_LAYERS,
+                TickState(gradients=layers, params=layers, layers=True),
+                Constants(),
+                lambda state, _, columns: updates.layers.run(state, columns.update_step),
+            ),
+            TickOp(
+                UPDATE_ENDS,
+                TickState(gradients=ends, params=ends, ends=True),
+                Constants(),
+                lambda state, _, columns: updates.ends.run(state, columns.update_ends_step),
+            ),
+        ]
+
     # ------------------------------------------------------------------ the ops: what they do
 
     def _copy(
@@ -342,9 +369,13 @@ class Tick:
     ) -> TickState:
         slot, pools = columns.slots.head_gradient, state.pools
         y = read_at(pools.activation, columns.slots.head_activation)
-        state, g = self.embedding_and_head.loss_and_gradients(
-            state, constants, columns.head_microbatch, y
-        )
+        several, microbatch = state, columns.head_microbatch
+        if self._updates:
+            step = microbatch // self.table.microbatches_per_step
+            state = _losses_of_step(several, step)
+        state, g = self.embedding_and_head.loss_and_gradients(state, constants, microbatch, y)
+        if self._updates:
+            state = _with_losses(several, state, step)
         g = self._on_stage(g, read_at(pools.gradient, slot), self.table.stage_of[-1])
         pools = dataclasses.replace(pools, gradient=write_at(pools.gradient, g, slot))
         return dataclasses.replace(state, pools=pools)
@@ -387,6 +418,39 @@ class Tick:
         sums = state.gradients.layers[stack.unit]
         sums = stack.weight_gradient(params, sums, extra, state.pools, columns.slots)
         return dataclasses.replace(state, gradients=ModelTree(layers={stack.unit: sums}))
+
+
+def _losses_of_step(state: TickState, step: jax.Array) -> TickState:
+    """The state with the losses of one step in the place of those of all steps."""
+    loss, mtp_loss = jax.tree.map(
+        lambda a: lax.dynamic_index_in_dim(a, step, keepdims=False), (state.loss, state.mtp_loss)
+    )
+    return dataclasses.replace(state, loss=loss, mtp_loss=mtp_loss)
+
+
+def _with_losses(several: TickState, state: TickState, step: jax.Array) -> TickState:
+    """`state`, with all steps' losses from `several` and its own in the place of one step."""
+    loss, mtp_loss = jax.tree.map(
+        lambda all_steps, a: lax.dynamic_update_index_in_dim(all_steps, a, step, 0),
+        (several.loss, several.mtp_loss),
+        (state.loss, state.mtp_loss),
+    )
+    return dataclasses.replace(state, loss=loss, mtp_loss=mtp_loss)
+
+
+def _reading_state(op: TickOp) -> TickOp:
+    """The op, which reads parameters from the state, where updates change them; so it carries them
+    through its loop."""
+    read = op.constants.params
+
+    def run(state: TickState, constants: Constants, columns: TickColumns) -> TickState:
+        params = state.params
+        constants = dataclasses.replace(constants, params=params)
+        changed = op.run(dataclasses.replace(state, params=ModelTree()), constants, columns)
+        return dataclasses.replace(changed, params=params)
+
+    state = dataclasses.replace(op.state, params=read)
+    return TickOp(op.name, state, dataclasses.replace(op.constants, params=ModelTree()), run)
 
 
 def _copied(messages: TickState) -> TickState:

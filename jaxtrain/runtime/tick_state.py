@@ -7,7 +7,7 @@ dict); `merged` puts it back after the op has changed it.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -41,7 +41,7 @@ class ModelTree:
 class Constants:
     """The parameters and the batch on a device, which no op changes.
 
-    params: in the compute type
+    params: in the compute type; where a table has several steps, they are in `TickState.params`
     batch: {"tokens", "targets", "weights", "segments" and "positions" if any}, [microbatches, B,
         T], and "mtp" (`look_ahead`); weights are divided by their sum over the global batch, so
         that losses are plain sums
@@ -74,16 +74,34 @@ class Pools:
     saved_stash: Part = None
 
 
+class PartState(NamedTuple):
+    """What updates change of a part of the model, the layers or embedding and head, where a table
+    has several steps: this device's shards, laid out as `Reduction.storage`.
+
+    values: the parameters in float32
+    optimizer: the optimizer's state for them
+    squares: for each parameter float32 [2, steps, devices of `model`], the sums of the squares of
+        this device's gradients and updated values
+    """
+
+    values: Tree
+    optimizer: Any
+    squares: Tree
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TickState:
     """The state that the scan over the ticks carries, on each device.
 
-    loss, mtp_loss: float32 scalars, the sums so far: of the next tokens, and of those beyond
-    gradients: float32 sums
+    loss, mtp_loss: float32, the sums so far: of the next tokens, and of those beyond; scalars, or
+        [steps] where a table has several steps
+    gradients: float32 sums, of one step
     buffers: name (schedule/columns.py) → one message [B, T, D]: `up` and `down` leave to the next
         and to the previous stage, `result` does neither; `up_arrived` and `down_arrived` came with
         the last permute
+    params: in the compute type, where a table has several steps; otherwise they are constants
+    layers, ends: of the updates in such a table
 
     Evaluation has neither gradients nor pools of a backward, one stage neither pools nor buffers,
     and a table only the buffers that it uses.
@@ -94,6 +112,9 @@ class TickState:
     gradients: ModelTree = ModelTree()
     pools: Pools = Pools()
     buffers: dict[str, Array] = dataclasses.field(default_factory=dict)
+    params: ModelTree = ModelTree()
+    layers: PartState | Array = None
+    ends: PartState | Array = None
 
 
 def only(tree, mask):

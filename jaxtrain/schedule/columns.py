@@ -14,6 +14,8 @@ The ops of a tick, in order:
     stay_activation_…, stay_gradient_…    a result that stays on its stage, from the buffer `up`,
                                           `down` or `result` into its slot
     head, embed_gradient
+    update_layers, update_ends        where the table has several steps: the optimizer's update of
+                                      the stage's layers, and of embedding and head
     permute_LATE
 
 F, K and B write their result into the buffer by which it leaves, `up` or `down`, where the table
@@ -36,6 +38,7 @@ BUFFERS = (*WAY, RESULT)
 ARRIVED = {"up": "up_arrived", "down": "down_arrived"}
 CELL_OPS = ("F", "K", "R", "B", "W")
 EMBED, HEAD, EMBED_GRADIENT = "embed", "head", "embed_gradient"
+UPDATE_LAYERS, UPDATE_ENDS = "update_layers", "update_ends"
 
 
 def cell_op(kind: str, local_unit: int) -> str:
@@ -79,17 +82,20 @@ class TickColumns:
 
     microbatch:  of the cell
     embed_microbatch, head_microbatch, embed_gradient_microbatch: of these ops
+    update_step, update_ends_step: the step whose update it is
     runs:        op → 1 where the stage runs it, else 0
     busy:        1 where it runs any op besides permutes and those that take in arrived messages
 
-    Microbatches and slots are 0 where a tick has none. On one stage, where a tick is a microbatch,
-    there is nothing but `microbatch`.
+    Microbatches, steps and slots are 0 where a tick has none. On one stage, where a tick is a
+    microbatch, there is nothing but `microbatch`.
     """
 
     microbatch: Array
     embed_microbatch: Array = None
     head_microbatch: Array = None
     embed_gradient_microbatch: Array = None
+    update_step: Array = None
+    update_ends_step: Array = None
     busy: Array = None
     runs: dict[str, Array] = dataclasses.field(default_factory=dict)
     slots: TickSlots = TickSlots()
@@ -165,6 +171,9 @@ def columns(slotted: SlottedTable) -> TickColumns:
         HEAD: taking_part(table.head, table.stage_of[-1]),
         EMBED_GRADIENT: taking_part(table.embed_gradient, table.stage_of[0]),
     }
+    if table.steps > 1:
+        ops[UPDATE_LAYERS] = table.update >= 0
+        ops[UPDATE_ENDS] = of_all(table.update_ends >= 0)
     permuted = {
         permute_op(when): of_all(table.permute == when) for when in (Permute.EARLY, Permute.LATE)
     }
@@ -178,6 +187,8 @@ def columns(slotted: SlottedTable) -> TickColumns:
         _numbers(of_all(table.embed)),
         _numbers(of_all(table.head)),
         _numbers(of_all(table.embed_gradient)),
+        _numbers(table.update),
+        _numbers(of_all(table.update_ends)),
         busy=np.any(list(ops.values()), axis=0).astype(np.int32),
         runs={op: column.astype(np.int32) for op, column in (takes | ops | permuted).items()},
         slots=TickSlots(**slot_columns),

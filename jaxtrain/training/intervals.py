@@ -1,6 +1,7 @@
 """The steps of a run after which something is due. No jax."""
 
 import dataclasses
+from collections.abc import Callable
 
 from jaxtrain.config import TrainConfig
 from jaxtrain.config.settings import CheckpointConfig
@@ -45,6 +46,15 @@ class Intervals:
 
     def exchanges(self, at: int) -> bool:
         return self.exchange_every > 0 and self._due(at, self.exchange_every)
+
+    def steps_until(self, at: int, most: int, stops: Callable[[int], bool]) -> int:
+        """The number of steps, at most `most`, after step `at` until something has to be done
+        between two steps; logging has not. stops(step): something else has to be done after it"""
+        for step in range(at + 1, at + most):
+            between = self.saves, self.saves_locally, self.evaluates, self.compares, stops
+            if step == self.last or any(due(step) for due in between):
+                return step - at
+        return min(most, self.last - at)
 
     def logs(self, at: int) -> bool:
         return at == 1 or self._due(at, self.log_every)

@@ -43,6 +43,10 @@ class Profile:
                 jax.profiler.start_trace(str(self.folder), profiler_options=options)
             self._began = self.clock.spent(*STEPS)
 
+    def stops(self, at: int) -> bool:
+        """True if the trace begins or ends after this step."""
+        return bool(self.count) and at - self.start - WARM_UP in (0, self.count)
+
     def after(self, at: int, results: object) -> None:
         """Ends the trace if step `at` is its last. results: the arrays of this step, which has been
         dispatched."""

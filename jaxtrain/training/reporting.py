@@ -1,7 +1,7 @@
 """The results of steps, which are awaited one step later, checked, logged and shown."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.parameter_checks import Comparison
 from jaxtrain.training.recovery import Fault, Numbers, Rollback, SpikeDetector
 from jaxtrain.training.requests import Answer, Request
+from jaxtrain.training.speculation import Speculation
 from jaxtrain.training.step import StepMetrics, combine_replicas
 
 TINY = 1e-12  # the least fraction of dropped choices that is warned of: any at all
@@ -28,7 +29,8 @@ class Pending:
     compute.
 
     metrics: of each replica if replicas are independent; answer: the processes' requests after the
-    step; comparison: of copies of the parameters after it, if there is one.
+    step; comparison: of copies of the parameters after it, if there is one. index: the metrics are
+    those of several steps of one program, [steps], of which it is this one.
     """
 
     at: int
@@ -36,6 +38,13 @@ class Pending:
     metrics: StepMetrics
     answer: Answer
     comparison: Comparison | None = None
+    index: int | None = None
+
+    def of_step(self) -> Mapping[str, Any]:
+        """The metrics of this step alone, which are awaited if they are of several steps."""
+        if self.index is None:
+            return self.metrics
+        return {name: np.asarray(values)[self.index] for name, values in self.metrics.items()}
 
 
 class Speedometer:
@@ -82,6 +91,7 @@ class Reporter:
     speedometer, progress, log: get every step, the log those that are due.
     goodput: of the run; the first reported step ends the start, whose seconds are shown and logged.
     stragglers: of process 0.
+    speculation: is told of every step, where a program has several.
     expert_capacity: model.expert_room; choices of experts that exceed it are warned of. Those that
         exceed a capacity factor are dropped by intention, and only logged.
     """
@@ -95,7 +105,11 @@ class Reporter:
     goodput: GoodputLog
     stragglers: Stragglers
     expert_capacity: float = 0.0
-    _pending: Pending | None = dataclasses.field(default=None, init=False)
+    speculation: Speculation | None = None
+    # the steps of one program
+    _pending: Sequence[Pending] = dataclasses.field(default=(), init=False)
+    # of the steps since the last logged program
+    _speed: Mapping[str, float | None] | None = dataclasses.field(default=None, init=False)
     _has_started: bool = dataclasses.field(default=False, init=False)
     _warned_of_slowest: Slowest | None = dataclasses.field(default=None, init=False)
     _warned_of_drops: float = dataclasses.field(default=0.0, init=False)
@@ -103,25 +117,20 @@ class Reporter:
     _skips: int = dataclasses.field(default=0, init=False)
     _skipped: float | None = dataclasses.field(default=None, init=False)
 
-    def add(self, pending: Pending) -> Request:
-        """Takes the step that has just been dispatched and reports the one before. The requests
-        after that one; raises NumbersError as `finish`."""
-        previous, self._pending = self._pending, pending
-        if previous is None:
-            return Request.NOTHING
-        return self._report(previous, together=False, logged=self.intervals.logs(previous.at))
+    def add(self, *steps: Pending) -> Request:
+        """Takes the steps of the program that has just been dispatched and reports those of the one
+        before. The requests after these; raises NumbersError as `finish`."""
+        previous, self._pending = self._pending, steps
+        return self._report_all(previous, together=False, stopping=False)
 
     def finish(self, stopping: bool) -> Request:
-        """Reports the step that was added last, and returns the requests after it. It is logged if
-        the run stops with it.
+        """Reports the steps that were added last, and returns the requests after them. The last one
+        is logged if the run stops with it.
 
         Raises NumbersError as SpikeDetector.act.
         """
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return Request.NOTHING
-        logged = stopping or self.intervals.logs(pending.at)
-        return self._report(pending, together=True, logged=logged)
+        steps, self._pending = self._pending, ()
+        return self._report_all(steps, together=True, stopping=stopping)
 
     def validation(self, at: int, loss: float | None) -> None:
         """Logs and shows a validation loss in nats a token, if there is one."""
@@ -136,7 +145,7 @@ class Reporter:
 
     def go_back(self, rollback: Rollback) -> None:
         """Logs and shows a roll-back, and forgets what was dispatched since."""
-        self._pending, self._skips, self._skipped = None, 0, None
+        self._pending, self._skips, self._skipped = (), 0, None
         self.goodput.reached(rollback.step)
         self.speedometer.restart(rollback.step)
         self.progress.restart(rollback.step)
@@ -152,20 +161,38 @@ class Reporter:
             rollbacks=self.detector.state.rollbacks,
         )
 
+    def _report_all(self, steps: Sequence[Pending], together: bool, stopping: bool) -> Request:
+        """Reports the steps of a program; arguments as of `_report`. stopping: the run stops with
+        the last one"""
+        asked = Request.NOTHING
+        if not steps:
+            return asked
+        with self.goodput.clock.part(Part.AWAITING):
+            jax.block_until_ready(steps[-1].metrics)
+        self.speedometer.lap(steps[-1].at)
+        self.goodput.reached(steps[-1].at)
+        self._speed = None
+        for step in steps:
+            last = stopping and step is steps[-1]
+            asked |= self._report(step, together, last or self.intervals.logs(step.at))
+        if self.speculation:
+            self.speculation.ran(steps[0].at, steps[-1].at)
+        return asked
+
     def _report(self, pending: Pending, together: bool, logged: bool) -> Request:
         """together: all processes are at this step, so that independent replicas' results can be
         combined; otherwise those of this process's replicas are."""
-        at, metrics = pending.at, pending.metrics
+        at, metrics = pending.at, pending.of_step()
         together = together or logged or self.combine_metrics is None
         with self.goodput.clock.part(Part.AWAITING):
             local = {name: _local(values) for name, values in metrics.items()}
             if self.combine_metrics is not None:
-                metrics = self.combine_metrics(metrics) if together else combine_replicas(local)
+                metrics = (
+                    self.combine_metrics(pending.metrics) if together else combine_replicas(local)
+                )
             values = {name: float(metrics[name]) for name in METRICS if name in metrics}
             asked = pending.answer()
         values |= {"tokens": at * self.speedometer.tokens_per_step, "batch": pending.batch}
-        self.speedometer.lap(at)
-        self.goodput.reached(at)
         if not self._has_started:
             self.progress.log(start_line(self.goodput.clock))
             self.log.write(at, **start_record(self.goodput.clock))
@@ -175,11 +202,14 @@ class Reporter:
             at, pending.batch, values["loss"], values["grad_norm"], finite, is_global=together
         )
         fault = self.detector.check(numbers)
+        if self.speculation:
+            self.speculation.saw(numbers.loss, numbers.grad_norm)
         self.progress.update(at, **values, **self.speedometer.recent())
         if logged or (together and (fault or not all(finite))):
-            speed = self.speedometer.since_asked()
+            # the steps of a program end together
+            self._speed = self._speed or self.speedometer.since_asked()
             goodput = round(self.goodput.share(), 4)
-            self.log.write(at, **values, **speed, goodput=goodput, **self._slowest())
+            self.log.write(at, **values, **self._speed, goodput=goodput, **self._slowest())
         self._warn_of_drops(at, values.get("dropped", 0.0))
         self._warn_of_skips(numbers, values.get("skipped", 0.0))
         if together:  # one replica's numbers do not end the run before all processes see them
@@ -237,10 +267,10 @@ class Reporter:
         )
 
 
-def _local(value: jax.Array) -> np.ndarray:
+def _local(value: jax.Array | np.ndarray) -> np.ndarray:
     """The values of those replicas, [replicas], that this process holds a part of; [1] of a scalar
-    that all devices have."""
-    if value.is_fully_replicated:
+    that all devices have, or of numpy."""
+    if not isinstance(value, jax.Array) or value.is_fully_replicated:
         return np.ravel(value)
     parts: dict[Any, Any] = {shard.index[0].start: shard.data for shard in value.addressable_shards}
     return np.concatenate([parts[start] for start in sorted(parts)])

@@ -46,7 +46,7 @@ from jaxtrain.devices.state_file import DiskArray, StateFile, is_on_disk
 from jaxtrain.models.spec import Spec, is_spec
 from jaxtrain.models.transformer import ModelParts, build
 from jaxtrain.parallel import replicas
-from jaxtrain.parallel.zero import Reduction, reduction_of
+from jaxtrain.parallel.zero import Reduction, reduction_of, sum_of_squares
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.training.optimizer import Optimizer, parts_of
 
@@ -394,17 +394,12 @@ class ParameterLayout:
         """The l2 norm in float32 of arrays laid out as `scattered`: all devices of a replica add up
         the squares of their shards, in one all-reduce of a scalar."""
         shared = [a for a in AXES if not (self.independent_replicas and a == REPLICA)]
-        sizes, specs = self.mesh.shape, jax.tree.map(lambda s: s.spec, self.scattered)
-
-        def squares(shard: jax.Array, spec: P) -> jax.Array:
-            split = {a for part in spec for a in mesh_axes(part)}
-            copies = math.prod(sizes[a] for a in shared if a not in split)
-            return jnp.sum(jnp.square(shard.astype(jnp.float32))) / copies
+        sizes = {axis: self.mesh.shape[axis] for axis in shared}
+        specs = jax.tree.map(lambda s: s.spec, self.scattered)
 
         def total(tree: dict) -> jax.Array:
-            return psum(
-                jnp.stack(jax.tree.leaves(jax.tree.map(squares, tree, specs))).sum(), shared
-            )
+            squares = jax.tree.map(lambda a, spec: sum_of_squares(a, spec, sizes), tree, specs)
+            return psum(jnp.stack(jax.tree.leaves(squares)).sum(), shared)
 
         summed = jax.shard_map(
             total,

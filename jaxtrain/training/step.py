@@ -4,15 +4,15 @@ run/metrics.py describes."""
 import concurrent.futures
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.stages import Compiled, Wrapped
+from jax.stages import Compiled, Lowered, Wrapped
 from jax.typing import ArrayLike
 
 from jaxtrain.config import (
@@ -44,6 +44,7 @@ from jaxtrain.training.optimizer import (
     make_optimizer,
     updates_made,
 )
+from jaxtrain.training.several_steps import StepsTogether, train_several
 from jaxtrain.training.state import ParameterLayout, TrainState, abstract_state
 from jaxtrain.training.streamed_update import (
     CompiledUpdate,
@@ -83,6 +84,8 @@ class Step:
                   optimizer's state on disk it ends before the update: (TrainState, batch) →
                   (gradients, Guard, StepMetrics), and donates nothing
     streamed:     the rest of such a step, or None
+    several:      the program of `steps_per_program` steps (training/several_steps.py), which runs
+                  single ones too; None for one step
     evaluate:     (params, batch) → Losses, of TrainState.trained
     gradients:    (params, batch) → LossesAndGradients, without an optimizer
     exchange:     TrainState → TrainState, of independent replicas (training/diloco.py), or None;
@@ -101,6 +104,7 @@ class Step:
     optimizer: Optimizer
     train: Wrapped
     streamed: "StreamedStep | None"
+    several: Wrapped | None
     evaluate: Wrapped
     gradients: Wrapped
     exchange: Wrapped | None
@@ -108,6 +112,7 @@ class Step:
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
     slot_bytes: Callable[[], dict[str, int]]
     host_pools: tuple[str, ...]
+    steps_per_program: int = 1
 
     @property
     def mesh(self) -> Mesh:
@@ -126,6 +131,15 @@ class Step:
     def abstract_state(self) -> TrainState:
         """The state as ShapeDtypeStructs with shardings."""
         return abstract_state(self.layout, self.optimizer)
+
+    def lower(self) -> Lowered:
+        """Traces the program that a run goes by: `several` if there is one, else `train`."""
+        state, batch = self.abstract_state(), self.abstract_batch
+        if self.several is None:
+            return self.train.lower(state, batch)
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        alone = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+        return self.several.lower(state, (batch,) * self.steps_per_program, alone)
 
 
 def make_layout(
@@ -185,6 +199,7 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
     runtime = runtime_of(
         setup.train,
         remat=remat_of(config.pipeline.remat),
+        save=config.pipeline.save,
         independent_replicas=independent,
         offload_activations=parallel.offload_to("activations") == "host",
     )
@@ -198,7 +213,7 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
         exchange, combine_metrics = _exchange(layout, state_shardings, precision.outer, jit)
     learning_rates = learning_rate(config.optimizer, steps)
     train: Wrapped
-    streamed = None
+    streamed = several = None
     if layout.disk:
         settings = UpdateSettings(
             layout, config.optimizer, steps, precision.moments, keys, skips, model.balance_rate
@@ -206,11 +221,21 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
         train, streamed = _streamed(settings, abstract, runtime, learning_rates, jit)
     else:
         of_replicas = NamedSharding(mesh, replicas.leading(PartitionSpec()))
+        one_step = _train(layout, optimizer, runtime, learning_rates, skips, model.balance_rate)
         train = jit(
-            _train(layout, optimizer, runtime, learning_rates, skips, model.balance_rate),
+            one_step,
             donate_argnums=0,
             out_shardings=(state_shardings, of_replicas if independent else None),
         )
+        if setup.train_several:
+            tables = dataclasses.replace(runtime, slotted=setup.train_several)
+            together = StepsTogether(layout, tables, config.optimizer, steps, learning_rates, skips)
+            everywhere = NamedSharding(mesh, PartitionSpec())
+            several = jit(
+                train_several(together, one_step),
+                donate_argnums=0,
+                out_shardings=(state_shardings, everywhere),
+            )
     return Step(
         layout.parts,
         layout,
@@ -218,6 +243,7 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
         optimizer,
         train=train,
         streamed=streamed,
+        several=several,
         evaluate=jit(runtime_of(setup.evaluate).losses),
         gradients=jit(runtime.losses_and_gradients),
         exchange=exchange,
@@ -230,6 +256,7 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
             not data.attend_across_documents,
         ),
         host_pools=runtime.host_pools,
+        steps_per_program=setup.several.steps if setup.several else 1,
     )
 
 
@@ -374,7 +401,7 @@ def _before_update(
     of `_train`. step: the number of steps before this one"""
     losses, with_counts = results.losses, results.gradients
     gradients = balance.without_counts(layout.specs, with_counts)
-    norm = optax.tree.norm(gradients)
+    norm = layout.norm(gradients)
     finite = jnp.isfinite(losses.loss) & jnp.isfinite(norm) if skips else None
     metrics = step_metrics(
         loss=losses.loss,
@@ -519,31 +546,67 @@ class CompiledStreamedStep:
 class Programs:
     """The compiled programs of a step.
 
-    train:    all of it, or its gradients if the update is streamed
+    train:    all of it, or its gradients if the update is streamed; of several steps if a program
+              has several
     take:     (TrainState, batch) → (TrainState, StepMetrics); the state may not be used afterwards
     exchange: None if replicas are not independent
+    several:  None if a program has one step
     """
 
     train: Compiled
     take: Callable[[TrainState, dict], tuple[TrainState, StepMetrics]]
     exchange: Compiled | None
+    several: "SeveralSteps | None" = None
+
+
+@dataclasses.dataclass(frozen=True)
+class SeveralSteps:
+    """The compiled program of `number` steps."""
+
+    program: Compiled
+    number: int
+
+    def together(
+        self, state: TrainState, batches: Sequence[dict]
+    ) -> tuple[TrainState, StepMetrics]:
+        """The state after `number` steps and their metrics, arrays [number]. The table of several
+        steps has them if none is clipped or skipped."""
+        return self._run(state, batches, 0)
+
+    def alone(self, state: TrainState, batches: Sequence[dict]) -> tuple[TrainState, StepMetrics]:
+        """The same for up to `number` steps, one at a time; later metrics are 0."""
+        # the program reads the others' shapes alone
+        unused = [batches[-1]] * (self.number - len(batches))
+        return self._run(state, [*batches, *unused], len(batches))
+
+    def take(self, state: TrainState, batch: dict) -> tuple[TrainState, StepMetrics]:
+        """One step, as `Programs.take`."""
+        state, metrics = self.alone(state, [batch])
+        return state, {name: a[0] for name, a in metrics.items()}
+
+    def _run(
+        self, state: TrainState, batches: Sequence[dict], alone: int
+    ) -> tuple[TrainState, StepMetrics]:
+        return self.program(state, tuple(batches), np.int32(alone))
 
 
 def start_compiling(
     step: Step, executor: concurrent.futures.Executor
 ) -> concurrent.futures.Future[Programs]:
     """Traces the programs of a step; the future has them compiled."""
-    state = step.abstract_state()
-    train = step.train.lower(state, step.abstract_batch)
-    exchange = step.exchange.lower(state) if step.exchange else None
+    train = step.lower()
+    exchange = step.exchange.lower(step.abstract_state()) if step.exchange else None
     compile_streamed = step.streamed.lower() if step.streamed else None
 
     def compile_all() -> Programs:
         compiled = cluster.compile_everywhere("step", train)
+        several = SeveralSteps(compiled, step.steps_per_program) if step.several else None
+        take = compile_streamed(compiled) if compile_streamed else compiled
         return Programs(
             compiled,
-            compile_streamed(compiled) if compile_streamed else compiled,
+            several.take if several else take,
             cluster.compile_everywhere("exchange", exchange) if exchange else None,
+            several,
         )
 
     return executor.submit(compile_all)

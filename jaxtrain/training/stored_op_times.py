@@ -27,6 +27,7 @@ _OF = (
     "data.batch_size",
     "pipeline.microbatches",
     "pipeline.remat",
+    "pipeline.save",
     "precision.compute",
     "precision.matmul",
     "precision.fp8_gradients",

@@ -12,6 +12,7 @@ from support.small import Case
 
 from jaxtrain import config as configs
 from jaxtrain.config import Config
+from jaxtrain.config.saved_values import ATTENTION
 from jaxtrain.costs.collectives import sent
 from jaxtrain.costs.step_counts import Entry
 from jaxtrain.costs.step_time import ATTENTION_BACKWARD
@@ -60,6 +61,12 @@ LATENT = {
 }
 APART = {"data.attend_across_documents": False}
 FP8 = {"precision.matmul": "fp8"}
+
+
+def saving(*names: str) -> dict:
+    return {"pipeline.remat": "selective", "pipeline.save": names}
+
+
 CASES = {
     "stage": Case((1, 7, 1), microbatches=4),
     "data · stage · model": Case(
@@ -156,6 +163,28 @@ MORE = {
     "replica, zero 0, gpt2 form": Case(
         (2, 2, 1), "interleaved", 2, 4, changes={"mesh.replica": 2, "parallel.zero": 0, **GPT2}
     ),
+    "stage and model, two values saved": Case(
+        (1, 2, 2), microbatches=4, changes=saving("attention", "mlp_in")
+    ),
+    "model, one value saved": Case((1, 1, 2), changes=saving("attention", "attention_norm")),
+    "expert and model, tokens saved": Case(
+        (1, 1, 2), changes={**MOE, **saving("attention", "routed")}
+    ),
+    "stage, expert and model, products saved": Case(
+        (1, 2, 2), microbatches=4, changes={**MOE, **saving("qkv", "mlp_in", "router")}
+    ),
+    "FP8, expert and model, one value saved": Case(
+        (1, 1, 2), changes={**FP8, **MOE, **saving("mlp_in")}
+    ),
+    "context by heads, one value saved": Case(
+        (1, 1, 1),
+        changes={"mesh.context": 2, "parallel.context": "ulysses", **saving("mlp_in")},
+    ),
+    "ring, one value saved": Case(
+        (1, 2, 1),
+        microbatches=4,
+        changes={"mesh.context": 2, "parallel.context": "ring", **saving("mlp_in")},
+    ),
     "FP8, data, stage and model": Case(
         (2, 2, 2), microbatches=4, changes={**FP8, "parallel.zero": 3, "model.kv_heads": 1}
     ),
@@ -214,9 +243,11 @@ def test_as_compiled(case):
         )
         if not cfg.model.experts and cfg.mesh.context == 1:
             planned = step_flops.by_op(step_counts(cfg), stage)
-            # Short sequences attend to all keys and keep the scores: twice the causal half, and no
-            # product again in B.
-            again = ATTENTION_BACKWARD / step_flops.ATTENTION_BACKWARD_ONCE
+            # Short sequences attend to all keys: twice the causal half. They keep the scores, so B
+            # has no product again, or all of them with selective recomputation.
+            layout = step_counts(cfg).collectives.layout
+            again = ATTENTION_BACKWARD + layout.makes_again(ATTENTION)
+            again /= step_flops.ATTENTION_BACKWARD_ONCE + (layout.remat == "selective")
             attention = sum(
                 2 * cost.attention / (again if op == "B" else 1) for op, cost in planned.items()
             )

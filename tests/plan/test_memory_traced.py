@@ -78,6 +78,24 @@ def pools(config: configs.Config) -> dict[str, int]:
         ("mixtral_tiny", "selective", {"mesh.expert": 1, "model.activation": "gelu"}),
         ("tiny", "selective", {"mesh.expert": 1}),
         ("tiny", "none", {"mesh.expert": 1, "mesh.model": 2, "model.kv_heads": 4}),
+        ("tiny", "selective", {"mesh.expert": 1, "pipeline.save": ("attention", "mlp_in")}),
+        (
+            "mixtral_tiny",
+            "selective",
+            {
+                "model.expert_room": 2.0,
+                "mesh.model": 2,
+                "pipeline.save": ("attention_norm", "attention_out", "mlp_in"),
+            },
+        ),
+        (
+            "deepseek_tiny",
+            "selective",
+            {
+                "model.expert_room": 2.0,
+                "pipeline.save": ("latent", "attention", "mlp_in"),
+            },
+        ),
         # biases of one row-parallel matrix, layernorm
         (
             "tiny",

@@ -46,6 +46,53 @@ RULES = [
         {"mesh.model": 3},
         "mesh.model=3 does not divide model.heads=8: use --config.mesh.model=2 (or 1, 4, 8)",
     ),
+    *(
+        (
+            {"pipeline.steps_per_program": 3} | changes,
+            f"pipeline.steps_per_program=3 {rule}: use --config.pipeline.steps_per_program=1",
+        )
+        for changes, rule in (
+            (
+                {"parallel.zero": 2},
+                "updates parameters and gradients that no data shard splits, unlike "
+                "parallel.zero=2",
+            ),
+            (
+                {"parallel.zero": 1, "parallel.reduce": "microbatch"},
+                "reduces gradients once, in each stage's update, unlike "
+                "parallel.reduce='microbatch'",
+            ),
+            (
+                {"parallel.offload": "activations"},
+                "has its slots and its state in the devices' memory, unlike "
+                "parallel.offload='activations'",
+            ),
+            (
+                {"train.diloco_inner_steps": 20, "mesh.replica": 2},
+                "updates all replicas alike, unlike train.diloco_inner_steps=20",
+            ),
+            (
+                {"precision.params": "bfloat16"},
+                "updates parameters of float32, unlike precision.params='bfloat16'",
+            ),
+            (
+                {"precision.moments": "bfloat16"},
+                "updates moments of float32, unlike precision.moments='bfloat16'",
+            ),
+            (
+                {"precision.matmul": "fp8"},
+                "gathers updated parameters in precision.compute, unlike precision.matmul='fp8'",
+            ),
+            (
+                {"optimizer.name": "adafactor"},
+                "updates each shard of a parameter on its own, unlike optimizer.name='adafactor'",
+            ),
+            (
+                {"model.experts": 4},
+                "updates parameters by gradients alone, and no counts, unlike model.experts=4",
+            ),
+        )
+    ),
     (
         {"mesh.model": 4, "data.sequence_length": 130},
         "mesh.model=4 does not divide data.sequence_length=130: use --config.mesh.model=2 (or 1)",

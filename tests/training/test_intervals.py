@@ -58,3 +58,23 @@ def test_only_independent_replicas_exchange_and_synchronize_seldom():
         9,
         10,
     ]
+
+
+def test_a_program_of_several_steps_ends_where_something_is_due():
+    c = intervals(
+        checkpoint__every=4, train__eval_every=6, train__hash_every=9, metrics__log_every=1
+    )
+    ends, at = [], 0
+    while at < STEPS:
+        at += c.steps_until(at, 3, lambda step: step == 2)
+        ends.append(at)
+    assert ends == [2, 4, 6, 8, 9, 10]
+    free = intervals(checkpoint__every=0, train__eval_every=0)
+    assert [free.steps_until(at, 3, lambda step: False) for at in (0, 6, 7, 8, 9)] == [
+        3,
+        3,
+        3,
+        2,
+        1,
+    ]
+    assert free.steps_until(0, 1, lambda step: True) == 1

@@ -39,3 +39,9 @@ def test_a_disk_that_is_full_when_the_trace_ends(tmp_path, monkeypatch, error):
         "No space left on device): training goes on without it"
     )
     assert len(begun) == 1 and profile.step_time_s is not None
+
+
+def test_programs_of_several_steps_end_where_the_trace_begins_and_ends(tmp_path):
+    profile = Profile(tmp_path, 10, 3, WallClock(), print)
+    assert [at for at in range(10, 20) if profile.stops(at)] == [12, 15]
+    assert not any(Profile(tmp_path, 0, 0, WallClock(), print).stops(at) for at in range(9))

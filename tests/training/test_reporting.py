@@ -1,6 +1,8 @@
 """What becomes of a step's results: one step behind, logged when due, an error where the loss is
 not finite."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -146,6 +148,45 @@ def test_one_step_behind_and_logged_when_due():
             **figures,
         }
     )
+
+
+class Heard:
+    """A Speculation that remembers what it is told."""
+
+    def __init__(self):
+        self.steps = []
+
+    def saw(self, loss, grad_norm):
+        self.steps.append((round(loss, 1), grad_norm))
+
+    def ran(self, first, last):
+        self.steps.append((first, last))
+
+
+def test_the_steps_of_a_program_are_reported_one_by_one_when_the_next_is_dispatched():
+    reports, log = reporter(log_every=1)
+    reports.speculation = heard = Heard()
+
+    def program(first: int, asked: Request = Request.NOTHING) -> list[Pending]:
+        metrics = {
+            name: jnp.stack([value + i for i in range(3)])
+            for name, value in pending(first).metrics.items()
+        }
+        steps = [Pending(first + i, first + i, metrics, no_request, None, i) for i in range(3)]
+        return [*steps[:2], dataclasses.replace(steps[2], answer=lambda: asked)]
+
+    assert reports.add(*program(1, Request.SAVE)) is Request.NOTHING
+    assert not log.written and not log.laps
+    assert reports.add(*program(4)) is Request.SAVE
+    assert [*log.written] == [1, 2, 3] and log.laps == [3]
+    assert [log.written[at]["loss"] for at in (1, 2, 3)] == [2.0, 3.0, 4.0]
+    assert [log.written[at]["tokens"] for at in (1, 2, 3)] == [100, 200, 300]
+    assert all(log.written[at]["step_time_s"] == 0.5 for at in (1, 2, 3))
+    reports.finish(stopping=False)
+    assert [*log.written] == [1, 2, 3, 4, 5, 6] and log.laps == [3, 6]
+    of_program = [(2.0, 0.5), (3.0, 1.5), (4.0, 2.5)]
+    assert heard.steps == [*of_program, (1, 3), *of_program, (4, 6)]
+    assert reports.finish(stopping=False) is Request.NOTHING and log.laps == [3, 6]
 
 
 def test_the_start_up_ends_with_the_first_step():
