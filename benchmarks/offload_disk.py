@@ -17,6 +17,7 @@ import concurrent.futures
 import dataclasses
 import json
 import os
+import queue
 import resource
 import statistics
 import subprocess
@@ -152,11 +153,20 @@ def disk_seconds(file) -> float:
 
     offsets = range(0, file.size, REQUEST_BYTES)
     readers, writers = (concurrent.futures.ThreadPoolExecutor(REQUESTS) for _ in range(2))
+    # used again and again, as the stream's are: new memory costs as much as the disk
+    buffers: queue.SimpleQueue = queue.SimpleQueue()
+    for _ in range(3 * REQUESTS):
+        buffers.put(empty_buffer(REQUEST_BYTES))
 
     def read(offset: int):
-        buffer = empty_buffer(min(REQUEST_BYTES, file.size - offset))
-        file.read_into(buffer, offset)
-        return writers.submit(file.write, offset, buffer)
+        buffer = buffers.get()
+        size = min(REQUEST_BYTES, file.size - offset)
+        file.read_into(buffer[:size], offset)
+        return writers.submit(write, offset, buffer, size)
+
+    def write(offset: int, buffer, size: int) -> None:
+        file.write(offset, buffer[:size])
+        buffers.put(buffer)
 
     began = time.monotonic()
     with readers, writers:

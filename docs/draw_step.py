@@ -29,9 +29,6 @@ from jaxtrain.schedule.columns import (  # noqa: E402
     EMBED,
     EMBED_GRADIENT,
     HEAD,
-    SENDS,
-    STAYS,
-    TAKES,
     TickTable,
     cell_op,
     permute_op,
@@ -248,7 +245,9 @@ def what_it_does(name: str, stage: int) -> str:
             f"microbatch {microbatch[name]}:\ngradient{slot['embedding_gradient']}, "
             "tokens\n→ gradients.embed"
         )
-    (copy,) = (copy for copy in (*TAKES, *SENDS, *STAYS) if copy.op == name)
+    copies = ticks().copies
+    every = (*copies.takes, *copies.sends, *copies.stays)
+    (copy,) = (copy for copy in every if copy.op == name)
     return f"{copy.source} →\n{copy.target}{slot[copy.slot] if copy.slot else ''}"
 
 
@@ -331,7 +330,9 @@ def draw_permutes(canvas: Canvas, left: float, width: float, top: float, row: fl
             if not wraps(table.stage_of, stages) and to != s + step:
                 continue  # no link between the last stage and the first
             read = any(
-                columns[copy.op][TICK + 1, to] for copy in TAKES if copy.source == ARRIVED[way]
+                columns[copy.op][TICK + 1, to]
+                for copy in ticks().copies.takes
+                if copy.source == ARRIVED[way]
             )
             style = {
                 "color": INK if read else FAINT,

@@ -34,6 +34,7 @@ from jaxtrain.schedule.orders import (
     CSV,
     FUSED,
     ONE_CHUNK,
+    OVERLAPPING,
     SCHEDULES,
     ChunkOrders,
     default_repeats,
@@ -41,7 +42,7 @@ from jaxtrain.schedule.orders import (
 )
 from jaxtrain.schedule.several_steps import repeated
 from jaxtrain.schedule.simulate import comparison, figures, simulate, summary
-from jaxtrain.schedule.table import ROUNDING, VOCABULARIES, Table
+from jaxtrain.schedule.table import ROUNDING, VOCABULARIES, Table, TableError
 from jaxtrain.schedule.table_csv import to_csv
 from jaxtrain.schedule.table_spec import TableSpec, memory_of
 from jaxtrain.schedule.validator import check
@@ -106,6 +107,12 @@ FLAGS = (
         "",
         "time of R, for full recomputation with an R on all chunks but the last; empty: no "
         "recomputation",
+    ),
+    Flag(
+        "overlap",
+        "",
+        "time by which F and B are shorter when they are overlapped in one cell, as in dualpipe_v "
+        "and where a file of PyTorch's has OVERLAP_F_B; empty: no cell is overlapped",
     ),
     Flag(
         "head",
@@ -244,6 +251,7 @@ def check_flags(flags: types.SimpleNamespace) -> ScheduleRequest:
         permute=flags.permute,
         remat_full=bool(flags.recompute),
         vocabulary=flags.vocabulary,
+        overlap=bool(flags.overlap),
         memory=flags.memory / (flags.repeats or 1) or None,
     )
     _check_size(flags, spec)
@@ -301,6 +309,13 @@ def _check_schedule(flags: types.SimpleNamespace, spec: TableSpec) -> None:
         except ValueError as error:
             rule = str(error).partition(": use ")[0]
             raise UsageError(f"--{rule}", {"repeats": max(1, default_repeats(name))}) from None
+    if flags.overlap and name not in OVERLAPPING and not name.startswith(CSV):
+        rule = f"--overlap={flags.overlap} does not fit --schedule={name!r}, where no F and B of"
+        rule += " other microbatches stand side by side"
+        fix: dict[str, object] = {"schedule": OVERLAPPING[0]}
+        if spec.repeats:
+            fix["repeats"] = default_repeats(OVERLAPPING[0])
+        raise UsageError(rule, fix, OVERLAPPING[1:])
     if flags.fused_backward and name not in FUSED and not name.startswith(CSV):
         rule = f"--fused_backward does not fit --schedule={name!r}, whose W's stand apart"
         raise UsageError(rule, {"schedule": FUSED[0]}, FUSED[1:])
@@ -346,7 +361,7 @@ def read_times(flags: types.SimpleNamespace) -> Times:
             f"W is more than 0{most}"
         )
         raise UsageError(rule, {"times": "1,1,1,0"})
-    recompute = cfg.number(flags.recompute or "0")
+    recompute, overlap = cfg.number(flags.recompute or "0"), cfg.number(flags.overlap or "0")
     for name in ("head", "embed", "update", "row"):
         if not getattr(flags, name) <= MOST_TIME:
             raise UsageError(
@@ -357,6 +372,11 @@ def read_times(flags: types.SimpleNamespace) -> Times:
             f"--recompute={cfg.shown(flags.recompute)} is not a time, such as that of F",
             {"recompute": "1"},
         )
+    if overlap is None or not 0 <= overlap <= MOST_TIME:
+        raise UsageError(f"--overlap={cfg.shown(flags.overlap)} is not a time", {"overlap": "0"})
+    if flags.overlap and flags.permute == "aligned":
+        rule = "--permute='aligned' packs no overlapped cells"
+        raise UsageError(rule, {"permute": "auto"})
     forward, backward, weights, message = known
     return Times(
         forward,
@@ -368,6 +388,7 @@ def read_times(flags: types.SimpleNamespace) -> Times:
         tick=flags.row,
         embed=flags.embed,
         update=flags.update,
+        overlap=overlap,
     )
 
 
@@ -396,7 +417,12 @@ def make_one_step(
     if file is not None:
         units = [request.flags.ops_per_chunk] * len(file.stage_of)
         spec = dataclasses.replace(request.spec, units_per_chunk=units)
-        return by_name.packed(file, spec, report)
+        try:
+            table = by_name.packed(file, spec, report)
+        except TableError as error:  # its cells, not its order
+            raise UsageError(str(error), {"overlap": ""}) from None
+        check(table)
+        return table
     specs = []
     for count in repeats:
         units = [request.flags.ops_per_chunk] * (request.spec.stages * count)

@@ -395,6 +395,19 @@ def _passes_with_what_is_suggested(arguments: list[str], line: str, folder: path
             "--schedule=gpipe (or 1f1b, interleaved)",
         ),
         (
+            ["--schedule=zb_v", "--overlap=0.5"],
+            "--overlap=0.5 does not fit --schedule='zb_v', where no F and B of other microbatches "
+            "stand side by side: use --schedule=dualpipe_v",
+        ),
+        (
+            ["--schedule=dualpipe_v", "--overlap=0.5", "--permute=aligned"],
+            "--permute='aligned' packs no overlapped cells: use --permute=auto",
+        ),
+        (
+            ["--schedule=dualpipe_v", "--overlap=some"],
+            "--overlap='some' is not a time: use --overlap=0",
+        ),
+        (
             ["--schedule=auto", "--memory=0.1"],
             "--memory=0.1 is too little for any table found: use --memory=1.0",
         ),

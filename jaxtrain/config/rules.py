@@ -36,7 +36,13 @@ from jaxtrain.config import (
 from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.config.saved_values import saved_values
 from jaxtrain.config.sizes import SELECTIVE, remat_of
-from jaxtrain.schedule.orders import SCHEDULES, default_repeats, fits_repeats
+from jaxtrain.schedule.orders import (
+    CSV,
+    OVERLAPPING,
+    SCHEDULES,
+    default_repeats,
+    fits_repeats,
+)
 
 BYTE_VOCABULARY = 257  # 256 bytes and the document separator
 MOST_SMALLER = 16  # smaller numbers of stages or chunks that are tried
@@ -404,6 +410,8 @@ def _pipeline(
             f"is for pipeline.schedule='auto' alone, not {pipeline.schedule!r}",
             [{"pipeline.memory": 0.0}, {"pipeline.schedule": "auto"}],
         )
+    if pipeline.overlap and mesh.stage != 1:
+        yield from _overlap(pipeline)
     if pipeline.times and len(pipeline.times) not in (3, 4, 5, 6):
         fixed = (
             (*pipeline.times, 1.0, 1.0, 1.0)[:3] if len(pipeline.times) < 3 else pipeline.times[:6]
@@ -461,6 +469,35 @@ def _saved_values(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Viol
             path,
             f"is for pipeline.remat='selective', and {pipeline.remat!r} {what}",
             [{"pipeline.remat": mode}, {path: ()}],
+        )
+
+
+def _overlap(pipeline: PipelineConfig) -> Iterator[Violation]:
+    path, schedule = "pipeline.overlap", pipeline.schedule
+    steps = "pipeline.steps_per_program"
+    if schedule not in OVERLAPPING and not schedule.startswith(CSV):
+        known = ", ".join(OVERLAPPING)
+        yield Violation(
+            path,
+            "needs an F and a B of two microbatches side by side, as in the order of "
+            f"{known}, and pipeline.schedule={schedule!r} has none",
+            [
+                *values_for("pipeline.schedule", OVERLAPPING),
+                *({"pipeline.schedule": name, "pipeline.repeats": 0} for name in OVERLAPPING),
+                {path: False},
+            ],
+        )
+    if pipeline.steps_per_program > 1:
+        yield Violation(
+            path,
+            f"has no table of several steps, unlike {steps}={pipeline.steps_per_program}",
+            [{steps: 1}, {path: False}],
+        )
+    if pipeline.permute == "aligned":
+        yield Violation(
+            path,
+            "is not packed by pipeline.permute='aligned'",
+            [{"pipeline.permute": "auto"}, {path: False}],
         )
 
 

@@ -422,6 +422,12 @@ class PipelineConfig:
         "what a layer with remat=selective saves beside its input, by name, such as "
         "attention,mlp_in; the rest is recomputed. Empty: the results of matmuls",
     )
+    overlap: bool = setting(
+        False,
+        "in dualpipe_v, and where a file of PyTorch's pipelining has OVERLAP_F_B: a forward and a "
+        "backward of two microbatches run at once, layer by layer, so that messages of one travel "
+        "while the other computes",
+    )
     layers_per_op: int = setting(
         0, "layers that one op of a stage runs; 0: the complete chunk", at_least=0
     )

@@ -55,14 +55,14 @@ USES = (
     Use(
         _under(
             "pipeline",
-            "schedule steps_per_program repeats layers_per_op chunk_layers layer_costs vocabulary "
-            "permute times measure_times memory",
+            "schedule steps_per_program repeats overlap layers_per_op chunk_layers layer_costs "
+            "vocabulary permute times measure_times memory",
         ),
         lambda c: c.mesh.stage > 1,
         lambda c: "with mesh.stage=1",
     ),
     Use(
-        _under("pipeline", "layers_per_op permute"),
+        _under("pipeline", "overlap layers_per_op permute"),
         lambda c: (
             not c.pipeline.schedule.startswith(CSV)
             or is_order_file(c.pipeline.schedule.removeprefix(CSV))

@@ -7,7 +7,7 @@ counts) are left out. With several stages the counts are one stage's.
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from jaxtrain.costs.collectives import (
@@ -26,9 +26,9 @@ from jaxtrain.schedule.columns import (
     EMBED,
     EMBED_GRADIENT,
     HEAD,
-    WAY,
     cell_op,
     columns,
+    overlapped_ops,
     permute_op,
     permutes,
 )
@@ -112,19 +112,28 @@ class StepCounts:
                 for op in ("FRBW" if mode == "full" else "FBW")
             ]
         passes = []
-        for unit in range(self.placement.units_per_stage):
+        for label, op, unit, count in self._ops_on_units(times):
             stack = self.placement.stack_size(unit)
             for mode, layers, lowest in self._ranges(self.placement.layer_count(unit, stage)):
                 # A layer outside of the loop over layers makes no output that nobody reads.
                 single = stack == 1 or c.layout.recomputation.recomputed(stack) == 1
                 outside = single or c.gathers_in_ops
-                for name in CELL_OPS:
-                    op, count = "F" if name == "K" else name, times[cell_op(name, unit)]
-                    if op == "R" and not lowest:
-                        continue
-                    unread = int(outside and op == "R")
-                    passes.append(LayerPass(op, op, count, unit, layers, unread, mode, lowest))
+                if op == "R" and not lowest:
+                    continue
+                unread = int(outside and op == "R")
+                passes.append(LayerPass(label, op, count, unit, layers, unread, mode, lowest))
         return passes
+
+    def _ops_on_units(self, times: Mapping[str, int]) -> Iterator[tuple[str, str, int, int]]:
+        """(label, op, local unit, times) of each op of the table's cells; `FB` has two ops."""
+        assert self.table is not None, "one stage has no table"
+        for unit in range(self.placement.units_per_stage):
+            for name in CELL_OPS:
+                op = "F" if name == "K" else name
+                yield op, op, unit, times[cell_op(name, unit)]
+        for name, (_, unit, b_unit) in overlapped_ops(self.table.table).items():
+            yield "FB", "F", unit, times[name]
+            yield "FB", "B", b_unit, times[name]
 
     def _ranges(self, layers: int) -> list[tuple[str, int, bool]]:
         """(mode of remat, number of layers, whether they are the lowest) of each range of a unit's
@@ -208,7 +217,7 @@ class StepCounts:
     def _messages(self, slotted: SlottedTable, stage: int) -> list[Collective]:
         table, c = slotted.table, self.collectives
         goes_round = wraps(table.stage_of, table.stages)
-        sent_to = [stage + WAY[way] for way in permutes(table)]
+        sent_to = [stage + step for step in permutes(table).values()]
         message = Collective(PERMUTE, (STAGE,), c.activation / c.layout.model * c.item)
         return [message for to in sent_to if goes_round or 0 <= to < table.stages]
 

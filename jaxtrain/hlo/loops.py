@@ -16,7 +16,7 @@ from typing import Any
 from jaxtrain.hlo.program import Instruction, Program
 
 SCOPE = re.compile(
-    r"[/(](?:([FKRBW])\d+|(take|send|stay)_\w+|(reduce)_gradients"
+    r"[/(](?:([FK]B)\d+_\d+|([FKRBW])\d+|(take|send|stay)_\w+|(reduce)_gradients"
     r"|(embed_gradient|embed|head|permute|optimizer)(?:_EARLY|_LATE)?)(?=[/)]|$)"
 )
 # Scopes of parallel/grouped.py (capacity, groups, rows of a block) and of parallel/cudnn.py.
@@ -81,6 +81,9 @@ class StepLoops:
             return 1
         if self.program.holds_ops(loop):
             return fractions.Fraction(self.busy_ticks) / times
+        if pair := re.search(r"/[FK]B(\d+)_(\d+)/(rest)?", loop.op_name):
+            both = [self.layers[int(unit)] for unit in pair.groups()[:2]]
+            return max(both) - min(both) if pair[3] else min(both)
         if units := re.findall(r"/[FKRBW](\d+)/", loop.op_name):
             return self.layers[int(units[-1])]
         if op := self.op_of_loop(loop):

@@ -350,6 +350,7 @@ class _Search:
             shares=shares,
             saved=saved,
             vocabulary=vocabulary,
+            overlap=pipeline.overlap,
             memory=memory,
         )
         if isinstance(file, ChunkOrders):

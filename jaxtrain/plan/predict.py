@@ -305,9 +305,10 @@ def _counts(setup: Setup, times: Times) -> TableCounts:
     """Counts of a table whose ops take these times."""
     table, shares = setup.table, np.array(setup.shares)
     work = {op: [*(shares * table.recomputed if op == Op.R else shares), 0.0] for op in OPS}
-    ops = np.array(
-        [np.where(table.op == op, np.array(work[op])[table.unit], 0.0).sum(0) for op in OPS]
-    )
+    cells, ops = table.busy, np.zeros((len(OPS), table.stages))
+    for number, op in enumerate(OPS):
+        of_op = cells.op == op
+        np.add.at(ops[number], cells.stage[of_op], np.array(work[op])[cells.unit[of_op]])
     heads = np.arange(table.stages) == table.stage_of[-1]
     if table.vocabulary == "parallel":
         heads = np.full(table.stages, 1 / table.stages)

@@ -9,6 +9,7 @@ type. `extra` is what a layer reads beside x.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from jaxtrain.schedule.slots import TickSlots
 Arrays = list[jax.Array]
 Shapes = Sequence[jax.ShapeDtypeStruct]
 Body = Callable  # (layer's number, its parameters, carry) → carry
+REST = "rest"  # the scope of layers that an overlapped op runs alone (hlo/loops.py)
 UNSHARDED = Zero()  # parameters are neither gathered nor their gradients reduced inside an op
 
 
@@ -102,6 +104,22 @@ class LayerRange:
     def most(self, sizes: Sequence[int]) -> int:
         """The most layers of it in any unit. sizes: the layers of each unit"""
         return max(end - begin for begin, end in map(self.bounds, sizes))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Forward:
+    """An F or K of a microbatch: its op, the unit's stacked parameters, the unit's input, what
+    layers read beside it, and the slots that it fills."""
+
+    op: str
+    params: Any
+    x: jax.Array
+    extra: Any
+    slots: TickSlots
+
+    @property
+    def layer_op(self) -> LayerOp:
+        return LayerOp.WHOLE if self.op == "F" else LayerOp.FORWARD
 
 
 class LayerStack:
@@ -283,17 +301,12 @@ class LayerStack:
         """
 
         def body(layers: LayerRange) -> Body:
-            def save(i, p, carry):
+            def step(i, p, carry):
                 x, pools = carry
-                y, residuals = layers.split.output_and_residuals(p, x, self._extra(extra, i))
-                pools = self._write(layers, "residual_b", residuals.for_b, pools, slots, i)
-                return y, self._write(layers, "residual_w", residuals.for_w, pools, slots, i)
+                y, residuals = self._forward(layers, op, p, extra, i, x)
+                return y, self._write_residuals(layers, residuals, pools, slots, i)
 
-            def skip(i, p, carry):
-                x, pools = carry
-                return layers.split.layer(p, x, self._extra(extra, i)), pools
-
-            return skip if op == "F" and layers.recomputed else save
+            return step
 
         bodies = [(each, body(each)) for each in self._ranges if op != "R" or each.recomputed]
         written = {name for each, _ in bodies for name in (each.residual_b, each.residual_w)}
@@ -302,6 +315,27 @@ class LayerStack:
         y, part = self._each_layer(layer_op, bodies, params, (x, part))
         return y, merged(pools, part)
 
+    def _forward(
+        self, layers: LayerRange, op: str, p, extra, i, x: jax.Array
+    ) -> tuple[jax.Array, Residuals | None]:
+        """Returns (layer i's output, its residuals; None where the op makes none)."""
+        if op == "F" and layers.recomputed:
+            return layers.split.layer(p, x, self._extra(extra, i)), None
+        return layers.split.output_and_residuals(p, x, self._extra(extra, i))
+
+    def _write_residuals(
+        self, layers: LayerRange, residuals: Residuals | None, pools: Pools, slots, i
+    ) -> Pools:
+        if residuals is None:
+            return pools
+        pools = self._write(layers, "residual_b", residuals.for_b, pools, slots, i)
+        return self._write(layers, "residual_w", residuals.for_w, pools, slots, i)
+
+    def _read_residuals(self, layers: LayerRange, pools: Pools, slots, i) -> Residuals:
+        shapes = layers.split.residuals
+        for_b = self._read(layers, "residual_b", shapes.for_b, pools, slots, i)
+        return Residuals(for_b, self._read(layers, "residual_w", shapes.for_w, pools, slots, i))
+
     def input_gradient(
         self, params, extra, pools: Pools, slots: TickSlots, g: jax.Array
     ) -> tuple[jax.Array, Pools]:
@@ -309,13 +343,9 @@ class LayerStack:
         gradient g of its output."""
 
         def body(layers: LayerRange) -> Body:
-            shapes = layers.split.residuals
-
             def step(i, p, carry):
                 g, stash_pools = carry
-                for_b = self._read(layers, "residual_b", shapes.for_b, pools, slots, i)
-                for_w = self._read(layers, "residual_w", shapes.for_w, pools, slots, i)
-                residuals = Residuals(for_b, for_w)
+                residuals = self._read_residuals(layers, pools, slots, i)
                 g, stash = layers.split.input_gradient(p, self._extra(extra, i), residuals, g)
                 return g, self._write(layers, "weight_stash", stash, stash_pools, slots, i)
 
@@ -354,6 +384,92 @@ class LayerStack:
         if self._is_single:
             return jax.tree.map(lambda a, g: a + g[None].astype(a.dtype), sums, gradients)
         return jax.tree.map(lambda a, g: a.at[i].add(g.astype(a.dtype)), sums, gradients)
+
+    # ------------------------------------------------------------------ two ops, layer by layer
+
+    def forward_and_input_gradient(
+        self,
+        forward: Forward,
+        backward: "LayerStack",
+        params,
+        extra,
+        pools: Pools,
+        slots: TickSlots,
+        g: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, Pools]:
+        """Returns (the output of this unit for one microbatch, as `output_and_residuals` has it;
+        the gradient of the input of another unit for another one, as `input_gradient` has it; the
+        pools with what both save).
+
+        A trip of the loop has a layer of the one and a layer of the other, from the first on and
+        from the last on. Neither reads what the other computes, so XLA may run the products of one
+        while messages of the other are on their way. A unit with more layers than the other has
+        the rest of them alone.
+
+        backward: the layers of the other unit, with its params, extra, slots and g
+        """
+        of_forward, of_backward = (
+            [stack._bounds[each] for each in stack._ranges] for stack in (self, backward)
+        )
+        total, b_total = of_forward[-1][1], of_backward[-1][1]
+        # of B's ranges: the numbers of its layers counted from the last on
+        ranges_of_b = [
+            (layers, b_total - end, b_total - begin)
+            for layers, (begin, end) in zip(backward._ranges, of_backward, strict=True)
+        ][::-1]
+        ranges_of_f = [
+            (layers, begin, end)
+            for layers, (begin, end) in zip(self._ranges, of_forward, strict=True)
+        ]
+
+        def f_layer(layers, x, i):
+            p = self._parameters(forward.params, i, forward.layer_op)
+            return self._forward(layers, forward.op, p, forward.extra, i, x)
+
+        def b_layer(layers, residuals, g, i):
+            p = backward._parameters(params, i, LayerOp.INPUT_GRADIENT)
+            return layers.split.input_gradient(p, backward._extra(extra, i), residuals, g)
+
+        ranges = [*self._ranges, *backward._ranges]
+        used = {n for r in ranges for n in (r.residual_b, r.residual_w, r.weight_stash)}
+        part = Pools(**{name: getattr(pools, name) for name in sorted(used)})
+        carry = forward.x, g, part
+        for (f, f_begin, f_end), (b, b_begin, b_end) in itertools.product(ranges_of_f, ranges_of_b):
+
+            def both(j, carry, f=f, b=b):
+                x, g, pools = carry
+                b_i = b_total - 1 - j
+                residuals = backward._read_residuals(b, pools, slots, b_i)
+                # or XLA copies a pool that F writes and B reads
+                residuals, pools = lax.optimization_barrier((residuals, pools))
+                y, saved = f_layer(f, x, j)
+                g, stash = b_layer(b, residuals, g, b_i)
+                pools = self._write_residuals(f, saved, pools, forward.slots, j)
+                return y, g, backward._write(b, "weight_stash", stash, pools, slots, b_i)
+
+            start, stop = _larger(f_begin, b_begin), _smaller(f_end, b_end)
+            carry = _loop(start, stop, both, carry)
+        with jax.named_scope(REST):
+            for f, begin, end in ranges_of_f:
+
+                def rest_of_f(j, carry, f=f):
+                    x, g, pools = carry
+                    y, saved = f_layer(f, x, j)
+                    return y, g, self._write_residuals(f, saved, pools, forward.slots, j)
+
+                carry = _loop(_larger(begin, b_total), end, rest_of_f, carry)
+            for b, begin, end in ranges_of_b:
+
+                def rest_of_b(j, carry, b=b):
+                    x, g, pools = carry
+                    b_i = b_total - 1 - j
+                    residuals = backward._read_residuals(b, pools, slots, b_i)
+                    g, stash = b_layer(b, residuals, g, b_i)
+                    return x, g, backward._write(b, "weight_stash", stash, pools, slots, b_i)
+
+                carry = _loop(_larger(begin, total), end, rest_of_b, carry)
+        x, g, part = carry
+        return x, g, merged(pools, part)
 
     # ------------------------------------------------------------------ forward and backward
 
@@ -418,8 +534,18 @@ class LayerStack:
         return self._add(sums, waiting[0], 0) if late else sums, g
 
 
-def _loop(start: int, stop, step: Callable, carry):
+def _loop(start, stop, step: Callable, carry):
     """lax.fori_loop, without a loop for a number of trips that is known to be 0 or 1."""
-    if isinstance(stop, int) and stop - start <= 1:
+    if isinstance(start, int) and isinstance(stop, int) and stop - start <= 1:
         return step(start, carry) if stop > start else carry
     return lax.fori_loop(start, stop, step, carry)
+
+
+def _smaller(a, b):
+    """The smaller one of two numbers, of which some are traced."""
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
+
+
+def _larger(a, b):
+    """The larger one of two numbers, of which some are traced."""
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)

@@ -25,7 +25,7 @@ from jax import lax
 from jaxtrain.devices.host_memory import read_at, write_at
 from jaxtrain.devices.mesh import STAGE, on_tpu
 from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead
-from jaxtrain.runtime.layer_stack import LayerStack
+from jaxtrain.runtime.layer_stack import Forward, LayerStack
 from jaxtrain.runtime.tick_state import Constants, ModelTree, Pools, TickState, merged, only
 from jaxtrain.runtime.updates import Updates
 from jaxtrain.schedule.columns import (
@@ -33,9 +33,6 @@ from jaxtrain.schedule.columns import (
     EMBED,
     EMBED_GRADIENT,
     HEAD,
-    SENDS,
-    STAYS,
-    TAKES,
     UPDATE_ENDS,
     UPDATE_LAYERS,
     Copy,
@@ -147,9 +144,11 @@ class Tick:
         self.ticks, self.table = ticks, ticks.slotted.table
         self._stage = lax.axis_index(STAGE)
         self._has_dense_layers = embedding_and_head.parts.cfg.dense_layers > 0
-        self._takes = [self._copy_op(copy) for copy in TAKES]
+        self._takes = [self._copy_op(copy) for copy in ticks.copies.takes]
         cells = [op for unit, stack in enumerate(stacks) for op in self._cell_ops(unit, stack)]
-        copies = [self._copy_op(copy) for copy in (*SENDS, *STAYS)]
+        for name, (kind, unit, b_unit) in ticks.overlapped.items():
+            cells.append(self._overlapped_op(name, kind, stacks[unit], stacks[b_unit], cells))
+        copies = [self._copy_op(copy) for copy in (*ticks.copies.sends, *ticks.copies.stays)]
         embed = TickOp(
             EMBED,
             TickState(pools=Pools(activation=True)),
@@ -284,6 +283,15 @@ class Tick:
             for kind, (state, run) in ops.items()
         ]
 
+    def _overlapped_op(
+        self, name: str, kind: str, forward: LayerStack, backward: LayerStack, cells: list[TickOp]
+    ) -> TickOp:
+        """FB or KB: the op `kind` of a unit and B of one at once. cells: the ops of each unit"""
+        parts = {op.name: op for op in cells}
+        f, b = parts[cell_op(kind, int(forward.unit))], parts[cell_op("B", int(backward.unit))]
+        run = functools.partial(self._forward_and_input_gradient, kind, forward, backward)
+        return TickOp(name, merged(f.state, b.state), merged(f.constants, b.constants), run)
+
     def _end_ops(self) -> list[TickOp]:
         """The head and the embedding's gradient; in evaluation the loss."""
         cfg, dense = self.embedding_and_head.parts.cfg, self._has_dense_layers
@@ -410,6 +418,40 @@ class Tick:
         params, extra = constants.params.layers[stack.unit], self._extra(constants, columns)
         g, pools = stack.input_gradient(params, extra, state.pools, columns.slots, g)
         return dataclasses.replace(state, pools=pools, buffers=dict.fromkeys(state.buffers, g))
+
+    def _forward_and_input_gradient(
+        self,
+        op: str,
+        stack: LayerStack,
+        b_stack: LayerStack,
+        state: TickState,
+        constants: Constants,
+        columns: TickColumns,
+    ) -> TickState:
+        """The state after F (or K) of a unit and B of one, of two microbatches."""
+        extra = functools.partial(self.embedding_and_head.extra, constants.batch)
+        forward = Forward(
+            op,
+            constants.params.layers[stack.unit],
+            read_at(state.pools.activation, columns.slots.activation),
+            extra(columns.microbatch),
+            columns.slots,
+        )
+        y, g, pools = stack.forward_and_input_gradient(
+            forward,
+            b_stack,
+            constants.params.layers[b_stack.unit],
+            extra(columns.b_microbatch),
+            state.pools,
+            columns.slots.of_overlapped_b(),
+            read_at(state.pools.gradient, columns.slots.gradient),
+        )
+        output, input_gradient = (
+            self.ticks.result_buffers[kind, int(unit)]
+            for kind, unit in ((Op.F, stack.unit), (Op.B, b_stack.unit))
+        )
+        buffers = {output: y, input_gradient: g}
+        return dataclasses.replace(state, pools=pools, buffers=buffers)
 
     def _weight_gradient(
         self, stack: LayerStack, state: TickState, constants: Constants, columns: TickColumns

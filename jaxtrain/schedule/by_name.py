@@ -11,7 +11,7 @@ orders.py has the orders, packing.py packs them into ticks, search.py has the se
 from jaxtrain.schedule import orders as orders_
 from jaxtrain.schedule import search
 from jaxtrain.schedule.order_csv import read_schedule
-from jaxtrain.schedule.orders import AUTO, CSV, SCHEDULES, ChunkOrders, fits_repeats
+from jaxtrain.schedule.orders import AUTO, CSV, OVERLAPPING, SCHEDULES, ChunkOrders, fits_repeats
 from jaxtrain.schedule.packing import PACKINGS, Tasks, pack_into_ticks
 from jaxtrain.schedule.table import ROUNDING, Table, TableShape
 from jaxtrain.schedule.table_spec import TableSpec, cost
@@ -60,6 +60,10 @@ def make_table(spec: TableSpec, report: search.Report = search.silent) -> Table:
             f"schedule={spec.schedule!r} is unknown: use {', '.join(NAMES)} or csv:FILE"
         )
     check_repeats(spec.schedule, spec.stages, spec.repeats)
+    if spec.overlap and not SCHEDULES[spec.schedule].overlaps:
+        raise ValueError(
+            f"schedule={spec.schedule!r} has no F and B to overlap: use {', '.join(OVERLAPPING)}"
+        )
     return named_table(spec, report)
 
 

@@ -20,6 +20,9 @@ arrived (`message`), and takes head / stages on each. The embedding and its grad
 with the first unit's stage and `embed`. An op that takes no time is skipped, and no stage waits for
 it.
 
+The F and the B of an overlapped cell begin together, when both have what they wait for, and both
+messages leave at its end. Timelines show the F and then the B, each shortened by the same factor.
+
 Times are of one microbatch on all units of a stage; an op on a unit takes its share of them, by
 default stages / units. No JAX here.
 """
@@ -43,6 +46,8 @@ class Times:
         the embedding, and as much again for its gradient
     update:      the optimizer's update of a stage, where a table has several steps
     tick:        added to every tick, also an idle one, by the coupled clock alone
+    overlap:     by which F and B of one microbatch each, on all units of a stage, are faster in
+        overlapped cells than one after the other
     """
 
     F: float = 1.0
@@ -54,6 +59,7 @@ class Times:
     tick: float = 0.0
     embed: float = 0.0
     update: float = 0.0
+    overlap: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +107,8 @@ class Timeline(Iterable[TimedOp]):
 
 # --- what both clocks time ------------------------------------------------------------------------
 
+TINY = 1e-300  # keeps 0 ÷ 0 from ops that take no time
+
 EMBED, CELL, HEAD, EMBED_GRADIENT, UPDATE = range(5)  # the parts of a tick, in this order
 
 # An event: one op on one stage, of a cell or of a column (ColumnOp). −1 stands for no unit, no
@@ -117,6 +125,7 @@ EVENT = np.dtype(
         ("time", float),
         # for the independent clock
         ("needs", int),  # the number of the message that it reads
+        ("needs_too", int),  # of another that must be there: B's, for the F of an overlapped cell
         ("gives", int),  # the number of the message that it makes
         ("lag", float),  # time from when its message can be read until it can begin
         ("delay", float),  # time from its end until the message that it makes can be read
@@ -151,6 +160,31 @@ def _durations(table: Table, times: Times, shares: Sequence[float] | None) -> np
     durations = np.array([[*(of_stage[op] * share for share in shares), 0.0] for op in Op])
     durations[Op.R, :-1] *= table.recomputed
     return durations
+
+
+def _factors(
+    table: Table, times: Times, shares: Sequence[float] | None, durations: np.ndarray
+) -> np.ndarray:
+    """The time of each cell's ops, float64 [ticks, stages], in times of the same ops one after the
+    other: 1 but in overlapped cells. An op is overlapped as far as its share of a stage's work
+    goes, and an overlapped cell takes no less than the longer of its ops.
+
+    durations: by `_durations`
+    """
+    factors = np.ones(table.op.shape)
+    if not table.overlaps or not times.overlap:
+        return factors
+    if shares is None:
+        shares = [table.stages / table.units] * table.units
+    cells = table.overlapped
+    unit, b_unit, share = table.unit[cells], table.b_unit[cells], np.array(shares)
+    forward, backward = durations[Op.F, unit], durations[Op.B, b_unit]
+    both = forward + backward
+    saved = times.overlap * np.minimum(share[unit], share[b_unit])
+    factors[cells] = np.maximum(both - saved, np.maximum(forward, backward)) / np.maximum(
+        both, TINY
+    )
+    return factors
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -249,7 +283,9 @@ def coupled_starts(
         return clock
 
     start = np.zeros(table.stages)
-    duration = _durations(table, times, shares)[table.op, table.unit]
+    durations = _durations(table, times, shares)
+    duration = durations[table.op, table.unit] + durations[Op.B, table.b_unit]
+    duration = duration * _factors(table, times, shares, durations)
     updating = set(np.nonzero(table.update >= 0)[0].tolist())
     for tick, when in enumerate(table.permute.tolist()):
         if times.tick:
@@ -281,6 +317,11 @@ def coupled(table: Table, times: Times, shares: Sequence[float] | None = None) -
     """The timeline by the coupled clock, ordered by tick, part of the tick and stage."""
     starts = coupled_starts(table, times, shares)
     tick, stage, op, unit, microbatch = table.busy
+    durations = _durations(table, times, shares)
+    factors = _factors(table, times, shares, durations)
+    start = np.array(starts.cells).reshape(table.op.shape)
+    # an overlapped B stands behind its F
+    after_f = factors * np.where(table.overlapped, durations[Op.F, table.unit], 0.0)
     cells = _events(
         stage=stage,
         tick=tick,
@@ -288,8 +329,8 @@ def coupled(table: Table, times: Times, shares: Sequence[float] | None = None) -
         name=op,
         unit=unit,
         microbatch=microbatch,
-        start=np.array(starts.cells).reshape(table.op.shape)[tick, stage],
-        time=_durations(table, times, shares)[op, unit],
+        start=start[tick, stage] + np.where(op == Op.B, after_f[tick, stage], 0.0),
+        time=durations[op, unit] * factors[tick, stage],
     )
     tick, stage = np.nonzero(table.update >= 0)
     ticks_of_updates, index = np.unique(tick, return_inverse=True)
@@ -388,6 +429,15 @@ def _cell_events(
         [messages.activation(unit, microbatch), messages.gradient(unit, microbatch)],
         -1,
     )
+    # the F of an overlapped cell stands before its B, waits for what that reads, and its message
+    # leaves at the end of both
+    joined = forward & table.overlapped[tick, stage]
+    needs_too = np.full(len(op), -1)
+    needs_too[joined] = needs[1:][joined[:-1]]
+    durations = _durations(table, times, shares)
+    time = durations[op, unit] * _factors(table, times, shares, durations)[tick, stage]
+    delay = np.where(way != 0, times.message, 0.0)
+    delay[joined] += time[1:][joined[:-1]]
     gradient = messages.gradient(unit - 1, microbatch)
     gives = np.select(
         [forward, backward], [messages.activation(unit + 1, microbatch), gradient], -1
@@ -396,6 +446,7 @@ def _cell_events(
         gives[backward & (way != 0)] = -1
         gives[weights] = gradient[weights]
         way[weights] = ways[Op.B, unit[weights]]
+        delay[weights] = np.where(way[weights] != 0, times.message, 0.0)
     return _events(
         stage=stage,
         tick=tick,
@@ -404,9 +455,10 @@ def _cell_events(
         unit=unit,
         microbatch=microbatch,
         needs=needs,
+        needs_too=needs_too,
         gives=gives,
-        delay=np.where(way != 0, times.message, 0.0),
-        time=_durations(table, times, shares)[op, unit],
+        delay=delay,
+        time=time,
         joint_op=-1,
     )
 
@@ -436,6 +488,7 @@ def _column_events(
         unit=-1,
         microbatch=microbatch,
         needs=needs,
+        needs_too=-1,
         gives=gives,
         lag=times.message if op.together else 0.0,
         time=op.time,
@@ -486,8 +539,9 @@ def _independent_starts(
     It is one loop over lists, because an event waits for others, and there are hundreds of
     thousands. Raises ValueError for stages that wait for each other.
     """
-    needs, gives, joint_op, lag, delay, time = (
-        events[name].tolist() for name in ("needs", "gives", "joint_op", "lag", "delay", "time")
+    needs, needs_too, gives, joint_op, lag, delay, time = (
+        events[name].tolist()
+        for name in ("needs", "needs_too", "gives", "joint_op", "lag", "delay", "time")
     )
     bounds = np.searchsorted(events["stage"], np.arange(table.stages + 1)).tolist()
     readable = [-1.0] * messages  # when each message can be read
@@ -506,6 +560,11 @@ def _independent_starts(
                     if arrival < 0:
                         break
                     begin = max(begin, arrival + lag[event])
+                if needs_too[event] >= 0:
+                    arrival = readable[needs_too[event]]
+                    if arrival < 0:
+                        break
+                    begin = max(begin, arrival)
                 if joint_op[event] >= 0:
                     together = joint_op[event]
                     if not counted[event]:

@@ -9,6 +9,7 @@ The ops of a tick, in order:
     embed                             the first unit's input
     F, K, R, B, W of each unit        forward; forward that saves what the backward reads;
                                       recompute; gradients
+    FB, KB of two units               an F or K and a B of another microbatch, layer by layer
     send_up, send_down                a result that goes by another buffer than its op writes, into
                                       that buffer
     stay_activation_…, stay_gradient_…    a result that stays on its stage, from the buffer `up`,
@@ -19,7 +20,9 @@ The ops of a tick, in order:
     permute_LATE
 
 F, K and B write their result into the buffer by which it leaves, `up` or `down`, where the table
-allows that for the unit on every stage, and into `result` where it does not. No JAX here.
+allows that for the unit on every stage, and into `result` where it does not. In a table with
+overlapped cells messages of B have buffers of their own: `up_gradient`, `down_gradient`,
+`result_gradient`. No JAX here.
 """
 
 import dataclasses
@@ -31,11 +34,12 @@ from jaxtrain.schedule.table import Op, Permute, Table, directions
 from jaxtrain.schedule.transport import waiting
 
 RESULT = "result"
+OWN = "_gradient"  # ends the names of B's buffers where F has others
 # buffer by which a message leaves → the step from its stage to the other one
-WAY = {"up": 1, "down": -1}
-BUFFERS = (*WAY, RESULT)
+WAY = {"up": 1, "down": -1, f"up{OWN}": 1, f"down{OWN}": -1}
+BUFFERS = (*WAY, RESULT, f"{RESULT}{OWN}")
 # that buffer → the one in which its message arrives on the other stage
-ARRIVED = {"up": "up_arrived", "down": "down_arrived"}
+ARRIVED = {way: f"{way}_arrived" for way in WAY}
 CELL_OPS = ("F", "K", "R", "B", "W")
 EMBED, HEAD, EMBED_GRADIENT = "embed", "head", "embed_gradient"
 UPDATE_LAYERS, UPDATE_ENDS = "update_layers", "update_ends"
@@ -44,6 +48,11 @@ UPDATE_LAYERS, UPDATE_ENDS = "update_layers", "update_ends"
 def cell_op(kind: str, local_unit: int) -> str:
     """The name of an op of a unit, one of CELL_OPS."""
     return f"{kind}{local_unit}"
+
+
+def overlapped_op(kind: str, local_unit: int, b_local_unit: int) -> str:
+    """The name of an op that runs F or K of a unit and B of one: `KB0_1`."""
+    return f"{kind}B{local_unit}_{b_local_unit}"
 
 
 def permute_op(when: Permute) -> str:
@@ -62,17 +71,40 @@ class Copy:
     slot: str = ""
 
 
-TAKES = tuple(
-    Copy(f"take_{way}_{message}", ARRIVED[way], message, f"{way}_{message}")
-    for message in MESSAGES
-    for way in WAY
-)
-SENDS = tuple(Copy(f"send_{way}", RESULT, way) for way in WAY)
-STAYS = tuple(
-    Copy(f"stay_{message}_{buffer}", buffer, message, f"stay_{message}")
-    for message in MESSAGES
-    for buffer in BUFFERS
-)
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """The ops of a tick that move messages on their stage: what arrived into its slot, results into
+    the buffers by which they leave, and results that stay into their slots."""
+
+    takes: tuple[Copy, ...]
+    sends: tuple[Copy, ...]
+    stays: tuple[Copy, ...]
+
+
+def _copies(overlaps: bool) -> Copies:
+    """The copies of a table. overlaps: any of its cells is overlapped"""
+    own = {message: OWN if overlaps and message == "gradient" else "" for message in MESSAGES}
+    ways = ("up", "down")
+    return Copies(
+        takes=tuple(
+            Copy(f"take_{way}_{message}", ARRIVED[way + own[message]], message, f"{way}_{message}")
+            for message in MESSAGES
+            for way in ways
+        ),
+        sends=tuple(
+            Copy(f"send_{way}{ending}", RESULT + ending, way + ending)
+            for ending in dict.fromkeys(own.values())
+            for way in ways
+        ),
+        stays=tuple(
+            Copy(f"stay_{message}_{buffer}", buffer + own[message], message, f"stay_{message}")
+            for message in MESSAGES
+            for buffer in (*ways, RESULT)
+        ),
+    )
+
+
+COPIES = {overlaps: _copies(overlaps) for overlaps in (False, True)}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,6 +113,7 @@ class TickColumns:
     its own stage's; scalars inside a tick.
 
     microbatch:  of the cell
+    b_microbatch: of the B in an overlapped cell; None in a table without these cells
     embed_microbatch, head_microbatch, embed_gradient_microbatch: of these ops
     update_step, update_ends_step: the step whose update it is
     runs:        op → 1 where the stage runs it, else 0
@@ -91,6 +124,7 @@ class TickColumns:
     """
 
     microbatch: Array
+    b_microbatch: Array = None
     embed_microbatch: Array = None
     head_microbatch: Array = None
     embed_gradient_microbatch: Array = None
@@ -106,27 +140,57 @@ class TickTable:
     """A table as the runtime needs it to make its ops.
 
     columns:        by `columns`, arrays [ticks, stages]
+    copies:         of COPIES
+    overlapped:     by `overlapped_ops`
     result_buffers: by `result_buffers`
     permutes:       by `permutes`
     """
 
     slotted: SlottedTable
     columns: TickColumns
+    copies: Copies
+    overlapped: dict[str, tuple[str, int, int]]
     result_buffers: dict[tuple[Op, int], str]
     permutes: dict[str, int]
 
 
 def tick_table(slotted: SlottedTable) -> TickTable:
     """The ticks of a table."""
-    return TickTable(slotted, columns(slotted), result_buffers(slotted), permutes(slotted.table))
+    table = slotted.table
+    return TickTable(
+        slotted,
+        columns(slotted),
+        COPIES[table.overlaps],
+        overlapped_ops(table),
+        result_buffers(slotted),
+        permutes(table),
+    )
 
 
 def permutes(table: Table) -> dict[str, int]:
     """The buffers that ever leave their stages → the step that they make."""
     ways = set(directions(table.stage_of, table.stages)) - {0}
+    back = {-way for way in ways}
+    if table.overlaps:
+        own = {name: step for name, step in WAY.items() if name.endswith(OWN) and step in back}
+        return {name: WAY[name] for name in ("up", "down") if WAY[name] in ways} | own
     if not table.forward_only:
-        ways |= {-way for way in ways}
-    return {name: step for name, step in WAY.items() if step in ways}
+        ways |= back
+    return {name: WAY[name] for name in ("up", "down") if WAY[name] in ways}
+
+
+def overlapped_ops(table: Table) -> dict[str, tuple[str, int, int]]:
+    """The ops of overlapped cells that the table has: name → (F or K, local unit of that, local
+    unit of the B)."""
+    if not table.overlaps:
+        return {}
+    return {
+        overlapped_op(kind, unit, b_unit): (kind, unit, b_unit)
+        for unit in range(table.units_per_stage)
+        for b_unit in range(table.units_per_stage)
+        for kind in "FK"
+        if (_cells(table, kind, unit, overlapped=True) & (table.b_local_unit == b_unit)).any()
+    }
 
 
 def result_buffers(slotted: SlottedTable) -> dict[tuple[Op, int], str]:
@@ -134,19 +198,27 @@ def result_buffers(slotted: SlottedTable) -> dict[tuple[Op, int], str]:
     table, buffers = slotted.table, {}
     unsent = waiting(table)
     for op in (Op.F, Op.B):
+        own = OWN if op == Op.B and table.overlaps else ""
         for unit in range(table.units_per_stage):
-            cells = (table.op == op) & (table.local_unit == unit)
-            leaves_by = [way for way, step in WAY.items() if (cells & (slotted.send == step)).any()]
-            stays = cells & (slotted.send == 0)
+            cells, send = _results(table, op, unit), slotted.send[op]
+            leaves_by = [way for way in ("up", "down") if (cells & (send == WAY[way])).any()]
+            stays = cells & (send == 0)
             # A result that stays passes through the buffer too, which must not hold a message then.
-            direct = len(leaves_by) == 1 and not (unsent[WAY[leaves_by[0]]] & stays).any()
-            buffers[op, unit] = leaves_by[0] if direct else RESULT
+            direct = len(leaves_by) == 1 and not (unsent[op, WAY[leaves_by[0]]] & stays).any()
+            buffers[op, unit] = (leaves_by[0] if direct else RESULT) + own
     return buffers
+
+
+def _results(table: Table, op: Op, unit: int) -> np.ndarray:
+    """bool [ticks, stages]: the ticks in which a stage makes the result of F or B of a local
+    unit."""
+    alone = (table.op == op) & (table.local_unit == unit)
+    return alone | (table.b_local_unit == unit) if op == Op.B else alone
 
 
 def columns(slotted: SlottedTable) -> TickColumns:
     """The columns of a table, arrays [ticks, stages]."""
-    table, slots = slotted.table, slotted.slots
+    table, slots, copies = slotted.table, slotted.slots, COPIES[slotted.table.overlaps]
 
     def of_all(column: np.ndarray) -> np.ndarray:
         """[ticks] → [ticks, stages]: the same for all stages."""
@@ -157,15 +229,22 @@ def columns(slotted: SlottedTable) -> TickColumns:
         stages = (np.arange(table.stages) == end_stage) | (table.vocabulary == "parallel")
         return of_all(column >= 0) & stages
 
+    # buffer → the ticks in which a result is written there; in which it then leaves by each way
     written = {buffer: np.zeros(table.op.shape, bool) for buffer in BUFFERS}
+    leaving = {(buffer, way): np.zeros(table.op.shape, bool) for buffer in BUFFERS for way in WAY}
     for (op, unit), buffer in result_buffers(slotted).items():
-        written[buffer] |= (table.op == op) & (table.local_unit == unit)
-    takes = {copy.op: getattr(slots, copy.slot) >= 0 for copy in TAKES}
-    sends = {copy.op: (slotted.send == WAY[copy.target]) & written[copy.source] for copy in SENDS}
-    stays = {copy.op: (getattr(slots, copy.slot) >= 0) & written[copy.source] for copy in STAYS}
+        results = _results(table, op, unit)
+        written[buffer] |= results
+        for way, step in WAY.items():
+            leaving[buffer, way] |= results & (slotted.send[op] == step)
+    takes = {copy.op: getattr(slots, copy.slot) >= 0 for copy in copies.takes}
+    sends = {copy.op: leaving[copy.source, copy.target] for copy in copies.sends}
+    stays = {
+        copy.op: (getattr(slots, copy.slot) >= 0) & written[copy.source] for copy in copies.stays
+    }
     ops = {
         EMBED: taking_part(table.embed, table.stage_of[0]),
-        **_cells(table),
+        **_cell_columns(table),
         **sends,
         **stays,
         HEAD: taking_part(table.head, table.stage_of[-1]),
@@ -184,6 +263,7 @@ def columns(slotted: SlottedTable) -> TickColumns:
     }
     return TickColumns(
         _numbers(table.microbatch),
+        _numbers(table.b_microbatch) if table.overlaps else None,
         _numbers(of_all(table.embed)),
         _numbers(of_all(table.head)),
         _numbers(of_all(table.embed_gradient)),
@@ -199,14 +279,25 @@ def _numbers(column: np.ndarray) -> np.ndarray:
     return np.maximum(column, 0).astype(np.int32)
 
 
-def _cells(table: Table) -> dict[str, np.ndarray]:
-    """Op of a unit → bool [ticks, stages]."""
-    recomputed = np.array([table.forward_only or table.recomputes(g) for g in range(table.units)])
-    kinds = {kind: table.op == Op[kind] for kind in "FRBW"}
-    kinds["K"] = kinds["F"] & ~recomputed[table.unit]
-    kinds["F"] = kinds["F"] & ~kinds["K"]
-    return {
-        cell_op(kind, unit): kinds[kind] & (table.local_unit == unit)
+def _cells(table: Table, kind: str, unit: int, overlapped: bool = False) -> np.ndarray:
+    """bool [ticks, stages]: the cells of one of CELL_OPS on a local unit, overlapped ones or the
+    others."""
+    cells = (table.op == Op["F" if kind == "K" else kind]) & (table.local_unit == unit)
+    if kind in "FK":
+        units = range(table.units)
+        recomputed = np.array([table.forward_only or table.recomputes(g) for g in units])
+        cells &= recomputed[table.unit] == (kind == "F")
+    return cells & (table.overlapped == overlapped)
+
+
+def _cell_columns(table: Table) -> dict[str, np.ndarray]:
+    """Op of a unit, or of two, → bool [ticks, stages]."""
+    alone = {
+        cell_op(kind, unit): _cells(table, kind, unit)
         for unit in range(table.units_per_stage)
         for kind in CELL_OPS
+    }
+    return alone | {
+        name: _cells(table, kind, unit, overlapped=True) & (table.b_local_unit == b_unit)
+        for name, (kind, unit, b_unit) in overlapped_ops(table).items()
     }

@@ -148,8 +148,11 @@ def _labels(table: Table) -> dict[str, list[str]]:
     busy = (array.tolist() for array in table.busy)
     for tick, stage, op, unit, microbatch in zip(*busy, strict=True):
         of_unit = f"{local[unit]}." if several else ""
-        update = "O" if table.update[tick, stage] >= 0 else ""
-        labels[f"stage {stage}"][tick] = f"{Op(op).name}{of_unit}{microbatch}{update}"
+        label = f"{Op(op).name}{of_unit}{microbatch}"
+        line = labels[f"stage {stage}"]
+        line[tick] = f"{line[tick]}+{label}" if line[tick] else label  # F and B of one cell
+    for tick, stage in np.argwhere(table.update >= 0).tolist():
+        labels[f"stage {stage}"][tick] += "O"
     labels["head"] = [
         "" if microbatch < 0 else str(microbatch) for microbatch in table.head.tolist()
     ]

@@ -12,7 +12,8 @@ stage here. The number after it is a microbatch.
     W   gradient of the weights          W
     B   both gradients                   B and W, one after the other; `BW` in older files. Older
                                          files also write B for I: then they have a W of their own
-    OVERLAP_F_B   F and both gradients   F, B and W, one after the other
+    OVERLAP_F_B   F and both gradients   F and B in one overlapped cell where `TableSpec.overlap`
+                                         asks for it, then W; without it F, B, W
 
 Files give the order alone: empty cells are skipped, and so are actions that send, receive, gather
 parameters and reduce gradients, which the runtime does by its own rules. packing.py finds the
@@ -20,13 +21,14 @@ ticks. No JAX here.
 """
 
 import difflib
+import itertools
 import pathlib
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jaxtrain.schedule.orders import ChunkOrders, Orders, Task
-from jaxtrain.schedule.table import Op, Table, TableError, directions
+from jaxtrain.schedule.table import Cell, Op, Table, TableError, directions
 from jaxtrain.schedule.table_csv import FileError, read_csv, read_text, split_line
 
 ACTION = re.compile(r"(\d{1,6})([A-Z_]+?)(\d{0,6})", re.ASCII)
@@ -45,6 +47,7 @@ class _Action(NamedTuple):
     """A computation of a file's cell.
 
     letters: a key of COMPUTES; line: the rank's; column: the cell's number in its line, from 1
+    in_pair: a part of an OVERLAP_F_B
     """
 
     letters: str
@@ -52,6 +55,7 @@ class _Action(NamedTuple):
     microbatch: int
     line: int
     column: str
+    in_pair: bool = False
 
     @property
     def name(self) -> str:
@@ -106,6 +110,7 @@ def _orders(text: str, name: str) -> ChunkOrders:
     with_w = {(a.chunk, a.microbatch) for a in every if a.letters == "W"}
     actions_of_task: dict[Task, _Action] = {}
     orders: Orders = []
+    overlapped: set[Task] = set()
     for _, actions in ranks:
         order: list[Task] = []
         for action in actions:
@@ -126,17 +131,28 @@ def _orders(text: str, name: str) -> ChunkOrders:
                 actions_of_task[task] = action
                 order.append(task)
         orders.append(order)
+        overlapped |= {
+            task for task, b in itertools.pairwise(order) if _share_a_cell(actions_of_task, task, b)
+        }
     _check_complete(actions_of_task, chunks, microbatches)
     _check_ends(orders, actions_of_task, chunks)
-    return ChunkOrders(name, stage_of, microbatches, orders)
+    return ChunkOrders(name, stage_of, microbatches, orders, frozenset(overlapped))
+
+
+def _share_a_cell(actions: dict[Task, _Action], task: Task, following: Task) -> bool:
+    """True for an F and the B after it that a file has as one OVERLAP_F_B. A microbatch's own B
+    waits for its F, and shares no cell with it."""
+    f, b = actions[task], actions[following]
+    one_cell = f.in_pair and b.in_pair and (f.line, f.column) == (b.line, b.column)
+    return one_cell and (task[0], following[0]) == (Op.F, Op.B) and task[2] != following[2]
 
 
 def _actions(line: str, number: int) -> Iterator[_Action]:
     """The computations of a rank's line, in order."""
     for index, field in enumerate(split_line(line, number), 1):
         column = str(index)
-        parts = [field]
-        if pair := PAIR.fullmatch(field):
+        parts, pair = [field], PAIR.fullmatch(field)
+        if pair:
             parts = [part.strip() for part in pair[1].split(";")]
         elif field.startswith("("):
             rule = f"{field[:40]!r} is no pair: write it such as (0F7;7B3)OVERLAP_F_B"
@@ -147,7 +163,8 @@ def _actions(line: str, number: int) -> Iterator[_Action]:
             if not match or (letters not in SKIPPED and not (letters in COMPUTES and match[3])):
                 raise FileError(_no_action(part, letters), number, column)
             if letters in COMPUTES:
-                yield _Action(letters, int(match[1]), int(match[3]), number, column)
+                numbers = int(match[1]), int(match[3])
+                yield _Action(letters, *numbers, number, column, pair is not None)
 
 
 def _no_action(part: str, letters: str) -> str:
@@ -260,9 +277,17 @@ def to_order_csv(table: Table) -> str:
     """The text of a file in PyTorch's format with a table's order: a line a stage, whose numbers
     are units. R is part of PyTorch's backward, and is left out."""
     lines = []
-    for stage in range(table.stages):
-        tasks = [cell for cells in table.cells if (cell := cells[stage]) and cell.op != Op.R]
-        actions = []
+    tick, stages, *cells = (array.tolist() for array in table.busy)
+    tasks_of: list[list[Cell]] = [[] for _ in range(table.stages)]
+    overlapped = set()
+    for t, stage, *task in zip(tick, stages, *cells, strict=True):
+        cell = Cell(*task)
+        if cell.op != Op.R:
+            tasks_of[stage].append(cell)
+        if cell.op == Op.B and table.overlapped[t, stage]:
+            overlapped.add(cell)
+    for tasks in tasks_of:
+        actions: list[str] = []
         following = iter([*tasks[1:], None])
         for op, unit, microbatch in (remaining := iter(tasks)):
             after = next(following)
@@ -270,6 +295,9 @@ def to_order_csv(table: Table) -> str:
             if op == Op.B and after == (Op.W, unit, microbatch):
                 letters = "B"
                 next(remaining), next(following)
-            actions.append(f"{unit}{letters}{microbatch}")
+            action = f"{unit}{letters}{microbatch}"
+            if (op, unit, microbatch) in overlapped:
+                action = f"({actions.pop()};{action})OVERLAP_F_B"
+            actions.append(action)
         lines.append(",".join(actions))
     return "\n".join(lines) + "\n"

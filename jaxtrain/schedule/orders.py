@@ -244,12 +244,16 @@ def forward(stage_of: tuple[int, ...], p: int, m: int) -> Orders:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ChunkOrders:
-    """The orders of a pipeline's stages, and the stage of each chunk."""
+    """The orders of a pipeline's stages, and the stage of each chunk.
+
+    overlapped: the Fs that share a cell with the B that follows in the order
+    """
 
     name: str
     stage_of: tuple[int, ...]
     microbatches: int
     orders: Orders
+    overlapped: frozenset[Task] = frozenset()
 
     @property
     def stages(self) -> int:
@@ -285,6 +289,8 @@ class Schedule:
     stashes:       p → chunks whose W is yet to come, at most
     gradients:     (p, m) → arrived gradients that wait for their B
     fused:         every W follows its B at once
+    overlaps:      F is followed by B of another microbatch, and no stage waits for the one when it
+                   has the other: then both can share a cell
     """
 
     order: Callable[[int, int, int], Orders]
@@ -296,6 +302,7 @@ class Schedule:
     stashes: Callable[[int], int]
     gradients: Callable[[int, int], float] = lambda p, m: 2
     fused: bool = False
+    overlaps: bool = False
 
     def fits(self, repeats: int) -> bool:
         """True if the schedule is made for this number of chunks on a stage."""
@@ -391,10 +398,12 @@ SCHEDULES: dict[str, Schedule] = {
         idle=_idle_dualpipe,
         residuals=lambda p, v, m: 2 * p + 1,
         stashes=lambda p: p,
+        overlaps=True,
     ),
 }
 CSV = "csv:"  # before the path of a file with a schedule
 AUTO = "auto"  # the best table of a search
+OVERLAPPING = tuple(name for name, schedule in SCHEDULES.items() if schedule.overlaps)
 FUSED = tuple(name for name, schedule in SCHEDULES.items() if schedule.fused)
 ZERO_BUBBLE = tuple(
     name
@@ -419,7 +428,26 @@ def named_orders(schedule: str, stages: int, repeats: int, microbatches: int) ->
     known = SCHEDULES[schedule]
     order = known.order if stages > 1 else accumulate
     stage_of = PLACEMENTS[known.placement](stages, repeats)
-    return ChunkOrders(schedule, stage_of, microbatches, order(stages, repeats, microbatches))
+    orders = order(stages, repeats, microbatches)
+    overlapped = overlapped_forwards(orders) if known.overlaps and stages > 1 else frozenset()
+    return ChunkOrders(schedule, stage_of, microbatches, orders, overlapped)
+
+
+def overlapped_forwards(orders: Orders) -> frozenset[Task]:
+    """The Fs that the B after them, of another chunk and microbatch, may be overlapped with. On the
+    last stage of a V the first of them stands alone: the chunk after its own, on the same stage,
+    waits for it (as DualPipeV's authors have it)."""
+    overlapped = []
+    for s, order in enumerate(orders):
+        pairs = [
+            task
+            for task, following in itertools.pairwise(order)
+            if (task[0], following[0]) == (F, B)
+            and task[1] != following[1]
+            and task[2] != following[2]
+        ]
+        overlapped += pairs[s == len(orders) - 1 :]
+    return frozenset(overlapped)
 
 
 def fits_repeats(schedule: str, repeats: int) -> bool:

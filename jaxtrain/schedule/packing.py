@@ -23,7 +23,8 @@ There are four packings; the coupled clock of simulate.py says which is fastest:
              stage 1   .  .  F0 .  F1 .  .  .  B0 W0 F2 .  B1 W1 F3 .  B2 W2 .  .  B3 W3 .  .
              stage 2   .  .  .  .  F0 .  B0 W0 F1 .  B1 W1 F2 .  B2 W2 F3 .  B3 W3 .  .  .  .
 
-Each stage keeps its order of F and B; in `aligned` a W or R may move by one. No JAX here.
+Each stage keeps its order of F and B; in `aligned` a W or R may move by one. An F that shares a
+cell with the B after it waits until both are ready; `aligned` takes no such orders. No JAX here.
 """
 
 import dataclasses
@@ -53,30 +54,41 @@ MOST_IDLE_TICKS = 3  # one after the other, in a table that ends
 
 
 def cut_into_units(
-    orders: Orders, units_per_chunk: Sequence[int], recompute: bool, recompute_last: bool = False
-) -> tuple[Orders, tuple[int, ...]]:
+    orders: Orders,
+    units_per_chunk: Sequence[int],
+    recompute: bool,
+    recompute_last: bool = False,
+    overlapped: frozenset[Task] = frozenset(),
+) -> tuple[Orders, tuple[int, ...], frozenset[Task]]:
     """Turns each stage's order of F, B and W on chunks into one on units, the groups of consecutive
-    layers that one op handles. Returns (the stages' orders, the chunk of each unit).
+    layers that one op handles. Returns (the stages' orders, the chunk of each unit, the Fs that
+    share a cell with the B after them).
 
     units_per_chunk: number of units of each chunk; units are numbered through all chunks
     recompute: add an R before each B, except on the model's last unit
     recompute_last: add it on that unit, too
+    overlapped: the Fs on chunks that share a cell with the B after them
 
     Where a chunk's W follows its B at once, and there are Rs, the units take turns: R, B and W of
-    one, then of the next, so that only one unit's activations are rebuilt at a time.
+    one, then of the next, so that only one unit's activations are rebuilt at a time. The units of
+    an F and of an overlapped B take turns, the F's upwards and the B's downwards.
     """
     # the lowest unit of each chunk
     begin = [sum(units_per_chunk[:chunk]) for chunk in range(len(units_per_chunk) + 1)]
     last = begin[-1] - 1
     if last + 1 == len(units_per_chunk) and not recompute:
-        return orders, tuple(range(len(units_per_chunk)))
+        return orders, tuple(range(len(units_per_chunk))), overlapped
     orders_of_units: Orders = []
+    overlapped_units: set[Task] = set()
     for order in orders:
         tasks: list[Task] = []
         done_with_its_b: Task | None = None
+        waiting: list[Task] = []  # the Fs of units that share cells with the next Bs
         for (op, chunk, microbatch), following in zip(order, [*order[1:], None], strict=True):
             units = range(begin[chunk], begin[chunk + 1])
-            if op == Op.F:
+            if op == Op.F and (op, chunk, microbatch) in overlapped:
+                waiting = [(Op.F, unit, microbatch) for unit in units]
+            elif op == Op.F:
                 tasks += [(Op.F, unit, microbatch) for unit in units]
             elif op == Op.W and done_with_its_b != (op, chunk, microbatch):
                 tasks += [(Op.W, unit, microbatch) for unit in reversed(units)]
@@ -85,15 +97,19 @@ def cut_into_units(
                 for unit in reversed(units):
                     if recompute and (unit != last or recompute_last):
                         tasks.append((Op.R, unit, microbatch))
+                    if waiting:
+                        overlapped_units.add(waiting[0])
+                        tasks.append(waiting.pop(0))
                     tasks.append((Op.B, unit, microbatch))
                     if w_at_once:
                         tasks.append((Op.W, unit, microbatch))
                 if w_at_once:
                     done_with_its_b = (Op.W, chunk, microbatch)
+                tasks += waiting
+                waiting = []
         orders_of_units.append(tasks)
-    return orders_of_units, tuple(
-        chunk for chunk, units in enumerate(units_per_chunk) for _ in range(units)
-    )
+    chunk_of = tuple(chunk for chunk, units in enumerate(units_per_chunk) for _ in range(units))
+    return orders_of_units, chunk_of, frozenset(overlapped_units)
 
 
 # A fact is a number, (kind · units + unit) · microbatches + microbatch. Kinds: ACTIVATION, the
@@ -113,16 +129,23 @@ class Tasks:
     reads, follows  int [tasks]: the facts that must hold before the task: its message can be read;
                     the earlier op on the same unit and microbatch is done
     sends, does     int [tasks]: the facts that it brings about: its message, itself
+    joined          bool [tasks]: an F that shares a cell with the B that is the next task
     known           int64 [facts]: the tick from which on each fact holds
     """
 
-    def __init__(self, orders: Orders, shape: TableShape):
+    def __init__(
+        self, orders: Orders, shape: TableShape, overlapped: frozenset[Task] = frozenset()
+    ):
         self.shape = shape
         closed = [np.array([*order, (Op.IDLE, 0, 0)], np.int32).reshape(-1, 3) for order in orders]
         self.begin = np.cumsum([0, *map(len, closed[:-1])])
         self.end = self.begin + [len(order) - 1 for order in closed]
         self.op, self.unit, self.microbatch = np.concatenate(closed).T.copy()
         self.way = message_ways(shape.stage_of, shape.stages)[self.op, self.unit].astype(np.int64)
+        self.joined = np.zeros(len(self.op), bool)
+        if overlapped:
+            tasks = np.stack([self.op, self.unit, self.microbatch], axis=1).tolist()
+            self.joined[:] = [tuple(task) in overlapped for task in tasks]
         kinds = DONE + len(Op)
         self._always, self._never, self._unread = (
             kinds * shape.units * shape.microbatches + extra for extra in range(3)
@@ -169,17 +192,38 @@ class Tasks:
         `tick`."""
         return (self.known[self.reads[tasks]] <= tick) & (self.known[self.follows[tasks]] <= tick)
 
+    def cells_ready(self, tasks: np.ndarray, tick: int) -> np.ndarray:
+        """The same, for an F that shares a cell if its B is ready, too."""
+        with_b = np.where(self.joined[tasks], tasks + 1, tasks)
+        return self.ready(tasks, tick) & self.ready(with_b, tick)
+
     def table(self, packed: "Packed") -> Table:
         """The table of tasks in their ticks."""
         shape = self.shape
         size = (len(packed.permutes), shape.stages)
         op = np.full(size, Op.IDLE, np.int32)
         unit, microbatch = np.full(size, -1, np.int32), np.full(size, -1, np.int32)
-        tasks = np.flatnonzero(self.op)
-        cells = packed.tick[tasks], np.repeat(np.arange(shape.stages), self.end - self.begin)
+        stages = np.repeat(np.arange(shape.stages), self.end - self.begin + 1)
+        is_joined_b = np.append(False, self.joined[:-1])
+        tasks = np.flatnonzero((self.op != Op.IDLE) & ~is_joined_b)
+        cells = packed.tick[tasks], stages[tasks]
         for array, values in ((op, self.op), (unit, self.unit), (microbatch, self.microbatch)):
             array[cells] = values[tasks]
-        return from_arrays(shape, op, unit, microbatch, permute=packed.permutes)
+        if not self.joined.any():
+            return from_arrays(shape, op, unit, microbatch, permute=packed.permutes)
+        b_unit, b_microbatch = np.full(size, -1, np.int32), np.full(size, -1, np.int32)
+        tasks = np.flatnonzero(is_joined_b)
+        cells = packed.tick[tasks], stages[tasks]
+        b_unit[cells], b_microbatch[cells] = self.unit[tasks], self.microbatch[tasks]
+        return from_arrays(
+            shape,
+            op,
+            unit,
+            microbatch,
+            permute=packed.permutes,
+            b_unit=b_unit,
+            b_microbatch=b_microbatch,
+        )
 
     def refuse_endless(self, tick: int, waiting: np.ndarray) -> NoReturn:
         """Raises TableError, because no message ever comes for the tasks that wait in a tick.
@@ -211,9 +255,11 @@ class Packed:
 
 def pack_into_ticks(tasks: Tasks, packing: str) -> Table:
     """The table of tasks, packed by one of PACKINGS. Raises TableError for an order that can never
-    finish."""
+    finish, and ValueError for overlapped cells in `aligned`."""
     tasks.forget()
     if packing == "aligned":
+        if tasks.joined.any():
+            raise ValueError(f"permute='aligned' takes no overlapped cells: use {IN_ORDER[0]}")
         return tasks.table(_pack_aligned(tasks))
     when = Permute.LATE if packing == "late" else Permute.EARLY
     return tasks.table(_pack_in_order(tasks, when, ticks_of_f=2 if packing == "spaced" else 1))
@@ -229,18 +275,20 @@ def _pack_in_order(tasks: Tasks, when: Permute, ticks_of_f: int) -> Packed:
     ticks = np.full(len(tasks.op), -1)
     following, free, known = tasks.begin.copy(), np.zeros(len(tasks.begin), int), tasks.known
     delay = delays(tasks.way, when)
-    duration = np.where(tasks.op == Op.F, ticks_of_f, 1)
+    # an overlapped cell is as long as a B with its W, and so needs no idle tick
+    duration = np.where((tasks.op == Op.F) & ~tasks.joined, ticks_of_f, 1)
     permutes: list[int] = []
     remaining, idle = int((tasks.end - tasks.begin).sum()), 0
     while remaining:
         tick = len(permutes)
-        stages = np.flatnonzero(tasks.ready(following, tick) & (free <= tick))
-        done = following[stages]
+        stages = np.flatnonzero(tasks.cells_ready(following, tick) & (free <= tick))
+        begun = following[stages]
+        free[stages] = tick + duration[begun]
+        following[stages] += 1 + tasks.joined[begun]
+        done = np.concatenate([begun, begun[tasks.joined[begun]] + 1])
         ticks[done] = tick
         known[tasks.sends[done]] = tick + delay[done]
         known[tasks.does[done]] = tick + 1
-        free[stages] = tick + duration[done]
-        following[stages] += 1
         remaining -= len(done)
         permutes.append(when if when == Permute.EARLY or tasks.way[done].any() else Permute.NONE)
         idle = 0 if len(done) else idle + 1

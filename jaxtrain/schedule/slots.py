@@ -31,11 +31,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxtrain.schedule.table import Op, Table, directions, message_ways
-from jaxtrain.schedule.transport import NEVER, arrivals
+from jaxtrain.schedule.transport import NEVER, arrivals, sent_ways
 
 MESSAGES = ("activation", "gradient")  # pools whose values travel
 # pools of the layers that save all, where others are recomputed
 SAVED = ("saved_b", "saved_w", "saved_stash")
+READ_BY_B = ("residual_b", "residual_w", "saved_b", "saved_w")
 Array = Any  # numpy's or JAX's
 
 
@@ -50,6 +51,8 @@ class TickSlots:
         residual_w and weight_stash
     saved_b, saved_w, saved_stash: the same of the layers that save all, which every F fills; None
         where no unit has any
+    b_residual_b, b_residual_w, b_saved_b, b_saved_w: read by the B of an overlapped cell, whose F
+        fills others; None in a table without these cells
     up_activation, up_gradient, down_activation, down_gradient: filled at the tick's start with the
         message that the last permute brought from the stage before (up) or after (down)
     stay_activation, stay_gradient: filled with the cell's message if it stays on its stage
@@ -66,6 +69,10 @@ class TickSlots:
     saved_b: Array = None
     saved_w: Array = None
     saved_stash: Array = None
+    b_residual_b: Array = None
+    b_residual_w: Array = None
+    b_saved_b: Array = None
+    b_saved_w: Array = None
     up_activation: Array = None
     up_gradient: Array = None
     down_activation: Array = None
@@ -77,19 +84,25 @@ class TickSlots:
     head_activation: Array = None
     head_gradient: Array = None
 
+    def of_overlapped_b(self) -> "TickSlots":
+        """The slots for the B of an overlapped cell, under the names that any B reads."""
+        read = {name: getattr(self, f"b_{name}") for name in READ_BY_B}
+        return dataclasses.replace(self, **read)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SlottedTable:
     """A table with its slots.
 
     slots   int32 [ticks, stages], −1 for none; those of head and embedding int32 [ticks]
-    send    int32 [ticks, stages]: the way that the cell's message leaves: +1, −1, or 0 for none
+    send    F or B → int32 [ticks, stages]: the way that its message of the tick leaves: +1, −1, or
+            0 for none
     slots_per_stage   pool → the slots that each stage needs
     """
 
     table: Table
     slots: TickSlots
-    send: np.ndarray
+    send: dict[Op, np.ndarray]
     slots_per_stage: dict[str, tuple[int, ...]]
 
     @property
@@ -116,7 +129,8 @@ def assign_slots(table: Table) -> SlottedTable:
     """A table with its slots. The table must be right: check it first."""
     columns: dict[str, np.ndarray] = {}
     pools = _uses(table)
-    absent = {} if "saved_b" in pools else dict.fromkeys(SAVED)
+    absent: list[str] = [] if "saved_b" in pools else list(SAVED)
+    absent += [f"b_{name}" for name in READ_BY_B if not table.overlaps or name in absent]
     for field in dataclasses.fields(TickSlots):
         of_one_stage = field.name.startswith(("embed", "head"))
         columns[field.name] = np.full(table.ticks if of_one_stage else table.op.shape, -1, np.int32)
@@ -129,10 +143,8 @@ def assign_slots(table: Table) -> SlottedTable:
             column, end = columns[name], begin + len(part.tick)
             column[part.tick if column.ndim == 1 else (part.tick, part.stage)] = slots[begin:end]
             begin = end
-    send = np.where(
-        table.op == Op.IDLE, 0, message_ways(table.stage_of, table.stages)[table.op, table.unit]
-    ).astype(np.int32)
-    return SlottedTable(table, TickSlots(**columns | absent), send, slots_per_stage)
+    used = TickSlots(**columns | dict.fromkeys(absent))
+    return SlottedTable(table, used, sent_ways(table), slots_per_stage)
 
 
 def _assign(uses: _Uses, table: Table) -> tuple[np.ndarray, tuple[int, ...]]:
@@ -188,8 +200,15 @@ def _uses(table: Table) -> dict[str, dict[str, _Uses]]:
     keeps = (op == Op.F) & ~rebuilt if not table.forward_only else np.zeros(len(op), bool)
     residuals = keeps | (op == Op.R) | (op == Op.B)
 
+    overlapped_b = (op == Op.B) & table.overlapped[tick, stage]
+
     def of_cells(cells: np.ndarray, units_on: int = 0) -> _Uses:
         return _Uses(stage[cells], unit[cells] + units_on, microbatch[cells], tick[cells])
+
+    def read_by_b(pool: str, cells: np.ndarray) -> dict[str, _Uses]:
+        """The uses of a pool by an F and the B that is overlapped with it, one column for each."""
+        uses = {pool: of_cells(cells & ~overlapped_b)}
+        return uses | ({f"b_{pool}": of_cells(cells & overlapped_b)} if table.overlaps else {})
 
     activation = {
         "activation": of_cells((op == Op.F) | (op == Op.R)),
@@ -209,17 +228,17 @@ def _uses(table: Table) -> dict[str, dict[str, _Uses]]:
     saved: dict[str, dict[str, _Uses]] = {}
     if any(table.saved) and not table.forward_only:
         saving = np.array(table.saved)[unit] > 0
-        ops = ((Op.F, Op.B), (Op.F, Op.B, Op.W), (Op.B, Op.W))
         saved = {
-            pool: {pool: of_cells(np.isin(op, kinds) & saving)}
-            for pool, kinds in zip(SAVED, ops, strict=True)
+            "saved_b": read_by_b("saved_b", np.isin(op, (Op.F, Op.B)) & saving),
+            "saved_w": read_by_b("saved_w", np.isin(op, (Op.F, Op.B, Op.W)) & saving),
+            "saved_stash": {"saved_stash": of_cells(np.isin(op, (Op.B, Op.W)) & saving)},
         }
     pools = {
         "activation": activation
         | _brought(table, "activation", arrived.activation, np.concatenate([[0], ways[:-1]])),
         "gradient": gradient | _brought(table, "gradient", arrived.gradient, -ways),
-        "residual_b": {"residual_b": of_cells(residuals)},
-        "residual_w": {"residual_w": of_cells(residuals | (op == Op.W))},
+        "residual_b": read_by_b("residual_b", residuals),
+        "residual_w": read_by_b("residual_w", residuals | (op == Op.W)),
         "weight_stash": {"weight_stash": of_cells((op == Op.B) | (op == Op.W))},
     }
     return pools | saved

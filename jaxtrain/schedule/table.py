@@ -13,7 +13,9 @@ is one op on one unit and one microbatch:
                                  message of B of the unit after
     W  gradient of the weights   needs its own B
 
-A tick has at most one cell on each stage, and at most one permute. Its parts have this order on
+A tick has at most one cell on each stage, and at most one permute. A cell may be *overlapped*: an F
+and the B of another microbatch, whose layers take turns, so that the messages of one travel while
+the other computes (DualPipe: DeepSeek-V3 2024, section 3.2.1). A tick's parts have this order on
 every stage:
 
     take in what arrived → early permute → embed → the cell's op → head → embedding's gradient
@@ -32,7 +34,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -172,6 +174,8 @@ class Table(TableShape):
     """A schedule, tick by tick.
 
     op, local_unit, microbatch   int32 [ticks, stages]; −1 in idle cells, whose op is 0
+    b_local_unit, b_microbatch   int32 [ticks, stages]: the B that runs overlapped with the cell,
+                  which is then an F; −1 where none does. Left out: none anywhere
     permute       int32 [ticks], a Permute
     head, embed, embed_gradient   int32 [ticks]: the microbatch whose head and loss, embedding, or
                   embedding's gradient is computed in the tick, −1 none
@@ -184,20 +188,55 @@ class Table(TableShape):
     head: np.ndarray
     embed: np.ndarray
     embed_gradient: np.ndarray
+    b_local_unit: np.ndarray = None  # type: ignore[assignment]
+    b_microbatch: np.ndarray = None  # type: ignore[assignment]
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("b_local_unit", "b_microbatch"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, np.full_like(self.op, -1))
 
     @functools.cached_property
     def unit(self) -> np.ndarray:
         """int32 [ticks, stages]: each cell's unit in model order, −1 in idle cells."""
+        return self._in_model_order(self.local_unit, self.op != Op.IDLE)
+
+    @functools.cached_property
+    def b_unit(self) -> np.ndarray:
+        """int32 [ticks, stages]: the unit of each overlapped B, in model order; −1 where there is
+        none."""
+        return self._in_model_order(self.b_local_unit, self.overlapped)
+
+    def _in_model_order(self, local_unit: np.ndarray, present: np.ndarray) -> np.ndarray:
         lookup = unit_lookup(self.stage_of, self.stages)
-        units = lookup[np.arange(self.stages), np.maximum(self.local_unit, 0)]
-        return np.where(self.op == Op.IDLE, -1, units).astype(np.int32)
+        units = lookup[np.arange(self.stages), np.maximum(local_unit, 0)]
+        return np.where(present, units, -1).astype(np.int32)
+
+    @functools.cached_property
+    def overlapped(self) -> np.ndarray:
+        """bool [ticks, stages]: the cells that are an F and a B."""
+        return self.b_microbatch >= 0
+
+    @functools.cached_property
+    def overlaps(self) -> bool:
+        """True if any cell is overlapped."""
+        return bool(self.overlapped.any())
 
     @functools.cached_property
     def busy(self) -> CellArrays:
-        """The cells that are not idle."""
+        """The ops of the cells that are not idle; of an overlapped cell its F, then its B."""
         tick, stage = np.nonzero(self.op)
-        arrays = (array[tick, stage] for array in (self.op, self.unit, self.microbatch))
-        return CellArrays(tick, stage, *arrays)
+        arrays = [array[tick, stage] for array in (self.op, self.unit, self.microbatch)]
+        if not self.overlaps:
+            return CellArrays(tick, stage, *arrays)
+        b_tick, b_stage = np.nonzero(self.overlapped)
+        of_b = [np.full_like(b_tick, Op.B, np.int32)]
+        of_b += [array[b_tick, b_stage] for array in (self.b_unit, self.b_microbatch)]
+        both = [np.concatenate(pair) for pair in zip((tick, stage), (b_tick, b_stage), strict=True)]
+        both += [np.concatenate(pair) for pair in zip(arrays, of_b, strict=True)]
+        order = np.lexsort((both[1], both[0]))  # stable: an F stands before its B
+        return CellArrays(*(array[order] for array in both))
 
     @property
     def ticks(self) -> int:
@@ -229,7 +268,8 @@ class Table(TableShape):
 
     @functools.cached_property
     def cells(self) -> list[list[Cell | None]]:
-        """The cells by tick and stage, None for idle ones; not to be changed."""
+        """The cells by tick and stage, None for idle ones; of an overlapped cell its F. Not to be
+        changed."""
         ticks = zip(self.op.tolist(), self.unit.tolist(), self.microbatch.tolist(), strict=True)
         return [
             [Cell(*cell) if cell[0] else None for cell in zip(*tick, strict=True)] for tick in ticks
@@ -313,6 +353,14 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def overlapped_b(table: Table, tick: int, stage: int) -> Cell | None:
+    """The B that runs overlapped with the F of a cell; None where none does."""
+    if not table.overlapped[tick, stage]:
+        return None
+    unit, microbatch = table.b_unit[tick, stage], table.b_microbatch[tick, stage]
+    return Cell(int(Op.B), int(unit), int(microbatch))
+
+
 def cell_name(cell: tuple[int, int, int], stage_of: tuple[int, ...]) -> str:
     """A cell as CSV files and errors name it: `F0.3` is F of local unit 0 on microbatch 3."""
     op, unit, microbatch = cell
@@ -350,6 +398,10 @@ def peak_residuals(table: Table, count_weight_stash: bool = False) -> list[float
             change[Op.F, unit] = part
         change[last_reader, unit] = -part
     held = np.cumsum(change[table.op, table.unit], axis=0)
+    if table.overlaps:
+        # An overlapped B frees residuals only after the tick in which its F saves others.
+        freed = change[np.where(table.overlapped, Op.B, Op.IDLE), table.b_unit]
+        held += np.cumsum(freed, axis=0) - freed
     return [round(peak, 9) for peak in held.max(axis=0, initial=0.0).tolist()]
 
 
@@ -359,10 +411,10 @@ def peak_residuals(table: Table, count_weight_stash: bool = False) -> list[float
 def from_cells(
     shape: TableShape,
     cells: Sequence[Sequence[tuple[int, int, int] | None]],
-    **columns: Sequence[int] | None,
+    **columns: Any,
 ) -> Table:
     """A table, not checked, of cells by tick and stage; None for idle ones. columns: those of
-    `from_arrays`."""
+    `from_arrays`, and its overlapped Bs."""
     arrays = np.full((3, len(cells), shape.stages), -1, np.int32)
     arrays[0] = Op.IDLE
     for tick, cells_of_tick in enumerate(cells):
@@ -383,10 +435,13 @@ def from_arrays(
     head: Sequence[int] | None = None,
     embed: Sequence[int] | None = None,
     embed_gradient: Sequence[int] | None = None,
+    b_unit: np.ndarray | None = None,
+    b_microbatch: np.ndarray | None = None,
 ) -> Table:
     """A table, not checked, of int32 [ticks, stages] arrays, `unit` in model order; unit and
     microbatch are −1 in idle cells.
 
+    b_unit, b_microbatch: int32 [ticks, stages], the overlapped Bs, −1 for none; left out, none
     permute: int [ticks]; left out, late in every tick in which a message that moves is made
     head, embed, embed_gradient: int [ticks]; left out, in the tick of the last unit's F, the first
         unit's F and the first unit's B
@@ -398,18 +453,27 @@ def from_arrays(
         microbatches = np.full(len(op), -1, np.int32)
         ticks, stages = np.nonzero((op == op_of_column) & (unit == unit_of_column))
         microbatches[ticks] = microbatch[ticks, stages]
+        if op_of_column == Op.B and b_unit is not None and b_microbatch is not None:
+            ticks, stages = np.nonzero(b_unit == unit_of_column)
+            microbatches[ticks] = b_microbatch[ticks, stages]
         return microbatches
 
+    if b_unit is None or b_microbatch is None:
+        b_unit, b_microbatch = (np.full_like(op, -1) for _ in range(2))
+    local = np.array([*local_unit_of(shape.stage_of), -1], np.int32)
     if permute is None:
-        moves = message_ways(shape.stage_of, shape.stages)[op, unit] != 0
+        ways = message_ways(shape.stage_of, shape.stages)
+        moves = (ways[op, unit] != 0) | (ways[Op.B, b_unit] != 0)
         if shape.forward_only:
             moves &= op == Op.F
         permute = np.where(moves.any(axis=1), Permute.LATE, Permute.NONE).tolist()
     return Table(
         **dataclasses.asdict(shape),
         op=op,
-        local_unit=np.array([*local_unit_of(shape.stage_of), -1], np.int32)[unit],
+        local_unit=local[unit],
         microbatch=microbatch,
+        b_local_unit=local[b_unit],
+        b_microbatch=b_microbatch,
         permute=np.array(permute, np.int32),
         head=column(head, Op.F, shape.units - 1),
         embed=column(embed, Op.F, 0),

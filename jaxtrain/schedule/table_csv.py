@@ -5,12 +5,13 @@
     F0.0,,,late,,0,
     F0.1,F0.0,,late,,1,
 
-A line is a tick. A cell is empty, or an op, its local unit, a dot and its microbatch. Each of the
-last four columns may be left out. Without `permute`, ticks whose messages move have a late permute;
-without head, embed and embed_gradient, these are in the ticks of the last unit's F, the first
-unit's F and the first unit's B. The settings in the comment may be left out, too: `place`, the
-stage of each unit (or `circular` or `v`; default circular), `chunk`, the chunk of each unit, `name`
-(default: the file's), `vocabulary`. Other lines that begin with # are comments. No JAX here.
+A line is a tick. A cell is empty, or an op, its local unit, a dot and its microbatch; or an F and a
+B of another microbatch that are overlapped, such as F0.7+B1.3. Each of the last four columns may be
+left out. Without `permute`, ticks whose messages move have a late permute; without head, embed and
+embed_gradient, these are in the ticks of the last unit's F, the first unit's F and the first unit's
+B. The settings in the comment may be left out, too: `place`, the stage of each unit (or `circular`
+or `v`; default circular), `chunk`, the chunk of each unit, `name` (default: the file's),
+`vocabulary`. Other lines that begin with # are comments. No JAX here.
 """
 
 import csv
@@ -21,7 +22,9 @@ import os
 import pathlib
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxtrain.schedule.orders import PLACEMENTS
 from jaxtrain.schedule.table import (
@@ -36,6 +39,7 @@ from jaxtrain.schedule.table import (
     counted,
     directions,
     from_cells,
+    overlapped_b,
     units_of,
 )
 from jaxtrain.schedule.validator import check
@@ -57,6 +61,10 @@ def to_csv(table: Table) -> str:
     lines.append(",".join([*(f"stage {s}" for s in range(table.stages)), *COLUMNS]))
     for tick, cells in enumerate(table.cells):
         names = [cell_name(cell, table.stage_of) if cell else "" for cell in cells]
+        for stage in np.flatnonzero(table.overlapped[tick]).tolist():
+            b = overlapped_b(table, tick, stage)
+            assert b is not None
+            names[stage] += f"+{cell_name(b, table.stage_of)}"
         permute = Permute(int(table.permute[tick])).name.lower()
         microbatches = [int(getattr(table, name)[tick]) for name in COLUMNS[1:]]
         shown = ["" if microbatch < 0 else str(microbatch) for microbatch in microbatches]
@@ -170,6 +178,7 @@ class _Lines:
     settings: of the comments, by name
     header:   names of the columns, `stages` stages before the others
     numbers, cells: of each tick, its line in the file and its cells, by stage
+    overlapped: (tick, stage) → the B of an overlapped cell, whose F is in `cells`
     columns:  of each column that is no stage, its values by tick
     """
 
@@ -178,6 +187,7 @@ class _Lines:
     stages: int
     numbers: list[int]
     cells: list[list[_LocalCell | None]]
+    overlapped: dict[tuple[int, int], _LocalCell]
     columns: dict[str, list[int]]
 
 
@@ -204,14 +214,19 @@ def _parse(text: str) -> _Lines:
             "'F0.0,'",
             header_line,
         )
-    lines = _Lines(settings, header, stages, [], [], {name: [] for name in header[stages:]})
+    lines = _Lines(settings, header, stages, [], [], {}, {name: [] for name in header[stages:]})
     for number, fields in ticks:
         if len(fields) != len(header):
             counts = f"{counted(len(fields), 'cell')} under a header of {len(header)}"
             raise FileError(f"{counts}: use one for each column, empty or not", number)
         lines.numbers.append(number)
-        cells = zip(fields, header[:stages], strict=False)
-        lines.cells.append([_cell(field, number, column) for field, column in cells])
+        cells: list[_LocalCell | None] = []
+        for stage, (field, column) in enumerate(zip(fields, header[:stages], strict=False)):
+            first, *second = _cells(field, number, column)
+            cells.append(first)
+            for cell in second:
+                lines.overlapped[len(lines.cells), stage] = cell
+        lines.cells.append(cells)
         for name, field in zip(lines.columns, fields[stages:], strict=True):
             lines.columns[name].append(_column_value(name, field, number))
     return lines
@@ -301,6 +316,18 @@ def _unknown_column(header: list[str], index: int, known: list[str], number: int
 # --- cells ----------------------------------------------------------------------------------------
 
 
+def _cells(field: str, number: int, column: str) -> list[Any]:
+    """The cell of a field, None for an empty one; or the F and the B of an overlapped cell."""
+    parts = [part.strip() for part in field.split("+")]
+    if len(parts) == 1:
+        return [_cell(field, number, column)]
+    cells = [_cell(part, number, column) for part in parts]
+    if [cell and cell.op for cell in cells] != [Op.F, Op.B]:
+        rule = f"{field[:40]!r} is no overlapped cell: write an F and a B, such as F0.7+B1.3"
+        raise FileError(rule, number, column)
+    return cells
+
+
 def _cell(field: str, number: int, column: str) -> _LocalCell | None:
     """The cell of a field, None for an empty one."""
     if not field:
@@ -338,19 +365,21 @@ def _column_value(name: str, field: str, number: int) -> int:
 def _size(lines: _Lines, number_name: str) -> int:
     """The number of microbatches or of local units of a file's cells. Raises FileError for one far
     from all others: no number below the largest may be left out."""
-    present = {getattr(cell, number_name) for cells in lines.cells for cell in cells if cell}
+    every = [
+        (line, column, cell)
+        for tick, (line, cells) in enumerate(zip(lines.numbers, lines.cells, strict=True))
+        for stage, (column, f) in enumerate(zip(lines.header, cells, strict=False))
+        for cell in (f, lines.overlapped.get((tick, stage)))
+        if cell
+    ]
+    present = {getattr(cell, number_name) for _, _, cell in every}
     if not present:
         raise FileError("every cell is empty: write tasks such as F0.0, op, unit, dot, microbatch")
     gap = next(number for number in range(len(present) + 1) if number not in present)
     if gap > max(present):
         return gap
     beyond = min(number for number in present if number > gap)
-    line, column, cell = next(
-        (line, column, cell)
-        for line, cells in zip(lines.numbers, lines.cells, strict=True)
-        for column, cell in zip(lines.header, cells, strict=False)
-        if cell and getattr(cell, number_name) == beyond
-    )
+    line, column, cell = next(each for each in every if getattr(each[2], number_name) == beyond)
     noun = number_name.removeprefix("local_")
     written = f"{Op(cell.op).name}{cell.local_unit}.{cell.microbatch}"
     missing = f"{written} has {noun} {beyond}, and {noun} {gap} is in no cell"
@@ -366,6 +395,11 @@ def _table(lines: _Lines, stem: str) -> Table:
     microbatches, local_units = _size(lines, "microbatch"), _size(lines, "local_unit")
     stage_of = _stage_of(lines, local_units)
     cells = _in_model_order(lines, stage_of)
+    size = (len(cells), lines.stages)
+    b_unit, b_microbatch = np.full(size, -1, np.int32), np.full(size, -1, np.int32)
+    for (tick, stage), cell in lines.overlapped.items():
+        b_unit[tick, stage] = units_of(stage_of, lines.stages)[stage][cell.local_unit]
+        b_microbatch[tick, stage] = cell.microbatch
     for name, values in lines.columns.items():
         for number, microbatch in zip(lines.numbers, values, strict=True):
             if name != "permute" and microbatch >= microbatches:
@@ -389,17 +423,20 @@ def _table(lines: _Lines, stem: str) -> Table:
         chunk_of=_chunk_of(lines.settings, stage_of),
         recompute=bool(recomputed),
         recompute_last=len(stage_of) - 1 in recomputed,
-        forward_only=all(cell.op == Op.F for tick in cells for cell in tick if cell),
+        forward_only=not lines.overlapped
+        and all(cell.op == Op.F for tick in cells for cell in tick if cell),
         vocabulary=vocabulary,
     )
-    return from_cells(shape, cells, **lines.columns)
+    return from_cells(shape, cells, b_unit=b_unit, b_microbatch=b_microbatch, **lines.columns)
 
 
 def _in_model_order(lines: _Lines, stage_of: tuple[int, ...]) -> list[list[Cell | None]]:
     """The cells with units in model order."""
     units = units_of(stage_of, lines.stages)
-    for number, cells in zip(lines.numbers, lines.cells, strict=True):
-        for stage, cell in enumerate(cells):
+    for tick, (number, cells) in enumerate(zip(lines.numbers, lines.cells, strict=True)):
+        of_stages = [(stage, cell) for stage, cell in enumerate(cells)]
+        of_stages += [(s, cell) for (t, s), cell in lines.overlapped.items() if t == tick]
+        for stage, cell in of_stages:
             count = len(units[stage])
             if cell and cell.local_unit >= count:
                 fix = f"use unit {_range(count)}, or" if count else "leave it empty, or"

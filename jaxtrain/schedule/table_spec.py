@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jaxtrain.schedule.clocks import Times, coupled_time
 from jaxtrain.schedule.orders import ChunkOrders, Orders
-from jaxtrain.schedule.packing import PACKINGS, Tasks, cut_into_units
+from jaxtrain.schedule.packing import IN_ORDER, PACKINGS, Tasks, cut_into_units
 from jaxtrain.schedule.table import Op, Table, TableShape, peak_residuals
 
 # Under full recomputation the last unit has no R, and its F saves the residuals themselves, while
@@ -29,6 +29,7 @@ class TableSpec:
     shares:     each unit's fraction of a stage's work; None: stages / units
     saved:      each unit's fraction of layers that save all residuals; (): none in any unit
     vocabulary: one of table.VOCABULARIES
+    overlap:    Fs and Bs share cells where the order has them so
     memory:     for `auto`, the most residuals that a stage may hold at once, weight stash included;
                 1 is those of all its layers for one microbatch, 1 / repeats those of a chunk.
                 None: no bound
@@ -46,6 +47,7 @@ class TableSpec:
     shares: Sequence[float] | None = None
     saved: tuple[float, ...] = ()
     vocabulary: str = "parallel"
+    overlap: bool = False
     memory: float | None = None
 
     @property
@@ -53,7 +55,9 @@ class TableSpec:
         """The packings to compare. One stage has no permutes, and one packing."""
         if self.stages == 1:
             return ("late",)
-        return PACKINGS if self.permute == "auto" else (self.permute,)
+        if self.permute == "auto":
+            return IN_ORDER if self.overlap else PACKINGS
+        return (self.permute,)
 
     def tasks(self, chunk_orders: ChunkOrders) -> Tasks:
         """The tasks of orders of ops on chunks, cut into units, to be packed. Raises ValueError if
@@ -66,8 +70,12 @@ class TableSpec:
                 "chunks: give one number for each"
             )
         recompute_last = self.remat_full and _most_in_flight(orders, chunks - 1) > MOST_SAVED
-        orders_of_units, chunk_of = cut_into_units(
-            orders, self.units_per_chunk or [1] * chunks, self.remat_full, recompute_last
+        orders_of_units, chunk_of, overlapped = cut_into_units(
+            orders,
+            self.units_per_chunk or [1] * chunks,
+            self.remat_full,
+            recompute_last,
+            chunk_orders.overlapped if self.overlap else frozenset(),
         )
         shape = TableShape(
             name=name,
@@ -80,7 +88,7 @@ class TableSpec:
             saved=self.saved,
             vocabulary=self.vocabulary,
         )
-        return Tasks(orders_of_units, shape)
+        return Tasks(orders_of_units, shape, overlapped)
 
 
 def _most_in_flight(orders: Orders, chunk: int) -> int:

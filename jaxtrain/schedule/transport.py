@@ -11,10 +11,14 @@ and sends only those of earlier ticks. A message can be read from the tick after
     permute             none        late        none        none
     stage 1             –           –           may read    may read
 
+In a table with overlapped cells a stage has two such buffers for each direction, one for the
+messages of F and one for those of B: both may go the same way at once.
+
 No JAX here.
 """
 
 import dataclasses
+import itertools
 from typing import TypeVar
 
 import numpy as np
@@ -107,19 +111,36 @@ def _ticks_of(column: np.ndarray, microbatches: int) -> np.ndarray:
     return ticks
 
 
-def waiting(table: Table) -> dict[int, np.ndarray]:
-    """Way (+1, −1) → bool [ticks, stages]: the send buffer of that way holds a message that is
-    still to leave when the tick's op begins."""
-    ways = message_ways(table.stage_of, table.stages)[table.op, table.unit]
+def buffer_numbers(table: Table, op: np.ndarray, way: np.ndarray) -> np.ndarray:
+    """The number of the send buffer of each op's message on its stage, int [ops]: equal for
+    messages that take turns in one buffer."""
+    return way + 3 * (op == Op.B) * table.overlaps
+
+
+def sent_ways(table: Table) -> dict[Op, np.ndarray]:
+    """F or B → int32 [ticks, stages]: the way that its message of the tick leaves, +1 or −1; 0 for
+    none."""
+    ways = message_ways(table.stage_of, table.stages)
+    forward, backward = (np.where(table.op == op, ways[op, table.unit], 0) for op in (Op.F, Op.B))
+    backward = backward + ways[Op.B, table.b_unit]
+    return {Op.F: forward.astype(np.int32), Op.B: backward.astype(np.int32)}
+
+
+def waiting(table: Table) -> dict[tuple[Op, int], np.ndarray]:
+    """(F or B, way +1 or −1) → bool [ticks, stages]: the send buffer of the op's messages of that
+    way holds one that is still to leave when the tick's op begins."""
+    sent = sent_ways(table)
+    if not table.overlaps:  # one buffer for both
+        sent = dict.fromkeys(sent, sent[Op.F] + sent[Op.B])
     leaves = departures(table.permute)
     # The earliest tick in which the buffer is free of each tick's messages.
     late = table.permute[np.minimum(leaves, table.ticks - 1)] == Permute.LATE
     free = np.where(leaves == NEVER, table.ticks, np.where(late, leaves + 1, leaves))
     buffers = {}
-    for way in (1, -1):
-        tick, stage = np.nonzero(ways == way)
+    for op, way in itertools.product(sent, (1, -1)):
+        tick, stage = np.nonzero(sent[op] == way)
         change = np.zeros((table.ticks + 1, table.stages), int)
         np.add.at(change, (tick + 1, stage), 1)
         np.add.at(change, (free[tick], stage), -1)
-        buffers[way] = np.cumsum(change, axis=0)[:-1] > 0
+        buffers[op, way] = np.cumsum(change, axis=0)[:-1] > 0
     return buffers

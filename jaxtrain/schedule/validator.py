@@ -17,7 +17,7 @@ from jaxtrain.schedule.table import (
     peak_residuals,
     unit_lookup,
 )
-from jaxtrain.schedule.transport import NEVER, Arrivals, arrivals, departures
+from jaxtrain.schedule.transport import NEVER, Arrivals, arrivals, buffer_numbers, departures
 
 
 def check(table: Table, memory: float | None = None, count_weight_stash: bool = False) -> None:
@@ -64,7 +64,8 @@ def _check_shape(table: Table) -> None:
         raise TableError(f"{table.steps} steps do not divide {microbatches} microbatches")
     if len(table.saved) not in (0, len(stage_of)):
         raise TableError(f"{len(stage_of)} units, {len(table.saved)} fractions of saved layers")
-    of_stages = dict.fromkeys(("op", "local_unit", "microbatch"), (table.ticks, stages))
+    of_cells = ("op", "local_unit", "microbatch", "b_local_unit", "b_microbatch")
+    of_stages = dict.fromkeys(of_cells, (table.ticks, stages))
     of_ticks = dict.fromkeys(("permute", "head", "embed", "embed_gradient"), (table.ticks,))
     for name, shape in (of_stages | of_ticks).items():
         array = getattr(table, name)
@@ -82,6 +83,18 @@ def _check_cells(table: Table) -> None:
     op, local, microbatch = (
         array[ticks, stages] for array in (table.op, table.local_unit, table.microbatch)
     )
+    b_ticks, b_stages = np.nonzero((table.b_local_unit != -1) | (table.b_microbatch != -1))
+    alone = np.flatnonzero(table.op[b_ticks, b_stages] != Op.F)
+    if len(alone):
+        tick, stage = int(b_ticks[alone[0]]), int(b_stages[alone[0]])
+        raise TableError("a B is overlapped with a cell that is no F: use an F", tick, stage)
+    if len(b_ticks):
+        order = np.lexsort((np.concatenate([stages, b_stages]), np.concatenate([ticks, b_ticks])))
+        joined = lambda a, b: np.concatenate([a, b])[order]
+        op = joined(op, np.full_like(b_ticks, Op.B))
+        local = joined(local, table.b_local_unit[b_ticks, b_stages])
+        microbatch = joined(microbatch, table.b_microbatch[b_ticks, b_stages])
+        ticks, stages = joined(ticks, b_ticks), joined(stages, b_stages)
     exists = (
         (op >= Op.F)
         & (op <= Op.W)
@@ -261,10 +274,12 @@ def _lost_message(table: Table) -> TableError | None:
     cells = table.busy
     ways = message_ways(table.stage_of, table.stages)[cells.op, cells.unit]
     leaves = departures(table.permute)[cells.tick]
-    by_buffer = np.lexsort((cells.tick, ways, cells.stage))
+    buffer = buffer_numbers(table, cells.op, ways.astype(int))
+    by_buffer = np.lexsort((cells.tick, buffer, cells.stage))
     by_buffer = by_buffer[ways[by_buffer] != 0]
     earlier, later = by_buffer[:-1], by_buffer[1:]
-    lost = np.all([array[earlier] == array[later] for array in (cells.stage, ways, leaves)], axis=0)
+    same = [array[earlier] == array[later] for array in (cells.stage, buffer, leaves)]
+    lost = np.all(same, axis=0)
     if not lost.any():
         return None
     later, earlier = later[lost], earlier[lost]

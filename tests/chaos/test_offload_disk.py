@@ -7,6 +7,7 @@ import re
 import pytest
 from chaos.test_full_disk import small_disk
 from support import train_runs as runs
+from support.chaos import launched
 from support.train_runs import settings
 
 from jaxtrain.run.exit_status import ExitStatus
@@ -90,3 +91,30 @@ def test_a_disk_that_is_too_small_is_refused(folder):
         "are as they were"
     )
     assert "compiled in" not in done.out and not (folder / "refused" / "checkpoints").exists()
+
+
+@pytest.mark.full
+def test_two_processes_go_on_with_and_without_the_disk(folder):
+    """Each has a file of its own. A run that began with one goes on without, and the other way."""
+
+    def launch(workdir, steps: int, *flags: str) -> None:
+        words = settings(train__steps=steps, checkpoint__every=5, mesh__stage=2, mesh__data=1)
+        command = launched(workdir, 0, *words, *flags)
+        with runs.running(folder, *command, environment=XLA_DEFAULTS) as running:
+            running.end()
+
+    disk, first, second = folder / "disks", folder / "disk_first", folder / "disk_second"
+    launch(first, 12, *on_disk(disk))
+    launch(second, 12)
+    assert os.listdir(disk) == [] and runs.losses(first) == runs.losses(second)
+    launch(first, 16)
+    launch(second, 16, *on_disk(disk))
+    assert runs.losses(first) == runs.losses(second) and len(runs.losses(first)) == 16
+
+
+@pytest.mark.full
+def test_a_replayed_step(folder):
+    workdir, flags = folder / "replayed", [*FLAGS, *on_disk(folder / "disk")]
+    runs.train(workdir, *flags, *settings(train__steps=11), devices=1)
+    done = runs.train(workdir, *flags, "--replay=10", devices=1)
+    assert done.out.rstrip().endswith("the same, bit for bit")

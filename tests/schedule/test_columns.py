@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from support.pipeline_tables import expected, grid, random_table
+from support.pipeline_tables import expected, grid, random_overlapped_table, random_table
 from support.symbolic_tick import Replay, by_name
 
 from jaxtrain.schedule.by_name import make_forward_table, make_table
@@ -14,7 +14,6 @@ from jaxtrain.schedule.columns import (
     EMBED,
     EMBED_GRADIENT,
     HEAD,
-    STAYS,
     TickTable,
     permute_op,
     result_buffers,
@@ -44,6 +43,12 @@ def test_replay_of_random_tables(seed):
     assert replay(table) == expected(table)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_replay_of_random_overlapped_tables(seed):
+    table = random_overlapped_table(random.Random(seed))
+    assert replay(table) == expected(table)
+
+
 def test_replay_of_forward_tables():
     for placement in ("circular", "v"):
         for stages, repeats, microbatches in ((1, 1, 3), (2, 2, 5), (4, 2, 9)):
@@ -66,13 +71,22 @@ def reads_of(name: str, ticks: TickTable) -> np.ndarray:
         "weight_stash": "BW",
         "microbatch": CELL_OPS,
     }
+    overlapped = any_of(*ticks.overlapped) if ticks.overlapped else np.zeros(table.op.shape, bool)
+    saving = [op for op, (kind, *_) in ticks.overlapped.items() if kind == "K"]
+    of_pairs = {
+        **dict.fromkeys(("activation", "gradient", "weight_stash", "microbatch"), overlapped),
+        **dict.fromkeys(("residual_b", "residual_w"), any_of(*saving) if saving else ~overlapped),
+    }
     slot = name.removesuffix("_slot")
     if slot in cells:
-        return any_of(*(f"{kind}{unit}" for kind in cells[slot] for unit in range(2)))
+        alone = any_of(*(f"{kind}{unit}" for kind in cells[slot] for unit in range(2)))
+        return alone | (overlapped & of_pairs[slot])
+    if slot.startswith("b_"):
+        return overlapped
     if slot.startswith(("up", "down")):
         return runs[f"take_{slot}"] > 0
     if slot.startswith("stay"):
-        return any_of(*(copy.op for copy in STAYS if copy.slot == slot))
+        return any_of(*(copy.op for copy in ticks.copies.stays if copy.slot == slot))
     if slot == "embedding_gradient":
         op = EMBED_GRADIENT
     else:
@@ -86,7 +100,7 @@ def places_of(name: str, ticks: TickTable) -> list[list[int]]:
     if name.endswith(("_slot", "microbatch")):
         return np.argwhere(reads_of(name, ticks) & (column.max() > 0)).tolist()
     if name.startswith("permute"):  # of a tick that sends something
-        sends = (ticks.slotted.send != 0).any(axis=1)
+        sends = np.any([way != 0 for way in ticks.slotted.send.values()], axis=(0, 2))
         return np.argwhere(
             column & np.roll(sends, name == permute_op(Permute.EARLY))[:, None]
         ).tolist()
@@ -97,6 +111,7 @@ CASES = {
     "late": ("interleaved", 2, False),
     "early": ("zb_v", 2, False),
     "spaced": ("1f1b", 1, True),
+    "overlapped": ("dualpipe_v", 2, False),
 }
 
 
@@ -105,8 +120,17 @@ def test_every_change_of_a_column_is_seen(permute):
     """Another slot or microbatch, or an op left out: each column at several places where the
     runtime reads it."""
     schedule, repeats, remat_full = CASES[permute]
-    source = random.Random(permute)
-    table = make_table(TableSpec(schedule, 4, repeats, 6, permute=permute, remat_full=remat_full))
+    source, overlap = random.Random(permute), permute == "overlapped"
+    spec = TableSpec(
+        schedule,
+        4,
+        repeats,
+        10 if overlap else 6,
+        permute="late" if overlap else permute,
+        remat_full=remat_full,
+        overlap=overlap,
+    )
+    table = make_table(spec)
     ticks = tick_table(assign_slots(table))
     seen = set()
     for name, column in by_name(ticks.columns).items():

@@ -4,7 +4,7 @@ and PyTorch itself as the other writer and reader."""
 import re
 
 import pytest
-from support import in_transformers
+from support import in_transformers, pytorch_files
 
 from jaxtrain.schedule.by_name import make_table, packed
 from jaxtrain.schedule.order_csv import is_order_file, read_schedule, to_order_csv
@@ -19,10 +19,12 @@ CASES = [(2, 4), (3, 7), (4, 10), (4, 5), (1, 3)]
 
 def orders_of(table: Table) -> list[list[tuple[int, int, int]]]:
     """Each stage's F, B and W."""
-    return [
-        [tuple(cell) for cells in table.cells if (cell := cells[stage]) and cell.op != Op.R]
-        for stage in range(table.stages)
-    ]
+    orders: list[list] = [[] for _ in range(table.stages)]
+    _, stages, *cells = (array.tolist() for array in table.busy)
+    for stage, *task in zip(stages, *cells, strict=True):
+        if task[0] != Op.R:
+            orders[stage].append(tuple(task))
+    return orders
 
 
 def spec_of(orders: ChunkOrders, **changes) -> TableSpec:
@@ -71,6 +73,39 @@ def test_the_actions_of_a_file(tmp_path):
         (f, 1, 0), (f, 2, 0), (b, 2, 0), (f, 1, 1), (f, 2, 1), (w, 2, 0), (b, 2, 1), (w, 2, 1),
         (b, 1, 0), (w, 1, 0), (b, 1, 1), (w, 1, 1),
     ]  # fmt: skip
+
+
+def test_overlapped_cells_come_back(tmp_path):
+    """A pair of a file is one cell if that is asked for, and F, B and W otherwise; but not the pair
+    of a microbatch's own F and B."""
+    path, again = tmp_path / "mine.csv", tmp_path / "again.csv"
+    path.write_text(to_order_csv(make_table(TableSpec("dualpipe_v", 3, 2, 7, overlap=True))))
+    orders = read_schedule(str(path))
+    for packing in ("late", "early", "spaced", "auto"):
+        table = packed(orders, spec_of(orders, permute=packing, overlap=True, remat_full=True))
+        check(table)
+        assert table.overlapped.sum() == path.read_text().count("OVERLAP") > 10
+        again.write_text(to_order_csv(table))
+        assert again.read_text() == path.read_text()
+        apart = packed(orders, spec_of(orders, permute=packing))
+        assert not apart.overlaps and read_schedule(str(path)).orders == orders_of(apart)
+    path.write_text("\n".join(V_FILE))
+    orders = read_schedule(str(path))
+    assert not orders.overlapped and not packed(orders, spec_of(orders, overlap=True)).overlaps
+    with pytest.raises(ValueError, match="permute='aligned' takes no overlapped cells: use late"):
+        path.write_text(again.read_text())
+        orders = read_schedule(str(path))
+        packed(orders, spec_of(orders, permute="aligned", overlap=True))
+
+
+def test_overlapped_cells_that_wait_for_ever_are_refused(tmp_path):
+    """1B1 waits for 1F1, which waits for 0F1, which shares a cell with the B that waits for 1B1."""
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1F1,1B1,1B0\n")
+    orders = read_schedule(str(path))
+    check(packed(orders, spec_of(orders, permute="late")))
+    with pytest.raises(ValueError, match="never finishes: F0.1 is next and waits for ever"):
+        packed(orders, spec_of(orders, permute="late", overlap=True))
 
 
 def test_which_of_the_two_formats_a_file_has(tmp_path):
@@ -125,6 +160,33 @@ def test_a_bad_file_is_answered_with_the_place(text, said, tmp_path):
 
 
 # --- PyTorch --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", pytorch_files.SHA256)
+def test_files_of_pytorchs_tests_come_back_in_their_order(name, tmp_path):
+    """Of what stands in DualPipeV's file the overlapped cells, too."""
+    path, again = tmp_path / name, tmp_path / "again.csv"
+    text = pytorch_files.text_of(name)
+    path.write_text(text)
+    orders = read_schedule(str(path))
+    tables = {
+        overlap: packed(orders, spec_of(orders, overlap=overlap, permute="late"))
+        for overlap in (False, True)
+    }
+    for table in tables.values():
+        check(table)
+        again.write_text(to_order_csv(table))
+        assert orders_of(table) == orders.orders == read_schedule(str(again)).orders
+    assert not tables[False].overlaps
+    pairs = re.findall(r"\(.*?\)OVERLAP_F_B", text)
+    assert re.findall(r"\(.*?\)OVERLAP_F_B", again.read_text()) == pairs
+    assert bool(pairs) == (name == pytorch_files.DUALPIPEV)
+    if pairs:
+        both = text
+        for i, w in re.findall(r"(\d+I\d+),(\d+W\d+)", text):
+            if i.replace("I", "W") == w:  # we write both gradients as one action
+                both = both.replace(f"{i},{w}", i.replace("I", "B"))
+        assert again.read_text() == both
 
 
 def expanded(text: str) -> list[list[str]]:

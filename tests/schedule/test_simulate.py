@@ -1,14 +1,16 @@
 """Both clocks: by hand on small tables, against published bubble rates, and against each other."""
 
+import dataclasses
 import itertools
 
 import pytest
 
 from jaxtrain.schedule.by_name import make_table
-from jaxtrain.schedule.clocks import Times, coupled_starts
+from jaxtrain.schedule.clocks import Times, coupled, coupled_starts, independent
 from jaxtrain.schedule.orders import SCHEDULES, default_repeats
 from jaxtrain.schedule.simulate import simulate
-from jaxtrain.schedule.table import Op, TableShape, from_cells
+from jaxtrain.schedule.table import Op, TableShape, from_cells, peak_residuals
+from jaxtrain.schedule.table_csv import read_csv
 from jaxtrain.schedule.table_spec import TableSpec
 
 F, B, W = int(Op.F), int(Op.B), int(Op.W)
@@ -223,3 +225,32 @@ def test_the_coupled_clock_is_never_faster(schedule):
                 own = sorted((e.start, e.end) for e in timeline if e.stage == s)
                 # one op at a time
                 assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(own))
+
+
+def test_overlapped_cells_by_both_clocks():
+    """An F of 2 and a B of 3 that save 1 take 4; both begin when both can, and the messages leave
+    at the end of both."""
+    cells = "# place=0,1\nstage 0,stage 1\nF0.0,\nF0.1,F0.0\n,F0.1\n,B0.0\n,B0.1\n"
+    cells += "F0.2+B0.0,\nW0.0,F0.2\nB0.1,B0.2\nW0.1,W0.0\nB0.2,W0.1\nW0.2,W0.2\n"
+    table = read_csv("mine.csv", cells)
+    times = Times(2.0, 3.0, 1.0, message=0.25, overlap=1.0)
+    for timeline in (independent(table, times), coupled(table, times)):
+        ops = {(op.stage, op.name, op.microbatch): op for op in timeline}
+        f, b = ops[0, "F", 2], ops[0, "B", 0]
+        assert f.end - f.start == pytest.approx(1.6) and b.end - b.start == pytest.approx(2.4)
+        assert b.start == pytest.approx(f.end) and b.end == pytest.approx(f.start + 4)
+        assert f.start >= ops[1, "B", 0].end + 0.25
+        assert ops[1, "F", 2].start >= b.end + 0.25 and ops[0, "W", 0].start >= b.end
+    apart = simulate(table, dataclasses.replace(times, overlap=0.0))
+    assert apart.step_time - simulate(table, times).step_time == pytest.approx(1.0)
+    most = simulate(table, dataclasses.replace(times, overlap=9.0))
+    assert apart.step_time - most.step_time == pytest.approx(2.0)  # B alone takes 3
+    assert peak_residuals(table) == [3.0, 2.0]
+
+
+def test_overlapped_cells_save_what_the_times_say():
+    spec = TableSpec("dualpipe_v", 4, 2, 12, overlap=True)
+    table, apart = (make_table(dataclasses.replace(spec, overlap=on)) for on in (True, False))
+    figures = [simulate(t, Times(overlap=0.3)) for t in (table, apart)]
+    assert figures[0].step_time < figures[1].step_time - 1
+    assert figures[1].step_time == simulate(apart, Times()).step_time

@@ -14,6 +14,7 @@ from jaxtrain.schedule.table_csv import read_csv, to_csv
 from jaxtrain.schedule.table_spec import TableSpec
 
 COLUMNS = ("op", "local_unit", "microbatch", "permute", "head", "embed", "embed_gradient")
+COLUMNS += ("b_local_unit", "b_microbatch")
 FB = (int(Op.F), int(Op.B))
 
 
@@ -39,7 +40,7 @@ def test_csv_there_and_back(tmp_path):
         t
         for permute in ("late", "early", "aligned")
         for t in grid(permute)
-        if t.stages in (1, 3) and t.microbatches in (1, 4)
+        if (t.stages in (1, 3) and t.microbatches in (1, 4)) or t.overlaps
     ]
     source = random.Random(3)
     tables += [random_table(source) for _ in range(30)]
@@ -209,6 +210,14 @@ def test_csv_columns_left_out_are_filled_in(tmp_path):
             "stage 0\nF0.0\nB0.0\n",
             "column 'stage 0': W0.0 is missing (1 in all): write it after B0.0 in line 3",
         ),
+        (
+            "stage 0\nF0.0\nF0.1+W0.0\n",
+            "line 3, column 'stage 0': 'F0.1+W0.0' is no overlapped cell: write an F and a B, such "
+            "as F0.7+B1.3",
+        ),
+        ("stage 0\nF0.0\nF0.1+B0.9\n", "line 3, column 'stage 0': B0.9 has microbatch 9, and "),
+        ("stage 0\nF0.0+B0.0\nW0.0\n", "column 'stage 0': B0.0 waits for its F0.0 in line 2"),
+        ("stage 0\nF0.0\nF0.1+C0.0\n", "'C0.0' has the unknown op 'C': use F, R, B"),
         (
             "stage 0\nRB0.0\n",
             "line 2, column 'stage 0': 'RB0.0' has the unknown op 'RB': use F, R, B or W",

@@ -1,6 +1,7 @@
 """When messages leave and can be read: by hand, tick by tick, and as the check says it."""
 
 import dataclasses
+import itertools
 import random
 
 import numpy as np
@@ -45,15 +46,18 @@ def test_arrivals_of_late_and_early_permutes():
 
 def agree(table) -> bool:
     """Whether `waiting` says what a runtime's way through the ticks finds."""
-    ways = message_ways(table.stage_of, table.stages)[table.op, table.unit]
-    found = waiting(table)
-    for way in (1, -1):
+    ways, found = message_ways(table.stage_of, table.stages), waiting(table)
+    one, other = ways[table.op, table.unit], ways[Op.B, table.b_unit]
+    for op, way in itertools.product((Op.F, Op.B), (1, -1)):
+        made = (one == way) | (other == way)
+        if table.overlaps:  # F and B have buffers of their own
+            made = (one == way) & (table.op == op) | (other == way) & (op == Op.B)
         holds = np.zeros(table.stages, bool)
         for tick, when in enumerate(table.permute):
             holds &= when != EARLY
-            if (found[way][tick] != holds).any():
+            if (found[op, way][tick] != holds).any():
                 return False
-            holds |= ways[tick] == way
+            holds |= made[tick]
             holds &= when != LATE
     return True
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.pipeline_tables import broken, execute, grid, random_table
+from support.pipeline_tables import broken, execute, grid, random_overlapped_table, random_table
 
 from jaxtrain.schedule.by_name import make_table
 from jaxtrain.schedule.table import (
@@ -53,6 +53,19 @@ def test_the_validator_accepts_what_computes_and_nothing_else():
         outcomes.append(execute(table))
         assert accepted(table) == outcomes[-1]
     assert 15 < sum(outcomes) < 190  # the changes are neither all harmless nor all fatal
+
+
+def test_overlapped_cells_are_accepted_where_they_compute_and_nowhere_else():
+    source, outcomes = random.Random(1), []
+    for _ in range(80):
+        table = random_overlapped_table(source)
+        check(table)
+        assert execute(table)
+        table = broken(table, source)
+        alone = table.overlapped & (table.op != Op.F)  # no cell for an execution
+        outcomes.append(not alone.any() and execute(table))
+        assert accepted(table) == outcomes[-1]
+    assert 5 < sum(outcomes) < 70
 
 
 # --- what is refused, and how it is said ----------------------------------------------------------

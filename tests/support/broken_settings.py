@@ -373,6 +373,21 @@ RULES = [
         "on a stage: use --config.pipeline.repeats=2",
     ),
     (
+        {"pipeline.overlap": True},
+        "pipeline.overlap=True needs an F and a B of two microbatches side by side, as in the "
+        "order of dualpipe_v, and pipeline.schedule='interleaved' has none: use "
+        "--config.pipeline.schedule=dualpipe_v",
+    ),
+    (
+        {
+            "pipeline.overlap": True,
+            "pipeline.schedule": "dualpipe_v",
+            "pipeline.permute": "aligned",
+        },
+        "pipeline.overlap=True is not packed by pipeline.permute='aligned': use "
+        "--config.pipeline.permute=auto",
+    ),
+    (
         {"pipeline.memory": 2.0},
         "pipeline.memory=2.0 is for pipeline.schedule='auto' alone, not 'interleaved': use "
         "--config.pipeline.memory=0.0",

@@ -26,7 +26,7 @@ def op_of(*instructions: Instruction) -> str:
     """The op in whose scope they stand."""
     text = "".join(i.op_name for i in instructions)
     name = op_in(text) or ("gather" if "/gather/" in text else "other")
-    return "F" if name == "K" else name
+    return name.replace("K", "F")
 
 
 def read(

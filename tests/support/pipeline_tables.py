@@ -8,9 +8,20 @@ import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from jaxtrain.schedule.by_name import make_table
 from jaxtrain.schedule.orders import PLACEMENTS, SCHEDULES
-from jaxtrain.schedule.table import Cell, Op, Permute, Table, TableShape, directions, from_cells
+from jaxtrain.schedule.table import (
+    Cell,
+    Op,
+    Permute,
+    Table,
+    TableShape,
+    directions,
+    from_cells,
+    overlapped_b,
+)
 from jaxtrain.schedule.table_spec import TableSpec
 
 # Every schedule with the fewest chunks on a stage that it is made for, and one more where it is for
@@ -46,6 +57,33 @@ def grid(permute: str) -> Iterator[Table]:
                 units_per_chunk=units,
             )
         )
+    if permute != "aligned":
+        yield from overlapped_grid(permute)
+
+
+def overlapped_grid(permute: str) -> Iterator[Table]:
+    """The same with overlapped cells, whose chunks have as many units or others."""
+    for stages, microbatches, remat_full, cut in (
+        (2, 4, False, False),
+        (2, 7, True, False),
+        (3, 11, False, True),
+        (4, 9, True, True),
+    ):
+        units = [1 + c % 3 for c in range(stages * 2)] if cut else None
+        table = make_table(
+            TableSpec(
+                "dualpipe_v",
+                stages,
+                2,
+                microbatches,
+                permute=permute,
+                remat_full=remat_full,
+                units_per_chunk=units,
+                overlap=True,
+            )
+        )
+        assert table.overlaps
+        yield table
 
 
 class Message(NamedTuple):
@@ -91,9 +129,21 @@ def tasks(shape: TableShape) -> Iterator[Cell]:
                 yield Cell(int(op), unit, microbatch)
 
 
-def random_table(source: random.Random) -> Table:
+def random_overlapped_table(source: random.Random) -> Table:
+    """A random table with overlapped cells, which is right by construction."""
+    while not (table := random_table(source, overlapped=0.7)).overlaps:
+        pass
+    return table
+
+
+def random_table(source: random.Random, overlapped: float = 0.0) -> Table:
     """A table whose every choice is random: what runs where and when, permutes, head and embedding.
-    It is right by construction."""
+    It is right by construction.
+
+    overlapped: the chance of an F to have a B overlapped with it where one fits. With any F and B
+        have send buffers of their own, as a table with overlapped cells has them: one that happens
+        to have none may be wrong
+    """
     stages, recompute, forward_only = (
         source.randint(1, 5),
         source.random() < 0.5,
@@ -115,6 +165,8 @@ def random_table(source: random.Random) -> Table:
     )
     todo = set(tasks(shape))
     there, done, rows, permutes = {}, set(), [], []
+    b_units, b_microbatches = [], []
+    buffer_of = lambda made, op: (made.way, bool(overlapped) and op == Op.B)
     columns = {name: [] for name in ("head", "embed", "embed_gradient")}
     ended = {name: set() for name in columns}
     buffers = [{} for _ in range(stages)]
@@ -131,7 +183,7 @@ def random_table(source: random.Random) -> Table:
         return (
             (before is None or (before, g, k) in done)
             and (message is None or there.get(message, t + 1) <= t)
-            and not (made and made.way and made.way in buffers[stage_of[g]])
+            and not (made and made.way and buffer_of(made, op) in buffers[stage_of[g]])
         )
 
     def some(candidates, chance):
@@ -152,13 +204,22 @@ def random_table(source: random.Random) -> Table:
         for s in range(stages):
             cells = sorted(c for c in todo if stage_of[c[1]] == s and fits(c, t))
             row.append(source.choice(cells) if cells and source.random() < 0.8 else None)
+        of_b = [None] * stages
         for s, cell in enumerate(row):
+            if overlapped and cell and cell.op == Op.F and source.random() < overlapped:
+                cells = sorted(
+                    c for c in todo if c.op == Op.B and stage_of[c[1]] == s and fits(c, t)
+                )
+                of_b[s] = source.choice(cells) if cells else None
+        b_units.append([cell.unit if cell else -1 for cell in of_b])
+        b_microbatches.append([cell.microbatch if cell else -1 for cell in of_b])
+        for s, cell in (*enumerate(row), *enumerate(of_b)):
             if cell:
                 todo.remove(cell)
                 done.add(cell)
                 made = sent(cell, ways)
                 if made and made.way:
-                    buffers[s][made.way] = made.message
+                    buffers[s][buffer_of(made, cell.op)] = made.message
                 elif made:
                     there[made.message] = t + (0 <= made.message.unit <= last)
         head = some(
@@ -178,7 +239,9 @@ def random_table(source: random.Random) -> Table:
             send(t)
         rows.append(row)
         permutes.append(int(when))
-    return from_cells(shape, rows, permute=permutes, **columns)
+    arrays = {"b_unit": b_units, "b_microbatch": b_microbatches}
+    arrays = {name: np.array(values, np.int32) for name, values in arrays.items()}
+    return from_cells(shape, rows, permute=permutes, **columns, **arrays)
 
 
 def expected(table) -> set[tuple]:
@@ -191,41 +254,45 @@ def expected(table) -> set[tuple]:
 
 def execute(table: Table) -> bool:
     """Whether a table computes everything once on the right values: with room for all values, but
-    one send buffer a direction that every message overwrites. It knows nothing of the validator."""
+    one send buffer a direction (two where cells are overlapped, for F and B) that every message
+    overwrites. It knows nothing of the validator."""
     p, stage_of = table.stages, table.stage_of
     ways, last = directions(stage_of, p), len(stage_of) - 1
     there: list[set] = [set() for _ in range(p)]
-    buffers = {+1: [None] * p, -1: [None] * p}
-    arrived = {+1: [None] * p, -1: [None] * p}
+    own = table.overlaps
+    keys = [(way, of_b) for way in (+1, -1) for of_b in {False, own}]
+    buffers, arrived = ({key: [None] * p for key in keys} for _ in range(2))
     done = []
 
     def permute():
-        arrived[+1] = buffers[+1][-1:] + buffers[+1][:-1]
-        arrived[-1] = buffers[-1][1:] + buffers[-1][:1]
+        for way, of_b in keys:
+            sent_now = buffers[way, of_b]
+            arrived[way, of_b] = [sent_now[(s - way) % p] for s in range(p)]
 
     for t, row in enumerate(table.cells):
         staying = []
-        for way in (+1, -1):
+        for key in keys:
             for s in range(p):
-                there[s].add(arrived[way][s])
+                there[s].add(arrived[key][s])
         if table.permute[t] == Permute.EARLY:
             permute()
         if table.embed[t] >= 0:
             there[stage_of[0]].add(("activation", 0, int(table.embed[t])))
             done.append(("embed", int(table.embed[t])))
-        for s, cell in enumerate(row):
-            if cell is None:
-                continue
-            op, g, k = cell
+        cells = [(s, cell) for s, cell in enumerate(row) if cell]
+        cells += [(s, b) for s in range(p) if (b := overlapped_b(table, t, s))]
+        for s, (op, g, k) in cells:
             before = {Op.R: Op.F, Op.W: Op.B, Op.B: Op.R if table.recomputes(g) else Op.F}.get(op)
+            message = needed(Cell(op, g, k))
             if (before is not None and (before, g, k) not in done) or (
-                needed(cell) is not None and needed(cell) not in there[s]
+                message is not None and message not in there[s]
             ):
                 return False
+        for s, cell in cells:
             done.append(cell)
             made = sent(cell, ways)
             if made and made.way:
-                buffers[made.way][s] = made.message
+                buffers[made.way, own and cell.op == Op.B][s] = made.message
             elif made:
                 staying.append((s, made.message))
         if table.head[t] >= 0:
@@ -257,6 +324,8 @@ def broken(table: Table, source: random.Random) -> Table:
         n: getattr(table, n).copy()
         for n in ("op", "local_unit", "microbatch", "permute", "head", "embed", "embed_gradient")
     }
+    if table.overlaps and source.random() < 0.3:
+        return _with_another_b(table, source)
     kind = source.choice(["swap", "swap", "move", "drop", "permute", "column", "microbatch"])
     s, rows = source.randrange(table.stages), range(table.ticks)
     busy = [t for t in rows if table.op[t, s]]
@@ -275,3 +344,18 @@ def broken(table: Table, source: random.Random) -> Table:
     else:
         arrays["microbatch"][a, s] = source.randrange(table.microbatches)
     return dataclasses.replace(table, **arrays)
+
+
+def _with_another_b(table: Table, source: random.Random) -> Table:
+    """The table with one overlapped B of another microbatch, in another cell, or left out."""
+    units, microbatches = table.b_local_unit.copy(), table.b_microbatch.copy()
+    t, s = source.choice(np.argwhere(table.overlapped).tolist())
+    kind, other = source.choice(["microbatch", "move", "drop"]), source.randrange(table.ticks)
+    if kind == "microbatch":
+        microbatches[t, s] = source.randrange(table.microbatches)
+    elif kind == "move":
+        for array in (units, microbatches):
+            array[[t, other], s] = array[[other, t], s]
+    else:
+        units[t, s] = microbatches[t, s] = -1
+    return dataclasses.replace(table, b_local_unit=units, b_microbatch=microbatches)

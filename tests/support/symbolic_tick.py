@@ -17,10 +17,6 @@ from jaxtrain.schedule.columns import (
     EMBED,
     EMBED_GRADIENT,
     HEAD,
-    RESULT,
-    SENDS,
-    STAYS,
-    TAKES,
     TickColumns,
     TickTable,
     cell_op,
@@ -43,6 +39,8 @@ def by_name(columns: TickColumns) -> dict[str, np.ndarray]:
         "head_microbatch",
         "embed_gradient_microbatch",
     )
+    if columns.b_microbatch is not None:
+        microbatches = (*microbatches, "b_microbatch")
     fields = {name: getattr(columns, name) for name in (*microbatches, "busy")}
     return (
         fields
@@ -117,7 +115,7 @@ class Replay:
     def take_in(self, s: int, tick: dict[str, int]) -> None:
         """What arrived goes into its slots."""
         stage = self.stages[s]
-        for copy in TAKES:
+        for copy in self.ticks.copies.takes:
             if tick[copy.op]:
                 value = stage.arrived[copy.source]
                 assert value and value[0] == copy.target, f"{copy.op} finds {value}"
@@ -127,9 +125,15 @@ class Replay:
         """All that a stage computes in a tick, in order."""
         stage, table = self.stages[s], self.table
         of_units = [cell_op(kind, u) for u in range(table.units_per_stage) for kind in CELL_OPS]
+        copies = self.ticks.copies
         run = [
             name
-            for name in (*SHARED, *of_units, *(copy.op for copy in (*SENDS, *STAYS)))
+            for name in (
+                *SHARED,
+                *of_units,
+                *self.ticks.overlapped,
+                *(copy.op for copy in (*copies.sends, *copies.stays)),
+            )
             if tick[name]
         ]
         assert bool(tick["busy"]) == bool(run), f"the runtime may skip {run}"
@@ -144,10 +148,22 @@ class Replay:
             for kind in CELL_OPS:
                 if tick[cell_op(kind, u)]:
                     self.compute(kind, u, s, tick)
-        for copy in SENDS:
+        for name, (kind, u, b_u) in self.ticks.overlapped.items():
+            if tick[name]:
+                of_b = {
+                    f"{pool}_slot": tick[f"b_{pool}_slot"] for pool in ("residual_b", "residual_w")
+                }
+                # B reads before F writes, or after it: it must make no difference
+                order = [
+                    (kind, u, tick),
+                    ("B", b_u, tick | of_b | {"microbatch": tick["b_microbatch"]}),
+                ]
+                for step in order[:: -1 if tick["microbatch"] % 2 else 1]:
+                    self.compute(step[0], step[1], s, step[2])
+        for copy in copies.sends:
             if tick[copy.op]:
-                stage.buffers[copy.target] = stage.buffers[RESULT]
-        for copy in STAYS:
+                stage.buffers[copy.target] = stage.buffers[copy.source]
+        for copy in copies.stays:
             if tick[copy.op]:
                 stage.pools[copy.target][tick[f"{copy.slot}_slot"]] = stage.buffers[copy.source]
         if tick[HEAD] and s == table.stage_of[-1]:
