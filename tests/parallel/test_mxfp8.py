@@ -29,7 +29,11 @@ USES = [
     Fp8(FLOAT32, FORMATS["e4m3"], blocks=True),
     Fp8(FLOAT32, weight_gradients=False, blocks=True),
 ]
-uses = pytest.mark.parametrize("use", USES, ids=["e5m2", "e4m3", "weights in float32"])
+uses = pytest.mark.parametrize(
+    "use",
+    [USES[0], *(pytest.param(use, marks=pytest.mark.full) for use in USES[1:])],
+    ids=["e5m2", "e4m3", "weights in float32"],
+)
 
 
 def rounded(x: np.ndarray, dtype: np.dtype, axis: int) -> tuple[np.ndarray, np.ndarray]:
@@ -160,7 +164,7 @@ def test_what_crosses_does_not_depend_on_the_device(monkeypatch, keep):
 MESHES = [(2, 2, 1, 1, 1, 2), (1, 2, 2, 2, 1, 1), (1, 1, 1, 2, 1, 4)]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", small.named(MESHES[:1], MESHES[1:]))
 def test_scales_are_the_same_on_every_mesh(mesh):
     """Bit by bit, of activations split along all of their dimensions, and of weights."""
     x, w = spread(1, 8, 256, 128), spread(2, 3, 128, 256)
