@@ -223,6 +223,31 @@ def test_moments_on_the_host_leave_the_device_and_do_not_come_back_at_once(platf
 
 
 @compiled_for("h100")
+def test_messages_of_one_microbatch_go_beside_products_of_the_other(platform):
+    """In an overlapped cell three of four all-to-alls of rows; F on its own has products beside
+    none of its own, and B beside one of two."""
+    changes = {
+        **EXPERTS,
+        "mesh.data": 2,
+        "mesh.model": 1,
+        "data.batch_size": 64,
+        "model.layers": 8,
+        "model.shared_experts": 0,
+        "pipeline.schedule": "dualpipe_v",
+        "pipeline.repeats": 2,
+        "pipeline.remat": "none",
+        "pipeline.permute": "auto",
+        "pipeline.overlap": True,
+    }
+    by_op = ahead.covered(ahead.compile_step(platform, changes), "ragged-all-to-all")
+    overlapped = [each for name, each in by_op.items() if name.startswith("KB")]
+    alone = [each for name, each in by_op.items() if not name.startswith("KB")]
+    assert len(overlapped) == 2 and alone
+    assert [(sum(each), len(each)) for each in overlapped] == [(3, 4)] * 2
+    assert all(sum(each) < 2 == len(each) for each in alone), by_op
+
+
+@compiled_for("h100")
 def test_a_long_sequence_fits(platform, tmp_path):
     """131,072 tokens of Llama 3 8B over a context of 8 on 64 H100s, by every way to attend."""
     script = ROOT / "benchmarks" / "long_context.py"

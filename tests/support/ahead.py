@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -68,6 +69,14 @@ class CompiledTick(topology.Compiled):
             for i in opened(self.program, self.tick, self.holders)
             if i.opcode == "while" and self.program.is_op(i)
         ]
+
+    def multiplies(self, i: Instruction) -> bool:
+        """True for a product or what has one inside: a fusion, a loop or a kernel's call."""
+        if i.opcode in ("fusion", "while"):
+            inside = i.calls["calls" if i.opcode == "fusion" else "body"]
+            return any(map(self.multiplies, self.program.computations[inside]))
+        kernels = ("gemm", "matmul", "cudnn")
+        return i.opcode == "dot" or any(name in i.target for name in kernels)
 
     @property
     def on_host(self) -> int:
@@ -189,6 +198,24 @@ def products_beside(c: CompiledTick, kind: str) -> dict[str, list[str]]:
                 for name in begun:
                     beside[name].append(i.name)
     return beside
+
+
+def covered(c: CompiledTick, kind: str) -> dict[str, list[bool]]:
+    """Op of a tick → for each large collective of a kind in it, whether products stand between its
+    halves, those of loops over groups of rows included. Large is a payload or more."""
+    by_op: dict[str, list[bool]] = {}
+    for op in c.ops:
+        below = list(c.program.below(op.calls["body"]))
+        scopes = (re.search(r"/([FKRBW]+\d[\d_]*)/", i.op_name) for i in below)
+        name = next((scope[1] for scope in scopes if scope), "")
+        for i in below:
+            if i.collective != kind or max(i.sizes) < c.payload:
+                continue
+            following = c.program.computations[i.computation]
+            following = following[following.index(i) + 1 :]
+            done = next((n for n, j in enumerate(following) if i.name in j.operands), 0)
+            by_op.setdefault(name, []).append(any(map(c.multiplies, following[:done])))
+    return by_op
 
 
 CHECKS: tuple[Callable[[CompiledTick], list], ...] = (
