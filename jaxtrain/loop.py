@@ -39,21 +39,21 @@ from jaxtrain.plan.report import as_compiled, introduction
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.files import CONFIG_FILE, warned
 from jaxtrain.run.goodput import GoodputLog, plot_goodput
+from jaxtrain.run.intervals import Intervals
 from jaxtrain.run.metrics import METRICS, MetricsWriter, plot_losses
 from jaxtrain.run.progress import Progress
 from jaxtrain.run.run_lock import FolderError, RunLock
 from jaxtrain.run.signals import Signals
+from jaxtrain.run.speculation import Speculation
 from jaxtrain.run.wall_clock import Part, WallClock
 from jaxtrain.run.watchdog import Watchdog
 from jaxtrain.training import stored_op_times
 from jaxtrain.training.evaluation import Evaluation
-from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.parameter_checks import Copies
 from jaxtrain.training.profile import Profile, trace_folder
 from jaxtrain.training.recovery import DetectorState, SpikeDetector
 from jaxtrain.training.reporting import Pending, Reporter, Speedometer
 from jaxtrain.training.requests import Request, Requests, no_request
-from jaxtrain.training.speculation import Speculation
 from jaxtrain.training.state import TrainState, initial_state
 from jaxtrain.training.step import Programs, Step, StepMetrics, make_step, start_compiling
 

@@ -34,9 +34,9 @@ from jaxtrain.plan.explain import flags_of
 from jaxtrain.plan.report import introduction
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.files import CONFIG_FILE
+from jaxtrain.run.intervals import Intervals
 from jaxtrain.run.metrics import METRICS, read_metrics
 from jaxtrain.run.wall_clock import Part, WallClock
-from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.optimizer import learning_rate
 from jaxtrain.training.step import make_step, start_compiling
 

@@ -38,7 +38,7 @@ from jaxtrain.config.resume import changes, violations
 from jaxtrain.config.settings import CheckpointConfig
 from jaxtrain.devices import cluster
 from jaxtrain.run.exit_status import ExitStatus, RunError
-from jaxtrain.training.intervals import Intervals
+from jaxtrain.run.intervals import Intervals
 from jaxtrain.training.parameter_checks import Finiteness
 from jaxtrain.training.recovery import DetectorState, NumbersError, Rollback, SpikeDetector
 from jaxtrain.training.requests import Request

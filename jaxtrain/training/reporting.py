@@ -9,15 +9,15 @@ import numpy as np
 
 from jaxtrain.devices import cluster
 from jaxtrain.run.goodput import GoodputLog
+from jaxtrain.run.intervals import Intervals
 from jaxtrain.run.metrics import METRICS, MetricsWriter
 from jaxtrain.run.peers import Slowest, Stragglers
 from jaxtrain.run.progress import Progress, StepTimer
+from jaxtrain.run.speculation import Speculation
 from jaxtrain.run.wall_clock import STEPS, Part, WallClock, start_line, start_record
-from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.parameter_checks import Comparison
 from jaxtrain.training.recovery import Fault, Numbers, Rollback, SpikeDetector
 from jaxtrain.training.requests import Answer, Request
-from jaxtrain.training.speculation import Speculation
 from jaxtrain.training.step import StepMetrics, combine_replicas
 
 TINY = 1e-12  # the least fraction of dropped choices that is warned of: any at all

@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain.config import TrainConfig
 from jaxtrain.devices.mesh import REPLICA, make_mesh
 from jaxtrain.run.goodput import GoodputLog
+from jaxtrain.run.intervals import Intervals
 from jaxtrain.run.peers import Slowest, Stragglers
 from jaxtrain.run.wall_clock import Part, WallClock
-from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.recovery import DetectorState, NumbersError, Rollback, SpikeDetector
 from jaxtrain.training.reporting import Pending, Reporter
 from jaxtrain.training.requests import Request, no_request

@@ -2,7 +2,7 @@
 
 import math
 
-from jaxtrain.training.speculation import Speculation
+from jaxtrain.run.speculation import Speculation
 
 
 def speculation(clip_norm: float = 1.0, skips: bool = True) -> tuple[Speculation, list[str]]:

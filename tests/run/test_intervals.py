@@ -3,7 +3,7 @@
 import pytest
 
 from jaxtrain import config as configs
-from jaxtrain.training.intervals import Intervals
+from jaxtrain.run.intervals import Intervals
 
 STEPS = 10
 
