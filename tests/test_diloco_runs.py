@@ -57,6 +57,7 @@ def test_the_logged_norm_is_the_mean_of_the_replicas(whole):
     assert logged[4] != pytest.approx(norms[4][0], rel=1e-6)
 
 
+@pytest.mark.full
 def test_stopped_between_exchanges_it_goes_on_bit_for_bit(whole):
     workdir = whole[0].with_name("same")
     runs.copy_up_to(STOPPED, whole[0], workdir)

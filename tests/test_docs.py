@@ -2,6 +2,7 @@
 rules. Their tables and pictures are those of the code."""
 
 import ast
+import functools
 import importlib.util
 import io
 import json
@@ -399,6 +400,7 @@ EXAMPLES = {"run.py", "mine/run.py", "planned.py", "crd.yaml", "path/file.py"}
 HISTORY = ("docs/log", "CHANGELOG.md")
 
 
+@functools.cache
 def prose(path: pathlib.Path) -> str:
     """A document's text without the targets of links; a Python file's docstrings and comments."""
     text = path.read_text()

@@ -237,6 +237,7 @@ def test_processes_on_other_meshes(large, workdir, processes, mesh):
     assert_same_trajectory(runs.losses(workdir), runs.losses(large))
 
 
+@pytest.mark.full
 def test_one_that_is_told_to_stop_and_one_that_is_killed(single, workdir):
     """The first as a cluster takes a machine away: all save the same step and stop, with a status
     of their own. Then a kill: the others say who has gone. Each time the launcher starts the run

@@ -86,6 +86,7 @@ test_exporting.exported(
 MANY = np.arange(4000, dtype=np.float32).reshape(100, 40)
 
 
+@pytest.mark.full
 def test_kill_9_leaves_no_half_folder(tmp_path):
     """An export that is killed after some rows leaves a complete folder or none, and the next one
     removes what it has left."""

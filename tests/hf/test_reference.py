@@ -39,7 +39,6 @@ MESHES = {
 ALWAYS = [
     ("tied llama with biases", "data, stage, model"),
     ("smollm3 with a list", "context, stage, model"),
-    ("glm4_moe", "data, stage, model"),
     ("deepseek_v3 with yarn", "expert, context, stage"),
 ]
 

@@ -231,6 +231,7 @@ def test_a_search_says_how_far_it_is():
     assert {what.split()[0].rstrip(",") for what, _ in told} == {*SCHEDULES, "between", "list"}
 
 
+@pytest.mark.full
 def test_a_large_search_ends_in_time():
     """16 stages, 256 microbatches: two seconds where there were forty."""
     began = time.process_time()

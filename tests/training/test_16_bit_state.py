@@ -148,7 +148,6 @@ LAYOUTS = {
 OF_MESHES = {f"{form}: {layout}": (form, layout) for form in FORMS for layout in LAYOUTS}
 DEFAULT = [
     "16 bits alone: ZeRO 2, interleaved, context",
-    "16 bits alone: experts, ZeRO 3",
     "masters, 16-bit moments: offload",
     "16 bits alone: adafactor, skip, model, padded",
 ]

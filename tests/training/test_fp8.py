@@ -35,9 +35,9 @@ CASES = {
     "data, stage and model": Case(
         (2, 2, 2), "zb_h1", changes={"pipeline.remat": "selective", "parallel.zero": 3}
     ),
-    "context and expert": Case((1, 1, 1), changes={**MOE, "mesh.context": 2, "mesh.expert": 2}),
 }
 MORE = {
+    "context and expert": Case((1, 1, 1), changes={**MOE, "mesh.context": 2, "mesh.expert": 2}),
     "context": Case((1, 1, 1), changes={"mesh.context": 2}),
     "expert": Case((1, 1, 1), changes={**MOE, "mesh.expert": 2}),
     "data": Case((2, 1, 1)),

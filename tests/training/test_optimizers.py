@@ -34,9 +34,7 @@ CASES = {f"{name}: {layout}": (name, layout) for name in SETTINGS for layout in 
 DEFAULT = [
     "lion: ZeRO 2, interleaved",
     "lion: ZeRO 0, replicas",
-    "lion: ZeRO 1, experts",
     "adafactor: ZeRO 3, padded stacks and vocabulary",
-    "adafactor: offload",
 ]
 
 

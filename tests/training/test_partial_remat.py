@@ -48,7 +48,6 @@ CASES = {
 }
 ALWAYS = [
     "zb_h1, units of 4 and 3 layers",
-    "zb_v, selective",
     "one stage",
     "ZeRO-3, a unit without saved layers",
 ]
