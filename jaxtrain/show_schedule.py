@@ -402,6 +402,10 @@ def make(
     stage."""
     spec = request.spec
     one_step = make_one_step(request, name, repeats, report)
+    if one_step.overlaps and request.flags.steps_per_program > 1:
+        steps = request.flags.steps_per_program
+        rule = f"--steps_per_program={steps} is for tables without cells of F and B at once"
+        raise UsageError(rule, {"steps_per_program": 1})
     table = repeated(one_step, request.flags.steps_per_program, spec.times, permute=spec.permute)
     check(table)
     return table

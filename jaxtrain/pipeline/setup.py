@@ -260,6 +260,10 @@ class _Search:
         pipeline, steps = self.pipeline, self.pipeline.steps_per_program
         if steps == 1:
             return None
+        if best.table.overlaps:
+            rule = f"has no table of several steps whose cells have F and B, as {pipeline.schedule}"
+            fixes = [{"pipeline.steps_per_program": 1}]
+            raise ConfigError("pipeline.steps_per_program", steps, rule, fixes=fixes)
         table = repeated(best.table, steps, self.times, best.shares, pipeline.permute)
         check(table)
         shares_sum = table.vocabulary == "parallel" or table.stage_of[0] == table.stage_of[-1]

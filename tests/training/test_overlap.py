@@ -37,7 +37,7 @@ CASES = {
     "ticks that permute late": dualpipe((1, 4, 1), 8, 8, "full", **{"pipeline.permute": "late"}),
     "16 bits": dualpipe((1, 2, 1), 5, 4, "none", **{"precision.params": "bfloat16"}),
 }
-ALWAYS = ["two stages"]
+ALWAYS = ["experts"]
 
 
 def check(config: Config) -> None:
