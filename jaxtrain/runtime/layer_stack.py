@@ -9,6 +9,7 @@ type. `extra` is what a layer reads beside x.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -408,67 +409,11 @@ class LayerStack:
 
         backward: the layers of the other unit, with its params, extra, slots and g
         """
-        of_forward, of_backward = (
-            [stack._bounds[each] for each in stack._ranges] for stack in (self, backward)
-        )
-        total, b_total = of_forward[-1][1], of_backward[-1][1]
-        # of B's ranges: the numbers of its layers counted from the last on
-        ranges_of_b = [
-            (layers, b_total - end, b_total - begin)
-            for layers, (begin, end) in zip(backward._ranges, of_backward, strict=True)
-        ][::-1]
-        ranges_of_f = [
-            (layers, begin, end)
-            for layers, (begin, end) in zip(self._ranges, of_forward, strict=True)
-        ]
-
-        def f_layer(layers, x, i):
-            p = self._parameters(forward.params, i, forward.layer_op)
-            return self._forward(layers, forward.op, p, forward.extra, i, x)
-
-        def b_layer(layers, residuals, g, i):
-            p = backward._parameters(params, i, LayerOp.INPUT_GRADIENT)
-            return layers.split.input_gradient(p, backward._extra(extra, i), residuals, g)
-
+        pair = _LayerPairs(self, forward, backward, params, extra, slots)
         ranges = [*self._ranges, *backward._ranges]
         used = {n for r in ranges for n in (r.residual_b, r.residual_w, r.weight_stash)}
         part = Pools(**{name: getattr(pools, name) for name in sorted(used)})
-        carry = forward.x, g, part
-        for (f, f_begin, f_end), (b, b_begin, b_end) in itertools.product(ranges_of_f, ranges_of_b):
-
-            def both(j, carry, f=f, b=b):
-                x, g, pools = carry
-                b_i = b_total - 1 - j
-                residuals = backward._read_residuals(b, pools, slots, b_i)
-                # or XLA copies a pool that F writes and B reads
-                residuals, pools = lax.optimization_barrier((residuals, pools))
-                y, saved = f_layer(f, x, j)
-                g, stash = b_layer(b, residuals, g, b_i)
-                pools = self._write_residuals(f, saved, pools, forward.slots, j)
-                return y, g, backward._write(b, "weight_stash", stash, pools, slots, b_i)
-
-            start, stop = _larger(f_begin, b_begin), _smaller(f_end, b_end)
-            carry = _loop(start, stop, both, carry)
-        with jax.named_scope(REST):
-            for f, begin, end in ranges_of_f:
-
-                def rest_of_f(j, carry, f=f):
-                    x, g, pools = carry
-                    y, saved = f_layer(f, x, j)
-                    return y, g, self._write_residuals(f, saved, pools, forward.slots, j)
-
-                carry = _loop(_larger(begin, b_total), end, rest_of_f, carry)
-            for b, begin, end in ranges_of_b:
-
-                def rest_of_b(j, carry, b=b):
-                    x, g, pools = carry
-                    b_i = b_total - 1 - j
-                    residuals = backward._read_residuals(b, pools, slots, b_i)
-                    g, stash = b_layer(b, residuals, g, b_i)
-                    return x, g, backward._write(b, "weight_stash", stash, pools, slots, b_i)
-
-                carry = _loop(_larger(begin, total), end, rest_of_b, carry)
-        x, g, part = carry
+        x, g, part = pair.run((forward.x, g, part))
         return x, g, merged(pools, part)
 
     # ------------------------------------------------------------------ forward and backward
@@ -532,6 +477,82 @@ class LayerStack:
             LayerOp.BACKWARD, bodies, params, (g, sums), reverse=True, unrolls_first=late
         )
         return self._add(sums, waiting[0], 0) if late else sums, g
+
+
+# x of F's next layer, the gradient for B's next one, the pools
+_PairCarry = tuple[jax.Array, jax.Array, Pools]
+
+
+class _LayerPairs:
+    """The layers of F's unit, from the first on, beside those of B's, from the last on. Arguments
+    are those of `LayerStack.forward_and_input_gradient`; layers of B count from the last one."""
+
+    def __init__(
+        self, stack: LayerStack, forward: Forward, b_stack: LayerStack, params, extra, slots
+    ):
+        self._stack, self._forward, self._b_stack = stack, forward, b_stack
+        self._params, self._extra, self._slots = params, extra, slots
+        bounds, b_bounds = (
+            [(each, *of._bounds[each]) for each in of._ranges] for of in (stack, b_stack)
+        )
+        self._count, self._b_count = bounds[-1][2], b_bounds[-1][2]
+        self._ranges = bounds
+        self._b_ranges = [
+            (layers, self._b_count - end, self._b_count - begin)
+            for layers, begin, end in reversed(b_bounds)
+        ]
+
+    def run(self, carry: _PairCarry) -> _PairCarry:
+        for (f, begin, end), (b, b_begin, b_end) in itertools.product(self._ranges, self._b_ranges):
+            both = functools.partial(self._both, f, b)
+            carry = _loop(_larger(begin, b_begin), _smaller(end, b_end), both, carry)
+        with jax.named_scope(REST):
+            for f, begin, end in self._ranges:
+                rest = functools.partial(self._rest_of_f, f)
+                carry = _loop(_larger(begin, self._b_count), end, rest, carry)
+            for b, begin, end in self._b_ranges:
+                rest = functools.partial(self._rest_of_b, b)
+                carry = _loop(_larger(begin, self._count), end, rest, carry)
+        return carry
+
+    def _both(self, f: LayerRange, b: LayerRange, i, carry: _PairCarry) -> _PairCarry:
+        x, g, pools = carry
+        residuals = self._residuals(b, pools, i)
+        # or XLA copies a pool that F writes and B reads
+        residuals, pools = lax.optimization_barrier((residuals, pools))
+        y, saved = self._output(f, x, i)
+        g, stash = self._input_gradient(b, residuals, g, i)
+        pools = self._stack._write_residuals(f, saved, pools, self._forward.slots, i)
+        return y, g, self._with_stash(b, stash, pools, i)
+
+    def _rest_of_f(self, f: LayerRange, i, carry: _PairCarry) -> _PairCarry:
+        x, g, pools = carry
+        y, saved = self._output(f, x, i)
+        return y, g, self._stack._write_residuals(f, saved, pools, self._forward.slots, i)
+
+    def _rest_of_b(self, b: LayerRange, i, carry: _PairCarry) -> _PairCarry:
+        x, g, pools = carry
+        g, stash = self._input_gradient(b, self._residuals(b, pools, i), g, i)
+        return x, g, self._with_stash(b, stash, pools, i)
+
+    def _output(self, f: LayerRange, x: jax.Array, i) -> tuple[jax.Array, Residuals | None]:
+        forward = self._forward
+        p = self._stack._parameters(forward.params, i, forward.layer_op)
+        return self._stack._forward(f, forward.op, p, forward.extra, i, x)
+
+    def _input_gradient(
+        self, b: LayerRange, residuals: Residuals, g: jax.Array, i
+    ) -> tuple[jax.Array, Arrays]:
+        layer = self._b_count - 1 - i
+        p = self._b_stack._parameters(self._params, layer, LayerOp.INPUT_GRADIENT)
+        return b.split.input_gradient(p, self._b_stack._extra(self._extra, layer), residuals, g)
+
+    def _residuals(self, b: LayerRange, pools: Pools, i) -> Residuals:
+        return self._b_stack._read_residuals(b, pools, self._slots, self._b_count - 1 - i)
+
+    def _with_stash(self, b: LayerRange, stash: Arrays, pools: Pools, i) -> Pools:
+        layer = self._b_count - 1 - i
+        return self._b_stack._write(b, "weight_stash", stash, pools, self._slots, layer)
 
 
 def _loop(start, stop, step: Callable, carry):

@@ -93,7 +93,7 @@ class LossesAndGradients:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class SeveralSteps:
+class StepsResults:
     """The result of a table of several steps, all of which were updated in full: neither clipped
     nor skipped.
 
@@ -174,7 +174,7 @@ class Runtime:
 
     def several_steps(
         self, params: dict, parts: PartsState, batch: dict, rules: UpdateRules
-    ) -> SeveralSteps:
+    ) -> StepsResults:
         """The steps of a table of several ones, with their updates.
 
         Args:
@@ -186,7 +186,7 @@ class Runtime:
         batch = look_ahead(batch, self.parts.cfg.mtp_depth)
         specs = parts_specs(parts, self.reductions)
         mtp_loss = P() if self.parts.cfg.mtp_depth else None
-        out_specs = SeveralSteps(Losses(P(), P(), mtp_loss), P(), P(), specs)
+        out_specs = StepsResults(Losses(P(), P(), mtp_loss), P(), P(), specs)
         body = functools.partial(self._several_steps, rules)
         columns = self._columns(batch)
         return self._in_manual_region(body, params, batch, columns, out_specs, (parts, specs))
@@ -328,7 +328,7 @@ class Runtime:
         batch: dict,
         columns: TickColumns,
         parts: PartsState,
-    ) -> SeveralSteps:
+    ) -> StepsResults:
         assert self.slotted
         steps = self.slotted.table.steps
         constants, tokens = self._constants(params, batch)
@@ -348,7 +348,7 @@ class Runtime:
             mtp_loss = self._sum(state.mtp_loss) / self.parts.cfg.mtp_weight
         gradient_norms, norms = updates.norms(state.layers, state.ends)
         losses = Losses(self._sum(state.loss), tokens, mtp_loss)
-        return SeveralSteps(losses, gradient_norms, norms, updates.end(state.layers, state.ends))
+        return StepsResults(losses, gradient_norms, norms, updates.end(state.layers, state.ends))
 
     @functools.cached_property
     def _reductions(self) -> ModelTree:

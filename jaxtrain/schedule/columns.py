@@ -72,7 +72,7 @@ class Copy:
 
 
 @dataclasses.dataclass(frozen=True)
-class Copies:
+class MessageCopies:
     """The ops of a tick that move messages on their stage: what arrived into its slot, results into
     the buffers by which they leave, and results that stay into their slots."""
 
@@ -81,11 +81,11 @@ class Copies:
     stays: tuple[Copy, ...]
 
 
-def _copies(overlaps: bool) -> Copies:
+def _copies(overlaps: bool) -> MessageCopies:
     """The copies of a table. overlaps: any of its cells is overlapped"""
     own = {message: OWN if overlaps and message == "gradient" else "" for message in MESSAGES}
     ways = ("up", "down")
-    return Copies(
+    return MessageCopies(
         takes=tuple(
             Copy(f"take_{way}_{message}", ARRIVED[way + own[message]], message, f"{way}_{message}")
             for message in MESSAGES
@@ -148,7 +148,7 @@ class TickTable:
 
     slotted: SlottedTable
     columns: TickColumns
-    copies: Copies
+    copies: MessageCopies
     overlapped: dict[str, tuple[str, int, int]]
     result_buffers: dict[tuple[Op, int], str]
     permutes: dict[str, int]

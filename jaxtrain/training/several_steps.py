@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from jaxtrain.config import OptimizerConfig
 from jaxtrain.models.spec import is_spec
-from jaxtrain.runtime.runtime import Runtime, SeveralSteps
+from jaxtrain.runtime.runtime import Runtime, StepsResults
 from jaxtrain.runtime.updates import PartsState, Rule, UpdateRules
 from jaxtrain.training.optimizer import make_optimizer, parts_of, updates_made
 from jaxtrain.training.state import ParameterLayout, TrainState
@@ -64,7 +64,7 @@ class StepsTogether:
         )
         return after, self._metrics(state, results), self._is_right(results)
 
-    def _is_right(self, results: SeveralSteps) -> jax.Array:
+    def _is_right(self, results: StepsResults) -> jax.Array:
         norms, right = results.gradient_norms, jnp.array(True)
         if self.optimizer.clip_norm:
             right &= (norms < self.optimizer.clip_norm).all()
@@ -72,7 +72,7 @@ class StepsTogether:
             right &= (jnp.isfinite(results.losses.loss) & jnp.isfinite(norms)).all()
         return right
 
-    def _metrics(self, before: TrainState, results: SeveralSteps) -> StepMetrics:
+    def _metrics(self, before: TrainState, results: StepsResults) -> StepMetrics:
         """The metrics of `training/step.py`, where no step was clipped or skipped."""
         steps = range(results.gradient_norms.shape[0])
         made = updates_made(before.optimizer)

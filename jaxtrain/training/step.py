@@ -231,12 +231,9 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
         if setup.train_several:
             tables = dataclasses.replace(runtime, slotted=setup.train_several)
             together = StepsTogether(layout, tables, config.optimizer, steps, learning_rates, skips)
-            everywhere = NamedSharding(mesh, PartitionSpec())
-            several = jit(
-                train_several(together, one_step),
-                donate_argnums=0,
-                out_shardings=(state_shardings, everywhere),
-            )
+            shardings = state_shardings, NamedSharding(mesh, PartitionSpec())
+            run = train_several(together, one_step)
+            several = jit(run, donate_argnums=0, out_shardings=shardings)
     return Step(
         layout.parts,
         layout,
@@ -558,11 +555,11 @@ class Programs:
     train: Compiled
     take: Callable[[TrainState, dict], tuple[TrainState, StepMetrics]]
     exchange: Compiled | None
-    several: "SeveralSteps | None" = None
+    several: "CompiledSteps | None" = None
 
 
 @dataclasses.dataclass(frozen=True)
-class SeveralSteps:
+class CompiledSteps:
     """The compiled program of `number` steps."""
 
     program: Compiled
@@ -602,7 +599,7 @@ def start_compiling(
 
     def compile_all() -> Programs:
         compiled = cluster.compile_everywhere("step", train)
-        several = SeveralSteps(compiled, step.steps_per_program) if step.several else None
+        several = CompiledSteps(compiled, step.steps_per_program) if step.several else None
         take = compile_streamed(compiled) if compile_streamed else compiled
         return Programs(
             compiled,

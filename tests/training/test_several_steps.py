@@ -11,7 +11,7 @@ from support.small import Case
 
 from jaxtrain.training.several_steps import StepMetrics
 from jaxtrain.training.state import TrainState
-from jaxtrain.training.step import SeveralSteps, Step, make_step
+from jaxtrain.training.step import CompiledSteps, Step, make_step
 
 SKIP = {"train.on_nonfinite": "skip"}
 # The first cases' norms are between 0.5 and 1.1; see `test_same_bits` for what this makes of them.
@@ -62,7 +62,7 @@ class Programs:
         self.cfg, self.step = cfg, make_step(cfg, small.mesh_of(cfg))
         with jax.set_mesh(self.step.mesh):
             number = cfg.pipeline.steps_per_program
-            self.several = SeveralSteps(self.step.lower().compile(), number)
+            self.several = CompiledSteps(self.step.lower().compile(), number)
 
     def batches(self, count: int, spoilt: tuple[int, ...] = ()) -> list[dict]:
         """Batches in order; a token of the `spoilt` ones has a weight that is not a number."""
