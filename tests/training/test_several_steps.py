@@ -157,8 +157,8 @@ def test_a_run_that_stops_at_bad_numbers_has_the_same_ones():
     assert np.isnan(metrics[2]["loss"]) and "skipped" not in metrics[2]
 
 
-def test_what_the_table_gives_is_not_what_a_spoilt_step_gets():
-    """The guard is in the program: without it the sample's spoilt step would change the state."""
+def test_a_program_of_several_steps_is_made_where_it_is_asked_for():
+    """And nowhere else: with one step a run has the programs that it had."""
     cfg = SAMPLE.config(SKIP | small.PLAIN_LAYER)
     step = make_step(cfg, small.mesh_of(cfg))
     assert step.several is not None and step.setup.several is not None
