@@ -225,6 +225,7 @@ def test_the_matrix_has_what_it_should():
     assert {case.schedule for case in whole()} == set(SCHEDULES)
 
 
+@pytest.mark.full
 def test_goes_on_on_another_such_mesh(trained):
     """With the losses of one device on 3 × 3, and on from there on 7 stages."""
     assert_same(*run_of(trained, FIRST), range(1, STEPS + 1))
