@@ -151,11 +151,15 @@ def _timeline(events: np.ndarray) -> Timeline:
     return Timeline(stage, name, unit, microbatch, start, start + events["time"])
 
 
+def _shares_of(table: Table, shares: Sequence[float] | None) -> Sequence[float]:
+    """Each unit's fraction of a stage's work, by default stages / units."""
+    return [table.stages / table.units] * table.units if shares is None else shares
+
+
 def _durations(table: Table, times: Times, shares: Sequence[float] | None) -> np.ndarray:
     """The time of each op on each unit, float64 [ops, units + 1]. The last column is 0: idle cells
     have unit −1."""
-    if shares is None:
-        shares = [table.stages / table.units] * table.units
+    shares = _shares_of(table, shares)
     of_stage = {Op.IDLE: 0.0, Op.F: times.F, Op.R: times.R, Op.B: times.B, Op.W: times.W}
     durations = np.array([[*(of_stage[op] * share for share in shares), 0.0] for op in Op])
     durations[Op.R, :-1] *= table.recomputed
@@ -174,10 +178,8 @@ def _factors(
     factors = np.ones(table.op.shape)
     if not table.overlaps or not times.overlap:
         return factors
-    if shares is None:
-        shares = [table.stages / table.units] * table.units
-    cells = table.overlapped
-    unit, b_unit, share = table.unit[cells], table.b_unit[cells], np.array(shares)
+    cells, share = table.overlapped, np.array(_shares_of(table, shares))
+    unit, b_unit = table.unit[cells], table.b_unit[cells]
     forward, backward = durations[Op.F, unit], durations[Op.B, b_unit]
     both = forward + backward
     saved = times.overlap * np.minimum(share[unit], share[b_unit])

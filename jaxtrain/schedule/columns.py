@@ -34,10 +34,10 @@ from jaxtrain.schedule.table import Op, Permute, Table, directions
 from jaxtrain.schedule.transport import waiting
 
 RESULT = "result"
-OWN = "_gradient"  # ends the names of B's buffers where F has others
+OF_GRADIENTS = "_gradient"  # ends the names of B's buffers where F has others
 # buffer by which a message leaves → the step from its stage to the other one
-WAY = {"up": 1, "down": -1, f"up{OWN}": 1, f"down{OWN}": -1}
-BUFFERS = (*WAY, RESULT, f"{RESULT}{OWN}")
+WAY = {"up": 1, "down": -1, f"up{OF_GRADIENTS}": 1, f"down{OF_GRADIENTS}": -1}
+BUFFERS = (*WAY, RESULT, f"{RESULT}{OF_GRADIENTS}")
 # that buffer → the one in which its message arrives on the other stage
 ARRIVED = {way: f"{way}_arrived" for way in WAY}
 CELL_OPS = ("F", "K", "R", "B", "W")
@@ -83,21 +83,28 @@ class MessageCopies:
 
 def _copies(overlaps: bool) -> MessageCopies:
     """The copies of a table. overlaps: any of its cells is overlapped"""
-    own = {message: OWN if overlaps and message == "gradient" else "" for message in MESSAGES}
+    suffixes = {
+        message: OF_GRADIENTS if overlaps and message == "gradient" else "" for message in MESSAGES
+    }
     ways = ("up", "down")
     return MessageCopies(
         takes=tuple(
-            Copy(f"take_{way}_{message}", ARRIVED[way + own[message]], message, f"{way}_{message}")
+            Copy(
+                f"take_{way}_{message}",
+                ARRIVED[way + suffixes[message]],
+                message,
+                f"{way}_{message}",
+            )
             for message in MESSAGES
             for way in ways
         ),
         sends=tuple(
             Copy(f"send_{way}{ending}", RESULT + ending, way + ending)
-            for ending in dict.fromkeys(own.values())
+            for ending in dict.fromkeys(suffixes.values())
             for way in ways
         ),
         stays=tuple(
-            Copy(f"stay_{message}_{buffer}", buffer + own[message], message, f"stay_{message}")
+            Copy(f"stay_{message}_{buffer}", buffer + suffixes[message], message, f"stay_{message}")
             for message in MESSAGES
             for buffer in (*ways, RESULT)
         ),
@@ -172,8 +179,10 @@ def permutes(table: Table) -> dict[str, int]:
     ways = set(directions(table.stage_of, table.stages)) - {0}
     back = {-way for way in ways}
     if table.overlaps:
-        own = {name: step for name, step in WAY.items() if name.endswith(OWN) and step in back}
-        return {name: WAY[name] for name in ("up", "down") if WAY[name] in ways} | own
+        of_b = {
+            name: step for name, step in WAY.items() if name.endswith(OF_GRADIENTS) and step in back
+        }
+        return {name: WAY[name] for name in ("up", "down") if WAY[name] in ways} | of_b
     if not table.forward_only:
         ways |= back
     return {name: WAY[name] for name in ("up", "down") if WAY[name] in ways}
@@ -198,14 +207,14 @@ def result_buffers(slotted: SlottedTable) -> dict[tuple[Op, int], str]:
     table, buffers = slotted.table, {}
     unsent = waiting(table)
     for op in (Op.F, Op.B):
-        own = OWN if op == Op.B and table.overlaps else ""
+        suffix = OF_GRADIENTS if op == Op.B and table.overlaps else ""
         for unit in range(table.units_per_stage):
             cells, send = _results(table, op, unit), slotted.send[op]
             leaves_by = [way for way in ("up", "down") if (cells & (send == WAY[way])).any()]
             stays = cells & (send == 0)
             # A result that stays passes through the buffer too, which must not hold a message then.
             direct = len(leaves_by) == 1 and not (unsent[op, WAY[leaves_by[0]]] & stays).any()
-            buffers[op, unit] = (leaves_by[0] if direct else RESULT) + own
+            buffers[op, unit] = (leaves_by[0] if direct else RESULT) + suffix
     return buffers
 
 

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jaxtrain.schedule.orders import ChunkOrders, Orders, Task
-from jaxtrain.schedule.table import Cell, Op, Table, TableError, directions
+from jaxtrain.schedule.table import Op, Table, TableError, directions
 from jaxtrain.schedule.table_csv import FileError, read_csv, read_text, split_line
 
 ACTION = re.compile(r"(\d{1,6})([A-Z_]+?)(\d{0,6})", re.ASCII)
@@ -277,16 +277,10 @@ def to_order_csv(table: Table) -> str:
     """The text of a file in PyTorch's format with a table's order: a line a stage, whose numbers
     are units. R is part of PyTorch's backward, and is left out."""
     lines = []
-    tick, stages, *cells = (array.tolist() for array in table.busy)
-    tasks_of: list[list[Cell]] = [[] for _ in range(table.stages)]
-    overlapped = set()
-    for t, stage, *task in zip(tick, stages, *cells, strict=True):
-        cell = Cell(*task)
-        if cell.op != Op.R:
-            tasks_of[stage].append(cell)
-        if cell.op == Op.B and table.overlapped[t, stage]:
-            overlapped.add(cell)
-    for tasks in tasks_of:
+    of_b = (array[table.overlapped].tolist() for array in (table.b_unit, table.b_microbatch))
+    overlapped = {(Op.B, unit, microbatch) for unit, microbatch in zip(*of_b, strict=True)}
+    for order in table.orders:
+        tasks = [task for task in order if task.op != Op.R]
         actions: list[str] = []
         following = iter([*tasks[1:], None])
         for op, unit, microbatch in (remaining := iter(tasks)):

@@ -193,7 +193,8 @@ class Tasks:
         return (self.known[self.reads[tasks]] <= tick) & (self.known[self.follows[tasks]] <= tick)
 
     def cells_ready(self, tasks: np.ndarray, tick: int) -> np.ndarray:
-        """The same, for an F that shares a cell if its B is ready, too."""
+        """Whether the cells that begin with these tasks can run in a tick: `ready`, and where an F
+        shares its cell with the next B, that is ready, too."""
         with_b = np.where(self.joined[tasks], tasks + 1, tasks)
         return self.ready(tasks, tick) & self.ready(with_b, tick)
 
@@ -209,8 +210,6 @@ class Tasks:
         cells = packed.tick[tasks], stages[tasks]
         for array, values in ((op, self.op), (unit, self.unit), (microbatch, self.microbatch)):
             array[cells] = values[tasks]
-        if not self.joined.any():
-            return from_arrays(shape, op, unit, microbatch, permute=packed.permutes)
         b_unit, b_microbatch = np.full(size, -1, np.int32), np.full(size, -1, np.int32)
         tasks = np.flatnonzero(is_joined_b)
         cells = packed.tick[tasks], stages[tasks]

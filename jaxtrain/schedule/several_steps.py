@@ -19,7 +19,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxtrain.schedule.clocks import Times, coupled_time
-from jaxtrain.schedule.orders import Orders, Task
 from jaxtrain.schedule.packing import IN_ORDER, Tasks, pack_into_ticks
 from jaxtrain.schedule.table import Table, TableShape, peak_residuals
 
@@ -46,7 +45,7 @@ def repeated(
             for step in range(steps)
             for op, unit, microbatch in order
         ]
-        for order in order_of(table)
+        for order in table.orders
     ]
     fields = {field.name: getattr(table, field.name) for field in dataclasses.fields(TableShape)}
     shape = TableShape(**fields | {"steps": steps, "microbatches": steps * table.microbatches})
@@ -62,14 +61,6 @@ def repeated(
         return not same_sums(several, table), time, memory, several.ticks
 
     return min(tables, key=cost)
-
-
-def order_of(table: Table) -> Orders:
-    """Each stage's tasks (op, unit, microbatch), in the order of a table's cells."""
-    orders: list[list[Task]] = [[] for _ in range(table.stages)]
-    for _, stage, op, unit, microbatch in zip(*(a.tolist() for a in table.busy), strict=True):
-        orders[stage].append((op, unit, microbatch))
-    return orders
 
 
 def same_sums(several: Table, one: Table) -> bool:

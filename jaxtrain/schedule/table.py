@@ -239,6 +239,14 @@ class Table(TableShape):
         return CellArrays(*(array[order] for array in both))
 
     @property
+    def orders(self) -> list[list[Cell]]:
+        """Each stage's ops, in the order of its cells."""
+        orders: list[list[Cell]] = [[] for _ in range(self.stages)]
+        for _, stage, *task in zip(*(array.tolist() for array in self.busy), strict=True):
+            orders[stage].append(Cell(*task))
+        return orders
+
+    @property
     def ticks(self) -> int:
         """The number of ticks."""
         return len(self.op)

@@ -75,8 +75,8 @@ class StepsTogether:
     def _metrics(self, before: TrainState, results: StepsResults) -> StepMetrics:
         """The metrics of `training/step.py`, where no step was clipped or skipped."""
         steps = range(results.gradient_norms.shape[0])
-        made = updates_made(before.optimizer)
-        count = made if self.skips else before.step
+        updates = updates_made(before.optimizer)
+        count = updates if self.skips else before.step
         losses = results.losses
         metrics = {
             "loss": losses.loss,
@@ -88,7 +88,7 @@ class StepsTogether:
         if losses.mtp_loss is not None:
             metrics["mtp_loss"] = losses.mtp_loss
         if self.skips:
-            skipped = (before.step - made).astype(jnp.float32)
+            skipped = (before.step - updates).astype(jnp.float32)
             metrics["skipped"] = jnp.broadcast_to(skipped, len(steps))
         return metrics
 

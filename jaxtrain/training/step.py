@@ -573,7 +573,8 @@ class CompiledSteps:
         return self._run(state, batches, 0)
 
     def alone(self, state: TrainState, batches: Sequence[dict]) -> tuple[TrainState, StepMetrics]:
-        """The same for up to `number` steps, one at a time; later metrics are 0."""
+        """The state after up to `number` steps, run one at a time, and their metrics, arrays
+        [number] with 0 for steps that are not run."""
         # the program reads the others' shapes alone
         unused = [batches[-1]] * (self.number - len(batches))
         return self._run(state, [*batches, *unused], len(batches))

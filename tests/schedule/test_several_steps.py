@@ -9,7 +9,7 @@ import pytest
 from jaxtrain.schedule.by_name import make_table
 from jaxtrain.schedule.clocks import Times
 from jaxtrain.schedule.orders import SCHEDULES, StageTimes
-from jaxtrain.schedule.several_steps import order_of, repeated, same_sums
+from jaxtrain.schedule.several_steps import repeated, same_sums
 from jaxtrain.schedule.simulate import simulate
 from jaxtrain.schedule.slots import assign_slots
 from jaxtrain.schedule.table import Op, Table, TableError
@@ -61,8 +61,8 @@ def test_each_stage_repeats_its_order_and_updates_between(size):
     check(table)
     assign_slots(table)
     assert table.microbatches_per_step == size[3] and table.steps == 3
-    for stage, order in enumerate(order_of(table)):
-        expected = order_of(one)[stage]
+    for stage, order in enumerate(table.orders):
+        expected = one.orders[stage]
         assert order == [(op, u, k + i * size[3]) for i in range(3) for op, u, k in expected]
         ticks = np.flatnonzero(table.update[:, stage] >= 0)
         assert table.update[ticks, stage].tolist() == [0, 1, 2]

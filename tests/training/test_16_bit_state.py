@@ -113,6 +113,11 @@ EXPERTS = {
     "model.expert_width": 24,
     "mesh.expert": 2,
 }
+ADAFACTOR = {
+    "optimizer.name": "adafactor",
+    "optimizer.factored_size": 16,
+    "optimizer.learning_rate": 3e-2,
+}
 LAYOUTS = {
     "ZeRO 3, padded stacks and vocabulary": Case(
         (2, 2, 2), "1f1b", 1, 2, changes={"model.layers": 3, "parallel.zero": 3}
@@ -126,22 +131,11 @@ LAYOUTS = {
     "skip, model": Case((1, 1, 4), changes={"train.on_nonfinite": "skip", "parallel.zero": 0}),
     "adafactor, padded": Case(
         (2, 2, 2),
-        changes={
-            "optimizer.name": "adafactor",
-            "optimizer.factored_size": 16,
-            "optimizer.learning_rate": 3e-2,
-            "model.layers": 3,
-        },
+        changes=ADAFACTOR | {"model.layers": 3},
     ),
     "adafactor, skip, model, padded": Case(
         (1, 1, 4),
-        changes={
-            "optimizer.name": "adafactor",
-            "optimizer.factored_size": 16,
-            "optimizer.learning_rate": 3e-2,
-            "train.on_nonfinite": "skip",
-            "parallel.zero": 0,
-        },
+        changes=ADAFACTOR | {"train.on_nonfinite": "skip", "parallel.zero": 0},
     ),
     "lion": Case((4, 1, 1), changes={"optimizer.name": "lion", "optimizer.learning_rate": 3e-4}),
 }
