@@ -17,21 +17,32 @@ Calls are inlined and inner scans unrolled; an inner `while` or kernel stays one
 (parallel/flash.py). What `jax.checkpoint` inside the layer recomputes stays in the backward.
 """
 
-import contextlib
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from jaxtrain.config.saved_values import ATTENTION
-from jaxtrain.devices.mesh import DEVICE_PART
-from jaxtrain.parallel import attention, fp8
+from jaxtrain.parallel import fp8
 from jaxtrain.parallel.fp8 import BITS, is_quantized
+from jaxtrain.runtime.equations import (
+    BLOCK_PRODUCTS,
+    KERNELS,
+    NAME,
+    PRODUCTS,
+    RECOMPUTED,
+    KeepRule,
+    has,
+    in_attention,
+    inline,
+    is_only,
+    is_part,
+    variables,
+)
+from jaxtrain.runtime.interleave import Evaluation
 
 # Values that cost no arithmetic: their operands cross in their place.
 VIEWS = frozenset(
@@ -46,30 +57,14 @@ CHEAP = VIEWS | frozenset(
     "add sub mul div max min select_n integer_pow square one_minus_square "
     "convert_element_type bitcast_convert_type add_any name".split()
 )
-BLOCK_PRODUCTS = frozenset({"scaled_matmul_wrapper"})  # jax.nn.scaled_matmul
-PRODUCTS = frozenset({"dot_general"}) | BLOCK_PRODUCTS
 # of a tensor, or of its blocks, to FP8
 ROUNDING = CHEAP | frozenset(
     "abs reduce_max max min clamp shift_left shift_right_logical and".split()
 )
 GATHERS = frozenset({"all_gather"})
-# Attention by parallel/blockwise.py, splash.py, cudnn.py and jax's function for cuDNN; products by
-# groups.
-KERNELS = frozenset(
-    "while pallas_call dot_product_attention_fwd dot_product_attention_fwd_wrapper".split()
-)
 SUMS = frozenset("reduce_scatter add convert_element_type".split())
-CALLS = frozenset(
-    "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr "
-    "remat2 checkpoint".split()
-)
 MAXIMA = frozenset({"reduce_max", "pmax"})
-NAME = "name"  # the equation of a value that models/ has named (jax.ad_checkpoint)
 SMALLER = 8  # times that a sum has fewer bytes than what it adds up
-RECOMPUTED = "recomputed"  # name scope of what jax.checkpoint recomputes in the backward
-
-# equation → True if its results may cross from the forward to the backward
-KeepRule = Callable[..., bool]
 
 
 @jax.tree_util.register_dataclass
@@ -109,14 +104,14 @@ def keep_products(equation) -> bool:
     section 5). A router's choices cross, too: the tokens sent to experts lie in their order, and
     recomputed choices could differ by a rounding. So do the scales of FP8, which are scalars."""
     name = equation.primitive.name
-    if _has(equation, KERNELS):
+    if has(equation, KERNELS):
         return True
-    if _is_part(equation):  # a product on each device's part, perhaps with its sum over devices
-        fp8 = any(map(_is_fp8, _variables(equation.invars)))
+    if is_part(equation):  # a product on each device's part, perhaps with its sum over devices
+        fp8 = any(map(_is_fp8, variables(equation.invars)))
         # a product of FP8 is multiplied by scales, or its operands by powers of two
         sums = SUMS | {"mul", "bitcast_convert_type", "shift_left"} if fp8 else SUMS
-        product = _is(equation, VIEWS | PRODUCTS | sums) and not _is(equation, VIEWS | sums)
-        return product or _has(equation, BLOCK_PRODUCTS)
+        product = is_only(equation, VIEWS | PRODUCTS | sums) and not is_only(equation, VIEWS | sums)
+        return product or has(equation, BLOCK_PRODUCTS)
     return _decides(equation) or (
         name in PRODUCTS
         and not (name == "dot_general" and equation.params["dimension_numbers"][1][0])
@@ -131,7 +126,7 @@ def keep_named(names: Sequence[str]) -> KeepRule:
     def keep(equation) -> bool:
         if equation.primitive.name == NAME:
             return equation.params["name"] in names
-        if ATTENTION in names and _has(equation, KERNELS) and _in_attention(equation):
+        if ATTENTION in names and has(equation, KERNELS) and in_attention(equation):
             return True
         return _decides(equation)
 
@@ -144,126 +139,17 @@ def _decides(equation) -> bool:
     return name == "top_k" or (name in MAXIMA and equation.outvars[0].aval.ndim == 0)
 
 
-def _in_attention(equation) -> bool:
-    """True inside the name scope of attention's core."""
-    return attention.SCOPE in str(equation.source_info.name_stack)
-
-
-# --- flattening -----------------------------------------------------------------------------------
-
-
-def _bind(equation, values):
-    """Evaluates one equation, inside attention's name scope if it has that."""
-    scope = jax.named_scope(attention.SCOPE) if _in_attention(equation) else None
-    with scope or contextlib.nullcontext():
-        params = equation.primitive.get_bind_params(equation.params)
-        out = equation.primitive.bind(*values, **params)
-    return out if equation.primitive.multiple_results else [out]
-
-
-def _value(atom, env: dict):
-    """A jaxpr's literal, or the value of its variable."""
-    return atom.val if isinstance(atom, Literal) else env[atom]
-
-
-def _inline(jaxpr, consts, args, keep: KeepRule):
-    """Evaluates a jaxpr, going into calls and scans: traced again, it is flat. Values that `keep`
-    does not keep lose their names."""
-    env = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(
-        zip(jaxpr.invars, args, strict=True)
-    )
-    for equation in jaxpr.eqns:
-        values = [_value(a, env) for a in equation.invars]
-        params, name = equation.params, equation.primitive.name
-        inner = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
-        if name == "scan":
-            out = _unrolled(params, values, keep)
-        elif name == NAME and not keep(equation):
-            out = values
-        elif name in CALLS and inner is not None and not _is_part(equation):
-            body, constants = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
-            scope = (
-                jax.named_scope(RECOMPUTED)
-                if params.get("differentiated")
-                else contextlib.nullcontext()
-            )
-            with scope:
-                out = _inline(body, constants, values, keep)
-        else:
-            out = _bind(equation, values)
-        env.update(zip(equation.outvars, out, strict=True))
-    return [_value(a, env) for a in jaxpr.outvars]
-
-
-def _unrolled(params, values, keep: KeepRule) -> list:
-    """The results of a scan, with its iterations as separate equations."""
-    if "ft_in" in params:  # jax 0.12
-        fixed, carried, _ = map(len, params["ft_in"].unpack())
-    else:
-        fixed, carried = params["num_consts"], params["num_carry"]
-    consts, rest = values[:fixed], values[fixed:]
-    carry, stacked = list(rest[:carried]), rest[carried:]
-    body, results = params["jaxpr"], []
-    order = range(params["length"])
-    for i in reversed(order) if params["reverse"] else order:
-        slices = [jax.lax.index_in_dim(x, i, keepdims=False) for x in stacked]
-        out = _inline(body.jaxpr, body.consts, [*consts, *carry, *slices], keep)
-        carry = out[:carried]
-        results.append(out[carried:])
-    if params["reverse"]:
-        results.reverse()
-    return [*carry, *(jnp.stack(column) for column in zip(*results, strict=True))]
-
-
-def _is(equation, names: frozenset) -> bool:
-    """True for an equation that is one of these, or nothing but these on each device (such as a
-    layout in memory)."""
-    name = equation.primitive.name
-    return name in names or (
-        name in CALLS | {"shard_map"}
-        and all(_is(e, names) for inner in _inner(equation) for e in inner.eqns)
-    )
-
-
-def _has(equation, names: frozenset) -> bool:
-    """True for an equation that is one of these, or has one of these inside."""
-    name = equation.primitive.name
-    return name in names or (
-        name in CALLS | {"shard_map"}
-        and any(_has(e, names) for inner in _inner(equation) for e in inner.eqns)
-    )
-
-
-def _is_part(equation) -> bool:
-    """True for a function of each device's part over `model` (devices/mesh.py: over_model), which
-    stays one equation."""
-    name = equation.primitive.name
-    return name == "shard_map" or (name in CALLS and equation.params.get("name") == DEVICE_PART)
-
-
-def _inner(equation) -> Iterator:
-    """The jaxprs inside an equation."""
-    for value in equation.params.values():
-        jaxpr = getattr(value, "jaxpr", value)
-        if hasattr(jaxpr, "eqns"):
-            yield jaxpr
-
-
 def _is_view(equation) -> bool:
     if equation.primitive.name == "convert_element_type":  # the narrower of the two crosses
         return equation.invars[0].aval.dtype.itemsize <= equation.outvars[0].aval.dtype.itemsize
     if equation.primitive.name == "bitcast_convert_type":
         return _is_fp8(equation.invars[0])
-    return _is(equation, VIEWS)
+    return is_only(equation, VIEWS)
 
 
 def _is_fp8(atom) -> bool:
     """True for numbers of FP8 in the form in which they cross."""
     return bool(atom.aval.dtype == BITS)
-
-
-def _variables(atoms: Iterable) -> list:
-    return [a for a in atoms if not isinstance(a, Literal)]
 
 
 def _bytes(atoms: Iterable) -> int:
@@ -302,6 +188,7 @@ class LayerSplit:
         self.weight_stash = _shapes(self._stashed)
         self.gathered = list(map(self._is_gathered, self._stashed))
         self._equations = {
+            LayerOp.WHOLE: self._needed([self._y], ()),
             LayerOp.FORWARD: self._needed([self._y, *saved], ()),
             LayerOp.INPUT_GRADIENT: self._needed([self._dx, *self._stashed], saved),
             LayerOp.WEIGHT_GRADIENT: self._needed(self._dp, {*for_weights, *self._stashed}),
@@ -325,7 +212,7 @@ class LayerSplit:
 
         examples = [*leaves, *extras, x, x]
         traced = jax.make_jaxpr(output_and_gradients)(*examples)
-        inlined = lambda *args: _inline(traced.jaxpr, traced.consts, args, keep)
+        inlined = lambda *args: inline(traced.jaxpr, traced.consts, args, keep)
         closed = jax.make_jaxpr(inlined)(*examples)
         jaxpr = closed.jaxpr
         self._consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
@@ -341,7 +228,7 @@ class LayerSplit:
         self._free = {*self._params, *self._extras, *jaxpr.constvars}
         self._late = {self._g}  # values that depend on the incoming gradient, or are recomputed
         for equation in jaxpr.eqns:
-            inputs = _variables(equation.invars)
+            inputs = variables(equation.invars)
             if RECOMPUTED in str(equation.source_info.name_stack) or any(
                 a in self._late for a in inputs
             ):
@@ -362,7 +249,7 @@ class LayerSplit:
             value = todo.pop()
             if value not in seen and value not in self._free:
                 seen.add(value)
-                todo += _variables(self._maker[value].invars) if goes_on(value) else ()
+                todo += variables(self._maker[value].invars) if goes_on(value) else ()
 
     def _saved_values(self, keep: KeepRule) -> list:
         """The values that the forward leaves, so that the backward can make all that it reads, in
@@ -378,8 +265,8 @@ class LayerSplit:
                 saved.add(value)
             return not crosses
 
-        reads = [a for eq in backward for a in _variables(eq.invars)]
-        self._back([a for a in (*reads, *_variables(self._dp)) if a not in self._late], goes_on)
+        reads = [a for eq in backward for a in variables(eq.invars)]
+        self._back([a for a in (*reads, *variables(self._dp)) if a not in self._late], goes_on)
         # A value that a pass over other saved ones makes need not be saved.
         for value in sorted(saved, key=self._position, reverse=True):
             if value is not self._x and self._sources(value, saved - {value}) is not None:
@@ -392,7 +279,9 @@ class LayerSplit:
         sources, others = set(), set()
 
         def goes_on(value) -> bool:
-            cheap = not (value in self._late or value is self._x) and _is(self._maker[value], CHEAP)
+            cheap = not (value in self._late or value is self._x) and is_only(
+                self._maker[value], CHEAP
+            )
             if value in available:
                 sources.add(value)
             elif not cheap:
@@ -417,7 +306,7 @@ class LayerSplit:
             if value in crossing:
                 residuals.add(value)
             elif value is self._g or (
-                value in in_b and value in self._late and _has(self._maker[value], GATHERS)
+                value in in_b and value in self._late and has(self._maker[value], GATHERS)
             ):
                 # A gradient that B has gathered is stashed, not gathered twice: it lives only from
                 # B to W.
@@ -434,7 +323,7 @@ class LayerSplit:
                 return True
             return False
 
-        self._back(_variables(self._dp), goes_on)
+        self._back(variables(self._dp), goes_on)
         for value in sorted(sources_of, key=lambda v: (-_bytes([v]), self._position(v))):
             if _bytes(sources_of[value] - residuals) > 1.1 * _bytes([value]):
                 stash.add(value)
@@ -450,11 +339,11 @@ class LayerSplit:
             maker = self._maker.get(value)
             if maker is None or value in seen:
                 continue
-            if _has(maker, GATHERS):
+            if has(maker, GATHERS):
                 return True
             seen.add(value)
-            if _is(maker, ROUNDING) and (len(seen) > 1 or _is_fp8(value)):
-                todo += _variables(maker.invars)
+            if is_only(maker, ROUNDING) and (len(seen) > 1 or _is_fp8(value)):
+                todo += variables(maker.invars)
         return False
 
     def _is_reduced_in_b(self, value) -> bool:
@@ -462,41 +351,36 @@ class LayerSplit:
         are of FP8: their operands, the scales of these, and sums over tokens of numbers that are
         not of FP8."""
         maker = self._maker[value]
-        if not self._has_fp8 or _has(maker, PRODUCTS | KERNELS):
+        if not self._has_fp8 or has(maker, PRODUCTS | KERNELS):
             return False
-        largest = max(_bytes([a]) for a in _variables(maker.invars))
+        largest = max(_bytes([a]) for a in variables(maker.invars))
         return _is_fp8(value) or SMALLER * _bytes([value]) <= largest
 
     def _needed(self, outputs, available) -> list:
         """The equations that make `outputs` from the inputs and the available values, in order."""
-        available, seen, todo = set(available), {}, _variables(outputs)
+        available, seen, todo = set(available), {}, variables(outputs)
         while todo:
             value = todo.pop()
             equation = self._maker.get(value)
             if value in available or equation is None or id(equation) in seen:
                 continue
             seen[id(equation)] = equation
-            todo += _variables(equation.invars)
+            todo += variables(equation.invars)
         return sorted(seen.values(), key=lambda equation: self._order[id(equation)])
 
     # ------------------------------------------------------------------ the ops
 
-    def _run(self, op: LayerOp, params, extra, values: dict, outputs) -> list:
+    def _evaluation(
+        self, op: LayerOp, params, extra, values: dict, outputs: Sequence, pack: Callable
+    ) -> Evaluation:
+        """An op, not yet evaluated. pack: the outputs' arrays → its result"""
         env = self._consts | dict(zip(self._params, jax.tree.leaves(params), strict=True))
         env |= dict(zip(self._extras, jax.tree.leaves(extra), strict=True)) | values
-        for equation in self._equations[op]:
-            env.update(
-                zip(
-                    equation.outvars,
-                    _bind(equation, [_value(a, env) for a in equation.invars]),
-                    strict=True,
-                )
-            )
-        return [_value(a, env) for a in outputs]
+        return Evaluation(self._equations[op], env, outputs, pack)
 
     def reads(self, op: LayerOp) -> Any:
         """A tree of bools like the parameters, a quantized one as one: whether an op reads each."""
-        used = {a for equation in self._equations.get(op, ()) for a in _variables(equation.invars)}
+        used = {a for equation in self._equations.get(op, ()) for a in variables(equation.invars)}
         reads = [op is LayerOp.WHOLE or not used.isdisjoint(arrays) for arrays in self._arrays]
         return jax.tree.unflatten(self._tree, reads)
 
@@ -505,21 +389,35 @@ class LayerSplit:
             zip(self._for_w, residuals.for_w, strict=True)
         )
 
+    def forward(self, op: LayerOp, params, x: jax.Array, extra) -> Evaluation:
+        """FORWARD, or WHOLE by its trace. Its result: (y, which has the shape of x; what the
+        backward reads, None for WHOLE)."""
+        saved = [*self._for_b, *self._for_w] if op is LayerOp.FORWARD else []
+        n = len(self._for_b)
+
+        def pack(values: list) -> tuple[jax.Array, Residuals | None]:
+            y, *residuals = values
+            return y, Residuals(residuals[:n], residuals[n:]) if saved else None
+
+        return self._evaluation(op, params, extra, {self._x: x}, [self._y, *saved], pack)
+
     def output_and_residuals(self, params, x: jax.Array, extra) -> tuple[jax.Array, Residuals]:
         """Returns (y, which has the shape of x; what the backward reads)."""
-        outputs, n = [self._y, *self._for_b, *self._for_w], len(self._for_b)
-        y, *residuals = self._run(LayerOp.FORWARD, params, extra, {self._x: x}, outputs)
-        return y, Residuals(residuals[:n], residuals[n:])
+        return self.forward(LayerOp.FORWARD, params, x, extra).run()
+
+    def backward(self, params, extra, residuals: Residuals, g: jax.Array) -> Evaluation:
+        """INPUT_GRADIENT, from the gradient g of y. Its result: (the gradient of x, the weight
+        stash)."""
+        values = {self._g: g, **self._by_variable(residuals)}
+        outputs = [self._dx, *self._stashed]
+        pack = lambda values: (values[0], values[1:])
+        return self._evaluation(LayerOp.INPUT_GRADIENT, params, extra, values, outputs, pack)
 
     def input_gradient(
         self, params, extra, residuals: Residuals, g: jax.Array
     ) -> tuple[jax.Array, list[jax.Array]]:
         """Returns (the gradient of x, the weight stash), from the gradient g of y."""
-        values = {self._g: g, **self._by_variable(residuals)}
-        dx, *stash = self._run(
-            LayerOp.INPUT_GRADIENT, params, extra, values, [self._dx, *self._stashed]
-        )
-        return dx, stash
+        return self.backward(params, extra, residuals, g).run()
 
     def weight_gradient(
         self, params, extra, for_w: Sequence[jax.Array], weight_stash: Sequence[jax.Array]
@@ -528,12 +426,13 @@ class LayerSplit:
         values = dict(zip(self._for_w, for_w, strict=True)) | dict(
             zip(self._stashed, weight_stash, strict=True)
         )
-        return jax.tree.unflatten(
-            self._tree, self._run(LayerOp.WEIGHT_GRADIENT, params, extra, values, self._dp)
-        )
+        op = LayerOp.WEIGHT_GRADIENT
+        pack = lambda values: jax.tree.unflatten(self._tree, values)
+        return self._evaluation(op, params, extra, values, self._dp, pack).run()
 
     def gradients(self, params, extra, residuals: Residuals, g: jax.Array) -> tuple[Any, jax.Array]:
         """Returns (the gradients of params, the gradient of x), from the gradient g of y."""
         values = {self._g: g, **self._by_variable(residuals)}
-        dx, *gradients = self._run(LayerOp.BACKWARD, params, extra, values, [self._dx, *self._dp])
-        return jax.tree.unflatten(self._tree, gradients), dx
+        pack = lambda values: (jax.tree.unflatten(self._tree, values[1:]), values[0])
+        outputs = [self._dx, *self._dp]
+        return self._evaluation(LayerOp.BACKWARD, params, extra, values, outputs, pack).run()

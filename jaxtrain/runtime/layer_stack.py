@@ -24,6 +24,7 @@ from jaxtrain.parallel import fp8
 from jaxtrain.parallel.heads import as_written
 from jaxtrain.parallel.zero import Zero, gather, in_memory_order, reduce_in_op
 from jaxtrain.runtime.backward_split import LayerOp, Residuals
+from jaxtrain.runtime.interleave import Evaluation, side_by_side
 from jaxtrain.runtime.tick_state import Pools, merged
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.schedule.slots import TickSlots
@@ -520,32 +521,33 @@ class _LayerPairs:
         residuals = self._residuals(b, pools, i)
         # or XLA copies a pool that F writes and B reads
         residuals, pools = lax.optimization_barrier((residuals, pools))
-        y, saved = self._output(f, x, i)
-        g, stash = self._input_gradient(b, residuals, g, i)
+        (g, stash), (y, saved) = side_by_side(
+            self._backward(b, residuals, g, i), self._output(f, x, i)
+        )
         pools = self._stack._write_residuals(f, saved, pools, self._forward.slots, i)
         return y, g, self._with_stash(b, stash, pools, i)
 
     def _rest_of_f(self, f: LayerRange, i, carry: _PairCarry) -> _PairCarry:
         x, g, pools = carry
-        y, saved = self._output(f, x, i)
+        y, saved = self._output(f, x, i).run()
         return y, g, self._stack._write_residuals(f, saved, pools, self._forward.slots, i)
 
     def _rest_of_b(self, b: LayerRange, i, carry: _PairCarry) -> _PairCarry:
         x, g, pools = carry
-        g, stash = self._input_gradient(b, self._residuals(b, pools, i), g, i)
+        g, stash = self._backward(b, self._residuals(b, pools, i), g, i).run()
         return x, g, self._with_stash(b, stash, pools, i)
 
-    def _output(self, f: LayerRange, x: jax.Array, i) -> tuple[jax.Array, Residuals | None]:
+    def _output(self, f: LayerRange, x: jax.Array, i) -> Evaluation:
         forward = self._forward
         p = self._stack._parameters(forward.params, i, forward.layer_op)
-        return self._stack._forward(f, forward.op, p, forward.extra, i, x)
+        recomputed = forward.op == "F" and f.recomputed
+        op = LayerOp.WHOLE if recomputed else LayerOp.FORWARD
+        return f.split.forward(op, p, x, self._stack._extra(forward.extra, i))
 
-    def _input_gradient(
-        self, b: LayerRange, residuals: Residuals, g: jax.Array, i
-    ) -> tuple[jax.Array, Arrays]:
+    def _backward(self, b: LayerRange, residuals: Residuals, g: jax.Array, i) -> Evaluation:
         layer = self._b_count - 1 - i
         p = self._b_stack._parameters(self._params, layer, LayerOp.INPUT_GRADIENT)
-        return b.split.input_gradient(p, self._b_stack._extra(self._extra, layer), residuals, g)
+        return b.split.backward(p, self._b_stack._extra(self._extra, layer), residuals, g)
 
     def _residuals(self, b: LayerRange, pools: Pools, i) -> Residuals:
         return self._b_stack._read_residuals(b, pools, self._slots, self._b_count - 1 - i)

@@ -1,0 +1,135 @@
+"""Equations of a traced layer: their evaluation, what they have inside, and one flat list of
+them."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from jaxtrain.devices.mesh import DEVICE_PART
+from jaxtrain.parallel import attention
+
+BLOCK_PRODUCTS = frozenset({"scaled_matmul_wrapper"})  # jax.nn.scaled_matmul
+PRODUCTS = frozenset({"dot_general"}) | BLOCK_PRODUCTS
+# Attention by parallel/blockwise.py, splash.py, cudnn.py and jax's function for cuDNN; products by
+# groups.
+KERNELS = frozenset(
+    "while pallas_call dot_product_attention_fwd dot_product_attention_fwd_wrapper".split()
+)
+CALLS = frozenset(
+    "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr "
+    "remat2 checkpoint".split()
+)
+NAME = "name"  # the equation of a value that models/ has named (jax.ad_checkpoint)
+RECOMPUTED = "recomputed"  # name scope of what jax.checkpoint recomputes in the backward
+
+# equation → True if its results may cross from the forward to the backward
+KeepRule = Callable[..., bool]
+
+
+def in_attention(equation) -> bool:
+    """True inside the name scope of attention's core."""
+    return attention.SCOPE in str(equation.source_info.name_stack)
+
+
+def bind(equation, values):
+    """Evaluates one equation, inside attention's name scope if it has that."""
+    scope = jax.named_scope(attention.SCOPE) if in_attention(equation) else None
+    with scope or contextlib.nullcontext():
+        params = equation.primitive.get_bind_params(equation.params)
+        out = equation.primitive.bind(*values, **params)
+    return out if equation.primitive.multiple_results else [out]
+
+
+def value_of(atom, env: dict):
+    """A jaxpr's literal, or the value of its variable."""
+    return atom.val if isinstance(atom, Literal) else env[atom]
+
+
+def inline(jaxpr, consts, args, keep: KeepRule):
+    """Evaluates a jaxpr, going into calls and scans: traced again, it is flat. Values that `keep`
+    does not keep lose their names."""
+    env = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(
+        zip(jaxpr.invars, args, strict=True)
+    )
+    for equation in jaxpr.eqns:
+        values = [value_of(a, env) for a in equation.invars]
+        params, name = equation.params, equation.primitive.name
+        inner = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
+        if name == "scan":
+            out = _unrolled(params, values, keep)
+        elif name == NAME and not keep(equation):
+            out = values
+        elif name in CALLS and inner is not None and not is_part(equation):
+            body, constants = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
+            scope = (
+                jax.named_scope(RECOMPUTED)
+                if params.get("differentiated")
+                else contextlib.nullcontext()
+            )
+            with scope:
+                out = inline(body, constants, values, keep)
+        else:
+            out = bind(equation, values)
+        env.update(zip(equation.outvars, out, strict=True))
+    return [value_of(a, env) for a in jaxpr.outvars]
+
+
+def _unrolled(params, values, keep: KeepRule) -> list:
+    """The results of a scan, with its iterations as separate equations."""
+    if "ft_in" in params:  # jax 0.12
+        fixed, carried, _ = map(len, params["ft_in"].unpack())
+    else:
+        fixed, carried = params["num_consts"], params["num_carry"]
+    consts, rest = values[:fixed], values[fixed:]
+    carry, stacked = list(rest[:carried]), rest[carried:]
+    body, results = params["jaxpr"], []
+    order = range(params["length"])
+    for i in reversed(order) if params["reverse"] else order:
+        slices = [jax.lax.index_in_dim(x, i, keepdims=False) for x in stacked]
+        out = inline(body.jaxpr, body.consts, [*consts, *carry, *slices], keep)
+        carry = out[:carried]
+        results.append(out[carried:])
+    if params["reverse"]:
+        results.reverse()
+    return [*carry, *(jnp.stack(column) for column in zip(*results, strict=True))]
+
+
+def is_only(equation, names: frozenset) -> bool:
+    """True for an equation that is one of these, or nothing but these on each device (such as a
+    layout in memory)."""
+    name = equation.primitive.name
+    return name in names or (
+        name in CALLS | {"shard_map"}
+        and all(is_only(e, names) for inner in inside(equation) for e in inner.eqns)
+    )
+
+
+def has(equation, names: frozenset) -> bool:
+    """True for an equation that is one of these, or has one of these inside."""
+    name = equation.primitive.name
+    return name in names or (
+        name in CALLS | {"shard_map"}
+        and any(has(e, names) for inner in inside(equation) for e in inner.eqns)
+    )
+
+
+def is_part(equation) -> bool:
+    """True for a function of each device's part over `model` (devices/mesh.py: over_model), which
+    stays one equation."""
+    name = equation.primitive.name
+    return name == "shard_map" or (name in CALLS and equation.params.get("name") == DEVICE_PART)
+
+
+def inside(equation) -> Iterator:
+    """The jaxprs inside an equation."""
+    for value in equation.params.values():
+        jaxpr = getattr(value, "jaxpr", value)
+        if hasattr(jaxpr, "eqns"):
+            yield jaxpr
+
+
+def variables(atoms: Iterable) -> list:
+    return [a for a in atoms if not isinstance(a, Literal)]
