@@ -81,9 +81,10 @@ class StepLoops:
             return 1
         if self.program.holds_ops(loop):
             return fractions.Fraction(self.busy_ticks) / times
-        if pair := re.search(r"/[FK]B(\d+)_(\d+)/(rest)?", loop.op_name):
-            both = [self.layers[int(unit)] for unit in pair.groups()[:2]]
-            return max(both) - min(both) if pair[3] else min(both)
+        if pair := re.search(r"/[FK]B(\d+)_(\d+)/(rest_of_[fb])?", loop.op_name):
+            f, b = (self.layers[int(unit)] for unit in pair.groups()[:2])
+            rest = {"rest_of_f": max(0, f - b), "rest_of_b": max(0, b - f)}
+            return rest.get(pair[3], min(f, b))
         if units := re.findall(r"/[FKRBW](\d+)/", loop.op_name):
             return self.layers[int(units[-1])]
         if op := self.op_of_loop(loop):

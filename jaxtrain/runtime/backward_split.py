@@ -373,10 +373,11 @@ class LayerSplit:
     def _evaluation(
         self, op: LayerOp, params, extra, values: dict, outputs: Sequence, pack: Callable
     ) -> Evaluation:
-        """An op, not yet evaluated. pack: the outputs' arrays → its result"""
+        """An op, not yet evaluated. values: variable → array, first what another layer has made;
+        pack: the outputs' arrays → the op's result"""
         env = self._consts | dict(zip(self._params, jax.tree.leaves(params), strict=True))
         env |= dict(zip(self._extras, jax.tree.leaves(extra), strict=True)) | values
-        return Evaluation(self._equations[op], env, outputs, pack)
+        return Evaluation(self._equations[op], env, next(iter(values)), outputs, pack)
 
     def reads(self, op: LayerOp) -> Any:
         """A tree of bools like the parameters, a quantized one as one: whether an op reads each."""

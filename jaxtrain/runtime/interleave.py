@@ -6,12 +6,13 @@ An op's equations are cut at its messages, the all-to-alls of experts and of att
     first    part 0 │ messages 0 │ part 1     │ messages 1 │ part 2
     second          │ part 0     │ messages 0 │ part 1     │ messages 1 │ part 2
 
-What stands in one column is tied: nothing that follows either of the two begins before both are
-done. XLA chooses the order inside a column. It takes each small fusion for as long as a product, so
-the column of a part ends at its last large product, and results wait until the last column before
-they are saved: else XLA would fill a message's time with these.
+XLA decides where in the program a message starts and where it is done, and counts each small fusion
+for as much as a product of matrices. So values wait for each other where their readers alone would
+not: a column begins when the message can be sent; the message's readers wait for the large products
+beside it, and what follows these products waits for the message.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.devices.mesh import MODEL
 from jaxtrain.runtime.equations import (
     BLOCK_PRODUCTS,
     KERNELS,
@@ -36,53 +38,104 @@ LARGE = 1 / 16  # of the largest product of a part: a router's product is smalle
 class Evaluation:
     """An op of a layer, which is evaluated at once by `run`, or in parts.
 
-    equations: in order; env: variable → array, of what they read; outputs: variables of the
-    results; pack: their list → the op's result
+    equations: in order; env: variable → array, of what they read; entry: the variable among these
+    that comes from another layer; outputs: variables of the results; pack: their list → the op's
+    result
     """
 
     def __init__(
         self,
         equations: Sequence,
         env: dict[Any, Any],
+        entry: Any,
         outputs: Sequence,
         pack: Callable[[list], Any],
     ):
         self._equations, self._env, self._outputs, self._pack = equations, env, outputs, pack
+        self._arrived = [entry]  # what the next part begins with
+        self._small: Sequence = ()  # equations of the last part, after its last large products
 
     def run(self) -> Any:
         """The result, of all equations."""
-        self.evaluate(self._equations)
+        self._evaluate(self._equations)
         return self.result()
 
     def result(self) -> Any:
         return self._pack([value_of(a, self._env) for a in self._outputs])
 
-    def evaluate(self, equations: Iterable) -> list:
-        """Evaluates some of the equations; the variables of their results."""
-        made = []
+    @functools.cached_property
+    def _left(self) -> list[list]:
+        """The parts and messages that are not evaluated."""
+        return _parts(self._equations)
+
+    @property
+    def is_done(self) -> bool:
+        return not self._left
+
+    def start(self) -> None:
+        """Evaluates the part before the first messages."""
+        self._small = self._next()
+        self._evaluate(self._small)
+
+    def send(self, other: "Evaluation") -> None:
+        """Evaluates the next messages beside the next part of another evaluation."""
+        messages, part = self._next(), other._next()
+        sent = [max(variables(m.invars), key=lambda a: a.aval.size) for m in messages]
+        # what is small comes before the messages, or XLA fills their time with it
+        self._wait(sent, self._values(_small_results(self._small, messages)))
+        other._wait(other._arrived, self._values(sent))
+        self._evaluate(messages)
+        self._arrived = self._read_of(messages)
+        products, rest = _last_products(part, other._left[0] if other._left else ())
+        other._evaluate(part[: len(part) - len(rest)])
+        made = other._read_of(products)
+        self._wait(self._arrived, other._values(made))
+        largest = sorted(self._values(self._arrived), key=jnp.size)[-1:]
+        other._wait(made, largest)
+        other._evaluate(rest)
+        other._small = rest
+
+    def _next(self) -> list:
+        return self._left.pop(0) if self._left else []
+
+    def _evaluate(self, equations: Iterable) -> None:
         for equation in equations:
             results = bind(equation, [value_of(a, self._env) for a in equation.invars])
             self._env.update(zip(equation.outvars, results, strict=True))
-            made += equation.outvars
-        return made
 
-    def parts(self) -> list[list]:
-        """The equations as [part, messages, part, messages, …, part]. Messages that do not wait
-        for each other are together; a part is what they need, or what needs the last ones."""
-        passed: dict[Any, int] = {}  # variable → the most messages on a way to it
-        parts: dict[int, list] = {}
-        for equation in self._equations:
-            count = max((passed.get(a, 0) for a in variables(equation.invars)), default=0)
-            sends = _sends(equation)
-            parts.setdefault(2 * count + sends, []).append(equation)
-            passed |= dict.fromkeys(equation.outvars, count + sends)
-        return [parts.get(i, []) for i in range(max(parts, default=0) + 1)]
+    @functools.cached_property
+    def _read(self) -> set:
+        read = {a for equation in self._equations for a in variables(equation.invars)}
+        return read.union(variables(self._outputs))
 
-    def wait(self, values: Iterable, other: "Evaluation", others: Iterable) -> None:
-        """Has the readers of some values wait for values of another evaluation."""
-        firsts = [other._env[a] for a in _live(others)]
+    def _read_of(self, equations: Iterable) -> list:
+        """The variables that equations make and something reads."""
+        return [a for equation in equations for a in equation.outvars if a in self._read]
+
+    def _values(self, names: Iterable) -> list[jax.Array]:
+        return [self._env[a] for a in names if a in self._read]
+
+    def _wait(self, names: Iterable, firsts: Sequence[jax.Array]) -> None:
+        """Has the readers of these variables wait for some values."""
         if firsts:
-            self._env.update((a, after(firsts, self._env[a])) for a in _live(values))
+            self._env.update((a, after(firsts, self._env[a])) for a in names)
+
+
+def side_by_side(first: Evaluation, second: Evaluation) -> tuple[Any, Any]:
+    """The results of both, with messages of each beside products of the other.
+
+    Where `model` has several devices, both are evaluated one after the other: the partitioner
+    splits arrays over it, and a number of one part is not there on all devices.
+    """
+    if jax.sharding.get_abstract_mesh().shape.get(MODEL, 1) > 1:
+        return first.run(), second.run()
+    first.start()
+    sender, other = first, second
+    while not (first.is_done and second.is_done):
+        sender.send(other)
+        sender, other = other, sender
+    # or XLA writes what is saved into the pools as soon as it is there, in the time of messages
+    return jax.lax.optimization_barrier((first.result(), second.result()))
 
 
 def after(firsts: Sequence[jax.Array], value: jax.Array) -> jax.Array:
@@ -96,57 +149,66 @@ def after(firsts: Sequence[jax.Array], value: jax.Array) -> jax.Array:
     return jnp.where(bits != 0, value, jnp.zeros_like(value))
 
 
-def side_by_side(first: Evaluation, second: Evaluation) -> tuple[Any, Any]:
-    """The results of both, with messages of each beside products of the other."""
-    turns, others = first.parts(), second.parts()
-    small = turns.pop(0)
-    first.evaluate(small)
-    (sender, sent, small), (computing, parts, _) = (first, turns, small), (second, others, [])
-    while sent or parts:
-        messages = sent.pop(0) if sent else []
-        # what is small comes before the messages, or XLA fills their time with it
-        sender.wait(_largest_operands(messages), sender, _crossing(small, messages))
-        arrived = sender.evaluate(messages)
-        part = parts.pop(0) if parts else []
-        end = _after_last_large(part)
-        computing.evaluate(part[:end])
-        product = part[end - 1].outvars if end else []
-        sender.wait(arrived, computing, product)
-        computing.wait(product, sender, arrived[:1])
-        computing.evaluate(part[end:])
-        (sender, sent, small), (computing, parts) = (computing, parts, part[end:]), (sender, sent)
-    return jax.lax.optimization_barrier((first.result(), second.result()))
+def _parts(equations: Iterable) -> list[list]:
+    """Equations as [part, messages, part, messages, …, part]. Messages that do not wait for each
+    other are together; a part is what they need, or what needs the last ones."""
+    passed: dict[Any, int] = {}  # variable → the most messages on a way to it
+    parts: dict[int, list] = {}
+    for equation in equations:
+        count = max((passed.get(a, 0) for a in variables(equation.invars)), default=0)
+        sends = _sends(equation)
+        parts.setdefault(2 * count + sends, []).append(equation)
+        passed |= dict.fromkeys(equation.outvars, count + sends)
+    return [parts.get(i, []) for i in range(max(parts, default=0) + 1)]
 
 
-def _largest_operands(messages: Sequence) -> list:
-    return [max(variables(m.invars), key=lambda a: a.aval.size) for m in messages]
+def _last_products(part: Sequence, messages: Sequence) -> tuple[list, Sequence]:
+    """Returns (the large products on which the messages wait without another one in between, the
+    equations of the part that follow the last of these). Without messages, the products on which
+    results of the part wait."""
+    large = _large(part)
+    maker = {out: equation for equation in part for out in equation.outvars}
+    read = {a for equation in part for a in variables(equation.invars)}
+    todo = [a for m in messages for a in variables(m.invars)]
+    todo = todo or [a for a in maker if a not in read]
+    seen: set[int] = set()
+    while todo:
+        equation = maker.get(todo.pop())
+        if equation is not None and id(equation) not in seen:
+            seen.add(id(equation))
+            todo += variables(equation.invars) if id(equation) not in large else ()
+    ends = [i for i, e in enumerate(part, 1) if id(e) in large and id(e) in seen]
+    return [part[i - 1] for i in ends], part[max(ends, default=len(part)) :]
 
 
-def _crossing(equations: Sequence, messages: Sequence) -> list:
-    """The last values of equations that neither these nor the messages read."""
+def _small_results(equations: Sequence, messages: Sequence) -> list:
+    """The variables that neither these equations nor the messages read, and that wait for no large
+    product among these."""
+    large = _large(equations)
     read = {a for equation in (*equations, *messages) for a in variables(equation.invars)}
-    return [a for equation in equations for a in _live(equation.outvars) if a not in read]
+    late: set = set()
+    for equation in equations:
+        if id(equation) in large or not late.isdisjoint(variables(equation.invars)):
+            late.update(equation.outvars)
+    return [a for e in equations for a in e.outvars if a not in read and a not in late]
 
 
-def _after_last_large(equations: Sequence) -> int:
-    """The number of equations up to the last kernel or large product; 0 if there is none."""
-    work = [_work(equation) for equation in equations]
-    largest = max((w for w in work if w < math.inf), default=0.0)
-    return max((i for i, w in enumerate(work, 1) if w and w >= LARGE * largest), default=0)
+def _large(equations: Sequence) -> set[int]:
+    """The ids of kernels and large products."""
+    work = {id(equation): _work(equation) for equation in equations}
+    largest = max((w for w in work.values() if w < math.inf), default=0.0)
+    return {key for key, w in work.items() if w and w >= LARGE * largest}
 
 
 def _work(equation) -> float:
-    """Multiplications of an equation; those of a kernel, which are not known, as infinite."""
+    """Multiplications of an equation; infinite for a kernel, whose work is not known."""
     name = equation.primitive.name
     if name in KERNELS | BLOCK_PRODUCTS:
         return math.inf
     if name in PRODUCTS:
         (contracted, _), _ = equation.params["dimension_numbers"]
-        shape = equation.invars[0].aval.shape
-        depth = 1.0
-        for dimension in contracted:
-            depth *= shape[dimension]
-        return depth * equation.outvars[0].aval.size
+        depth = math.prod(equation.invars[0].aval.shape[d] for d in contracted)
+        return float(depth * equation.outvars[0].aval.size)
     return sum(_work(e) for jaxpr in inside(equation) for e in jaxpr.eqns)
 
 
@@ -160,8 +222,3 @@ def _includes(equation, names: frozenset) -> bool:
     return equation.primitive.name in names or any(
         _includes(e, names) for jaxpr in (*inside(equation), *branches) for e in jaxpr.eqns
     )
-
-
-def _live(variables: Iterable) -> list:
-    """Without those of results that nothing reads."""
-    return [a for a in variables if type(a).__name__ != "DropVar"]

@@ -32,7 +32,8 @@ from jaxtrain.schedule.slots import TickSlots
 Arrays = list[jax.Array]
 Shapes = Sequence[jax.ShapeDtypeStruct]
 Body = Callable  # (layer's number, its parameters, carry) → carry
-REST = "rest"  # the scope of layers that an overlapped op runs alone (hlo/loops.py)
+# the scopes of layers of F, and of B, that an overlapped op runs alone (hlo/loops.py)
+REST_OF_F, REST_OF_B = "rest_of_f", "rest_of_b"
 UNSHARDED = Zero()  # parameters are neither gathered nor their gradients reduced inside an op
 
 
@@ -507,10 +508,11 @@ class _LayerPairs:
         for (f, begin, end), (b, b_begin, b_end) in itertools.product(self._ranges, self._b_ranges):
             both = functools.partial(self._both, f, b)
             carry = _loop(_larger(begin, b_begin), _smaller(end, b_end), both, carry)
-        with jax.named_scope(REST):
+        with jax.named_scope(REST_OF_F):
             for f, begin, end in self._ranges:
                 rest = functools.partial(self._rest_of_f, f)
                 carry = _loop(_larger(begin, self._b_count), end, rest, carry)
+        with jax.named_scope(REST_OF_B):
             for b, begin, end in self._b_ranges:
                 rest = functools.partial(self._rest_of_b, b)
                 carry = _loop(_larger(begin, self._count), end, rest, carry)
