@@ -128,10 +128,9 @@ def memory(
         "optimizer": state * (not layout.offloads("optimizer")),
     }
     if layout.steps > 1:
-        # The state before the program, until its steps are known to be right; and the values that
-        # updates change, in 32 bits, beside what ops read.
-        kept = framework.weight_bytes * held.all + state
-        parts["kept copy"] = kept + MASTER * step.device_masters(layers, shared)
+        # The values that updates change, in 32 bits, beside what ops read; and these values and the
+        # state before an update, until its step is known to be right.
+        parts["kept copy"] = state + 2 * MASTER * step.device_masters(layers, shared)
     if framework.outer_bytes:
         outer = held.layers + held.ends / step.parts_of_ends(max(layout.zero, 1), shared)
         parts["outer"] = framework.outer_bytes * outer / step.shards
