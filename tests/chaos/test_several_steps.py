@@ -15,8 +15,8 @@ from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.metrics import METRICS, host, read_metrics
 
 KILLS = STOPS = 4
-# Norms fall below this limit after some twelve steps, and a few are above it then.
-CLIP = 1.35
+# Norms fall below this limit after some twenty steps, and a few are above it then.
+CLIP = 1.1
 # No interval of the program's steps divides the run's or the checkpoints'.
 FLAGS = settings(
     train__steps=40,
@@ -84,7 +84,7 @@ def test_kills(folder, pytestconfig):
     assert "continuing from step" in done.out
     assert numbers(workdir) == numbers(folder / "single")
     norms = [record["grad_norm"] for record in numbers(workdir).values()]
-    assert norms[16] is None and any(n and n > CLIP for n in norms[20:])
+    assert norms[16] is None and any(n and n > CLIP for n in norms[24:])
 
 
 @pytest.mark.full
@@ -103,7 +103,7 @@ def test_two_processes_stopped_and_taken_back(folder, pytestconfig):
             command.end(ExitStatus.INTERRUPTED if interrupted else ExitStatus.STOPPED)
         assert runs.checkpoints(workdir)[-1] == runs.last_step(workdir)
     done = run(folder, words)
-    assert "programs had their steps without a barrier" in done.out
+    assert "steps ran without a barrier between them" in done.out
     assert numbers(workdir) == numbers(folder / "one_process")
 
     back = settings(train__on_nonfinite="rollback", train__nonfinite_limit=1)

@@ -9,7 +9,7 @@ from typing import Any
 from jaxtrain import config as configs
 from jaxtrain.config import Config
 from jaxtrain.devices.mesh import AXES, batch_shards, sizes_of
-from jaxtrain.hlo.program import Instruction
+from jaxtrain.hlo.program import Instruction, Program
 from jaxtrain.plan import topology
 from jaxtrain.plan.topology import fitting
 from support.ticks_text import holders, moves, opened
@@ -104,6 +104,24 @@ def compile_step(
     return CompiledTick(
         **vars(compiled), payload=payload // mesh["model"], smallest_matrix=matrix // mesh["model"]
     )
+
+
+def loop_around(program: Program, op: str) -> Instruction:
+    """The innermost loop whose body has the loops of several ops, this one among them."""
+    around = [
+        i
+        for i in program.below(program.entry)
+        if i.opcode == "while"
+        and {op, "head"} <= {scope(j) for j in program.below(i.calls["body"])}
+    ]
+    return min(around, key=lambda i: len(list(program.below(i.calls["body"]))))
+
+
+def scope(i: Instruction) -> str:
+    """The tick's op, of embedding, head, updates and permutes, in which an instruction stands; ""
+    outside of them."""
+    name = re.search(r"/(embed|head|\w+_[a-zA-Z]+)/", i.op_name.partition("closed_call")[2])
+    return name[1] if name else ""
 
 
 # --- the checks: each returns what it finds wrong -------------------------------------------------
