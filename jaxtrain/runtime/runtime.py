@@ -341,9 +341,10 @@ class Runtime:
         updates = Updates(
             rules, model, self._sum, self._specs, self._reductions, self.zero.dtype, self._as_used
         )
-        layers, ends, checks = updates.begin(parts, steps)
+        loss = jnp.zeros(steps)
+        layers, ends, checks = updates.begin(parts, loss, mtp_loss)
         state = TickState(
-            jnp.zeros(steps),
+            loss,
             mtp_loss,
             sums,
             params=constants.params,
@@ -353,10 +354,11 @@ class Runtime:
         )
         constants = dataclasses.replace(constants, params=ModelTree())
         state = self._scan(constants, state, columns, updates)
+        checks = state.checks
         if mtp_loss is not None:
-            mtp_loss = self._sum(state.mtp_loss) / self.parts.cfg.mtp_weight
-        losses = Losses(self._sum(state.loss), tokens, mtp_loss)
-        return StepsResults(state.checks.right, losses, *state.checks.norms, updates.end(state))
+            mtp_loss = checks.mtp_loss / self.parts.cfg.mtp_weight
+        losses, (gradient_norms, norms) = Losses(checks.loss, tokens, mtp_loss), checks.norms
+        return StepsResults(checks.right, losses, gradient_norms, norms, updates.end(state))
 
     @functools.cached_property
     def _reductions(self) -> ModelTree:

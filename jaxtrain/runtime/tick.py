@@ -333,7 +333,7 @@ class Tick:
             ),
             TickOp(
                 CHECK_STEP,
-                TickState(loss=True, layers=True, ends=True, checks=True),
+                TickState(loss=True, mtp_loss=True, layers=True, ends=True, checks=True),
                 Constants(),
                 lambda state, _, columns: updates.check(state, columns.checked_step),
             ),

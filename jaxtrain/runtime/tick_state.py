@@ -94,11 +94,14 @@ class PartState(NamedTuple):
 class Checks(NamedTuple):
     """What all devices know of the steps of a table of several ones.
 
-    norms: float32 [2, steps], of gradients and of updated parameters, of the checked steps
+    loss, mtp_loss: float32 [steps], as of TickState, but those of all devices; of the checked steps
+    norms: float32 [2, steps], of their gradients and updated parameters
     right: int32, the checked steps up to the first wrong one: one to be clipped or skipped
     wrong: a step was. The ticks after that have no ops
     """
 
+    loss: Array
+    mtp_loss: Array
     norms: Array
     right: Array
     wrong: Array

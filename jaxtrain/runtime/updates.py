@@ -129,9 +129,7 @@ class PartUpdate:
             state,
             gradients=ModelTree(**zeros),
             params=ModelTree(**self._unled(params)),
-            **self._as_field(
-                PartState(values, optimizer, (part.values, part.optimizer), squares)
-            ),
+            **self._as_field(PartState(values, optimizer, (part.values, part.optimizer), squares)),
         )
 
     def _as_field(self, part: PartState) -> dict[str, Any]:
@@ -190,8 +188,12 @@ class Updates:
         self.layers = part(["layers"], "layers", rules.layers)
         self.ends = part(ends, "ends", rules.ends)
 
-    def begin(self, parts: PartsState, steps: int) -> tuple[PartState, PartState, Checks]:
-        """The states of layers, ends and checks before the first tick."""
+    def begin(
+        self, parts: PartsState, loss: jax.Array, mtp_loss: jax.Array | None
+    ) -> tuple[PartState, PartState, Checks]:
+        """The states of layers, ends and checks before the first tick. loss, mtp_loss: [steps],
+        0"""
+        steps = loss.shape[0]
 
         def state(values: Tree, optimizer: Any) -> PartState:
             squares = jax.tree.map(lambda _: jnp.zeros((2, steps, self.model)), values)
@@ -200,7 +202,7 @@ class Updates:
         return (
             state(_layers(parts.values), parts.layers),
             state(_ends(parts.values), parts.ends),
-            Checks(jnp.zeros((2, steps)), jnp.int32(0), jnp.array(False)),
+            Checks(loss, mtp_loss, jnp.zeros((2, steps)), jnp.int32(0), jnp.array(False)),
         )
 
     def check(self, state: TickState, step: jax.Array) -> TickState:
@@ -208,9 +210,19 @@ class Updates:
         squares = jax.tree.leaves({**state.layers.squares, **state.ends.squares})
         of_step = [lax.dynamic_index_in_dim(a, step, 1, keepdims=False) for a in squares]
         norms = norms_of(of_step)
-        loss = self._sum_losses(lax.dynamic_index_in_dim(state.loss, step, keepdims=False))
-        right = self._right(loss, norms[0])
+        losses = jax.tree.map(
+            lambda a: self._sum_losses(lax.dynamic_index_in_dim(a, step, keepdims=False)),
+            (state.loss, state.mtp_loss),
+        )
+        right = self._right(losses[0], norms[0])
+        loss, mtp_loss = jax.tree.map(
+            lambda of_steps, a: lax.dynamic_update_index_in_dim(of_steps, a, step, 0),
+            (state.checks.loss, state.checks.mtp_loss),
+            losses,
+        )
         checks = Checks(
+            loss,
+            mtp_loss,
             lax.dynamic_update_index_in_dim(state.checks.norms, norms, step, 1),
             state.checks.right + right.astype(jnp.int32),
             ~right,

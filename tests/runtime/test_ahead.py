@@ -398,9 +398,7 @@ def test_no_stage_waits_for_all_between_two_steps_of_a_program(platform):
     for i in program.below(table.calls["body"]):
         if i.collective:
             of_ops[ahead.scope(i)].append(i)
-    stages_of = lambda i: {
-        len({n % stages for n in group}) for group in i.groups(ahead.DEVICES)
-    }
+    stages_of = lambda i: {len({n % stages for n in group}) for group in i.groups(ahead.DEVICES)}
     assert set(of_ops) == {
         *("embed", "head", "embed_gradient", "permute_LATE"),
         *("update_layers", "update_ends", "check_step"),
@@ -411,7 +409,8 @@ def test_no_stage_waits_for_all_between_two_steps_of_a_program(platform):
     assert kinds("check_step") == {"all-reduce"}
     assert sum(i.bytes for i in of_ops["check_step"]) <= 16
     assert {frozenset(stages_of(i)) for i in of_ops["check_step"]} <= {
-        frozenset({stages}), frozenset({1})
+        frozenset({stages}),
+        frozenset({1}),
     }
     # the table has both steps, and behind it nothing is reduced that a stage has for itself
     (around,) = [
