@@ -556,7 +556,8 @@ class StepModel:
         step += self.end_collectives(shared) * m
         cells = closed_forms(layout.schedule).shared_cells(layout.stage, m)
         step += hidden_messages(saved * cells / layout.repeats)
-        times = StageTimes(*(ops[name].seconds * layers for name in "FRBW"), overlap=saved)
+        seconds = {name: ops[name].seconds * layers for name in "FRBW"}
+        times = StageTimes(**seconds, overlap=saved)
         waits = TimeBreakdown({BUBBLE: 0.0})
         if several:
             idle = closed_forms(layout.schedule).idle(layout.stage, layout.repeats, times)

@@ -104,8 +104,8 @@ def _converted(key: str, text: str) -> tuple[Any, str]:
         nearest = difflib.get_close_matches(text, names, 1, 0.0)[0]
         return nearest, f"and the choices are {', '.join(names)}"
     if isinstance(field.default, bool):
-        rule = f"and the choices are {', '.join(BOOLS)}"
-        return BOOLS.get(text, field.default), "" if text in BOOLS else rule
+        value, rule = BOOLS.get(text.lower()), f"and the choices are {', '.join(BOOLS)}"
+        return (field.default, rule) if value is None else (value, "")
     least = int(key != "repeats")  # repeats=0: as many as the schedule chooses
     if number is not None and number >= least:
         return number, ""
