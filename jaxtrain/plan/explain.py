@@ -173,7 +173,8 @@ def _overlap(prediction: Prediction) -> list[str]:
         f"other, the step {_seconds(prediction.seconds)} and {_seconds(without)} "
         f"({prediction.seconds / without - 1:+.1%})",
         f"  expected, not measured: {covered:.0%} of the experts' messages have products beside "
-        "them as compiled, and are taken to slow no product down",
+        "them as compiled, and are taken to slow no product down; F and B by themselves are taken "
+        "to hide none",
     ]
 
 
