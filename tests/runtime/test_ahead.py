@@ -397,7 +397,7 @@ def test_no_stage_waits_for_all_between_two_steps_of_a_program(platform):
     of_ops = collections.defaultdict(list)
     for i in program.below(table.calls["body"]):
         if i.collective:
-            of_ops[ahead.scope(i)].append(i)
+            of_ops[ahead.scope(program, i)].append(i)
     stages_of = lambda i: {len({n % stages for n in group}) for group in i.groups(ahead.DEVICES)}
     assert set(of_ops) == {
         *("embed", "head", "embed_gradient", "permute_LATE"),

@@ -112,14 +112,22 @@ def loop_around(program: Program, op: str) -> Instruction:
         i
         for i in program.below(program.entry)
         if i.opcode == "while"
-        and {op, "head"} <= {scope(j) for j in program.below(i.calls["body"])}
+        and {op, "head"} <= {_op_of(j) for j in program.below(i.calls["body"])}
     ]
     return min(around, key=lambda i: len(list(program.below(i.calls["body"]))))
 
 
-def scope(i: Instruction) -> str:
-    """The tick's op, of embedding, head, updates and permutes, in which an instruction stands; ""
-    outside of them."""
+def scope(program: Program, i: Instruction) -> str:
+    """The tick's op, of embedding, head, updates, check and permutes, in which an instruction
+    stands; "" outside of them. A collective that XLA has joined from several has no name, and is in
+    the op of the rest of its computation, if that is one."""
+    if i.op_name:
+        return _op_of(i)
+    names = set(map(_op_of, program.computations[i.computation])) - {""}
+    return names.pop() if len(names) == 1 else ""
+
+
+def _op_of(i: Instruction) -> str:
     name = re.search(r"/(embed|head|\w+_[a-zA-Z]+)/", i.op_name.partition("closed_call")[2])
     return name[1] if name else ""
 
