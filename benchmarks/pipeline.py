@@ -63,7 +63,14 @@ def main(argv: list[str]) -> None:
     from jaxtrain.config.checks import check_devices
     from jaxtrain.devices.mesh import make_mesh, sizes_of
     from jaxtrain.schedule.columns import columns
-    from jaxtrain.training.op_times import TICKS, measure, op_seconds, random_batch, times_of
+    from jaxtrain.training.op_times import (
+        TICKS,
+        in_order,
+        measure,
+        op_seconds,
+        random_batch,
+        times_of,
+    )
     from jaxtrain.training.state import initial_state
     from jaxtrain.training.step import make_step
 
@@ -127,10 +134,7 @@ def main(argv: list[str]) -> None:
     print(f"jax {jax.__version__}, {mesh.size} × {jax.devices()[0].device_kind}")
     print(
         "--config.pipeline.times="
-        + ",".join(
-            f"{1e3 * t:.3f}"
-            for t in (times.F, times.B, times.W, times.message, times.R, times.head)
-        )
+        + ",".join(f"{1e3 * t:.3f}" for t in in_order(times, setup.table))
     )
 
 

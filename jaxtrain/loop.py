@@ -337,7 +337,7 @@ class Trainer:
         """Waits for the last save, and draws the losses. The run's status."""
         self.clock.enter(Part.ENDING)
         self.measured.finish(self.at)
-        if self.programs.several and self.speculation.programs:
+        if self.programs.several and self.speculation.steps:
             cluster.log(self.speculation.summary())
         self.checkpoints.finish(self.at)
         self.reporter.saves(self.checkpoints.figures())

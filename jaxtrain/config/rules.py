@@ -412,17 +412,26 @@ def _pipeline(
         )
     if pipeline.overlap and mesh.stage != 1:
         yield from _overlap(pipeline)
-    if pipeline.times and len(pipeline.times) not in (3, 4, 5, 6):
+    if pipeline.times and len(pipeline.times) not in range(3, 9):
         fixed = (
-            (*pipeline.times, 1.0, 1.0, 1.0)[:3] if len(pipeline.times) < 3 else pipeline.times[:6]
+            (*pipeline.times, 1.0, 1.0, 1.0)[:3] if len(pipeline.times) < 3 else pipeline.times[:8]
         )
         yield Violation(
             "pipeline.times",
-            "must have a time for F, B and W each, and may have one for message, R and head",
+            "must have a time for F, B and W each, and may have one for message, R, head, FB and "
+            "update",
             values_for("pipeline.times", [fixed, ()]),
         )
     if pipeline.times and not all(pipeline.times[:3]):
         yield Violation("pipeline.times", "has no time for F, B or W", [{"pipeline.times": ()}])
+    both = pipeline.times[6:7]
+    if both and 0 < both[0] < max(pipeline.times[:2]):
+        least = (*pipeline.times[:6], max(pipeline.times[:2]), *pipeline.times[7:])
+        yield Violation(
+            "pipeline.times",
+            "has less time for FB, an F and a B at the same time, than for one of them",
+            values_for("pipeline.times", [least, ()]),
+        )
 
 
 def _several_steps(config: Config) -> Iterator[Violation]:

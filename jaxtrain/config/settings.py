@@ -451,7 +451,8 @@ class PipelineConfig:
     )
     times: tuple[float, ...] = setting(
         (),
-        "times of F,B,W,message (and R, head) for one microbatch on a stage; empty: planned",
+        "times of F,B,W,message (and R, head; FB, an F and a B in an overlapped cell, 0: no gain; "
+        "the optimizer's update) for one microbatch on a stage; empty: planned",
     )
     measure_times: bool = setting(
         False,

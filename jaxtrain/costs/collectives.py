@@ -306,29 +306,38 @@ class StepCollectives:
     def _experts(self, op: str, unread: bool) -> list[Collective]:
         """The collectives of routed tokens on their way to experts and back, and of their weights
         (parallel/experts.py)."""
+        m, there, back = self.model, *self.routed(op, unread)
+        if not self.explicit or not there:
+            return [*there, *back]
+        capacity = routed_capacity(m, self.layout)
+        routed = float(self.tokens * m.experts_per_token)
+        weighted = capacity if self.layout.expert > 1 or m.capacity_factor else routed
+        summed = Collective(SUM, (MODEL,), weighted * FLOAT32 * (op == "B"))
+        return [*there, *back, summed]
+
+    def routed(self, op: str, unread: bool = False) -> tuple[list[Collective], list[Collective]]:
+        """The all-to-alls of an op that send routed tokens, or their gradients, to experts, and
+        those that bring results back. unread: nothing reads the layer's output"""
         m, layout, size = self.model, self.layout, self.model.width * self.item
-        routed, capacity = float(self.tokens * m.experts_per_token), routed_capacity(m, layout)
-        exchanged = routed * self.imbalance
+        exchanged = float(self.tokens * m.experts_per_token) * self.imbalance
         if not self.explicit:  # each device of `model` sends its share
-            sizes = [exchanged / layout.model * size] * 2
-            return [] if op == "W" else _alike(EXCHANGE, EXPERT, sizes)
+            each = [] if op == "W" else _alike(EXCHANGE, EXPERT, [exchanged / layout.model * size])
+            return each, each
         if op == "W" and (self._sends_in_b("B") or not layout.makes_again(ROUTED)):
-            return []
+            return [], []
+        capacity = routed_capacity(m, layout)
         if m.capacity_factor:
             exchanged = capacity
         elif self.cpu:
             most = self.tokens * min(m.experts_per_token, m.experts // layout.expert)
             exchanged = layout.expert * min(most, capacity)
-        # Selective remat does not save what was sent: W sends it once more.
-        out = m.width * FP8 if self.fp8 else size
-        widths = [size] if op == "W" else [out, FLOAT32] + [size] * (not unread)
-        widths += [out] * self._sends_in_b(op)
         kind = EXCHANGE if self.cpu or m.capacity_factor else RAGGED
-        weighted = capacity if layout.expert > 1 or m.capacity_factor else routed
-        return [
-            *_alike(kind, EXPERT, [exchanged * width for width in widths]),
-            Collective(SUM, (MODEL,), weighted * FLOAT32 * (op == "B")),
-        ]
+        of_widths = lambda widths: _alike(kind, EXPERT, [exchanged * width for width in widths])
+        if op == "W":  # Selective remat does not save what was sent: W sends it once more.
+            return of_widths([size]), []
+        out = m.width * FP8 if self.fp8 else size
+        there = [out, FLOAT32] + [out] * self._sends_in_b(op)
+        return of_widths(there), of_widths([size] * (not unread))
 
     def _sends_in_b(self, op: str) -> bool:
         """True if B sends tokens to experts once more, since selective remat has not saved them:

@@ -29,6 +29,8 @@ class Framework:
     one_link:         fraction of one link's bandwidth that ZeRO-3's collectives reach where they
                       leave an island; 0: they use all links of the island
     stage_overlap:    messages between stages overlap with ops
+    cell_overlap:     fraction of the messages of routed tokens that overlap with products of the
+                      other microbatch in an overlapped cell
     weight_bytes, gradient_bytes, master_bytes: bytes of a parameter's copy that products use, of
                       its gradient, and of its 32-bit copy beside the optimizer's state
     moment_bytes:     bytes of a number of the optimizer's state
@@ -72,6 +74,7 @@ class Framework:
     gather_overlap: float = 0.9
     one_link: float = 0.0
     stage_overlap: bool = False
+    cell_overlap: float = 0.0
     weight_bytes: float = 2.0
     gradient_bytes: float = 4.0
     master_bytes: float = 4.0

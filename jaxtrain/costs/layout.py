@@ -23,6 +23,7 @@ class Layout:
 
     microbatch: sequences of a microbatch on a data shard; microbatches: of them in a step
     steps: of a program (`pipeline.steps_per_program`)
+    overlap: F and B of two microbatches share cells (`pipeline.overlap`)
     """
 
     data: int = 1
@@ -42,6 +43,7 @@ class Layout:
     offload: str = "none"
     disk: bool = False
     steps: int = 1
+    overlap: bool = False
 
     @property
     def devices(self) -> int:

@@ -128,10 +128,13 @@ def memory(
         "optimizer": state * (not layout.offloads("optimizer")),
     }
     if layout.steps > 1:
-        # The state before the program, until its steps are known to be right; and the values that
-        # updates change, in 32 bits, beside what ops read.
-        kept = framework.weight_bytes * held.all + state
-        parts["kept copy"] = kept + MASTER * step.device_masters(layers, shared)
+        # The values that updates change, in 32 bits, beside what ops read; these values and the
+        # state before an update, until its step is known to be right; and in an update the shards
+        # of its gradients. Where ops read 16 bits, the parameters' own memory is free for sums.
+        values = MASTER * step.device_masters(layers, shared)
+        scattered = layout.zero > 0 and step.shards > 1
+        unused = framework.weight_bytes * held.all if cast else 0.0
+        parts["kept copy"] = max(values, state + (2 + scattered) * values - unused)
     if framework.outer_bytes:
         outer = held.layers + held.ends / step.parts_of_ends(max(layout.zero, 1), shared)
         parts["outer"] = framework.outer_bytes * outer / step.shards

@@ -40,6 +40,7 @@ from jaxtrain.costs.collectives import (
 from jaxtrain.costs.frameworks import Framework
 from jaxtrain.costs.hardware import Hardware
 from jaxtrain.costs.layout import Layout
+from jaxtrain.costs.overlapped_cell import Phases, most_saved
 from jaxtrain.costs.transformer import (
     COLUMNS,
     MAKES,
@@ -116,6 +117,12 @@ def overlapped(
         if part and axis in seconds
     }
     return TimeBreakdown({axis: s - hidden.get(axis, 0.0) for axis, s in seconds.items()}, hidden)
+
+
+def hidden_messages(seconds: float) -> TimeBreakdown:
+    """What changes where so many seconds of routed tokens' messages are hidden behind other
+    work."""
+    return TimeBreakdown({EXPERT: -seconds}, {EXPERT: seconds}) if seconds else TimeBreakdown()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -455,6 +462,32 @@ class StepModel:
         moved = self.item * self.tokens * (outside + inner)
         return moved / self.hardware.streaming + 1e-6 * self.hardware.launch_us * started
 
+    def saved_by_overlap(self) -> float:
+        """Seconds by which F and B of one microbatch each, on an entire stage, are expected to be
+        shorter in overlapped cells than one after the other (overlapped_cell.py). Nothing is
+        measured."""
+        if not self.model.experts:
+            return 0.0
+        partial = self.layout.recomputation.layers is not None
+        step = dataclasses.replace(self, layout=self.layout.with_remat("none")) if partial else self
+        saved = most_saved(step._phases("F"), step._phases("B"))
+        layers = self.model.layers / self.layout.stage
+        return self.framework.cell_overlap * saved * layers
+
+    def _phases(self, op: str) -> Phases:
+        """The phases of a layer with experts in F or B."""
+        forward = op == "F"
+        seconds = {True: 0.0, False: self._attention()[not forward]}  # experts', or others'
+        for product in self._products(dense=False):
+            is_experts = product.name.startswith("mlp")
+            seconds[is_experts] += product.forward if forward else product.inputs
+        there, back = (
+            self.links.seconds(messages).get(EXPERT, 0.0)
+            for messages in self.collectives.routed(op)
+        )
+        dispatch, combine = (there, back) if forward else (back, there)
+        return Phases(seconds[False], dispatch, seconds[True], combine)
+
     # ----------------------------------------------------------------------------- messages and end
 
     def message(self) -> float:
@@ -515,12 +548,16 @@ class StepModel:
         layers, several = math.ceil(model.layers / layout.stage), layout.stage > 1
         ops = self.mean_layer()
         stage = sum(ops.values(), TimeBreakdown()) * layers
+        saved = self.saved_by_overlap() if layout.overlap else 0.0
         if model.dense_layers:
             stage += sum(self.mean_layer(dense=True).values(), TimeBreakdown()) * model.dense_layers
         shared = self.framework.vocabulary_parallel and several
         step = stage * m + self.head() * (m / layout.stage if shared else m)
         step += self.end_collectives(shared) * m
-        times = StageTimes(*(ops[name].seconds * layers for name in "FRBW"))
+        cells = closed_forms(layout.schedule).shared_cells(layout.stage, m)
+        step += hidden_messages(saved * cells / layout.repeats)
+        seconds = {name: ops[name].seconds * layers for name in "FRBW"}
+        times = StageTimes(**seconds, overlap=saved)
         waits = TimeBreakdown({BUBBLE: 0.0})
         if several:
             idle = closed_forms(layout.schedule).idle(layout.stage, layout.repeats, times)
@@ -649,15 +686,29 @@ class StepModel:
         if layout.zero == 3 and self.shards > 1:
             overlap = framework.gather_overlap, busy.seconds
         parts = overlapped({DATA: zero}, {DATA: overlap})
-        reductions = [collective for p in parameters for collective in c.reductions(p)]
-        updated = [c.after_the_update(p) for p in parameters]
-        for after, work in (reductions, backward), (updated, forward if layout.zero else backward):
+        after_backward, after_update = self._around_the_update()
+        for after, work in (
+            (after_backward, backward),
+            (after_update, forward if layout.zero else backward),
+        ):
             seconds = self.links.seconds(after)
             parts += overlapped(seconds, {DATA: (framework.data_overlap, work)})
         if framework.inner_steps:
             outer = TimeBreakdown(self.links.seconds(c.outer_exchange(parameters)))
             parts += outer * (1 / framework.inner_steps)
         return parts + self.update() + TimeBreakdown({FIXED: framework.fixed_s})
+
+    def _around_the_update(self) -> tuple[list[Collective], list[Collective]]:
+        """The sums of gradients before an update, and the all-gathers of what it has changed."""
+        c, parameters = self.collectives, self._parameters
+        reductions = [collective for p in parameters for collective in c.reductions(p)]
+        return reductions, [c.after_the_update(p) for p in parameters]
+
+    def update_op(self) -> TimeBreakdown:
+        """The op that updates a stage's parameters in a table of several steps: sums of gradients,
+        the optimizer, all-gathers."""
+        reductions, gathers = self._around_the_update()
+        return self.update() + TimeBreakdown(self.links.seconds([*reductions, *gathers]))
 
     def parts_of_ends(self, zero: int, shared: bool | None = None) -> int:
         """The number of shards into which stages cut the state of embedding and head; each stage
@@ -712,10 +763,15 @@ class StepModel:
         return (ops["F"] * 2 + ops["B"] + ops["W"]) * self.model.dense_layers
 
     def op_times(self) -> tuple[float, ...]:
-        """Seconds of F, B, W, message, R and head of one microbatch on an entire stage, in the
-        order of `pipeline.times`."""
-        ops = {name: op.seconds for name, op in self.ops().items()}
-        return ops["F"], ops["B"], ops["W"], self.message(), ops["R"], self.head().seconds
+        """Seconds of F, B, W, message, R and head of one microbatch on an entire stage, and, where
+        the layout has such, of F and B at once and of the optimizer's update, in the order of
+        `pipeline.times`."""
+        ops, layout = {name: op.seconds for name, op in self.ops().items()}, self.layout
+        times = ops["F"], ops["B"], ops["W"], self.message(), ops["R"], self.head().seconds
+        both = ops["F"] + ops["B"] - self.saved_by_overlap() if layout.overlap else 0.0
+        if layout.steps > 1:
+            return *times, both, self.update_op().seconds
+        return (*times, both) if layout.overlap else times
 
     # ----------------------------------------------------------------------------------- operations
 

@@ -229,7 +229,9 @@ def norms_of(squares: Sequence[jax.Array]) -> jax.Array:
 
     def total(*squares: jax.Array) -> jax.Array:
         sums = [jnp.stack([of_array[i, 0] for of_array in squares]).sum() for i in range(trees)]
-        return psum(jnp.stack(sums), AXES)
+        # as scalars, which XLA joins: where processes add up, a number's place in an array decides
+        # in which order
+        return jnp.stack([psum(of_tree, AXES) for of_tree in sums])
 
     specs = (PartitionSpec(None, MODEL),) * len(squares)
     return jnp.sqrt(over_model(total, specs, PartitionSpec())(*squares))

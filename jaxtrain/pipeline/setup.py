@@ -174,9 +174,19 @@ def complete_times(
     if not known:
         return Times(1.0, 1.0, 1.0, MESSAGE, recompute, head, embed=embed)
     forward, *named = known
-    left_out = (0.0, recompute * forward, head * forward)[len(named) - 2 :]
-    backward, weights, message, recompute, head = (*named, *left_out)
-    return Times(forward, backward, weights, message, recompute, head, embed=embed * forward)
+    left_out = (0.0, recompute * forward, head * forward, 0.0, 0.0)[len(named) - 2 :]
+    backward, weights, message, recompute, head, both, update = (*named, *left_out)
+    return Times(
+        forward,
+        backward,
+        weights,
+        message,
+        recompute,
+        head,
+        embed=embed * forward,
+        update=update,
+        overlap=forward + backward - both if both else 0.0,
+    )
 
 
 # --- the search -----------------------------------------------------------------------------------

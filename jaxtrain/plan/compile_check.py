@@ -344,6 +344,9 @@ def _requested(reading: Reading) -> tuple[Topology, Config]:
     else:
         config = checks.check_devices(config, devices.devices, platform.backend)
     config = config.resolve()
+    if (steps := config.pipeline.steps_per_program) > 1 and config.mesh.stage > 1:
+        name, rule = "pipeline.steps_per_program", "has loops whose trips no table says"
+        raise ConfigError(name, steps, rule, fixes=[{name: 1}])
     config = with_op_times(config, step_model_of(config, hardware.load(platform.hardware)))
     return check_topology(devices, math.prod(sizes_of(config.mesh))), config
 

@@ -12,7 +12,7 @@ from jaxtrain.costs.hardware import GIB
 from jaxtrain.costs.memory import best_interval, memory
 from jaxtrain.costs.step_time import BUBBLE, COMMUNICATION_AXES, StepModel
 from jaxtrain.plan import layout_flag
-from jaxtrain.plan.predict import Prediction
+from jaxtrain.plan.predict import Prediction, exactly, predict
 from jaxtrain.plan.what_if import single_changes
 
 HOUR = 3600
@@ -31,7 +31,14 @@ class Prices:
 def table(predictions: Sequence[Prediction]) -> list[str]:
     """Plans as lines of a table, without the keys that have their default in all of them."""
     layouts = [layout_flag.of(prediction.config) for prediction in predictions]
-    unused = {"offload": "none", "vocabulary": "auto", "context": 1, "expert": 1, "replica": 1}
+    unused = {
+        "offload": "none",
+        "vocabulary": "auto",
+        "overlap": False,
+        "context": 1,
+        "expert": 1,
+        "replica": 1,
+    }
     keys = [
         key for key in layout_flag.KEYS if any(layout[key] != unused.get(key) for layout in layouts)
     ]
@@ -40,7 +47,7 @@ def table(predictions: Sequence[Prediction]) -> list[str]:
         figures = prediction.figures()
         lines.append(
             [
-                *(str(layout[key]) for key in keys),
+                *(cfg.value_text(layout[key]) for key in keys),
                 f"{figures['memory_gib_per_device']:.1f}",
                 f"{figures['bubble_fraction']:.1%}",
                 f"{figures['mfu']:.1%}",
@@ -87,6 +94,7 @@ def explained(prediction: Prediction, prices: Prices) -> list[str]:
         *[busiest] * (layout.expert > 1),
         *_memory(prediction),
         *_time(prediction),
+        *_overlap(prediction),
         *_recomputation(prediction),
         *_run(prediction, prices),
         *_next(prediction),
@@ -142,6 +150,31 @@ def _time(prediction: Prediction) -> list[str]:
         f"rate: {model:.1f} TFLOP/s a device, MFU {figures['mfu']:.1%}; {hardware:.1f} with "
         f"recomputation, HFU {figures['hfu']:.1%} (attention counted {counted}); "
         f"{tokens_per_s} tokens/s",
+    ]
+
+
+def _overlap(prediction: Prediction) -> list[str]:
+    """What overlapped cells are expected to gain, beside the step without them."""
+    work, layout = prediction.work, prediction.work.layout
+    if not layout.overlap:
+        return []
+    saved, covered = work.saved_by_overlap(), work.framework.cell_overlap
+    if not saved:
+        why = "no tokens go to experts of other devices"
+        if layout.expert > 1:
+            why = f"nothing is known of what {work.hardware.name} covers of their messages"
+        return [f"overlapped cells: no gain is expected, for {why}"]
+    both = sum(work.ops()[op].seconds for op in "FB")
+    config = cfg.replace(prediction.config, {"pipeline.overlap": False})
+    without = exactly(predict(config, work.hardware, work.framework.name)).seconds
+    return [
+        f"overlapped cells: F and B of two microbatches are expected to take "
+        f"{_seconds(both - saved)} a stage at the same time and {_seconds(both)} one after the "
+        f"other, the step {_seconds(prediction.seconds)} and {_seconds(without)} "
+        f"({prediction.seconds / without - 1:+.1%})",
+        f"  expected, not measured: {covered:.0%} of the experts' messages have products beside "
+        "them as compiled, and are taken to slow no product down; F and B by themselves are taken "
+        "to hide none",
     ]
 
 

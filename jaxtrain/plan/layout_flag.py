@@ -34,9 +34,11 @@ SETTINGS = {
     "schedule": "pipeline.schedule",
     "offload": "parallel.offload",
     "vocabulary": "pipeline.vocabulary",
+    "overlap": "pipeline.overlap",
 }
 KEYS = tuple(SETTINGS)
 BATCH_AXES = ("replica", "data", "expert")
+BOOLS = {"true": True, "false": False}
 OTHER_NAMES = {
     "dp": "data",
     "fsdp": "data",
@@ -70,16 +72,16 @@ def read(text: str) -> Values:
             values[key], rule = _converted(key, value)
             if not rule:
                 continue
-            rule, instead = f"has {key}={cfg.shown(value)}, {rule}", [f"{key}={values[key]}"]
+            rule, instead = f"has {key}={cfg.shown(value)}, {rule}", [text_of({key: values[key]})]
         elif key not in KEYS:
             meant = OTHER_NAMES.get(key) or difflib.get_close_matches(key, KEYS, 1, 0.0)[0]
             taken, wrong = _converted(meant, value)
             rule = f"names {cfg.shown(key)}, and its keys are {', '.join(KEYS)}"
-            instead = [f"{meant}={_example(meant) if wrong else taken}"]
+            instead = [text_of({meant: _example(meant) if wrong else taken})]
         elif key in values:
             rule, instead = f"names {key} twice", []
         else:
-            rule, instead = f"has no value for {key}", [f"{key}={_example(key)}"]
+            rule, instead = f"has no value for {key}", [text_of({key: _example(key)})]
         layout = ",".join([*words[:at], *instead, *words[at + 1 :]])
         raise LayoutError(f"--layout {rule}", {"layout": layout})
     return values
@@ -101,6 +103,9 @@ def _converted(key: str, text: str) -> tuple[Any, str]:
         names = [str(choice) for choice in choices]
         nearest = difflib.get_close_matches(text, names, 1, 0.0)[0]
         return nearest, f"and the choices are {', '.join(names)}"
+    if isinstance(field.default, bool):
+        value, rule = BOOLS.get(text.lower()), f"and the choices are {', '.join(BOOLS)}"
+        return (field.default, rule) if value is None else (value, "")
     least = int(key != "repeats")  # repeats=0: as many as the schedule chooses
     if number is not None and number >= least:
         return number, ""
@@ -117,7 +122,7 @@ def of(config: Config) -> Values:
 
 def text_of(values: Mapping[str, Any]) -> str:
     """The layout as the flag's value."""
-    return ",".join(f"{key}={value}" for key, value in values.items())
+    return ",".join(f"{key}={cfg.value_text(value)}" for key, value in values.items())
 
 
 def shards(values: Mapping[str, Any]) -> int:

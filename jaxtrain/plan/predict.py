@@ -26,7 +26,7 @@ from jaxtrain.config.sizes import remat_of
 from jaxtrain.costs.collectives import STAGE
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.costs.memory import MemoryBreakdown, SlotCounts, memory
-from jaxtrain.costs.step_time import BUBBLE, StepModel, TimeBreakdown
+from jaxtrain.costs.step_time import BUBBLE, StepModel, TimeBreakdown, hidden_messages
 from jaxtrain.pipeline.setup import Setup, complete_times, has_recompute_ops, make_setup
 from jaxtrain.pipeline.step_model import OURS, milliseconds, step_model_of
 from jaxtrain.plan import layout_flag
@@ -163,6 +163,7 @@ class TableCounts(NamedTuple):
     heads:    [stages]; 1 is an entire head
     messages: of a device
     early:    those of them that overlap with their tick's ops
+    overlapped: [stages]; 1 is an F and a B of an entire stage in overlapped cells
     """
 
     seconds: float
@@ -170,6 +171,7 @@ class TableCounts(NamedTuple):
     heads: np.ndarray
     messages: float
     early: float
+    overlapped: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,13 +279,16 @@ def exactly(prediction: Prediction) -> Prediction:
     planned, auto = PlannedTable(config), config.pipeline.schedule == AUTO
     table = planned.part().setup.table
     counts = planned.counts(times, functools.partial(_without_waits, work) if auto else None)
+    # an op of the table where that has several steps, and after the table otherwise
+    in_table = times.update
     hidden: dict[str, float] = {}
     if work.hardware.alone > 1:
         busy = _on_shared_cores(work, counts)
-        waits = work.hardware.waited(busy.seconds, max(0.0, counts.seconds - busy.seconds))
+        idle = max(0.0, counts.seconds - in_table - busy.seconds)
+        waits = work.hardware.waited(busy.seconds, idle)
     else:
         busy = max(_stages(work, counts), key=lambda parts: parts.seconds)
-        waits = max(0.0, counts.seconds - busy.seconds)
+        waits = max(0.0, counts.seconds - in_table - busy.seconds)
         hidden = {part: s for part, s in prediction.time.hidden.items() if part == STAGE}
     time = busy + work.end_collectives(table.vocabulary == "parallel") * layout.microbatches
     time += TimeBreakdown({BUBBLE: waits}, hidden)
@@ -318,7 +323,12 @@ def _counts(setup: Setup, times: Times) -> TableCounts:
     )
     several = setup.several or table
     seconds = coupled_time(several, times, setup.shares) / several.steps
-    return TableCounts(seconds, ops, table.microbatches * heads, early + late, early)
+    shared = table.overlapped
+    overlapped = np.zeros(shared.shape)
+    overlapped[shared] = np.minimum(shares[table.unit[shared]], shares[table.b_unit[shared]])
+    return TableCounts(
+        seconds, ops, table.microbatches * heads, early + late, early, overlapped.sum(0)
+    )
 
 
 def _stages(work: StepModel, counts: TableCounts, dense: bool = True) -> list[TimeBreakdown]:
@@ -327,6 +337,12 @@ def _stages(work: StepModel, counts: TableCounts, dense: bool = True) -> list[Ti
     stages = [head * heads for heads in counts.heads.tolist()]
     for op, times in zip(OPS, counts.ops.tolist(), strict=True):
         stages = [busy + ops[op.name] * n for busy, n in zip(stages, times, strict=True)]
+    if counts.overlapped.any():
+        saved = work.saved_by_overlap()
+        stages = [
+            busy + hidden_messages(saved * n)
+            for busy, n in zip(stages, counts.overlapped.tolist(), strict=True)
+        ]
     if dense:
         stages[0] += work.dense_layers() * work.layout.microbatches
     return stages

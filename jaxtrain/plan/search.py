@@ -4,8 +4,9 @@ that has one. No jax.
     meshes          sizes of the six axes that keep the rules, and whose product is the number of
                     devices
     × microbatch    divisors of the sequences of a data shard
-    × remat         × zero × schedule × repeats; offload only if nothing fits without it. Of a
-                    unit's layers the fewest that suffice are recomputed
+    × remat         × zero × schedule × repeats × overlap, where that is expected to gain; offload
+                    only if nothing fits without it. Of a unit's layers the fewest that suffice are
+                    recomputed
 
 Closed forms find the BEST layouts; the exact clock of their tables then ranks these. A stage's ops
 for all microbatches, one after the other, take at least as long with every schedule; layouts for
@@ -239,11 +240,13 @@ def _with_replicas(space: Space, best: TimedLayout) -> TimedLayout:
 
 def _lower_bound(work: StepModel) -> float:
     """The least seconds that a stage's ops take, one after the other, with any table: those without
-    recomputation, which may be of one layer alone."""
+    recomputation, which may be of one layer alone, in overlapped cells where those save time."""
     layout, layers = work.layout.with_remat("none"), work.model.layers
     least = dataclasses.replace(work, layout=dataclasses.replace(layout, zero=3))
     each = sum(op.seconds for op in least.layer().values())
-    return math.ceil(layers / layout.stage) * layout.microbatches * each
+    # at most all cells are overlapped
+    saved = least.saved_by_overlap() if layout.stage > 1 else 0.0
+    return layout.microbatches * (math.ceil(layers / layout.stage) * each - saved)
 
 
 def least_memory(space: Space) -> tuple[float, Layout] | None:
@@ -339,7 +342,10 @@ def _tables(work: StepModel) -> Iterator[Layout]:
         for name, repeats in itertools.product(names, range(1, most + 1)):
             uneven = repeats == SCHEDULES[name].least_repeats and layers % layout.stage
             if SCHEDULES[name].fits(repeats) and (layers % (layout.stage * repeats) == 0 or uneven):
-                yield dataclasses.replace(layout, zero=zero, schedule=name, repeats=repeats)
+                laid = dataclasses.replace(layout, zero=zero, schedule=name, repeats=repeats)
+                yield laid
+                if SCHEDULES[name].overlaps and work.saved_by_overlap():
+                    yield dataclasses.replace(laid, overlap=True)
 
 
 # --- where none fits ----------------------------------------------------------------------------

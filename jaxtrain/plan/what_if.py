@@ -97,12 +97,15 @@ def _candidates(mesh: MeshConfig, pipeline: PipelineConfig, zero: int) -> Iterat
         if n
     )
     if mesh.stage > 1:
-        yield {"pipeline.schedule": INTERLEAVED, "pipeline.repeats": 2 * max(1, pipeline.repeats)}
+        apart = {"pipeline.overlap": False} if pipeline.overlap else {}
+        repeats = 2 * max(1, pipeline.repeats)
+        yield {"pipeline.schedule": INTERLEAVED, "pipeline.repeats": repeats} | apart
         yield from (
-            {"pipeline.schedule": name, "pipeline.repeats": 0}
+            {"pipeline.schedule": name, "pipeline.repeats": 0} | apart
             for name in ZERO_BUBBLE
             if name != pipeline.schedule
         )
+        yield {"pipeline.overlap": not pipeline.overlap}
     for halved, doubled in HALVED_FOR:
         size = getattr(mesh, halved)
         if size % 2 == 0:

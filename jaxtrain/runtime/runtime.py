@@ -94,13 +94,16 @@ class LossesAndGradients:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepsResults:
-    """The result of a table of several steps, all of which were updated in full: neither clipped
-    nor skipped.
+    """The result of a table of several steps, up to the first one that was to be clipped or
+    skipped.
 
-    losses: float32 [steps] each
+    right: int32, the number of steps before that one
+    losses: float32 [steps] each; only those of the right steps are losses
     gradient_norms, norms: float32 [steps], of the gradients and of the updated parameters
-    parts: the updated values and states
+    parts: the values and states after the right steps
     """
+
+    right: Any
 
     losses: Losses
     gradient_norms: Any
@@ -186,7 +189,7 @@ class Runtime:
         batch = look_ahead(batch, self.parts.cfg.mtp_depth)
         specs = parts_specs(parts, self.reductions)
         mtp_loss = P() if self.parts.cfg.mtp_depth else None
-        out_specs = StepsResults(Losses(P(), P(), mtp_loss), P(), P(), specs)
+        out_specs = StepsResults(P(), Losses(P(), P(), mtp_loss), P(), P(), specs)
         body = functools.partial(self._several_steps, rules)
         columns = self._columns(batch)
         return self._in_manual_region(body, params, batch, columns, out_specs, (parts, specs))
@@ -336,19 +339,26 @@ class Runtime:
         sums = jax.tree.map(self._zero_sum, self._specs, self._reductions, constants.params)
         model = self.mesh.shape[MODEL]
         updates = Updates(
-            rules, model, self._specs, self._reductions, self.zero.dtype, self._as_used
+            rules, model, self._sum, self._specs, self._reductions, self.zero.dtype, self._as_used
         )
-        layers, ends = updates.begin(parts, steps)
+        loss = jnp.zeros(steps)
+        layers, ends, checks = updates.begin(parts, loss, mtp_loss)
         state = TickState(
-            jnp.zeros(steps), mtp_loss, sums, params=constants.params, layers=layers, ends=ends
+            loss,
+            mtp_loss,
+            sums,
+            params=constants.params,
+            layers=layers,
+            ends=ends,
+            checks=checks,
         )
         constants = dataclasses.replace(constants, params=ModelTree())
         state = self._scan(constants, state, columns, updates)
+        checks = state.checks
         if mtp_loss is not None:
-            mtp_loss = self._sum(state.mtp_loss) / self.parts.cfg.mtp_weight
-        gradient_norms, norms = updates.norms(state.layers, state.ends)
-        losses = Losses(self._sum(state.loss), tokens, mtp_loss)
-        return StepsResults(losses, gradient_norms, norms, updates.end(state.layers, state.ends))
+            mtp_loss = checks.mtp_loss / self.parts.cfg.mtp_weight
+        losses, (gradient_norms, norms) = Losses(checks.loss, tokens, mtp_loss), checks.norms
+        return StepsResults(checks.right, losses, gradient_norms, norms, updates.end(state))
 
     @functools.cached_property
     def _reductions(self) -> ModelTree:

@@ -30,6 +30,7 @@ from jaxtrain.runtime.tick_state import Constants, ModelTree, Pools, TickState, 
 from jaxtrain.runtime.updates import Updates
 from jaxtrain.schedule.columns import (
     ARRIVED,
+    CHECK_STEP,
     EMBED,
     EMBED_GRADIENT,
     HEAD,
@@ -160,6 +161,8 @@ class Tick:
             self._ops = [_reading_state(op) for op in self._ops] + self._update_ops(updates)
 
     def __call__(self, state: TickState, columns: TickColumns) -> TickState:
+        if self._updates:
+            columns = _unless_wrong(columns, state)
         state = self._run(self._takes, state, columns)
         if not self.ticks.columns.runs[permute_op(Permute.EARLY)].all():
             state = self._run(self._ops, self._permute(Permute.EARLY, state, columns), columns)
@@ -312,7 +315,7 @@ class Tick:
         ]
 
     def _update_ops(self, updates: Updates) -> list[TickOp]:
-        """The optimizer's updates, at the end of a tick."""
+        """The optimizer's updates and the check of a step, at the end of a tick."""
         layers = ModelTree(layers=True)
         ends = ModelTree(**dict.fromkeys(updates.ends.names, True))
         return [
@@ -327,6 +330,12 @@ class Tick:
                 TickState(gradients=ends, params=ends, ends=True),
                 Constants(),
                 lambda state, _, columns: updates.ends.run(state, columns.update_ends_step),
+            ),
+            TickOp(
+                CHECK_STEP,
+                TickState(loss=True, mtp_loss=True, layers=True, ends=True, checks=True),
+                Constants(),
+                lambda state, _, columns: updates.check(state, columns.checked_step),
             ),
         ]
 
@@ -478,6 +487,14 @@ def _with_losses(several: TickState, state: TickState, step: jax.Array) -> TickS
         (state.loss, state.mtp_loss),
     )
     return dataclasses.replace(state, loss=loss, mtp_loss=mtp_loss)
+
+
+def _unless_wrong(columns: TickColumns, state: TickState) -> TickColumns:
+    """The columns of a tick without ops, permutes among them, if a step was wrong: what they would
+    compute is not used."""
+    goes_on = 1 - state.checks.wrong.astype(jnp.int32)
+    runs = {op: column * goes_on for op, column in columns.runs.items()}
+    return dataclasses.replace(columns, runs=runs, busy=columns.busy * goes_on)
 
 
 def _reading_state(op: TickOp) -> TickOp:

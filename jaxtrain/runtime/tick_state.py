@@ -80,13 +80,31 @@ class PartState(NamedTuple):
 
     values: the parameters in float32
     optimizer: the optimizer's state for them
+    before: values and optimizer before the last update
     squares: for each parameter float32 [2, steps, devices of `model`], the sums of the squares of
         this device's gradients and updated values
     """
 
     values: Tree
     optimizer: Any
+    before: tuple[Tree, Any]
     squares: Tree
+
+
+class Checks(NamedTuple):
+    """What all devices know of the steps of a table of several ones.
+
+    loss, mtp_loss: float32 [steps], as of TickState, but those of all devices; of the checked steps
+    norms: float32 [2, steps], of their gradients and updated parameters
+    right: int32, the checked steps up to the first wrong one: one to be clipped or skipped
+    wrong: a step was. The ticks after that have no ops
+    """
+
+    loss: Array
+    mtp_loss: Array
+    norms: Array
+    right: Array
+    wrong: Array
 
 
 @jax.tree_util.register_dataclass
@@ -101,7 +119,7 @@ class TickState:
         and to the previous stage, `result` does neither; `up_arrived` and `down_arrived` came with
         the last permute
     params: in the compute type, where a table has several steps; otherwise they are constants
-    layers, ends: of the updates in such a table
+    layers, ends, checks: of the updates in such a table
 
     Evaluation has neither gradients nor pools of a backward, one stage neither pools nor buffers,
     and a table only the buffers that it uses.
@@ -115,6 +133,7 @@ class TickState:
     params: ModelTree = ModelTree()
     layers: PartState | Array = None
     ends: PartState | Array = None
+    checks: Checks | Array = None
 
 
 def only(tree, mask):

@@ -5,7 +5,10 @@ Two ops update parameters: `update_layers` a stage's layers, as soon as its last
 done, and `update_ends` embedding and head, on all stages in one tick. They reduce the gradients
 over the devices that have the same parameters, as zero.py does after the last tick of a table of
 one step, and gather the updated shards. No device knows the norm of all gradients at this time, so
-an update is neither clipped nor skipped: whoever runs the table compares the norms afterwards.
+an update is neither clipped nor skipped. `check` follows the last update of a step, on all stages
+in one tick: it adds up the norm. If the step was to be clipped or skipped, the table ends there,
+with the values and the state from before this step, which each update keeps until the next one. No
+stage has made an update of the next step by then, since a microbatch goes through all stages first.
 """
 
 import dataclasses
@@ -27,7 +30,7 @@ from jaxtrain.parallel.zero import (
     reduce,
     stored_squares,
 )
-from jaxtrain.runtime.tick_state import ModelTree, PartState, TickState, Tree
+from jaxtrain.runtime.tick_state import Checks, ModelTree, PartState, TickState, Tree
 
 # (gradients, the optimizer's state, values) → (updated values, state), of one part of the
 # parameters, in float32
@@ -35,10 +38,14 @@ Rule = Callable[[Tree, Any, Tree], tuple[Tree, Any]]
 
 
 class UpdateRules(NamedTuple):
-    """The updates of the layers' parameters, {"layers": …}, and of all others."""
+    """The updates of the layers' parameters, {"layers": …}, and of all others.
+
+    right: (loss, gradient norm) → bool, True if the step is neither to be clipped nor to be skipped
+    """
 
     layers: Rule
     ends: Rule
+    right: Callable[[jax.Array, jax.Array], jax.Array]
 
 
 @jax.tree_util.register_dataclass
@@ -122,7 +129,7 @@ class PartUpdate:
             state,
             gradients=ModelTree(**zeros),
             params=ModelTree(**self._unled(params)),
-            **self._as_field(PartState(values, optimizer, squares)),
+            **self._as_field(PartState(values, optimizer, (part.values, part.optimizer), squares)),
         )
 
     def _as_field(self, part: PartState) -> dict[str, Any]:
@@ -156,12 +163,14 @@ class Updates:
 
     specs, reductions: of all parameters
     model: the number of devices of `model`
+    sum_losses: adds up the losses of all devices
     """
 
     def __init__(
         self,
         rules: UpdateRules,
         model: int,
+        sum_losses: Callable[[jax.Array], jax.Array],
         specs: ModelTree,
         reductions: ModelTree,
         dtype: jnp.dtype,
@@ -173,30 +182,63 @@ class Updates:
                 tuple(names), field, rule, of_part(specs), of_part(reductions), dtype, as_used
             )
 
-        self.model = model
+        self.model, self._sum_losses, self._right = model, sum_losses, rules.right
         present = [name for name, tree in vars(specs).items() if tree is not None]
         ends = [name for name in present if name != "layers"]
         self.layers = part(["layers"], "layers", rules.layers)
         self.ends = part(ends, "ends", rules.ends)
 
-    def begin(self, parts: PartsState, steps: int) -> tuple[PartState, PartState]:
-        """The states of layers and ends before the first tick."""
+    def begin(
+        self, parts: PartsState, loss: jax.Array, mtp_loss: jax.Array | None
+    ) -> tuple[PartState, PartState, Checks]:
+        """The states of layers, ends and checks before the first tick. loss, mtp_loss: [steps],
+        0"""
+        steps = loss.shape[0]
 
         def state(values: Tree, optimizer: Any) -> PartState:
             squares = jax.tree.map(lambda _: jnp.zeros((2, steps, self.model)), values)
-            return PartState(values, optimizer, squares)
+            return PartState(values, optimizer, (values, optimizer), squares)
 
         return (
             state(_layers(parts.values), parts.layers),
             state(_ends(parts.values), parts.ends),
+            Checks(loss, mtp_loss, jnp.zeros((2, steps)), jnp.int32(0), jnp.array(False)),
         )
 
-    def end(self, layers: PartState, ends: PartState) -> PartsState:
-        """What the updates have changed, after the last tick."""
-        return PartsState({**layers.values, **ends.values}, layers.optimizer, ends.optimizer)
+    def check(self, state: TickState, step: jax.Array) -> TickState:
+        """The state after the check of a step whose updates are made on all stages."""
+        squares = jax.tree.leaves({**state.layers.squares, **state.ends.squares})
+        of_step = [lax.dynamic_index_in_dim(a, step, 1, keepdims=False) for a in squares]
+        norms = norms_of(of_step)
+        losses = jax.tree.map(
+            lambda a: self._sum_losses(lax.dynamic_index_in_dim(a, step, keepdims=False)),
+            (state.loss, state.mtp_loss),
+        )
+        right = self._right(losses[0], norms[0])
+        loss, mtp_loss = jax.tree.map(
+            lambda of_steps, a: lax.dynamic_update_index_in_dim(of_steps, a, step, 0),
+            (state.checks.loss, state.checks.mtp_loss),
+            losses,
+        )
+        checks = Checks(
+            loss,
+            mtp_loss,
+            lax.dynamic_update_index_in_dim(state.checks.norms, norms, step, 1),
+            state.checks.right + right.astype(jnp.int32),
+            ~right,
+        )
+        return dataclasses.replace(state, checks=checks)
 
-    def norms(self, layers: PartState, ends: PartState) -> tuple[jax.Array, jax.Array]:
-        """The norms of the gradients and of the updated parameters, float32 [steps] each."""
-        squares = jax.tree.leaves({**layers.squares, **ends.squares})
-        gradients, values = (norms_of([a[i] for a in squares]) for i in range(2))
-        return gradients, values
+    def end(self, state: TickState) -> PartsState:
+        """What the updates have changed, after the last tick: those of the right steps."""
+
+        def right(part: PartState) -> tuple[Tree, Any]:
+            return jax.tree.map(
+                lambda before, after: jnp.where(state.checks.wrong, before, after),
+                part.before,
+                (part.values, part.optimizer),
+            )
+
+        layers, of_layers = right(state.layers)
+        ends, of_ends = right(state.ends)
+        return PartsState({**layers, **ends}, of_layers, of_ends)

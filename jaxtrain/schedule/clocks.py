@@ -47,7 +47,7 @@ class Times:
     update:      the optimizer's update of a stage, where a table has several steps
     tick:        added to every tick, also an idle one, by the coupled clock alone
     overlap:     by which F and B of one microbatch each, on all units of a stage, are faster in
-        overlapped cells than one after the other
+        overlapped cells than one after the other; negative where they are slower
     """
 
     F: float = 1.0

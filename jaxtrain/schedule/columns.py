@@ -17,6 +17,8 @@ The ops of a tick, in order:
     head, embed_gradient
     update_layers, update_ends        where the table has several steps: the optimizer's update of
                                       the stage's layers, and of embedding and head
+    check_step                        there, after a step's last update: was it right to update
+                                      without clipping
     permute_LATE
 
 F, K and B write their result into the buffer by which it leaves, `up` or `down`, where the table
@@ -42,7 +44,7 @@ BUFFERS = (*WAY, RESULT, f"{RESULT}{OF_GRADIENTS}")
 ARRIVED = {way: f"{way}_arrived" for way in WAY}
 CELL_OPS = ("F", "K", "R", "B", "W")
 EMBED, HEAD, EMBED_GRADIENT = "embed", "head", "embed_gradient"
-UPDATE_LAYERS, UPDATE_ENDS = "update_layers", "update_ends"
+UPDATE_LAYERS, UPDATE_ENDS, CHECK_STEP = "update_layers", "update_ends", "check_step"
 
 
 def cell_op(kind: str, local_unit: int) -> str:
@@ -122,7 +124,7 @@ class TickColumns:
     microbatch:  of the cell
     b_microbatch: of the B in an overlapped cell; None in a table without these cells
     embed_microbatch, head_microbatch, embed_gradient_microbatch: of these ops
-    update_step, update_ends_step: the step whose update it is
+    update_step, update_ends_step, checked_step: the step whose update, or check, it is
     runs:        op → 1 where the stage runs it, else 0
     busy:        1 where it runs any op besides permutes and those that take in arrived messages
 
@@ -137,6 +139,7 @@ class TickColumns:
     embed_gradient_microbatch: Array = None
     update_step: Array = None
     update_ends_step: Array = None
+    checked_step: Array = None
     busy: Array = None
     runs: dict[str, Array] = dataclasses.field(default_factory=dict)
     slots: TickSlots = TickSlots()
@@ -262,6 +265,7 @@ def columns(slotted: SlottedTable) -> TickColumns:
     if table.steps > 1:
         ops[UPDATE_LAYERS] = table.update >= 0
         ops[UPDATE_ENDS] = of_all(table.update_ends >= 0)
+        ops[CHECK_STEP] = of_all(table.check_step >= 0)
     permuted = {
         permute_op(when): of_all(table.permute == when) for when in (Permute.EARLY, Permute.LATE)
     }
@@ -278,6 +282,7 @@ def columns(slotted: SlottedTable) -> TickColumns:
         _numbers(of_all(table.embed_gradient)),
         _numbers(table.update),
         _numbers(of_all(table.update_ends)),
+        _numbers(of_all(table.check_step)),
         busy=np.any(list(ops.values()), axis=0).astype(np.int32),
         runs={op: column.astype(np.int32) for op, column in (takes | ops | permuted).items()},
         slots=TickSlots(**slot_columns),

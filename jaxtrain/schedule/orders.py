@@ -263,12 +263,14 @@ class ChunkOrders:
 
 @dataclasses.dataclass(frozen=True)
 class StageTimes:
-    """Seconds of F, R, B and W of one microbatch on a whole stage."""
+    """Seconds of F, R, B and W of one microbatch on a whole stage, and those by which F and B are
+    shorter in overlapped cells."""
 
     F: float
     R: float
     B: float
     W: float
+    overlap: float = 0.0
 
     @property
     def all(self) -> float:
@@ -291,6 +293,7 @@ class Schedule:
     fused:         every W follows its B at once
     overlaps:      F is followed by B of another microbatch, and no stage waits for the one when it
                    has the other: then both can share a cell
+    shared_cells:  (p, m) → cells that F and B share, on the stage with fewest
     """
 
     order: Callable[[int, int, int], Orders]
@@ -303,6 +306,7 @@ class Schedule:
     gradients: Callable[[int, int], float] = lambda p, m: 2
     fused: bool = False
     overlaps: bool = False
+    shared_cells: Callable[[int, int], int] = lambda p, m: 0
 
     def fits(self, repeats: int) -> bool:
         """True if the schedule is made for this number of chunks on a stage."""
@@ -325,7 +329,7 @@ def _idle_filled(delayed: int) -> Callable[[int, int, StageTimes], float]:
 
 
 def _idle_dualpipe(p: int, v: int, t: StageTimes) -> float:
-    return (p / 2 - 1) * max(0.0, t.all + t.B - 2 * t.W) / v
+    return (p / 2 - 1) * max(0.0, t.all + t.B - 2 * t.W - t.overlap) / v
 
 
 INTERLEAVED = "interleaved"
@@ -399,6 +403,7 @@ SCHEDULES: dict[str, Schedule] = {
         residuals=lambda p, v, m: 2 * p + 1,
         stashes=lambda p: p,
         overlaps=True,
+        shared_cells=lambda p, m: max(0, 2 * m - 3 * p + 1),
     ),
 }
 CSV = "csv:"  # before the path of a file with a schedule

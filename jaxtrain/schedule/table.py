@@ -19,7 +19,7 @@ the other computes (DualPipe: DeepSeek-V3 2024, section 3.2.1). A tick's parts h
 every stage:
 
     take in what arrived → early permute → embed → the cell's op → head → embedding's gradient
-                         → optimizer's update → late permute
+                         → optimizer's update, and its check → late permute
 
 The head of a microbatch may stand in the tick of the last unit's F, but the last unit's B only in a
 later one. transport.py says when a message can be read, validator.py whether a table is correct,
@@ -273,6 +273,16 @@ class Table(TableShape):
         """int32 [ticks]: the step whose update of embedding and head all stages do together at the
         end of a tick, that of the first unit's stage; −1 none."""
         return self.update[:, self.stage_of[0]]
+
+    @functools.cached_property
+    def check_step(self) -> np.ndarray:
+        """int32 [ticks]: the step of which the last update is made in a tick, at whose end its norm
+        is known; −1 none. Every op of the next step's backward stands later, and so do its
+        updates: a microbatch goes through all stages first, in their updated layers."""
+        check = np.full(self.ticks, -1, np.int32)
+        for step in range(self.steps if self.steps > 1 else 0):
+            check[np.flatnonzero((self.update == step).any(1))[-1]] = step
+        return check
 
     @functools.cached_property
     def cells(self) -> list[list[Cell | None]]:

@@ -9,7 +9,7 @@ import dataclasses
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from jaxtrain.schedule.columns import (
     TickColumns,
     cell_op,
     columns,
+    overlapped_ops,
     permute_op,
 )
 from jaxtrain.schedule.table import Permute, Table, local_unit_of
@@ -106,10 +107,39 @@ def times_of(by_op: dict[str, float], table: Table, shares: Sequence[float]) -> 
                 seconds += statistics.mean(measured)
                 share += shares[g] * float(done[g])
         per_stage[op] = seconds / share if share else 0.0
+    per_stage["overlap"] = _overlap_of(by_op, per_stage, table, shares)
     together = table.stages if table.vocabulary == "parallel" else 1
     message = max(by_op.get(permute_op(when), 0.0) for when in (Permute.LATE, Permute.EARLY))
     embed = (by_op[EMBED] + by_op[EMBED_GRADIENT]) / 2
     return Times(**per_stage, message=message, head=by_op[HEAD] * together, embed=embed * together)
+
+
+def in_order(times: Times, table: Table) -> tuple[float, ...]:
+    """Measured times in the order of `pipeline.times`."""
+    values = times.F, times.B, times.W, times.message, times.R, times.head
+    both = max(times.F, times.B, times.F + times.B - times.overlap)
+    return (*values, both) if table.overlaps else values
+
+
+def _overlap_of(
+    by_op: Mapping[str, float],
+    per_stage: Mapping[str, float],
+    table: Table,
+    shares: Sequence[float],
+) -> float:
+    """`Times.overlap`: the seconds by which measured overlapped cells are shorter than their F and
+    B by themselves, over the share of a stage's work in both. per_stage: the other Times"""
+    share_of: dict[int, float] = {}  # by local unit: the mean over the stages
+    local = local_unit_of(table.stage_of)
+    for u in set(local):
+        share_of[u] = statistics.mean(s for s, v in zip(shares, local, strict=True) if v == u)
+    saved, share = 0.0, 0.0
+    for name, (_, unit, b_unit) in overlapped_ops(table).items():
+        if name in by_op:
+            f, b = share_of[unit], share_of[b_unit]
+            saved += per_stage["F"] * f + per_stage["B"] * b - by_op[name]
+            share += min(f, b)
+    return saved / share if share else 0.0
 
 
 def random_batch(step: Step, vocab_size: int) -> dict[str, jax.Array]:
@@ -129,8 +159,9 @@ def random_batch(step: Step, vocab_size: int) -> dict[str, jax.Array]:
 
 
 def measured_times(config: Config, setup: Setup) -> tuple[float, ...]:
-    """F, B, W, message, R and head in milliseconds, as `pipeline.times` takes them, measured by
-    process 0; () where F, B or W takes no measurable time.
+    """F, B, W, message, R, head and, where the table has overlapped cells, FB in milliseconds, as
+    `pipeline.times` takes them, measured by process 0; () where F, B or W takes no measurable time.
+    The optimizer's update is no op of the program that is timed.
 
     config: resolved, of a mesh with several stages. Every process of a run must call this.
     """
@@ -150,7 +181,7 @@ def measured_times(config: Config, setup: Setup) -> tuple[float, ...]:
             lambda ticks: on_a_device(measure(lambda: compiled(params, batch, ticks))),
         )
     times = times_of(ops.seconds, setup.table, setup.shares)
-    values = (times.F, times.B, times.W, times.message, times.R, times.head)
+    values = in_order(times, setup.table)
     known = milliseconds(values) if all(values[:3]) else ()
     return tuple(cluster.from_main(lambda: known, OpTimesError))
 

@@ -2,9 +2,10 @@
 the results of one step at a time, bit for bit.
 
 The table of several steps (schedule/several_steps.py) updates a stage's parameters before the norm
-of all gradients is known, as if nothing were clipped or skipped. After the table the norms and
-losses of all its steps are compared: if one step should have been clipped or skipped, the state
-from before the program, which is kept until then, goes through all steps again, one at a time.
+of all gradients is known, as if nothing were clipped or skipped. After a step's last update its
+loss and norm are compared (runtime/updates.py). If the step should have been clipped or skipped,
+the table ends there: this step and those after it run one at a time from the state before it, which
+was kept until then.
 """
 
 import dataclasses
@@ -45,9 +46,9 @@ class StepsTogether:
     skips: bool
 
     def run(self, state: TrainState, batch: dict) -> tuple[TrainState, StepMetrics, jax.Array]:
-        """The state after all steps, their metrics [steps], and True if no step should have been
-        clipped or skipped; otherwise state and metrics are wrong. batch: of all steps, [steps ·
-        microbatches, sequences, T]"""
+        """The state after the steps before the first one that should be clipped or skipped, the
+        metrics [steps], those from that step on wrong, and the number of these steps. batch: of all
+        steps, [steps · microbatches, sequences, T]"""
         values = jax.tree.map(lax.with_sharding_constraint, state.params, self.layout.scattered)
         parts = PartsState(
             values,
@@ -55,21 +56,20 @@ class StepsTogether:
             self._part(state.optimizer, *self._ends),
         )
         results = self.runtime.several_steps(state.params, parts, batch, self._rules)
-        steps = results.gradient_norms.shape[0]
         after = dataclasses.replace(
             state,
             params=self.layout.as_held(results.parts.values),
             optimizer=self._joined(results.parts),
-            step=state.step + steps,
+            step=state.step + results.right,
         )
-        return after, self._metrics(state, results), self._is_right(results)
+        return after, self._metrics(state, results), results.right
 
-    def _is_right(self, results: StepsResults) -> jax.Array:
-        norms, right = results.gradient_norms, jnp.array(True)
+    def _is_right(self, loss: jax.Array, norm: jax.Array) -> jax.Array:
+        right = jnp.array(True)
         if self.optimizer.clip_norm:
-            right &= (norms < self.optimizer.clip_norm).all()
+            right &= norm < self.optimizer.clip_norm
         if self.skips:
-            right &= (jnp.isfinite(results.losses.loss) & jnp.isfinite(norms)).all()
+            right &= jnp.isfinite(loss) & jnp.isfinite(norm)
         return right
 
     def _metrics(self, before: TrainState, results: StepsResults) -> StepMetrics:
@@ -117,7 +117,7 @@ class StepsTogether:
 
             return update
 
-        return UpdateRules(rule("layers"), rule(*self._ends))
+        return UpdateRules(rule("layers"), rule(*self._ends), self._is_right)
 
     def _part(self, state: Any, *names: str) -> Any:
         """The optimizer's state for these parameters, from that for all."""
@@ -150,8 +150,9 @@ def train_several(
     """The function of a program of several steps.
 
     Its arguments are the state, as many batches as the table has steps, and the number of steps to
-    run one at a time, int32, 0 for all of them together. If one of these is to be clipped or
-    skipped, all run again one at a time. Metrics are [steps], those of steps that did not run 0.
+    run one at a time, int32, 0 for all of them together. From the first one on that is to be
+    clipped or skipped they run one at a time. Metrics are [steps], those of steps that did not run
+    0.
     """
 
     def train(
@@ -167,7 +168,7 @@ def train_several(
             before, *_ = carry
             return together.run(before, joined)
 
-        begin = state, nothing, jnp.array(False)
+        begin = state, nothing, jnp.int32(0)
         after, metrics, right = lax.fori_loop(0, (alone == 0).astype(jnp.int32), speculate, begin)
 
         def step_alone(i, carry):
@@ -179,8 +180,7 @@ def train_several(
                 for name, value in of_step.items()
             }
 
-        kept = jax.tree.map(lambda a, b: jnp.where(right, a, b), after, state)
-        again = jnp.where(right, 0, jnp.where(alone == 0, steps, alone))
-        return lax.fori_loop(0, again, step_alone, (kept, metrics))
+        end = jnp.where(alone == 0, steps, alone)
+        return lax.fori_loop(right, end, step_alone, (after, metrics))
 
     return train

@@ -2,7 +2,8 @@
 No jax.
 
     op_times.json   {"times": [F, B, W, message, R, head] in ms, "of": {setting: value}, "devices":
-                    "8 × TPU v5p"}
+                    "8 × TPU v5p"}; of overlapped cells and of several steps in a program also FB
+                    and update
 
 All processes and every restart take the times of the file, whatever the devices and the version of
 the code, so the run's table stays the same. Times are measured or planned anew only if a setting in
@@ -18,6 +19,8 @@ from jaxtrain.config import Config, MeshConfig, PipelineConfig, fields, get, val
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
 OP_TIMES = "op_times.json"
+LATER = ("FB", "update")  # only of some tables; 0 where they are not known
+NAMES = ("F", "B", "W", "message", "R", "head", *LATER)  # of `pipeline.times`
 # Settings and groups of settings on which the times of a stage's microbatch depend, and how the
 # times were made. The schedule is not among them.
 _OF = (
@@ -28,6 +31,8 @@ _OF = (
     "pipeline.microbatches",
     "pipeline.remat",
     "pipeline.save",
+    "pipeline.overlap",
+    "pipeline.steps_per_program",
     "precision.compute",
     "precision.matmul",
     "precision.fp8_gradients",
@@ -96,5 +101,5 @@ def describe(times: tuple[float, ...], source: str = f"of {OP_TIMES}") -> str:
     """A line of text with the times. source: where they come from."""
     if not times:
         return "op times could not be told apart: the table is made for those of the model's sizes"
-    named = zip(("F", "B", "W", "message", "R", "head"), times, strict=True)
-    return f"op times in ms, {source}: " + ", ".join(f"{name} {value:g}" for name, value in named)
+    known = [(name, value) for name, value in zip(NAMES, times) if value or name not in LATER]
+    return f"op times in ms, {source}: " + ", ".join(f"{name} {value:g}" for name, value in known)

@@ -81,8 +81,42 @@ CASES = {
         changes={"parallel.zero": 3, "model.qk_norm": True, "model.biases": ("out",)}
         | {"model.heads": 2, "model.kv_heads": 2, "model.head_dim": 36},
     ),
+    "overlapped, stage and expert": Case(
+        (1, 2, 1),
+        "dualpipe_v",
+        2,
+        8,
+        changes={**MOE, **NONE, "model.layers": 4, "pipeline.overlap": True},
+    ),
 }  # fmt: skip
-MORE = {
+OVERLAPPED = {
+    "overlapped, stage, expert and model": Case(
+        (1, 2, 2), "dualpipe_v", 2, 8, changes={**MOE, **NONE, "pipeline.overlap": True}
+    ),
+    "overlapped, stage and model": Case(
+        (1, 2, 2), "dualpipe_v", 2, 8, changes={"pipeline.overlap": True}
+    ),
+    "overlapped, data, expert and stage, zero 3, selective": Case(
+        (2, 2, 1),
+        "dualpipe_v",
+        2,
+        8,
+        changes={
+            **MOE,
+            "parallel.zero": 3,
+            "pipeline.remat": "selective",
+            "pipeline.overlap": True,
+        },
+    ),
+    "overlapped, data and stage, zero 3, k of n layers": Case(
+        (2, 2, 1),
+        "dualpipe_v",
+        2,
+        8,
+        changes={"parallel.zero": 3, "pipeline.remat": "full:1", "pipeline.overlap": True},
+    ),
+}
+MORE = OVERLAPPED | {
     "data · expert": Case((2, 1, 1), changes={**MOE, "parallel.zero": 3}),
     "hybrid": Case((4, 1, 1), changes={"mesh.replica": 2, "parallel.zero": 3}),
     "model, heads shared": Case((1, 1, 8), changes={"model.kv_heads": 2, "model.biases": ("qkv",)}),

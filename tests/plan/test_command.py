@@ -132,6 +132,8 @@ ERRORS = [
         ["--layout=data=8,model=7"],
         "mesh.model=7 does not divide model.heads=96: use --layout=data=8,model=8",
     ),
+    (["--layout=overlap=on"], "the choices are true, false: use --layout=overlap=false"),
+    (["--layout=overlap="], "has no value for overlap: use --layout=overlap=false"),
     (["--layout=remat=sel"], "the choices are full, selective, none: use --layout=remat=selective"),
     (["--layout=data=x"], "data='x', which must be a whole number from 1 on: use --layout=data=1"),
     (["--layout=data=2,data=2"], "names data twice"),

@@ -201,3 +201,13 @@ def test_a_real_compile(platform, capsys):
         for name in ("compiled", "planned")
     )
     assert sent == pytest.approx(planned, rel=0.05)
+
+
+def test_a_program_of_several_steps_is_refused(capsys):
+    words = "--config=llama3_8b --topology=h100:4x8 --config.pipeline.steps_per_program=2"
+    layout = "--layout=data=4,stage=8,microbatch=1,schedule=zb_h2,remat=selective"
+    assert compile_check.main([*words.split(), layout]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.splitlines()[-1].startswith(
+        "error: pipeline.steps_per_program=2 has loops whose trips no table"
+    )

@@ -5,12 +5,16 @@ import dataclasses
 
 import pytest
 
+from jaxtrain.config import replace
 from jaxtrain.config.recipes import find_recipe, load_recipe
-from jaxtrain.costs.collectives import STAGE
+from jaxtrain.costs.collectives import EXPERT, STAGE
 from jaxtrain.costs.hardware import Hardware, Matmul, Tier, load
 from jaxtrain.costs.step_time import BUBBLE
 from jaxtrain.plan import layout_flag
-from jaxtrain.plan.predict import Prediction, exactly, predict
+from jaxtrain.plan.explain import Prices, explained
+from jaxtrain.plan.predict import PlannedTable, Prediction, exactly, predict, with_op_times
+
+STEPS = "pipeline.steps_per_program"
 
 # Eight devices on two cores, as --calibrate writes it.
 SIMULATED = Hardware(
@@ -113,3 +117,62 @@ def test_devices_of_their_own(schedule, remat):
     )
     assert exact.bubble_fraction == pytest.approx(prediction.bubble_fraction, abs=0.06)
     assert exact.in_flight > 0
+
+
+OVERLAPPED = "stage=4,expert=8,microbatch=2,repeats=2,schedule=dualpipe_v,overlap="
+
+
+@pytest.mark.parametrize("remat", ["full", "none", "selective"])
+def test_overlapped_cells(remat):
+    """A stage hides what its own cells save, the step is as much shorter as the clock says, and
+    near the closed form; a line of the explanation has the figures."""
+    prediction = predicted(f"{OVERLAPPED}true,remat={remat}", load("h100"), "mixtral_8x7b")
+    with_cells, apart = (
+        exactly(predicted(f"{OVERLAPPED}{on},remat={remat}", load("h100"), "mixtral_8x7b"))
+        for on in ("true", "false")
+    )
+    saved = prediction.work.saved_by_overlap()
+    table = PlannedTable(with_op_times(prediction.config, prediction.work)).setup.table
+    cells = table.overlapped.sum(0) / 2  # of half a stage each
+    hidden = with_cells.time.hidden[EXPERT]
+    assert any(hidden / saved == pytest.approx(of_stage) for of_stage in cells)
+    assert min(cells) > 20
+    gain = apart.seconds - with_cells.seconds
+    # with Rs the table of other cells waits more
+    assert gain > hidden if remat == "full" else gain == pytest.approx(hidden, rel=0.25)
+    assert gain > 0.02 * apart.seconds
+    assert with_cells.seconds == pytest.approx(prediction.seconds, rel=0.1)
+    both = with_cells.time.exposed[EXPERT] + hidden
+    assert both == pytest.approx(apart.time.exposed[EXPERT]) and EXPERT not in apart.time.hidden
+    line = next(line for line in explained(with_cells, Prices()) if line.startswith("overlapped"))
+    assert line.endswith(f"({with_cells.seconds / apart.seconds - 1:+.1%})")
+    assert not [line for line in explained(apart, Prices()) if line.startswith("overlapped")]
+
+
+def test_overlapped_cells_that_gain_nothing():
+    """On TPUs, whose programs were not read, and without messages to experts."""
+    layout = f"{OVERLAPPED}true,remat=none"
+    lines = [
+        explained(exactly(predicted(layout, load(kind), recipe)), Prices())
+        for kind, recipe, layout in (
+            ("tpu-v5p", "mixtral_8x7b", layout),
+            ("h100", "llama3_8b", layout.replace("expert", "data")),
+        )
+    ]
+    tpu, dense = (next(line for line in each if "no gain" in line) for each in lines)
+    assert "tpu-v5p" in tpu and "no tokens go to experts" in dense
+
+
+def test_updates_in_the_table():
+    """An update is once in the step, whether after its table or in it, where others wait less."""
+    layout = "stage=4,data=8,microbatch=1,schedule=zb_h2,repeats=1,remat=none"
+    config = layout_flag.apply(load_recipe(find_recipe("llama3_8b")), layout_flag.read(layout))
+    one, three = (
+        exactly(predict(replace(config, {STEPS: n}).resolve(), load("h100"))) for n in (1, 3)
+    )
+    parts = set(one.time.exposed) - {BUBBLE}
+    for part in parts:
+        assert three.time.exposed[part] == pytest.approx(one.time.exposed[part])
+    assert three.time.exposed[BUBBLE] < one.time.exposed[BUBBLE]
+    times = three.work.op_times()
+    assert len(times) == 8 and times[7] > one.work.update().seconds

@@ -215,3 +215,17 @@ def test_changes_are_what_train_takes(layout):
         assert differs and differs == {key: layout_flag.of(changed)[key] for key in differs} != {
             key: layout_flag.of(now.config)[key] for key in differs
         }
+
+
+def test_overlapped_cells_are_a_change():
+    """On where they gain, off where they are on; another schedule leaves them."""
+    laid = layout_flag.read("stage=4,expert=8,microbatch=1,repeats=2,schedule=dualpipe_v")
+    mixtral = layout_flag.apply(load_recipe(find_recipe("mixtral_8x7b")), laid)
+    now = exactly(predict(mixtral.resolve(), H100))
+    change = next(c for c in single_changes(now) if c.text == "overlap=true")
+    assert change.settings == {"pipeline.overlap": True} and change.seconds < now.seconds
+    on = exactly(predict(configs.replace(mixtral, change.settings).resolve(), H100))
+    texts = [c.text for c in single_changes(on)]
+    assert "overlap=false" in texts and "schedule=interleaved,overlap=false" in {
+        text.replace("repeats=4,", "") for text in texts
+    }

@@ -18,31 +18,39 @@ def program(speculation: Speculation, first: int, *norms: float, loss: float = 2
     speculation.ran(first, first + len(norms) - 1)
 
 
-def test_a_program_is_tried_after_one_without_a_clipped_step():
+def test_a_program_is_tried_after_a_step_that_was_not_clipped():
     tried, lines = speculation()
     seen = []
-    for first, norms in ((1, (3.0, 2.0)), (3, (0.5, 1.0)), (5, (0.5, 0.9)), (7, (0.2, 0.3))):
+    for first, norms in (
+        (1, (3.0, 2.0)),
+        (3, (0.5, 1.0)),
+        (5, (1.5, 0.9)),
+        (7, (0.2, 0.3)),
+        (9, (0.2, 1.3)),
+    ):
         program(tried, first, *norms)
         seen.append(tried.tries)
-    assert seen == [False, False, True, True]
-    assert lines == [
-        "note: steps 1 to 2 ran one at a time, because a gradient was clipped or an update "
-        "skipped; so will others until there is none"
+    assert seen == [False, False, True, True, False]
+    assert [line.split(",")[0] for line in lines] == [
+        "note: steps 1 to 2 ran one at a time",
+        "note: step 10 ran one at a time",
     ]
-    assert tried.summary() == "1 of 4 programs had their steps without a barrier"
+    assert tried.summary() == "3 of 10 steps ran without a barrier between them"
 
 
 def test_an_attempt_that_failed_is_said_for_the_first_second_and_fourth_time():
     tried, lines = speculation()
     for phase in range(5):
-        program(tried, 8 * phase + 1, 0.5, 0.5)
-        program(tried, 8 * phase + 3, 0.5, 7.0)
-        program(tried, 8 * phase + 5, 7.0, 7.0)
+        program(tried, 8 * phase + 1, 0.5, 0.5, 0.5)
+        program(tried, 8 * phase + 4, 0.5, 7.0, 7.0)
+        program(tried, 8 * phase + 7, 7.0, 7.0)
     assert [line.split(",")[0] for line in lines] == [
-        "note: steps 3 to 4 ran again one at a time",
-        "note: steps 11 to 12 ran again one at a time",
-        "note: steps 27 to 28 ran again one at a time (for the 4th time)",
+        "note: steps 5 to 6 ran one at a time",
+        "note: steps 13 to 14 ran one at a time",
+        "note: steps 29 to 30 ran one at a time (for the 4th time)",
     ]
+    assert all("because a gradient was clipped or an update skipped" in line for line in lines)
+    assert (tried.together, tried.steps) == (5, 5 * 8)
 
 
 def test_without_clipping_only_numbers_that_are_not_finite_count():
@@ -64,4 +72,4 @@ def test_a_roll_back_forgets_what_was_dispatched():
     tried.saw(2.0, 9.0)
     tried.go_back(None)
     program(tried, 1, 0.5)
-    assert tried.tries and tried.programs == 2
+    assert tried.tries and tried.steps == 2

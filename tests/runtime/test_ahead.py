@@ -2,6 +2,7 @@
 beside the ops, and nothing else is in their way. What compiles is for --full, and skipped where the
 compilers are not installed."""
 
+import collections
 import json
 import re
 import subprocess
@@ -363,3 +364,59 @@ def test_an_update_gathers_numbers_of_16_bits(platform, masters):
         if size >= c.smallest_matrix / 16
     }
     assert gathered == {"bf16"}
+
+
+@compiled_for("h100")
+def test_no_stage_waits_for_all_between_two_steps_of_a_program(platform):
+    """A stage's update is an op of the tick, and its collectives stay on the stage. Between the
+    steps all stages have two ops together: the update of embedding and head, and the check, one sum
+    of a few numbers."""
+    stages = 4
+    c = ahead.compile_step(
+        platform,
+        {
+            "model.layers": 8,
+            "model.width": 1024,
+            "model.heads": 8,
+            "model.vocab_size": 8192,
+            "mesh.data": ahead.DEVICES // stages,
+            "mesh.stage": stages,
+            "mesh.model": 1,
+            "data.sequence_length": 512,
+            "pipeline.schedule": "zb_h2",
+            "pipeline.repeats": 1,
+            "pipeline.microbatches": 4,
+            "pipeline.permute": "auto",
+            "pipeline.steps_per_program": 2,
+            "train.on_nonfinite": "skip",
+        },
+        program="train",
+    )
+    program = c.program
+    table = ahead.loop_around(program, "check_step")
+    of_ops = collections.defaultdict(list)
+    for i in program.below(table.calls["body"]):
+        if i.collective:
+            of_ops[ahead.scope(program, i)].append(i)
+    stages_of = lambda i: {len({n % stages for n in group}) for group in i.groups(ahead.DEVICES)}
+    assert set(of_ops) == {
+        *("embed", "head", "embed_gradient", "permute_LATE"),
+        *("update_layers", "update_ends", "check_step"),
+    }
+    kinds = lambda op: {i.collective for i in of_ops[op]}
+    assert kinds("update_layers") == {"reduce-scatter", "all-gather"} == kinds("update_ends")
+    assert [stages_of(i) for i in of_ops["update_layers"]] == [{1}] * len(of_ops["update_layers"])
+    assert kinds("check_step") == {"all-reduce"}
+    assert sum(i.bytes for i in of_ops["check_step"]) <= 16
+    assert {frozenset(stages_of(i)) for i in of_ops["check_step"]} <= {
+        frozenset({stages}),
+        frozenset({1}),
+    }
+    # the table has both steps, and behind it nothing is reduced that a stage has for itself
+    (around,) = [
+        i
+        for i in program.inline(program.entry)
+        if i.opcode == "while" and table.name in {j.name for j in program.below(i.calls["body"])}
+    ]
+    beside = [i for i in program.inline(around.calls["body"]) if i.collective]
+    assert not [i for i in beside if i.collective == "reduce-scatter"]

@@ -9,7 +9,7 @@ from typing import Any
 from jaxtrain import config as configs
 from jaxtrain.config import Config
 from jaxtrain.devices.mesh import AXES, batch_shards, sizes_of
-from jaxtrain.hlo.program import Instruction
+from jaxtrain.hlo.program import Instruction, Program
 from jaxtrain.plan import topology
 from jaxtrain.plan.topology import fitting
 from support.ticks_text import holders, moves, opened
@@ -104,6 +104,32 @@ def compile_step(
     return CompiledTick(
         **vars(compiled), payload=payload // mesh["model"], smallest_matrix=matrix // mesh["model"]
     )
+
+
+def loop_around(program: Program, op: str) -> Instruction:
+    """The innermost loop whose body has the loops of several ops, this one among them."""
+    around = [
+        i
+        for i in program.below(program.entry)
+        if i.opcode == "while"
+        and {op, "head"} <= {_op_of(j) for j in program.below(i.calls["body"])}
+    ]
+    return min(around, key=lambda i: len(list(program.below(i.calls["body"]))))
+
+
+def scope(program: Program, i: Instruction) -> str:
+    """The tick's op, of embedding, head, updates, check and permutes, in which an instruction
+    stands; "" outside of them. A collective that XLA has joined from several has no name, and is in
+    the op of the rest of its computation, if that is one."""
+    if i.op_name:
+        return _op_of(i)
+    names = set(map(_op_of, program.computations[i.computation])) - {""}
+    return names.pop() if len(names) == 1 else ""
+
+
+def _op_of(i: Instruction) -> str:
+    name = re.search(r"/(embed|head|\w+_[a-zA-Z]+)/", i.op_name.partition("closed_call")[2])
+    return name[1] if name else ""
 
 
 # --- the checks: each returns what it finds wrong -------------------------------------------------

@@ -395,8 +395,13 @@ RULES = [
     (
         {"pipeline.times": (1.0, 2.0)},
         "pipeline.times=(1.0, 2.0) must have a time for F, B and W each, and may have one for "
-        "message, R and head: use "
-        "--config.pipeline.times=1.0,2.0,1.0",
+        "message, R, head, FB and update: use --config.pipeline.times=1.0,2.0,1.0",
+    ),
+    (
+        {"pipeline.times": (1.0, 2.0, 1.0, 0.0, 0.0, 1.0, 1.5)},
+        "pipeline.times=(1.0, 2.0, 1.0, 0.0, 0.0, 1.0, 1.5) has less time for FB, an F and a B at "
+        "the same time, than for one of them: use "
+        "--config.pipeline.times=1.0,2.0,1.0,0.0,0.0,1.0,2.0",
     ),
     (
         {"pipeline.times": (1.0, 0.0, 1.0)},

@@ -9,13 +9,14 @@ def launched(
     *flags: str,
     module: str = "jaxtrain.train",
     before: tuple[str, ...] = (),
+    devices: int = 1,
 ) -> list[str]:
-    """The words of a launcher of two processes of one device each, which starts them again so
-    often. before: words before the flags."""
+    """The words of a launcher of two processes, which starts them again so often. before: words
+    before the flags; devices: of each process."""
     launcher = [
         "jaxtrain.launch",
         "--processes=2",
-        "--devices_per_process=1",
+        f"--devices_per_process={devices}",
         f"--restarts={restarts}",
         f"--module={module}",
     ]

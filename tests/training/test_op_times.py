@@ -20,11 +20,18 @@ from jaxtrain.costs.hardware import load, to_json
 from jaxtrain.pipeline import setup
 from jaxtrain.pipeline.step_model import step_model_of
 from jaxtrain.schedule.by_name import make_table
-from jaxtrain.schedule.columns import EMBED, EMBED_GRADIENT, HEAD, cell_op, permute_op
+from jaxtrain.schedule.columns import (
+    EMBED,
+    EMBED_GRADIENT,
+    HEAD,
+    cell_op,
+    overlapped_ops,
+    permute_op,
+)
 from jaxtrain.schedule.table import Permute
 from jaxtrain.schedule.table_spec import TableSpec
 from jaxtrain.training import stored_op_times
-from jaxtrain.training.op_times import known_times, planned_times, times_of
+from jaxtrain.training.op_times import in_order, known_times, planned_times, times_of
 from jaxtrain.training.stored_op_times import (
     OP_TIMES,
     OpTimesError,
@@ -162,6 +169,26 @@ def test_times_of_a_whole_stage():
     assert (times.F, times.B, times.W, times.R) == (3.0, 8.0, 6.0, 2.0)
     together = table.stages if table.vocabulary == "parallel" else 1
     assert (times.message, times.head, times.embed) == (0.5, 5.0 * together, 2.0 * together)
+
+
+def test_times_of_overlapped_cells():
+    """Each cell of two chunks is 2 shorter than their F and B: FB of a stage is 4 shorter."""
+    table = make_table(TableSpec("dualpipe_v", 2, 2, 4, overlap=True))
+    found = {EMBED: 1.0, EMBED_GRADIENT: 3.0, HEAD: 5.0, permute_op(Permute.LATE): 0.5}
+    for u in range(2):
+        for op, seconds in (("F", 3.0), ("K", 3.0), ("B", 4.0), ("W", 3.0)):
+            found[cell_op(op, u)] = seconds
+    found |= dict.fromkeys(overlapped_ops(table), 5.0)
+    times = times_of(found, table, (0.5,) * table.units)
+    assert (times.F, times.B, times.overlap) == (6.0, 8.0, 4.0)
+    values = in_order(times, table)
+    assert values[:3] == (6.0, 8.0, 6.0) and values[6:] == (10.0,)
+    config = replace(CONFIG, {"pipeline.times": values})
+    assert setup.times_of(config) == dataclasses.replace(times, embed=0.0)
+    assert "FB 10" in stored_op_times.describe(values)
+    assert "FB" not in stored_op_times.describe((*values[:6], 0.0, 7.0))
+    slower = dataclasses.replace(times, overlap=-1.0)  # what transport takes from products
+    assert in_order(slower, table)[6] == 15.0
 
 
 @pytest.mark.full
