@@ -122,6 +122,14 @@ LAYOUTS = {
             "the recipe on 32 devices: stage 4 · expert 8 · 2 repeats, 64 microbatches, ZeRO-1",
             {"mesh.data": 1},
         ),
+        "overlap": Layout(
+            32,
+            "stage 4 · expert 8, dualpipe_v, 8 microbatches, overlapped cells",
+            {
+                **{"mesh.data": 1, "pipeline.schedule": "dualpipe_v", "pipeline.overlap": True},
+                **{"pipeline.remat": "none", "pipeline.microbatches": 8, "data.batch_size": 64},
+            },
+        ),
         "experts": Layout(
             64,
             "data 8 · expert 8, ZeRO-3",

@@ -59,6 +59,7 @@ GROUPED = {
     "training/balance.py": "training/test_experts.py",
     "training/stored_op_times.py": "training/test_op_times.py",
     "training/step.py": "training/test_variants.py",
+    "runtime/equations.py": "runtime/test_backward_split.py",
 }
 OTHER_FOLDERS = {"benchmarks", "chaos", "extending", "golden", "launch", "support"}
 MODULES = {

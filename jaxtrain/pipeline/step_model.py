@@ -33,9 +33,10 @@ SCORE_PASSES = 10.0
 # (training/diloco.py)
 OUTER_BYTES = 8.0
 # Fraction of the messages of routed tokens that have products of the other microbatch between their
-# start and their done in an overlapped cell, by platform, as XLA compiles it
-# (tests/runtime/test_ahead.py). No time is measured, and TPUs' programs have not been read.
-CELL_OVERLAP = {kernels.GPU: 0.75}
+# start and their done in an overlapped cell, as XLA compiles it for H100s (tests/runtime/
+# test_ahead.py): all of them, or where `model` splits layers, so that they do not wait for each
+# other in turn, what XLA finds by itself. No time is measured. For TPUs nothing is expected.
+CELL_OVERLAP, UNTIED_OVERLAP = 1.0, 0.75
 DIGITS = 4  # significant digits of an op time
 
 
@@ -52,6 +53,13 @@ def step_model_of(config: Config, hardware: Hardware, assume: str = OURS) -> Ste
         config.precision.compute,
         config.optimizer,
     )
+
+
+def _cell_overlap(config: Config, hardware: Hardware) -> float:
+    """Framework.cell_overlap of a config."""
+    if platform_of(hardware) != kernels.GPU:
+        return 0.0
+    return CELL_OVERLAP if config.mesh.model == 1 else UNTIED_OVERLAP
 
 
 def milliseconds(times: Iterable[float]) -> tuple[float, ...]:
@@ -156,7 +164,7 @@ def framework_of(config: Config, hardware: Hardware, assume: str = OURS) -> Fram
             imbalance=config.model.capacity_factor or framework.imbalance,
             context_by=config.parallel.context,
             gathers_once=config.parallel.gather == "step",
-            cell_overlap=CELL_OVERLAP.get(platform_of(hardware), 0.0),
+            cell_overlap=_cell_overlap(config, hardware),
             inner_steps=config.train.diloco_inner_steps,
             sent_outer=4.0 if config.precision.outer == "float32" else 1.0,
             fp8=config.precision.matmul in QUANTIZED,

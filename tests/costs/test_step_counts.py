@@ -93,8 +93,8 @@ OVERLAPPED = {
     "overlapped, stage, expert and model": Case(
         (1, 2, 2), "dualpipe_v", 2, 8, changes={**MOE, **NONE, "pipeline.overlap": True}
     ),
-    "overlapped, stage and model": Case(
-        (1, 2, 2), "dualpipe_v", 2, 8, changes={"pipeline.overlap": True}
+    "overlapped, stage and model, uneven chunks": Case(
+        (1, 2, 2), "dualpipe_v", 2, 8, changes={"model.layers": 7, "pipeline.overlap": True}
     ),
     "overlapped, data, expert and stage, zero 3, selective": Case(
         (2, 2, 1),

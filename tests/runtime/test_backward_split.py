@@ -20,10 +20,10 @@ from jaxtrain.parallel import attention, blockwise
 from jaxtrain.runtime.backward_split import (
     LayerOp,
     LayerSplit,
-    _inner,
     keep_everything,
     keep_products,
 )
+from jaxtrain.runtime.equations import inside
 
 BATCH, LENGTH, WIDTH = 2, 12, 32
 
@@ -271,7 +271,7 @@ def primitives(jaxpr) -> list[str]:
     for equation in jaxpr.eqns:
         found.append(equation.primitive.name)
         if found[-1] != "pallas_call":
-            found += [name for inner in _inner(equation) for name in primitives(inner)]
+            found += [name for inner in inside(equation) for name in primitives(inner)]
     return found
 
 

@@ -1,0 +1,97 @@
+"""Two ops side by side: the results of each alone, and values that wait for each other in turn."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.devices.mesh import EXPERT, make_mesh
+from jaxtrain.runtime import interleave
+from jaxtrain.runtime.backward_split import LayerOp, LayerSplit
+
+ROWS, WIDTH = 6, 16
+
+
+def layer(w, x, _):
+    """Two messages of different sizes that do not wait for each other, then one that waits for
+    both."""
+    send = functools.partial(lax.all_to_all, axis_name=EXPERT, split_axis=0, concat_axis=0)
+    h = jnp.tanh(x @ w[0])
+    small = jnp.argsort(h[:, :2].sum(-1)).astype(jnp.float32)
+    sent, order = send(h, tiled=True), send(small, tiled=True)
+    made = jnp.sin(sent * order[:, None]) @ w[1]
+    return x + 0.5 * send(made, tiled=True)
+
+
+def both(run, model: int = 1):
+    """A jitted function of (w, x of one, x and g of another microbatch) → results of a forward and
+    a backward op by `run(backward, forward)`."""
+    mesh = make_mesh((1, 1, 1, 1, 2, model), jax.devices()[: 2 * model])
+
+    def ops(w, x, other, g):
+        split = LayerSplit(layer, w, x, None)
+        _, residuals = split.output_and_residuals(w, other, None)
+        (dx, stash), (y, saved) = run(
+            split.backward(w, None, residuals, g), split.forward(LayerOp.FORWARD, w, x, None)
+        )
+        return y, saved, dx, stash
+
+    local = P(EXPERT)
+    run_on = jax.shard_map(
+        ops, mesh=mesh, in_specs=(P(), local, local, local), out_specs=local, axis_names={EXPERT}
+    )
+    return mesh, jax.jit(run_on)
+
+
+def alone(*ops):
+    return tuple(op.run() for op in ops)
+
+
+def arguments() -> list[jax.Array]:
+    rng = np.random.default_rng(0)
+    shapes = (2, WIDTH, WIDTH), *[(2 * ROWS, WIDTH)] * 3
+    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+
+
+def test_results_are_those_of_each_alone():
+    results = []
+    for run in (alone, interleave.side_by_side):
+        mesh, ops = both(run)
+        with jax.set_mesh(mesh):
+            results.append(jax.tree.map(np.asarray, ops(*arguments())))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), *results)
+
+
+def needs(run, model: int = 1) -> list[set[int]]:
+    """For each message of the two ops, in the order of the program, the earlier ones that it
+    needs."""
+    mesh, ops = both(run, model)
+    with jax.set_mesh(mesh):
+        jaxpr = jax.make_jaxpr(ops)(*arguments())
+    (mapped,) = jaxpr.eqns[0].params["jaxpr"].eqns
+    found: list[set[int]] = []
+    needed: dict = {}  # variable → the messages that it needs
+    for equation in mapped.params["jaxpr"].eqns:
+        inputs = [needed.get(a, set()) for a in equation.invars if not hasattr(a, "val")]
+        numbers = set().union(*inputs)
+        if equation.primitive.name == "all_to_all":
+            found.append(numbers)
+            numbers = numbers | {len(found) - 1}
+        needed |= dict.fromkeys(equation.outvars, numbers)
+    # without those of the forward whose residuals the backward reads
+    return [{n - 3 for n in numbers if n >= 3} for numbers in found[3:]]
+
+
+def test_messages_go_in_turn():
+    """B's first, both of F's first, B's second, F's last: each needs the one of the other op before
+    it, since products stand in between. F and B by themselves do not."""
+    assert needs(alone) == [set(), {0}, set(), set(), {2, 3}]
+    b0, f0, f0_order, b1, f1 = needs(interleave.side_by_side)
+    assert not b0 and 0 in f0 and 0 in f0_order and {0, 1} <= b1 and {1, 2, 3} <= f1
+
+
+def test_layers_that_the_partitioner_splits_do_not_wait():
+    assert needs(interleave.side_by_side, model=2) == needs(alone, model=2)
