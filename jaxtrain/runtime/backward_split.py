@@ -42,7 +42,7 @@ from jaxtrain.runtime.equations import (
     is_part,
     variables,
 )
-from jaxtrain.runtime.interleave import Evaluation
+from jaxtrain.runtime.interleave import OpInParts
 
 # Values that cost no arithmetic: their operands cross in their place.
 VIEWS = frozenset(
@@ -82,8 +82,8 @@ class Residuals:
 
 
 class LayerOp(enum.Enum):
-    """A part of a layer that is run. WHOLE: the layer as it is written, not its trace; BACKWARD: B
-    and W at once."""
+    """A part of a layer that is run. WHOLE: the layer as it is written, or its trace where it is
+    cut at its messages (interleave.py); BACKWARD: B and W at once."""
 
     WHOLE = enum.auto()
     FORWARD = enum.auto()
@@ -370,14 +370,14 @@ class LayerSplit:
 
     # ------------------------------------------------------------------ the ops
 
-    def _evaluation(
+    def _op(
         self, op: LayerOp, params, extra, values: dict, outputs: Sequence, pack: Callable
-    ) -> Evaluation:
+    ) -> OpInParts:
         """An op, not yet evaluated. values: variable → array, first what another layer has made;
         pack: the outputs' arrays → the op's result"""
         env = self._consts | dict(zip(self._params, jax.tree.leaves(params), strict=True))
         env |= dict(zip(self._extras, jax.tree.leaves(extra), strict=True)) | values
-        return Evaluation(self._equations[op], env, next(iter(values)), outputs, pack)
+        return OpInParts(self._equations[op], env, next(iter(values)), outputs, pack)
 
     def reads(self, op: LayerOp) -> Any:
         """A tree of bools like the parameters, a quantized one as one: whether an op reads each."""
@@ -390,7 +390,7 @@ class LayerSplit:
             zip(self._for_w, residuals.for_w, strict=True)
         )
 
-    def forward(self, op: LayerOp, params, x: jax.Array, extra) -> Evaluation:
+    def forward(self, op: LayerOp, params, x: jax.Array, extra) -> OpInParts:
         """FORWARD, or WHOLE by its trace. Its result: (y, which has the shape of x; what the
         backward reads, None for WHOLE)."""
         saved = [*self._for_b, *self._for_w] if op is LayerOp.FORWARD else []
@@ -400,19 +400,19 @@ class LayerSplit:
             y, *residuals = values
             return y, Residuals(residuals[:n], residuals[n:]) if saved else None
 
-        return self._evaluation(op, params, extra, {self._x: x}, [self._y, *saved], pack)
+        return self._op(op, params, extra, {self._x: x}, [self._y, *saved], pack)
 
     def output_and_residuals(self, params, x: jax.Array, extra) -> tuple[jax.Array, Residuals]:
         """Returns (y, which has the shape of x; what the backward reads)."""
         return self.forward(LayerOp.FORWARD, params, x, extra).run()
 
-    def backward(self, params, extra, residuals: Residuals, g: jax.Array) -> Evaluation:
+    def backward(self, params, extra, residuals: Residuals, g: jax.Array) -> OpInParts:
         """INPUT_GRADIENT, from the gradient g of y. Its result: (the gradient of x, the weight
         stash)."""
         values = {self._g: g, **self._by_variable(residuals)}
         outputs = [self._dx, *self._stashed]
         pack = lambda values: (values[0], values[1:])
-        return self._evaluation(LayerOp.INPUT_GRADIENT, params, extra, values, outputs, pack)
+        return self._op(LayerOp.INPUT_GRADIENT, params, extra, values, outputs, pack)
 
     def input_gradient(
         self, params, extra, residuals: Residuals, g: jax.Array
@@ -429,11 +429,11 @@ class LayerSplit:
         )
         op = LayerOp.WEIGHT_GRADIENT
         pack = lambda values: jax.tree.unflatten(self._tree, values)
-        return self._evaluation(op, params, extra, values, self._dp, pack).run()
+        return self._op(op, params, extra, values, self._dp, pack).run()
 
     def gradients(self, params, extra, residuals: Residuals, g: jax.Array) -> tuple[Any, jax.Array]:
         """Returns (the gradients of params, the gradient of x), from the gradient g of y."""
         values = {self._g: g, **self._by_variable(residuals)}
         pack = lambda values: (jax.tree.unflatten(self._tree, values[1:]), values[0])
         outputs = [self._dx, *self._dp]
-        return self._evaluation(LayerOp.BACKWARD, params, extra, values, outputs, pack).run()
+        return self._op(LayerOp.BACKWARD, params, extra, values, outputs, pack).run()

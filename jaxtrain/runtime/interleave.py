@@ -35,7 +35,7 @@ MESSAGES = frozenset({"all_to_all", "ragged_all_to_all"})
 LARGE = 1 / 16  # of the largest product of a part: a router's product is smaller
 
 
-class Evaluation:
+class OpInParts:
     """An op of a layer, which is evaluated at once by `run`, or in parts.
 
     equations: in order; env: variable → array, of what they read; entry: the variable among these
@@ -77,8 +77,8 @@ class Evaluation:
         self._small = self._next()
         self._evaluate(self._small)
 
-    def send(self, other: "Evaluation") -> None:
-        """Evaluates the next messages beside the next part of another evaluation."""
+    def send(self, other: "OpInParts") -> None:
+        """Evaluates the next messages beside the next part of another op."""
         messages, part = self._next(), other._next()
         sent = self._smallest_operands(messages)
         # what is small comes before the messages, or XLA fills their time with it
@@ -135,7 +135,7 @@ class Evaluation:
             self._env.update((a, after(firsts, self._env[a])) for a in names)
 
 
-def side_by_side(first: Evaluation, second: Evaluation) -> tuple[Any, Any]:
+def side_by_side(first: OpInParts, second: OpInParts) -> tuple[Any, Any]:
     """The results of both, with messages of each beside products of the other.
 
     For TPUs nothing is tied: their compiler knows what a product takes, and its kernels would read

@@ -24,7 +24,7 @@ from jaxtrain.parallel import fp8
 from jaxtrain.parallel.heads import as_written
 from jaxtrain.parallel.zero import Zero, gather, in_memory_order, reduce_in_op
 from jaxtrain.runtime.backward_split import LayerOp, Residuals
-from jaxtrain.runtime.interleave import Evaluation, side_by_side
+from jaxtrain.runtime.interleave import OpInParts, side_by_side
 from jaxtrain.runtime.tick_state import Pools, merged
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.schedule.slots import TickSlots
@@ -539,14 +539,14 @@ class _LayerPairs:
         g, stash = self._backward(b, self._residuals(b, pools, i), g, i).run()
         return x, g, self._with_stash(b, stash, pools, i)
 
-    def _output(self, f: LayerRange, x: jax.Array, i) -> Evaluation:
+    def _output(self, f: LayerRange, x: jax.Array, i) -> OpInParts:
         forward = self._forward
         p = self._stack._parameters(forward.params, i, forward.layer_op)
         recomputed = forward.op == "F" and f.recomputed
         op = LayerOp.WHOLE if recomputed else LayerOp.FORWARD
         return f.split.forward(op, p, x, self._stack._extra(forward.extra, i))
 
-    def _backward(self, b: LayerRange, residuals: Residuals, g: jax.Array, i) -> Evaluation:
+    def _backward(self, b: LayerRange, residuals: Residuals, g: jax.Array, i) -> OpInParts:
         layer = self._b_count - 1 - i
         p = self._b_stack._parameters(self._params, layer, LayerOp.INPUT_GRADIENT)
         return b.split.backward(p, self._b_stack._extra(self._extra, layer), residuals, g)
