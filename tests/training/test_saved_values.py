@@ -17,13 +17,12 @@ from jaxtrain.config.saved_values import PRODUCTS, SAVED_VALUES, saved_values
 from jaxtrain.config.unused import unused_settings
 from jaxtrain.models import transformer
 from jaxtrain.runtime.backward_split import (
-    NAME,
     LayerOp,
     LayerSplit,
-    _has,
     keep_named,
     keep_products,
 )
+from jaxtrain.runtime.equations import NAME, has
 
 
 def save(*names: str, remat: str = "selective", **changes) -> dict:
@@ -168,7 +167,7 @@ def test_products_that_run_again(names, again):
 def loops(split: LayerSplit) -> int:
     """Loops in B, which are attention by blocks."""
     equations = split._equations[LayerOp.INPUT_GRADIENT]
-    return sum(_has(equation, frozenset({"while"})) for equation in equations)
+    return sum(has(equation, frozenset({"while"})) for equation in equations)
 
 
 def test_attention_runs_once_if_it_is_saved():
