@@ -342,7 +342,7 @@ def test_products_in_fp8(platform, case):
 
 
 @pytest.mark.parametrize("masters", ["float32", "none"])
-@compiled_for("h100")
+@compiled_for("h100", "v5p")
 def test_an_update_gathers_numbers_of_16_bits(platform, masters):
     """Each matrix of a device's shards is gathered in the type that ops read."""
     c = ahead.compile_step(
