@@ -306,14 +306,14 @@ class StepCollectives:
     def _experts(self, op: str, unread: bool) -> list[Collective]:
         """The collectives of routed tokens on their way to experts and back, and of their weights
         (parallel/experts.py)."""
-        m, there, back = self.model, *self.routed(op, unread)
-        if not self.explicit or not there:
-            return [*there, *back]
+        m, outward, back = self.model, *self.routed(op, unread)
+        if not self.explicit or not outward:
+            return [*outward, *back]
         capacity = routed_capacity(m, self.layout)
         routed = float(self.tokens * m.experts_per_token)
         weighted = capacity if self.layout.expert > 1 or m.capacity_factor else routed
         summed = Collective(SUM, (MODEL,), weighted * FLOAT32 * (op == "B"))
-        return [*there, *back, summed]
+        return [*outward, *back, summed]
 
     def routed(self, op: str, unread: bool = False) -> tuple[list[Collective], list[Collective]]:
         """The all-to-alls of an op that send routed tokens, or their gradients, to experts, and
@@ -336,8 +336,8 @@ class StepCollectives:
         if op == "W":  # Selective remat does not save what was sent: W sends it once more.
             return of_widths([size]), []
         out = m.width * FP8 if self.fp8 else size
-        there = [out, FLOAT32] + [out] * self._sends_in_b(op)
-        return of_widths(there), of_widths([size] * (not unread))
+        outward = [out, FLOAT32] + [out] * self._sends_in_b(op)
+        return of_widths(outward), of_widths([size] * (not unread))
 
     def _sends_in_b(self, op: str) -> bool:
         """True if B sends tokens to experts once more, since selective remat has not saved them:

@@ -481,11 +481,11 @@ class StepModel:
         for product in self._products(dense=False):
             is_experts = product.name.startswith("mlp")
             seconds[is_experts] += product.forward if forward else product.inputs
-        there, back = (
+        outward, back = (
             self.links.seconds(messages).get(EXPERT, 0.0)
             for messages in self.collectives.routed(op)
         )
-        dispatch, combine = (there, back) if forward else (back, there)
+        dispatch, combine = (outward, back) if forward else (back, outward)
         return Phases(seconds[False], dispatch, seconds[True], combine)
 
     # ----------------------------------------------------------------------------- messages and end

@@ -108,10 +108,11 @@ def is_only(equation, names: frozenset) -> bool:
 
 
 def has(equation, names: frozenset) -> bool:
-    """True for an equation that is one of these, or has one of these inside."""
+    """True for an equation that is one of these, or has one of these inside, perhaps in a branch of
+    several platforms'."""
     name = equation.primitive.name
     return name in names or (
-        name in CALLS | {"shard_map"}
+        name in CALLS | {"shard_map", "cond"}
         and any(has(e, names) for inner in inside(equation) for e in inner.eqns)
     )
 
@@ -125,7 +126,7 @@ def is_part(equation) -> bool:
 
 def inside(equation) -> Iterator:
     """The jaxprs inside an equation."""
-    for value in equation.params.values():
+    for value in (*equation.params.values(), *equation.params.get("branches", ())):
         jaxpr = getattr(value, "jaxpr", value)
         if hasattr(jaxpr, "eqns"):
             yield jaxpr

@@ -26,6 +26,7 @@ from jaxtrain.runtime.equations import (
     KERNELS,
     PRODUCTS,
     bind,
+    has,
     inside,
     value_of,
     variables,
@@ -88,13 +89,13 @@ class OpInParts:
         self._arrived = self._read_of(messages)
         products, rest = _last_products(part, other._peek())
         other._evaluate(part[: len(part) - len(rest)])
-        made = other._read_of(products)
+        results = other._read_of(products)
         readers = [
             e for e in self._peek() if not set(self._arrived).isdisjoint(variables(e.invars))
         ]
-        self._wait(self._smallest_operands(readers), other._values(made))
+        self._wait(self._smallest_operands(readers), other._values(results))
         largest = sorted(self._values(self._arrived), key=jnp.size)[-1:]
-        other._wait(made, largest)
+        other._wait(results, largest)
         other._evaluate(rest)
         other._small = rest
 
@@ -229,12 +230,5 @@ def _work(equation) -> float:
 
 
 def _sends(equation) -> bool:
-    """True for messages, perhaps in the branches of platforms, without products beside them."""
-    return _includes(equation, MESSAGES) and not _includes(equation, PRODUCTS | KERNELS)
-
-
-def _includes(equation, names: frozenset) -> bool:
-    branches = [branch.jaxpr for branch in equation.params.get("branches", ())]
-    return equation.primitive.name in names or any(
-        _includes(e, names) for jaxpr in (*inside(equation), *branches) for e in jaxpr.eqns
-    )
+    """True for messages without products beside them."""
+    return has(equation, MESSAGES) and not has(equation, PRODUCTS | KERNELS)
