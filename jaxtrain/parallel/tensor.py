@@ -25,7 +25,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.devices.mesh import MODEL, over_model, psum_scatter
 from jaxtrain.devices.sharding import is_split, shards
-from jaxtrain.parallel.fp8 import Dims, bare, dot, mapped, split_by
+from jaxtrain.parallel import collective_matmul as ring
+from jaxtrain.parallel.fp8 import Dims, Quantized, bare, dot, mapped, operands, split_by
 
 TOKENS = P(None, MODEL)  # [batch, token, …] between blocks
 COLUMNS = P(None, None, MODEL)  # [batch, token, columns] inside a block
@@ -39,21 +40,65 @@ def gather_tokens(x_BTD):
     return mapped(gather, x_BTD)
 
 
+def gathered_products(x_BTD, weights: Sequence, gather: Callable, gradient: bool = False):
+    """Returns (x · weight of each, over all tokens [B, T, columns]; all tokens of x, as `contracted`
+    reads them). x is split along the sequence, the weights [D, columns] by their columns.
+
+    gather: what gathers x where its products do not go beside messages; gradient: x is one
+    """
+    if beside_messages(x_BTD, weights):
+        blocks = ring.Arrived([TOKENS] * shards("sequence"))
+        arrived = over_model(ring.ring_gather, (TOKENS,), blocks)(x_BTD)
+        columns = tuple(P(None, MODEL) for _ in weights)
+        products = lambda x, weights: tuple(ring.products(x, w) for w in weights)
+        return over_model(products, (blocks, columns), COLUMNS)(arrived, tuple(weights)), arrived
+    x_BTD, for_weights_BTD = operands(x_BTD, weights[0], gradient, gather)
+    x_TD = mapped(lambda a: a.reshape(-1, a.shape[-1]), x_BTD)
+    products = [_by_columns(x_TD, w).reshape(*x_BTD.shape[:-1], -1) for w in weights]
+    return tuple(products), for_weights_BTD
+
+
+def beside_messages(x, weights) -> bool:
+    import os
+    return is_split("sequence") and os.environ.get("CM") == "1" and not isinstance(weights[0], Quantized)
+
+
+def _by_columns(x_TI, weight_IO) -> jax.Array:
+    """x @ weight, which `model` splits by its columns."""
+    if isinstance(x_TI, Quantized) and x_TI.use.blocks:
+        return products_of_parts(x_TI, weight_IO, ((1,), (0,)), 1)
+    return x_TI @ weight_IO  # type: ignore[no-any-return]
+
+
+def contracted(a, b) -> jax.Array:
+    """aᵀ b over all tokens, of what `gathered_products` has gathered and an array [B, T, columns],
+    in either order."""
+    gathered_first = isinstance(a, ring.Arrived)
+    blocks = ring.Arrived([TOKENS] * shards("sequence"))
+    splits = (blocks, COLUMNS) if gathered_first else (COLUMNS, blocks)
+    result = P(None, MODEL) if gathered_first else P(MODEL)
+    return over_model(ring.contracted, splits, result)(a, b)
+
+
 def scattered_products(xs: Sequence, weights: Sequence, dim: int) -> jax.Array:
     """Σ x · weight over all pairs, of arrays or quantized tensors, split along the sequence. Each x
     is [B, T, I] with split columns; its weight has I as dimension `dim` (of 2), split too. A device
     adds up its products before one reduce-scatter."""
 
+    def of_rows(xs, weights):
+        products = [dot(x, w, ((1,), (dim,))) for x, w in zip(xs, weights, strict=True)]
+        return sum(products[1:], products[0])
+
     def product(xs, weights):
-        flat = [
-            dot(mapped(lambda a: a.reshape(-1, a.shape[-1]), x), w, ((1,), (dim,)))
-            for x, w in zip(xs, weights, strict=True)
-        ]
-        return sum(flat[1:], flat[0]).reshape(*xs[0].shape[:2], -1)
+        rows = [mapped(lambda a: a.reshape(-1, a.shape[-1]), x) for x in xs]
+        return of_rows(rows, weights).reshape(*xs[0].shape[:2], -1)
 
     if not is_split("sequence"):
         return product(xs, weights)
-    local = lambda xs, weights: psum_scatter(product(xs, weights), MODEL, dim=1)
+    if beside_messages(xs[0], weights):
+        local = lambda xs, weights: ring.ring_scatter(of_rows, xs, weights)
+    else:
+        local = lambda xs, weights: psum_scatter(product(xs, weights), MODEL, dim=1)
     xs, weights = bare(tuple(xs)), bare(tuple(weights))
     rows = P(MODEL) if dim == 0 else P(None, MODEL)
     specs = tuple(split_by(x, COLUMNS) for x in xs), tuple(split_by(w, rows) for w in weights)

@@ -62,6 +62,10 @@ ROUNDING = CHEAP | frozenset(
     "abs reduce_max max min clamp shift_left shift_right_logical and".split()
 )
 GATHERS = frozenset({"all_gather"})
+# what products beside messages compute of blocks' places (parallel/collective_matmul.py)
+PLACES = frozenset(
+    "ppermute axis_index rem mul sub lt select_n empty dynamic_slice dynamic_update_slice".split()
+)
 SUMS = frozenset("reduce_scatter add convert_element_type".split())
 MAXIMA = frozenset({"reduce_max", "pmax"})
 SMALLER = 8  # times that a sum has fewer bytes than what it adds up
@@ -110,7 +114,8 @@ def keep_products(equation) -> bool:
         fp8 = any(map(_is_fp8, variables(equation.invars)))
         # a product of FP8 is multiplied by scales, or its operands by powers of two
         sums = SUMS | {"mul", "bitcast_convert_type", "shift_left"} if fp8 else SUMS
-        product = is_only(equation, VIEWS | PRODUCTS | sums) and not is_only(equation, VIEWS | sums)
+        sums |= PLACES if has(equation, PLACES & {"dynamic_update_slice", "ppermute"}) else set()
+        product = is_only(equation, VIEWS | PRODUCTS | sums) and has(equation, PRODUCTS)
         return product or has(equation, BLOCK_PRODUCTS)
     return _decides(equation) or (
         name in PRODUCTS
@@ -144,6 +149,8 @@ def _is_view(equation) -> bool:
         return equation.invars[0].aval.dtype.itemsize <= equation.outvars[0].aval.dtype.itemsize
     if equation.primitive.name == "bitcast_convert_type":
         return _is_fp8(equation.invars[0])
+    if is_part(equation) and is_only(equation, VIEWS | {"ppermute"}):  # an all-gather by permutes
+        return True
     return is_only(equation, VIEWS)
 
 
