@@ -4,12 +4,14 @@ reader. Nothing is run.
     python benchmarks/peer_ahead.py                                     the recorded figures
     python benchmarks/peer_ahead.py --maxtext=DIR --python=PATH [--case=fsdp,model8]
                                     [--side=ours,fastest,defaults] [--text=FOLDER] [--record]
+    python benchmarks/peer_ahead.py --read=FOLDER [--record]            programs that --text wrote
 
 DIR is a checkout of MaxText, PATH the Python of an environment that it runs in (README.md says how
 to make one, with the libtpu that jaxtrain's compilers have). A compilation takes two minutes and
 more. peer_cases.py has the cases and both sides' settings; step_seconds.py and links.py say what
 the seconds mean. A side's time is that of its scheduled program plus the seconds for which its
-collectives are exposed. Without --maxtext and --python nothing is compiled.
+collectives are exposed. Without --maxtext and --python
+nothing is compiled.
 
 The status is 1 if a compiler refused a step, 2 if the flags are wrong.
 """
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import types
+from collections.abc import Iterator
 from typing import Any
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
@@ -56,7 +59,10 @@ FLAGS = (
     Flag("python", "", "MaxText's Python"),
     Flag("case", "", f"cases, with commas between them: {', '.join(CASES)}; empty: all"),
     Flag("side", "", "ours, or MaxText's with its fastest or its default settings; empty: all"),
-    Flag("text", "", "folder for the compiled programs' text"),
+    Flag("text", "", "folder for the compiled programs"),
+    Flag(
+        "read", "", "folder of programs that --text wrote, which are read again; none is compiled"
+    ),
     Flag("record", False, "write the figures to benchmarks/peer_ahead.json"),
 )
 
@@ -109,6 +115,27 @@ class MaxText:
             return Compiled(pathlib.Path(folder, "program.txt").read_text(), **figures), found
 
 
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled step, with the versions of what compiled it."""
+
+    compiled: Compiled
+    versions: dict[str, str]
+
+    def write(self, path: pathlib.Path) -> None:
+        """Writes PATH.txt and PATH.json."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fields = dataclasses.asdict(self.compiled)
+        path.with_suffix(".txt").write_text(fields.pop("text"))
+        path.with_suffix(".json").write_text(json.dumps([fields, self.versions]))
+
+    @classmethod
+    def read(cls, path: pathlib.Path) -> "Program":
+        """What `write` wrote."""
+        fields, versions = json.loads(path.with_suffix(".json").read_text())
+        return cls(Compiled(path.with_suffix(".txt").read_text(), **fields), versions)
+
+
 def maxtext_reader(case: PeerCase, compiled: Compiled) -> SecondsReader:
     """MaxText's program, whose text has the trips of all its loops: every stage runs the same."""
     config, mesh = case.config, case.maxtext_mesh
@@ -146,29 +173,25 @@ def options() -> str:
     return " ".join(f"--{name}={str(value).lower()}" for name, value in chosen.items())
 
 
-def measure(case: PeerCase, side: str, maxtext: MaxText, text: str) -> dict[str, Any]:
-    """The figures of a side of a case, or the compiler's words as `refused`."""
-    about = {"case": case.name, "side": side} | versions()
-    try:
-        if side == "ours":
-            config = case.config
-            compiled = compile_config(case.topology, config)
-            ours = StepSeconds(config, PLATFORM, compiled)
-            train = ours.setup.train
-            bubble = ours.setup.simulation().bubble_fraction_coupled if train else 0.0
-            figures = summary(ours, compiled, bubble)
-        else:
-            settings = case.maxtext_settings(side == "fastest", options())
-            compiled, found = maxtext.compile(settings)
-            about |= found
-            figures = summary(maxtext_reader(case, compiled), compiled)
-    except Refused as error:
-        return about | {"refused": error.line}
-    if text:
-        folder = pathlib.Path(text)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{case.name}_{side}.txt").write_text(compiled.text)
-    return about | figures
+def compile_side(case: PeerCase, side: str, maxtext: MaxText) -> Program:
+    """A side's step and what compiled it. Raises Refused."""
+    about = versions()
+    if side == "ours":
+        return Program(compile_config(case.topology, case.config), about)
+    compiled, found = maxtext.compile(case.maxtext_settings(side == "fastest", options()))
+    return Program(compiled, about | found)
+
+
+def figures(case: PeerCase, side: str, program: Program) -> dict[str, Any]:
+    """The figures of a side of a case."""
+    compiled = program.compiled
+    about = {"case": case.name, "side": side} | program.versions
+    if side != "ours":
+        return about | summary(maxtext_reader(case, compiled), compiled)
+    ours = StepSeconds(case.config, PLATFORM, compiled)
+    train = ours.setup.train
+    bubble = ours.setup.simulation().bubble_fraction_coupled if train else 0.0
+    return about | summary(ours, compiled, bubble)
 
 
 def report(row: dict[str, Any]) -> list[str]:
@@ -229,32 +252,80 @@ def recorded() -> list[dict[str, Any]]:
     return json.loads(RECORD.read_text()) if RECORD.exists() else []
 
 
+def rows_of(programs: Iterator[tuple[str, str, Program | Refused]]) -> Iterator[dict[str, Any]]:
+    """The figures of each (case, side, program), or the compiler's words as `refused`."""
+    for case, side, program in programs:
+        if isinstance(program, Refused):
+            yield {"case": case, "side": side} | versions() | {"refused": program.line}
+        else:
+            yield figures(CASES[case], side, program)
+
+
+def compiled_programs(
+    wanted: list[tuple[str, str]], maxtext: MaxText, text: str
+) -> Iterator[tuple[str, str, Program | Refused]]:
+    """Each (case, side) with its program, which is also written to the folder `text`."""
+    for case, side in wanted:
+        try:
+            program = compile_side(CASES[case], side, maxtext)
+        except Refused as error:
+            yield case, side, error
+            continue
+        if text:
+            program.write(pathlib.Path(text, f"{case}_{side}"))
+        yield case, side, program
+
+
+def written_programs(
+    wanted: list[tuple[str, str]], folder: str
+) -> Iterator[tuple[str, str, Program | Refused]]:
+    """Each (case, side) that was written to a folder, with its program."""
+    for case, side in wanted:
+        if pathlib.Path(folder, f"{case}_{side}.json").exists():
+            yield case, side, Program.read(pathlib.Path(folder, f"{case}_{side}"))
+
+
+def checked(values: dict[str, Any]) -> tuple[list[tuple[str, str]], MaxText | None]:
+    """The (case, side) pairs that the flags ask for, and MaxText. Raises ValueError."""
+    cases, sides = names(values, "case", CASES), names(values, "side", SIDES)
+    maxtext, folder = MaxText.of(values), values["read"]
+    if maxtext and folder:
+        raise ValueError("--read and --maxtext exclude each other: leave one out")
+    if maxtext and PLATFORMS[PLATFORM].missing:
+        raise ValueError(f"no compiler for v5p in {compilers()}: {INSTALL_COMMAND}")
+    if folder and not pathlib.Path(folder).is_dir():
+        raise ValueError(f"--read={folder!r} is no folder: name one that --text wrote")
+    for flag in ("text", "record"):
+        if values[flag] and not (maxtext or (folder and flag == "record")):
+            raise ValueError(f"--{flag} needs --maxtext and --python: nothing new is compiled")
+    return [(case, side) for case in cases for side in sides], maxtext
+
+
 def main(argv: list[str]) -> None:
     """Prints the recorded figures, or compiles the cases and prints theirs."""
-    reading = read_flags([word for word in argv if word != "--"], __doc__ or "", FLAGS, with_config=False)
+    words = [word for word in argv if word != "--"]
+    reading = read_flags(words, __doc__ or "", FLAGS, with_config=False)
     if reading.errors:
         cli.fail(str(reading.errors[0]))
     values = reading.values
     try:
-        cases, sides = names(values, "case", CASES), names(values, "side", SIDES)
-        maxtext = MaxText.of(values)
-        if maxtext and PLATFORMS[PLATFORM].missing:
-            raise ValueError(f"no compiler for v5p in {compilers()}: {INSTALL_COMMAND}")
-        if values["record"] and not maxtext:
-            raise ValueError("--record needs --maxtext and --python: without them nothing is new")
+        wanted, maxtext = checked(values)
     except ValueError as error:
         cli.fail(str(error))
-    rows = [] if maxtext else [r for r in recorded() if r["case"] in cases and r["side"] in sides]
-    for row in rows:
-        print("\n".join(report(row)))
-    for case in cases if maxtext else ():
-        for side in sides:
-            rows.append(measure(CASES[case], side, maxtext, values["text"]))
-            print("\n".join(report(rows[-1])), flush=True)
-            if values["record"]:
-                RECORD.write_text(json.dumps(merged(recorded(), rows), indent=1) + "\n")
-    dates = sorted({row["date"] for row in rows})
-    print(f"\nseconds with exposed collectives, {', '.join(dates)}:", *ratios(rows), sep="\n")
+    if maxtext:
+        new = rows_of(compiled_programs(wanted, maxtext, values["text"]))
+    elif values["read"]:
+        new = rows_of(written_programs(wanted, values["read"]))
+    else:
+        new = (row for row in recorded() if (row["case"], row["side"]) in wanted)
+    rows = []
+    for row in new:
+        rows.append(row)
+        print("\n".join(report(row)), flush=True)
+        if values["record"]:
+            RECORD.write_text(json.dumps(merged(recorded(), rows), indent=1) + "\n")
+    dates = ", ".join(sorted({row["date"] for row in rows})) or "nothing was recorded"
+    print(f"\nseconds with exposed collectives ({dates}):", *ratios(rows), sep="\n")
     sys.exit(any("refused" in row for row in rows))
 
 

@@ -1,10 +1,10 @@
 """The compilers' own figures of a compiled step beside ours, with the deviation.
 
-    flops, bytes  XLA's cost analysis, which counts a loop as if it had one trip, a kernel as
-                  nothing, and bytes of all memories; ours are summed in the same way
-    arguments     XLA's memory analysis, beside the parameters in the program's text
-    products      libtpu's cycles of instructions with products, beside a roofline: products at 93 %
-    other         of the peak or bytes at 2.5 TB/s, whichever takes longer; and those of all others
+flops, bytes  XLA's cost analysis, which counts a loop as if it had one trip, a kernel as
+              nothing, and bytes of all memories; ours are summed in the same way
+arguments     XLA's memory analysis, beside the parameters in the program's text
+products      libtpu's cycles of instructions with products, beside a roofline: products at 93 %
+other         of the peak or bytes at 2.5 TB/s, whichever takes longer; and those of all others
 """
 
 from typing import Any
