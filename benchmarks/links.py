@@ -2,7 +2,7 @@
 
     TPU  an axis of 4 chips is a ring along one dimension of the torus, with a link both ways: 180
          GB/s on v5p. Axes of 16 and 64 have two and three dimensions (360 and 540 GB/s), one of 8
-         has one and a half (270), one of 2 a half. A permute to a neighbour goes over one link, one way
+         has one and a half (270), one of 2 a half. A permute to a neighbour goes over one link
     GPU  NVLink if all devices of the group are in one node, otherwise each GPU's network adapter
 
 Speeds of links are in jaxtrain/costs/hardware; nothing here was measured.

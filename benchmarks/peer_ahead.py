@@ -60,9 +60,7 @@ FLAGS = (
     Flag("case", "", f"cases, with commas between them: {', '.join(CASES)}; empty: all"),
     Flag("side", "", "ours, or MaxText's with its fastest or its default settings; empty: all"),
     Flag("text", "", "folder for the compiled programs"),
-    Flag(
-        "read", "", "folder of programs that --text wrote, which are read again; none is compiled"
-    ),
+    Flag("read", "", "folder that --text wrote: its programs are read, and none is compiled"),
     Flag("record", False, "write the figures to benchmarks/peer_ahead.json"),
 )
 

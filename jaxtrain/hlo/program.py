@@ -250,8 +250,8 @@ class Program:
     def trip_count(self, loop: Instruction) -> int | None:
         """The trip count of a while loop, by XLA's annotation or its condition, or None.
 
-        The condition must be `counter < limit` with constant begin, limit and increment. XLA unrolls
-        the loops of windowed einsums by two, and their counter then goes up by two.
+        The condition must be `counter < limit` with constant begin, limit and increment: XLA
+        unrolls the loops of windowed einsums by two, and their counter then goes up by two.
         """
         if known := re.search(r'known_trip_count\\?":\s*\{\\?"n\\?":\\?"(\d+)', loop.text):
             return int(known[1])
@@ -272,7 +272,7 @@ class Program:
         return i
 
     def _increment(self, counter: Instruction, loop: Instruction) -> int | None:
-        """The constant that a trip adds to a counter, an element of what a loop carries; or None."""
+        """The constant that a trip adds to a counter, one of the values that a loop carries."""
         carried = self.root(loop.calls["body"])
         index = re.search(r"index=(\d+)", counter.text)
         if index is None or carried.opcode != "tuple":
