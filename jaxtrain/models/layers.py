@@ -16,9 +16,9 @@ from jaxtrain.devices.mesh import on_cpu
 from jaxtrain.devices.sharding import constrain, is_split, reshard
 from jaxtrain.models.spec import Parameter, Spec, parameter
 from jaxtrain.parallel import fp8
+from jaxtrain.parallel.collective_matmul import Arrived
 from jaxtrain.parallel.fp8 import Quantized, gradient_of, mapped, operands
 from jaxtrain.parallel.mxfp8 import Blocks
-from jaxtrain.parallel.collective_matmul import Arrived
 from jaxtrain.parallel.tensor import (
     contracted,
     gather_tokens,

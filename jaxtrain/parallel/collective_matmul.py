@@ -11,24 +11,47 @@ link are used:
     scatter      two sums for a device's tokens begin half-way round the ring and come towards it,
                  one on each way; each device adds its product
 
-The functions are of a device's part (devices/mesh.py: over_model); tokens are cut into m blocks, one
-of each device. XLA starts a permute as soon as its operand is there and waits for it where its
-result is read. Blocks have a dimension of their own, [B, m, t, …]: XLA then reads and writes them in
-place, while at a place along T it would copy them.
+The functions are of a device's part (devices/mesh.py: over_model). Tokens are m blocks, one of each
+device. XLA starts a permute as soon as its operand is there and waits for it where its result is
+read. Blocks have a dimension of their own, [B, m, t, …]: XLA then reads and writes them in place,
+while at a place along T it would copy them.
 
 Shape suffixes: B sequences, T tokens, t tokens of a block, D, N columns.
 """
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.devices.mesh import MODEL
+from jaxtrain.config.kernels import multiplies_while_sending
+from jaxtrain.devices.mesh import MODEL, STAGE
+from jaxtrain.parallel.target_device import target_device
+
+_REQUESTED: contextvars.ContextVar[str] = contextvars.ContextVar("collective_matmul", default="off")
 
 UP, DOWN = 1, -1  # ways round the ring: to the next device, to the one before
+
+
+@contextlib.contextmanager
+def requested(setting: str) -> Iterator[None]:
+    """A context in which a program is traced with this `parallel.collective_matmul`."""
+    token = _REQUESTED.set(setting)
+    try:
+        yield
+    finally:
+        _REQUESTED.reset(token)
+
+
+def serves(part: int) -> bool:
+    """Whether products go beside their messages, of `part` bytes each, in the program that is
+    traced."""
+    stages = jax.sharding.get_abstract_mesh().shape[STAGE]
+    return multiplies_while_sending(_REQUESTED.get(), target_device().platform, stages, part)
 
 
 @jax.tree_util.register_dataclass
@@ -37,11 +60,7 @@ class Arrived:
     """All tokens of an array that was split along the sequence, as blocks [B, t, D]: the device's
     own, then those of the devices `DISTANCES` before it in the ring."""
 
-    blocks: list[jax.Array]
-
-    @property
-    def sequences(self) -> int:
-        return int(self.blocks[0].shape[0])
+    blocks: list
 
 
 def distances(devices: int) -> list[int]:
@@ -101,22 +120,22 @@ def products(arrived: Arrived, weight_DN: jax.Array) -> jax.Array:
 def contracted(a, b) -> jax.Array:
     """aᵀ b over all tokens, of a gathered array and one with all tokens [B, T, N], in either order;
     summed over blocks in float32."""
-    dtype, total = None, None
-    arrived, whole = (a, _in_blocks(b)) if isinstance(a, Arrived) else (b, _in_blocks(a))
-    for distance, block in zip(
-        distances(lax.axis_size(MODEL)), arrived.blocks, strict=True
-    ):
-        pair = _rows(block), _block(whole, _owner(distance))
+    arrived, whole_BmtN = (a, _in_blocks(b)) if isinstance(a, Arrived) else (b, _in_blocks(a))
+    total = None
+    for distance, block in zip(distances(lax.axis_size(MODEL)), arrived.blocks, strict=True):
+        pair = _rows(block), _block(whole_BmtN, _owner(distance))
         left, right = pair if arrived is a else reversed(pair)
         term = lax.dot_general(
             left, right, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
         )
-        total, dtype = term if total is None else total + term, block.dtype
-    return total.astype(dtype)
+        total = term if total is None else total + term
+    assert total is not None, "a ring has devices"
+    return total.astype(arrived.blocks[0].dtype)
 
 
-def ring_scatter(term: Callable, xs_BTN: list[jax.Array], weights) -> jax.Array:
-    """The sum over the ring of each device's `term(rows)`, for this device's tokens, [B, t, D].
+def ring_scatter(term: Callable, xs_BTN: list[jax.Array], weights: list) -> jax.Array:
+    """The sum over the ring of each device's `term(rows, weights)`, for this device's tokens,
+    [B, t, D].
 
     term: from the rows of a block of each x, [B · t, N], to [B · t, D]
     """

@@ -17,6 +17,7 @@ lowest row.
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,27 +41,33 @@ def gather_tokens(x_BTD):
     return mapped(gather, x_BTD)
 
 
-def gathered_products(x_BTD, weights: Sequence, gather: Callable, gradient: bool = False):
-    """Returns (x · weight of each, over all tokens [B, T, columns]; all tokens of x, as `contracted`
-    reads them). x is split along the sequence, the weights [D, columns] by their columns.
+def gathered_products(
+    x_BTD, weights: Sequence, gather: Callable, gradient: bool = False
+) -> tuple[tuple, Any]:
+    """Returns (x · weight of each, over all tokens [B, T, columns]; all tokens of x, as products
+    that make the weights' gradients read them). x is split along the sequence, the weights
+    [D, columns] are split by their columns.
 
     gather: what gathers x where its products do not go beside messages; gradient: x is one
     """
-    if beside_messages(x_BTD, weights):
+    if not isinstance(weights[0], Quantized) and _beside_messages(x_BTD, x_BTD.shape[2]):
         blocks = ring.Arrived([TOKENS] * shards("sequence"))
         arrived = over_model(ring.ring_gather, (TOKENS,), blocks)(x_BTD)
         columns = tuple(P(None, MODEL) for _ in weights)
-        products = lambda x, weights: tuple(ring.products(x, w) for w in weights)
-        return over_model(products, (blocks, columns), COLUMNS)(arrived, tuple(weights)), arrived
+        each = lambda x, weights: tuple(ring.products(x, w) for w in weights)
+        return over_model(each, (blocks, columns), COLUMNS)(arrived, tuple(weights)), arrived
     x_BTD, for_weights_BTD = operands(x_BTD, weights[0], gradient, gather)
     x_TD = mapped(lambda a: a.reshape(-1, a.shape[-1]), x_BTD)
-    products = [_by_columns(x_TD, w).reshape(*x_BTD.shape[:-1], -1) for w in weights]
+    products = (_by_columns(x_TD, w).reshape(*x_BTD.shape[:-1], -1) for w in weights)
     return tuple(products), for_weights_BTD
 
 
-def beside_messages(x, weights) -> bool:
-    import os
-    return is_split("sequence") and os.environ.get("CM") == "1" and not isinstance(weights[0], Quantized)
+def _beside_messages(x: jax.Array, columns: int) -> bool:
+    """Whether the products of x [B, T, …], or what they sum, go beside messages of so many columns.
+    Numbers of FP8 are sent as before."""
+    if isinstance(x, Quantized) or not is_split("sequence"):
+        return False
+    return ring.serves(x.shape[0] * x.shape[1] // shards("sequence") * columns * x.dtype.itemsize)
 
 
 def _by_columns(x_TI, weight_IO) -> jax.Array:
@@ -95,7 +102,7 @@ def scattered_products(xs: Sequence, weights: Sequence, dim: int) -> jax.Array:
 
     if not is_split("sequence"):
         return product(xs, weights)
-    if beside_messages(xs[0], weights):
+    if _beside_messages(xs[0], weights[0].shape[1 - dim]):
         local = lambda xs, weights: ring.ring_scatter(of_rows, xs, weights)
     else:
         local = lambda xs, weights: psum_scatter(product(xs, weights), MODEL, dim=1)
