@@ -705,8 +705,8 @@ class Config:
 
     @property
     def has_one_microbatch(self) -> bool:
-        """True if a step has one stage and one microbatch, whose gradients are the step's."""
-        return self.mesh.stage == 1 and self.pipeline.microbatches == 1
+        """True if data shards have one stage and one microbatch, whose gradients are the step's."""
+        return self.mesh.data != 1 and self.mesh.stage == self.pipeline.microbatches == 1
 
     def resolve(self) -> "Config":
         """This config with its dependent defaults filled in (kv_heads and the sizes of heads,
