@@ -157,8 +157,9 @@ class StepSeconds:
         Attention multiplies, in each product, each query with each earlier key, or with all keys
         where a cuDNN kernel is told of no mask. A backward has five products, or where it is two
         kernels three and four of them (the scores, and the gradients of the weights made from them,
-        in both). A grouped product multiplies each token with one matrix; its capacity exceeds the
-        tokens that arrive, and its cost follows those that do, spread evenly.
+        in both); a fused one of a TPU may take a part of the keys. A grouped product multiplies
+        each token with one matrix; its capacity exceeds the tokens that arrive, and its cost
+        follows those that do, spread evenly.
         """
         if not (name := self.kernel(i)):
             return 0.0
@@ -180,7 +181,11 @@ class StepSeconds:
         ]
         # A backward reads queries, keys, values, the gradient, and what the forward left.
         products = {1: 3, 2: 4}.get(len(results), 5) if len(arrays) > 4 else 2
-        keys = length // (self.config.mesh.context if self.config.parallel.context == "ring" else 1)
+        context = self.config.mesh.context
+        keys = length // (context if self.config.parallel.context == "ring" else 1)
+        if "bwd_fused" in name:
+            own = length // (1 if self.config.parallel.context == "ulysses" else context)
+            keys = own * results[1][1] // results[0][1]
         masked = 1.0 if "NO_MASK" in i.text else 0.5
         return products * 2.0 * max(map(math.prod, arrays), default=0) * keys * masked
 

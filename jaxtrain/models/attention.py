@@ -30,6 +30,7 @@ class Attention(nnx.Module):
             Rotary(cfg, cfg.rotary_dim or cfg.head_dim) if cfg.positions == "rotary" else None
         )
         self.kernel, self.context = cfg.attention_kernel, context
+        self.backward = cfg.attention_backward
         d, n, k = cfg.width, cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
         self.query = Dense(d, n, ("width", "heads"), cfg.init_std, "qkv" in cfg.biases)
         self.key = Dense(d, k, ("width", "kv_heads"), cfg.init_std, "qkv" in cfg.biases)
@@ -62,7 +63,8 @@ class Attention(nnx.Module):
         """[B, T, D] → [B, T, D], sequences from their beginning. With segments (int32 [B, T]) a
         token sees its own segment alone."""
         q, k, v = self.project(x_BTD, positions_BT)
-        y = named(ATTENTION, attend_causal(q, k, v, segments_BT, self.context, self.kernel))
+        y = attend_causal(q, k, v, segments_BT, self.context, self.kernel, self.backward)
+        y = named(ATTENTION, y)
         return self.out.row_parallel(y.reshape(*y.shape[:2], -1))
 
     @staticmethod
