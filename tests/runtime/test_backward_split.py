@@ -15,7 +15,8 @@ from support.small import nbytes, normal
 
 from jaxtrain.config.kernels import TargetDevice
 from jaxtrain.devices.mesh import AXES, make_mesh
-from jaxtrain.models import transformer
+from jaxtrain.models import attention as models_attention
+from jaxtrain.models import rotary, transformer
 from jaxtrain.parallel import attention, blockwise
 from jaxtrain.runtime.backward_split import (
     LayerOp,
@@ -226,6 +227,8 @@ def test_attention_by_a_kernel_stays_whole(kernel, platform, keep, monkeypatch):
     B; none in W. What crosses is no mask, no place of a document and
     nothing else than activations, each once."""
     monkeypatch.setattr(attention, "target_device", lambda: TargetDevice(platform))
+    for module in (rotary, models_attention):
+        monkeypatch.setattr(module, "on_tpu", lambda: platform == "tpu")
     tokens, changes = (
         256,
         {"model.kv_heads": 2, "data.sequence_length": 256, "precision.compute": "bfloat16"},
