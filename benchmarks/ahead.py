@@ -25,7 +25,8 @@ from collections.abc import Iterator
 REPOSITORY = pathlib.Path(__file__).parents[1]
 sys.path[:0] = [path for path in (str(REPOSITORY),) if path not in sys.path]
 
-from ahead_figures import as_dict  # noqa: E402 (the path comes first)
+from ahead_figures import as_dict, exposed_lines  # noqa: E402 (the path comes first)
+from second_reader import second_reader_lines  # noqa: E402
 from step_seconds import StepSeconds  # noqa: E402
 
 from jaxtrain import cli  # noqa: E402
@@ -299,7 +300,9 @@ def report(row: dict) -> list[str]:
         f"{c['share']:.1%}: {c['longest']}"
     )
     lines += [f"  {describe(t)}" for t in row["collectives"] if t["bytes"] > 1e8]
-    return lines
+    waiting = sum(t["seconds"] for t in row["exposed"])
+    lines.append(f"  exposed collectives, at the assumed speed of the links: {waiting:.3f} s")
+    return lines + exposed_lines(row["exposed"]) + second_reader_lines(row["second_reader"])
 
 
 def describe(t: dict) -> str:

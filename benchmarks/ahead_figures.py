@@ -7,7 +7,8 @@ from typing import Any
 
 import step_flops
 from instruction_costs import InstructionCosts
-from step_seconds import StepSeconds
+from second_reader import second_reader
+from step_seconds import SecondsReader, StepSeconds, Traffic
 
 from jaxtrain.hlo.program import GROUPED, Instruction
 from jaxtrain.plan.report import step_counts
@@ -62,6 +63,7 @@ def as_dict(figures: StepSeconds) -> dict[str, Any]:
             "step": figures.busy_seconds / (1 - bubble),
             "kernels": in_kernels / (figures.hardware.peak() * figures.kernel_efficiency),
             "by_op": {op: seconds for op, seconds in by_op(figures).items() if seconds > 0},
+            "by_part": by_part(figures),
         },
         "peaks": {"products": figures.product_efficiency, "kernels": figures.kernel_efficiency},
         "memory_bytes": total(figures.costs.bytes),
@@ -72,6 +74,8 @@ def as_dict(figures: StepSeconds) -> dict[str, Any]:
         "collectives": [
             dict(zip(names, key, strict=True)) | dataclasses.asdict(t) for key, t in collectives
         ],
+        "exposed": exposed(figures),
+        "second_reader": second_reader(figures, compiled),
         "compile_seconds": compiled.tracing + compiled.compiling,
     }
 
@@ -82,6 +86,46 @@ def by_op(figures: StepSeconds) -> dict[str, float]:
     for run in figures.runs:
         seconds[run.op] += figures.seconds(run)
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+
+def by_part(figures: SecondsReader) -> dict[str, float]:
+    """Seconds of products, of kernels, and of all else, collectives left out."""
+    seconds = {"products": 0.0, "kernels": 0.0, "other": 0.0}
+    for run in figures.runs:
+        product = "products" if figures.costs.flops(run.instruction) else "other"
+        seconds["kernels" if figures.kernel(run.instruction) else product] += figures.seconds(run)
+    return seconds
+
+
+def exposed(figures: SecondsReader) -> list[dict[str, Any]]:
+    """The collectives by kind and mesh axes as records, those that are exposed longest first: their
+    bytes, and how many are asynchronous, overlap with products, and take longer than these."""
+    by_kind: dict[tuple[str, str], Traffic] = collections.defaultdict(Traffic)
+    for (_, kind, _, axes), t in figures.collectives().items():
+        total = by_kind[kind, axes]
+        for field in dataclasses.fields(Traffic):
+            value = getattr(total, field.name) + getattr(t, field.name)
+            setattr(total, field.name, value)
+    records = [
+        {"kind": kind, "axes": axes} | dataclasses.asdict(t) for (kind, axes), t in by_kind.items()
+    ]
+    return sorted(records, key=lambda record: -record["seconds"])
+
+
+def exposed_lines(records: list[dict[str, Any]], least: float = 1e8) -> list[str]:
+    """A table of the collectives of at least `least` bytes, by kind and axes."""
+    lines = [
+        f"  {'collective':18} {'axes':14} {'GB':>8} {'asynchronous':>12} {'beside products':>15} "
+        f"{'exposed GB':>10} {'seconds':>8}"
+    ]
+    for t in records:
+        if t["bytes"] >= least:
+            lines.append(
+                f"  {t['kind']:18} {t['axes'] or 'none':14} {t['bytes'] / 1e9:8.2f} "
+                f"{t['asynchronous'] / t['bytes']:12.0%} {t['hidden'] / t['bytes']:15.0%} "
+                f"{t['exposed'] / 1e9:10.2f} {t['seconds']:8.4f}"
+            )
+    return lines
 
 
 def kernels(figures: StepSeconds) -> dict[str, dict[str, float]]:

@@ -5,15 +5,18 @@
              memory's bandwidth
     kernel   its FLOPs at another fraction of the peak
 
-Collectives take no time here.
+Collectives take no time in a step; the seconds for which they are exposed are given beside it
+(links.py). A `SecondsReader` reads any program, `StepSeconds` that of one of our configs.
 """
 
 import collections
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
 
 from instruction_costs import GPU_MEMORY, TPU_MEMORY, InstructionCosts
+from links import bytes_per_s
 
 from jaxtrain.config import Config
 from jaxtrain.costs import hardware
@@ -27,6 +30,7 @@ from jaxtrain.plan.compile_check import step_loops
 from jaxtrain.plan.topology import PLATFORMS, Compiled
 
 FLOATS = ("bf16", "f16", "f32")
+TPU_PRODUCTS = 0.93  # part of the peak that libtpu's estimate of large products comes to
 
 
 @dataclasses.dataclass
@@ -38,6 +42,9 @@ class Traffic:
     asynchronous  bytes of those that have a start and a done, or are fused with products
     hidden        bytes of those that overlap with products
     flops         FLOPs of these products; what overlaps with two collectives counts for both
+    exposed       bytes of those that take longer than these products: of each, the part for which
+                  it does
+    seconds       that the exposed bytes take by the links' assumed speed
     """
 
     times: float = 0.0
@@ -46,6 +53,8 @@ class Traffic:
     asynchronous: float = 0.0
     hidden: float = 0.0
     flops: float = 0.0
+    exposed: float = 0.0
+    seconds: float = 0.0
 
 
 class Scopes:
@@ -104,38 +113,49 @@ def scope_of(op_name: str) -> str:
     return communicates[-1] if communicates else op_in(op_name)
 
 
-class StepSeconds:
-    """A compiled `train` of a resolved config, as the busiest stage's devices run it.
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of a step that its program's text does not tell.
 
+    sequence:      tokens of a sequence
+    keys:          keys of a sequence that a kernel's call attends to at most
+    expert_tokens: tokens of a microbatch that reach a device's experts
+    """
+
+    sequence: int
+    keys: int
+    expert_tokens: int = 0
+
+
+class SecondsReader:
+    """The estimated seconds of a program's instructions and collectives on a stage's devices.
+
+    loops:              the program's loops as the stage runs them
+    mesh:               axis → size, with partitions numbered in row-major order
     product_efficiency: the fraction of the peak that products in XLA's own code reach (H100)
     kernel_efficiency:  the fraction of the peak that kernels reach
     """
 
     def __init__(
         self,
-        config: Config,
+        loops: StepLoops,
+        mesh: Mapping[str, int],
         platform: str,
-        compiled: Compiled,
+        sizes: Sizes,
         product_efficiency: float = 0.7,
         kernel_efficiency: float = 0.5,
     ):
-        self.config, self.compiled = config, compiled
         self.product_efficiency, self.kernel_efficiency = product_efficiency, kernel_efficiency
-        self.setup, self.program = make_setup(config), compiled.program
         device = PLATFORMS[platform]
         self.hardware, self.tpu = hardware.load(device.hardware), device.backend == "tpu"
+        self.program, self.mesh, self.sizes = loops.program, mesh, sizes
         self.costs = InstructionCosts(self.program, TPU_MEMORY if self.tpu else GPU_MEMORY)
-        self.mesh = dict(zip(AXES, sizes_of(config.mesh), strict=True))
-        shards = batch_shards(self.mesh) * config.mesh.context
-        tokens = config.sequences_per_microbatch * config.data.sequence_length // shards
-        # Tokens of a microbatch that reach a device's experts.
-        self._expert_tokens = tokens * config.model.experts_per_token
-        self.busy_seconds = -1.0
-        for stage in range(config.mesh.stage):
-            loops = step_loops(self.program, self.setup, stage, self._expert_tokens or None)
-            runs = scoped_runs(loops)
-            if (seconds := sum(map(self.seconds, runs))) > self.busy_seconds:
-                self.stage, self.loops, self.runs, self.busy_seconds = stage, loops, runs, seconds
+        self.read(loops)
+
+    def read(self, loops: StepLoops) -> None:
+        """Reads the program with these loops, which may be those of another stage."""
+        self.loops, self.stage, self.runs = loops, loops.stage, scoped_runs(loops)
+        self.busy_seconds = sum(map(self.seconds, self.runs))
 
     # ------------------------------------------------------------------ one instruction
 
@@ -157,7 +177,7 @@ class StepSeconds:
         Attention multiplies, in each product, each query with each earlier key, or with all keys
         where a cuDNN kernel is told of no mask. A backward has five products, or where it is two
         kernels three and four of them (the scores, and the gradients of the weights made from them,
-        in both); a fused one of a TPU may take a part of the keys. A grouped product multiplies
+        in both); our fused one states the keys of a call in its name. A grouped product multiplies
         each token with one matrix; its capacity exceeds the tokens that arrive, and its cost
         follows those that do, spread evenly.
         """
@@ -171,8 +191,8 @@ class StepSeconds:
             if stack is None or matrix is None:
                 return 0.0
             capacity = next((n for n in matrix if n not in stack[1:]), matrix[0])
-            return 2.0 * min(capacity, self._expert_tokens) * stack[1] * stack[2]
-        length = self.config.data.sequence_length
+            return 2.0 * min(capacity, self.sizes.expert_tokens) * stack[1] * stack[2]
+        length = self.sizes.sequence
         arrays = [o.shapes[0] for o in operands if o.shapes[0].count(length) < 2]
         results = [
             shape
@@ -181,11 +201,8 @@ class StepSeconds:
         ]
         # A backward reads queries, keys, values, the gradient, and what the forward left.
         products = {1: 3, 2: 4}.get(len(results), 5) if len(arrays) > 4 else 2
-        context = self.config.mesh.context
-        keys = length // (context if self.config.parallel.context == "ring" else 1)
-        if "bwd_fused" in name:
-            own = length // (1 if self.config.parallel.context == "ulysses" else context)
-            keys = own * results[1][1] // results[0][1]
+        of_call = re.search(r"bwd_fused_(\d+)_keys", name)
+        keys = int(of_call[1]) if of_call else self.sizes.keys
         masked = 1.0 if "NO_MASK" in i.text else 0.5
         return products * 2.0 * max(map(math.prod, arrays), default=0) * keys * masked
 
@@ -221,7 +238,11 @@ class StepSeconds:
             traffic = by_kind[
                 scopes.of(each.run.instruction, each.run.loops), c.kind, c.dtype, "·".join(c.axes)
             ]
-            size = each.run.times * c.size
+            size, speed = each.run.times * c.size, bytes_per_s(self.hardware, self.mesh, c)
+            takes = sent(c.kind, c.sending, c.devices) / speed
+            exposed = max(0.0, takes - self._product_seconds(each.overlapped or 0.0))
+            traffic.exposed += size * exposed / takes if takes else 0.0
+            traffic.seconds += each.run.times * exposed
             traffic.times += each.run.times
             traffic.bytes += size
             traffic.sent += each.run.times * sent(c.kind, c.sending, c.devices)
@@ -230,3 +251,43 @@ class StepSeconds:
                 traffic.hidden += size * (each.overlapped > 0)
                 traffic.flops += each.run.times * each.overlapped
         return dict(by_kind)
+
+    def _product_seconds(self, flops: float) -> float:
+        """Seconds of products with so many FLOPs."""
+        efficiency = TPU_PRODUCTS if self.tpu else self.product_efficiency
+        return flops / (self.hardware.peak() * efficiency)
+
+
+class StepSeconds(SecondsReader):
+    """A compiled `train` of a resolved config, as the busiest stage's devices run it."""
+
+    def __init__(
+        self,
+        config: Config,
+        platform: str,
+        compiled: Compiled,
+        product_efficiency: float = 0.7,
+        kernel_efficiency: float = 0.5,
+    ):
+        self.config, self.compiled, self.setup = config, compiled, make_setup(config)
+        mesh = dict(zip(AXES, sizes_of(config.mesh), strict=True))
+        shards = batch_shards(mesh) * config.mesh.context
+        length = config.data.sequence_length
+        tokens = config.sequences_per_microbatch * length // shards
+        sizes = Sizes(
+            length,
+            length // (config.mesh.context if config.parallel.context == "ring" else 1),
+            tokens * config.model.experts_per_token,
+        )
+        stages = [
+            step_loops(compiled.program, self.setup, stage, sizes.expert_tokens or None)
+            for stage in range(config.mesh.stage)
+        ]
+        super().__init__(stages[0], mesh, platform, sizes, product_efficiency, kernel_efficiency)
+        busiest, most = stages[0], self.busy_seconds
+        for loops in stages[1:]:
+            self.read(loops)
+            if self.busy_seconds > most:
+                busiest, most = loops, self.busy_seconds
+        if self.loops is not busiest:
+            self.read(busiest)

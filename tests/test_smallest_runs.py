@@ -114,6 +114,8 @@ RUNS = {
     "benchmarks/overhead.py": Smallest(
         ["--rounds=1", "--microbatches=1", "--", *MODEL], ("round 1: ", "ratio of CPU-seconds: ")
     ),
+    # The recorded figures; tests/benchmarks/test_peer_ahead.py has a MaxText that stands in.
+    "benchmarks/peer_ahead.py": Smallest([], ("seconds with exposed collectives",)),
     "benchmarks/pipeline.py": Smallest(
         [f"--config={ROOT}/configs/tiny.py", *MODEL, *STAGES],
         ("measured step", "--config.pipeline.times="),
@@ -153,6 +155,7 @@ RUNS = {
 ELSEWHERE = {
     "benchmarks/torch_step.py": "tests/benchmarks/test_gpu_torch.py",  # needs torch
     "benchmarks/import_memory.py": "tests/benchmarks/test_import_memory.py",
+    "benchmarks/maxtext_compile.py": "tests/benchmarks/test_peer_ahead.py",
     "docs/write_models.py": "tests/test_docs.py",
     "scripts/fuzz_hf.py": "tests/test_fuzz_hf.py",
     **{

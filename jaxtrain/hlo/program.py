@@ -250,15 +250,47 @@ class Program:
     def trip_count(self, loop: Instruction) -> int | None:
         """The trip count of a while loop, by XLA's annotation or its condition, or None.
 
-        The condition must be `counter < limit` with constant begin and limit, in steps of 1.
+        The condition must be `counter < limit` with constant begin, limit and increment: XLA
+        unrolls the loops of windowed einsums by two, and their counter then goes up by two.
         """
         if known := re.search(r'known_trip_count\\?":\s*\{\\?"n\\?":\\?"(\d+)', loop.text):
             return int(known[1])
         compare = self.root(loop.calls["condition"])
         if compare.opcode != "compare" or "direction=LT" not in compare.text:
             return None
-        start, limit = (self._constant(operand, loop) for operand in self.operands(compare))
-        return None if start is None or limit is None else max(0, limit - start)
+        counter, limit = self.operands(compare)
+        start, end = (self._constant(operand, loop) for operand in (counter, limit))
+        step = self._increment(self._value(counter), loop)
+        if start is None or end is None or step is None or step <= 0:
+            return None
+        return max(0, -(-(end - start) // step))
+
+    def _value(self, i: Instruction) -> Instruction:
+        """The instruction that makes a value which others only copy or view."""
+        while i.opcode in ("copy", "bitcast", "copy-done", "copy-start"):
+            i = self.operands(i)[0]
+        return i
+
+    def _increment(self, counter: Instruction, loop: Instruction) -> int | None:
+        """The constant that a trip adds to a counter, one of the values that a loop carries."""
+        carried = self.root(loop.calls["body"])
+        index = re.search(r"index=(\d+)", counter.text)
+        if index is None or carried.opcode != "tuple":
+            return None
+        total = self._value(self.operands(carried)[int(index[1])])
+        values = self.operands(total)
+        if total.opcode == "fusion":
+            total = self._value(self.root(total.calls["calls"]))
+        if total.opcode != "add":
+            return None
+        constants = []
+        for term in map(self._value, self.operands(total)):
+            number = re.search(r" parameter\((\d+)\)", term.text)
+            if number and term.computation != loop.calls["body"]:  # a fusion's operand
+                term = self._value(values[int(number[1])])
+            constants.append(self._constant(term) if term.opcode == "constant" else None)
+        known = [constant for constant in constants if constant is not None]
+        return known[0] if len(known) == 1 else None
 
     def _constant(self, i: Instruction, loop: Instruction | None = None) -> int | None:
         """The constant integer that an instruction's value is, or None if it is not constant.

@@ -27,7 +27,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtrain.config.splash_backward import STEP, block_size
 
 HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # the score of a pair that is masked
-NAME = "splash_mha_bwd_fused"
+NAME = "splash_mha_bwd_fused_{keys}_keys"  # benchmarks/step_seconds.py reads it
 ROWS = 512  # keys whose scores are computed at once
 BY_COLUMNS = (((1,), (1,)), ((), ()))  # a bᵀ
 BY_ROWS = (((0,), (0,)), ((), ()))  # aᵀ b
@@ -176,5 +176,5 @@ def gradients(
         # Each key/value head begins with sums of its own, so a chip's cores may share the heads.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", *("arbitrary",) * 4)),
         interpret=interpret,
-        name=NAME,
+        name=NAME.format(keys=keys),
     )(*steps, *operands)

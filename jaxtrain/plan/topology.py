@@ -44,7 +44,15 @@ EXAMPLE = 64  # devices of a topology that an error suggests
 HOPPER = 9.0  # an H100's compute capability
 CUDNN = 91400  # 9.14, as jax counts
 MEMORY = ("argument", "temp", "output", "alias", "host_argument", "host_temp")  # XLA's analysis
+COST = ("flops", "bytes accessed")  # of XLA's analysis
 NONE = "none"  # version of a compiler that is not installed
+# The environment of a process that compiles: libtpu looks for no chips and writes no logs.
+QUIET = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_LOG_DIR": "disabled",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
 LONGEST = 3600  # seconds that a compiler may take
 
 
@@ -245,6 +253,7 @@ class Compiled:
     memory:  bytes on a device by XLA's analysis, with the keys MEMORY
     kinds:   bytes on a device by what they hold (`plan.report.state_memory`)
     pools:   kind of slot → its number, and the bytes of one
+    cost:    XLA's cost analysis: "flops", "bytes accessed"; loops count as if of one trip
     """
 
     text: str
@@ -253,6 +262,7 @@ class Compiled:
     memory: Mapping[str, int] = dataclasses.field(default_factory=dict)
     kinds: Mapping[str, int] = dataclasses.field(default_factory=dict)
     pools: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    cost: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def program(self) -> Program:
@@ -279,11 +289,8 @@ def compile_config(
     paths = [str(REPOSITORY), str(compilers()), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
-        "JAX_PLATFORMS": "cpu",
+        **QUIET,
         "PYTHONPATH": os.pathsep.join(paths),
-        "TPU_LOG_DIR": "disabled",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
     request = {
         "topology": devices.text,
@@ -343,13 +350,14 @@ def main(folder: str) -> None:
         traced = time.time()
         compiled = lowered.compile(compiler_options=request["options"])
         done = time.time()
-    analysis = compiled.memory_analysis()
+    analysis, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
     figures = {
         "tracing": round(traced - begin, 1),
         "compiling": round(done - traced, 1),
         "memory": {name: getattr(analysis, f"{name}_size_in_bytes") for name in MEMORY},
         "kinds": state_memory(step, config.parallel.reduce == "microbatch"),
         "pools": slot_pools(step),
+        "cost": {name: cost[name] for name in COST if name in cost},
     }
     pathlib.Path(folder, "program.txt").write_text(compiled.as_text() or "")
     pathlib.Path(folder, "figures.json").write_text(json.dumps(figures))

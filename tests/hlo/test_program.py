@@ -125,6 +125,56 @@ def test_trips_by_a_condition():
     assert program.trip_count(program.named["loop.1"]) is None
 
 
+UNROLLED = """
+%lt (state: (bf16[8,4], u32[])) -> pred[] {
+  %state = (bf16[8,4]{1,0}, u32[]{:T(128)}) parameter(0)
+  %count = u32[]{:T(128)} get-tuple-element(%state), index=1
+  %limit = u32[]{:T(128)} constant(LIMIT)
+  ROOT %less = pred[]{:T(512)} compare(%count, %limit), direction=LT
+}
+
+%plus (x: u32[], n: u32[]) -> u32[] {
+  %x = u32[]{:T(128)} parameter(0)
+  %n = u32[]{:T(128)} parameter(1)
+  ROOT %sum = u32[]{:T(128)} add(%x, %n)
+}
+
+%body (state.1: (bf16[8,4], u32[])) -> (bf16[8,4], u32[]) {
+  %state.1 = (bf16[8,4]{1,0}, u32[]{:T(128)}) parameter(0)
+  %shard = bf16[8,4]{1,0} get-tuple-element(%state.1), index=0
+  %i = u32[]{:T(128)} get-tuple-element(%state.1), index=1
+  %two = u32[]{:T(128)} constant(2)
+  %sum.1 = u32[]{:T(128)} STEP
+  %i.next = u32[]{:T(128)} copy(%sum.1)
+  ROOT %next = (bf16[8,4]{1,0}, u32[]{:T(128)}) tuple(%shard, %i.next)
+}
+
+ENTRY %main (a: bf16[8,4]) -> (bf16[8,4], u32[]) {
+  %a = bf16[8,4]{1,0} parameter(0)
+  %begin = u32[]{:T(128)} constant(0)
+  %start = (bf16[8,4]{1,0}, u32[]{:T(128)}) tuple(%a, %begin)
+  ROOT %loop = (bf16[8,4]{1,0}, u32[]{:T(128)}) while(%start), condition=%lt, body=%body
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("step", "limit", "trips"),
+    [
+        ("add(%i, %two)", 8, 4),
+        ("add(%two, %i)", 7, 4),
+        ("fusion(%i, %two), kind=kLoop, calls=%plus", 8, 4),
+        ("multiply(%i, %two)", 8, None),
+        ("add(%i, %i)", 8, None),
+    ],
+)
+def test_a_loop_unrolled_by_two(step, limit, trips):
+    """XLA unrolls a windowed einsum's loop: its counter goes up by two, so the condition's constant
+    is not the number of trips."""
+    program = Program(UNROLLED.replace("STEP", step).replace("LIMIT", str(limit)))
+    assert program.trip_count(program.named["loop"]) == trips
+
+
 FLAG = """
 %go (g: (s32[], pred[])) -> pred[] {
   %g = (s32[], pred[]) parameter(0)

@@ -49,7 +49,9 @@ dim_labels=0bf_0io->0bf
   %other = f32[8,64,64]{1,2,0:T(8,128)} copy(%same)
   %near = f32[8,64,64]{1,2,0:T(8,128)S(1)} copy(%other)
   %turned = f32[64,8,64]{2,1,0} fusion(%other), kind=kLoop, calls=%turn
-  ROOT %next = (s32[]{:T(128)}, f32[8,64,64]{2,1,0:T(8,128)}) tuple(%i, %new)
+  %one = s32[]{:T(128)} constant(1)
+  %i.next = s32[]{:T(128)} add(%i, %one)
+  ROOT %next = (s32[]{:T(128)}, f32[8,64,64]{2,1,0:T(8,128)}) tuple(%i.next, %new)
 }
 
 ENTRY %main (a: bf16[8,8,16], b: bf16[8,16,4], c: f32[8,64,64], n: s32[]) -> f32[8,8,4] {
