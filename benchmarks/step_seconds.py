@@ -178,8 +178,9 @@ class SecondsReader:
         Attention multiplies, in each product, each query with each earlier key, or with all keys
         where a cuDNN kernel is told of no mask. A backward has five products, or where it is two
         kernels three and four of them (the scores, and the gradients of the weights made from them,
-        in both). A grouped product multiplies each token with one matrix; its capacity exceeds the
-        tokens that arrive, and its cost follows those that do, spread evenly.
+        in both); our fused one states the keys of a call in its name. A grouped product multiplies
+        each token with one matrix; its capacity exceeds the tokens that arrive, and its cost
+        follows those that do, spread evenly.
         """
         if not (name := self.kernel(i)):
             return 0.0
@@ -201,8 +202,10 @@ class SecondsReader:
         ]
         # A backward reads queries, keys, values, the gradient, and what the forward left.
         products = {1: 3, 2: 4}.get(len(results), 5) if len(arrays) > 4 else 2
+        of_call = re.search(r"bwd_fused_(\d+)_keys", name)
+        keys = int(of_call[1]) if of_call else self.sizes.keys
         masked = 1.0 if "NO_MASK" in i.text else 0.5
-        return products * 2.0 * max(map(math.prod, arrays), default=0) * self.sizes.keys * masked
+        return products * 2.0 * max(map(math.prod, arrays), default=0) * keys * masked
 
     def product_flops(self, i: Instruction) -> float:
         """FLOPs of an instruction's products and of a kernel, run once."""

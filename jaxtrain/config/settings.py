@@ -260,6 +260,12 @@ class ModelConfig:
         "kernel of attention; auto: the best one that the devices have",
         choices=("auto", "xla", "cudnn", "splash"),
     )
+    attention_backward: str = setting(
+        "auto",
+        "backward of splash: one fused kernel of 5 products, or jax's two kernels of 7; auto: "
+        "fused where its sums fit in vector memory",
+        choices=("auto", "fused", "two_kernels"),
+    )
     loss_chunk: int = setting(
         2048, "tokens per device whose logits are in memory at the same time", at_least=1
     )

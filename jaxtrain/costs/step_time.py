@@ -54,8 +54,6 @@ from jaxtrain.schedule.orders import StageTimes, closed_forms
 FLOAT8, MXFLOAT8 = "float8", "mxfloat8"  # the keys of their peaks
 ITEM = 2  # bytes of a number in 16 bits
 BACKWARD_PASSES = 2.0  # passes of the backward over memory, for one of the forward
-# products of attention's backward over the two of its forward: scores once more, and four
-ATTENTION_BACKWARD = 2.5
 
 MATMULS, ATTENTION, MEMORY, BUBBLE, OPTIMIZER, HOST, DISK, FIXED = (
     "matmuls",
@@ -450,7 +448,8 @@ class StepModel:
         seconds = flops / hardware.peak(self.dtype)
         if self.framework.fused_attention:
             forward = 0.5 * seconds / hardware.attention_forward
-            return forward, ATTENTION_BACKWARD * 0.5 * seconds / hardware.attention_backward, 0.0
+            products = self.framework.attention_backward
+            return forward, products * 0.5 * seconds / hardware.attention_backward, 0.0
         seconds /= hardware.matmul.reached(model.sequence, model.sequence, model.score_dim)
         scores = self.tokens * model.sequence * model.heads / layout.model
         moved = self.item * self.framework.attention_passes * scores

@@ -14,8 +14,8 @@ from jaxtrain import config as configs
 from jaxtrain.config import Config
 from jaxtrain.config.saved_values import ATTENTION
 from jaxtrain.costs.collectives import sent
+from jaxtrain.costs.frameworks import ATTENTION_BACKWARD
 from jaxtrain.costs.step_counts import Entry
-from jaxtrain.costs.step_time import ATTENTION_BACKWARD
 from jaxtrain.devices.mesh import AXES
 from jaxtrain.hlo.collectives import FEW
 from jaxtrain.hlo.program import Program
