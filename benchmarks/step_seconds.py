@@ -17,14 +17,15 @@ from collections.abc import Mapping
 
 from instruction_costs import GPU_MEMORY, TPU_MEMORY, InstructionCosts
 from links import bytes_per_s
+from waits import Message, Waits
 
 from jaxtrain.config import Config
 from jaxtrain.costs import hardware
-from jaxtrain.costs.collectives import sent
+from jaxtrain.costs.collectives import PERMUTE, sent
 from jaxtrain.devices.mesh import AXES, batch_shards, sizes_of
-from jaxtrain.hlo.collectives import step_collectives
+from jaxtrain.hlo.collectives import CompiledCollective, collectives, step_collectives
 from jaxtrain.hlo.loops import Executed, StepLoops, op_in
-from jaxtrain.hlo.program import GROUPED, Instruction
+from jaxtrain.hlo.program import GROUPED, Instruction, pairs
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.plan.compile_check import step_loops
 from jaxtrain.plan.topology import PLATFORMS, Compiled
@@ -42,9 +43,9 @@ class Traffic:
     asynchronous  bytes of those that have a start and a done, or are fused with products
     hidden        bytes of those that overlap with products
     flops         FLOPs of these products; what overlaps with two collectives counts for both
-    exposed       bytes of those that take longer than these products: of each, the part for which
-                  it does
-    seconds       that the exposed bytes take by the links' assumed speed
+    exposed       bytes that a step waits for at the links' assumed speed: of each collective, the
+                  part of its time for which it is waited for
+    seconds       that a step waits for them (waits.py)
     """
 
     times: float = 0.0
@@ -177,8 +178,9 @@ class SecondsReader:
         Attention multiplies, in each product, each query with each earlier key, or with all keys
         where a cuDNN kernel is told of no mask. A backward has five products, or where it is two
         kernels three and four of them (the scores, and the gradients of the weights made from them,
-        in both). A grouped product multiplies each token with one matrix; its capacity exceeds the
-        tokens that arrive, and its cost follows those that do, spread evenly.
+        in both); our fused one states the keys of a call in its name. A grouped product multiplies
+        each token with one matrix; its capacity exceeds the tokens that arrive, and its cost
+        follows those that do, spread evenly.
         """
         if not (name := self.kernel(i)):
             return 0.0
@@ -200,8 +202,10 @@ class SecondsReader:
         ]
         # A backward reads queries, keys, values, the gradient, and what the forward left.
         products = {1: 3, 2: 4}.get(len(results), 5) if len(arrays) > 4 else 2
+        of_call = re.search(r"bwd_fused_(\d+)_keys", name)
+        keys = int(of_call[1]) if of_call else self.sizes.keys
         masked = 1.0 if "NO_MASK" in i.text else 0.5
-        return products * 2.0 * max(map(math.prod, arrays), default=0) * self.sizes.keys * masked
+        return products * 2.0 * max(map(math.prod, arrays), default=0) * keys * masked
 
     def product_flops(self, i: Instruction) -> float:
         """FLOPs of an instruction's products and of a kernel, run once."""
@@ -229,17 +233,18 @@ class SecondsReader:
     def collectives(self) -> dict[tuple[str, str, str, str], Traffic]:
         """(scope, kind, type, mesh axes) → the collectives of a step."""
         by_kind: dict[tuple[str, str, str, str], Traffic] = collections.defaultdict(Traffic)
-        scopes = Scopes(self.loops)
+        scopes, messages = Scopes(self.loops), self._messages()
+        alone = lambda i: self.seconds(Executed(i, 1.0, ()))
+        waits = Waits(self.loops, alone, lambda i: messages.get(i.name)).once
         for each in step_collectives(self.loops, self.mesh, self.product_flops):
             c = each.collective
             traffic = by_kind[
                 scopes.of(each.run.instruction, each.run.loops), c.kind, c.dtype, "·".join(c.axes)
             ]
-            size, speed = each.run.times * c.size, bytes_per_s(self.hardware, self.mesh, c)
-            takes = sent(c.kind, c.sending, c.devices) / speed
-            exposed = max(0.0, takes - self._product_seconds(each.overlapped or 0.0))
-            traffic.exposed += size * exposed / takes if takes else 0.0
-            traffic.seconds += each.run.times * exposed
+            size, takes, name = each.run.times * c.size, self._takes(c), each.run.instruction.name
+            waited = waits.get(name, 0.0) * takes / messages[name].seconds if takes else 0.0
+            traffic.exposed += size * waited / takes if takes else 0.0
+            traffic.seconds += each.run.times * waited
             traffic.times += each.run.times
             traffic.bytes += size
             traffic.sent += each.run.times * sent(c.kind, c.sending, c.devices)
@@ -249,10 +254,22 @@ class SecondsReader:
                 traffic.flops += each.run.times * each.overlapped
         return dict(by_kind)
 
-    def _product_seconds(self, flops: float) -> float:
-        """Seconds of products with so many FLOPs."""
-        efficiency = TPU_PRODUCTS if self.tpu else self.product_efficiency
-        return flops / (self.hardware.peak() * efficiency)
+    def _messages(self) -> dict[str, Message]:
+        """Name of an instruction → its collectives, those that take time."""
+        messages = {}
+        for run in self.runs:
+            i = run.instruction
+            found = list(collectives(self.program, i, self.mesh, self.stage))
+            if seconds := sum(map(self._takes, found)):
+                inner = found[0].instruction
+                ways = pairs(inner.text) if inner.collective == PERMUTE else found[0].axes
+                messages[i.name] = Message(seconds, f"{ways}")
+        return messages
+
+    def _takes(self, collective: CompiledCollective) -> float:
+        """Seconds of a collective, run once, at the assumed speed of its links."""
+        bytes_sent = sent(collective.kind, collective.sending, collective.devices)
+        return bytes_sent / bytes_per_s(self.hardware, self.mesh, collective)
 
 
 class StepSeconds(SecondsReader):

@@ -39,10 +39,10 @@ from jaxtrain.config.settings import (
     ParallelConfig,
     PrecisionConfig,
 )
+from jaxtrain.config.splash_backward import STEP, SplashBackward, splash_backward
 
 TPU, GPU, CPU = "tpu", "gpu", "cpu"
 SPLASH, CUDNN, CUDNN_MASK, XLA = "splash", "cudnn", "cudnn_mask", "xla"
-SPLASH_STEP = 128  # tokens: a TPU's registers have so many lanes
 LARGEST_MASK = 1 << 28  # elements of a mask that cuDNN is given
 CUDNN_TWO_SIZES = 91000  # cuDNN 9.10: the first with queries and values of two sizes
 HOPPER = (9, 0)
@@ -125,17 +125,17 @@ def _for(platform: str, devices: str) -> KernelRule:
 
 
 def _in_steps(case: AttentionCase) -> Refusal | None:
-    if case.queries % SPLASH_STEP == case.keys % SPLASH_STEP == 0:
+    if case.queries % STEP == case.keys % STEP == 0:
         return None
     parts = (
         ""
         if case.queries == case.keys
         else ", also for each of the two chunks of a device of mesh.context"
     )
-    step = SPLASH_STEP * (case.keys // max(case.queries, 1))
+    step = STEP * (case.keys // max(case.queries, 1))
     nearest = max(1, round(case.keys / step)) * step
     return Refusal(
-        f"takes multiples of {SPLASH_STEP} tokens{parts}, not {case.queries}",
+        f"takes multiples of {STEP} tokens{parts}, not {case.queries}",
         ({"data.sequence_length": nearest},),
     )
 
@@ -269,6 +269,12 @@ def attention_case(
     )
 
 
+def backward_of_splash(case: AttentionCase, wanted: str = "auto") -> SplashBackward:
+    """The backward of a case that splash takes. wanted: model.attention_backward"""
+    parts = case.keys // (2 * case.queries) if case.context == "ring" else 1
+    return splash_backward(wanted, case.keys // parts, case.key_size, case.value_size)
+
+
 def product_kernel(hardware: TargetDevice) -> KernelChoice:
     """The kernel of the products of experts."""
     if hardware.platform == TPU:
@@ -317,6 +323,9 @@ def describe(model: ModelConfig, case: AttentionCase) -> Iterator[str]:
     choice = attention_kernel(case, wanted)
     asked = f" (model.attention_kernel={wanted})" if wanted != "auto" else ""
     yield f"attention: {choice.words}{asked}{_refusals(choice)}"
+    if choice.kernel == SPLASH:
+        backward = model.attention_backward
+        yield f"attention's backward: {backward_of_splash(case, backward).words(backward)}"
     if choice.kernel == SPLASH and device.platform != TPU:
         yield (
             f"warning: splash is interpreted on {device.name}, for tests: a step takes minutes "

@@ -260,6 +260,12 @@ class ModelConfig:
         "kernel of attention; auto: the best one that the devices have",
         choices=("auto", "xla", "cudnn", "splash"),
     )
+    attention_backward: str = setting(
+        "auto",
+        "backward of splash: one fused kernel of 5 products, or jax's two kernels of 7; auto: "
+        "fused where its sums fit in vector memory",
+        choices=("auto", "fused", "two_kernels"),
+    )
     loss_chunk: int = setting(
         2048, "tokens per device whose logits are in memory at the same time", at_least=1
     )
@@ -352,7 +358,7 @@ class ParallelConfig:
     reduce: str = setting(
         "auto",
         "reduction of gradients over mesh.data: once a step, or each microbatch; auto: step"
-        " for zero 0 and 1",
+        " for zero 0, and for 1 with several microbatches or stages",
         choices=("auto", "step", "microbatch"),
     )
     context: str = setting(
@@ -709,6 +715,11 @@ class Config:
         """Sequences of a microbatch, over all devices."""
         return self.data.batch_size // self.pipeline.microbatches
 
+    @property
+    def has_one_microbatch(self) -> bool:
+        """True if data shards have one stage and one microbatch, whose gradients are the step's."""
+        return self.mesh.data != 1 and self.mesh.stage == self.pipeline.microbatches == 1
+
     def resolve(self) -> "Config":
         """This config with its dependent defaults filled in (kv_heads and the sizes of heads,
         rotary_dim, mlp_width, expert_width, max_positions, latent_norm_epsilon, router_normalize;
@@ -740,7 +751,8 @@ class Config:
         )
         parallel = self.parallel
         if parallel.reduce == "auto":
-            parallel = with_values(parallel, reduce="step" if parallel.zero < 2 else "microbatch")
+            in_ops = parallel.zero > 1 or (parallel.zero == 1 and self.has_one_microbatch)
+            parallel = with_values(parallel, reduce="microbatch" if in_ops else "step")
         return with_values(self, model=model, parallel=parallel, pipeline=pipeline)
 
 

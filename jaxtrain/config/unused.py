@@ -203,6 +203,11 @@ USES = (
         lambda c: f"with data.source={c.data.source!r}",
     ),
     Use(
+        ["model.attention_backward"],
+        lambda c: c.model.attention_kernel in ("auto", "splash"),
+        lambda c: f"with model.attention_kernel={c.model.attention_kernel!r}",
+    ),
+    Use(
         ["train.eval_batches"],
         lambda c: c.data.validation_fraction,
         lambda c: "with data.validation_fraction=0",

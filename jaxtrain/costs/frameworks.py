@@ -7,6 +7,9 @@ Each difference is physical: an array that is saved or passes through memory, an
 
 import dataclasses
 
+# products of attention's backward over the two of its forward: scores once more, and four
+ATTENTION_BACKWARD = 2.5
+
 
 @dataclasses.dataclass(frozen=True)
 class Framework:
@@ -15,6 +18,7 @@ class Framework:
     text:             the differences in words
     fused_attention:  scores stay on the chip; otherwise they pass through memory
     attention_passes: over the scores, forward, where they do
+    attention_backward: products of attention's backward over the two of its forward
     sequence_parallel: what lies between products is split over `model`, too
     recomputes_core:  "selective" recomputes attention's core; otherwise all that is no product
     passes:           over a layer's [tokens, width], forward, besides its products: norms,
@@ -66,6 +70,7 @@ class Framework:
     text: str
     fused_attention: bool = True
     attention_passes: float = 0.0
+    attention_backward: float = ATTENTION_BACKWARD
     sequence_parallel: bool = True
     recomputes_core: bool = False
     passes: float = 8.0

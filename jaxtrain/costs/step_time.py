@@ -54,8 +54,6 @@ from jaxtrain.schedule.orders import StageTimes, closed_forms
 FLOAT8, MXFLOAT8 = "float8", "mxfloat8"  # the keys of their peaks
 ITEM = 2  # bytes of a number in 16 bits
 BACKWARD_PASSES = 2.0  # passes of the backward over memory, for one of the forward
-# products of attention's backward over the two of its forward: scores once more, and four
-ATTENTION_BACKWARD = 2.5
 
 MATMULS, ATTENTION, MEMORY, BUBBLE, OPTIMIZER, HOST, DISK, FIXED = (
     "matmuls",
@@ -246,6 +244,14 @@ class StepModel:
         undivided = self.framework.by_dimension and self.model.width % self.layout.data
         return 1 if undivided else self.layout.data
 
+    @property
+    def reduces_in_ops(self) -> bool:
+        """True if each microbatch's gradients are reduced: from ZeRO-2 on, and by jaxtrain with
+        ZeRO-1 where a step is one microbatch on one stage (`Config.resolve`)."""
+        layout = self.layout
+        is_one = self.framework.slots and layout.stage == layout.microbatches == 1
+        return layout.zero > 1 or (layout.zero == 1 and is_one)
+
     # --------------------------------------------------------------------------------------- layers
 
     def layer(self, dense: bool = False) -> dict[str, TimeBreakdown]:
@@ -425,7 +431,7 @@ class StepModel:
             explicit=framework.slots,
             shares_vocabulary=framework.vocabulary_parallel and layout.stage > 1,
             gathers_in_ops=layout.zero == 3 and not framework.gathers_once,
-            reduces_in_ops=layout.zero > 1,
+            reduces_in_ops=self.reduces_in_ops,
             imbalance=framework.imbalance,
             outer_int8=framework.sent_outer < framework.sent_weight,
             fp8=framework.fp8,
@@ -462,7 +468,8 @@ class StepModel:
         seconds = flops / hardware.peak(self.dtype)
         if self.framework.fused_attention:
             forward = 0.5 * seconds / hardware.attention_forward
-            return forward, ATTENTION_BACKWARD * 0.5 * seconds / hardware.attention_backward, 0.0
+            products = self.framework.attention_backward
+            return forward, products * 0.5 * seconds / hardware.attention_backward, 0.0
         seconds /= hardware.matmul.reached(model.sequence, model.sequence, model.score_dim)
         scores = self.tokens * model.sequence * model.heads / layout.model
         moved = self.item * self.framework.attention_passes * scores

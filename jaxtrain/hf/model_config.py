@@ -16,8 +16,8 @@ from jaxtrain.hf.fields import WITHOUT_EFFECT, Fields, HfError
 # Settings of the model that do not change what it computes: they are free in an import, and an
 # export leaves them out.
 FREE = frozenset(
-    "attention_kernel balance_loss balance_rate capacity_factor expert_room init_std loss_chunk "
-    "mtp_weight z_loss".split()
+    "attention_backward attention_kernel balance_loss balance_rate capacity_factor expert_room "
+    "init_std loss_chunk mtp_weight z_loss".split()
 )
 
 

@@ -8,12 +8,13 @@ from flax import nnx
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.config.saved_values import ATTENTION, QKV
+from jaxtrain.devices.mesh import on_tpu
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.layers import Dense, Norm, column_parallel, named
 from jaxtrain.models.rotary import Rotary
 from jaxtrain.models.spec import CacheSlot
 from jaxtrain.parallel.attention import HEADS, KV_HEADS, attend_cached, attend_causal
-from jaxtrain.parallel.heads import row_major
+from jaxtrain.parallel.heads import heads_first, row_major
 from jaxtrain.parallel.tensor import attention_kv_heads, shared_columns
 
 
@@ -30,6 +31,7 @@ class Attention(nnx.Module):
             Rotary(cfg, cfg.rotary_dim or cfg.head_dim) if cfg.positions == "rotary" else None
         )
         self.kernel, self.context = cfg.attention_kernel, context
+        self.backward = cfg.attention_backward
         d, n, k = cfg.width, cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
         self.query = Dense(d, n, ("width", "heads"), cfg.init_std, "qkv" in cfg.biases)
         self.key = Dense(d, k, ("width", "kv_heads"), cfg.init_std, "qkv" in cfg.biases)
@@ -52,17 +54,22 @@ class Attention(nnx.Module):
         k_BTKH, v_BTKH = (
             constrain(split(a, attention_kv_heads(self.kv_heads)), KV_HEADS) for a in (k, v)
         )
+        if on_tpu():
+            q_BTNH, k_BTKH, v_BTKH = map(heads_first, (q_BTNH, k_BTKH, v_BTKH))
         if self.query_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if self.rotary is not None:
             q_BTNH, k_BTKH = (self.rotary(a, positions_BT) for a in (q_BTNH, k_BTKH))
+        if on_tpu():
+            return q_BTNH, k_BTKH, v_BTKH
         return row_major(q_BTNH), row_major(k_BTKH), row_major(v_BTKH)
 
     def __call__(self, x_BTD, positions_BT, segments_BT=None) -> jax.Array:
         """[B, T, D] → [B, T, D], sequences from their beginning. With segments (int32 [B, T]) a
         token sees its own segment alone."""
         q, k, v = self.project(x_BTD, positions_BT)
-        y = named(ATTENTION, attend_causal(q, k, v, segments_BT, self.context, self.kernel))
+        y = attend_causal(q, k, v, segments_BT, self.context, self.kernel, self.backward)
+        y = named(ATTENTION, y)
         return self.out.row_parallel(y.reshape(*y.shape[:2], -1))
 
     @staticmethod

@@ -43,6 +43,7 @@ class LatentAttention(nnx.Module):
         self.rotary, self.score_factor = Rotary(cfg, cfg.rope_head_dim), score_factor(cfg)
         self.head_dim, self.rope_dim = cfg.head_dim, cfg.rope_head_dim
         self.kernel, self.context = cfg.attention_kernel, context
+        self.backward = cfg.attention_backward
         d, n, q = cfg.width, cfg.heads, cfg.query_rank
         compressed = q + self.rank + self.rope_dim
         query, key_value = self.head_dim + self.rope_dim, self.head_dim + cfg.value_head_dim
@@ -91,7 +92,8 @@ class LatentAttention(nnx.Module):
         shared = jnp.broadcast_to(key_BTR[:, :, None], (*k.shape[:3], self.rope_dim))
         k = constrain(jnp.concatenate([k, shared], -1), HEADS)
         q, k, v = map(row_major, (q, k, v))
-        y = named(ATTENTION, attend_causal(q, k, v, segments_BT, self.context, self.kernel))
+        y = attend_causal(q, k, v, segments_BT, self.context, self.kernel, self.backward)
+        y = named(ATTENTION, y)
         return self.out.row_parallel(y.reshape(*y.shape[:2], -1))
 
     @staticmethod

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config import ModelConfig
+from jaxtrain.devices.mesh import on_tpu
 from jaxtrain.devices.sharding import constrain
 
 NOT_ROTATED = -1  # the position of all tokens in a layer without rotary positions
@@ -70,6 +71,8 @@ class Rotary:
         if self.cfg.nope_layers:
             stays = positions_BT[..., None, None] == NOT_ROTATED
             cos, sin = jnp.where(stays, 1.0, cos), jnp.where(stays, 0.0, sin)
+        if on_tpu():
+            return _by_product(x_BTNH, cos, sin)
         a, b = x_BTNH[..., :half].astype(jnp.float32), x_BTNH[..., half:size].astype(jnp.float32)
         y = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_BTNH.dtype)
         return y if size == x_BTNH.shape[-1] else jnp.concatenate([y, x_BTNH[..., size:]], -1)
@@ -82,6 +85,42 @@ class Rotary:
             return frequency_H
         fraction_H = _fraction_left(cfg, self.size)
         return frequency_H * (fraction_H + (1 - fraction_H) / cfg.rope_factor).astype(np.float32)
+
+
+@jax.custom_vjp
+def _by_product(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """x · cos + x' · sin, where x' has the second half, negated, before the first one: a product
+    with a matrix of 0, 1 and −1, which is exact. On TPUs halves that are cut and concatenated take
+    passes of their own; this is one. cos, sin: of a half, float32."""
+    return _rotated(x_BTNH, cos, sin)
+
+
+def _rotated(x_BTNH, cos, sin):
+    half, rest = cos.shape[-1], x_BTNH.shape[-1] - 2 * cos.shape[-1]
+    swap_HH = np.zeros((x_BTNH.shape[-1],) * 2)
+    at = np.arange(half)
+    swap_HH[at + half, at], swap_HH[at, at + half] = -1, 1
+    exact = jax.lax.Precision.HIGHEST if x_BTNH.dtype == jnp.float32 else None
+    # With a batch dimension, of size 1, it is no product with weights, which `selective` saves.
+    swapped = jax.lax.dot_general(
+        x_BTNH[None],
+        jnp.asarray(swap_HH[None], x_BTNH.dtype),
+        (((4,), (1,)), ((0,), (0,))),
+        exact,
+        preferred_element_type=jnp.float32,
+    )[0]
+    wide = lambda a, fill: jnp.pad(
+        jnp.concatenate([a, a], -1), ((0, 0),) * 3 + ((0, rest),), constant_values=fill
+    )
+    y = x_BTNH.astype(jnp.float32) * wide(cos, 1) + swapped * wide(sin, 0)
+    return y.astype(x_BTNH.dtype)
+
+
+_by_product.defvjp(
+    lambda x, cos, sin: (_rotated(x, cos, sin), (cos, sin)),
+    # The gradient is rotated back.
+    lambda angles, g: (_rotated(g, angles[0], -angles[1]), None, None),
+)
 
 
 def _fraction_left(cfg: ModelConfig, size: int) -> np.ndarray:

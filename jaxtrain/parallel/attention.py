@@ -115,7 +115,9 @@ def _block_attention(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
 
 
 @functools.partial(jax.named_call, name=SCOPE)
-def attend_causal(q, k, v, segments_BT, way: str, requested: str) -> jax.Array:
+def attend_causal(
+    q, k, v, segments_BT, way: str, requested: str, backward: str = "auto"
+) -> jax.Array:
     """Causal self-attention of complete sequences → [B, T, N, H of v], also where `context` splits
     them. q, k, v [B, T, heads, size of a head] are of this device's tokens.
 
@@ -124,6 +126,7 @@ def attend_causal(q, k, v, segments_BT, way: str, requested: str) -> jax.Array:
     way:       parallel.context, the collectives for sequences that `context` splits
     requested: model.attention_kernel; config/kernels.py chooses the kernel for the devices that the
         program is traced for
+    backward:  model.attention_backward
     """
     parts = context.size()
     in_pieces = parts > 1 and way != "ulysses"
@@ -138,7 +141,7 @@ def attend_causal(q, k, v, segments_BT, way: str, requested: str) -> jax.Array:
         context=way if in_pieces else "",
     )
     chosen = attention_kernel(case, requested).kernel
-    kernel = _flash_kernel(chosen, q.shape, case)
+    kernel = _flash_kernel(chosen, q.shape, case, backward)
     unsplit = functools.partial(_attend_unsplit, kernel, chosen)
     if parts == 1:
         return unsplit(q, k, v, segments_BT)
@@ -204,14 +207,16 @@ def _attend_unsplit(kernel: Kernel | None, chosen: str, q, k, v, segments) -> ja
     )
 
 
-def _flash_kernel(chosen: str, shape: tuple[int, ...], case: AttentionCase) -> Kernel | None:
+def _flash_kernel(
+    chosen: str, shape: tuple[int, ...], case: AttentionCase, backward: str
+) -> Kernel | None:
     """The kernel that never has all scores in memory, for queries of `shape` [B, T, N, H]; None
     where plain XLA computes them for few tokens, and for cuDNN with a mask."""
     batch_heads = shape[0] * shape[2]
     if not case.context:
         batch_heads = batch_heads * shape[1] // case.keys
     if chosen == SPLASH:
-        return splash.kernel(interpret=case.device.platform != TPU)
+        return splash.kernel(case.device.platform != TPU, backward)
     if chosen == CUDNN and (not case.documents or cudnn.is_addressable(shape)):
         return cudnn.KERNEL
     if chosen in (XLA, CUDNN) and blockwise.is_long(batch_heads, case.queries, case.keys):

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
@@ -80,4 +81,47 @@ def row_major(x: jax.Array, split: P = HEADS) -> jax.Array:
 
 row_major.defvjp(
     lambda x, split: (_row_major(x, split), None), lambda split, _, g: (_row_major(g, split),)
+)
+
+
+SUBLANES = 8  # rows of a tile of a TPU's memory
+
+
+def _by_heads(x_BTNH: jax.Array) -> jax.Array:
+    """[B, T, N, H], tokens first in memory → the same heads first, by moves of tiles alone."""
+    b, t, n, h = x_BTNH.shape
+    tiles = _in_tiles(x_BTNH.reshape(b, t // SUBLANES, SUBLANES, n, h))
+    x_NBTH = _in_order(jnp.moveaxis(tiles, 3, 0).reshape(n, b, t, h))
+    return jnp.moveaxis(x_NBTH, 0, 2)
+
+
+def _by_tokens(x_BTNH: jax.Array) -> jax.Array:
+    """The inverse of `_by_heads`."""
+    b, t, n, h = x_BTNH.shape
+    x_NBTH = _in_order(jnp.moveaxis(x_BTNH, 2, 0))
+    tiles = jnp.moveaxis(x_NBTH.reshape(n, b, t // SUBLANES, SUBLANES, h), 0, 3)
+    return _in_tiles(tiles).reshape(b, t, n, h)
+
+
+def _in_tiles(x: jax.Array) -> jax.Array:
+    """[B, T / SUBLANES, SUBLANES, N, H], in memory as [B, T, N · H] is."""
+    return with_layout_constraint(x, Layout((0, 1, 3, 2, 4)))
+
+
+def _on_own_heads(fn: Callable, x: jax.Array) -> jax.Array:
+    if not isinstance(x, jax.core.Tracer) or x.shape[1] % SUBLANES:
+        return x
+    return over_model(fn, (HEADS,), HEADS)(x)
+
+
+@jax.custom_vjp
+def heads_first(x_BTNH: jax.Array) -> jax.Array:
+    """Returns x, in memory by heads, [N, B, T, H], as kernels of TPUs want it; its gradient comes
+    in that order and leaves in the order of its dimensions. Numbers can then be changed in one pass
+    between such an array and a kernel."""
+    return _on_own_heads(_by_heads, x_BTNH)
+
+
+heads_first.defvjp(
+    lambda x: (_on_own_heads(_by_heads, x), None), lambda _, g: (_on_own_heads(_by_tokens, g),)
 )

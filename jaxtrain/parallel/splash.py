@@ -14,7 +14,8 @@ positions and segments, so there is never a mask. For each step of the grid `nex
 that is needed next, and the kernel fetches it meanwhile.
 
 jax's gradient of the kernel is not used: it saves everything in the kernel's layout, and does not
-take the log-sum-exp of further keys, which the ring needs. Without a TPU the kernel is interpreted,
+take the log-sum-exp of further keys, which the ring needs. The backward is one fused kernel or two
+(config/splash_backward.py). Without a TPU the kernel is interpreted,
 which is for tests, because a step takes minutes.
 
 Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension
@@ -31,20 +32,12 @@ from jax import lax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 
-from jaxtrain.config.kernels import SPLASH_STEP
+from jaxtrain.config.splash_backward import FUSED, MOST, STEP, block_size, splash_backward
+from jaxtrain.parallel import splash_fused
 from jaxtrain.parallel.context import Sight
 from jaxtrain.parallel.flash import MASKED, Kernel, delta
 
-LANES = SPLASH_STEP  # numbers in a row of a TPU's registers: blocks are multiples of it
-MOST = 1024  # tokens of a block
-
-
-def block_size(tokens: int, most: int = MOST) -> int:
-    """The largest multiple of LANES that divides so many tokens and is no more than `most`; 0 if
-    none does."""
-    return next(
-        (n for n in range(min(tokens, most) // LANES * LANES, 0, -LANES) if tokens % n == 0), 0
-    )
+LANES = STEP  # numbers in a row of a TPU's registers: blocks are multiples of it
 
 
 def takes(queries: int, keys: int) -> bool:
@@ -101,6 +94,13 @@ class _Blocks:
         following, lowest = _next_of(run, jnp.repeat(self._starts_B, y) * x)
         # the same for the next head
         return self._info(run.T, jnp.where(following < 0, lowest[:, None], following).T, b * x)
+
+    def of_some_keys(self, start: int, end: int) -> "_Blocks":
+        """The pairs with keys from `start` to `end`, multiples of a block."""
+        run_BXY = self.run_BXY[:, :, start // self.keys : end // self.keys]
+        return dataclasses.replace(
+            self, last_T=self.last_T - start, run_BXY=run_BXY, key_tokens=end - start
+        )
 
     def _info(self, run, following, blocks: int) -> mask_info.MaskInfo:
         """The arrays that the kernel reads before its steps: small integers, for scalar memory."""
@@ -188,6 +188,8 @@ def _forward(
         **COMMON,
     )
     out, lse = (_from_kernel(a, len(q_BTNH)) for a in (out, lse))
+    if sight.diagonal:  # every query sees its own key at least
+        return out.astype(dtype), lse
     sees_any = lse > MASKED  # NaN where no step of the grid ran
     return jnp.where(sees_any[..., None], out, 0).astype(dtype), jnp.where(sees_any, lse, MASKED)
 
@@ -203,8 +205,10 @@ def _backward(
     segments=None,
     dtype=jnp.float32,
     *,
+    wanted: str,
     interpret: bool,
 ):
+    choice = splash_backward(wanted, k_BSKH.shape[1], q_BTNH.shape[3], v_BSKV.shape[3])
     arrays = (
         _scaled(q_BTNH),
         k_BSKH,
@@ -213,10 +217,20 @@ def _backward(
         lse_BTN,
         delta(g_BTNV, out_BTNV),
     )
+    if choice.kernels == FUSED:
+        return _fused(arrays, sight, segments, choice.call_keys, dtype, interpret)
+    dq, dk, dv = _by_two_kernels(arrays, sight, segments, interpret)
+    return (dq.astype(jnp.float32) * q_BTNH.shape[-1] ** -0.5).astype(dtype), dk, dv
+
+
+def _by_two_kernels(arrays, sight: Sight, segments, interpret: bool):
+    """Gradients of scaled queries, of keys and of values. arrays: scaled q, k, v, the gradient of
+    the output [B, T or S, heads, …], lse and delta [B, T, N]"""
+    q_BTNH, k_BSKH, *_ = arrays
     q, k, v, g, lse, inner = map(_to_kernel, arrays)
     arguments = q, k, v, _segment_ids(segments), None, lse, g, inner
-    common = COMMON | LAYOUTS | {"interpret": interpret}
     blocks = _blocks(q_BTNH, k_BSKH, sight, segments, MOST, 512)
+    common = COMMON | LAYOUTS | {"interpret": interpret}
     dq = splash._splash_attention_bwd_dq(
         *arguments, bq=blocks.queries, bkv=blocks.keys, mask_info=blocks.of_queries(), **common
     )
@@ -230,14 +244,46 @@ def _backward(
         use_fused_bwd_kernel=False,
         **common,
     )
-    dq, dk, dv = (_from_kernel(a, len(q_BTNH)) for a in (dq, dk, dv))
-    return (dq.astype(jnp.float32) * q_BTNH.shape[-1] ** -0.5).astype(dtype), dk, dv
+    return tuple(_from_kernel(a, len(q_BTNH)) for a in (dq, dk, dv))
+
+
+def _fused(arrays, sight: Sight, segments, call_keys: int, dtype, interpret: bool):
+    """Gradients of queries, of `dtype`, of keys and of values by the fused kernel. arrays: as of
+    `_by_two_kernels`; call_keys: the keys of a call"""
+    q_BTNH, k_BSKH, *_ = arrays
+    batch, keys = k_BSKH.shape[:2]
+    q, k, v, *others = map(_to_kernel, arrays)
+    blocks = _blocks(q_BTNH, k_BSKH, sight, segments, MOST, MOST)
+    dq: Any = None
+    by_keys = []
+    for start in range(0, keys, call_keys):
+        last = start + call_keys == keys
+        dq, *of_keys = splash_fused.gradients(
+            (q, *(_some_keys(a, batch, start, call_keys) for a in (k, v)), *others),
+            blocks.of_some_keys(start, start + call_keys),
+            segments and (segments[0], segments[1][:, start : start + call_keys]),
+            dq,
+            dtype if last else jnp.float32,
+            q.shape[-1] ** -0.5 if last else 1.0,
+            interpret,
+        )
+        by_keys.append([_from_kernel(a, batch) for a in of_keys])
+    joined = (a[0] if len(a) == 1 else jnp.concatenate(a, 1) for a in zip(*by_keys, strict=True))
+    return _from_kernel(dq, batch), *joined
+
+
+def _some_keys(a: jax.Array, batch: int, start: int, number: int) -> jax.Array:
+    """Of an array [heads, B · S, …], so many keys of each sequence: [heads, B · number, …]."""
+    if a.shape[1] == batch * number:
+        return a
+    by_sequence = a.reshape(a.shape[0], batch, -1, *a.shape[2:])[:, :, start : start + number]
+    return by_sequence.reshape(a.shape[0], batch * number, *a.shape[2:])
 
 
 @functools.cache
-def kernel(interpret: bool) -> Kernel:
-    """The kernel. interpret: off a TPU."""
+def kernel(interpret: bool, backward: str = "auto") -> Kernel:
+    """The kernel. interpret: off a TPU. backward: model.attention_backward"""
     return Kernel(
         functools.partial(_forward, interpret=interpret),
-        functools.partial(_backward, interpret=interpret),
+        functools.partial(_backward, wanted=backward, interpret=interpret),
     )

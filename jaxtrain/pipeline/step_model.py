@@ -203,6 +203,10 @@ def framework_of(config: Config, hardware: Hardware, assume: str = OURS) -> Fram
         device, config.model, config.data, config.mesh, config.parallel, config.precision
     )
     wanted = config.model.attention_kernel
+    chosen = kernels.attention_kernel(case, wanted).kernel if assume == OURS else ""
+    if chosen == kernels.SPLASH:
+        backward = kernels.backward_of_splash(case, config.model.attention_backward)
+        framework = dataclasses.replace(framework, attention_backward=backward.products / 2)
     if framework.fused_attention and _scores_pass_through_memory(case, wanted, assume):
         framework = dataclasses.replace(
             framework,

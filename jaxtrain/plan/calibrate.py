@@ -40,9 +40,9 @@ from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag
 from jaxtrain.costs import hardware as kinds
 from jaxtrain.costs.collectives import DATA, Links
+from jaxtrain.costs.frameworks import ATTENTION_BACKWARD
 from jaxtrain.costs.hardware import FIGURES, GIB, Hardware, Matmul, Tier
 from jaxtrain.costs.layout import Layout
-from jaxtrain.costs.step_time import ATTENTION_BACKWARD
 from jaxtrain.devices.startup import start_jax, unused_accelerator
 from jaxtrain.plan.bench import Bench, TimedCollectives, groups_of, without
 from jaxtrain.run import streams

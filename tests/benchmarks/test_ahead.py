@@ -6,7 +6,7 @@ import json
 import ahead as benchmark
 import pytest
 import step_flops
-from ahead_figures import as_dict, is_copy
+from ahead_figures import as_dict, exposed_lines, is_copy
 from instruction_costs import InstructionCosts
 from step_seconds import StepSeconds
 from support import ROOT
@@ -185,6 +185,28 @@ def test_what_it_says_of_a_step():
         found["seconds"]["step"] == pytest.approx(found["seconds"]["busy"] / (1 - bubble))
         and bubble > 0.1
     )
+
+
+def test_exposed_bytes_and_the_compilers_figures():
+    """The permute that is done before the ops begin is exposed; the other one is not, if the ops
+    beside it take longer."""
+    compiled = topology.Compiled(
+        STEP, memory={"argument": 5, "temp": 7}, cost={"flops": DOT, "bytes accessed": 1.0}
+    )
+    found = as_dict(StepSeconds(CONFIG, "v5p", compiled))
+    (permutes,) = found["exposed"]
+    assert (permutes["kind"], permutes["axes"]) == ("collective-permute", "stage")
+    assert TICKS * SIZE <= permutes["exposed"] <= 2 * TICKS * SIZE
+    assert permutes["seconds"] == pytest.approx(permutes["exposed"] / 90e9)
+    assert exposed_lines([permutes], least=1.0)[1].split()[:2] == ["collective-permute", "stage"]
+    parts = found["seconds"]["by_part"]
+    assert sum(parts.values()) == pytest.approx(found["seconds"]["busy"])
+    assert parts["products"] > 0 and parts["kernels"] > 0
+    assert found["second_reader"]["flops"] == {"ours": DOT, "theirs": DOT}
+    about = {"recipe": "r", "layout": "l", "platform": "v5p", "text": "t"}
+    said = "\n".join(benchmark.report(about | {"layers": 1, "sequence": 1} | found))
+    assert "exposed collectives, at the assumed speed of the links: " in said
+    assert "exposed GB" in said and "  a second reader, the compiler:" in said
 
 
 MOVES = """HloModule jit_f, is_scheduled=true

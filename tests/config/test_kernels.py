@@ -30,6 +30,10 @@ MLA = {
         "model.kv_rank": 512,
     },
 }
+ONE_KERNEL = (
+    "attention's backward: one fused kernel of 5 products: the gradients' sums of 8,192 keys fit "
+    "in 8 MiB of vector memory"
+)
 DOCUMENTS = {"data.attend_across_documents": False}
 
 
@@ -127,7 +131,34 @@ def test_case_of_a_config(changes, shape):
 @pytest.mark.parametrize(
     "hardware, changes, lines",
     [
-        (V5P, DOCUMENTS, ["attention: splash, jax's kernel for TPUs"]),
+        (V5P, DOCUMENTS, ["attention: splash, jax's kernel for TPUs", ONE_KERNEL]),
+        (
+            V5P,
+            {"data.sequence_length": 32768, "mesh.context": 2},
+            [
+                "attention: splash, jax's kernel for TPUs",
+                "attention's backward: one fused kernel of 5 products, in 4 calls: the gradients' "
+                "sums of 8,192 keys fit in 8 MiB of vector memory",
+            ],
+        ),
+        (
+            V5P,
+            {"model.attention_backward": "two_kernels"},
+            [
+                "attention: splash, jax's kernel for TPUs",
+                "attention's backward: two kernels of 7 products "
+                "(model.attention_backward=two_kernels)",
+            ],
+        ),
+        (
+            V5P,
+            {"model.head_dim": 2048},
+            [
+                "attention: splash, jax's kernel for TPUs",
+                "attention's backward: two kernels of 7 products: the gradients' sums of a block "
+                "of keys do not fit in 8 MiB of vector memory",
+            ],
+        ),
         (H100, DOCUMENTS, ["attention: cuDNN's flash attention (splash is for TPUs)"]),
         (CPU, {}, ["attention: plain XLA (splash is for TPUs, cudnn is for NVIDIA GPUs)"]),
         (
@@ -175,6 +206,7 @@ def test_case_of_a_config(changes, shape):
             [
                 "attention: splash, jax's kernel for TPUs, interpreted "
                 "(model.attention_kernel=splash)",
+                ONE_KERNEL,
                 "warning: splash is interpreted on a CPU, for tests: a step takes minutes "
                 "(--config.model.attention_kernel=auto)",
             ],

@@ -14,8 +14,8 @@ from jaxtrain import config as configs
 from jaxtrain.config import Config
 from jaxtrain.config.saved_values import ATTENTION
 from jaxtrain.costs.collectives import sent
+from jaxtrain.costs.frameworks import ATTENTION_BACKWARD
 from jaxtrain.costs.step_counts import Entry
-from jaxtrain.costs.step_time import ATTENTION_BACKWARD
 from jaxtrain.devices.mesh import AXES
 from jaxtrain.hlo.collectives import FEW
 from jaxtrain.hlo.program import Program
@@ -126,6 +126,7 @@ MORE = OVERLAPPED | {
     "data · expert · stage": Case((2, 2, 1), microbatches=4, changes={**MOE, "parallel.zero": 3}),
     "context": Case((1, 1, 1), changes={"mesh.context": 4, **NONE}),
     "data, zero 1": Case((8, 1, 1)),
+    "data and model, zero 1, one microbatch": Case((4, 1, 2), microbatches=1),
     "stage, and data that divides nothing": Case(
         (3, 2, 1), microbatches=4, changes={"parallel.zero": 3, "data.batch_size": 24, **ENDS}
     ),

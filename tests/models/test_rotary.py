@@ -1,10 +1,19 @@
 """Rotary positions against plain numpy, and their scalings against the figures of transformers."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxtrain.config import ModelConfig
-from jaxtrain.models.rotary import Rotary, attention_factor, layer_positions, score_factor
+from jaxtrain.models import rotary as rotary_module
+from jaxtrain.models.rotary import (
+    NOT_ROTATED,
+    Rotary,
+    attention_factor,
+    layer_positions,
+    score_factor,
+)
 
 
 def normal(*shape, seed=1) -> np.ndarray:
@@ -216,3 +225,22 @@ def test_layers_without_rotary_positions():
         got = Rotary(cfg, 8)(x, layer_positions(cfg, np.int32(layer), positions))
         rotated = Rotary(ModelConfig(**YARN), 8)(x, positions)
         np.testing.assert_array_equal(got, x if layer in (0, 2) else rotated)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-6), (jnp.bfloat16, 1e-2)])
+def test_by_a_product_as_on_tpus(dtype, tolerance, monkeypatch):
+    """Values and gradients of both forms, where a head has dimensions that are not rotated, in a
+    layer with and one without rotary positions."""
+    config = ModelConfig(rotary_base=100.0, nope_layers=(1,))
+    x, g = (jnp.asarray(normal(2, 7, 3, 10, seed=seed), dtype) for seed in (1, 2))
+    positions = np.array([[0, 1, 2, 3, 4, 5, 6], [NOT_ROTATED] * 7])
+
+    def both(on_tpu: bool):
+        monkeypatch.setattr(rotary_module, "on_tpu", lambda: on_tpu)
+        y, vjp = jax.vjp(lambda x: Rotary(config, 6)(x, positions), x)
+        return y, *vjp(g)
+
+    for halves, product in zip(both(False), both(True), strict=True):
+        assert product.dtype == dtype
+        wide = (a.astype(np.float32) for a in (product, halves))
+        np.testing.assert_allclose(*wide, tolerance, tolerance)

@@ -10,7 +10,7 @@ from support import small
 
 from jaxtrain.devices.mesh import BATCH_AXES, MANUAL_AXES, STAGE, make_mesh
 from jaxtrain.parallel import attention
-from jaxtrain.parallel.heads import over_heads
+from jaxtrain.parallel.heads import heads_first, over_heads
 
 HEADS, KV_HEADS, LENGTH = 8, 4, 6
 
@@ -49,6 +49,20 @@ def expected(q, k, v, m):
 
     (_, y), gradients = jax.jit(jax.value_and_grad(plain, (0, 1, 2), has_aux=True))(q, k, v)
     return [y, *gradients]
+
+
+@pytest.mark.parametrize("tokens", [24, 7])  # three tiles, and no tile
+def test_an_order_in_memory_changes_no_number(tokens):
+    x, g = np.random.default_rng(0).normal(size=(2, 2, tokens, 4, 6)).astype(np.float32)
+
+    def with_gradient(x, g):
+        y, vjp = jax.vjp(heads_first, x)
+        return y, *vjp(g)
+
+    with jax.set_mesh(make_mesh((1, 1, 1, 1, 1, 2), jax.devices()[:2])):
+        y, by_x = jax.jit(with_gradient)(x, g)
+    np.testing.assert_array_equal(y, x)
+    np.testing.assert_array_equal(by_x, g)
 
 
 @pytest.mark.parametrize("masked", [False, True])

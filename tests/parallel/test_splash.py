@@ -10,6 +10,7 @@ import pytest
 from support import attended
 from support.attended import arrays, segments
 
+from jaxtrain.config import splash_backward
 from jaxtrain.parallel import flash, splash
 from jaxtrain.parallel.attention import attend_cached
 from jaxtrain.parallel.context import Sight
@@ -20,12 +21,15 @@ def smallest_blocks(monkeypatch):
     monkeypatch.setattr(splash, "MOST", splash.LANES)
 
 
-@functools.partial(jax.jit, static_argnames=("diagonal", "pairs"))
-def by_splash(q, k, v, g, whole=(0,), of_queries=None, of_keys=None, diagonal=True, pairs=0):
+@functools.partial(jax.jit, static_argnames=("diagonal", "pairs", "backward"))
+def by_splash(
+    q, k, v, g, whole=(0,), of_queries=None, of_keys=None, diagonal=True, pairs=0, backward="auto"
+):
     documents = None if of_queries is None else (of_queries, of_keys)
     sight = Sight(whole, pairs, diagonal)
     return attended.with_gradients(
-        lambda q, k, v: flash.attend(splash.kernel(True), q, k, v, sight, documents), q, k, v, g
+        lambda q, k, v: flash.attend(splash.kernel(True, backward), q, k, v, sight, documents),
+        *(q, k, v, g),
     )
 
 
@@ -53,6 +57,25 @@ def test_same_as_plain_xla(shape, documents):
         by_splash(q, k, v, g, of_queries=own, of_keys=own),
         attended.plain(q, k, v, g, None, own, own),
     )
+
+
+@pytest.mark.parametrize(
+    "backward, sum_bytes",
+    [
+        ("two_kernels", splash_backward.SUM_BYTES),
+        ("fused", 128 * 80 * 4),  # a call for each block of keys
+        pytest.param("auto", 80, marks=pytest.mark.full),  # no room: two kernels
+    ],
+)
+def test_backwards(backward, sum_bytes, monkeypatch):
+    """Two kernels, and the fused one in several calls; in the other tests it is called once."""
+    monkeypatch.setattr(splash_backward, "SUM_BYTES", sum_bytes)
+    monkeypatch.setattr(splash_backward, "MOST", splash.LANES)
+    q, k, v, g = arrays()
+    own = segments(*q.shape[:2], 5)
+    compiled_anew = jax.jit(functools.partial(by_splash.__wrapped__, backward=backward))
+    got = compiled_anew(q, k, v, g, of_queries=own, of_keys=own)
+    assert_same(got, attended.plain(q, k, v, g, None, own, own))
 
 
 def test_chunks_of_a_context():

@@ -856,6 +856,10 @@ UNUSED = [
         "model.qk_norm=true has no use with model.attention='mla'",
     ),
     (
+        {"model.attention_kernel": "xla", "model.attention_backward": "fused"},
+        "model.attention_backward=fused has no use with model.attention_kernel='xla'",
+    ),
+    (
         {"precision.fp8_gradients": "e4m3"},
         "precision.fp8_gradients=e4m3 has no use with precision.matmul='compute'",
     ),

@@ -6,7 +6,7 @@ FLOPS = 2 * 64 * 512 * 512  # of a product
 _PAIRS = ",".join(f"{{{n},{(n + 1) % 8}}}" for n in range(8))
 _STEP = """
   %sending.N = (bf16[64,512]{1,0}, bf16[64,512]{1,0}, u32[], u32[]) collective-permute-start(%shard.N), channel_id=1, source_target_pairs=PAIRS
-  %product.N = bf16[64,512]{1,0} convolution(%shard.N, %weight), dim_labels=bf_io->bf, backend_config={"window_config":{"estimated_cycles":"10000"}}
+  %product.N = bf16[64,512]{1,0} convolution(%shard.N, %weight), dim_labels=bf_io->bf, backend_config={"window_config":{"estimated_cycles":"1000"}}
   %shard.M = bf16[64,512]{1,0} collective-permute-done(%sending.N)
 """.replace("PAIRS", "{" + _PAIRS + "}").strip("\n")  # noqa: E501
 
