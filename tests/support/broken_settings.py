@@ -166,13 +166,14 @@ RULES = [
     ),
     (
         {"parallel.collective_matmul": "on", "mesh.model": 2, "mesh.stage": 2, "mesh.data": 1},
-        "parallel.collective_matmul='on' works only with mesh.stage=1, not 2: its permutes wait for "
-        "all devices: use --config.parallel.collective_matmul=auto",
+        "parallel.collective_matmul='on' works only with mesh.stage=1, not 2: its permutes wait "
+        "for all devices: use --config.parallel.collective_matmul=auto",
     ),
     (
         {
             "parallel.collective_matmul": "on",
             "mesh.model": 2,
+            "mesh.stage": 1,
             "precision.matmul": "fp8",
             "precision.compute": "bfloat16",
         },
@@ -865,7 +866,7 @@ UNUSED = [
     ),
     ({"parallel.context": "ring"}, "parallel.context=ring has no use with mesh.context=1"),
     (
-        {"parallel.collective_matmul": "on"},
+        {"parallel.collective_matmul": "on", "mesh.model": 1},
         "parallel.collective_matmul=on has no use with mesh.model=1",
     ),
     ({"parallel.gather": "step"}, "parallel.gather=step has no use with parallel.zero=1"),
