@@ -102,14 +102,28 @@ def scattered_products(xs: Sequence, weights: Sequence, dim: int) -> jax.Array:
 
     if not is_split("sequence"):
         return product(xs, weights)
-    if _beside_messages(xs[0], weights[0].shape[1 - dim]):
-        local = lambda xs, weights: ring.ring_scatter(of_rows, xs, weights)
-    else:
-        local = lambda xs, weights: psum_scatter(product(xs, weights), MODEL, dim=1)
+    beside_messages = _beside_messages(xs[0], weights[0].shape[1 - dim])
+
+    def local(xs, weights):
+        xs, weights = _joined(xs, weights, dim)
+        if beside_messages:
+            return ring.ring_scatter(of_rows, xs, weights)
+        return psum_scatter(product(xs, weights), MODEL, dim=1)
+
     xs, weights = bare(tuple(xs)), bare(tuple(weights))
     rows = P(MODEL) if dim == 0 else P(None, MODEL)
     specs = tuple(split_by(x, COLUMNS) for x in xs), tuple(split_by(w, rows) for w in weights)
     return over_model(local, specs, TOKENS)(xs, weights)
+
+
+def _joined(xs: Sequence, weights: Sequence, dim: int) -> tuple[Sequence, Sequence]:
+    """The pairs of `scattered_products` on a device as one, where copying their columns moves fewer
+    numbers than adding up their products; so a narrow head's columns are no product of their
+    own."""
+    columns, outputs = sum(x.shape[-1] for x in xs), weights[0].shape[1 - dim]
+    if isinstance(weights[0], Quantized) or columns > outputs * (len(xs) - 1):
+        return xs, weights
+    return [jnp.concatenate(xs, -1)], [jnp.concatenate(weights, dim)]
 
 
 def products_of_parts(a, b, contracted: Dims, split: int) -> jax.Array:

@@ -178,8 +178,7 @@ RULES = [
             "precision.compute": "bfloat16",
         },
         "parallel.collective_matmul='on' sends numbers of precision.compute, and "
-        "precision.matmul='fp8': use --config.parallel.collective_matmul=auto (or "
-        "--config.precision.matmul=compute)",
+        "precision.matmul='fp8': use --config.parallel.collective_matmul=auto",
     ),
     (
         {"parallel.context": "heads"},
