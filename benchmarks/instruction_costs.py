@@ -118,7 +118,8 @@ class InstructionCosts:
             if user.opcode in SLICES:
                 used += user.bytes
             elif user.opcode in VIEWS:
-                used += self._used(user)
+                # A nested fusion that returns the view as it is: its user reads all of it.
+                used += user.bytes if user.root else self._used(user)
             elif user.opcode == "fusion":
                 parameters = self._parameters(user)
                 used += sum(

@@ -12,6 +12,7 @@ from typing import Any
 from instruction_costs import InstructionCosts
 from step_seconds import TPU_PRODUCTS, SecondsReader
 
+from jaxtrain.hlo.program import Instruction
 from jaxtrain.plan.topology import Compiled
 
 ALL_MEMORIES = frozenset(range(8))
@@ -28,7 +29,7 @@ def second_reader(figures: SecondsReader, compiled: Compiled) -> dict[str, dict[
         ours = sum(map(costs.flops, once))
         compared["flops"] = {"ours": ours, "theirs": compiled.cost["flops"]}
     if "bytes accessed" in compiled.cost:
-        ours = sum(map(everywhere.bytes, once))
+        ours = sum(_bytes(everywhere, i) for i in once)
         compared["bytes"] = {"ours": ours, "theirs": compiled.cost["bytes accessed"]}
     if "argument" in compiled.memory:
         entry = program.computations[program.entry]
@@ -44,6 +45,14 @@ def second_reader(figures: SecondsReader, compiled: Compiled) -> dict[str, dict[
                 seconds["ours"] += run.times * max(products, costs.bytes(i) / TPU_BYTES_PER_S)
                 seconds["theirs"] += figures.seconds(run)
     return compared
+
+
+def _bytes(everywhere: InstructionCosts, i: Instruction) -> int:
+    """Bytes of an instruction as XLA's analysis counts them: the start of an asynchronous operation
+    and its done each read their operand and write their result."""
+    if i.starts or i.opcode.endswith("-done"):
+        return i.bytes + sum(operand.bytes for operand in everywhere.program.operands(i))
+    return everywhere.bytes(i)
 
 
 def second_reader_lines(compared: dict[str, dict[str, Any]]) -> list[str]:

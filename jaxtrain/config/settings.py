@@ -358,7 +358,7 @@ class ParallelConfig:
     reduce: str = setting(
         "auto",
         "reduction of gradients over mesh.data: once a step, or each microbatch; auto: step"
-        " for zero 0 and 1",
+        " for zero 0, and for 1 with several microbatches or stages",
         choices=("auto", "step", "microbatch"),
     )
     context: str = setting(
@@ -709,6 +709,11 @@ class Config:
         """Sequences of a microbatch, over all devices."""
         return self.data.batch_size // self.pipeline.microbatches
 
+    @property
+    def has_one_microbatch(self) -> bool:
+        """True if data shards have one stage and one microbatch, whose gradients are the step's."""
+        return self.mesh.data != 1 and self.mesh.stage == self.pipeline.microbatches == 1
+
     def resolve(self) -> "Config":
         """This config with its dependent defaults filled in (kv_heads and the sizes of heads,
         rotary_dim, mlp_width, expert_width, max_positions, latent_norm_epsilon, router_normalize;
@@ -740,7 +745,8 @@ class Config:
         )
         parallel = self.parallel
         if parallel.reduce == "auto":
-            parallel = with_values(parallel, reduce="step" if parallel.zero < 2 else "microbatch")
+            in_ops = parallel.zero > 1 or (parallel.zero == 1 and self.has_one_microbatch)
+            parallel = with_values(parallel, reduce="microbatch" if in_ops else "step")
         return with_values(self, model=model, parallel=parallel, pipeline=pipeline)
 
 

@@ -118,13 +118,14 @@ def memory(
     held = step.device_parameters(slots.stored_layers if slots else 0, shared)
     numbers = FP8 * scales_of(framework.fp8_blocks) * (1 + framework.fp8_blocks)  # for F and B
     quantized = (numbers - cast) * _products_held(step, held.layers) if framework.fp8 else 0.0
-    shards = {stage: step.shards if layout.zero >= stage else 1 for stage in (1, 2, 3)}
+    shards = {stage: step.shards if layout.zero >= stage else 1 for stage in (1, 3)}
+    gradient_shards = step.shards if step.reduces_in_ops else 1
     layers = slots.stored_layers if slots else 0
     state = framework.master_bytes * step.device_masters(layers, shared)
     state += framework.moment_bytes * step.device_state(layers, shared)
     parts = {
         "weights": ((framework.weight_bytes + cast) * held.all + quantized) / shards[3],
-        "gradients": framework.gradient_bytes * held.all / shards[2],
+        "gradients": framework.gradient_bytes * held.all / gradient_shards,
         "optimizer": state * (not layout.offloads("optimizer")),
     }
     if layout.steps > 1:
@@ -307,7 +308,7 @@ def _layer_working(step: StepModel) -> float:
     model, layout, number = step.model, step.layout, step.framework.gradient_bytes
     arrays = WIDE * step.item * _widest(step) + masks(step)
     layer, scores = step.layer_parameters(), model.heads * model.score_dim
-    if layout.zero < 2 or step.shards == 1:
+    if not step.reduces_in_ops or step.shards == 1:
         # the layer's largest matrix on a device, of all experts there together
         experts = model.expert_width * max(model.experts / layout.expert, model.shared_experts)
         columns = max(experts if model.experts else model.hidden(), scores) / layout.model
@@ -316,7 +317,8 @@ def _layer_working(step: StepModel) -> float:
     gathered = 2 * number_read * layer if layout.zero >= 3 else 0.0
     if layout.stage > 1:
         return arrays + max((step.item + number) * layer, gathered)
-    head = 2 * number * model.vocab_size * model.width / layout.model if layout.zero >= 3 else 0.0
+    layouts = 2 if layout.zero >= 3 else 1
+    head = layouts * number * model.vocab_size * model.width / layout.model
     return arrays + number * layer + max(step.item * layer, gathered) + head
 
 
@@ -340,7 +342,7 @@ def _head_working(step: StepModel, loss_chunk: int, shared: bool, layer_working:
     head."""
     model, layout = step.model, step.layout
     columns = model.vocab_size / layout.model / (layout.stage if shared else 1)
-    scattered = layout.zero >= 2 and step.shards > 1
+    scattered = step.reduces_in_ops and step.shards > 1
     gradient = step.framework.gradient_bytes * model.width * columns * scattered
     logits = LOGIT_BYTES * min(step.tokens, loss_chunk) * columns
     head = WIDE * step.item * step.tokens * model.width + logits + gradient

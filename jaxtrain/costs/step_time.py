@@ -244,6 +244,14 @@ class StepModel:
         undivided = self.framework.by_dimension and self.model.width % self.layout.data
         return 1 if undivided else self.layout.data
 
+    @property
+    def reduces_in_ops(self) -> bool:
+        """True if each microbatch's gradients are reduced: from ZeRO-2 on, and by jaxtrain with
+        ZeRO-1 where a step is one microbatch on one stage (`Config.resolve`)."""
+        layout = self.layout
+        is_one = self.framework.slots and layout.stage == layout.microbatches == 1
+        return layout.zero > 1 or (layout.zero == 1 and is_one)
+
     # --------------------------------------------------------------------------------------- layers
 
     def layer(self, dense: bool = False) -> dict[str, TimeBreakdown]:
@@ -403,7 +411,7 @@ class StepModel:
             explicit=framework.slots,
             shares_vocabulary=framework.vocabulary_parallel and layout.stage > 1,
             gathers_in_ops=layout.zero == 3 and not framework.gathers_once,
-            reduces_in_ops=layout.zero > 1,
+            reduces_in_ops=self.reduces_in_ops,
             imbalance=framework.imbalance,
             outer_int8=framework.sent_outer < framework.sent_weight,
             fp8=framework.fp8,

@@ -167,7 +167,7 @@ class LayerStack:
         # A layer's gradients are then reduced overlapped with the products of the layer before it:
         # XLA's GPU compiler moves no collective into a loop's next trip. A TPU's has these
         # collectives wait in any case.
-        self._reduces_late = zero.gathers_in_ops and zero.reduces_in_ops and on_nvidia_gpu()
+        self._reduces_late = zero.reduces_in_ops and on_nvidia_gpu()
         self._sizes = placement.sizes
         # without those of which no stage has a layer
         self._ranges = [each for each in ranges if each.most(self._counts)]
@@ -221,7 +221,7 @@ class LayerStack:
     ):
         """carry = body(i, parameters of layer i, carry) for every layer. Where parameters are
         gathered, the next layer's are on their way while this one's are at work. unrolls_first:
-        then the first of several layers is not in the loop, and may give another carry.
+        the first of several layers is not in the loop, and may give another carry.
 
         bodies: of ranges one after the other, in the order of their layers
         """
@@ -235,13 +235,16 @@ class LayerStack:
             return end - 1 - j if reverse else begin + j
 
         if not self._zero.gathers_in_ops or not any(jax.tree.leaves(self._reads(op))):
-            for body, begin, end in loops:
+            for number, (body, begin, end) in enumerate(loops):
 
                 def step(j, carry, body=body, begin=begin, end=end):
                     i = layer(j, begin, end)
                     return body(i, self._parameters(params, i, op), carry)
 
-                carry = _loop(0, end - begin, step, carry)
+                start = 0
+                if unrolls_first and number == 0:
+                    start, carry = 1, step(0, carry)
+                carry = _loop(start, end - begin, step, carry)
             return carry
         state = self._parameters(params, layer(0, *loops[0][1:]), op), carry
         # The last layer stands outside of its loop, with no layer to gather after it, where its

@@ -67,6 +67,35 @@ def test_bytes_of_memory(costs):
     }
 
 
+NESTED = """HloModule jit_f, is_scheduled=true
+
+%view (v.0: bf16[1,64,32]) -> bf16[64,32] {
+  %v.0 = bf16[1,64,32]{2,1,0} parameter(0)
+  ROOT %bitcast.1 = bf16[64,32]{1,0} bitcast(%v.0)
+}
+
+%products (p.0: bf16[8,64], p.1: bf16[1,64,32]) -> bf16[8,32] {
+  %p.0 = bf16[8,64]{1,0} parameter(0)
+  %p.1 = bf16[1,64,32]{2,1,0} parameter(1)
+  %weight = bf16[64,32]{1,0} fusion(%p.1), kind=kLoop, calls=%view
+  ROOT %conv = bf16[8,32]{1,0} convolution(%p.0, %weight), dim_labels=bf_io->bf
+}
+
+ENTRY %main (a: bf16[8,64], b: bf16[1,64,32]) -> bf16[8,32] {
+  %a = bf16[8,64]{1,0} parameter(0)
+  %b = bf16[1,64,32]{2,1,0} parameter(1)
+  ROOT %product = bf16[8,32]{1,0} fusion(%a, %b), kind=kOutput, calls=%products
+}
+"""
+
+
+def test_a_weight_that_a_nested_fusion_views():
+    """libtpu wraps a product's weight into a fusion that only changes its dimensions: it is read
+    all the same."""
+    program = Program(NESTED)
+    assert InstructionCosts(program).bytes(program.named["product"]) == 2 * (8 * 64 + 64 * 32 + 256)
+
+
 def test_cycles(costs):
     """Its own, or its parts' where it has none."""
     assert (

@@ -19,7 +19,7 @@ LINK = 1e9 * load("tpu-v5p").tiers[0].gb_per_s / 2
 
 
 def summary(text: str, case: str = "model8") -> dict:
-    compiled = Compiled(text, memory=MEMORY, cost={"flops": 2.0 * FLOPS})
+    compiled = Compiled(text, memory=MEMORY, cost={"flops": 2.0 * FLOPS, "bytes accessed": 1.0})
     return benchmark.summary(benchmark.maxtext_reader(CASES[case], compiled), compiled)
 
 
@@ -79,6 +79,11 @@ def test_the_second_reader():
     """XLA counts a loop as if of one trip: of the unrolled one, two products."""
     compared = summary(WINDOWED)["second_reader"]
     assert compared["flops"] == {"ours": 2 * FLOPS, "theirs": 2 * FLOPS}
+    # Of a permute the start reads one array and writes two, the done reads two and writes one, both
+    # with a context of 8 bytes.
+    sent = 2 * (6 * 2 * 64 * 512 + 2 * 8)
+    product = 2 * (2 * 2 * 64 * 512 + 2 * 512 * 512)
+    assert compared["bytes"]["ours"] == sent + product + 3 * 4  # the counter
     assert compared["arguments"]["ours"] == 2 * 64 * 512 + 2 * 512 * 512
     lines = benchmark.second_reader_lines({"flops": {"ours": 105.0, "theirs": 100.0}})
     assert lines[-1].endswith("+5.0%")

@@ -126,6 +126,7 @@ MORE = OVERLAPPED | {
     "data · expert · stage": Case((2, 2, 1), microbatches=4, changes={**MOE, "parallel.zero": 3}),
     "context": Case((1, 1, 1), changes={"mesh.context": 4, **NONE}),
     "data, zero 1": Case((8, 1, 1)),
+    "data and model, zero 1, one microbatch": Case((4, 1, 2), microbatches=1),
     "stage, and data that divides nothing": Case(
         (3, 2, 1), microbatches=4, changes={"parallel.zero": 3, "data.batch_size": 24, **ENDS}
     ),

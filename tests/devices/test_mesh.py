@@ -2,6 +2,7 @@
 attributes that order them."""
 
 import dataclasses
+import math
 
 import jax
 import numpy as np
@@ -10,7 +11,14 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.devices import mesh as meshes
-from jaxtrain.devices.mesh import AXES, describe, make_mesh, psum, psum_scatter
+from jaxtrain.devices.mesh import (
+    AXES,
+    describe,
+    make_mesh,
+    psum,
+    psum_scatter,
+    scatter_by_levels,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,3 +159,27 @@ def test_sums_over_devices(dtype):
     np.testing.assert_array_equal(same, x)
     np.testing.assert_array_equal(scattered, x.astype(np.float32).reshape(2, 4, 4).sum(1))
     assert whole.dtype == same.dtype == scattered.dtype == dtype
+
+
+@pytest.mark.parametrize("axes", [("data",), ("data", "stage"), ("stage",)])
+@pytest.mark.parametrize("inner", [2, 4])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_two_steps_of_a_reduce_scatter_leave_numbers_where_one_does(axes, inner, dim):
+    """On 8, 2 · 4 and 4 devices; sums of small whole numbers are exact."""
+    mesh = make_mesh((1, *((8, 1) if axes == ("data",) else (2, 4)), 1, 1, 1))
+    if axes == ("stage",) and inner == 4:
+        inner = 1
+    x = np.arange(8 * 16 * 24, dtype=np.float32).reshape(8, 16, 24) % 101
+
+    def local(x):
+        both = scatter_by_levels(x[0], axes, dim, inner), psum_scatter(x[0], axes, dim)
+        return tuple(a[None] for a in both)
+
+    out = P(("data", "stage"))
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(
+            local, in_specs=out, out_specs=(out, out), axis_names={"data", "stage"}, check_vma=False
+        )
+        by_levels, at_once = jax.jit(run)(x)
+    np.testing.assert_array_equal(by_levels, at_once)
+    assert at_once.shape[1 + dim] * math.prod(mesh.shape[a] for a in axes) == x.shape[1 + dim]

@@ -373,6 +373,50 @@ def test_an_update_gathers_numbers_of_16_bits(platform, masters):
     assert gathered == {"bf16"}
 
 
+ON_DATA = {
+    "model.layers": 4,
+    "model.width": 1024,
+    "model.heads": 8,
+    "model.vocab_size": 8192,
+    "mesh.data": ahead.DEVICES,
+    "mesh.stage": 1,
+    "mesh.model": 1,
+    "pipeline.microbatches": 1,
+    "pipeline.permute": "late",
+}
+
+
+@compiled_for("v5p")
+def test_gradients_over_a_whole_slice_are_scattered_in_two_steps(platform):
+    """No sum of a layer's matrix over all chips, of which each would take a slice."""
+    c = ahead.compile_step(platform, {**ON_DATA, "parallel.zero": 3})
+    matrices = collections.Counter(
+        i.collective
+        for i in c.program.below(c.program.entry)
+        if i.collective in ("all-reduce", "reduce-scatter") and "B0" in i.op_name
+        for size in i.sizes
+        if size >= c.smallest_matrix / ahead.DEVICES
+    )
+    assert matrices["reduce-scatter"] and not matrices["all-reduce"]
+
+
+@compiled_for("h100")
+def test_a_microbatch_s_gradients_are_reduced_beside_products(platform):
+    """ZeRO-1 with one microbatch on one stage: in the loop over layers the gradients of the layer
+    before are on their way while products run."""
+    c = ahead.compile_step(platform, {**ON_DATA, "model.layers": 8, "parallel.zero": 1})
+    (loop,) = {
+        i.computation
+        for i in c.program.below(c.program.entry)
+        if i.collective == "reduce-scatter" and "/B0/while/" in i.op_name
+    }
+    body = list(c.program.computations[loop])
+    for number, i in enumerate(body):
+        if i.collective == "reduce-scatter" and max(i.sizes) >= c.smallest_matrix / ahead.DEVICES:
+            done = next(n for n, j in enumerate(body) if n > number and i.name in j.operands)
+            assert any(map(c.multiplies, body[number:done])), i.name
+
+
 @compiled_for("h100")
 def test_no_stage_waits_for_all_between_two_steps_of_a_program(platform):
     """A stage's update is an op of the tick, and its collectives stay on the stage. Between the

@@ -62,6 +62,16 @@ MORE = {
     ),
     "2, data 8": Case((8, 1, 1), changes={"parallel.zero": 2}),
     "3, data 8, none": Case((8, 1, 1), changes={"parallel.zero": 3, "pipeline.remat": "none"}),
+    "1, one microbatch": Case((8, 1, 1), microbatches=1),
+    "1, one microbatch, reduced once": Case(
+        (8, 1, 1), microbatches=1, changes={"parallel.reduce": "step"}
+    ),
+    "1, one microbatch, data 3": Case(
+        (3, 1, 1), microbatches=1, changes={"data.batch_size": 12, **TIED}
+    ),
+    "1, one microbatch, model and replica": Case(
+        (2, 1, 2), microbatches=1, changes={"mesh.replica": 2, "pipeline.remat": "none"}
+    ),
     "2, interleaved, ends": Case(
         (2, 2, 2), "interleaved", 2, 4, changes={"parallel.zero": 2, **ENDS, **GPT2}
     ),
@@ -168,5 +178,13 @@ def test_gathered_once_a_step():
 
 def test_settings_without_a_use_are_refused():
     base = configs.replace(small.SMALL, {"mesh.data": 8})
-    assert base.resolve().parallel.reduce == "step"
+    # one microbatch on one stage; two; two stages; no data shards
+    assert base.resolve().parallel.reduce == "microbatch"
+    for others in (
+        {"pipeline.microbatches": 2},
+        {"mesh.stage": 2},
+        {"mesh.data": 1},
+        {"parallel.zero": 0},
+    ):
+        assert configs.replace(base, others).resolve().parallel.reduce == "step"
     assert configs.replace(base, {"parallel.zero": 2}).resolve().parallel.reduce == "microbatch"
