@@ -8,13 +8,12 @@ from flax import nnx
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.config.saved_values import ATTENTION, QKV
-from jaxtrain.devices.mesh import on_tpu
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.layers import Dense, Norm, column_parallel, named
 from jaxtrain.models.rotary import Rotary
 from jaxtrain.models.spec import CacheSlot
 from jaxtrain.parallel.attention import HEADS, KV_HEADS, attend_cached, attend_causal
-from jaxtrain.parallel.heads import heads_first, row_major
+from jaxtrain.parallel.heads import heads_first, orders_by_heads, row_major
 from jaxtrain.parallel.tensor import attention_kv_heads, shared_columns
 
 
@@ -54,13 +53,13 @@ class Attention(nnx.Module):
         k_BTKH, v_BTKH = (
             constrain(split(a, attention_kv_heads(self.kv_heads)), KV_HEADS) for a in (k, v)
         )
-        if on_tpu():
+        if orders_by_heads():
             q_BTNH, k_BTKH, v_BTKH = map(heads_first, (q_BTNH, k_BTKH, v_BTKH))
         if self.query_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if self.rotary is not None:
             q_BTNH, k_BTKH = (self.rotary(a, positions_BT) for a in (q_BTNH, k_BTKH))
-        if on_tpu():
+        if orders_by_heads():
             return q_BTNH, k_BTKH, v_BTKH
         return row_major(q_BTNH), row_major(k_BTKH), row_major(v_BTKH)
 

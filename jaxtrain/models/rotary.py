@@ -29,8 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config import ModelConfig
-from jaxtrain.devices.mesh import on_tpu
 from jaxtrain.devices.sharding import constrain
+from jaxtrain.parallel.heads import orders_by_heads
 
 NOT_ROTATED = -1  # the position of all tokens in a layer without rotary positions
 
@@ -71,7 +71,7 @@ class Rotary:
         if self.cfg.nope_layers:
             stays = positions_BT[..., None, None] == NOT_ROTATED
             cos, sin = jnp.where(stays, 1.0, cos), jnp.where(stays, 0.0, sin)
-        if on_tpu():
+        if orders_by_heads():
             return _by_product(x_BTNH, cos, sin)
         a, b = x_BTNH[..., :half].astype(jnp.float32), x_BTNH[..., half:size].astype(jnp.float32)
         y = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_BTNH.dtype)
@@ -91,7 +91,8 @@ class Rotary:
 def _by_product(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """x · cos + x' · sin, where x' has the second half, negated, before the first one: a product
     with a matrix of 0, 1 and −1, which is exact. On TPUs halves that are cut and concatenated take
-    passes of their own; this is one. cos, sin: of a half, float32."""
+    passes of their own; this is one with the order of `heads_first`. cos, sin: of a half, in
+    float32."""
     return _rotated(x_BTNH, cos, sin)
 
 

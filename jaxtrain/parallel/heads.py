@@ -9,7 +9,15 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.devices.mesh import BATCH_AXES, MODEL, over_model, partitioned
+from jaxtrain.devices.mesh import (
+    BATCH_AXES,
+    MODEL,
+    STAGE,
+    manual_size,
+    on_tpu,
+    over_model,
+    partitioned,
+)
 
 HEADS = P(None, None, MODEL)
 
@@ -112,6 +120,14 @@ def _on_own_heads(fn: Callable, x: jax.Array) -> jax.Array:
     if not isinstance(x, jax.core.Tracer) or x.shape[1] % SUBLANES:
         return x
     return over_model(fn, (HEADS,), HEADS)(x)
+
+
+def orders_by_heads() -> bool:
+    """True where queries, keys and values go from their products to a TPU's kernel in one pass, by
+    `heads_first`: with one stage, and heads that the partitioner does not split. With several
+    stages they outlive their op, and another order in memory than that of their slots would have
+    entire pools transposed in every tick (seen in programs compiled ahead of time)."""
+    return on_tpu() and manual_size(STAGE) == 1 and not partitioned()
 
 
 @jax.custom_vjp

@@ -10,7 +10,7 @@ from jaxtrain import config as configs
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.costs.hardware import load
 from jaxtrain.devices.mesh import make_mesh, sizes_of
-from jaxtrain.pipeline.step_model import step_model_of
+from jaxtrain.pipeline.step_model import framework_of, step_model_of
 from jaxtrain.plan.predict import PlannedTable, with_op_times
 from jaxtrain.training.step import make_step
 
@@ -73,3 +73,15 @@ def test_parameters_of_a_device(recipe, changes, layouts):
         )
         assert held.all == allocated, name
         assert slots or work.device_parameters() == held, name
+
+
+@pytest.mark.parametrize(
+    "hardware, backward, products",
+    [("tpu-v5p", "auto", 5), ("tpu-v5p", "two_kernels", 7), ("h100", "two_kernels", 5)],
+)
+def test_products_of_attentions_backward(hardware, backward, products):
+    """Splash's two kernels compute the scores and their gradients twice; other kernels do not."""
+    config = configs.replace(
+        load_recipe(find_recipe("llama3_8b")), {"model.attention_backward": backward}
+    ).resolve()
+    assert 2 * framework_of(config, load(hardware)).attention_backward == products

@@ -236,7 +236,7 @@ def test_by_a_product_as_on_tpus(dtype, tolerance, monkeypatch):
     positions = np.array([[0, 1, 2, 3, 4, 5, 6], [NOT_ROTATED] * 7])
 
     def both(on_tpu: bool):
-        monkeypatch.setattr(rotary_module, "on_tpu", lambda: on_tpu)
+        monkeypatch.setattr(rotary_module, "orders_by_heads", lambda: on_tpu)
         y, vjp = jax.vjp(lambda x: Rotary(config, 6)(x, positions), x)
         return y, *vjp(g)
 

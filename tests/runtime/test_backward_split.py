@@ -228,7 +228,7 @@ def test_attention_by_a_kernel_stays_whole(kernel, platform, keep, monkeypatch):
     nothing else than activations, each once."""
     monkeypatch.setattr(attention, "target_device", lambda: TargetDevice(platform))
     for module in (rotary, models_attention):
-        monkeypatch.setattr(module, "on_tpu", lambda: platform == "tpu")
+        monkeypatch.setattr(module, "orders_by_heads", lambda: platform == "tpu")
     tokens, changes = (
         256,
         {"model.kv_heads": 2, "data.sequence_length": 256, "precision.compute": "bfloat16"},
