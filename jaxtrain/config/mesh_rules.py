@@ -23,6 +23,7 @@ from jaxtrain.config import (
     PrecisionConfig,
     TrainConfig,
 )
+from jaxtrain.config.kernels import QUANTIZED
 from jaxtrain.config.rules import Changes, Rule, Violation, divisors, near, values_for
 from jaxtrain.config.sizes import MX_BLOCK
 from jaxtrain.schedule.orders import CSV
@@ -314,6 +315,27 @@ def _model_axis_divides(
         yield Violation("mesh.model", rule, fixes, show=4)
 
 
+def _products_over_model(
+    parallel: ParallelConfig, mesh: MeshConfig, precision: PrecisionConfig
+) -> Iterator[Violation]:
+    """Products over `model` beside their messages."""
+    path = "parallel.collective_matmul"
+    if parallel.collective_matmul != "on" or mesh.model <= 1:
+        return
+    if mesh.stage > 1:
+        yield Violation(
+            path,
+            f"works only with mesh.stage=1, not {mesh.stage}: its permutes wait for all devices",
+            [{path: "auto"}],
+        )
+    if precision.matmul in QUANTIZED:
+        yield Violation(
+            path,
+            f"sends numbers of precision.compute, and precision.matmul={precision.matmul!r}",
+            [{path: "auto"}, {"precision.matmul": "compute"}],
+        )
+
+
 def _reductions(
     parallel: ParallelConfig, train: TrainConfig, mesh: MeshConfig
 ) -> Iterator[Violation]:
@@ -425,6 +447,7 @@ RULES: tuple[Rule, ...] = (
     _context_axis_divides,
     _expert_axis_divides,
     _model_axis_divides,
+    _products_over_model,
     _reductions,
     _batch_divides,
 )

@@ -368,6 +368,12 @@ class ParallelConfig:
         " of heads; ring, a ring of keys and values (mesh.stage=1 only)",
         choices=("all_gather", "ulysses", "ring"),
     )
+    collective_matmul: str = setting(
+        "auto",
+        "gathers and sums over mesh.model in parts, each sent beside a product of the part before; "
+        "auto: with mesh.stage=1 on TPUs and NVIDIA GPUs, where a part has 4 MiB or more",
+        choices=("auto", "on", "off"),
+    )
     offload: str = setting(
         "none",
         "what the host's memory holds: the optimizer's state; activations saved for the "

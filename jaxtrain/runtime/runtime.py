@@ -35,7 +35,7 @@ from jaxtrain.models.layers import SPLIT
 from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.spec import Spec
 from jaxtrain.models.transformer import ModelParts
-from jaxtrain.parallel import context, replicas
+from jaxtrain.parallel import collective_matmul, context, replicas
 from jaxtrain.parallel.fp8 import BITS, Fp8, Quantized, quantized_weights
 from jaxtrain.parallel.heads import row_major
 from jaxtrain.parallel.mxfp8 import blocked_weights
@@ -135,6 +135,7 @@ class Runtime:
         leading dimension [replicas]
     offload_activations: what the forward saves for the backward lies in the host's memory
     fp8: the use of FP8 in products with the matrices of layers; None: they are of `compute`
+    collective_matmul: as `parallel.collective_matmul`
     """
 
     parts: ModelParts
@@ -151,6 +152,7 @@ class Runtime:
     independent_replicas: bool = False
     offload_activations: bool = False
     fp8: Fp8 | None = None
+    collective_matmul: str = "auto"
 
     def losses(self, params: dict, batch: dict) -> Losses:
         """The losses of a batch, without a backward; the table is one of `make_forward_table`.
@@ -233,7 +235,7 @@ class Runtime:
         run = jax.shard_map(
             trace, mesh=self.mesh, in_specs=(), out_specs=P(), axis_names=manual, check_vma=False
         )
-        with traced_for(self.mesh):
+        with traced_for(self.mesh), collective_matmul.requested(self.collective_matmul):
             jax.eval_shape(run)
         model = self.mesh.shape[MODEL]
         size = lambda arrays: sum(a.size * a.dtype.itemsize for a in arrays) // model
@@ -306,7 +308,7 @@ class Runtime:
         )
         if (parts := self.mesh.shape[CONTEXT]) > 1:
             batch = jax.tree.map(lambda a: context.zigzag(a, parts), batch)
-        with traced_for(self.mesh):
+        with traced_for(self.mesh), collective_matmul.requested(self.collective_matmul):
             columns = jax.tree.map(jnp.asarray, columns)
             return run(params, batch, columns, *(argument for argument, _ in others))
 
