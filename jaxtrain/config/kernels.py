@@ -49,6 +49,7 @@ HOPPER = (9, 0)
 BLACKWELL = 10  # the major number of those with products of blocks that have their own scales
 FP8 = (8, 9)  # the first compute capability with products of 8-bit floating-point numbers
 MEGABLOX, LARGE_BLOCKS, BLOCKS = "megablox", "large_blocks", "blocks"
+PART = 4 << 20  # bytes that a link sends for much longer than it takes to begin
 LONG = 1024  # keys from which attention is a good part of a step
 
 
@@ -364,3 +365,13 @@ def _refusals(choice: KernelChoice) -> str:
     rules = {refusal.rule: name for name, refusal in reversed(choice.refusals.items())}
     passed = ", ".join(f"{name} {rule}" for rule, name in reversed(rules.items()))
     return f" ({passed})" if passed else ""
+
+
+def multiplies_while_sending(requested: str, platform: str, stages: int, part: int) -> bool:
+    """Whether products over `model` are cut into parts that go beside permutes
+    (parallel/collective_matmul.py). Not with several stages: a permute waits for all devices, and
+    those of other stages run other ops. requested: `parallel.collective_matmul`; part: bytes that
+    a device sends to the next one at a time."""
+    if requested == "auto":
+        return platform in (TPU, GPU) and stages == 1 and part >= PART
+    return requested == "on"

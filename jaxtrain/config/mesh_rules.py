@@ -23,6 +23,7 @@ from jaxtrain.config import (
     PrecisionConfig,
     TrainConfig,
 )
+from jaxtrain.config.kernels import QUANTIZED
 from jaxtrain.config.rules import Changes, Rule, Violation, divisors, near, values_for
 from jaxtrain.config.sizes import MX_BLOCK
 from jaxtrain.schedule.orders import CSV
@@ -314,12 +315,38 @@ def _model_axis_divides(
         yield Violation("mesh.model", rule, fixes, show=4)
 
 
+def _products_over_model(
+    parallel: ParallelConfig, mesh: MeshConfig, precision: PrecisionConfig
+) -> Iterator[Violation]:
+    """Products over `model` beside their messages."""
+    path = "parallel.collective_matmul"
+    if parallel.collective_matmul != "on" or mesh.model <= 1:
+        return
+    if mesh.stage > 1:
+        yield Violation(
+            path,
+            f"works only with mesh.stage=1, not {mesh.stage}: its permutes wait for all devices",
+            [{path: "auto"}],
+        )
+    if precision.matmul in QUANTIZED:
+        yield Violation(
+            path,
+            f"sends numbers of precision.compute, and precision.matmul={precision.matmul!r}",
+            [{path: "auto"}, {"precision.matmul": "compute"}],
+        )
+
+
 def _reductions(
     parallel: ParallelConfig, train: TrainConfig, mesh: MeshConfig
 ) -> Iterator[Violation]:
     """Gradients over `data`, and the outer steps of independent replicas (DiLoCo)."""
     path, steps = "train.diloco_inner_steps", train.diloco_inner_steps
-    if parallel.reduce == "microbatch" and parallel.zero == 0:
+    if parallel.reduce == "last" and mesh.stage == 1:
+        rule = "reduces gradients in a pipeline's last W, and mesh.stage=1"
+        yield Violation(
+            "parallel.reduce", rule, [{"parallel.reduce": r} for r in ("step", "microbatch")]
+        )
+    if parallel.reduce in ("microbatch", "last") and parallel.zero == 0:
         yield Violation(
             "parallel.reduce",
             "leaves gradients sharded, and parallel.zero=0 shards nothing",
@@ -420,6 +447,7 @@ RULES: tuple[Rule, ...] = (
     _context_axis_divides,
     _expert_axis_divides,
     _model_axis_divides,
+    _products_over_model,
     _reductions,
     _batch_divides,
 )

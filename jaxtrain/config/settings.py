@@ -357,15 +357,22 @@ class ParallelConfig:
     )
     reduce: str = setting(
         "auto",
-        "reduction of gradients over mesh.data: once a step, or each microbatch; auto: step"
+        "reduction of gradients over mesh.data: after a step, each microbatch, or (several"
+        " stages) in the last one's W, a layer beside the next one's products; auto: step"
         " for zero 0, and for 1 with several microbatches or stages",
-        choices=("auto", "step", "microbatch"),
+        choices=("auto", "step", "microbatch", "last"),
     )
     context: str = setting(
         "all_gather",
         "attention over mesh.context: all_gather of keys and values; ulysses, an all-to-all"
         " of heads; ring, a ring of keys and values (mesh.stage=1 only)",
         choices=("all_gather", "ulysses", "ring"),
+    )
+    collective_matmul: str = setting(
+        "auto",
+        "gathers and sums over mesh.model in parts, each sent beside a product of the part before; "
+        "auto: with mesh.stage=1 on TPUs and NVIDIA GPUs, where a part has 4 MiB or more",
+        choices=("auto", "on", "off"),
     )
     offload: str = setting(
         "none",

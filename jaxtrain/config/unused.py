@@ -85,6 +85,7 @@ USES = (
         lambda c: f"with precision.params={c.precision.params!r}, which need no masters",
     ),
     Use(["parallel.context"], lambda c: c.mesh.context > 1, lambda c: "with mesh.context=1"),
+    Use(["parallel.collective_matmul"], lambda c: c.mesh.model > 1, lambda c: "with mesh.model=1"),
     Use(
         ["parallel.gather"],
         lambda c: c.parallel.zero == 3,

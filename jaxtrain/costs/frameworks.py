@@ -27,6 +27,8 @@ class Framework:
     logit_passes:     over a microbatch's logits in 32 bits: written, read for the loss, and for its
                       gradient
     model_overlap:    fraction of the time of `model`'s collectives that overlaps with products
+    collective_matmul: `model`'s collectives overlap with the products whose operands they gather or
+                      whose results they sum, and with nothing else
     data_overlap:     fraction of the sums of gradients that overlaps with the backward of the last
                       microbatch
     gather_overlap:   fraction of ZeRO-3's all-gathers and reduce-scatters that overlaps with ops
@@ -75,6 +77,7 @@ class Framework:
     inner_passes: float = 2.0
     logit_passes: float = 3.0
     model_overlap: float = 0.0
+    collective_matmul: bool = False
     data_overlap: float = 0.0
     gather_overlap: float = 0.9
     one_link: float = 0.0

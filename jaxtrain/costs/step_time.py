@@ -394,7 +394,27 @@ class StepModel:
             seconds = {axis: s + unread * (fewer.get(axis, 0.0) - s) for axis, s in seconds.items()}
         ring = float(self.framework.context_by == "ring" and self.hardware.alone <= 1)
         overlap = self.framework.model_overlap, math.inf
+        if self.framework.collective_matmul:
+            overlap = 1.0, self._beside_products(op, dense, seconds.get(MODEL, 0.0))
         return overlapped(seconds, {MODEL: overlap, CONTEXT: (ring, parts.get(ATTENTION, 0.0))})
+
+    def _beside_products(self, op: str, dense: bool, seconds: float) -> float:
+        """Seconds of an op's collectives over `model` that go beside products: of each, up to those
+        of the product that reads what is gathered or makes what is summed, but for one part of
+        the product (parallel/collective_matmul.py). seconds: of the collectives, which are taken to
+        be of one size"""
+        routed = self.model.experts and not dense
+        split = [
+            product
+            for product in self._products(dense)
+            if product.name not in UNSPLIT and not (routed and product.name.startswith("mlp"))
+        ]
+        if op == "W":  # what row-parallel products multiply was gathered by B
+            split = [product for product in split if product.name in COLUMNS]
+        work = {"F": "forward", "R": "forward", "B": "inputs", "W": "weights"}[op]
+        fraction = 1 - 1 / self.layout.model
+        each = seconds / max(1, len(split))
+        return sum(min(each, fraction * getattr(product, work)) for product in split)
 
     @functools.cached_property
     def collectives(self) -> StepCollectives:

@@ -16,9 +16,16 @@ from jaxtrain.devices.mesh import on_cpu
 from jaxtrain.devices.sharding import constrain, is_split, reshard
 from jaxtrain.models.spec import Parameter, Spec, parameter
 from jaxtrain.parallel import fp8
+from jaxtrain.parallel.collective_matmul import Arrived
 from jaxtrain.parallel.fp8 import Quantized, gradient_of, mapped, operands
 from jaxtrain.parallel.mxfp8 import Blocks
-from jaxtrain.parallel.tensor import gather_tokens, products_of_parts, scattered_products
+from jaxtrain.parallel.tensor import (
+    contracted,
+    gather_tokens,
+    gathered_products,
+    products_of_parts,
+    scattered_products,
+)
 
 SPLIT = ("batch", "sequence", None)  # activations between blocks
 GATHERED = ("batch", "token", None)  # activations inside a block
@@ -104,11 +111,12 @@ def _matmul_backward(precision, saved, g):
 matmul.defvjp(_matmul, _matmul_backward)
 
 
-def _by_columns(x_TI, weight_IO) -> jax.Array:
-    """x @ weight, which `model` splits by its columns."""
-    if isinstance(x_TI, Blocks):
-        return products_of_parts(x_TI, weight_IO, ((1,), (0,)), 1)
-    return x_TI @ weight_IO  # type: ignore[no-any-return]
+def contract_tokens(a_BTM, b_BTN, split: int) -> jax.Array:
+    """aᵀ b over all tokens, [M, N], also where one of them was gathered beside its products. split:
+    as for `contract_rows`."""
+    if isinstance(a_BTM, Arrived) or isinstance(b_BTN, Arrived):
+        return contracted(a_BTM, b_BTN)
+    return contract_rows(flat(a_BTM), flat(b_BTN), split=split)
 
 
 @jax.custom_vjp
@@ -119,8 +127,7 @@ def column_products(x_BTD: jax.Array, weights: tuple) -> tuple:
 
 
 def _column_products(x_BTD, weights):
-    x_BTD, saved_BTD = operands(x_BTD, weights[0], gather=gather_sequence)
-    products = tuple(_by_columns(flat(x_BTD), w).reshape(*x_BTD.shape[:-1], -1) for w in weights)
+    products, saved_BTD = gathered_products(x_BTD, weights, gather_sequence)
     return products, (saved_BTD, weights)
 
 
@@ -128,7 +135,7 @@ def _column_products_backward(saved, gradients):
     x_BTD, weights = saved
     pairs = [operands(g, w, gradient=True) for g, w in zip(gradients, weights, strict=True)]
     by_x = scattered_products([g for g, _ in pairs], weights, 1)
-    by_weights = [contract_rows(flat(x_BTD), flat(g)) for _, g in pairs]
+    by_weights = [contract_tokens(x_BTD, g, 1) for _, g in pairs]
     return by_x, tuple(map(gradient_of, weights, by_weights))
 
 
@@ -148,9 +155,8 @@ def _row_product(x_BTI, weight_IO):
 
 def _row_product_backward(saved, g_BTO):
     x_BTI, weight_IO = saved
-    g_BTO, for_weight_BTO = operands(g_BTO, weight_IO, gradient=True, gather=gather_tokens)
-    by_x = _by_columns(flat(g_BTO), weight_IO.T).reshape(x_BTI.shape)
-    by_weight = contract_rows(flat(x_BTI), flat(for_weight_BTO), split=0)
+    (by_x,), for_weight_BTO = gathered_products(g_BTO, (weight_IO.T,), gather_tokens, True)
+    by_weight = contract_tokens(x_BTI, for_weight_BTO, 0)
     return by_x, gradient_of(weight_IO, by_weight)
 
 

@@ -17,6 +17,7 @@ lowest row.
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.devices.mesh import MODEL, over_model, psum_scatter
 from jaxtrain.devices.sharding import is_split, shards
-from jaxtrain.parallel.fp8 import Dims, bare, dot, mapped, split_by
+from jaxtrain.parallel import collective_matmul as ring
+from jaxtrain.parallel.fp8 import Dims, Quantized, bare, dot, mapped, operands, split_by
 
 TOKENS = P(None, MODEL)  # [batch, token, …] between blocks
 COLUMNS = P(None, None, MODEL)  # [batch, token, columns] inside a block
@@ -39,25 +41,89 @@ def gather_tokens(x_BTD):
     return mapped(gather, x_BTD)
 
 
+def gathered_products(
+    x_BTD, weights: Sequence, gather: Callable, gradient: bool = False
+) -> tuple[tuple, Any]:
+    """Returns (x · weight of each, over all tokens [B, T, columns]; all tokens of x, as products
+    that make the weights' gradients read them). x is split along the sequence, the weights
+    [D, columns] are split by their columns.
+
+    gather: what gathers x where its products do not go beside messages; gradient: x is one
+    """
+    if not isinstance(weights[0], Quantized) and _beside_messages(x_BTD, x_BTD.shape[2]):
+        blocks = ring.Arrived([TOKENS] * shards("sequence"))
+        arrived = over_model(ring.ring_gather, (TOKENS,), blocks)(x_BTD)
+        columns = tuple(P(None, MODEL) for _ in weights)
+        each = lambda x, weights: tuple(ring.products(x, w) for w in weights)
+        return over_model(each, (blocks, columns), COLUMNS)(arrived, tuple(weights)), arrived
+    x_BTD, for_weights_BTD = operands(x_BTD, weights[0], gradient, gather)
+    x_TD = mapped(lambda a: a.reshape(-1, a.shape[-1]), x_BTD)
+    products = (_by_columns(x_TD, w).reshape(*x_BTD.shape[:-1], -1) for w in weights)
+    return tuple(products), for_weights_BTD
+
+
+def _beside_messages(x: jax.Array, columns: int) -> bool:
+    """Whether the products of x [B, T, …], or what they sum, go beside messages of so many columns.
+    Numbers of FP8 are sent as before."""
+    if isinstance(x, Quantized) or not is_split("sequence"):
+        return False
+    return ring.serves(x.shape[0] * x.shape[1] // shards("sequence") * columns * x.dtype.itemsize)
+
+
+def _by_columns(x_TI, weight_IO) -> jax.Array:
+    """x @ weight, which `model` splits by its columns."""
+    if isinstance(x_TI, Quantized) and x_TI.use.blocks:
+        return products_of_parts(x_TI, weight_IO, ((1,), (0,)), 1)
+    return x_TI @ weight_IO  # type: ignore[no-any-return]
+
+
+def contracted(a, b) -> jax.Array:
+    """aᵀ b over all tokens, of what `gathered_products` has gathered and an array [B, T, columns],
+    in either order."""
+    gathered_first = isinstance(a, ring.Arrived)
+    blocks = ring.Arrived([TOKENS] * shards("sequence"))
+    splits = (blocks, COLUMNS) if gathered_first else (COLUMNS, blocks)
+    result = P(None, MODEL) if gathered_first else P(MODEL)
+    return over_model(ring.contracted, splits, result)(a, b)
+
+
 def scattered_products(xs: Sequence, weights: Sequence, dim: int) -> jax.Array:
     """Σ x · weight over all pairs, of arrays or quantized tensors, split along the sequence. Each x
     is [B, T, I] with split columns; its weight has I as dimension `dim` (of 2), split too. A device
     adds up its products before one reduce-scatter."""
 
+    def of_rows(xs, weights):
+        products = [dot(x, w, ((1,), (dim,))) for x, w in zip(xs, weights, strict=True)]
+        return sum(products[1:], products[0])
+
     def product(xs, weights):
-        flat = [
-            dot(mapped(lambda a: a.reshape(-1, a.shape[-1]), x), w, ((1,), (dim,)))
-            for x, w in zip(xs, weights, strict=True)
-        ]
-        return sum(flat[1:], flat[0]).reshape(*xs[0].shape[:2], -1)
+        rows = [mapped(lambda a: a.reshape(-1, a.shape[-1]), x) for x in xs]
+        return of_rows(rows, weights).reshape(*xs[0].shape[:2], -1)
 
     if not is_split("sequence"):
         return product(xs, weights)
-    local = lambda xs, weights: psum_scatter(product(xs, weights), MODEL, dim=1)
+    beside_messages = _beside_messages(xs[0], weights[0].shape[1 - dim])
+
+    def local(xs, weights):
+        xs, weights = _joined(xs, weights, dim)
+        if beside_messages:
+            return ring.ring_scatter(of_rows, xs, weights)
+        return psum_scatter(product(xs, weights), MODEL, dim=1)
+
     xs, weights = bare(tuple(xs)), bare(tuple(weights))
     rows = P(MODEL) if dim == 0 else P(None, MODEL)
     specs = tuple(split_by(x, COLUMNS) for x in xs), tuple(split_by(w, rows) for w in weights)
     return over_model(local, specs, TOKENS)(xs, weights)
+
+
+def _joined(xs: Sequence, weights: Sequence, dim: int) -> tuple[Sequence, Sequence]:
+    """The pairs of `scattered_products` on a device as one, where copying their columns moves fewer
+    numbers than adding up their products; so a narrow head's columns are no product of their
+    own."""
+    columns, outputs = sum(x.shape[-1] for x in xs), weights[0].shape[1 - dim]
+    if isinstance(weights[0], Quantized) or columns > outputs * (len(xs) - 1):
+        return xs, weights
+    return [jnp.concatenate(xs, -1)], [jnp.concatenate(weights, dim)]
 
 
 def products_of_parts(a, b, contracted: Dims, split: int) -> jax.Array:

@@ -62,6 +62,19 @@ def _cell_overlap(config: Config, hardware: Hardware) -> float:
     return CELL_OVERLAP if config.mesh.model == 1 else UNTIED_OVERLAP
 
 
+def _collective_matmul(config: Config, hardware: Hardware) -> bool:
+    """Framework.collective_matmul of a config."""
+    if config.mesh.model == 1 or config.precision.matmul in QUANTIZED:
+        return False
+    layout = layout_of(config.mesh, config.pipeline, config.parallel, config.data.batch_size)
+    tokens = layout.microbatch * config.data.sequence_length // config.mesh.context
+    part = tokens // config.mesh.model * config.model.width * bytes_of(config.precision.compute)
+    requested = config.parallel.collective_matmul
+    return kernels.multiplies_while_sending(
+        requested, platform_of(hardware), config.mesh.stage, part
+    )
+
+
 def milliseconds(times: Iterable[float]) -> tuple[float, ...]:
     """Seconds as milliseconds, rounded to four significant digits, in the form of
     `pipeline.times`."""
@@ -165,6 +178,7 @@ def framework_of(config: Config, hardware: Hardware, assume: str = OURS) -> Fram
             context_by=config.parallel.context,
             gathers_once=config.parallel.gather == "step",
             cell_overlap=_cell_overlap(config, hardware),
+            collective_matmul=_collective_matmul(config, hardware),
             inner_steps=config.train.diloco_inner_steps,
             sent_outer=4.0 if config.precision.outer == "float32" else 1.0,
             fp8=config.precision.matmul in QUANTIZED,

@@ -62,6 +62,11 @@ ROUNDING = CHEAP | frozenset(
     "abs reduce_max max min clamp shift_left shift_right_logical and".split()
 )
 GATHERS = frozenset({"all_gather"})
+RINGS = frozenset({"ppermute"})
+# what products beside messages compute of blocks' places (parallel/collective_matmul.py)
+PLACES = RINGS | frozenset(
+    "axis_index rem mul sub lt select_n empty dynamic_slice dynamic_update_slice".split()
+)
 SUMS = frozenset("reduce_scatter add convert_element_type".split())
 MAXIMA = frozenset({"reduce_max", "pmax"})
 SMALLER = 8  # times that a sum has fewer bytes than what it adds up
@@ -110,7 +115,9 @@ def keep_products(equation) -> bool:
         fp8 = any(map(_is_fp8, variables(equation.invars)))
         # a product of FP8 is multiplied by scales, or its operands by powers of two
         sums = SUMS | {"mul", "bitcast_convert_type", "shift_left"} if fp8 else SUMS
-        product = is_only(equation, VIEWS | PRODUCTS | sums) and not is_only(equation, VIEWS | sums)
+        if has(equation, RINGS | {"dynamic_update_slice"}):
+            sums |= PLACES
+        product = is_only(equation, VIEWS | PRODUCTS | sums) and has(equation, PRODUCTS)
         return product or has(equation, BLOCK_PRODUCTS)
     return _decides(equation) or (
         name in PRODUCTS
@@ -144,7 +151,12 @@ def _is_view(equation) -> bool:
         return equation.invars[0].aval.dtype.itemsize <= equation.outvars[0].aval.dtype.itemsize
     if equation.primitive.name == "bitcast_convert_type":
         return _is_fp8(equation.invars[0])
-    return is_only(equation, VIEWS)
+    return is_only(equation, VIEWS) or _is_ring(equation)
+
+
+def _is_ring(equation) -> bool:
+    """True for an all-gather by permutes (parallel/collective_matmul.py: ring_gather)."""
+    return is_part(equation) and has(equation, RINGS) and is_only(equation, VIEWS | RINGS)
 
 
 def _is_fp8(atom) -> bool:
@@ -306,7 +318,9 @@ class LayerSplit:
             if value in crossing:
                 residuals.add(value)
             elif value is self._g or (
-                value in in_b and value in self._late and has(self._maker[value], GATHERS)
+                value in in_b
+                and value in self._late
+                and (has(self._maker[value], GATHERS) or _is_ring(self._maker[value]))
             ):
                 # A gradient that B has gathered is stashed, not gathered twice: it lives only from
                 # B to W.

@@ -35,7 +35,7 @@ from jaxtrain.models.layers import SPLIT
 from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.spec import Spec
 from jaxtrain.models.transformer import ModelParts
-from jaxtrain.parallel import context, replicas
+from jaxtrain.parallel import collective_matmul, context, replicas
 from jaxtrain.parallel.fp8 import BITS, Fp8, Quantized, quantized_weights
 from jaxtrain.parallel.heads import row_major
 from jaxtrain.parallel.mxfp8 import blocked_weights
@@ -60,7 +60,13 @@ from jaxtrain.runtime.layer_stack import LayerRange, LayerStack, RecomputedLayer
 from jaxtrain.runtime.tick import Accumulate, Tick
 from jaxtrain.runtime.tick_state import Constants, ModelTree, Pools, TickState
 from jaxtrain.runtime.updates import PartsState, UpdateRules, Updates, parts_specs
-from jaxtrain.schedule.columns import ARRIVED, TickColumns, TickTable, tick_table
+from jaxtrain.schedule.columns import (
+    ARRIVED,
+    TickColumns,
+    TickTable,
+    last_weights,
+    tick_table,
+)
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.schedule.slots import SAVED, SlottedTable
 
@@ -129,6 +135,7 @@ class Runtime:
         leading dimension [replicas]
     offload_activations: what the forward saves for the backward lies in the host's memory
     fp8: the use of FP8 in products with the matrices of layers; None: they are of `compute`
+    collective_matmul: as `parallel.collective_matmul`
     """
 
     parts: ModelParts
@@ -145,6 +152,7 @@ class Runtime:
     independent_replicas: bool = False
     offload_activations: bool = False
     fp8: Fp8 | None = None
+    collective_matmul: str = "auto"
 
     def losses(self, params: dict, batch: dict) -> Losses:
         """The losses of a batch, without a backward; the table is one of `make_forward_table`.
@@ -227,7 +235,7 @@ class Runtime:
         run = jax.shard_map(
             trace, mesh=self.mesh, in_specs=(), out_specs=P(), axis_names=manual, check_vma=False
         )
-        with traced_for(self.mesh):
+        with traced_for(self.mesh), collective_matmul.requested(self.collective_matmul):
             jax.eval_shape(run)
         model = self.mesh.shape[MODEL]
         size = lambda arrays: sum(a.size * a.dtype.itemsize for a in arrays) // model
@@ -248,7 +256,13 @@ class Runtime:
 
     @functools.cached_property
     def _ticks(self) -> TickTable | None:
-        return None if self.slotted is None else tick_table(self.slotted)
+        if self.slotted is None:
+            return None
+        ticks = tick_table(self.slotted)
+        if not self.zero.reduces_in_last or self.slotted.table.forward_only:
+            return ticks
+        columns = dataclasses.replace(ticks.columns, last_weights=last_weights(self.slotted.table))
+        return dataclasses.replace(ticks, columns=columns)
 
     def _columns(self, batch: dict) -> TickColumns:
         """The table's columns, int32 [ticks, stages]; with one stage, a tick for each
@@ -294,7 +308,7 @@ class Runtime:
         )
         if (parts := self.mesh.shape[CONTEXT]) > 1:
             batch = jax.tree.map(lambda a: context.zigzag(a, parts), batch)
-        with traced_for(self.mesh):
+        with traced_for(self.mesh), collective_matmul.requested(self.collective_matmul):
             columns = jax.tree.map(jnp.asarray, columns)
             return run(params, batch, columns, *(argument for argument, _ in others))
 
@@ -311,18 +325,29 @@ class Runtime:
         constants, tokens = self._constants(params, batch)
         mtp_loss = jnp.zeros(()) if self.parts.cfg.mtp_depth else None
         sums = jax.tree.map(self._zero_sum, self._specs, self._reductions, constants.params)
-        state = self._scan(constants, TickState(jnp.zeros(()), mtp_loss, sums), columns)
+        state = TickState(jnp.zeros(()), mtp_loss, sums, self._zero_shards(sums))
+        state = self._scan(constants, state, columns)
         loss = self._sum(state.loss)
         sums = {name: part for name, part in vars(state.gradients).items() if part is not None}
+        if self.zero.reduces_in_last:
+            sums["layers"] = state.reduced.layers
         sums["layers"] = jax.tree.map(lambda a: a[None], sums["layers"])
         with jax.named_scope("reduce_gradients"):
-            reduce_sums = reduce_rest if self.zero.reduces_in_ops else reduce
-            gradients = jax.tree.map(
-                lambda r, g: reduce_sums(g, r, self.zero.dtype), self.reductions, sums
-            )
+            gradients = {
+                name: jax.tree.map(
+                    lambda r, g, name=name: self._reduced(name, r, g), self.reductions[name], part
+                )
+                for name, part in sorted(sums.items())
+            }
         if mtp_loss is not None:
             mtp_loss = self._sum(state.mtp_loss) / self.parts.cfg.mtp_weight
         return LossesAndGradients(Losses(loss, tokens, mtp_loss), gradients)
+
+    def _reduced(self, name: str, reduction: Reduction, sums: jax.Array) -> jax.Array:
+        """A parameter's sums of the part `name` of the model, reduced over the axes over which no
+        op has."""
+        in_ops = self.zero.reduces_in_ops or (self.zero.reduces_in_last and name == "layers")
+        return (reduce_rest if in_ops else reduce)(sums, reduction, self.zero.dtype)
 
     def _several_steps(
         self,
@@ -524,6 +549,19 @@ class Runtime:
             shape = shard_shape(shape, reduction, shards)
         axes = (*(None for _ in shape[len(spec.axes) :]), *spec.axes)
         return constrain(jnp.zeros(shape, jnp.float32), axes)
+
+    def _zero_shards(self, sums: ModelTree) -> ModelTree:
+        """Zeros in the shapes of `TickState.reduced`."""
+        if not self.zero.reduces_in_last:
+            return ModelTree()
+        shards = self.mesh.shape[DATA]
+
+        def zeros(spec: Spec, reduction: Reduction, a: jax.Array) -> jax.Array:
+            shape = shard_shape(a.shape, reduction, shards)
+            return constrain(jnp.zeros(shape, jnp.float32), (None, *spec.axes))
+
+        specs, reductions = self._specs.layers, self._reductions.layers
+        return ModelTree(layers=jax.tree.map(zeros, specs, reductions, sums.layers))
 
     def _with_buffers(
         self,

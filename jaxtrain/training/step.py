@@ -196,7 +196,9 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
     )
     zero = Zero(parallel.zero, parallel.gather, parallel.reduce, jnp.dtype(precision.reduce))
     fp8 = fp8_of(precision, independent)
-    runtime_of = _runtime_of(layout, setup, zero, model.loss_chunk, compute, fp8)
+    runtime_of = _runtime_of(
+        layout, setup, zero, model.loss_chunk, compute, fp8, parallel.collective_matmul
+    )
     runtime = runtime_of(
         setup.train,
         remat=remat_of(config.pipeline.remat),
@@ -303,6 +305,7 @@ def _runtime_of(
     loss_chunk: int,
     compute: jnp.dtype,
     fp8: Fp8 | None,
+    collective_matmul: str,
 ) -> Callable[..., Runtime]:
     """The runtime of this layout's model without its table and what only training has."""
     return functools.partial(
@@ -316,6 +319,7 @@ def _runtime_of(
         loss_chunk=loss_chunk,
         compute=compute,
         fp8=fp8,
+        collective_matmul=collective_matmul,
     )
 
 

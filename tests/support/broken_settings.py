@@ -165,6 +165,22 @@ RULES = [
         "--config.model.attention_kernel=auto",
     ),
     (
+        {"parallel.collective_matmul": "on", "mesh.model": 2, "mesh.stage": 2, "mesh.data": 1},
+        "parallel.collective_matmul='on' works only with mesh.stage=1, not 2: its permutes wait "
+        "for all devices: use --config.parallel.collective_matmul=auto",
+    ),
+    (
+        {
+            "parallel.collective_matmul": "on",
+            "mesh.model": 2,
+            "mesh.stage": 1,
+            "precision.matmul": "fp8",
+            "precision.compute": "bfloat16",
+        },
+        "parallel.collective_matmul='on' sends numbers of precision.compute, and "
+        "precision.matmul='fp8': use --config.parallel.collective_matmul=auto",
+    ),
+    (
         {"parallel.context": "heads"},
         "parallel.context='heads' is unknown: use --config.parallel.context=all_gather (or "
         "ulysses, ring)",
@@ -301,6 +317,11 @@ RULES = [
         {"parallel.zero": 0, "parallel.reduce": "microbatch"},
         "parallel.reduce='microbatch' leaves gradients sharded, and parallel.zero=0 shards "
         "nothing: use --config.parallel.reduce=step",
+    ),
+    (
+        {"parallel.reduce": "last", "mesh.stage": 1, "mesh.data": 2},
+        "parallel.reduce='last' reduces gradients in a pipeline's last W, and mesh.stage=1: "
+        "use --config.parallel.reduce=step",
     ),
     (
         {"train.diloco_inner_steps": 20, "mesh.replica": 2, "parallel.offload": "both"},
@@ -848,6 +869,10 @@ UNUSED = [
         "precision.fp8_gradients=e4m3 has no use with precision.matmul='compute'",
     ),
     ({"parallel.context": "ring"}, "parallel.context=ring has no use with mesh.context=1"),
+    (
+        {"parallel.collective_matmul": "on", "mesh.model": 1},
+        "parallel.collective_matmul=on has no use with mesh.model=1",
+    ),
     ({"parallel.gather": "step"}, "parallel.gather=step has no use with parallel.zero=1"),
     (
         {"parallel.zero": 3, "mesh.data": 1},
