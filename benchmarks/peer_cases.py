@@ -2,7 +2,8 @@
 
 Both sides have the same model, mesh, sequences, optimizer, types (float32 parameters, bfloat16
 products) and XLA options; both recompute everything and keep documents apart. MaxText has its
-settings twice: at the values that are fastest for it, and at its defaults.
+settings twice: at the values that are fastest for it, and at its defaults. Its pipelines keep the
+optimizer's state whole on each device of `data`, where ours scatter it: that saves it a gather.
 """
 
 import dataclasses

@@ -341,7 +341,12 @@ def _reductions(
 ) -> Iterator[Violation]:
     """Gradients over `data`, and the outer steps of independent replicas (DiLoCo)."""
     path, steps = "train.diloco_inner_steps", train.diloco_inner_steps
-    if parallel.reduce == "microbatch" and parallel.zero == 0:
+    if parallel.reduce == "last" and mesh.stage == 1:
+        rule = "reduces gradients in a pipeline's last W, and mesh.stage=1"
+        yield Violation(
+            "parallel.reduce", rule, [{"parallel.reduce": r} for r in ("step", "microbatch")]
+        )
+    if parallel.reduce in ("microbatch", "last") and parallel.zero == 0:
         yield Violation(
             "parallel.reduce",
             "leaves gradients sharded, and parallel.zero=0 shards nothing",

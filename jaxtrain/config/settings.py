@@ -357,9 +357,10 @@ class ParallelConfig:
     )
     reduce: str = setting(
         "auto",
-        "reduction of gradients over mesh.data: once a step, or each microbatch; auto: step"
+        "reduction of gradients over mesh.data: after a step, each microbatch, or (several"
+        " stages) in the last one's W, a layer beside the next one's products; auto: step"
         " for zero 0, and for 1 with several microbatches or stages",
-        choices=("auto", "step", "microbatch"),
+        choices=("auto", "step", "microbatch", "last"),
     )
     context: str = setting(
         "all_gather",

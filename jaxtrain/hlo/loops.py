@@ -9,11 +9,13 @@ run. A loop over groups of documents counts one call of its kernel.
 import collections
 import dataclasses
 import fractions
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.hlo.program import Instruction, Program
+from jaxtrain.schedule.columns import LAST_WEIGHTS
 
 SCOPE = re.compile(
     r"[/(](?:([FK]B)\d+_\d+|([FKRBW])\d+|(take|send|stay)_\w+|(reduce)_gradients"
@@ -22,6 +24,10 @@ SCOPE = re.compile(
 # Scopes of parallel/grouped.py (capacity, groups, rows of a block) and of parallel/cudnn.py.
 BLOCKS = re.compile(r"/row_blocks_(\d+)_(\d+)_(\d+)/")
 CALLS = "/document_calls/"
+
+
+def _of_last_weights(i: Instruction) -> bool:
+    return f"/{LAST_WEIGHTS}/" in i.op_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +94,20 @@ class StepLoops:
         if units := re.findall(r"/[FKRBW](\d+)/", loop.op_name):
             return self.layers[int(units[-1])]
         if op := self.op_of_loop(loop):
-            return fractions.Fraction(self.op_runs[op]) / times
+            return fractions.Fraction(self._runs(op, loop)) / times
         raise ValueError(f"a loop without a known number of trips: {loop.text[:200]}")
+
+    @functools.cached_property
+    def _has_last_weights(self) -> bool:
+        return any(map(_of_last_weights, self.program.below(self.program.entry)))
+
+    def _runs(self, op: str, loop: Instruction) -> int:
+        """How often a step runs the loop of an op. A unit's last W may have a loop of its own."""
+        runs = self.op_runs[op]
+        if not op.startswith("W") or not self._has_last_weights:
+            return runs
+        is_last = any(map(_of_last_weights, self.program.below(loop.calls["body"])))
+        return min(runs, 1) if is_last else runs - min(runs, 1)
 
     def op_of_loop(self, loop: Instruction) -> str | None:
         """The op of the table that a loop runs: the most frequent name, as XLA may share code."""

@@ -44,7 +44,8 @@ class Zero:
 
     stage:  0 to 3
     gather: parameters of stage 3 are gathered by "layer" inside ops, or all once a "step"
-    reduce: gradients are reduced once a "step", or in each "microbatch"
+    reduce: gradients are reduced after a "step", in each "microbatch", or in the "last" one, where
+        embedding and head are reduced after it
     dtype:  of gradients in collectives
     """
 
@@ -60,6 +61,10 @@ class Zero:
     @property
     def reduces_in_ops(self) -> bool:
         return self.reduce == "microbatch"
+
+    @property
+    def reduces_in_last(self) -> bool:
+        return self.reduce == "last"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +162,13 @@ def in_memory_order(reduction: Reduction, part):
         return part
     split = _model_split(reduction, part.bits)
     return dataclasses.replace(part, bits=row_major(part.bits, split))
+
+
+def in_order(sums: jax.Array, reduction: Reduction) -> jax.Array:
+    """A layer's gradient sums, which lie in memory in the order of their dimensions. Without this
+    XLA gives the sums of all layers the layout that the reduce-scatter prefers, and transposes them
+    in every tick."""
+    return row_major(sums, _model_split(reduction, sums))
 
 
 def gather(part, reduction: Reduction):

@@ -22,7 +22,7 @@ from jaxtrain.devices import host_memory
 from jaxtrain.devices.mesh import on_nvidia_gpu
 from jaxtrain.parallel import fp8
 from jaxtrain.parallel.heads import as_written, orders_by_heads
-from jaxtrain.parallel.zero import Zero, gather, in_memory_order, reduce_in_op
+from jaxtrain.parallel.zero import Zero, gather, in_memory_order, in_order, reduce_in_op
 from jaxtrain.runtime.backward_split import LayerOp, Residuals
 from jaxtrain.runtime.interleave import OpInParts, side_by_side
 from jaxtrain.runtime.tick_state import Pools, merged
@@ -179,6 +179,11 @@ class LayerStack:
             ]
             for each in self._ranges
         }
+
+    @property
+    def reduces_in_last(self) -> bool:
+        """True if the last W of a step reduces its gradients."""
+        return self._zero.reduces_in_last
 
     @property
     def saves_in_f(self) -> bool:
@@ -381,6 +386,49 @@ class LayerStack:
 
         bodies = [(layers, body(layers)) for layers in self._ranges]
         return self._each_layer(LayerOp.WEIGHT_GRADIENT, bodies, params, sums)
+
+    def reduced_gradient(self, params, sums, shards, extra, pools: Pools, slots: TickSlots) -> Any:
+        """`shards` with `sums` + the gradients of the parameters, reduced over `data`.
+
+        On GPUs a layer's are reduced beside the products of the next one: XLA moves no collective
+        into a loop's next trip.
+        """
+        late = on_nvidia_gpu() and not self._is_single and len(self._ranges) == 1
+
+        def reduced(shards, gradients, i):
+            with jax.named_scope("reduce"):
+                gradients = jax.tree.map(
+                    lambda g, r: reduce_in_op(g, r, self._zero.dtype), gradients, self._reductions
+                )
+            return jax.tree.map(lambda a, g: a.at[i].set(g.astype(a.dtype)), shards, gradients)
+
+        def body(layers: LayerRange) -> Body:
+            split = layers.split
+
+            def step(i, p, carry):
+                shards, *waiting = carry
+                for_w = self._read(layers, "residual_w", split.residuals.for_w, pools, slots, i)
+                stash = self._read(layers, "weight_stash", split.weight_stash, pools, slots, i)
+                gradients = split.weight_gradient(p, self._extra(extra, i), for_w, stash)
+                total = jax.tree.map(
+                    lambda a, g, r: in_order(a[i], r) + g.astype(a.dtype),
+                    sums,
+                    gradients,
+                    self._reductions,
+                )
+                if not late:
+                    return (reduced(shards, total, i),)
+                return reduced(shards, waiting[0], i - 1) if waiting else shards, total
+
+            return step
+
+        bodies = [(layers, body(layers)) for layers in self._ranges]
+        shards, *waiting = self._each_layer(
+            LayerOp.WEIGHT_GRADIENT, bodies, params, (shards,), unrolls_first=late
+        )
+        if not waiting:
+            return shards
+        return reduced(shards, waiting[0], self._bounds[self._ranges[-1]][1] - 1)
 
     def _add(self, sums, gradients, i):
         """The sums with layer i's gradients."""

@@ -60,7 +60,13 @@ from jaxtrain.runtime.layer_stack import LayerRange, LayerStack, RecomputedLayer
 from jaxtrain.runtime.tick import Accumulate, Tick
 from jaxtrain.runtime.tick_state import Constants, ModelTree, Pools, TickState
 from jaxtrain.runtime.updates import PartsState, UpdateRules, Updates, parts_specs
-from jaxtrain.schedule.columns import ARRIVED, TickColumns, TickTable, tick_table
+from jaxtrain.schedule.columns import (
+    ARRIVED,
+    TickColumns,
+    TickTable,
+    last_weights,
+    tick_table,
+)
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.schedule.slots import SAVED, SlottedTable
 
@@ -250,7 +256,13 @@ class Runtime:
 
     @functools.cached_property
     def _ticks(self) -> TickTable | None:
-        return None if self.slotted is None else tick_table(self.slotted)
+        if self.slotted is None:
+            return None
+        ticks = tick_table(self.slotted)
+        if not self.zero.reduces_in_last or self.slotted.table.forward_only:
+            return ticks
+        columns = dataclasses.replace(ticks.columns, last_weights=last_weights(self.slotted.table))
+        return dataclasses.replace(ticks, columns=columns)
 
     def _columns(self, batch: dict) -> TickColumns:
         """The table's columns, int32 [ticks, stages]; with one stage, a tick for each
@@ -313,18 +325,29 @@ class Runtime:
         constants, tokens = self._constants(params, batch)
         mtp_loss = jnp.zeros(()) if self.parts.cfg.mtp_depth else None
         sums = jax.tree.map(self._zero_sum, self._specs, self._reductions, constants.params)
-        state = self._scan(constants, TickState(jnp.zeros(()), mtp_loss, sums), columns)
+        state = TickState(jnp.zeros(()), mtp_loss, sums, self._zero_shards(sums))
+        state = self._scan(constants, state, columns)
         loss = self._sum(state.loss)
         sums = {name: part for name, part in vars(state.gradients).items() if part is not None}
+        if self.zero.reduces_in_last:
+            sums["layers"] = state.reduced.layers
         sums["layers"] = jax.tree.map(lambda a: a[None], sums["layers"])
         with jax.named_scope("reduce_gradients"):
-            reduce_sums = reduce_rest if self.zero.reduces_in_ops else reduce
-            gradients = jax.tree.map(
-                lambda r, g: reduce_sums(g, r, self.zero.dtype), self.reductions, sums
-            )
+            gradients = {
+                name: jax.tree.map(
+                    lambda r, g, name=name: self._reduced(name, r, g), self.reductions[name], part
+                )
+                for name, part in sorted(sums.items())
+            }
         if mtp_loss is not None:
             mtp_loss = self._sum(state.mtp_loss) / self.parts.cfg.mtp_weight
         return LossesAndGradients(Losses(loss, tokens, mtp_loss), gradients)
+
+    def _reduced(self, name: str, reduction: Reduction, sums: jax.Array) -> jax.Array:
+        """A parameter's sums of the part `name` of the model, reduced over the axes over which no
+        op has."""
+        in_ops = self.zero.reduces_in_ops or (self.zero.reduces_in_last and name == "layers")
+        return (reduce_rest if in_ops else reduce)(sums, reduction, self.zero.dtype)
 
     def _several_steps(
         self,
@@ -526,6 +549,19 @@ class Runtime:
             shape = shard_shape(shape, reduction, shards)
         axes = (*(None for _ in shape[len(spec.axes) :]), *spec.axes)
         return constrain(jnp.zeros(shape, jnp.float32), axes)
+
+    def _zero_shards(self, sums: ModelTree) -> ModelTree:
+        """Zeros in the shapes of `TickState.reduced`."""
+        if not self.zero.reduces_in_last:
+            return ModelTree()
+        shards = self.mesh.shape[DATA]
+
+        def zeros(spec: Spec, reduction: Reduction, a: jax.Array) -> jax.Array:
+            shape = shard_shape(a.shape, reduction, shards)
+            return constrain(jnp.zeros(shape, jnp.float32), (None, *spec.axes))
+
+        specs, reductions = self._specs.layers, self._reductions.layers
+        return ModelTree(layers=jax.tree.map(zeros, specs, reductions, sums.layers))
 
     def _with_buffers(
         self,

@@ -34,6 +34,7 @@ from jaxtrain.schedule.columns import (
     EMBED,
     EMBED_GRADIENT,
     HEAD,
+    LAST_WEIGHTS,
     UPDATE_ENDS,
     UPDATE_LAYERS,
     Copy,
@@ -61,12 +62,14 @@ class TickOp:
     state, constants: masks (tick_state.py) of what the op reads or writes
     run: (that part of the state, that part of the constants, the tick's columns) → the same part
         of the state, changed
+    last: whether it is for a unit's last W, or for the others; None: for all cells
     """
 
     name: str
     state: TickState
     constants: Constants
     run: Run
+    last: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -201,7 +204,12 @@ class Tick:
     def _once(self, op: TickOp, state: TickState, columns: TickColumns) -> TickState:
         """Runs the op where the tick wants it. An op that no stage ever wants, or every stage
         always, needs no loop."""
-        column = self.ticks.columns.runs[op.name]
+        column, times = self.ticks.columns.runs[op.name], columns.runs[op.name]
+        if op.last is not None and columns.last_weights is not None:
+            column = column * (self.ticks.columns.last_weights == op.last)
+            times = times * (columns.last_weights == op.last)
+        elif op.last:
+            return state
         if not column.any():
             return state
         carried, constants = only(state, op.state), only(self.constants, op.constants)
@@ -214,7 +222,7 @@ class Tick:
             with jax.named_scope(op.name):
                 return op.run(carried, fixed, columns)
 
-        return merged(state, lax.fori_loop(0, columns.runs[op.name], body, carried))
+        return merged(state, lax.fori_loop(0, times, body, carried))
 
     def _permute(self, when: Permute, state: TickState, columns: TickColumns) -> TickState:
         """Sends `up` to the next stage and `down` to the previous one, if this tick does so now."""
@@ -281,10 +289,17 @@ class Tick:
             state = TickState(pools=saving, buffers=output)
             ops["F"] = state, functools.partial(self._forward_saving, "F")
         constants = Constants(one_unit, batch=True)
-        return [
+        cells = [
             TickOp(cell_op(kind, unit), state, constants, functools.partial(run, stack))
             for kind, (state, run) in ops.items()
         ]
+        if not stack.reduces_in_last:
+            return cells
+        *others, weight_gradient = cells
+        state = dataclasses.replace(weight_gradient.state, reduced=one_unit)
+        run = functools.partial(self._last_weight_gradient, stack)
+        last = TickOp(weight_gradient.name, state, constants, run, last=True)
+        return [*others, dataclasses.replace(weight_gradient, last=False), last]
 
     def _overlapped_op(
         self, name: str, kind: str, forward: LayerStack, backward: LayerStack, cells: list[TickOp]
@@ -469,6 +484,16 @@ class Tick:
         sums = state.gradients.layers[stack.unit]
         sums = stack.weight_gradient(params, sums, extra, state.pools, columns.slots)
         return dataclasses.replace(state, gradients=ModelTree(layers={stack.unit: sums}))
+
+    def _last_weight_gradient(
+        self, stack: LayerStack, state: TickState, constants: Constants, columns: TickColumns
+    ) -> TickState:
+        """The state with the unit's reduced gradients of the step; its sums stay."""
+        params, extra = constants.params.layers[stack.unit], self._extra(constants, columns)
+        sums, shards = (tree.layers[stack.unit] for tree in (state.gradients, state.reduced))
+        with jax.named_scope(LAST_WEIGHTS):
+            shards = stack.reduced_gradient(params, sums, shards, extra, state.pools, columns.slots)
+        return dataclasses.replace(state, reduced=ModelTree(layers={stack.unit: shards}))
 
 
 def _losses_of_step(state: TickState, step: jax.Array) -> TickState:

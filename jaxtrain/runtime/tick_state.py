@@ -115,6 +115,7 @@ class TickState:
     loss, mtp_loss: float32, the sums so far: of the next tokens, and of those beyond; scalars, or
         [steps] where a table has several steps
     gradients: float32 sums, of one step
+    reduced: the layers' sums over `data`, this device's shards, where the last W makes them
     buffers: name (schedule/columns.py) → one message [B, T, D]: `up` and `down` leave to the next
         and to the previous stage, `result` does neither; `up_arrived` and `down_arrived` came with
         the last permute
@@ -128,6 +129,7 @@ class TickState:
     loss: Array = None
     mtp_loss: Array = None
     gradients: ModelTree = ModelTree()
+    reduced: ModelTree = ModelTree()
     pools: Pools = Pools()
     buffers: dict[str, Array] = dataclasses.field(default_factory=dict)
     params: ModelTree = ModelTree()

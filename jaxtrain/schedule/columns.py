@@ -44,6 +44,7 @@ BUFFERS = (*WAY, RESULT, f"{RESULT}{OF_GRADIENTS}")
 ARRIVED = {way: f"{way}_arrived" for way in WAY}
 CELL_OPS = ("F", "K", "R", "B", "W")
 EMBED, HEAD, EMBED_GRADIENT = "embed", "head", "embed_gradient"
+LAST_WEIGHTS = "last_weights"  # the scope of a unit's last W, where that is an op of its own
 UPDATE_LAYERS, UPDATE_ENDS, CHECK_STEP = "update_layers", "update_ends", "check_step"
 
 
@@ -124,6 +125,7 @@ class TickColumns:
     microbatch:  of the cell
     b_microbatch: of the B in an overlapped cell; None in a table without these cells
     embed_microbatch, head_microbatch, embed_gradient_microbatch: of these ops
+    last_weights: 1 in the cell of a local unit's last W on its stage; None: no op asks for it
     update_step, update_ends_step, checked_step: the step whose update, or check, it is
     runs:        op → 1 where the stage runs it, else 0
     busy:        1 where it runs any op besides permutes and those that take in arrived messages
@@ -141,6 +143,7 @@ class TickColumns:
     update_ends_step: Array = None
     checked_step: Array = None
     busy: Array = None
+    last_weights: Array = None
     runs: dict[str, Array] = dataclasses.field(default_factory=dict)
     slots: TickSlots = TickSlots()
 
@@ -287,6 +290,17 @@ def columns(slotted: SlottedTable) -> TickColumns:
         runs={op: column.astype(np.int32) for op, column in (takes | ops | permuted).items()},
         slots=TickSlots(**slot_columns),
     )
+
+
+def last_weights(table: Table) -> np.ndarray:
+    """int32 [ticks, stages]: 1 in the cell of a local unit's last W on its stage."""
+    last = np.zeros(table.op.shape, np.int32)
+    for unit in range(table.units_per_stage):
+        cells = _cells(table, "W", unit)
+        ticks = len(cells) - 1 - cells[::-1].argmax(0)
+        stages = np.flatnonzero(cells.any(0))
+        last[ticks[stages], stages] = 1
+    return last
 
 
 def _numbers(column: np.ndarray) -> np.ndarray:

@@ -418,6 +418,32 @@ def test_a_microbatch_s_gradients_are_reduced_beside_products(platform):
 
 
 @compiled_for("h100")
+def test_gradients_of_the_last_microbatch_are_reduced_beside_its_w(platform):
+    """`parallel.reduce=last`: in the loop over a unit's layers, the layer before's beside products;
+    and no sum is transposed in a tick."""
+    few = {"model.layers": 24, "mesh.data": 4, "mesh.model": 1, "pipeline.schedule": "interleaved"}
+    c = ahead.compile_step(
+        platform, {**few, "parallel.reduce": "last", "data.batch_size": 32, "model.width": 1024}
+    )
+    scattered = [
+        i
+        for i in c.program.below(c.tick)
+        if i.collective == "reduce-scatter" and "/last_weights/while/" in i.op_name
+    ]
+    assert scattered
+    for i in scattered:
+        body = list(c.program.computations[i.computation])
+        begin = body.index(i)
+        done = next(n for n, j in enumerate(body) if n > begin and i.name in j.operands)
+        assert any(map(c.multiplies, body[begin:done])), i.name
+    assert not [
+        i.name
+        for i in c.program.inline(c.tick)
+        if i.opcode in ("copy", "transpose") and max(i.sizes) >= 2 * c.smallest_matrix
+    ]
+
+
+@compiled_for("h100")
 def test_no_stage_waits_for_all_between_two_steps_of_a_program(platform):
     """A stage's update is an op of the tick, and its collectives stay on the stage. Between the
     steps all stages have two ops together: the update of embedding and head, and the check, one sum

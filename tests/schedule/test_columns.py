@@ -15,6 +15,7 @@ from jaxtrain.schedule.columns import (
     EMBED_GRADIENT,
     HEAD,
     TickTable,
+    last_weights,
     permute_op,
     result_buffers,
     tick_table,
@@ -148,6 +149,20 @@ def test_every_change_of_a_column_is_seen(permute):
             else:
                 pytest.fail(f"{name}: a change of tick {tick}, stage {stage} is not seen")
     assert len(seen) > 20
+
+
+def test_a_unit_s_last_w_is_the_last_one_on_its_stage():
+    for table in grid("late"):
+        last = last_weights(table)
+        is_w = table.op == Op.W
+        assert not (last.astype(bool) & ~is_w).any()
+        for stage in range(table.stages):
+            ticks = {
+                int(unit): int(tick)
+                for tick, unit in enumerate(table.local_unit[:, stage])
+                if is_w[tick, stage]
+            }
+            assert sorted(ticks.values()) == list(np.flatnonzero(last[:, stage]))
 
 
 def test_results_go_through_the_buffers_of_their_way():

@@ -319,6 +319,11 @@ RULES = [
         "nothing: use --config.parallel.reduce=step",
     ),
     (
+        {"parallel.reduce": "last", "mesh.stage": 1, "mesh.data": 2},
+        "parallel.reduce='last' reduces gradients in a pipeline's last W, and mesh.stage=1: "
+        "use --config.parallel.reduce=step",
+    ),
+    (
         {"train.diloco_inner_steps": 20, "mesh.replica": 2, "parallel.offload": "both"},
         "parallel.offload='both' offloads the optimizer's state, which independent replicas "
         "(train.diloco_inner_steps=20) keep on their devices"

@@ -72,6 +72,25 @@ MORE = {
     "1, one microbatch, model and replica": Case(
         (2, 1, 2), microbatches=1, changes={"mesh.replica": 2, "pipeline.remat": "none"}
     ),
+    "1, reduced in the last W": Case(
+        (2, 2, 1), microbatches=3, changes={"parallel.reduce": "last", "mesh.replica": 2}
+    ),
+    "1, reduced in the last W, zb_h1, uneven": Case(
+        (2, 4, 1), "zb_h1", 1, 5, changes={"parallel.reduce": "last", "model.layers": 7, **SHARED}
+    ),
+    "1, reduced in the last W, interleaved, model": Case(
+        (2, 2, 2), "interleaved", 2, 4, changes={"parallel.reduce": "last", **ENDS, **TIED}
+    ),
+    "1, reduced in the last W, nothing divides": Case(
+        (3, 2, 1), changes={"parallel.reduce": "last", "data.batch_size": 12}
+    ),
+    "3, reduced in the last W, zb_v, k of n": Case(
+        (2, 2, 1),
+        "zb_v",
+        2,
+        4,
+        changes={"parallel.zero": 3, "parallel.reduce": "last", "pipeline.remat": "selective:1"},
+    ),
     "2, interleaved, ends": Case(
         (2, 2, 2), "interleaved", 2, 4, changes={"parallel.zero": 2, **ENDS, **GPT2}
     ),
