@@ -143,6 +143,11 @@ def _axis_type(axis: str) -> AxisType | None:
     return None if mesh.empty else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis]
 
 
+def in_manual_region() -> bool:
+    """True inside the runtime's manual region, where it handles all axes but perhaps `model`."""
+    return _axis_type(STAGE) == AxisType.Manual
+
+
 def partitioned() -> bool:
     """True if the partitioner handles `model` at this point of the trace."""
     return _axis_type(MODEL) == AxisType.Auto

@@ -13,6 +13,7 @@ from jaxtrain.devices.mesh import (
     BATCH_AXES,
     MODEL,
     STAGE,
+    in_manual_region,
     manual_size,
     on_tpu,
     over_model,
@@ -124,10 +125,10 @@ def _on_own_heads(fn: Callable, x: jax.Array) -> jax.Array:
 
 def orders_by_heads() -> bool:
     """True where queries, keys and values go from their products to a TPU's kernel in one pass, by
-    `heads_first`: with one stage, and heads that the partitioner does not split. With several
-    stages they outlive their op, and another order in memory than that of their slots would have
-    entire pools transposed in every tick (seen in programs compiled ahead of time)."""
-    return on_tpu() and manual_size(STAGE) == 1 and not partitioned()
+    `heads_first`: with one stage, and where the runtime or one device has all axes but `model`.
+    With several stages they outlive their op, and another order in memory than that of their slots
+    would have entire pools transposed in every tick (seen in programs compiled ahead of time)."""
+    return on_tpu() and manual_size(STAGE) == 1 and (in_manual_region() or not partitioned())
 
 
 @jax.custom_vjp
