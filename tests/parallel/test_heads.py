@@ -7,10 +7,15 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from support import small
+from support.plain_loop import assert_same, gradients, reference
+from support.small import Case
 
 from jaxtrain.devices.mesh import BATCH_AXES, MANUAL_AXES, STAGE, make_mesh
+from jaxtrain.models import attention as models_attention
+from jaxtrain.models import rotary
 from jaxtrain.parallel import attention
 from jaxtrain.parallel.heads import heads_first, over_heads
+from jaxtrain.runtime import layer_stack
 
 HEADS, KV_HEADS, LENGTH = 8, 4, 6
 
@@ -137,3 +142,12 @@ def test_attention_takes_this_way_for_a_library_kernel(monkeypatch):
             got, attention.grouped_attention(*arrays(), mask()), rtol=1e-5, atol=1e-5
         )
     assert calls == [(2, "cudnn")]
+
+
+@pytest.mark.full
+def test_a_step_with_heads_first_that_the_partitioner_splits(monkeypatch):
+    """As on TPUs with one stage, on CPU devices."""
+    for module in (rotary, models_attention, layer_stack):
+        monkeypatch.setattr(module, "orders_by_heads", lambda: True)
+    config = Case((2, 1, 4), changes={"model.kv_heads": 2}).config()
+    assert_same(gradients(config), reference(config, 1))
