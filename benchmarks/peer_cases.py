@@ -143,6 +143,16 @@ CASES = {
             0.95,
         ),
         PeerCase(
+            "fsdp_bf16",  # in which MaxText sums in any case
+            "Llama 3 8B, FSDP 64, T = 8192, gradients summed in bfloat16",
+            LLAMA[0],
+            DENSE["zero3"].settings | {"precision.reduce": "bfloat16"},
+            LLAMA[1],
+            {"fsdp": 64},
+            FLAT_SETTINGS,
+            0.95,
+        ),
+        PeerCase(
             "long",
             "Llama 3 8B, FSDP 64, T = 32768",
             LLAMA[0],
