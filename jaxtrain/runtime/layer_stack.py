@@ -495,12 +495,15 @@ class LayerStack:
 
             return step
 
+        def room(a: jax.ShapeDtypeStruct, layers: int) -> jax.Array:
+            shape = (layers, *a.shape)
+            if on_host:
+                return host_memory.empty_pool(shape, a.dtype, on_host)
+            return lax.empty(shape, a.dtype)  # every layer writes its own; zeros cost a TPU a pass
+
         def empty(layers: LayerRange) -> Any:
             most = layers.most(self._counts)
-            return jax.tree.map(
-                lambda a: host_memory.empty_pool((most, *a.shape), a.dtype, on_host),
-                layers.split.residuals,
-            )
+            return jax.tree.map(lambda a: room(a, most), layers.split.residuals)
 
         bodies = [(each, body(number, each)) for number, each in enumerate(self._ranges)]
         carry = (x, [empty(layers) for layers in self._ranges])
