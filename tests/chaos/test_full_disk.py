@@ -20,7 +20,6 @@ from support import train_runs as runs
 from support.train_runs import settings
 
 from jaxtrain.checkpoint import __main__ as checkpoint
-from jaxtrain.checkpoint import retention
 from jaxtrain.data.row_log import read_rows
 from jaxtrain.run.exit_status import ExitStatus
 
@@ -74,9 +73,7 @@ def test_a_disk_that_fills_up_and_is_enlarged(folder):
             and "absl" not in done.err
             and "Exception ignored" not in done.err
         )
-        assert runs.checkpoints(disk) == [3, 6] and not retention.unfinished(
-            retention.epath.Path(disk / "checkpoints")
-        )
+        assert runs.checkpoints(disk) == [3, 6] and not runs.unfinished(disk)
         subprocess.run(["mount", "-o", "remount,size=9m", disk], check=True)
         done = runs.train(folder / "run", *FLAGS, devices=1)
         assert "continuing from step 6" in done.out and runs.checkpoints(disk) == [3, 6, 9, 12, 15]
