@@ -11,9 +11,10 @@ from flax import nnx
 from jaxtrain.config import ModelConfig
 from jaxtrain.config.saved_values import MLP_HIDDEN, MLP_IN, ROUTED, ROUTER
 from jaxtrain.devices.sharding import constrain
-from jaxtrain.models.layers import GATHERED, flat, matmul, matrix, named
+from jaxtrain.models.layers import GATHERED, matmul, matrix, named
 from jaxtrain.models.spec import Parameter, Spec, parameter
 from jaxtrain.parallel import context, experts, fp8
+from jaxtrain.parallel.tensor import flat
 
 # Added to a sum of scores, all of which may be next to 0, before it divides them (DeepSeek-V3's
 # code).

@@ -27,14 +27,13 @@ from jaxtrain.models.layers import (
     Dense,
     Norm,
     contract_rows,
-    flat,
     gather_sequence,
     named,
 )
 from jaxtrain.models.moe import MoE
 from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.spec import CacheSlot, Parameter, Spec, binder, parameter, specs
-from jaxtrain.parallel.tensor import lookup, scattered_products
+from jaxtrain.parallel.tensor import flat, lookup, scattered_products
 
 ATTENTION: dict[str, type[Attention] | type[LatentAttention]] = {
     "gqa": Attention,

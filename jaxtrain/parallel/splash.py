@@ -15,8 +15,8 @@ that is needed next, and the kernel fetches it meanwhile.
 
 jax's gradient of the kernel is not used: it saves everything in the kernel's layout, and does not
 take the log-sum-exp of further keys, which the ring needs. The backward is one fused kernel or two
-(config/splash_backward.py). Without a TPU the kernel is interpreted,
-which is for tests, because a step takes minutes.
+(config/splash_backward.py). Without a TPU the kernel is interpreted, which is for tests, because a
+step takes minutes.
 
 Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension
 of queries and keys, V of values; X, Y blocks of queries, of keys in a sequence.
@@ -273,7 +273,7 @@ def _fused(arrays, sight: Sight, segments, call_keys: int, dtype, interpret: boo
 
 
 def _some_keys(a: jax.Array, batch: int, start: int, number: int) -> jax.Array:
-    """Of an array [heads, B · S, …], so many keys of each sequence: [heads, B · number, …]."""
+    """So many keys of each sequence, [heads, B · number, …], of an array [heads, B · S, …]."""
     if a.shape[1] == batch * number:
         return a
     by_sequence = a.reshape(a.shape[0], batch, -1, *a.shape[2:])[:, :, start : start + number]

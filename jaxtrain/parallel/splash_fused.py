@@ -77,12 +77,12 @@ def _kernel(
 
     def add(part: int):
         q, g = q_ref[...], g_ref[...]
-        own, first = pl.ds(part * rows, rows), y * block + part * rows
-        k, v = k_ref[own, :], v_ref[own, :]
+        rows_of_part, first = pl.ds(part * rows, rows), y * block + part * rows
+        k, v = k_ref[rows_of_part, :], v_ref[rows_of_part, :]
         scores = _product(k, q, BY_COLUMNS)
         sees = last_key_ref[...] >= first + lax.broadcasted_iota(jnp.int32, scores.shape, 0)
         if of_keys_ref is not None:
-            segments = jnp.tile(of_keys_ref[own, :], (1, scores.shape[1] // STEP))
+            segments = jnp.tile(of_keys_ref[rows_of_part, :], (1, scores.shape[1] // STEP))
             sees &= segments == of_queries_ref[...]
         p = jnp.exp(jnp.where(sees, scores, HIDDEN) - lse_ref[...])
         at = pl.ds(pl.multiple_of(first, rows), rows)

@@ -33,6 +33,16 @@ TOKENS = P(None, MODEL)  # [batch, token, …] between blocks
 COLUMNS = P(None, None, MODEL)  # [batch, token, columns] inside a block
 
 
+def flat(x):
+    """An array or a quantized tensor [..., D] → [all tokens, D].
+
+    With the tokens in one dimension a weight's gradient is one plain matmul, not one with two
+    contracted dimensions, which costs a transposed copy (measured on CPU: 9.1 → 6.4 CPU-seconds a
+    step).
+    """
+    return mapped(lambda a: a.reshape(-1, a.shape[-1]), x)
+
+
 def gather_tokens(x_BTD):
     """A split sequence, all-gathered over `model`: an array, or a quantized tensor."""
     if not is_split("sequence"):
@@ -57,8 +67,7 @@ def gathered_products(
         each = lambda x, weights: tuple(ring.products(x, w) for w in weights)
         return over_model(each, (blocks, columns), COLUMNS)(arrived, tuple(weights)), arrived
     x_BTD, for_weights_BTD = operands(x_BTD, weights[0], gradient, gather)
-    x_TD = mapped(lambda a: a.reshape(-1, a.shape[-1]), x_BTD)
-    products = (_by_columns(x_TD, w).reshape(*x_BTD.shape[:-1], -1) for w in weights)
+    products = (_by_columns(flat(x_BTD), w).reshape(*x_BTD.shape[:-1], -1) for w in weights)
     return tuple(products), for_weights_BTD
 
 
@@ -97,8 +106,7 @@ def scattered_products(xs: Sequence, weights: Sequence, dim: int) -> jax.Array:
         return sum(products[1:], products[0])
 
     def product(xs, weights):
-        rows = [mapped(lambda a: a.reshape(-1, a.shape[-1]), x) for x in xs]
-        return of_rows(rows, weights).reshape(*xs[0].shape[:2], -1)
+        return of_rows(list(map(flat, xs)), weights).reshape(*xs[0].shape[:2], -1)
 
     if not is_split("sequence"):
         return product(xs, weights)

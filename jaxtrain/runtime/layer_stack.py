@@ -289,9 +289,9 @@ class LayerStack:
         pool = getattr(layers, name)
         index = getattr(slots, pool) * layers.most(self._sizes) + i - layers.begin
         # What lies by heads would give its order to the pool, which reads would then transpose.
-        in_order = as_written if orders_by_heads() else lambda a: a
+        laid_out = as_written if orders_by_heads() else lambda a: a
         arrays = [
-            host_memory.write_at(a, in_order(value.reshape(a.shape[1:])), index)
+            host_memory.write_at(a, laid_out(value.reshape(a.shape[1:])), index)
             for a, value in zip(getattr(pools, pool), values, strict=True)
         ]
         return dataclasses.replace(pools, **{pool: arrays})
