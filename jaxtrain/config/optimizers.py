@@ -1,7 +1,7 @@
 """The optimizers that `optimizer.name` may name: a record of each has all in which it differs.
 
 Clipping by the global norm, decay of weights and the learning rate are the same for all
-(training/optimizer.py). This module works without jax, so optax is an argument of `make`.
+(training/optimizer.py). This module works without jax, so jax and optax are arguments of `make`.
 """
 
 import dataclasses
@@ -21,7 +21,8 @@ class OptimizerRecord:
 
     name:        as in `optimizer.name`
     text:        what it is, with its source
-    make:        (optax, settings) → optax's transformation of clipped gradients into directions
+    make:        (jax, optax, settings) → a transformation, as of optax, of clipped gradients into
+                 directions
     reads:       the settings that `make` and `state` read, each with what it means here
     state:       (shape of a parameter, settings) → the dimensions that each array of its state
                  keeps, in the order of optax's state; an array that keeps none is [1]
@@ -36,7 +37,7 @@ class OptimizerRecord:
 
     name: str
     text: str
-    make: Callable[[ModuleType, Any], Any]
+    make: Callable[[ModuleType, ModuleType, Any], Any]
     reads: Mapping[str, str]
     state: Callable[[tuple[int, ...], Any], tuple[Dims, ...]]
     passes: int
@@ -65,7 +66,24 @@ def _factored(shape: tuple[int, ...], settings: Any) -> tuple[Dims, ...]:
     return tuple(d for d in dims if d != largest), tuple(d for d in dims if d != second), ()
 
 
-def _adafactor(optax: ModuleType, settings: Any) -> Any:
+def _adam(jax: ModuleType, optax: ModuleType, settings: Any) -> Any:
+    """optax's Adam, with corrections of the moments' bias that are factors. XLA makes a factor of a
+    division by a scalar in one program and not in another, so the last bit would differ."""
+    adam = optax.scale_by_adam(settings.b1, settings.b2, settings.epsilon)
+    root = lambda second: jax.numpy.sqrt(second) + settings.epsilon
+
+    def update(gradients, state, params=None):
+        _, new = adam.update(gradients, state, params)
+        first, second = (
+            optax.tree.scale(1 / (1 - decay**new.count), moment)
+            for decay, moment in ((settings.b1, new.mu), (settings.b2, new.nu))
+        )
+        return optax.tree.div(first, jax.tree.map(root, second)), new
+
+    return optax.GradientTransformation(adam.init, update)
+
+
+def _adafactor(_: ModuleType, optax: ModuleType, settings: Any) -> Any:
     parts = [
         optax.scale_by_factored_rms(
             decay_rate=settings.decay_exponent, min_dim_size_to_factor=settings.factored_size
@@ -84,7 +102,7 @@ OPTIMIZERS: Mapping[str, OptimizerRecord] = {
         OptimizerRecord(
             "adamw",
             "Loshchilov & Hutter 2019, arXiv:1711.05101",
-            make=lambda optax, s: optax.scale_by_adam(s.b1, s.b2, s.epsilon),
+            make=_adam,
             reads={
                 "b1": "decay of the first moment",
                 "b2": "decay of the second moment",
@@ -98,7 +116,7 @@ OPTIMIZERS: Mapping[str, OptimizerRecord] = {
             "lion",
             "Chen et al. 2023, arXiv:2302.06675; the paper has b2=0.99 and a third to a tenth of "
             "adamw's learning rate",
-            make=lambda optax, s: optax.scale_by_lion(s.b1, s.b2),
+            make=lambda _, optax, s: optax.scale_by_lion(s.b1, s.b2),
             reads={
                 "b1": "weight of the momentum in an update, whose signs are taken",
                 "b2": "decay of the momentum",

@@ -104,7 +104,7 @@ def make_optimizer(
     """
     specs_of, tree = jax.tree.flatten(specs, is_leaf=is_spec)
     record, rates = OPTIMIZERS[cfg.name], learning_rate(cfg, steps)
-    directions = record.make(optax, cfg)
+    directions = record.make(jax, optax, cfg)
 
     def init(params):
         state = _init_directions(directions, params, specs_of, tree, record.elementwise)
@@ -160,7 +160,7 @@ def make_optimizer(
 
 def _clipped(gradients: Any, norm: jax.Array, limit: float) -> Any:
     """optax's clip_by_global_norm, of gradients that may be some of those whose norm this is."""
-    clip = lambda g: lax.select(norm < limit, g, (g / norm.astype(g.dtype)) * limit)
+    clip = lambda g: lax.select(norm < limit, g, g * (limit / norm).astype(g.dtype))
     return jax.tree.map(clip, gradients)
 
 

@@ -29,7 +29,7 @@ class Recorder:
 @pytest.mark.parametrize("record", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_settings_that_it_reads(record):
     recorder = Recorder()
-    record.make(optax, recorder)
+    record.make(jax, optax, recorder)
     record.state((8, 8), recorder)
     assert recorder.names - {"names"} == {*record.reads}
     assert {*record.fixed} <= {*record.reads}
@@ -43,7 +43,7 @@ def test_every_setting_that_an_optimizer_reads_exists():
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("record", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_state_is_optax_s(record, shape):
-    state = record.make(optax, SETTINGS).init({"a": np.ones(shape, np.float32)})
+    state = record.make(jax, optax, SETTINGS).init({"a": np.ones(shape, np.float32)})
     arrays = [a for a in jax.tree.leaves(state) if a.ndim]
     assert not any(np.any(a) for a in arrays), "an offloaded state begins with zeros"
     sizes = [tuple(shape[d] for d in dims) or (1,) for dims in record.state(shape, SETTINGS)]
@@ -54,7 +54,7 @@ def test_state_is_optax_s(record, shape):
 @pytest.mark.parametrize("record", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_what_an_update_depends_on(record):
     """With one number of the gradient changed, the updates of the others stay, or do not."""
-    optimizer = record.make(optax, SETTINGS)
+    optimizer = record.make(jax, optax, SETTINGS)
     random = np.random.default_rng(0)
     params, gradient = ({"a": random.normal(size=(8, 8)).astype(np.float32)} for _ in range(2))
     changed = {"a": gradient["a"].copy()}
@@ -66,11 +66,25 @@ def test_what_an_update_depends_on(record):
     assert same == record.elementwise
 
 
+def test_adam_is_optax_s_but_for_its_rounding():
+    random = np.random.default_rng(0)
+    ours = OPTIMIZERS["adamw"].make(jax, optax, SETTINGS)
+    theirs = optax.scale_by_adam(SETTINGS.b1, SETTINGS.b2, SETTINGS.epsilon)
+    state = None
+    for _ in range(3):
+        gradient = {"a": random.normal(size=(8, 8)).astype(np.float32)}
+        state = state or ours.init(gradient)
+        (found, after), (expected, of_theirs) = (o.update(gradient, state) for o in (ours, theirs))
+        np.testing.assert_allclose(found["a"], expected["a"], rtol=1e-6)
+        jax.tree.map(np.testing.assert_array_equal, after, of_theirs)
+        state = after
+
+
 @pytest.mark.parametrize("record", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_the_first_step_leaves_the_gradient_in_the_momentum(record):
     params = {"a": np.ones((8, 8), np.float32)}
     gradient = {"a": np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)}
-    optimizer = record.make(optax, SETTINGS)
+    optimizer = record.make(jax, optax, SETTINGS)
     _, state = optimizer.update(gradient, optimizer.init(params), params)
     if record.momentum:
         tree, factor = record.momentum

@@ -125,7 +125,7 @@ def plain_optimizer(cfg: Config) -> optax.GradientTransformation:
     matrices = lambda params: jax.tree.map(lambda a: a.ndim > 1, params)
     return optax.chain(
         optax.clip_by_global_norm(cfg.optimizer.clip_norm),
-        OPTIMIZERS[cfg.optimizer.name].make(optax, cfg.optimizer),
+        OPTIMIZERS[cfg.optimizer.name].make(jax, optax, cfg.optimizer),
         optax.add_decayed_weights(cfg.optimizer.weight_decay, matrices),
         optax.scale_by_learning_rate(learning_rate(cfg.optimizer, cfg.train.steps)),
     )
