@@ -14,6 +14,7 @@ class SavedValue(NamedTuple):
     exists: Callable[[ModelConfig], object] = lambda model: True
 
 
+LAYER_INPUT = "layer_input"
 ATTENTION_NORM = "attention_norm"
 LATENT = "latent"
 QKV = "qkv"
@@ -28,6 +29,7 @@ MLP_HIDDEN = "mlp_hidden"
 PRODUCTS = (LATENT, QKV, ATTENTION, ATTENTION_OUT, ROUTER, MLP_IN)
 # in the order in which a layer makes them
 SAVED_VALUES: Mapping[str, SavedValue] = {
+    LAYER_INPUT: SavedValue("the layer's input, which every selective recomputation saves"),
     ATTENTION_NORM: SavedValue("the input of attention, normed"),
     LATENT: SavedValue(
         "what latent attention compresses its input to", lambda model: model.attention == "mla"

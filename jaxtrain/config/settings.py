@@ -433,7 +433,9 @@ class PipelineConfig:
     save: tuple[str, ...] = setting(
         (),
         "what a layer with remat=selective saves beside its input, by name, such as "
-        "attention,mlp_in; the rest is recomputed. Empty: the results of matmuls",
+        "attention,mlp_in; the rest is recomputed. Empty: the results of matmuls. With stages and "
+        "remat=full, layer_input: each layer's input, and not the chunk's alone; takes memory, and "
+        "R makes no layer's output",
     )
     overlap: bool = setting(
         False,

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 
-from jaxtrain.config.saved_values import PRODUCTS
+from jaxtrain.config.saved_values import LAYER_INPUT, PRODUCTS
 from jaxtrain.config.sizes import SELECTIVE, Remat, capacity_of, device_capacity, remat_of
 from jaxtrain.costs.transformer import Transformer
 from jaxtrain.schedule.orders import ONE_CHUNK
@@ -74,6 +74,11 @@ class Layout:
     def saved_names(self) -> tuple[str, ...]:
         """The names of the values that a layer with selective recomputation saves."""
         return self.save or PRODUCTS
+
+    @property
+    def saves_inputs(self) -> bool:
+        """True if F leaves the inputs of all layers that R recomputes, and not the unit's alone."""
+        return self.recomputation.mode == "full" and self.stage > 1 and LAYER_INPUT in self.save
 
     def makes_again(self, value: str) -> bool:
         """True if B, and no R, recomputes the value of this name in a layer that is recomputed."""

@@ -13,6 +13,7 @@ logits                          logits of the tokens that have any at a time. He
 Activations of our own runtime are in slots of five pools, each shared by a stage's chunks:
 
     activation     a chunk's input: from its arrival to F, or to R if there is one
+    layer_input    the inputs of a chunk's layers: from F to R, where `pipeline.save` has them
     gradient       the gradient of a chunk's output, until B
     residual_b     the results of F that only B needs
     residual_w     the results of F that W needs too
@@ -90,6 +91,7 @@ class SlotCounts:
     saved_w: float = 0
     saved_stash: float = 0
     saved_layers: int = 0
+    layer_input: float = 0
 
 
 def memory(
@@ -173,7 +175,7 @@ def estimated_slots(step: StepModel) -> SlotCounts | None:
     saved = 0 if layout.recomputation.mode == "none" else saved
     held = residuals * (saved > 0)
     return SlotCounts(
-        activation=residuals if full else TRANSIT,
+        activation=residuals if full and not layout.saves_inputs else TRANSIT,
         gradient=schedule.gradients(p, layout.microbatches),
         residual_b=1 if full else residuals,
         residual_w=stashes if full else residuals,
@@ -185,6 +187,7 @@ def estimated_slots(step: StepModel) -> SlotCounts | None:
         saved_w=held,
         saved_stash=stashes * (saved > 0),
         saved_layers=saved,
+        layer_input=residuals * layout.saves_inputs,
     )
 
 
@@ -238,6 +241,8 @@ def _pools(step: StepModel, slots: SlotCounts) -> dict[str, float]:
         "residual_w": slots.residual_w * layers * layer.residual_w,
         "weight_stash": slots.weight_stash * layers * layer.weight_stash,
     }
+    if slots.layer_input:
+        pools["layer_input"] = slots.layer_input * layers * layer.input
     if saved_layers:
         pools |= {
             "saved_b": slots.saved_b * saved_layers * saved.residual_b,
@@ -245,7 +250,9 @@ def _pools(step: StepModel, slots: SlotCounts) -> dict[str, float]:
             "saved_stash": slots.saved_stash * saved_layers * saved.weight_stash,
         }
     full = step.layout.recomputation.mode == "full"
-    inputs = ("activation",) if full else ("residual_b", "residual_w")
+    inputs = ["residual_b", "residual_w"]
+    if full:
+        inputs = ["layer_input" if slots.layer_input else "activation"]
     in_f = (*inputs, "saved_b", "saved_w")
     offloaded = in_f if step.layout.offloads("activations") else ()
     return {pool: size for pool, size in pools.items() if pool not in offloaded}

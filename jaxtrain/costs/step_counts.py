@@ -121,6 +121,7 @@ class StepCounts:
                 if op == "R" and not lowest:
                     continue
                 unread = int(outside and op == "R")
+                unread = layers if op == "R" and c.layout.saves_inputs else unread
                 passes.append(LayerPass(label, op, count, unit, layers, unread, mode, lowest))
         return passes
 
@@ -206,12 +207,15 @@ class StepCounts:
 
     def _weights(self, op: str, unit: int, reads: bool) -> list[Collective]:
         """Collectives of an op on one layer's parameters: those that it reads, and gradients."""
-        layers, stacks = self.placement.stack_size(unit), self.parameters[f"layers/{unit}"].values()
-        layer = [p._replace(size=p.size // layers) for p in stacks]
-        read = [p for p in layer if reads and (op != "W" or not p.matrix)]
+        c, layers = self.collectives, self.placement.stack_size(unit)
+        stacks = self.parameters[f"layers/{unit}"]
+        layer = {name: p._replace(size=p.size // layers) for name, p in stacks.items()}
+        read = [p for name, p in layer.items() if reads and (op != "W" or not p.matrix)]
+        if op == "R" and c.layout.saves_inputs:  # no dense layer's output
+            read = [p for name, p in layer.items() if not name.startswith("mlp.down.")]
         return [
-            *self.collectives.gathers(read),
-            *self.collectives.reductions_in_op(layer if op == "W" else []),
+            *c.gathers(read),
+            *c.reductions_in_op([*layer.values()] if op == "W" else []),
         ]
 
     def _messages(self, slotted: SlottedTable, stage: int) -> list[Collective]:

@@ -442,13 +442,13 @@ class StepModel:
     @functools.cached_property
     def _unread(self) -> float:
         """Fraction of recomputed layers whose recomputation can skip the down projection, because
-        nothing reads its output: all of them with one stage (every layer's input was saved); with
-        several stages only the last one of a unit, when it runs outside the unit's loop."""
+        nothing reads its output: all of them where every layer's input was saved, as with one
+        stage; otherwise only the last one of a unit, when it runs outside the unit's loop."""
         layout, layers = self.layout, self._layers_of_unit() * self.recomputed_fraction
         gathers = layout.zero == 3 and self.shards > 1 and not self.framework.gathers_once
         if not self.framework.slots:
             return 0.0
-        if layout.stage == 1:
+        if layout.stage == 1 or layout.saves_inputs:
             return 1.0
         return 1 / max(1.0, layers) if layers <= 1 or gathers else 0.0
 

@@ -28,7 +28,8 @@ from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, checks
 from jaxtrain.config.checks import Environment
 from jaxtrain.config.rules import divisors, near
-from jaxtrain.config.settings import MOST_MICROBATCHES
+from jaxtrain.config.saved_values import LAYER_INPUT
+from jaxtrain.config.settings import MOST_MICROBATCHES, PipelineConfig
 from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.costs import hardware
 from jaxtrain.costs.hardware import GIB, Hardware
@@ -282,6 +283,12 @@ def _works(space: Space) -> Iterator[StepModel]:
     )
 
 
+def _saved(pipeline: PipelineConfig, remat: str) -> tuple[str, ...]:
+    """The values of the recipe that are saved with another recomputation, too."""
+    keeps = remat == SELECTIVE or (remat == "full" and pipeline.save == (LAYER_INPUT,))
+    return pipeline.save if keeps else ()
+
+
 def _cuts(space: Space, offload: str) -> Iterator[StepModel]:
     """The step of each mesh, microbatch and recomputation."""
     for work in _works(space):
@@ -293,7 +300,7 @@ def _cuts(space: Space, offload: str) -> Iterator[StepModel]:
                 microbatch=size,
                 microbatches=each // size,
                 remat=remat,
-                save=space.config.pipeline.save if remat == SELECTIVE else (),
+                save=_saved(space.config.pipeline, remat),
                 offload=offload,
             )
             yield dataclasses.replace(work, layout=layout)

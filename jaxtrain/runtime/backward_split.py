@@ -1,6 +1,7 @@
 """A layer cut into the ops of a schedule, by partitioning the trace of its vjp.
 
     output_and_residuals(params, x, extra)              → y, residuals                 F
+    residuals_of(params, x, extra)                      → residuals                    R
     input_gradient(params, extra, residuals, g)         → gradient of x, weight stash  B
     weight_gradient(params, extra, for_w, weight_stash) → gradients of params          W
     gradients(params, extra, residuals, g)              → gradients of params, of x    B and W
@@ -88,10 +89,12 @@ class Residuals:
 
 class LayerOp(enum.Enum):
     """A part of a layer that is run. WHOLE: the layer as it is written, or its trace where it is
-    cut at its messages (interleave.py); BACKWARD: B and W at once."""
+    cut at its messages (interleave.py); RECOMPUTE: FORWARD without the layer's output; BACKWARD: B
+    and W at once."""
 
     WHOLE = enum.auto()
     FORWARD = enum.auto()
+    RECOMPUTE = enum.auto()
     INPUT_GRADIENT = enum.auto()
     WEIGHT_GRADIENT = enum.auto()
     BACKWARD = enum.auto()
@@ -184,13 +187,14 @@ class LayerSplit:
         matter.
       keep: what may cross from the forward to the backward.
 
+    x: shape and dtype of the layer's input
     residuals: Residuals of the shapes and dtypes of what the forward leaves
     weight_stash: shapes and dtypes of what B leaves for W; `gathered` says of each whether B has
         gathered it, so that the devices of `model` hold the same
     """
 
     def __init__(self, layer: Callable, params, x, extra, keep: KeepRule = keep_everything):
-        self.layer = layer
+        self.layer, self.x = layer, jax.ShapeDtypeStruct(x.shape, x.dtype)
         self._trace(layer, params, x, extra, keep)
         saved = self._saved_values(keep)
         self._stashed, for_weights = self._crossing_to_weights(saved)
@@ -202,6 +206,7 @@ class LayerSplit:
         self._equations = {
             LayerOp.WHOLE: self._needed([self._y], ()),
             LayerOp.FORWARD: self._needed([self._y, *saved], ()),
+            LayerOp.RECOMPUTE: self._needed(saved, ()),
             LayerOp.INPUT_GRADIENT: self._needed([self._dx, *self._stashed], saved),
             LayerOp.WEIGHT_GRADIENT: self._needed(self._dp, {*for_weights, *self._stashed}),
             LayerOp.BACKWARD: self._needed([self._dx, *self._dp], saved),
@@ -419,6 +424,12 @@ class LayerSplit:
     def output_and_residuals(self, params, x: jax.Array, extra) -> tuple[jax.Array, Residuals]:
         """Returns (y, which has the shape of x; what the backward reads)."""
         return self.forward(LayerOp.FORWARD, params, x, extra).run()
+
+    def residuals_of(self, params, x: jax.Array, extra) -> Residuals:
+        """What the backward reads, without y and what y alone needs."""
+        n, saved = len(self._for_b), [*self._for_b, *self._for_w]
+        pack = lambda values: Residuals(values[:n], values[n:])
+        return self._op(LayerOp.RECOMPUTE, params, extra, {self._x: x}, saved, pack).run()
 
     def backward(self, params, extra, residuals: Residuals, g: jax.Array) -> OpInParts:
         """INPUT_GRADIENT, from the gradient g of y. Its result: (the gradient of x, the weight

@@ -88,6 +88,8 @@ class LayerRange:
     begin, end: of a unit's layers; end None: the unit's. A unit of fewer layers has those that it
         has.
     recomputed: the op R makes the residuals, where the unit has one, and not F
+    layer_input: the name of the pool in which F leaves each layer's input for R; "": R starts from
+        the unit's input, and makes each layer's from the one before
     residual_b, residual_w, weight_stash: the names of the pools
     """
 
@@ -95,6 +97,7 @@ class LayerRange:
     begin: int = 0
     end: int | None = None
     recomputed: bool = False
+    layer_input: str = ""
     residual_b: str = "residual_b"
     residual_w: str = "residual_w"
     weight_stash: str = "weight_stash"
@@ -187,8 +190,13 @@ class LayerStack:
 
     @property
     def saves_in_f(self) -> bool:
-        """True if F saves residuals of some layers, though R recomputes those of others."""
-        return any(not each.recomputed for each in self._ranges)
+        """True if F saves residuals or inputs of some layers, though R recomputes some."""
+        return self.saves_inputs or any(not each.recomputed for each in self._ranges)
+
+    @property
+    def saves_inputs(self) -> bool:
+        """True if F leaves the inputs of layers for R."""
+        return any(each.layer_input for each in self._ranges)
 
     def _extra(self, extra, i):
         """What layer i reads beside its input."""
@@ -316,6 +324,7 @@ class LayerStack:
         def body(layers: LayerRange) -> Body:
             def step(i, p, carry):
                 x, pools = carry
+                pools = self._write_input(layers, op, x, pools, slots, i)
                 y, residuals = self._forward(layers, op, p, extra, i, x)
                 return y, self._write_residuals(layers, residuals, pools, slots, i)
 
@@ -323,10 +332,36 @@ class LayerStack:
 
         bodies = [(each, body(each)) for each in self._ranges if op != "R" or each.recomputed]
         written = {name for each, _ in bodies for name in (each.residual_b, each.residual_w)}
+        written |= {each.layer_input for each, _ in bodies if each.layer_input}
         part = Pools(**{name: getattr(pools, name) for name in sorted(written)})
         layer_op = LayerOp.WHOLE if op == "F" else LayerOp.FORWARD
         y, part = self._each_layer(layer_op, bodies, params, (x, part))
         return y, merged(pools, part)
+
+    def rebuilt(self, params, extra, pools: Pools, slots: TickSlots) -> Pools:
+        """The pools with the residuals of the layers that R recomputes, each from the input that F
+        has left."""
+
+        def body(layers: LayerRange) -> Body:
+            def step(i, p, part):
+                (x,) = self._read(layers, "layer_input", [layers.split.x], pools, slots, i)
+                residuals = layers.split.residuals_of(p, x, self._extra(extra, i))
+                return self._write_residuals(layers, residuals, part, slots, i)
+
+            return step
+
+        bodies = [(each, body(each)) for each in self._ranges if each.recomputed]
+        written = sorted({n for each, _ in bodies for n in (each.residual_b, each.residual_w)})
+        part = Pools(**{name: getattr(pools, name) for name in written})
+        return merged(pools, self._each_layer(LayerOp.RECOMPUTE, bodies, params, part))
+
+    def _write_input(
+        self, layers: LayerRange, op: str, x: jax.Array, pools: Pools, slots, i
+    ) -> Pools:
+        """The pools with layer i's input, where the op leaves it for R."""
+        if op != "F" or not layers.layer_input:
+            return pools
+        return self._write(layers, "layer_input", [x], pools, slots, i)
 
     def _forward(
         self, layers: LayerRange, op: str, p, extra, i, x: jax.Array
@@ -467,6 +502,7 @@ class LayerStack:
         pair = _LayerPairs(self, forward, backward, params, extra, slots)
         ranges = [*self._ranges, *backward._ranges]
         used = {n for r in ranges for n in (r.residual_b, r.residual_w, r.weight_stash)}
+        used |= {r.layer_input for r in self._ranges if r.layer_input}
         part = Pools(**{name: getattr(pools, name) for name in sorted(used)})
         x, g, part = pair.run((forward.x, g, part))
         return x, g, merged(pools, part)
@@ -582,13 +618,13 @@ class _LayerPairs:
         (g, stash), (y, saved) = side_by_side(
             self._backward(b, residuals, g, i), self._output(f, x, i)
         )
-        pools = self._stack._write_residuals(f, saved, pools, self._forward.slots, i)
+        pools = self._with_saved(f, x, saved, pools, i)
         return y, g, self._with_stash(b, stash, pools, i)
 
     def _rest_of_f(self, f: LayerRange, i, carry: _PairCarry) -> _PairCarry:
         x, g, pools = carry
         y, saved = self._output(f, x, i).run()
-        return y, g, self._stack._write_residuals(f, saved, pools, self._forward.slots, i)
+        return y, g, self._with_saved(f, x, saved, pools, i)
 
     def _rest_of_b(self, b: LayerRange, i, carry: _PairCarry) -> _PairCarry:
         x, g, pools = carry
@@ -601,6 +637,13 @@ class _LayerPairs:
         recomputed = forward.op == "F" and f.recomputed
         op = LayerOp.WHOLE if recomputed else LayerOp.FORWARD
         return f.split.forward(op, p, x, self._stack._extra(forward.extra, i))
+
+    def _with_saved(
+        self, f: LayerRange, x: jax.Array, saved: Residuals | None, pools: Pools, i
+    ) -> Pools:
+        slots = self._forward.slots
+        pools = self._stack._write_input(f, self._forward.op, x, pools, slots, i)
+        return self._stack._write_residuals(f, saved, pools, slots, i)
 
     def _backward(self, b: LayerRange, residuals: Residuals, g: jax.Array, i) -> OpInParts:
         layer = self._b_count - 1 - i

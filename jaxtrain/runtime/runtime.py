@@ -208,9 +208,11 @@ class Runtime:
         where an R follows, and residuals; () without offload or with one stage."""
         if not self.offload_activations or self.slotted is None:
             return ()
-        rebuilt = self.remat.mode == "full"
-        inputs = ("activation",) if rebuilt else ("residual_b", "residual_w")
-        return (*inputs, "saved_b", "saved_w") if self.slotted.table.saved else inputs
+        table = self.slotted.table
+        inputs = ["residual_b", "residual_w"]
+        if self.remat.mode == "full":
+            inputs = ["layer_input" if table.saves_inputs else "activation"]
+        return (*inputs, *(("saved_b", "saved_w") if table.saved else ()))
 
     def slot_bytes(self, sequences: int, tokens: int, documents: bool) -> dict[str, int]:
         """Pool → bytes of one of its slots on a device.
@@ -243,6 +245,8 @@ class Runtime:
         sizes = {"activation": one, "gradient": one}
         for part in ranges:
             split, layers = part.split, part.most(self.placement.sizes)
+            if part.layer_input:
+                sizes[part.layer_input] = layers * one
             gathered = [a for a, g in zip(split.weight_stash, split.gathered, strict=True) if g]
             stash = size(split.weight_stash) + size(gathered) * (model - 1)
             sizes |= {
@@ -506,11 +510,26 @@ class Runtime:
         recomputed = self.remat.recomputed(most)
         if not recomputed:
             return [LayerRange(self._split("none", message, extra))]
-        lowest = LayerRange(self._split(mode, message, extra), recomputed=mode == "full")
+        lowest = LayerRange(
+            self._split(mode, message, extra),
+            recomputed=mode == "full",
+            layer_input="layer_input" * self._saves_inputs,
+        )
         if recomputed == most:
             return [lowest]
-        rest = LayerRange(self._split("none", message, extra), recomputed, None, False, *SAVED)
+        b, w, stash = SAVED
+        rest = LayerRange(
+            self._split("none", message, extra),
+            recomputed,
+            residual_b=b,
+            residual_w=w,
+            weight_stash=stash,
+        )
         return [dataclasses.replace(lowest, end=recomputed), rest]
+
+    @property
+    def _saves_inputs(self) -> bool:
+        return self.slotted is not None and self.slotted.table.saves_inputs
 
     def _split(self, mode: str, message: tuple[int, ...], extra) -> LayerSplit | RecomputedLayer:
         """One layer cut into ops as this mode of remat says, for activations of this shape [B, T,
@@ -596,6 +615,12 @@ class Runtime:
         replicated = lambda a, gathered: constrain(a, (None,) * a.ndim) if gathered else a
         pools = Pools(activation, zeros(slots["gradient"]))
         for part in ranges:
+            if part.layer_input:
+                inputs = pool(part.layer_input, part, [part.split.x])
+                split_inputs = [constrain(a, (None, *SPLIT)) for a in inputs]
+                pools = dataclasses.replace(
+                    pools, layer_input=inputs if part.layer_input in host else split_inputs
+                )
             split, residuals = part.split, part.split.residuals
             stash = pool(part.weight_stash, part, split.weight_stash)
             of_range = {

@@ -286,8 +286,12 @@ class Tick:
             "W": (TickState(gradients=one_unit, pools=weights), self._weight_gradient),
         }
         if stack.saves_in_f and not self.table.forward_only:
-            state = TickState(pools=saving, buffers=output)
+            pools = dataclasses.replace(saving, layer_input=stack.saves_inputs or None)
+            state = TickState(pools=pools, buffers=output)
             ops["F"] = state, functools.partial(self._forward_saving, "F")
+        if stack.saves_inputs:
+            pools = Pools(layer_input=True, residual_b=True, residual_w=True)
+            ops["R"] = TickState(pools=pools), self._recompute
         constants = Constants(one_unit, batch=True)
         cells = [
             TickOp(cell_op(kind, unit), state, constants, functools.partial(run, stack))
@@ -434,6 +438,14 @@ class Tick:
         params, extra = constants.params.layers[stack.unit], self._extra(constants, columns)
         y, pools = stack.output_and_residuals(params, x, extra, state.pools, columns.slots, op)
         return dataclasses.replace(state, pools=pools, buffers=dict.fromkeys(state.buffers, y))
+
+    def _recompute(
+        self, stack: LayerStack, state: TickState, constants: Constants, columns: TickColumns
+    ) -> TickState:
+        """The state with the unit's residuals, each layer's from its own input."""
+        params, extra = constants.params.layers[stack.unit], self._extra(constants, columns)
+        pools = stack.rebuilt(params, extra, state.pools, columns.slots)
+        return dataclasses.replace(state, pools=pools)
 
     def _input_gradient(
         self, stack: LayerStack, state: TickState, constants: Constants, columns: TickColumns

@@ -58,6 +58,7 @@ class Pools:
 
     activation, gradient: units' inputs, and gradients of their outputs: [slots, B, T, D] of the
         compute type
+    layer_input: inputs of a unit's layers, for R: a list of one array [slots · layers, ...]
     residual_b, residual_w, weight_stash: what the forward leaves for B alone, for B and W, and what
         B leaves for W: lists of arrays [slots · layers, ...]
     saved_b, saved_w, saved_stash: the same of the layers that save all residuals in F, where others
@@ -66,6 +67,7 @@ class Pools:
 
     activation: Array = None
     gradient: Array = None
+    layer_input: Part = None
     residual_b: Part = None
     residual_w: Part = None
     weight_stash: Part = None

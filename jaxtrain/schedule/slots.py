@@ -1,7 +1,7 @@
 """The slots that hold the values of a table, found by interval colouring of the values' lifetimes.
 They are the fewest that the table allows.
 
-A stage has five pools of slots, eight where layers differ in what they save, each shared by all its
+A stage has five pools of slots, and others for what only some settings save, each shared by all its
 units. A value takes one slot of its pool from the tick in which it arrives to the tick of its last
 reader, both included, so no tick reads a slot and fills it with another value:
 
@@ -49,6 +49,8 @@ class TickSlots:
         activation and fills residual_b and residual_w, unless an R follows that does; R reads
         activation and fills them; B reads gradient and both, and fills weight_stash; W reads
         residual_w and weight_stash
+    layer_input: filled by an F that an R follows, and read by that in place of activation; None
+        where the table has no saves_inputs
     saved_b, saved_w, saved_stash: the same of the layers that save all, which every F fills; None
         where no unit has any
     b_residual_b, b_residual_w, b_saved_b, b_saved_w: read by the B of an overlapped cell, whose F
@@ -62,6 +64,7 @@ class TickSlots:
     """
 
     activation: Array = None
+    layer_input: Array = None
     gradient: Array = None
     residual_b: Array = None
     residual_w: Array = None
@@ -129,7 +132,7 @@ def assign_slots(table: Table) -> SlottedTable:
     """A table with its slots. The table must be right: check it first."""
     columns: dict[str, np.ndarray] = {}
     pools = _uses(table)
-    absent: list[str] = [] if "saved_b" in pools else list(SAVED)
+    absent = [name for name in (*SAVED, "layer_input") if name not in pools]
     absent += [f"b_{name}" for name in READ_BY_B if not table.overlaps or name in absent]
     for field in dataclasses.fields(TickSlots):
         of_one_stage = field.name.startswith(("embed", "head"))
@@ -211,7 +214,7 @@ def _uses(table: Table) -> dict[str, dict[str, _Uses]]:
         return uses | ({f"b_{pool}": of_cells(cells & overlapped_b)} if table.overlaps else {})
 
     activation = {
-        "activation": of_cells((op == Op.F) | (op == Op.R)),
+        "activation": of_cells((op == Op.F) | (op == Op.R) & (not table.saves_inputs)),
         "stay_activation": of_cells((op == Op.F) & stays, 1),
         "embed_activation": _of_column(table.embed, lowest_stage, 0),
         "head_activation": _of_column(table.head, last_stage, last + 1),
@@ -241,6 +244,8 @@ def _uses(table: Table) -> dict[str, dict[str, _Uses]]:
         "residual_w": read_by_b("residual_w", residuals | (op == Op.W)),
         "weight_stash": {"weight_stash": of_cells((op == Op.B) | (op == Op.W))},
     }
+    if table.saves_inputs and not table.forward_only:
+        saved["layer_input"] = {"layer_input": of_cells(rebuilt & np.isin(op, (Op.F, Op.R)))}
     return pools | saved
 
 

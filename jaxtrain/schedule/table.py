@@ -112,6 +112,7 @@ class TableShape:
                   Fs come between its F and B
     saved         of each unit, the fraction of its layers that save all residuals in F, however
                   the others are recomputed; (): none in any unit
+    saves_inputs  F leaves the inputs of a unit's layers for R, not the unit's alone
     forward_only  evaluation: F, embed and head alone
     vocabulary    "parallel": all stages share head and embedding; "end_stages": the last unit's
                   stage has the head, the first unit's the embedding
@@ -126,6 +127,7 @@ class TableShape:
     recompute: bool = False
     recompute_last: bool = False
     saved: tuple[float, ...] = ()
+    saves_inputs: bool = False
     forward_only: bool = False
     vocabulary: str = "parallel"
     steps: int = 1
@@ -150,7 +152,7 @@ class TableShape:
         return max(map(self.stage_of.count, range(self.stages)))
 
     def recomputes(self, unit: int) -> bool:
-        """True if a unit has R ops: then its F saves its input alone."""
+        """True if a unit has R ops: then its F saves inputs alone."""
         return (
             self.recompute
             and not self.forward_only

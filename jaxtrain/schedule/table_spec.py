@@ -28,6 +28,7 @@ class TableSpec:
                 `pipeline.layers_per_op`); None: one
     shares:     each unit's fraction of a stage's work; None: stages / units
     saved:      each unit's fraction of layers that save all residuals; (): none in any unit
+    saves_inputs: under full remat F saves the input of each layer that R recomputes
     vocabulary: one of table.VOCABULARIES
     overlap:    Fs and Bs share cells where the order has them so
     memory:     for `auto`, the most residuals that a stage may hold at once, weight stash included;
@@ -46,6 +47,7 @@ class TableSpec:
     units_per_chunk: Sequence[int] | None = None
     shares: Sequence[float] | None = None
     saved: tuple[float, ...] = ()
+    saves_inputs: bool = False
     vocabulary: str = "parallel"
     overlap: bool = False
     memory: float | None = None
@@ -86,6 +88,7 @@ class TableSpec:
             recompute=self.remat_full and len(chunk_of) > 1,
             recompute_last=recompute_last,
             saved=self.saved,
+            saves_inputs=self.saves_inputs,
             vocabulary=self.vocabulary,
         )
         return Tasks(orders_of_units, shape, overlapped)

@@ -69,6 +69,9 @@ MXFP8 = {
 }
 
 
+INPUTS = {"pipeline.save": ("layer_input",)}
+
+
 def saving(*names: str) -> dict:
     return {"pipeline.remat": "selective", "pipeline.save": names}
 
@@ -254,6 +257,15 @@ MORE = OVERLAPPED | {
     "FP8, model, latent attention": Case((2, 1, 2), changes={**FP8, **MLA, "parallel.zero": 3}),
     "FP8, weights' gradients in the compute type": Case(
         (2, 1, 2), changes={**FP8, "precision.fp8_weight_gradients": "compute"}
+    ),
+    "data, stage and model, zero 3, layers' inputs saved": Case(
+        (2, 2, 2), "interleaved", 2, 4, changes={"parallel.zero": 3, **INPUTS}
+    ),
+    "stage, expert and model, layers' inputs saved": Case(
+        (1, 2, 2), microbatches=4, changes={**MOE, **INPUTS}
+    ),
+    "latent attention, k of n layers' inputs saved": Case(
+        (2, 2, 1), "zb_v", 2, 4, changes={**MLA, **INPUTS, "pipeline.remat": "full:1"}
     ),
     "data, stage and model, gpt2 form, zero 2": Case(
         (2, 2, 2), microbatches=4, changes={"parallel.zero": 2, **NONE, **GPT2}
