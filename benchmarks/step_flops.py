@@ -69,14 +69,15 @@ def _tokens(counts: StepCounts) -> float:
 def _layer(counts: StepCounts, op: str, output: bool = True, dense: bool = False) -> Flops:
     """FLOPs of one layer and microbatch.
 
-    output: the last product is needed; those of experts always are, for the router's gradients
+    output: the last product is needed; those of experts are in any case, for the router's
+        gradients, but where R starts from the inputs of layers
     """
     m, layout, tokens = counts.collectives.model, counts.collectives.layout, _tokens(counts)
     parameters = m.layer(dense).per_token
     if not output:
-        parameters -= m.width * (
-            m.mlp_width if dense or not m.experts else m.shared_experts * m.expert_width
-        )
+        routed = m.shared_experts + m.experts_per_token * layout.saves_inputs
+        hidden = m.mlp_width if dense or not m.experts else routed * m.expert_width
+        parameters -= m.width * hidden
     shared = 0 if m.mla else 2 * m.head_dim * max(0, layout.model - m.kv_heads)
     products, copied = 2.0 * parameters * tokens, 2.0 * shared * m.width * tokens
     forward = m.attention_flops() / 2 * layout.microbatch / (layout.context * layout.model)

@@ -55,6 +55,10 @@ class Entry:
         return round(self.count * sent(self.kind, self.size, self.devices))
 
 
+# The parameters that the layer's output alone needs, by the beginnings of their names.
+LAST_PRODUCTS = ("mlp.down", "mlp.shared_down")
+
+
 class LayerPass(NamedTuple):
     """Layers of a local unit that go through F, R, B or W.
 
@@ -211,8 +215,8 @@ class StepCounts:
         stacks = self.parameters[f"layers/{unit}"]
         layer = {name: p._replace(size=p.size // layers) for name, p in stacks.items()}
         read = [p for name, p in layer.items() if reads and (op != "W" or not p.matrix)]
-        if op == "R" and c.layout.saves_inputs:  # no dense layer's output
-            read = [p for name, p in layer.items() if not name.startswith("mlp.down.")]
+        if op == "R" and c.layout.saves_inputs:
+            read = [p for name, p in layer.items() if not name.startswith(LAST_PRODUCTS)]
         return [
             *c.gathers(read),
             *c.reductions_in_op([*layer.values()] if op == "W" else []),

@@ -292,8 +292,10 @@ class StepModel:
         looped = self._layers_of_unit() > 1
         read = self.framework.weight_copies * pass_over_weights if looped else 0.0
         sums = self.framework.sum_passes * pass_over_weights * 2 * ITEM / self.item
-        # the last product makes the layer's output; experts' gradients need theirs
-        skipped = 0.0 if self.model.experts and not dense else unread * products[-1].forward
+        # The last product makes the layer's output. With one stage experts' gradients read theirs.
+        read_anyway = self.model.experts and not dense and not self.layout.saves_inputs
+        last = sum(product.forward for product in products if product.name == "mlp_out")
+        skipped = 0.0 if read_anyway else unread * last
         memory = passes + scores + read
         core = {ATTENTION: attention, MEMORY: scores}
         recomputed: dict[str, dict[str, float]] = {

@@ -96,6 +96,7 @@ def pools(config: configs.Config) -> dict[str, int]:
                 "pipeline.save": ("latent", "attention", "mlp_in"),
             },
         ),
+        ("mixtral_tiny", "full:2", {"pipeline.save": ("layer_input",), "model.layers": 6}),
         # biases of one row-parallel matrix, layernorm
         (
             "tiny",

@@ -1,6 +1,7 @@
 """Slots: no fewer would do. That every op finds in its slots what it wants is in test_columns.py,
 of all schedules."""
 
+import dataclasses
 import itertools
 import random
 
@@ -57,3 +58,16 @@ def test_recompute_keeps_inputs_in_place_of_residuals():
     )
     assert kept["residual_b"][0] == 4 and rebuilt["residual_b"] == (1, 1, 1, 1)
     assert rebuilt["activation"][0] == 4
+
+
+def test_inputs_of_layers_wait_for_r_in_place_of_the_unit_s():
+    spec = TableSpec("1f1b", 4, 1, 12, permute="late", remat_full=True)
+    of_unit, of_layers = (
+        assign_slots(make_table(dataclasses.replace(spec, saves_inputs=saves))).slots_per_stage
+        for saves in (False, True)
+    )
+    assert "layer_input" not in of_unit
+    # the last stage has no R: its F saves the residuals
+    assert of_layers["layer_input"] == (4, 3, 2, 0)
+    assert of_unit["activation"] == (4, 4, 3, 2) and of_layers["activation"] == (1, 1, 1, 2)
+    assert of_unit["residual_w"] == of_layers["residual_w"]

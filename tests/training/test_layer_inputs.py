@@ -1,10 +1,18 @@
 """Full recomputation from each layer's own input (`pipeline.save=layer_input`): the gradients of
 one plain loop, and what R leaves out."""
 
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from support import small
 from support.plain_loop import assert_same, gradients, reference
 from support.small import Case
+
+from jaxtrain.models import transformer
+from jaxtrain.runtime.backward_split import LayerOp, LayerSplit
 
 SAVES = {"pipeline.remat": "full", "pipeline.save": ("layer_input",), "model.layers": 7}
 EXPERTS = {"model.experts": 4, "model.expert_width": 16, "mesh.expert": 2}
@@ -32,3 +40,28 @@ ALWAYS = ["zb_h1, k of n, ZeRO-3"]
 def test_gradients(name):
     config = CASES[name].config()
     assert_same(gradients(config), reference(config, 1))
+
+
+@pytest.mark.parametrize("changes", [{}, {"model.experts": 4, "model.expert_width": 16}])
+def test_r_makes_no_output(changes):
+    """The residuals are those of F, and the layer's last product is not among the products."""
+    cfg = small.config(changes=changes).model
+    parts = transformer.build(cfg)
+    random = np.random.default_rng(0)
+    some = lambda shape: jnp.asarray(random.normal(size=shape), jnp.float32)
+    params = jax.tree.map(lambda s: some(s.shape), parts.specs["layer"])
+    x, extra = some((2, 16, cfg.width)), (jnp.arange(16, dtype=jnp.int32)[None], None)
+    layer = lambda params, x, extra: parts.block(params)(x, *extra)
+    with jax.set_mesh(small.mesh_of(small.config())):
+        split = LayerSplit(layer, params, x, extra)
+        ops = [jax.jit(split.output_and_residuals), jax.jit(split.residuals_of)]
+        texts = [op.lower(params, x, extra).compile().as_text() for op in ops]
+        (_, of_f), of_r = (op(params, x, extra) for op in ops)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), of_f, of_r)
+    in_f, in_r = (len(re.findall(r" dot\(", text)) for text in texts)
+    assert in_f - in_r == 1
+    unread = jax.tree.map(
+        lambda f, r: f and not r, split.reads(LayerOp.FORWARD), split.reads(LayerOp.RECOMPUTE)
+    )
+    (path,) = (path for path, one in jax.tree.leaves_with_path(unread) if one)
+    assert "down" in jax.tree_util.keystr(path)

@@ -13,7 +13,7 @@ from support.small import Case
 from jaxtrain import config as configs
 from jaxtrain.config import checks
 from jaxtrain.config.checks import Environment
-from jaxtrain.config.saved_values import PRODUCTS, SAVED_VALUES, saved_values
+from jaxtrain.config.saved_values import LAYER_INPUT, PRODUCTS, SAVED_VALUES, saved_values
 from jaxtrain.config.unused import unused_settings
 from jaxtrain.models import transformer
 from jaxtrain.runtime.backward_split import (
@@ -129,7 +129,7 @@ def products(split: LayerSplit, examples: tuple) -> list[int]:
 @pytest.mark.parametrize("name", MODELS)
 def test_names_are_those_of_the_layer(name):
     """Every name that a model has is of a value that its layer makes, and no other is."""
-    asked = set()
+    asked = {LAYER_INPUT}  # every layer has it, unnamed
 
     def keep(equation) -> bool:
         if equation.primitive.name == NAME:
@@ -204,15 +204,23 @@ def test_selective_saves_what_these_names_save(name):
     [
         (
             save("attention", "mlp_inn"),
-            "names 'mlp_inn', which no layer of this model has: its values are attention_norm, "
-            "qkv, attention, attention_out, mlp_norm, mlp_in, mlp_hidden: "
+            "names 'mlp_inn', which no layer of this model has: its values are layer_input, "
+            "attention_norm, qkv, attention, attention_out, mlp_norm, mlp_in, mlp_hidden: "
             "use --config.pipeline.save=attention,mlp_in",
         ),
         (save("router"), "names 'router', which no layer of this model has"),
         (
             save("attention", remat="full:2"),
-            "is for pipeline.remat='selective', and 'full:2' saves a layer's input alone: "
+            "is for pipeline.remat='selective', and 'full:2' saves layer_input at most: "
             "use --config.pipeline.remat=selective:2",
+        ),
+        (
+            save("attention", "layer_input", remat="full", **{"mesh.stage": 1}),
+            "and 'full' saves layer_input at most: use --config.pipeline.remat=selective",
+        ),
+        (
+            save("layer_input", remat="none"),
+            "is for pipeline.remat='selective', and 'none' recomputes no layer",
         ),
         (
             save("attention", remat="none"),
