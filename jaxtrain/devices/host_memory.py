@@ -51,12 +51,11 @@ def to_device(tree):
 
 
 def empty_pool(shape: tuple[int, ...], dtype, on_host: bool) -> jax.Array:
-    """Inside jit: an array of which nothing is read before it is written; zeros, but XLA fills none
-    in on the host."""
+    """Inside jit: an array of which nothing is read before it is written. XLA fills in nothing."""
     # A scalar on the host is broadcast there; zeros moved there would fill the device's memory
     # before.
     return (
-        lax.broadcast(to_host(jnp.zeros((), dtype)), shape) if on_host else jnp.zeros(shape, dtype)
+        lax.broadcast(to_host(jnp.zeros((), dtype)), shape) if on_host else lax.empty(shape, dtype)
     )
 
 

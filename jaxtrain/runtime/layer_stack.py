@@ -533,9 +533,7 @@ class LayerStack:
 
         def room(a: jax.ShapeDtypeStruct, layers: int) -> jax.Array:
             shape = (layers, *a.shape)
-            if on_host:
-                return host_memory.empty_pool(shape, a.dtype, on_host)
-            return lax.empty(shape, a.dtype)  # every layer writes its own; zeros cost a TPU a pass
+            return host_memory.empty_pool(shape, a.dtype, on_host)
 
         def empty(layers: LayerRange) -> Any:
             most = layers.most(self._counts)

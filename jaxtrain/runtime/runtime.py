@@ -593,9 +593,9 @@ class Runtime:
         slots = {pool: max(1, count) for pool, count in ticks.slotted.pool_sizes.items()}
         host = self.host_pools
 
-        def zeros(*lead: int) -> jax.Array:
-            shape, axes = (*lead, *message), (*(None for _ in lead), *SPLIT)
-            return constrain(jnp.zeros(shape, self.compute), axes)
+        def messages(count: int) -> jax.Array:
+            pool = host_memory.empty_pool((count, *message), self.compute, on_host=False)
+            return constrain(pool, (None, *SPLIT))
 
         def pool(name: str, layers: LayerRange, shapes) -> list[jax.Array]:
             return empty_pool(slots[name], layers.most(self.placement.sizes), shapes, name in host)
@@ -604,16 +604,19 @@ class Runtime:
             shape = (slots["activation"], *message)
             activation = host_memory.empty_pool(shape, self.compute, on_host=True)
         else:
-            activation = zeros(slots["activation"])
+            activation = messages(slots["activation"])
         names = {*ticks.result_buffers.values(), *ticks.permutes}
         names |= {ARRIVED[way] for way in ticks.permutes}
-        buffers = {name: zeros() for name in sorted(names)}
+        # permutes send buffers that nobody has filled: of zeros, whatever reads them stays finite
+        buffers = {
+            name: constrain(jnp.zeros(message, self.compute), SPLIT) for name in sorted(names)
+        }
         if ticks.slotted.table.forward_only:
             return dataclasses.replace(state, pools=Pools(activation), buffers=buffers)
         # What B has gathered for W stays replicated: the partitioner may split it, and W would
         # gather it again.
         replicated = lambda a, gathered: constrain(a, (None,) * a.ndim) if gathered else a
-        pools = Pools(activation, zeros(slots["gradient"]))
+        pools = Pools(activation, messages(slots["gradient"]))
         for part in ranges:
             if part.layer_input:
                 inputs = pool(part.layer_input, part, [part.split.x])
