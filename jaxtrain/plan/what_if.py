@@ -21,6 +21,7 @@ from jaxtrain.config import Config, ConfigError, MeshConfig, PipelineConfig, che
 from jaxtrain.config.checks import Environment
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.mesh_rules import AXES
+from jaxtrain.config.saved_values import LAYER_INPUT
 from jaxtrain.config.sizes import SELECTIVE, remat_of
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.costs.memory import memory
@@ -43,7 +44,7 @@ class Change:
     """A single change of a layout.
 
     settings: fields of the config and their other values
-    text:     the change as `--layout` writes it
+    text:     the change as `--layout` writes it, or as flags of settings that are not of a layout
     seconds:  of the changed step
     bytes:    of its fullest device
     """
@@ -73,9 +74,9 @@ def single_changes(prediction: Prediction) -> list[Change]:
             key: value for key, value in layout_flag.of(resolved).items() if value != layout[key]
         }
         needs = memory(other, config.model.loss_chunk).bytes
-        changes.append(
-            Change(settings, layout_flag.text_of(differs), exact * other.step().seconds, needs)
-        )
+        flags = " ".join(cfg.flag_text(f"config.{path}", settings[path]) for path in settings)
+        text = layout_flag.text_of(differs) or flags
+        changes.append(Change(settings, text, exact * other.step().seconds, needs))
     return sorted(changes, key=lambda change: change.seconds)
 
 
@@ -96,6 +97,8 @@ def _candidates(mesh: MeshConfig, pipeline: PipelineConfig, zero: int) -> Iterat
         for n in (2 * pipeline.microbatches, pipeline.microbatches // 2)
         if n
     )
+    if mesh.stage > 1 and recomputed.mode == "full" and not pipeline.save:
+        yield {"pipeline.save": (LAYER_INPUT,)}
     if mesh.stage > 1:
         apart = {"pipeline.overlap": False} if pipeline.overlap else {}
         repeats = 2 * max(1, pipeline.repeats)

@@ -202,6 +202,8 @@ def test_changes_are_what_train_takes(layout):
     assert {"pipeline.remat=none", "parallel.zero=3"} <= {
         f"{k}={v}" for change in changes for k, v in change.settings.items()
     }
+    saves = [change for change in changes if "pipeline.save" in change.settings]
+    assert len(saves) == ("mesh.stage" in layout)
     for change in changes:
         changed = configs.checks.check_devices(
             configs.replace(config, change.settings), 64, "gpu"
@@ -211,6 +213,9 @@ def test_changes_are_what_train_takes(layout):
         assert (scale == 1.0) == (now.in_flight is None) and change.seconds == pytest.approx(
             scale * other.work.step().seconds
         )
+        if change.settings == {"pipeline.save": ("layer_input",)}:
+            assert change.text == "--config.pipeline.save=layer_input"
+            continue
         differs = layout_flag.read(change.text)
         assert differs and differs == {key: layout_flag.of(changed)[key] for key in differs} != {
             key: layout_flag.of(now.config)[key] for key in differs
