@@ -13,7 +13,7 @@ from jaxtrain.models.layers import Dense, Norm, column_parallel, named
 from jaxtrain.models.rotary import Rotary
 from jaxtrain.models.spec import CacheSlot
 from jaxtrain.parallel.attention import HEADS, KV_HEADS, attend_cached, attend_causal
-from jaxtrain.parallel.heads import heads_first, orders_by_heads, row_major
+from jaxtrain.parallel.heads import heads_first, kept_by_heads, orders_by_heads, row_major
 from jaxtrain.parallel.tensor import attention_kv_heads, shared_columns
 
 
@@ -60,7 +60,7 @@ class Attention(nnx.Module):
         if self.rotary is not None:
             q_BTNH, k_BTKH = (self.rotary(a, positions_BT) for a in (q_BTNH, k_BTKH))
         if orders_by_heads():
-            return q_BTNH, k_BTKH, v_BTKH
+            return kept_by_heads(q_BTNH), kept_by_heads(k_BTKH), kept_by_heads(v_BTKH)
         return row_major(q_BTNH), row_major(k_BTKH), row_major(v_BTKH)
 
     def __call__(self, x_BTD, positions_BT, segments_BT=None) -> jax.Array:

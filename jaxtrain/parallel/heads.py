@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
@@ -21,6 +22,8 @@ from jaxtrain.devices.mesh import (
 )
 
 HEADS = P(None, None, MODEL)
+# names of what crosses from op to op in this order in memory, and not in the one before: to B, to W
+KEPT_BY_HEADS, KEPT_BY_TOKENS = "kept_by_heads", "kept_by_tokens"
 
 
 def by_heads(fn: Callable, arrays: tuple, same: tuple = ()):
@@ -125,10 +128,20 @@ def _on_own_heads(fn: Callable, x: jax.Array) -> jax.Array:
 
 def orders_by_heads() -> bool:
     """True where queries, keys and values go from their products to a TPU's kernel in one pass, by
-    `heads_first`: with one stage, and where the runtime or one device has all axes but `model`.
-    With several stages they outlive their op, and another order in memory than that of their slots
-    would have entire pools transposed in every tick (seen in programs compiled ahead of time)."""
-    return on_tpu() and manual_size(STAGE) == 1 and (in_manual_region() or not partitioned())
+    `heads_first`: where the runtime or one device has all axes but `model`, and with several stages
+    that one, too (`kept_by_heads`)."""
+    if not on_tpu() or (manual_size(STAGE) > 1 and partitioned()):
+        return False
+    return in_manual_region() or not partitioned()
+
+
+def kept_by_heads(x_BTNH: jax.Array) -> jax.Array:
+    """Returns x of `heads_first`. Where it outlives its op, it crosses as an array whose dimensions
+    have the order of its memory: with another order in memory than that of their slots entire pools
+    would be transposed in every tick (seen in programs compiled ahead of time)."""
+    b, t, n, h = x_BTNH.shape
+    x_NXH = checkpoint_name(jnp.moveaxis(x_BTNH, 2, 0).reshape(n, b * t, h), KEPT_BY_HEADS)
+    return jnp.moveaxis(x_NXH.reshape(n, b, t, h), 0, 2)
 
 
 @jax.custom_vjp
@@ -140,5 +153,6 @@ def heads_first(x_BTNH: jax.Array) -> jax.Array:
 
 
 heads_first.defvjp(
-    lambda x: (_on_own_heads(_by_heads, x), None), lambda _, g: (_on_own_heads(_by_tokens, g),)
+    lambda x: (_on_own_heads(_by_heads, x), None),
+    lambda _, g: (checkpoint_name(_on_own_heads(_by_tokens, g), KEPT_BY_TOKENS),),
 )

@@ -29,6 +29,7 @@ import numpy as np
 from jaxtrain.config.saved_values import ATTENTION
 from jaxtrain.parallel import fp8
 from jaxtrain.parallel.fp8 import BITS, is_quantized
+from jaxtrain.parallel.heads import KEPT_BY_HEADS, KEPT_BY_TOKENS
 from jaxtrain.runtime.equations import (
     BLOCK_PRODUCTS,
     KERNELS,
@@ -102,7 +103,8 @@ class LayerOp(enum.Enum):
 
 def keep_everything(equation) -> bool:
     """`remat` none: everything that the backward reads crosses."""
-    return equation.primitive.name != NAME
+    name = equation.primitive.name == NAME and equation.params["name"]
+    return not name or name in (KEPT_BY_HEADS, KEPT_BY_TOKENS)
 
 
 def keep_products(equation) -> bool:
@@ -146,6 +148,8 @@ def keep_named(names: Sequence[str]) -> KeepRule:
 def _decides(equation) -> bool:
     """True for a router's choices and for scales of FP8."""
     name = equation.primitive.name
+    if name == NAME:
+        return equation.params["name"] == KEPT_BY_TOKENS
     return name == "top_k" or (name in MAXIMA and equation.outvars[0].aval.ndim == 0)
 
 

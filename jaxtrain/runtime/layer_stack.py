@@ -21,7 +21,7 @@ from jax import lax
 from jaxtrain.devices import host_memory
 from jaxtrain.devices.mesh import on_nvidia_gpu
 from jaxtrain.parallel import fp8
-from jaxtrain.parallel.heads import as_written, orders_by_heads
+from jaxtrain.parallel.heads import as_written
 from jaxtrain.parallel.zero import Zero, gather, in_memory_order, in_order, reduce_in_op
 from jaxtrain.runtime.backward_split import LayerOp, Residuals
 from jaxtrain.runtime.interleave import OpInParts, side_by_side
@@ -296,10 +296,8 @@ class LayerStack:
         """The pools with layer i's arrays in their slot of one of them, as for `_read`."""
         pool = getattr(layers, name)
         index = getattr(slots, pool) * layers.most(self._sizes) + i - layers.begin
-        # What lies by heads would give its order to the pool, which reads would then transpose.
-        laid_out = as_written if orders_by_heads() else lambda a: a
         arrays = [
-            host_memory.write_at(a, laid_out(value.reshape(a.shape[1:])), index)
+            host_memory.write_at(a, value.reshape(a.shape[1:]), index)
             for a, value in zip(getattr(pools, pool), values, strict=True)
         ]
         return dataclasses.replace(pools, **{pool: arrays})

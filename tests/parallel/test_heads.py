@@ -15,7 +15,6 @@ from jaxtrain.models import attention as models_attention
 from jaxtrain.models import rotary
 from jaxtrain.parallel import attention
 from jaxtrain.parallel.heads import heads_first, over_heads
-from jaxtrain.runtime import layer_stack
 
 HEADS, KV_HEADS, LENGTH = 8, 4, 6
 
@@ -144,10 +143,23 @@ def test_attention_takes_this_way_for_a_library_kernel(monkeypatch):
     assert calls == [(2, "cudnn")]
 
 
+FIRST = {
+    "the partitioner splits them": Case((2, 1, 4), changes={"model.kv_heads": 2}),
+    "zb_h1": Case((2, 2, 1), "zb_h1", 1, 4, {"model.kv_heads": 2, "pipeline.remat": "none"}),
+    "inputs of layers": Case(
+        (1, 2, 1), changes={"model.layers": 7, "pipeline.save": ("layer_input",)}
+    ),
+    "selective, normed": Case(
+        (1, 2, 1), changes={"model.qk_norm": True, "pipeline.remat": "selective"}
+    ),
+}
+
+
 @pytest.mark.full
-def test_a_step_with_heads_first_that_the_partitioner_splits(monkeypatch):
-    """As on TPUs with one stage, on CPU devices."""
-    for module in (rotary, models_attention, layer_stack):
+@pytest.mark.parametrize("name", FIRST)
+def test_a_step_with_heads_first(monkeypatch, name):
+    """As on TPUs, on CPU devices."""
+    for module in (rotary, models_attention):
         monkeypatch.setattr(module, "orders_by_heads", lambda: True)
-    config = Case((2, 1, 4), changes={"model.kv_heads": 2}).config()
+    config = FIRST[name].config()
     assert_same(gradients(config), reference(config, 1))
