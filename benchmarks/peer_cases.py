@@ -188,7 +188,9 @@ CASES = {
             "stage8",
             "Llama 3 8B, data 8 · stage 8 · 2 repeats, 16 microbatches",
             LLAMA[0],
-            PIPELINE | {"mesh.data": 8, "mesh.stage": 8, "data.batch_size": 128},
+            PIPELINE
+            | {"pipeline.schedule": "zb_v"}
+            | {"mesh.data": 8, "mesh.stage": 8, "data.batch_size": 128},
             LLAMA[1],
             {"data": 8, "stage": 8},
             _pipeline(2, 2),

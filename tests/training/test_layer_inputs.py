@@ -29,6 +29,7 @@ CASES = {
     ),
     "context": Case((1, 2, 1), changes=SAVES | {"mesh.context": 2}),
     "units of a chunk": Case((1, 2, 1), "zb_h2", 1, 4, SAVES | {"pipeline.layers_per_op": 2}),
+    "offloaded": Case((1, 2, 1), changes=SAVES | {"parallel.offload": "activations"}),
     "auto": Case((1, 4, 1), "auto", 1, 4, SAVES),
 }
 ALWAYS = ["zb_h1, k of n, ZeRO-3"]
@@ -40,6 +41,14 @@ ALWAYS = ["zb_h1, k of n, ZeRO-3"]
 def test_gradients(name):
     config = CASES[name].config()
     assert_same(gradients(config), reference(config, 1))
+
+
+@pytest.mark.full
+def test_fp8_rounds_as_without():
+    """R makes again in FP8 what F made."""
+    fp8 = {"precision.matmul": "fp8", "model.layers": 7}
+    cases = (Case((1, 2, 1), "zb_h1", 1, 4, changes) for changes in (SAVES | fp8, fp8))
+    assert_same(*(gradients(case.config()) for case in cases))
 
 
 @pytest.mark.parametrize("changes", [{}, {"model.experts": 4, "model.expert_width": 16}])
