@@ -73,12 +73,12 @@ def _adam(jax: ModuleType, optax: ModuleType, settings: Any) -> Any:
     root = lambda second: jax.numpy.sqrt(second) + settings.epsilon
 
     def update(gradients, state, params=None):
-        _, new = adam.update(gradients, state, params)
+        _, new_state = adam.update(gradients, state, params)
         first, second = (
-            optax.tree.scale(1 / (1 - decay**new.count), moment)
-            for decay, moment in ((settings.b1, new.mu), (settings.b2, new.nu))
+            optax.tree.scale(1 / (1 - decay**new_state.count), moment)
+            for decay, moment in ((settings.b1, new_state.mu), (settings.b2, new_state.nu))
         )
-        return optax.tree.div(first, jax.tree.map(root, second)), new
+        return optax.tree.div(first, jax.tree.map(root, second)), new_state
 
     return optax.GradientTransformation(adam.init, update)
 

@@ -34,7 +34,7 @@ from jaxtrain.config import (
     sources,
 )
 from jaxtrain.config.optimizers import OPTIMIZERS
-from jaxtrain.config.saved_values import LAYER_INPUT, saved_values
+from jaxtrain.config.saved_values import LAYER_INPUT, saved_values, saves_layer_inputs
 from jaxtrain.config.sizes import SELECTIVE, remat_of
 from jaxtrain.schedule.orders import (
     CSV,
@@ -471,14 +471,15 @@ def _saved_values(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Viol
             values_for(path, [tuple(dict.fromkeys([*known, *meant])), ()]),
         )
     remat = remat_of(pipeline.remat)
-    full, inputs = remat.mode == "full", (LAYER_INPUT,)
-    if pipeline.save and remat.mode != SELECTIVE and not (full and pipeline.save == inputs):
+    goes = remat.mode == SELECTIVE or saves_layer_inputs(remat.mode, pipeline.save)
+    if pipeline.save and not goes:
+        full = remat.mode == "full"
         mode = SELECTIVE if remat.layers is None else f"{SELECTIVE}:{remat.layers}"
         what = f"saves {LAYER_INPUT} at most" if full else "recomputes no layer"
         yield Violation(
             path,
             f"is for pipeline.remat='selective', and {pipeline.remat!r} {what}",
-            [{"pipeline.remat": mode}, *([{path: inputs}] * full), {path: ()}],
+            [{"pipeline.remat": mode}, *([{path: (LAYER_INPUT,)}] * full), {path: ()}],
         )
 
 

@@ -1,7 +1,7 @@
 """The values of a layer that `pipeline.save` can name. models/ names them where they are made, and
 costs/ counts them. Standard library only."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxtrain.config.settings import ModelConfig
@@ -43,6 +43,12 @@ SAVED_VALUES: Mapping[str, SavedValue] = {
     MLP_IN: SavedValue("the first products of the MLP or the experts: up, and gate"),
     MLP_HIDDEN: SavedValue("the hidden layer of the MLP or the experts, before the last product"),
 }
+
+
+def saves_layer_inputs(mode: str, names: Sequence[str]) -> bool:
+    """True if a pipeline with this mode of remat and these names in `pipeline.save` recomputes each
+    layer from its own input, which F leaves, and not from the one of its unit."""
+    return mode == "full" and tuple(names) == (LAYER_INPUT,)
 
 
 def saved_values(model: ModelConfig) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 
-from jaxtrain.config.saved_values import LAYER_INPUT, PRODUCTS
+from jaxtrain.config.saved_values import PRODUCTS, saves_layer_inputs
 from jaxtrain.config.sizes import SELECTIVE, Remat, capacity_of, device_capacity, remat_of
 from jaxtrain.costs.transformer import Transformer
 from jaxtrain.schedule.orders import ONE_CHUNK
@@ -78,7 +78,7 @@ class Layout:
     @property
     def saves_inputs(self) -> bool:
         """True if F leaves the inputs of all layers that R recomputes, and not the unit's alone."""
-        return self.recomputation.mode == "full" and self.stage > 1 and LAYER_INPUT in self.save
+        return self.stage > 1 and saves_layer_inputs(self.recomputation.mode, self.save)
 
     def makes_again(self, value: str) -> bool:
         """True if B, and no R, recomputes the value of this name in a layer that is recomputed."""

@@ -124,8 +124,7 @@ class StepCounts:
                 outside = single or c.gathers_in_ops
                 if op == "R" and not lowest:
                     continue
-                unread = int(outside and op == "R")
-                unread = layers if op == "R" and c.layout.saves_inputs else unread
+                unread = (layers if c.layout.saves_inputs else int(outside)) * (op == "R")
                 passes.append(LayerPass(label, op, count, unit, layers, unread, mode, lowest))
         return passes
 
@@ -214,9 +213,12 @@ class StepCounts:
         c, layers = self.collectives, self.placement.stack_size(unit)
         stacks = self.parameters[f"layers/{unit}"]
         layer = {name: p._replace(size=p.size // layers) for name, p in stacks.items()}
-        read = [p for name, p in layer.items() if reads and (op != "W" or not p.matrix)]
-        if op == "R" and c.layout.saves_inputs:
-            read = [p for name, p in layer.items() if not name.startswith(LAST_PRODUCTS)]
+        unread = LAST_PRODUCTS if op == "R" and c.layout.saves_inputs else ()
+        read = [
+            p
+            for name, p in layer.items()
+            if reads and (op != "W" or not p.matrix) and not name.startswith(unread)
+        ]
         return [
             *c.gathers(read),
             *c.reductions_in_op([*layer.values()] if op == "W" else []),

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxtrain.config import Config, ConfigError, ModelConfig, PipelineConfig, ends_with_layers
 from jaxtrain.config.rules import values_for
-from jaxtrain.config.saved_values import LAYER_INPUT
+from jaxtrain.config.saved_values import saves_layer_inputs
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.costs import hardware
 from jaxtrain.costs.transformer import Transformer
@@ -147,11 +147,6 @@ def times_of(config: Config) -> Times:
 def has_recompute_ops(remat: str) -> bool:
     """True if an op R of its own recomputes what `pipeline.remat` says, and not B."""
     return remat_of(remat).mode == "full"
-
-
-def saves_inputs(pipeline: PipelineConfig) -> bool:
-    """True if F leaves the inputs of all layers that R recomputes, and not the unit's alone."""
-    return has_recompute_ops(pipeline.remat) and LAYER_INPUT in pipeline.save
 
 
 def saved_fractions(remat: str, sizes: Sequence[int]) -> tuple[float, ...]:
@@ -369,7 +364,7 @@ class _Search:
             units_per_chunk=units_per_chunk,
             shares=shares,
             saved=saved,
-            saves_inputs=saves_inputs(pipeline),
+            saves_inputs=saves_layer_inputs(remat_of(pipeline.remat).mode, pipeline.save),
             vocabulary=vocabulary,
             overlap=pipeline.overlap,
             memory=memory,

@@ -28,7 +28,7 @@ from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, checks
 from jaxtrain.config.checks import Environment
 from jaxtrain.config.rules import divisors, near
-from jaxtrain.config.saved_values import LAYER_INPUT
+from jaxtrain.config.saved_values import saves_layer_inputs
 from jaxtrain.config.settings import MOST_MICROBATCHES, PipelineConfig
 from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.costs import hardware
@@ -285,7 +285,7 @@ def _works(space: Space) -> Iterator[StepModel]:
 
 def _saved(pipeline: PipelineConfig, remat: str) -> tuple[str, ...]:
     """The values of the recipe that are saved with another recomputation, too."""
-    keeps = remat == SELECTIVE or (remat == "full" and pipeline.save == (LAYER_INPUT,))
+    keeps = remat == SELECTIVE or saves_layer_inputs(remat, pipeline.save)
     return pipeline.save if keeps else ()
 
 

@@ -97,9 +97,9 @@ def _candidates(mesh: MeshConfig, pipeline: PipelineConfig, zero: int) -> Iterat
         for n in (2 * pipeline.microbatches, pipeline.microbatches // 2)
         if n
     )
-    if mesh.stage > 1 and recomputed.mode == "full" and not pipeline.save:
-        yield {"pipeline.save": (LAYER_INPUT,)}
     if mesh.stage > 1:
+        if recomputed.mode == "full" and not pipeline.save:
+            yield {"pipeline.save": (LAYER_INPUT,)}
         apart = {"pipeline.overlap": False} if pipeline.overlap else {}
         repeats = 2 * max(1, pipeline.repeats)
         yield {"pipeline.schedule": INTERLEAVED, "pipeline.repeats": repeats} | apart

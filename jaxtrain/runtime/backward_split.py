@@ -70,6 +70,7 @@ PLACES = RINGS | frozenset(
     "axis_index rem mul sub lt select_n empty dynamic_slice dynamic_update_slice".split()
 )
 SUMS = frozenset("reduce_scatter add convert_element_type".split())
+KEPT = (KEPT_BY_HEADS, KEPT_BY_TOKENS)
 MAXIMA = frozenset({"reduce_max", "pmax"})
 SMALLER = 8  # times that a sum has fewer bytes than what it adds up
 
@@ -103,8 +104,7 @@ class LayerOp(enum.Enum):
 
 def keep_everything(equation) -> bool:
     """`remat` none: everything that the backward reads crosses."""
-    name = equation.primitive.name == NAME and equation.params["name"]
-    return not name or name in (KEPT_BY_HEADS, KEPT_BY_TOKENS)
+    return equation.primitive.name != NAME or equation.params["name"] in KEPT
 
 
 def keep_products(equation) -> bool:
@@ -137,7 +137,7 @@ def keep_named(names: Sequence[str]) -> KeepRule:
 
     def keep(equation) -> bool:
         if equation.primitive.name == NAME:
-            return equation.params["name"] in names
+            return equation.params["name"] in (*names, KEPT_BY_TOKENS)
         if ATTENTION in names and has(equation, KERNELS) and in_attention(equation):
             return True
         return _decides(equation)
@@ -146,7 +146,7 @@ def keep_named(names: Sequence[str]) -> KeepRule:
 
 
 def _decides(equation) -> bool:
-    """True for a router's choices and for scales of FP8."""
+    """True for a router's choices, for scales of FP8, and for a gradient in W's order in memory."""
     name = equation.primitive.name
     if name == NAME:
         return equation.params["name"] == KEPT_BY_TOKENS

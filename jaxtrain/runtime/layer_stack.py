@@ -88,19 +88,19 @@ class LayerRange:
     begin, end: of a unit's layers; end None: the unit's. A unit of fewer layers has those that it
         has.
     recomputed: the op R makes the residuals, where the unit has one, and not F
+    residual_b, residual_w, weight_stash: the names of the pools
     layer_input: the name of the pool in which F leaves each layer's input for R; "": R starts from
         the unit's input, and makes each layer's from the one before
-    residual_b, residual_w, weight_stash: the names of the pools
     """
 
     split: Any
     begin: int = 0
     end: int | None = None
     recomputed: bool = False
-    layer_input: str = ""
     residual_b: str = "residual_b"
     residual_w: str = "residual_w"
     weight_stash: str = "weight_stash"
+    layer_input: str = ""
 
     def bounds(self, layers: int) -> tuple[int, int]:
         """Returns (the number of the lowest layer, the number after the highest) in a unit of so
@@ -322,9 +322,8 @@ class LayerStack:
         def body(layers: LayerRange) -> Body:
             def step(i, p, carry):
                 x, pools = carry
-                pools = self._write_input(layers, op, x, pools, slots, i)
                 y, residuals = self._forward(layers, op, p, extra, i, x)
-                return y, self._write_residuals(layers, residuals, pools, slots, i)
+                return y, self._write_saved(layers, op, x, residuals, pools, slots, i)
 
             return step
 
@@ -353,14 +352,6 @@ class LayerStack:
         part = Pools(**{name: getattr(pools, name) for name in written})
         return merged(pools, self._each_layer(LayerOp.RECOMPUTE, bodies, params, part))
 
-    def _write_input(
-        self, layers: LayerRange, op: str, x: jax.Array, pools: Pools, slots, i
-    ) -> Pools:
-        """The pools with layer i's input, where the op leaves it for R."""
-        if op != "F" or not layers.layer_input:
-            return pools
-        return self._write(layers, "layer_input", [x], pools, slots, i)
-
     def _forward(
         self, layers: LayerRange, op: str, p, extra, i, x: jax.Array
     ) -> tuple[jax.Array, Residuals | None]:
@@ -368,6 +359,21 @@ class LayerStack:
         if op == "F" and layers.recomputed:
             return layers.split.layer(p, x, self._extra(extra, i)), None
         return layers.split.output_and_residuals(p, x, self._extra(extra, i))
+
+    def _write_saved(
+        self,
+        layers: LayerRange,
+        op: str,
+        x: jax.Array,
+        residuals: Residuals | None,
+        pools: Pools,
+        slots,
+        i,
+    ) -> Pools:
+        """The pools with what an F, K or R leaves of layer i: its input for R, or its residuals."""
+        if op == "F" and layers.layer_input:
+            pools = self._write(layers, "layer_input", [x], pools, slots, i)
+        return self._write_residuals(layers, residuals, pools, slots, i)
 
     def _write_residuals(
         self, layers: LayerRange, residuals: Residuals | None, pools: Pools, slots, i
@@ -637,9 +643,8 @@ class _LayerPairs:
     def _with_saved(
         self, f: LayerRange, x: jax.Array, saved: Residuals | None, pools: Pools, i
     ) -> Pools:
-        slots = self._forward.slots
-        pools = self._stack._write_input(f, self._forward.op, x, pools, slots, i)
-        return self._stack._write_residuals(f, saved, pools, slots, i)
+        forward = self._forward
+        return self._stack._write_saved(f, forward.op, x, saved, pools, forward.slots, i)
 
     def _backward(self, b: LayerRange, residuals: Residuals, g: jax.Array, i) -> OpInParts:
         layer = self._b_count - 1 - i

@@ -517,14 +517,7 @@ class Runtime:
         )
         if recomputed == most:
             return [lowest]
-        b, w, stash = SAVED
-        rest = LayerRange(
-            self._split("none", message, extra),
-            recomputed,
-            residual_b=b,
-            residual_w=w,
-            weight_stash=stash,
-        )
+        rest = LayerRange(self._split("none", message, extra), recomputed, None, False, *SAVED)
         return [dataclasses.replace(lowest, end=recomputed), rest]
 
     @property
@@ -593,18 +586,15 @@ class Runtime:
         slots = {pool: max(1, count) for pool, count in ticks.slotted.pool_sizes.items()}
         host = self.host_pools
 
-        def messages(count: int) -> jax.Array:
-            pool = host_memory.empty_pool((count, *message), self.compute, on_host=False)
-            return constrain(pool, (None, *SPLIT))
+        def messages(name: str, layers: int = 1) -> jax.Array:
+            shape = (slots[name] * layers, *message)
+            pool = host_memory.empty_pool(shape, self.compute, name in host)
+            return pool if name in host else constrain(pool, (None, *SPLIT))
 
         def pool(name: str, layers: LayerRange, shapes) -> list[jax.Array]:
             return empty_pool(slots[name], layers.most(self.placement.sizes), shapes, name in host)
 
-        if "activation" in host:
-            shape = (slots["activation"], *message)
-            activation = host_memory.empty_pool(shape, self.compute, on_host=True)
-        else:
-            activation = messages(slots["activation"])
+        activation = messages("activation")
         names = {*ticks.result_buffers.values(), *ticks.permutes}
         names |= {ARRIVED[way] for way in ticks.permutes}
         # permutes send buffers that nobody has filled: of zeros, whatever reads them stays finite
@@ -616,14 +606,12 @@ class Runtime:
         # What B has gathered for W stays replicated: the partitioner may split it, and W would
         # gather it again.
         replicated = lambda a, gathered: constrain(a, (None,) * a.ndim) if gathered else a
-        pools = Pools(activation, messages(slots["gradient"]))
+        pools = Pools(activation, messages("gradient"))
         for part in ranges:
             if part.layer_input:
-                inputs = pool(part.layer_input, part, [part.split.x])
-                split_inputs = [constrain(a, (None, *SPLIT)) for a in inputs]
-                pools = dataclasses.replace(
-                    pools, layer_input=inputs if part.layer_input in host else split_inputs
-                )
+                layers = part.most(self.placement.sizes)
+                inputs = [messages(part.layer_input, layers)]
+                pools = dataclasses.replace(pools, layer_input=inputs)
             split, residuals = part.split, part.split.residuals
             stash = pool(part.weight_stash, part, split.weight_stash)
             of_range = {

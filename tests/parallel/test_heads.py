@@ -149,6 +149,9 @@ FIRST = {
     "inputs of layers": Case(
         (1, 2, 1), changes={"model.layers": 7, "pipeline.save": ("layer_input",)}
     ),
+    "named": Case(
+        (1, 2, 1), changes={"pipeline.remat": "selective", "pipeline.save": ("attention", "mlp_in")}
+    ),
     "selective, normed": Case(
         (1, 2, 1), changes={"model.qk_norm": True, "pipeline.remat": "selective"}
     ),

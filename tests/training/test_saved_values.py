@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from support import small
 from support.plain_loop import assert_same, gradients, reference
@@ -19,6 +20,7 @@ from jaxtrain.models import transformer
 from jaxtrain.runtime.backward_split import (
     LayerOp,
     LayerSplit,
+    keep_everything,
     keep_named,
     keep_products,
 )
@@ -31,6 +33,8 @@ def save(*names: str, remat: str = "selective", **changes) -> dict:
 
 SEVEN = {"model.layers": 7}
 EXPERTS = {"model.experts": 4, "model.expert_width": 16}
+TWO_EXPERTS = EXPERTS | {"mesh.expert": 2}
+INPUTS = SEVEN | save("layer_input", remat="full")
 LATENT = {
     "model.attention": "mla",
     "model.kv_heads": 4,
@@ -63,8 +67,24 @@ CASES = {
     "one stage, offloaded": Case(
         (1, 1, 1), changes=SEVEN | {"parallel.offload": "activations"} | save("attention_out")
     ),
+    "inputs: 1f1b": Case((2, 2, 1), changes=INPUTS),
+    "inputs: interleaved, model": Case((1, 2, 2), "interleaved", 2, 4, INPUTS),
+    "inputs: gpipe, the last unit too": Case((1, 3, 1), "gpipe", 2, 5, INPUTS),
+    "inputs: zb_h1, k of n, ZeRO-3": Case(
+        (2, 2, 1), "zb_h1", 1, 4, INPUTS | {"pipeline.remat": "full:2", "parallel.zero": 3}
+    ),
+    "inputs: zb_v, experts": Case((1, 2, 1), "zb_v", 2, 4, INPUTS | TWO_EXPERTS),
+    "inputs: dualpipe_v, overlapped": Case(
+        (1, 2, 1), "dualpipe_v", 2, 5, INPUTS | TWO_EXPERTS | {"pipeline.overlap": True}
+    ),
+    "inputs: context": Case((1, 2, 1), changes=INPUTS | {"mesh.context": 2}),
+    "inputs: units of a chunk": Case(
+        (1, 2, 1), "zb_h2", 1, 4, INPUTS | {"pipeline.layers_per_op": 2}
+    ),
+    "inputs: offloaded": Case((1, 2, 1), changes=INPUTS | {"parallel.offload": "activations"}),
+    "inputs: auto": Case((1, 4, 1), "auto", 1, 4, INPUTS),
 }
-ALWAYS = ["zb_h1"]
+ALWAYS = ["zb_h1", "inputs: zb_h1, k of n, ZeRO-3"]
 
 
 @pytest.mark.parametrize(
@@ -76,13 +96,18 @@ def test_gradients(name):
 
 
 @pytest.mark.full
-def test_fp8_rounds_as_without_names():
-    """What B makes again in FP8 has the bits of the forward."""
-    case = lambda changes: Case(
-        (1, 2, 1), "zb_h1", 1, 4, {"precision.matmul": "fp8", "pipeline.remat": "none"} | changes
+@pytest.mark.parametrize(
+    ("names", "without"),
+    [(save("attention", "mlp_in"), "none"), (INPUTS, "full")],
+    ids=["selective", "inputs"],
+)
+def test_fp8_rounds_as_without_names(names, without):
+    """What B or R makes again in FP8 has the bits of the forward."""
+    unnamed = names | save(remat=without)
+    of = lambda changes: gradients(
+        Case((1, 2, 1), "zb_h1", 1, 4, {"precision.matmul": "fp8"} | changes).config()
     )
-    named = gradients(case(save("attention", "mlp_in")).config())
-    assert_same(named, gradients(case({}).config()))
+    assert_same(of(names), of(unnamed))
 
 
 # --- one layer ------------------------------------------------------------------------------------
@@ -124,6 +149,28 @@ def products(split: LayerSplit, examples: tuple) -> list[int]:
             count(split.input_gradient, params, extra, residuals, x),
             count(split.weight_gradient, params, extra, residuals.for_w, split.weight_stash),
         ]
+
+
+@pytest.mark.parametrize("changes", [{}, EXPERTS])
+def test_r_makes_no_output(changes):
+    """The residuals are those of F, and the layer's last product is not among the products."""
+    split, (params, x, _) = split_of(changes, keep_everything)
+    random = np.random.default_rng(0)
+    some = lambda a: jnp.asarray(random.normal(size=a.shape), a.dtype)
+    params, x = jax.tree.map(some, (params, x))
+    extra = jnp.arange(LENGTH, dtype=jnp.int32)[None], None
+    with jax.set_mesh(small.mesh_of(small.config())):
+        ops = [jax.jit(split.output_and_residuals), jax.jit(split.residuals_of)]
+        texts = [op.lower(params, x, extra).compile().as_text() for op in ops]
+        (_, of_f), of_r = (op(params, x, extra) for op in ops)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), of_f, of_r)
+    in_f, in_r = (len(re.findall(r" dot\(", text)) for text in texts)
+    assert in_f - in_r == 1
+    unread = jax.tree.map(
+        lambda f, r: f and not r, split.reads(LayerOp.FORWARD), split.reads(LayerOp.RECOMPUTE)
+    )
+    (path,) = (path for path, one in jax.tree.leaves_with_path(unread) if one)
+    assert "down" in jax.tree_util.keystr(path)
 
 
 @pytest.mark.parametrize("name", MODELS)
