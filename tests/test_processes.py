@@ -294,7 +294,7 @@ def test_a_process_with_slow_data_is_named(folder, workdir):
         done = command.end(status=ExitStatus.STOPPED)
     assert {record["slowest_process"] for record in named()} == {1}
     assert all(0.1 < record["slowest_behind_s"] < 0.3 for record in named())
-    lines = [line for line in done.out.splitlines() if "is slowest" in line]
+    lines = [line for line in done.err.splitlines() if "is slowest" in line]
     pattern = (
         rf"\[0\] warning: steps \d+ to \d+: process 1 \({re.escape(socket.gethostname())}, pid "
         r"\d+\) is slowest, with 0\.\d+ s of its own"
