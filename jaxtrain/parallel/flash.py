@@ -19,11 +19,14 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
+from jaxtrain.devices.mesh import MODEL, over_model
 from jaxtrain.parallel.context import Sight
-from jaxtrain.parallel.heads import by_heads, row_major
+from jaxtrain.parallel.heads import HEADS, in_order, row_major
 
 MASKED = -1e30  # the log-sum-exp of a query that sees nothing
+LSE = P(None, MODEL)  # of a log-sum-exp [B, N, T]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,19 +59,31 @@ def attend(kernel: Kernel, q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None) 
 
 
 def _attend(kernel, q, k, v, sight, segments):
-    out, lse = by_heads(
-        functools.partial(kernel.forward, dtype=v.dtype), (q, k, v), (sight, segments)
+    """The log-sum-exp goes to the backward as [B, N, T], the order in which TPU's and GPU's kernels
+    write and read it: in another one entire pools would be transposed in every tick, and, where
+    they lie on the host, moved to the device and back (seen in programs compiled ahead of time)."""
+
+    def run(*arguments):
+        out, lse_BTN = kernel.forward(*arguments, dtype=v.dtype)
+        return out, in_order(jnp.moveaxis(lse_BTN, 2, 1))
+
+    out, lse_BNT = over_model(run, (HEADS, HEADS, HEADS, P(), P()), (HEADS, LSE))(
+        q, k, v, sight, segments
     )
     out = row_major(out)
-    return out, (q, k, v, sight, segments, out, lse)
+    return out, (q, k, v, sight, segments, out, lse_BNT)
 
 
 def _attend_backward(kernel, residuals, g):
-    q, k, v, sight, segments, out, lse = residuals
-    run = lambda q, k, v, g, out, lse, *fixed: kernel.backward(
-        q, k, v, g, out, lse, *fixed, dtype=q.dtype
+    q, k, v, sight, segments, out, lse_BNT = residuals
+
+    def run(q, k, v, g, out, lse_BNT, *seen):
+        lse_BTN = jnp.moveaxis(in_order(lse_BNT), 1, 2)
+        return kernel.backward(q, k, v, g, out, lse_BTN, *seen, dtype=q.dtype)
+
+    by_inputs = over_model(run, (*(HEADS,) * 5, LSE, P(), P()), HEADS)(
+        q, k, v, g, out, lse_BNT, sight, segments
     )
-    by_inputs = by_heads(run, (q, k, v, g, out, lse), (sight, segments))
     return *(d.astype(a.dtype) for d, a in zip(by_inputs, (q, k, v), strict=True)), None, None
 
 

@@ -257,8 +257,8 @@ def test_attention_by_a_kernel_stays_whole(kernel, platform, keep, monkeypatch):
     assert ops == {"F": FORWARD[kernel], "B": BACKWARD[kernel], "W": []}
     # norms leave one number of a token
     of_kernel = [a for a in jax.tree.leaves(kept) if a.dtype != jnp.bfloat16 and a.shape[-1] > 1]
-    assert [a.shape for a in of_kernel if a.ndim > 2] == [(BATCH, tokens, 8)], (
-        "the log-sum-exp is what a kernel leaves in float32"
+    assert [a.shape for a in of_kernel if a.ndim > 2] == [(BATCH, 8, tokens)], (
+        "the log-sum-exp, in the kernel's order, is what a kernel leaves in float32"
     )
     assert not [
         a for a in jax.tree.leaves(kept) if a.dtype == jnp.int32 or a.shape.count(tokens) > 1
