@@ -175,8 +175,8 @@ class MoE(nnx.Module):
         b, t, d = x_BTD.shape
         gathered_BTD, x_MBTD = experts.spread(x_BTD)
         gates_BTK, routing = self.router(gathered_BTD, drops)
-        size = experts.Size(self.experts, b, t)
         x_MBTD = fp8.differentiable(x_MBTD, self.up.get_value())
+        size = experts.Size(self.experts, b, t, isinstance(x_MBTD, fp8.Quantized))
         received, gates = experts.send(x_MBTD, gates_BTK, routing, size)
         received = named(ROUTED, received)
         hidden = None

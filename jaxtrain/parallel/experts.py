@@ -64,11 +64,17 @@ COLUMNS, ROWS = P(None, None, MODEL), P(None, MODEL)
 
 
 class Size(NamedTuple):
-    """The number of all experts, and the sequences and tokens of a microbatch on a device."""
+    """The number of all experts, and the sequences and tokens of a microbatch on a device.
+
+    fills_empty: rows of this device's experts that no device has sent are zeros; else they may hold
+        anything. Products of groups do not read them, but a scale of FP8 is the largest number of
+        all rows.
+    """
 
     experts: int
     batch: int
     tokens: int
+    fills_empty: bool = True
 
 
 class Routing(NamedTuple):
@@ -212,9 +218,12 @@ def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
     return x.at[rows].get(mode="fill", fill_value=0)
 
 
-def _ragged(rows: jax.Array, travel: jax.Array, room: int, most: int) -> jax.Array:
-    """Rows [n, …], ordered by the device they go to → the rows that arrive, [room, …]. travel
-    [from, to]: the numbers of rows, none over `most`."""
+def _ragged(
+    rows: jax.Array, travel: jax.Array, room: int, most: int, fills_empty: bool
+) -> jax.Array:
+    """Rows [n, …], ordered by the device they go to → the rows that arrive, [room, …], and behind
+    them zeros or, without `fills_empty`, anything. travel [from, to]: the numbers of rows, none
+    over `most`."""
     me, devices = lax.axis_index(EXPERT), travel.shape[0]
     before = lambda a, axis: jnp.cumsum(a, axis) - a
     # the index at which a device's rows begin, where they are sent and where they arrive
@@ -222,7 +231,7 @@ def _ragged(rows: jax.Array, travel: jax.Array, room: int, most: int) -> jax.Arr
     to, from_ = travel[me], travel[:, me]
 
     def exactly(rows):
-        out = jnp.zeros((room, *rows.shape[1:]), rows.dtype)
+        out = (jnp.zeros if fills_empty else lax.empty)((room, *rows.shape[1:]), rows.dtype)
         return lax.ragged_all_to_all(rows, out, starts[me], to, lands[me], from_, axis_name=EXPERT)
 
     def padded(rows):
@@ -271,7 +280,8 @@ def _arrive(sent: jax.Array, routing: Routing, size: Size) -> jax.Array:
     """Sent rows [S, …] → rows of this device's experts: [R, …] sorted by expert, or [E, R, …]."""
     if routing.travel is not None:
         assert routing.source is not None
-        arrived = _ragged(sent, routing.travel, routing.source.size, _most(routing, size))
+        room, most = routing.source.size, _most(routing, size)
+        arrived = _ragged(sent, routing.travel, room, most, size.fills_empty)
         return arrived if _arrives_sorted(size) else _take(arrived, routing.source)
     if routing.sizes is not None:
         return sent
@@ -289,7 +299,9 @@ def _leave(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
     if routing.travel is not None:
         assert routing.row is not None
         leaving = rows if _arrives_sorted(size) else _take(rows, routing.row)
-        return _ragged(leaving, routing.travel.T, routing.position.size, _most(routing, size))
+        room, most = routing.position.size, _most(routing, size)
+        # no position is that of a row that was not sent
+        return _ragged(leaving, routing.travel.T, room, most, False)
     if routing.sizes is not None:
         return rows
     devices = manual_size(EXPERT)

@@ -1,13 +1,18 @@
-"""Pools begin without values: nothing of them is read before it is written, not even to be masked
-by a product."""
+"""Pools begin without values, and so do the rows that experts get: nothing of them is read before
+it is written, not even to be masked by a product."""
+
+import functools
 
 import jax.numpy as jnp
 import pytest
+from jax import lax
 from support import small
 from support.plain_loop import assert_same, gradients, reference
 from support.small import Case
 
 from jaxtrain.devices import host_memory
+from jaxtrain.devices.mesh import EXPERT
+from jaxtrain.parallel import experts, megablox
 
 SEVEN = {"model.layers": 7}
 EXPERTS = {"model.experts": 4, "model.expert_width": 16, "mesh.expert": 2}
@@ -41,3 +46,41 @@ def test_gradients(monkeypatch, name):
     monkeypatch.setattr(host_memory, "empty_pool", wrong)
     assert_same(gradients(config), expected)
     assert made
+
+
+EIGHT = {"model.experts": 8, "model.expert_width": 16}
+ROWS = {
+    "several on a device": Case((1, 1, 2), changes=EIGHT | {"mesh.expert": 4}),
+    "one on a device": Case(
+        (2, 1, 1), changes=EIGHT | {"model.experts": 4, "mesh.expert": 4, "model.shared_experts": 1}
+    ),
+    "little room": Case(
+        (1, 2, 2), "zb_h1", 1, 3, EIGHT | {"mesh.expert": 2, "model.expert_room": 1.25}
+    ),
+}
+
+
+@pytest.mark.parametrize("kernel", ["blocks", "megablox"])
+@pytest.mark.parametrize(
+    "name", small.named(["several on a device"], ["one on a device", "little room"])
+)
+def test_rows_of_experts(monkeypatch, name, kernel):
+    """Rows that no device sends are not numbers, for XLA's products and for the kernel of TPUs."""
+    config, ragged, unfilled = ROWS[name].config(), experts._ragged, []
+    expected = reference(config, 1) if not config.model.expert_room else gradients(config)
+
+    def wrong(rows, travel, room, most, fills_empty):
+        out = ragged(rows, travel, room, most, fills_empty)
+        unfilled.append(not fills_empty)
+        arrived = travel[:, lax.axis_index(EXPERT)].sum()
+        empty = (jnp.arange(room) >= arrived).reshape(-1, *[1] * (out.ndim - 1))
+        return jnp.where(empty, jnp.nan, out)
+
+    if kernel == "megablox":
+        forms = megablox.product, megablox.rows_gradient, megablox.weights_gradient
+        interpreted = experts.Products(*(functools.partial(f, interpret=True) for f in forms))
+        for name in experts.KERNELS:
+            monkeypatch.setitem(experts.KERNELS, name, interpreted)
+    monkeypatch.setattr(experts, "_ragged", wrong)
+    assert_same(gradients(config), expected)
+    assert unfilled and all(unfilled)
