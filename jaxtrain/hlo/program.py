@@ -43,6 +43,7 @@ _CALL = re.compile(
     r"\b(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)"
 )
 _IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+_PART_OF_MESH = r"'(\w+)'(?::\((\d+)\)(\d+))?"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,15 +136,13 @@ class Instruction:
             ids = _iota(*iota.group(2, 3)).reshape(_integers(iota[1]))
         elif mesh := re.search(
             rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({_IOTA}\))? "
-            rf"\{{('\w+'(?:,'\w+')*)\}}",
+            rf"\{{({_PART_OF_MESH}(?:,{_PART_OF_MESH})*)\}}",
             self.text,
         ):
             sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
-            grouped = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", mesh[4])]
-            others = [axis for axis in range(len(sizes)) if axis not in grouped]
-            ids = _iota(mesh[2] or str(math.prod(sizes.values())), mesh[3])
-            ids = ids.reshape(tuple(sizes.values())).transpose(others + grouped)
-            ids = ids.reshape(-1, math.prod(ids.shape[len(others) :]))
+            ids = _along_parts(
+                _iota(mesh[2] or str(math.prod(sizes.values())), mesh[3]), sizes, mesh[4]
+            )
         else:
             raise ValueError(f"unknown replica groups: {self.text}")
         return {frozenset(group) for group in ids.tolist()}
@@ -151,6 +150,20 @@ class Instruction:
 
 def _integers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(","))) if text else ()
+
+
+def _along_parts(ids: np.ndarray, sizes: Mapping[str, int], parts: str) -> np.ndarray:
+    """Partitions [groups, of a group] that differ along parts of a mesh alone. parts: such as
+    "'a','b':(2)4": all of a, and of b the factor of 4 that has one of 2 outside of it"""
+    shape, length = tuple(sizes.values()), 1
+    places = np.indices(shape).reshape(len(shape), -1)
+    for name, outside, size in re.findall(_PART_OF_MESH, parts):
+        axis, part = list(sizes).index(name), int(size or sizes[name])
+        inside = sizes[name] // (int(outside or 1) * part)
+        places[axis] -= places[axis] // inside % part * inside
+        length *= part
+    groups = np.ravel_multi_index(tuple(places), shape)
+    return ids.reshape(-1)[np.argsort(groups, kind="stable")].reshape(-1, length)
 
 
 def _iota(shape: str, order: str | None) -> np.ndarray:

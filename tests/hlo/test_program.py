@@ -91,6 +91,10 @@ def test_no_loop_of_that_many_trips():
         "replica_groups=mesh['data'=2,'stage'=2,'model'=2] {'data'}, to_apply=%add",
         "replica_groups=mesh['axis_0'=2,'axis_1'=4], device_ids=([2,2,2]T(0,2,1)) {'axis_0'}, "
         "to_apply=%add",
+        "replica_groups=mesh['data'=8,'model'=1] {'data':(1)2}, to_apply=%add",
+        "replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b':(1)2}, to_apply=%add",
+        "replica_groups=mesh['a'=8], device_ids=([2,2,2]T(0,2,1)) {'a':(1)2}, to_apply=%add",
+        "replica_groups=mesh['a'=8], device_ids=([2,2,2]T(2,0,1)) {'a':(2)2}, to_apply=%add",
     ],
 )
 def test_groups(text):
