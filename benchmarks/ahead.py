@@ -273,6 +273,8 @@ def report(row: dict) -> list[str]:
         f"{f['planned'] / 1e12:.0f} planned, of these attention "
         f"{f['planned_attention'] / 1e12:.0f} "
         f"(the model's own {f['model'] / 1e12:.0f})"
+        + f"; XLA repeats {f['repeated'] / 1e12:.0f} TF to hold less memory"
+        * (f["repeated"] > 0)
     )
     lines.append(
         f"  step: {s['step']:.2f} s; stage {row['stage']} is busy for {s['busy']:.2f}, of "

@@ -52,6 +52,7 @@ def as_dict(figures: StepSeconds) -> dict[str, Any]:
         "flops": {
             "products": products,
             "kernels": in_kernels,
+            "repeated": total(lambda i: figures.costs.flops(i) * figures.program.is_repeated(i)),
             "model": planned.once,
             "planned": planned.total,
             "planned_attention": planned.attention,

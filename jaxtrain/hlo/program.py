@@ -250,6 +250,11 @@ class Program:
         """True for an instruction that is a product or fuses one."""
         return any(j.is_product for j in (i, *self.below(i.calls.get("calls", ""))))
 
+    def is_repeated(self, i: Instruction) -> bool:
+        """True for a product that XLA computes once more by itself, to hold less memory (its
+        rematerialization, which names what it repeats)."""
+        return ".remat" in i.name and self.multiplies(i)
+
     def waits_for_a_flag(self, loop: Instruction) -> bool:
         """True for a loop that repeats while a flag that it carries is true, without a counter."""
         condition = self.root(loop.calls["condition"])

@@ -102,6 +102,33 @@ def test_a_device_that_is_too_small():
     assert not compile_check.compile_check(CONFIG, H100S, huge).fits
 
 
+def test_products_that_xla_repeats_are_told():
+    """A dot of its own, and one in a fusion; a copy that is made again is no product."""
+    text = "%product.remat"
+    program = f"""HloModule step, is_scheduled=true
+
+%inside (a: f32[8,8], b: f32[8,8]) -> f32[8,8] {{
+  %a = f32[8,8]{{1,0}} parameter(0)
+  %b = f32[8,8]{{1,0}} parameter(1)
+  ROOT %d = f32[8,8]{{1,0}} dot(%a, %b), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+}}
+
+ENTRY %main (x: f32[8,8]) -> f32[8,8] {{
+  %x = f32[8,8]{{1,0}} parameter(0)
+  %product = f32[8,8]{{1,0}} fusion(%x, %x), kind=kCustom, calls=%inside
+  %copy.remat = f32[8,8]{{1,0}} copy(%x)
+  {text} = f32[8,8]{{1,0}} fusion(%x, %x), kind=kCustom, calls=%inside
+  ROOT %r.remat2 = f32[8,8]{{1,0}} dot(%copy.remat, {text}), lhs_contracting_dims={{1}}, \
+rhs_contracting_dims={{0}}
+}}
+"""
+    compiled = topology.Compiled(program, memory=MEMORY, kinds=KNOWN)
+    record = compile_check.compile_check(CONFIG, H100S, compiled)
+    assert record.repeated_products == record.as_dict()["memory"]["repeated_products"] == 2
+    (line,) = [line for line in record.lines() if "once more" in line]
+    assert "computes 2 products" in line and "slop_factor=118" in line
+
+
 def test_collectives_compiled_and_planned():
     """A device of the stage that sends most sends both ways of its permutes, one of which overlaps
     with the ops."""
@@ -132,6 +159,7 @@ def test_what_is_printed_and_what_json_has():
     assert "h100:1x2: 2 × NVIDIA H100" in text and "traced in 2 s, compiled in 10 s" in text
     assert "  total" in text and "6.52" in text  # 7e9 bytes in GiB
     assert "collective-permute over stage" in text and "50%" in text and "nan" not in text
+    assert "once more" not in text
 
 
 @pytest.mark.parametrize(
