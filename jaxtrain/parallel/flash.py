@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.devices.mesh import MODEL, over_model
 from jaxtrain.parallel.context import Sight
-from jaxtrain.parallel.heads import HEADS, in_order, row_major
+from jaxtrain.parallel.heads import HEADS, row_major_part, row_major
 
 MASKED = -1e30  # the log-sum-exp of a query that sees nothing
 LSE = P(None, MODEL)  # of a log-sum-exp [B, N, T]
@@ -65,7 +65,7 @@ def _attend(kernel, q, k, v, sight, segments):
 
     def run(*arguments):
         out, lse_BTN = kernel.forward(*arguments, dtype=v.dtype)
-        return out, in_order(jnp.moveaxis(lse_BTN, 2, 1))
+        return out, row_major_part(jnp.moveaxis(lse_BTN, 2, 1))
 
     out, lse_BNT = over_model(run, (HEADS, HEADS, HEADS, P(), P()), (HEADS, LSE))(
         q, k, v, sight, segments
@@ -78,7 +78,7 @@ def _attend_backward(kernel, residuals, g):
     q, k, v, sight, segments, out, lse_BNT = residuals
 
     def run(q, k, v, g, out, lse_BNT, *seen):
-        lse_BTN = jnp.moveaxis(in_order(lse_BNT), 1, 2)
+        lse_BTN = jnp.moveaxis(row_major_part(lse_BNT), 1, 2)
         return kernel.backward(q, k, v, g, out, lse_BTN, *seen, dtype=q.dtype)
 
     by_inputs = over_model(run, (*(HEADS,) * 5, LSE, P(), P()), HEADS)(

@@ -65,10 +65,10 @@ def as_written(x: jax.Array) -> jax.Array:
     """The value x of a slot, laid out in memory in the order of its dimensions, unless the
     partitioner splits it. Without this, sums over tokens would read it column by column, and XLA's
     GPU compiler would transpose the entire pool for them in every tick."""
-    return x if partitioned() else in_order(x)
+    return x if partitioned() else row_major_part(x)
 
 
-def in_order(x: jax.Array) -> jax.Array:
+def row_major_part(x: jax.Array) -> jax.Array:
     """Returns x, which the partitioner does not split, laid out in memory in the order of its
     dimensions."""
     if not isinstance(x, jax.core.Tracer):
@@ -77,7 +77,7 @@ def in_order(x: jax.Array) -> jax.Array:
 
 
 def _row_major(x: jax.Array, split: P) -> jax.Array:
-    return over_model(in_order, (split,), split)(x)
+    return over_model(row_major_part, (split,), split)(x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -105,14 +105,14 @@ def _by_heads(x_BTNH: jax.Array) -> jax.Array:
     """[B, T, N, H], tokens first in memory → the same heads first, by moves of tiles alone."""
     b, t, n, h = x_BTNH.shape
     tiles = _in_tiles(x_BTNH.reshape(b, t // SUBLANES, SUBLANES, n, h))
-    x_NBTH = in_order(jnp.moveaxis(tiles, 3, 0).reshape(n, b, t, h))
+    x_NBTH = row_major_part(jnp.moveaxis(tiles, 3, 0).reshape(n, b, t, h))
     return jnp.moveaxis(x_NBTH, 0, 2)
 
 
 def _by_tokens(x_BTNH: jax.Array) -> jax.Array:
     """The inverse of `_by_heads`."""
     b, t, n, h = x_BTNH.shape
-    x_NBTH = in_order(jnp.moveaxis(x_BTNH, 2, 0))
+    x_NBTH = row_major_part(jnp.moveaxis(x_BTNH, 2, 0))
     tiles = jnp.moveaxis(x_NBTH.reshape(n, b, t // SUBLANES, SUBLANES, h), 0, 3)
     return _in_tiles(tiles).reshape(b, t, n, h)
 
