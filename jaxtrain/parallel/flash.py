@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.devices.mesh import MODEL, over_model
 from jaxtrain.parallel.context import Sight
-from jaxtrain.parallel.heads import HEADS, row_major_part, row_major
+from jaxtrain.parallel.heads import HEADS, row_major, row_major_part
 
 MASKED = -1e30  # the log-sum-exp of a query that sees nothing
 LSE = P(None, MODEL)  # of a log-sum-exp [B, N, T]
