@@ -31,7 +31,10 @@ def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_si
 
 
 @pytest.mark.parametrize("way", ["cpu", "default"])
-def test_ragged_rows(monkeypatch, way):
+@pytest.mark.parametrize("fills", [True, False])
+def test_ragged_rows(monkeypatch, way, fills):
+    """Behind the rows that arrive are zeros, or what was there."""
+    monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, -1, dtype))
     monkeypatch.setattr(lax, "platform_dependent", lambda x, **ways: ways[way](x))
     monkeypatch.setattr(lax, "ragged_all_to_all", emulated)
     random = np.random.default_rng(0)
@@ -42,7 +45,7 @@ def test_ragged_rows(monkeypatch, way):
         number = travel[s].sum()
         rows[s, :number] = np.stack([np.full(number, s), np.arange(number)], 1) + 1
     mesh = make_mesh([DEVICES if axis == EXPERT else 1 for axis in AXES], jax.devices()[:DEVICES])
-    local = lambda rows: experts._ragged(rows[0], jnp.asarray(travel), ROOM, MOST)[None]
+    local = lambda rows: experts._ragged(rows[0], jnp.asarray(travel), ROOM, MOST, fills)[None]
     with jax.set_mesh(mesh):
         got = jax.jit(
             jax.shard_map(
@@ -57,7 +60,9 @@ def test_ragged_rows(monkeypatch, way):
         expected = np.concatenate(
             [rows[s, travel[s, :d].sum() : travel[s, : d + 1].sum()] for s in range(DEVICES)]
         )
-        np.testing.assert_array_equal(got[d], np.pad(expected, ((0, ROOM - len(expected)), (0, 0))))
+        np.testing.assert_array_equal(got[d, : len(expected)], expected)
+        behind = -1 if way == "default" and not fills else 0
+        assert (got[d, len(expected) :] == behind).all()
 
 
 def test_groups_are_cut_to_the_highest_level_at_which_they_fit():
