@@ -104,23 +104,22 @@ def test_a_device_that_is_too_small():
 
 def test_products_that_xla_repeats_are_told():
     """A dot of its own, and one in a fusion; a copy that is made again is no product."""
-    text = "%product.remat"
-    program = f"""HloModule step, is_scheduled=true
+    program = """HloModule step, is_scheduled=true
 
-%inside (a: f32[8,8], b: f32[8,8]) -> f32[8,8] {{
-  %a = f32[8,8]{{1,0}} parameter(0)
-  %b = f32[8,8]{{1,0}} parameter(1)
-  ROOT %d = f32[8,8]{{1,0}} dot(%a, %b), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
-}}
+%inside (a: f32[8,8], b: f32[8,8]) -> f32[8,8] {
+  %a = f32[8,8]{1,0} parameter(0)
+  %b = f32[8,8]{1,0} parameter(1)
+  ROOT %d = f32[8,8]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
 
-ENTRY %main (x: f32[8,8]) -> f32[8,8] {{
-  %x = f32[8,8]{{1,0}} parameter(0)
-  %product = f32[8,8]{{1,0}} fusion(%x, %x), kind=kCustom, calls=%inside
-  %copy.remat = f32[8,8]{{1,0}} copy(%x)
-  {text} = f32[8,8]{{1,0}} fusion(%x, %x), kind=kCustom, calls=%inside
-  ROOT %r.remat2 = f32[8,8]{{1,0}} dot(%copy.remat, {text}), lhs_contracting_dims={{1}}, \
-rhs_contracting_dims={{0}}
-}}
+ENTRY %main (x: f32[8,8]) -> f32[8,8] {
+  %x = f32[8,8]{1,0} parameter(0)
+  %product = f32[8,8]{1,0} fusion(%x, %x), kind=kCustom, calls=%inside
+  %copy.remat = f32[8,8]{1,0} copy(%x)
+  %product.remat = f32[8,8]{1,0} fusion(%x, %x), kind=kCustom, calls=%inside
+  ROOT %r.remat2 = f32[8,8]{1,0} dot(%copy.remat, %product.remat), lhs_contracting_dims={1}, \
+rhs_contracting_dims={0}
+}
 """
     compiled = topology.Compiled(program, memory=MEMORY, kinds=KNOWN)
     record = compile_check.compile_check(CONFIG, H100S, compiled)

@@ -197,20 +197,24 @@ FEW = {"model.layers": 8, "model.vocab_size": 4096, "pipeline.permute": "late"}
 @compiled_for(*KINDS)
 def test_slots_on_the_host_leave_the_device(platform, remat):
     """The host has the slots; the device as much less, but for what is on its way: of 8 layers in 4
-    slots, two; of their inputs one that comes and one that goes. For a TPU B's loop over two layers
-    is laid out whole, so that a layer's residuals come while the other is at work: two matrices of
-    attention that B copies are there twice, too. No entire pool comes to the device in a tick."""
+    slots, one or two; of their inputs one that comes and one that goes. No entire pool comes to the
+    device in a tick."""
     here, there = (
         ahead.compile_step(platform, {**FEW, "pipeline.remat": remat, "parallel.offload": o})
         for o in ("none", "activations")
     )
     assert here.memory["host_temp"] == 0 == here.on_host
     assert there.on_host <= there.memory["host_temp"] < 1.1 * there.on_host
-    layers, matrices = there.on_host / 4, 2 * 2 * there.smallest_matrix
-    on_its_way = layers + matrices if remat == "none" else 2.1 * 2 * there.payload
-    assert here.memory["temp"] - there.memory["temp"] > there.on_host - on_its_way
+    on_its_way = 0.3 * there.on_host if remat == "none" else 2.1 * 2 * there.payload
     moved = [i for i in there.program.below(there.tick) if i.opcode in ("copy", "copy-start")]
     assert not [i for i in moved if HOST in i.spaces]
+    stays = there.on_host - (here.memory["temp"] - there.memory["temp"])
+    if (platform, remat) == ("v5p", "none") and stays >= on_its_way:
+        # B's loop over two layers is laid out whole: both layers, and two matrices of attention
+        # that B copies, twice
+        assert stays < there.on_host / 4 + 2 * 2 * there.smallest_matrix
+        pytest.xfail("libtpu fetches a layer beside the other's work: 30.03 % are on their way")
+    assert stays < on_its_way
 
 
 # of GPUs that are not there jax knows no memory, so arguments cannot be said to lie in the host's

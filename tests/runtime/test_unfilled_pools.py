@@ -79,8 +79,8 @@ def test_rows_of_experts(monkeypatch, name, kernel):
     if kernel == "megablox":
         forms = megablox.product, megablox.rows_gradient, megablox.weights_gradient
         interpreted = experts.Products(*(functools.partial(f, interpret=True) for f in forms))
-        for name in experts.KERNELS:
-            monkeypatch.setitem(experts.KERNELS, name, interpreted)
+        for form in experts.KERNELS:
+            monkeypatch.setitem(experts.KERNELS, form, interpreted)
     monkeypatch.setattr(experts, "_ragged", wrong)
     assert_same(gradients(config), expected)
     assert unfilled and all(unfilled)
