@@ -1,9 +1,12 @@
 """The cases of peer_ahead.py: settings of a step for 64 TPU v5p chips, ours and MaxText's.
 
 Both sides have the same model, mesh, sequences, optimizer, types (float32 parameters, bfloat16
-products) and XLA options; both recompute everything and keep documents apart. MaxText has its
-settings twice: at the values that are fastest for it, and at its defaults. Its pipelines keep the
-optimizer's state whole on each device of `data`, where ours scatter it: that saves it a gather.
+products) and XLA options, and both keep documents apart. MaxText has its settings twice: at the
+values that are fastest for it, and at its defaults. Its pipelines keep the optimizer's state whole
+on each device of `data`, where ours scatter it: that saves it a gather.
+
+In a case NAME both recompute everything. In NAME_kept each side keeps what makes it fastest and
+fits into the chips' memory: MaxText the most of its `remat_policy`s that fits.
 """
 
 import dataclasses
@@ -22,7 +25,6 @@ COMMON = (
     "compile_topology_num_slices=1",
     "override_model_config=True",
     "allow_split_physical_axes=True",  # an axis of 8 on a torus of 4 × 4 × 4
-    "remat_policy=full",
     "dataset_type=synthetic",
     "enable_checkpointing=False",
     "log_config=False",
@@ -40,6 +42,7 @@ FASTEST = (
     "sa_block_kv_dkv=2048",
     "sa_block_kv_dkv_compute=512",
 )
+FULL = ("remat_policy=full",)
 # MaxText's mesh axes in their order.
 AXES = (
     "diloco",
@@ -74,6 +77,7 @@ class PeerCase:
     mesh:     MaxText's mesh axes of more than one device
     settings: MaxText's other settings, of the case
     aim:      the most that ours may take over MaxText's fastest; 0: none
+    policy:   MaxText's settings of recomputation where it is fastest
     """
 
     name: str
@@ -84,6 +88,7 @@ class PeerCase:
     mesh: dict[str, int]
     settings: dict[str, object]
     aim: float = 0.0
+    policy: tuple[str, ...] = FULL
 
     @property
     def topology(self) -> Topology:
@@ -109,7 +114,7 @@ class PeerCase:
         names = {"stage": "pipeline"}
         meshed = [f"ici_{names.get(axis, axis)}_parallelism={n}" for axis, n in sizes.items()]
         own = [f"{name}={value}" for name, value in self.settings.items()]
-        chosen = [*FASTEST, f"compile_xla_flags={options}"] if fastest else []
+        chosen = [*self.policy, *FASTEST, f"compile_xla_flags={options}"] if fastest else FULL
         return [f"model_name={self.model}", *COMMON, *meshed, *own, *chosen]
 
 
@@ -131,7 +136,7 @@ def _pipeline(sequences: int, layers: int) -> dict[str, object]:
 PIPELINE = STAGES | {"pipeline.schedule": "gpipe", "pipeline.save": ("layer_input",)}
 FLAT_SETTINGS: dict[str, object] = {"per_device_batch_size": 1, "max_target_length": 8192}
 LLAMA = ("llama3_8b", "llama3-8b")
-CASES = {
+EQUAL = {
     case.name: case
     for case in (
         PeerCase(
@@ -218,5 +223,43 @@ CASES = {
             FLAT_SETTINGS,
             1.0,
         ),
+    )
+}
+
+
+def _saving(*names: str) -> tuple[str, ...]:
+    """MaxText's settings with which it keeps what has these names."""
+    return ("remat_policy=custom", *(f"{name}=device" for name in names))
+
+
+def _kept(name: str, policy: tuple[str, ...], **ours: object) -> PeerCase:
+    """The case with what fits kept. ours: settings of `pipeline`"""
+    case = EQUAL[name]
+    return dataclasses.replace(
+        case,
+        name=f"{name}_kept",
+        text=f"{case.text}, each side keeps what fits",
+        ours=case.ours | {"pipeline.save": ()} | {f"pipeline.{k}": v for k, v in ours.items()},
+        policy=policy,
+    )
+
+
+PRODUCTS = ("remat_policy=minimal_with_context",)
+QKV = ("query_proj", "key_proj", "value_proj")
+# MaxText's next larger choices: T = 32768 with all of the MLP's products, and 4 stages with queries
+# too, do not fit into 95 GiB; 8 stages with the output projection is no faster.
+CASES = EQUAL | {
+    case.name: case
+    for case in (
+        _kept("fsdp", PRODUCTS, remat="none"),
+        _kept(
+            "long",
+            _saving(*QKV, "context", "mlpwi_0"),
+            remat="selective",
+            save=("attention", "mlp_in"),
+        ),
+        _kept("model8", PRODUCTS, remat="none"),
+        _kept("stage4", _saving("context"), remat="none", schedule="zb_v"),
+        _kept("stage8", _saving(*QKV, "context", "mlpwi_0"), remat="none"),
     )
 }

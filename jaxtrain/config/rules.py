@@ -412,14 +412,14 @@ def _pipeline(
         )
     if pipeline.overlap and mesh.stage != 1:
         yield from _overlap(pipeline)
-    if pipeline.times and len(pipeline.times) not in range(3, 9):
+    if pipeline.times and len(pipeline.times) not in range(3, 10):
         fixed = (
-            (*pipeline.times, 1.0, 1.0, 1.0)[:3] if len(pipeline.times) < 3 else pipeline.times[:8]
+            (*pipeline.times, 1.0, 1.0, 1.0)[:3] if len(pipeline.times) < 3 else pipeline.times[:9]
         )
         yield Violation(
             "pipeline.times",
-            "must have a time for F, B and W each, and may have one for message, R, head, FB and "
-            "update",
+            "must have a time for F, B and W each, and may have one for message, R, head, FB, "
+            "update and embedding",
             values_for("pipeline.times", [fixed, ()]),
         )
     if pipeline.times and not all(pipeline.times[:3]):

@@ -467,7 +467,8 @@ class PipelineConfig:
     times: tuple[float, ...] = setting(
         (),
         "times of F,B,W,message (and R, head; FB, an F and a B in an overlapped cell, 0: no gain; "
-        "the optimizer's update) for one microbatch on a stage; empty: planned",
+        "the optimizer's update; the embedding with model.dense_layers, forward, and as long for "
+        "its gradient) for one microbatch on a stage; empty: planned",
     )
     measure_times: bool = setting(
         False,

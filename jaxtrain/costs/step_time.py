@@ -49,7 +49,8 @@ from jaxtrain.costs.transformer import (
     Transformer,
     padded_vocabulary,
 )
-from jaxtrain.schedule.orders import StageTimes, closed_forms
+from jaxtrain.schedule.orders import PLACEMENTS, StageTimes, closed_forms
+from jaxtrain.schedule.placement import balanced
 
 FLOAT8, MXFLOAT8 = "float8", "mxfloat8"  # the keys of their peaks
 ITEM = 2  # bytes of a number in 16 bits
@@ -574,14 +575,17 @@ class StepModel:
     def step(self) -> TimeBreakdown:
         """The step, on the device that works most."""
         model, layout, m = self.model, self.layout, self.layout.microbatches
-        layers, several = math.ceil(model.layers / layout.stage), layout.stage > 1
+        several = layout.stage > 1
         ops = self.mean_layer()
+        shared = self.framework.vocabulary_parallel and several
+        layers, has_first, has_last = self._busiest_stage()
         stage = sum(ops.values(), TimeBreakdown()) * layers
         saved = self.saved_by_overlap() if layout.overlap else 0.0
-        if model.dense_layers:
+        if model.dense_layers and has_first:
             stage += sum(self.mean_layer(dense=True).values(), TimeBreakdown()) * model.dense_layers
-        shared = self.framework.vocabulary_parallel and several
-        step = stage * m + self.head() * (m / layout.stage if shared else m)
+        step = stage * m
+        if has_last:
+            step += self.head() * (m / layout.stage if shared else m)
         step += self.end_collectives(shared) * m
         cells = closed_forms(layout.schedule).shared_cells(layout.stage, m)
         step += hidden_messages(saved * cells / layout.repeats)
@@ -593,6 +597,33 @@ class StepModel:
             waits = TimeBreakdown({BUBBLE: self.hardware.waited(step.seconds, idle)})
             waits += self._messages(times.all)
         return step + waits + self.outside_microbatches(step, times.F, times.B + times.W)
+
+    def _busiest_stage(self) -> tuple[int, bool, bool]:
+        """Returns (the layers of the stage that works most; whether it has the dense layers before
+        the first one, and the head)."""
+        model, layout, stages = self.model, self.layout, range(self.layout.stage)
+        if not self._balances:
+            return math.ceil(model.layers / layout.stage), True, True
+        first, last = self.dense_layers().seconds, self.head().seconds
+        layer = sum(op.seconds for op in self.mean_layer().values())
+        place = PLACEMENTS[closed_forms(layout.schedule).placement]
+        stage_of = place(layout.stage, max(1, layout.repeats))
+        sizes = balanced(model.layers, stage_of, (1,) * len(stage_of), layer, first, last)
+        layers = [
+            sum(n for n, on in zip(sizes, stage_of, strict=True) if on == stage)
+            for stage in stages
+        ]
+        ends = [(stage == stage_of[0], stage == stage_of[-1]) for stage in stages]
+        busiest = max(
+            stages, key=lambda s: layers[s] * layer + ends[s][0] * first + ends[s][1] * last
+        )
+        return layers[busiest], *ends[busiest]
+
+    @property
+    def _balances(self) -> bool:
+        """True if stages with what is in no unit have fewer layers (pipeline/setup.py)."""
+        ends = self.model.dense_layers or self.model.predictions
+        return self.framework.slots and self.layout.stage > 1 and ends > 0
 
     def _messages(self, microbatch: float) -> TimeBreakdown:
         """Two messages a chunk and microbatch, one each way, and the wait for those that arrive
@@ -792,15 +823,17 @@ class StepModel:
         return (ops["F"] * 2 + ops["B"] + ops["W"]) * self.model.dense_layers
 
     def op_times(self) -> tuple[float, ...]:
-        """Seconds of F, B, W, message, R and head of one microbatch on an entire stage, and, where
-        the layout has such, of F and B at once and of the optimizer's update, in the order of
-        `pipeline.times`."""
+        """Seconds of F, B, W, message, R and head of one microbatch on an entire stage, and, up to
+        the last one that the layout has, of F and B at once, of the optimizer's update, and of the
+        embedding with the dense layers behind it, in the order of `pipeline.times`."""
         ops, layout = {name: op.seconds for name, op in self.ops().items()}, self.layout
         times = ops["F"], ops["B"], ops["W"], self.message(), ops["R"], self.head().seconds
         both = ops["F"] + ops["B"] - self.saved_by_overlap() if layout.overlap else 0.0
-        if layout.steps > 1:
-            return *times, both, self.update_op().seconds
-        return (*times, both) if layout.overlap else times
+        update = self.update_op().seconds if layout.steps > 1 else 0.0
+        later = [both, update, self.dense_layers().seconds / 2]
+        while later and not later[-1]:
+            later.pop()
+        return *times, *later
 
     # ----------------------------------------------------------------------------------- operations
 

@@ -22,9 +22,9 @@ from jaxtrain.pipeline.step_model import milliseconds, step_model_of, transforme
 from jaxtrain.schedule import by_name, search
 from jaxtrain.schedule.clocks import Times
 from jaxtrain.schedule.order_csv import read_schedule
-from jaxtrain.schedule.orders import CSV, ONE_CHUNK, SCHEDULES, ChunkOrders
+from jaxtrain.schedule.orders import CSV, ONE_CHUNK, PLACEMENTS, SCHEDULES, ChunkOrders
 from jaxtrain.schedule.packing import PACKINGS
-from jaxtrain.schedule.placement import Placement, cut, spread
+from jaxtrain.schedule.placement import Placement, balanced, cut, spread
 from jaxtrain.schedule.search import ANY_REPEATS, Report, part_of
 from jaxtrain.schedule.several_steps import repeated, same_sums
 from jaxtrain.schedule.simulate import Simulation, simulate
@@ -175,8 +175,11 @@ def complete_times(
     if not known:
         return Times(1.0, 1.0, 1.0, MESSAGE, recompute, head, embed=embed)
     forward, *named = known
-    left_out = (0.0, recompute * forward, head * forward, 0.0, 0.0)[len(named) - 2 :]
-    backward, weights, message, recompute, head, both, update = (*named, *left_out)
+    left_out = (0.0, recompute * forward, head * forward, 0.0, 0.0, embed * forward)
+    backward, weights, message, recompute, head, both, update, embed = (
+        *named,
+        *left_out[len(named) - 2 :],
+    )
     return Times(
         forward,
         backward,
@@ -184,7 +187,7 @@ def complete_times(
         message,
         recompute,
         head,
-        embed=embed * forward,
+        embed=embed,
         update=update,
         overlap=forward + backward - both if both else 0.0,
     )
@@ -312,10 +315,11 @@ class _Search:
         candidates, too_small = [], []
         for number, vocabulary in itertools.product(repeats, vocabularies):
             part = part_of(self.report, done / total, number / total)
-            try:
-                candidates.append(self._candidate(number, vocabulary, memory, part))
-            except search.MemoryTooSmall as error:
-                too_small.append(error.least)
+            for chunks in self._cuts(number):
+                try:
+                    candidates.append(self._candidate(number, chunks, vocabulary, memory, part))
+                except search.MemoryTooSmall as error:
+                    too_small.append(error.least)
             done += number
         if not candidates:
             raise search.MemoryTooSmall(memory or 0.0, min(too_small))
@@ -331,21 +335,46 @@ class _Search:
         _check_fits(file, self.model, self.pipeline, self.stages)
         return file
 
+    def _cuts(self, repeats: int) -> list[tuple[int, ...]]:
+        """The numbers of layers of each chunk to try, with `repeats` chunks on a stage."""
+        pipeline, layers, times, file = self.pipeline, self.model.layers, self.times, self._file
+        if pipeline.chunk_layers:
+            return [pipeline.chunk_layers]
+        if isinstance(file, Table):
+            units = _units_of_chunks(file)
+            firsts = itertools.accumulate((0, *units[:-1]))
+            stages_of = [tuple(file.stage_of[first] for first in firsts)]
+        elif file:
+            units, stages_of = (1,) * len(file.stage_of), [file.stage_of]
+        else:
+            units = (1,) * (self.stages * repeats)
+            known = SCHEDULES.get(self.pipeline.schedule)  # all for `auto`
+            names = [each.placement for each in ([known] if known else SCHEDULES.values())]
+            stages_of = [PLACEMENTS[name](self.stages, repeats) for name in dict.fromkeys(names)]
+        if pipeline.layer_costs or not ends_with_layers(self.model):
+            return [spread(layers, len(units), pipeline.layer_costs)]
+        # Layers that no chunk has stand on the first or on the last stage.
+        layer = (times.F + times.B + times.W + times.R) * self.stages / layers
+        ends = 2 * times.embed, times.head
+        cuts = (balanced(layers, stage_of, units, layer, *ends) for stage_of in stages_of)
+        return list(dict.fromkeys(cuts))
+
     def _candidate(
-        self, repeats: int, vocabulary: str, memory: float | None, report: Report
+        self,
+        repeats: int,
+        chunks: tuple[int, ...],
+        vocabulary: str,
+        memory: float | None,
+        report: Report,
     ) -> _Candidate:
-        """A table with `repeats` chunks on a stage; of `auto`, within `memory` residuals of a
-        stage."""
+        """A table with `repeats` chunks on a stage, of so many layers each; of `auto`, within
+        `memory` residuals of a stage."""
         pipeline, stages, layers = self.pipeline, self.stages, self.model.layers
         file = self._file
         if isinstance(file, Table):
             units_per_chunk = _units_of_chunks(file)
-            number = len(units_per_chunk)
-            chunks = pipeline.chunk_layers or spread(layers, number, pipeline.layer_costs)
             sizes = tuple(itertools.chain.from_iterable(map(spread, chunks, units_per_chunk)))
         else:
-            number = len(file.stage_of) if file else stages * repeats
-            chunks = pipeline.chunk_layers or spread(layers, number, pipeline.layer_costs)
             units_per_chunk, sizes = cut(chunks, pipeline.layers_per_op)
         costs = pipeline.layer_costs or (1.0,) * layers
         ends, saved = itertools.accumulate(sizes), saved_fractions(pipeline.remat, sizes)

@@ -159,17 +159,26 @@ class Tick:
             Constants(ModelTree(embed=True, first=self._has_dense_layers), batch=True),
             self._embed,
         )
-        self._ops = [embed, *cells, *copies, *self._end_ops()]
+        ends, own = self._end_ops(), [*cells, *copies]
+        read = _reading_state if updates else lambda op: op
+        together = self.table.vocabulary == "parallel"
+        # A tick's ops in their order: those before and after a stage's own are of all stages
+        # together, with collectives.
+        self._before = [read(embed)] * together
+        self._own = list(map(read, own if together else [embed, *own, *ends]))
+        self._after = list(map(read, ends * together))
         if updates:
-            self._ops = [_reading_state(op) for op in self._ops] + self._update_ops(updates)
+            self._after += self._update_ops(updates)
 
     def __call__(self, state: TickState, columns: TickColumns) -> TickState:
         if self._updates:
             columns = _unless_wrong(columns, state)
         state = self._run(self._takes, state, columns)
         if not self.ticks.columns.runs[permute_op(Permute.EARLY)].all():
-            state = self._run(self._ops, self._permute(Permute.EARLY, state, columns), columns)
+            ops = [*self._before, *self._own, *self._after]
+            state = self._run(ops, self._permute(Permute.EARLY, state, columns), columns)
             return self._permute(Permute.LATE, state, columns)
+        state = self._run_if_busy(self._before, state, columns)
         # What arrived last is in its slot before anything is sent: then what arrives next lands
         # where that was. What is sent is separate from what the ops write: or XLA makes two copies
         # of it, or has a permute finished before the ops.
@@ -179,22 +188,29 @@ class Tick:
         state = merged(state, rest)
         sent = self._permute(Permute.EARLY, merged(state, sent), columns)
         arrived = {ARRIVED[way]: sent.buffers[ARRIVED[way]] for way in self.ticks.permutes}
-        # One loop around all ops: XLA's TPU scheduler starts a permute as late as the loops behind
-        # it take, were they to run, and the last ones mostly do not. Only as one loop do they
-        # overlap with it.
+        # One loop around all ops of a stage: XLA's TPU scheduler starts a permute as late as the
+        # loops behind it take, were they to run, and the last ones mostly do not. Only as one loop
+        # do they overlap with it. A loop with collectives in it would overlap with one permute of
+        # the two.
         buffers = {name: a for name, a in state.buffers.items() if name not in arrived}
-        carried = lax.fori_loop(
-            0,
-            columns.busy,
-            lambda _, carried: self._run(self._ops, carried, columns),
-            dataclasses.replace(state, buffers=buffers),
-        )
+        state = dataclasses.replace(state, buffers=buffers)
+        carried = self._run_if_busy(self._own, state, columns)
+        carried = self._run_if_busy(self._after, carried, columns)
         # Without this XLA's GPU compiler moves the permutes, which nothing else in the tick reads,
         # in front of the next tick's ops.
         arrived, loss = lax.optimization_barrier((arrived, carried.loss))
         return merged(state, merged(carried, TickState(loss=loss, buffers=arrived)))
 
     # ------------------------------------------------------------------ how an op is run
+
+    def _run_if_busy(self, ops: list[TickOp], state: TickState, columns: TickColumns) -> TickState:
+        """The state after the ops, in one loop that has no trip in a tick in which no stage has an
+        op."""
+        if not ops:
+            return state
+        return lax.fori_loop(
+            0, columns.busy, lambda _, carried: self._run(ops, carried, columns), state
+        )
 
     def _run(self, ops: list[TickOp], state: TickState, columns: TickColumns) -> TickState:
         for op in ops:

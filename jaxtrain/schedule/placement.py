@@ -59,6 +59,34 @@ def spread(layers: int, chunks: int, costs: Sequence[float] = ()) -> tuple[int, 
     return tuple(reversed(sizes))
 
 
+def balanced(
+    layers: int,
+    stage_of: Sequence[int],
+    least: Sequence[int],
+    layer: float,
+    first: float,
+    last: float,
+) -> tuple[int, ...]:
+    """The number of layers of each chunk, with which the busiest stage has the least to do.
+
+    stage_of, least: the stage of each chunk, in model order, and the fewest layers it may have
+    layer, first, last: the time of a layer, and of what stands before the first one and after the
+        last one, on their stages
+    """
+    sizes, stages = list(least), range(max(stage_of) + 1)
+    busy = [0.0 for _ in stages]
+    busy[stage_of[0]] += first
+    busy[stage_of[-1]] += last
+    for stage, size in zip(stage_of, sizes, strict=True):
+        busy[stage] += layer * size
+    for _ in range(layers - sum(sizes)):
+        stage = min(stages, key=busy.__getitem__)
+        chunks = (chunk for chunk, of in enumerate(stage_of) if of == stage)
+        sizes[min(chunks, key=sizes.__getitem__)] += 1
+        busy[stage] += layer
+    return tuple(sizes)
+
+
 def cut(chunks: Sequence[int], layers_per_op: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns (the number of units of each chunk, the layers of every unit in model order); 0
     layers per op: a chunk is one unit.

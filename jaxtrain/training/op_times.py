@@ -114,10 +114,13 @@ def times_of(by_op: dict[str, float], table: Table, shares: Sequence[float]) -> 
     return Times(**per_stage, message=message, head=by_op[HEAD] * together, embed=embed * together)
 
 
-def in_order(times: Times, table: Table) -> tuple[float, ...]:
-    """Measured times in the order of `pipeline.times`."""
+def in_order(times: Times, table: Table, dense_layers: bool = False) -> tuple[float, ...]:
+    """Measured times in the order of `pipeline.times`. dense_layers: the embedding has some behind
+    it"""
     values = times.F, times.B, times.W, times.message, times.R, times.head
-    both = max(times.F, times.B, times.F + times.B - times.overlap)
+    both = max(times.F, times.B, times.F + times.B - times.overlap) if table.overlaps else 0.0
+    if dense_layers:
+        return *values, both, 0.0, times.embed
     return (*values, both) if table.overlaps else values
 
 
@@ -159,8 +162,9 @@ def random_batch(step: Step, vocab_size: int) -> dict[str, jax.Array]:
 
 
 def measured_times(config: Config, setup: Setup) -> tuple[float, ...]:
-    """F, B, W, message, R, head and, where the table has overlapped cells, FB in milliseconds, as
-    `pipeline.times` takes them, measured by process 0; () where F, B or W takes no measurable time.
+    """F, B, W, message, R, head and, where the table or the model has them, FB and the embedding
+    in milliseconds, as `pipeline.times` takes them, measured by process 0; () where F, B or W takes
+    no measurable time.
     The optimizer's update is no op of the program that is timed.
 
     config: resolved, of a mesh with several stages. Every process of a run must call this.
@@ -181,7 +185,7 @@ def measured_times(config: Config, setup: Setup) -> tuple[float, ...]:
             lambda ticks: on_a_device(measure(lambda: compiled(params, batch, ticks))),
         )
     times = times_of(ops.seconds, setup.table, setup.shares)
-    values = in_order(times, setup.table)
+    values = in_order(times, setup.table, config.model.dense_layers > 0)
     known = milliseconds(values) if all(values[:3]) else ()
     return tuple(cluster.from_main(lambda: known, OpTimesError))
 

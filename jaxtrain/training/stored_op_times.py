@@ -2,8 +2,8 @@
 No jax.
 
     op_times.json   {"times": [F, B, W, message, R, head] in ms, "of": {setting: value}, "devices":
-                    "8 × TPU v5p"}; of overlapped cells and of several steps in a program also FB
-                    and update
+                    "8 × TPU v5p"}; of overlapped cells, of several steps in a program and of dense
+                    layers before the others also FB, update and embedding
 
 All processes and every restart take the times of the file, whatever the devices and the version of
 the code, so the run's table stays the same. Times are measured or planned anew only if a setting in
@@ -19,7 +19,7 @@ from jaxtrain.config import Config, MeshConfig, PipelineConfig, fields, get, val
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
 OP_TIMES = "op_times.json"
-LATER = ("FB", "update")  # only of some tables; 0 where they are not known
+LATER = ("FB", "update", "embedding")  # only of some tables; 0 where they are not known
 NAMES = ("F", "B", "W", "message", "R", "head", *LATER)  # of `pipeline.times`
 # Settings and groups of settings on which the times of a stage's microbatch depend, and how the
 # times were made. The schedule is not among them.

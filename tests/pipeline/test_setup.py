@@ -9,9 +9,10 @@ from support import small
 from jaxtrain import config as configs
 from jaxtrain.config import ConfigError
 from jaxtrain.config.checks import Environment, error_of
+from jaxtrain.costs.hardware import load
 from jaxtrain.pipeline.checks import RULES_WITH_TABLES
 from jaxtrain.pipeline.setup import make_setup, times_of
-from jaxtrain.pipeline.step_model import transformer_of
+from jaxtrain.pipeline.step_model import step_model_of, transformer_of
 from jaxtrain.schedule.by_name import make_table
 from jaxtrain.schedule.order_csv import to_order_csv
 from jaxtrain.schedule.orders import SCHEDULES
@@ -242,10 +243,27 @@ def test_a_file_without_backward_is_refused(tmp_path):
 
 def test_dense_layers_first_take_time_with_the_embedding():
     moe = {"model.experts": 4, "model.expert_width": 32, "model.mlp_width": 128}
-    cfg = small.config((1, 2, 1), changes=moe | {"model.dense_layers": 2})
+    changes = moe | {"model.dense_layers": 2}
+    cfg = small.config((1, 2, 1), changes=changes)
     dense, layer = 4 * 32 * 32 + 3 * 32 * 128, 4 * 32 * 32 + 2 * 3 * 32 * 32 + 32 * 4
     assert times_of(cfg).embed == pytest.approx(2 * 2 * dense / (layer * 4 / 2))
     assert times_of(small.config((1, 2, 1), changes=moe)).embed == 0
+    # planned ones are those of the layers, which send nothing to experts
+    planned = times_of(small.config((1, 2, 1), changes=changes | {"train.hardware": "h100"}))
+    work = step_model_of(cfg, load("h100"))
+    assert planned.embed == pytest.approx(1e3 * work.dense_layers().seconds / 2, rel=1e-3)
+
+
+def test_stages_with_dense_layers_or_predictions_have_fewer_others():
+    heavy = {"model.experts": 4, "model.dense_layers": 2, "model.layers": 10, "model.mtp_depth": 1}
+    times = {"pipeline.times": (1.0, 1.0, 1.0, 0.0, 0.0, 0.3, 0.0, 0.0, 0.9)}
+    sizes = lambda schedule, **more: (
+        setup(schedule, stages=2, **heavy, **times, **more).placement.sizes
+    )
+    # a layer takes 3 · 2 / 10, the dense ones 1.8, the head 0.3
+    assert sizes("1f1b") == (4, 6)
+    assert sizes("1f1b", **{"pipeline.chunk_layers": (7, 3)}) == (7, 3)
+    assert sizes("zb_v") == (2, 4, 3, 1)
 
 
 def test_too_little_memory_names_what_is_enough():

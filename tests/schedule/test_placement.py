@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxtrain.schedule.placement import Placement, cut, spread
+from jaxtrain.schedule.placement import Placement, balanced, cut, spread
 
 ALL = [
     Placement(n, s, c)
@@ -104,3 +104,30 @@ def test_cut():
     assert cut((4, 3, 1), 2) == ((2, 2, 1), (2, 2, 2, 1, 1))
     assert cut((4, 3, 1), 1) == ((4, 3, 1), (1,) * 8)
     assert cut((4, 3), 9) == ((1, 1), (4, 3))
+
+
+def test_balanced_chunks_leave_the_busiest_stage_least():
+    # by trying all cuts of the layers
+    for layers, stage_of, first, last in [
+        (7, (0, 1, 2), 1.5, 2.5),
+        (8, (0, 1, 1, 0), 0.7, 1.2),
+        (9, (0, 1, 0, 1), 3.0, 0.0),
+        (4, (0, 1, 2, 3), 9.0, 9.0),
+    ]:
+
+        def busiest(sizes, stage_of=stage_of, first=first, last=last):
+            busy = [0.0] * (max(stage_of) + 1)
+            for size, stage in zip(sizes, stage_of, strict=True):
+                busy[stage] += size
+            busy[stage_of[0]] += first
+            busy[stage_of[-1]] += last
+            return max(busy)
+
+        chunks = len(stage_of)
+        cuts = itertools.product(range(1, layers + 1), repeat=chunks)
+        least = min(busiest(sizes) for sizes in cuts if sum(sizes) == layers)
+        sizes = balanced(layers, stage_of, (1,) * chunks, 1.0, first, last)
+        assert sum(sizes) == layers and min(sizes) >= 1
+        assert busiest(sizes) == least
+    # the chunks of a stage are even, and none has fewer layers than it must have
+    assert balanced(10, (0, 1, 1, 0), (1, 1, 3, 1), 1.0, 0.0, 0.0) == (3, 2, 3, 2)

@@ -416,7 +416,7 @@ RULES = [
     (
         {"pipeline.times": (1.0, 2.0)},
         "pipeline.times=(1.0, 2.0) must have a time for F, B and W each, and may have one for "
-        "message, R, head, FB and update: use --config.pipeline.times=1.0,2.0,1.0",
+        "message, R, head, FB, update and embedding: use --config.pipeline.times=1.0,2.0,1.0",
     ),
     (
         {"pipeline.times": (1.0, 2.0, 1.0, 0.0, 0.0, 1.0, 1.5)},
