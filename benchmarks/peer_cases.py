@@ -252,6 +252,7 @@ CASES = EQUAL | {
     case.name: case
     for case in (
         _kept("fsdp", PRODUCTS, remat="none"),
+        _kept("fsdp_bf16", PRODUCTS, remat="none"),
         _kept(
             "long",
             _saving(*QKV, "context", "mlpwi_0"),

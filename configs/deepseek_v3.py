@@ -2,11 +2,12 @@
 active, and 11.6 more that predict one token further.
 
 Latent attention; 256 experts in 8 groups, of which a token takes 8 in 4, beside a shared one; the
-first three layers have none. As there, over 2,048 GPUs in 16 stages with ZeRO-1. Theirs had experts
-over 64 devices, dense layers and embedding on the end stages alone, and FP8; here every stage has a
-copy of these layers, in 32 bits. So that 80 GB hold them, two devices share each tensor and experts
-lie over 32, each step has 240 microbatches, and layers are computed again. The vocabulary is
-DeepSeek-V3's: name its tokenizers file, `--config.data.tokenizer=tokenizer.json`. Its small twin:
+first three layers have none. As there, over 2,048 GPUs: 16 stages, experts over 64 devices, ZeRO-1,
+no tensor parallelism, and an optimizer with float32 masters and 16-bit moments. The stages with the
+dense layers, the prediction module and the head have fewer other layers. What differs: theirs had
+DualPipe, FP8, and embedding, dense layers and head on the end stages alone; here every stage has a
+copy of these, and layers are computed again from their inputs. The vocabulary is DeepSeek-V3's:
+name its tokenizers file, `--config.data.tokenizer=tokenizer.json`. Its small twin:
 deepseek_tiny.py.
 """
 
@@ -18,6 +19,7 @@ from jaxtrain.config import (
     ModelConfig,
     OptimizerConfig,
     PipelineConfig,
+    PrecisionConfig,
     TrainConfig,
 )
 
@@ -54,8 +56,9 @@ def get_config() -> Config:
             init_std=0.006,
         ),
         data=DataConfig(sequence_length=4096, batch_size=15360),
-        mesh=MeshConfig(data=-1, stage=16, expert=32, model=2),
-        pipeline=PipelineConfig(schedule="1f1b", microbatches=240),
+        mesh=MeshConfig(data=-1, stage=16, expert=64),
+        pipeline=PipelineConfig(schedule="1f1b", microbatches=120, save=("layer_input",)),
+        precision=PrecisionConfig(params="bfloat16", moments="bfloat16"),
         optimizer=OptimizerConfig(learning_rate=2.2e-4, warmup_steps=2000),
         train=TrainConfig(steps=235_000, eval_every=1000),  # 14.8 trillion tokens
         checkpoint=CheckpointConfig(every=500),

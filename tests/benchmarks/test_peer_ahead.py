@@ -35,8 +35,9 @@ def test_both_sides_have_the_same_sizes(name):
     assert product == case.topology.devices == 64
     assert int(settings["per_device_batch_size"]) * 64 == config.data.batch_size
     assert int(settings["max_target_length"]) == config.data.sequence_length
-    assert not config.data.attend_across_documents and config.pipeline.remat == "full"
-    assert {*sizes} <= {*AXES} and settings["remat_policy"] == "full"
+    assert not config.data.attend_across_documents and {*sizes} <= {*AXES}
+    recomputes_all = config.pipeline.remat == settings["remat_policy"] == "full"
+    assert recomputes_all != name.endswith("_kept")
     if config.mesh.stage > 1:
         stages = sizes["stage"] * int(settings["num_pipeline_repeats"])
         assert int(settings["num_layers_per_pipeline_stage"]) * stages == config.model.layers
