@@ -159,10 +159,11 @@ def field_violation(path: str, value: Any, of_recipe: Any) -> Violation | None:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return _out_of_bounds(path, value, usual)
     if cfg.item_type(field.type) in (int, float):
-        has_zeros = path in ("pipeline.times", "model.nope_layers")
+        has_zeros = path in ("pipeline.times", "pipeline.chunk_layers", "model.nope_layers")
         if all(math.isfinite(v) and v >= 0 and (v or has_zeros) for v in value):
             return None
-        return Violation(path, "has a number that is not above 0", [{path: field.default}])
+        rule = "has a number below 0" if has_zeros else "has a number that is not above 0"
+        return Violation(path, rule, [{path: field.default}])
     if isinstance(value, tuple) and (len(set(value)) < len(value) or "" in value):
         names = tuple(dict.fromkeys(v for v in value if v))
         rule = "has an empty or repeated name"

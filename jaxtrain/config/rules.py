@@ -535,6 +535,8 @@ def _layers_fill_chunks(
         last = layers - sum(others)
         fitted = values_for(path, [(*others, last)] if last > 0 else [])
         yield Violation(path, f"does not sum to model.layers={layers}", [*fitted, evenly])
+    if not all(pipeline.chunk_layers[1:-1]):
+        yield Violation(path, "has a chunk without layers that is not the first or last", [evenly])
     chunks = mesh.stage * pipeline.repeats
     if pipeline.repeats and mesh.stage > 1 and numbers != chunks:
         sizes = f"mesh.stage={mesh.stage} · pipeline.repeats={pipeline.repeats} = {chunks}"
@@ -549,9 +551,13 @@ def _chunks_have_layers(
     pipeline: PipelineConfig, model: ModelConfig, mesh: MeshConfig
 ) -> Iterator[Violation]:
     stages, repeats, layers = mesh.stage, max(pipeline.repeats, 1), model.layers
-    if stages * repeats <= layers or stages == 1:
+    chunks = stages * repeats
+    # Two chunks may be without layers, as in Llama 3's pipeline of 126 in 128: embedding and head
+    # stand alone.
+    most = layers + 2 if repeats > 1 else layers
+    if chunks <= most or stages == 1 or len(pipeline.chunk_layers) == chunks:
         return
-    smaller = {"mesh.stage": layers // repeats, "pipeline.repeats": layers // max(stages, 1)}
+    smaller = {"mesh.stage": most // repeats, "pipeline.repeats": most // max(stages, 1)}
     if stages * max(default_repeats(pipeline.schedule), 1) <= layers:
         smaller = dict(reversed(smaller.items()))
     fixes = [
@@ -563,7 +569,7 @@ def _chunks_have_layers(
         next(iter(smaller)),
         f"makes more chunks (mesh.stage={stages} · pipeline.repeats={repeats}) than "
         f"model.layers={layers}",
-        [*fixes, {"model.layers": stages * repeats}],
+        [*fixes, {"model.layers": chunks}],
     )
 
 

@@ -447,7 +447,9 @@ class PipelineConfig:
         0, "layers that one op of a stage runs; 0: the complete chunk", at_least=0
     )
     chunk_layers: tuple[int, ...] = setting(
-        (), "layers of each chunk, in model order; empty: as even as possible"
+        (),
+        "layers of each chunk, in model order, also 0 of the first and last; empty: as even as "
+        "possible, or fewer on stages with model.dense_layers or mtp_depth",
     )
     layer_costs: tuple[float, ...] = setting(
         (),

@@ -11,13 +11,14 @@ import shlex
 from collections.abc import Callable, Iterable
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, sources
+from jaxtrain.config import Config, ends_with_layers, sources
 from jaxtrain.config.kernels import QUANTIZED
 from jaxtrain.config.optimizers import OPTIMIZERS, READS
 from jaxtrain.config.rules import OF_EXPERTS
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.schedule.order_csv import is_order_file
 from jaxtrain.schedule.orders import CSV, default_repeats
+from jaxtrain.schedule.placement import cut
 
 
 def _under(group: str, names: str | Iterable[str]) -> list[str]:
@@ -275,13 +276,13 @@ def _more_layers_than_a_unit(config: Config) -> list[str]:
 
 
 def _largest_unit(config: Config) -> int | None:
-    """The most layers of a unit; None where costs of layers decide."""
+    """The most layers of a unit; None where times decide."""
     pipeline, stages, layers = config.pipeline, config.mesh.stage, config.model.layers
     if stages == 1:
         return layers
-    if pipeline.layer_costs or pipeline.schedule.startswith(CSV):
+    is_balanced = ends_with_layers(config.model) and not pipeline.chunk_layers
+    if is_balanced or pipeline.layer_costs or pipeline.schedule.startswith(CSV):
         return None
     repeats = pipeline.repeats or max(default_repeats(pipeline.schedule), 1)
     chunks = pipeline.chunk_layers or (math.ceil(layers / (stages * repeats)),)
-    units = [math.ceil(chunk / (pipeline.layers_per_op or chunk)) for chunk in chunks]
-    return max(math.ceil(chunk / of_it) for chunk, of_it in zip(chunks, units, strict=True))
+    return max(cut(chunks, pipeline.layers_per_op)[1])

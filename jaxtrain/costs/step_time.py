@@ -608,10 +608,10 @@ class StepModel:
         layer = sum(op.seconds for op in self.mean_layer().values())
         place = PLACEMENTS[closed_forms(layout.schedule).placement]
         stage_of = place(layout.stage, max(1, layout.repeats))
-        sizes = balanced(model.layers, stage_of, (1,) * len(stage_of), layer, first, last)
+        least = (0, *(1,) * (len(stage_of) - 2), 0)
+        sizes = balanced(model.layers, stage_of, least, layer, first, last)
         layers = [
-            sum(n for n, on in zip(sizes, stage_of, strict=True) if on == stage)
-            for stage in stages
+            sum(n for n, on in zip(sizes, stage_of, strict=True) if on == stage) for stage in stages
         ]
         ends = [(stage == stage_of[0], stage == stage_of[-1]) for stage in stages]
         busiest = max(

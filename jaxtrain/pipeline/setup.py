@@ -155,7 +155,7 @@ def saved_fractions(remat: str, sizes: Sequence[int]) -> tuple[float, ...]:
     recomputed = [remat_of(remat).recomputed(size) for size in sizes]
     if not any(recomputed) or recomputed == [*sizes]:
         return ()
-    return tuple(1 - each / size for each, size in zip(recomputed, sizes, strict=True))
+    return tuple(1 - each / max(1, size) for each, size in zip(recomputed, sizes, strict=True))
 
 
 def complete_times(
@@ -353,10 +353,13 @@ class _Search:
             stages_of = [PLACEMENTS[name](self.stages, repeats) for name in dict.fromkeys(names)]
         if pipeline.layer_costs or not ends_with_layers(self.model):
             return [spread(layers, len(units), pipeline.layer_costs)]
-        # Layers that no chunk has stand on the first or on the last stage.
+        # Layers that no chunk has stand before the first chunk or after the last one, which may be
+        # without others.
         layer = (times.F + times.B + times.W + times.R) * self.stages / layers
         ends = 2 * times.embed, times.head
-        cuts = (balanced(layers, stage_of, units, layer, *ends) for stage_of in stages_of)
+        first, *others, last = units
+        least = (first - (first == 1), *others, last - (last == 1))
+        cuts = (balanced(layers, stage_of, least, layer, *ends) for stage_of in stages_of)
         return list(dict.fromkeys(cuts))
 
     def _candidate(

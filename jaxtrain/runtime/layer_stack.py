@@ -164,8 +164,9 @@ class LayerStack:
         self._numbers = jnp.asarray(placement.layer_index(unit))[stage] if extra_of_layer else None
         self._stack_size = placement.stack_size(unit)
         counts = [placement.layer_count(unit, s) for s in range(placement.stages)]
-        # a stack of one layer: every stage that has the unit has that one
-        self._is_single = self._stack_size == 1
+        # a stack of one layer, which every stage has that has the unit
+        of_unit = [s for s in range(placement.stages) if placement.unit_at(unit, s) is not None]
+        self._is_single = self._stack_size == 1 and all(counts[s] for s in of_unit)
         self._counts = [1] if self._is_single else counts
         # A layer's gradients are then reduced overlapped with the products of the layer before it:
         # XLA's GPU compiler moves no collective into a loop's next trip. A TPU's has these

@@ -28,12 +28,15 @@ class _Cut(NamedTuple):
 
 
 def spread(layers: int, chunks: int, costs: Sequence[float] = ()) -> tuple[int, ...]:
-    """The number of layers of each chunk, at least one each.
+    """The number of layers of each chunk, at least one each but where there are one or two chunks
+    more than layers: then the last one has none, or the first and the last.
 
     Without `costs` the chunks are even; if the layers do not divide, the lowest chunks have one
     more. With a cost for every layer, it is the cut whose costliest chunk costs least; of several
     such cuts, the one whose later chunks are the largest.
     """
+    if layers < chunks:
+        return (*(0,) * (chunks - layers - 1), *(1,) * layers, 0)
     if not costs:
         size, longer = divmod(layers, chunks)
         return tuple(size + (chunk < longer) for chunk in range(chunks))
@@ -93,7 +96,9 @@ def cut(chunks: Sequence[int], layers_per_op: int) -> tuple[tuple[int, ...], tup
 
     A chunk whose layers do not divide has units as equal as can be.
     """
-    units_per_chunk = tuple(-(-size // layers_per_op) if layers_per_op else 1 for size in chunks)
+    units_per_chunk = tuple(
+        max(1, -(-size // layers_per_op)) if layers_per_op else 1 for size in chunks
+    )
     return units_per_chunk, tuple(
         size
         for chunk, units in zip(chunks, units_per_chunk, strict=True)
@@ -109,7 +114,8 @@ class Placement:
     stage_of: the stage of each unit, in model order; (): circular, unit u on stage u mod stages
     sizes:    the number of layers of each unit, in model order; (): as equal as can be
 
-    Raises ValueError if there are more units than layers.
+    Raises ValueError if there are more units than layers, but for a first and a last unit that
+    `sizes` leave without one.
     """
 
     layers: int
@@ -121,13 +127,14 @@ class Placement:
     def __post_init__(self):
         stages, units_per_stage = self.stages, self.units_per_stage
         stage_of = self.stage_of or tuple(unit % stages for unit in range(stages * units_per_stage))
-        if len(stage_of) > self.layers:
+        if len(stage_of) > self.layers and not self.sizes:
             raise ValueError(
                 f"{stages} stages of {units_per_stage} units need at least {len(stage_of)} "
                 f"layers, not {self.layers}"
             )
         sizes = self.sizes or spread(self.layers, len(stage_of))
-        if len(sizes) != len(stage_of) or sum(sizes) != self.layers or min(sizes) < 1:
+        fits = len(sizes) == len(stage_of) and sum(sizes) == self.layers
+        if not fits or min(sizes) < 0 or not all(sizes[1:-1]):
             raise ValueError(
                 f"units of {sizes} layers on stages {stage_of} are not {self.layers} layers"
             )
@@ -175,7 +182,7 @@ class Placement:
             for stage in range(self.stages)
         ]
         listed = ", ".join(
-            "+".join(str(count) for count in of_stage if count) for of_stage in counts
+            "+".join(str(count) for count in of_stage if count) or "0" for of_stage in counts
         )
         units = counted(self.units_per_stage, "unit")
         return f"{self.layers} layers over {self.stages} stages × {units}: {listed}"

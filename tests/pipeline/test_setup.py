@@ -65,6 +65,14 @@ def test_units_of_uneven_chunks():
     assert made.shares == tuple(n / 3 for n in made.placement.sizes)
 
 
+def test_chunks_without_layers():
+    """Llama 3's pipeline: 126 layers, 16 stages of 8 chunks; embedding and head stand alone."""
+    made = setup("interleaved", 8, 16, 32, **{"model.layers": 126, "data.batch_size": 32})
+    assert made.placement.sizes == (0, *(1,) * 126, 0)
+    assert made.placement.layers_of(7, 15) == range(126, 126)
+    assert made.shares[0] == made.shares[-1] == 0
+
+
 def test_chunks_by_costs():
     costs = (1.0,) * 8 + (4.0,) * 4  # six a stage: no cut does better than eight
     made = setup(**{"pipeline.layer_costs": costs})

@@ -112,14 +112,14 @@ RULES = [
         "use --config.mesh.model=4 (or 1, 2)",
     ),
     (
-        {"mesh.stage": 5},
-        "mesh.stage=5 makes more chunks (mesh.stage=5 · pipeline.repeats=2) than "
-        "model.layers=8: use --config.mesh.stage=4",
+        {"mesh.stage": 6},
+        "mesh.stage=6 makes more chunks (mesh.stage=6 · pipeline.repeats=2) than "
+        "model.layers=8: use --config.mesh.stage=5",
     ),
     (
-        {"pipeline.repeats": 5},
-        "pipeline.repeats=5 makes more chunks (mesh.stage=2 · pipeline.repeats=5) than "
-        "model.layers=8: use --config.pipeline.repeats=4",
+        {"pipeline.repeats": 6},
+        "pipeline.repeats=6 makes more chunks (mesh.stage=2 · pipeline.repeats=6) than "
+        "model.layers=8: use --config.pipeline.repeats=5",
     ),
     (
         {"mesh.stage": 0},
@@ -412,6 +412,11 @@ RULES = [
         {"pipeline.memory": 2.0},
         "pipeline.memory=2.0 is for pipeline.schedule='auto' alone, not 'interleaved': use "
         "--config.pipeline.memory=0.0",
+    ),
+    (
+        {"pipeline.chunk_layers": (2, 0, 3, 3)},
+        "pipeline.chunk_layers=(2, 0, 3, 3) has a chunk without layers that is not the first or "
+        "last: use --config.pipeline.chunk_layers=",
     ),
     (
         {"pipeline.times": (1.0, 2.0)},

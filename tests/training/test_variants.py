@@ -93,6 +93,16 @@ VARIANTS = {
             "optimizer.decay_steps": 4,
         },
     ),
+    "first and last chunk without layers": Case(
+        (1, 2, 1),
+        "interleaved",
+        2,
+        4,
+        {"model.layers": 3, "pipeline.chunk_layers": (0, 2, 1, 0), "pipeline.remat": "none"},
+    ),
+    "a stage without layers": Case(
+        (2, 2, 1), "zb_h1", 1, 4, {"model.layers": 3, "pipeline.chunk_layers": (3, 0)}
+    ),
     "replicas, one microbatch": Case(
         (2, 2, 1), microbatches=1, changes={"data.batch_size": 16} | EARLY | {"mesh.replica": 2}
     ),
@@ -104,6 +114,7 @@ def variant(name: str) -> Config:
 
 
 LONG = (  # what is tested of them is elsewhere, too
+    "a stage without layers",
     "gpt2 form, documents apart, fewer microbatches than stages",
     "gpt2 form",
     "replicas, one microbatch",
