@@ -28,7 +28,7 @@ from jaxtrain.config.sizes import remat_of
 from jaxtrain.devices import cluster, host_memory
 from jaxtrain.devices.compiler_options import compiler_options
 from jaxtrain.devices.host_memory import is_on_host
-from jaxtrain.devices.mesh import CONTEXT, REPLICA, batch_shards
+from jaxtrain.devices.mesh import CONTEXT, REPLICA, batch_shards, platform_of
 from jaxtrain.devices.sharding import BATCH_SPEC
 from jaxtrain.devices.state_file import StateFile
 from jaxtrain.models.transformer import ModelParts, build
@@ -353,6 +353,8 @@ def _train(
         updates, not of steps.
     """
 
+    on_tpu = platform_of(layout.mesh.devices.flat[0]) == "tpu"
+
     def train(state: TrainState, batch: dict) -> tuple[TrainState, StepMetrics]:
         def update(params, optimizer_state, results: LossesAndGradients):
             with_counts = results.gradients
@@ -361,11 +363,7 @@ def _train(
                 layout, results, optimizer_state, state.step, rate, skips
             )
             # Each data shard updates its part of the parameters; then they are gathered.
-            scattered = jax.tree.map(
-                lambda a, s: a if is_on_host(a) else lax.with_sharding_constraint(a, s),
-                params,
-                layout.scattered,
-            )
+            scattered = _shards(layout, params)
             updated, params, after = optimizer.update(
                 gradients, optimizer_state, scattered, guard.finite, guard.norm
             )
@@ -375,11 +373,16 @@ def _train(
             metrics |= _after_update(layout.norm(moved), after, state.step + 1, skips)
             return params, after, layout.working(moved), metrics
 
+        params = state.params
+        if on_tpu and layout.zero in (1, 2) and not layout.independent_replicas:
+            # What an update reads of them is cut off before the layers run: else XLA's TPU compiler
+            # copies all parameters first, and keeps both.
+            params, batch = lax.optimization_barrier((_shards(layout, params), batch))
         results = runtime.losses_and_gradients(state.read, batch)
         with jax.named_scope("optimizer"):
             update_each = replicas.in_each(update) if layout.independent_replicas else update
             params, optimizer_state, working, metrics = update_each(
-                state.params, state.optimizer, results
+                params, state.optimizer, results
             )
         return dataclasses.replace(
             state,
@@ -390,6 +393,15 @@ def _train(
         ), metrics
 
     return train
+
+
+def _shards(layout: ParameterLayout, params: Any) -> Any:
+    """Each data shard's part of the parameters, which it updates; those on the host as they are."""
+    return jax.tree.map(
+        lambda a, s: a if is_on_host(a) else lax.with_sharding_constraint(a, s),
+        params,
+        layout.scattered,
+    )
 
 
 def _before_update(
