@@ -155,13 +155,20 @@ def blocking_permutes(c: CompiledTick) -> list[str]:
     return blocking + [f"{len(found)} permutes in the tick"] * (len(found) != 2)
 
 
+def _has_cells(c: CompiledTick, loop: Instruction) -> bool:
+    """True for a loop with ops of the stage's own layers in it."""
+    names = (i.op_name for i in c.program.below(loop.calls["body"]))
+    return any(re.search(r"/[FKRBW]+\d+/", f"{name}/") for name in names)
+
+
 def late_permutes(c: CompiledTick) -> list[str]:
-    """Permutes of the tick that do not start before its first op, or are done before its last."""
+    """Permutes of the tick that do not start before the first op of the stage's own layers, or are
+    done before the last one."""
     here = list(c.program.inline(c.tick))
     ops = [
         n
         for n, i in enumerate(here)
-        if i.opcode == "while" and (i.name in c.holders or c.program.is_op(i))
+        if i.opcode == "while" and (i.name in c.holders or c.program.is_op(i)) and _has_cells(c, i)
     ]
     if not ops:
         return ["no ops"]
