@@ -195,11 +195,13 @@ class Tick:
         buffers = {name: a for name, a in state.buffers.items() if name not in arrived}
         state = dataclasses.replace(state, buffers=buffers)
         carried = self._run_if_busy(self._own, state, columns)
-        carried = self._run_if_busy(self._after, carried, columns)
         # Without this XLA's GPU compiler moves the permutes, which nothing else in the tick reads,
-        # in front of the next tick's ops.
+        # in front of the next tick's ops, and its TPU compiler behind a stage's own, beside the
+        # head, which does not run in every tick.
         arrived, loss = lax.optimization_barrier((arrived, carried.loss))
-        return merged(state, merged(carried, TickState(loss=loss, buffers=arrived)))
+        carried = dataclasses.replace(carried, loss=loss)
+        carried = self._run_if_busy(self._after, carried, columns)
+        return merged(state, merged(carried, TickState(buffers=arrived)))
 
     # ------------------------------------------------------------------ how an op is run
 
