@@ -176,7 +176,8 @@ def by_offload(space: Space) -> Iterator[list[TimedLayout]]:
 def laid_out(space: Space, layout: Layout) -> Config:
     """The space's config with a layout, not resolved."""
     values = {key: getattr(layout, key) for key in layout_flag.KEYS if key != "vocabulary"}
-    config = cfg.replace(space.config, TABLE_SETTINGS | {"pipeline.save": layout.save})
+    of_layout = {"pipeline.save": layout.save, "parallel.expert_nodes": layout.expert_nodes}
+    config = cfg.replace(space.config, TABLE_SETTINGS | of_layout)
     return layout_flag.apply(config, values)
 
 
@@ -315,7 +316,13 @@ def meshes(space: Space) -> Iterator[Layout]:
     ]
     experts = [size for size in divisors(n) if m.experts and m.experts % size == 0] or [1]
     for model, context, expert in itertools.product(models, contexts, experts):
-        inside = Layout(model=model, context=context, expert=expert, replica=replicas)
+        inside = Layout(
+            model=model,
+            context=context,
+            expert=expert,
+            expert_nodes=_nodes(space, expert),
+            replica=replicas,
+        )
         outside, rest = divmod(n, model * context * expert)
         if rest or not _cuts_evenly(space, inside):
             continue
@@ -323,6 +330,12 @@ def meshes(space: Space) -> Iterator[Layout]:
             shards = outside // stage
             if shards % replicas == 0 and data.batch_size % (shards * expert) == 0:
                 yield dataclasses.replace(inside, data=shards // replicas, stage=stage)
+
+
+def _nodes(space: Space, expert: int) -> int:
+    """The nodes of the request that so many devices of `expert` span; 1 where they cannot."""
+    nodes = space.config.parallel.expert_nodes
+    return nodes if nodes < expert and expert % nodes == 0 else 1
 
 
 def _replicas(space: Space) -> int:
