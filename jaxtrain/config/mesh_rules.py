@@ -291,7 +291,7 @@ def _expert_axis_divides(mesh: MeshConfig, model: ModelConfig) -> Iterator[Viola
 def _expert_nodes(
     parallel: ParallelConfig, mesh: MeshConfig, model: ModelConfig
 ) -> Iterator[Violation]:
-    """Nodes have several devices of `expert` each, and exact numbers of rows."""
+    """A node has several devices of `expert`, and numbers of tokens between nodes are not fixed."""
     path, nodes, size = "parallel.expert_nodes", parallel.expert_nodes, mesh.expert
     if nodes <= 1 or size <= 1:
         return
@@ -299,13 +299,13 @@ def _expert_nodes(
     if size % nodes:
         yield Violation(path, f"does not divide mesh.expert={size}", fixes, show=4)
     elif nodes == size:
-        rule = f"leaves each node one device of mesh.expert={size}, to which one step leads"
+        rule = f"leaves a node one device of mesh.expert={size}, which one step reaches"
         yield Violation(path, rule, fixes, show=4)
     if model.capacity_factor:
         yield Violation(
             path,
-            "sends as many tokens as there are, and "
-            f"model.capacity_factor={model.capacity_factor} sends a fixed number",
+            f"works only with model.capacity_factor=0, not {model.capacity_factor}: numbers of "
+            "tokens between nodes are not fixed",
             [{path: 1}, {"model.capacity_factor": 0.0}],
         )
 
