@@ -174,7 +174,9 @@ MORE = OVERLAPPED | {
             "pipeline.remat": "full",
         },
     ),
-    "FP8, expert in two steps and model": Case((1, 1, 2), changes={**FP8, **TWO_STEPS}),
+    "FP8, expert in two steps and model": Case(
+        (1, 1, 2), changes={**FP8, **TWO_STEPS, "pipeline.remat": "full"}
+    ),
     "expert in two steps, data, none": Case((2, 1, 1), changes={**TWO_STEPS, **NONE}),
     "expert in two steps, tokens saved": Case(
         (1, 2, 1), microbatches=4, changes={**TWO_STEPS, **saving("attention", "routed")}
