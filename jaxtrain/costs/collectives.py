@@ -601,6 +601,11 @@ class Links:
             bytes_per_s = min(bytes_per_s * route.near, inside.bytes_per_s)
         return passes * (size * (count - 1) / count / bytes_per_s + latency)
 
+    def islands(self, axis: str) -> int:
+        """The islands of the first tier over which an axis lies."""
+        route = self.route((axis,))
+        return route.devices // route.near if route.devices > 1 else 1
+
     def route(self, axes: tuple[str, ...], among: int = 0, apart: int = 1) -> Route:
         """The links that collectives over these axes use. A ring that does not fit an island, or
         does not divide it, crosses to the next tier on some device, and the entire ring waits for

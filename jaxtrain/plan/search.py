@@ -32,6 +32,7 @@ from jaxtrain.config.saved_values import saves_layer_inputs
 from jaxtrain.config.settings import MOST_MICROBATCHES, PipelineConfig
 from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.costs import hardware
+from jaxtrain.costs.collectives import EXPERT, Links
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.costs.layout import Layout
 from jaxtrain.costs.memory import least_recomputed, memory
@@ -316,26 +317,23 @@ def meshes(space: Space) -> Iterator[Layout]:
     ]
     experts = [size for size in divisors(n) if m.experts and m.experts % size == 0] or [1]
     for model, context, expert in itertools.product(models, contexts, experts):
-        inside = Layout(
-            model=model,
-            context=context,
-            expert=expert,
-            expert_nodes=_nodes(space, expert),
-            replica=replicas,
-        )
+        inside = Layout(model=model, context=context, expert=expert, replica=replicas)
         outside, rest = divmod(n, model * context * expert)
         if rest or not _cuts_evenly(space, inside):
             continue
         for stage in (size for size in divisors(outside) if size <= m.layers):
             shards = outside // stage
             if shards % replicas == 0 and data.batch_size % (shards * expert) == 0:
-                yield dataclasses.replace(inside, data=shards // replicas, stage=stage)
+                mesh = dataclasses.replace(inside, data=shards // replicas, stage=stage)
+                yield dataclasses.replace(mesh, expert_nodes=_nodes(space, mesh))
 
 
-def _nodes(space: Space, expert: int) -> int:
-    """The nodes of the request that so many devices of `expert` span; 1 where they cannot."""
-    nodes = space.config.parallel.expert_nodes
-    return nodes if nodes < expert and expert % nodes == 0 else 1
+def _nodes(space: Space, mesh: Layout) -> int:
+    """The islands over which experts lie, if tokens of the request go to nodes first; otherwise, or
+    with one device of `expert` on each, 1."""
+    nodes = Links(mesh, space.hardware).islands(EXPERT)
+    in_two_steps = space.config.parallel.expert_nodes > 1 and nodes < mesh.expert
+    return nodes if in_two_steps else 1
 
 
 def _replicas(space: Space) -> int:

@@ -121,8 +121,7 @@ def _candidates(mesh: MeshConfig, pipeline: PipelineConfig, zero: int) -> Iterat
 
 def _nodes_of_experts(work: StepModel) -> Iterator[dict[str, Any]]:
     """The islands that `expert` spans as nodes, to which tokens go once."""
-    layout = work.layout
-    nodes = layout.expert // work.links.route((EXPERT,)).near
+    layout, nodes = work.layout, work.links.islands(EXPERT)
     if 1 < nodes < layout.expert and nodes != layout.expert_nodes:
         yield {"parallel.expert_nodes": nodes}
 
