@@ -2,7 +2,7 @@
 
 The `expert` axis splits the experts, and the batch in all other layers; `model` splits the columns
 of each expert. A token's choice of an expert is a row of the matrix that the expert multiplies.
-Rows are sent in one of two ways:
+Rows are sent in one of three ways:
 
     dropless    by a ragged all-to-all of exactly the chosen rows. A device sorts the rows that it
                 receives by expert, and multiplies each group of rows with its expert (grouped.py,
@@ -102,7 +102,7 @@ class Size(NamedTuple):
         anything. Products of groups do not read them, but a scale of FP8 is the largest number of
         all rows.
     nodes: that the `expert` axis spans, for rows that go in two steps
-    group: of a step, the devices between which rows go; None: all along the axis
+    among: of a step, the devices between which rows go; None: all along the axis
     """
 
     experts: int
@@ -110,17 +110,18 @@ class Size(NamedTuple):
     tokens: int
     fills_empty: bool = True
     nodes: int = 1
-    group: Group | None = None
+    among: Group | None = None
 
     @property
-    def devices(self) -> Group:
-        return self.group or Group(manual_size(EXPERT))
+    def group(self) -> Group:
+        """The devices between which rows go."""
+        return self.among or Group(manual_size(EXPERT))
 
     @property
     def across(self) -> "Size":
         """The first of two steps, in which each node is as an expert."""
         group = Group(self.nodes, manual_size(EXPERT) // self.nodes)
-        return Size(self.nodes, self.batch, self.tokens, False, group=group)
+        return Size(self.nodes, self.batch, self.tokens, False, among=group)
 
     @property
     def inside(self) -> "Size":
@@ -128,7 +129,7 @@ class Size(NamedTuple):
         those of one device of each node."""
         group = Group(manual_size(EXPERT) // self.nodes)
         experts, batch = self.experts // self.nodes, self.nodes * self.batch
-        return Size(experts, batch, self.tokens, self.fills_empty, group=group)
+        return Size(experts, batch, self.tokens, self.fills_empty, among=group)
 
 
 class Routing(NamedTuple):
@@ -235,21 +236,21 @@ def _in_two_steps(chosen: jax.Array, size: Size, room: float) -> tuple[TwoSteps,
     first_of_node = jnp.where(is_repeated, size.nodes, node).reshape(-1)
     sent = tokens * min(size.nodes, k)
     first, _ = _routed(
-        first_of_node, size.nodes, across.devices, sent, size.nodes * tokens, False, True
+        first_of_node, size.nodes, across.group, sent, size.nodes * tokens, False, True
     )
     # A row brings all choices of its token, plus 1: behind those that arrive are zeros.
     filled = across._replace(fills_empty=True)
     arrived = _run(lambda p, c: _out(c, p, filled), (REPLICATED,), REPLICATED, first, chosen + 1)
-    here = across.devices.me
+    here = across.group.me
     local = arrived.reshape(-1) - 1 - here * inside.experts
     local = jnp.where((local >= 0) & (local < inside.experts), local, inside.experts)
-    # A gateway's mean number of rows is that of a device, and what a node can receive from a
-    # gateway's senders is what a device with the node's experts could.
+    # On average a gateway sends as many rows as a device receives. At most it sends all choices of
+    # its senders, one device of each node: as if nodes were devices.
     capacity = functools.partial(device_capacity, tokens, k, size.experts)
     devices = manual_size(EXPERT)
     sends, rows = capacity(size.nodes, room), capacity(devices, room)
     drops = sends < capacity(size.nodes, 0.0) or rows < capacity(devices, 0.0)
-    second, dropped = _routed(local, inside.experts, inside.devices, sends, rows, drops, True)
+    second, dropped = _routed(local, inside.experts, inside.group, sends, rows, drops, True)
     dropped = jnp.where(jnp.arange(size.nodes)[:, None] == here, dropped, 0.0).reshape(-1)
     return TwoSteps(first, second), dropped
 
@@ -399,7 +400,7 @@ def _exchange(sent: jax.Array) -> jax.Array:
 def _most(routing: Routing, size: Size) -> int:
     """The most rows from one device to another."""
     assert routing.source is not None
-    tokens, experts = size.batch * size.tokens, size.experts // size.devices.devices
+    tokens, experts = size.batch * size.tokens, size.experts // size.group.devices
     return min(
         tokens * min(routing.position.size // tokens, experts),
         routing.choice.size,
@@ -409,7 +410,7 @@ def _most(routing: Routing, size: Size) -> int:
 
 def _arrives_sorted(size: Size) -> bool:
     """True if arrived rows are sorted by expert already: a device has one expert."""
-    return size.experts == size.devices.devices
+    return size.experts == size.group.devices
 
 
 def _arrive(sent: jax.Array, routing: Routing, size: Size) -> jax.Array:
@@ -417,7 +418,7 @@ def _arrive(sent: jax.Array, routing: Routing, size: Size) -> jax.Array:
     if routing.travel is not None:
         assert routing.source is not None
         room, most = routing.source.size, _most(routing, size)
-        arrived = _ragged(sent, routing.travel, room, most, size.fills_empty, size.devices)
+        arrived = _ragged(sent, routing.travel, room, most, size.fills_empty, size.group)
         return arrived if _arrives_sorted(size) else _take(arrived, routing.source)
     if routing.sizes is not None:
         return sent
@@ -437,7 +438,7 @@ def _leave(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
         leaving = rows if _arrives_sorted(size) else _take(rows, routing.row)
         room, most = routing.choice.size, _most(routing, size)
         # no position is that of a row that was not sent
-        return _ragged(leaving, routing.travel.T, room, most, False, size.devices)
+        return _ragged(leaving, routing.travel.T, room, most, False, size.group)
     if routing.sizes is not None:
         return rows
     devices = manual_size(EXPERT)
