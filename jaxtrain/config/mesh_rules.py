@@ -288,6 +288,28 @@ def _expert_axis_divides(mesh: MeshConfig, model: ModelConfig) -> Iterator[Viola
         yield Violation("mesh.expert", f"does not divide model.experts={experts}", fixes, show=4)
 
 
+def _expert_nodes(
+    parallel: ParallelConfig, mesh: MeshConfig, model: ModelConfig
+) -> Iterator[Violation]:
+    """A node has several devices of `expert`, and numbers of tokens between nodes are not fixed."""
+    path, nodes, size = "parallel.expert_nodes", parallel.expert_nodes, mesh.expert
+    if nodes <= 1 or size <= 1:
+        return
+    fixes = values_for(path, near(nodes, [n for n in divisors(size) if n < size]))
+    if size % nodes:
+        yield Violation(path, f"does not divide mesh.expert={size}", fixes, show=4)
+    elif nodes == size:
+        rule = f"leaves a node one device of mesh.expert={size}, which one step reaches"
+        yield Violation(path, rule, fixes, show=4)
+    if model.capacity_factor:
+        yield Violation(
+            path,
+            f"works only with model.capacity_factor=0, not {model.capacity_factor}: numbers of "
+            "tokens between nodes are not fixed",
+            [{path: 1}, {"model.capacity_factor": 0.0}],
+        )
+
+
 def _model_axis_divides(
     mesh: MeshConfig, model: ModelConfig, data: DataConfig
 ) -> Iterator[Violation]:
@@ -446,6 +468,7 @@ RULES: tuple[Rule, ...] = (
     _blocks_divide,
     _context_axis_divides,
     _expert_axis_divides,
+    _expert_nodes,
     _model_axis_divides,
     _products_over_model,
     _reductions,

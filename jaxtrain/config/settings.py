@@ -368,6 +368,12 @@ class ParallelConfig:
         " of heads; ring, a ring of keys and values (mesh.stage=1 only)",
         choices=("all_gather", "ulysses", "ring"),
     )
+    expert_nodes: int = setting(
+        1,
+        "nodes that mesh.expert spans: a token is sent to each node once and from there to its"
+        " experts, for slow links between nodes; 1: directly to its experts' devices",
+        at_least=1,
+    )
     collective_matmul: str = setting(
         "auto",
         "gathers and sums over mesh.model in parts, each sent beside a product of the part before; "

@@ -86,6 +86,7 @@ USES = (
         lambda c: f"with precision.params={c.precision.params!r}, which need no masters",
     ),
     Use(["parallel.context"], lambda c: c.mesh.context > 1, lambda c: "with mesh.context=1"),
+    Use(["parallel.expert_nodes"], lambda c: c.mesh.expert > 1, lambda c: "with mesh.expert=1"),
     Use(["parallel.collective_matmul"], lambda c: c.mesh.model > 1, lambda c: "with mesh.model=1"),
     Use(
         ["parallel.gather"],

@@ -12,7 +12,7 @@ added to that code needs a line in the function. A test compares both with the c
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from jaxtrain.config.saved_values import (
@@ -25,7 +25,13 @@ from jaxtrain.config.saved_values import (
 )
 from jaxtrain.config.sizes import MX_BLOCK, OUTER_BLOCK, SELECTIVE
 from jaxtrain.costs.hardware import Hardware, Tier
-from jaxtrain.costs.layout import AXES, Layout, routed_capacity
+from jaxtrain.costs.layout import (
+    AXES,
+    Layout,
+    nodes_of_token,
+    routed_capacity,
+    sent_by_gateway,
+)
 from jaxtrain.costs.transformer import Transformer
 
 GATHER, SCATTER, SUM = "all-gather", "reduce-scatter", "all-reduce"
@@ -41,14 +47,15 @@ def scales_of(blocks: bool) -> float:
 
 
 class Collective(NamedTuple):
-    """`times` collectives over mesh `axes`, of `size` bytes each, among `devices` neighbours; 0:
-    among all devices along the axes."""
+    """`times` collectives over mesh `axes`, of `size` bytes each, among `devices`, each `stride`
+    after the one before; 0: among all devices along the axes."""
 
     kind: str
     axes: tuple[str, ...]
     size: float
     times: float = 1
     devices: int = 0
+    stride: int = 1
 
 
 def sent(kind: str, size: float, devices: int) -> float:
@@ -60,10 +67,15 @@ def sent(kind: str, size: float, devices: int) -> float:
 
 
 def _alike(
-    kind: str, axis: str, sizes: Iterable[float], times: float = 1, devices: int = 0
+    kind: str,
+    axis: str,
+    sizes: Iterable[float],
+    times: float = 1,
+    devices: int = 0,
+    stride: int = 1,
 ) -> list[Collective]:
     """Collectives over one axis, one for each of these sizes."""
-    return [Collective(kind, (axis,), size, times, devices) for size in sizes]
+    return [Collective(kind, (axis,), size, times, devices, stride) for size in sizes]
 
 
 class Parameters(NamedTuple):
@@ -325,6 +337,8 @@ class StepCollectives:
             return each, each
         if op == "W" and (self._sends_in_b("B") or not layout.makes_again(ROUTED)):
             return [], []
+        if layout.expert_nodes > 1:
+            return self._routed_in_two_steps(op, unread)
         capacity = routed_capacity(m, layout)
         if m.capacity_factor:
             exchanged = capacity
@@ -336,8 +350,50 @@ class StepCollectives:
         if op == "W":  # Selective remat does not save what was sent: W sends it once more.
             return of_widths([size]), []
         out = m.width * FP8 if self.fp8 else size
-        outward = [out, FLOAT32] + [out] * self._sends_in_b(op)
+        outward = [out, *self._weights_sent(op)] + [out] * self._sends_in_b(op)
         return of_widths(outward), of_widths([size] * (not unread))
+
+    def _routed_in_two_steps(
+        self, op: str, unread: bool
+    ) -> tuple[list[Collective], list[Collective]]:
+        """`routed` where a token goes to each node once, with the numbers and weights of its
+        choices, and from there to its experts."""
+        m, layout, size = self.model, self.layout, self.model.width * self.item
+        nodes = layout.expert_nodes
+        local, choices = layout.expert // nodes, m.experts_per_token
+        rows = self.tokens * self.imbalance
+        across, inside = nodes_of_token(m, nodes) * rows, float(choices * rows)
+        if self.cpu:
+            across = float(nodes * self.tokens)
+            most = nodes * self.tokens * min(choices, m.experts // layout.expert)
+            capacity = min(sent_by_gateway(m, layout), routed_capacity(m, layout))
+            inside = float(local * min(most, capacity))
+        kind = EXCHANGE if self.cpu else RAGGED
+
+        def both(
+            widths: list[float], weights: Sequence[float] = (), numbers: Sequence[float] = ()
+        ) -> list[Collective]:
+            """Of rows of these bytes, and of bytes of a choice. Across go those of all of a
+            token's choices; the numbers go no further."""
+            of_choices = [choices * number for number in [*weights, *numbers]]
+            to_nodes = [across * n for n in [*widths, *of_choices]]
+            to_experts = [inside * n for n in [*widths, *weights]]
+            return [
+                *_alike(kind, EXPERT, to_nodes, devices=nodes, stride=local),
+                *_alike(kind, EXPERT, to_experts, devices=local),
+            ]
+
+        if op == "W":
+            return both([size]), []
+        out = m.width * FP8 if self.fp8 else size
+        outward, weights = [out] + [out] * self._sends_in_b(op), self._weights_sent(op)
+        numbers = [FLOAT32] * (op != "B" or layout.remat == SELECTIVE)
+        return both(outward, weights, numbers), both([size] * (not unread))
+
+    def _weights_sent(self, op: str) -> list[float]:
+        """Bytes of the choices' weights that an op sends, each time for one choice: in B their
+        gradients, and with selective recomputation themselves once more."""
+        return [FLOAT32] * (2 if op == "B" and self.layout.remat == SELECTIVE else 1)
 
     def _sends_in_b(self, op: str) -> bool:
         """True if B sends tokens to experts once more, since selective remat has not saved them:
@@ -501,7 +557,7 @@ class Links:
 
     layout: Layout
     hardware: Hardware
-    _routes: dict[tuple[str, ...], Route] = dataclasses.field(
+    _routes: dict[tuple[tuple[str, ...], int, int], Route] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -512,22 +568,23 @@ class Links:
                   devices in an island use all their adapters together
         """
         by_axis: dict[str, float] = {}
-        for kind, axes, size, times, devices in collectives:
-            route = self._routes.get(axes) or self.route(axes)
+        for kind, axes, size, times, devices, stride in collectives:
+            route = self._routes.get((axes, devices, stride)) or self.route(axes, devices, stride)
             if route.devices > 1 and size and times:
-                each = self._each(route, kind, size, devices or route.devices, one_link)
+                each = self._each(route, kind, size, one_link)
                 by_axis[route.axis] = by_axis.get(route.axis, 0.0) + times * each
         return by_axis
 
-    def _each(self, route: Route, kind: str, size: float, count: int, one_link: float) -> float:
-        """Seconds of one collective among `count` devices.
+    def _each(self, route: Route, kind: str, size: float, one_link: float) -> float:
+        """Seconds of one collective.
 
         A permute between islands goes through one adapter. In an all-to-all a device sends to
         neighbours in its island over the links inside, and at the same time to the others over its
         adapter. A ring between islands is bound by the slower links. Simulated devices share one
         memory, in which a sum takes as long as a message.
         """
-        tier, inside, latency = route.tier, self.hardware.tiers[0], 1e-6 * route.tier.latency_us
+        tier, inside, count = route.tier, self.hardware.tiers[0], route.devices
+        latency = 1e-6 * tier.latency_us
         bytes_per_s, passes = tier.bytes_per_s, 2 if kind == SUM else 1
         if kind == PERMUTE:
             return size / bytes_per_s + latency
@@ -544,16 +601,25 @@ class Links:
             bytes_per_s = min(bytes_per_s * route.near, inside.bytes_per_s)
         return passes * (size * (count - 1) / count / bytes_per_s + latency)
 
-    def route(self, axes: tuple[str, ...]) -> Route:
+    def islands(self, axis: str) -> int:
+        """The islands of the first tier over which an axis lies."""
+        route = self.route((axis,))
+        return route.devices // route.near if route.devices > 1 else 1
+
+    def route(self, axes: tuple[str, ...], among: int = 0, apart: int = 1) -> Route:
         """The links that collectives over these axes use. A ring that does not fit an island, or
         does not divide it, crosses to the next tier on some device, and the entire ring waits for
-        that one."""
+        that one.
+
+        among, apart: of one axis, only so many of its devices, each that far from the one before
+        """
         layout, tiers = self.layout, self.hardware.tiers
         tier, near, devices, outermost = 0, 1, 1, ""
         for axis in axes:
             count, stride = layout.neighbours(axis)
             if count == 1:
                 continue
+            count, stride = among or count, stride * apart
             span = count * stride
             fits = [
                 not t.devices or layout.devices <= t.devices or _sharing(t, span) == span
@@ -562,8 +628,9 @@ class Links:
             tier = max(tier, fits.index(True) if any(fits) else len(tiers) - 1)
             near, devices = near * max(1, _sharing(tiers[0], span) // stride), devices * count
             outermost = outermost or axis
-        self._routes[axes] = Route(outermost, devices, tiers[tier], near if tier else devices)
-        return self._routes[axes]
+        route = Route(outermost, devices, tiers[tier], near if tier else devices)
+        self._routes[axes, among, apart] = route
+        return route
 
 
 def _sharing(tier: Tier, span: int) -> int:

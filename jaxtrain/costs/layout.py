@@ -22,6 +22,7 @@ class Layout:
     """Sizes of mesh axes, and how a step is cut; names as in a config.
 
     microbatch: sequences of a microbatch on a data shard; microbatches: of them in a step
+    expert_nodes: that `expert` spans, where tokens go to experts in two steps; 1: in one
     steps: of a program (`pipeline.steps_per_program`)
     overlap: F and B of two microbatches share cells (`pipeline.overlap`)
     """
@@ -39,6 +40,7 @@ class Layout:
     remat: str = "full"
     save: tuple[str, ...] = ()
     zero: int = 1
+    expert_nodes: int = 1
     schedule: str = ONE_CHUNK
     offload: str = "none"
     disk: bool = False
@@ -116,9 +118,45 @@ def routed_capacity(model: Transformer, layout: Layout) -> int:
     there is one, else by `expert_room`; 0 without experts."""
     if not model.experts:
         return 0
-    tokens, choices = model.sequence // layout.context, model.experts_per_token
     if model.capacity_factor:
-        most = capacity_of(model.sequence, choices, model.experts, model.capacity_factor)
-        return model.experts * layout.microbatch * min(most, tokens)
-    sent = layout.microbatch * tokens
-    return device_capacity(sent, choices, model.experts, layout.expert, model.expert_room)
+        choices, factor = model.experts_per_token, model.capacity_factor
+        most = capacity_of(model.sequence, choices, model.experts, factor)
+        return model.experts * layout.microbatch * min(most, model.sequence // layout.context)
+    return _capacity(model, layout, layout.expert)
+
+
+def sent_by_gateway(model: Transformer, layout: Layout) -> int:
+    """Routed tokens of a microbatch that a device can send on to the experts of its node, where
+    tokens go to experts in two steps."""
+    return _capacity(model, layout, layout.expert_nodes)
+
+
+def _capacity(model: Transformer, layout: Layout, parts: int) -> int:
+    sent = layout.microbatch * (model.sequence // layout.context)
+    choices, room = model.experts_per_token, model.expert_room
+    return device_capacity(sent, choices, model.experts, parts, room)
+
+
+def nodes_of_token(model: Transformer, nodes: int) -> float:
+    """The mean number of nodes, of so many that split the experts, in which a token has a choice.
+
+    All choices that the router allows are taken to be equally likely. With `usable` experts a token
+    has none of a node's `local` ones in C(usable − local, choices) of C(usable, choices) cases.
+    Node-limited routing (DeepSeek-V3, arXiv:2412.19437, section 2.1.2) makes those of
+    `router_group_limit` groups usable: where groups are nodes, a token goes to that many at most.
+    Groups that lie across nodes' borders are taken as no limit.
+    """
+    groups, limit, choices = model.router_groups, model.router_group_limit, model.experts_per_token
+    if groups % nodes and nodes % groups:
+        groups = limit = 1
+    of_node = max(1, groups // nodes)  # groups in a node
+    local, usable = model.experts // max(groups, nodes), model.experts // groups * limit
+    none = sum(
+        math.comb(of_node, n)
+        * math.comb(groups - of_node, limit - n)
+        / math.comb(groups, limit)
+        * math.comb(usable - n * local, choices)
+        / math.comb(usable, choices)
+        for n in range(min(of_node, limit) + 1)
+    )
+    return nodes * (1 - none)

@@ -34,7 +34,7 @@ from collections.abc import Mapping
 from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.costs.collectives import FLOAT32, FP8, scales_of
 from jaxtrain.costs.layer_bytes import layer_bytes, made_norms, masks
-from jaxtrain.costs.layout import routed_capacity
+from jaxtrain.costs.layout import routed_capacity, sent_by_gateway
 from jaxtrain.costs.step_time import ITEM, StepModel
 from jaxtrain.schedule.orders import closed_forms
 from jaxtrain.schedule.placement import spread
@@ -313,7 +313,7 @@ def _layer_working(step: StepModel) -> float:
     in two layouts.
     """
     model, layout, number = step.model, step.layout, step.framework.gradient_bytes
-    arrays = WIDE * step.item * _widest(step) + masks(step)
+    arrays = WIDE * step.item * _widest(step) + masks(step) + _of_gateway(step)
     layer, scores = step.layer_parameters(), model.heads * model.score_dim
     if not step.reduces_in_ops or step.shards == 1:
         # the layer's largest matrix on a device, of all experts there together
@@ -327,6 +327,16 @@ def _layer_working(step: StepModel) -> float:
     layouts = 2 if layout.zero >= 3 else 1
     head = layouts * number * model.vocab_size * model.width / layout.model
     return arrays + number * layer + max(step.item * layer, gathered) + head
+
+
+def _of_gateway(step: StepModel) -> float:
+    """Bytes of the tokens that a device receives for its node and of those that it sends on, where
+    tokens go to experts in two steps."""
+    model, nodes = step.model, step.layout.expert_nodes
+    if not model.experts or nodes == 1:
+        return 0.0
+    rows = nodes * step.tokens + sent_by_gateway(model, step.layout)
+    return step.item * model.width * rows
 
 
 def _widest(step: StepModel) -> float:

@@ -89,6 +89,7 @@ class Transformer:
     experts, experts_per_token, shared_experts, expert_width: of each of `layers`
     dense_layers: layers before those, with an MLP
     capacity_factor, expert_room: capacity of the experts (layout.py)
+    router_groups, router_group_limit: groups of experts, and those that a token may use
     predictions:  multi-token prediction modules, each with a layer of its own
     """
 
@@ -117,6 +118,8 @@ class Transformer:
     expert_width: int = 0
     capacity_factor: float = 0.0
     expert_room: float = 0.0
+    router_groups: int = 1
+    router_group_limit: int = 1
     dense_layers: int = 0
     predictions: int = 0
 

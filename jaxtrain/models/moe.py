@@ -65,8 +65,9 @@ class Router(nnx.Module):
     added to the logits, and so a part of the scores and of the weights (GPT-OSS).
     """
 
-    def __init__(self, cfg: ModelConfig, batch_size: int):
+    def __init__(self, cfg: ModelConfig, batch_size: int, nodes: int = 1):
         self.kind, self.experts, self.choices = cfg.router, cfg.experts, cfg.experts_per_token
+        self.nodes = nodes
         self.scale, self.normalized = cfg.router_scale, cfg.router_normalize == "always"
         self.groups, self.group_limit = cfg.router_groups, cfg.router_group_limit
         self.group_best = min(cfg.router_group_best, cfg.experts // cfg.router_groups)
@@ -107,11 +108,12 @@ class Router(nnx.Module):
         if self.normalized:
             gates_BTK = _normalized(gates_BTK)
         counts, counters = [experts.counts(chosen_BTK, self.experts).sum(0)], [load[...]]
+        routing: experts.Routing | experts.TwoSteps
         if self.capacity and drops:
             routing, dropped = experts.by_capacity(chosen_BTK, self.experts, self.capacity)
         else:
             routing, dropped = experts.dropless(
-                chosen_BTK, self.experts, self.device_capacity if drops else 0.0
+                chosen_BTK, self.experts, self.device_capacity if drops else 0.0, self.nodes
             )
         if self.dropped is not None:
             counts, counters = [*counts, dropped], [*counters, self.dropped[...]]
@@ -152,12 +154,13 @@ class MoE(nnx.Module):
     `shared_experts` that all tokens use.
 
     batch_size: sequences in a step, over which the router's losses are a mean.
+    nodes: that the experts' devices span, for rows that go in two steps (parallel/experts.py).
     """
 
-    def __init__(self, cfg: ModelConfig, residual_std: float, batch_size: int):
+    def __init__(self, cfg: ModelConfig, residual_std: float, batch_size: int, nodes: int = 1):
         d, f, shared = cfg.width, cfg.expert_width, cfg.shared_experts * cfg.expert_width
-        self.experts = cfg.experts
-        self.router = Router(cfg, batch_size)
+        self.experts, self.nodes = cfg.experts, nodes
+        self.router = Router(cfg, batch_size, nodes)
         gated = cfg.activation == "swiglu"
         up_EDF, down_EFD = ("experts", "width", "mlp"), ("experts", "mlp", "width")
         weight = lambda shape, axes, std: parameter(Spec(shape, axes, std=std, product=True))
@@ -176,7 +179,7 @@ class MoE(nnx.Module):
         gathered_BTD, x_MBTD = experts.spread(x_BTD)
         gates_BTK, routing = self.router(gathered_BTD, drops)
         x_MBTD = fp8.differentiable(x_MBTD, self.up.get_value())
-        size = experts.Size(self.experts, b, t, isinstance(x_MBTD, fp8.Quantized))
+        size = experts.Size(self.experts, b, t, isinstance(x_MBTD, fp8.Quantized), self.nodes)
         received, gates = experts.send(x_MBTD, gates_BTK, routing, size)
         received = named(ROUTED, received)
         hidden = None

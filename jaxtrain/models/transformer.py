@@ -92,6 +92,7 @@ class Block(nnx.Module):
         cfg: ModelConfig,
         context: str = "all_gather",
         batch_size: int = 1,
+        expert_nodes: int = 1,
         dense: bool = False,
     ):
         # As in GPT-2: the variance of the residual stream does not grow with depth.
@@ -99,7 +100,11 @@ class Block(nnx.Module):
         has_experts = cfg.experts > 0 and not dense
         self.attention_norm, self.mlp_norm = Norm(cfg), Norm(cfg)
         self.attention = ATTENTION[cfg.attention](cfg, residual_std, context)
-        self.mlp = MoE(cfg, residual_std, batch_size) if has_experts else MLP(cfg, residual_std)
+        self.mlp = (
+            MoE(cfg, residual_std, batch_size, expert_nodes)
+            if has_experts
+            else MLP(cfg, residual_std)
+        )
 
     def __call__(self, x_BTD, positions_BT, segments_BT=None) -> jax.Array:
         """[B, T, D] → [B, T, D]."""
@@ -127,10 +132,16 @@ class Predictor(nnx.Module):
     DeepSeek-V3's released weights; so does the order of `project`'s inputs, embeddings first.
     """
 
-    def __init__(self, cfg: ModelConfig, context: str = "all_gather", batch_size: int = 1):
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        context: str = "all_gather",
+        batch_size: int = 1,
+        expert_nodes: int = 1,
+    ):
         self.hidden_norm, self.token_norm = Norm(cfg), Norm(cfg)
         self.project = Dense(2 * cfg.width, cfg.width, ("width", "width"), cfg.init_std, bias=False)
-        self.block = Block(cfg, context, batch_size)
+        self.block = Block(cfg, context, batch_size, expert_nodes)
 
     def __call__(self, x_BTD, next_BTD, positions_BT, segments_BT=None) -> jax.Array:
         """Returns the module's residual stream [B, T, D].
@@ -241,6 +252,7 @@ def build(
     stage_shards: int = 1,
     context: str = "all_gather",
     batch_size: int = 1,
+    expert_nodes: int = 1,
 ) -> ModelParts:
     """The parts of the model that a resolved config describes.
 
@@ -249,12 +261,14 @@ def build(
     context: how attention reaches the tokens of other devices, where a sequence is split over the
         mesh's context axis (parallel/context.py).
     batch_size: sequences in a step, over which the routers' losses are a mean.
+    expert_nodes: the nodes that experts' devices span (parallel/experts.py).
     """
     padded = padded_vocabulary(cfg.vocab_size, model_shards * stage_shards)
     vocab = "staged_vocab" if stage_shards > 1 else "vocab"
     embedder, head, norm = Embedder(cfg, padded, vocab), Head(cfg, padded, vocab), Norm(cfg)
-    block, dense_block = Block(cfg, context, batch_size), Block(cfg, context, dense=True)
-    predictor = Predictor(cfg, context, batch_size)
+    block = Block(cfg, context, batch_size, expert_nodes)
+    dense_block = Block(cfg, context, dense=True)
+    predictor = Predictor(cfg, context, batch_size, expert_nodes)
     tree = {"embed": specs(embedder), "layer": specs(block), "head": specs(head)}
     if cfg.dense_layers:
         tree["first"] = {str(i): specs(dense_block) for i in range(cfg.dense_layers)}

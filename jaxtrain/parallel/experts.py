@@ -2,7 +2,7 @@
 
 The `expert` axis splits the experts, and the batch in all other layers; `model` splits the columns
 of each expert. A token's choice of an expert is a row of the matrix that the expert multiplies.
-Rows are sent in one of two ways:
+Rows are sent in one of three ways:
 
     dropless    by a ragged all-to-all of exactly the chosen rows. A device sorts the rows that it
                 receives by expert, and multiplies each group of rows with its expert (grouped.py,
@@ -12,6 +12,13 @@ Rows are sent in one of two ways:
                 for one expert) are cut to a size at which all fit, and the last rows of such a
                 group are dropped. XLA's CPU backend has no ragged all-to-all: a plain one sends the
                 most rows that can arrive, from each device to each
+    two steps   dropless, for an axis that spans `expert_nodes` nodes, between which links are slow
+                (DeepSeek-V3, arXiv:2412.19437, section 3.2.2). A token is a row for each node in
+                which it has a choice, not for each choice. The row goes to its gateway, the node's
+                device with the sender's place in its own node, and from there a row for each of
+                its choices goes to an expert of the node. On the way back the gateway adds up the
+                results of a token. With `expert_room` a gateway, too, has memory for that multiple
+                of the mean number of rows that it sends, and cuts its largest groups first
     capacity    by a plain all-to-all of a fixed number of positions for each expert and sequence;
                 the last choices of a sequence for a full expert are dropped
 
@@ -63,18 +70,66 @@ PART, REPLICATED = P(MODEL), P()
 COLUMNS, ROWS = P(None, None, MODEL), P(None, MODEL)
 
 
+class Group(NamedTuple):
+    """Devices that exchange rows: so many of the `expert` axis, each `stride` after the one
+    before."""
+
+    devices: int
+    stride: int = 1
+
+    @property
+    def all_groups(self) -> list[list[int]] | None:
+        """The groups of this kind, as indices along the axis; None if there is only one."""
+        axis, span = manual_size(EXPERT), self.devices * self.stride
+        if self.devices == axis:
+            return None
+        firsts = [at + first for at in range(0, axis, span) for first in range(self.stride)]
+        return [list(range(first, first + span, self.stride)) for first in firsts]
+
+    @property
+    def me(self) -> jax.Array:
+        """The place of this device in its group."""
+        index = lax.axis_index(EXPERT)
+        if self.devices == manual_size(EXPERT):
+            return index
+        return index // self.stride % self.devices
+
+
 class Size(NamedTuple):
     """The number of all experts, and the sequences and tokens of a microbatch on a device.
 
     fills_empty: rows of this device's experts that no device has sent are zeros; else they may hold
         anything. Products of groups do not read them, but a scale of FP8 is the largest number of
         all rows.
+    nodes: that the `expert` axis spans, for rows that go in two steps
+    among: of a step, the devices between which rows go; None: all along the axis
     """
 
     experts: int
     batch: int
     tokens: int
     fills_empty: bool = True
+    nodes: int = 1
+    among: Group | None = None
+
+    @property
+    def group(self) -> Group:
+        """The devices between which rows go."""
+        return self.among or Group(manual_size(EXPERT))
+
+    @property
+    def across(self) -> "Size":
+        """The first of two steps, in which each node is as an expert."""
+        group = Group(self.nodes, manual_size(EXPERT) // self.nodes)
+        return Size(self.nodes, self.batch, self.tokens, False, among=group)
+
+    @property
+    def inside(self) -> "Size":
+        """The second of two steps, in which the rows that a gateway has capacity for are as tokens:
+        those of one device of each node."""
+        group = Group(manual_size(EXPERT) // self.nodes)
+        experts, batch = self.experts // self.nodes, self.nodes * self.batch
+        return Size(experts, batch, self.tokens, self.fills_empty, among=group)
 
 
 class Routing(NamedTuple):
@@ -82,7 +137,7 @@ class Routing(NamedTuple):
 
     choice:   [S] the choice (token by token) that is sent at a position; the number of choices at
               an empty one
-    position: [choices] the position of a choice; S for a dropped one
+    position: [choices] the position of a choice; S for one that is not sent
     sizes:    [E] rows of each expert; None if all have the same number
     travel:   [devices, devices] rows from each device to each; None if they are fixed, and for one
               device
@@ -96,6 +151,19 @@ class Routing(NamedTuple):
     travel: jax.Array | None = None
     source: jax.Array | None = None
     row: jax.Array | None = None
+
+
+class TwoSteps(NamedTuple):
+    """The positions of rows that go across nodes and then inside a node (`Size.across`,
+    `Size.inside`). A choice across is sent if it is a token's first one in a node."""
+
+    across: Routing
+    inside: Routing
+
+    @property
+    def sizes(self) -> jax.Array | None:
+        """[E] rows of each expert."""
+        return self.inside.sizes
 
 
 def counts(chosen: jax.Array, experts: int) -> jax.Array:
@@ -139,32 +207,96 @@ def _fitting(sizes: jax.Array, room: int) -> jax.Array:
     return jnp.minimum(sizes, level[:, None])
 
 
-def dropless(chosen: jax.Array, experts: int, room: float = 0.0) -> tuple[Routing, jax.Array]:
+def dropless(
+    chosen: jax.Array, experts: int, room: float = 0.0, nodes: int = 1
+) -> tuple[Routing | TwoSteps, jax.Array]:
     """Returns (routing, this device's dropped choices of each expert, float32 [experts]) for chosen
     int32 [B, T, K], of all experts. room: the rows that a device has memory for, as a multiple of
-    their mean number; 0: all that can arrive."""
+    their mean number; 0: all that can arrive. nodes: that the `expert` axis spans; 1: rows go in
+    one step"""
     b, t, k = chosen.shape
     devices = manual_size(EXPERT)
-    local_experts = experts // devices
-    order, ordered, begin = _sorted(chosen.reshape(-1), experts)
-    sizes = jnp.diff(begin)
     if devices == 1:
-        return Routing(order, _inverse(order), sizes), jnp.zeros(experts)
-    me = lax.axis_index(EXPERT)
-    all_sizes = lax.all_gather(sizes.reshape(devices, local_experts), EXPERT)  # [from, to, expert]
+        order, _, begin = _sorted(chosen.reshape(-1), experts)
+        return Routing(order, _inverse(order), jnp.diff(begin)), jnp.zeros(experts)
+    if nodes > 1:
+        return _in_two_steps(chosen, Size(experts, b, t, nodes=nodes), room)
     rows = device_capacity(b * t, k, experts, devices, room)
-    if rows == device_capacity(b * t, k, experts, devices, 0.0):
-        choice, position, dropped = order, _inverse(order), jnp.zeros(experts)
-    else:
+    drops = rows < device_capacity(b * t, k, experts, devices, 0.0)
+    return _routed(chosen.reshape(-1), experts, Group(devices), b * t * k, rows, drops)
+
+
+def _in_two_steps(chosen: jax.Array, size: Size, room: float) -> tuple[TwoSteps, jax.Array]:
+    """`dropless` for a `size` of several nodes. Dropped choices are counted by the gateways, each
+    those of the rows that it has received."""
+    k, across, inside = chosen.shape[-1], size.across, size.inside
+    tokens, node = size.batch * size.tokens, chosen // inside.experts
+    before = jnp.tril(jnp.ones((k, k), bool), -1)
+    is_repeated = ((node[..., None] == node[..., None, :]) & before).any(-1)
+    first_of_node = jnp.where(is_repeated, size.nodes, node).reshape(-1)
+    sent = tokens * min(size.nodes, k)
+    first, _ = _routed(
+        first_of_node, size.nodes, across.group, sent, size.nodes * tokens, False, True
+    )
+    # A row brings all choices of its token, plus 1: behind those that arrive are zeros.
+    filled = across._replace(fills_empty=True)
+    arrived = _run(lambda p, c: _out(c, p, filled), (REPLICATED,), REPLICATED, first, chosen + 1)
+    here = across.group.me
+    local = arrived.reshape(-1) - 1 - here * inside.experts
+    local = jnp.where((local >= 0) & (local < inside.experts), local, inside.experts)
+    # On average a gateway sends as many rows as a device receives. At most it sends all choices of
+    # its senders, one device of each node: as if nodes were devices.
+    capacity = functools.partial(device_capacity, tokens, k, size.experts)
+    devices = manual_size(EXPERT)
+    sends, rows = capacity(size.nodes, room), capacity(devices, room)
+    drops = sends < capacity(size.nodes, 0.0) or rows < capacity(devices, 0.0)
+    second, dropped = _routed(local, inside.experts, inside.group, sends, rows, drops, True)
+    dropped = jnp.where(jnp.arange(size.nodes)[:, None] == here, dropped, 0.0).reshape(-1)
+    return TwoSteps(first, second), dropped
+
+
+def _routed(
+    chosen: jax.Array,
+    experts: int,
+    group: Group,
+    sends: int,
+    rows: int,
+    drops: bool,
+    optional: bool = False,
+) -> tuple[Routing, jax.Array]:
+    """The routing inside a group of devices, and the dropped choices of each expert.
+
+    Args:
+      chosen: int32 [choices], of the group's experts.
+      sends, rows: those that a device has memory for, to send and to receive.
+      drops: more may be chosen than there is memory for.
+      optional: a choice may be `experts`, which is none.
+    """
+    devices, local_experts = group.devices, experts // group.devices
+    order, ordered, begin = _sorted(chosen, experts)
+    sizes = admitted = jnp.diff(begin)
+    if drops and sends < chosen.size:
+        admitted = _fitting(sizes[:, None, None], sends).reshape(-1)
+    me, all_groups = group.me, group.all_groups
+    all_sizes = lax.all_gather(  # [from, to, expert]
+        admitted.reshape(devices, local_experts), EXPERT, axis_index_groups=all_groups
+    )
+    dropped = jnp.zeros(experts)
+    if drops:
         all_sizes = _fitting(all_sizes, rows)
         admitted = all_sizes[me].reshape(-1)
+        dropped = (sizes - admitted).astype(jnp.float32)
+    if drops or optional:
+        if optional:
+            admitted = jnp.append(admitted, 0)
         rank = jnp.arange(order.size, dtype=jnp.int32) - begin[ordered]
         place = jnp.where(
-            rank < admitted[ordered], (jnp.cumsum(admitted) - admitted)[ordered] + rank, order.size
+            rank < admitted[ordered], (jnp.cumsum(admitted) - admitted)[ordered] + rank, sends
         )
         position = jnp.zeros_like(order).at[order].set(place, unique_indices=True)
-        choice = jnp.full_like(order, order.size).at[place].set(order, mode="drop")
-        dropped = (sizes - admitted).astype(jnp.float32)
+        choice = jnp.full((sends,), order.size, order.dtype).at[place].set(order, mode="drop")
+    else:
+        choice, position = order, _inverse(order)
     travel, mine = all_sizes.sum(-1), all_sizes[:, me]
     # Arrived rows are ordered by device, each device's by expert; empty rows come last.
     expert = jnp.tile(jnp.arange(local_experts, dtype=jnp.int32), devices)
@@ -219,12 +351,12 @@ def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _ragged(
-    rows: jax.Array, travel: jax.Array, room: int, most: int, fills_empty: bool
+    rows: jax.Array, travel: jax.Array, room: int, most: int, fills_empty: bool, group: Group
 ) -> jax.Array:
-    """Rows [n, …], ordered by the device they go to → the rows that arrive, [room, …], and behind
-    them zeros or, without `fills_empty`, anything. travel [from, to]: the numbers of rows, none
-    over `most`."""
-    me, devices = lax.axis_index(EXPERT), travel.shape[0]
+    """Rows [n, …], ordered by the device of the group they go to → the rows that arrive, [room, …],
+    and behind them zeros or, without `fills_empty`, anything. travel [from, to]: the numbers of
+    rows, none over `most`."""
+    me, devices, groups = group.me, group.devices, group.all_groups
     before = lambda a, axis: jnp.cumsum(a, axis) - a
     # the index at which a device's rows begin, where they are sent and where they arrive
     starts, lands = before(travel, 1), before(travel, 0)
@@ -232,7 +364,11 @@ def _ragged(
 
     def exactly(rows):
         out = (jnp.zeros if fills_empty else lax.empty)((room, *rows.shape[1:]), rows.dtype)
-        return lax.ragged_all_to_all(rows, out, starts[me], to, lands[me], from_, axis_name=EXPERT)
+        return lax.ragged_all_to_all(
+            *(rows, out, starts[me], to, lands[me], from_),
+            axis_name=EXPERT,
+            axis_index_groups=groups,
+        )
 
     def padded(rows):
         sent = _take(
@@ -243,7 +379,7 @@ def _ragged(
                 rows.shape[0],
             ).reshape(-1),
         )
-        sent = lax.all_to_all(sent, EXPERT, 0, 0, tiled=True)
+        sent = lax.all_to_all(sent, EXPERT, 0, 0, tiled=True, axis_index_groups=groups)
         row = jnp.arange(room)
         device = jnp.searchsorted(jnp.cumsum(from_), row, side="right")
         return _take(
@@ -264,16 +400,17 @@ def _exchange(sent: jax.Array) -> jax.Array:
 def _most(routing: Routing, size: Size) -> int:
     """The most rows from one device to another."""
     assert routing.source is not None
-    tokens = size.batch * size.tokens
+    tokens, experts = size.batch * size.tokens, size.experts // size.group.devices
     return min(
-        tokens * min(routing.position.size // tokens, size.experts // manual_size(EXPERT)),
+        tokens * min(routing.position.size // tokens, experts),
+        routing.choice.size,
         routing.source.size,
     )
 
 
 def _arrives_sorted(size: Size) -> bool:
     """True if arrived rows are sorted by expert already: a device has one expert."""
-    return size.experts == manual_size(EXPERT)
+    return size.experts == size.group.devices
 
 
 def _arrive(sent: jax.Array, routing: Routing, size: Size) -> jax.Array:
@@ -281,7 +418,7 @@ def _arrive(sent: jax.Array, routing: Routing, size: Size) -> jax.Array:
     if routing.travel is not None:
         assert routing.source is not None
         room, most = routing.source.size, _most(routing, size)
-        arrived = _ragged(sent, routing.travel, room, most, size.fills_empty)
+        arrived = _ragged(sent, routing.travel, room, most, size.fills_empty, size.group)
         return arrived if _arrives_sorted(size) else _take(arrived, routing.source)
     if routing.sizes is not None:
         return sent
@@ -299,9 +436,9 @@ def _leave(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
     if routing.travel is not None:
         assert routing.row is not None
         leaving = rows if _arrives_sorted(size) else _take(rows, routing.row)
-        room, most = routing.position.size, _most(routing, size)
+        room, most = routing.choice.size, _most(routing, size)
         # no position is that of a row that was not sent
-        return _ragged(leaving, routing.travel.T, room, most, False)
+        return _ragged(leaving, routing.travel.T, room, most, False, size.group)
     if routing.sizes is not None:
         return rows
     devices = manual_size(EXPERT)
@@ -309,24 +446,54 @@ def _leave(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
     return _exchange(by_device.reshape(-1, *rows.shape[2:]))
 
 
-def _out(x_BTD: jax.Array, routing: Routing, size: Size) -> jax.Array:
+def _out(x_BTD: jax.Array, routing: Routing | TwoSteps, size: Size) -> jax.Array:
     """Tokens → rows."""
+    if isinstance(routing, TwoSteps):
+        return _out(_out(x_BTD, routing.across, size.across), routing.inside, size.inside)
     tokens = x_BTD.reshape(-1, x_BTD.shape[-1])
     return _arrive(
         _take(tokens, routing.choice // (routing.position.size // tokens.shape[0])), routing, size
     )
 
 
-def _back(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
+def _back(rows: jax.Array, routing: Routing | TwoSteps, size: Size) -> jax.Array:
     """Rows → the sum of each token's [B, T, D]."""
-    choices = _take(_leave(rows, routing, size), routing.position)
+    if isinstance(routing, TwoSteps):
+        sums = _back(rows, routing.inside, size.inside)
+        return _back(sums.reshape(-1, sums.shape[-1]), routing.across, size.across)
+    rows = _leave(rows, routing, size)
+    if routing.position.size > routing.choice.size:  # an array of all choices would be mostly empty
+        positions = routing.position.reshape(size.batch * size.tokens, -1).T
+        total = jnp.zeros((positions.shape[1], rows.shape[-1]))
+        for position in positions:
+            total += _take(rows, position).astype(total.dtype)
+        return total.astype(rows.dtype).reshape(size.batch, size.tokens, -1)
+    choices = _take(rows, routing.position)
     return choices.reshape(size.batch, size.tokens, -1, rows.shape[-1]).sum(2)
+
+
+def _gates_out(gates_BTK: jax.Array, routing: Routing | TwoSteps, size: Size) -> jax.Array:
+    """Weights of choices → weights of rows."""
+    if isinstance(routing, TwoSteps):
+        arrived = _out(gates_BTK, routing.across, size.across)
+        return _gates_out(arrived, routing.inside, size.inside)
+    return _arrive(_take(gates_BTK.reshape(-1), routing.choice), routing, size)
+
+
+def _gates_back(gates: jax.Array, routing: Routing | TwoSteps, size: Size) -> jax.Array:
+    """Weights' gradients of rows → those of choices [B, T, K]."""
+    if isinstance(routing, TwoSteps):
+        arrived = _gates_back(gates, routing.inside, size.inside)
+        return _back(arrived.reshape(-1, arrived.shape[-1]), routing.across, size.across)
+    return _take(_leave(gates, routing, size), routing.position).reshape(
+        size.batch, size.tokens, -1
+    )
 
 
 # --- the same on all parts, with gradients --------------------------------------------------------
 
 
-def _run(fn, in_specs, out_specs, routing: Routing, *args):
+def _run(fn, in_specs, out_specs, routing: Routing | TwoSteps, *args):
     return over_model(
         lambda routing, *a: fn(routing, *a),
         (jax.tree.map(lambda _: REPLICATED, routing), *in_specs),
@@ -334,7 +501,9 @@ def _run(fn, in_specs, out_specs, routing: Routing, *args):
     )(routing, *args)
 
 
-def send(x_MBTD, gates_BTK: jax.Array, routing: Routing, size: Size) -> tuple[Any, jax.Array]:
+def send(
+    x_MBTD, gates_BTK: jax.Array, routing: Routing | TwoSteps, size: Size
+) -> tuple[Any, jax.Array]:
     """Returns (rows of this device's experts [M, R, D], or [M, E, R, D] by capacity; the weight of
     each row). A quantized tensor is sent in FP8, and the gradient comes back in its own type."""
     if not isinstance(x_MBTD, Quantized):
@@ -344,16 +513,16 @@ def send(x_MBTD, gates_BTK: jax.Array, routing: Routing, size: Size) -> tuple[An
     return dataclasses.replace(x_MBTD, bits=bits, carrier=carrier), gates
 
 
-def _rows(x_MBTD: jax.Array, routing: Routing, size: Size) -> jax.Array:
+def _rows(x_MBTD: jax.Array, routing: Routing | TwoSteps, size: Size) -> jax.Array:
     return _run(lambda p, x: _out(x[0], p, size)[None], (PART,), PART, routing, x_MBTD)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _send(
-    x_MBTD: jax.Array, gates_BTK: jax.Array, routing: Routing, size: Size
+    x_MBTD: jax.Array, gates_BTK: jax.Array, routing: Routing | TwoSteps, size: Size
 ) -> tuple[jax.Array, jax.Array]:
     return _rows(x_MBTD, routing, size), _run(
-        lambda p, g: _arrive(_take(g.reshape(-1), p.choice), p, size),
+        lambda p, g: _gates_out(g, p, size),
         (REPLICATED,),
         REPLICATED,
         routing,
@@ -363,9 +532,7 @@ def _send(
 
 def _send_backward(size, routing, gradients):
     rows, gates = gradients
-    to_gates = lambda p, g: _take(_leave(g, p, size), p.position).reshape(
-        size.batch, size.tokens, -1
-    )
+    to_gates = lambda p, g: _gates_back(g, p, size)
     by_tokens = receive(rows, routing, size)
     by_gates = _run(to_gates, (REPLICATED,), REPLICATED, routing, gates)
     return by_tokens, by_gates, None
@@ -377,7 +544,7 @@ _send.defvjp(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def receive(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
+def receive(rows: jax.Array, routing: Routing | TwoSteps, size: Size) -> jax.Array:
     """Rows → the sum of each token's rows, [M, B, T, D]: a term of the sum over M."""
     return _run(lambda p, y: _back(y[0], p, size)[None], (PART,), PART, routing, rows)
 
@@ -391,7 +558,7 @@ receive.defvjp(
 )
 
 
-def after(routing: Routing, x):
+def after(routing: Routing | TwoSteps, x):
     """x, an array or a quantized tensor, behind a barrier: its readers begin when the routing is
     known."""
     if isinstance(x, Quantized):
@@ -400,7 +567,7 @@ def after(routing: Routing, x):
 
 
 @jax.custom_vjp
-def _after(routing: Routing, x: jax.Array) -> jax.Array:
+def _after(routing: Routing | TwoSteps, x: jax.Array) -> jax.Array:
     return lax.optimization_barrier((routing, x))[1]
 
 
@@ -545,7 +712,9 @@ def _product_backward(cut, saved, g):
 product.defvjp(_product, _product_backward)
 
 
-def product_received(rows: jax.Array, weights, routing: Routing, size: Size) -> jax.Array:
+def product_received(
+    rows: jax.Array, weights, routing: Routing | TwoSteps, size: Size
+) -> jax.Array:
     """`receive` of the rows' products with weights cut by ROWS. With quantized weights the gradient
     goes out to the experts in FP8."""
     if isinstance(weights, Quantized):
@@ -554,7 +723,7 @@ def product_received(rows: jax.Array, weights, routing: Routing, size: Size) -> 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _product_received(rows, weights, routing: Routing, size: Size) -> jax.Array:
+def _product_received(rows, weights, routing: Routing | TwoSteps, size: Size) -> jax.Array:
     return _product_received_forward(rows, weights, routing, size)[0]
 
 

@@ -127,6 +127,8 @@ def _experts_of(m: ModelConfig) -> dict[str, Any]:
         "dense_layers",
         "capacity_factor",
         "expert_room",
+        "router_groups",
+        "router_group_limit",
     )
     return {name: getattr(m, name) for name in names}
 
@@ -150,6 +152,7 @@ def layout_of(
         remat=pipeline.remat,
         save=pipeline.save,
         zero=parallel.zero,
+        expert_nodes=parallel.expert_nodes if mesh.expert > 1 else 1,
         schedule=pipeline.schedule,
         offload=parallel.offload,
         disk=parallel.offload_to("optimizer") == "disk",

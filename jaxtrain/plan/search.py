@@ -32,6 +32,7 @@ from jaxtrain.config.saved_values import saves_layer_inputs
 from jaxtrain.config.settings import MOST_MICROBATCHES, PipelineConfig
 from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.costs import hardware
+from jaxtrain.costs.collectives import EXPERT, Links
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.costs.layout import Layout
 from jaxtrain.costs.memory import least_recomputed, memory
@@ -176,7 +177,8 @@ def by_offload(space: Space) -> Iterator[list[TimedLayout]]:
 def laid_out(space: Space, layout: Layout) -> Config:
     """The space's config with a layout, not resolved."""
     values = {key: getattr(layout, key) for key in layout_flag.KEYS if key != "vocabulary"}
-    config = cfg.replace(space.config, TABLE_SETTINGS | {"pipeline.save": layout.save})
+    of_layout = {"pipeline.save": layout.save, "parallel.expert_nodes": layout.expert_nodes}
+    config = cfg.replace(space.config, TABLE_SETTINGS | of_layout)
     return layout_flag.apply(config, values)
 
 
@@ -322,7 +324,16 @@ def meshes(space: Space) -> Iterator[Layout]:
         for stage in (size for size in divisors(outside) if size <= m.layers):
             shards = outside // stage
             if shards % replicas == 0 and data.batch_size % (shards * expert) == 0:
-                yield dataclasses.replace(inside, data=shards // replicas, stage=stage)
+                mesh = dataclasses.replace(inside, data=shards // replicas, stage=stage)
+                yield dataclasses.replace(mesh, expert_nodes=_nodes(space, mesh))
+
+
+def _nodes(space: Space, mesh: Layout) -> int:
+    """The islands over which experts lie, if tokens of the request go to nodes first; otherwise, or
+    with one device of `expert` on each, 1."""
+    nodes = Links(mesh, space.hardware).islands(EXPERT)
+    in_two_steps = space.config.parallel.expert_nodes > 1 and nodes < mesh.expert
+    return nodes if in_two_steps else 1
 
 
 def _replicas(space: Space) -> int:

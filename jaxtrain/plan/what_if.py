@@ -23,8 +23,10 @@ from jaxtrain.config.errors import UsageError
 from jaxtrain.config.mesh_rules import AXES
 from jaxtrain.config.saved_values import LAYER_INPUT
 from jaxtrain.config.sizes import SELECTIVE, remat_of
+from jaxtrain.costs.collectives import EXPERT
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.costs.memory import memory
+from jaxtrain.costs.step_time import StepModel
 from jaxtrain.pipeline.step_model import platform_of, step_model_of
 from jaxtrain.plan import compare, layout_flag
 from jaxtrain.plan.predict import Prediction, exactly, predict
@@ -63,7 +65,8 @@ def single_changes(prediction: Prediction) -> list[Change]:
     work, config = prediction.work, prediction.config
     exact, layout, changes = prediction.seconds / work.step().seconds, layout_flag.of(config), []
     environment = Environment(prediction.devices, platform_of(work.hardware), config)
-    for settings in _candidates(config.mesh, config.pipeline, config.parallel.zero):
+    candidates = _candidates(config.mesh, config.pipeline, config.parallel.zero)
+    for settings in (*candidates, *_nodes_of_experts(work)):
         changed = cfg.replace(config, settings)
         pieces = _pieces(changed.mesh, changed.pipeline)
         if checks.first_violation(changed, environment) or changed.data.batch_size % pieces:
@@ -114,6 +117,13 @@ def _candidates(mesh: MeshConfig, pipeline: PipelineConfig, zero: int) -> Iterat
         if size % 2 == 0:
             sizes = {f"mesh.{halved}": size // 2, f"mesh.{doubled}": 2 * getattr(mesh, doubled)}
             yield sizes | {"pipeline.repeats": 0}
+
+
+def _nodes_of_experts(work: StepModel) -> Iterator[dict[str, Any]]:
+    """The islands that `expert` spans as nodes, to which tokens go once."""
+    layout, nodes = work.layout, work.links.islands(EXPERT)
+    if 1 < nodes < layout.expert and nodes != layout.expert_nodes:
+        yield {"parallel.expert_nodes": nodes}
 
 
 def _pieces(mesh: MeshConfig, pipeline: PipelineConfig) -> int:

@@ -230,5 +230,7 @@ def _work(equation) -> float:
 
 
 def _sends(equation) -> bool:
-    """True for messages without products beside them."""
-    return has(equation, MESSAGES) and not has(equation, PRODUCTS | KERNELS)
+    """True for messages without products beside them. Numbers of choices, for which the messages of
+    tokens wait, are few bytes and no message of their own."""
+    numbers = all(a.aval.dtype == jnp.int32 for a in equation.outvars)
+    return has(equation, MESSAGES) and not numbers and not has(equation, PRODUCTS | KERNELS)

@@ -159,7 +159,14 @@ def make_layout(
     # sequences whose losses are added up
     sequences = batch_size // (replicas.count(mesh) if independent_replicas else 1)
     vocabulary_stages = mesh.shape["stage"] if setup.shares_vocabulary else 1
-    parts = build(model, mesh.shape["model"], vocabulary_stages, parallel.context, sequences)
+    parts = build(
+        model,
+        mesh.shape["model"],
+        vocabulary_stages,
+        parallel.context,
+        sequences,
+        parallel.expert_nodes,
+    )
     return ParameterLayout(
         parts,
         setup.placement,

@@ -40,6 +40,15 @@ def test_an_exchange_inside_an_island():
     assert seconds(links(data=4), EXCHANGE, "expert") == 0
 
 
+def test_steps_across_islands_and_inside():
+    """1 GB to one device of each of eight islands, and to the eight of an island."""
+    over = links(expert=64, data=2)
+    across = Collective(EXCHANGE, ("expert",), 1e9, devices=8, stride=8)
+    inside = Collective(EXCHANGE, ("expert",), 1e9, devices=8)
+    assert over.seconds([across])["expert"] == pytest.approx(7 / 8 / 50)
+    assert over.seconds([inside])["expert"] == pytest.approx(7 / 8 / 400)
+
+
 def test_an_axis_that_does_not_divide_an_island_leaves_it():
     """Rows of six on islands of eight begin anywhere: two at least lie together and send over two
     adapters. Six alone fit."""

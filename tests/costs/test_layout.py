@@ -1,9 +1,13 @@
-"""The routed tokens that experts of a layout can receive."""
+"""The routed tokens that experts of a layout can receive, and the nodes to which a token goes."""
 
 import dataclasses
+import itertools
+
+import numpy as np
+import pytest
 
 from jaxtrain.config.sizes import device_capacity
-from jaxtrain.costs.layout import Layout, routed_capacity
+from jaxtrain.costs.layout import Layout, nodes_of_token, routed_capacity
 from jaxtrain.costs.transformer import gpt
 
 
@@ -27,3 +31,31 @@ def test_routed_capacity():
         )
         == 8 * 3 * 50
     )
+
+
+@pytest.mark.parametrize(
+    "nodes, groups, limit", [(2, 1, 1), (4, 1, 1), (4, 4, 2), (2, 4, 3), (4, 2, 1), (3, 4, 4)]
+)
+def test_nodes_of_a_token(nodes, groups, limit):
+    """The mean over all choices of three experts in all choices of groups."""
+    dense = gpt(64, 4, 2, sequence=100)
+    model = dataclasses.replace(
+        dense,
+        experts=12,
+        experts_per_token=3,
+        router_groups=groups,
+        router_group_limit=limit,
+    )
+    experts = np.arange(12)
+    numbers = [
+        len({expert * nodes // 12 for expert in chosen})
+        for allowed in itertools.combinations(range(groups), limit)
+        for chosen in itertools.combinations(experts[np.isin(experts * groups // 12, allowed)], 3)
+    ]
+    assert nodes_of_token(model, nodes) == pytest.approx(np.mean(numbers))
+
+
+def test_a_token_of_deepseek_v3_goes_to_four_nodes_at_most():
+    model = dataclasses.replace(gpt(64, 4, 2, sequence=100), experts=256, experts_per_token=8)
+    limited = dataclasses.replace(model, router_groups=8, router_group_limit=4)
+    assert 3.6 < nodes_of_token(limited, 8) < 4 < 5.2 < nodes_of_token(model, 8) < 5.3

@@ -13,7 +13,7 @@ from support.small import Case
 from jaxtrain import config as configs
 from jaxtrain.config import Config
 from jaxtrain.config.saved_values import ATTENTION
-from jaxtrain.costs.collectives import sent
+from jaxtrain.costs.collectives import EXCHANGE, sent
 from jaxtrain.costs.frameworks import ATTENTION_BACKWARD
 from jaxtrain.costs.step_counts import Entry
 from jaxtrain.devices.mesh import AXES
@@ -46,6 +46,13 @@ NONE, GPT2 = (
     },
 )
 MOE = {"mesh.expert": 2, "model.experts": 4, "model.expert_width": 32}
+TWO_STEPS = {
+    **MOE,
+    "mesh.expert": 4,
+    "model.experts": 8,
+    "parallel.expert_nodes": 2,
+    "pipeline.remat": "selective",
+}
 MLA = {
     "model.attention": "mla",
     "model.kv_rank": 20,
@@ -153,6 +160,26 @@ MORE = OVERLAPPED | {
     "expert, context and model": Case(
         (1, 1, 2),
         changes={**MOE, "mesh.context": 2, "model.shared_experts": 1, "model.expert_room": 1.5},
+    ),
+    "expert in two steps, stage": Case((1, 2, 1), "zb_h1", 1, 4, changes=TWO_STEPS),
+    "expert in two steps to 4 nodes, room": Case(
+        (1, 1, 1),
+        changes={
+            **TWO_STEPS,
+            "mesh.expert": 8,
+            "model.experts": 16,
+            "model.experts_per_token": 5,
+            "model.expert_room": 1.5,
+            "parallel.expert_nodes": 4,
+            "pipeline.remat": "full",
+        },
+    ),
+    "FP8, expert in two steps and model": Case(
+        (1, 1, 2), changes={**FP8, **TWO_STEPS, "pipeline.remat": "full"}
+    ),
+    "expert in two steps, data, none": Case((2, 1, 1), changes={**TWO_STEPS, **NONE}),
+    "expert in two steps, tokens saved": Case(
+        (1, 2, 1), microbatches=4, changes={**TWO_STEPS, **saving("attention", "routed")}
     ),
     "expert by capacity, stage and model": Case(
         (1, 2, 2),
@@ -291,6 +318,14 @@ def by_axes(found: dict, others: bool = False) -> collections.Counter:
     return +total
 
 
+def in_steps(found: dict) -> collections.Counter:
+    """(kind, devices) → bytes of tokens on their way to experts and back."""
+    total: collections.Counter = collections.Counter()
+    for (_, kind, axes, devices), size in found.items():
+        total[kind, devices] += size if axes == ("expert",) and kind == EXCHANGE else 0
+    return +total
+
+
 @pytest.mark.parametrize("case", small.named(CASES, MORE))
 def test_as_compiled(case):
     cfg = (CASES | MORE)[case].config(SHAPES)
@@ -306,6 +341,8 @@ def test_as_compiled(case):
         assert {key: got[key] / expected[key] for key in got} == pytest.approx(
             dict.fromkeys(got, 1), abs=0.05
         )
+        if cfg.parallel.expert_nodes > 1:  # also what goes across nodes
+            assert in_steps(compiled) == pytest.approx(in_steps(predicted), rel=0.001)
         # What is left to the partitioner is the batch, four bytes a token.
         assert sum(n for (op, *_), n in compiled.items() if op == "other") < 0.02 * sum(
             compiled.values()

@@ -268,13 +268,43 @@ def served_within(chosen, devices: int, experts: int, room: int):
     return served.reshape(chosen.shape)
 
 
-@pytest.mark.parametrize("room", [1.0, pytest.param(1.25, marks=pytest.mark.full)])
-def test_rows_beyond_the_room_are_dropped(room):
+def level_of(sizes, room: int) -> int:
+    """The highest level to which groups are cut so that they fit."""
+    return next(n for n in range(sizes.max(), -1, -1) if np.minimum(sizes, n).sum() <= room)
+
+
+def served_in_two_steps(chosen, devices: int, nodes: int, experts: int, room: float):
+    """The same where the choices of devices with the same place in their nodes meet at a gateway of
+    each node. What it sends on is cut first, then what a device receives from its gateways."""
+    choices = chosen.reshape(devices, -1)
+    tokens, k, near = choices.shape[1] // chosen.shape[-1], chosen.shape[-1], devices // nodes
+    sends, receives = (device_capacity(tokens, k, experts, n, room) for n in (nodes, devices))
+    device = np.arange(devices)[:, None]
+    # the node of a choice's expert, and in it the sender's place
+    gateway = choices // (experts // nodes) * near + device % near
+    sizes = np.zeros((devices, experts), int)
+    np.add.at(sizes, (gateway, choices), 1)
+    sizes = np.array([np.minimum(row, level_of(row, sends)) for row in sizes])
+    for to in np.split(np.arange(experts), devices):
+        sizes[:, to] = np.minimum(sizes[:, to], level_of(sizes[:, to], receives))
+    served, taken = np.zeros(choices.shape, bool), np.zeros_like(sizes)
+    for at in np.ndindex(choices.shape):
+        group = gateway[at], choices[at]
+        served[at] = taken[group] < sizes[group]
+        taken[group] += 1
+    return served.reshape(chosen.shape)
+
+
+@pytest.mark.parametrize(
+    "room, nodes",
+    [(1.0, 1), (1.0, 2), *(pytest.param(1.25, n, marks=pytest.mark.full) for n in (1, 2, 3))],
+)
+def test_rows_beyond_the_room_are_dropped(room, nodes):
     """On several devices, against all experts on one with the weights of what is dropped zero:
     output, counts and gradients."""
-    devices, b, t, k = 3, 6, T, 2
-    cfg, _, params = made(expert_room=room, experts_per_token=k)
-    layer = as_function(MoE(cfg, 0.5, ROWS))
+    devices, b, t, k = (3, 6, T, 2) if nodes == 1 else (2 * nodes, 4 * nodes, T - 1, 3)
+    cfg, _, params = made(expert_room=room, experts_per_token=k, experts=6 if nodes < 2 else 12)
+    layer = as_function(MoE(cfg, 0.5, ROWS, nodes))
     # the last device has more
     params["router"]["bias"] = np.linspace(0, 0.3, cfg.experts, dtype=np.float32)
     x, g = normal(b, t, D), normal(b, t, D, seed=5)
@@ -284,6 +314,8 @@ def test_rows_beyond_the_room_are_dropped(room):
     )
     limit = device_capacity(b // devices * t, k, cfg.experts, devices, room)
     served = served_within(chosen, devices, cfg.experts, limit)
+    if nodes > 1:
+        served = served_in_two_steps(chosen, devices, nodes, cfg.experts, room)
     assert 0 < (~served).sum() < served.size / 2
 
     def dense(params, x):

@@ -14,13 +14,13 @@ from jaxtrain.parallel import experts
 DEVICES, MOST, ROOM = 4, 5, 18
 
 
-def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, **names):
     """`lax.ragged_all_to_all` by gathering everything: row j of those from device s to this one
     lands at its output offset + j."""
     rows, starts, sizes, lands = (
-        lax.all_gather(a, axis_name) for a in (operand, input_offsets, send_sizes, output_offsets)
+        lax.all_gather(a, **names) for a in (operand, input_offsets, send_sizes, output_offsets)
     )
-    me = lax.axis_index(axis_name)
+    me = lax.axis_index(names["axis_name"])
     for s in range(rows.shape[0]):
         at = lands[s, me] + jnp.arange(MOST)
         at = jnp.where(jnp.arange(MOST) < sizes[s, me], at, output.shape[0])
@@ -45,7 +45,10 @@ def test_ragged_rows(monkeypatch, way, fills):
         number = travel[s].sum()
         rows[s, :number] = np.stack([np.full(number, s), np.arange(number)], 1) + 1
     mesh = make_mesh([DEVICES if axis == EXPERT else 1 for axis in AXES], jax.devices()[:DEVICES])
-    local = lambda rows: experts._ragged(rows[0], jnp.asarray(travel), ROOM, MOST, fills)[None]
+    group = experts.Group(DEVICES)
+    local = lambda rows: experts._ragged(rows[0], jnp.asarray(travel), ROOM, MOST, fills, group)[
+        None
+    ]
     with jax.set_mesh(mesh):
         got = jax.jit(
             jax.shard_map(

@@ -12,6 +12,8 @@ import pytest
 from support import ROOT, ahead
 from support.compilers import KINDS, compiled_for
 
+from jaxtrain.costs.collectives import RAGGED
+from jaxtrain.hlo.collectives import collectives
 from jaxtrain.hlo.program import Instruction, Program
 
 SCHEDULES = {"interleaved": 2, "zb_h1": 1}  # with repeats
@@ -176,6 +178,23 @@ def test_products_of_shared_experts_stand_beside_both_ways_of_the_rows(platform)
     beside = ahead.products_beside(c, "ragged-all-to-all")
     assert len(beside) == 8  # F, R, K and B
     assert sum(not products for products in beside.values()) <= 2
+
+
+@compiled_for("h100")
+def test_a_token_crosses_nodes_once(platform):
+    """Of 4 choices in 2 nodes 2 rows cross, there and back; inside a node go as many as there is
+    room for."""
+    c = ahead.compile_step(platform, EXPERTS | {"parallel.expert_nodes": 2})
+    mesh = {"stage": 2, "expert": 4, "model": 2}
+    found = collections.defaultdict(set)
+    for i in c.program.below(c.program.entry):
+        for message in collectives(c.program, i, mesh):
+            if message.kind == RAGGED and message.dtype == "bf16":
+                span = max(max(group) - min(group) for group in i.groups(ahead.DEVICES))
+                found[message.devices, span].add(message.size)
+    token, tokens = 2 * ahead.MODEL["model.width"], ahead.MODEL["data.sequence_length"]
+    across, inside = (2, 2 * mesh["model"]), (2, mesh["model"])
+    assert found == {across: {2 * tokens * token}, inside: {2 * 4 * tokens * token}}
 
 
 @compiled_for("h100")

@@ -180,6 +180,38 @@ RULES = [
         "parallel.collective_matmul='on' sends numbers of precision.compute, and "
         "precision.matmul='fp8': use --config.parallel.collective_matmul=auto",
     ),
+    *(
+        (
+            {
+                "parallel.expert_nodes": nodes,
+                "mesh.expert": 8,
+                "mesh.data": 1,
+                "model.experts": 8,
+                "pipeline.microbatches": 2,
+                **changes,
+            },
+            f"parallel.expert_nodes={nodes} {text}",
+        )
+        for nodes, changes, text in (
+            (
+                3,
+                {},
+                "does not divide mesh.expert=8: use --config.parallel.expert_nodes=2 (or 1, 4)",
+            ),
+            (
+                8,
+                {},
+                "leaves a node one device of mesh.expert=8, which one step reaches: use "
+                "--config.parallel.expert_nodes=4 (or 1, 2)",
+            ),
+            (
+                2,
+                {"model.capacity_factor": 1.5},
+                "works only with model.capacity_factor=0, not 1.5: numbers of tokens between "
+                "nodes are not fixed: use --config.parallel.expert_nodes=1",
+            ),
+        )
+    ),
     (
         {"parallel.context": "heads"},
         "parallel.context='heads' is unknown: use --config.parallel.context=all_gather (or "
@@ -878,6 +910,7 @@ UNUSED = [
         {"parallel.collective_matmul": "on", "mesh.model": 1},
         "parallel.collective_matmul=on has no use with mesh.model=1",
     ),
+    ({"parallel.expert_nodes": 2}, "parallel.expert_nodes=2 has no use with mesh.expert=1"),
     ({"parallel.gather": "step"}, "parallel.gather=step has no use with parallel.zero=1"),
     (
         {"parallel.zero": 3, "mesh.data": 1},

@@ -35,13 +35,76 @@ GROUPS = {
     "data.batch_size": 24,
 }
 V2 = {"model.router_group_best": 1, "model.router_normalize": "never"}  # as in DeepSeek-V2
+TWO_STEPS = {
+    "mesh.expert": 4,
+    "model.experts": 8,
+    "model.experts_per_token": 3,
+    "model.layers": 2,
+    "parallel.expert_nodes": 2,
+}
+OF_NODES = {"model.router_groups": 4, "model.router_group_limit": 2}
 CASES = {
+    "two steps, groups, an odd number of tokens": Case(
+        (1, 2, 1),
+        "zb_h1",
+        1,
+        changes={
+            **TWO_STEPS,
+            **OF_NODES,
+            "pipeline.remat": "selective",
+            "data.sequence_length": 13,
+            "data.batch_size": 16,
+        },
+    ),
     "drops": Case(
         (1, 1, 1),
         changes={"mesh.expert": 2, "model.capacity_factor": 0.7, "model.biases": ("router",)},
     ),
 }
 MORE = {
+    "two steps, model 2, shared experts": Case(
+        (1, 1, 2), changes={**TWO_STEPS, "model.experts_per_token": 2, "model.shared_experts": 1}
+    ),
+    "two steps to 4 nodes, groups, context": Case(
+        (1, 1, 1),
+        changes={
+            **TWO_STEPS,
+            **OF_NODES,
+            "model.experts": 16,
+            "mesh.expert": 8,
+            "parallel.expert_nodes": 4,
+        },
+    ),
+    "two steps, context, one choice": Case(
+        (1, 1, 1), changes={**TWO_STEPS, "mesh.context": 2, "model.experts_per_token": 1}
+    ),
+    "two steps, data 2, zero 3, room for some": Case(
+        (2, 1, 1), changes={**TWO_STEPS, "parallel.zero": 3, "model.expert_room": 3.5}
+    ),
+    "two steps, zb_v, an expert on each device, none": Case(
+        (1, 2, 1),
+        "zb_v",
+        2,
+        changes={
+            **TWO_STEPS,
+            "model.layers": 4,
+            "model.experts": 4,
+            "pipeline.remat": "none",
+            **SEVERAL,
+        },
+    ),
+    "two steps, overlapped": Case(
+        (1, 2, 1),
+        "dualpipe_v",
+        2,
+        changes={
+            **TWO_STEPS,
+            "model.layers": 4,
+            "model.shared_experts": 1,
+            "pipeline.overlap": True,
+            "pipeline.remat": "none",
+        },
+    ),
     "drops, all at once, zb_h1, zero 2": Case(
         (2, 2, 1),
         "zb_h1",

@@ -40,6 +40,9 @@ MORE = {
     "context and expert": Case((1, 1, 1), changes={**MOE, "mesh.context": 2, "mesh.expert": 2}),
     "context": Case((1, 1, 1), changes={"mesh.context": 2}),
     "expert": Case((1, 1, 1), changes={**MOE, "mesh.expert": 2}),
+    "expert, in two steps": Case(
+        (1, 2, 1), changes={**MOE, "mesh.expert": 4, "parallel.expert_nodes": 2}
+    ),
     "data": Case((2, 1, 1)),
     "stage": Case((1, 2, 1), "zb_h1", changes={"pipeline.remat": "none"}),
     "model": Case((1, 1, 2)),
