@@ -2,13 +2,13 @@
 active, and 11.6 more that predict one token further.
 
 Latent attention; 256 experts in 8 groups, of which a token takes 8 in 4, beside a shared one; the
-first three layers have none. As there, over 2,048 GPUs: 16 stages, experts over 64 devices, ZeRO-1,
-no tensor parallelism, and an optimizer with float32 masters and 16-bit moments. The stages with the
-dense layers, the prediction module and the head have fewer other layers. What differs: theirs had
-DualPipe, FP8, and embedding, dense layers and head on the end stages alone; here every stage has a
-copy of these, and layers are computed again from their inputs. The vocabulary is DeepSeek-V3's:
-name its tokenizers file, `--config.data.tokenizer=tokenizer.json`. Its small twin:
-deepseek_tiny.py.
+first three layers have none. As there, over 2,048 GPUs: 16 stages, experts over 64 devices in 8
+nodes, to each of which a token is sent once, ZeRO-1, no tensor parallelism, and an optimizer with
+float32 masters and 16-bit moments. The stages with the dense layers, the prediction module and the
+head have fewer other layers. What differs: theirs had DualPipe, FP8, and embedding, dense layers
+and head on the end stages alone; here every stage has a copy of these, and layers are computed
+again from their inputs. The vocabulary is DeepSeek-V3's: name its tokenizers file,
+`--config.data.tokenizer=tokenizer.json`. Its small twin: deepseek_tiny.py.
 """
 
 from jaxtrain.config import (
@@ -18,6 +18,7 @@ from jaxtrain.config import (
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
+    ParallelConfig,
     PipelineConfig,
     PrecisionConfig,
     TrainConfig,
@@ -57,6 +58,7 @@ def get_config() -> Config:
         ),
         data=DataConfig(sequence_length=4096, batch_size=15360),
         mesh=MeshConfig(data=-1, stage=16, expert=64),
+        parallel=ParallelConfig(expert_nodes=8),
         pipeline=PipelineConfig(schedule="1f1b", microbatches=120, save=("layer_input",)),
         precision=PrecisionConfig(params="bfloat16", moments="bfloat16"),
         optimizer=OptimizerConfig(learning_rate=2.2e-4, warmup_steps=2000),
