@@ -159,16 +159,17 @@ class Tick:
             Constants(ModelTree(embed=True, first=self._has_dense_layers), batch=True),
             self._embed,
         )
-        ends, own = self._end_ops(), [*cells, *copies]
-        read = _reading_state if updates else lambda op: op
-        together = self.table.vocabulary == "parallel"
-        # A tick's ops in their order: those before and after a stage's own are of all stages
-        # together, with collectives.
-        self._before = [read(embed)] * together
-        self._own = list(map(read, own if together else [embed, *own, *ends]))
-        self._after = list(map(read, ends * together))
+        ops = [embed, *cells, *copies, *self._end_ops()]
         if updates:
-            self._after += self._update_ops(updates)
+            ops = [_reading_state(op) for op in ops]
+        own = slice(0, len(ops))
+        if on_tpu() and self.table.vocabulary == "parallel":
+            own = slice(1, 1 + len(cells) + len(copies))
+        # A tick's ops in their order. On TPUs those of all stages together, which have collectives,
+        # stand before and after a stage's own.
+        self._before, self._own, self._after = ops[: own.start], ops[own], ops[own.stop :]
+        if updates:
+            (self._after or self._own).extend(self._update_ops(updates))
 
     def __call__(self, state: TickState, columns: TickColumns) -> TickState:
         if self._updates:
@@ -196,8 +197,8 @@ class Tick:
         state = dataclasses.replace(state, buffers=buffers)
         carried = self._run_if_busy(self._own, state, columns)
         # Without this XLA's GPU compiler moves the permutes, which nothing else in the tick reads,
-        # in front of the next tick's ops, and its TPU compiler behind a stage's own, beside the
-        # head, which does not run in every tick.
+        # in front of the next tick's ops, and its TPU compiler beside the head, which does not run
+        # in every tick.
         arrived, loss = lax.optimization_barrier((arrived, carried.loss))
         carried = dataclasses.replace(carried, loss=loss)
         carried = self._run_if_busy(self._after, carried, columns)
