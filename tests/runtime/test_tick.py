@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from support import small
+from support.plain_loop import assert_same, gradients, reference
 
 from jaxtrain.runtime import tick
 from jaxtrain.runtime.tick import TickOp
@@ -35,6 +36,24 @@ def test_every_op_gets_what_its_masks_name_and_returns_all_of_that(schedule, rem
         step.gradients.trace(step.abstract_state().params, step.abstract_batch)
     assert {"embed", "B0", "W1", "K1", "head", "embed_gradient"} <= set(changed)
     assert all(changed.values()), changed
+
+
+def test_loops_of_all_stages_beside_those_of_a_stage(monkeypatch):
+    """As on TPUs: embedding and head of a shared vocabulary stand in loops of their own."""
+    monkeypatch.setattr(tick, "on_tpu", lambda: True)
+    groups, run = [], tick.Tick._run_if_busy
+
+    def noted(self, ops, state, columns):
+        groups.append([op.name for op in ops])
+        return run(self, ops, state, columns)
+
+    monkeypatch.setattr(tick.Tick, "_run_if_busy", noted)
+    changes = {"pipeline.permute": "early", "pipeline.vocabulary": "parallel"}
+    cfg = small.config((1, 2, 1), "interleaved", 2, 4, changes)
+    assert_same(gradients(cfg), reference(cfg, 1))
+    before, own, after = groups[:3]
+    assert before == ["embed"] and after == ["head", "embed_gradient"]
+    assert {"F0", "B1", "send_up"} <= {name.removesuffix("_result") for name in own}
 
 
 def test_columns_cross_a_scan():
