@@ -14,6 +14,7 @@ plan/predict.py then times the schedule's own table.
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -574,18 +575,14 @@ class StepModel:
 
     def step(self) -> TimeBreakdown:
         """The step, on the device that works most."""
-        model, layout, m = self.model, self.layout, self.layout.microbatches
-        several = layout.stage > 1
-        ops = self.mean_layer()
-        shared = self.framework.vocabulary_parallel and several
-        layers, has_first, has_last = self._busiest_stage()
-        stage = sum(ops.values(), TimeBreakdown()) * layers
+        layout, m, several = self.layout, self.layout.microbatches, self.layout.stage > 1
+        ops, first, last = self.mean_layer(), self.dense_layers(), self.head()
+        layer = sum(ops.values(), TimeBreakdown())
+        layers, has_first, has_last = self._busiest_stage(layer, first, last)
         saved = self.saved_by_overlap() if layout.overlap else 0.0
-        if model.dense_layers and has_first:
-            stage += sum(self.mean_layer(dense=True).values(), TimeBreakdown()) * model.dense_layers
-        step = stage * m
-        if has_last:
-            step += self.head() * (m / layout.stage if shared else m)
+        shared = self.framework.vocabulary_parallel and several
+        step = (layer * layers + first * has_first) * m
+        step += last * has_last * (m / layout.stage if shared else m)
         step += self.end_collectives(shared) * m
         cells = closed_forms(layout.schedule).shared_cells(layout.stage, m)
         step += hidden_messages(saved * cells / layout.repeats)
@@ -598,26 +595,25 @@ class StepModel:
             waits += self._messages(times.all)
         return step + waits + self.outside_microbatches(step, times.F, times.B + times.W)
 
-    def _busiest_stage(self) -> tuple[int, bool, bool]:
-        """Returns (the layers of the stage that works most; whether it has the dense layers before
-        the first one, and the head)."""
-        model, layout, stages = self.model, self.layout, range(self.layout.stage)
+    def _busiest_stage(
+        self, layer: TimeBreakdown, first: TimeBreakdown, last: TimeBreakdown
+    ) -> tuple[int, bool, bool]:
+        """Returns (the layers of the stage that works most; whether it has `first`, the dense
+        layers before the others, and `last`, the head)."""
+        layers, layout = self.model.layers, self.layout
         if not self._balances:
-            return math.ceil(model.layers / layout.stage), True, True
-        first, last = self.dense_layers().seconds, self.head().seconds
-        layer = sum(op.seconds for op in self.mean_layer().values())
+            return math.ceil(layers / layout.stage), True, True
         place = PLACEMENTS[closed_forms(layout.schedule).placement]
         stage_of = place(layout.stage, max(1, layout.repeats))
         least = (0, *(1,) * (len(stage_of) - 2), 0)
-        sizes = balanced(model.layers, stage_of, least, layer, first, last)
-        layers = [
-            sum(n for n, on in zip(sizes, stage_of, strict=True) if on == stage) for stage in stages
+        seconds = layer.seconds, first.seconds, last.seconds
+        held = [0] * layout.stage
+        for stage, size in zip(stage_of, balanced(layers, stage_of, least, *seconds), strict=True):
+            held[stage] += size
+        parts = [
+            (size, stage == stage_of[0], stage == stage_of[-1]) for stage, size in enumerate(held)
         ]
-        ends = [(stage == stage_of[0], stage == stage_of[-1]) for stage in stages]
-        busiest = max(
-            stages, key=lambda s: layers[s] * layer + ends[s][0] * first + ends[s][1] * last
-        )
-        return layers[busiest], *ends[busiest]
+        return max(parts, key=lambda part: sum(map(operator.mul, part, seconds)))
 
     @property
     def _balances(self) -> bool:
