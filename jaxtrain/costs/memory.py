@@ -168,6 +168,10 @@ def estimated_slots(step: StepModel) -> SlotCounts | None:
     residuals = min(schedule.residuals(p, v, layout.microbatches), chunks)
     stashes = min(schedule.stashes(p), chunks)
     layers = math.ceil(step.model.layers / (p * v))
+    stored = layers * v
+    if step.balanced:
+        layers = max(step.balanced.sizes)
+        stored = sum(map(step.balanced.stack_size, range(step.balanced.units_per_stage)))
     full, pieces = layout.recomputation.mode == "full", 1
     if layout.layers_per_op:
         pieces = math.ceil(layers / layout.layers_per_op)
@@ -181,7 +185,7 @@ def estimated_slots(step: StepModel) -> SlotCounts | None:
         residual_w=stashes if full else residuals,
         weight_stash=stashes,
         layers=layers,
-        stored_layers=layers * v,
+        stored_layers=stored,
         shares_vocabulary=step.framework.vocabulary_parallel,
         saved_b=held,
         saved_w=held,

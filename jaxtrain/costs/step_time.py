@@ -51,7 +51,7 @@ from jaxtrain.costs.transformer import (
     padded_vocabulary,
 )
 from jaxtrain.schedule.orders import PLACEMENTS, StageTimes, closed_forms
-from jaxtrain.schedule.placement import balanced
+from jaxtrain.schedule.placement import Placement, balanced
 
 FLOAT8, MXFLOAT8 = "float8", "mxfloat8"  # the keys of their peaks
 ITEM = 2  # bytes of a number in 16 bits
@@ -221,6 +221,9 @@ class StepModel:
     hardware: Hardware
     dtype: str = "bfloat16"
     optimizer: OptimizerConfig = OptimizerConfig()
+    _layers: dict[bool, dict[str, TimeBreakdown]] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _ends: dict[bool, dict[str, float]] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -259,6 +262,11 @@ class StepModel:
     def layer(self, dense: bool = False) -> dict[str, TimeBreakdown]:
         """F, R, B and W of one layer and microbatch; R is what the layout's recomputation costs of
         a layer that has it, and the others are those of the mean layer."""
+        if dense not in self._layers:
+            self._layers[dense] = self._layer(dense)
+        return self._layers[dense]
+
+    def _layer(self, dense: bool) -> dict[str, TimeBreakdown]:
         recomputation, unread = self.layout.recomputation, self._unread
         if recomputation.layers is None:
             return self._ops_of_layer(dense, unread)
@@ -600,26 +608,32 @@ class StepModel:
     ) -> tuple[int, bool, bool]:
         """Returns (the layers of the stage that works most; whether it has `first`, the dense
         layers before the others, and `last`, the head)."""
-        layers, layout = self.model.layers, self.layout
-        if not self._balances:
-            return math.ceil(layers / layout.stage), True, True
+        placement, layout = self.balanced, self.layout
+        if placement is None:
+            return math.ceil(self.model.layers / layout.stage), True, True
+        held = [0] * layout.stage
+        for stage, size in zip(placement.stage_of, placement.sizes, strict=True):
+            held[stage] += size
+        ends = placement.stage_of[0], placement.stage_of[-1]
+        parts = [(size, stage == ends[0], stage == ends[1]) for stage, size in enumerate(held)]
+        seconds = layer.seconds, first.seconds, last.seconds
+        return max(parts, key=lambda part: sum(map(operator.mul, part, seconds)))
+
+    @functools.cached_property
+    def balanced(self) -> Placement | None:
+        """The placement in which stages with what is in no unit have fewer layers, by closed forms
+        (pipeline/setup.py); None where layers are spread evenly."""
+        model, layout = self.model, self.layout
+        ends = model.dense_layers or model.predictions
+        if not self.framework.slots or layout.stage == 1 or not ends:
+            return None
         place = PLACEMENTS[closed_forms(layout.schedule).placement]
         stage_of = place(layout.stage, max(1, layout.repeats))
         least = (0, *(1,) * (len(stage_of) - 2), 0)
-        seconds = layer.seconds, first.seconds, last.seconds
-        held = [0] * layout.stage
-        for stage, size in zip(stage_of, balanced(layers, stage_of, least, *seconds), strict=True):
-            held[stage] += size
-        parts = [
-            (size, stage == stage_of[0], stage == stage_of[-1]) for stage, size in enumerate(held)
-        ]
-        return max(parts, key=lambda part: sum(map(operator.mul, part, seconds)))
-
-    @property
-    def _balances(self) -> bool:
-        """True if stages with what is in no unit have fewer layers (pipeline/setup.py)."""
-        ends = self.model.dense_layers or self.model.predictions
-        return self.framework.slots and self.layout.stage > 1 and ends > 0
+        layer = sum(op.seconds for op in self.mean_layer().values())
+        seconds = layer, self.dense_layers().seconds, self.head().seconds
+        sizes = balanced(model.layers, stage_of, least, *seconds)
+        return Placement(model.layers, layout.stage, 1, stage_of, sizes)
 
     def _messages(self, microbatch: float) -> TimeBreakdown:
         """Two messages a chunk and microbatch, one each way, and the wait for those that arrive

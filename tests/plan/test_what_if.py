@@ -238,11 +238,11 @@ def test_overlapped_cells_are_a_change():
 
 def test_islands_of_experts_are_nodes():
     """32 devices of experts lie on 4 islands of 8, or, beside 2 of `model`, on 8; 8 on one."""
-    suggested = []
+    suggested, path = [], "parallel.expert_nodes"
     for layout in ("data=2,expert=32", "expert=32,model=2", "data=8,expert=8"):
         values = layout_flag.read(f"{layout},stage=2,microbatch=1")
-        config = layout_flag.apply(load_recipe(find_recipe("deepseek_v3")), values).resolve()
+        recipe = configs.replace(load_recipe(find_recipe("deepseek_v3")), {path: 1})
+        config = layout_flag.apply(recipe, values).resolve()
         changes = [change.settings for change in single_changes(predict(config, H100))]
-        path = "parallel.expert_nodes"
         suggested.append([settings[path] for settings in changes if path in settings])
     assert suggested == [[4], [8], []]
