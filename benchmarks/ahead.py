@@ -140,14 +140,14 @@ LAYOUTS = {
     "deepseek_v3": {
         "pipeline": Layout(
             256,
-            "4 of 16 stages with 16 of 58 layers, 16 of 240 microbatches: stage 4 · expert 32 "
-            "· model 2, ZeRO-1",
+            "4 of 16 stages with 16 of 58 layers, 16 of 120 microbatches: stage 4 · expert 64 "
+            "in 8 nodes, ZeRO-1",
             {
                 "mesh.data": 1,
                 "mesh.stage": 4,
                 "model.layers": 16,
                 "pipeline.microbatches": 16,
-                "data.batch_size": 512,
+                "data.batch_size": 1024,
             },
         ),
     },

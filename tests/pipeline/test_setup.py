@@ -66,11 +66,14 @@ def test_units_of_uneven_chunks():
 
 
 def test_chunks_without_layers():
-    """Llama 3's pipeline: 126 layers, 16 stages of 8 chunks; embedding and head stand alone."""
-    made = setup("interleaved", 8, 16, 32, **{"model.layers": 126, "data.batch_size": 32})
-    assert made.placement.sizes == (0, *(1,) * 126, 0)
-    assert made.placement.layers_of(7, 15) == range(126, 126)
+    """As in Llama 3's pipeline of 126 layers in 16 stages of 8 chunks: embedding and head stand
+    alone."""
+    made = setup("interleaved", 4, **{"model.layers": 14})
+    assert made.placement.sizes == (0, *(1,) * 14, 0)
+    assert made.placement.layers_of(3, 3) == range(14, 14)
     assert made.shares[0] == made.shares[-1] == 0
+    fifteen = setup("interleaved", 4, **{"model.layers": 15})
+    assert fifteen.placement.sizes == (*(1,) * 15, 0)
 
 
 def test_chunks_by_costs():
