@@ -70,7 +70,7 @@ PART, REPLICATED = P(MODEL), P()
 COLUMNS, ROWS = P(None, None, MODEL), P(None, MODEL)
 
 
-class Group(NamedTuple):
+class ExchangeGroup(NamedTuple):
     """Devices that exchange rows: so many of the `expert` axis, each `stride` after the one
     before."""
 
@@ -110,24 +110,24 @@ class Size(NamedTuple):
     tokens: int
     fills_empty: bool = True
     nodes: int = 1
-    among: Group | None = None
+    among: ExchangeGroup | None = None
 
     @property
-    def group(self) -> Group:
+    def group(self) -> ExchangeGroup:
         """The devices between which rows go."""
-        return self.among or Group(manual_size(EXPERT))
+        return self.among or ExchangeGroup(manual_size(EXPERT))
 
     @property
     def across(self) -> "Size":
         """The first of two steps, in which each node is as an expert."""
-        group = Group(self.nodes, manual_size(EXPERT) // self.nodes)
+        group = ExchangeGroup(self.nodes, manual_size(EXPERT) // self.nodes)
         return Size(self.nodes, self.batch, self.tokens, False, among=group)
 
     @property
     def inside(self) -> "Size":
         """The second of two steps, in which the rows that a gateway has capacity for are as tokens:
         those of one device of each node."""
-        group = Group(manual_size(EXPERT) // self.nodes)
+        group = ExchangeGroup(manual_size(EXPERT) // self.nodes)
         experts, batch = self.experts // self.nodes, self.nodes * self.batch
         return Size(experts, batch, self.tokens, self.fills_empty, among=group)
 
@@ -223,7 +223,7 @@ def dropless(
         return _in_two_steps(chosen, Size(experts, b, t, nodes=nodes), room)
     rows = device_capacity(b * t, k, experts, devices, room)
     drops = rows < device_capacity(b * t, k, experts, devices, 0.0)
-    return _routed(chosen.reshape(-1), experts, Group(devices), b * t * k, rows, drops)
+    return _routed(chosen.reshape(-1), experts, ExchangeGroup(devices), b * t * k, rows, drops)
 
 
 def _in_two_steps(chosen: jax.Array, size: Size, room: float) -> tuple[TwoSteps, jax.Array]:
@@ -258,7 +258,7 @@ def _in_two_steps(chosen: jax.Array, size: Size, room: float) -> tuple[TwoSteps,
 def _routed(
     chosen: jax.Array,
     experts: int,
-    group: Group,
+    group: ExchangeGroup,
     sends: int,
     rows: int,
     drops: bool,
@@ -351,7 +351,12 @@ def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _ragged(
-    rows: jax.Array, travel: jax.Array, room: int, most: int, fills_empty: bool, group: Group
+    rows: jax.Array,
+    travel: jax.Array,
+    room: int,
+    most: int,
+    fills_empty: bool,
+    group: ExchangeGroup,
 ) -> jax.Array:
     """Rows [n, …], ordered by the device of the group they go to → the rows that arrive, [room, …],
     and behind them zeros or, without `fills_empty`, anything. travel [from, to]: the numbers of

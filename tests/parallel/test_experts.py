@@ -45,7 +45,7 @@ def test_ragged_rows(monkeypatch, way, fills):
         number = travel[s].sum()
         rows[s, :number] = np.stack([np.full(number, s), np.arange(number)], 1) + 1
     mesh = make_mesh([DEVICES if axis == EXPERT else 1 for axis in AXES], jax.devices()[:DEVICES])
-    group = experts.Group(DEVICES)
+    group = experts.ExchangeGroup(DEVICES)
     local = lambda rows: experts._ragged(rows[0], jnp.asarray(travel), ROOM, MOST, fills, group)[
         None
     ]
