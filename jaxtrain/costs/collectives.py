@@ -373,8 +373,8 @@ class StepCollectives:
         def both(
             widths: list[float], weights: Sequence[float] = (), numbers: Sequence[float] = ()
         ) -> list[Collective]:
-            """Of rows of these bytes, and of bytes of a choice. Across go those of all of a
-            token's choices; the numbers go no further."""
+            """The collectives of both steps. widths: bytes of a row; weights, numbers: bytes of a
+            choice. Across go those of all of a token's choices; the numbers go no further."""
             of_choices = [choices * number for number in [*weights, *numbers]]
             to_nodes = [across * n for n in [*widths, *of_choices]]
             to_experts = [inside * n for n in [*widths, *weights]]
