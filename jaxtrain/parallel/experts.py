@@ -241,8 +241,8 @@ def _in_two_steps(chosen: jax.Array, size: Size, room: float) -> tuple[TwoSteps,
     # A row brings all choices of its token, plus 1: behind those that arrive are zeros.
     filled = across._replace(fills_empty=True)
     arrived = _run(lambda p, c: _out(c, p, filled), (REPLICATED,), REPLICATED, first, chosen + 1)
-    here = across.group.me
-    local = arrived.reshape(-1) - 1 - here * inside.experts
+    my_node = across.group.me
+    local = arrived.reshape(-1) - 1 - my_node * inside.experts
     local = jnp.where((local >= 0) & (local < inside.experts), local, inside.experts)
     # On average a gateway sends as many rows as a device receives. At most it sends all choices of
     # its senders, one device of each node: as if nodes were devices.
@@ -251,7 +251,7 @@ def _in_two_steps(chosen: jax.Array, size: Size, room: float) -> tuple[TwoSteps,
     sends, rows = capacity(size.nodes, room), capacity(devices, room)
     drops = sends < capacity(size.nodes, 0.0) or rows < capacity(devices, 0.0)
     second, dropped = _routed(local, inside.experts, inside.group, sends, rows, drops, True)
-    dropped = jnp.where(jnp.arange(size.nodes)[:, None] == here, dropped, 0.0).reshape(-1)
+    dropped = jnp.where(jnp.arange(size.nodes)[:, None] == my_node, dropped, 0.0).reshape(-1)
     return TwoSteps(first, second), dropped
 
 

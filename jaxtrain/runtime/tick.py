@@ -162,21 +162,25 @@ class Tick:
         ops = [embed, *cells, *copies, *self._end_ops()]
         if updates:
             ops = [_reading_state(op) for op in ops]
-        own = slice(0, len(ops))
+        of_stage = slice(0, len(ops))
         if on_tpu() and self.table.vocabulary == "parallel":
-            own = slice(1, 1 + len(cells) + len(copies))
+            of_stage = slice(1, 1 + len(cells) + len(copies))
         # A tick's ops in their order. On TPUs those of all stages together, which have collectives,
         # stand before and after a stage's own.
-        self._before, self._own, self._after = ops[: own.start], ops[own], ops[own.stop :]
+        self._before, self._of_stage, self._after = (
+            ops[: of_stage.start],
+            ops[of_stage],
+            ops[of_stage.stop :],
+        )
         if updates:
-            (self._after or self._own).extend(self._update_ops(updates))
+            (self._after or self._of_stage).extend(self._update_ops(updates))
 
     def __call__(self, state: TickState, columns: TickColumns) -> TickState:
         if self._updates:
             columns = _unless_wrong(columns, state)
         state = self._run(self._takes, state, columns)
         if not self.ticks.columns.runs[permute_op(Permute.EARLY)].all():
-            ops = [*self._before, *self._own, *self._after]
+            ops = [*self._before, *self._of_stage, *self._after]
             state = self._run(ops, self._permute(Permute.EARLY, state, columns), columns)
             return self._permute(Permute.LATE, state, columns)
         state = self._run_if_busy(self._before, state, columns)
@@ -195,7 +199,7 @@ class Tick:
         # the two.
         buffers = {name: a for name, a in state.buffers.items() if name not in arrived}
         state = dataclasses.replace(state, buffers=buffers)
-        carried = self._run_if_busy(self._own, state, columns)
+        carried = self._run_if_busy(self._of_stage, state, columns)
         # Without this XLA's GPU compiler moves the permutes, which nothing else in the tick reads,
         # in front of the next tick's ops, and its TPU compiler beside the head, which does not run
         # in every tick.

@@ -164,8 +164,7 @@ def random_batch(step: Step, vocab_size: int) -> dict[str, jax.Array]:
 def measured_times(config: Config, setup: Setup) -> tuple[float, ...]:
     """F, B, W, message, R, head and, where the table or the model has them, FB and the embedding
     in milliseconds, as `pipeline.times` takes them, measured by process 0; () where F, B or W takes
-    no measurable time.
-    The optimizer's update is no op of the program that is timed.
+    no measurable time. The optimizer's update is no op of the program that is timed.
 
     config: resolved, of a mesh with several stages. Every process of a run must call this.
     """
