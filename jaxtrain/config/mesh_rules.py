@@ -374,6 +374,12 @@ def _reductions(
             "leaves gradients sharded, and parallel.zero=0 shards nothing",
             [{"parallel.reduce": "step"}, {"parallel.zero": 2}],
         )
+    if parallel.ends == "sharded" and parallel.zero == 0:
+        yield Violation(
+            "parallel.ends",
+            "leaves parameters sharded, and parallel.zero=0 shards nothing",
+            [{"parallel.ends": "whole"}, {"parallel.zero": 1}],
+        )
     if steps and mesh.replica == 1:
         yield Violation(
             path,

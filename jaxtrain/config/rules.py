@@ -444,6 +444,7 @@ def _several_steps(config: Config) -> Iterator[Violation]:
     needs: dict[str, tuple[Sequence[Any], str]] = {
         "parallel.zero": ([0, 1], "updates parameters and gradients that no data shard splits"),
         "parallel.reduce": (["step"], "reduces gradients once, in each stage's update"),
+        "parallel.ends": (["auto", "whole"], "updates embedding and head on all stages in one op"),
         "parallel.offload": (["none"], "has its slots and its state in the devices' memory"),
         "train.diloco_inner_steps": ([0], "updates all replicas alike"),
         "precision.params": (["float32"], "updates parameters of float32"),

@@ -362,6 +362,14 @@ class ParallelConfig:
         " for zero 0, and for 1 with several microbatches or stages",
         choices=("auto", "step", "microbatch", "last"),
     )
+    ends: str = setting(
+        "auto",
+        "embedding, head, model.dense_layers and prediction modules, of which every stage has a "
+        "copy: whole, as parallel.zero says; or sharded as with zero=3 over all devices of a stage "
+        "(mesh.data, context and expert), and gathered in their ops; auto: sharded with several "
+        "stages and dense layers or prediction modules",
+        choices=("auto", "whole", "sharded"),
+    )
     context: str = setting(
         "all_gather",
         "attention over mesh.context: all_gather of keys and values; ulysses, an all-to-all"
@@ -735,8 +743,8 @@ class Config:
     def resolve(self) -> "Config":
         """This config with its dependent defaults filled in (kv_heads and the sizes of heads,
         rotary_dim, mlp_width, expert_width, max_positions, latent_norm_epsilon, router_normalize;
-        reduce; repeats), and biases in the order of BIASED. The sizes of latents become 0 in a
-        model without latent attention, rotary_dim in one with it."""
+        reduce, ends; repeats), and biases in the order of BIASED. The sizes of latents become 0 in
+        a model without latent attention, rotary_dim in one with it."""
         m = self.model
         head_dim, latent = m.head_dim or m.width // m.heads, m.attention == "mla"
         model = with_values(
@@ -765,6 +773,10 @@ class Config:
         if parallel.reduce == "auto":
             in_ops = parallel.zero > 1 or (parallel.zero == 1 and self.has_one_microbatch)
             parallel = with_values(parallel, reduce="microbatch" if in_ops else "step")
+        if parallel.ends == "auto":
+            copied = self.mesh.stage > 1 and ends_with_layers(m)
+            sharded = copied and parallel.zero and self.pipeline.steps_per_program == 1
+            parallel = with_values(parallel, ends="sharded" if sharded else "whole")
         return with_values(self, model=model, parallel=parallel, pipeline=pipeline)
 
 

@@ -60,19 +60,34 @@ def capacity_of(tokens: int, choices: int, experts: int, factor: float) -> int:
     return min(tokens, math.ceil(factor * tokens * choices / experts))
 
 
+# the axes of a stage's devices inside a replica, over which its parameters may have copies
+SHARD_AXES = ("data", "context", "expert")
+
+
 def scattered(
-    shape: Sequence[int], unsplit: Sequence[bool], over_stage: bool, sizes: Mapping[str, int]
+    shape: Sequence[int],
+    unsplit: Sequence[bool],
+    inside: Sequence[str],
+    over_stage: bool,
+    sizes: Mapping[str, int],
 ) -> tuple[tuple[str, ...], int]:
     """(axes, dimension): where ZeRO scatters the sum of a parameter's gradient and its optimizer's
     state; no axes if no dimension divides.
 
-    unsplit: whether no axis splits a dimension; over_stage: all stages hold the parameter, and may
-    share its state; sizes: of the mesh's axes
+    unsplit: whether no axis splits a dimension; inside: axes over which devices of one stage hold
+    copies; over_stage: all stages hold the parameter, and may share its state; sizes: of the mesh's
+    axes
+
+    Of the axes inside a stage the first ones are used that divide a dimension, and `stage` with
+    them where that divides as well.
     """
-    for names in [("data", "stage"), ("data",), ("stage",)] if over_stage else [("data",)]:
-        axes = tuple(name for name in names if sizes[name] > 1)
-        devices = math.prod(sizes[axis] for axis in axes)
-        for dim, size in enumerate(shape):
-            if axes and unsplit[dim] and size % devices == 0:
-                return axes, dim
+    inside = [name for name in inside if sizes[name] > 1]
+    beside = [("stage",), ()] if over_stage and sizes["stage"] > 1 else [()]
+    for count in range(len(inside), -1, -1):
+        for stage in beside:
+            axes = (*inside[:count], *stage)
+            devices = math.prod(sizes[axis] for axis in axes)
+            for dim, size in enumerate(shape):
+                if axes and unsplit[dim] and size % devices == 0:
+                    return axes, dim
     return (), 0

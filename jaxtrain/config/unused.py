@@ -99,6 +99,11 @@ USES = (
         lambda c: "with mesh.data=1",
     ),
     Use(
+        ["parallel.ends"],
+        lambda c: c.mesh.data * c.mesh.context * c.mesh.expert > 1 or c.parallel.ends != "sharded",
+        lambda c: "with one device in a stage and replica",
+    ),
+    Use(
         ["parallel.zero"],
         lambda c: c.mesh.data > 1 or c.parallel.zero < 2,
         lambda c: "with mesh.data=1 that 1 has not",

@@ -85,7 +85,10 @@ class Parameters(NamedTuple):
     scatter:  axes over which ZeRO leaves the sum of its gradient scattered
     sums:     axes over which the gradient is only summed
     split:    axes that split the parameter itself
+    shard:    axes of a stage's devices over which an op gathers the parameter with ZeRO-3, or
+              scatters a microbatch's gradient
     outer:    axes over which ZeRO scatters the state that independent replicas share
+    as_zero3: it is sharded as in ZeRO-3, whatever the others are (`parallel.ends`)
     cast:     matrix products read it in the type that they compute in
     product:  a matrix whose products may be of FP8
     matrix:   False for a norm, a bias or a count
@@ -95,14 +98,12 @@ class Parameters(NamedTuple):
     scatter: tuple[str, ...] = ()
     sums: tuple[str, ...] = ()
     split: tuple[str, ...] = ()
+    shard: tuple[str, ...] = ()
     outer: tuple[str, ...] = ()
     cast: bool = True
     matrix: bool = True
     product: bool = False
-
-    @property
-    def over_data(self) -> bool:
-        return DATA in self.scatter
+    as_zero3: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -417,24 +418,23 @@ class StepCollectives:
         """The collectives of the embedding. Of a table that ZeRO-3 has scattered the tokens'
         vectors are sent, and not the table."""
         scatter = Collective(SCATTER, (MODEL,), self.activation * self.summed)
-        sharded = self.gathers_in_ops and table.over_data
-        return [*self._over_table_shards(), scatter] if sharded else [scatter]
+        sharded = self._gathers(table)
+        return [*self._over_table_shards(table), scatter] if sharded else [scatter]
 
     def lookup_gradient(self, table: Parameters, same_op: bool) -> list[Collective]:
         """The collectives of the embedding's gradient. same_op: the token ids that `lookup` has
         gathered still exist."""
         gather = Collective(GATHER, (MODEL,), self.activation * self.item)
-        sharded = self.reduces_in_ops and table.over_data
-        ids, vectors = self._over_table_shards()
-        sent_again = [vectors] if same_op and self.gathers_in_ops else [ids, vectors]
-        return [*sent_again, gather] if sharded else [gather]
+        ids, vectors = self._over_table_shards(table)
+        sent_again = [vectors] if same_op and self._gathers(table) else [ids, vectors]
+        return [*sent_again, gather] if self._reduces(table) else [gather]
 
-    def _over_table_shards(self) -> tuple[Collective, Collective]:
-        """The all-gather of token ids and the all-to-all of their vectors, for a table that is
-        scattered over `data`."""
+    def _over_table_shards(self, table: Parameters) -> tuple[Collective, Collective]:
+        """The all-gather of token ids and the all-to-all of their vectors, for a table whose
+        columns are scattered."""
         vectors = self.activation / self.layout.model * self.item
-        ids = self.tokens * self.layout.data * FLOAT32
-        return Collective(GATHER, (DATA,), ids), Collective(EXCHANGE, (DATA,), vectors)
+        ids = self.tokens * self.devices(table.shard) * FLOAT32
+        return Collective(GATHER, table.shard, ids), Collective(EXCHANGE, table.shard, vectors)
 
     def loss(self) -> list[Collective]:
         """The collectives of the last norm, the product with the output matrix, and the softmax
@@ -459,23 +459,31 @@ class StepCollectives:
 
     def gathers(self, parameters: Iterable[Parameters]) -> list[Collective]:
         """The all-gathers of the parameters that an op reads."""
-        return [self.gathered(p) for p in parameters if p.over_data and self.gathers_in_ops]
+        return [self.gathered(p) for p in parameters if self._gathers(p)]
+
+    def _gathers(self, p: Parameters) -> bool:
+        """True if ops gather the parameter."""
+        return bool(p.shard) and (self.gathers_in_ops or p.as_zero3)
+
+    def _reduces(self, p: Parameters) -> bool:
+        """True if each microbatch's gradient of the parameter is scattered."""
+        return bool(p.shard) and (self.reduces_in_ops or p.as_zero3)
 
     def gathered(self, p: Parameters) -> Collective:
-        """The all-gather of a parameter that ZeRO-3 has scattered over `data`."""
+        """The all-gather of a parameter that ZeRO-3 has scattered."""
         fp8 = self.fp8 and p.product
         read = self.number_of_fp8 if fp8 else self.read if p.cast else FLOAT32
-        return Collective(GATHER, (DATA,), p.size * read)
+        return Collective(GATHER, p.shard, p.size * read)
 
     def reductions_in_op(self, parameters: Iterable[Parameters]) -> list[Collective]:
         """The reduce-scatters of one microbatch's gradients."""
-        scattered = [p for p in parameters if p.over_data and self.reduces_in_ops]
-        return [Collective(SCATTER, (DATA,), p.size * self.reduced) for p in scattered]
+        scattered = [p for p in parameters if self._reduces(p)]
+        return [Collective(SCATTER, p.shard, p.size * self.reduced) for p in scattered]
 
     def reductions(self, p: Parameters) -> list[Collective]:
         """The collectives of a gradient after the last microbatch: what the ops have not
         reduced."""
-        reduced = {DATA} if self.reduces_in_ops and p.over_data else set()
+        reduced = set(p.shard) if self._reduces(p) else set()
         scatter = tuple(a for a in p.scatter if getattr(self.layout, a) > 1 and a not in reduced)
         sums = tuple(a for a in p.sums if getattr(self.layout, a) > 1)
         inside = tuple(a for a in sums if a != REPLICA)
@@ -490,14 +498,14 @@ class StepCollectives:
             return [*collectives, Collective(SCATTER, inside, share), across, gather]
         return [*collectives, Collective(SUM, sums, share)]
 
-    def _sharded_weights(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """The axes, of these, over which ZeRO-3 leaves weights scattered."""
-        return tuple(a for a in axes if a == DATA and self.layout.zero == 3)
+    def _sharded_weights(self, p: Parameters) -> tuple[str, ...]:
+        """The axes over which ZeRO-3 leaves a parameter scattered."""
+        return p.shard if self.layout.zero == 3 or p.as_zero3 else ()
 
     def after_the_update(self, p: Parameters) -> Collective:
         """The all-gather of a parameter whose shards are updated where their optimizer state lies
         (training/step.py)."""
-        scattered = self._sharded_weights(p.scatter)
+        scattered = self._sharded_weights(p)
         axes = tuple(a for a in p.scatter if a not in scattered)
         return Collective(GATHER, axes, p.size / self.devices(scattered) * self._updated(p))
 
@@ -514,7 +522,7 @@ class StepCollectives:
         collectives: list[Collective] = []
         int8 = scales = 0
         for p in (p for p in parameters if p.size):
-            scattered = self._sharded_weights(p.outer)
+            scattered = self._sharded_weights(p)
             gathered = tuple(a for a in p.outer if a not in scattered)
             part = math.ceil(p.size / self.devices(p.outer))
             copies = tuple(a for a in AXES if a != REPLICA and a not in (*p.split, *p.outer))

@@ -22,6 +22,7 @@ class Layout:
     """Sizes of mesh axes, and how a step is cut; names as in a config.
 
     microbatch: sequences of a microbatch on a data shard; microbatches: of them in a step
+    shards_ends: what stands before and after the layers is sharded (`parallel.ends`)
     expert_nodes: that `expert` spans, where tokens go to experts in two steps; 1: in one
     steps: of a program (`pipeline.steps_per_program`)
     overlap: F and B of two microbatches share cells (`pipeline.overlap`)
@@ -40,6 +41,7 @@ class Layout:
     remat: str = "full"
     save: tuple[str, ...] = ()
     zero: int = 1
+    shards_ends: bool = False
     expert_nodes: int = 1
     schedule: str = ONE_CHUNK
     offload: str = "none"

@@ -113,6 +113,7 @@ def memory(
         activations = sum(pools.values()) if slots else _saved_by_layers(step)
         working = _layer_working(step)
         head = _head_working(step, loss_chunk, shared, working)
+        head = max(head, _dense_working(step))
         working += transposed_pools(step, slots) if slots else 0.0
     else:
         activations, working = _framework_activations(step), _framework_working(step)
@@ -120,14 +121,14 @@ def memory(
     held = step.device_parameters(slots.stored_layers if slots else 0, shared)
     numbers = FP8 * scales_of(framework.fp8_blocks) * (1 + framework.fp8_blocks)  # for F and B
     quantized = (numbers - cast) * _products_held(step, held.layers) if framework.fp8 else 0.0
-    shards = {stage: step.shards if layout.zero >= stage else 1 for stage in (1, 3)}
-    gradient_shards = step.shards if step.reduces_in_ops else 1
+    weights = step.sharded(held, step.shards if layout.zero == 3 else 1)
+    gradients = step.sharded(held, step.shards if step.reduces_in_ops else 1)
     layers = slots.stored_layers if slots else 0
     state = framework.master_bytes * step.device_masters(layers, shared)
     state += framework.moment_bytes * step.device_state(layers, shared)
     parts = {
-        "weights": ((framework.weight_bytes + cast) * held.all + quantized) / shards[3],
-        "gradients": framework.gradient_bytes * held.all / gradient_shards,
+        "weights": (framework.weight_bytes + cast + quantized / held.all) * weights,
+        "gradients": framework.gradient_bytes * gradients,
         "optimizer": state * (not layout.offloads("optimizer")),
     }
     if layout.steps > 1:
@@ -136,7 +137,7 @@ def memory(
         # of its gradients. Where ops read 16 bits, the parameters' own memory is free for sums.
         values = MASTER * step.device_masters(layers, shared)
         scattered = layout.zero > 0 and step.shards > 1
-        unused = framework.weight_bytes * held.all if cast else 0.0
+        unused = framework.weight_bytes * weights if cast else 0.0
         parts["kept copy"] = max(values, state + (2 + scattered) * values - unused)
     if framework.outer_bytes:
         outer = held.layers + held.ends / step.parts_of_ends(max(layout.zero, 1), shared)
@@ -358,20 +359,36 @@ def _widest(step: StepModel) -> float:
 
 def _head_working(step: StepModel, loss_chunk: int, shared: bool, layer_working: float) -> float:
     """Bytes of what head and loss have: their input and its gradient, logits, with ZeRO-2 the
-    gradient of the table. Layers of multi-token prediction modules save all that they have: their
-    backward, which comes after the loss, works as any layer's. shared: all stages share the
-    head."""
-    model, layout = step.model, step.layout
+    gradient of the table, and where the table is sharded itself. Layers of multi-token prediction
+    modules save all that they have: their backward, which comes after the loss, works as any
+    layer's. shared: all stages share the head."""
+    model, layout, own = step.model, step.layout, bool(step.axes_of_ends)
     columns = model.vocab_size / layout.model / (layout.stage if shared else 1)
-    scattered = step.reduces_in_ops and step.shards > 1
-    gradient = step.framework.gradient_bytes * model.width * columns * scattered
+    scattered = own or (step.reduces_in_ops and step.shards > 1)
+    number = step.framework.gradient_bytes * scattered + step.item * own
     logits = LOGIT_BYTES * min(step.tokens, loss_chunk) * columns
-    head = WIDE * step.item * step.tokens * model.width + logits + gradient
+    head = WIDE * step.item * step.tokens * model.width + logits + number * model.width * columns
     if not model.predictions:
         return head
-    layer = layer_bytes(step, remat="none")
-    saved = model.predictions * (layer.residual_b + layer.residual_w)
-    return saved + max(head, layer_working)
+    layer, gathered = layer_bytes(step, remat="none"), step.item * own * step.layer_parameters()
+    saved = model.predictions * (layer.residual_b + layer.residual_w + gathered)
+    return saved + max(
+        head, layer_working + step.framework.gradient_bytes * own * step.layer_parameters()
+    )
+
+
+def _dense_working(step: StepModel) -> float:
+    """Bytes of what the embedding's gradient has of the dense layers, which it runs once more: what
+    they save, and, where they are sharded as in ZeRO-3, their matrices and the gradients of one."""
+    layers, sharded = step.model.dense_layers, bool(step.axes_of_ends)
+    if not layers or step.layout.stage == 1:
+        return 0.0
+    saved, parameters = (
+        layer_bytes(step, dense=True, remat="none"),
+        step.layer_parameters(dense=True),
+    )
+    of_one = saved.residual_b + saved.residual_w + step.item * sharded * parameters
+    return layers * of_one + (step.item + step.framework.gradient_bytes * sharded) * parameters
 
 
 # --- other frameworks ---------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from jaxtrain.config import OptimizerConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.config.saved_values import ATTENTION as ATTENTION_CORE
-from jaxtrain.config.sizes import scattered
+from jaxtrain.config.sizes import SHARD_AXES, scattered
 from jaxtrain.costs.collectives import (
     CONTEXT,
     DATA,
@@ -67,6 +67,7 @@ MATMULS, ATTENTION, MEMORY, BUBBLE, OPTIMIZER, HOST, DISK, FIXED = (
     "disk",
     "fixed",
 )
+MASTERS, PARAMETERS = "masters", "parameters"  # numbers of a device beside an optimizer's state
 COMMUNICATION_AXES = (MODEL, CONTEXT, EXPERT, STAGE, DATA, REPLICA)
 
 
@@ -133,11 +134,13 @@ class DeviceParameters:
     ends:    before and after them: tables, the last norm, dense first layers, multi-token
              prediction modules
     experts: the part of `layers` that experts have
+    sharded_ends: `ends` where they are sharded as in ZeRO-3 (`parallel.ends`), otherwise None
     """
 
     layers: float
     ends: float
     experts: float
+    sharded_ends: float | None = None
 
     @property
     def all(self) -> float:
@@ -169,31 +172,40 @@ class Product(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _state_numbers(
     model: Transformer,
-    optimizer: OptimizerConfig | None,
+    of: OptimizerConfig | str,
     sizes: tuple[int, ...],
     zero: bool,
     shared: bool,
+    shards_ends: bool,
 ) -> StateNumbers:
     """The state where ZeRO shards a dimension of each array.
 
-    optimizer: None for masters, which are those of the matrices that products read
+    of: an optimizer's state; MASTERS, which are those of the matrices that products read; or
+    PARAMETERS, which stages do not share
     sizes: of the axes in COMMUNICATION_AXES; zero: ZeRO's stage is at least 1; shared: each table
-    is split over the stages
+    is split over the stages; shards_ends: what stands before and after the layers has axes of its
+    own
     """
     by_axis = dict(zip(COMMUNICATION_AXES, sizes, strict=True))
+    optimizer = None if isinstance(of, str) else of
     record = OPTIMIZERS[optimizer.name] if optimizer else None
 
-    def numbers(array: Array, over_stage: bool, padded: tuple[int, ...] = ()) -> int:
+    def numbers(
+        array: Array, at_end: bool = True, over_stage: bool = True, padded: tuple[int, ...] = ()
+    ) -> int:
         padded = padded or array.shape
         splits = [by_axis.get(axis, 1) for axis in array.axes]
         if zero:
-            axes, dim = scattered(padded, [not axis for axis in array.axes], over_stage, by_axis)
+            own = SHARD_AXES if at_end and shards_ends else (DATA,)
+            inside = [axis for axis in own if axis not in array.axes]
+            unsplit = [not axis for axis in array.axes]
+            axes, dim = scattered(padded, unsplit, inside, over_stage and of != PARAMETERS, by_axis)
             splits[dim] *= math.prod(by_axis[axis] for axis in axes)
         # Without padding a dimension may not divide; each device has all of it.
         held = padded if record is None or record.elementwise else array.shape
         parts = [n if n % split else n // split for n, split in zip(held, splits, strict=True)]
-        if record is None:
-            return math.prod(parts) if array.cast else 0
+        if record is None or optimizer is None:
+            return math.prod(parts) if array.cast or of == PARAMETERS else 0
         state = record.state(array.shape, optimizer)
         return sum(math.prod(parts[dim] for dim in dims) for dims in state)
 
@@ -202,11 +214,11 @@ def _state_numbers(
     table = Array((model.vocab_size, model.width), ("vocabulary", ""))
     padded = padded_vocabulary(model.vocab_size, shards), model.width
     return StateNumbers(
-        sum(numbers(array, over_stage=False) for array in layer),
-        sum(numbers(array, over_stage=True) for array in dense_layer),
-        sum(numbers(array, over_stage=True) for array in layer),
-        numbers(table, not shared, padded),
-        sum(numbers(array, over_stage=True) for array in model.end_arrays),
+        sum(numbers(array, at_end=False, over_stage=False) for array in layer),
+        sum(map(numbers, dense_layer)),
+        sum(map(numbers, layer)),
+        numbers(table, over_stage=not shared, padded=padded),
+        sum(map(numbers, model.end_arrays)),
     )
 
 
@@ -248,6 +260,22 @@ class StepModel:
         """ZeRO's shard count over `data`; 1 if it does not divide the model's dimensions."""
         undivided = self.framework.by_dimension and self.model.width % self.layout.data
         return 1 if undivided else self.layout.data
+
+    @functools.cached_property
+    def axes_of_ends(self) -> tuple[str, ...]:
+        """The axes inside a stage over which what stands before and after the layers is sharded as
+        in ZeRO-3, experts but for their own axis; () where it is not."""
+        if not (self.layout.shards_ends and self.framework.slots):
+            return ()
+        sizes = {axis: getattr(self.layout, axis) for axis in SHARD_AXES}
+        return scattered((self.model.width,), [True], SHARD_AXES, False, sizes)[0]
+
+    def sharded(self, held: DeviceParameters, shards: int) -> float:
+        """The number of parameters on a device where ZeRO cuts layers into so many shards, and with
+        them what stands before and after them, unless that has axes of its own."""
+        if held.sharded_ends is None:
+            return held.all / shards
+        return held.layers / shards + held.sharded_ends
 
     @property
     def reduces_in_ops(self) -> bool:
@@ -547,13 +575,25 @@ class StepModel:
         products = sum(self._product(self.tokens, columns, width))
         memory = self.tokens * passes / self.hardware.streaming
         logits = TimeBreakdown({MATMULS: products, MEMORY: memory})
-        # A prediction module joins two streams of the width and has a layer.
-        modules = self.model.predictions
+        modules, held = self.model.predictions, self.layer_parameters() + 2 * width**2
+        sharded = self._sharded_at_end(width * columns + modules * held, 1)
         if not modules:
-            return logits
+            return logits + sharded
+        # A prediction module joins two streams of the width and has a layer.
         joining = sum(self._product(self.tokens / self.layout.model, width, 2 * width))
-        layer = [op for name, op in self.layer().items() if name != "R"]
-        return logits * (1 + modules) + sum(layer, TimeBreakdown({MATMULS: joining})) * modules
+        ops = [op for name, op in self.layer().items() if name != "R"]
+        layer = sum(ops, TimeBreakdown({MATMULS: joining}))
+        return logits * (1 + modules) + layer * modules + sharded
+
+    def _sharded_at_end(self, size: float, gathers: int) -> TimeBreakdown:
+        """Seconds in which an op of embedding or head gathers so many parameters, so many times,
+        and scatters the sum of their gradients, where these are sharded as in ZeRO-3."""
+        if not self.axes_of_ends:
+            return TimeBreakdown()
+        c, p = self.collectives, self._parameters[2]._replace(size=size)
+        return TimeBreakdown(
+            self.links.seconds([*c.gathers([p] * gathers), *c.reductions_in_op([p])])
+        )
 
     def end_collectives(self, shared: bool) -> TimeBreakdown:
         """Collectives of embedding, head and loss of one microbatch over `model` and `stage`.
@@ -661,8 +701,9 @@ class StepModel:
         ends = self._tables(shared) * table + model.end_parameters
         ends += model.dense_layers * self.layer_parameters(dense=True)
         ends += model.predictions * self.layer_parameters()
-        experts = layers * model.expert_parameters() / (layout.model * layout.expert)
-        return DeviceParameters(layers * self.layer_parameters(), ends, experts)
+        experts = model.expert_parameters() / (layout.model * layout.expert)
+        own = self._numbers_at_ends(PARAMETERS, shared) if self.axes_of_ends else None
+        return DeviceParameters(layers * self.layer_parameters(), ends, layers * experts, own)
 
     def _tables(self, shared: bool) -> int:
         """Tables of the vocabulary on the stage with most of them."""
@@ -685,37 +726,46 @@ class StepModel:
         arguments are those of `device_parameters`."""
         layout = self.layout
         if self.framework.by_dimension:
-            return self._sharded_by_dimension(None, layers, shared)
+            return self._sharded_by_dimension(MASTERS, layers, shared)
         held = self.device_parameters(layers, shared)
         updated = held.layers + held.ends / self.parts_of_ends(layout.zero, shared)
         return updated / (self.shards if layout.zero else 1)
 
     def _sharded_by_dimension(
-        self, optimizer: OptimizerConfig | None, layers: int, shared: bool | None
+        self, of: OptimizerConfig | str, layers: int, shared: bool | None
     ) -> float:
         """Numbers of an optimizer's state, or of masters, on a device of the stage with most."""
-        model, layout = self.model, self.layout
         shared = self.framework.vocabulary_parallel if shared is None else shared
-        sizes = tuple(getattr(layout, axis) for axis in COMMUNICATION_AXES)
-        state = _state_numbers(model, optimizer, sizes, layout.zero > 0, shared)
-        ends = state.ends + self._tables(shared) * state.table
-        ends += model.dense_layers * state.dense_layer + model.predictions * state.predictor
-        return (layers or math.ceil(model.layers / layout.stage)) * state.layer + ends
+        layers = layers or math.ceil(self.model.layers / self.layout.stage)
+        return layers * self._numbers(of, shared).layer + self._numbers_at_ends(of, shared)
+
+    def _numbers(self, of: OptimizerConfig | str, shared: bool) -> StateNumbers:
+        sizes, zero = tuple(getattr(self.layout, a) for a in COMMUNICATION_AXES), self.layout.zero
+        return _state_numbers(self.model, of, sizes, zero > 0, shared, bool(self.axes_of_ends))
+
+    def _numbers_at_ends(self, of: OptimizerConfig | str, shared: bool) -> float:
+        """Those of `_numbers` before and after a device's layers."""
+        model, numbers = self.model, self._numbers(of, shared)
+        ends = numbers.ends + self._tables(shared) * numbers.table
+        return ends + (
+            model.dense_layers * numbers.dense_layer + model.predictions * numbers.predictor
+        )
 
     @functools.cached_property
     def _parameters(self) -> tuple[Parameters, ...]:
         """A device's parameters as collectives see them: experts; other layers; the output matrix
-        with the prediction modules; the input's table. Other frameworks have the last three in
-        one."""
+        with the prediction modules; the input's table. Other frameworks have the last three in one.
+        Dense layers are with the other layers, or with the output matrix where both are sharded
+        alike."""
         model, layout, framework = self.model, self.layout, self.framework
-        held = self.device_parameters()
-        dense = model.dense_layers * self.layer_parameters(dense=True)
+        held, own = self.device_parameters(), self.axes_of_ends
+        dense = 0.0 if own else model.dense_layers * self.layer_parameters(dense=True)
         data = (DATA,) if self.shards > 1 else ()
         scatter = data if layout.zero else ()
         replicas = () if framework.inner_steps else (REPLICA,)
         sums = tuple(a for a in (*replicas, DATA, CONTEXT) if a not in scatter)
         experts = Parameters(
-            held.experts, scatter, sums, (STAGE, EXPERT, MODEL), data, product=True
+            held.experts, scatter, sums, (STAGE, EXPERT, MODEL), scatter, data, product=True
         )
         size, ends = held.layers + dense - held.experts, held.ends - dense
         layers = experts._replace(size=size, sums=(*sums, EXPERT), split=(STAGE, MODEL))
@@ -724,10 +774,14 @@ class StepModel:
         stages = layout.stage if framework.vocabulary_parallel else 1
         table = 0.0 if model.tied else model.device_table_parameters(layout.model, stages)
         at_ends = layers._replace(product=False)
-        if layout.stage > stages and self.parts_of_ends(layout.zero) > 1:
-            at_ends = Parameters(0, (*scatter, STAGE), (*sums, EXPERT), (MODEL,), (*data, STAGE))
+        if own:
+            sums = tuple(a for a in (*replicas, *SHARD_AXES, STAGE) if a not in own)
+            at_ends = Parameters(0, own, sums, (MODEL,), own, own, as_zero3=True)
+        elif layout.stage > stages and self.parts_of_ends(layout.zero) > 1:
+            all_sums = (*sums, EXPERT)
+            at_ends = Parameters(0, (*scatter, STAGE), all_sums, (MODEL,), scatter, (*data, STAGE))
         elif layout.stage > stages:
-            at_ends = Parameters(0, scatter, (*sums, STAGE, EXPERT), (MODEL,), data)
+            at_ends = Parameters(0, scatter, (*sums, STAGE, EXPERT), (MODEL,), scatter, data)
         return experts, layers, at_ends._replace(size=ends - table), at_ends._replace(size=table)
 
     def outside_microbatches(
@@ -744,15 +798,17 @@ class StepModel:
         gathers = c.gathers(parameters[:2])
         in_r = self.recomputed_fraction * has_r
         microbatch = gathers * 2 + [g._replace(times=g.times * in_r) for g in gathers]
-        microbatch += c.reductions_in_op(parameters[:3])
-        if framework.slots:  # of the input's table, tokens' vectors are sent
-            microbatch += c.gathers(parameters[2:3])
+        microbatch += c.reductions_in_op(parameters[:2])
+        if not self.axes_of_ends:  # else in the ops of embedding and head
+            microbatch += c.reductions_in_op(parameters[2:3])
+            if framework.slots:  # of the input's table, tokens' vectors are sent
+                microbatch += c.gathers(parameters[2:3])
         one_link = framework.one_link if layout.zero == 3 else 0.0
         over_data = lambda collectives: self.links.seconds(collectives, one_link).get(DATA, 0.0)
         ends = self._end_seconds(c.shares_vocabulary).get(DATA, 0.0)
         zero, overlap = m * (over_data(microbatch) + ends), (framework.data_overlap, backward * m)
         if layout.zero == 3 and framework.gathers_once:
-            zero += over_data(c.gathered(p) for p in parameters if p.over_data)
+            zero += over_data(c.gathered(p) for p in parameters if p.shard and not p.as_zero3)
         if layout.zero == 3 and self.shards > 1:
             overlap = framework.gather_overlap, busy.seconds
         parts = overlapped({DATA: zero}, {DATA: overlap})
@@ -797,7 +853,9 @@ class StepModel:
         norm, so no other part of the step hides it but for the first buffers."""
         layout, framework, held = self.layout, self.framework, self.device_parameters()
         parameters = held.layers + held.ends / self.parts_of_ends(layout.zero)
-        if layout.zero:
+        if self.axes_of_ends:
+            parameters = self.sharded(held, self.shards)
+        elif layout.zero:
             parameters /= self.shards
         # the parameter, or its master, is read and written; a copy of a master is written
         value = framework.master_bytes or framework.weight_bytes
@@ -834,7 +892,9 @@ class StepModel:
                 self.model.dense_layers
             )
         ops = self.layer(dense=True)
-        return (ops["F"] * 2 + ops["B"] + ops["W"]) * self.model.dense_layers
+        layer = ops["F"] * 2 + ops["B"] + ops["W"]
+        layer += self._sharded_at_end(self.layer_parameters(dense=True), 2)
+        return layer * self.model.dense_layers
 
     def op_times(self) -> tuple[float, ...]:
         """Seconds of F, B, W, message, R and head of one microbatch on an entire stage, and, up to

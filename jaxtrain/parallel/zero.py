@@ -8,6 +8,8 @@ collectives for that.
 
 A parameter is sharded along one of its own dimensions, not along those of the stack of layers. If
 every stage has the same embedding and head, their optimizer state is sharded over `stage` as well.
+With `parallel.ends=sharded` what stands before and after the layers is sharded as in stage 3, over
+all devices of a stage that have a copy: `data`, `context` and `expert`.
 The functions run inside the runtime's manual region, on a device's part of one parameter (with or
 without the leading dimensions of a stack of layers).
 """
@@ -40,7 +42,8 @@ from jaxtrain.parallel.replicas import sum_inside_first
 
 @dataclasses.dataclass(frozen=True)
 class Zero:
-    """The stage of ZeRO, and the time of its collectives.
+    """The stage of ZeRO of layers, or of what stands before and after them, and the time of its
+    collectives.
 
     stage:  0 to 3
     gather: parameters of stage 3 are gathered by "layer" inside ops, or all once a "step"
@@ -59,12 +62,20 @@ class Zero:
         return self.stage == 3 and self.gather == "layer"
 
     @property
+    def gathers_once(self) -> bool:
+        return self.stage == 3 and self.gather == "step"
+
+    @property
     def reduces_in_ops(self) -> bool:
         return self.reduce == "microbatch"
 
     @property
     def reduces_in_last(self) -> bool:
         return self.reduce == "last"
+
+    def held(self, reduction: "Reduction") -> PartitionSpec:
+        """The sharding of a parameter that ops read."""
+        return reduction.sharded if self.stage == 3 else reduction.unsharded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,26 +85,25 @@ class Reduction:
 
     sum_axes:     mesh axes over which the gradient is only summed
     scatter_axes: mesh axes over which the sum is scattered, along dimension `dim` of a parameter
-                  without leading dimensions; data is the outermost
+                  without leading dimensions; the first ones are the outermost
+    shard_axes:   the first ones of these, over which an op gathers a parameter of stage 3, or
+                  scatters the gradient of a microbatch
     lead:         the number of leading dimensions (stage, layer)
     unsharded:    the parameter's sharding without ZeRO
-    sharded:      its sharding over data
+    sharded:      its sharding over `shard_axes`
     storage:      the sharding over all of `scatter_axes`, which the optimizer's state has
     counts:       the gradient is a number of tokens, which no other type than float32 may round
     """
 
     sum_axes: tuple[str, ...]
     scatter_axes: tuple[str, ...]
+    shard_axes: tuple[str, ...]
     dim: int
     lead: int
     unsharded: PartitionSpec
     sharded: PartitionSpec
     storage: PartitionSpec
     counts: bool = False
-
-    @property
-    def over_data(self) -> bool:
-        return DATA in self.scatter_axes
 
     def axis(self, ndim: int) -> int:
         """The scattered dimension of an array of `ndim` dimensions, a stack's or a layer's."""
@@ -108,16 +118,22 @@ def reduction_of(
     zero: int,
     sum_axes: tuple[str, ...] = SUM_AXES,
     counts: bool = False,
+    shard_axes: tuple[str, ...] = (DATA,),
 ) -> Reduction:
     """The reduction of a gradient, or of `counts`, with logical `axes` and `shape`, over
     `sum_axes`, and over `stage` where all stages hold it. The `lead` leading dimensions (stage,
     layer) are not sharded. A gradient none of whose dimensions divides is summed and stays
-    unsharded."""
+    unsharded. shard_axes: those that ZeRO shards over inside a stage, where they hold copies"""
     unsharded = spec(axes)
     taken = {name for part in unsharded for name in mesh_axes(part)}
     copies = tuple(name for name in (*sum_axes, STAGE) if name not in taken)
     unsplit = [part is None for part in unsharded[lead:]]
-    names, dim = scattered(shape[lead:], unsplit, STAGE in copies, mesh.shape) if zero else ((), 0)
+    inside = tuple(name for name in shard_axes if name in copies)
+    names: tuple[str, ...] = ()
+    dim = 0
+    if zero:
+        names, dim = scattered(shape[lead:], unsplit, inside, STAGE in copies, mesh.shape)
+    sharded = tuple(name for name in names if name in inside)
 
     def split_over(names: tuple[str, ...]) -> PartitionSpec:
         parts = list(unsharded)
@@ -128,10 +144,11 @@ def reduction_of(
     return Reduction(
         tuple(axis for axis in copies if axis not in names),
         names,
+        sharded,
         dim,
         lead,
         unsharded,
-        split_over(tuple(name for name in names if name == DATA)),
+        split_over(sharded),
         split_over(names),
         counts,
     )
@@ -172,13 +189,14 @@ def in_order(sums: jax.Array, reduction: Reduction) -> jax.Array:
 
 
 def gather(part, reduction: Reduction):
-    """A parameter of stage 3, an array or quantized, all-gathered over `data`."""
-    if not reduction.over_data:
+    """A parameter of stage 3, an array or quantized, all-gathered over its `shard_axes`."""
+    axes = reduction.shard_axes
+    if not axes:
         return part
 
     def gather_array(part: jax.Array) -> jax.Array:
         dim = reduction.axis(part.ndim)
-        gather = lambda a: lax.all_gather(a, DATA, axis=dim, tiled=True)
+        gather = lambda a: lax.all_gather(a, axes, axis=dim, tiled=True)
         return _on_parts(gather, _model_split(reduction, part), part)
 
     return mapped(gather_array, part)
@@ -250,57 +268,65 @@ def norms_of(squares: Sequence[jax.Array]) -> jax.Array:
 
 
 def reduce_in_op(gradient: jax.Array, reduction: Reduction, dtype) -> jax.Array:
-    """A microbatch's gradient, summed over `data`: this device's shard. A gradient that is not
-    sharded over `data` stays as it is."""
-    return reduce(gradient, reduction, dtype, (DATA,)) if reduction.over_data else gradient
+    """A microbatch's gradient, summed over its `shard_axes`: this device's shard. Without such axes
+    it stays as it is."""
+    axes = reduction.shard_axes
+    return reduce(gradient, reduction, dtype, axes) if axes else gradient
 
 
 def reduce_rest(gradient: jax.Array, reduction: Reduction, dtype) -> jax.Array:
     """The reduction after the step, over the axes that `reduce_in_op` leaves out."""
     rest = tuple(
-        a
-        for a in (*reduction.scatter_axes, *reduction.sum_axes)
-        if not (reduction.over_data and a == DATA)
+        a for a in (*reduction.scatter_axes, *reduction.sum_axes) if a not in reduction.shard_axes
     )
     return reduce(gradient, reduction, dtype, rest)
 
 
-def unsharded_shape(shape: tuple[int, ...], reduction: Reduction, shards: int) -> tuple[int, ...]:
-    """The shape on a device of a parameter that is not sharded over `data`, from that of one of its
-    `shards` shards."""
-    return _resized(shape, reduction, lambda size: size * shards)
+def unsharded_shape(
+    shape: tuple[int, ...], reduction: Reduction, sizes: Mapping[str, int]
+) -> tuple[int, ...]:
+    """The shape on a device of a parameter that is not sharded over `shard_axes`, from that of a
+    shard. sizes: of the mesh's axes"""
+    return _resized(shape, reduction, lambda size: size * _shards(reduction, sizes))
 
 
-def shard_shape(shape: tuple[int, ...], reduction: Reduction, shards: int) -> tuple[int, ...]:
-    """The shape of one of `shards` shards over `data`, from that of the unsharded parameter."""
-    return _resized(shape, reduction, lambda size: size // shards)
+def shard_shape(
+    shape: tuple[int, ...], reduction: Reduction, sizes: Mapping[str, int]
+) -> tuple[int, ...]:
+    """The shape of a shard over `shard_axes`, from that of the unsharded parameter. sizes: of the
+    mesh's axes"""
+    return _resized(shape, reduction, lambda size: size // _shards(reduction, sizes))
+
+
+def _shards(reduction: Reduction, sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes[axis] for axis in reduction.shard_axes)
 
 
 def _resized(
     shape: tuple[int, ...], reduction: Reduction, resize: Callable[[int], int]
 ) -> tuple[int, ...]:
     dim = reduction.axis(len(shape))
-    return (*shape[:dim], resize(shape[dim]), *shape[dim + 1 :]) if reduction.over_data else shape
+    return (*shape[:dim], resize(shape[dim]), *shape[dim + 1 :])
 
 
 # --- a table sharded by columns: the tokens' rows travel, not the table ---------------------------
 
 
-def gather_sequences(x: jax.Array) -> jax.Array:
-    """[batch, …] of each data shard → [shards · batch, …]."""
-    return lax.all_gather(x, DATA, axis=0, tiled=True)
+def gather_sequences(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """[batch, …] of each shard over `axes` → [shards · batch, …]."""
+    return lax.all_gather(x, axes, axis=0, tiled=True)
 
 
 def _activation(x: jax.Array) -> PartitionSpec:
     return PartitionSpec(None, MODEL if is_split("sequence") else None)
 
 
-def columns_to_sequences(x: jax.Array) -> jax.Array:
+def columns_to_sequences(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """This device's columns of all sequences → all columns of this device's sequences: [shards ·
     batch, T, D/shards] → [batch, T, D]."""
-    return _on_parts(lambda a: lax.all_to_all(a, DATA, 0, 2, tiled=True), _activation(x), x)
+    return _on_parts(lambda a: lax.all_to_all(a, axes, 0, 2, tiled=True), _activation(x), x)
 
 
-def sequences_to_columns(x: jax.Array) -> jax.Array:
+def sequences_to_columns(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """The inverse of `columns_to_sequences`: [batch, T, D] → [shards · batch, T, D/shards]."""
-    return _on_parts(lambda a: lax.all_to_all(a, DATA, 2, 0, tiled=True), _activation(x), x)
+    return _on_parts(lambda a: lax.all_to_all(a, axes, 2, 0, tiled=True), _activation(x), x)

@@ -152,6 +152,7 @@ def layout_of(
         remat=pipeline.remat,
         save=pipeline.save,
         zero=parallel.zero,
+        shards_ends=parallel.ends == "sharded",
         expert_nodes=parallel.expert_nodes if mesh.expert > 1 else 1,
         schedule=pipeline.schedule,
         offload=parallel.offload,

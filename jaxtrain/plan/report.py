@@ -50,10 +50,12 @@ def parameters_of(layout: ParameterLayout) -> dict[str, dict[str, Parameters]]:
             reduction.scatter_axes,
             reduction.sum_axes,
             split,
+            reduction.shard_axes,
             shared.reduction.scatter_axes,
             spec.cast,
             spec.matrix,
             spec.product,
+            layout.shards_ends and keys[0] != "layers",
         )
     return groups
 
@@ -76,9 +78,9 @@ def state_memory(step: Step, reduces_in_ops: bool) -> dict[str, int]:
         kinds["anchor"] = bytes_per_device(state.anchor)
         kinds["outer_momentum"] = bytes_per_device(state.outer_momentum)
     parameters = [p for group in parameters_of(step.layout).values() for p in group.values()]
-    shards = step.mesh.shape[DATA] if reduces_in_ops else 1
-    sizes = [int(p.size) // (shards if p.over_data else 1) for p in parameters]
-    kinds["accumulators"] = FLOAT32 * sum(sizes)
+    shards = lambda p: math.prod(step.mesh.shape[axis] for axis in p.shard)
+    sizes = [p.size // (shards(p) if reduces_in_ops or p.as_zero3 else 1) for p in parameters]
+    kinds["accumulators"] = FLOAT32 * int(sum(sizes))
     host = {
         "moments": bytes_per_device(state.optimizer, host=True),
         "masters": bytes_per_device(state.params, host=True),
@@ -244,7 +246,7 @@ def unsharded_over_data(step: Step) -> float:
     if not layout.zero or step.mesh.shape[DATA] == 1:
         return 0.0
     parameters = layout.parameters()
-    unsharded = sum(each.size for each in parameters if not each.reduction.over_data)
+    unsharded = sum(each.size for each in parameters if not each.reduction.shard_axes)
     return unsharded / sum(each.size for each in parameters)
 
 

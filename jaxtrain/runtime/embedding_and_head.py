@@ -17,14 +17,14 @@ matrix. In both cases the vocabulary is on the end stages.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.devices.mesh import DATA, STAGE, psum
+from jaxtrain.devices.mesh import STAGE, psum
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.transformer import ModelParts, add_position_gradient
@@ -124,8 +124,9 @@ class EmbeddingAndHead:
         stages
     loss_chunk: tokens whose logits may exist at a time
     dtype: of activations
-    zero, reductions: which part of the parameters is on this device, and which of their gradients
-        stays
+    zero, reductions: which part of the parameters before and after the layers is on this device,
+        and which of their gradients stays
+    sizes: of the mesh's axes
 
     The methods take the microbatch's index, a traced int32. x, y and gradients g are activations
     [B, T, D].
@@ -139,6 +140,7 @@ class EmbeddingAndHead:
     shared: bool
     zero: Zero
     reductions: ModelTree
+    sizes: Mapping[str, int]
 
     def extra(self, batch: Tree, microbatch) -> tuple[jax.Array, jax.Array | None]:
         """The arguments of every layer besides its input: positions [B or 1, T] and, where
@@ -181,9 +183,9 @@ class EmbeddingAndHead:
         the sums are this device's part."""
 
         def zeros(a, reduction, spec):
-            if not reduction.over_data:
+            if not reduction.shard_axes:
                 return a
-            shape = unsharded_shape(a.shape, reduction, lax.axis_size(DATA))
+            shape = unsharded_shape(a.shape, reduction, self.sizes)
             return constrain(jnp.zeros(shape, a.dtype), spec.axes)
 
         return jax.tree.map(zeros, sums, reductions, specs) if self.zero.reduces_in_ops else sums
@@ -192,7 +194,7 @@ class EmbeddingAndHead:
         """The sums, after gradients were added to the accumulator of `_open`."""
 
         def reduced(a, full, reduction):
-            if not reduction.over_data:
+            if not reduction.shard_axes:
                 return full
             return a + reduce_in_op(full, reduction, self.zero.dtype)
 
@@ -210,18 +212,24 @@ class EmbeddingAndHead:
 
     def _lookup(self, embed: Tree, tokens):
         """The tokens' vectors of this stage's part of the table."""
-        by_columns = self.zero.gathers_in_ops and self.reductions.embed["table"].over_data
-        local = (gather_sequences(tokens) if by_columns else tokens) - self._first_row(
+        axes = self._table_axes if self.zero.gathers_in_ops else ()
+        local = (gather_sequences(tokens, axes) if axes else tokens) - self._first_row(
             embed["table"]
         )
         x = self.parts.embedder(embed).lookup(local, self.dtype)
-        return columns_to_sequences(x) if by_columns else x
+        return columns_to_sequences(x, axes) if axes else x
+
+    @property
+    def _table_axes(self) -> tuple[str, ...]:
+        """The axes that shard columns of the embedding table."""
+        return self.reductions.embed["table"].shard_axes
 
     def _add_lookup(self, table, lookup: _Lookup):
         """The table's sums with the gradient of `_lookup`."""
         first_row, g, tokens = self._first_row(table), lookup.gradient, lookup.tokens
-        if self.zero.reduces_in_ops and self.reductions.embed["table"].over_data:
-            g, tokens = sequences_to_columns(g), gather_sequences(tokens)
+        axes = self._table_axes if self.zero.reduces_in_ops else ()
+        if axes:
+            g, tokens = sequences_to_columns(g, axes), gather_sequences(tokens, axes)
         return add_lookup_gradient(table, tokens - first_row, g)
 
     # ------------------------------------------------------------------ the embedding

@@ -22,7 +22,6 @@ from jaxtrain.config.sizes import Remat
 from jaxtrain.devices import host_memory
 from jaxtrain.devices.mesh import (
     CONTEXT,
-    DATA,
     MANUAL_AXES,
     MODEL,
     STAGE,
@@ -123,8 +122,8 @@ class Runtime:
 
     slotted: the table with its slots; None with one stage, where a tick is the forward and backward
         of a microbatch
-    reductions: a `Reduction` for each parameter, in the parameters' tree; `zero` says when they are
-        done
+    reductions: a `Reduction` for each parameter, in the parameters' tree; `zero` says when those of
+        layers are done, `zero_of_ends` when all others are
     shares_vocabulary: embedding and head are split over the stages, which do their ops together
     remat: what the backward recomputes of a unit's lowest layers: full, everything from its input,
         which F saves; selective, everything but products with weights; none, nothing
@@ -144,6 +143,7 @@ class Runtime:
     mesh: Mesh
     reductions: dict
     zero: Zero = Zero()
+    zero_of_ends: Zero = Zero()
     shares_vocabulary: bool = False
     remat: Remat = Remat("full")
     save: tuple[str, ...] = ()
@@ -289,11 +289,11 @@ class Runtime:
         out_specs: the specs of the body's result; for independent replicas, of one replica's
         others: further arguments, each with its specs
         """
-        sharded = self.zero.stage == 3
-        in_specs = jax.tree.map(
-            lambda r: restricted(r.sharded if sharded else r.unsharded, MANUAL_AXES),
-            self.reductions,
-        )
+        held = lambda zero, reduction: restricted(zero.held(reduction), MANUAL_AXES)
+        in_specs: Any = {
+            name: jax.tree.map(functools.partial(held, self._zero_of(name)), part)
+            for name, part in self.reductions.items()
+        }
         if self.independent_replicas:
             in_specs, out_specs = jax.tree.map(replicas.leading, (in_specs, out_specs))
             body = _of_one_replica(body)
@@ -328,20 +328,20 @@ class Runtime:
     ) -> LossesAndGradients:
         constants, tokens = self._constants(params, batch)
         mtp_loss = jnp.zeros(()) if self.parts.cfg.mtp_depth else None
-        sums = jax.tree.map(self._zero_sum, self._specs, self._reductions, constants.params)
+        sums = self._of_parts(self._zero_sum, self._specs, self._reductions, constants.params)
         state = TickState(jnp.zeros(()), mtp_loss, sums, self._zero_shards(sums))
         state = self._scan(constants, state, columns)
         loss = self._sum(state.loss)
-        sums = {name: part for name, part in vars(state.gradients).items() if part is not None}
+        parts = {name: part for name, part in vars(state.gradients).items() if part is not None}
         if self.zero.reduces_in_last:
-            sums["layers"] = state.reduced.layers
-        sums["layers"] = jax.tree.map(lambda a: a[None], sums["layers"])
+            parts["layers"] = state.reduced.layers
+        parts["layers"] = jax.tree.map(lambda a: a[None], parts["layers"])
         with jax.named_scope("reduce_gradients"):
             gradients = {
                 name: jax.tree.map(
                     lambda r, g, name=name: self._reduced(name, r, g), self.reductions[name], part
                 )
-                for name, part in sorted(sums.items())
+                for name, part in sorted(parts.items())
             }
         if mtp_loss is not None:
             mtp_loss = self._sum(state.mtp_loss) / self.parts.cfg.mtp_weight
@@ -350,8 +350,25 @@ class Runtime:
     def _reduced(self, name: str, reduction: Reduction, sums: jax.Array) -> jax.Array:
         """A parameter's sums of the part `name` of the model, reduced over the axes over which no
         op has."""
-        in_ops = self.zero.reduces_in_ops or (self.zero.reduces_in_last and name == "layers")
-        return (reduce_rest if in_ops else reduce)(sums, reduction, self.zero.dtype)
+        zero = self._zero_of(name)
+        in_ops = zero.reduces_in_ops or (zero.reduces_in_last and name == "layers")
+        return (reduce_rest if in_ops else reduce)(sums, reduction, zero.dtype)
+
+    def _zero_of(self, name: str) -> Zero:
+        """ZeRO of the parameters in the part `name` of the model."""
+        return self.zero if name == "layers" else self.zero_of_ends
+
+    def _of_parts(self, fn: Callable, *trees: ModelTree) -> ModelTree:
+        """fn(zero, …) for each parameter, with its values in these trees."""
+        return ModelTree(
+            **{
+                name: jax.tree.map(
+                    functools.partial(fn, self._zero_of(name)),
+                    *(getattr(tree, name) for tree in trees),
+                )
+                for name in self.reductions
+            }
+        )
 
     def _several_steps(
         self,
@@ -365,10 +382,11 @@ class Runtime:
         steps = self.slotted.table.steps
         constants, tokens = self._constants(params, batch)
         mtp_loss = jnp.zeros(steps) if self.parts.cfg.mtp_depth else None
-        sums = jax.tree.map(self._zero_sum, self._specs, self._reductions, constants.params)
+        sums = self._of_parts(self._zero_sum, self._specs, self._reductions, constants.params)
         model = self.mesh.shape[MODEL]
+        as_used = functools.partial(self._as_used, self.zero)
         updates = Updates(
-            rules, model, self._sum, self._specs, self._reductions, self.zero.dtype, self._as_used
+            rules, model, self._sum, self._specs, self._reductions, self.zero.dtype, as_used
         )
         loss = jnp.zeros(steps)
         layers, ends, checks = updates.begin(parts, loss, mtp_loss)
@@ -408,10 +426,11 @@ class Runtime:
         their global sum; this sum)."""
         stacks = jax.tree.map(lambda a: a[0], params["layers"])
         held = ModelTree(**{**params, "layers": stacks})
-        tree = jax.tree.map(self._as_used, self._specs, self._reductions, held)
-        if self.zero.stage == 3 and not self.zero.gathers_in_ops:
-            with jax.named_scope("gather"):
-                tree = jax.tree.map(lambda r, a: gather(a, r), self._reductions, tree)
+        tree = self._of_parts(self._as_used, self._specs, self._reductions, held)
+        with jax.named_scope("gather"):
+            tree = self._of_parts(
+                lambda zero, r, a: gather(a, r) if zero.gathers_once else a, self._reductions, tree
+            )
         weights, tokens = self._normalized(batch["weights"], 1.0)
         batch = {**batch, "weights": weights}
         if "mtp" in batch:
@@ -422,7 +441,9 @@ class Runtime:
             }
         return Constants(tree, batch), tokens
 
-    def _as_used(self, spec: Spec, reduction: Reduction, a: jax.Array) -> jax.Array | Quantized:
+    def _as_used(
+        self, zero: Zero, spec: Spec, reduction: Reduction, a: jax.Array
+    ) -> jax.Array | Quantized:
         """A parameter of this device, or a stack of them, in the form that products take."""
         if not spec.cast:
             return a
@@ -430,8 +451,7 @@ class Runtime:
             return a.astype(self.compute)
         if self.fp8.blocks:
             return blocked_weights(a, self.fp8)
-        split = reduction.sharded if self.zero.stage == 3 else reduction.unsharded
-        named = {axis for part in split for axis in mesh_axes(part)}
+        named = {axis for part in zero.held(reduction) for axis in mesh_axes(part)}
         axes = [axis for axis in MANUAL_AXES if axis in named and axis != STAGE]
         return quantized_weights(a, self.fp8, len(spec.shape), axes)
 
@@ -465,8 +485,9 @@ class Runtime:
             stage_of[0],
             stage_of[-1],
             self.shares_vocabulary,
-            self.zero,
+            self.zero_of_ends,
             self._reductions,
+            self.mesh.shape,
         )
         message = (*constants.batch["tokens"].shape[1:], width)
         extra = jax.eval_shape(lambda batch: ends.extra(batch, 0), constants.batch)
@@ -551,14 +572,14 @@ class Runtime:
     # ------------------------------------------------------------------ before the first tick
 
     def _zero_sum(
-        self, spec: Spec, reduction: Reduction, parameter: jax.Array | Quantized
+        self, zero: Zero, spec: Spec, reduction: Reduction, parameter: jax.Array | Quantized
     ) -> jax.Array:
         """Zeros in the shape of a parameter's gradient sum. parameter: as the ops receive it."""
-        shards, shape = self.mesh.shape[DATA], parameter.shape
-        if self.zero.gathers_in_ops:
-            shape = unsharded_shape(shape, reduction, shards)
-        if self.zero.reduces_in_ops:
-            shape = shard_shape(shape, reduction, shards)
+        sizes, shape = self.mesh.shape, parameter.shape
+        if zero.gathers_in_ops:
+            shape = unsharded_shape(shape, reduction, sizes)
+        if zero.reduces_in_ops:
+            shape = shard_shape(shape, reduction, sizes)
         axes = (*(None for _ in shape[len(spec.axes) :]), *spec.axes)
         return constrain(jnp.zeros(shape, jnp.float32), axes)
 
@@ -566,10 +587,9 @@ class Runtime:
         """Zeros in the shapes of `TickState.reduced`."""
         if not self.zero.reduces_in_last:
             return ModelTree()
-        shards = self.mesh.shape[DATA]
 
         def zeros(spec: Spec, reduction: Reduction, a: jax.Array) -> jax.Array:
-            shape = shard_shape(a.shape, reduction, shards)
+            shape = shard_shape(a.shape, reduction, self.mesh.shape)
             return constrain(jnp.zeros(shape, jnp.float32), (None, *spec.axes))
 
         specs, reductions = self._specs.layers, self._reductions.layers

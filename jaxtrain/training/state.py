@@ -39,14 +39,15 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
+from jaxtrain.config.sizes import SHARD_AXES
 from jaxtrain.devices import cluster, host_memory
-from jaxtrain.devices.mesh import AXES, MODEL, REPLICA, psum
+from jaxtrain.devices.mesh import AXES, DATA, MODEL, REPLICA, psum
 from jaxtrain.devices.sharding import constrain, mesh_axes, restricted, spec
 from jaxtrain.devices.state_file import DiskArray, StateFile, is_on_disk
 from jaxtrain.models.spec import Spec, is_spec
 from jaxtrain.models.transformer import ModelParts, build
 from jaxtrain.parallel import replicas
-from jaxtrain.parallel.zero import Reduction, reduction_of, sum_of_squares
+from jaxtrain.parallel.zero import Reduction, Zero, reduction_of, sum_of_squares
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.training.optimizer import Optimizer, parts_of
 
@@ -146,12 +147,14 @@ class ParameterLayout:
     parts: ModelParts
     placement: Placement
     mesh: Mesh
-    zero: int = 1
+    zero: int = 1  # of layers, and where `shards_ends` is false of all others
     precision: PrecisionConfig = PrecisionConfig()
     independent_replicas: bool = False  # each replica has its own parameters
     offload: bool = False  # the optimizer's state, with masters, lies in the host's memory
     disk: StateFile | None = None  # or in this file
     optimizer: OptimizerConfig = OptimizerConfig()
+    # what stands before and after the layers is sharded as in ZeRO-3, over a stage's devices
+    shards_ends: bool = False
 
     @classmethod
     def unstaged(
@@ -251,6 +254,7 @@ class ParameterLayout:
                 self.zero,
                 sum_axes,
                 s.counts,
+                SHARD_AXES if self.shards_ends and not lead else (DATA,),
             )
 
         return self._map(reduction)
@@ -268,17 +272,23 @@ class ParameterLayout:
             )
         ]
 
-    def _shardings(self, spec_of: Callable[[Reduction], P]) -> dict:
-        return jax.tree.map(
-            lambda r: NamedSharding(self.mesh, spec_of(r)),
-            self.reductions,
-            is_leaf=lambda r: isinstance(r, Reduction),
-        )
+    def _shardings(self, spec_of: Callable[[str, Reduction], P]) -> dict:
+        """spec_of: (name of a part of the model, a parameter's reduction) → its spec"""
+        return {
+            name: jax.tree.map(
+                lambda r, name=name: NamedSharding(self.mesh, spec_of(name, r)),
+                part,
+                is_leaf=lambda r: isinstance(r, Reduction),
+            )
+            for name, part in self.reductions.items()
+        }
 
     @property
     def shardings(self) -> dict:
         """Shardings of the parameters of one replica that ops read."""
-        return self._shardings(lambda r: r.sharded if self.zero == 3 else r.unsharded)
+        ends = 3 if self.shards_ends else self.zero
+        stage = lambda name: self.zero if name == "layers" else ends
+        return self._shardings(lambda name, r: Zero(stage(name)).held(r))
 
     def _held(self, master: Callable[[NamedSharding], NamedSharding]) -> dict:
         """Shardings of the state's parameters; master(sharding): of a master, from that of its
@@ -338,7 +348,7 @@ class ParameterLayout:
     @property
     def scattered(self) -> dict:
         """Shardings of the reduced gradients, and of the parameters during their update."""
-        return self._shardings(lambda r: r.storage)
+        return self._shardings(lambda _, r: r.storage)
 
     def state_of(self, optimizer: Optimizer, fn: Callable, other: Callable) -> Any:
         """A pytree like the optimizer's state.

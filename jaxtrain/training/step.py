@@ -178,6 +178,7 @@ def make_layout(
         disk=StateFile(parallel.offload_directory)
         if parallel.offload_to("optimizer") == "disk"
         else None,
+        shards_ends=parallel.ends == "sharded",
     )
 
 
@@ -322,6 +323,7 @@ def _runtime_of(
         mesh=layout.mesh,
         reductions=layout.reductions,
         zero=zero,
+        zero_of_ends=Zero(3, dtype=zero.dtype, reduce="microbatch") if layout.shards_ends else zero,
         shares_vocabulary=setup.shares_vocabulary,
         loss_chunk=loss_chunk,
         compute=compute,
