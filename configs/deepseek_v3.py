@@ -59,7 +59,9 @@ def get_config() -> Config:
         data=DataConfig(sequence_length=4096, batch_size=15360),
         mesh=MeshConfig(data=-1, stage=16, expert=64),
         parallel=ParallelConfig(expert_nodes=8),
-        pipeline=PipelineConfig(schedule="1f1b", microbatches=120, save=("layer_input",)),
+        pipeline=PipelineConfig(
+            schedule="1f1b", microbatches=120, overlap=True, save=("layer_input",)
+        ),
         precision=PrecisionConfig(params="bfloat16", moments="bfloat16"),
         optimizer=OptimizerConfig(learning_rate=2.2e-4, warmup_steps=2000),
         train=TrainConfig(steps=235_000, eval_every=1000),  # 14.8 trillion tokens

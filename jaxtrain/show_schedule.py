@@ -34,7 +34,7 @@ from jaxtrain.schedule.orders import (
     CSV,
     FUSED,
     ONE_CHUNK,
-    OVERLAPPING,
+    OVERLAPPED,
     SCHEDULES,
     ChunkOrders,
     default_repeats,
@@ -309,13 +309,14 @@ def _check_schedule(flags: types.SimpleNamespace, spec: TableSpec) -> None:
         except ValueError as error:
             rule = str(error).partition(": use ")[0]
             raise UsageError(f"--{rule}", {"repeats": max(1, default_repeats(name))}) from None
-    if flags.overlap and name not in OVERLAPPING and not name.startswith(CSV):
+    if flags.overlap and name not in OVERLAPPED and not name.startswith(CSV):
         rule = f"--overlap={flags.overlap} does not fit --schedule={name!r}, where no F and B of"
         rule += " other microbatches stand side by side"
-        fix: dict[str, object] = {"schedule": OVERLAPPING[0]}
+        first, *others = OVERLAPPED
+        fix: dict[str, object] = {"schedule": first}
         if spec.repeats:
-            fix["repeats"] = default_repeats(OVERLAPPING[0])
-        raise UsageError(rule, fix, OVERLAPPING[1:])
+            fix["repeats"] = default_repeats(first)
+        raise UsageError(rule, fix, others)
     if flags.fused_backward and name not in FUSED and not name.startswith(CSV):
         rule = f"--fused_backward does not fit --schedule={name!r}, whose W's stand apart"
         raise UsageError(rule, {"schedule": FUSED[0]}, FUSED[1:])

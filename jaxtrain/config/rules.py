@@ -38,7 +38,7 @@ from jaxtrain.config.saved_values import LAYER_INPUT, saved_values, saves_layer_
 from jaxtrain.config.sizes import SELECTIVE, remat_of
 from jaxtrain.schedule.orders import (
     CSV,
-    OVERLAPPING,
+    OVERLAPPED,
     SCHEDULES,
     default_repeats,
     fits_repeats,
@@ -487,15 +487,15 @@ def _saved_values(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Viol
 def _overlap(pipeline: PipelineConfig) -> Iterator[Violation]:
     path, schedule = "pipeline.overlap", pipeline.schedule
     steps = "pipeline.steps_per_program"
-    if schedule not in OVERLAPPING and not schedule.startswith(CSV):
-        known = ", ".join(OVERLAPPING)
+    if schedule not in OVERLAPPED and not schedule.startswith(CSV):
+        known = ", ".join(OVERLAPPED)
         yield Violation(
             path,
             "needs an F and a B of two microbatches side by side, as in the order of "
             f"{known}, and pipeline.schedule={schedule!r} has none",
             [
-                *values_for("pipeline.schedule", OVERLAPPING),
-                *({"pipeline.schedule": name, "pipeline.repeats": 0} for name in OVERLAPPING),
+                *values_for("pipeline.schedule", OVERLAPPED),
+                *({"pipeline.schedule": name, "pipeline.repeats": 0} for name in OVERLAPPED),
                 {path: False},
             ],
         )

@@ -165,7 +165,7 @@ def estimated_slots(step: StepModel) -> SlotCounts | None:
     layout, p, v = step.layout, step.layout.stage, max(1, step.layout.repeats)
     if p == 1:
         return None
-    chunks, schedule = layout.microbatches * v, closed_forms(layout.schedule)
+    chunks, schedule = layout.microbatches * v, closed_forms(layout.schedule, layout.overlap)
     residuals = min(schedule.residuals(p, v, layout.microbatches), chunks)
     stashes = min(schedule.stashes(p), chunks)
     layers = math.ceil(step.model.layers / (p * v))

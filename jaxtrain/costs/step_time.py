@@ -632,13 +632,14 @@ class StepModel:
         step = (layer * layers + first * has_first) * m
         step += last * has_last * (m / layout.stage if shared else m)
         step += self.end_collectives(shared) * m
-        cells = closed_forms(layout.schedule).shared_cells(layout.stage, m)
+        forms = closed_forms(layout.schedule, layout.overlap)
+        cells = forms.shared_cells(layout.stage, layout.repeats, m)
         step += hidden_messages(saved * cells / layout.repeats)
         seconds = {name: ops[name].seconds * layers for name in "FRBW"}
         times = StageTimes(**seconds, overlap=saved)
         waits = TimeBreakdown({BUBBLE: 0.0})
         if several:
-            idle = closed_forms(layout.schedule).idle(layout.stage, layout.repeats, times)
+            idle = forms.idle(layout.stage, layout.repeats, times)
             waits = TimeBreakdown({BUBBLE: self.hardware.waited(step.seconds, idle)})
             waits += self._messages(times.all)
         return step + waits + self.outside_microbatches(step, times.F, times.B + times.W)

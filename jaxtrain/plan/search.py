@@ -47,7 +47,7 @@ from jaxtrain.pipeline.step_model import (
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.layout_flag import LayoutError
 from jaxtrain.plan.predict import Prediction, exactly, predict
-from jaxtrain.schedule.orders import GROWING, SCHEDULES
+from jaxtrain.schedule.orders import GROWING, OVERLAPPED, SCHEDULES
 
 SHOWN = 10  # layouts that the planner shows
 BEST = 14  # layouts that the closed forms choose
@@ -362,7 +362,7 @@ def _tables(work: StepModel) -> Iterator[Layout]:
             if SCHEDULES[name].fits(repeats) and (layers % (layout.stage * repeats) == 0 or uneven):
                 laid = dataclasses.replace(layout, zero=zero, schedule=name, repeats=repeats)
                 yield laid
-                if SCHEDULES[name].overlaps and work.saved_by_overlap():
+                if name in OVERLAPPED and work.saved_by_overlap():
                     yield dataclasses.replace(laid, overlap=True)
 
 

@@ -11,7 +11,7 @@ orders.py has the orders, packing.py packs them into ticks, search.py has the se
 from jaxtrain.schedule import orders as orders_
 from jaxtrain.schedule import search
 from jaxtrain.schedule.order_csv import read_schedule
-from jaxtrain.schedule.orders import AUTO, CSV, OVERLAPPING, SCHEDULES, ChunkOrders, fits_repeats
+from jaxtrain.schedule.orders import AUTO, CSV, OVERLAPPED, SCHEDULES, ChunkOrders, fits_repeats
 from jaxtrain.schedule.packing import PACKINGS, Tasks, pack_into_ticks
 from jaxtrain.schedule.table import ROUNDING, Table, TableShape
 from jaxtrain.schedule.table_spec import TableSpec, cost
@@ -60,9 +60,9 @@ def make_table(spec: TableSpec, report: search.Report = search.silent) -> Table:
             f"schedule={spec.schedule!r} is unknown: use {', '.join(NAMES)} or csv:FILE"
         )
     check_repeats(spec.schedule, spec.stages, spec.repeats)
-    if spec.overlap and not SCHEDULES[spec.schedule].overlaps:
+    if spec.overlap and spec.schedule not in OVERLAPPED:
         raise ValueError(
-            f"schedule={spec.schedule!r} has no F and B to overlap: use {', '.join(OVERLAPPING)}"
+            f"schedule={spec.schedule!r} has no F and B to overlap: use {', '.join(OVERLAPPED)}"
         )
     return named_table(spec, report)
 
@@ -70,7 +70,7 @@ def make_table(spec: TableSpec, report: search.Report = search.silent) -> Table:
 def named_table(spec: TableSpec, report: search.Report = search.silent) -> Table:
     """The table of a named schedule, by `packed`."""
     sizes = (spec.stages, spec.repeats, spec.microbatches)
-    return packed(orders_.named_orders(spec.schedule, *sizes), spec, report)
+    return packed(orders_.named_orders(spec.schedule, *sizes, spec.overlap), spec, report)
 
 
 def packed(

@@ -109,30 +109,47 @@ def _steady(s: int, m: int, warmup: int, behind: int) -> list[Task]:
     return tasks + [(W, s, k) for k in range(max(0, m - behind), m)]
 
 
-def interleaved(p: int, v: int, m: int) -> Orders:
+def interleaved(p: int, v: int, m: int, in_pairs: bool = False) -> Orders:
     """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): microbatches go through the chunks in
     groups of p.
 
     Where the microbatches do not divide, the last group takes the rest as well: groups of p to 2p −
     1 keep the idle time at 1/v of 1F1B's. With fewer microbatches than stages there is one short
-    group: right, but with more idle time.
+    group: right, but with more idle time. in_pairs: an F after the warm-up comes before a B and W,
+    and not after them
     """
-    count = max(1, m // p)
-    groups = [range(i * p, (i + 1) * p if i < count - 1 else m) for i in range(count)]
+    groups = _groups(p, m)
     forward = [(c, k) for group in groups for c in range(v) for k in group]
     backward = [(c, k) for group in groups for c in reversed(range(v)) for k in group]
-    ahead = (v - 1) * max(map(len, groups))
     orders = []
     for s in range(p):
-        warmup = min(len(forward), 2 * (p - s - 1) + ahead + 1)
-        tasks: list[Task] = [(F, c * p + s, k) for c, k in forward[:warmup]]
-        steady = itertools.zip_longest(backward, forward[warmup:])
+        warm_up = _warm_up(p, v, m, s)
+        tasks: list[Task] = [(F, c * p + s, k) for c, k in forward[:warm_up]]
+        steady = itertools.zip_longest(backward, forward[warm_up:])
         for (c, k), following in steady:
-            tasks += [(B, c * p + s, k), (W, c * p + s, k)]
-            if following:
-                tasks.append((F, following[0] * p + s, following[1]))
+            next_f = [(F, following[0] * p + s, following[1])] if following else []
+            done = [(B, c * p + s, k), (W, c * p + s, k)]
+            tasks += next_f + done if in_pairs else done + next_f
         orders.append(tasks)
     return orders
+
+
+def _groups(p: int, m: int) -> list[range]:
+    """The groups of microbatches of interleaved 1F1B."""
+    count = max(1, m // p)
+    return [range(i * p, (i + 1) * p if i < count - 1 else m) for i in range(count)]
+
+
+def _warm_up(p: int, v: int, m: int, s: int) -> int:
+    """The Fs of stage s before its first B, or in pairs before the first one with a B."""
+    return min(m * v, 2 * (p - s - 1) + (v - 1) * max(map(len, _groups(p, m))) + 1)
+
+
+def in_pairs(p: int, v: int, m: int) -> Orders:
+    """Interleaved 1F1B, and with one chunk 1F1B, whose steady state has an F before the B of
+    another microbatch, so that both can share a cell. A stage holds one chunk more than interleaved
+    1F1B, which with one chunk is twice as many as 1F1B."""
+    return interleaved(p, v, m, in_pairs=True)
 
 
 # --- V placement ----------------------------------------------------------------------------------
@@ -291,9 +308,8 @@ class Schedule:
     stashes:       p → chunks whose W is yet to come, at most
     gradients:     (p, m) → arrived gradients that wait for their B
     fused:         every W follows its B at once
-    overlaps:      F is followed by B of another microbatch, and no stage waits for the one when it
-                   has the other: then both can share a cell
-    shared_cells:  (p, m) → cells that F and B share, on the stage with fewest
+    shared_cells:  (p, v, m) → cells that F and B share, on the stage with fewest; 0 where no F is
+                   followed by B of another microbatch
     """
 
     order: Callable[[int, int, int], Orders]
@@ -305,8 +321,7 @@ class Schedule:
     stashes: Callable[[int], int]
     gradients: Callable[[int, int], float] = lambda p, m: 2
     fused: bool = False
-    overlaps: bool = False
-    shared_cells: Callable[[int, int], int] = lambda p, m: 0
+    shared_cells: Callable[[int, int, int], int] = lambda p, v, m: 0
 
     def fits(self, repeats: int) -> bool:
         """True if the schedule is made for this number of chunks on a stage."""
@@ -321,6 +336,11 @@ class Schedule:
 
 def _idle_fused(p: int, v: int, t: StageTimes) -> float:
     return (p - 1) * t.all / v
+
+
+def _idle_in_pairs(p: int, v: int, t: StageTimes) -> float:
+    # an R does not wait for the gradient that its B waits for
+    return (p - 1) * max(0.0, t.F + t.B - 2 * t.overlap / v) / v
 
 
 def _idle_filled(delayed: int) -> Callable[[int, int, StageTimes], float]:
@@ -402,13 +422,26 @@ SCHEDULES: dict[str, Schedule] = {
         idle=_idle_dualpipe,
         residuals=lambda p, v, m: 2 * p + 1,
         stashes=lambda p: p,
-        overlaps=True,
-        shared_cells=lambda p, m: max(0, 2 * m - 3 * p + 1),
+        shared_cells=lambda p, v, m: max(0, 2 * m - 3 * p + 1),
     ),
+}
+_IN_PAIRS = dataclasses.replace(
+    SCHEDULES[INTERLEAVED],
+    order=in_pairs,
+    idle=_idle_in_pairs,
+    residuals=lambda p, v, m: p * (v + 1),
+    gradients=lambda p, m: 2,
+    shared_cells=lambda p, v, m: max(0, v * m - (v + 1) * p + 1),
+)
+# the schedules with overlapped cells: in these, no stage waits for an F or a B when it has the
+# other one
+OVERLAPPED: dict[str, Schedule] = {
+    ONE_CHUNK: dataclasses.replace(_IN_PAIRS, least_repeats=1, most_repeats=1),
+    INTERLEAVED: _IN_PAIRS,
+    "dualpipe_v": SCHEDULES["dualpipe_v"],
 }
 CSV = "csv:"  # before the path of a file with a schedule
 AUTO = "auto"  # the best table of a search
-OVERLAPPING = tuple(name for name, schedule in SCHEDULES.items() if schedule.overlaps)
 FUSED = tuple(name for name, schedule in SCHEDULES.items() if schedule.fused)
 ZERO_BUBBLE = tuple(
     name
@@ -422,19 +455,28 @@ GROWING = tuple(
 )
 
 
-def closed_forms(name: str) -> Schedule:
-    """The schedule of this name; for `auto` and a file, whose tables are not known yet, the one
-    with several chunks of any number. Raises KeyError for another name."""
-    return SCHEDULES[INTERLEAVED if name == AUTO or name.startswith(CSV) else name]
+def closed_forms(name: str, overlap: bool = False) -> Schedule:
+    """The schedule of this name, or the one with overlapped cells; for `auto` and a file, whose
+    tables are not known yet, the one with several chunks of any number. Raises KeyError for another
+    name."""
+    known = OVERLAPPED if overlap else SCHEDULES
+    return known[INTERLEAVED if name == AUTO or name.startswith(CSV) else name]
 
 
-def named_orders(schedule: str, stages: int, repeats: int, microbatches: int) -> ChunkOrders:
-    """The orders of a named schedule; on one stage, those of gradient accumulation."""
-    known = SCHEDULES[schedule]
+def named_orders(
+    schedule: str, stages: int, repeats: int, microbatches: int, overlap: bool = False
+) -> ChunkOrders:
+    """The orders of a named schedule; on one stage, those of gradient accumulation. overlap: with
+    overlapped cells"""
+    known = closed_forms(schedule, overlap and stages > 1)
     order = known.order if stages > 1 else accumulate
     stage_of = PLACEMENTS[known.placement](stages, repeats)
     orders = order(stages, repeats, microbatches)
-    overlapped = overlapped_forwards(orders) if known.overlaps and stages > 1 else frozenset()
+    overlapped: frozenset[Task] = frozenset()
+    if stages > 1 and known.placement == "v" and schedule in OVERLAPPED:
+        overlapped = overlapped_forwards(orders)
+    elif stages > 1 and overlap:
+        overlapped = _in_steady_state(orders, repeats)
     return ChunkOrders(schedule, stage_of, microbatches, orders, overlapped)
 
 
@@ -452,6 +494,16 @@ def overlapped_forwards(orders: Orders) -> frozenset[Task]:
             and task[2] != following[2]
         ]
         overlapped += pairs[s == len(orders) - 1 :]
+    return frozenset(overlapped)
+
+
+def _in_steady_state(orders: Orders, v: int) -> frozenset[Task]:
+    """The Fs of orders `in_pairs` after the warm-up of each stage, which stand before a B."""
+    m = max(k for _, _, k in orders[0]) + 1
+    overlapped: list[Task] = []
+    for s, order in enumerate(orders):
+        forwards = [task for task in order if task[0] == F]
+        overlapped += forwards[_warm_up(len(orders), v, m, s) :]
     return frozenset(overlapped)
 
 
