@@ -139,15 +139,14 @@ LAYOUTS = {
     },
     "deepseek_v3": {
         "pipeline": Layout(
-            256,
-            "4 of 16 stages with 16 of 58 layers, 16 of 120 microbatches: stage 4 · expert 64 "
-            "in 8 nodes, ZeRO-1",
+            512,
+            "4 of 16 stages with 12 of 58 layers, 16 of 120 microbatches: data 2 · stage 4 · "
+            "expert 64 in 8 nodes, ZeRO-1, overlapped cells",
             {
-                "mesh.data": 1,
                 "mesh.stage": 4,
-                "model.layers": 16,
+                "model.layers": 12,
                 "pipeline.microbatches": 16,
-                "data.batch_size": 1024,
+                "data.batch_size": 2048,
             },
         ),
     },

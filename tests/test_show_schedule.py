@@ -397,7 +397,7 @@ def _passes_with_what_is_suggested(arguments: list[str], line: str, folder: path
         (
             ["--schedule=zb_v", "--overlap=0.5"],
             "--overlap=0.5 does not fit --schedule='zb_v', where no F and B of other microbatches "
-            "stand side by side: use --schedule=dualpipe_v",
+            "stand side by side: use --schedule=1f1b (or interleaved, dualpipe_v)",
         ),
         (
             ["--schedule=dualpipe_v", "--overlap=0.5", "--permute=aligned"],

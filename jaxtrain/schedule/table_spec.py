@@ -11,8 +11,9 @@ from jaxtrain.schedule.packing import IN_ORDER, PACKINGS, Tasks, cut_into_units
 from jaxtrain.schedule.table import Op, Table, TableShape, peak_residuals
 
 # Under full recomputation the last unit has no R, and its F saves the residuals themselves, while
-# at most this many microbatches are between their F and B there.
-MOST_SAVED = 2
+# at most this many microbatches are between their F and B there; with overlapped cells one, or all
+# stages would have memory for the residuals of two.
+MOST_SAVED, MOST_SAVED_IN_CELLS = 2, 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,8 @@ class TableSpec:
                 f"units_per_chunk has {len(self.units_per_chunk)} numbers, and {name} has {chunks} "
                 "chunks: give one number for each"
             )
-        recompute_last = self.remat_full and _most_in_flight(orders, chunks - 1) > MOST_SAVED
+        most_saved = MOST_SAVED_IN_CELLS if self.overlap else MOST_SAVED
+        recompute_last = self.remat_full and _most_in_flight(orders, chunks - 1) > most_saved
         orders_of_units, chunk_of, overlapped = cut_into_units(
             orders,
             self.units_per_chunk or [1] * chunks,

@@ -77,6 +77,8 @@ MXFP8 = {
 
 
 INPUTS = {"pipeline.save": ("layer_input",)}
+ENDS_WITH_LAYERS = {"model.dense_layers": 1, "model.mtp_depth": 1}
+SHARDED_ENDS = {"parallel.ends": "sharded"}
 
 
 def saving(*names: str) -> dict:
@@ -91,6 +93,13 @@ CASES = {
         changes={"parallel.zero": 3, "model.qk_norm": True, "model.biases": ("out",)}
         | {"model.heads": 2, "model.kv_heads": 2, "model.head_dim": 36},
     ),
+    "overlapped, stage and expert, sharded ends": Case(
+        (1, 2, 1),
+        microbatches=8,
+        changes={**MOE, **NONE, **ENDS_WITH_LAYERS, "model.layers": 4, "pipeline.overlap": True},
+    ),
+}  # fmt: skip
+OVERLAPPED = {
     "overlapped, stage and expert": Case(
         (1, 2, 1),
         "dualpipe_v",
@@ -98,8 +107,9 @@ CASES = {
         8,
         changes={**MOE, **NONE, "model.layers": 4, "pipeline.overlap": True},
     ),
-}  # fmt: skip
-OVERLAPPED = {
+    "overlapped, stage, expert and model, two chunks": Case(
+        (1, 2, 2), "interleaved", 2, 8, changes={**MOE, **INPUTS, "pipeline.overlap": True}
+    ),
     "overlapped, stage, expert and model": Case(
         (1, 2, 2), "dualpipe_v", 2, 8, changes={**MOE, **NONE, "pipeline.overlap": True}
     ),
@@ -224,6 +234,22 @@ MORE = OVERLAPPED | {
         (1, 2, 2),
         microbatches=4,
         changes={"mesh.context": 2, "pipeline.remat": "selective", **APART},
+    ),
+    "sharded ends, data, stage, expert": Case(
+        (2, 2, 1), microbatches=4, changes={**MOE, **ENDS_WITH_LAYERS, **APART}
+    ),
+    "sharded ends, stage, context, expert": Case(
+        (1, 2, 1),
+        microbatches=4,
+        changes={**MOE, **ENDS_WITH_LAYERS, **GPT2, "mesh.context": 2, "parallel.zero": 3},
+    ),
+    "sharded ends, data, context and model, one stage": Case(
+        (2, 1, 2), changes={"mesh.context": 2, **SHARDED_ENDS}
+    ),
+    "sharded ends, data and stage, shared vocabulary": Case(
+        (2, 2, 1),
+        microbatches=4,
+        changes={**SHARDED_ENDS, "pipeline.vocabulary": "parallel", "parallel.zero": 2},
     ),
     "further tokens": Case(
         (1, 2, 2), microbatches=4, changes={"mesh.context": 2, "model.mtp_depth": 2, **NONE}

@@ -1,6 +1,7 @@
 """The named schedules: idle time and memory within what their authors promise, for every number of
 stages and microbatches."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from jaxtrain.schedule import orders
 from jaxtrain.schedule.by_name import NAMES, check_repeats, make_forward_table, make_table
 from jaxtrain.schedule.clocks import Times
-from jaxtrain.schedule.orders import PLACEMENTS
+from jaxtrain.schedule.orders import PLACEMENTS, StageTimes, closed_forms
 from jaxtrain.schedule.packing import Tasks, pack_into_ticks
 from jaxtrain.schedule.simulate import simulate
 from jaxtrain.schedule.table import Op, TableShape, peak_residuals
@@ -115,6 +116,28 @@ def test_interleaving_divides_the_bubble_of_1f1b():
     for repeats in (2, 3, 4):
         many = simulate(make_table(TableSpec("interleaved", 4, repeats, 12, permute="late")), times)
         assert many.step_time - 36 == pytest.approx((one.step_time - 36) / repeats)
+
+
+@pytest.mark.parametrize(("schedule", "repeats"), [("1f1b", 1), ("interleaved", 2)])
+def test_overlapped_cells_save_time(schedule, repeats):
+    """F and B of two microbatches share a cell from the warm-up on; the stage with fewest of these
+    holds as many chunks, and waits as long, as the closed forms say."""
+    known = closed_forms(schedule, overlap=True)
+    for stages, groups in itertools.product((2, 3, 4, 8), (2, 4)):
+        microbatches = stages * groups
+        times = Times(1, 1, 1, message=0.01, overlap=0.6)
+        spec = TableSpec(schedule, stages, repeats, microbatches, times=times)
+        apart = make_table(spec)
+        table = make_table(dataclasses.replace(spec, overlap=True))
+        check(table)
+        cells = known.shared_cells(stages, repeats, microbatches)
+        assert table.overlapped.sum(0).min() == cells and not apart.overlaps
+        assert max(peak_residuals(table)) <= known.residuals(stages, repeats, microbatches)
+        result, before = simulate(table, times), simulate(apart, times)
+        busy = 3 * microbatches - 0.6 * cells / repeats
+        idle = known.idle(stages, repeats, StageTimes(1, 0, 1, 1, overlap=0.6))
+        assert result.step_time_coupled - busy == pytest.approx(idle, rel=0.4)
+        assert result.step_time_coupled < before.step_time_coupled
 
 
 def test_between_h1_and_h2_memory_buys_time():

@@ -426,10 +426,10 @@ RULES = [
         "on a stage: use --config.pipeline.repeats=2",
     ),
     (
-        {"pipeline.overlap": True},
+        {"pipeline.overlap": True, "pipeline.schedule": "zb_v"},
         "pipeline.overlap=True needs an F and a B of two microbatches side by side, as in the "
-        "order of dualpipe_v, and pipeline.schedule='interleaved' has none: use "
-        "--config.pipeline.schedule=dualpipe_v",
+        "order of 1f1b, interleaved, dualpipe_v, and pipeline.schedule='zb_v' has none: use "
+        "--config.pipeline.schedule=interleaved",
     ),
     (
         {

@@ -18,6 +18,24 @@ def dualpipe(mesh, microbatches: int, layers: int, remat: str, **changes) -> Cas
 
 
 CASES = {
+    "one chunk, experts": Case(
+        (1, 2, 1),
+        "1f1b",
+        1,
+        5,
+        {"model.layers": 3, "pipeline.save": ("layer_input",), **EXPERTS, **ON},
+    ),
+    "one chunk, three stages": Case((2, 3, 1), "1f1b", 1, 7, {"model.layers": 5, **ON}),
+    "two chunks, experts and model": Case(
+        (1, 2, 2), "interleaved", 2, 6, {"pipeline.remat": "none", **EXPERTS, **ON}
+    ),
+    "two chunks, four stages": Case(
+        (2, 4, 1),
+        "interleaved",
+        2,
+        9,
+        {"model.layers": 11, "pipeline.remat": "selective", "parallel.zero": 3, **ON},
+    ),
     "two stages": dualpipe((1, 2, 1), 5, 4, "none", **small.PLAIN_LAYER),
     "experts": dualpipe((1, 2, 2), 5, 4, "none", **EXPERTS),
     "four stages and data": dualpipe((2, 4, 1), 9, 8, "none"),
@@ -37,7 +55,7 @@ CASES = {
     "ticks that permute late": dualpipe((1, 4, 1), 8, 8, "full", **{"pipeline.permute": "late"}),
     "16 bits": dualpipe((1, 2, 1), 5, 4, "none", **{"precision.params": "bfloat16"}),
 }
-ALWAYS = ["experts"]
+ALWAYS = ["one chunk, experts"]
 
 
 def check(config: Config) -> None:
