@@ -357,8 +357,7 @@ class _Search:
         # without others.
         layer = (times.F + times.B + times.W + times.R) * self.stages / layers
         ends = 2 * times.embed, times.head
-        first, *others, last = units
-        least = (first - (first == 1), *others, last - (last == 1))
+        least = _least_layers(units)
         cuts = (balanced(layers, stage_of, least, layer, *ends) for stage_of in stages_of)
         return list(dict.fromkeys(cuts))
 
@@ -436,7 +435,7 @@ def _check_fits(
     needs = [
         *_needed_sizes(file, units, pipeline, stages),
         *(_needed_by_table(table, pipeline) if table else ()),
-        *_needed_layers(units, model.layers, pipeline),
+        *_needed_layers(units, model, pipeline, stages),
     ]
     if needs:
         changes = {path: value for need in needs for path, value in need.fixes[0].items()}
@@ -487,17 +486,30 @@ def _needed_by_table(table: Table, pipeline: PipelineConfig) -> Iterator[ConfigE
         yield _change("pipeline.vocabulary", pipeline.vocabulary, rule, table.vocabulary)
 
 
+def _least_layers(units: Sequence[int]) -> tuple[int, ...]:
+    """The fewest layers of each chunk: one for each of its units, or none in a first or last chunk
+    of one unit."""
+    ends = (0, len(units) - 1)
+    return tuple(0 if chunk in ends and n == 1 else n for chunk, n in enumerate(units))
+
+
 def _needed_layers(
-    units: Sequence[int], layers: int, pipeline: PipelineConfig
+    units: Sequence[int], model: ModelConfig, pipeline: PipelineConfig, stages: int
 ) -> Iterator[ConfigError]:
     """An error, with one fix, if the layers do not fill a file's units. units: of each chunk"""
-    name, chunks = pipeline.schedule, len(units)
-    if sum(units) > layers:
-        yield _change("model.layers", layers, f"are fewer than the units of {name}", sum(units))
+    name, chunks, layers = pipeline.schedule, len(units), model.layers
+    at_least = _least_layers(units)
+    # as with a named schedule, no stage is without layers but by pipeline.chunk_layers
+    needed = sum(at_least if chunks > stages else units)
+    if needed > layers:
+        enough = needed if len(set(units)) == 1 else chunks * max(units)
+        yield _change("model.layers", layers, f"are fewer than the units of {name}", enough)
         return
     given = pipeline.chunk_layers if len(pipeline.chunk_layers) == chunks else ()
+    if ends_with_layers(model) and not given and not pipeline.layer_costs:
+        return  # `_cuts` gives each chunk what it needs
     sizes = given or spread(layers, chunks, pipeline.layer_costs)
-    if any(size < least for size, least in zip(sizes, units, strict=True)):
+    if any(size < least for size, least in zip(sizes, at_least, strict=True)):
         rule = f"leaves a chunk fewer layers than it has units in {name}"
         cuts = [field for field in ("chunk_layers", "layer_costs") if getattr(pipeline, field)]
         if cuts:

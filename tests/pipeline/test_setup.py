@@ -125,6 +125,8 @@ def test_a_file_is_followed(tmp_path):
         and (made.table.op == table.op).all()
         and made.table.vocabulary == "end_stages"
     )
+    fewer = setup(f"csv:{path}", **{"pipeline.remat": "none", "model.layers": 6})
+    assert fewer.placement.sizes == (0, 1, 1, 1, 1, 1, 1, 0)
     wrong = {
         "pipeline.remat='full' needs R ops": {},
         "pipeline.vocabulary='parallel' is not that of csv:": {
@@ -135,7 +137,7 @@ def test_a_file_is_followed(tmp_path):
             "pipeline.remat": "none",
             "pipeline.chunk_layers": (6, 6),
         },
-        "model.layers=7 are fewer than the units": {"pipeline.remat": "none", "model.layers": 7},
+        "model.layers=5 are fewer than the units": {"pipeline.remat": "none", "model.layers": 5},
         "pipeline.microbatches=4 is not the 8 of the table": {
             "pipeline.remat": "none",
             "pipeline.microbatches": 4,
@@ -157,13 +159,16 @@ def test_an_order_from_a_file_is_packed_as_a_named_schedule(tmp_path):
         {"pipeline.remat": "none", "pipeline.vocabulary": "end_stages"},
         {"pipeline.layers_per_op": 1, "pipeline.permute": "late"},
         {"pipeline.chunk_layers": (1, 1, 1, 1, 2, 2, 2, 2)},
+        {"pipeline.chunk_layers": (0, 1, 2, 2, 2, 2, 3, 0)},
+        {"model.layers": 6},
+        {"model.layers": 6, "model.experts": 4, "model.dense_layers": 1},
     ):
         named, made = setup("zb_v", **changes), setup(f"csv:{path}", 0, **changes)
         assert made.table.cells == named.table.cells and made.placement == named.placement
         assert made.table.vocabulary == named.table.vocabulary
     for message, changes in {
         "pipeline.microbatches=4 is not the 8 of": {"pipeline.microbatches": 4},
-        "model.layers=7 are fewer than the units": {"model.layers": 7},
+        "model.layers=5 are fewer than the units": {"model.layers": 5},
         "pipeline.chunk_layers=(6, 6) has another number": {"pipeline.chunk_layers": (6, 6)},
     }.items():
         with pytest.raises(ConfigError) as error:

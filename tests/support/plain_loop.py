@@ -32,13 +32,15 @@ CLIP = 0.05  # far below the gradients' norm: clipping is always at work
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Losses of some steps, the first gradient norm and the first gradients (plain), and the
-    parameters at the end (plain)."""
+    """Losses of some steps, the first gradient norm and the first gradients (plain), the parameters
+    at the end (plain), and the first loss of the tokens beyond the next: None where it is not known
+    or there is none."""
 
     losses: list[float]
     norm: float
     gradients: dict
     params: dict
+    mtp_loss: float | None = None
 
 
 # --- the reference --------------------------------------------------------------------------------
@@ -64,9 +66,9 @@ def mean(logits, targets, weights):
 
 
 def further_losses(parts, params, batch, x):
-    """Equations 21 to 25 of arXiv:2412.19437, each h after its norm, as in the released weights.
-    The last tokens, which have no target, are followed by 0s, which nothing before them sees;
-    experts count them."""
+    """The mean of the modules' losses, by equations 21 to 25 of arXiv:2412.19437, each h after its
+    norm, as in the released weights; 0 without modules. The last tokens, which have no target, are
+    followed by 0s, which nothing before them sees; experts count them."""
     m, tokens, segments = parts.cfg, batch["tokens"], batch.get("segments")
     positions = batch.get("positions", transformer.default_positions(tokens))
     total, table, norm = 0.0, params["embed"]["table"], params["head"]["norm"]
@@ -84,11 +86,7 @@ def further_losses(parts, params, batch, x):
             x, table if m.tied_embeddings else None
         )[:, :-k]
         same = 1 if segments is None else segments[:, :-k] == segments[:, k:]
-        total += (
-            m.mtp_weight
-            / m.mtp_depth
-            * mean(logits, batch["targets"][:, k:], batch["weights"][:, k:] * same)
-        )
+        total += mean(logits, batch["targets"][:, k:], batch["weights"][:, k:] * same) / m.mtp_depth
     return total
 
 
@@ -155,11 +153,12 @@ def _reference(cfg: Config, steps: int) -> Run:
             x, params["embed"]["table"] if cfg.model.tied_embeddings else None
         )
         loss = mean(logits, batch["targets"], batch["weights"])
-        return loss + further_losses(parts, params, batch, x), loss
+        further = further_losses(parts, params, batch, x)
+        return loss + cfg.model.mtp_weight * further, (loss, further)
 
     @jax.jit
     def train(params, state, batch):
-        (_, loss), gradients = jax.value_and_grad(mean_loss, has_aux=True)(params, batch)
+        (_, both), gradients = jax.value_and_grad(mean_loss, has_aux=True)(params, batch)
         updates, state = optimizer.update(
             by_layer(without_counts(gradients)), state, by_layer(params)
         )
@@ -167,17 +166,19 @@ def _reference(cfg: Config, steps: int) -> Run:
         return (
             moved(changed, gradients, cfg.model.balance_rate),
             state,
-            loss,
+            both,
             gradients,
         )
 
     params = weights(cfg)
-    state, losses, first = optimizer.init(by_layer(params)), [], None
+    state, losses, further, first = optimizer.init(by_layer(params)), [], [], None
     for i in range(steps):
-        params, state, loss, gradients = train(params, state, small.batch(cfg, i))
-        losses.append(float(loss))
+        params, state, both, gradients = train(params, state, small.batch(cfg, i))
+        losses.append(float(both[0]))
+        further.append(float(both[1]))
         first = first or jax.tree.map(np.asarray, without_counts(gradients))
-    return Run(losses, norm_of(first), first, jax.tree.map(np.asarray, params))
+    mtp_loss = further[0] if cfg.model.mtp_depth else None
+    return Run(losses, norm_of(first), first, jax.tree.map(np.asarray, params), mtp_loss)
 
 
 def norm_of(gradients: dict) -> float:
@@ -232,13 +233,17 @@ def gradients(cfg: Config) -> Run:
             results = jax.device_get(step.gradients(params, batch))
     assert int(results.losses.tokens) == int(small.batch(cfg, 0)["weights"].sum())
     found = without_counts(small.to_plain(step.layout, results.gradients))
-    return Run([float(results.losses.loss)], norm_of(found), found, {})
+    mtp_loss = results.losses.mtp_loss
+    mtp_loss = None if mtp_loss is None else float(mtp_loss)
+    return Run([float(results.losses.loss)], norm_of(found), found, {}, mtp_loss)
 
 
 def assert_same(got: Run, expected: Run) -> None:
     """Of the steps that `got` has."""
     np.testing.assert_allclose(got.losses[0], expected.losses[0], rtol=1e-5)
     np.testing.assert_allclose(got.norm, expected.norm, rtol=1e-5)
+    if got.mtp_loss is not None:
+        np.testing.assert_allclose(got.mtp_loss, expected.mtp_loss, rtol=1e-5)
     for (path, g), e in zip(
         jax.tree_util.tree_leaves_with_path(got.gradients),
         jax.tree.leaves(expected.gradients) if got.gradients else [],

@@ -1,4 +1,5 @@
-"""Overlapped forward and backward: the gradients of one plain loop, whatever shares a cell."""
+"""Overlapped forward and backward: the gradients of one plain loop, whatever shares a cell. A case
+without --full is in test_kinds_of_layers.py."""
 
 import pytest
 from support import pytorch_files, small
@@ -55,16 +56,14 @@ CASES = {
     "ticks that permute late": dualpipe((1, 4, 1), 8, 8, "full", **{"pipeline.permute": "late"}),
     "16 bits": dualpipe((1, 2, 1), 5, 4, "none", **{"precision.params": "bfloat16"}),
 }
-ALWAYS = ["one chunk, experts"]
 
 
 def check(config: Config) -> None:
     assert_same(gradients(config), reference(config, 1))
 
 
-@pytest.mark.parametrize(
-    "name", small.named(ALWAYS, [name for name in CASES if name not in ALWAYS])
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
 def test_gradients(name):
     config = CASES[name].config()
     assert make_setup(config).table.overlaps
