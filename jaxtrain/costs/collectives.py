@@ -291,16 +291,15 @@ class StepCollectives:
         key, value = float(self.tokens * m.score_dim), float(self.tokens * m.output_dim)
         if self.context == "ring":
             sizes, rounds = [heads * key, heads * value], shards - 1 - reuses
-            gradients = [n * FLOAT32 for n in sizes if op == "B"]
+            documents = [self.tokens * FLOAT32] * self.documents
+            if self.layout.stage > 1:
+                sizes = [sum(sizes)]
+            # as XLA's CPU backend sends to the next device of a stage
+            kind, parts = (EXCHANGE, shards) if self.cpu and self.layout.stage > 1 else (PERMUTE, 1)
+            to_next = lambda sizes, times: _alike(kind, CONTEXT, [parts * n for n in sizes], times)
             return [
-                *_alike(
-                    PERMUTE,
-                    CONTEXT,
-                    [n * self.item for n in sizes],
-                    rounds,
-                ),
-                *_alike(PERMUTE, CONTEXT, gradients, shards),
-                Collective(PERMUTE, (CONTEXT,), self.tokens * FLOAT32 * self.documents, rounds),
+                *to_next([n * self.item for n in sizes] + documents, rounds),
+                *to_next([n * FLOAT32 for n in sizes if op == "B"], shards),
             ]
         if self.context == "all_gather":
             arrays = (key, value) if self.explicit else (key + value,)

@@ -217,6 +217,18 @@ MORE = OVERLAPPED | {
     "ring, documents, none": Case(
         (1, 1, 1), changes={"mesh.context": 4, "parallel.context": "ring", **APART, **NONE}
     ),
+    "stage and ring, documents": Case(
+        (1, 2, 1),
+        microbatches=4,
+        changes={"mesh.context": 4, "parallel.context": "ring", **APART},
+    ),
+    "stage, ring and model, selective": Case(
+        (1, 2, 2),
+        "zb_h1",
+        1,
+        4,
+        changes={"mesh.context": 2, "parallel.context": "ring", "pipeline.remat": "selective"},
+    ),
     "stage and context by heads": Case(
         (2, 2, 1), microbatches=4, changes={"mesh.context": 2, "parallel.context": "ulysses"}
     ),
