@@ -292,15 +292,17 @@ class StepCollectives:
         if self.context == "ring":
             sizes, rounds = [heads * key, heads * value], shards - 1 - reuses
             documents = [self.tokens * FLOAT32] * self.documents
-            if self.layout.stage > 1:
-                sizes = [sum(sizes)]
             # as XLA's CPU backend sends to the next device of a stage
             kind, parts = (EXCHANGE, shards) if self.cpu and self.layout.stage > 1 else (PERMUTE, 1)
             to_next = lambda sizes, times: _alike(kind, CONTEXT, [parts * n for n in sizes], times)
-            return [
-                *to_next([n * self.item for n in sizes] + documents, rounds),
-                *to_next([n * FLOAT32 for n in sizes if op == "B"], shards),
-            ]
+            last = FLOAT32
+            if self.layout.stage > 1:
+                sizes, last = [sum(sizes)], self.item
+            collectives = to_next([n * self.item for n in sizes] + documents, rounds)
+            if op == "B":
+                collectives += to_next([n * FLOAT32 for n in sizes], shards - 1)
+                collectives += to_next([n * last for n in sizes], 1)
+            return collectives
         if self.context == "all_gather":
             arrays = (key, value) if self.explicit else (key + value,)
             sizes = [shards * heads * n * self.item for n in arrays]

@@ -12,10 +12,10 @@ The outputs of the steps are merged by log-sum-exp. The next keys are sent while
 are used. In the backward the gradients of keys and values follow them one step behind, in float32.
 A device saves only its own keys for the backward.
 
-With one stage the arrays are sent by permutes. With several only some stages run an op, and a
-permute waits for all devices of the program (docs/traps.md). A ragged all-to-all, whose groups are
-the devices of one `context`, then sends all to the next device. XLA's CPU backend has none: there a
-plain all-to-all sends zeros to the other devices.
+With one stage the arrays are sent by permutes. With several only some stages run an op, and in
+XLA's CPU backend a permute waits for all devices of the program (docs/traps.md). A ragged
+all-to-all then sends everything to the next device; its groups are the devices of `context` in one
+stage. The CPU backend has none: there a plain all-to-all sends zeros to the other devices.
 """
 
 import functools
@@ -129,7 +129,7 @@ def _forward(kernel: Kernel, q, k, v, i, segments):
 
 
 def _backward(kernel: Kernel, q, k, v, out, lse, g, i, segments):
-    """Gradients of queries, keys and values, float32."""
+    """Gradients of queries, keys and values: float32, or keys' and values' in their own types."""
 
     def some(sight, k, v, of_keys):
         dq, dk, dv = kernel.backward(
@@ -142,4 +142,6 @@ def _backward(kernel: Kernel, q, k, v, out, lse, g, i, segments):
         return jax.tree.map(jnp.add, arrived, some(_sight(i, n), *held))
 
     dq, of_keys = _round((k, v, segments), lambda held: some(OWN, *held), add)
+    if manual_size(STAGE) > 1:  # complete sums go home in fewer bytes
+        of_keys = tuple(d.astype(a.dtype) for d, a in zip(of_keys, (k, v), strict=True))
     return dq, *_next(of_keys)

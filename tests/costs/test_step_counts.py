@@ -376,6 +376,7 @@ def test_as_compiled(case):
 AHEAD = {
     "zb_h1, none": {"pipeline.schedule": "zb_h1", **NONE},
     "zero 3, heads shared": {"parallel.zero": 3, "model.kv_heads": 1},
+    "ring": {"mesh.data": 1, "mesh.context": 2, "parallel.context": "ring"},
 }
 
 
