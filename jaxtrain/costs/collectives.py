@@ -295,7 +295,7 @@ class StepCollectives:
             # as XLA's CPU backend sends to the next device of a stage
             kind, parts = (EXCHANGE, shards) if self.cpu and self.layout.stage > 1 else (PERMUTE, 1)
             to_next = lambda sizes, times: _alike(kind, CONTEXT, [parts * n for n in sizes], times)
-            last = FLOAT32
+            last: float = FLOAT32
             if self.layout.stage > 1:
                 sizes, last = [sum(sizes)], self.item
             collectives = to_next([n * self.item for n in sizes] + documents, rounds)
