@@ -117,6 +117,10 @@ AXES: dict[str, tuple[dict, dict]] = {
         {"mesh.context": 5, "parallel.context": "ring"},
         {"data.sequence_length": 50, **APART},
     ),
+    "context 3 as a ring, stage 3": (
+        {"mesh.context": 3, "mesh.stage": 3, "parallel.context": "ring"},
+        APART,
+    ),
     "expert 3, stage 3": ({"mesh.expert": 3, "mesh.stage": 3}, MOE),
     "expert 3, context 3, capacity": (
         {"mesh.expert": 3, "mesh.context": 3},

@@ -230,8 +230,7 @@ def _context_axis_divides(
     mesh: MeshConfig, parallel: ParallelConfig, model: ModelConfig, data: DataConfig
 ) -> Iterator[Violation]:
     """The sequence is cut into two chunks for each device of `context`, which `model` splits
-    further. Ulysses splits heads over both axes. A ring passes keys on by permutes, which the
-    devices of all stages would have to run together."""
+    further. Ulysses splits heads over both axes."""
     size, tensor = mesh.context, max(mesh.model, 1)
     if size <= 1:
         return
@@ -262,13 +261,6 @@ def _context_axis_divides(
             "parallel.context",
             f"cuts heads, and {over} does not divide {path}={number}",
             [{"parallel.context": "all_gather"}, *values_for("mesh.context", smaller)],
-        )
-    if parallel.context == "ring" and mesh.stage > 1:
-        yield Violation(
-            "parallel.context",
-            f"works only with mesh.stage=1, not {mesh.stage}: stages do not attend together",
-            values_for("parallel.context", ["all_gather", "ulysses"]),
-            show=2,
         )
 
 

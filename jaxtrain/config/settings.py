@@ -373,7 +373,7 @@ class ParallelConfig:
     context: str = setting(
         "all_gather",
         "attention over mesh.context: all_gather of keys and values; ulysses, an all-to-all"
-        " of heads; ring, a ring of keys and values (mesh.stage=1 only)",
+        " of heads; ring, a ring of keys and values",
         choices=("all_gather", "ulysses", "ring"),
     )
     expert_nodes: int = setting(

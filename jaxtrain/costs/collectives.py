@@ -292,17 +292,18 @@ class StepCollectives:
         key, value = float(self.tokens * m.score_dim), float(self.tokens * m.output_dim)
         if self.context == "ring":
             sizes, rounds = [heads * key, heads * value], shards - 1 - reuses
-            gradients = [n * FLOAT32 for n in sizes if op == "B"]
-            return [
-                *_alike(
-                    PERMUTE,
-                    CONTEXT,
-                    [n * self.item for n in sizes],
-                    rounds,
-                ),
-                *_alike(PERMUTE, CONTEXT, gradients, shards),
-                Collective(PERMUTE, (CONTEXT,), self.tokens * FLOAT32 * self.documents, rounds),
-            ]
+            documents = [self.tokens * FLOAT32] * self.documents
+            # as XLA's CPU backend sends to the next device of a stage
+            kind, parts = (EXCHANGE, shards) if self.cpu and self.layout.stage > 1 else (PERMUTE, 1)
+            to_next = lambda sizes, times: _alike(kind, CONTEXT, [parts * n for n in sizes], times)
+            last: float = FLOAT32
+            if self.layout.stage > 1:
+                sizes, last = [sum(sizes)], self.item
+            collectives = to_next([n * self.item for n in sizes] + documents, rounds)
+            if op == "B":
+                collectives += to_next([n * FLOAT32 for n in sizes], shards - 1)
+                collectives += to_next([n * last for n in sizes], 1)
+            return collectives
         if self.context == "all_gather":
             arrays = (key, value) if self.explicit else (key + value,)
             sizes = [shards * heads * n * self.item for n in arrays]

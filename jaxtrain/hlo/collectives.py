@@ -17,6 +17,7 @@ class CompiledCollective:
     """A collective, run once.
 
     instruction: the collective itself, which may be fused into another instruction
+    kind:        the opcode; "collective-permute" for all that goes to the next device
     axes:        the mesh axes along which a group's devices differ
     devices:     the number of a group's devices; for a permute, of those along its axis
     size:        bytes of the unsharded arrays: an all-gather's results, the operands of others
@@ -101,10 +102,13 @@ def collectives(
         # The operand, and the capacity for what arrives: the larger one exceeds what travels.
         if kind == "ragged-all-to-all":
             arrays = [min(arrays[:2])]
+        # That of `context` sends everything to the next device (parallel/ring.py).
+        if kind == "ragged-all-to-all" and axes == ("context",):
+            kind = "collective-permute"
         size = sending = float(sum(array for array in arrays if array > FEW))
         if not size:
             continue
-        if kind == "collective-permute":
+        if inner.collective == "collective-permute":
             devices = mesh[axes[0]]
             place = [stage if name == "stage" else 0 for name in mesh]
             device = int(np.ravel_multi_index(place, tuple(mesh.values())))

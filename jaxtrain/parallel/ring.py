@@ -10,8 +10,12 @@ keys of device r,
 so every device computes two of the four pairs of chunks in every step, and nothing that is masked.
 The outputs of the steps are merged by log-sum-exp. The next keys are sent while the present ones
 are used. In the backward the gradients of keys and values follow them one step behind, in float32.
-A device saves only its own keys for the backward. The permutes are a part of attention, so all
-devices must run it together, which they do not with several stages.
+A device saves only its own keys for the backward.
+
+With one stage the arrays are sent by permutes. With several only some stages run an op, and in
+XLA's CPU backend a permute waits for all devices of the program (docs/traps.md). A ragged
+all-to-all then sends everything to the next device; its groups are the devices of `context` in one
+stage. The CPU backend has none: there a plain all-to-all sends zeros to the other devices.
 """
 
 import functools
@@ -21,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.devices.mesh import CONTEXT
+from jaxtrain.devices.mesh import CONTEXT, STAGE, manual_size, on_cpu
 from jaxtrain.parallel.context import Sight
 from jaxtrain.parallel.flash import Kernel
 from jaxtrain.parallel.heads import by_heads
@@ -54,11 +58,37 @@ def _attend_backward(kernel, residuals, g):
 attend.defvjp(_attend, _attend_backward)
 
 
-def _next(held):
-    """The arrays that the device before holds, by a permute."""
+def _next(held: tuple) -> tuple:
+    """What the device before holds: keys, values (or the gradients of both), and perhaps segments.
+
+    With several stages keys and values are one message: TPUs have one ragged all-to-all under way
+    at a time, so only one of two would stand beside attention's kernel.
+    """
+    if manual_size(STAGE) == 1:
+        return jax.tree.map(_permuted, held)
+    k, v, *segments = held
+    both = _exchanged(jnp.concatenate([k, v], -1))
+    return *jnp.split(both, [k.shape[-1]], -1), *jax.tree.map(_exchanged, segments)
+
+
+def _permuted(a: jax.Array) -> jax.Array:
+    """The device before's array, by a permute."""
     c = lax.axis_size(CONTEXT)
-    return jax.tree.map(
-        lambda a: lax.ppermute(a, CONTEXT, [(n, (n + 1) % c) for n in range(c)]), held
+    return lax.ppermute(a, CONTEXT, [(n, (n + 1) % c) for n in range(c)])
+
+
+def _exchanged(a: jax.Array) -> jax.Array:
+    """The device before's array, by an all-to-all among the devices of `context` alone."""
+    c, i = lax.axis_size(CONTEXT), lax.axis_index(CONTEXT)
+    after, before = (i + 1) % c, (i - 1) % c
+    if on_cpu():
+        sent = jnp.zeros((c, *a.shape), a.dtype).at[after].set(a)
+        return lax.all_to_all(sent, CONTEXT, 0, 0)[before]
+    device, begin = jnp.arange(c), jnp.zeros(c, jnp.int32)
+    rows_of = lambda other: jnp.where(device == other, a.shape[0], 0)
+    return lax.ragged_all_to_all(
+        *(a, lax.empty(a.shape, a.dtype), begin, rows_of(after), begin, rows_of(before)),
+        axis_name=CONTEXT,
     )
 
 
@@ -99,7 +129,7 @@ def _forward(kernel: Kernel, q, k, v, i, segments):
 
 
 def _backward(kernel: Kernel, q, k, v, out, lse, g, i, segments):
-    """Gradients of queries, keys and values, float32."""
+    """Gradients of queries, keys and values: float32, or keys' and values' in their own types."""
 
     def some(sight, k, v, of_keys):
         dq, dk, dv = kernel.backward(
@@ -112,4 +142,6 @@ def _backward(kernel: Kernel, q, k, v, out, lse, g, i, segments):
         return jax.tree.map(jnp.add, arrived, some(_sight(i, n), *held))
 
     dq, of_keys = _round((k, v, segments), lambda held: some(OWN, *held), add)
+    if manual_size(STAGE) > 1:  # complete sums go home in fewer bytes
+        of_keys = tuple(d.astype(a.dtype) for d, a in zip(of_keys, (k, v), strict=True))
     return dq, *_next(of_keys)

@@ -227,6 +227,18 @@ MORE = OVERLAPPED | {
     "ring, documents, none": Case(
         (1, 1, 1), changes={"mesh.context": 4, "parallel.context": "ring", **APART, **NONE}
     ),
+    "stage and ring, documents": Case(
+        (1, 2, 1),
+        microbatches=4,
+        changes={"mesh.context": 4, "parallel.context": "ring", **APART},
+    ),
+    "stage, ring and model, selective": Case(
+        (1, 2, 2),
+        "zb_h1",
+        1,
+        4,
+        changes={"mesh.context": 2, "parallel.context": "ring", "pipeline.remat": "selective"},
+    ),
     "stage and context by heads": Case(
         (2, 2, 1), microbatches=4, changes={"mesh.context": 2, "parallel.context": "ulysses"}
     ),
@@ -390,6 +402,7 @@ def test_as_compiled(case):
 AHEAD = {
     "zb_h1, none": {"pipeline.schedule": "zb_h1", **NONE},
     "zero 3, heads shared": {"parallel.zero": 3, "model.kv_heads": 1},
+    "ring": {"mesh.data": 1, "mesh.context": 2, "parallel.context": "ring"},
 }
 
 

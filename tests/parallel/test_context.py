@@ -12,6 +12,7 @@ from support.small import Case
 from support.ticks_text import executed
 
 from jaxtrain.config import replace
+from jaxtrain.hlo.collectives import collectives
 from jaxtrain.hlo.program import Program
 from jaxtrain.parallel import blockwise, context
 from jaxtrain.runtime.runtime import Runtime
@@ -25,6 +26,7 @@ GPT2 = {
     "model.biases": ("qkv", "out", "mlp", "norm"),
 }
 LENGTH = {"data.sequence_length": 24}  # of which 3 devices have whole chunks
+RING, UNEVEN = {"parallel.context": "ring"}, {"model.layers": 5}
 NONE, SELECTIVE = {"pipeline.remat": "none"}, {"pipeline.remat": "selective"}
 CASES = {
     "ring 3, grouped heads, documents, blocks": Case(
@@ -37,8 +39,53 @@ CASES = {
             "data.sequence_length": 24,
         },
     ),
+    "ring 2, stage 2, zb_h1, documents, uneven": Case(
+        (1, 2, 1), "zb_h1", 1, 3, changes={"mesh.context": 2, **RING, **APART, **NONE, **UNEVEN}
+    ),
 }
 MORE = {
+    "ring 2, stage 2, model 2, interleaved, selective, blocks": Case(
+        (1, 2, 2),
+        "interleaved",
+        2,
+        4,
+        changes={"mesh.context": 2, **RING, **SELECTIVE, "model.kv_heads": 2},
+    ),
+    "ring 2, stage 2, selective, documents, blocks": Case(
+        (2, 2, 1), "1f1b", 1, 4, changes={"mesh.context": 2, **RING, **SELECTIVE, **APART}
+    ),
+    "ring 4, stage 2, full, uneven, blocks": Case(
+        (1, 2, 1), "1f1b", 1, 4, changes={"mesh.context": 4, **RING, **UNEVEN}
+    ),
+    "ring 4, stage 2, dualpipe_v, none, documents": Case(
+        (1, 2, 1), "dualpipe_v", 2, 4, changes={"mesh.context": 4, **RING, **NONE, **APART}
+    ),
+    "ring 3, stage 2, zb_v, full, documents": Case(
+        (1, 2, 1), "zb_v", 2, 4, changes={"mesh.context": 3, **RING, **LENGTH, **APART}
+    ),
+    "ring 2, stage 4, zb_h1, full, documents, uneven, blocks": Case(
+        (1, 4, 1), "zb_h1", 1, 4, changes={"mesh.context": 2, **RING, **APART, **UNEVEN}
+    ),
+    "ring 2, stage 4, dualpipe_v, overlap, selective": Case(
+        (1, 4, 1),
+        "dualpipe_v",
+        2,
+        8,
+        changes={
+            "mesh.context": 2,
+            **RING,
+            **SELECTIVE,
+            "model.layers": 9,
+            "pipeline.overlap": True,
+        },
+    ),
+    "ring 2, stage 4, interleaved, none, zero 3": Case(
+        (1, 4, 1),
+        "interleaved",
+        2,
+        4,
+        changes={"mesh.context": 2, **RING, **NONE, "model.layers": 9, "parallel.zero": 3},
+    ),
     "gather 8, selective, blocks": Case(
         (1, 1, 1),
         microbatches=1,
@@ -143,7 +190,7 @@ def test_zigzag():
     assert sorted(order.ravel()) == list(range(tokens))
 
 
-def compiled(size: int, **changes):
+def compiled(size: int, stages: int = 1, **changes):
     changes = {name.replace("__", "."): value for name, value in changes.items()}
     shapes = {
         "mesh.context": size,
@@ -151,7 +198,7 @@ def compiled(size: int, **changes):
         "data.batch_size": 2,
         "data.sequence_length": 64,
     }
-    cfg = small.config((1, 1, 1), "1f1b", 1, 2, shapes | changes)
+    cfg = small.config((1, stages, 1), "1f1b", 1, 2, shapes | changes)
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
         made = step.gradients.lower(step.abstract_state().params, step.abstract_batch).compile()
@@ -213,6 +260,21 @@ def test_what_goes_round():
     m, layers, own = 2, 3, 2 * 16 * 2 * 4
     assert found["collective-permute"] == m * layers * (3 + 3 + 2 + 4) * own
     assert not found["all-to-all"] and found["all-gather"] == m * 64 and not found["reduce-scatter"]
+
+
+def test_what_goes_round_inside_a_stage():
+    """With several stages no permute stands in an op. Keys and values, and their gradients, go to
+    the next device by an all-to-all among the devices of one stage."""
+    step, program = compiled(2, stages=2, parallel__context="ring")
+    ops = {"F0", "R0", "B0", "F1", "R1", "B1"}
+    found = {
+        (c.kind, c.axes, c.size)
+        for i in program.below(program.entry)
+        if ops.intersection(i.op_name.split("/"))
+        for c in collectives(program, i, dict(step.mesh.shape))
+    }
+    both = 2 * 4 * 32 * 8 * 4  # bytes of a device's keys and values: [1, 32, 8, 4] in float32
+    assert found == {("all-to-all", ("context",), 2 * both)}
 
 
 def test_exchange_of_heads():

@@ -151,6 +151,31 @@ def test_permutes_run_beside_the_ops(platform, schedule):
     assert ahead.faults(c) == {}
 
 
+RING = {
+    "mesh.data": 1,
+    "mesh.stage": 2,
+    "mesh.context": 4,
+    "parallel.context": "ring",
+    "model.layers": 4,
+    "model.vocab_size": 4096,
+    "data.sequence_length": 8192,
+    "data.batch_size": 4,
+    "pipeline.microbatches": 4,
+}
+
+
+@compiled_for("h100")
+def test_keys_go_round_beside_attention(platform):
+    """All messages are asynchronous, and all but the last gradients have attention's loop or other
+    products beside them. No permute is in an op."""
+    c = ahead.compile_step(platform, RING)
+    assert not ahead.permutes_in_ops(c) and not ahead.late_permutes(c)
+    beside = ahead.covered(c, "ragged-all-to-all")
+    assert beside
+    for op, covered in beside.items():
+        assert covered.count(False) <= (op[0] == "B"), beside
+
+
 EXPERTS = {
     **{
         "model.experts": 16,

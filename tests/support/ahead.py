@@ -100,7 +100,8 @@ def compile_step(
             None, (model.heads * model.head_dim, model.kv_heads * model.head_dim, model.mlp_width)
         )
     )
-    payload, matrix = rows * config.data.sequence_length * model.width, narrowest * model.width
+    tokens = rows * config.data.sequence_length // mesh["context"]
+    payload, matrix = tokens * model.width, narrowest * model.width
     return CompiledTick(
         **vars(compiled), payload=payload // mesh["model"], smallest_matrix=matrix // mesh["model"]
     )

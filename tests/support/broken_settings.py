@@ -149,11 +149,6 @@ RULES = [
         ": use --config.parallel.context=all_gather",
     ),
     (
-        {"parallel.context": "ring", "mesh.context": 2, "mesh.stage": 2, "mesh.data": 1},
-        "parallel.context='ring' works only with mesh.stage=1, not 2: stages do not attend together"
-        ": use --config.parallel.context=all_gather (or ulysses)",
-    ),
-    (
         {
             "parallel.context": "ring",
             "mesh.context": 2,

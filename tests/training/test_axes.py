@@ -111,7 +111,7 @@ def draw(mesh: tuple[int, ...], kind: str, random: np.random.Generator) -> Case:
         zero=int(random.integers(4)),
         schedule=pick(SCHEDULES) if 1 < stage < 8 else SCHEDULES[0],
         remat=pick(matrix.REMATS),
-        context=pick(CONTEXTS[: 3 if stage == 1 else 2]) if context > 1 else CONTEXTS[0],
+        context=pick(CONTEXTS) if context > 1 else CONTEXTS[0],
         documents=bool(random.integers(2)),
     )
 

@@ -41,6 +41,19 @@ CASES = {
             "data.sequence_length": 256,
         },
     ),
+    "ring 2, zb_h1": Case(
+        (1, 2, 1),
+        "zb_h1",
+        1,
+        2,
+        changes={
+            **APART,
+            "mesh.context": 2,
+            "parallel.context": "ring",
+            "pipeline.remat": "selective",
+            "data.sequence_length": 512,
+        },
+    ),
     "ring 2": Case(
         (1, 1, 1),
         changes={

@@ -46,6 +46,9 @@ MORE = {
         (2, 1, 2),
         changes={"mesh.context": 2, **APART, "parallel.context": "ulysses", "parallel.zero": 2},
     ),
+    "ring, stages": Case(
+        (1, 2, 2), "zb_h1", 1, 3, changes={"mesh.context": 2, **APART, "parallel.context": "ring"}
+    ),
     "gpt2": Case(
         (2, 2, 1),
         changes={
