@@ -2,8 +2,9 @@
 
 XLA's text has the trip counts of most loops. The table has the others, which differ between stages:
 an op's loop runs as often in a step as the stage's column has ones, and a loop over layers as often
-as the stage's unit has layers. A loop that waits for a flag handles rare cases, and counts as never
-run. A loop over groups of documents counts one call of its kernel.
+as the stage's unit has layers, or half as often where they go by twos. A loop that waits for a flag
+handles rare cases, and counts as never run. A loop over groups of documents counts one call of its
+kernel.
 """
 
 import collections
@@ -91,6 +92,9 @@ class StepLoops:
             f, b = (self.layers[int(unit)] for unit in pair.groups()[:2])
             rest = {"rest_of_f": max(0, f - b), "rest_of_b": max(0, b - f)}
             return rest.get(pair[3], min(f, b))
+        if twos := re.search(r"/R(\d+)/(pairs|rest)_of_r", loop.op_name):
+            layers = self.layers[int(twos[1])]
+            return layers // 2 if twos[2] == "pairs" else layers % 2
         if units := re.findall(r"/[FKRBW](\d+)/", loop.op_name):
             return self.layers[int(units[-1])]
         if op := self.op_of_loop(loop):

@@ -1,7 +1,7 @@
 """A layer cut into the ops of a schedule, by partitioning the trace of its vjp.
 
     output_and_residuals(params, x, extra)              → y, residuals                 F
-    residuals_of(params, x, extra)                      → residuals                    R
+    recompute(params, x, extra)                         → residuals                    R
     input_gradient(params, extra, residuals, g)         → gradient of x, weight stash  B
     weight_gradient(params, extra, for_w, weight_stash) → gradients of params          W
     gradients(params, extra, residuals, g)              → gradients of params, of x    B and W
@@ -44,7 +44,7 @@ from jaxtrain.runtime.equations import (
     is_part,
     variables,
 )
-from jaxtrain.runtime.interleave import OpInParts
+from jaxtrain.runtime.interleave import OpInParts, sends
 
 # Values that cost no arithmetic: their operands cross in their place.
 VIEWS = frozenset(
@@ -429,11 +429,16 @@ class LayerSplit:
         """Returns (y, which has the shape of x; what the backward reads)."""
         return self.forward(LayerOp.FORWARD, params, x, extra).run()
 
-    def residuals_of(self, params, x: jax.Array, extra) -> Residuals:
-        """What the backward reads, without y and what y alone needs."""
+    def recompute(self, params, x: jax.Array, extra) -> OpInParts:
+        """RECOMPUTE. Its result: what the backward reads, without y and what y alone needs."""
         n, saved = len(self._for_b), [*self._for_b, *self._for_w]
         pack = lambda values: Residuals(values[:n], values[n:])
-        return self._op(LayerOp.RECOMPUTE, params, extra, {self._x: x}, saved, pack).run()
+        return self._op(LayerOp.RECOMPUTE, params, extra, {self._x: x}, saved, pack)
+
+    @property
+    def has_messages(self) -> bool:
+        """True if the layer sends tokens to devices that have their experts, or heads."""
+        return any(map(sends, self._equations[LayerOp.RECOMPUTE]))
 
     def backward(self, params, extra, residuals: Residuals, g: jax.Array) -> OpInParts:
         """INPUT_GRADIENT, from the gradient g of y. Its result: (the gradient of x, the weight

@@ -173,9 +173,9 @@ def _parts(equations: Iterable) -> list[list]:
     parts: dict[int, list] = {}
     for equation in equations:
         count = max((passed.get(a, 0) for a in variables(equation.invars)), default=0)
-        sends = _sends(equation)
-        parts.setdefault(2 * count + sends, []).append(equation)
-        passed |= dict.fromkeys(equation.outvars, count + sends)
+        is_message = sends(equation)
+        parts.setdefault(2 * count + is_message, []).append(equation)
+        passed |= dict.fromkeys(equation.outvars, count + is_message)
     return [parts.get(i, []) for i in range(max(parts, default=0) + 1)]
 
 
@@ -229,7 +229,7 @@ def _work(equation) -> float:
     return sum(_work(e) for jaxpr in inside(equation) for e in jaxpr.eqns)
 
 
-def _sends(equation) -> bool:
+def sends(equation) -> bool:
     """True for messages without products beside them. Numbers of choices, for which the messages of
     tokens wait, are few bytes and no message of their own."""
     numbers = all(a.aval.dtype == jnp.int32 for a in equation.outvars)

@@ -11,7 +11,7 @@ type. `extra` is what a layer reads beside x.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,8 +32,10 @@ from jaxtrain.schedule.slots import TickSlots
 Arrays = list[jax.Array]
 Shapes = Sequence[jax.ShapeDtypeStruct]
 Body = Callable  # (layer's number, its parameters, carry) → carry
-# the scopes of layers of F, and of B, that an overlapped op runs alone (hlo/loops.py)
+# the scopes of layers of F, and of B, that an overlapped op runs alone, and of layers of R that go
+# by twos and of the last of an odd number (hlo/loops.py)
 REST_OF_F, REST_OF_B = "rest_of_f", "rest_of_b"
+PAIRS_OF_R, REST_OF_R = "pairs_of_r", "rest_of_r"
 UNSHARDED = Zero()  # parameters are neither gathered nor their gradients reduced inside an op
 
 
@@ -176,13 +178,13 @@ class LayerStack:
         # without those of which no stage has a layer
         self._ranges = [each for each in ranges if each.most(self._counts)]
         # on this stage: ints where all stages have the same bounds, or traced
-        self._bounds: dict[LayerRange, list[Any]] = {
-            each: [
+        self._bounds: dict[LayerRange, tuple[Any, Any]] = {}
+        for each in self._ranges:
+            begin, end = (
                 values[0] if len(set(values)) == 1 else jnp.asarray(values)[stage]
                 for values in zip(*map(each.bounds, self._counts), strict=True)
-            ]
-            for each in self._ranges
-        }
+            )
+            self._bounds[each] = begin, end
 
     @property
     def reduces_in_last(self) -> bool:
@@ -232,16 +234,18 @@ class LayerStack:
         carry,
         reverse: bool = False,
         unrolls_first: bool = False,
+        bounds: Mapping[LayerRange, tuple[Any, Any]] | None = None,
     ):
         """carry = body(i, parameters of layer i, carry) for every layer. Where parameters are
         gathered, the next layer's are on their way while this one's are at work. unrolls_first:
         the first of several layers is not in the loop, and may give another carry.
 
         bodies: of ranges one after the other, in the order of their layers
+        bounds: of the layers in each range; None: all of them, which gathered parameters need
         """
+        bounds = bounds or self._bounds
         loops = [
-            (body, *self._bounds[layers])
-            for layers, body in (reversed(bodies) if reverse else bodies)
+            (body, *bounds[layers]) for layers, body in (reversed(bodies) if reverse else bodies)
         ]
         way = -1 if reverse else 1
 
@@ -338,20 +342,46 @@ class LayerStack:
 
     def rebuilt(self, params, extra, pools: Pools, slots: TickSlots) -> Pools:
         """The pools with the residuals of the layers that R recomputes, each from the input that F
-        has left."""
+        has left. Layers with messages go by twos, so that messages of one travel while the other
+        computes."""
+
+        def recompute(layers: LayerRange, i, p) -> OpInParts:
+            (x,) = self._read(layers, "layer_input", [layers.split.x], pools, slots, i)
+            return layers.split.recompute(p, x, self._extra(extra, i))
 
         def body(layers: LayerRange) -> Body:
             def step(i, p, part):
-                (x,) = self._read(layers, "layer_input", [layers.split.x], pools, slots, i)
-                residuals = layers.split.residuals_of(p, x, self._extra(extra, i))
+                residuals = recompute(layers, i, p).run()
                 return self._write_residuals(layers, residuals, part, slots, i)
 
             return step
 
-        bodies = [(each, body(each)) for each in self._ranges if each.recomputed]
-        written = sorted({n for each, _ in bodies for n in (each.residual_b, each.residual_w)})
+        def pair(layers: LayerRange, begin, j, part: Pools) -> Pools:
+            numbers = begin + 2 * j, begin + 2 * j + 1
+            ops = (
+                recompute(layers, i, self._parameters(params, i, LayerOp.RECOMPUTE))
+                for i in numbers
+            )
+            for i, residuals in zip(numbers, side_by_side(*ops), strict=True):
+                part = self._write_residuals(layers, residuals, part, slots, i)
+            return part
+
+        recomputed = [each for each in self._ranges if each.recomputed]
+        written = sorted({n for each in recomputed for n in (each.residual_b, each.residual_w)})
         part = Pools(**{name: getattr(pools, name) for name in written})
-        return merged(pools, self._each_layer(LayerOp.RECOMPUTE, bodies, params, part))
+        bodies, bounds = [(each, body(each)) for each in recomputed], dict(self._bounds)
+        if self._zero.gathers_in_ops or not any(each.split.has_messages for each in recomputed):
+            part = self._each_layer(LayerOp.RECOMPUTE, bodies, params, part)
+            return merged(pools, part)
+        with jax.named_scope(PAIRS_OF_R):
+            for layers in recomputed:
+                begin, end = bounds[layers]
+                pairs = (end - begin) // 2
+                part = _loop(0, pairs, functools.partial(pair, layers, begin), part)
+                bounds[layers] = begin + 2 * pairs, end
+        with jax.named_scope(REST_OF_R):
+            part = self._each_layer(LayerOp.RECOMPUTE, bodies, params, part, bounds=bounds)
+        return merged(pools, part)
 
     def _forward(
         self, layers: LayerRange, op: str, p, extra, i, x: jax.Array
