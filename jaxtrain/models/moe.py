@@ -180,17 +180,23 @@ class MoE(nnx.Module):
         gates_BTK, routing = self.router(gathered_BTD, drops)
         x_MBTD = fp8.differentiable(x_MBTD, self.up.get_value())
         size = experts.Size(self.experts, b, t, isinstance(x_MBTD, fp8.Quantized), self.nodes)
-        received, gates = experts.send(x_MBTD, gates_BTK, routing, size)
-        received = named(ROUTED, received)
         hidden = None
         if self.shared_up is not None:
-            # The shared experts' first products overlap with the all-to-all to the experts, their
-            # last product with the one back; so do the gradients'. Left to itself XLA overlaps all
-            # of them with one of the two, or with the few numbers that routing exchanges.
+            # The shared experts' first products overlap with the all-to-all to the experts, in two
+            # steps with the one across nodes, their last product with the one back; so do the
+            # gradients'. Left to itself XLA overlaps all of them with one of the two, or with the
+            # few numbers that routing exchanges.
             x_MERD = experts.after(routing, x_MBTD).reshape(x_MBTD.shape[0], 1, b * t, d)
-            received, hidden = experts.together(
-                received, _hidden(x_MERD, self.shared_up, self.shared_gate)
-            )
+            hidden = _hidden(x_MERD, self.shared_up, self.shared_gate)
+        sent = experts.send_across(x_MBTD, routing, size)
+        in_steps = isinstance(routing, experts.TwoSteps)
+        if hidden is not None and in_steps:
+            sent, hidden = experts.together(sent, hidden)
+        received, gates = experts.send(sent, gates_BTK, routing, size)
+        received = named(ROUTED, received)
+        if hidden is not None and not in_steps:
+            received, hidden = experts.together(received, hidden)
+        if hidden is not None:
             hidden = named(MLP_HIDDEN, hidden)
         h = experts.weigh(_hidden(received, self.up, self.gate, routing.sizes), gates)
         h = named(MLP_HIDDEN, h)

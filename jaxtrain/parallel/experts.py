@@ -510,15 +510,47 @@ def send(
     x_MBTD, gates_BTK: jax.Array, routing: Routing | TwoSteps, size: Size
 ) -> tuple[Any, jax.Array]:
     """Returns (rows of this device's experts [M, R, D], or [M, E, R, D] by capacity; the weight of
-    each row). A quantized tensor is sent in FP8, and the gradient comes back in its own type."""
+    each row). A quantized tensor is sent in FP8, and the gradient comes back in its own type. In
+    two steps x_MBTD is what `send_across` has sent."""
     if not isinstance(x_MBTD, Quantized):
         return _send(x_MBTD, gates_BTK, routing, size)
     carrier, gates = _send(x_MBTD.carrier, gates_BTK, routing, size)
-    bits = _rows(x_MBTD.bits, routing, size)
+    bits = _rows(x_MBTD.bits, *_last_step(routing, size))
     return dataclasses.replace(x_MBTD, bits=bits, carrier=carrier), gates
 
 
+def send_across(x_MBTD, routing: Routing | TwoSteps, size: Size):
+    """Tokens, an array or quantized → the rows [M, R, D] that arrive at their gateways; in one step
+    the tokens as they are."""
+    if not isinstance(routing, TwoSteps):
+        return x_MBTD
+    if not isinstance(x_MBTD, Quantized):
+        return _send_across(x_MBTD, routing.across, size.across)
+    carrier = _send_across(x_MBTD.carrier, routing.across, size.across)
+    bits = _rows(x_MBTD.bits, routing.across, size.across)
+    return dataclasses.replace(x_MBTD, bits=bits, carrier=carrier)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _send_across(x_MBTD: jax.Array, routing: Routing, size: Size) -> jax.Array:
+    return _rows(x_MBTD, routing, size)
+
+
+_send_across.defvjp(
+    lambda x, routing, size: (_send_across(x, routing, size), routing),
+    lambda size, routing, g: (_sums(g, routing, size), None),
+)
+
+
+def _last_step(routing: Routing | TwoSteps, size: Size) -> tuple[Routing, Size]:
+    """The routing and the size of the step to the experts."""
+    return (routing.inside, size.inside) if isinstance(routing, TwoSteps) else (routing, size)
+
+
 def _rows(x_MBTD: jax.Array, routing: Routing | TwoSteps, size: Size) -> jax.Array:
+    """Each of two steps is a message of its own (runtime/interleave.py)."""
+    if isinstance(routing, TwoSteps):
+        return _rows(_rows(x_MBTD, routing.across, size.across), routing.inside, size.inside)
     return _run(lambda p, x: _out(x[0], p, size)[None], (PART,), PART, routing, x_MBTD)
 
 
@@ -526,7 +558,7 @@ def _rows(x_MBTD: jax.Array, routing: Routing | TwoSteps, size: Size) -> jax.Arr
 def _send(
     x_MBTD: jax.Array, gates_BTK: jax.Array, routing: Routing | TwoSteps, size: Size
 ) -> tuple[jax.Array, jax.Array]:
-    return _rows(x_MBTD, routing, size), _run(
+    return _rows(x_MBTD, *_last_step(routing, size)), _run(
         lambda p, g: _gates_out(g, p, size),
         (REPLICATED,),
         REPLICATED,
@@ -538,7 +570,9 @@ def _send(
 def _send_backward(size, routing, gradients):
     rows, gates = gradients
     to_gates = lambda p, g: _gates_back(g, p, size)
-    by_tokens = receive(rows, routing, size)
+    by_tokens = receive(rows, *_last_step(routing, size))
+    if isinstance(routing, TwoSteps):  # as rows of a gateway
+        by_tokens = by_tokens.reshape(by_tokens.shape[0], -1, by_tokens.shape[-1])
     by_gates = _run(to_gates, (REPLICATED,), REPLICATED, routing, gates)
     return by_tokens, by_gates, None
 
@@ -551,6 +585,15 @@ _send.defvjp(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def receive(rows: jax.Array, routing: Routing | TwoSteps, size: Size) -> jax.Array:
     """Rows → the sum of each token's rows, [M, B, T, D]: a term of the sum over M."""
+    return _sums(rows, routing, size)
+
+
+def _sums(rows: jax.Array, routing: Routing | TwoSteps, size: Size) -> jax.Array:
+    """Each of two steps is a message of its own."""
+    if isinstance(routing, TwoSteps):
+        sums = _sums(rows, routing.inside, size.inside)
+        sums = sums.reshape(sums.shape[0], -1, sums.shape[-1])
+        return _sums(sums, routing.across, size.across)
     return _run(lambda p, y: _back(y[0], p, size)[None], (PART,), PART, routing, rows)
 
 
