@@ -131,6 +131,15 @@ LAYOUTS = {
                 **{"pipeline.remat": "none", "pipeline.microbatches": 8, "data.batch_size": 64},
             },
         ),
+        "pairs": Layout(
+            64,
+            "the recipe on 64 devices: data 2 · stage 4 · expert 8 · 2 repeats, 64 microbatches, "
+            "ZeRO-1, overlapped cells, layers' inputs kept",
+            {
+                **{"mesh.data": 2, "data.batch_size": 1024},
+                **{"pipeline.overlap": True, "pipeline.save": ("layer_input",)},
+            },
+        ),
         "experts": Layout(
             64,
             "data 8 · expert 8, ZeRO-3",

@@ -365,7 +365,8 @@ def _head_working(step: StepModel, loss_chunk: int, shared: bool, layer_working:
     model, layout, own = step.model, step.layout, bool(step.axes_of_ends)
     columns = model.vocab_size / layout.model / (layout.stage if shared else 1)
     scattered = own or (step.reduces_in_ops and step.shards > 1)
-    number = step.framework.gradient_bytes * scattered + step.item * own
+    # where the table is sharded its gradient is in two layouts: as it is made, and as it is sent
+    number = step.framework.gradient_bytes * (scattered + own) + step.item * own
     logits = LOGIT_BYTES * min(step.tokens, loss_chunk) * columns
     head = WIDE * step.item * step.tokens * model.width + logits + number * model.width * columns
     if not model.predictions:

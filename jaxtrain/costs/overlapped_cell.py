@@ -46,3 +46,11 @@ def most_saved(forward: Phases, backward: Phases) -> float:
         + min(forward.experts, backward.dispatch)
         + min(forward.combine, backward.attention)
     )
+
+
+def saved_by_pair(recompute: Phases) -> float:
+    """Seconds that R saves of a layer where it recomputes two layers at the same time. The dispatch
+    of the first is beside the attention of the second, and that of the second beside the experts of
+    the first. recompute: without the last product, and with no combine"""
+    r = recompute
+    return (min(r.dispatch, r.attention) + min(r.dispatch, r.experts)) / 2

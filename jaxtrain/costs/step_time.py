@@ -41,7 +41,7 @@ from jaxtrain.costs.collectives import (
 from jaxtrain.costs.frameworks import Framework
 from jaxtrain.costs.hardware import Hardware
 from jaxtrain.costs.layout import Layout
-from jaxtrain.costs.overlapped_cell import Phases, most_saved
+from jaxtrain.costs.overlapped_cell import Phases, most_saved, saved_by_pair
 from jaxtrain.costs.transformer import (
     COLUMNS,
     MAKES,
@@ -436,7 +436,21 @@ class StepModel:
         overlap = self.framework.model_overlap, math.inf
         if self.framework.collective_matmul:
             overlap = 1.0, self._beside_products(op, dense, seconds.get(MODEL, 0.0))
-        return overlapped(seconds, {MODEL: overlap, CONTEXT: (ring, parts.get(ATTENTION, 0.0))})
+        pairs = (0.0, 0.0) if dense or op != "R" else self._pairs_of_layers()
+        overlaps = {MODEL: overlap, CONTEXT: (ring, parts.get(ATTENTION, 0.0)), EXPERT: pairs}
+        return overlapped(seconds, overlaps)
+
+    def _pairs_of_layers(self) -> tuple[float, float]:
+        """The fraction of R's messages to experts that XLA covers, and the seconds of work beside
+        those of one layer, where R recomputes layers by twos: each from its own input, and in one
+        op (runtime/layer_stack.py)."""
+        layers = math.ceil(self.model.layers / (self.layout.stage * max(1, self.layout.repeats)))
+        if not (self.model.experts and self.layout.saves_inputs and layers > 1):
+            return 0.0, 0.0
+        phases = self._phases("F")
+        last = [p.forward for p in self._products(False) if p.name == "mlp_out"]
+        saved = saved_by_pair(phases._replace(experts=phases.experts - sum(last)))
+        return self.framework.cell_overlap, saved * (layers - layers % 2) / layers
 
     def _beside_products(self, op: str, dense: bool, seconds: float) -> float:
         """Seconds of an op's collectives over `model` that go beside products: of each, up to those
@@ -672,6 +686,8 @@ class StepModel:
         stage_of = place(layout.stage, max(1, layout.repeats))
         least = (0, *(1,) * (len(stage_of) - 2), 0)
         layer = sum(op.seconds for op in self.mean_layer().values())
+        if layout.overlap:
+            layer -= self.saved_by_overlap() * layout.stage / model.layers
         seconds = layer, self.dense_layers().seconds, self.head().seconds
         sizes = balanced(model.layers, stage_of, least, *seconds)
         return Placement(model.layers, layout.stage, 1, stage_of, sizes)

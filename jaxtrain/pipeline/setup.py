@@ -355,7 +355,8 @@ class _Search:
             return [spread(layers, len(units), pipeline.layer_costs)]
         # Layers that no chunk has stand before the first chunk or after the last one, which may be
         # without others.
-        layer = (times.F + times.B + times.W + times.R) * self.stages / layers
+        saved = times.overlap if pipeline.overlap else 0.0
+        layer = (times.F + times.B + times.W + times.R - saved) * self.stages / layers
         ends = 2 * times.embed, times.head
         least = _least_layers(units)
         cuts = (balanced(layers, stage_of, least, layer, *ends) for stage_of in stages_of)
