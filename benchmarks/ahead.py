@@ -149,11 +149,12 @@ LAYOUTS = {
     "deepseek_v3": {
         "pipeline": Layout(
             512,
-            "4 of 16 stages with 12 of 58 layers, 16 of 120 microbatches: data 2 · stage 4 · "
+            "4 of 16 stages with 10 of 58 layers, 16 of 120 microbatches: data 2 · stage 4 · "
             "expert 64 in 8 nodes, ZeRO-1, overlapped cells",
             {
                 "mesh.stage": 4,
-                "model.layers": 12,
+                "model.layers": 10,
+                "pipeline.chunk_layers": (1, 4, 4, 1),  # as the recipe's first and last stages
                 "pipeline.microbatches": 16,
                 "data.batch_size": 2048,
             },

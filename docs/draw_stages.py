@@ -1,5 +1,5 @@
-"""Draws docs/stages.svg: the kinds of layers of configs/deepseek_v3.py on its stages, by the seconds
-that are planned for them.
+"""Draws docs/stages.svg: the kinds of layers of configs/deepseek_v3.py on its stages, by the time
+that is planned for them.
 
     python docs/draw_stages.py [--out=FILE]
 

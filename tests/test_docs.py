@@ -517,6 +517,13 @@ def test_the_picture_of_a_tick_is_of_the_present_table():
     )
 
 
+def test_the_picture_of_stages_is_of_the_present_plan():
+    draw_stages = drawing("draw_stages")
+    assert draw_stages.draw() == draw_stages.PICTURE.read_text(), (
+        "run python docs/draw_stages.py, and look at it"
+    )
+
+
 def test_the_picture_of_the_idea_is_of_the_present_tables():
     draw_idea = drawing("draw_idea")
     assert draw_idea.draw() == draw_idea.PICTURE.read_text(), (

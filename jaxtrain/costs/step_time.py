@@ -590,24 +590,35 @@ class StepModel:
         memory = self.tokens * passes / self.hardware.streaming
         logits = TimeBreakdown({MATMULS: products, MEMORY: memory})
         modules, held = self.model.predictions, self.layer_parameters() + 2 * width**2
-        sharded = self._sharded_at_end(width * columns + modules * held, 1)
+        table = self._sharded_at_end(width * columns, 1, 1)
         if not modules:
-            return logits + sharded
+            return logits + table
         # A prediction module joins two streams of the width and has a layer.
         joining = sum(self._product(self.tokens / self.layout.model, width, 2 * width))
         ops = [op for name, op in self.layer().items() if name != "R"]
         layer = sum(ops, TimeBreakdown({MATMULS: joining}))
+        # The sum of the matrix's gradient is beside the modules' backward, what the modules gather
+        # beside the head; the rest is waited for.
+        beside = self._sharded_at_end(width * columns, 0, 1) + self._sharded_at_end(held, 1, 0)
+        waits = self._sharded_at_end(width * columns, 1, 0) + self._sharded_at_end(held, 0, 1)
+        sharded = waits + self._beside(beside, layer)
         return logits * (1 + modules) + layer * modules + sharded
 
-    def _sharded_at_end(self, size: float, gathers: int) -> TimeBreakdown:
+    def _sharded_at_end(self, size: float, gathers: int, sums: int) -> TimeBreakdown:
         """Seconds in which an op of embedding or head gathers so many parameters, so many times,
-        and scatters the sum of their gradients, where these are sharded as in ZeRO-3."""
+        and scatters the sums of their gradients, where these are sharded as in ZeRO-3."""
         if not self.axes_of_ends:
             return TimeBreakdown()
         c, p = self.collectives, self._parameters[2]._replace(size=size)
         return TimeBreakdown(
-            self.links.seconds([*c.gathers([p] * gathers), *c.reductions_in_op([p])])
+            self.links.seconds([*c.gathers([p] * gathers), *c.reductions_in_op([p] * sums)])
         )
+
+    def _beside(self, messages: TimeBreakdown, work: TimeBreakdown) -> TimeBreakdown:
+        """Messages of an op of embedding or head that have this work beside them: on GPUs, as for
+        overlapped cells; on TPUs they are synchronous."""
+        part = float(self.framework.cell_overlap > 0), work.seconds
+        return overlapped(messages.exposed, dict.fromkeys(messages.exposed, part))
 
     def end_collectives(self, shared: bool) -> TimeBreakdown:
         """Collectives of embedding, head and loss of one microbatch over `model` and `stage`.
@@ -909,9 +920,10 @@ class StepModel:
                 self.model.dense_layers
             )
         ops = self.layer(dense=True)
-        layer = ops["F"] * 2 + ops["B"] + ops["W"]
-        layer += self._sharded_at_end(self.layer_parameters(dense=True), 2)
-        return layer * self.model.dense_layers
+        layer, layers = ops["F"] * 2 + ops["B"] + ops["W"], self.model.dense_layers
+        sharded = self._sharded_at_end(self.layer_parameters(dense=True), 2, 1)
+        # a layer's are beside the products of the one before or after, where there is one
+        return layer * layers + sharded + self._beside(sharded, layer) * (layers - 1)
 
     def op_times(self) -> tuple[float, ...]:
         """Seconds of F, B, W, message, R and head of one microbatch on an entire stage, and, up to

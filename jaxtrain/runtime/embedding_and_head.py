@@ -293,11 +293,21 @@ class EmbeddingAndHead:
             layer = functools.partial(self._dense_layer, i, extra)
             x, vjp = fp8.vjp(layer, self._dense_params(constants, i), x)
             backward.append((i, vjp))
-        sums = dict(sums)
+        sums, after = dict(sums), ""
         for i, vjp in reversed(backward):
             gradients, g = vjp(g)
-            sums[i] = self._add(sums[i], gradients, self.reductions.first[i])
+            if after:
+                sums[after], gradients = self._in_turn(sums[after], gradients)
+            sums[i], after = self._add(sums[i], gradients, self.reductions.first[i]), i
         return sums, g
+
+    def _in_turn(self, reduced, gradients):
+        """Both, of which the gradients wait for what was reduced before them, where each is reduced
+        in its op. Else XLA's GPU compiler joins the collectives of all, to one at the op's end with
+        no product beside it."""
+        if not self.zero.reduces_in_ops:
+            return reduced, gradients
+        return lax.optimization_barrier((reduced, gradients))
 
     # ------------------------------------------------------------------ the head
 
@@ -314,6 +324,20 @@ class EmbeddingAndHead:
         first_row = self._first_row(table)
         head = lambda params, x: self.parts.head(params.head)(x, params.table, first_row)
         return head, VocabularyPart(first_row, (STAGE,) if self.shared else ())
+
+    def _closed(self, sums: HeadTree, added: HeadTree, reductions: HeadTree) -> HeadTree:
+        """`_close`, of the output matrix first: a prediction module's backward is left to go beside
+        it, at whose end the norm's gradient is known."""
+        if sums.table is not None:
+            return self._close(sums, added, reductions)
+        close = lambda names, added: {
+            name: self._close(sums.head[name], added[name], reductions.head[name]) for name in names
+        }
+        names = [name for name in sums.head if name != "table"]
+        tables, others = self._in_turn(
+            close(["table"], added.head), {name: added.head[name] for name in names}
+        )
+        return sums._replace(head={**close(names, others), **tables})
 
     def loss(self, constants: Constants, microbatch, y: jax.Array) -> jax.Array:
         """The microbatch's loss, from the last unit's output: a float32 scalar, 0 on all but one
@@ -351,7 +375,7 @@ class EmbeddingAndHead:
             predicted = self._predict(state, constants, microbatch, y, params, added)
             predictors, mtp_loss, lookups = predicted.sums, predicted.loss, predicted.lookups
             added, g = predicted.head_sums, g + predicted.by_output
-        sums = self._close(sums, added, reductions)
+        sums = self._closed(sums, added, reductions)
         if sums.table is not None or lookups:
             table = embed["table"] if sums.table is None else sums.table
             for lookup in lookups:
