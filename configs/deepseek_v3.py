@@ -5,7 +5,7 @@ Latent attention; 256 experts in 8 groups, of which a token takes 8 in 4, beside
 first three layers have none. As there, over 2,048 GPUs: 16 stages, experts over 64 devices in 8
 nodes, to each of which a token is sent once, ZeRO-1, no tensor parallelism, and an optimizer with
 float32 masters and 16-bit moments. The stages with the dense layers, the prediction module and the
-head have fewer other layers, and these are sharded over the devices of a stage. What differs:
+head have fewer other layers; what these need is sharded over a stage's devices. What differs:
 theirs had DualPipe and FP8; here the table is 1F1B, in which a forward and a backward of two
 microbatches share a cell, and layers are computed again from their inputs. The vocabulary is
 DeepSeek-V3's: name its tokenizers file, `--config.data.tokenizer=tokenizer.json`. Its small twin:

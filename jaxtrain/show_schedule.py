@@ -111,8 +111,9 @@ FLAGS = (
     Flag(
         "overlap",
         "",
-        "time by which F and B are shorter when they are overlapped in one cell, as in dualpipe_v "
-        "and where a file of PyTorch's has OVERLAP_F_B; empty: no cell is overlapped",
+        "time by which F and B are shorter when they are overlapped in one cell, as in 1f1b, "
+        "interleaved, dualpipe_v, and where a file of PyTorch's has OVERLAP_F_B; empty: no cell is "
+        "overlapped",
     ),
     Flag(
         "head",

@@ -42,6 +42,7 @@ from jaxtrain.config.settings import (
     TrainConfig,
     ends_with_layers,
     setting,
+    shards_ends,
 )
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "closest",
     "convert",
     "ends_with_layers",
+    "shards_ends",
     "fields",
     "flag_text",
     "from_dict",

@@ -370,7 +370,7 @@ def _reductions(
         yield Violation(
             "parallel.ends",
             "leaves parameters sharded, and parallel.zero=0 shards nothing",
-            [{"parallel.ends": "whole"}, {"parallel.zero": 1}],
+            [{"parallel.ends": "replicated"}, {"parallel.zero": 1}],
         )
     if steps and mesh.replica == 1:
         yield Violation(

@@ -444,7 +444,10 @@ def _several_steps(config: Config) -> Iterator[Violation]:
     needs: dict[str, tuple[Sequence[Any], str]] = {
         "parallel.zero": ([0, 1], "updates parameters and gradients that no data shard splits"),
         "parallel.reduce": (["step"], "reduces gradients once, in each stage's update"),
-        "parallel.ends": (["auto", "whole"], "updates embedding and head on all stages in one op"),
+        "parallel.ends": (
+            ["auto", "replicated"],
+            "updates embedding and head on all stages in one op",
+        ),
         "parallel.offload": (["none"], "has its slots and its state in the devices' memory"),
         "train.diloco_inner_steps": ([0], "updates all replicas alike"),
         "precision.params": (["float32"], "updates parameters of float32"),
@@ -494,22 +497,22 @@ def _overlap(pipeline: PipelineConfig) -> Iterator[Violation]:
             "needs an F and a B of two microbatches side by side, as in the order of "
             f"{known}, and pipeline.schedule={schedule!r} has none",
             [
+                {path: False},
                 *values_for("pipeline.schedule", OVERLAPPED),
                 *({"pipeline.schedule": name, "pipeline.repeats": 0} for name in OVERLAPPED),
-                {path: False},
             ],
         )
     if pipeline.steps_per_program > 1:
         yield Violation(
             path,
             f"has no table of several steps, unlike {steps}={pipeline.steps_per_program}",
-            [{steps: 1}, {path: False}],
+            [{path: False}, {steps: 1}],
         )
     if pipeline.permute == "aligned":
         yield Violation(
             path,
             "is not packed by pipeline.permute='aligned'",
-            [{"pipeline.permute": "auto"}, {path: False}],
+            [{path: False}, {"pipeline.permute": "auto"}],
         )
 
 

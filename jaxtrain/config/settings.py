@@ -364,11 +364,11 @@ class ParallelConfig:
     )
     ends: str = setting(
         "auto",
-        "embedding, head, model.dense_layers and prediction modules, of which every stage has a "
-        "copy: whole, as parallel.zero says; or sharded as with zero=3 over all devices of a stage "
-        "(mesh.data, context and expert), and gathered in their ops; auto: sharded with several "
-        "stages and dense layers or prediction modules",
-        choices=("auto", "whole", "sharded"),
+        "embedding, head, model.dense_layers and prediction modules: replicated, or as "
+        "parallel.zero says; sharded as with zero=3, over all devices of a stage (mesh.data, "
+        "context and expert), and gathered in their ops; auto: sharded with several stages and "
+        "dense layers or prediction modules, of which every stage would have a copy",
+        choices=("auto", "replicated", "sharded"),
     )
     context: str = setting(
         "all_gather",
@@ -453,7 +453,8 @@ class PipelineConfig:
     )
     overlap: bool = setting(
         False,
-        "in dualpipe_v, and where a file of PyTorch's pipelining has OVERLAP_F_B: a forward and a "
+        "in 1f1b, interleaved and dualpipe_v, and where a file of PyTorch's pipelining has "
+        "OVERLAP_F_B: a forward and a "
         "backward of two microbatches run at once, layer by layer, so that messages of one travel "
         "while the other computes",
     )
@@ -774,10 +775,14 @@ class Config:
             in_ops = parallel.zero > 1 or (parallel.zero == 1 and self.has_one_microbatch)
             parallel = with_values(parallel, reduce="microbatch" if in_ops else "step")
         if parallel.ends == "auto":
-            copied = self.mesh.stage > 1 and ends_with_layers(m)
-            sharded = copied and parallel.zero and self.pipeline.steps_per_program == 1
-            parallel = with_values(parallel, ends="sharded" if sharded else "whole")
+            sharded = parallel.zero and shards_ends(m, self.mesh.stage, self.pipeline)
+            parallel = with_values(parallel, ends="sharded" if sharded else "replicated")
         return with_values(self, model=model, parallel=parallel, pipeline=pipeline)
+
+
+def shards_ends(model: ModelConfig, stages: int, pipeline: PipelineConfig) -> bool:
+    """What `parallel.ends=auto` stands for with ZeRO on so many stages: True for sharded."""
+    return stages > 1 and bool(ends_with_layers(model)) and pipeline.steps_per_program == 1
 
 
 def ends_with_layers(model: ModelConfig) -> str:

@@ -36,7 +36,6 @@ from jaxtrain.costs.collectives import FLOAT32, FP8, scales_of
 from jaxtrain.costs.layer_bytes import layer_bytes, made_norms, masks
 from jaxtrain.costs.layout import routed_capacity, sent_by_gateway
 from jaxtrain.costs.step_time import ITEM, StepModel
-from jaxtrain.schedule.orders import closed_forms
 from jaxtrain.schedule.placement import spread
 
 # Buffers do not fit without gaps: XLA's peak for H100s over what is live, but for `working`.
@@ -120,14 +119,19 @@ def memory(
         head = LOGIT_BYTES * min(step.tokens, loss_chunk) * step.model.vocab_size / layout.model
     held = step.device_parameters(slots.stored_layers if slots else 0, shared)
     numbers = FP8 * scales_of(framework.fp8_blocks) * (1 + framework.fp8_blocks)  # for F and B
-    quantized = (numbers - cast) * _products_held(step, held.layers) if framework.fp8 else 0.0
-    weights = step.sharded(held, step.shards if layout.zero == 3 else 1)
+    quantized = 0.0
+    if framework.fp8:
+        of_ends = 1.0 if held.sharded_ends is None else held.sharded_ends / held.ends
+        products = held.layers + of_ends * _products_at_ends(step)
+        quantized = (numbers - cast) * products
+    of_layers = step.shards if layout.zero == 3 else 1
+    weights = step.sharded(held, of_layers)
     gradients = step.sharded(held, step.shards if step.reduces_in_ops else 1)
     layers = slots.stored_layers if slots else 0
     state = framework.master_bytes * step.device_masters(layers, shared)
     state += framework.moment_bytes * step.device_state(layers, shared)
     parts = {
-        "weights": (framework.weight_bytes + cast + quantized / held.all) * weights,
+        "weights": (framework.weight_bytes + cast) * weights + quantized / of_layers,
         "gradients": framework.gradient_bytes * gradients,
         "optimizer": state * (not layout.offloads("optimizer")),
     }
@@ -146,13 +150,11 @@ def memory(
     return MemoryBreakdown(parts, pools)
 
 
-def _products_held(step: StepModel, layers: float) -> float:
-    """Parameters on a device that multiply in FP8. layers: those of its stage's layers"""
+def _products_at_ends(step: StepModel) -> float:
+    """Parameters before and after a device's layers that multiply in FP8."""
     model = step.model
-    return (
-        layers
-        + model.dense_layers * step.layer_parameters(dense=True)
-        + model.predictions * (step.layer_parameters() + 2 * model.width**2)
+    return model.dense_layers * step.layer_parameters(dense=True) + model.predictions * (
+        step.layer_parameters() + 2 * model.width**2
     )
 
 
@@ -165,7 +167,7 @@ def estimated_slots(step: StepModel) -> SlotCounts | None:
     layout, p, v = step.layout, step.layout.stage, max(1, step.layout.repeats)
     if p == 1:
         return None
-    chunks, schedule = layout.microbatches * v, closed_forms(layout.schedule, layout.overlap)
+    chunks, schedule = layout.microbatches * v, step.schedule_forms
     residuals = min(schedule.residuals(p, v, layout.microbatches), chunks)
     stashes = min(schedule.stashes(p), chunks)
     layers = math.ceil(step.model.layers / (p * v))
@@ -362,19 +364,22 @@ def _head_working(step: StepModel, loss_chunk: int, shared: bool, layer_working:
     gradient of the table, and where the table is sharded itself. Layers of multi-token prediction
     modules save all that they have: their backward, which comes after the loss, works as any
     layer's. shared: all stages share the head."""
-    model, layout, own = step.model, step.layout, bool(step.axes_of_ends)
+    model, layout, are_sharded = step.model, step.layout, bool(step.axes_of_ends)
     columns = model.vocab_size / layout.model / (layout.stage if shared else 1)
-    scattered = own or (step.reduces_in_ops and step.shards > 1)
+    scattered = are_sharded or (step.reduces_in_ops and step.shards > 1)
     # where the table is sharded its gradient is in two layouts: as it is made, and as it is sent
-    number = step.framework.gradient_bytes * (scattered + own) + step.item * own
+    number = step.framework.gradient_bytes * (scattered + are_sharded) + step.item * are_sharded
     logits = LOGIT_BYTES * min(step.tokens, loss_chunk) * columns
     head = WIDE * step.item * step.tokens * model.width + logits + number * model.width * columns
     if not model.predictions:
         return head
-    layer, gathered = layer_bytes(step, remat="none"), step.item * own * step.layer_parameters()
+    layer, gathered = (
+        layer_bytes(step, remat="none"),
+        step.item * are_sharded * step.layer_parameters(),
+    )
     saved = model.predictions * (layer.residual_b + layer.residual_w + gathered)
     return saved + max(
-        head, layer_working + step.framework.gradient_bytes * own * step.layer_parameters()
+        head, layer_working + step.framework.gradient_bytes * are_sharded * step.layer_parameters()
     )
 
 
@@ -402,7 +407,7 @@ def _framework_activations(step: StepModel) -> float:
     layers = math.ceil(step.model.layers / p) + step.model.dense_layers * (p == 1)
     in_flight = 1.0
     if p > 1 and not layout.offloads("activations"):
-        residuals = closed_forms(layout.schedule).residuals(p, v, layout.microbatches)
+        residuals = step.schedule_forms.residuals(p, v, layout.microbatches)
         in_flight = min(float(layout.microbatches), residuals / v)
     return _layer_activations(step) * layers * in_flight
 

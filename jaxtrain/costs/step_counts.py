@@ -187,7 +187,13 @@ class StepCounts:
         c, times, one_stage = self.collectives, self.times(stage), self.table is None
         parameters = self._all_parameters()
         once = c.layout.zero == 3 and not c.gathers_in_ops
-        ops = [("gather", 1.0, [c.gathered(p) for p in parameters if p.shard and once])]
+        ops = [
+            (
+                "gather",
+                1.0,
+                [c.gathered(p) for p in parameters if once and p.shard and not p.as_zero3],
+            )
+        ]
         ops.append((EMBED, times[EMBED], self._embed()))
         for label, op, runs, unit, layers, unread, remat, lowest in self.layer_passes(stage):
             # On one stage R, B and W are one op, which reads parameters and documents once.

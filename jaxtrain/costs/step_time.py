@@ -50,7 +50,7 @@ from jaxtrain.costs.transformer import (
     Transformer,
     padded_vocabulary,
 )
-from jaxtrain.schedule.orders import PLACEMENTS, StageTimes, closed_forms
+from jaxtrain.schedule.orders import PLACEMENTS, Schedule, StageTimes, closed_forms
 from jaxtrain.schedule.placement import Placement, balanced
 
 FLOAT8, MXFLOAT8 = "float8", "mxfloat8"  # the keys of their peaks
@@ -444,8 +444,9 @@ class StepModel:
         """The fraction of R's messages to experts that XLA covers, and the seconds of work beside
         those of one layer, where R recomputes layers by twos: each from its own input, and in one
         op (runtime/layer_stack.py)."""
-        layers = math.ceil(self.model.layers / (self.layout.stage * max(1, self.layout.repeats)))
-        if not (self.model.experts and self.layout.saves_inputs and layers > 1):
+        layers = self.layout.recomputation.recomputed(max(self.layout.units(self.model.layers)))
+        by_twos = self.layout.saves_inputs and not self.collectives.gathers_in_ops
+        if not (self.model.experts and by_twos and layers > 1):
             return 0.0, 0.0
         phases = self._phases("F")
         last = [p.forward for p in self._products(False) if p.name == "mlp_out"]
@@ -657,7 +658,7 @@ class StepModel:
         step = (layer * layers + first * has_first) * m
         step += last * has_last * (m / layout.stage if shared else m)
         step += self.end_collectives(shared) * m
-        forms = closed_forms(layout.schedule, layout.overlap)
+        forms = self.schedule_forms
         cells = forms.shared_cells(layout.stage, layout.repeats, m)
         step += hidden_messages(saved * cells / layout.repeats)
         seconds = {name: ops[name].seconds * layers for name in "FRBW"}
@@ -685,6 +686,12 @@ class StepModel:
         seconds = layer.seconds, first.seconds, last.seconds
         return max(parts, key=lambda part: sum(map(operator.mul, part, seconds)))
 
+    @property
+    def schedule_forms(self) -> Schedule:
+        """The closed forms of the schedule; other frameworks have no overlapped cells."""
+        overlap = self.layout.overlap and self.framework.slots
+        return closed_forms(self.layout.schedule, overlap)
+
     @functools.cached_property
     def balanced(self) -> Placement | None:
         """The placement in which stages with what is in no unit have fewer layers, by closed forms
@@ -693,7 +700,7 @@ class StepModel:
         ends = model.dense_layers or model.predictions
         if not self.framework.slots or layout.stage == 1 or not ends:
             return None
-        place = PLACEMENTS[closed_forms(layout.schedule).placement]
+        place = PLACEMENTS[self.schedule_forms.placement]
         stage_of = place(layout.stage, max(1, layout.repeats))
         least = (0, *(1,) * (len(stage_of) - 2), 0)
         layer = sum(op.seconds for op in self.mean_layer().values())

@@ -451,21 +451,16 @@ def _leave(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
     return _exchange(by_device.reshape(-1, *rows.shape[2:]))
 
 
-def _out(x_BTD: jax.Array, routing: Routing | TwoSteps, size: Size) -> jax.Array:
+def _out(x_BTD: jax.Array, routing: Routing, size: Size) -> jax.Array:
     """Tokens → rows."""
-    if isinstance(routing, TwoSteps):
-        return _out(_out(x_BTD, routing.across, size.across), routing.inside, size.inside)
     tokens = x_BTD.reshape(-1, x_BTD.shape[-1])
     return _arrive(
         _take(tokens, routing.choice // (routing.position.size // tokens.shape[0])), routing, size
     )
 
 
-def _back(rows: jax.Array, routing: Routing | TwoSteps, size: Size) -> jax.Array:
+def _back(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
     """Rows → the sum of each token's [B, T, D]."""
-    if isinstance(routing, TwoSteps):
-        sums = _back(rows, routing.inside, size.inside)
-        return _back(sums.reshape(-1, sums.shape[-1]), routing.across, size.across)
     rows = _leave(rows, routing, size)
     if routing.position.size > routing.choice.size:  # an array of all choices would be mostly empty
         positions = routing.position.reshape(size.batch * size.tokens, -1).T

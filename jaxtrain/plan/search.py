@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ConfigError, checks
+from jaxtrain.config import Config, ConfigError, checks, shards_ends
 from jaxtrain.config.checks import Environment
 from jaxtrain.config.rules import divisors, near
 from jaxtrain.config.saved_values import saves_layer_inputs
@@ -325,7 +325,13 @@ def meshes(space: Space) -> Iterator[Layout]:
             shards = outside // stage
             if shards % replicas == 0 and data.batch_size % (shards * expert) == 0:
                 mesh = dataclasses.replace(inside, data=shards // replicas, stage=stage)
-                yield dataclasses.replace(mesh, expert_nodes=_nodes(space, mesh))
+                ends, pipeline = space.config.parallel.ends, space.config.pipeline
+                sharded = ends == "auto" and shards_ends(m, stage, pipeline)
+                yield dataclasses.replace(
+                    mesh,
+                    expert_nodes=_nodes(space, mesh),
+                    shards_ends=sharded or ends == "sharded",
+                )
 
 
 def _nodes(space: Space, mesh: Layout) -> int:

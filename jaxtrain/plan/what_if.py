@@ -63,6 +63,9 @@ def single_changes(prediction: Prediction) -> list[Change]:
     Their times are closed forms, scaled by the ratio of this step's exact time to its closed form.
     """
     work, config = prediction.work, prediction.config
+    chosen = cfg.replace(config, {"parallel.ends": "auto"})
+    if chosen.resolve() == config:  # it may be another with another number of stages
+        config = chosen
     exact, layout, changes = prediction.seconds / work.step().seconds, layout_flag.of(config), []
     environment = Environment(prediction.devices, platform_of(work.hardware), config)
     candidates = _candidates(config.mesh, config.pipeline, config.parallel.zero)

@@ -293,12 +293,12 @@ class EmbeddingAndHead:
             layer = functools.partial(self._dense_layer, i, extra)
             x, vjp = fp8.vjp(layer, self._dense_params(constants, i), x)
             backward.append((i, vjp))
-        sums, after = dict(sums), ""
+        sums, previous = dict(sums), ""
         for i, vjp in reversed(backward):
             gradients, g = vjp(g)
-            if after:
-                sums[after], gradients = self._in_turn(sums[after], gradients)
-            sums[i], after = self._add(sums[i], gradients, self.reductions.first[i]), i
+            if previous:
+                sums[previous], gradients = self._in_turn(sums[previous], gradients)
+            sums[i], previous = self._add(sums[i], gradients, self.reductions.first[i]), i
         return sums, g
 
     def _in_turn(self, reduced, gradients):
@@ -326,8 +326,8 @@ class EmbeddingAndHead:
         return head, VocabularyPart(first_row, (STAGE,) if self.shared else ())
 
     def _closed(self, sums: HeadTree, added: HeadTree, reductions: HeadTree) -> HeadTree:
-        """`_close`, of the output matrix first: a prediction module's backward is left to go beside
-        it, at whose end the norm's gradient is known."""
+        """`_close`, of the output matrix's gradient first, so that its sum overlaps with the
+        prediction modules' backward. The norm's gradient is known only after that."""
         if sums.table is not None:
             return self._close(sums, added, reductions)
         close = lambda names, added: {

@@ -429,9 +429,9 @@ _IN_PAIRS = dataclasses.replace(
     SCHEDULES[INTERLEAVED],
     order=in_pairs,
     idle=_idle_in_pairs,
-    residuals=lambda p, v, m: p * (v + 1),
+    residuals=lambda p, v, m: min(v * m, _warm_up(p, v, m, 0) + 1),
     gradients=lambda p, m: 2,
-    shared_cells=lambda p, v, m: max(0, v * m - (v + 1) * p + 1),
+    shared_cells=lambda p, v, m: v * m - _warm_up(p, v, m, 0),
 )
 # the schedules with overlapped cells: in these, no stage waits for an F or a B when it has the
 # other one

@@ -28,6 +28,8 @@ _OF = (
     "mesh.",
     "data.sequence_length",
     "data.batch_size",
+    "parallel.ends",
+    "parallel.expert_nodes",
     "pipeline.microbatches",
     "pipeline.remat",
     "pipeline.save",

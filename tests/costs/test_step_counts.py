@@ -255,6 +255,11 @@ MORE = OVERLAPPED | {
         microbatches=4,
         changes={**MOE, **ENDS_WITH_LAYERS, **GPT2, "mesh.context": 2, "parallel.zero": 3},
     ),
+    "sharded ends, data, zero 3, gathered once": Case(
+        (2, 2, 1),
+        microbatches=4,
+        changes={**SHARDED_ENDS, **ENDS, "parallel.zero": 3, "parallel.gather": "step"},
+    ),
     "sharded ends, data, context and model, one stage": Case(
         (2, 1, 2), changes={"mesh.context": 2, **SHARDED_ENDS}
     ),

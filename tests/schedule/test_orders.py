@@ -123,8 +123,7 @@ def test_overlapped_cells_save_time(schedule, repeats):
     """F and B of two microbatches share a cell from the warm-up on; the stage with fewest of these
     holds as many chunks, and waits as long, as the closed forms say."""
     known = closed_forms(schedule, overlap=True)
-    for stages, groups in itertools.product((2, 3, 4, 8), (2, 4)):
-        microbatches = stages * groups
+    for stages, microbatches in itertools.product((2, 3, 4, 8), (7, 16, 24)):
         times = Times(1, 1, 1, message=0.01, overlap=0.6)
         spec = TableSpec(schedule, stages, repeats, microbatches, times=times)
         apart = make_table(spec)
@@ -136,8 +135,9 @@ def test_overlapped_cells_save_time(schedule, repeats):
         result, before = simulate(table, times), simulate(apart, times)
         busy = 3 * microbatches - 0.6 * cells / repeats
         idle = known.idle(stages, repeats, StageTimes(1, 0, 1, 1, overlap=0.6))
-        assert result.step_time_coupled - busy == pytest.approx(idle, rel=0.4)
-        assert result.step_time_coupled < before.step_time_coupled
+        if microbatches % stages == 0:
+            assert result.step_time_coupled == pytest.approx(busy + idle, rel=0.03)
+        assert result.step_time_coupled < before.step_time_coupled or not cells
 
 
 def test_between_h1_and_h2_memory_buys_time():

@@ -424,7 +424,7 @@ RULES = [
         {"pipeline.overlap": True, "pipeline.schedule": "zb_v"},
         "pipeline.overlap=True needs an F and a B of two microbatches side by side, as in the "
         "order of 1f1b, interleaved, dualpipe_v, and pipeline.schedule='zb_v' has none: use "
-        "--config.pipeline.schedule=interleaved",
+        "--config.pipeline.overlap=false",
     ),
     (
         {
@@ -433,7 +433,7 @@ RULES = [
             "pipeline.permute": "aligned",
         },
         "pipeline.overlap=True is not packed by pipeline.permute='aligned': use "
-        "--config.pipeline.permute=auto",
+        "--config.pipeline.overlap=false",
     ),
     (
         {"pipeline.memory": 2.0},
