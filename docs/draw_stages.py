@@ -95,4 +95,6 @@ def draw() -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=pathlib.Path, default=PICTURE)
-    parser.parse_args().out.write_text(draw())
+    flags = parser.parse_args()
+    flags.out.write_text(draw())
+    print(f"wrote {flags.out}")

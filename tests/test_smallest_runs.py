@@ -129,6 +129,7 @@ RUNS = {
         ["--vocabulary=257", "--stages=4", "--", *MODEL, *STAGES], ("zb_v", "\nparallel ")
     ),
     "docs/draw_idea.py": Smallest([f"--out={HERE}/idea.svg"], ("wrote ",)),
+    "docs/draw_stages.py": Smallest([f"--out={HERE}/stages.svg"], ("wrote ",)),
     "docs/draw_step.py": Smallest([f"--out={HERE}/step.svg"], ("wrote ",)),
     "scripts/fuzz.py": Smallest(
         [

@@ -183,10 +183,7 @@ def whole() -> tuple[Case, ...]:
 
 
 WHOLE = whole()
-SAMPLE = (
-    Case(7, 1, 1, 2, f"1f1b{IN_CELLS}", 2, REMATS[3], 6),
-    Case(7, 2, 0, 3, CSV, 1, REMATS[0], 6, (OVERLAPPED, "table")),
-)
+SAMPLE = (Case(7, 1, 1, 2, f"1f1b{IN_CELLS}", 2, REMATS[3], 6),)
 PASSED = matrix.Passed(
     "kinds", pathlib.Path(__file__), *(pathlib.Path(m.__file__) for m in (plain_loop, small))
 )
