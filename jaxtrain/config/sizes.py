@@ -82,9 +82,9 @@ def scattered(
     them where that divides as well.
     """
     inside = [name for name in inside if sizes[name] > 1]
-    beside = [("stage",), ()] if over_stage and sizes["stage"] > 1 else [()]
+    stage_options = [("stage",), ()] if over_stage and sizes["stage"] > 1 else [()]
     for count in range(len(inside), -1, -1):
-        for stage in beside:
+        for stage in stage_options:
             axes = (*inside[:count], *stage)
             devices = math.prod(sizes[axis] for axis in axes)
             for dim, size in enumerate(shape):

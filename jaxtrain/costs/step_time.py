@@ -196,8 +196,8 @@ def _state_numbers(
         padded = padded or array.shape
         splits = [by_axis.get(axis, 1) for axis in array.axes]
         if zero:
-            own = SHARD_AXES if at_end and shards_ends else (DATA,)
-            inside = [axis for axis in own if axis not in array.axes]
+            shard_axes = SHARD_AXES if at_end and shards_ends else (DATA,)
+            inside = [axis for axis in shard_axes if axis not in array.axes]
             unsplit = [not axis for axis in array.axes]
             axes, dim = scattered(padded, unsplit, inside, over_stage and of != PARAMETERS, by_axis)
             splits[dim] *= math.prod(by_axis[axis] for axis in axes)
@@ -600,9 +600,9 @@ class StepModel:
         layer = sum(ops, TimeBreakdown({MATMULS: joining}))
         # The sum of the matrix's gradient is beside the modules' backward, what the modules gather
         # beside the head; the rest is waited for.
-        beside = self._sharded_at_end(width * columns, 0, 1) + self._sharded_at_end(held, 1, 0)
+        covered = self._sharded_at_end(width * columns, 0, 1) + self._sharded_at_end(held, 1, 0)
         waits = self._sharded_at_end(width * columns, 1, 0) + self._sharded_at_end(held, 0, 1)
-        sharded = waits + self._beside(beside, layer)
+        sharded = waits + self._overlapped_with(layer, covered)
         return logits * (1 + modules) + layer * modules + sharded
 
     def _sharded_at_end(self, size: float, gathers: int, sums: int) -> TimeBreakdown:
@@ -615,7 +615,7 @@ class StepModel:
             self.links.seconds([*c.gathers([p] * gathers), *c.reductions_in_op([p] * sums)])
         )
 
-    def _beside(self, messages: TimeBreakdown, work: TimeBreakdown) -> TimeBreakdown:
+    def _overlapped_with(self, work: TimeBreakdown, messages: TimeBreakdown) -> TimeBreakdown:
         """Messages of an op of embedding or head that have this work beside them: on GPUs, as for
         overlapped cells; on TPUs they are synchronous."""
         part = float(self.framework.cell_overlap > 0), work.seconds
@@ -737,8 +737,8 @@ class StepModel:
         ends += model.dense_layers * self.layer_parameters(dense=True)
         ends += model.predictions * self.layer_parameters()
         experts = model.expert_parameters() / (layout.model * layout.expert)
-        own = self._numbers_at_ends(PARAMETERS, shared) if self.axes_of_ends else None
-        return DeviceParameters(layers * self.layer_parameters(), ends, layers * experts, own)
+        sharded = self._numbers_at_ends(PARAMETERS, shared) if self.axes_of_ends else None
+        return DeviceParameters(layers * self.layer_parameters(), ends, layers * experts, sharded)
 
     def _tables(self, shared: bool) -> int:
         """Tables of the vocabulary on the stage with most of them."""
@@ -779,7 +779,7 @@ class StepModel:
         return _state_numbers(self.model, of, sizes, zero > 0, shared, bool(self.axes_of_ends))
 
     def _numbers_at_ends(self, of: OptimizerConfig | str, shared: bool) -> float:
-        """Those of `_numbers` before and after a device's layers."""
+        """The numbers that a device has before and after its layers."""
         model, numbers = self.model, self._numbers(of, shared)
         ends = numbers.ends + self._tables(shared) * numbers.table
         return ends + (
@@ -793,8 +793,8 @@ class StepModel:
         Dense layers are with the other layers, or with the output matrix where both are sharded
         alike."""
         model, layout, framework = self.model, self.layout, self.framework
-        held, own = self.device_parameters(), self.axes_of_ends
-        dense = 0.0 if own else model.dense_layers * self.layer_parameters(dense=True)
+        held, axes = self.device_parameters(), self.axes_of_ends
+        dense = 0.0 if axes else model.dense_layers * self.layer_parameters(dense=True)
         data = (DATA,) if self.shards > 1 else ()
         scatter = data if layout.zero else ()
         replicas = () if framework.inner_steps else (REPLICA,)
@@ -809,9 +809,9 @@ class StepModel:
         stages = layout.stage if framework.vocabulary_parallel else 1
         table = 0.0 if model.tied else model.device_table_parameters(layout.model, stages)
         at_ends = layers._replace(product=False)
-        if own:
-            sums = tuple(a for a in (*replicas, *SHARD_AXES, STAGE) if a not in own)
-            at_ends = Parameters(0, own, sums, (MODEL,), own, own, as_zero3=True)
+        if axes:
+            sums = tuple(a for a in (*replicas, *SHARD_AXES, STAGE) if a not in axes)
+            at_ends = Parameters(0, axes, sums, (MODEL,), axes, axes, as_zero3=True)
         elif layout.stage > stages and self.parts_of_ends(layout.zero) > 1:
             all_sums = (*sums, EXPERT)
             at_ends = Parameters(0, (*scatter, STAGE), all_sums, (MODEL,), scatter, (*data, STAGE))
@@ -930,7 +930,7 @@ class StepModel:
         layer, layers = ops["F"] * 2 + ops["B"] + ops["W"], self.model.dense_layers
         sharded = self._sharded_at_end(self.layer_parameters(dense=True), 2, 1)
         # a layer's are beside the products of the one before or after, where there is one
-        return layer * layers + sharded + self._beside(sharded, layer) * (layers - 1)
+        return layer * layers + sharded + self._overlapped_with(layer, sharded) * (layers - 1)
 
     def op_times(self) -> tuple[float, ...]:
         """Seconds of F, B, W, message, R and head of one microbatch on an entire stage, and, up to

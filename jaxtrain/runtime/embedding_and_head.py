@@ -328,7 +328,7 @@ class EmbeddingAndHead:
     def _closed(self, sums: HeadTree, added: HeadTree, reductions: HeadTree) -> HeadTree:
         """`_close`, of the output matrix's gradient first, so that its sum overlaps with the
         prediction modules' backward. The norm's gradient is known only after that."""
-        if sums.table is not None:
+        if sums.table is not None or not self.parts.cfg.mtp_depth:
             return self._close(sums, added, reductions)
         close = lambda names, added: {
             name: self._close(sums.head[name], added[name], reductions.head[name]) for name in names
