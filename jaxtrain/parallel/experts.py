@@ -645,20 +645,25 @@ _together.defvjp(lambda rows, hidden: (_together(rows, hidden), None), _together
 def weigh(rows: jax.Array, gates: jax.Array) -> jax.Array:
     """Rows [M, …, F] times the weight of each, […]; the gradient of the weights is summed over
     M."""
-    return rows * gates[None, ..., None].astype(rows.dtype)
+    return _weigh(rows, gates)[0]
+
+
+def _weigh(rows, gates):
+    weights = gates[None, ..., None].astype(rows.dtype)
+    return rows * weights, (rows, weights)
 
 
 def _weigh_backward(residuals, g):
-    rows, gates = residuals
+    rows, weights = residuals
 
     def by_gates(r, g):
         part = (r[0].astype(jnp.float32) * g[0].astype(jnp.float32)).sum(-1)
         return psum(part, (MODEL,)) if rows.shape[0] > 1 else part
 
-    return weigh(g, gates), over_model(by_gates, (PART, PART), REPLICATED)(rows, g)
+    return g * weights, over_model(by_gates, (PART, PART), REPLICATED)(rows, g)
 
 
-weigh.defvjp(lambda rows, gates: (weigh(rows, gates), (rows, gates)), _weigh_backward)
+weigh.defvjp(_weigh, _weigh_backward)
 
 
 # --- products -------------------------------------------------------------------------------------

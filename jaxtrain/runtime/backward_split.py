@@ -59,6 +59,8 @@ CHEAP = VIEWS | frozenset(
     "add sub mul div max min select_n integer_pow square one_minus_square "
     "convert_element_type bitcast_convert_type add_any name".split()
 )
+# functions of one number in an activation: silu's and gelu's
+ACTIVATIONS = frozenset({"logistic", "tanh"})
 # of a tensor, or of its blocks, to FP8
 ROUNDING = CHEAP | frozenset(
     "abs reduce_max max min clamp shift_left shift_right_logical and".split()
@@ -190,6 +192,8 @@ class LayerSplit:
       params, x, extra: examples, pytrees of arrays or ShapeDtypeStructs; only shapes and dtypes
         matter.
       keep: what may cross from the forward to the backward.
+      remade: primitives whose results do not cross either if their operands do, though they cost
+        more than the pass.
 
     x: shape and dtype of the layer's input
     residuals: Residuals of the shapes and dtypes of what the forward leaves
@@ -197,7 +201,16 @@ class LayerSplit:
         gathered it, so that the devices of `model` hold the same
     """
 
-    def __init__(self, layer: Callable, params, x, extra, keep: KeepRule = keep_everything):
+    def __init__(
+        self,
+        layer: Callable,
+        params,
+        x,
+        extra,
+        keep: KeepRule = keep_everything,
+        remade: frozenset[str] = frozenset(),
+    ):
+        self._cheap = CHEAP | remade
         self.layer, self.x = layer, jax.ShapeDtypeStruct(x.shape, x.dtype)
         self._trace(layer, params, x, extra, keep)
         saved = self._saved_values(keep)
@@ -301,7 +314,7 @@ class LayerSplit:
 
         def goes_on(value) -> bool:
             cheap = not (value in self._late or value is self._x) and is_only(
-                self._maker[value], CHEAP
+                self._maker[value], self._cheap
             )
             if value in available:
                 sources.add(value)

@@ -13,17 +13,20 @@ large products beside it, and what follows these products waits for the message.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
 from jaxtrain.devices.mesh import MODEL, on_cpu, on_nvidia_gpu
 from jaxtrain.runtime.equations import (
     BLOCK_PRODUCTS,
     KERNELS,
+    NAME,
     PRODUCTS,
     bind,
     has,
@@ -33,6 +36,7 @@ from jaxtrain.runtime.equations import (
 )
 
 MESSAGES = frozenset({"all_to_all", "ragged_all_to_all"})
+SAME = frozenset({"reshape", "squeeze", "optimization_barrier", NAME})  # as what they read
 LARGE = 1 / 16  # of the largest product of a part: a router's product is smaller
 
 
@@ -55,6 +59,7 @@ class OpInParts:
         self._equations, self._env, self._outputs, self._pack = equations, env, outputs, pack
         self._arrived = [entry]  # what the next part begins with
         self._small: Sequence = ()  # equations of the last part, after its last large products
+        self._firsts: dict[Any, list[jax.Array]] = {}  # of outputs: what they wait for
 
     def run(self) -> Any:
         """The result, of all equations."""
@@ -62,7 +67,9 @@ class OpInParts:
         return self.result()
 
     def result(self) -> Any:
-        return self._pack([value_of(a, self._env) for a in self._outputs])
+        values = (value_of(a, self._env) for a in self._outputs)
+        firsts = ([] if isinstance(a, Literal) else self._firsts.get(a, []) for a in self._outputs)
+        return self._pack([after(f, a) if f else a for f, a in zip(firsts, values, strict=True)])
 
     @functools.cached_property
     def _left(self) -> list[list]:
@@ -79,25 +86,39 @@ class OpInParts:
         self._evaluate(self._small)
 
     def send(self, other: "OpInParts") -> None:
-        """Evaluates the next messages beside the next part of another op."""
-        messages, part = self._next(), other._next()
-        sent = self._smallest_operands(messages)
+        """Evaluates the next messages beside the next part of another op. Messages of a second step
+        are sent, too, and then each step has a piece of the part beside it."""
+        part, steps = other._next(), self._left[:3:2]
+        if len(steps) == 2 and _goes_far(steps[0]) != _goes_far(steps[1]):
+            piece, part = _pieces(part, other._peek(), _goes_far(steps[0]))
+            products = self._send(other, piece, part if _on_the_way(piece, part) else [])
+            other._arrived = products or other._arrived
+            other._evaluate(other._small)
+            self.start()
+        products = self._send(other, part, other._peek())
+        largest = sorted(self._values(self._arrived), key=jnp.size)[-1:]
+        other._wait(products, largest)
+        other._evaluate(other._small)
+
+    def _send(self, other: "OpInParts", piece: Sequence, following: Sequence) -> list:
+        """Evaluates the next messages beside equations of another op, up to their last large
+        products. Returns the results of these. following: the other op's next equations"""
+        messages = self._next()
         # what is small comes before the messages, or XLA fills their time with it
-        self._wait(sent, self._values(_small_results(self._small, messages)))
-        other._wait(other._arrived, self._values(sent))
+        small = self._values(_small_results(self._small, messages))
+        self._wait(self._smallest_operands(messages), small)
+        other._wait(other._arrived, self._values(self._last_operands(messages)))
         self._evaluate(messages)
         self._arrived = self._read_of(messages)
-        products, rest = _last_products(part, other._peek())
-        other._evaluate(part[: len(part) - len(rest)])
+        products, other._small = _last_products(piece, following)
+        other._evaluate(piece[: len(piece) - len(other._small)])
         results = other._read_of(products)
-        readers = [
-            e for e in self._peek() if not set(self._arrived).isdisjoint(variables(e.invars))
-        ]
-        self._wait(self._smallest_operands(readers), other._values(results))
-        largest = sorted(self._values(self._arrived), key=jnp.size)[-1:]
-        other._wait(results, largest)
-        other._evaluate(rest)
-        other._small = rest
+        following = itertools.chain.from_iterable(self._left[:2])
+        views, readers = _readers(self._arrived, following)
+        firsts = other._values(results)
+        self._wait(self._smallest_operands(readers), firsts)
+        self._firsts |= dict.fromkeys(views, firsts)
+        return results
 
     def _peek(self) -> list:
         return self._left[0] if self._left else []
@@ -106,12 +127,18 @@ class OpInParts:
         return self._left.pop(0) if self._left else []
 
     def _smallest_operands(self, equations: Iterable) -> list:
-        """The smallest operand of each, of those that are there: it costs least to wait for."""
-        found = (
-            min((a for a in variables(e.invars) if a in self._env), key=lambda a: a.aval.size)
-            for e in equations
-        )
-        return list(dict.fromkeys(found))
+        """The smallest operand of each, of those that are there: it costs least to wait for. An
+        equation that reads nothing but views of what has arrived has that."""
+        there = ([a for a in _operands(e) if a in self._env] or self._arrived for e in equations)
+        return list(dict.fromkeys(min(operands, key=_size) for operands in there))
+
+    def _last_operands(self, messages: Sequence) -> list:
+        """The operands of the largest message that were made since the last large products, or the
+        last one. Others are not waited for: XLA fuses choices that read the same."""
+        operands = _operands(_largest(messages)) if messages else []
+        there = [a for a in self._env if a in operands]
+        made = {a for equation in self._small for a in equation.outvars}
+        return [a for a in there if a in made] or there[-1:]
 
     def _evaluate(self, equations: Iterable) -> None:
         for equation in equations:
@@ -166,6 +193,59 @@ def after(firsts: Sequence[jax.Array], value: jax.Array) -> jax.Array:
     return jnp.where(bits != 0, value, jnp.zeros_like(value))
 
 
+def _size(variable) -> int:
+    return int(variable.aval.size)
+
+
+def _operands(equation) -> list:
+    """The variables that an equation reads; of a call those that are read in it."""
+    jaxprs = list(inside(equation))
+    if len(jaxprs) != 1 or len(jaxprs[0].invars) != len(equation.invars):
+        return variables(equation.invars)
+    read = {a for e in jaxprs[0].eqns for a in _operands(e)}
+    read.update(variables(jaxprs[0].outvars))
+    pairs = zip(equation.invars, jaxprs[0].invars, strict=True)
+    return variables(outer for outer, inner in pairs if inner in read)
+
+
+def _readers(values: Iterable, equations: Iterable) -> tuple[set, list]:
+    """Returns (values and their views, the equations that read one of these)."""
+    same, found = set(values), []
+    for equation in equations:
+        read = [
+            i for i, a in enumerate(equation.invars) if not isinstance(a, Literal) and a in same
+        ]
+        if read and equation.primitive.name in SAME:
+            same.update(equation.outvars[i] for i in read)
+        elif read:
+            found.append(equation)
+    return same, found
+
+
+def _pieces(part: Sequence, messages: Sequence, far_first: bool) -> tuple[Sequence, Sequence]:
+    """A part cut in two, after one of the large products on which the messages behind it wait.
+    Beside messages inside a node is one of these products, beside those across nodes, which take
+    longer, are the others."""
+    ends = [i for i, equation in enumerate(part, 1) if equation in _on_the_way(part, messages)]
+    if len(ends) < 2:
+        return (part, []) if far_first else ([], part)
+    end = ends[-2] if far_first else ends[0]
+    return part[:end], part[end:]
+
+
+def _largest(messages: Sequence) -> Any:
+    return max(messages, key=lambda equation: max(map(_size, equation.outvars)))
+
+
+def _goes_far(messages: Sequence) -> bool:
+    """True if the largest message goes between devices that are not neighbours."""
+    largest = _largest(messages)
+    while largest.primitive.name not in MESSAGES:
+        largest = next(e for jaxpr in inside(largest) for e in jaxpr.eqns if has(e, MESSAGES))
+    groups = largest.params["axis_index_groups"] or ((0, 1),)
+    return groups[0][1] - groups[0][0] > 1
+
+
 def _parts(equations: Iterable) -> list[list]:
     """Equations as [part, messages, part, messages, …, part]. Messages that do not wait for each
     other are together; a part is what they need, or what needs the last ones."""
@@ -183,6 +263,14 @@ def _last_products(part: Sequence, messages: Sequence) -> tuple[list, Sequence]:
     """Returns (the large products on which the messages wait without another one in between, the
     equations of the part that follow the last of these). Without messages, the products on which
     results of the part wait."""
+    last = _on_the_way(part, messages, only_last=True)
+    end = max((i for i, e in enumerate(part, 1) if e in last), default=len(part))
+    return last, part[end:]
+
+
+def _on_the_way(part: Sequence, messages: Sequence, only_last: bool = False) -> list:
+    """The large products of a part on which messages wait, or without messages its results.
+    only_last: those without another one in between"""
     large = _large(part)
     maker = {out: equation for equation in part for out in equation.outvars}
     read = {a for equation in part for a in variables(equation.invars)}
@@ -193,9 +281,8 @@ def _last_products(part: Sequence, messages: Sequence) -> tuple[list, Sequence]:
         equation = maker.get(todo.pop())
         if equation is not None and id(equation) not in seen:
             seen.add(id(equation))
-            todo += variables(equation.invars) if id(equation) not in large else ()
-    ends = [i for i, e in enumerate(part, 1) if id(e) in large and id(e) in seen]
-    return [part[i - 1] for i in ends], part[max(ends, default=len(part)) :]
+            todo += variables(equation.invars) if not (only_last and id(equation) in large) else ()
+    return [e for e in part if id(e) in large and id(e) in seen]
 
 
 def _small_results(equations: Sequence, messages: Sequence) -> list:

@@ -49,6 +49,7 @@ from jaxtrain.parallel.zero import (
     unsharded_shape,
 )
 from jaxtrain.runtime.backward_split import (
+    ACTIVATIONS,
     LayerSplit,
     keep_everything,
     keep_named,
@@ -555,7 +556,9 @@ class Runtime:
         if mode == "selective":
             keep = keep_named(self.save) if self.save else keep_products
         params = jax.tree.map(self._shape_as_used, self.parts.specs["layer"])
-        return LayerSplit(self._layer, params, x, extra, keep)
+        # A device has memory for more rows of experts than arrive, on average for half of them.
+        remade = ACTIVATIONS if self.parts.cfg.experts else frozenset()
+        return LayerSplit(self._layer, params, x, extra, keep, remade)
 
     def _shape_as_used(self, spec: Spec) -> jax.ShapeDtypeStruct | Quantized:
         """The shape of `_as_used` for one layer's parameter, unsharded."""
