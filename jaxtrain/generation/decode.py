@@ -6,8 +6,8 @@
                  │ 0 … start − 1  │ T tokens  │ unused       │
                  └────────────────┴───────────┴──────────────┘
 Every query sees the slots up to its own. So the slots after the newest token, which may hold
-padding of an earlier call, are never read, and are overwritten later. The devices of `context` share
-the slots (parallel/kv_cache.py).
+padding of an earlier call, are never read, and are overwritten later. The devices of `context`
+share the slots (parallel/kv_cache.py).
 
 generation/sampling.py chooses the next token. Without a cache, sequences go through
 transformer.logits.

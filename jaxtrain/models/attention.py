@@ -85,8 +85,6 @@ class Attention(nnx.Module):
         cache: keys and values of the tokens before, [B, S, K, H] each.
         """
         q, k, v = self.project(x_BTD, positions_BT)
-        cache = [
-            kv_cache.write(old, new, start) for old, new in zip(cache, (k, v), strict=True)
-        ]
+        cache = [kv_cache.write(old, new, start) for old, new in zip(cache, (k, v), strict=True)]
         y = attend_cached(q, cache[0].astype(q.dtype), cache[1].astype(q.dtype), start, self.kernel)
         return self.out.row_parallel(y.reshape(*y.shape[:2], -1)), cache
