@@ -103,10 +103,12 @@ SHARED = KINDS | {
 @dataclasses.dataclass(frozen=True)
 class Decoded:
     """Logits [tokens, B, V] of a sequence, token by token after a prompt; the programs of the
-    prompt and of a token, by the number of tokens in a call; and the cache after them."""
+    prompt and of a token, with their bytes of temporary memory, by the number of tokens in a call;
+    and the cache after them."""
 
     logits: np.ndarray
     programs: dict[int, Program]
+    temporary: dict[int, int]
     mesh: jax.sharding.Mesh
     cache: tuple[jax.Array, ...]
 
@@ -139,8 +141,11 @@ def decoded(kind: str, context: int, model: int, slots: int) -> Decoded:
             # the devices that split the sequence divide the tokens of a call
             result, cache = run(np.repeat(tokens[:, at : at + 1], model, 1), cache, at)
             logits.append(np.asarray(result))
-    programs = {count: Program(program.as_text()) for count, program in programs.items()}
-    return Decoded(np.stack(logits), programs, mesh, cache)
+    texts = {count: Program(program.as_text()) for count, program in programs.items()}
+    temporary = {
+        count: program.memory_analysis().temp_size_in_bytes for count, program in programs.items()
+    }
+    return Decoded(np.stack(logits), texts, temporary, mesh, cache)
 
 
 @pytest.mark.parametrize(
@@ -200,3 +205,13 @@ def test_collectives_of_a_split_cache(case):
                 else:
                     assert sum(sizes) <= activations, i.text
         assert over_context == [("all-reduce", sizes) for sizes in expected]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [("grouped", 1, 1), ("grouped", 3, 1), ("latent", 4, 1)])
+def test_a_step_does_not_copy_the_cache(case):
+    """It has memory for some layers of it."""
+    kind, context, model = case
+    split = decoded(kind, context, model, 2048 * context)
+    cache = sum(array.addressable_shards[0].data.nbytes for array in split.cache)
+    assert split.temporary[model] < cache
