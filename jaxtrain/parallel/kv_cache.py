@@ -10,9 +10,9 @@
 
 Scores and sums in plain XLA (`attention.attend`) need no code for that: the partitioner makes
 all-reduces of the maximum, the sum and the weighted values, which have no dimension of slots
-(flash-decoding; Dao et al. 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html). Here is
-what it would do badly: writing into a split dimension, for which it gathers the cache, and a
-kernel.
+(flash-decoding; Dao et al. 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html). This
+module has what the partitioner does badly, writing into a split dimension, for which it would
+gather the cache; and attention by a kernel, which it cannot split.
 
 Shape suffixes: B batch, T query tokens, S slots, N heads, K key/value heads, H head dimension of
 keys, V of values.
@@ -76,8 +76,8 @@ def put_back(
     def device_part(cache, layer, index, start):
         return copied(cache, layer[0], index, *_window(layer.shape[2], count, start))
 
-    split = P(None, None, CONTEXT)
-    return _on_own_slots(device_part, split, (cache, layer[None]), index, start)
+    # as arrays of one rank, whose slots are the same dimension
+    return _on_own_slots(device_part, P(None, None, CONTEXT), (cache, layer[None]), index, start)
 
 
 def _window(slots: int, count: int, start: jax.Array) -> tuple[jax.Array, int]:
