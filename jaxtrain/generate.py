@@ -2,7 +2,7 @@
 
     flags → checkpoint's folder → its meta (config, tokenizer) → prompt's ids
               an error up to here is one line with status 2, and no device is used
-          → parameters on 1 device, or on `--model` of them → text on stdout, as it is made
+          → parameters on 1 device, or on `--context` × `--model` → text on stdout, as it is made
           → on stderr: figures, why it stopped, and how much of the text is beyond the length
             that the model was trained on
 
@@ -93,9 +93,15 @@ FLAGS = (
     Flag("step", -1, "step of the checkpoint; -1: the newest", at_least=-1),
     Flag("model", 1, "devices over which the model is split (tensor parallel)", at_least=1),
     Flag(
+        "context",
+        1,
+        "parts of the key/value cache's tokens, each on --model devices of its own",
+        at_least=1,
+    ),
+    Flag(
         "cpu_devices",
         0,
-        "simulate this many CPU devices; 0: the platform's own, on a CPU as many as --model",
+        "simulate this many CPU devices; 0: the platform's own, on a CPU --context × --model",
         0,
         MOST_CPU_DEVICES,
     ),
@@ -140,7 +146,7 @@ def generate(flags: types.SimpleNamespace) -> int:
         cached = f"{flags.samples} × {prompt + flags.tokens} cached tokens"
         cli.fail(
             f"no memory for {cached} beside the model: use fewer --tokens or --samples, or a "
-            "larger --model"
+            "larger --context or --model"
         )
     settings = model.config.model
     positions = settings.max_positions if settings.positions == "learned" else 0
@@ -198,11 +204,27 @@ def check_flags(flags: types.SimpleNamespace) -> None:
             f"--top_p={flags.top_p:g} must be above 0 and at most 1",
             {"top_p": 0.9 if flags.top_p <= 0 else 1.0},
         )
-    if 0 < flags.cpu_devices < flags.model:
+    if flags.context > 1 and device_count(flags) > MOST_CPU_DEVICES:
         raise UsageError(
-            f"--cpu_devices={flags.cpu_devices} is less than --model={flags.model}",
-            {"cpu_devices": flags.model},
+            f"{split_flags(flags)} is more than {MOST_CPU_DEVICES} devices",
+            {"context": max(1, MOST_CPU_DEVICES // flags.model)},
         )
+    if 0 < flags.cpu_devices < device_count(flags):
+        raise UsageError(
+            f"--cpu_devices={flags.cpu_devices} is less than {split_flags(flags)}",
+            {"cpu_devices": device_count(flags)},
+        )
+
+
+def device_count(flags: types.SimpleNamespace) -> int:
+    """The number of devices that the flags ask for."""
+    return flags.context * flags.model
+
+
+def split_flags(flags: types.SimpleNamespace) -> str:
+    """The flags that split the model and the cache, for an error."""
+    names = [name for name in ("context", "model") if getattr(flags, name) > 1] or ["model"]
+    return " × ".join(f"--{name}={getattr(flags, name)}" for name in names)
 
 
 def find_checkpoint(
@@ -296,7 +318,7 @@ def start_jax(flags: types.SimpleNamespace) -> None:
         or settings.jax_num_cpu_devices >= 0
     )
     if flags.cpu_devices or not simulated:
-        jax.config.update("jax_num_cpu_devices", flags.cpu_devices or flags.model)
+        jax.config.update("jax_num_cpu_devices", flags.cpu_devices or device_count(flags))
     startup.use_compilation_cache()
 
 
@@ -336,7 +358,8 @@ def load(flags: types.SimpleNamespace) -> Loaded:
                     config.model,
                     config.precision,
                     config.train.diloco_inner_steps > 0,
-                    jax.devices()[: flags.model],
+                    jax.devices()[: device_count(flags)],
+                    flags.context,
                 )
         except DamageError as error:
             if flags.step >= 0:
@@ -415,15 +438,15 @@ def check_model(model: ModelConfig, prompt: int, flags: types.SimpleNamespace) -
 
 
 def check_devices(count: int, model: ModelConfig, flags: types.SimpleNamespace) -> None:
-    """Raises UsageError if there are fewer devices than `--model`."""
-    if flags.model > count:
-        fewer = max(
-            n for n in range(1, count + 1) if flags.model % n == 0 and kv_heads_fit(model, n)
-        )
-        raise UsageError(
-            f"--model={flags.model} is more than the {count} device{'s'[: count > 1]} here",
-            {"model": fewer},
-        )
+    """Raises UsageError if there are fewer devices than `--context` × `--model`."""
+    if device_count(flags) <= count:
+        return
+    rule = f"{split_flags(flags)} is more than the {count} device{'s'[: count > 1]} here"
+    if flags.model <= count:
+        raise UsageError(rule, {"context": count // flags.model})
+    fewer = max(n for n in range(1, count + 1) if flags.model % n == 0 and kv_heads_fit(model, n))
+    context = {"context": count // fewer} if flags.context * fewer > count else {}
+    raise UsageError(rule, {"model": fewer} | context)
 
 
 if __name__ == "__main__":

@@ -198,6 +198,15 @@ def test_several_samples(run, here, capsys):
     )
 
 
+def test_a_cache_over_devices(run, here, capsys):
+    flags = ["--prompt=4 5 6", "--tokens=30", "--greedy", "--context=3", "--model=2"]
+    assert here(f"--workdir={run}", *flags, "--samples=2") == 0
+    text = "4 5 6 " + " ".join(map(str, greedy([4, 5, 6], 30)))
+    assert capsys.readouterr().out == "".join(
+        f"--- sample {number} of 2\n{text}\n" for number in (1, 2)
+    )
+
+
 def test_the_end_of_the_positions_is_said(run, here, capsys):
     assert here(f"--workdir={run}", "--prompt=1 2", "--tokens=38", "--greedy") == 0
     last = capsys.readouterr().err.splitlines()[-1]
@@ -237,6 +246,10 @@ def refused(capsys, call, *argv: str) -> str:
         (
             ["--prompt=1", "--tokens=5", "--model=3"],
             "--model=3 does not divide model.heads=8: use --model=2 .or 1, 4, 8.",
+        ),
+        (
+            ["--prompt=1", "--tokens=5", "--model=3", "--context=1000"],
+            "--context=1000 × --model=3 is more than 1024 devices: use --context=341 --model=2",
         ),
         (
             ["--prompt=1", "--tokens", "5", "--top_p=run", "--step=5", "--seed=inf"],
@@ -321,9 +334,21 @@ def test_what_is_not_whole_is_passed_over(run, here, capsys, tmp_path):
 
 def test_too_few_devices(run, here, capsys, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [None] * 3)
-    assert "--model=4 is more than the 3 devices here: use --model=2" in refused(
-        capsys, here, f"--workdir={run}", "--prompt=1", "--tokens=5", "--model=4"
-    )
+    for split, message in (
+        (["--model=4"], "--model=4 is more than the 3 devices here: use --model=2"),
+        (["--context=4"], "--context=4 is more than the 3 devices here: use --context=3"),
+        (
+            ["--context=2", "--model=2"],
+            "--context=2 × --model=2 is more than the 3 devices here: use --context=1",
+        ),
+        (
+            ["--context=2", "--model=4"],
+            "--context=2 × --model=4 is more than the 3 devices here: use --model=2 --context=1",
+        ),
+    ):
+        assert message in refused(
+            capsys, here, f"--workdir={run}", "--prompt=1", "--tokens=5", *split
+        )
 
 
 @pytest.mark.parametrize(
@@ -360,6 +385,11 @@ def test_flags_are_checked_without_jax(tmp_path):
         "--tokens=0 must be at least 1": ["--tokens=0"],
         f"--seed={2**32 + 5} must be at most {2**32 - 1}: use --seed=0": [f"--seed={2**32 + 5}"],
         "--cpu_devices=1 is less than --model=2": ["--cpu_devices=1", "--model=2"],
+        "--cpu_devices=5 is less than --context=3 × --model=2: use --cpu_devices=6": [
+            *("--cpu_devices=5", "--context=3", "--model=2")
+        ],
+        "--context=0 must be at least 1: use --context=1": ["--context=0"],
+        "--context=5000 is more than 1024 devices: use --context=1024": ["--context=5000"],
         "--top_q is an unknown flag: use --top_p": ["--top_q=1"],
     }
     program = f"""

@@ -32,7 +32,7 @@ from jaxtrain.checkpoint.steps import (
 from jaxtrain.checkpoint.storage import read_tree
 from jaxtrain.config import Config, ModelConfig, PrecisionConfig
 from jaxtrain.devices import cluster
-from jaxtrain.devices.mesh import AXES, MODEL, REPLICA, make_mesh
+from jaxtrain.devices.mesh import AXES, CONTEXT, MODEL, REPLICA, make_mesh
 from jaxtrain.devices.state_file import is_on_disk
 from jaxtrain.training.optimizer import make_optimizer
 from jaxtrain.training.state import ParameterLayout, abstract_state, stored_shapes
@@ -180,6 +180,7 @@ def load_parameters(
     precision: PrecisionConfig,
     independent_replicas: bool,
     devices: Sequence[jax.Device] | None = None,
+    context: int = 1,
 ) -> tuple[ParameterLayout, dict]:
     """A step's model and parameters for use without training, whatever mesh and schedule saved them
     → (layout, {"embed", "first" if any, "layers" (leaves [L, ...]), "head"}). layout: as stored,
@@ -196,14 +197,16 @@ def load_parameters(
       directory: the folder of checkpoints.
       model, precision: of a resolved config, as in the step's meta.
       independent_replicas: replicas had parameters of their own (DiLoCo).
-      devices: the tensor-parallel group; its size must divide heads, key/value heads and the MLP.
-        Default: one device.
+      devices: `context` tensor-parallel groups, whose size must divide heads, key/value heads and
+        the MLP. Default: one device.
+      context: the size of the mesh's context axis, along which parameters are replicated.
 
     Raises:
       CheckpointError: no such step, or its arrays are not this config's.
     """
     devices = jax.local_devices()[:1] if devices is None else list(devices)
-    mesh = make_mesh([len(devices) if axis == MODEL else 1 for axis in AXES], devices)
+    sizes = {CONTEXT: context, MODEL: len(devices) // context}
+    mesh = make_mesh([sizes.get(axis, 1) for axis in AXES], devices)
     model = dataclasses.replace(model, mtp_depth=0)
     layout = ParameterLayout.unstaged(model, mesh, PrecisionConfig())
     abstract = jax.tree.map(

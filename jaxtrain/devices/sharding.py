@@ -35,6 +35,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "microbatch": (),
     "sequence": (MODEL,),  # between blocks: norms and residuals are split along the sequence
     "token": (),  # inside a block: all tokens, split by heads or MLP columns
+    "slot": (CONTEXT,),  # of a cache, in generation: a token's place
 }
 
 # of a batch's arrays [microbatches, sequences, tokens]

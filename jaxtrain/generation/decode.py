@@ -6,7 +6,8 @@
                  │ 0 … start − 1  │ T tokens  │ unused       │
                  └────────────────┴───────────┴──────────────┘
 Every query sees the slots up to its own. So the slots after the newest token, which may hold
-padding of an earlier call, are never read, and are overwritten later.
+padding of an earlier call, are never read, and are overwritten later. The devices of `context`
+share the slots (parallel/kv_cache.py).
 
 generation/sampling.py chooses the next token. Without a cache, sequences go through
 transformer.logits.
@@ -22,13 +23,14 @@ from jax import lax
 from jaxtrain.devices.sharding import Axes, constrain
 from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.transformer import ModelParts
+from jaxtrain.parallel import kv_cache
 
 Cache = tuple[jax.Array, ...]
 
 
 def cache_axes(parts: ModelParts) -> tuple[Axes, ...]:
     """The logical axes of the arrays of a cache."""
-    return tuple(("layer", "batch", "token", *slot.axes) for slot in parts.cache_slots())
+    return tuple(("layer", "batch", kv_cache.SLOT, *slot.axes) for slot in parts.cache_slots())
 
 
 def empty_cache(parts: ModelParts, batch: int, slots: int, dtype: jnp.dtype) -> Cache:
@@ -61,13 +63,9 @@ def extend(
         one_layer = [lax.dynamic_index_in_dim(array, index, 0, keepdims=False) for array in cache]
         positions = layer_positions(parts.cfg, index, positions_1T)
         x_BTD, one_layer = block(weights).cached(x_BTD, positions, one_layer, start)
-        # Only the T slots of these tokens go back into the cache: the carried arrays are updated in
-        # place, not copied layer by layer.
-        written = [lax.dynamic_slice_in_dim(array, start, t, 1) for array in one_layer]
-        at = lambda array: (index, 0, start, *(0,) * (array.ndim - 3))
         cache = tuple(
-            lax.dynamic_update_slice(array, part[None], at(array))
-            for array, part in zip(cache, written, strict=True)
+            kv_cache.put_back(array, part, index, start, t)
+            for array, part in zip(cache, one_layer, strict=True)
         )
         return (x_BTD, cache), None
 

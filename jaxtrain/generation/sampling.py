@@ -27,11 +27,12 @@ from jaxtrain.devices.mesh import AXES, make_mesh
 from jaxtrain.devices.sharding import named, shards
 from jaxtrain.generation.decode import cache_axes, empty_cache, extend, next_logits, tied_table
 from jaxtrain.models.transformer import ModelParts
+from jaxtrain.parallel.kv_cache import SLOT
 
 BURST = 32  # the most tokens that one call of the decoding program makes
 # the most tokens of a prompt that one call reads: its attention scores are [heads, PIECE, slots]
 PIECE = 1024
-SLOTS = 128  # the cache's length is a multiple of this
+SLOTS = 128  # the cache's length is a multiple of this on each device that shares it
 BURST_S = 0.05  # target seconds of a call, between two pieces of streamed text
 
 
@@ -161,6 +162,7 @@ class Sampler:
             # The devices that split batch and sequence must divide a call's sequences and tokens:
             # spare ones fill it up.
             self._batch_unit, self._width = shards("batch"), shards("sequence")
+            self._slots_unit = SLOTS * shards(SLOT)
         cache = tuple(named(self.mesh, axes) for axes in cache_axes(parts))
         of_batch, replicated = named(self.mesh, ("batch",)), named(self.mesh, ())
         state = DecodeState(cache, last=of_batch, done=of_batch, position=replicated)
@@ -234,7 +236,7 @@ class Sampler:
         slots = max(sum(piece.size for piece, _ in pieces), len(ids) + tokens + self._width)
         batch = -(-samples // self._batch_unit) * self._batch_unit
         with jax.set_mesh(self.mesh):
-            state = self._begin(slots=-(-slots // SLOTS) * SLOTS)
+            state = self._begin(slots=-(-slots // self._slots_unit) * self._slots_unit)
             for piece, count in pieces:
                 state = self._prefill(self.params, state, piece[None], np.int32(count))
             return self._spread(state, np.int32(ids[-1]), np.int32(samples), batch=batch)

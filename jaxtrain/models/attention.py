@@ -12,6 +12,7 @@ from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.layers import Dense, Norm, column_parallel, named
 from jaxtrain.models.rotary import Rotary
 from jaxtrain.models.spec import CacheSlot
+from jaxtrain.parallel import kv_cache
 from jaxtrain.parallel.attention import HEADS, KV_HEADS, attend_cached, attend_causal
 from jaxtrain.parallel.heads import heads_first, kept_by_heads, orders_by_heads, row_major
 from jaxtrain.parallel.tensor import attention_kv_heads, shared_columns
@@ -84,9 +85,6 @@ class Attention(nnx.Module):
         cache: keys and values of the tokens before, [B, S, K, H] each.
         """
         q, k, v = self.project(x_BTD, positions_BT)
-        cache = [
-            jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), start, 1)
-            for old, new in zip(cache, (k, v), strict=True)
-        ]
+        cache = [kv_cache.write(old, new, start) for old, new in zip(cache, (k, v), strict=True)]
         y = attend_cached(q, cache[0].astype(q.dtype), cache[1].astype(q.dtype), start, self.kernel)
         return self.out.row_parallel(y.reshape(*y.shape[:2], -1)), cache

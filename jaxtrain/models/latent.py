@@ -27,6 +27,7 @@ from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.layers import Dense, Norm, column_parallel, gather_sequence, named
 from jaxtrain.models.rotary import Rotary, score_factor
 from jaxtrain.models.spec import CacheSlot
+from jaxtrain.parallel import kv_cache
 from jaxtrain.parallel.attention import HEADS, attend, attend_causal
 from jaxtrain.parallel.heads import row_major
 
@@ -108,8 +109,8 @@ class LatentAttention(nnx.Module):
         cache: one array [B, S, K], of the tokens before.
         """
         q, latent_BTC, key_BTR = self.project(x_BTD, positions_BT)
-        new_BTK = jnp.concatenate([gather_sequence(latent_BTC), key_BTR], -1).astype(cache[0].dtype)
-        cache_BSK = jax.lax.dynamic_update_slice_in_dim(cache[0], new_BTK, start, 1)
+        new_BTK = jnp.concatenate([gather_sequence(latent_BTC), key_BTR], -1)
+        cache_BSK = kv_cache.write(cache[0], new_BTK, start)
         t, s = x_BTD.shape[1], cache_BSK.shape[1]
         mask = jnp.arange(s)[None, None, None, :] <= start + jnp.arange(t)[None, None, :, None]
         to_keys, to_values = jnp.split(

@@ -22,10 +22,10 @@ from jaxtrain.config.kernels import (
     AttentionCase,
     attention_kernel,
 )
-from jaxtrain.devices.sharding import constrain
-from jaxtrain.parallel import blockwise, context, cudnn, flash, ring, splash
+from jaxtrain.devices.sharding import constrain, shards
+from jaxtrain.parallel import blockwise, context, cudnn, flash, kv_cache, ring, splash
 from jaxtrain.parallel.flash import Kernel
-from jaxtrain.parallel.heads import on_each_device, over_heads
+from jaxtrain.parallel.heads import over_heads
 from jaxtrain.parallel.target_device import target_device
 
 HEADS = ("batch", "token", "heads", None)
@@ -161,27 +161,26 @@ def attend_causal(
 
 def attend_cached(q, k, v, start, requested: str) -> jax.Array:
     """Attention of T tokens to S slots of a cache: query t sees slots up to start + t. Splash
-    attends for a prompt's many tokens if it is the chosen kernel; otherwise plain XLA does.
+    attends for a prompt's many tokens if it is the chosen kernel; otherwise plain XLA does. Each
+    device of `context` attends to its own slots (parallel/kv_cache.py).
 
     requested: model.attention_kernel
     """
     (t, s), device = (q.shape[1], k.shape[1]), target_device()
+    local_slots = s // shards(kv_cache.SLOT)
     case = AttentionCase(
         device,
         8 * q.dtype.itemsize,
         q.shape[-1],
         v.shape[-1],
         queries=t,
-        keys=s,
+        keys=local_slots,
         documents=False,
         context="cache",
     )
-    if attention_kernel(case, requested).kernel == SPLASH and splash.takes(t, s):
+    if attention_kernel(case, requested).kernel == SPLASH and splash.takes(t, local_slots):
         kernel = splash.kernel(interpret=device.platform != TPU)
-        run = lambda q, k, v, start: kernel.forward(
-            q, k, v, context.Sight((0,), start=start), dtype=v.dtype
-        )[0]
-        return constrain(on_each_device(run, (q, k, v), (start,)), HEADS)
+        return constrain(kv_cache.attend_by_kernel(kernel, q, k, v, start), HEADS)
     mask = jnp.arange(s)[None, None, None, :] <= start + jnp.arange(t)[None, None, :, None]
     return attend(q, k, v, mask)
 

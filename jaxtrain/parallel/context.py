@@ -43,7 +43,8 @@ class Sight:
 
     full_chunks: int32 [chunks of queries], as an array or numbers; pairs: their sum, which is the
         same on every device
-    start: int32, the number of keys before these chunks, which all queries see; for splash alone
+    start: int32, the number of keys before these chunks, which all queries see; negative where the
+        keys begin after the queries do; for splash alone
     """
 
     full_chunks: jax.Array | tuple[int, ...]

@@ -188,7 +188,7 @@ def _forward(
         **COMMON,
     )
     out, lse = (_from_kernel(a, len(q_BTNH)) for a in (out, lse))
-    if sight.diagonal:  # every query sees its own key at least
+    if sight.diagonal and sight.start is None:  # every query sees its own key at least
         return out.astype(dtype), lse
     sees_any = lse > MASKED  # NaN where no step of the grid ran
     return jnp.where(sees_any[..., None], out, 0).astype(dtype), jnp.where(sees_any, lse, MASKED)

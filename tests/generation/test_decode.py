@@ -1,4 +1,8 @@
-"""The model over its key/value cache gives the logits of the model over whole sequences."""
+"""The model over its key/value cache gives the logits of the model over whole sequences; over one
+that the devices of `context` share, those of one device, without a collective of a cache's size."""
+
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +11,9 @@ import pytest
 from support import small
 from support.plain_model import plain_model
 
-from jaxtrain.generation.decode import empty_cache, extend, next_logits, tied_table
+from jaxtrain.devices.sharding import named
+from jaxtrain.generation.decode import cache_axes, empty_cache, extend, next_logits, tied_table
+from jaxtrain.hlo.program import Program, along
 from jaxtrain.models import transformer
 
 KINDS = {
@@ -83,3 +89,129 @@ def test_padding_beyond_the_learned_positions_is_finite():
         jnp.float32,
     )
     assert all(np.isfinite(a).all() for a in jax.tree.leaves((x, cache)))
+
+
+# --- slots split over `context` -------------------------------------------------------------------
+
+BATCH, PROMPT, END = 2, 28, 36  # tokens
+SHARED = KINDS | {
+    "grouped": {"model.kv_heads": 2, "model.init_std": 0.3},
+    "latent, by a query latent": KINDS["latent"] | {"model.query_rank": 12},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoded:
+    """Logits [tokens, B, V] of a sequence, token by token after a prompt; the programs of the
+    prompt and of a token, with their bytes of temporary memory, by the number of tokens in a call;
+    and the cache after them."""
+
+    logits: np.ndarray
+    programs: dict[int, Program]
+    temporary: dict[int, int]
+    mesh: jax.sharding.Mesh
+    cache: tuple[jax.Array, ...]
+
+
+@functools.cache
+def decoded(kind: str, context: int, model: int, slots: int) -> Decoded:
+    cfg = small.config((1, 1, model), changes=SHARED[kind] | {"mesh.context": context})
+    parts, params = plain_model(cfg)
+    mesh, tokens = small.mesh_of(cfg), np.random.default_rng(1).integers(0, 61, (BATCH, END))
+    tokens, programs, logits = tokens.astype(np.int32), {}, []
+
+    def step(params, tokens, cache, start):
+        x, cache = extend(parts, params, tokens, cache, start, jnp.float32)
+        return next_logits(parts, params, x, tied_table(parts, params, jnp.float32)), cache
+
+    def run(tokens, cache, start):
+        arguments = (params, tokens, cache, np.int32(start))
+        count = tokens.shape[1]
+        if count not in programs:
+            programs[count] = (
+                jax.jit(step, out_shardings=(None, stored)).lower(*arguments).compile()
+            )
+        return programs[count](*arguments)
+
+    with jax.set_mesh(mesh):
+        stored = tuple(named(mesh, axes) for axes in cache_axes(parts))
+        empty = jax.jit(lambda: empty_cache(parts, BATCH, slots, jnp.float32), out_shardings=stored)
+        _, cache = run(tokens[:, :PROMPT], empty(), 0)
+        for at in range(PROMPT, END):
+            # the devices that split the sequence divide the tokens of a call
+            result, cache = run(np.repeat(tokens[:, at : at + 1], model, 1), cache, at)
+            logits.append(np.asarray(result))
+    texts = {count: Program(program.as_text()) for count, program in programs.items()}
+    temporary = {
+        count: program.memory_analysis().temp_size_in_bytes for count, program in programs.items()
+    }
+    return Decoded(np.stack(logits), texts, temporary, mesh, cache)
+
+
+@pytest.mark.parametrize(
+    "case",
+    small.named(
+        [("grouped", 3, 2), ("latent", 4, 1)],
+        [
+            *(("grouped", 2, 1), ("grouped", 4, 2), ("grouped", 2, 4), ("grouped", 5, 1)),
+            *(("latent", 3, 2), ("latent, by a query latent", 2, 2)),
+            *(("experts", 3, 2), ("gpt", 2, 2)),
+        ],
+    ),
+)
+def test_a_split_cache(case):
+    kind, context, model = case
+    local_slots = 32 if context == 2 else 16  # tokens after the prompt go over a device's border
+    slots = local_slots * context
+    one, split = decoded(kind, 1, 1, slots), decoded(kind, context, model, slots)
+    # The same numbers in other sums, in float32, whose relative precision is 6e-8.
+    largest = np.abs(one.logits).max()
+    assert largest > 1
+    np.testing.assert_allclose(split.logits, one.logits, rtol=0, atol=1e-5 * largest)
+    np.testing.assert_array_equal(split.logits.argmax(-1), one.logits.argmax(-1))
+    for array in split.cache:
+        assert {part.data.shape[2] for part in array.addressable_shards} == {local_slots}
+
+
+@pytest.mark.parametrize(
+    "case",
+    small.named(
+        [("grouped", 3, 2, 16), ("latent", 4, 1, 16)],
+        [
+            *(("grouped", 3, 2, 512), ("grouped", 2, 4, 512), ("latent", 4, 1, 512)),
+            *(("latent", 3, 2, 512), ("experts", 3, 2, 512)),
+        ],
+    ),
+)
+def test_collectives_of_a_split_cache(case):
+    """In a layer two all-reduces over `context`: the largest scores; and weights with weighted
+    values. None of their sizes has the number of slots. Over `model` go activations alone."""
+    kind, context, model, local_slots = case
+    cfg, split = small.config(changes=SHARED[kind]).model, decoded(*case[:3], local_slots * context)
+    values = cfg.kv_rank if cfg.attention == "mla" else cfg.head_dim
+    bodies = cfg.dense_layers + 1  # dense layers, and a loop over the others
+    of_a_layer = min(a.nbytes // len(a) // context // model for a in split.cache)
+    for tokens, program in split.programs.items():
+        scores = 4 * BATCH * tokens * cfg.heads // model
+        expected = [(scores,), (scores * values, scores)] * bodies
+        activations = 4 * BATCH * tokens * max(cfg.width, cfg.vocab_size)
+        assert local_slots < 512 or tokens == PROMPT or of_a_layer > 8 * activations
+        over_context = []
+        for i in program.below(program.entry):
+            if i.collective:
+                sizes = tuple(operand.bytes for operand in program.operands(i))
+                if along(i, split.mesh.shape)[0] == ("context",):
+                    over_context.append((i.collective, sizes))
+                else:
+                    assert sum(sizes) <= activations, i.text
+        assert over_context == [("all-reduce", sizes) for sizes in expected]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [("grouped", 1, 1), ("grouped", 3, 1), ("latent", 4, 1)])
+def test_a_step_does_not_copy_the_cache(case):
+    """It has memory for some layers of it."""
+    kind, context, model = case
+    split = decoded(kind, context, model, 2048 * context)
+    cache = sum(array.addressable_shards[0].data.nbytes for array in split.cache)
+    assert split.temporary[model] < cache
