@@ -33,7 +33,7 @@ device, S positions of sent rows, R rows of experts.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -54,7 +54,9 @@ from jaxtrain.devices.mesh import (
 )
 from jaxtrain.devices.sharding import constrain, is_split
 from jaxtrain.parallel import grouped, megablox
+
 from jaxtrain.parallel.context import in_text_order, local_chunks
+from jaxtrain.parallel.filled_rows import exceeds_mean, is_large, on_rows
 from jaxtrain.parallel.fp8 import (
     Quantized,
     gradient_of,
@@ -103,6 +105,8 @@ class Size(NamedTuple):
         all rows.
     nodes: that the `expert` axis spans, for rows that go in two steps
     among: of a step, the devices between which rows go; None: all along the axis
+    mean: the mean number of rows of a device's experts; 0 where elementwise work is done on all
+        rows that there is memory for
     """
 
     experts: int
@@ -111,6 +115,7 @@ class Size(NamedTuple):
     fills_empty: bool = True
     nodes: int = 1
     among: ExchangeGroup | None = None
+    mean: int = 0
 
     @property
     def group(self) -> ExchangeGroup:
@@ -129,7 +134,7 @@ class Size(NamedTuple):
         those of one device of each node."""
         group = ExchangeGroup(manual_size(EXPERT) // self.nodes)
         experts, batch = self.experts // self.nodes, self.nodes * self.batch
-        return Size(experts, batch, self.tokens, self.fills_empty, among=group)
+        return Size(experts, batch, self.tokens, self.fills_empty, among=group, mean=self.mean)
 
 
 class Routing(NamedTuple):
@@ -418,13 +423,23 @@ def _arrives_sorted(size: Size) -> bool:
     return size.experts == size.group.devices
 
 
+def _take_filled(
+    rows: jax.Array, source: jax.Array, routing: Routing, size: Size
+) -> jax.Array:
+    """rows[source] of the rows that are there, and anything behind them."""
+    assert routing.sizes is not None
+    return on_rows(lambda at: _take(rows, at), size.mean, routing.sizes.sum(), source)
+
+
 def _arrive(sent: jax.Array, routing: Routing, size: Size) -> jax.Array:
     """Sent rows [S, …] → rows of this device's experts: [R, …] sorted by expert, or [E, R, …]."""
     if routing.travel is not None:
         assert routing.source is not None
         room, most = routing.source.size, _most(routing, size)
         arrived = _ragged(sent, routing.travel, room, most, size.fills_empty, size.group)
-        return arrived if _arrives_sorted(size) else _take(arrived, routing.source)
+        if _arrives_sorted(size):
+            return arrived
+        return _take_filled(arrived, routing.source, routing, size)
     if routing.sizes is not None:
         return sent
     devices = manual_size(EXPERT)
@@ -440,7 +455,9 @@ def _leave(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
     """Rows of this device's experts → rows sent back [S, …]: the inverse of `_arrive`."""
     if routing.travel is not None:
         assert routing.row is not None
-        leaving = rows if _arrives_sorted(size) else _take(rows, routing.row)
+        leaving = rows
+        if not _arrives_sorted(size):
+            leaving = _take_filled(rows, routing.row, routing, size)
         room, most = routing.choice.size, _most(routing, size)
         # no position is that of a row that was not sent
         return _ragged(leaving, routing.travel.T, room, most, False, size.group)
@@ -661,6 +678,55 @@ def _weigh_backward(residuals, g):
 weigh.defvjp(lambda rows, gates: (weigh(rows, gates), (rows, gates)), _weigh_backward)
 
 
+def activated(
+    fn: Callable, inputs: Sequence[jax.Array], gates: jax.Array, sizes: jax.Array | None, mean: int
+) -> jax.Array:
+    """`weigh` of fn(*inputs), an elementwise function of rows: on those that are there, as
+    filled_rows.py says, where these are few of many. mean: as in `Size`"""
+    if sizes is None or not exceeds_mean(inputs[0].shape[1], mean):
+        return weigh(fn(*inputs), gates)
+    return _activated(fn, mean, tuple(inputs), gates, sizes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _activated(fn: Callable, mean: int, inputs: tuple, gates: jax.Array, sizes: jax.Array):
+    weighed = lambda gates, *x: fn(*x) * gates[:, None].astype(x[0].dtype)
+    run = lambda inputs, gates, sizes: on_rows(
+        weighed, mean, sizes.sum(), gates, *(x[0] for x in inputs)
+    )[None]
+    return over_model(run, ((PART,) * len(inputs), REPLICATED, REPLICATED), PART)(
+        inputs, gates, sizes
+    )
+
+
+def _activated_backward(fn, mean, saved, g):
+    def gradients(gates, g, *x):
+        y, backward = jax.vjp(fn, *x)
+        by_gates = (y.astype(jnp.float32) * g.astype(jnp.float32)).sum(-1)
+        return by_gates, *backward(g * gates[:, None].astype(g.dtype))
+
+    def run(inputs, gates, sizes, g):
+        parts = (x[0] for x in inputs)
+        by_gates, *by_inputs = on_rows(gradients, mean, sizes.sum(), gates, g[0], *parts)
+        if model_parts > 1:
+            by_gates = psum(by_gates, (MODEL,))
+        return tuple(x[None] for x in by_inputs), by_gates
+
+    model_parts = saved[0][0].shape[0]
+    parts = (PART,) * len(saved[0])
+    specs = (parts, REPLICATED, REPLICATED, PART)
+    return *over_model(run, specs, (parts, REPLICATED))(*saved, g), None
+
+
+_activated.defvjp(
+    lambda fn, mean, inputs, gates, sizes: (
+        _activated(fn, mean, inputs, gates, sizes),
+        (inputs, gates, sizes),
+    ),
+    _activated_backward,
+)
+
+
 # --- products -------------------------------------------------------------------------------------
 
 
@@ -713,7 +779,11 @@ def _multiply(form: str, a, b, sizes: jax.Array | None, in_specs, out_spec: P) -
     def run(x, y, sizes=None):
         multiply = getattr(_products(sizes), form)
         x, y = part(x, in_specs[0]), part(y, in_specs[1])
-        return whole(multiply(x, y, sizes) if dtype is None else multiply(x, y, sizes, dtype))
+        if dtype is not None:  # a scale of FP8 is the largest number, empty rows included
+            return whole(multiply(x, y, sizes, dtype))
+        if sizes is not None and form != "weights_gradient" and is_large(x.shape[0]):
+            return whole(multiply(x, y, sizes, fills_empty=False))
+        return whole(multiply(x, y, sizes))
 
     if sizes is None:
         result = over_model(lambda x, y: run(x, y), in_specs, out_spec)(x, y)

@@ -61,6 +61,7 @@ def _times_matrices(
     sizes_E: jax.Array,
     transposed: bool,
     interpret: bool,
+    fills_empty: bool,
 ) -> jax.Array:
     rows = _padded(rows_RK)
     outputs = weights_EIO.shape[1 if transposed else 2]
@@ -77,6 +78,8 @@ def _times_matrices(
         interpret=interpret,
     )
     # The kernel writes no tile without rows: its memory is undefined.
+    if not fills_empty:
+        return out[: rows_RK.shape[0]]
     return jnp.where(jnp.arange(rows_RK.shape[0])[:, None] < taken, out[: rows_RK.shape[0]], 0)
 
 
@@ -86,10 +89,10 @@ def product(
     sizes_E: jax.Array,
     dtype: jnp.dtype | None = None,
     interpret: bool = False,
+    fills_empty: bool = True,
 ) -> jax.Array:
-    """Each row times its group's matrix, [R, O] of the rows' type; zeros for rows after those of
-    the last group."""
-    return _times_matrices(rows_RI, weights_EIO, sizes_E, False, interpret)
+    """Each row times its group's matrix, [R, O] of the rows' type."""
+    return _times_matrices(rows_RI, weights_EIO, sizes_E, False, interpret, fills_empty)
 
 
 def rows_gradient(
@@ -98,10 +101,10 @@ def rows_gradient(
     sizes_E: jax.Array,
     dtype: jnp.dtype | None = None,
     interpret: bool = False,
+    fills_empty: bool = True,
 ) -> jax.Array:
-    """The gradient of the rows, [R, I] of the gradients' type; zeros for rows after those of the
-    last group."""
-    return _times_matrices(g_RO, weights_EIO, sizes_E, True, interpret)
+    """The gradient of the rows, [R, I] of the gradients' type."""
+    return _times_matrices(g_RO, weights_EIO, sizes_E, True, interpret, fills_empty)
 
 
 def weights_gradient(

@@ -24,15 +24,17 @@ from jaxtrain.devices.mesh import MODEL, on_cpu, on_nvidia_gpu
 from jaxtrain.runtime.equations import (
     BLOCK_PRODUCTS,
     KERNELS,
+    MESSAGES,
+    NAME,
     PRODUCTS,
     bind,
     has,
     inside,
+    is_on_rows,
     value_of,
     variables,
 )
 
-MESSAGES = frozenset({"all_to_all", "ragged_all_to_all"})
 LARGE = 1 / 16  # of the largest product of a part: a router's product is smaller
 
 
@@ -95,7 +97,7 @@ class OpInParts:
         ]
         self._wait(self._smallest_operands(readers), other._values(results))
         largest = sorted(self._values(self._arrived), key=jnp.size)[-1:]
-        other._wait(results, largest)
+        other._wait(other._waiting(results, rest), largest)
         other._evaluate(rest)
         other._small = rest
 
@@ -105,13 +107,34 @@ class OpInParts:
     def _next(self) -> list:
         return self._left.pop(0) if self._left else []
 
-    def _smallest_operands(self, equations: Iterable) -> list:
-        """The smallest operand of each, of those that are there: it costs least to wait for."""
+    def _smallest_operands(self, equations: Iterable, kind: Any = jnp.generic) -> list:
+        """The smallest operand of each, of those of a kind of dtype that are there: it costs least
+        to wait for."""
+        there = lambda a: a in self._env and jnp.issubdtype(a.aval.dtype, kind)
         found = (
-            min((a for a in variables(e.invars) if a in self._env), key=lambda a: a.aval.size)
-            for e in equations
+            min(filter(there, variables(e.invars)), key=lambda a: a.aval.size) for e in equations
         )
         return list(dict.fromkeys(found))
+
+    def _waiting(self, results: Sequence, readers: Sequence) -> list:
+        """The variables that wait in place of `results`, so that the readers do: where work on
+        filled rows reads a result, its smallest operand of numbers, the rows' weights. A result
+        that waits is another pass over all of its rows. The rows' sizes are read by products, too:
+        XLA fuses the choices for both, and the products would wait for what the readers wait
+        for."""
+        alias = {a: a for a in results}  # variable → the result that it is
+        waiting, on_rows = set(), []
+        for equation in readers:
+            read = [alias[a] for a in variables(equation.invars) if a in alias]
+            if read and equation.primitive.name == NAME:
+                alias[equation.outvars[0]] = read[0]
+            elif read and is_on_rows(equation):
+                on_rows.append(equation)
+            else:
+                waiting.update(read)
+        of_rows = {alias[a] for e in on_rows for a in variables(e.invars) if a in alias}
+        others = [a for a in results if a in waiting or a not in of_rows]
+        return [*others, *self._smallest_operands(on_rows, jnp.floating)]
 
     def _evaluate(self, equations: Iterable) -> None:
         for equation in equations:
@@ -226,6 +249,8 @@ def _work(equation) -> float:
         (contracted, _), _ = equation.params["dimension_numbers"]
         depth = math.prod(equation.invars[0].aval.shape[d] for d in contracted)
         return float(depth * equation.outvars[0].aval.size)
+    if is_on_rows(equation):
+        return 0.0
     return sum(_work(e) for jaxpr in inside(equation) for e in jaxpr.eqns)
 
 
