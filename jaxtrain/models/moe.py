@@ -201,7 +201,7 @@ class MoE(nnx.Module):
             received, hidden = experts.together(received, hidden)
         if hidden is not None:
             hidden = named(MLP_HIDDEN, hidden)
-        inner = _inner(received, self.up, self.gate, routing.sizes)
+        inner = _inner(received, self.up, self.gate, routing.sizes, mean)
         h = experts.activated(_activation, inner, gates, routing.sizes, mean)
         h = named(MLP_HIDDEN, h)
         y_MBTD = experts.product_received(h, _matrices(self.down, h), routing, size)
@@ -219,12 +219,13 @@ def _matrices(weight: Parameter, x):
     return matrices if len(matrices.shape) == 3 else fp8.mapped(lambda a: a[None], matrices)
 
 
-def _inner(x, up: Parameter, gate: Parameter | None, sizes=None) -> list[jax.Array]:
+def _inner(x, up: Parameter, gate: Parameter | None, sizes=None, mean: int = 0) -> list[jax.Array]:
     """The products of the experts' MLPs before the activation. sizes: tokens of each expert, in the
-    order of x; None where all tokens are one expert's."""
-    weights = [weight for weight in (up, gate) if weight is not None]
-    product = lambda weight: experts.product(x, _matrices(weight, x), sizes, experts.COLUMNS)
-    return [named(MLP_IN, product(weight)) for weight in weights]
+    order of x; None where all tokens are one expert's. mean: as in `experts.Size`"""
+    if gate is None:
+        return [named(MLP_IN, experts.product(x, _matrices(up, x), sizes, experts.COLUMNS))]
+    weights = _matrices(up, x), _matrices(gate, x)
+    return [named(MLP_IN, y) for y in experts.two_products(x, *weights, sizes, mean)]
 
 
 def _activation(up: jax.Array, gate: jax.Array | None = None) -> jax.Array:

@@ -54,7 +54,6 @@ from jaxtrain.devices.mesh import (
 )
 from jaxtrain.devices.sharding import constrain, is_split
 from jaxtrain.parallel import grouped, megablox
-
 from jaxtrain.parallel.context import in_text_order, local_chunks
 from jaxtrain.parallel.filled_rows import exceeds_mean, is_large, on_rows
 from jaxtrain.parallel.fp8 import (
@@ -423,9 +422,7 @@ def _arrives_sorted(size: Size) -> bool:
     return size.experts == size.group.devices
 
 
-def _take_filled(
-    rows: jax.Array, source: jax.Array, routing: Routing, size: Size
-) -> jax.Array:
+def _take_filled(rows: jax.Array, source: jax.Array, routing: Routing, size: Size) -> jax.Array:
     """rows[source] of the rows that are there, and anything behind them."""
     assert routing.sizes is not None
     return on_rows(lambda at: _take(rows, at), size.mean, routing.sizes.sum(), source)
@@ -737,15 +734,20 @@ class Products(NamedTuple):
     product: Callable
     rows_gradient: Callable
     weights_gradient: Callable
+    add_rows_gradient: Callable
 
 
-BY_BLOCKS = Products(grouped.product, grouped.rows_gradient, grouped.weights_gradient)
+def _products_of(module) -> Products:
+    return Products(*(getattr(module, form) for form in Products._fields))
+
+
+BY_BLOCKS = _products_of(grouped)
 KERNELS = {
     BLOCKS: BY_BLOCKS,
     LARGE_BLOCKS: Products(
         *(functools.partial(form, most_rows=grouped.MOST_ROWS_ON_GPU) for form in BY_BLOCKS)
     ),
-    MEGABLOX: Products(megablox.product, megablox.rows_gradient, megablox.weights_gradient),
+    MEGABLOX: _products_of(megablox),
 }
 
 
@@ -755,7 +757,10 @@ def _einsum(form: str) -> Callable:
 
 # of [E, R, I]: all experts have the same number of rows
 EQUAL_GROUPS = Products(
-    *(_einsum(form) for form in ("eri,eio->ero", "ero,eio->eri", "eri,ero->eio"))
+    _einsum("eri,eio->ero"),
+    _einsum("ero,eio->eri"),
+    _einsum("eri,ero->eio"),
+    lambda total, g, weights, *_: total + jnp.einsum("ero,eio->eri", g, weights),
 )
 
 
@@ -823,6 +828,46 @@ def _product_backward(cut, saved, g):
 
 
 product.defvjp(_product, _product_backward)
+
+
+def two_products(
+    rows, first, second, sizes: jax.Array | None, mean: int
+) -> tuple[jax.Array, jax.Array]:
+    """The products of rows with two experts' weights that are cut by COLUMNS. Where `exceeds_mean`,
+    the rows' two gradients are added up on the rows that are there."""
+    if sizes is None or not exceeds_mean(rows.shape[1], mean):
+        return product(rows, first, sizes, COLUMNS), product(rows, second, sizes, COLUMNS)
+    return _two_products(rows, first, second, sizes, mean)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _two_products(
+    rows: jax.Array, first: jax.Array, second: jax.Array, sizes: jax.Array, mean: int
+) -> tuple[jax.Array, jax.Array]:
+    return product(rows, first, sizes, COLUMNS), product(rows, second, sizes, COLUMNS)
+
+
+def _two_products_backward(mean, saved, gradients):
+    rows, *weights, sizes = saved
+    by_weights = [
+        _multiply("weights_gradient", rows, g, sizes, (PART, PART), COLUMNS) for g in gradients
+    ]
+    total = _multiply("rows_gradient", gradients[0], weights[0], sizes, (PART, COLUMNS), PART)
+    specs = (PART, COLUMNS, PART, REPLICATED)
+
+    def add(g, weights, total, sizes):
+        return _products(sizes).add_rows_gradient(total[0], g[0], weights, sizes, mean)[None]
+
+    return over_model(add, specs, PART)(gradients[1], weights[1], total, sizes), *by_weights, None
+
+
+_two_products.defvjp(
+    lambda rows, first, second, sizes, mean: (
+        _two_products(rows, first, second, sizes, mean),
+        (rows, first, second, sizes),
+    ),
+    _two_products_backward,
+)
 
 
 def product_received(

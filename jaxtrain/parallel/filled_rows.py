@@ -11,6 +11,7 @@ An array is written in place, block by block. Rows behind the last block hold an
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +33,7 @@ def exceeds_mean(rows: int, mean: int) -> bool:
     return 0 < mean < rows and is_large(rows)
 
 
-def on_rows(
-    fn: Callable, mean: int, number: jax.Array, *arrays: jax.Array
-) -> jax.Array | tuple[jax.Array, ...]:
+def on_rows(fn: Callable, mean: int, number: jax.Array, *arrays: jax.Array) -> Any:
     """fn(*arrays), where row i of the results depends on row i of the arrays [R, …] alone; of rows
     that are there, and anything behind them.
 
@@ -45,13 +44,13 @@ def on_rows(
     """
     rows = arrays[0].shape[0]
     if not exceeds_mean(rows, mean):
-        return fn(*arrays)  # type: ignore[no-any-return]
+        return fn(*arrays)
 
     def filled_rows(number: jax.Array, *arrays: jax.Array):
         return _in_blocks(fn, mean, number, arrays)
 
     assert filled_rows.__name__ == FILLED_ROWS
-    return jax.jit(filled_rows)(number, *arrays)  # type: ignore[no-any-return]
+    return jax.jit(filled_rows)(number, *arrays)
 
 
 def _in_blocks(fn: Callable, mean: int, number: jax.Array, arrays: Sequence[jax.Array]):

@@ -84,8 +84,10 @@ def _times_matrices(
     most_rows: int,
     dtype: jnp.dtype | None,
     fills_empty: bool,
+    onto: jax.Array | None = None,
 ) -> jax.Array:
-    """Each row times its group's matrix, contracted over the matrix's dimension `contracted`."""
+    """Each row times its group's matrix, contracted over the matrix's dimension `contracted`; added
+    to `onto`, if given."""
     dtype = dtype or rows_RK.dtype
     rows, groups = rows_RK.shape[0], weights.shape[0]
     size = block_rows(rows, groups, most_rows)
@@ -99,14 +101,18 @@ def _times_matrices(
             dims = (((1,), (contracted,)), ((), ()))
             y = lax.dot_general(x_XK, matrix, dims, preferred_element_type=preferred)
             before = lax.dynamic_slice_in_dim(out, start, size)
+            y = y if onto is None else before + y
             return lax.dynamic_update_slice_in_dim(
                 out, jnp.where(new_X[:, None], y, before), start, 0
             )
 
         return _by_block(begin, end, rows, groups, size, out, block)
 
-    fill = jnp.zeros if fills_empty else lax.empty
-    return _by_group(fill((rows, weights.shape[2 - contracted]), dtype), sizes_E, group)
+    out = onto
+    if out is None:
+        fill = jnp.zeros if fills_empty else lax.empty
+        out = fill((rows, weights.shape[2 - contracted]), dtype)
+    return _by_group(out, sizes_E, group)
 
 
 def product(
@@ -131,6 +137,18 @@ def rows_gradient(
 ) -> jax.Array:
     """The gradient of the rows, [R, I]. No matrix is transposed in memory."""
     return _times_matrices(g_RO, weights_EIO, sizes_E, 1, most_rows, dtype, fills_empty)
+
+
+def add_rows_gradient(
+    total_RI: jax.Array,
+    g_RO: jax.Array,
+    weights_EIO: jax.Array,
+    sizes_E: jax.Array,
+    mean: int,
+    most_rows: int = MOST_ROWS,
+) -> jax.Array:
+    """`total` and the gradient of the rows, [R, I]; rows of no group are the total's."""
+    return _times_matrices(g_RO, weights_EIO, sizes_E, 1, most_rows, None, False, total_RI)
 
 
 def weights_gradient(

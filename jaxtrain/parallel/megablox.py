@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
+from jaxtrain.parallel.filled_rows import on_rows
 from jaxtrain.parallel.grouped import block_rows
 
 MOST_ROWS = 512  # of a tile
@@ -105,6 +106,20 @@ def rows_gradient(
 ) -> jax.Array:
     """The gradient of the rows, [R, I] of the gradients' type."""
     return _times_matrices(g_RO, weights_EIO, sizes_E, True, interpret, fills_empty)
+
+
+def add_rows_gradient(
+    total_RI: jax.Array,
+    g_RO: jax.Array,
+    weights_EIO: jax.Array,
+    sizes_E: jax.Array,
+    mean: int,
+    interpret: bool = False,
+) -> jax.Array:
+    """`total` and the gradient of the rows, [R, I]; anything in rows of no group. mean: the mean
+    number of rows of all groups"""
+    by_rows = rows_gradient(g_RO, weights_EIO, sizes_E, interpret=interpret, fills_empty=False)
+    return on_rows(jnp.add, mean, sizes_E.sum(), total_RI, by_rows)
 
 
 def weights_gradient(

@@ -302,8 +302,7 @@ class LayerSplit:
 
         def goes_on(value) -> bool:
             cheap = not (value in self._late or value is self._x) and (
-                is_only(self._maker[value], CHEAP)
-                or (rows and is_on_rows(self._maker[value]))
+                is_only(self._maker[value], CHEAP) or (rows and is_on_rows(self._maker[value]))
             )
             if value in available:
                 sources.add(value)

@@ -31,10 +31,12 @@ from jaxtrain.runtime.equations import (
     has,
     inside,
     is_on_rows,
+    is_part,
     value_of,
     variables,
 )
 
+SMALL = 1 << 18  # numbers of a value that waits in the place of others
 LARGE = 1 / 16  # of the largest product of a part: a router's product is smaller
 
 
@@ -86,7 +88,7 @@ class OpInParts:
         sent = self._smallest_operands(messages)
         # what is small comes before the messages, or XLA fills their time with it
         self._wait(sent, self._values(_small_results(self._small, messages)))
-        other._wait(other._arrived, self._values(sent))
+        other._wait(other._waiting(other._arrived, part), self._values(sent))
         self._evaluate(messages)
         self._arrived = self._read_of(messages)
         products, rest = _last_products(part, other._peek())
@@ -97,7 +99,7 @@ class OpInParts:
         ]
         self._wait(self._smallest_operands(readers), other._values(results))
         largest = sorted(self._values(self._arrived), key=jnp.size)[-1:]
-        other._wait(other._waiting(results, rest), largest)
+        other._wait(other._waiting(results, [*rest, *other._peek()]), largest)
         other._evaluate(rest)
         other._small = rest
 
@@ -107,34 +109,41 @@ class OpInParts:
     def _next(self) -> list:
         return self._left.pop(0) if self._left else []
 
-    def _smallest_operands(self, equations: Iterable, kind: Any = jnp.generic) -> list:
-        """The smallest operand of each, of those of a kind of dtype that are there: it costs least
-        to wait for."""
-        there = lambda a: a in self._env and jnp.issubdtype(a.aval.dtype, kind)
+    def _smallest_operands(self, equations: Iterable) -> list:
+        """The smallest operand of each, of those that are there: it costs least to wait for."""
         found = (
-            min(filter(there, variables(e.invars)), key=lambda a: a.aval.size) for e in equations
+            min((a for a in variables(e.invars) if a in self._env), key=lambda a: a.aval.size)
+            for e in equations
         )
         return list(dict.fromkeys(found))
 
-    def _waiting(self, results: Sequence, readers: Sequence) -> list:
-        """The variables that wait in place of `results`, so that the readers do: where work on
-        filled rows reads a result, its smallest operand of numbers, the rows' weights. A result
-        that waits is another pass over all of its rows. The rows' sizes are read by products, too:
-        XLA fuses the choices for both, and the products would wait for what the readers wait
-        for."""
-        alias = {a: a for a in results}  # variable → the result that it is
-        waiting, on_rows = set(), []
+    def _waiting(self, values: Sequence, readers: Sequence) -> list:
+        """The variables that wait in place of `values`, so that their readers among these do. A
+        function of a device's part waits by its smallest operand if that is small: a value that
+        waits is another pass over all of it."""
+        alias = {a: a for a in values}  # variable → the value that it is
+        directly, indirectly, operands = set(), set(), []
         for equation in readers:
             read = [alias[a] for a in variables(equation.invars) if a in alias]
             if read and equation.primitive.name == NAME:
                 alias[equation.outvars[0]] = read[0]
-            elif read and is_on_rows(equation):
-                on_rows.append(equation)
+            elif read and is_part(equation) and (operand := self._small_operand(equation)):
+                indirectly.update(read)
+                operands.append(operand)
             else:
-                waiting.update(read)
-        of_rows = {alias[a] for e in on_rows for a in variables(e.invars) if a in alias}
-        others = [a for a in results if a in waiting or a not in of_rows]
-        return [*others, *self._smallest_operands(on_rows, jnp.floating)]
+                directly.update(read)
+        direct = [a for a in values if a in directly or a not in indirectly]
+        return list(dict.fromkeys([*direct, *operands]))
+
+    def _small_operand(self, equation) -> Any:
+        """The smallest operand, if it is small. For work on filled rows it is one of numbers, their
+        weights: the rows' sizes are read by products, too, and as XLA fuses the choices for both,
+        the products would wait for what this work waits for."""
+        there = [a for a in variables(equation.invars) if a in self._env]
+        if is_on_rows(equation):
+            there = [a for a in there if jnp.issubdtype(a.aval.dtype, jnp.floating)]
+        smallest = min(there, key=lambda a: a.aval.size)
+        return smallest if smallest.aval.size < SMALL else None
 
     def _evaluate(self, equations: Iterable) -> None:
         for equation in equations:
