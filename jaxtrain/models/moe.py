@@ -182,7 +182,7 @@ class MoE(nnx.Module):
         is_fp8 = isinstance(x_MBTD, fp8.Quantized)
         # A scale of FP8 is the largest of all numbers: empty rows are zeros then.
         mean = 0 if is_fp8 else gates_BTK.size
-        size = experts.Size(self.experts, b, t, is_fp8, self.nodes, mean=mean)
+        size = experts.Size(self.experts, b, t, is_fp8, self.nodes)
         hidden = None
         if self.shared_up is not None:
             # The shared experts' first products overlap with the all-to-all to the experts, in two
@@ -221,7 +221,7 @@ def _matrices(weight: Parameter, x):
 
 def _inner(x, up: Parameter, gate: Parameter | None, sizes=None, mean: int = 0) -> list[jax.Array]:
     """The products of the experts' MLPs before the activation. sizes: tokens of each expert, in the
-    order of x; None where all tokens are one expert's. mean: as in `experts.Size`"""
+    order of x; None where all tokens are one expert's. mean: that of the number of x's rows"""
     if gate is None:
         return [named(MLP_IN, experts.product(x, _matrices(up, x), sizes, experts.COLUMNS))]
     weights = _matrices(up, x), _matrices(gate, x)

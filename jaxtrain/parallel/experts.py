@@ -42,7 +42,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.kernels import BLOCKS, LARGE_BLOCKS, MEGABLOX, product_kernel
-from jaxtrain.config.sizes import capacity_of, device_capacity
+from jaxtrain.config.sizes import capacity_of, device_capacity, exceeds_mean, is_large
 from jaxtrain.devices.mesh import (
     CONTEXT,
     EXPERT,
@@ -55,7 +55,7 @@ from jaxtrain.devices.mesh import (
 from jaxtrain.devices.sharding import constrain, is_split
 from jaxtrain.parallel import grouped, megablox
 from jaxtrain.parallel.context import in_text_order, local_chunks
-from jaxtrain.parallel.filled_rows import exceeds_mean, is_large, on_rows
+from jaxtrain.parallel.filled_rows import on_rows
 from jaxtrain.parallel.fp8 import (
     Quantized,
     gradient_of,
@@ -104,8 +104,6 @@ class Size(NamedTuple):
         all rows.
     nodes: that the `expert` axis spans, for rows that go in two steps
     among: of a step, the devices between which rows go; None: all along the axis
-    mean: the mean number of rows of a device's experts; 0 where elementwise work is done on all
-        rows that there is memory for
     """
 
     experts: int
@@ -114,7 +112,6 @@ class Size(NamedTuple):
     fills_empty: bool = True
     nodes: int = 1
     among: ExchangeGroup | None = None
-    mean: int = 0
 
     @property
     def group(self) -> ExchangeGroup:
@@ -133,7 +130,7 @@ class Size(NamedTuple):
         those of one device of each node."""
         group = ExchangeGroup(manual_size(EXPERT) // self.nodes)
         experts, batch = self.experts // self.nodes, self.nodes * self.batch
-        return Size(experts, batch, self.tokens, self.fills_empty, among=group, mean=self.mean)
+        return Size(experts, batch, self.tokens, self.fills_empty, among=group)
 
 
 class Routing(NamedTuple):
@@ -422,21 +419,13 @@ def _arrives_sorted(size: Size) -> bool:
     return size.experts == size.group.devices
 
 
-def _take_filled(rows: jax.Array, source: jax.Array, routing: Routing, size: Size) -> jax.Array:
-    """rows[source] of the rows that are there, and anything behind them."""
-    assert routing.sizes is not None
-    return on_rows(lambda at: _take(rows, at), size.mean, routing.sizes.sum(), source)
-
-
 def _arrive(sent: jax.Array, routing: Routing, size: Size) -> jax.Array:
     """Sent rows [S, …] → rows of this device's experts: [R, …] sorted by expert, or [E, R, …]."""
     if routing.travel is not None:
         assert routing.source is not None
         room, most = routing.source.size, _most(routing, size)
         arrived = _ragged(sent, routing.travel, room, most, size.fills_empty, size.group)
-        if _arrives_sorted(size):
-            return arrived
-        return _take_filled(arrived, routing.source, routing, size)
+        return arrived if _arrives_sorted(size) else _take(arrived, routing.source)
     if routing.sizes is not None:
         return sent
     devices = manual_size(EXPERT)
@@ -452,9 +441,7 @@ def _leave(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
     """Rows of this device's experts → rows sent back [S, …]: the inverse of `_arrive`."""
     if routing.travel is not None:
         assert routing.row is not None
-        leaving = rows
-        if not _arrives_sorted(size):
-            leaving = _take_filled(rows, routing.row, routing, size)
+        leaving = rows if _arrives_sorted(size) else _take(rows, routing.row)
         room, most = routing.choice.size, _most(routing, size)
         # no position is that of a row that was not sent
         return _ragged(leaving, routing.travel.T, room, most, False, size.group)
@@ -679,7 +666,7 @@ def activated(
     fn: Callable, inputs: Sequence[jax.Array], gates: jax.Array, sizes: jax.Array | None, mean: int
 ) -> jax.Array:
     """`weigh` of fn(*inputs), an elementwise function of rows: on those that are there, as
-    filled_rows.py says, where these are few of many. mean: as in `Size`"""
+    filled_rows.py says, where `exceeds_mean`. mean: the mean number of rows"""
     if sizes is None or not exceeds_mean(inputs[0].shape[1], mean):
         return weigh(fn(*inputs), gates)
     return _activated(fn, mean, tuple(inputs), gates, sizes)

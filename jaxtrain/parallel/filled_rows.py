@@ -17,20 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-FEW = 4096  # rows of memory for which a loop is not worth its start
+from jaxtrain.config.sizes import exceeds_mean
+
 BLOCKS = 8  # in the mean number of rows
 FILLED_ROWS = "filled_rows"  # the name of a call that is such work (runtime/equations.py)
-
-
-def is_large(rows: int) -> bool:
-    """True if it matters whether memory for so many rows is worked on where it is empty."""
-    return rows >= FEW
-
-
-def exceeds_mean(rows: int, mean: int) -> bool:
-    """True if `on_rows` leaves out empty rows, where there is memory for `rows`. mean: 0 if it is
-    not known."""
-    return 0 < mean < rows and is_large(rows)
 
 
 def on_rows(fn: Callable, mean: int, number: jax.Array, *arrays: jax.Array) -> Any:

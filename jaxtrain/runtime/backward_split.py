@@ -295,14 +295,14 @@ class LayerSplit:
                 saved.remove(value)
         return sorted(saved, key=self._position)
 
-    def _sources(self, value, available: set, rows: bool = False) -> set | None:
+    def _sources(self, value, available: set) -> set | None:
         """The available values from which cheap equations make `value`; None if these do not
-        suffice. rows: work on filled rows is cheap, too"""
+        suffice."""
         sources, others = set(), set()
 
         def goes_on(value) -> bool:
-            cheap = not (value in self._late or value is self._x) and (
-                is_only(self._maker[value], CHEAP) or (rows and is_on_rows(self._maker[value]))
+            cheap = not (value in self._late or value is self._x) and is_only(
+                self._maker[value], CHEAP
             )
             if value in available:
                 sources.add(value)
@@ -339,9 +339,14 @@ class LayerSplit:
                 stash.add(value)  # a barrier's operands are not all W's
             elif _is_view(self._maker[value]):
                 return True
-            elif (sources := self._sources(value, crossing, rows=True)) is not None:
+            elif (sources := self._sources(value, crossing)) is not None:
                 sources_of[value] = sources
-            elif value in in_b or self._is_reduced_in_b(value):
+            elif (
+                value in in_b
+                or self._is_reduced_in_b(value)
+                # so that the products before an activation do not wait until W
+                or is_on_rows(self._maker[value])
+            ):
                 stash.add(value)
             else:
                 return True

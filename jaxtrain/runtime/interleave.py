@@ -31,12 +31,10 @@ from jaxtrain.runtime.equations import (
     has,
     inside,
     is_on_rows,
-    is_part,
     value_of,
     variables,
 )
 
-SMALL = 1 << 18  # numbers of a value that waits in the place of others
 LARGE = 1 / 16  # of the largest product of a part: a router's product is smaller
 
 
@@ -88,7 +86,7 @@ class OpInParts:
         sent = self._smallest_operands(messages)
         # what is small comes before the messages, or XLA fills their time with it
         self._wait(sent, self._values(_small_results(self._small, messages)))
-        other._wait(other._waiting(other._arrived, part), self._values(sent))
+        other._wait(other._arrived, self._values(sent))
         self._evaluate(messages)
         self._arrived = self._read_of(messages)
         products, rest = _last_products(part, other._peek())
@@ -99,7 +97,7 @@ class OpInParts:
         ]
         self._wait(self._smallest_operands(readers), other._values(results))
         largest = sorted(self._values(self._arrived), key=jnp.size)[-1:]
-        other._wait(other._waiting(results, [*rest, *other._peek()]), largest)
+        other._wait(other._waiting(results, rest), largest)
         other._evaluate(rest)
         other._small = rest
 
@@ -117,33 +115,25 @@ class OpInParts:
         )
         return list(dict.fromkeys(found))
 
-    def _waiting(self, values: Sequence, readers: Sequence) -> list:
-        """The variables that wait in place of `values`, so that their readers among these do. A
-        function of a device's part waits by its smallest operand if that is small: a value that
-        waits is another pass over all of it."""
-        alias = {a: a for a in values}  # variable → the value that it is
-        directly, indirectly, operands = set(), set(), []
+    def _waiting(self, results: Sequence, readers: Sequence) -> list:
+        """The variables that wait in place of `results`, so that their readers do. Work on filled
+        rows waits by its smallest operand of numbers, the weights of rows: a result that waits is
+        another pass over all of it. The rows' sizes are read by products, too, and as XLA fuses the
+        choices for both, the products would wait for what this work waits for."""
+        alias = {a: a for a in results}  # variable → the result that it is
+        directly, by_weights, weights = set(), set(), []
         for equation in readers:
             read = [alias[a] for a in variables(equation.invars) if a in alias]
             if read and equation.primitive.name == NAME:
                 alias[equation.outvars[0]] = read[0]
-            elif read and is_part(equation) and (operand := self._small_operand(equation)):
-                indirectly.update(read)
-                operands.append(operand)
+            elif read and is_on_rows(equation):
+                by_weights.update(read)
+                numbers = [a for a in variables(equation.invars) if _is_number(a)]
+                weights.append(min(numbers, key=lambda a: a.aval.size))
             else:
                 directly.update(read)
-        direct = [a for a in values if a in directly or a not in indirectly]
-        return list(dict.fromkeys([*direct, *operands]))
-
-    def _small_operand(self, equation) -> Any:
-        """The smallest operand, if it is small. For work on filled rows it is one of numbers, their
-        weights: the rows' sizes are read by products, too, and as XLA fuses the choices for both,
-        the products would wait for what this work waits for."""
-        there = [a for a in variables(equation.invars) if a in self._env]
-        if is_on_rows(equation):
-            there = [a for a in there if jnp.issubdtype(a.aval.dtype, jnp.floating)]
-        smallest = min(there, key=lambda a: a.aval.size)
-        return smallest if smallest.aval.size < SMALL else None
+        direct = [a for a in results if a in directly or a not in by_weights]
+        return list(dict.fromkeys([*direct, *weights]))
 
     def _evaluate(self, equations: Iterable) -> None:
         for equation in equations:
@@ -196,6 +186,10 @@ def after(firsts: Sequence[jax.Array], value: jax.Array) -> jax.Array:
         number = jax.lax.slice(first, (0,) * first.ndim, (1,) * first.ndim).reshape(())
         bits |= jax.lax.bitcast_convert_type(number.astype(jnp.float32), jnp.int32)
     return jnp.where(bits != 0, value, jnp.zeros_like(value))
+
+
+def _is_number(atom) -> bool:
+    return bool(jnp.issubdtype(atom.aval.dtype, jnp.floating))
 
 
 def _parts(equations: Iterable) -> list[list]:

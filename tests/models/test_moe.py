@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from support import small
 
-from jaxtrain.config import Config, ModelConfig
+from jaxtrain.config import Config, ModelConfig, sizes
 from jaxtrain.config.sizes import capacity_of, device_capacity
 from jaxtrain.devices.mesh import AXES, EXPERT, MANUAL_AXES, make_mesh
 from jaxtrain.models.moe import MoE, Router, with_counts, with_loss
@@ -411,7 +411,7 @@ def test_elementwise_work_on_the_rows_that_are_there(monkeypatch):
         return in_blocks(fn, mean, *arguments)
 
     unfilled = lambda shape, dtype: jnp.full(shape, np.nan if dtype == jnp.float32 else 0, dtype)
-    monkeypatch.setattr(filled_rows, "FEW", 1)
+    monkeypatch.setattr(sizes, "FEW_ROWS", 1)
     monkeypatch.setattr(filled_rows, "_in_blocks", counted)
     monkeypatch.setattr(jax.lax, "empty", unfilled)
     for got, all_rows in zip(results(), expected, strict=True):

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxtrain.parallel import filled_rows
-from jaxtrain.parallel.filled_rows import exceeds_mean, on_rows
+from jaxtrain.config import sizes
+from jaxtrain.config.sizes import exceeds_mean
+from jaxtrain.parallel.filled_rows import on_rows
 
 ROWS, WIDTH = 50, 3
 
@@ -22,7 +23,7 @@ def work(x, by_row):
 def test_rows_that_are_there(monkeypatch, mean):
     """None, fewer than the mean, as many, one more, a block more, and all. Behind their last block
     is what was there."""
-    monkeypatch.setattr(filled_rows, "FEW", ROWS)
+    monkeypatch.setattr(sizes, "FEW_ROWS", ROWS)
     monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, -1, dtype))
     random = np.random.default_rng(0)
     x, by_row = random.normal(size=(ROWS, WIDTH)), random.normal(size=ROWS)
@@ -42,7 +43,7 @@ def test_rows_that_are_there(monkeypatch, mean):
 
 def test_few_rows_are_computed_at_once():
     """So are those of which the mean is not known, or that the mean fills."""
-    many = filled_rows.FEW
+    many = sizes.FEW_ROWS
     assert exceeds_mean(many, many // 2)
     assert not any(exceeds_mean(*of) for of in ((many, many), (many, 0), (many - 1, many // 2)))
     jaxpr = jax.make_jaxpr(lambda x: on_rows(jnp.sin, 2, jnp.int32(1), x))(jnp.zeros((8, 2)))

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from support import small
 
+from jaxtrain.config import sizes as config_sizes
 from jaxtrain.config.kernels import BLOCKS, MEGABLOX
 from jaxtrain.hlo.program import Program
-from jaxtrain.parallel import experts, filled_rows, grouped, megablox
+from jaxtrain.parallel import experts, grouped, megablox
 
 INPUTS, OUTPUTS = 24, 40
 # Rows of each group; what is left of the rows belongs to none. Blocks are of 8 rows.
@@ -89,7 +90,7 @@ def test_products_and_gradients(kernel, dtype, sizes):
 @pytest.mark.parametrize("kernel", small.named([BLOCKS], [MEGABLOX]))
 def test_a_sum_of_gradients_and_rows_that_nothing_fills(monkeypatch, kernel):
     """Of the rows of groups; behind them is anything."""
-    monkeypatch.setattr(filled_rows, "FEW", ROWS)
+    monkeypatch.setattr(config_sizes, "FEW_ROWS", ROWS)
     monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
     form, sizes = KERNELS[kernel], np.array([7, 0, 20, 3, 0])
     rows, weights, g = arrays(jnp.float32)

@@ -10,7 +10,7 @@ from support import small
 from support.plain_loop import assert_same, gradients, reference
 from support.small import Case
 
-from jaxtrain.config import kernels
+from jaxtrain.config import kernels, sizes
 from jaxtrain.devices import host_memory
 from jaxtrain.parallel import experts, filled_rows
 
@@ -153,7 +153,7 @@ def test_elementwise_work_on_filled_rows(monkeypatch, name):
         work.append(arguments)
         return in_blocks(*arguments)
 
-    monkeypatch.setattr(filled_rows, "FEW", 1)
+    monkeypatch.setattr(sizes, "FEW_ROWS", 1)
     monkeypatch.setattr(filled_rows, "_in_blocks", counted)
     monkeypatch.setattr(lax, "empty", not_numbers)
     assert_same(gradients(config), expected)
