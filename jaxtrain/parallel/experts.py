@@ -69,6 +69,9 @@ from jaxtrain.parallel.target_device import target_device
 PART, REPLICATED = P(MODEL), P()
 # cuts of experts' matrices [E, in, out] over model
 COLUMNS, ROWS = P(None, None, MODEL), P(None, MODEL)
+# weights of rows by which work on filled rows waits (runtime/interleave.py): no other array has so
+# few numbers, or XLA would fuse the choice of these with others
+FIRST = 3
 
 
 class ExchangeGroup(NamedTuple):
@@ -669,18 +672,19 @@ def activated(
     filled_rows.py says, where `exceeds_mean`. mean: the mean number of rows"""
     if sizes is None or not exceeds_mean(inputs[0].shape[1], mean):
         return weigh(fn(*inputs), gates)
-    return _activated(fn, mean, tuple(inputs), gates, sizes)
+    return _activated(fn, mean, tuple(inputs), gates, sizes, gates[:FIRST])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _activated(fn: Callable, mean: int, inputs: tuple, gates: jax.Array, sizes: jax.Array):
+def _activated(
+    fn: Callable, mean: int, inputs: tuple, gates: jax.Array, sizes: jax.Array, first: jax.Array
+) -> jax.Array:
     weighed = lambda gates, *x: fn(*x) * gates[:, None].astype(x[0].dtype)
-    run = lambda inputs, gates, sizes: on_rows(
-        weighed, mean, sizes.sum(), gates, *(x[0] for x in inputs)
+    run = lambda inputs, gates, sizes, first: on_rows(
+        weighed, mean, sizes.sum(), gates, *(x[0] for x in inputs), first=first
     )[None]
-    return over_model(run, ((PART,) * len(inputs), REPLICATED, REPLICATED), PART)(
-        inputs, gates, sizes
-    )
+    specs = ((PART,) * len(inputs), REPLICATED, REPLICATED, REPLICATED)
+    return over_model(run, specs, PART)(inputs, gates, sizes, first)
 
 
 def _activated_backward(fn, mean, saved, g):
@@ -689,24 +693,21 @@ def _activated_backward(fn, mean, saved, g):
         by_gates = (y.astype(jnp.float32) * g.astype(jnp.float32)).sum(-1)
         return by_gates, *backward(g * gates[:, None].astype(g.dtype))
 
-    def run(inputs, gates, sizes, g):
-        parts = (x[0] for x in inputs)
-        by_gates, *by_inputs = on_rows(gradients, mean, sizes.sum(), gates, g[0], *parts)
+    def run(inputs, gates, sizes, first, g):
+        rows = gates, g[0], *(x[0] for x in inputs)
+        by_gates, *by_inputs = on_rows(gradients, mean, sizes.sum(), *rows, first=first)
         if model_parts > 1:
             by_gates = psum(by_gates, (MODEL,))
         return tuple(x[None] for x in by_inputs), by_gates
 
     model_parts = saved[0][0].shape[0]
     parts = (PART,) * len(saved[0])
-    specs = (parts, REPLICATED, REPLICATED, PART)
-    return *over_model(run, specs, (parts, REPLICATED))(*saved, g), None
+    specs = (parts, REPLICATED, REPLICATED, REPLICATED, PART)
+    return *over_model(run, specs, (parts, REPLICATED))(*saved, g), None, None
 
 
 _activated.defvjp(
-    lambda fn, mean, inputs, gates, sizes: (
-        _activated(fn, mean, inputs, gates, sizes),
-        (inputs, gates, sizes),
-    ),
+    lambda fn, mean, *saved: (_activated(fn, mean, *saved), saved),
     _activated_backward,
 )
 

@@ -18,12 +18,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.config.sizes import exceeds_mean
+from jaxtrain.devices.mesh import on_tpu
 
 BLOCKS = 8  # in the mean number of rows
 FILLED_ROWS = "filled_rows"  # the name of a call that is such work (runtime/equations.py)
 
 
-def on_rows(fn: Callable, mean: int, number: jax.Array, *arrays: jax.Array) -> Any:
+def on_rows(
+    fn: Callable,
+    mean: int,
+    number: jax.Array,
+    *arrays: jax.Array,
+    first: jax.Array | None = None,
+) -> Any:
     """fn(*arrays), where row i of the results depends on row i of the arrays [R, …] alone; of rows
     that are there, and anything behind them.
 
@@ -31,19 +38,26 @@ def on_rows(fn: Callable, mean: int, number: jax.Array, *arrays: jax.Array) -> A
       fn: arrays [n, …] → an array [n, …] or a tuple of these, for any n.
       mean: the number of rows that are computed in any case.
       number: int32 scalar, of the rows that are there.
+      first: some numbers, before which nothing is computed on GPUs.
     """
     rows = arrays[0].shape[0]
     if not exceeds_mean(rows, mean):
         return fn(*arrays)
 
-    def filled_rows(number: jax.Array, *arrays: jax.Array):
-        return _in_blocks(fn, mean, number, arrays)
+    def filled_rows(start: jax.Array, number: jax.Array, *arrays: jax.Array):
+        return _in_blocks(fn, mean, number, arrays, start)
+
+    start = jnp.int32(0)
+    if first is not None and not on_tpu():  # 0 as well, but XLA does not know
+        start = jnp.minimum(jnp.abs(first[0]).astype(jnp.int32), 0)
 
     assert filled_rows.__name__ == FILLED_ROWS
-    return jax.jit(filled_rows)(number, *arrays)
+    return jax.jit(filled_rows)(start, number, *arrays)
 
 
-def _in_blocks(fn: Callable, mean: int, number: jax.Array, arrays: Sequence[jax.Array]):
+def _in_blocks(
+    fn: Callable, mean: int, number: jax.Array, arrays: Sequence[jax.Array], begin: jax.Array
+):
     rows, size = arrays[0].shape[0], -(-mean // BLOCKS)
 
     def write(start: jax.Array, size: int, results):
@@ -56,7 +70,7 @@ def _in_blocks(fn: Callable, mean: int, number: jax.Array, arrays: Sequence[jax.
         return i + 1, write(jnp.minimum(mean + i * size, rows - size), size, results)
 
     results = jax.tree.map(lambda a: lax.empty(a.shape, a.dtype), jax.eval_shape(fn, *arrays))
-    results = write(jnp.int32(0), mean, results)
+    results = write(begin, mean, results)
     blocks = (number - mean + size - 1) // size
     # hlo/loops.py reads the loop's number of trips from this name.
     with jax.named_scope(f"row_excess_{rows}_{mean}_{size}"):

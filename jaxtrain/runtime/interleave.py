@@ -56,7 +56,6 @@ class OpInParts:
     ):
         self._equations, self._env, self._outputs, self._pack = equations, env, outputs, pack
         self._arrived = [entry]  # what the next part begins with
-        self._delayed: dict[Any, jax.Array] = {}  # outputs that wait where their readers do not
         self._small: Sequence = ()  # equations of the last part, after its last large products
 
     def run(self) -> Any:
@@ -65,8 +64,7 @@ class OpInParts:
         return self.result()
 
     def result(self) -> Any:
-        env = self._env | self._delayed
-        return self._pack([value_of(a, env) for a in self._outputs])
+        return self._pack([value_of(a, self._env) for a in self._outputs])
 
     @functools.cached_property
     def _left(self) -> list[list]:
@@ -99,9 +97,7 @@ class OpInParts:
         ]
         self._wait(self._smallest_operands(readers), other._values(results))
         largest = sorted(self._values(self._arrived), key=jnp.size)[-1:]
-        waiting = other._waiting(results, rest)
-        other._wait(waiting, largest)
-        other._delay(set(results).difference(waiting), largest)
+        other._wait(other._waiting(results, rest), largest)
         other._evaluate(rest)
         other._small = rest
 
@@ -121,9 +117,9 @@ class OpInParts:
 
     def _waiting(self, results: Sequence, readers: Sequence) -> list:
         """The variables that wait in place of `results`, so that their readers do. Work on filled
-        rows waits by its smallest operand of numbers, the weights of rows: a result that waits is
-        another pass over all of it. The rows' sizes are read by products, too, and as XLA fuses the
-        choices for both, the products would wait for what this work waits for."""
+        rows waits by its smallest operand of numbers, which nothing else reads: a result that waits
+        is another pass over all of it. The rows' sizes are read by products, too, and as XLA fuses
+        the choices for both, the products would wait for what this work waits for."""
         alias = {a: a for a in results}  # variable → the result that it is
         directly, by_weights, weights = set(), set(), []
         for equation in readers:
@@ -138,12 +134,6 @@ class OpInParts:
                 directly.update(read)
         direct = [a for a in results if a in directly or a not in by_weights]
         return list(dict.fromkeys([*direct, *weights]))
-
-    def _delay(self, names: set, firsts: Sequence[jax.Array]) -> None:
-        """Has the outputs among these variables wait for some values: or XLA writes them into the
-        pools in the time of messages."""
-        late = [a for a in variables(self._outputs) if a in names and firsts]
-        self._delayed |= {a: after(firsts, self._env[a]) for a in late}
 
     def _evaluate(self, equations: Iterable) -> None:
         for equation in equations:
