@@ -196,13 +196,14 @@ class MoE(nnx.Module):
         if hidden is not None and in_steps:
             sent, hidden = experts.together(sent, hidden)
         received, gates = experts.send(sent, gates_BTK, routing, size)
+        first = gates[: experts.FIRST]  # before the products, so that it is there when these are
         received = named(ROUTED, received)
         if hidden is not None and not in_steps:
             received, hidden = experts.together(received, hidden)
         if hidden is not None:
             hidden = named(MLP_HIDDEN, hidden)
         inner = _inner(received, self.up, self.gate, routing.sizes, mean)
-        h = experts.activated(_activation, inner, gates, routing.sizes, mean)
+        h = experts.activated(_activation, inner, gates, first, routing.sizes, mean)
         h = named(MLP_HIDDEN, h)
         y_MBTD = experts.product_received(h, _matrices(self.down, h), routing, size)
         if hidden is not None and self.shared_down is not None:

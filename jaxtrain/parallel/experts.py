@@ -666,13 +666,19 @@ weigh.defvjp(lambda rows, gates: (weigh(rows, gates), (rows, gates)), _weigh_bac
 
 
 def activated(
-    fn: Callable, inputs: Sequence[jax.Array], gates: jax.Array, sizes: jax.Array | None, mean: int
+    fn: Callable,
+    inputs: Sequence[jax.Array],
+    gates: jax.Array,
+    first: jax.Array,
+    sizes: jax.Array | None,
+    mean: int,
 ) -> jax.Array:
     """`weigh` of fn(*inputs), an elementwise function of rows: on those that are there, as
-    filled_rows.py says, where `exceeds_mean`. mean: the mean number of rows"""
+    filled_rows.py says, where `exceeds_mean`. first: the FIRST of the gates; mean: the mean number
+    of rows"""
     if sizes is None or not exceeds_mean(inputs[0].shape[1], mean):
         return weigh(fn(*inputs), gates)
-    return _activated(fn, mean, tuple(inputs), gates, sizes, gates[:FIRST])
+    return _activated(fn, mean, tuple(inputs), gates, sizes, first)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -128,7 +128,8 @@ class OpInParts:
                 alias[equation.outvars[0]] = read[0]
             elif read and is_on_rows(equation):
                 by_weights.update(read)
-                numbers = [a for a in variables(equation.invars) if _is_number(a)]
+                there = [a for a in variables(equation.invars) if a in self._env]
+                numbers = [a for a in there if _is_number(a)]
                 weights.append(min(numbers, key=lambda a: a.aval.size))
             else:
                 directly.update(read)
