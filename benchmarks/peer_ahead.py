@@ -38,7 +38,7 @@ from step_seconds import SecondsReader, Sizes, StepSeconds  # noqa: E402
 
 from jaxtrain import cli  # noqa: E402
 from jaxtrain.config.flags import Flag, read_flags  # noqa: E402
-from jaxtrain.devices.compiler_options import V5P, compiler_options  # noqa: E402
+from jaxtrain.devices.compiler_options import GATHERS, V5P, compiler_options  # noqa: E402
 from jaxtrain.hlo.loops import StepLoops  # noqa: E402
 from jaxtrain.plan.topology import (  # noqa: E402
     INSTALL_COMMAND,
@@ -167,7 +167,7 @@ def summary(reader: SecondsReader, compiled: Compiled, bubble: float = 0.0) -> d
 def options() -> str:
     """XLA's options of our step on these chips, as flags for MaxText."""
     device = types.SimpleNamespace(platform="tpu", device_kind=V5P[0])
-    chosen = compiler_options(device, gathers=True)  # type: ignore[arg-type]
+    chosen = compiler_options(device, [GATHERS])  # type: ignore[arg-type]
     return " ".join(f"--{name}={str(value).lower()}" for name, value in chosen.items())
 
 

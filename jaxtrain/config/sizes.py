@@ -54,6 +54,21 @@ def device_capacity(tokens: int, choices: int, experts: int, devices: int, over_
     return min(worst, -(-bound // step) * step) if over_mean else worst
 
 
+# rows of memory for which leaving out empty ones is not worth a loop
+FEW_ROWS = 4096
+
+
+def is_large(rows: int) -> bool:
+    """True if it matters whether memory for so many rows is worked on where it is empty."""
+    return rows >= FEW_ROWS
+
+
+def exceeds_mean(rows: int, mean: int) -> bool:
+    """True if elementwise work on experts' rows leaves out empty ones (parallel/filled_rows.py),
+    where there is memory for `rows`. mean: the mean number of rows; 0 if all are worked on."""
+    return 0 < mean < rows and is_large(rows)
+
+
 def capacity_of(tokens: int, choices: int, experts: int, factor: float) -> int:
     """An expert's positions for a sequence of so many tokens: `factor` times its share of the
     choices, at most one for each token."""

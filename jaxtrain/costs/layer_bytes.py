@@ -18,7 +18,7 @@ from jaxtrain.config.saved_values import (
 )
 from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.costs.collectives import FLOAT32, FP8, scales_of
-from jaxtrain.costs.layout import routed_capacity
+from jaxtrain.costs.layout import leaves_out_empty, routed_capacity
 from jaxtrain.costs.step_time import StepModel
 
 
@@ -291,6 +291,9 @@ def _routed_all(step: StepModel, experts: bool) -> LayerBytes:
     width, hidden, arrays = _routed_sizes(step)
     if not experts:
         return LayerBytes(0.0, 0.0, 0.0)
+    if leaves_out_empty(step.model, step.layout) and not step.framework.fp8:
+        # the weighed activation and its gradient are one function of the first products
+        return LayerBytes(arrays * hidden, hidden + width, arrays * hidden + width)
     if step.framework.fp8 and step.framework.fp8_weight_gradients:
         rows, columns = FP8 * width / step.item, FP8 * hidden / step.item
         gradients = rows + arrays * columns

@@ -9,7 +9,14 @@ import functools
 import math
 
 from jaxtrain.config.saved_values import PRODUCTS, saves_layer_inputs
-from jaxtrain.config.sizes import SELECTIVE, Remat, capacity_of, device_capacity, remat_of
+from jaxtrain.config.sizes import (
+    SELECTIVE,
+    Remat,
+    capacity_of,
+    device_capacity,
+    exceeds_mean,
+    remat_of,
+)
 from jaxtrain.costs.transformer import Transformer
 from jaxtrain.schedule.orders import ONE_CHUNK
 from jaxtrain.schedule.placement import cut, spread
@@ -125,6 +132,12 @@ def routed_capacity(model: Transformer, layout: Layout) -> int:
         most = capacity_of(model.sequence, choices, model.experts, factor)
         return model.experts * layout.microbatch * min(most, model.sequence // layout.context)
     return _capacity(model, layout, layout.expert)
+
+
+def leaves_out_empty(model: Transformer, layout: Layout) -> bool:
+    """True if elementwise work on routed tokens leaves out empty capacity, unless it is in FP8."""
+    mean = layout.microbatch * (model.sequence // layout.context) * model.experts_per_token
+    return not model.capacity_factor and exceeds_mean(routed_capacity(model, layout), mean)
 
 
 def sent_by_gateway(model: Transformer, layout: Layout) -> int:

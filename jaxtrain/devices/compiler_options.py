@@ -6,7 +6,7 @@ tried.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 
@@ -20,17 +20,22 @@ class Option:
     name, value: as XLA takes them
     reason:      its effect, and the program without it
     generations: the device kinds that it is for; all if empty
-    for_gathers: it is only for steps of one stage whose ops gather the parameters layer by layer
-    for_fp8:     it is only for steps with products of FP8
+    only_for:    it is for steps that do one of these things; for all if empty
     """
 
     name: str
     value: Value
     reason: str
     generations: tuple[str, ...] = ()
-    for_gathers: bool = False
-    for_fp8: bool = False
+    only_for: tuple[str, ...] = ()
 
+
+# ops of one stage gather the parameters layer by layer
+GATHERS = "gathers"
+# messages go beside another op's products (runtime/interleave.py)
+SIDE_BY_SIDE = "side by side"
+# products are of FP8
+FP8 = "fp8"
 
 V5P = ("TPU v5", "TPU v5p")
 GPU = (
@@ -51,22 +56,23 @@ GPU = (
         "xla_gpu_experimental_collective_start_as_early_as_possible",
         True,
         "the next layer's parameters are gathered from the beginning of a layer on; in the "
-        "backward most began after its last product",
-        for_gathers=True,
+        "backward most began after its last product. Tokens leave for their experts before the "
+        "products that go beside them; XLA counts small instructions for more than these",
+        only_for=(GATHERS, SIDE_BY_SIDE),
     ),
     Option(
         "xla_gpu_enable_while_loop_double_buffering",
         True,
         "two layers a trip, whose gathered parameters have two places by turns: what a loop "
         "carries has one, to which they were copied",
-        for_gathers=True,
+        only_for=(GATHERS,),
     ),
     Option(
         "xla_gpu_enable_triton_gemm",
         False,
         "products are cuBLASLt's, with the scale as an argument; ahead of time XLA chooses its own "
         "kernels for all of them, unmeasured",
-        for_fp8=True,
+        only_for=(FP8,),
     ),
 )
 TPU = (
@@ -92,15 +98,14 @@ PLATFORMS = {"gpu": GPU, "cuda": GPU, "tpu": TPU}
 
 
 def compiler_options(
-    device: jax.Device, gathers: bool, changes: Sequence[str] = (), fp8: bool = False
+    device: jax.Device, does: Collection[str] = (), changes: Sequence[str] = ()
 ) -> dict[str, Value]:
-    """XLA's options for a device. gathers: for a step of one stage whose ops gather the parameters;
-    changes: NAME=VALUE, which replace the platform's options or add to them; fp8: for a step with
-    products of FP8."""
+    """XLA's options for a device. does: what a step does, of GATHERS, SIDE_BY_SIDE and FP8;
+    changes: NAME=VALUE, which replace the platform's options or add to them."""
     options = [
         o
         for o in PLATFORMS.get(device.platform, ())
-        if (gathers or not o.for_gathers) and (fp8 or not o.for_fp8)
+        if not o.only_for or not set(o.only_for).isdisjoint(does)
     ]
     chosen = {
         o.name: o.value for o in options if not o.generations or device.device_kind in o.generations

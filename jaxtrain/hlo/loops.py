@@ -24,6 +24,8 @@ SCOPE = re.compile(
 )
 # Scopes of parallel/grouped.py (capacity, groups, rows of a block) and of parallel/cudnn.py.
 BLOCKS = re.compile(r"/row_blocks_(\d+)_(\d+)_(\d+)/")
+# Scope of parallel/filled_rows.py (capacity, mean rows, rows of a block).
+EXCESS = re.compile(r"/row_excess_(\d+)_(\d+)_(\d+)/")
 CALLS = "/document_calls/"
 
 
@@ -84,6 +86,10 @@ class StepLoops:
             capacity, groups, block = map(int, blocks.groups())
             tokens = capacity if self.expert_tokens is None else self.expert_tokens
             return -(-tokens // (groups * block))
+        if excess := EXCESS.search(loop.op_name):
+            capacity, mean, block = map(int, excess.groups())
+            tokens = capacity if self.expert_tokens is None else self.expert_tokens
+            return max(0, -(-(tokens - mean) // block))
         if CALLS in loop.op_name:
             return 1
         if self.program.holds_ops(loop):

@@ -179,7 +179,10 @@ class MoE(nnx.Module):
         gathered_BTD, x_MBTD = experts.spread(x_BTD)
         gates_BTK, routing = self.router(gathered_BTD, drops)
         x_MBTD = fp8.differentiable(x_MBTD, self.up.get_value())
-        size = experts.Size(self.experts, b, t, isinstance(x_MBTD, fp8.Quantized), self.nodes)
+        is_fp8 = isinstance(x_MBTD, fp8.Quantized)
+        # A scale of FP8 is the largest of all numbers: empty rows are zeros then.
+        mean = 0 if is_fp8 else gates_BTK.size
+        size = experts.Size(self.experts, b, t, is_fp8, self.nodes)
         hidden = None
         if self.shared_up is not None:
             # The shared experts' first products overlap with the all-to-all to the experts, in two
@@ -187,7 +190,7 @@ class MoE(nnx.Module):
             # gradients'. Left to itself XLA overlaps all of them with one of the two, or with the
             # few numbers that routing exchanges.
             x_MERD = experts.after(routing, x_MBTD).reshape(x_MBTD.shape[0], 1, b * t, d)
-            hidden = _hidden(x_MERD, self.shared_up, self.shared_gate)
+            hidden = _activation(*_inner(x_MERD, self.shared_up, self.shared_gate))
         sent = experts.send_across(x_MBTD, routing, size)
         in_steps = isinstance(routing, experts.TwoSteps)
         if hidden is not None and in_steps:
@@ -198,7 +201,8 @@ class MoE(nnx.Module):
             received, hidden = experts.together(received, hidden)
         if hidden is not None:
             hidden = named(MLP_HIDDEN, hidden)
-        h = experts.weigh(_hidden(received, self.up, self.gate, routing.sizes), gates)
+        inner = _inner(received, self.up, self.gate, routing.sizes, mean)
+        h = experts.activated(_activation, inner, gates, routing.sizes, mean)
         h = named(MLP_HIDDEN, h)
         y_MBTD = experts.product_received(h, _matrices(self.down, h), routing, size)
         if hidden is not None and self.shared_down is not None:
@@ -215,11 +219,15 @@ def _matrices(weight: Parameter, x):
     return matrices if len(matrices.shape) == 3 else fp8.mapped(lambda a: a[None], matrices)
 
 
-def _hidden(x, up: Parameter, gate: Parameter | None, sizes=None) -> jax.Array:
-    """The hidden layer of the experts' MLPs. sizes: tokens of each expert, in the order of x; None
-    where all tokens are one expert's."""
-    product = lambda weight: experts.product(x, _matrices(weight, x), sizes, experts.COLUMNS)
-    h = named(MLP_IN, product(up))
+def _inner(x, up: Parameter, gate: Parameter | None, sizes=None, mean: int = 0) -> list[jax.Array]:
+    """The products of the experts' MLPs before the activation. sizes: tokens of each expert, in the
+    order of x; None where all tokens are one expert's. mean: that of the number of x's rows"""
     if gate is None:
-        return jax.nn.gelu(h, approximate=True)
-    return jax.nn.silu(named(MLP_IN, product(gate))) * h
+        return [named(MLP_IN, experts.product(x, _matrices(up, x), sizes, experts.COLUMNS))]
+    weights = _matrices(up, x), _matrices(gate, x)
+    return [named(MLP_IN, y) for y in experts.two_products(x, *weights, sizes, mean)]
+
+
+def _activation(up: jax.Array, gate: jax.Array | None = None) -> jax.Array:
+    """The hidden layer of the experts' MLPs, from the products before it."""
+    return jax.nn.gelu(up, approximate=True) if gate is None else jax.nn.silu(gate) * up

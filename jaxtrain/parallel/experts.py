@@ -33,7 +33,7 @@ device, S positions of sent rows, R rows of experts.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,7 +42,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.kernels import BLOCKS, LARGE_BLOCKS, MEGABLOX, product_kernel
-from jaxtrain.config.sizes import capacity_of, device_capacity
+from jaxtrain.config.sizes import capacity_of, device_capacity, exceeds_mean, is_large
 from jaxtrain.devices.mesh import (
     CONTEXT,
     EXPERT,
@@ -55,6 +55,7 @@ from jaxtrain.devices.mesh import (
 from jaxtrain.devices.sharding import constrain, is_split
 from jaxtrain.parallel import grouped, megablox
 from jaxtrain.parallel.context import in_text_order, local_chunks
+from jaxtrain.parallel.filled_rows import on_rows
 from jaxtrain.parallel.fp8 import (
     Quantized,
     gradient_of,
@@ -666,6 +667,57 @@ def _weigh_backward(residuals, g):
 weigh.defvjp(_weigh, _weigh_backward)
 
 
+def activated(
+    fn: Callable,
+    inputs: Sequence[jax.Array],
+    gates: jax.Array,
+    sizes: jax.Array | None,
+    mean: int,
+) -> jax.Array:
+    """`weigh` of fn(*inputs), an elementwise function of rows: on those that are there, as
+    filled_rows.py says, where `exceeds_mean`. mean: the mean number of rows"""
+    if sizes is None or not exceeds_mean(inputs[0].shape[1], mean):
+        return weigh(fn(*inputs), gates)
+    return _activated(fn, mean, tuple(inputs), gates, sizes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _activated(
+    fn: Callable, mean: int, inputs: tuple, gates: jax.Array, sizes: jax.Array
+) -> jax.Array:
+    weighed = lambda gates, *x: fn(*x) * gates[:, None].astype(x[0].dtype)
+    run = lambda inputs, gates, sizes: on_rows(
+        weighed, mean, sizes.sum(), gates, *(x[0] for x in inputs)
+    )[None]
+    specs = ((PART,) * len(inputs), REPLICATED, REPLICATED)
+    return over_model(run, specs, PART)(inputs, gates, sizes)
+
+
+def _activated_backward(fn, mean, saved, g):
+    def gradients(gates, g, *x):
+        y, backward = jax.vjp(fn, *x)
+        by_gates = (y.astype(jnp.float32) * g.astype(jnp.float32)).sum(-1)
+        return by_gates, *backward(g * gates[:, None].astype(g.dtype))
+
+    def run(inputs, gates, sizes, g):
+        rows = gates, g[0], *(x[0] for x in inputs)
+        by_gates, *by_inputs = on_rows(gradients, mean, sizes.sum(), *rows)
+        if model_parts > 1:
+            by_gates = psum(by_gates, (MODEL,))
+        return tuple(x[None] for x in by_inputs), by_gates
+
+    model_parts = saved[0][0].shape[0]
+    parts = (PART,) * len(saved[0])
+    specs = (parts, REPLICATED, REPLICATED, PART)
+    return *over_model(run, specs, (parts, REPLICATED))(*saved, g), None
+
+
+_activated.defvjp(
+    lambda fn, mean, *saved: (_activated(fn, mean, *saved), saved),
+    _activated_backward,
+)
+
+
 # --- products -------------------------------------------------------------------------------------
 
 
@@ -676,15 +728,20 @@ class Products(NamedTuple):
     product: Callable
     rows_gradient: Callable
     weights_gradient: Callable
+    add_rows_gradient: Callable
 
 
-BY_BLOCKS = Products(grouped.product, grouped.rows_gradient, grouped.weights_gradient)
+def _products_of(module) -> Products:
+    return Products(*(getattr(module, form) for form in Products._fields))
+
+
+BY_BLOCKS = _products_of(grouped)
 KERNELS = {
     BLOCKS: BY_BLOCKS,
     LARGE_BLOCKS: Products(
         *(functools.partial(form, most_rows=grouped.MOST_ROWS_ON_GPU) for form in BY_BLOCKS)
     ),
-    MEGABLOX: Products(megablox.product, megablox.rows_gradient, megablox.weights_gradient),
+    MEGABLOX: _products_of(megablox),
 }
 
 
@@ -694,7 +751,10 @@ def _einsum(form: str) -> Callable:
 
 # of [E, R, I]: all experts have the same number of rows
 EQUAL_GROUPS = Products(
-    *(_einsum(form) for form in ("eri,eio->ero", "ero,eio->eri", "eri,ero->eio"))
+    _einsum("eri,eio->ero"),
+    _einsum("ero,eio->eri"),
+    _einsum("eri,ero->eio"),
+    lambda total, g, weights, *_: total + jnp.einsum("ero,eio->eri", g, weights),
 )
 
 
@@ -718,7 +778,11 @@ def _multiply(form: str, a, b, sizes: jax.Array | None, in_specs, out_spec: P) -
     def run(x, y, sizes=None):
         multiply = getattr(_products(sizes), form)
         x, y = part(x, in_specs[0]), part(y, in_specs[1])
-        return whole(multiply(x, y, sizes) if dtype is None else multiply(x, y, sizes, dtype))
+        if dtype is not None:  # a scale of FP8 is the largest number, empty rows included
+            return whole(multiply(x, y, sizes, dtype))
+        if sizes is not None and form != "weights_gradient" and is_large(x.shape[0]):
+            return whole(multiply(x, y, sizes, fills_empty=False))
+        return whole(multiply(x, y, sizes))
 
     if sizes is None:
         result = over_model(lambda x, y: run(x, y), in_specs, out_spec)(x, y)
@@ -758,6 +822,46 @@ def _product_backward(cut, saved, g):
 
 
 product.defvjp(_product, _product_backward)
+
+
+def two_products(
+    rows, first, second, sizes: jax.Array | None, mean: int
+) -> tuple[jax.Array, jax.Array]:
+    """The products of rows with two experts' weights that are cut by COLUMNS. Where `exceeds_mean`,
+    the rows' two gradients are added up on the rows that are there."""
+    if sizes is None or not exceeds_mean(rows.shape[1], mean):
+        return product(rows, first, sizes, COLUMNS), product(rows, second, sizes, COLUMNS)
+    return _two_products(rows, first, second, sizes, mean)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _two_products(
+    rows: jax.Array, first: jax.Array, second: jax.Array, sizes: jax.Array, mean: int
+) -> tuple[jax.Array, jax.Array]:
+    return product(rows, first, sizes, COLUMNS), product(rows, second, sizes, COLUMNS)
+
+
+def _two_products_backward(mean, saved, gradients):
+    rows, *weights, sizes = saved
+    by_weights = [
+        _multiply("weights_gradient", rows, g, sizes, (PART, PART), COLUMNS) for g in gradients
+    ]
+    total = _multiply("rows_gradient", gradients[0], weights[0], sizes, (PART, COLUMNS), PART)
+    specs = (PART, COLUMNS, PART, REPLICATED)
+
+    def add(g, weights, total, sizes):
+        return _products(sizes).add_rows_gradient(total[0], g[0], weights, sizes, mean)[None]
+
+    return over_model(add, specs, PART)(gradients[1], weights[1], total, sizes), *by_weights, None
+
+
+_two_products.defvjp(
+    lambda rows, first, second, sizes, mean: (
+        _two_products(rows, first, second, sizes, mean),
+        (rows, first, second, sizes),
+    ),
+    _two_products_backward,
+)
 
 
 def product_received(

@@ -11,8 +11,10 @@ a block small compared with r.
                       → [R, I]
     weights_gradient  rowsᵀ [I, R] × gradients [R, O], group by group → [E, I, O], summed in float32
 
-`dtype` is that of the result; None: that of the rows or gradients. `most_rows` bounds a block. None
-of the three functions is differentiated: experts.product, which calls them, has its own gradient.
+`dtype` is that of the result; None: that of the rows or gradients. `most_rows` bounds a block. Rows
+of no group are zeros; without `fills_empty` they may hold anything. None of the three functions
+reads such rows, and none is differentiated: experts.product, which calls them, has its own
+gradient.
 The outer loop is a `while`, so that it is one equation when a layer is cut into ops
 (runtime/backward_split.py).
 
@@ -81,9 +83,11 @@ def _times_matrices(
     contracted: int,
     most_rows: int,
     dtype: jnp.dtype | None,
+    fills_empty: bool,
+    onto: jax.Array | None = None,
 ) -> jax.Array:
-    """Each row times its group's matrix, contracted over the matrix's dimension `contracted`; zeros
-    for rows of no group."""
+    """Each row times its group's matrix, contracted over the matrix's dimension `contracted`; added
+    to `onto`, if given."""
     dtype = dtype or rows_RK.dtype
     rows, groups = rows_RK.shape[0], weights.shape[0]
     size = block_rows(rows, groups, most_rows)
@@ -97,13 +101,18 @@ def _times_matrices(
             dims = (((1,), (contracted,)), ((), ()))
             y = lax.dot_general(x_XK, matrix, dims, preferred_element_type=preferred)
             before = lax.dynamic_slice_in_dim(out, start, size)
+            y = y if onto is None else before + y
             return lax.dynamic_update_slice_in_dim(
                 out, jnp.where(new_X[:, None], y, before), start, 0
             )
 
         return _by_block(begin, end, rows, groups, size, out, block)
 
-    return _by_group(jnp.zeros((rows, weights.shape[2 - contracted]), dtype), sizes_E, group)
+    out = onto
+    if out is None:
+        fill = jnp.zeros if fills_empty else lax.empty
+        out = fill((rows, weights.shape[2 - contracted]), dtype)
+    return _by_group(out, sizes_E, group)
 
 
 def product(
@@ -112,9 +121,10 @@ def product(
     sizes_E: jax.Array,
     dtype: jnp.dtype | None = None,
     most_rows: int = MOST_ROWS,
+    fills_empty: bool = True,
 ) -> jax.Array:
-    """Each row times its group's matrix, [R, O]; zeros for rows after those of the last group."""
-    return _times_matrices(rows_RI, weights_EIO, sizes_E, 0, most_rows, dtype)
+    """Each row times its group's matrix, [R, O]."""
+    return _times_matrices(rows_RI, weights_EIO, sizes_E, 0, most_rows, dtype, fills_empty)
 
 
 def rows_gradient(
@@ -123,10 +133,22 @@ def rows_gradient(
     sizes_E: jax.Array,
     dtype: jnp.dtype | None = None,
     most_rows: int = MOST_ROWS,
+    fills_empty: bool = True,
 ) -> jax.Array:
-    """The gradient of the rows, [R, I]; zeros for rows after those of the last group. No matrix is
-    transposed in memory."""
-    return _times_matrices(g_RO, weights_EIO, sizes_E, 1, most_rows, dtype)
+    """The gradient of the rows, [R, I]. No matrix is transposed in memory."""
+    return _times_matrices(g_RO, weights_EIO, sizes_E, 1, most_rows, dtype, fills_empty)
+
+
+def add_rows_gradient(
+    total_RI: jax.Array,
+    g_RO: jax.Array,
+    weights_EIO: jax.Array,
+    sizes_E: jax.Array,
+    mean: int,
+    most_rows: int = MOST_ROWS,
+) -> jax.Array:
+    """`total` and the gradient of the rows, [R, I]; rows of no group are the total's."""
+    return _times_matrices(g_RO, weights_EIO, sizes_E, 1, most_rows, None, False, total_RI)
 
 
 def weights_gradient(

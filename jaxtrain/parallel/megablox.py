@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
+from jaxtrain.parallel.filled_rows import on_rows
 from jaxtrain.parallel.grouped import block_rows
 
 MOST_ROWS = 512  # of a tile
@@ -61,6 +62,7 @@ def _times_matrices(
     sizes_E: jax.Array,
     transposed: bool,
     interpret: bool,
+    fills_empty: bool,
 ) -> jax.Array:
     rows = _padded(rows_RK)
     outputs = weights_EIO.shape[1 if transposed else 2]
@@ -77,6 +79,8 @@ def _times_matrices(
         interpret=interpret,
     )
     # The kernel writes no tile without rows: its memory is undefined.
+    if not fills_empty:
+        return out[: rows_RK.shape[0]]
     return jnp.where(jnp.arange(rows_RK.shape[0])[:, None] < taken, out[: rows_RK.shape[0]], 0)
 
 
@@ -86,10 +90,10 @@ def product(
     sizes_E: jax.Array,
     dtype: jnp.dtype | None = None,
     interpret: bool = False,
+    fills_empty: bool = True,
 ) -> jax.Array:
-    """Each row times its group's matrix, [R, O] of the rows' type; zeros for rows after those of
-    the last group."""
-    return _times_matrices(rows_RI, weights_EIO, sizes_E, False, interpret)
+    """Each row times its group's matrix, [R, O] of the rows' type."""
+    return _times_matrices(rows_RI, weights_EIO, sizes_E, False, interpret, fills_empty)
 
 
 def rows_gradient(
@@ -98,10 +102,24 @@ def rows_gradient(
     sizes_E: jax.Array,
     dtype: jnp.dtype | None = None,
     interpret: bool = False,
+    fills_empty: bool = True,
 ) -> jax.Array:
-    """The gradient of the rows, [R, I] of the gradients' type; zeros for rows after those of the
-    last group."""
-    return _times_matrices(g_RO, weights_EIO, sizes_E, True, interpret)
+    """The gradient of the rows, [R, I] of the gradients' type."""
+    return _times_matrices(g_RO, weights_EIO, sizes_E, True, interpret, fills_empty)
+
+
+def add_rows_gradient(
+    total_RI: jax.Array,
+    g_RO: jax.Array,
+    weights_EIO: jax.Array,
+    sizes_E: jax.Array,
+    mean: int,
+    interpret: bool = False,
+) -> jax.Array:
+    """`total` and the gradient of the rows, [R, I]; anything in rows of no group. mean: the mean
+    number of rows of all groups"""
+    by_rows = rows_gradient(g_RO, weights_EIO, sizes_E, interpret=interpret, fills_empty=False)
+    return on_rows(jnp.add, mean, sizes_E.sum(), total_RI, by_rows)
 
 
 def weights_gradient(

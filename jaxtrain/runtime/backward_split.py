@@ -40,6 +40,7 @@ from jaxtrain.runtime.equations import (
     has,
     in_attention,
     inline,
+    is_on_rows,
     is_only,
     is_part,
     variables,
@@ -353,7 +354,12 @@ class LayerSplit:
                 return True
             elif (sources := self._sources(value, crossing)) is not None:
                 sources_of[value] = sources
-            elif value in in_b or self._is_reduced_in_b(value):
+            elif (
+                value in in_b
+                or self._is_reduced_in_b(value)
+                # so that the products before an activation do not wait until W
+                or is_on_rows(self._maker[value])
+            ):
                 stash.add(value)
             else:
                 return True

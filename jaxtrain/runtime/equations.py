@@ -10,9 +10,11 @@ from jax.extend.core import Literal
 
 from jaxtrain.devices.mesh import DEVICE_PART
 from jaxtrain.parallel import attention
+from jaxtrain.parallel.filled_rows import FILLED_ROWS
 
 BLOCK_PRODUCTS = frozenset({"scaled_matmul_wrapper"})  # jax.nn.scaled_matmul
 PRODUCTS = frozenset({"dot_general"}) | BLOCK_PRODUCTS
+MESSAGES = frozenset({"all_to_all", "ragged_all_to_all"})
 # Attention by parallel/blockwise.py, splash.py, cudnn.py and jax's function for cuDNN; products by
 # groups.
 KERNELS = frozenset(
@@ -109,19 +111,37 @@ def is_only(equation, names: frozenset) -> bool:
 
 def has(equation, names: frozenset) -> bool:
     """True for an equation that is one of these, or has one of these inside, perhaps in a branch of
-    several platforms'."""
+    several platforms'. A loop over filled rows is elementwise work."""
     name = equation.primitive.name
     return name in names or (
         name in CALLS | {"shard_map", "cond"}
+        and not _is_on_rows(equation)
         and any(has(e, names) for inner in inside(equation) for e in inner.eqns)
     )
 
 
 def is_part(equation) -> bool:
     """True for a function of each device's part over `model` (devices/mesh.py: over_model), which
-    stays one equation."""
+    stays one equation; so does work on filled rows."""
     name = equation.primitive.name
-    return name == "shard_map" or (name in CALLS and equation.params.get("name") == DEVICE_PART)
+    return (
+        name == "shard_map"
+        or (name in CALLS and equation.params.get("name") == DEVICE_PART)
+        or _is_on_rows(equation)
+    )
+
+
+def _is_on_rows(equation) -> bool:
+    return equation.primitive.name in CALLS and equation.params.get("name") == FILLED_ROWS
+
+
+def is_on_rows(equation) -> bool:
+    """True for elementwise work on filled rows (parallel/filled_rows.py), on each device's part."""
+    return _is_on_rows(equation) or (
+        is_part(equation)
+        and any(_is_on_rows(e) for inner in inside(equation) for e in inner.eqns)
+        and not has(equation, MESSAGES | PRODUCTS | KERNELS)
+    )
 
 
 def inside(equation) -> Iterator:

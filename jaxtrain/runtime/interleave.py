@@ -6,10 +6,14 @@ An op's equations are cut at its messages, the all-to-alls of experts and of att
     first    part 0 │ messages 0 │ part 1     │ messages 1 │ part 2
     second          │ part 0     │ messages 0 │ part 1     │ messages 1 │ part 2
 
-XLA decides where in the program a message starts and where it is done, and for GPUs it counts a
-small fusion for more than a product of matrices. So values wait for each other where their readers
-alone would not: a column begins when the message can be sent; the message's readers wait for the
-large products beside it, and what follows these products waits for the message.
+Messages in two steps, across nodes and inside them, are one column, whose part is cut in two: each
+step has products of its own beside it.
+
+XLA decides where in the program a message starts and where it is done. It starts messages as early
+as it can (devices/compiler_options.py), but ends them early, too, for it counts a small fusion for
+more than a product of matrices. So values wait for each other where their readers alone would not:
+a column begins when the message can be sent; the message's readers wait for the large products
+beside it, and what follows these products waits for the message.
 """
 
 import functools
@@ -26,16 +30,17 @@ from jaxtrain.devices.mesh import MODEL, on_cpu, on_nvidia_gpu
 from jaxtrain.runtime.equations import (
     BLOCK_PRODUCTS,
     KERNELS,
+    MESSAGES,
     NAME,
     PRODUCTS,
     bind,
     has,
     inside,
+    is_on_rows,
     value_of,
     variables,
 )
 
-MESSAGES = frozenset({"all_to_all", "ragged_all_to_all"})
 SAME = frozenset({"reshape", "squeeze", "optimization_barrier", NAME})  # as what they read
 LARGE = 1 / 16  # of the largest product of a part: a router's product is smaller
 
@@ -58,7 +63,7 @@ class OpInParts:
     ):
         self._equations, self._env, self._outputs, self._pack = equations, env, outputs, pack
         self._arrived = [entry]  # what the next part begins with
-        self._small: Sequence = ()  # equations of the last part, after its last large products
+        self._rest: Sequence = ()  # equations of the last part, after its last large products
         self._firsts: dict[Any, list[jax.Array]] = {}  # of outputs: what they wait for
 
     def run(self) -> Any:
@@ -82,8 +87,8 @@ class OpInParts:
 
     def start(self) -> None:
         """Evaluates the part before the first messages."""
-        self._small = self._next()
-        self._evaluate(self._small)
+        self._rest = self._next()
+        self._evaluate(self._rest)
 
     def send(self, other: "OpInParts") -> None:
         """Evaluates the next messages beside the next part of another op. Messages of a second step
@@ -93,25 +98,22 @@ class OpInParts:
             piece, part = _pieces(part, other._peek(), _goes_far(steps[0]))
             products = self._send(other, piece, part if _on_the_way(piece, part) else [])
             other._arrived = products or other._arrived
-            other._evaluate(other._small)
+            other._evaluate(other._rest)
             self.start()
         products = self._send(other, part, other._peek())
         largest = sorted(self._values(self._arrived), key=jnp.size)[-1:]
-        other._wait(products, largest)
-        other._evaluate(other._small)
+        other._wait(other._waiting(products, other._rest), largest)
+        other._evaluate(other._rest)
 
     def _send(self, other: "OpInParts", piece: Sequence, following: Sequence) -> list:
         """Evaluates the next messages beside equations of another op, up to their last large
         products. Returns the results of these. following: the other op's next equations"""
         messages = self._next()
-        # what is small comes before the messages, or XLA fills their time with it
-        small = self._values(_small_results(self._small, messages))
-        self._wait(self._smallest_operands(messages), small)
         other._wait(other._arrived, self._values(self._last_operands(messages)))
         self._evaluate(messages)
         self._arrived = self._read_of(messages)
-        products, other._small = _last_products(piece, following)
-        other._evaluate(piece[: len(piece) - len(other._small)])
+        products, other._rest = _last_products(piece, following)
+        other._evaluate(piece[: len(piece) - len(other._rest)])
         results = other._read_of(products)
         following = itertools.chain.from_iterable(self._left[:2])
         views, readers = _readers(self._arrived, following)
@@ -137,8 +139,29 @@ class OpInParts:
         last one. Others are not waited for: XLA fuses choices that read the same."""
         operands = _operands(_largest(messages)) if messages else []
         there = [a for a in self._env if a in operands]
-        made = {a for equation in self._small for a in equation.outvars}
+        made = {a for equation in self._rest for a in equation.outvars}
         return [a for a in there if a in made] or there[-1:]
+
+    def _waiting(self, results: Sequence, readers: Sequence) -> list:
+        """The variables that wait in place of `results`, so that their readers do. Work on filled
+        rows waits by its smallest operand of numbers, which nothing else reads: a result that waits
+        is another pass over all of it. The rows' sizes are read by products, too, and as XLA fuses
+        the choices for both, the products would wait for what this work waits for."""
+        alias = {a: a for a in results}  # variable → the result that it is
+        directly, by_weights, weights = set(), set(), []
+        for equation in readers:
+            read = [alias[a] for a in variables(equation.invars) if a in alias]
+            if read and equation.primitive.name == NAME:
+                alias[equation.outvars[0]] = read[0]
+            elif read and is_on_rows(equation):
+                by_weights.update(read)
+                there = [a for a in variables(equation.invars) if a in self._env]
+                numbers = [a for a in there if _is_number(a)]
+                weights.append(min(numbers, key=_size))
+            else:
+                directly.update(read)
+        direct = [a for a in results if a in directly or a not in by_weights]
+        return list(dict.fromkeys([*direct, *weights]))
 
     def _evaluate(self, equations: Iterable) -> None:
         for equation in equations:
@@ -226,7 +249,8 @@ def _pieces(part: Sequence, messages: Sequence, far_first: bool) -> tuple[Sequen
     """A part cut in two, after one of the large products on which the messages behind it wait.
     Beside messages inside a node is one of these products, beside those across nodes, which take
     longer, are the others."""
-    ends = [i for i, equation in enumerate(part, 1) if equation in _on_the_way(part, messages)]
+    products = _on_the_way(part, messages)
+    ends = [i for i, equation in enumerate(part, 1) if equation in products]
     if len(ends) < 2:
         return (part, []) if far_first else ([], part)
     end = ends[-2] if far_first else ends[0]
@@ -244,6 +268,10 @@ def _goes_far(messages: Sequence) -> bool:
         largest = next(e for jaxpr in inside(largest) for e in jaxpr.eqns if has(e, MESSAGES))
     groups = largest.params["axis_index_groups"] or ((0, 1),)
     return groups[0][1] - groups[0][0] > 1
+
+
+def _is_number(atom) -> bool:
+    return bool(jnp.issubdtype(atom.aval.dtype, jnp.floating))
 
 
 def _parts(equations: Iterable) -> list[list]:
@@ -285,18 +313,6 @@ def _on_the_way(part: Sequence, messages: Sequence, only_last: bool = False) -> 
     return [e for e in part if id(e) in large and id(e) in seen]
 
 
-def _small_results(equations: Sequence, messages: Sequence) -> list:
-    """The variables that neither these equations nor the messages read, and that wait for no large
-    product among these."""
-    large = _large(equations)
-    read = {a for equation in (*equations, *messages) for a in variables(equation.invars)}
-    late: set = set()
-    for equation in equations:
-        if id(equation) in large or not late.isdisjoint(variables(equation.invars)):
-            late.update(equation.outvars)
-    return [a for e in equations for a in e.outvars if a not in read and a not in late]
-
-
 def _large(equations: Sequence) -> set[int]:
     """The ids of kernels and large products."""
     work = {id(equation): _work(equation) for equation in equations}
@@ -313,6 +329,8 @@ def _work(equation) -> float:
         (contracted, _), _ = equation.params["dimension_numbers"]
         depth = math.prod(equation.invars[0].aval.shape[d] for d in contracted)
         return float(depth * equation.outvars[0].aval.size)
+    if is_on_rows(equation):
+        return 0.0
     return sum(_work(e) for jaxpr in inside(equation) for e in jaxpr.eqns)
 
 

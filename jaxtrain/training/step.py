@@ -26,7 +26,7 @@ from jaxtrain.config import (
 from jaxtrain.config.kernels import QUANTIZED
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.devices import cluster, host_memory
-from jaxtrain.devices.compiler_options import compiler_options
+from jaxtrain.devices.compiler_options import FP8, GATHERS, SIDE_BY_SIDE, compiler_options
 from jaxtrain.devices.host_memory import is_on_host
 from jaxtrain.devices.mesh import CONTEXT, REPLICA, batch_shards, platform_of
 from jaxtrain.devices.sharding import BATCH_SPEC
@@ -214,8 +214,15 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
         independent_replicas=independent,
         offload_activations=parallel.offload_to("activations") == "host",
     )
-    gathers = zero.gathers_in_ops and mesh.shape["stage"] == 1
-    options = compiler_options(mesh.devices.flat[0], gathers, parallel.compiler_options, bool(fp8))
+    table = setup.table
+    does = {
+        GATHERS: zero.gathers_in_ops and mesh.shape["stage"] == 1,
+        SIDE_BY_SIDE: table.overlaps or (table.saves_inputs and model.experts > 0),
+        FP8: bool(fp8),
+    }
+    options = compiler_options(
+        mesh.devices.flat[0], [name for name, yes in does.items() if yes], parallel.compiler_options
+    )
     jit = functools.partial(jax.jit, compiler_options=options)
     abstract = abstract_state(layout, optimizer)
     state_shardings = jax.tree.map(lambda a: a.sharding, abstract)

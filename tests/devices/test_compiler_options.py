@@ -8,7 +8,7 @@ import pytest
 from support import small
 
 from jaxtrain import config as configs
-from jaxtrain.devices.compiler_options import PLATFORMS, compiler_options
+from jaxtrain.devices.compiler_options import GATHERS, PLATFORMS, SIDE_BY_SIDE, compiler_options
 from jaxtrain.training.step import make_step
 
 
@@ -19,22 +19,24 @@ class Device:
 
 
 def test_by_platform_and_generation():
-    assert compiler_options(Device("cpu"), True) == {}
-    assert (
-        compiler_options(Device("cuda"), False)
-        == compiler_options(Device("gpu", "NVIDIA H100"), False)
-        != {}
-    )
-    v5p, v4 = (compiler_options(Device("tpu", kind), False) for kind in ("TPU v5", "TPU v4"))
+    assert compiler_options(Device("cpu"), [GATHERS]) == {}
+    assert compiler_options(Device("cuda")) == compiler_options(Device("gpu", "NVIDIA H100")) != {}
+    v5p, v4 = (compiler_options(Device("tpu", kind)) for kind in ("TPU v5", "TPU v4"))
     # v4 has not so much
     assert (
         v5p["xla_tpu_scoped_vmem_limit_kib"] == 32768 and "xla_tpu_scoped_vmem_limit_kib" not in v4
     )
     gathering = (
-        compiler_options(Device("gpu"), True).keys() - compiler_options(Device("gpu"), False).keys()
+        compiler_options(Device("gpu"), [GATHERS]).keys() - compiler_options(Device("gpu")).keys()
     )
     # it would make two ticks of each of a pipeline's
-    assert "xla_gpu_enable_while_loop_double_buffering" in gathering
+    twice, early = (
+        "xla_gpu_enable_while_loop_double_buffering",
+        "xla_gpu_experimental_collective_start_as_early_as_possible",
+    )
+    assert {twice, early} <= gathering
+    side_by_side = compiler_options(Device("gpu"), [SIDE_BY_SIDE])
+    assert side_by_side[early] is True and twice not in side_by_side
     assert all(option.reason for options in PLATFORMS.values() for option in options)
 
 
@@ -45,7 +47,7 @@ def test_changes_come_last_and_have_types():
         "xla_b=0.5",
         "xla_c=x=y",
     )
-    got = compiler_options(Device("gpu"), False, changes)
+    got = compiler_options(Device("gpu"), (), changes)
     assert (
         got["xla_gpu_experimental_parallel_collective_overlap_limit"] == 1
         and got["xla_gpu_enable_latency_hiding_scheduler"] is True

@@ -38,9 +38,19 @@ def test_a_kernel_is_called_once_for_a_sequences_documents():
     assert times["y"] == columns(setup.train).busy[:, 0].sum()
 
 
-@pytest.mark.parametrize("tokens, expected", [(None, 4), (300, 3)])
-def test_loops_over_blocks_run_as_often_as_tokens_fill_blocks(tokens, expected):
-    """512 tokens, or 300, for 2 groups in blocks of 64."""
+@pytest.mark.parametrize(
+    "loop, tokens, expected",
+    [
+        ("row_blocks_512_2_64", None, 4),
+        ("row_blocks_512_2_64", 300, 3),
+        ("row_excess_512_256_32", None, 8),
+        ("row_excess_512_256_32", 300, 2),
+        ("row_excess_512_256_32", 256, 0),
+    ],
+)
+def test_loops_over_blocks_run_as_often_as_tokens_fill_blocks(loop, tokens, expected):
+    """512 tokens, or fewer, for 2 groups in blocks of 64; or those beyond a mean of 256 in blocks
+    of 32."""
     config = small.config((1, 1, 1), "1f1b", 1, 1, {"data.sequence_length": 64})
     text = """HloModule jit_train, is_scheduled=true
 %body (p.1: (s32[], f32[64,8])) -> (s32[], f32[64,8]) {
@@ -59,8 +69,9 @@ ENTRY %main (a: (s32[], f32[64,8])) -> (s32[], f32[64,8]) {
   ROOT %c = pred[] compare(%i.2, %i.2), direction=NE
 }
 """  # noqa: E501
+    text = text.replace("row_blocks_512_2_64", loop)
     runs = step_loops(Compiled(text).program, make_setup(config), expert_tokens=tokens).executed()
-    assert {run.instruction.name: run.times for run in runs}["x"] == expected
+    assert {run.instruction.name: run.times for run in runs}.get("x", 0) == expected
 
 
 def test_the_loops_around():

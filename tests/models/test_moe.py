@@ -2,6 +2,7 @@
 formulas."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -11,11 +12,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from support import small
 
-from jaxtrain.config import Config, ModelConfig
+from jaxtrain.config import Config, ModelConfig, sizes
 from jaxtrain.config.sizes import capacity_of, device_capacity
 from jaxtrain.devices.mesh import AXES, EXPERT, MANUAL_AXES, make_mesh
 from jaxtrain.models.moe import MoE, Router, with_counts, with_loss
 from jaxtrain.models.spec import binder, specs
+from jaxtrain.parallel import filled_rows
 from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, keep_products
 
 B, T, D, ROWS = 3, 8, 6, 12
@@ -364,6 +366,62 @@ def test_rows_beyond_the_room_are_dropped(room, nodes):
     np.testing.assert_array_equal(
         by_params["router"]["dropped"], np.bincount(chosen[~served], minlength=cfg.experts)
     )
+
+
+# of experts, two on each of three devices: about as many rows for each; none for the first, more
+# than the mean for the others; all that there is room for on the last, and none elsewhere
+BIASES = ((0, 0, 0, 0, 0, 0), (-9, -9, 0, 0, 9, 0), (0, 0, 0, 0, 9, 9))
+
+
+def test_elementwise_work_on_the_rows_that_are_there(monkeypatch):
+    """F, B and W on several devices: the same as on all rows, where those that nothing has written
+    are not numbers."""
+    devices, b = 3, 6
+    cfg, _, params = made(expert_room=1.875)
+    layer = as_function(MoE(cfg, 0.5, ROWS))
+    split = {name: P(EXPERT) if name in ("up", "gate", "down") else P() for name in params}
+    mesh = make_mesh([devices if axis == EXPERT else 1 for axis in AXES], jax.devices()[:devices])
+
+    def part(params, x, g):
+        ops = LayerSplit(lambda p, x, extra: layer(p, x), params, x, (), keep_products)
+        y, residuals = ops.output_and_residuals(params, x, ())
+        by_x, stash = ops.input_gradient(params, (), residuals, g)
+        by_params = ops.weight_gradient(params, (), residuals.for_w, stash)
+        by_router = jax.tree.map(lambda a: jax.lax.psum(a, EXPERT), by_params["router"])
+        return y, by_x, by_params | {"router": by_router}
+
+    def results():
+        run = jax.shard_map(
+            part,
+            in_specs=(split, P(EXPERT), P(EXPERT)),
+            out_specs=(P(EXPERT), P(EXPERT), split),
+            axis_names=set(AXES),
+            check_vma=False,
+        )
+        x, g, run = normal(b, T, D), normal(b, T, D, seed=5), jax.jit(run)
+        for bias in BIASES:
+            router = params["router"] | {"bias": np.array(bias, np.float32)}
+            with jax.set_mesh(mesh):
+                yield jax.device_get(run(params | {"router": router}, x, g))
+
+    expected, work, in_blocks = list(results()), [], filled_rows._in_blocks
+
+    def counted(fn, mean, *arguments):
+        work.append(mean)
+        return in_blocks(fn, mean, *arguments)
+
+    unfilled = lambda shape, dtype: jnp.full(shape, np.nan if dtype == jnp.float32 else 0, dtype)
+    monkeypatch.setattr(sizes, "FEW_ROWS", 1)
+    monkeypatch.setattr(filled_rows, "_in_blocks", counted)
+    monkeypatch.setattr(jax.lax, "empty", unfilled)
+    for got, all_rows in zip(results(), expected, strict=True):
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, all_rows
+        )
+    assert set(work) == {b // devices * T * cfg.experts_per_token}
+    dropped = [by_params["router"]["dropped"].sum() for _, _, by_params in expected]
+    room = device_capacity(b // devices * T, 2, cfg.experts, devices, 1.875)
+    assert dropped == [0, 0, b * T * 2 - room]
 
 
 @pytest.mark.parametrize(

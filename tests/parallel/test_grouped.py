@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support import small
 
+from jaxtrain.config import sizes as config_sizes
 from jaxtrain.config.kernels import BLOCKS, MEGABLOX
 from jaxtrain.hlo.program import Program
 from jaxtrain.parallel import experts, grouped, megablox
@@ -84,6 +85,26 @@ def test_products_and_gradients(kernel, dtype, sizes):
             {"rtol": 2e-5, "atol": 2e-5} if dtype == jnp.float32 else {"rtol": 2**-8, "atol": 1e-3}
         )
         np.testing.assert_allclose(np.asarray(found, np.float64), expected, **tolerance)
+
+
+@pytest.mark.parametrize("kernel", small.named([BLOCKS], [MEGABLOX]))
+def test_a_sum_of_gradients_and_rows_that_nothing_fills(monkeypatch, kernel):
+    """Of the rows of groups; behind them is anything."""
+    monkeypatch.setattr(config_sizes, "FEW_ROWS", ROWS)
+    monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+    form, sizes = KERNELS[kernel], np.array([7, 0, 20, 3, 0])
+    rows, weights, g = arrays(jnp.float32)
+
+    @jax.jit
+    def run(rows, weights, g, sizes):
+        total = form.add_rows_gradient(rows, g, weights, sizes, ROWS // 2)
+        return total, form.product(rows, weights, sizes, fills_empty=False)
+
+    got = run(rows, weights, g, jnp.asarray(sizes, jnp.int32))
+    product, by_rows, _ = plainly(rows, weights, g, sizes)
+    for found, expected in zip(got, (np.asarray(rows) + by_rows, product), strict=True):
+        there = slice(0, sizes.sum())
+        np.testing.assert_allclose(found[there], expected[there], rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("rows, groups", [(3, 5), (8, 1), (130, 2)])

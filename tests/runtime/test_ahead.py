@@ -206,6 +206,23 @@ def test_products_of_shared_experts_stand_beside_both_ways_of_the_rows(platform)
 
 
 @compiled_for("h100")
+def test_elementwise_work_is_on_the_rows_that_are_there(platform):
+    """A device has memory for twice the mean of 4,096 rows. What makes an array of all of them, as
+    wide as an expert, writes a part in place, or moves residuals to or from the loop over
+    layers."""
+    c = ahead.compile_step(platform, EXPERTS)
+    tokens = ahead.MODEL["data.sequence_length"] * EXPERTS["model.experts_per_token"]
+    array = 2 * tokens, EXPERTS["model.expert_width"] // 2  # over model
+    whole = [
+        i
+        for i in c.program.below(c.tick)
+        if i.opcode in ("fusion", "copy") and array in {shape[-2:] for shape in i.shapes}
+    ]
+    assert whole
+    assert not [i.text for i in whole if not re.search(r"/dynamic_(update_)?slice$", i.op_name)]
+
+
+@compiled_for("h100")
 def test_a_token_crosses_nodes_once(platform):
     """Of 4 choices in 2 nodes 2 rows cross, there and back; inside a node go as many as there is
     room for."""

@@ -5,12 +5,14 @@ import functools
 
 import jax.numpy as jnp
 import pytest
+from jax import lax
 from support import small
 from support.plain_loop import assert_same, gradients, reference
 from support.small import Case
 
+from jaxtrain.config import kernels, sizes
 from jaxtrain.devices import host_memory
-from jaxtrain.parallel import experts, megablox
+from jaxtrain.parallel import experts, filled_rows
 
 SEVEN = {"model.layers": 7}
 EXPERTS = {"model.experts": 4, "model.expert_width": 16, "mesh.expert": 2}
@@ -91,10 +93,73 @@ def test_rows_of_experts(monkeypatch, name, kernel):
         return jnp.where(empty, jnp.nan, out)
 
     if kernel == "megablox":
-        forms = megablox.product, megablox.rows_gradient, megablox.weights_gradient
+        forms = experts.KERNELS[kernels.MEGABLOX]
         interpreted = experts.Products(*(functools.partial(f, interpret=True) for f in forms))
         for form in experts.KERNELS:
             monkeypatch.setitem(experts.KERNELS, form, interpreted)
     monkeypatch.setattr(experts, "_ragged", wrong)
     assert_same(gradients(config), expected)
     assert unfilled and all(unfilled)
+
+
+SOME = EIGHT | {"mesh.expert": 2, "model.expert_room": 1.9}
+FILLED = {
+    "nothing recomputed": Case((1, 2, 1), "1f1b", 1, 3, SOME | {"pipeline.remat": "none"}),
+    "products saved, weights' gradients apart": Case(
+        (1, 2, 1), "zb_h1", 1, 3, SOME | {"pipeline.remat": "selective"}
+    ),
+    "all recomputed, model 2, gelu": Case(
+        (1, 2, 2), "zb_h1", 1, 3, SOME | {"model.activation": "gelu", "pipeline.remat": "full"}
+    ),
+    "layers' inputs, all can arrive, several on a device": Case(
+        (1, 2, 1),
+        "interleaved",
+        2,
+        4,
+        EIGHT | {"mesh.expert": 4, "pipeline.save": ("layer_input",)},
+    ),
+    "overlapped": Case(
+        (1, 2, 1),
+        "dualpipe_v",
+        2,
+        5,
+        SOME | {"pipeline.overlap": True, "pipeline.remat": "none"},
+    ),
+    "overlapped, layers' inputs": Case(
+        (1, 2, 1),
+        "interleaved",
+        2,
+        4,
+        SOME | {"pipeline.overlap": True, "pipeline.save": ("layer_input",)},
+    ),
+    "two steps, shared experts": Case(
+        (1, 1, 1),
+        changes=EIGHT
+        | {"mesh.expert": 4, "parallel.expert_nodes": 2, "model.experts_per_token": 3}
+        | {"model.expert_room": 1.9, "model.shared_experts": 1},
+    ),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FILLED)
+def test_elementwise_work_on_filled_rows(monkeypatch, name):
+    """Rows that nothing has written are not numbers."""
+    config, work = FILLED[name].config(), []
+    expected = reference(config, 1) if not config.model.expert_room else gradients(config)
+    in_blocks = filled_rows._in_blocks
+
+    def counted(*arguments):
+        work.append(arguments)
+        return in_blocks(*arguments)
+
+    monkeypatch.setattr(sizes, "FEW_ROWS", 1)
+    monkeypatch.setattr(filled_rows, "_in_blocks", counted)
+    monkeypatch.setattr(lax, "empty", not_numbers)
+    assert_same(gradients(config), expected)
+    assert work
+
+
+def not_numbers(shape, dtype):
+    """In the place of `lax.empty`."""
+    return jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.floating) else 0, dtype)

@@ -1,0 +1,63 @@
+"""Elementwise work on rows of experts, of which a device has fewer than it has memory for.
+
+Rows lie sorted by expert, and empty ones behind them. Their mean number is known when a program is
+compiled: so many are computed at once. A loop over small blocks computes those beyond the mean, in
+most microbatches none or one block:
+
+    │ computed at once: the mean          │ block │ block │ … to the last row      │
+    │ rows that are there                    │ empty rows, which nothing reads       │
+
+An array is written in place, block by block. Rows behind the last block hold anything, also NaN.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtrain.config.sizes import exceeds_mean
+
+BLOCKS = 8  # in the mean number of rows
+FILLED_ROWS = "filled_rows"  # the name of a call that is such work (runtime/equations.py)
+
+
+def on_rows(fn: Callable, mean: int, number: jax.Array, *arrays: jax.Array) -> Any:
+    """fn(*arrays), where row i of the results depends on row i of the arrays [R, …] alone; of rows
+    that are there, and anything behind them.
+
+    Args:
+      fn: arrays [n, …] → an array [n, …] or a tuple of these, for any n.
+      mean: the number of rows that are computed in any case.
+      number: int32 scalar, of the rows that are there.
+    """
+    rows = arrays[0].shape[0]
+    if not exceeds_mean(rows, mean):
+        return fn(*arrays)
+
+    def filled_rows(number: jax.Array, *arrays: jax.Array):
+        return _in_blocks(fn, mean, number, arrays)
+
+    assert filled_rows.__name__ == FILLED_ROWS
+    return jax.jit(filled_rows)(number, *arrays)
+
+
+def _in_blocks(fn: Callable, mean: int, number: jax.Array, arrays: Sequence[jax.Array]):
+    rows, size = arrays[0].shape[0], -(-mean // BLOCKS)
+
+    def write(start: jax.typing.ArrayLike, size: int, results):
+        part = fn(*(lax.dynamic_slice_in_dim(a, start, size) for a in arrays))
+        put = lambda result, part: lax.dynamic_update_slice_in_dim(result, part, start, 0)
+        return jax.tree.map(put, results, part)
+
+    def step(state):
+        i, results = state
+        return i + 1, write(jnp.minimum(mean + i * size, rows - size), size, results)
+
+    results = jax.tree.map(lambda a: lax.empty(a.shape, a.dtype), jax.eval_shape(fn, *arrays))
+    results = write(0, mean, results)
+    blocks = (number - mean + size - 1) // size
+    # hlo/loops.py reads the loop's number of trips from this name.
+    with jax.named_scope(f"row_excess_{rows}_{mean}_{size}"):
+        return lax.while_loop(lambda s: s[0] < blocks, step, (jnp.int32(0), results))[1]
