@@ -35,9 +35,8 @@ OUTER_BYTES = 8.0
 # Fraction of the messages of routed tokens that have products of the other microbatch between their
 # start and their done in an overlapped cell, as XLA compiles it for H100s (tests/runtime/
 # test_ahead.py): all of them; or where `model` splits layers, so that they do not wait for each
-# other in turn, what XLA finds by itself; or in two steps, all across nodes and half of those
-# inside, by their time. No time is measured. For TPUs nothing is expected.
-CELL_OVERLAP, UNTIED_OVERLAP, TWO_STEPS_OVERLAP = 1.0, 0.75, 0.9
+# other in turn, what XLA finds by itself. No time is measured. For TPUs nothing is expected.
+CELL_OVERLAP, UNTIED_OVERLAP = 1.0, 0.75
 DIGITS = 4  # significant digits of an op time
 
 
@@ -60,9 +59,7 @@ def _cell_overlap(config: Config, hardware: Hardware) -> float:
     """Framework.cell_overlap of a config."""
     if platform_of(hardware) != kernels.GPU:
         return 0.0
-    if config.mesh.model > 1:
-        return UNTIED_OVERLAP
-    return TWO_STEPS_OVERLAP if config.parallel.expert_nodes > 1 else CELL_OVERLAP
+    return UNTIED_OVERLAP if config.mesh.model > 1 else CELL_OVERLAP
 
 
 def _collective_matmul(config: Config, hardware: Hardware) -> bool:

@@ -93,9 +93,10 @@ class OpInParts:
     def send(self, other: "OpInParts") -> None:
         """Evaluates the next messages beside the next part of another op. Messages of a second step
         are sent, too, and then each step has a piece of the part beside it."""
-        part, steps = other._next(), self._left[:3:2]
-        if len(steps) == 2 and _goes_far(steps[0]) != _goes_far(steps[1]):
-            piece, part = _pieces(part, other._peek(), _goes_far(steps[0]))
+        part: Sequence = other._next()
+        far_first = _is_first_step_far(self._left[:3:2])
+        if far_first is not None:
+            piece, part = _pieces(part, other._peek(), far_first)
             products = self._send(other, piece, part if _on_the_way(piece, part) else [])
             other._arrived = products or other._arrived
             other._evaluate(other._rest)
@@ -115,8 +116,8 @@ class OpInParts:
         products, other._rest = _last_products(piece, following)
         other._evaluate(piece[: len(piece) - len(other._rest)])
         results = other._read_of(products)
-        following = itertools.chain.from_iterable(self._left[:2])
-        views, readers = _readers(self._arrived, following)
+        next_equations = itertools.chain.from_iterable(self._left[:2])
+        views, readers = _readers(self._arrived, next_equations)
         firsts = other._values(results)
         self._wait(self._smallest_operands(readers), firsts)
         self._firsts |= dict.fromkeys(views, firsts)
@@ -144,8 +145,8 @@ class OpInParts:
 
     def _waiting(self, results: Sequence, readers: Sequence) -> list:
         """The variables that wait in place of `results`, so that their readers do. Work on filled
-        rows waits by its smallest operand of numbers, which nothing else reads: a result that waits
-        is another pass over all of it. The rows' sizes are read by products, too, and as XLA fuses
+        rows waits by its smallest operand of numbers, the rows' weights: a result that waits is
+        another pass over all of it. The rows' sizes are read by products, too, and as XLA fuses
         the choices for both, the products would wait for what this work waits for."""
         alias = {a: a for a in results}  # variable → the result that it is
         directly, by_weights, weights = set(), set(), []
@@ -156,7 +157,7 @@ class OpInParts:
             elif read and is_on_rows(equation):
                 by_weights.update(read)
                 there = [a for a in variables(equation.invars) if a in self._env]
-                numbers = [a for a in there if _is_number(a)]
+                numbers = [a for a in there if jnp.issubdtype(a.aval.dtype, jnp.floating)]
                 weights.append(min(numbers, key=_size))
             else:
                 directly.update(read)
@@ -261,17 +262,24 @@ def _largest(messages: Sequence) -> Any:
     return max(messages, key=lambda equation: max(map(_size, equation.outvars)))
 
 
-def _goes_far(messages: Sequence) -> bool:
-    """True if the largest message goes between devices that are not neighbours."""
-    largest = _largest(messages)
-    while largest.primitive.name not in MESSAGES:
-        largest = next(e for jaxpr in inside(largest) for e in jaxpr.eqns if has(e, MESSAGES))
-    groups = largest.params["axis_index_groups"] or ((0, 1),)
-    return groups[0][1] - groups[0][0] > 1
+def _is_first_step_far(messages: Sequence[Sequence]) -> bool | None:
+    """Whether the first messages go between devices that are not neighbours and the next ones
+    between neighbours (True), or the other way round (False), along the same axis; None otherwise:
+    they are not two steps of one way."""
+    if len(messages) < 2:
+        return None
+    (axis, first), (next_axis, second) = map(_way, messages)
+    return first if axis == next_axis and first != second else None
 
 
-def _is_number(atom) -> bool:
-    return bool(jnp.issubdtype(atom.aval.dtype, jnp.floating))
+def _way(messages: Sequence) -> tuple[Any, bool]:
+    """The axis along which the largest message goes, and whether it does so between devices that
+    are not neighbours."""
+    equation = _largest(messages)
+    while equation.primitive.name not in MESSAGES:
+        equation = next(e for jaxpr in inside(equation) for e in jaxpr.eqns if has(e, MESSAGES))
+    groups = equation.params["axis_index_groups"] or ((0, 1),)
+    return equation.params["axis_name"], groups[0][1] - groups[0][0] > 1
 
 
 def _parts(equations: Iterable) -> list[list]:

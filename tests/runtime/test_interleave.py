@@ -65,22 +65,30 @@ def test_results_are_those_of_each_alone():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *results)
 
 
+def _messages(jaxpr) -> list[tuple[bool, set[int]]]:
+    """For each message: (it goes between devices that are not neighbours; the earlier messages
+    that it needs)."""
+    (mapped,) = jaxpr.eqns
+    found: list[tuple[bool, set[int]]] = []
+    needed: dict = {}  # variable → the messages that it needs
+    for equation in mapped.params["jaxpr"].eqns:
+        inputs = [needed.get(a, set()) for a in equation.invars if not hasattr(a, "val")]
+        numbers = set().union(*inputs)
+        if equation.primitive.name == "all_to_all":
+            groups = equation.params["axis_index_groups"] or [[0, 1]]
+            found.append((groups[0][1] - groups[0][0] > 1, numbers))
+            numbers = numbers | {len(found) - 1}
+        needed |= dict.fromkeys(equation.outvars, numbers)
+    return found
+
+
 def needs(run, model: int = 1) -> list[set[int]]:
     """For each message of the two ops, in the order of the program, the earlier ones that it
     needs."""
     mesh, ops = both(run, model)
     with jax.set_mesh(mesh):
         jaxpr = jax.make_jaxpr(ops)(*arguments())
-    (mapped,) = jaxpr.eqns[0].params["jaxpr"].eqns
-    found: list[set[int]] = []
-    needed: dict = {}  # variable → the messages that it needs
-    for equation in mapped.params["jaxpr"].eqns:
-        inputs = [needed.get(a, set()) for a in equation.invars if not hasattr(a, "val")]
-        numbers = set().union(*inputs)
-        if equation.primitive.name == "all_to_all":
-            found.append(numbers)
-            numbers = numbers | {len(found) - 1}
-        needed |= dict.fromkeys(equation.outvars, numbers)
+    found = [numbers for _, numbers in _messages(jaxpr.eqns[0].params["jaxpr"])]
     # without those of the forward whose residuals the backward reads
     return [{n - 3 for n in numbers if n >= 3} for numbers in found[3:]]
 
@@ -91,6 +99,52 @@ def test_messages_go_in_turn():
     assert needs(alone) == [set(), {0}, set(), set(), {2, 3}]
     b0, f0, f0_order, b1, f1 = needs(interleave.side_by_side)
     assert not b0 and 0 in f0 and 0 in f0_order and {0, 1} <= b1 and {1, 2, 3} <= f1
+
+
+def far_and_near(w, x, _):
+    """Two messages out, across nodes of two devices and inside them, and two back."""
+    send = functools.partial(lax.all_to_all, axis_name=EXPERT, split_axis=0, concat_axis=0)
+    far = functools.partial(send, tiled=True, axis_index_groups=[[0, 2], [1, 3]])
+    near = functools.partial(send, tiled=True, axis_index_groups=[[0, 1], [2, 3]])
+    h = jnp.tanh(jnp.tanh(x @ w[0]) @ w[0])
+    made = jnp.sin(jnp.sin(near(far(h)) @ w[1]) @ w[1])
+    return x + 0.5 * far(near(made))
+
+
+def test_each_of_two_steps_has_products_beside_it():
+    """Messages of B and F go by twos. In between are B's or F's products, of which the second
+    message waits for the first ones, and the third for all."""
+    devices = 4
+    mesh = make_mesh((1, 1, 1, 1, devices, 1), jax.devices()[:devices])
+    rng = np.random.default_rng(0)
+    shapes = (2, WIDTH, WIDTH), *[(devices * ROWS, WIDTH)] * 3
+    args = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+
+    def ops(run, w, x, other, g):
+        split = LayerSplit(far_and_near, w, x, None)
+        _, residuals = split.output_and_residuals(w, other, None)
+        return run(
+            split.backward(w, None, residuals, g), split.forward(LayerOp.FORWARD, w, x, None)
+        )
+
+    def on_devices(run):
+        local = P(EXPERT)
+        return jax.shard_map(
+            lambda *a: jax.tree.map(lambda y: y[None], ops(run, *a)),
+            mesh=mesh,
+            in_specs=(P(), local, local, local),
+            out_specs=local,
+            axis_names={EXPERT},
+        )
+
+    with jax.set_mesh(mesh):
+        results = [jax.jit(on_devices(run))(*args) for run in (alone, interleave.side_by_side)]
+        found = _messages(jax.make_jaxpr(on_devices(interleave.side_by_side))(*args))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *results)
+    # the forward whose residuals the backward reads, then B's and F's messages by twos
+    assert [is_far for is_far, _ in found[4:]] == 2 * [True, False] + 2 * [False, True]
+    for i, (_, needed) in enumerate(found[4:]):
+        assert needed - {0, 1, 2, 3} == set(range(4, 4 + i)), i
 
 
 def test_layers_that_the_partitioner_splits_do_not_wait():
