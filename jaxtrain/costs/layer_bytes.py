@@ -138,19 +138,28 @@ def _gradients(step: StepModel, dense: bool) -> float:
 def _all(step: StepModel, dense: bool) -> LayerBytes:
     """Bytes of a token where everything that the backward reads is saved."""
     model, item, hidden = step.model, step.item, _mlp_width(step, dense)
-    attention, arrays = _attention_widths(step), 2 if model.gated else 1
-    in_b, in_w, left = (arrays + 1) * hidden, 0.0, (arrays + 1) * hidden
-    if model.experts and not dense:  # activations are made again
-        in_b, in_w, left = (in_b - hidden, 0.0, left) if model.gated else (0.0, hidden, hidden)
+    arrays = 2 if model.gated else 1
+    mlp = LayerBytes((arrays + 1) * hidden, 0.0, (arrays + 1) * hidden)
+    if model.experts and not dense:
+        mlp = _with_remade_activation(hidden, arrays)
+    widths = _attention_widths(step).plus(mlp)
     # LayerNorm saves its input less the mean in 32 bits; RMSNorm its input
     norms = 2 * model.width * (FLOAT32 if model.layer_norm else item)
     scores = FLOAT32 * model.experts * (not dense)  # of the router, and their gradients
     statistics = FLOAT32 * model.heads  # a softmax's log-sum-exp
     return LayerBytes(
-        item * (attention.residual_b + in_b) + statistics + 2 * scores,
-        item * (attention.residual_w + in_w) + norms,
-        item * (attention.weight_stash + left) + _gradients(step, dense) + scores,
+        item * widths.residual_b + statistics + 2 * scores,
+        item * widths.residual_w + norms,
+        item * widths.weight_stash + _gradients(step, dense) + scores,
     )
+
+
+def _with_remade_activation(hidden: float, arrays: int) -> LayerBytes:
+    """Numbers, or bytes, of a hidden layer that is made again from its first products, of which
+    there are so many: by W from one, by B from two. B leaves the products' gradients."""
+    if arrays == 1:
+        return LayerBytes(0.0, hidden, hidden)
+    return LayerBytes(arrays * hidden, 0.0, (arrays + 1) * hidden)
 
 
 def _attention_widths(step: StepModel) -> LayerBytes:
@@ -301,9 +310,7 @@ def _routed_all(step: StepModel, experts: bool) -> LayerBytes:
             shared = FP8 * step.tokens * step.model.width
             return LayerBytes(arrays * hidden + rows + shared, columns, gradients + rows)
         return LayerBytes(arrays * hidden, rows + columns, gradients)
-    if arrays == 1:  # W makes the hidden layer of the product, B leaves it where it is of two
-        return LayerBytes(0.0, hidden + width, hidden + width)
-    return LayerBytes(arrays * hidden, width, (arrays + 1) * hidden + width)
+    return _with_remade_activation(hidden, arrays).plus(LayerBytes(0.0, width, width))
 
 
 def _routed_named(step: StepModel, experts: bool, names: Collection[str]) -> LayerBytes:
