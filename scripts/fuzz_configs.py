@@ -122,6 +122,16 @@ def draw_base(chance: random.Random) -> dict[str, Any]:
             "model.kv_rank": 8,
             "model.rope_head_dim": 4,
         }
+    if "model.experts" in settings and chance.random() < 0.4:
+        settings |= {
+            "model.dense_layers": chance.choice((0, 1, 2)),
+            "parallel.expert_nodes": chance.choice((1, 2)),
+        }
+    if chance.random() < 0.3:
+        settings |= {
+            "parallel.ends": chance.choice(("auto", "replicated", "sharded")),
+            "pipeline.overlap": chance.choice((False, True)),
+        }
     if chance.random() < 0.2:
         settings |= {"model.mtp_depth": chance.choice((1, 2))}
     if chance.random() < 0.2:
