@@ -141,7 +141,7 @@ def _all(step: StepModel, dense: bool) -> LayerBytes:
     arrays = 2 if model.gated else 1
     mlp = LayerBytes((arrays + 1) * hidden, 0.0, (arrays + 1) * hidden)
     if model.experts and not dense:
-        mlp = _with_remade_activation(hidden, arrays)
+        mlp = _recomputing_activation(hidden, arrays)
     widths = _attention_widths(step).plus(mlp)
     # LayerNorm saves its input less the mean in 32 bits; RMSNorm its input
     norms = 2 * model.width * (FLOAT32 if model.layer_norm else item)
@@ -154,7 +154,7 @@ def _all(step: StepModel, dense: bool) -> LayerBytes:
     )
 
 
-def _with_remade_activation(hidden: float, arrays: int) -> LayerBytes:
+def _recomputing_activation(hidden: float, arrays: int) -> LayerBytes:
     """Numbers, or bytes, of a hidden layer that is made again from its first products, of which
     there are so many: by W from one, by B from two. B leaves the products' gradients."""
     if arrays == 1:
@@ -278,6 +278,8 @@ def _named_mlp(step: StepModel, dense: bool, names: Collection[str]) -> LayerByt
     stash = arrays * hidden
     if MLP_HIDDEN in names:  # B leaves that of shared experts, which is behind a barrier
         return LayerBytes(stash * (MLP_IN in names), hidden, stash + hidden * (not is_mlp))
+    if MLP_IN in names and not is_mlp:
+        return _recomputing_activation(hidden, arrays)
     if MLP_IN in names:
         return LayerBytes((arrays - 1) * hidden, hidden, stash + hidden)
     return LayerBytes(0.0, 0.0, stash + (1 + is_mlp) * hidden)
@@ -308,9 +310,9 @@ def _routed_all(step: StepModel, experts: bool) -> LayerBytes:
         gradients = rows + arrays * columns
         if step.model.shared_experts:  # a barrier is between what F sends and what W reads
             shared = FP8 * step.tokens * step.model.width
-            return LayerBytes(arrays * hidden + rows + shared, columns, gradients + rows)
-        return LayerBytes(arrays * hidden, rows + columns, gradients)
-    return _with_remade_activation(hidden, arrays).plus(LayerBytes(0.0, width, width))
+            return LayerBytes(arrays * hidden + rows + shared, 0.0, gradients + rows + columns)
+        return LayerBytes(arrays * hidden, rows, gradients + columns)
+    return _recomputing_activation(hidden, arrays).plus(LayerBytes(0.0, width, width))
 
 
 def _routed_named(step: StepModel, experts: bool, names: Collection[str]) -> LayerBytes:
@@ -330,6 +332,8 @@ def _routed_named(step: StepModel, experts: bool, names: Collection[str]) -> Lay
     # W sends tokens once more that B has not needed
     received = width * (MLP_IN not in names)
     stash = arrays * hidden + width + hidden * (MLP_HIDDEN not in names)
+    if arrays == 1 and first and not last and not leaves_out_empty(step.model, step.layout):
+        first, last, stash = 0.0, first, stash - hidden
     if ROUTED in names:
         return LayerBytes(first, last + width, stash)
     return LayerBytes(first, last, stash + received)

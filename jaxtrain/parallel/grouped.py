@@ -12,9 +12,9 @@ a block small compared with r.
     weights_gradient  rowsᵀ [I, R] × gradients [R, O], group by group → [E, I, O], summed in float32
 
 `dtype` is that of the result; None: that of the rows or gradients. `most_rows` bounds a block. Rows
-of no group are zeros; without `fills_empty` they may hold anything. None of the three functions
+of no group are zeros; without `fills_empty` they may hold anything. None of these functions
 reads such rows, and none is differentiated: experts.product, which calls them, has its own
-gradient.
+gradient. `add_rows_gradient` adds the rows' gradient to another one in place.
 The outer loop is a `while`, so that it is one equation when a layer is cut into ops
 (runtime/backward_split.py).
 

@@ -193,8 +193,8 @@ class LayerSplit:
       params, x, extra: examples, pytrees of arrays or ShapeDtypeStructs; only shapes and dtypes
         matter.
       keep: what may cross from the forward to the backward.
-      remade: primitives whose results do not cross either if their operands do, though they cost
-        more than the pass.
+      recomputed: primitives whose results do not cross either if their operands do, though they
+        cost more than the pass.
 
     x: shape and dtype of the layer's input
     residuals: Residuals of the shapes and dtypes of what the forward leaves
@@ -209,9 +209,9 @@ class LayerSplit:
         x,
         extra,
         keep: KeepRule = keep_everything,
-        remade: frozenset[str] = frozenset(),
+        recomputed: frozenset[str] = frozenset(),
     ):
-        self._cheap = CHEAP | remade
+        self._cheap = CHEAP | recomputed
         self.layer, self.x = layer, jax.ShapeDtypeStruct(x.shape, x.dtype)
         self._trace(layer, params, x, extra, keep)
         saved = self._saved_values(keep)

@@ -115,7 +115,7 @@ def has(equation, names: frozenset) -> bool:
     name = equation.primitive.name
     return name in names or (
         name in CALLS | {"shard_map", "cond"}
-        and not _is_on_rows(equation)
+        and not _is_filled_rows_call(equation)
         and any(has(e, names) for inner in inside(equation) for e in inner.eqns)
     )
 
@@ -127,19 +127,19 @@ def is_part(equation) -> bool:
     return (
         name == "shard_map"
         or (name in CALLS and equation.params.get("name") == DEVICE_PART)
-        or _is_on_rows(equation)
+        or _is_filled_rows_call(equation)
     )
 
 
-def _is_on_rows(equation) -> bool:
+def _is_filled_rows_call(equation) -> bool:
     return equation.primitive.name in CALLS and equation.params.get("name") == FILLED_ROWS
 
 
 def is_on_rows(equation) -> bool:
     """True for elementwise work on filled rows (parallel/filled_rows.py), on each device's part."""
-    return _is_on_rows(equation) or (
+    return _is_filled_rows_call(equation) or (
         is_part(equation)
-        and any(_is_on_rows(e) for inner in inside(equation) for e in inner.eqns)
+        and any(_is_filled_rows_call(e) for inner in inside(equation) for e in inner.eqns)
         and not has(equation, MESSAGES | PRODUCTS | KERNELS)
     )
 

@@ -41,7 +41,7 @@ from jaxtrain.runtime.equations import (
     variables,
 )
 
-SAME = frozenset({"reshape", "squeeze", "optimization_barrier", NAME})  # as what they read
+VIEWS = frozenset({"reshape", "squeeze", "optimization_barrier", NAME})  # as what they read
 LARGE = 1 / 16  # of the largest product of a part: a router's product is smaller
 
 
@@ -85,8 +85,8 @@ class OpInParts:
     def is_done(self) -> bool:
         return not self._left
 
-    def start(self) -> None:
-        """Evaluates the part before the first messages."""
+    def evaluate_part(self) -> None:
+        """Evaluates the next part by itself."""
         self._rest = self._next()
         self._evaluate(self._rest)
 
@@ -100,7 +100,7 @@ class OpInParts:
             products = self._send(other, piece, part if _on_the_way(piece, part) else [])
             other._arrived = products or other._arrived
             other._evaluate(other._rest)
-            self.start()
+            self.evaluate_part()
         products = self._send(other, part, other._peek())
         largest = sorted(self._values(self._arrived), key=jnp.size)[-1:]
         other._wait(other._waiting(products, other._rest), largest)
@@ -132,16 +132,16 @@ class OpInParts:
     def _smallest_operands(self, equations: Iterable) -> list:
         """The smallest operand of each, of those that are there: it costs least to wait for. An
         equation that reads nothing but views of what has arrived has that."""
-        there = ([a for a in _operands(e) if a in self._env] or self._arrived for e in equations)
-        return list(dict.fromkeys(min(operands, key=_size) for operands in there))
+        of_each = ([a for a in _operands(e) if a in self._env] or self._arrived for e in equations)
+        return list(dict.fromkeys(min(operands, key=_size) for operands in of_each))
 
     def _last_operands(self, messages: Sequence) -> list:
         """The operands of the largest message that were made since the last large products, or the
         last one. Others are not waited for: XLA fuses choices that read the same."""
-        operands = _operands(_largest(messages)) if messages else []
-        there = [a for a in self._env if a in operands]
-        made = {a for equation in self._rest for a in equation.outvars}
-        return [a for a in there if a in made] or there[-1:]
+        read = _operands(_largest(messages)) if messages else []
+        operands = [a for a in self._env if a in read]
+        new = {a for equation in self._rest for a in equation.outvars}
+        return [a for a in operands if a in new] or operands[-1:]
 
     def _waiting(self, results: Sequence, readers: Sequence) -> list:
         """The variables that wait in place of `results`, so that their readers do. Work on filled
@@ -156,8 +156,8 @@ class OpInParts:
                 alias[equation.outvars[0]] = read[0]
             elif read and is_on_rows(equation):
                 by_weights.update(read)
-                there = [a for a in variables(equation.invars) if a in self._env]
-                numbers = [a for a in there if jnp.issubdtype(a.aval.dtype, jnp.floating)]
+                operands = [a for a in variables(equation.invars) if a in self._env]
+                numbers = [a for a in operands if jnp.issubdtype(a.aval.dtype, jnp.floating)]
                 weights.append(min(numbers, key=_size))
             else:
                 directly.update(read)
@@ -197,7 +197,7 @@ def side_by_side(first: OpInParts, second: OpInParts) -> tuple[Any, Any]:
     splits = jax.sharding.get_abstract_mesh().shape.get(MODEL, 1) > 1
     if splits or not (on_nvidia_gpu() or on_cpu()):
         return first.run(), second.run()
-    first.start()
+    first.evaluate_part()
     sender, other = first, second
     while not (first.is_done and second.is_done):
         sender.send(other)
@@ -234,16 +234,16 @@ def _operands(equation) -> list:
 
 def _readers(values: Iterable, equations: Iterable) -> tuple[set, list]:
     """Returns (values and their views, the equations that read one of these)."""
-    same, found = set(values), []
+    views, readers = set(values), []
     for equation in equations:
         read = [
-            i for i, a in enumerate(equation.invars) if not isinstance(a, Literal) and a in same
+            i for i, a in enumerate(equation.invars) if not isinstance(a, Literal) and a in views
         ]
-        if read and equation.primitive.name in SAME:
-            same.update(equation.outvars[i] for i in read)
+        if read and equation.primitive.name in VIEWS:
+            views.update(equation.outvars[i] for i in read)
         elif read:
-            found.append(equation)
-    return same, found
+            readers.append(equation)
+    return views, readers
 
 
 def _pieces(part: Sequence, messages: Sequence, far_first: bool) -> tuple[Sequence, Sequence]:
@@ -278,8 +278,8 @@ def _way(messages: Sequence) -> tuple[Any, bool]:
     equation = _largest(messages)
     while equation.primitive.name not in MESSAGES:
         equation = next(e for jaxpr in inside(equation) for e in jaxpr.eqns if has(e, MESSAGES))
-    groups = equation.params["axis_index_groups"] or ((0, 1),)
-    return equation.params["axis_name"], groups[0][1] - groups[0][0] > 1
+    group = (equation.params["axis_index_groups"] or ((0, 1),))[0]
+    return equation.params["axis_name"], len(group) > 1 and group[1] - group[0] > 1
 
 
 def _parts(equations: Iterable) -> list[list]:

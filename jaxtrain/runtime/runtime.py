@@ -557,8 +557,8 @@ class Runtime:
             keep = keep_named(self.save) if self.save else keep_products
         params = jax.tree.map(self._shape_as_used, self.parts.specs["layer"])
         # A device has memory for more rows of experts than arrive, on average for half of them.
-        remade = ACTIVATIONS if self.parts.cfg.experts else frozenset()
-        return LayerSplit(self._layer, params, x, extra, keep, remade)
+        recomputed = ACTIVATIONS if self.parts.cfg.experts else frozenset()
+        return LayerSplit(self._layer, params, x, extra, keep, recomputed)
 
     def _shape_as_used(self, spec: Spec) -> jax.ShapeDtypeStruct | Quantized:
         """The shape of `_as_used` for one layer's parameter, unsharded."""

@@ -217,7 +217,8 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
     table = setup.table
     does = {
         GATHERS: zero.gathers_in_ops and mesh.shape["stage"] == 1,
-        SIDE_BY_SIDE: table.overlaps or (table.saves_inputs and model.experts > 0),
+        SIDE_BY_SIDE: mesh.shape["model"] == 1
+        and (table.overlaps or (table.saves_inputs and model.experts > 0)),
         FP8: bool(fp8),
     }
     options = compiler_options(

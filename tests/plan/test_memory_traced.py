@@ -36,7 +36,8 @@ SMALL = {
 NUMBER, CAST = 4, 2  # bytes of a parameter, and of its cast for products
 COUNTERS = 1e-3  # of the parameters: those of a router, on which counts are hung
 SCALES = 64  # bytes of the scales of FP8, in a pool that has nothing else
-INDICES = 0.02  # of a pool: where rows lie, and statistics of a token, which the plan leaves out
+# of a pool: where rows lie, and statistics of a token, which the plan leaves out
+INDICES = 0.03
 
 
 def small(recipe: str, values: dict[str, Any]) -> configs.Config:
@@ -97,6 +98,10 @@ def pools(config: configs.Config) -> dict[str, int]:
             },
         ),
         ("mixtral_tiny", "full:2", {"pipeline.save": ("layer_input",), "model.layers": 6}),
+        # gelu, and shared experts, whose activations B makes again
+        ("mixtral_tiny", "none", {"model.activation": "gelu", "model.shared_experts": 1}),
+        ("mixtral_tiny", "selective", {"model.activation": "gelu", "model.expert_room": 2.0}),
+        ("deepseek_tiny", "none", {"model.expert_room": 2.0}),
         # biases of one row-parallel matrix, layernorm
         (
             "tiny",
