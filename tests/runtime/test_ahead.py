@@ -306,7 +306,8 @@ OVERLAPPED = {
 @compiled_for("h100")
 @pytest.mark.parametrize("case", OVERLAPPED)
 def test_messages_of_one_microbatch_go_beside_products_of_the_other(platform, case):
-    """In an overlapped cell all messages of rows; by themselves F and B have some without."""
+    """In an overlapped cell all messages of rows, of two steps one of eight may have none; by
+    themselves F and B have some without."""
     changes = {
         **EXPERTS,
         "mesh.data": 2,
@@ -323,8 +324,9 @@ def test_messages_of_one_microbatch_go_beside_products_of_the_other(platform, ca
     overlapped = {name: each for name, each in by_op.items() if "B" in name[1:]}
     alone = [each for name, each in by_op.items() if name[0] == "B"]
     assert len(overlapped) >= 2 and alone
-    messages = 8 if case == "two steps" else 4
-    assert all(each == [True] * messages for each in overlapped.values()), by_op
+    messages, without = (8, 1) if case == "two steps" else (4, 0)
+    for each in overlapped.values():
+        assert len(each) == messages and each.count(False) <= without, by_op
     assert not any(map(all, alone)), by_op
 
 
