@@ -147,7 +147,8 @@ def add_rows_gradient(
     mean: int,
     most_rows: int = MOST_ROWS,
 ) -> jax.Array:
-    """`total` and the gradient of the rows, [R, I]; rows of no group are the total's."""
+    """`total` and the gradient of the rows, [R, I]; rows of no group are the total's. mean: as for
+    megablox.add_rows_gradient, where it matters"""
     return _times_matrices(g_RO, weights_EIO, sizes_E, 1, most_rows, None, False, total_RI)
 
 

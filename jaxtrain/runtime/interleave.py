@@ -130,7 +130,7 @@ class OpInParts:
         return self._left.pop(0) if self._left else []
 
     def _smallest_operands(self, equations: Iterable) -> list:
-        """The smallest operand of each, of those that are there: it costs least to wait for. An
+        """The smallest operand of each, of those that are evaluated: it costs least to wait for. An
         equation that reads nothing but views of what has arrived has that."""
         of_each = ([a for a in _operands(e) if a in self._env] or self._arrived for e in equations)
         return list(dict.fromkeys(min(operands, key=_size) for operands in of_each))
@@ -140,8 +140,8 @@ class OpInParts:
         last one. Others are not waited for: XLA fuses choices that read the same."""
         read = _operands(_largest(messages)) if messages else []
         operands = [a for a in self._env if a in read]
-        new = {a for equation in self._rest for a in equation.outvars}
-        return [a for a in operands if a in new] or operands[-1:]
+        after_products = {a for equation in self._rest for a in equation.outvars}
+        return [a for a in operands if a in after_products] or operands[-1:]
 
     def _waiting(self, results: Sequence, readers: Sequence) -> list:
         """The variables that wait in place of `results`, so that their readers do. Work on filled
