@@ -12,26 +12,23 @@ step has products of its own beside it.
 XLA decides where in the program a message starts and where it is done. It starts messages as early
 as it can (devices/compiler_options.py), but ends them early, too, for it counts a small fusion for
 more than a product of matrices. So values wait for each other where their readers alone would not:
-a column begins when the message can be sent; the message's readers wait for the large products
-beside it, and what follows these products waits for the message.
+a column begins when the message can be sent; what has arrived waits for the large products beside
+it, and what follows these products waits for what has arrived.
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
 from jaxtrain.devices.mesh import MODEL, on_cpu, on_nvidia_gpu
 from jaxtrain.runtime.equations import (
     BLOCK_PRODUCTS,
     KERNELS,
     MESSAGES,
-    NAME,
     PRODUCTS,
     bind,
     has,
@@ -41,7 +38,6 @@ from jaxtrain.runtime.equations import (
     variables,
 )
 
-VIEWS = frozenset({"reshape", "squeeze", "optimization_barrier", NAME})  # as what they read
 LARGE = 1 / 16  # of the largest product of a part: a router's product is smaller
 
 
@@ -63,8 +59,8 @@ class OpInParts:
     ):
         self._equations, self._env, self._outputs, self._pack = equations, env, outputs, pack
         self._arrived = [entry]  # what the next part begins with
+        self._read_numbers: dict[Any, jax.Array] = {}  # variable → the first number of its array
         self._rest: Sequence = ()  # equations of the last part, after its last large products
-        self._firsts: dict[Any, list[jax.Array]] = {}  # of outputs: what they wait for
 
     def run(self) -> Any:
         """The result, of all equations."""
@@ -72,9 +68,7 @@ class OpInParts:
         return self.result()
 
     def result(self) -> Any:
-        values = (value_of(a, self._env) for a in self._outputs)
-        firsts = ([] if isinstance(a, Literal) else self._firsts.get(a, []) for a in self._outputs)
-        return self._pack([after(f, a) if f else a for f, a in zip(firsts, values, strict=True)])
+        return self._pack([value_of(a, self._env) for a in self._outputs])
 
     @functools.cached_property
     def _left(self) -> list[list]:
@@ -90,9 +84,12 @@ class OpInParts:
         self._rest = self._next()
         self._evaluate(self._rest)
 
-    def send(self, other: "OpInParts") -> None:
+    def send(self, other: "OpInParts", holds: bool) -> None:
         """Evaluates the next messages beside the next part of another op. Messages of a second step
-        are sent, too, and then each step has a piece of the part beside it."""
+        are sent, too, and then each step has a piece of the part beside it.
+
+        holds: whether what follows the large products of the part waits for the messages
+        """
         part: Sequence = other._next()
         far_first = _is_first_step_far(self._left[:3:2])
         if far_first is not None:
@@ -102,25 +99,23 @@ class OpInParts:
             other._evaluate(other._rest)
             self.evaluate_part()
         products = self._send(other, part, other._peek())
-        largest = sorted(self._values(self._arrived), key=jnp.size)[-1:]
-        other._wait(other._waiting(products, other._rest), largest)
+        if holds:
+            other._wait(products, self._first_numbers(sorted(self._arrived, key=_size)[-1:]))
         other._evaluate(other._rest)
 
     def _send(self, other: "OpInParts", piece: Sequence, following: Sequence) -> list:
         """Evaluates the next messages beside equations of another op, up to their last large
         products. Returns the results of these. following: the other op's next equations"""
         messages = self._next()
-        other._wait(other._arrived, self._values(self._last_operands(messages)))
+        if messages:
+            rows = max(variables(_largest(messages).invars), key=_size)
+            other._wait(other._arrived, self._first_numbers([rows]))
         self._evaluate(messages)
         self._arrived = self._read_of(messages)
         products, other._rest = _last_products(piece, following)
         other._evaluate(piece[: len(piece) - len(other._rest)])
         results = other._read_of(products)
-        next_equations = itertools.chain.from_iterable(self._left[:2])
-        views, readers = _readers(self._arrived, next_equations)
-        firsts = other._values(results)
-        self._wait(self._smallest_operands(readers), firsts)
-        self._firsts |= dict.fromkeys(views, firsts)
+        self._wait(self._arrived, other._first_numbers(results))
         return results
 
     def _peek(self) -> list:
@@ -128,41 +123,6 @@ class OpInParts:
 
     def _next(self) -> list:
         return self._left.pop(0) if self._left else []
-
-    def _smallest_operands(self, equations: Iterable) -> list:
-        """The smallest operand of each, of those that are evaluated: it costs least to wait for. An
-        equation that reads nothing but views of what has arrived has that."""
-        of_each = ([a for a in _operands(e) if a in self._env] or self._arrived for e in equations)
-        return list(dict.fromkeys(min(operands, key=_size) for operands in of_each))
-
-    def _last_operands(self, messages: Sequence) -> list:
-        """The operands of the largest message that were made since the last large products, or the
-        last one. Others are not waited for: XLA fuses choices that read the same."""
-        read = _operands(_largest(messages)) if messages else []
-        operands = [a for a in self._env if a in read]
-        after_products = {a for equation in self._rest for a in equation.outvars}
-        return [a for a in operands if a in after_products] or operands[-1:]
-
-    def _waiting(self, results: Sequence, readers: Sequence) -> list:
-        """The variables that wait in place of `results`, so that their readers do. Work on filled
-        rows waits by its smallest operand of numbers, the rows' weights: a result that waits is
-        another pass over all of it. The rows' sizes are read by products, too, and as XLA fuses
-        the choices for both, the products would wait for what this work waits for."""
-        alias = {a: a for a in results}  # variable → the result that it is
-        directly, by_weights, weights = set(), set(), []
-        for equation in readers:
-            read = [alias[a] for a in variables(equation.invars) if a in alias]
-            if read and equation.primitive.name == NAME:
-                alias[equation.outvars[0]] = read[0]
-            elif read and is_on_rows(equation):
-                by_weights.update(read)
-                operands = [a for a in variables(equation.invars) if a in self._env]
-                numbers = [a for a in operands if jnp.issubdtype(a.aval.dtype, jnp.floating)]
-                weights.append(min(numbers, key=_size))
-            else:
-                directly.update(read)
-        direct = [a for a in results if a in directly or a not in by_weights]
-        return list(dict.fromkeys([*direct, *weights]))
 
     def _evaluate(self, equations: Iterable) -> None:
         for equation in equations:
@@ -178,43 +138,60 @@ class OpInParts:
         """The variables that equations make and something reads."""
         return [a for equation in equations for a in equation.outvars if a in self._read]
 
-    def _values(self, names: Iterable) -> list[jax.Array]:
-        return [self._env[a] for a in names if a in self._read]
+    def _first_numbers(self, names: Iterable) -> list[jax.Array]:
+        return [self._first_number(a) for a in names if a in self._read]
+
+    def _first_number(self, name) -> jax.Array:
+        """The first number of a variable's array, read once: an array that is written in place
+        while something else may read it would be copied."""
+        if name not in self._read_numbers:
+            number = jax.lax.optimization_barrier(_first_number(self._env[name]))
+            self._read_numbers[name] = number
+        return self._read_numbers[name]
 
     def _wait(self, names: Iterable, firsts: Sequence[jax.Array]) -> None:
-        """Has the readers of these variables wait for some values."""
-        if firsts:
-            self._env.update((a, after(firsts, self._env[a])) for a in names)
+        """Has the readers of these variables wait for the arrays of some first numbers."""
+        for name in names if firsts else ():
+            array = self._env[name]
+            number = self._read_numbers.pop(name, None)
+            number = _first_number(array) if number is None else number
+            self._env[name] = after(firsts, array, number)
 
 
 def side_by_side(first: OpInParts, second: OpInParts) -> tuple[Any, Any]:
     """The results of both, with messages of each beside products of the other.
 
-    For TPUs nothing is tied: their compiler knows what a product takes, and its kernels would read
-    arrays that wait in one more pass (KB of Mixtral 19 % longer by its cycles). Nor where `model`
-    has several devices: the partitioner splits arrays over it, so a first number is not on all.
+    Nothing waits where `model` has several devices: the partitioner splits arrays over it, so a
+    first number is not on all. For TPUs nothing waits for the first messages: their compiler would
+    send them before the products, not beside them.
     """
-    splits = jax.sharding.get_abstract_mesh().shape.get(MODEL, 1) > 1
-    if splits or not (on_nvidia_gpu() or on_cpu()):
+    if jax.sharding.get_abstract_mesh().shape.get(MODEL, 1) > 1:
         return first.run(), second.run()
     first.evaluate_part()
     sender, other = first, second
+    holds = on_nvidia_gpu() or on_cpu()
     while not (first.is_done and second.is_done):
-        sender.send(other)
-        sender, other = other, sender
-    # or XLA writes what is saved into the pools as soon as it is there, in the time of messages
-    return jax.lax.optimization_barrier((first.result(), second.result()))
+        sender.send(other, holds)
+        sender, other, holds = other, sender, True
+    return first.result(), second.result()
 
 
-def after(firsts: Sequence[jax.Array], value: jax.Array) -> jax.Array:
-    """`value`, not before all of `firsts` are there. XLA drops barriers before it makes its
-    schedule, so this is a choice that it cannot make beforehand: by bits of their first numbers and
-    1, which are not 0."""
+def after(firsts: Sequence[jax.Array], array: jax.Array, number: jax.Array) -> jax.Array:
+    """`array`, not before the arrays whose first numbers are `firsts`.
+
+    XLA drops barriers before it makes its schedule, so the array's own first `number` is written
+    anew, in place, by a choice that XLA cannot make beforehand: by bits of `firsts` and 1, which
+    are not 0. Numbers have as many dimensions as their arrays, each of size 1.
+    """
     bits = jnp.int32(1)
     for first in firsts:
-        number = jax.lax.slice(first, (0,) * first.ndim, (1,) * first.ndim).reshape(())
-        bits |= jax.lax.bitcast_convert_type(number.astype(jnp.float32), jnp.int32)
-    return jnp.where(bits != 0, value, jnp.zeros_like(value))
+        bits |= jax.lax.bitcast_convert_type(first.reshape(()).astype(jnp.float32), jnp.int32)
+    chosen = jnp.where(bits != 0, number, jnp.zeros_like(number))
+    return jax.lax.dynamic_update_slice(array, chosen, (0,) * array.ndim)
+
+
+def _first_number(array: jax.Array) -> jax.Array:
+    return jax.lax.slice(array, (0,) * array.ndim, (1,) * array.ndim)
 
 
 def _size(variable) -> int:
@@ -230,20 +207,6 @@ def _operands(equation) -> list:
     read.update(variables(jaxprs[0].outvars))
     pairs = zip(equation.invars, jaxprs[0].invars, strict=True)
     return variables(outer for outer, inner in pairs if inner in read)
-
-
-def _readers(values: Iterable, equations: Iterable) -> tuple[set, list]:
-    """Returns (values and their views, the equations that read one of these)."""
-    views, readers = set(values), []
-    for equation in equations:
-        read = [
-            i for i, a in enumerate(equation.invars) if not isinstance(a, Literal) and a in views
-        ]
-        if read and equation.primitive.name in VIEWS:
-            views.update(equation.outvars[i] for i in read)
-        elif read:
-            readers.append(equation)
-    return views, readers
 
 
 def _pieces(part: Sequence, messages: Sequence, far_first: bool) -> tuple[Sequence, Sequence]:
