@@ -152,10 +152,8 @@ class OpInParts:
     def _wait(self, names: Iterable, firsts: Sequence[jax.Array]) -> None:
         """Has the readers of these variables wait for the arrays of some first numbers."""
         for name in names if firsts else ():
-            array = self._env[name]
-            number = self._read_numbers.pop(name, None)
-            number = _first_number(array) if number is None else number
-            self._env[name] = after(firsts, array, number)
+            read = [self._read_numbers.pop(name)] if name in self._read_numbers else []
+            self._env[name] = after([*firsts, *read], self._env[name])
 
 
 def side_by_side(first: OpInParts, second: OpInParts) -> tuple[Any, Any]:
@@ -176,18 +174,23 @@ def side_by_side(first: OpInParts, second: OpInParts) -> tuple[Any, Any]:
     return first.result(), second.result()
 
 
-def after(firsts: Sequence[jax.Array], array: jax.Array, number: jax.Array) -> jax.Array:
+def after(firsts: Sequence[jax.Array], array: jax.Array) -> jax.Array:
     """`array`, not before the arrays whose first numbers are `firsts`.
 
-    XLA drops barriers before it makes its schedule, so the array's own first `number` is written
-    anew, in place, by a choice that XLA cannot make beforehand: by bits of `firsts` and 1, which
-    are not 0. Numbers have as many dimensions as their arrays, each of size 1.
+    XLA drops barriers before it makes its schedule, so the array's own first number is written
+    anew, in place. It is read at an index that XLA cannot know beforehand: by bits of `firsts` and
+    1, which are not 0. In one kernel with the choice of its index or the write it would be read
+    too early, or XLA would copy the array.
     """
     bits = jnp.int32(1)
     for first in firsts:
         bits |= jax.lax.bitcast_convert_type(first.reshape(()).astype(jnp.float32), jnp.int32)
-    chosen = jnp.where(bits != 0, number, jnp.zeros_like(number))
-    return jax.lax.dynamic_update_slice(array, chosen, (0,) * array.ndim)
+    start = jnp.where(bits != 0, 0, 1)
+    largest = array.shape.index(max(array.shape))
+    starts = [start if axis == largest else 0 for axis in range(array.ndim)]
+    number = jax.lax.dynamic_slice(array, starts, (1,) * array.ndim)
+    number = jax.lax.optimization_barrier(number)
+    return jax.lax.dynamic_update_slice(array, number, (0,) * array.ndim)
 
 
 def _first_number(array: jax.Array) -> jax.Array:
