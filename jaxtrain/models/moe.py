@@ -182,7 +182,7 @@ class MoE(nnx.Module):
         is_fp8 = isinstance(x_MBTD, fp8.Quantized)
         # A scale of FP8 is the largest of all numbers: empty rows are zeros then.
         mean = 0 if is_fp8 else gates_BTK.size
-        size = experts.Size(self.experts, b, t, is_fp8, self.nodes)
+        size = experts.Size(self.experts, b, t, is_fp8, self.nodes, mean=mean)
         hidden = None
         if self.shared_up is not None:
             # The shared experts' first products overlap with the all-to-all to the experts, in two

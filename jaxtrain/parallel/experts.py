@@ -104,6 +104,8 @@ class Size(NamedTuple):
         all rows.
     nodes: that the `expert` axis spans, for rows that go in two steps
     among: of a step, the devices between which rows go; None: all along the axis
+    mean: the mean number of rows of this device's experts, if only those that are there are worked
+        on; 0: all
     """
 
     experts: int
@@ -112,6 +114,7 @@ class Size(NamedTuple):
     fills_empty: bool = True
     nodes: int = 1
     among: ExchangeGroup | None = None
+    mean: int = 0
 
     @property
     def group(self) -> ExchangeGroup:
@@ -130,7 +133,7 @@ class Size(NamedTuple):
         those of one device of each node."""
         group = ExchangeGroup(manual_size(EXPERT) // self.nodes)
         experts, batch = self.experts // self.nodes, self.nodes * self.batch
-        return Size(experts, batch, self.tokens, self.fills_empty, among=group)
+        return Size(experts, batch, self.tokens, self.fills_empty, among=group, mean=self.mean)
 
 
 class Routing(NamedTuple):
@@ -351,6 +354,12 @@ def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
     return x.at[rows].get(mode="fill", fill_value=0)
 
 
+def _in_order(rows: jax.Array, order: jax.Array, routing: Routing, size: Size) -> jax.Array:
+    """rows [R, …] of this device's experts, in another order; empty ones come last in both."""
+    assert routing.sizes is not None
+    return on_rows(lambda order: _take(rows, order), size.mean, routing.sizes.sum(), order)
+
+
 def _ragged(
     rows: jax.Array,
     travel: jax.Array,
@@ -425,7 +434,9 @@ def _arrive(sent: jax.Array, routing: Routing, size: Size) -> jax.Array:
         assert routing.source is not None
         room, most = routing.source.size, _most(routing, size)
         arrived = _ragged(sent, routing.travel, room, most, size.fills_empty, size.group)
-        return arrived if _arrives_sorted(size) else _take(arrived, routing.source)
+        return (
+            arrived if _arrives_sorted(size) else _in_order(arrived, routing.source, routing, size)
+        )
     if routing.sizes is not None:
         return sent
     devices = manual_size(EXPERT)
@@ -441,7 +452,7 @@ def _leave(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
     """Rows of this device's experts → rows sent back [S, …]: the inverse of `_arrive`."""
     if routing.travel is not None:
         assert routing.row is not None
-        leaving = rows if _arrives_sorted(size) else _take(rows, routing.row)
+        leaving = rows if _arrives_sorted(size) else _in_order(rows, routing.row, routing, size)
         room, most = routing.choice.size, _most(routing, size)
         # no position is that of a row that was not sent
         return _ragged(leaving, routing.travel.T, room, most, False, size.group)

@@ -153,7 +153,8 @@ class OpInParts:
         """Has the readers of these variables wait for the arrays of some first numbers."""
         for name in names if firsts else ():
             read = [self._read_numbers.pop(name)] if name in self._read_numbers else []
-            self._env[name] = after([*firsts, *read], self._env[name])
+            self._env[name], number = after([*firsts, *read], self._env[name])
+            self._read_numbers[name] = number
 
 
 def side_by_side(first: OpInParts, second: OpInParts) -> tuple[Any, Any]:
@@ -174,8 +175,8 @@ def side_by_side(first: OpInParts, second: OpInParts) -> tuple[Any, Any]:
     return first.result(), second.result()
 
 
-def after(firsts: Sequence[jax.Array], array: jax.Array) -> jax.Array:
-    """`array`, not before the arrays whose first numbers are `firsts`.
+def after(firsts: Sequence[jax.Array], array: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`array`, not before the arrays whose first numbers are `firsts`, and its own first number.
 
     XLA drops barriers before it makes its schedule, so the array's own first number is written
     anew, in place. It is read at an index that XLA cannot know beforehand: by bits of `firsts` and
@@ -190,7 +191,7 @@ def after(firsts: Sequence[jax.Array], array: jax.Array) -> jax.Array:
     starts = [start if axis == largest else 0 for axis in range(array.ndim)]
     number = jax.lax.dynamic_slice(array, starts, (1,) * array.ndim)
     number = jax.lax.optimization_barrier(number)
-    return jax.lax.dynamic_update_slice(array, number, (0,) * array.ndim)
+    return jax.lax.dynamic_update_slice(array, number, (0,) * array.ndim), number
 
 
 def _first_number(array: jax.Array) -> jax.Array:
