@@ -244,7 +244,9 @@ def _in_two_steps(chosen: jax.Array, size: Size, room: float) -> tuple[TwoSteps,
     )
     # A row brings all choices of its token, plus 1: behind those that arrive are zeros.
     filled = across._replace(fills_empty=True)
-    arrived = _run(lambda p, c: _out(c, p, filled), (REPLICATED,), REPLICATED, first, chosen + 1)
+    arrived = _run(
+        lambda p, c: _at_once(OUT, c, p, filled), (REPLICATED,), REPLICATED, first, chosen + 1
+    )
     my_node = across.group.me
     local = arrived.reshape(-1) - 1 - my_node * inside.experts
     local = jnp.where((local >= 0) & (local < inside.experts), local, inside.experts)
@@ -428,52 +430,58 @@ def _arrives_sorted(size: Size) -> bool:
     return size.experts == size.group.devices
 
 
+def _sent(x_BTD: jax.Array, routing: Routing, size: Size) -> jax.Array:
+    """Tokens → rows [S, …] in the order in which they are sent."""
+    tokens = x_BTD.reshape(-1, x_BTD.shape[-1])
+    return _take(tokens, routing.choice // (routing.position.size // tokens.shape[0]))
+
+
 def _arrive(sent: jax.Array, routing: Routing, size: Size) -> jax.Array:
-    """Sent rows [S, …] → rows of this device's experts: [R, …] sorted by expert, or [E, R, …]."""
+    """Sent rows [S, …] → rows of this device's experts as they arrive [R, …]."""
     if routing.travel is not None:
         assert routing.source is not None
         room, most = routing.source.size, _most(routing, size)
-        arrived = _ragged(sent, routing.travel, room, most, size.fills_empty, size.group)
+        return _ragged(sent, routing.travel, room, most, size.fills_empty, size.group)
+    return _exchange(sent) if routing.sizes is None else sent
+
+
+def _by_expert(arrived: jax.Array, routing: Routing, size: Size) -> jax.Array:
+    """Rows as they arrive → [R, …] sorted by expert, or [E, R, …]."""
+    if routing.source is not None:
         return (
             arrived if _arrives_sorted(size) else _in_order(arrived, routing.source, routing, size)
         )
     if routing.sizes is not None:
-        return sent
+        return arrived
     devices = manual_size(EXPERT)
-    by_expert = (
-        _exchange(sent)
-        .reshape(devices, size.experts // devices, -1, *sent.shape[1:])
-        .swapaxes(0, 1)
+    by_expert = arrived.reshape(devices, size.experts // devices, -1, *arrived.shape[1:]).swapaxes(
+        0, 1
     )
-    return by_expert.reshape(size.experts // devices, -1, *sent.shape[1:])
+    return by_expert.reshape(size.experts // devices, -1, *arrived.shape[1:])
 
 
-def _leave(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
-    """Rows of this device's experts → rows sent back [S, …]: the inverse of `_arrive`."""
-    if routing.travel is not None:
-        assert routing.row is not None
-        leaving = rows if _arrives_sorted(size) else _in_order(rows, routing.row, routing, size)
-        room, most = routing.choice.size, _most(routing, size)
-        # no position is that of a row that was not sent
-        return _ragged(leaving, routing.travel.T, room, most, False, size.group)
+def _by_device(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
+    """The inverse of `_by_expert`."""
+    if routing.row is not None:
+        return rows if _arrives_sorted(size) else _in_order(rows, routing.row, routing, size)
     if routing.sizes is not None:
         return rows
     devices = manual_size(EXPERT)
     by_device = rows.reshape(size.experts // devices, devices, -1, *rows.shape[2:]).swapaxes(0, 1)
-    return _exchange(by_device.reshape(-1, *rows.shape[2:]))
+    return by_device.reshape(-1, *rows.shape[2:])
 
 
-def _out(x_BTD: jax.Array, routing: Routing, size: Size) -> jax.Array:
-    """Tokens → rows."""
-    tokens = x_BTD.reshape(-1, x_BTD.shape[-1])
-    return _arrive(
-        _take(tokens, routing.choice // (routing.position.size // tokens.shape[0])), routing, size
-    )
+def _leave(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
+    """The inverse of `_arrive`."""
+    if routing.travel is not None:
+        room, most = routing.choice.size, _most(routing, size)
+        # no position is that of a row that was not sent
+        return _ragged(rows, routing.travel.T, room, most, False, size.group)
+    return _exchange(rows) if routing.sizes is None else rows
 
 
-def _back(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
-    """Rows → the sum of each token's [B, T, D]."""
-    rows = _leave(rows, routing, size)
+def _added_up(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
+    """Rows in the order in which they were sent → the sum of each token's [B, T, D]."""
     if routing.position.size > routing.choice.size:  # an array of all choices would be mostly empty
         positions = routing.position.reshape(size.batch * size.tokens, -1).T
         total = jnp.zeros((positions.shape[1], rows.shape[-1]))
@@ -484,22 +492,33 @@ def _back(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
     return choices.reshape(size.batch, size.tokens, -1, rows.shape[-1]).sum(2)
 
 
+# Tokens → rows of the experts, and back. Messages are alone (runtime/interleave.py).
+OUT = (_sent, _arrive, _by_expert)
+BACK = (_by_device, _leave, _added_up)
+
+
+def _at_once(ways: tuple, x: jax.Array, routing: Routing, size: Size) -> jax.Array:
+    for way in ways:
+        x = way(x, routing, size)
+    return x
+
+
 def _gates_out(gates_BTK: jax.Array, routing: Routing | TwoSteps, size: Size) -> jax.Array:
     """Weights of choices → weights of rows."""
     if isinstance(routing, TwoSteps):
-        arrived = _out(gates_BTK, routing.across, size.across)
+        arrived = _at_once(OUT, gates_BTK, routing.across, size.across)
         return _gates_out(arrived, routing.inside, size.inside)
-    return _arrive(_take(gates_BTK.reshape(-1), routing.choice), routing, size)
+    return _at_once(OUT[1:], _take(gates_BTK.reshape(-1), routing.choice), routing, size)
 
 
 def _gates_back(gates: jax.Array, routing: Routing | TwoSteps, size: Size) -> jax.Array:
     """Weights' gradients of rows → those of choices [B, T, K]."""
     if isinstance(routing, TwoSteps):
         arrived = _gates_back(gates, routing.inside, size.inside)
-        return _back(arrived.reshape(-1, arrived.shape[-1]), routing.across, size.across)
-    return _take(_leave(gates, routing, size), routing.position).reshape(
-        size.batch, size.tokens, -1
-    )
+        arrived = arrived.reshape(-1, arrived.shape[-1])
+        return _at_once(BACK, arrived, routing.across, size.across)
+    rows = _at_once(BACK[:2], gates, routing, size)
+    return _take(rows, routing.position).reshape(size.batch, size.tokens, -1)
 
 
 # --- the same on all parts, with gradients --------------------------------------------------------
@@ -554,11 +573,19 @@ def _last_step(routing: Routing | TwoSteps, size: Size) -> tuple[Routing, Size]:
     return (routing.inside, size.inside) if isinstance(routing, TwoSteps) else (routing, size)
 
 
+def _one_by_one(ways: tuple, x: jax.Array, routing: Routing, size: Size) -> jax.Array:
+    """Each part [M, …] of x on its ways. Each way is a call of its own."""
+    for way in ways:
+        fn = lambda p, x, way=way: way(x[0], p, size)[None]
+        x = _run(fn, (PART,), PART, routing, x)
+    return x
+
+
 def _rows(x_MBTD: jax.Array, routing: Routing | TwoSteps, size: Size) -> jax.Array:
     """Each of two steps is a message of its own (runtime/interleave.py)."""
     if isinstance(routing, TwoSteps):
         return _rows(_rows(x_MBTD, routing.across, size.across), routing.inside, size.inside)
-    return _run(lambda p, x: _out(x[0], p, size)[None], (PART,), PART, routing, x_MBTD)
+    return _one_by_one(OUT, x_MBTD, routing, size)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -601,7 +628,7 @@ def _sums(rows: jax.Array, routing: Routing | TwoSteps, size: Size) -> jax.Array
         sums = _sums(rows, routing.inside, size.inside)
         sums = sums.reshape(sums.shape[0], -1, sums.shape[-1])
         return _sums(sums, routing.across, size.across)
-    return _run(lambda p, y: _back(y[0], p, size)[None], (PART,), PART, routing, rows)
+    return _one_by_one(BACK, rows, routing, size)
 
 
 def _receive_backward(size, routing, g):
