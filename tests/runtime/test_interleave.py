@@ -101,6 +101,28 @@ def test_messages_go_in_turn():
     assert not b0 and 0 in f0 and 0 in f0_order and {0, 1} <= b1 and {1, 2, 3} <= f1
 
 
+def test_on_tpus_the_next_messages_do_not_wait_for_the_first(monkeypatch):
+    """Their products alone do."""
+    monkeypatch.setattr(interleave, "on_cpu", lambda: False)
+    b0, f0, f0_order, b1, f1 = needs(interleave.side_by_side)
+    assert not b0 and not f0 and not f0_order and {0, 1} <= b1 and {1, 2, 3} <= f1
+
+
+def test_a_wait_is_one_number():
+    """It is read where the awaited arrays say, and written back in place; the array is read by
+    nothing else, or XLA would copy it."""
+    jaxpr = jax.make_jaxpr(interleave.after)([jnp.float32([[2]])], jnp.zeros((3, 5, 2))).jaxpr
+    (array,) = (a for a in jaxpr.invars if a.aval.shape == (3, 5, 2))
+    readers = [e for e in jaxpr.eqns if any(a is array for a in e.invars)]
+    assert [e.primitive.name for e in readers] == ["dynamic_slice", "dynamic_update_slice"]
+    assert all(e.outvars[0].aval.size == 1 for e in jaxpr.eqns if e is not readers[1])
+    x = jnp.arange(30.0).reshape(3, 5, 2) + 7
+    for first in (0.0, -0.0, jnp.nan, -jnp.inf):
+        waited, number = jax.jit(interleave.after)([jnp.full((1, 1), first)], x)
+        np.testing.assert_array_equal(waited, x)
+        assert number.shape == (1, 1, 1) and number == 7
+
+
 def far_and_near(w, x, _):
     """Two messages out, across nodes of two devices and inside them, and two back."""
     send = functools.partial(lax.all_to_all, axis_name=EXPERT, split_axis=0, concat_axis=0)
