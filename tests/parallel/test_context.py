@@ -39,11 +39,11 @@ CASES = {
             "data.sequence_length": 24,
         },
     ),
+}
+MORE = {
     "ring 2, stage 2, zb_h1, documents, uneven": Case(
         (1, 2, 1), "zb_h1", 1, 3, changes={"mesh.context": 2, **RING, **APART, **NONE, **UNEVEN}
     ),
-}
-MORE = {
     "ring 2, stage 2, model 2, interleaved, selective, blocks": Case(
         (1, 2, 2),
         "interleaved",

@@ -148,7 +148,6 @@ OF_MESHES = {f"{form}: {layout}": (form, layout) for form in FORMS for layout in
 DEFAULT = [
     "16 bits alone: ZeRO 2, interleaved, context",
     "masters, 16-bit moments: offload",
-    "16 bits alone: lion",
 ]
 FULL = sorted({name for name in OF_MESHES if "float32" not in name} - {*DEFAULT})
 
