@@ -168,13 +168,20 @@ def check(command: str) -> None:
         )
     else:
         assert first == "python"
-        installed = os.environ | {"PYTHONPATH": str(ROOT)}
-        words = [sys.executable, ROOT / rest[0], "--help"]
-        said = subprocess.run(
-            words, capture_output=True, text=True, check=True, timeout=60, env=installed
-        ).stdout
+        said = help_of(rest[0])
         for flag in rest[1:]:
             assert flag.partition("=")[0] in said, f"{rest[0]} has no {flag}"
+
+
+@functools.cache
+def help_of(script: str) -> str:
+    """What a script says to --help, as a process."""
+    installed = os.environ | {"PYTHONPATH": str(ROOT)}
+    words = [sys.executable, ROOT / script, "--help"]
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=True, timeout=60, env=installed
+    )
+    return done.stdout
 
 
 def planned_without_a_search(flags: types.SimpleNamespace, config: Config, recipe: Config) -> None:

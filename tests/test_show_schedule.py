@@ -1,7 +1,8 @@
-"""The command `python -m jaxtrain.schedule`, as a process: output, files, JSON, and one line for
-whatever is wrong."""
+"""The command `python -m jaxtrain.schedule`: output, files, JSON, and one line for whatever is
+wrong. Most run in this process; what a terminal, a pipe or a start has to say runs as one."""
 
 import contextlib
+import io
 import json
 import os
 import pathlib
@@ -39,15 +40,31 @@ KEYS = {
 PUBLISHED = "--times=18.522,18.086,9.337,0.601"
 
 
-def run(*arguments, cwd=None, **environment):
+def process(*arguments, **given):
+    """The command as a process, ended."""
     return subprocess.run(
         [sys.executable, "-m", "jaxtrain.schedule", *arguments],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=120,
+        **given,
     )
+
+
+def run(*arguments, cwd=None):
+    """The same of the command in this process, which has imported what it needs."""
+    status, out, err = 0, io.StringIO(), io.StringIO()
+    with (
+        contextlib.chdir(cwd or "."),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            schedule.main(arguments)
+        except SystemExit as ended:
+            status = ended.code or 0
+    return subprocess.CompletedProcess(arguments, int(status), out.getvalue(), err.getvalue())
 
 
 def figures(*arguments, cwd=None) -> dict:
@@ -58,7 +75,9 @@ def figures(*arguments, cwd=None) -> dict:
 
 
 def test_the_timeline_and_the_figures():
-    done = run("--schedule=zb_v", "--stages=4", "--microbatches=8", "--repeats=2")
+    flags = ("--schedule=zb_v", "--stages=4", "--microbatches=8", "--repeats=2")
+    done = process(*flags)
+    assert done.stdout == run(*flags).stdout
     assert done.returncode == 0 and done.stderr == "" and "\x1b" not in done.stdout
     assert done.stdout.count("stage 3 ") >= 2 and "F1.0" in done.stdout
     assert "0.00% of the longest span" in done.stdout and "8 8 8 8 chunks" in done.stdout
@@ -264,17 +283,10 @@ def test_a_large_table_is_cut_where_it_is_shown_and_whole_in_its_files(tmp_path)
 
 def test_a_table_through_a_pipe(tmp_path):
     """A file is read once."""
-    table = run(
+    table = process(
         "--schedule=1f1b", "--stages=2", "--microbatches=3", "--csv=/dev/stdout", "--json"
     ).stdout.rpartition("\n{")[0]
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxtrain.schedule", "--schedule=csv:/dev/stdin", "--json"],
-        input=table,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = process("--schedule=csv:/dev/stdin", "--json", input=table)
     assert done.returncode == 0 and json.loads(done.stdout)["microbatches"] == 3
 
 
@@ -325,7 +337,7 @@ def test_a_comparison_makes_many_tables_and_has_a_lower_bound(monkeypatch, capsy
 
 
 def test_help_and_a_start_without_jax():
-    done = run("--help")
+    done = process("--help")
     assert done.returncode == 0 and all(
         f"--{flag}" in done.stdout
         for flag in ("times", "compare", "fused_backward", "memory", "head")
@@ -350,6 +362,12 @@ def _passes_with_what_is_suggested(arguments: list[str], line: str, folder: path
         flags = read_flags([*arguments, *words], "", FLAGS, with_config=False)
         with contextlib.chdir(folder):
             settled(flags, lambda reading: shown_by(check_flags(reading.namespace)))
+
+
+def test_a_mistake_ends_the_process():
+    done = process("--stages=-1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: --stages=-1 must be at least 1: use --stages=1\n"
 
 
 @pytest.mark.parametrize(

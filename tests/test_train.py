@@ -18,7 +18,7 @@ import time
 
 import pytest
 from etils import epath
-from support import hardware_file
+from support import hardware_file, small
 from support import train_runs as runs
 from support.damage import damage_numbers
 from support.train_runs import settings
@@ -591,10 +591,11 @@ def assert_refused(
             "model.width=64 cannot continue a checkpoint of model.width=32: use "
             "--config.model.width=32 (or another --workdir)",
         ),
-        (
+        pytest.param(
             settings(data__seed=1),
             "data.seed=1 cannot continue a checkpoint of data.seed=0: use "
             "--config.data.seed=0 (or another --workdir)",
+            marks=pytest.mark.full,
         ),
     ],
     ids=["model", "data"],
@@ -672,7 +673,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("flag", WRONG)
+@pytest.mark.parametrize("flag", small.named(["--config.data.source=no.txt"], [*WRONG][:-1]))
 def test_wrong_flags_end_the_command_at_once(folder, workdir, flag):
     began, before = time.monotonic(), sorted(os.listdir(folder))
     message = assert_refused(workdir, flag, devices=runs.DEVICES)

@@ -86,7 +86,6 @@ def saving(*names: str) -> dict:
 
 
 CASES = {
-    "stage": Case((1, 7, 1), microbatches=4),
     "data · stage · model": Case(
         (2, 2, 2),
         microbatches=4,
@@ -137,6 +136,7 @@ OVERLAPPED = {
     ),
 }
 MORE = OVERLAPPED | {
+    "stage": Case((1, 7, 1), microbatches=4),
     "data · expert": Case((2, 1, 1), changes={**MOE, "parallel.zero": 3}),
     "hybrid": Case((4, 1, 1), changes={"mesh.replica": 2, "parallel.zero": 3}),
     "model, heads shared": Case((1, 1, 8), changes={"model.kv_heads": 2, "model.biases": ("qkv",)}),

@@ -156,9 +156,12 @@ def test_against_a_loop_over_tokens(name):
     params["router"][counter] = normal(cfg.experts, seed=3) * 0.3
     x = normal(B, T, D)
     y, load, dropped = plainly(cfg, params, x)
-    (_, got), gradients = jax.jit(
-        jax.value_and_grad(lambda p: (layer(p, x).sum(), layer(p, x)), has_aux=True)
-    )(params)
+
+    def summed(params):
+        result = layer(params, x)
+        return result.sum(), result
+
+    (_, got), gradients = jax.jit(jax.value_and_grad(summed, has_aux=True))(params)
     np.testing.assert_allclose(got, y, rtol=1e-4, atol=1e-5)
     of_router = gradients["router"]
     assert sorted(of_router) == sorted(
@@ -174,7 +177,7 @@ def test_against_a_loop_over_tokens(name):
         np.testing.assert_array_equal(of_router["dropped"], dropped)
         assert dropped.any() == (cfg.capacity_factor < 1)
         np.testing.assert_allclose(
-            layer(params, x, drops=False),
+            jax.jit(lambda params: layer(params, x, drops=False))(params),
             plainly(dataclasses.replace(cfg, capacity_factor=0), params, x)[0],
             rtol=1e-4,
             atol=1e-5,

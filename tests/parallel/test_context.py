@@ -39,11 +39,11 @@ CASES = {
             "data.sequence_length": 24,
         },
     ),
+}
+MORE = {
     "ring 2, stage 2, zb_h1, documents, uneven": Case(
         (1, 2, 1), "zb_h1", 1, 3, changes={"mesh.context": 2, **RING, **APART, **NONE, **UNEVEN}
     ),
-}
-MORE = {
     "ring 2, stage 2, model 2, interleaved, selective, blocks": Case(
         (1, 2, 2),
         "interleaved",
@@ -216,7 +216,7 @@ def test_residuals_shrink_with_the_context(how, small_blocks, monkeypatch):
     )
     if blocks:
         small_blocks()
-    for size in (1, 2, 4):
+    for size in (1, 4):
         changes = {
             "mesh.context": size,
             "parallel.context": how,
@@ -228,8 +228,8 @@ def test_residuals_shrink_with_the_context(how, small_blocks, monkeypatch):
         step = make_step(cfg, small.mesh_of(cfg))
         with jax.set_mesh(step.mesh):
             step.gradients.trace(step.abstract_state().params, step.abstract_batch)
-    whole, *parts = [small.nbytes(split.residuals) for split in splits]
-    assert [n * part <= 1.1 * whole for n, part in zip((2, 4), parts, strict=True)] == [True, True]
+    whole, part = (small.nbytes(split.residuals) for split in splits)
+    assert 4 * part <= 1.1 * whole
 
 
 def test_what_crosses_the_context():

@@ -434,7 +434,10 @@ def test_a_gradient_gathered_over_model_is_found(monkeypatch):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"mesh.expert": 2, "model.experts": 4, "model.expert_width": 32}, {"mesh.context": 2}, {}],
+    small.named(
+        [{"mesh.expert": 2, "model.experts": 4, "model.expert_width": 32}, {"mesh.context": 2}],
+        [{}],
+    ),
     ids=str,
 )
 def test_slots_are_as_large_as_is_said(changes, monkeypatch):

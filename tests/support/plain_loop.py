@@ -92,7 +92,8 @@ def further_losses(parts, params, batch, x):
 
 def reference(cfg: Config, steps: int = STEPS) -> Run:
     """The plain loop for the model, data and optimizer of a config, whatever its layout. Made once
-    in a process for all layouts."""
+    in a process for all layouts. Of one step the parameters are those before it: the optimizer,
+    of every layer's arrays apart, is much of what the loop takes to compile."""
     return _reference(
         Config(model=cfg.model, data=cfg.data, optimizer=cfg.optimizer, train=cfg.train), steps
     )
@@ -159,6 +160,8 @@ def _reference(cfg: Config, steps: int) -> Run:
     @jax.jit
     def train(params, state, batch):
         (_, both), gradients = jax.value_and_grad(mean_loss, has_aux=True)(params, batch)
+        if steps == 1:
+            return params, state, both, gradients
         updates, state = optimizer.update(
             by_layer(without_counts(gradients)), state, by_layer(params)
         )
@@ -170,8 +173,10 @@ def _reference(cfg: Config, steps: int) -> Run:
             gradients,
         )
 
-    params = weights(cfg)
-    state, losses, further, first = optimizer.init(by_layer(params)), [], [], None
+    params, state = weights(cfg), None
+    losses, further, first = [], [], None
+    if steps > 1:
+        state = optimizer.init(by_layer(params))
     for i in range(steps):
         params, state, both, gradients = train(params, state, small.batch(cfg, i))
         losses.append(float(both[0]))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 from support import matrix, plain_loop, small
-from support.plain_loop import assert_same, gradients, reference, train
+from support.plain_loop import STEPS, assert_same, gradients, reference, train
 
 from jaxtrain import config as configs
 from jaxtrain.config import Config
@@ -139,8 +139,8 @@ def whole() -> tuple[Case, ...]:
 
 def sample() -> tuple[Case, ...]:
     """Few cases with every pair that the whole matrix has, chosen from more ways to use every
-    mesh."""
-    random, used = np.random.default_rng(3), sorted({case.mesh for case in WHOLE})
+    mesh. Of many seeds, this one's compile fastest, with an axis alone among them."""
+    random, used = np.random.default_rng(55), sorted({case.mesh for case in WHOLE})
     drawn = [
         draw(mesh, kind, random)
         for _ in range(DRAWS)
@@ -179,7 +179,7 @@ def test_the_matrix_has_what_it_should():
 def test_same_gradients(case):
     """Where an axis is alone the optimizer follows, whose clipping sums over all devices."""
     alone, cfg = max(case.mesh) == np.prod(case.mesh), case.config(small.PLAIN_LAYER)
-    assert_same(train(cfg) if alone else gradients(cfg), reference(cfg))
+    assert_same(train(cfg) if alone else gradients(cfg), reference(cfg, STEPS if alone else 1))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_gradients_reduced_beside_the_next_layers_products(monkeypatch, layers, 
         ),
         changes,
     )
-    assert_same(gradients(cfg), reference(cfg))
+    assert_same(gradients(cfg), reference(cfg, 1))
 
 
 @pytest.mark.full

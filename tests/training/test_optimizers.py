@@ -33,7 +33,6 @@ SETTINGS = {
 CASES = {f"{name}: {layout}": (name, layout) for name in SETTINGS for layout in LAYOUTS}
 DEFAULT = [
     "lion: ZeRO 2, interleaved",
-    "lion: ZeRO 0, replicas",
     "adafactor: ZeRO 3, padded stacks and vocabulary",
 ]
 
