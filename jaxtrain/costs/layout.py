@@ -135,7 +135,7 @@ def routed_capacity(model: Transformer, layout: Layout) -> int:
 
 
 def leaves_out_empty(model: Transformer, layout: Layout) -> bool:
-    """True if elementwise work on routed tokens leaves out empty capacity, unless it is in FP8."""
+    """True if work on single routed tokens leaves out empty capacity, unless it is in FP8."""
     mean = layout.microbatch * (model.sequence // layout.context) * model.experts_per_token
     return not model.capacity_factor and exceeds_mean(routed_capacity(model, layout), mean)
 

@@ -55,7 +55,7 @@ from jaxtrain.devices.mesh import (
 from jaxtrain.devices.sharding import constrain, is_split
 from jaxtrain.parallel import grouped, megablox
 from jaxtrain.parallel.context import in_text_order, local_chunks
-from jaxtrain.parallel.filled_rows import on_rows
+from jaxtrain.parallel.filled_rows import ROWS_IN_ORDER, on_rows
 from jaxtrain.parallel.fp8 import (
     Quantized,
     gradient_of,
@@ -357,9 +357,12 @@ def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _in_order(rows: jax.Array, order: jax.Array, routing: Routing, size: Size) -> jax.Array:
-    """rows [R, …] of this device's experts, in another order; empty ones come last in both."""
+    """rows [R, …] of this device's experts, in another order, in which empty ones come last, too;
+    these may hold anything then."""
     assert routing.sizes is not None
-    return on_rows(lambda order: _take(rows, order), size.mean, routing.sizes.sum(), order)
+    number = routing.sizes.sum()
+    reordered = lambda order: _take(rows, order)
+    return on_rows(reordered, size.mean, number, order, name=ROWS_IN_ORDER)
 
 
 def _ragged(
@@ -437,38 +440,34 @@ def _sent(x_BTD: jax.Array, routing: Routing, size: Size) -> jax.Array:
 
 
 def _arrive(sent: jax.Array, routing: Routing, size: Size) -> jax.Array:
-    """Sent rows [S, …] → rows of this device's experts as they arrive [R, …]."""
+    """Sent rows [S, …] → rows of this device's experts as they arrive [R, …], or [E, R, …]."""
     if routing.travel is not None:
         assert routing.source is not None
         room, most = routing.source.size, _most(routing, size)
         return _ragged(sent, routing.travel, room, most, size.fills_empty, size.group)
-    return _exchange(sent) if routing.sizes is None else sent
+    if routing.sizes is not None:
+        return sent
+    devices = manual_size(EXPERT)
+    by_expert = (
+        _exchange(sent)
+        .reshape(devices, size.experts // devices, -1, *sent.shape[1:])
+        .swapaxes(0, 1)
+    )
+    return by_expert.reshape(size.experts // devices, -1, *sent.shape[1:])
 
 
 def _by_expert(arrived: jax.Array, routing: Routing, size: Size) -> jax.Array:
-    """Rows as they arrive → [R, …] sorted by expert, or [E, R, …]."""
-    if routing.source is not None:
-        return (
-            arrived if _arrives_sorted(size) else _in_order(arrived, routing.source, routing, size)
-        )
-    if routing.sizes is not None:
+    """Rows as they arrive → sorted by expert."""
+    if routing.source is None or _arrives_sorted(size):
         return arrived
-    devices = manual_size(EXPERT)
-    by_expert = arrived.reshape(devices, size.experts // devices, -1, *arrived.shape[1:]).swapaxes(
-        0, 1
-    )
-    return by_expert.reshape(size.experts // devices, -1, *arrived.shape[1:])
+    return _in_order(arrived, routing.source, routing, size)
 
 
 def _by_device(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
     """The inverse of `_by_expert`."""
-    if routing.row is not None:
-        return rows if _arrives_sorted(size) else _in_order(rows, routing.row, routing, size)
-    if routing.sizes is not None:
+    if routing.row is None or _arrives_sorted(size):
         return rows
-    devices = manual_size(EXPERT)
-    by_device = rows.reshape(size.experts // devices, devices, -1, *rows.shape[2:]).swapaxes(0, 1)
-    return by_device.reshape(-1, *rows.shape[2:])
+    return _in_order(rows, routing.row, routing, size)
 
 
 def _leave(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
@@ -477,7 +476,11 @@ def _leave(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
         room, most = routing.choice.size, _most(routing, size)
         # no position is that of a row that was not sent
         return _ragged(rows, routing.travel.T, room, most, False, size.group)
-    return _exchange(rows) if routing.sizes is None else rows
+    if routing.sizes is not None:
+        return rows
+    devices = manual_size(EXPERT)
+    by_device = rows.reshape(size.experts // devices, devices, -1, *rows.shape[2:]).swapaxes(0, 1)
+    return _exchange(by_device.reshape(-1, *rows.shape[2:]))
 
 
 def _added_up(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
@@ -492,14 +495,16 @@ def _added_up(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
     return choices.reshape(size.batch, size.tokens, -1, rows.shape[-1]).sum(2)
 
 
-# Tokens → rows of the experts, and back. Messages are alone (runtime/interleave.py).
+# The functions that bring tokens to the experts, and rows back. Each is a call of its own where
+# products go beside the message, so that no other work is in the time of a message
+# (runtime/interleave.py).
 OUT = (_sent, _arrive, _by_expert)
 BACK = (_by_device, _leave, _added_up)
 
 
-def _at_once(ways: tuple, x: jax.Array, routing: Routing, size: Size) -> jax.Array:
-    for way in ways:
-        x = way(x, routing, size)
+def _at_once(functions: tuple, x: jax.Array, routing: Routing, size: Size) -> jax.Array:
+    for fn in functions:
+        x = fn(x, routing, size)
     return x
 
 
@@ -573,11 +578,11 @@ def _last_step(routing: Routing | TwoSteps, size: Size) -> tuple[Routing, Size]:
     return (routing.inside, size.inside) if isinstance(routing, TwoSteps) else (routing, size)
 
 
-def _one_by_one(ways: tuple, x: jax.Array, routing: Routing, size: Size) -> jax.Array:
-    """Each part [M, …] of x on its ways. Each way is a call of its own."""
-    for way in ways:
-        fn = lambda p, x, way=way: way(x[0], p, size)[None]
-        x = _run(fn, (PART,), PART, routing, x)
+def _one_by_one(functions: tuple, x: jax.Array, routing: Routing, size: Size) -> jax.Array:
+    """The functions of each part of x [M, …], each as a call of its own."""
+    for fn in functions:
+        of_part = lambda p, x, fn=fn: fn(x[0], p, size)[None]
+        x = _run(of_part, (PART,), PART, routing, x)
     return x
 
 

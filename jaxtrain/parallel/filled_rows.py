@@ -1,4 +1,4 @@
-"""Elementwise work on rows of experts, of which a device has fewer than it has memory for.
+"""Work on single rows of experts, of which a device has fewer than it has memory for.
 
 Rows lie sorted by expert, and empty ones behind them. Their mean number is known when a program is
 compiled: so many are computed at once. A loop over small blocks computes those beyond the mean, in
@@ -20,27 +20,31 @@ from jax import lax
 from jaxtrain.config.sizes import exceeds_mean
 
 BLOCKS = 8  # in the mean number of rows
-FILLED_ROWS = "filled_rows"  # the name of a call that is such work (runtime/equations.py)
+# Names of calls that are such work (runtime/equations.py): elementwise work, and another order.
+FILLED_ROWS, ROWS_IN_ORDER = "filled_rows", "rows_in_order"
 
 
-def on_rows(fn: Callable, mean: int, number: jax.Array, *arrays: jax.Array) -> Any:
-    """fn(*arrays), where row i of the results depends on row i of the arrays [R, …] alone; of rows
-    that are there, and anything behind them.
+def on_rows(
+    fn: Callable, mean: int, number: jax.Array, *arrays: jax.Array, name: str = FILLED_ROWS
+) -> Any:
+    """fn(*arrays), where row i of the results depends on row i of the arrays [R, …], and on whole
+    arrays that fn closes over; of rows that are there, and anything behind them.
 
     Args:
       fn: arrays [n, …] → an array [n, …] or a tuple of these, for any n.
       mean: the number of rows that are computed in any case.
       number: int32 scalar, of the rows that are there.
+      name: of the call, FILLED_ROWS or ROWS_IN_ORDER.
     """
     rows = arrays[0].shape[0]
     if not exceeds_mean(rows, mean):
         return fn(*arrays)
 
-    def filled_rows(number: jax.Array, *arrays: jax.Array):
+    def call(number: jax.Array, *arrays: jax.Array):
         return _in_blocks(fn, mean, number, arrays)
 
-    assert filled_rows.__name__ == FILLED_ROWS
-    return jax.jit(filled_rows)(number, *arrays)
+    call.__name__ = name
+    return jax.jit(call)(number, *arrays)
 
 
 def _in_blocks(fn: Callable, mean: int, number: jax.Array, arrays: Sequence[jax.Array]):

@@ -162,7 +162,7 @@ def _overlap(prediction: Prediction) -> list[str]:
     if not saved:
         why = "no tokens go to experts of other devices"
         if layout.expert > 1:
-            why = f"nothing is known of what {work.hardware.name} covers of their messages"
+            why = f"plans count none for {work.hardware.name}"
         return [f"overlapped cells: no gain is expected, for {why}"]
     both = sum(work.ops()[op].seconds for op in "FB")
     config = cfg.replace(prediction.config, {"pipeline.overlap": False})

@@ -32,6 +32,7 @@ from jaxtrain.parallel.fp8 import BITS, is_quantized
 from jaxtrain.parallel.heads import KEPT_BY_HEADS, KEPT_BY_TOKENS
 from jaxtrain.runtime.equations import (
     BLOCK_PRODUCTS,
+    ELEMENTWISE,
     KERNELS,
     NAME,
     PRODUCTS,
@@ -358,7 +359,7 @@ class LayerSplit:
                 value in in_b
                 or self._is_reduced_in_b(value)
                 # so that the products before an activation do not wait until W
-                or is_on_rows(self._maker[value])
+                or is_on_rows(self._maker[value], ELEMENTWISE)
             ):
                 stash.add(value)
             else:

@@ -10,8 +10,10 @@ from jax.extend.core import Literal
 
 from jaxtrain.devices.mesh import DEVICE_PART
 from jaxtrain.parallel import attention
-from jaxtrain.parallel.filled_rows import FILLED_ROWS
+from jaxtrain.parallel.filled_rows import FILLED_ROWS, ROWS_IN_ORDER
 
+ELEMENTWISE = frozenset({FILLED_ROWS})  # work on filled rows
+ON_ROWS = ELEMENTWISE | {ROWS_IN_ORDER}
 BLOCK_PRODUCTS = frozenset({"scaled_matmul_wrapper"})  # jax.nn.scaled_matmul
 PRODUCTS = frozenset({"dot_general"}) | BLOCK_PRODUCTS
 MESSAGES = frozenset({"all_to_all", "ragged_all_to_all"})
@@ -111,7 +113,7 @@ def is_only(equation, names: frozenset) -> bool:
 
 def has(equation, names: frozenset) -> bool:
     """True for an equation that is one of these, or has one of these inside, perhaps in a branch of
-    several platforms'. A loop over filled rows is elementwise work."""
+    several platforms'. A loop over filled rows is none of them."""
     name = equation.primitive.name
     return name in names or (
         name in CALLS | {"shard_map", "cond"}
@@ -131,15 +133,16 @@ def is_part(equation) -> bool:
     )
 
 
-def _is_filled_rows_call(equation) -> bool:
-    return equation.primitive.name in CALLS and equation.params.get("name") == FILLED_ROWS
+def _is_filled_rows_call(equation, names: frozenset = ON_ROWS) -> bool:
+    return equation.primitive.name in CALLS and equation.params.get("name") in names
 
 
-def is_on_rows(equation) -> bool:
-    """True for elementwise work on filled rows (parallel/filled_rows.py), on each device's part."""
-    return _is_filled_rows_call(equation) or (
+def is_on_rows(equation, names: frozenset = ON_ROWS) -> bool:
+    """True for work on filled rows (parallel/filled_rows.py), on each device's part. names: of its
+    call"""
+    return _is_filled_rows_call(equation, names) or (
         is_part(equation)
-        and any(_is_filled_rows_call(e) for inner in inside(equation) for e in inner.eqns)
+        and any(_is_filled_rows_call(e, names) for inner in inside(equation) for e in inner.eqns)
         and not has(equation, MESSAGES | PRODUCTS | KERNELS)
     )
 

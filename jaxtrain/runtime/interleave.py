@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.devices.mesh import MODEL, on_cpu, on_nvidia_gpu
+from jaxtrain.devices.mesh import MODEL, on_tpu
 from jaxtrain.runtime.equations import (
     BLOCK_PRODUCTS,
     KERNELS,
@@ -100,7 +100,7 @@ class OpInParts:
             self.evaluate_part()
         products = self._send(other, part, other._peek())
         if holds:
-            other._wait(products, self._first_numbers(sorted(self._arrived, key=_size)[-1:]))
+            other._wait(products, self, sorted(self._arrived, key=_size)[-1:])
         other._evaluate(other._rest)
 
     def _send(self, other: "OpInParts", piece: Sequence, following: Sequence) -> list:
@@ -109,13 +109,13 @@ class OpInParts:
         messages = self._next()
         if messages:
             rows = max(variables(_largest(messages).invars), key=_size)
-            other._wait(other._arrived, self._first_numbers([rows]))
+            other._wait(other._arrived, self, [rows])
         self._evaluate(messages)
         self._arrived = self._read_of(messages)
         products, other._rest = _last_products(piece, following)
         other._evaluate(piece[: len(piece) - len(other._rest)])
         results = other._read_of(products)
-        self._wait(self._arrived, other._first_numbers(results))
+        self._wait(self._arrived, other, results)
         return results
 
     def _peek(self) -> list:
@@ -138,21 +138,20 @@ class OpInParts:
         """The variables that equations make and something reads."""
         return [a for equation in equations for a in equation.outvars if a in self._read]
 
-    def _first_numbers(self, names: Iterable) -> list[jax.Array]:
-        return [self._first_number(a) for a in names if a in self._read]
-
     def _first_number(self, name) -> jax.Array:
         """The first number of a variable's array, read once: an array that is written in place
         while something else may read it would be copied."""
         if name not in self._read_numbers:
-            number = jax.lax.optimization_barrier(_first_number(self._env[name]))
-            self._read_numbers[name] = number
+            array = self._env[name]
+            number = jax.lax.slice(array, (0,) * array.ndim, (1,) * array.ndim)
+            self._read_numbers[name] = jax.lax.optimization_barrier(number)
         return self._read_numbers[name]
 
-    def _wait(self, names: Iterable, firsts: Sequence[jax.Array]) -> None:
-        """Has the readers of these variables wait for the arrays of some first numbers."""
+    def _wait(self, names: Iterable, other: "OpInParts", awaited: Sequence) -> None:
+        """Has the readers of these variables wait for some of the other op's."""
+        firsts = [other._first_number(a) for a in awaited]
         for name in names if firsts else ():
-            read = [self._read_numbers.pop(name)] if name in self._read_numbers else []
+            read = [self._read_numbers[name]] if name in self._read_numbers else []
             self._env[name], number = after([*firsts, *read], self._env[name])
             self._read_numbers[name] = number
 
@@ -161,14 +160,14 @@ def side_by_side(first: OpInParts, second: OpInParts) -> tuple[Any, Any]:
     """The results of both, with messages of each beside products of the other.
 
     Nothing waits where `model` has several devices: the partitioner splits arrays over it, so a
-    first number is not on all. For TPUs nothing waits for the first messages: their compiler would
-    send them before the products, not beside them.
+    first number is not on all. For TPUs what follows the products beside the first messages does
+    not wait for these: their compiler would send them before the products.
     """
     if jax.sharding.get_abstract_mesh().shape.get(MODEL, 1) > 1:
         return first.run(), second.run()
     first.evaluate_part()
     sender, other = first, second
-    holds = on_nvidia_gpu() or on_cpu()
+    holds = not on_tpu()
     while not (first.is_done and second.is_done):
         sender.send(other, holds)
         sender, other, holds = other, sender, True
@@ -176,13 +175,16 @@ def side_by_side(first: OpInParts, second: OpInParts) -> tuple[Any, Any]:
 
 
 def after(firsts: Sequence[jax.Array], array: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`array`, not before the arrays whose first numbers are `firsts`, and its own first number.
+    """Returns (the array, which is there only when the arrays whose first numbers are `firsts` are;
+    its own first number). An array of one number does not wait.
 
     XLA drops barriers before it makes its schedule, so the array's own first number is written
     anew, in place. It is read at an index that XLA cannot know beforehand: by bits of `firsts` and
-    1, which are not 0. In one kernel with the choice of its index or the write it would be read
-    too early, or XLA would copy the array.
+    1, which are not 0. A barrier makes the read a kernel of its own. In one with the choice of the
+    index XLA reads too early, and in one with the write it copies the array.
     """
+    if array.size == 1:
+        return array, array
     bits = jnp.int32(1)
     for first in firsts:
         bits |= jax.lax.bitcast_convert_type(first.reshape(()).astype(jnp.float32), jnp.int32)
@@ -194,23 +196,8 @@ def after(firsts: Sequence[jax.Array], array: jax.Array) -> tuple[jax.Array, jax
     return jax.lax.dynamic_update_slice(array, number, (0,) * array.ndim), number
 
 
-def _first_number(array: jax.Array) -> jax.Array:
-    return jax.lax.slice(array, (0,) * array.ndim, (1,) * array.ndim)
-
-
 def _size(variable) -> int:
     return int(variable.aval.size)
-
-
-def _operands(equation) -> list:
-    """The variables that an equation reads; of a call those that are read in it."""
-    jaxprs = list(inside(equation))
-    if len(jaxprs) != 1 or len(jaxprs[0].invars) != len(equation.invars):
-        return variables(equation.invars)
-    read = {a for e in jaxprs[0].eqns for a in _operands(e)}
-    read.update(variables(jaxprs[0].outvars))
-    pairs = zip(equation.invars, jaxprs[0].invars, strict=True)
-    return variables(outer for outer, inner in pairs if inner in read)
 
 
 def _pieces(part: Sequence, messages: Sequence, far_first: bool) -> tuple[Sequence, Sequence]:

@@ -103,7 +103,7 @@ def test_messages_go_in_turn():
 
 def test_on_tpus_the_next_messages_do_not_wait_for_the_first(monkeypatch):
     """Their products alone do."""
-    monkeypatch.setattr(interleave, "on_cpu", lambda: False)
+    monkeypatch.setattr(interleave, "on_tpu", lambda: True)
     b0, f0, f0_order, b1, f1 = needs(interleave.side_by_side)
     assert not b0 and not f0 and not f0_order and {0, 1} <= b1 and {1, 2, 3} <= f1
 
