@@ -27,13 +27,13 @@ FILLED_ROWS, ROWS_IN_ORDER = "filled_rows", "rows_in_order"
 def on_rows(
     fn: Callable, mean: int, number: jax.Array, *arrays: jax.Array, name: str = FILLED_ROWS
 ) -> Any:
-    """fn(*arrays), where row i of the results depends on row i of the arrays [R, …], and on whole
-    arrays that fn closes over; of rows that are there, and anything behind them.
+    """Returns fn(*arrays) for filled rows, and anything behind them. Row i of the results depends
+    on row i of the arrays [R, …], and on whole arrays that fn closes over.
 
     Args:
       fn: arrays [n, …] → an array [n, …] or a tuple of these, for any n.
       mean: the number of rows that are computed in any case.
-      number: int32 scalar, of the rows that are there.
+      number: int32 scalar, of filled rows.
       name: of the call, FILLED_ROWS or ROWS_IN_ORDER.
     """
     rows = arrays[0].shape[0]

@@ -157,12 +157,19 @@ def evaluate(cfg: Config):
         return step.evaluate(params, small.place_batch(step, cfg, small.batch(cfg, 0)))
 
 
-def test_bfloat16_is_close():
+@pytest.mark.parametrize(
+    "run, steps",
+    [
+        (plain_loop.gradients, 1),
+        pytest.param(plain_loop.train, plain_loop.STEPS, marks=pytest.mark.full),
+    ],
+)
+def test_bfloat16_is_close(run, steps):
     cfg = Case((2, 1, 2), changes=GPT2 | TIED).config({"optimizer.clip_norm": plain_loop.CLIP})
-    rough = plain_loop.gradients(
+    rough = run(
         configs.replace(cfg, {"precision.compute": "bfloat16", "precision.reduce": "bfloat16"})
     )
-    exact = plain_loop.reference(cfg, 1)
+    exact = plain_loop.reference(cfg, steps)
     # 8 bits of mantissa: 0.4 % a rounding
     np.testing.assert_allclose(rough.losses, exact.losses, rtol=1e-2)
     np.testing.assert_allclose(rough.norm, exact.norm, rtol=2e-2)
