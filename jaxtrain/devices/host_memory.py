@@ -11,6 +11,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
+from jaxtrain.devices.mesh import partitioned
+
 KIND = "pinned_host"
 
 
@@ -51,12 +53,14 @@ def to_device(tree):
 
 
 def empty_pool(shape: tuple[int, ...], dtype, on_host: bool) -> jax.Array:
-    """Inside jit: an array of which nothing is read before it is written. XLA fills in nothing."""
-    # A scalar on the host is broadcast there; zeros moved there would fill the device's memory
-    # before.
-    return (
-        lax.broadcast(to_host(jnp.zeros((), dtype)), shape) if on_host else lax.empty(shape, dtype)
-    )
+    """Inside jit: an array of which nothing is read before it is written. XLA fills in nothing, but
+    zeros on a device where it partitions over `model`."""
+    if on_host:
+        # A scalar on the host is broadcast there; zeros moved there would fill the device's memory
+        # before.
+        return lax.broadcast(to_host(jnp.zeros((), dtype)), shape)
+    # Of an array without values the partitioner allocates the whole on each device and cuts a part.
+    return (jnp.zeros if partitioned() else lax.empty)(shape, dtype)
 
 
 def is_on_host(a: jax.Array) -> bool:

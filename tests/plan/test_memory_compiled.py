@@ -3,8 +3,7 @@
 compiled_memory.json: rows of recipe, topology, layout (with the vocabulary where the compiled table
 had it), settings beside it, and the bytes on a device (jax 0.10.2, XLA of jax-cuda13-pjrt 0.10.2);
 `worst` where the plan is known to be further off than elsewhere: all experts on a device under
-ZeRO-3, of which it counts matrices and rows as if they were there at once; and two layouts of
-Mixtral that split experts over `model`.
+ZeRO-3, of which it counts matrices and rows as if they were there at once.
 """
 
 import json

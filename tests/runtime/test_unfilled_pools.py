@@ -1,8 +1,10 @@
 """Pools begin without values, and so do the rows that experts get: nothing of them is read before
 it is written, not even to be masked by a product."""
 
+import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
@@ -12,7 +14,9 @@ from support.small import Case
 
 from jaxtrain.config import kernels, sizes
 from jaxtrain.devices import host_memory
+from jaxtrain.devices.mesh import partitioned
 from jaxtrain.parallel import experts, filled_rows
+from jaxtrain.training.step import make_step
 
 SEVEN = {"model.layers": 7}
 EXPERTS = {"model.experts": 4, "model.expert_width": 16, "mesh.expert": 2}
@@ -46,6 +50,27 @@ def test_gradients(monkeypatch, name):
     monkeypatch.setattr(host_memory, "empty_pool", wrong)
     assert_same(gradients(config), expected)
     assert made
+
+
+@pytest.mark.parametrize(
+    "name", small.named(["one stage"], ["interleaved", "overlapped, experts"])
+)
+def test_the_partitioner_gets_values(monkeypatch, name):
+    """Of an array without values that it splits over `model`, each device would allocate the
+    whole."""
+    empty, split = lax.empty, []
+
+    def noted(shape, dtype):
+        split.append(partitioned())
+        return empty(shape, dtype)
+
+    case = CASES[name]
+    config = dataclasses.replace(case, mesh=(*case.mesh[:2], 2)).config()
+    monkeypatch.setattr(lax, "empty", noted)
+    step = make_step(config, small.mesh_of(config))
+    with jax.set_mesh(step.mesh):
+        step.gradients.trace(step.abstract_state().params, step.abstract_batch)
+    assert not any(split)
 
 
 EIGHT = {"model.experts": 8, "model.expert_width": 16}
