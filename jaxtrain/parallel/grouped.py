@@ -33,12 +33,15 @@ MOST_ROWS = 256
 # 4096 × 14336.
 MOST_ROWS_ON_GPU = 1024
 BLOCKS = 16  # in a group of mean size that has enough rows
+# The gradient of a matrix is read and written in float32 for each block: 256 rows of 4096 × 7168
+# take an H100's memory 72 µs, and 22 µs at 0.7 of its peak.
+BLOCKS_OF_WEIGHTS = 4
 
 
-def block_rows(rows: int, groups: int, at_most: int = MOST_ROWS) -> int:
-    """Rows of a block: a power of two, a sixteenth of a group's mean or less, and `at_most`; never
-    under 8, nor over all rows."""
-    most = max(8, min(at_most, rows // groups // BLOCKS))
+def block_rows(rows: int, groups: int, at_most: int = MOST_ROWS, blocks: int = BLOCKS) -> int:
+    """Rows of a block: a power of two, at most `at_most`, of which a group of mean size has
+    `blocks` or more; never under 8, nor over all rows."""
+    most = max(8, min(at_most, rows // groups // blocks))
     return min(rows, 1 << (most.bit_length() - 1))
 
 
@@ -162,7 +165,7 @@ def weights_gradient(
     """The gradient of the weights, [E, I, O], summed in float32; zeros for groups without rows."""
     dtype = dtype or rows_RI.dtype
     (rows, i), o, groups = rows_RI.shape, g_RO.shape[1], sizes_E.size
-    size = block_rows(rows, groups, most_rows)
+    size = block_rows(rows, groups, most_rows, BLOCKS_OF_WEIGHTS)
 
     def group(e, begin, end, out_EIO):
         def block(start, new_X, total_IO):

@@ -139,10 +139,9 @@ def test_the_cost_follows_the_rows(form):
     rows, groups = 4096, 2
     given = (*arrays(jnp.float32, rows, groups), jax.ShapeDtypeStruct((groups,), jnp.int32))
     compiled = jax.jit(FORMS[form]).lower(*given).compile()
-    program, block = (
-        Program(compiled.as_text()),
-        2 * grouped.block_rows(rows, groups) * INPUTS * OUTPUTS,
-    )
+    blocks = grouped.BLOCKS_OF_WEIGHTS if form == "weights" else grouped.BLOCKS
+    size = grouped.block_rows(rows, groups, blocks=blocks)
+    program, block = Program(compiled.as_text()), 2 * size * INPUTS * OUTPUTS
     # which counts the body of a loop once
     assert block <= compiled.cost_analysis()["flops"] < 1.1 * block
     loops = [i for i in program.inline(program.entry) if i.opcode == "while"]
@@ -152,15 +151,18 @@ def test_the_cost_follows_the_rows(form):
 
 @pytest.mark.parametrize(
     "rows, experts_of_a_device, taken",
-    [(2 * 16384, 1, 16384), (2 * 8192, 4, 8192), (65536, 8, 60000)],
+    [(2 * 16384, 1, 16384), (2 * 8192, 4, 8192), (65536, 8, 60000), (32768, 8, 32768)],
 )
 def test_blocks_at_real_sizes(rows, experts_of_a_device, taken):
+    """Of rows and their gradients, and of the weights' gradients, which are a third."""
     shares = np.random.default_rng(0).dirichlet(np.full(experts_of_a_device, 20.0))
-    sizes, size = (
-        np.random.default_rng(1).multinomial(taken, shares),
-        grouped.block_rows(rows, experts_of_a_device),
-    )
-    assert -(-sizes // size).sum() * size <= 1.15 * taken
+    sizes = np.random.default_rng(1).multinomial(taken, shares)
+    for most in (grouped.MOST_ROWS, grouped.MOST_ROWS_ON_GPU):
+        computed = 0
+        for blocks, products in ((grouped.BLOCKS, 2), (grouped.BLOCKS_OF_WEIGHTS, 1)):
+            size = grouped.block_rows(rows, experts_of_a_device, most, blocks)
+            computed += products * -(-sizes // size).sum() * size
+        assert computed <= 1.15 * 3 * taken
 
 
 def test_the_gradient_of_a_product_is_by_groups():
