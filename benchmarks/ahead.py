@@ -120,24 +120,16 @@ LAYOUTS = {
     "mixtral_8x7b": {
         "pipeline": Layout(
             32,
-            "the recipe on 32 devices: stage 4 · expert 8 · 2 repeats, 64 microbatches, ZeRO-1",
+            "the recipe on 32 devices: stage 4 · expert 8 · 2 repeats, 64 microbatches, ZeRO-1, "
+            "overlapped cells, layers' inputs kept",
             {"mesh.data": 1},
         ),
         "overlap": Layout(
             32,
             "stage 4 · expert 8, dualpipe_v, 8 microbatches, overlapped cells",
             {
-                **{"mesh.data": 1, "pipeline.schedule": "dualpipe_v", "pipeline.overlap": True},
-                **{"pipeline.remat": "none", "pipeline.microbatches": 8, "data.batch_size": 64},
-            },
-        ),
-        "pairs": Layout(
-            64,
-            "the recipe on 64 devices: data 2 · stage 4 · expert 8 · 2 repeats, 64 microbatches, "
-            "ZeRO-1, overlapped cells, layers' inputs kept",
-            {
-                **{"mesh.data": 2, "data.batch_size": 1024},
-                **{"pipeline.overlap": True, "pipeline.save": ("layer_input",)},
+                **{"mesh.data": 1, "pipeline.schedule": "dualpipe_v", "pipeline.remat": "none"},
+                **{"pipeline.save": (), "pipeline.microbatches": 8, "data.batch_size": 64},
             },
         ),
         "experts": Layout(

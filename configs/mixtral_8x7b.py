@@ -3,7 +3,8 @@
 
 The vocabulary is Mixtral's: name its tokenizers file, `--config.data.tokenizer=tokenizer.json`. An
 expert for each GPU of a node, and four stages: it fits 32 devices of 80 GB, each with one sequence
-of a microbatch and room for twice the mean number of rows. How it was trained is not published, so
+of a microbatch and room for twice the mean number of rows. Tokens travel to the experts and back
+beside products of another microbatch. How it was trained is not published, so
 data, learning rate and steps are a start. Its small twin: mixtral_tiny.py.
 """
 
@@ -40,7 +41,13 @@ def get_config() -> Config:
         data=DataConfig(sequence_length=8192, batch_size=512, attend_across_documents=False),
         mesh=MeshConfig(data=-1, stage=4, expert=8),
         parallel=ParallelConfig(zero=1),
-        pipeline=PipelineConfig(schedule="interleaved", microbatches=64, repeats=2),
+        pipeline=PipelineConfig(
+            schedule="interleaved",
+            repeats=2,
+            microbatches=64,
+            overlap=True,
+            save=("layer_input",),
+        ),
         optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=2000),
         train=TrainConfig(steps=250_000, eval_every=1000),
         checkpoint=CheckpointConfig(every=500),

@@ -4,7 +4,8 @@ costs/ counts them. Standard library only."""
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxtrain.config.settings import ModelConfig
+from jaxtrain.config.settings import ModelConfig, PipelineConfig
+from jaxtrain.config.sizes import SELECTIVE, remat_of
 
 
 class SavedValue(NamedTuple):
@@ -49,6 +50,15 @@ def saves_layer_inputs(mode: str, names: Sequence[str]) -> bool:
     """True if a pipeline with this mode of remat and these names in `pipeline.save` recomputes each
     layer from its own input, which F leaves, and not from the one of its unit."""
     return mode == "full" and tuple(names) == (LAYER_INPUT,)
+
+
+def saved_with(pipeline: PipelineConfig, remat: str) -> tuple[str, ...]:
+    """What remains of `pipeline.save` where a plan's layout has this `remat`: layers' inputs go
+    with full recomputation, other names with selective."""
+    mode, names = remat_of(remat).mode, pipeline.save
+    if mode == remat_of(pipeline.remat).mode or saves_layer_inputs(mode, names):
+        return names
+    return names if mode == SELECTIVE and tuple(names) != (LAYER_INPUT,) else ()
 
 
 def saved_values(model: ModelConfig) -> tuple[str, ...]:

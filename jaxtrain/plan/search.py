@@ -28,9 +28,8 @@ from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, checks, shards_ends
 from jaxtrain.config.checks import Environment
 from jaxtrain.config.rules import divisors, near
-from jaxtrain.config.saved_values import saves_layer_inputs
-from jaxtrain.config.settings import MOST_MICROBATCHES, PipelineConfig
-from jaxtrain.config.sizes import SELECTIVE
+from jaxtrain.config.saved_values import saved_with
+from jaxtrain.config.settings import MOST_MICROBATCHES
 from jaxtrain.costs import hardware
 from jaxtrain.costs.collectives import EXPERT, Links
 from jaxtrain.costs.hardware import GIB, Hardware
@@ -285,12 +284,6 @@ def _works(space: Space) -> Iterator[StepModel]:
     )
 
 
-def _saved(pipeline: PipelineConfig, remat: str) -> tuple[str, ...]:
-    """The values of the recipe that are saved with another recomputation, too."""
-    keeps = remat == SELECTIVE or saves_layer_inputs(remat, pipeline.save)
-    return pipeline.save if keeps else ()
-
-
 def _cuts(space: Space, offload: str) -> Iterator[StepModel]:
     """The step of each mesh, microbatch and recomputation."""
     for work in _works(space):
@@ -302,7 +295,7 @@ def _cuts(space: Space, offload: str) -> Iterator[StepModel]:
                 microbatch=size,
                 microbatches=each // size,
                 remat=remat,
-                save=_saved(space.config.pipeline, remat),
+                save=saved_with(space.config.pipeline, remat),
                 offload=offload,
             )
             yield dataclasses.replace(work, layout=layout)

@@ -21,8 +21,8 @@ from jaxtrain.config import Config, ConfigError, MeshConfig, PipelineConfig, che
 from jaxtrain.config.checks import Environment
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.mesh_rules import AXES
-from jaxtrain.config.saved_values import LAYER_INPUT
-from jaxtrain.config.sizes import SELECTIVE, remat_of
+from jaxtrain.config.saved_values import LAYER_INPUT, saved_with
+from jaxtrain.config.sizes import remat_of
 from jaxtrain.costs.collectives import EXPERT
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.costs.memory import memory
@@ -88,10 +88,11 @@ def single_changes(prediction: Prediction) -> list[Change]:
 
 def _candidates(mesh: MeshConfig, pipeline: PipelineConfig, zero: int) -> Iterator[dict[str, Any]]:
     """Settings for each single change, before any rule is checked."""
-    without_names = {"pipeline.save": ()} if pipeline.save else {}
     for remat in REMATS:
         if remat != pipeline.remat:
-            yield {"pipeline.remat": remat} | (without_names if remat != SELECTIVE else {})
+            names = saved_with(pipeline, remat)
+            kept = {} if names == pipeline.save else {"pipeline.save": names}
+            yield {"pipeline.remat": remat} | kept
     recomputed = remat_of(pipeline.remat)
     if recomputed.layers:
         counts = (recomputed.layers - 1, recomputed.layers + 1)

@@ -9,7 +9,7 @@ import sys
 import pytest
 from support import ROOT
 
-from jaxtrain.config import to_dict
+from jaxtrain.config import replace, to_dict
 from jaxtrain.config.checks import check_devices
 from jaxtrain.config.flags import apply
 from jaxtrain.config.recipes import find_recipe, load_recipe
@@ -79,6 +79,21 @@ def test_layout_replaces_the_recipe_before_any_check(plan):
         and figures["layout"]["model"] == 1
     )
     assert figures["train_days"] is None
+
+
+def test_a_layout_keeps_what_is_saved_with_its_recomputation():
+    """mixtral_8x7b recomputes all from layers' inputs, the other one all but named values."""
+    mixtral, tiny = (load_recipe(find_recipe(name)) for name in ("mixtral_8x7b", "tiny"))
+    named = replace(tiny, {"pipeline.remat": "selective", "pipeline.save": ("attention", "mlp_in")})
+    saved = [
+        [
+            layout_flag.apply(recipe, layout_flag.read(f"stage=2,{word}")).pipeline.save
+            for word in ("zero=1", "remat=full", "remat=selective:2", "remat=none", "remat=full:1")
+        ]
+        for recipe in (mixtral, named)
+    ]
+    inputs, names = ("layer_input",), ("attention", "mlp_in")
+    assert saved == [[inputs, inputs, (), (), inputs], [names, (), names, (), ()]]
 
 
 def test_layout_that_does_not_fit_is_evaluated(plan):

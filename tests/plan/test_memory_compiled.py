@@ -27,7 +27,8 @@ CELLS = 2**13  # stages · chunks · microbatches of tables that are made in a s
 
 
 def laid_out(row: dict) -> configs.Config:
-    config = configs.replace(load_recipe(find_recipe(row["recipe"])), row["settings"])
+    settings = {path: tuple(v) if isinstance(v, list) else v for path, v in row["settings"].items()}
+    config = configs.replace(load_recipe(find_recipe(row["recipe"])), settings)
     return layout_flag.apply(config, layout_flag.read(row["layout"])).resolve()
 
 

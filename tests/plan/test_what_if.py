@@ -224,8 +224,8 @@ def test_changes_are_what_train_takes(layout):
 
 def test_overlapped_cells_are_a_change():
     """On where they gain, off where they are on; another schedule leaves them."""
-    laid = layout_flag.read("stage=4,expert=8,microbatch=1,repeats=2,schedule=dualpipe_v")
-    mixtral = layout_flag.apply(load_recipe(find_recipe("mixtral_8x7b")), laid)
+    laid = "stage=4,expert=8,microbatch=1,repeats=2,schedule=dualpipe_v,overlap=false"
+    mixtral = layout_flag.apply(load_recipe(find_recipe("mixtral_8x7b")), layout_flag.read(laid))
     now = exactly(predict(mixtral.resolve(), H100))
     change = next(c for c in single_changes(now) if c.text == "overlap=true")
     assert change.settings == {"pipeline.overlap": True} and change.seconds < now.seconds

@@ -52,9 +52,7 @@ def test_gradients(monkeypatch, name):
     assert made
 
 
-@pytest.mark.parametrize(
-    "name", small.named(["one stage"], ["interleaved", "overlapped, experts"])
-)
+@pytest.mark.parametrize("name", small.named(["one stage"], ["interleaved", "overlapped, experts"]))
 def test_the_partitioner_gets_values(monkeypatch, name):
     """Of an array without values that it splits over `model`, each device would allocate the
     whole."""
