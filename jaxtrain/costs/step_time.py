@@ -652,15 +652,18 @@ class StepModel:
         layout, m, several = self.layout, self.layout.microbatches, self.layout.stage > 1
         ops, first, last = self.mean_layer(), self.dense_layers(), self.head()
         layer = sum(ops.values(), TimeBreakdown())
-        layers, has_first, has_last = self._busiest_stage(layer, first, last)
-        saved = self.saved_by_overlap() if layout.overlap else 0.0
+        forms = self.schedule_forms
+        saved = self.saved_by_overlap() * layout.stage / self.model.layers if layout.overlap else 0
+        cells = forms.shared_cells(layout.stage, layout.repeats, m) / layout.repeats
+        layers, has_first, has_last = self._busiest_stage(
+            layer.seconds - saved * cells / m, first.seconds, last.seconds
+        )
+        saved *= layers
         shared = self.framework.vocabulary_parallel and several
         step = (layer * layers + first * has_first) * m
         step += last * has_last * (m / layout.stage if shared else m)
         step += self.end_collectives(shared) * m
-        forms = self.schedule_forms
-        cells = forms.shared_cells(layout.stage, layout.repeats, m)
-        step += hidden_messages(saved * cells / layout.repeats)
+        step += hidden_messages(saved * cells)
         seconds = {name: ops[name].seconds * layers for name in "FRBW"}
         times = StageTimes(**seconds, overlap=saved)
         waits = TimeBreakdown({BUBBLE: 0.0})
@@ -670,11 +673,10 @@ class StepModel:
             waits += self._messages(times.all)
         return step + waits + self.outside_microbatches(step, times.F, times.B + times.W)
 
-    def _busiest_stage(
-        self, layer: TimeBreakdown, first: TimeBreakdown, last: TimeBreakdown
-    ) -> tuple[int, bool, bool]:
+    def _busiest_stage(self, layer: float, first: float, last: float) -> tuple[int, bool, bool]:
         """Returns (the layers of the stage that works most; whether it has `first`, the dense
-        layers before the others, and `last`, the head)."""
+        layers before the others, and `last`, the head), from the seconds of these for one
+        microbatch."""
         placement, layout = self.balanced, self.layout
         if placement is None:
             return math.ceil(self.model.layers / layout.stage), True, True
@@ -683,8 +685,7 @@ class StepModel:
             held[stage] += size
         ends = placement.stage_of[0], placement.stage_of[-1]
         parts = [(size, stage == ends[0], stage == ends[1]) for stage, size in enumerate(held)]
-        seconds = layer.seconds, first.seconds, last.seconds
-        return max(parts, key=lambda part: sum(map(operator.mul, part, seconds)))
+        return max(parts, key=lambda part: sum(map(operator.mul, part, (layer, first, last))))
 
     @property
     def schedule_forms(self) -> Schedule:

@@ -195,7 +195,8 @@ def _recomputation(prediction: Prediction) -> list[str]:
     def gained(step: StepModel) -> str:
         saved = (size(none) - size(step)) / GIB
         costs = (step.step().seconds - none.step().seconds) * prediction.seconds / closed
-        return f"saves {saved:.2f} GiB and costs {_seconds(costs)}"
+        seconds = _seconds(costs) if costs > 0 else "nothing that closed forms know of"
+        return f"saves {saved:.2f} GiB and costs {seconds}"
 
     line = f"remat={layout.remat} recomputes {layers} of a unit's {most} layers, which "
     line += gained(work)

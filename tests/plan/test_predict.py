@@ -153,6 +153,14 @@ def test_overlapped_cells(remat):
     assert not [line for line in explained(apart, Prices()) if line.startswith("overlapped")]
 
 
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_closed_form_of_overlapped_cells_with_kinds_of_layers(remat):
+    """The stage that works most has more layers than the mean, whose cells save more."""
+    layout = f"data=2,stage=16,expert=64,microbatch=1,remat={remat}"
+    prediction = predicted(layout, load("h100"), "deepseek_v3")
+    assert prediction.seconds == pytest.approx(exactly(prediction).seconds, rel=0.05)
+
+
 def test_overlapped_cells_that_gain_nothing():
     """On TPUs, and without messages to experts."""
     layout = f"{OVERLAPPED}true,remat=none"
