@@ -170,6 +170,8 @@ class LayerStack:
         of_unit = [s for s in range(placement.stages) if placement.unit_at(unit, s) is not None]
         self._is_single = self._stack_size == 1 and all(counts[s] for s in of_unit)
         self._counts = [1] if self._is_single else counts
+        # of the stages that have the unit, which may be without a layer
+        self._counts_of_unit = [1] if self._is_single else [counts[s] for s in of_unit]
         # A layer's gradients are then reduced overlapped with the products of the layer before it:
         # XLA's GPU compiler moves no collective into a loop's next trip. A TPU's has these
         # collectives wait in any case.
@@ -269,7 +271,7 @@ class LayerStack:
         # range is empty on no stage.
         last_range = bodies[0 if reverse else -1][0]
         is_outside = all(
-            end > begin for begin, end in map(last_range.bounds, filter(None, self._counts))
+            end > begin for begin, end in map(last_range.bounds, self._counts_of_unit)
         )
         for number, (body, begin, end) in enumerate(loops):
 

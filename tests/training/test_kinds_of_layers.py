@@ -43,7 +43,11 @@ SMALL = small.PLAIN_LAYER | {
 ALL_LAYERS = (7, 12, 26)  # dense ones and ones with experts
 DENSE, DEPTHS = (1, 2, 3), (0, 1, 2)
 STAGES = (2, 3, 4)
-EXPERT_AXES = (1, 2)
+SPLITS = {  # the devices of a stage
+    "one device": {},
+    "experts": {"mesh.expert": 2},
+    **{f"zero {zero}": {"mesh.data": 2, "parallel.zero": zero} for zero in (1, 2, 3)},
+}
 MICROBATCHES = (3, 6)
 REMATS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("none", ()),
@@ -84,7 +88,7 @@ class Case:
     depth: int
     stages: int
     schedule: str
-    expert: int
+    split: str
     remat: tuple[str, tuple[str, ...]]
     microbatches: int
     file: tuple[str, str] = ("", "")
@@ -94,7 +98,7 @@ class Case:
         saved = f" {','.join(self.remat[1])}" if self.remat[1] else ""
         return (
             f"{self.layers}L-{self.dense}dense-{self.depth}mtp-{self.stages}st-{self.schedule}"
-            f"{source}-{self.expert}ex-{self.remat[0]}{saved}-{self.microbatches}mb"
+            f"{source}-{self.split}-{self.remat[0]}{saved}-{self.microbatches}mb"
         )
 
     @property
@@ -121,7 +125,8 @@ class Case:
         return {
             "mesh.data": 1,
             "mesh.stage": self.stages,
-            "mesh.expert": self.expert,
+            "mesh.expert": 1,
+            **SPLITS[self.split],
             "pipeline.schedule": name,
             "pipeline.repeats": SCHEDULES[self.schedule],
             "pipeline.overlap": overlap,
@@ -170,10 +175,10 @@ def whole() -> tuple[Case, ...]:
     cases = []
     for layers, stages, schedule, remat in itertools.product(ALL_LAYERS, STAGES, SCHEDULES, REMATS):
         file = next(files) if schedule == CSV else ("", "")
-        expert, microbatches = pick(EXPERT_AXES), pick(MICROBATCHES)
+        split, microbatches = pick(tuple(SPLITS)), pick(MICROBATCHES)
         if IN_CELLS in schedule + file[0]:
             microbatches = max(MICROBATCHES)  # with fewer, no cell has F and B
-        numbers = expert, remat, microbatches, file
+        numbers = split, remat, microbatches, file
         drawn = [
             Case(layers, dense, depth, stages, schedule, *numbers)
             for dense, depth in itertools.product(DENSE, DEPTHS)
@@ -183,7 +188,10 @@ def whole() -> tuple[Case, ...]:
 
 
 WHOLE = whole()
-SAMPLE = (Case(7, 1, 1, 2, f"1f1b{IN_CELLS}", 2, REMATS[3], 6),)
+SAMPLE = (
+    Case(7, 1, 1, 2, f"1f1b{IN_CELLS}", "experts", REMATS[3], 6),
+    Case(7, 1, 1, 2, "zb_v", "zero 3", REMATS[0], 3),  # a chunk of the first stage has no layer
+)
 PASSED = matrix.Passed(
     "kinds", pathlib.Path(__file__), *(pathlib.Path(m.__file__) for m in (plain_loop, small))
 )
@@ -213,7 +221,7 @@ def test_the_matrix_has_what_it_should():
         "depth": DEPTHS,
         "stages": STAGES,
         "schedule": tuple(SCHEDULES),
-        "expert": EXPERT_AXES,
+        "split": tuple(SPLITS),
         "remat": REMATS,
     }
     for (a, of_a), (b, of_b) in itertools.combinations(values.items(), 2):
@@ -290,22 +298,23 @@ def check_checkpoints(layouts: Sequence[Config], folder: pathlib.Path) -> None:
 
 
 def layouts_of(cases: Sequence[Case], folder: pathlib.Path, recipe: bool = False) -> list[Config]:
-    """The configs of cases of one model, and after each with an expert axis of 2 the same with
-    ZeRO-3 over data in its place. recipe: of configs/deepseek_tiny.py"""
+    """The configs of cases of one model, and after each that splits experts the same with ZeRO-3
+    over data in its place. recipe: of configs/deepseek_tiny.py"""
     found = []
     for case in cases:
         cfg = case.config(folder)
         if recipe:
             base = load_recipe(ROOT / "configs" / "deepseek_tiny.py")
             cfg = configs.replace(base, RECIPE | case.layout(folder)).resolve()
-        found += [cfg, *([configs.replace(cfg, ZERO).resolve()] if case.expert == 2 else [])]
+        with_experts = case.split == "experts"
+        found += [cfg, *([configs.replace(cfg, ZERO).resolve()] if with_experts else [])]
     return found
 
 
 def test_checkpoints(tmp_path):
     cases = [
-        Case(7, 1, 1, 4, "zb_v", 2, REMATS[1], 6),
-        Case(7, 1, 1, 3, CSV, 1, REMATS[1], 6, ("interleaved", "table")),
+        Case(7, 1, 1, 4, "zb_v", "experts", REMATS[1], 6),
+        Case(7, 1, 1, 3, CSV, "one device", REMATS[1], 6, ("interleaved", "table")),
     ]
     check_checkpoints(layouts_of(cases, tmp_path, recipe=True), tmp_path)
 
@@ -317,9 +326,9 @@ def test_checkpoints(tmp_path):
 )
 def test_checkpoints_of_all_layouts(layers, dense, depth, recipe, tmp_path):
     """In an order by chance, so that neighbours have unlike placements."""
-    files, axes, cases = itertools.cycle(FILES), itertools.cycle(EXPERT_AXES), []
+    files, splits, cases = itertools.cycle(FILES), itertools.cycle(("one device", "experts")), []
     for schedule, stages in itertools.product(SCHEDULES, STAGES):
-        numbers = next(axes), REMATS[1], 6, next(files) if schedule == CSV else ("", "")
+        numbers = next(splits), REMATS[1], 6, next(files) if schedule == CSV else ("", "")
         cases.append(Case(layers, dense, depth, stages, schedule, *numbers))
     np.random.default_rng(4).shuffle(cases)
     check_checkpoints(layouts_of(cases, tmp_path, recipe), tmp_path)
