@@ -465,7 +465,8 @@ class LayerStack:
         On GPUs a layer's are reduced beside the products of the next one: XLA moves no collective
         into a loop's next trip.
         """
-        late = on_nvidia_gpu() and not self._is_single and len(self._ranges) == 1
+        has_layers = all(self._counts_of_unit)  # on every stage that runs it
+        late = on_nvidia_gpu() and not self._is_single and len(self._ranges) == 1 and has_layers
 
         def reduced(shards, gradients, i):
             with jax.named_scope("reduce"):

@@ -16,10 +16,20 @@ from jaxtrain.config import kernels, sizes
 from jaxtrain.devices import host_memory
 from jaxtrain.devices.mesh import partitioned
 from jaxtrain.parallel import experts, filled_rows
+from jaxtrain.runtime import layer_stack
 from jaxtrain.training.step import make_step
 
 SEVEN = {"model.layers": 7}
 EXPERTS = {"model.experts": 4, "model.expert_width": 16, "mesh.expert": 2}
+
+
+def without_layers(zero: dict) -> Case:
+    """Dense layers and a module of prediction leave the first stage's last chunk without layers."""
+    changes = {"model.layers": 6, "model.dense_layers": 1, "model.mtp_depth": 1}
+    changes |= EXPERTS | {"mesh.expert": 1, "pipeline.remat": "none"} | zero
+    return Case((2, 2, 1), "zb_v", 2, 3, changes)
+
+
 CASES = {
     "interleaved": Case((1, 2, 2), "interleaved", 2, 4, SEVEN),
     "inputs of layers": Case((1, 3, 1), "gpipe", 2, 5, SEVEN | {"pipeline.save": ("layer_input",)}),
@@ -31,6 +41,10 @@ CASES = {
         (1, 2, 1), "dualpipe_v", 2, 5, EXPERTS | {"pipeline.overlap": True}
     ),
     "one stage": Case((2, 1, 2), changes=SEVEN | {"pipeline.remat": "selective"}),
+    "a chunk without layers, ZeRO-3": without_layers({"parallel.zero": 3}),
+    "a chunk without layers, reduced in the last W": without_layers(
+        {"parallel.zero": 1, "parallel.reduce": "last"}
+    ),
 }
 ALWAYS = ["interleaved"]
 
@@ -38,8 +52,11 @@ ALWAYS = ["interleaved"]
 @pytest.mark.parametrize(
     "name", small.named(ALWAYS, [name for name in CASES if name not in ALWAYS])
 )
-def test_gradients(monkeypatch, name):
+@pytest.mark.parametrize("gpu", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_gradients(monkeypatch, name, gpu):
+    """gpu: a layer's gradients are reduced beside the products of the next one, as on GPUs."""
     made = []
+    monkeypatch.setattr(layer_stack, "on_nvidia_gpu", lambda: gpu)
 
     def wrong(shape, dtype, on_host):
         made.append(shape)
