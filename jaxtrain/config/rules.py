@@ -34,7 +34,7 @@ from jaxtrain.config import (
     sources,
 )
 from jaxtrain.config.optimizers import OPTIMIZERS
-from jaxtrain.config.saved_values import LAYER_INPUT, saved_values, saves_layer_inputs
+from jaxtrain.config.saved_values import LAYER_INPUT, goes_with, saved_values
 from jaxtrain.config.sizes import SELECTIVE, remat_of
 from jaxtrain.schedule.orders import (
     CSV,
@@ -475,16 +475,21 @@ def _saved_values(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Viol
             values_for(path, [tuple(dict.fromkeys([*known, *meant])), ()]),
         )
     remat = remat_of(pipeline.remat)
-    goes = remat.mode == SELECTIVE or saves_layer_inputs(remat.mode, pipeline.save)
-    if pipeline.save and not goes:
-        full = remat.mode == "full"
-        mode = SELECTIVE if remat.layers is None else f"{SELECTIVE}:{remat.layers}"
-        what = f"saves {LAYER_INPUT} at most" if full else "recomputes no layer"
-        yield Violation(
-            path,
-            f"is for pipeline.remat='selective', and {pipeline.remat!r} {what}",
-            [{"pipeline.remat": mode}, *([{path: (LAYER_INPUT,)}] * full), {path: ()}],
-        )
+    if goes_with(remat.mode, pipeline.save):
+        return
+    layers = "" if remat.layers is None else f":{remat.layers}"
+    what = {
+        "none": "recomputes no layer",
+        SELECTIVE: "saves that in any case, and would save nothing else",
+        "full": f"saves {LAYER_INPUT} at most",
+    }[remat.mode]
+    wanted = SELECTIVE
+    fixes: list[dict[str, Any]] = [{"pipeline.remat": f"{SELECTIVE}{layers}"}, {path: ()}]
+    if tuple(pipeline.save) == (LAYER_INPUT,):
+        wanted, fixes = "full", [{path: ()}, {"pipeline.remat": f"full{layers}"}]
+    elif remat.mode == "full":
+        fixes.insert(1, {path: (LAYER_INPUT,)})
+    yield Violation(path, f"is for pipeline.remat={wanted!r}, and {pipeline.remat!r} {what}", fixes)
 
 
 def _overlap(pipeline: PipelineConfig) -> Iterator[Violation]:

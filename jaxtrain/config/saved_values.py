@@ -52,13 +52,17 @@ def saves_layer_inputs(mode: str, names: Sequence[str]) -> bool:
     return mode == "full" and tuple(names) == (LAYER_INPUT,)
 
 
-def saved_with(pipeline: PipelineConfig, remat: str) -> tuple[str, ...]:
-    """What remains of `pipeline.save` where a plan's layout has this `remat`: layers' inputs go
+def goes_with(mode: str, names: Sequence[str]) -> bool:
+    """True if `pipeline.save` may have these names with this mode of remat: layers' inputs alone go
     with full recomputation, other names with selective."""
-    mode, names = remat_of(remat).mode, pipeline.save
-    if mode == remat_of(pipeline.remat).mode or saves_layer_inputs(mode, names):
-        return names
-    return names if mode == SELECTIVE and tuple(names) != (LAYER_INPUT,) else ()
+    if tuple(names) == (LAYER_INPUT,):
+        return saves_layer_inputs(mode, names)
+    return mode == SELECTIVE or not names
+
+
+def saved_with(pipeline: PipelineConfig, remat: str) -> tuple[str, ...]:
+    """`pipeline.save` where a plan's layout has this `remat`; () if they do not go together."""
+    return pipeline.save if goes_with(remat_of(remat).mode, pipeline.save) else ()
 
 
 def saved_values(model: ModelConfig) -> tuple[str, ...]:

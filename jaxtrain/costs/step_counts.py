@@ -119,9 +119,10 @@ class StepCounts:
         for label, op, unit, count in self._ops_on_units(times):
             stack = self.placement.stack_size(unit)
             for mode, layers, lowest in self._ranges(self.placement.layer_count(unit, stage)):
-                # A layer outside of the loop over layers makes no output that nobody reads.
+                # A layer outside of the loop over layers makes no output that nobody reads. None
+                # is outside where a stage runs the unit without a layer.
                 single = stack == 1 or c.layout.recomputation.recomputed(stack) == 1
-                outside = single or c.gathers_in_ops
+                outside = (single or c.gathers_in_ops) and all(self.placement.counts(unit))
                 if op == "R" and not lowest:
                     continue
                 unread = (layers if c.layout.saves_inputs else int(outside)) * (op == "R")

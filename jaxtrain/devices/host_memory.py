@@ -53,13 +53,14 @@ def to_device(tree):
 
 
 def empty_pool(shape: tuple[int, ...], dtype, on_host: bool) -> jax.Array:
-    """Inside jit: an array of which nothing is read before it is written. XLA fills in nothing, but
-    zeros on a device where it partitions over `model`."""
+    """Inside jit: an array of which nothing is read before it is written. It is not filled, except
+    on a device where XLA partitions over `model`: there it is zeros."""
     if on_host:
         # A scalar on the host is broadcast there; zeros moved there would fill the device's memory
         # before.
         return lax.broadcast(to_host(jnp.zeros((), dtype)), shape)
-    # Of an array without values the partitioner allocates the whole on each device and cuts a part.
+    # The partitioner has no rule for an array without values: each device would allocate the whole
+    # and cut its part.
     return (jnp.zeros if partitioned() else lax.empty)(shape, dtype)
 
 

@@ -230,7 +230,7 @@ def _psum_scatter(
 ) -> jax.Array:
     # Of [1, T, D] along T XLA's TPU compiler makes an all-reduce and a slice, of [T, D] a
     # reduce-scatter.
-    wide = [d for d, size in enumerate(x.shape) if size > 1 or d == dim]
+    wide = [d for d, size in enumerate(x.shape) if size != 1 or d == dim]
     along = wide.index(dim)
 
     def scatter(x: jax.Array) -> jax.Array:

@@ -1,7 +1,8 @@
 """`--layout=data=8,stage=16,…`: a layout in one flag, which replaces the recipe's. No jax.
 
-Axes that the flag does not name are 1; all other settings that it does not name are the recipe's,
-of `pipeline.save` what goes with the layout's remat.
+Axes that the flag does not name are 1; all other settings that it does not name are the recipe's.
+`pipeline.save` keeps what goes with the layout's remat, and `pipeline.overlap` is false with a
+schedule that has no overlapped cells.
 `microbatch` is the number of sequences of a microbatch on a data shard; the number of microbatches
 follows from it and the batch.
 """
@@ -19,7 +20,7 @@ from jaxtrain.config.errors import UsageError
 from jaxtrain.config.mesh_rules import AXES, filled
 from jaxtrain.config.rules import divisors, near
 from jaxtrain.config.saved_values import saved_with
-from jaxtrain.schedule.orders import default_repeats, fits_repeats
+from jaxtrain.schedule.orders import CSV, OVERLAPPED, default_repeats, fits_repeats
 
 MICROBATCH = "microbatch"
 SETTINGS = {
@@ -148,9 +149,11 @@ def apply(config: Config, values: Values) -> Config:
         SETTINGS[key]: value for key, value in values.items()
     }
     settings |= {"mesh.elastic": False, SETTINGS[MICROBATCH]: microbatches}
+    schedule = str(settings.get("pipeline.schedule", config.pipeline.schedule))
     if "remat" in values:
         settings["pipeline.save"] = saved_with(config.pipeline, values["remat"])
-    schedule = settings.get("pipeline.schedule", config.pipeline.schedule)
+    if "overlap" not in values and not (schedule in OVERLAPPED or schedule.startswith(CSV)):
+        settings["pipeline.overlap"] = False
     if "repeats" not in values and not fits_repeats(schedule, config.pipeline.repeats):
         settings["pipeline.repeats"] = default_repeats(schedule)
     return cfg.replace(config, settings)

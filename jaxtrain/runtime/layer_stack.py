@@ -167,11 +167,9 @@ class LayerStack:
         self._stack_size = placement.stack_size(unit)
         counts = [placement.layer_count(unit, s) for s in range(placement.stages)]
         # a stack of one layer, which every stage has that has the unit
-        of_unit = [s for s in range(placement.stages) if placement.unit_at(unit, s) is not None]
-        self._is_single = self._stack_size == 1 and all(counts[s] for s in of_unit)
+        self._is_single = self._stack_size == 1 and all(placement.counts(unit))
         self._counts = [1] if self._is_single else counts
-        # of the stages that have the unit, which may be without a layer
-        self._counts_of_unit = [1] if self._is_single else [counts[s] for s in of_unit]
+        self._counts_of_unit = placement.counts(unit)
         # A layer's gradients are then reduced overlapped with the products of the layer before it:
         # XLA's GPU compiler moves no collective into a loop's next trip. A TPU's has these
         # collectives wait in any case.
@@ -245,6 +243,8 @@ class LayerStack:
         bodies: of ranges one after the other, in the order of their layers
         bounds: of the layers in each range; None: all of them, which gathered parameters need
         """
+        if not bodies:  # no stage has a layer in this unit
+            return carry
         bounds = bounds or self._bounds
         loops = [
             (body, *bounds[layers]) for layers, body in (reversed(bodies) if reverse else bodies)
@@ -270,8 +270,9 @@ class LayerStack:
         # The last layer stands outside of its loop, with no layer to gather after it, where its
         # range is empty on no stage.
         last_range = bodies[0 if reverse else -1][0]
+        least = 1 + (unrolls_first and len(loops) == 1)  # the first one stands outside, too
         is_outside = all(
-            end > begin for begin, end in map(last_range.bounds, self._counts_of_unit)
+            end - begin >= least for begin, end in map(last_range.bounds, self._counts_of_unit)
         )
         for number, (body, begin, end) in enumerate(loops):
 
@@ -625,7 +626,7 @@ class _LayerPairs:
         bounds, b_bounds = (
             [(each, *of._bounds[each]) for each in of._ranges] for of in (stack, b_stack)
         )
-        self._count, self._b_count = bounds[-1][2], b_bounds[-1][2]
+        self._count, self._b_count = (of[-1][2] if of else 0 for of in (bounds, b_bounds))
         self._ranges = bounds
         self._b_ranges = [
             (layers, self._b_count - end, self._b_count - begin)

@@ -159,6 +159,12 @@ class Placement:
         """The number of layers in a stage's unit; 0 without such a unit."""
         return len(self.layers_of(local_unit, stage))
 
+    def counts(self, local_unit: int) -> list[int]:
+        """The layers of the unit on each stage that has it; 0 is possible."""
+        stages = range(self.stages)
+        of_unit = [stage for stage in stages if self.unit_at(local_unit, stage) is not None]
+        return [self.layer_count(local_unit, stage) for stage in of_unit]
+
     def stack_size(self, local_unit: int) -> int:
         """The layers in the stacked array of these units: the most that a stage has."""
         return max(self.layer_count(local_unit, stage) for stage in range(self.stages))

@@ -50,7 +50,7 @@ def move(
 def expert_load(specs: dict, with_counts: dict) -> jax.Array | None:
     """The busiest expert's load over the mean, in the layer where that is largest; None for a model
     without experts."""
-    loads = _counts(specs, with_counts, BIAS, LOAD)
+    loads = [load for load in _counts(specs, with_counts, BIAS, LOAD) if load.size]
     uneven = [(load.max(-1) / jnp.maximum(load.mean(-1), 1)).max() for load in loads]
     return jnp.stack(uneven).max() if uneven else None
 

@@ -154,7 +154,8 @@ def test_the_cost_follows_the_rows(form):
     [(2 * 16384, 1, 16384), (2 * 8192, 4, 8192), (65536, 8, 60000), (32768, 8, 32768)],
 )
 def test_blocks_at_real_sizes(rows, experts_of_a_device, taken):
-    """Of rows and their gradients, and of the weights' gradients, which are a third."""
+    """Blocks compute at most 15 % more than the rows: two thirds are products of rows and their
+    gradients, a third the weights' gradients."""
     shares = np.random.default_rng(0).dirichlet(np.full(experts_of_a_device, 20.0))
     sizes = np.random.default_rng(1).multinomial(taken, shares)
     for most in (grouped.MOST_ROWS, grouped.MOST_ROWS_ON_GPU):

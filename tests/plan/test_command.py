@@ -82,7 +82,8 @@ def test_layout_replaces_the_recipe_before_any_check(plan):
 
 
 def test_a_layout_keeps_what_is_saved_with_its_recomputation():
-    """mixtral_8x7b recomputes all from layers' inputs, the other one all but named values."""
+    """mixtral_8x7b recomputes all from layers' inputs, the other one all but named values. It also
+    keeps overlapped cells where its schedule has them."""
     mixtral, tiny = (load_recipe(find_recipe(name)) for name in ("mixtral_8x7b", "tiny"))
     named = replace(tiny, {"pipeline.remat": "selective", "pipeline.save": ("attention", "mlp_in")})
     saved = [
@@ -94,6 +95,11 @@ def test_a_layout_keeps_what_is_saved_with_its_recomputation():
     ]
     inputs, names = ("layer_input",), ("attention", "mlp_in")
     assert saved == [[inputs, inputs, (), (), inputs], [names, (), names, (), ()]]
+    overlaps = [
+        layout_flag.apply(mixtral, layout_flag.read(f"stage=2,{word}")).pipeline.overlap
+        for word in ("zero=1", "schedule=dualpipe_v", "schedule=zb_h1")
+    ]
+    assert overlaps == [True, True, False]
 
 
 def test_layout_that_does_not_fit_is_evaluated(plan):

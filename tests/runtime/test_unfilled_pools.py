@@ -21,6 +21,7 @@ from jaxtrain.training.step import make_step
 
 SEVEN = {"model.layers": 7}
 EXPERTS = {"model.experts": 4, "model.expert_width": 16, "mesh.expert": 2}
+LAST = {"parallel.zero": 1, "parallel.reduce": "last"}
 
 
 def without_layers(zero: dict) -> Case:
@@ -28,6 +29,12 @@ def without_layers(zero: dict) -> Case:
     changes = {"model.layers": 6, "model.dense_layers": 1, "model.mtp_depth": 1}
     changes |= EXPERTS | {"mesh.expert": 1, "pipeline.remat": "none"} | zero
     return Case((2, 2, 1), "zb_v", 2, 3, changes)
+
+
+def no_layers(changes: dict) -> Case:
+    """The first stage has a unit more than the second, its last one, which has no layer."""
+    chunks = {"model.layers": 5, "pipeline.chunk_layers": (3, 1, 1, 0), "pipeline.layers_per_op": 1}
+    return Case((2, 2, 1), "zb_v", 2, 5, EXPERTS | {"mesh.expert": 1} | chunks | changes)
 
 
 CASES = {
@@ -42,28 +49,35 @@ CASES = {
     ),
     "one stage": Case((2, 1, 2), changes=SEVEN | {"pipeline.remat": "selective"}),
     "a chunk without layers, ZeRO-3": without_layers({"parallel.zero": 3}),
-    "a chunk without layers, reduced in the last W": without_layers(
-        {"parallel.zero": 1, "parallel.reduce": "last"}
+    "a unit without layers on any stage": no_layers({"parallel.zero": 3}),
+    "a unit without layers on any stage, overlapped": no_layers(
+        {"pipeline.schedule": "dualpipe_v", "pipeline.overlap": True}
     ),
 }
-ALWAYS = ["interleaved"]
+# A layer's gradients are reduced beside the products of the next one, as on GPUs.
+ON_GPUS = {
+    "one layer on a stage, two on another": Case(
+        (2, 2, 1), "1f1b", 1, 3, {"model.layers": 3, **LAST, "parallel.zero": 3}
+    ),
+    "a chunk without layers, ZeRO-3, on GPUs": without_layers({"parallel.zero": 3}),
+    "a chunk without layers, reduced in the last W": without_layers(LAST),
+}
+ALWAYS = ["interleaved", "one layer on a stage, two on another"]
 
 
 @pytest.mark.parametrize(
-    "name", small.named(ALWAYS, [name for name in CASES if name not in ALWAYS])
+    "name", small.named(ALWAYS, [n for n in (*CASES, *ON_GPUS) if n not in ALWAYS])
 )
-@pytest.mark.parametrize("gpu", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_gradients(monkeypatch, name, gpu):
-    """gpu: a layer's gradients are reduced beside the products of the next one, as on GPUs."""
+def test_gradients(monkeypatch, name):
     made = []
-    monkeypatch.setattr(layer_stack, "on_nvidia_gpu", lambda: gpu)
 
     def wrong(shape, dtype, on_host):
         made.append(shape)
         return jnp.full(shape, jnp.nan, dtype)
 
-    config = CASES[name].config()
+    config = (CASES | ON_GPUS)[name].config()
     expected = reference(config, 1)
+    monkeypatch.setattr(layer_stack, "on_nvidia_gpu", lambda: name in ON_GPUS)
     monkeypatch.setattr(host_memory, "empty_pool", wrong)
     assert_same(gradients(config), expected)
     assert made
@@ -71,9 +85,8 @@ def test_gradients(monkeypatch, name, gpu):
 
 @pytest.mark.parametrize("name", small.named(["one stage"], ["interleaved", "overlapped, experts"]))
 def test_the_partitioner_gets_values(monkeypatch, name):
-    """Of an array without values that it splits over `model`, each device would allocate the
-    whole."""
-    empty, split = lax.empty, []
+    """It has no rule for an array without values: each device would allocate the whole."""
+    empty, make, split, made = lax.empty, host_memory.empty_pool, [], []
 
     def noted(shape, dtype):
         split.append(partitioned())
@@ -82,10 +95,11 @@ def test_the_partitioner_gets_values(monkeypatch, name):
     case = CASES[name]
     config = dataclasses.replace(case, mesh=(*case.mesh[:2], 2)).config()
     monkeypatch.setattr(lax, "empty", noted)
+    monkeypatch.setattr(host_memory, "empty_pool", lambda *a: made.append(a) or make(*a))
     step = make_step(config, small.mesh_of(config))
     with jax.set_mesh(step.mesh):
         step.gradients.trace(step.abstract_state().params, step.abstract_batch)
-    assert not any(split)
+    assert made and not any(split)
 
 
 EIGHT = {"model.experts": 8, "model.expert_width": 16}

@@ -270,7 +270,13 @@ def test_selective_saves_what_these_names_save(name):
         ),
         (
             save("layer_input", remat="none"),
-            "is for pipeline.remat='selective', and 'none' recomputes no layer",
+            "is for pipeline.remat='full', and 'none' recomputes no layer: "
+            "use --config.pipeline.save=",
+        ),
+        (
+            save("layer_input", remat="selective:2"),
+            "is for pipeline.remat='full', and 'selective:2' saves that in any case, and would "
+            "save nothing else: use --config.pipeline.save=",
         ),
         (
             save("attention", remat="none"),
