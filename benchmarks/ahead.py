@@ -87,6 +87,8 @@ FLAT = {
     "pipeline.microbatches": 1,
     "pipeline.schedule": "1f1b",
     "pipeline.repeats": 1,
+    "pipeline.overlap": False,
+    "pipeline.save": (),
 }
 STAGES = {
     **{

@@ -36,6 +36,7 @@ class Case:
 ONE_DEVICE = {
     **{f"mesh.{axis}": 1 for axis in ("replica", "data", "stage", "context", "expert", "model")},
     **{"pipeline.schedule": "1f1b", "pipeline.repeats": 1, "optimizer.warmup_steps": 0},
+    **{"pipeline.overlap": False, "pipeline.save": ()},
 }
 XL = {
     "model.layers": 24,
