@@ -4,8 +4,8 @@
 The vocabulary is Mixtral's: name its tokenizers file, `--config.data.tokenizer=tokenizer.json`. An
 expert for each GPU of a node, and four stages: it fits 32 devices of 80 GB, each with one sequence
 of a microbatch and room for twice the mean number of rows. Tokens travel to the experts and back
-beside products of another microbatch. How it was trained is not published, so
-data, learning rate and steps are a start. Its small twin: mixtral_tiny.py.
+beside products of another microbatch. How it was trained is not published, so data, learning rate
+and steps are a start. Its small twin: mixtral_tiny.py.
 """
 
 from jaxtrain.config import (

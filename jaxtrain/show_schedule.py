@@ -39,6 +39,7 @@ from jaxtrain.schedule.orders import (
     ChunkOrders,
     default_repeats,
     fits_repeats,
+    may_overlap,
 )
 from jaxtrain.schedule.several_steps import repeated
 from jaxtrain.schedule.simulate import comparison, figures, simulate, summary
@@ -310,7 +311,7 @@ def _check_schedule(flags: types.SimpleNamespace, spec: TableSpec) -> None:
         except ValueError as error:
             rule = str(error).partition(": use ")[0]
             raise UsageError(f"--{rule}", {"repeats": max(1, default_repeats(name))}) from None
-    if flags.overlap and name not in OVERLAPPED and not name.startswith(CSV):
+    if flags.overlap and not may_overlap(name):
         rule = f"--overlap={flags.overlap} does not fit --schedule={name!r}, where no F and B of"
         rule += " other microbatches stand side by side"
         first, *others = OVERLAPPED

@@ -37,11 +37,11 @@ from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.config.saved_values import LAYER_INPUT, goes_with, saved_values
 from jaxtrain.config.sizes import SELECTIVE, remat_of
 from jaxtrain.schedule.orders import (
-    CSV,
     OVERLAPPED,
     SCHEDULES,
     default_repeats,
     fits_repeats,
+    may_overlap,
 )
 
 BYTE_VOCABULARY = 257  # 256 bytes and the document separator
@@ -495,7 +495,7 @@ def _saved_values(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Viol
 def _overlap(pipeline: PipelineConfig) -> Iterator[Violation]:
     path, schedule = "pipeline.overlap", pipeline.schedule
     steps = "pipeline.steps_per_program"
-    if schedule not in OVERLAPPED and not schedule.startswith(CSV):
+    if not may_overlap(schedule):
         known = ", ".join(OVERLAPPED)
         yield Violation(
             path,

@@ -545,16 +545,17 @@ class StepModel:
         return moved / self.hardware.streaming + 1e-6 * self.hardware.launch_us * started
 
     def saved_by_overlap(self) -> float:
-        """Seconds by which F and B of one microbatch each, on an entire stage, are expected to be
-        shorter in overlapped cells than one after the other (overlapped_cell.py). Nothing is
-        measured."""
+        """`saved_in_layer` on an entire stage, of the mean number of layers."""
+        return self.saved_in_layer() * self.model.layers / self.layout.stage
+
+    def saved_in_layer(self) -> float:
+        """Seconds by which F and B of one microbatch each, in one layer, are expected to be shorter
+        in overlapped cells than one after the other (overlapped_cell.py). Nothing is measured."""
         if not self.model.experts:
             return 0.0
         partial = self.layout.recomputation.layers is not None
         step = dataclasses.replace(self, layout=self.layout.with_remat("none")) if partial else self
-        saved = most_saved(step._phases("F"), step._phases("B"))
-        layers = self.model.layers / self.layout.stage
-        return self.framework.cell_overlap * saved * layers
+        return self.framework.cell_overlap * most_saved(step._phases("F"), step._phases("B"))
 
     def _phases(self, op: str) -> Phases:
         """The phases of a layer with experts in F or B."""
@@ -653,19 +654,19 @@ class StepModel:
         ops, first, last = self.mean_layer(), self.dense_layers(), self.head()
         layer = sum(ops.values(), TimeBreakdown())
         forms = self.schedule_forms
-        saved = self.saved_by_overlap() * layout.stage / self.model.layers if layout.overlap else 0
+        saved = self.saved_in_layer() if layout.overlap else 0.0
         cells = forms.shared_cells(layout.stage, layout.repeats, m) / layout.repeats
         layers, has_first, has_last = self._busiest_stage(
             layer.seconds - saved * cells / m, first.seconds, last.seconds
         )
-        saved *= layers
+        saved_on_stage = saved * layers
         shared = self.framework.vocabulary_parallel and several
         step = (layer * layers + first * has_first) * m
         step += last * has_last * (m / layout.stage if shared else m)
         step += self.end_collectives(shared) * m
-        step += hidden_messages(saved * cells)
+        step += hidden_messages(saved_on_stage * cells)
         seconds = {name: ops[name].seconds * layers for name in "FRBW"}
-        times = StageTimes(**seconds, overlap=saved)
+        times = StageTimes(**seconds, overlap=saved_on_stage)
         waits = TimeBreakdown({BUBBLE: 0.0})
         if several:
             idle = forms.idle(layout.stage, layout.repeats, times)
@@ -706,7 +707,7 @@ class StepModel:
         least = (0, *(1,) * (len(stage_of) - 2), 0)
         layer = sum(op.seconds for op in self.mean_layer().values())
         if layout.overlap:
-            layer -= self.saved_by_overlap() * layout.stage / model.layers
+            layer -= self.saved_in_layer()
         seconds = layer, self.dense_layers().seconds, self.head().seconds
         sizes = balanced(model.layers, stage_of, least, *seconds)
         return Placement(model.layers, layout.stage, 1, stage_of, sizes)

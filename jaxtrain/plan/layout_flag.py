@@ -20,7 +20,7 @@ from jaxtrain.config.errors import UsageError
 from jaxtrain.config.mesh_rules import AXES, filled
 from jaxtrain.config.rules import divisors, near
 from jaxtrain.config.saved_values import saved_with
-from jaxtrain.schedule.orders import CSV, OVERLAPPED, default_repeats, fits_repeats
+from jaxtrain.schedule.orders import default_repeats, fits_repeats, may_overlap
 
 MICROBATCH = "microbatch"
 SETTINGS = {
@@ -152,7 +152,7 @@ def apply(config: Config, values: Values) -> Config:
     schedule = str(settings.get("pipeline.schedule", config.pipeline.schedule))
     if "remat" in values:
         settings["pipeline.save"] = saved_with(config.pipeline, values["remat"])
-    if "overlap" not in values and not (schedule in OVERLAPPED or schedule.startswith(CSV)):
+    if "overlap" not in values and not may_overlap(schedule):
         settings["pipeline.overlap"] = False
     if "repeats" not in values and not fits_repeats(schedule, config.pipeline.repeats):
         settings["pipeline.repeats"] = default_repeats(schedule)

@@ -166,10 +166,10 @@ class LayerStack:
         self._numbers = jnp.asarray(placement.layer_index(unit))[stage] if extra_of_layer else None
         self._stack_size = placement.stack_size(unit)
         counts = [placement.layer_count(unit, s) for s in range(placement.stages)]
-        # a stack of one layer, which every stage has that has the unit
-        self._is_single = self._stack_size == 1 and all(placement.counts(unit))
-        self._counts = [1] if self._is_single else counts
         self._counts_of_unit = placement.counts(unit)
+        # a stack of one layer, which every stage has that has the unit
+        self._is_single = self._stack_size == 1 and all(self._counts_of_unit)
+        self._counts = [1] if self._is_single else counts
         # A layer's gradients are then reduced overlapped with the products of the layer before it:
         # XLA's GPU compiler moves no collective into a loop's next trip. A TPU's has these
         # collectives wait in any case.

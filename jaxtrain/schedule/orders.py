@@ -455,6 +455,11 @@ GROWING = tuple(
 )
 
 
+def may_overlap(name: str) -> bool:
+    """True if the schedule may have overlapped cells: it is one of these, or a file."""
+    return name in OVERLAPPED or name.startswith(CSV)
+
+
 def closed_forms(name: str, overlap: bool = False) -> Schedule:
     """The schedule of this name, or the one with overlapped cells; for `auto` and a file, whose
     tables are not known yet, the one with several chunks of any number. Raises KeyError for another
