@@ -147,7 +147,11 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
         )
         check_run(config, environment)
         on_mesh = filled(config, environment.devices)
-        notes = (*flags.notes, *elastic_notes(config, on_mesh), *unused_settings(on_mesh))
+        notes = (
+            *flags.notes,
+            *elastic_notes(config, on_mesh),
+            *unused_settings(on_mesh, environment.platform),
+        )
         cluster.log(*(f"note: {note}" for note in notes))
         ready = prepare(config, environment, None if flags.dry_run else folder, measures=writes)
         if not ready:

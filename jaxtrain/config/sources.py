@@ -167,6 +167,14 @@ def holds_tokens(name: str) -> bool:
     return FORMATS[format_of(name)].holds == "tokens"
 
 
+def may_have_fields(name: str) -> bool:
+    """True if files of a source hold records, or may: what does not exist is judged by its name."""
+    try:
+        return find(name).has_fields
+    except (ConfigError, OSError):
+        return FORMATS[format_of(name)].holds == "records"
+
+
 def without_compression(name: str) -> str:
     """A file's name without the ending of a compression."""
     stem, suffix = os.path.splitext(name)

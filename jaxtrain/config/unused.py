@@ -8,11 +8,12 @@ error of rules.py or mesh_rules.py. Standard library only.
 import dataclasses
 import math
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ends_with_layers, sources
-from jaxtrain.config.kernels import QUANTIZED
+from jaxtrain.config.kernels import QUANTIZED, TPU
+from jaxtrain.config.mesh_rules import AXES
 from jaxtrain.config.optimizers import OPTIMIZERS, READS
 from jaxtrain.config.rules import OF_EXPERTS
 from jaxtrain.config.sizes import remat_of
@@ -31,11 +32,24 @@ class Use:
 
     used: True if they have one in a config none of whose mesh sizes is -1
     reason: why they have none: the words after "has no use"
+    platforms: those on which they have one, by jax's names; (): all
     """
 
     settings: list[str]
     used: Callable[[Config], object]
     reason: Callable[[Config], str]
+    platforms: tuple[str, ...] = ()
+
+    def serves(self, config: Config, platform: str) -> bool:
+        """True if the settings have a use in this config on this platform, or on some if it is
+        ""."""
+        elsewhere = self.platforms and platform and platform not in self.platforms
+        return not elsewhere and bool(self.used(config))
+
+
+def _coincide(steps: int, *intervals: int) -> bool:
+    """True if a step before the last is a multiple of all of these intervals, none of them 0."""
+    return 0 < math.lcm(*intervals) < steps
 
 
 # Settings of rotary scalings → the scalings that read them.
@@ -201,7 +215,12 @@ USES = (
     Use(["model.mtp_weight"], lambda c: c.model.mtp_depth, lambda c: "with model.mtp_depth=0"),
     Use(
         ["data.loss_mask", "data.text_fields"],
-        lambda c: c.data.source != sources.STDLIB and not sources.holds_tokens(c.data.source),
+        lambda c: sources.may_have_fields(c.data.source),
+        lambda c: f"with data.source={c.data.source!r}",
+    ),
+    Use(
+        ["data.bad_records"],
+        lambda c: c.data.source != sources.STDLIB,
         lambda c: f"with data.source={c.data.source!r}",
     ),
     Use(
@@ -215,9 +234,67 @@ USES = (
         lambda c: f"with model.attention_kernel={c.model.attention_kernel!r}",
     ),
     Use(
-        ["train.eval_batches"],
+        ["model.attention_backward"],
+        lambda c: True,
+        lambda c: "on these devices: splash is a kernel for TPUs",
+        platforms=(TPU,),
+    ),
+    Use(
+        ["train.eval_batches", "checkpoint.keep_best"],
         lambda c: c.data.validation_fraction,
         lambda c: "with data.validation_fraction=0",
+    ),
+    *(
+        Use(
+            [path],
+            lambda c, path=path: cfg.get(c, path) < c.train.steps,  # type: ignore[misc]
+            lambda c: f"with train.steps={c.train.steps}",
+        )
+        for path in (
+            "train.eval_every",
+            "checkpoint.every",
+            "checkpoint.keep_every",
+            "checkpoint.local_every",
+            "metrics.log_every",
+        )
+    ),
+    Use(
+        ["train.hash_every"],
+        lambda c: c.train.hash_every <= c.train.steps,
+        lambda c: f"with train.steps={c.train.steps}",
+    ),
+    Use(
+        ["train.hash_every"],
+        lambda c: math.prod(getattr(c.mesh, axis) for axis in AXES) > 1,
+        lambda c: "with one device, which has the only copy of each parameter",
+    ),
+    Use(
+        ["checkpoint.keep_every"],
+        lambda c: (
+            _coincide(c.train.steps, c.checkpoint.every, c.checkpoint.keep_every)
+            or (c.checkpoint.minutes and not c.checkpoint.every)
+        ),
+        lambda c: (
+            f"with checkpoint.every={c.checkpoint.every}: no step before the last is a multiple of "
+            "both"
+        ),
+    ),
+    Use(
+        ["checkpoint.keep_best"],
+        lambda c: _coincide(c.train.steps, c.checkpoint.every, c.train.eval_every),
+        lambda c: (
+            f"with checkpoint.every={c.checkpoint.every} and train.eval_every={c.train.eval_every}:"
+            " no step before the last is saved and evaluated"
+        ),
+    ),
+    Use(
+        ["train.seed"],
+        lambda c: (
+            not c.train.init_from
+            or c.precision.moments != "float32"
+            or (c.precision.params != "float32" and c.precision.masters == "none")
+        ),
+        lambda c: f"with train.init_from={c.train.init_from!r}, where the weights are",
     ),
     Use(
         ["train.nonfinite_limit"],
@@ -247,48 +324,60 @@ def without_use(config: Config) -> set[str]:
     return {path for use in USES if not use.used(config) for path in use.settings}
 
 
-def unused_settings(config: Config) -> list[str]:
+def unused_settings(config: Config, platform: str = "") -> list[str]:
     """A line for every reason why settings that are not at their defaults have no use, such as
-    "pipeline.schedule=interleaved and pipeline.repeats=2 have no use with mesh.stage=1". config:
-    not resolved, with the mesh's -1 filled in."""
-    notes, known = [], set[str]()
+    "pipeline.schedule=interleaved and pipeline.repeats=2 have no use with mesh.stage=1".
+
+    config: not resolved, with the mesh's -1 filled in
+    platform: of the devices, by jax's name; "": not known
+    """
+    named: dict[str, list[str]] = {}  # by reason
+    known = set[str]()
     for use in USES:
         changed = [
             path
             for path in use.settings
             if path not in known and cfg.get(config, path) != cfg.fields()[path].default
         ]
-        if changed and not use.used(config):
+        if changed and not use.serves(config, platform):
             known |= set(changed)
-            named = [
+            named.setdefault(use.reason(config), []).extend(
                 f"{path}={shlex.quote(cfg.value_text(cfg.get(config, path)))}" for path in changed
-            ]
-            subject = " and ".join(filter(None, (", ".join(named[:-1]), named[-1])))
-            notes.append(
-                cfg.one_line(
-                    f"{subject} {'have' if len(changed) > 1 else 'has'} no use {use.reason(config)}"
-                )
             )
-    return [*notes, *_more_layers_than_a_unit(config)]
+    notes = []
+    for reason, names in named.items():
+        subject = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+        verb = "have" if len(names) > 1 else "has"
+        notes.append(cfg.one_line(f"{subject} {verb} no use {reason}"))
+    return [*notes, *_more_layers_than_there_are(config)]
 
 
-def _more_layers_than_a_unit(config: Config) -> list[str]:
-    """A line if `pipeline.remat` counts more layers than any unit has."""
-    remat, most = remat_of(config.pipeline.remat), _largest_unit(config)
-    if remat.layers is None or most is None or remat.layers <= most:
+def _more_layers_than_there_are(config: Config) -> list[str]:
+    """Lines about `pipeline.remat` that counts more layers than any unit has, and
+    `pipeline.layers_per_op` that cuts no chunk."""
+    pipeline, chunks = config.pipeline, _chunk_layers(config)
+    if chunks is None:
         return []
-    text = f"pipeline.remat={config.pipeline.remat}"
-    return [f"{text} recomputes all layers: a unit has {most} at most"]
+    several = config.mesh.stage > 1
+    remat, most = remat_of(pipeline.remat), max(chunks)
+    unit = max(cut(chunks, pipeline.layers_per_op)[1]) if several else most
+    notes = []
+    if remat.layers is not None and remat.layers > unit:
+        text = f"pipeline.remat={pipeline.remat}"
+        notes.append(f"{text} recomputes all layers: a unit has {unit} at most")
+    if several and pipeline.layers_per_op >= most:
+        text = f"pipeline.layers_per_op={pipeline.layers_per_op}"
+        notes.append(f"{text} has no use where a chunk has {most} layers at most")
+    return notes
 
 
-def _largest_unit(config: Config) -> int | None:
-    """The most layers of a unit; None where times decide."""
+def _chunk_layers(config: Config) -> Sequence[int] | None:
+    """The layers of chunks, the largest among them; None where times decide."""
     pipeline, stages, layers = config.pipeline, config.mesh.stage, config.model.layers
     if stages == 1:
-        return layers
+        return (layers,)
     is_balanced = ends_with_layers(config.model) and not pipeline.chunk_layers
     if is_balanced or pipeline.layer_costs or pipeline.schedule.startswith(CSV):
         return None
     repeats = pipeline.repeats or max(default_repeats(pipeline.schedule), 1)
-    chunks = pipeline.chunk_layers or (math.ceil(layers / (stages * repeats)),)
-    return max(cut(chunks, pipeline.layers_per_op)[1])
+    return pipeline.chunk_layers or (math.ceil(layers / (stages * repeats)),)

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxtrain import config as cfg
 from jaxtrain.config import ConfigError, flags
+from jaxtrain.config.mesh_rules import AXES
 
 BASE = cfg.replace(
     cfg.Config(),
@@ -991,7 +992,11 @@ UNUSED = [
         {**LATENT, "model.rotary_dim": 4},
         "model.rotary_dim=4 has no use with model.attention='mla'",
     ),
-    (SCALED, "model.rope_factor=4.0 has no use with model.rope_scaling='none'"),
+    (
+        SCALED,
+        "model.rope_factor=4.0 and model.rope_original_length=32 have no use with "
+        "model.rope_scaling='none'",
+    ),
     (
         {**SCALED, "model.rope_scaling": "yarn", "model.rope_mscale": 1.0},
         "model.rope_mscale=1.0 has no use with model.rope_mscale_all_dim=0.0 and "
@@ -1023,8 +1028,48 @@ UNUSED = [
         "train.spike_steps=1 has no use with train.spike_threshold=0",
     ),
     (
-        {"data.validation_fraction": 0.0, "train.eval_batches": 3},
-        "train.eval_batches=3 has no use with data.validation_fraction=0",
+        {"data.validation_fraction": 0.0, "train.eval_batches": 3, "checkpoint.keep_best": 2},
+        "train.eval_batches=3 and checkpoint.keep_best=2 have no use with "
+        "data.validation_fraction=0",
+    ),
+    *(
+        (
+            {"checkpoint.keep_best": 2, "checkpoint.every": every, "train.eval_every": evaluate},
+            f"checkpoint.keep_best=2 has no use with checkpoint.every={every} and "
+            f"train.eval_every={evaluate}: no step before the last is saved and evaluated",
+        )
+        for every, evaluate in ((20, 0), (0, 20), (9, 25))
+    ),
+    (
+        {"checkpoint.keep_every": 7, "checkpoint.every": 20},
+        "checkpoint.keep_every=7 has no use with checkpoint.every=20: no step before the last is a "
+        "multiple of both",
+    ),
+    (
+        {
+            "train.steps": 7,
+            "train.eval_every": 7,
+            "checkpoint.every": 500,
+            "checkpoint.local_every": 9,
+            "checkpoint.local": "/dev/shm/jaxtrain",
+            "train.hash_every": 8,
+        },
+        "train.eval_every=7, checkpoint.every=500, checkpoint.local_every=9 and train.hash_every=8 "
+        "have no use with train.steps=7",
+    ),
+    (
+        {f"mesh.{axis}": 1 for axis in AXES}
+        | {
+            "train.hash_every": 1,
+            "pipeline.schedule": "1f1b",
+            "pipeline.repeats": 0,
+        },
+        "train.hash_every=1 has no use with one device, which has the only copy of each parameter",
+    ),
+    ({"data.bad_records": "skip"}, "data.bad_records=skip has no use with data.source='stdlib'"),
+    (
+        {"pipeline.layers_per_op": 2},
+        "pipeline.layers_per_op=2 has no use where a chunk has 2 layers at most",
     ),
     (
         {"train.sample_prompt": "it's "},
