@@ -1,7 +1,9 @@
 """Notes about settings that have no use."""
 
+import random
+
 import pytest
-from support import ROOT
+from support import ROOT, effects
 from support.broken_settings import BASE, UNUSED
 
 from jaxtrain import config as cfg
@@ -29,3 +31,54 @@ def test_every_setting_that_may_have_no_use_is_tried():
     assert paths <= cfg.fields().keys()
     tried = {path for changes, _ in UNUSED for path in changes}
     assert len(paths - tried) < len(paths) / 2
+
+
+# settings whose effect is looked at, over the bases of support/effects.py
+SEEN = [path for path in cfg.fields() if path not in " ".join(effects.UNSEEN.values()).split()]
+HOST = [path for path in SEEN if path.startswith(effects.BESIDE_THE_PROGRAM)]
+DRAWN = [
+    *((number, path) for number in range(3) for path in HOST),
+    *(
+        (number, path)
+        for number in (0, 3, 4)
+        for path in random.Random(number).sample(sorted({*SEEN} - {*HOST}), 3)
+    ),
+]
+ALL = [(number, path) for number in range(len(effects.BASES)) for path in SEEN]
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpora")
+    return effects.write_corpora(folder), str(folder / "cache")
+
+
+@pytest.mark.parametrize(
+    "base, path",
+    [
+        *DRAWN,
+        *(pytest.param(*each, marks=pytest.mark.full) for each in ALL if each not in DRAWN),
+    ],
+)
+def test_a_setting_changes_what_a_run_does_or_has_a_note(corpora, base, path):
+    """A setting is without effect if all its values leave the program and all else that a run does
+    as it is."""
+    sources, cache = corpora
+    for source in sources if path.startswith("data.") else sources[:1]:
+        settings = effects.SMALL | {"data.cache": cache, "data.source": source}
+        settings |= effects.BASES[base]
+        if not source.endswith(".jsonl"):
+            settings |= {"data.loss_mask": (), "data.text_fields": ("text",)}
+        if source.endswith(".bin"):
+            settings |= {"data.token_dtype": "uint32"}
+        now, default = effects.values_of(path, settings)
+        before = effects.effects(effects.config_of(settings))
+        same = [now]
+        for value in effects.others_of(path, settings):
+            if effects.effects(effects.config_of(settings | {path: value})) != before:
+                break
+            same.append(value)
+        else:
+            for value in same[len(same) == 1 :]:  # a setting with one value has no other effect
+                notes = unused_settings(effects.config_of(settings | {path: value}), "cpu")
+                assert value == default or any(path in note for note in notes), (source, value)
