@@ -113,6 +113,7 @@ class Reporter:
     _has_started: bool = dataclasses.field(default=False, init=False)
     _warned_of_slowest: Slowest | None = dataclasses.field(default=None, init=False)
     _warned_of_drops: float = dataclasses.field(default=0.0, init=False)
+    _empty_batches: int = dataclasses.field(default=0, init=False)
     # of this process's replicas, since the last warning; of the run by then, if that is known
     _skips: int = dataclasses.field(default=0, init=False)
     _skipped: float | None = dataclasses.field(default=None, init=False)
@@ -212,6 +213,8 @@ class Reporter:
             self.log.write(at, **values, **self._speed, goodput=goodput, **self._slowest())
         self._warn_of_drops(at, values.get("dropped", 0.0))
         self._warn_of_skips(numbers, values.get("skipped", 0.0))
+        if not values["weighted_tokens"]:
+            self._warn_of_empty_batch(numbers)
         if together:  # one replica's numbers do not end the run before all processes see them
             self.detector.act(self._agreed(fault, numbers))
         if pending.comparison:
@@ -252,6 +255,17 @@ class Reporter:
             text = f"{count} updates were" if count > 1 else "an update was"
             self.progress.log(f"warning: {text} skipped: {self.detector.describe(numbers)}")
         self._skips, self._skipped = 0, skipped
+
+    def _warn_of_empty_batch(self, numbers: Numbers) -> None:
+        """Warns of the first batch in which no token counts, and whenever their number has
+        doubled."""
+        self._empty_batches += 1
+        if self._empty_batches.bit_count() == 1:
+            self.progress.log(
+                "warning: no token of a batch counts in the loss, and the update is momentum and "
+                f"weight decay alone ({self._empty_batches} so far): "
+                f"{self.detector.describe(numbers)}"
+            )
 
     def _warn_of_drops(self, at: int, dropped: float) -> None:
         """Warns of the first choices of experts that exceed the capacity, and whenever their

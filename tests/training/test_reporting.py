@@ -103,6 +103,21 @@ def pending(at: int, loss: float = 2.0, answer=no_request) -> Pending:
     )
 
 
+def test_batches_in_which_no_token_counts_are_warned_of():
+    reports, log = reporter()
+    for at, tokens in enumerate([7, 0, 0, 3, 0, 0], 1):
+        metrics = pending(at).metrics | step_metrics(weighted_tokens=jnp.float32(tokens))
+        reports.add(Pending(at, at, metrics, no_request))
+    reports.finish(stopping=True)
+    said = [line for line in log.shown if "no token of a batch counts" in str(line)]
+    counts = [(line.partition("(")[2].split()[0], line.rpartition("at step ")[2]) for line in said]
+    assert counts == [
+        ("1", "2, batch 2: its rows"),
+        ("2", "3, batch 3: its rows"),
+        ("4", "6, batch 6: its rows"),
+    ]
+
+
 @pytest.mark.parametrize("room", [0.0, 1.5])
 def test_drops_beyond_the_room_are_warned_of(room):
     reports, log = reporter(expert_room=room)
