@@ -43,7 +43,7 @@ from jaxtrain.checkpoint.steps import (
 )
 from jaxtrain.checkpoint.subject import NoCheckpointsError, some_run, step_folder
 from jaxtrain.config import Config, ModelConfig
-from jaxtrain.config.errors import UsageError
+from jaxtrain.config.errors import UsageError, flag_text
 from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag
 from jaxtrain.config.mesh_rules import kv_heads_fit, mlp_widths
 from jaxtrain.config.rules import divisors, near
@@ -64,6 +64,8 @@ Continues a prompt with the model of a checkpoint.
 usage: jaxtrain generate --workdir=DIR --prompt=TEXT [flags]    (or python -m jaxtrain.generate …)
 """
 
+# flags of random choices
+RANDOM = ("temperature", "top_k", "top_p", "samples", "seed")
 MOST = 2**30  # tokens and samples, whose numbers are int32
 
 FLAGS = (
@@ -131,6 +133,8 @@ def generate(flags: types.SimpleNamespace) -> int:
         import jax
 
         from jaxtrain.generation import sampling  # noqa: F401
+    if unused := unused_flags(flags):
+        remark(f"note: {unused} changes nothing: the most likely token is always chosen")
     model = load(flags)
     prompt, trained_length = len(model.ids), model.config.data.sequence_length
     if prompt + flags.tokens > trained_length:
@@ -214,6 +218,14 @@ def check_flags(flags: types.SimpleNamespace) -> None:
             f"--cpu_devices={flags.cpu_devices} is less than {split_flags(flags)}",
             {"cpu_devices": device_count(flags)},
         )
+
+
+def unused_flags(flags: types.SimpleNamespace) -> str:
+    """The flags, as text, of random choices where none are made."""
+    given = {f.name: value for f in FLAGS if (value := getattr(flags, f.name)) != f.default}
+    greedy = flags.greedy or not flags.temperature
+    unused = [name for name in RANDOM if greedy and given.get(name)]
+    return " ".join(flag_text(name, given[name]) for name in unused)
 
 
 def device_count(flags: types.SimpleNamespace) -> int:

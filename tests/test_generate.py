@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -349,6 +350,21 @@ def test_too_few_devices(run, here, capsys, monkeypatch):
         assert message in refused(
             capsys, here, f"--workdir={run}", "--prompt=1", "--tokens=5", *split
         )
+
+
+@pytest.mark.parametrize(
+    ("given", "unused"),
+    [
+        ({"greedy": True, "top_k": 4, "seed": 2, "samples": 3}, "--top_k=4 --samples=3 --seed=2"),
+        ({"temperature": 0.0, "top_p": 0.5}, "--top_p=0.5"),
+        ({"greedy": True, "temperature": 0.7}, "--temperature=0.7"),
+        ({"greedy": True, "tokens": 7}, ""),
+        ({"temperature": 0.5, "top_k": 4, "top_p": 0.5, "seed": 2, "samples": 3}, ""),
+    ],
+)
+def test_flags_of_random_choices_that_are_not_made(given, unused):
+    flags = {flag.name: flag.default for flag in generate.FLAGS} | given
+    assert generate.unused_flags(types.SimpleNamespace(**flags)) == unused
 
 
 @pytest.mark.parametrize(
