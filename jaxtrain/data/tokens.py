@@ -191,7 +191,8 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
     if progress:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(corpus.prepared))
         taken = f"{name} is taken from the cache, prepared at {when}: {corpus.folder}"
-        streams.log(*[taken] * (corpus.prepared < began), *corpus.skipped.lines(data.source))
+        left_out = corpus.skipped.lines(data.source, corpus.folder / INFO)
+        streams.log(*[taken] * (corpus.prepared < began), *left_out)
     return corpus
 
 

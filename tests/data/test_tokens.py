@@ -292,7 +292,9 @@ def test_bad_records_are_counted_and_said_again(config, write, capsys):
             f"data.bad_records=skip: 7 bad records of data.source={path} left out:\n  "
             f"{path}:2: not valid JSON" in said
         )
-        assert "\n  and 2 more\n" in said
+        stored = corpus.folder / tokens.INFO
+        assert f"\n  and 2 more, which are in {stored}\n" in said
+        assert all(f"{path}:{line}: not valid" in stored.read_text() for line in range(2, 9))
     # the corpus without them is not that of bad_records=stop
     assert "not valid JSON" in failure(config(source=path))
     write("a.jsonl", "oops\n")
