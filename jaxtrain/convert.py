@@ -9,6 +9,7 @@ One process, on the host; no device is used.
 
 import collections
 import dataclasses
+import functools
 import math
 import pathlib
 import re
@@ -196,8 +197,12 @@ def to_hf(command_line: Reading) -> None:
         return flags, target, _bytes(flags.max_shard)
 
     flags, target, largest = cli.checked(command_line, check)
+    _start_on_host()
+    from jaxtrain.checkpoint.restoring import wrong_arrays
+
     try:
-        checkpoints, step = find_checkpoint(flags.workdir, flags.step)
+        wrong = functools.partial(wrong_arrays, trained_alone=True)
+        checkpoints, step = find_checkpoint(flags.workdir, flags.step, wrong, _remark)
         meta = Meta.from_json(read_meta(checkpoints, step))
         config, tokenizer = understand(meta, f"{checkpoints}/{step}", flags.workdir)
         folder = checkpoints / str(step)

@@ -255,7 +255,7 @@ def find_checkpoint(
     if choice.step is None:
         broken = ", ".join(str(entry) for entry in choice.unrecognized if entry.step is not None)
         but = f"; these are not complete: {broken}" if broken else ""
-        train = f"it first in python -m jaxtrain.train --workdir={workdir}"
+        train = "" if broken else f"it first in python -m jaxtrain.train --workdir={workdir}"
         rule = f"--workdir={workdir!r} has no finished checkpoint{but}"
         raise UsageError(rule, advice="the folder of a run" if stores.scheme_of(folder) else train)
     if step < 0:

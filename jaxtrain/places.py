@@ -23,8 +23,10 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from etils import epath
+
 from jaxtrain import config as cfg
-from jaxtrain.checkpoint import stores
+from jaxtrain.checkpoint import manifest, stores
 from jaxtrain.config import Config, addresses
 from jaxtrain.config.errors import UsageError
 from jaxtrain.data import row_log
@@ -157,7 +159,7 @@ def _of_main(workdir: str, directory: str, tensorboard: bool) -> Problem | None:
             os.path.join(workdir, metrics.TENSORBOARD_FOLDER)
         )
     if not directory:
-        inside["checkpoints"] = files.try_folder(os.path.join(workdir, "checkpoints"))
+        inside["checkpoints"] = _try_checkpoints(os.path.join(workdir, "checkpoints"))
     return _inside(workdir, inside) or _of_checkpoints(directory, workdir)
 
 
@@ -183,7 +185,7 @@ def _of_checkpoints(directory: str, workdir: str) -> Problem | None:
         return None
     named = f"checkpoint.directory={directory!r}"
     if not stores.scheme_of(directory):
-        unwritable = files.try_folder(os.path.expanduser(directory))
+        unwritable = _try_checkpoints(os.path.expanduser(directory))
         default = files.try_folder(os.path.join(workdir, "checkpoints")) is None
         use = cfg.flag_text(
             "config.checkpoint.directory", "" if default else _free(os.path.basename(directory))
@@ -194,10 +196,19 @@ def _of_checkpoints(directory: str, workdir: str) -> Problem | None:
             else None
         )
     try:
-        why = stores.cannot_be_used(directory)
+        manifest.try_step(stores.folder(directory) / f"{files.TRIAL_NAME}.{secrets.token_hex(8)}")
     except stores.AddressError as error:
         return Problem(f"{named} {error.wrong.rule}")
-    return Problem(f"{named} {why}", passes=True) if why else None
+    except Exception as error:
+        if not (why := stores.failure(error)):
+            raise
+        return Problem(f"{named} cannot be written ({why})", passes=True)
+    return None
+
+
+def _try_checkpoints(folder: str) -> Unwritable | None:
+    """Why a folder of a file system cannot have checkpoints; None where it can."""
+    return files.try_folder(folder, lambda path: manifest.try_step(epath.Path(path)))
 
 
 def _of_each(workdir: str, local: str, offload: str, profiles: bool, rows: bool) -> Problem | None:
@@ -299,7 +310,7 @@ def _unseen(mark: str) -> Problem | None:
                 "that all hosts share under the same path"
             )
         time.sleep(0.1)
-    unwritable = files.try_folder(folder)
+    unwritable = _try_checkpoints(folder)
     return (
         Problem(f"{folder!r} on {socket.gethostname()} {unwritable.why}", unwritable.passes)
         if unwritable

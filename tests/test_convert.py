@@ -16,6 +16,7 @@ from support import safetensors_files, train_runs
 from support.hf_models import CONFIGS, llama_tensors, write_llama
 
 from jaxtrain import convert
+from jaxtrain.checkpoint import manifest
 from jaxtrain.checkpoint.restoring import load_parameters
 from jaxtrain.checkpoint.steps import Meta, fault, read_meta
 from jaxtrain.config.errors import UsageError
@@ -260,6 +261,18 @@ def test_a_folder_that_exists_stays(imported, tmp_path, capsys):
 
 
 # --- refused --------------------------------------------------------------------------------------
+
+
+def test_a_model_with_a_further_parameter(imported, tmp_path, capsys, monkeypatch):
+    """A checkpoint of other code is refused by the array's name: the rest of it is no model."""
+    shutil.copytree(imported / "run", tmp_path / "run")
+    shapes = manifest.shapes
+    more = {"optimizer/1/mu/head/scale": (32,), "params/head/scale": (32,)}
+    monkeypatch.setattr(manifest, "shapes", lambda values: {**shapes(values), **more})
+    line = "not complete: 0 (its state has params/head/scale, which its config's model does not"
+    for step in ("-1", "0"):
+        words = (tmp_path / "out", f"--workdir={tmp_path / 'run'}", f"--step={step}")
+        assert_refused(capsys, line, "to_hf", *words, unwritten=tmp_path / "out")
 
 
 def assert_refused(capsys, message: str, *words: object, unwritten: pathlib.Path) -> None:

@@ -2,6 +2,7 @@
 said of them, and that nothing is left."""
 
 import concurrent.futures
+import errno
 import itertools
 import json
 import os
@@ -16,6 +17,7 @@ from support import ROOT
 
 from jaxtrain import config as configs
 from jaxtrain import places, train
+from jaxtrain.checkpoint import manifest
 from jaxtrain.config import Config, flags
 from jaxtrain.devices import cluster
 from jaxtrain.places import NoStorageError, PlaceError, check, check_together
@@ -147,15 +149,49 @@ def test_addresses_in_place_of_folders(here, monkeypatch):
 
 def test_what_may_pass_is_worth_a_restart(here, monkeypatch):
     """A store that does not answer. A full disk: tests/chaos/test_full_disk.py."""
-    monkeypatch.setattr(
-        "jaxtrain.checkpoint.stores.cannot_be_used", lambda place: "cannot be written (it is away)"
-    )
-    monkeypatch.setattr("jaxtrain.checkpoint.stores.scheme_of", lambda place: "s3" if place else "")
+    monkeypatch.setattr(manifest, "try_step", lambda place: raise_(OSError("it is away")))
+    monkeypatch.setattr("jaxtrain.checkpoint.stores.folder", pathlib.Path)
     with pytest.raises(
         NoStorageError, match=r"^checkpoint.directory='s3://b/r' cannot be written \(it is away\)$"
     ) as raised:
         check(config(checkpoint__directory="s3://b/r"), "runs/new")
     assert raised.value.status == ExitStatus.STORAGE and raised.value.status.goes_on
+
+
+REFUSED = OSError(errno.EPERM, "Operation not permitted", "a", None, "b")
+
+
+@pytest.mark.parametrize("call", ["rename", "replace"])
+def test_places_are_tried_in_the_ways_of_a_run(here, monkeypatch, call):
+    """A mount that takes new files and does not rename: a run would be lost at its first save."""
+
+    def refuse(*_):
+        raise REFUSED
+
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(PlaceError, match=r"does not let files be renamed \(Operation not permi"):
+        check(config(), "runs/old")
+    assert contents(here / "runs") == [str(here / "runs" / "old")]
+
+
+def test_a_step_is_tried_as_it_is_saved(here, monkeypatch):
+    """Its size and checksums are asked for, too; TensorStore's error is the system's."""
+    full = ValueError("ABORTED: Error writing [os_error_code='28'] [source locations='x.cc:1']")
+    for fault, why in (
+        (full, "No space left on device"),
+        (OSError(5, "Input/output error"), "Inp"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(manifest, "write", lambda step, fault=fault: raise_(fault))
+            with pytest.raises(NoStorageError, match=rf"its checkpoints cannot be written \({why}"):
+                check(config(), "runs/old")
+            with pytest.raises(NoStorageError, match=rf"^checkpoint.directory='c' .*\({why}"):
+                check(config(checkpoint__directory="c"), "runs/old")
+    assert contents(here / "runs") == [str(here / "runs" / "old")]
+
+
+def raise_(error: Exception):
+    raise error
 
 
 def test_only_what_will_be_written_is_tried(here):

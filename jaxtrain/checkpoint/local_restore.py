@@ -74,6 +74,7 @@ class LocalFiles:
         # of this machine, by step
         self._metas: dict[LocalStep, dict[str, Any]] = {}
         self._places: dict[LocalStep, dict[Shard, Place]] = {}
+        self._of_others: set[int] = set()  # steps of another layout or model
         fingerprint = shards.fingerprint()
         for path, step in files_of(folder):
             try:
@@ -85,6 +86,8 @@ class LocalFiles:
                 saved = LocalStep(step, index.start)
                 self._metas.setdefault(saved, index.meta)
                 self._places.setdefault(saved, {}).update(index.places)
+            else:
+                self._of_others.add(step)
 
     def candidates(self, after: int, before: int, wrong: Callable[[Meta], str]) -> list[LocalStep]:
         """The steps between `after` and `before`, both exclusive, that all processes together seem
@@ -95,6 +98,10 @@ class LocalFiles:
 
         Logs why other steps that some process has cannot be used.
         """
+        others = {step for of_one in cluster.gather([*self._of_others]) for step in of_one}
+        for step in sorted(step for step in others if after < step < before):
+            why = "it is of another mesh or model"
+            cluster.log(f"the local checkpoint of step {step} is not used: {why}")
         offers = cluster.gather([[saved.step, saved.start] for saved in self._places])
         owners: dict[LocalStep, int] = {}
         for process, offer in enumerate(offers):

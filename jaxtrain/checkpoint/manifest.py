@@ -35,7 +35,15 @@ from typing import Any
 import tensorstore as ts
 from etils import epath
 
-from jaxtrain.checkpoint.stores import files_below, kvstore, no_damage
+from jaxtrain.checkpoint.stores import (
+    as_os_error,
+    bytes_of,
+    files_below,
+    kvstore,
+    no_damage,
+    scheme_of,
+)
+from jaxtrain.run.files import TRIAL_BYTES
 
 FILE, STATE, META = "manifest.json", "state", "meta"
 FORMAT = 1
@@ -75,11 +83,33 @@ def write(step: epath.Path) -> None:
     pieces = _pieces(read_database(step / STATE))
 
     def look(path: str) -> StoredFile:
-        size = (step / path).stat().length
+        size = bytes_of(step / path)
         return StoredFile(size, _checksum(step / path, pieces.get(path, [])), path in pieces)
 
     paths = sorted(path for path in files_below(step) if path != FILE)
     (step / FILE).write_bytes(_encode(dict(zip(paths, _at_once(look, paths), strict=True))))
+
+
+def try_step(folder: epath.Path) -> None:
+    """Writes a step without arrays at `folder`, a free name, renames it in a file system, and
+    removes it: all that a save asks of a file system or a store. Raises the error of one that
+    cannot do that, TensorStore's as OSError."""
+    renamed, in_store = folder.with_name(f"{folder.name}.renamed"), bool(scheme_of(folder))
+    try:
+        if not in_store:  # which would make a bucket whose name is misspelt
+            (folder / META).mkdir(parents=True)
+        (folder / META / "metadata").write_text("{}")
+        database = {"driver": "ocdbt", "base": kvstore(folder / STATE)}
+        ts.KvStore.open(database).result().write("trial", bytes(TRIAL_BYTES)).result()
+        write(folder)
+        if not in_store:
+            folder.rename(renamed)
+    except ValueError as error:
+        raise as_os_error(error) from error
+    finally:
+        for left in (folder, renamed):
+            if left.exists():
+                left.rmtree()
 
 
 def read(step: epath.Path) -> Files:
@@ -113,7 +143,7 @@ def damages(step: epath.Path, files: Files) -> Iterator[str]:
     def damage(path: str) -> str:
         file = files[path]
         try:
-            size = (step / path).stat().length
+            size = bytes_of(step / path)
             if size != file.size:
                 return f"{path} has {size:,} bytes of {file.size:,}"
             intact = file.pieces or _checksum(step / path, []) == file.crc32
@@ -216,7 +246,7 @@ def read_database(folder: epath.Path) -> list[Value]:
             values.append(value)
             if value.inline is None:
                 if value.file not in sizes:
-                    sizes[value.file] = (folder / value.file).stat().length
+                    sizes[value.file] = bytes_of(folder / value.file)
                 if sizes[value.file] < value.stop:
                     raise DatabaseError(
                         f"is cut off: {STATE}/{value.file} has {sizes[value.file]:,} bytes of "
@@ -251,14 +281,14 @@ def shapes(values: Sequence[Value]) -> dict[str, tuple[int, ...]]:
 def _values(folder: epath.Path) -> Iterator[Value]:
     """All values. Raises OSError or ValueError where the tree cannot be read."""
     # FileNotFoundError: TensorStore takes a database without one for an empty one
-    (folder / "manifest.ocdbt").stat()
+    bytes_of(folder / "manifest.ocdbt")
     base = ts.KvStore.open(kvstore(folder)).result()
     root = ts.ocdbt.dump(base).result()["versions"][-1]["root"]
     nodes = [("", root["location"])] if "location" in root else []
     while nodes:
         prefix, location = nodes.pop()
         file, _, stop = _place(location)
-        if (folder / file).stat().length < stop:
+        if bytes_of(folder / file) < stop:
             raise ValueError(f"{file} is cut off")
         node: dict[str, Any] = ts.ocdbt.dump(base, node=location).result()
         for entry in node["entries"]:

@@ -68,20 +68,24 @@ def choose_together(
 
 
 def wrong_arrays(meta: Meta, stored: Shapes, trained_alone: bool = False) -> str:
-    """The first array of a state that is missing or is not as the config in its meta makes it, in
-    words; "" if there is none.
+    """The first array of a state that is missing, is not as the config in its meta makes it, or is
+    none of that config's, in words; "" if there is none.
 
     stored: array → shape; trained_alone: look only at the parameters that are evaluated and used.
     """
     config = meta.stored_config().resolve()
     trained = f"{trained_group(config.train.diloco_inner_steps > 0)}/"
-    for name, shape in expected_shapes(config).items():
+    expected = expected_shapes(config)
+    # a parameter that is too many has moments, which are named after it
+    for name in sorted({*expected, *stored}, key=lambda name: (not name.startswith(trained), name)):
         if trained_alone and not name.startswith(trained):
-            continue
+            break
         if name not in stored:
             return f"its state lacks {name}"
-        if stored[name] != shape:
-            return f"its state's {name} is {list(stored[name])}, not {list(shape)}"
+        if name not in expected:
+            return f"its state has {name}, which its config's model does not have in this jaxtrain"
+        if stored[name] != expected[name]:
+            return f"its state's {name} is {list(stored[name])}, not {list(expected[name])}"
     return ""
 
 

@@ -15,8 +15,6 @@ those of the main thread. manager.py decides which steps stay.
 
 import dataclasses
 import json
-import os
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -36,8 +34,6 @@ from jaxtrain.devices import cluster
 RETRY_WAITS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 
 FAULT = "a fault in the program"
-_CODE = re.compile(r"[A-Z_]+: ")
-_OS_CODE = re.compile(r"\[os_error_code='(\d+)'\]")
 
 # The class of Orbax that reads each item, for programs that know Orbax alone.
 _ORBAX_METADATA = {
@@ -172,11 +168,6 @@ class SaveThread:
                 return str(error)
             if isinstance(error, DatabaseError):
                 return f"the state that was written {error}"
-            # TensorStore's begin with a code, and may quote the system's
-            if isinstance(error, ValueError) and (code := _OS_CODE.search(str(error))):
-                return os.strerror(int(code[1]))
-            if isinstance(error, ValueError) and _CODE.match(str(error)):
-                return " ".join(str(error).split())[:200]
             self._fault = error
             return f"{FAULT}: {type(error).__name__}"
         return ""

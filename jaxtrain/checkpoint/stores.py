@@ -16,6 +16,7 @@ Orbax 0.12.8 builds TensorStore's specs for gs:// alone; `_teach_orbax` adds s3:
 import functools
 import logging
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,8 @@ _TIMEOUTS = {
     "read_timeout": 60,
     "retries": {"max_attempts": 4, "mode": "standard"},
 }
+_CODE = re.compile(r"[A-Z_]+: ")  # how TensorStore's errors begin
+_OS_CODE = re.compile(r"\[os_error_code='(\d+)'\]")
 _LIBRARIES = (
     "botocore",
     "aiobotocore",
@@ -101,25 +104,11 @@ def absolute(path: str | os.PathLike) -> epath.Path:
     return folder(path) if scheme_of(path) else folder(path).absolute()
 
 
-def cannot_be_used(path: str | os.PathLike) -> str:
-    """The reason that a store's folder cannot be written, in words; "" if it can, and for a folder
-    of a file system."""
-    if not scheme_of(path):
-        return ""
-    probe = folder(path) / ".can_be_written"
-    try:
-        probe.write_text("by jaxtrain")
-        probe.unlink()
-    except Exception as error:
-        if not (why := failure(error)):
-            raise
-        return f"cannot be written ({why})"
-    return ""
-
-
 def failure(error: Exception) -> str:
     """The failure of a file system or a store, in words; "" for an error that does not come from
     them or the libraries that talk to them."""
+    if isinstance(error, ValueError) and _CODE.match(str(error)):
+        error = as_os_error(error)
     words = " ".join(str(error).split())[:200] or type(error).__name__
     if isinstance(error, OSError):
         return error.strerror or words
@@ -164,9 +153,15 @@ def size_of(path: epath.Path) -> int:
     try:
         if path.is_dir():
             return sum(size_of(each) for each in path.iterdir() if not os.path.islink(each))
-        return path.stat().length
+        return bytes_of(path)
     except FileNotFoundError:
         return 0
+
+
+def bytes_of(path: epath.Path) -> int:
+    """The bytes of a file. Raises FileNotFoundError if there is none."""
+    # epath's own stat looks up the names of owner and group, which need not have any
+    return path.stat().length if scheme_of(path) else os.stat(path).st_size
 
 
 def exists(path: epath.Path) -> bool:
@@ -224,6 +219,13 @@ def _in_store(spec: Any) -> Any:
         return kvstore("s3://" + spec["path"].removeprefix(_PLACEHOLDER))
     # Orbax's specs differ in writing in place or by renaming, which a store does not know.
     return {name: _in_store(value) for name, value in spec.items()}
+
+
+def as_os_error(error: ValueError) -> OSError:
+    """An error of TensorStore as the system's error that it quotes; its number is 0 if it quotes
+    none."""
+    code = int(match[1]) if (match := _OS_CODE.search(str(error))) else 0
+    return OSError(code, os.strerror(code) if code else " ".join(str(error).split())[:200])
 
 
 def no_damage(error: ValueError) -> str:

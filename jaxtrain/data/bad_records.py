@@ -2,10 +2,12 @@
 is left out and counted."""
 
 import dataclasses
+import pathlib
 
 from jaxtrain.data.tokenizer import DataError
 
 PLACES = 5  # the number of bad records whose messages are shown
+MOST_PLACES = 100_000  # the number of those whose messages a prepared corpus has
 
 
 class BadRecord(DataError):
@@ -13,11 +15,13 @@ class BadRecord(DataError):
     the problem, and its remedy.
 
     fix: its remedy, in words. settings: flags with which this record is read, which are the remedy
-    only if no record before it was read without them.
+    only if no record before it was read without them. records: how many records are lost, one for a
+    rest of a file whose records cannot be counted.
     """
 
-    def __init__(self, where: str, what: str, fix: str = "", settings: str = ""):
+    def __init__(self, where: str, what: str, fix: str = "", settings: str = "", records: int = 1):
         self.place, self.fix, self.settings = f"{where}: {what}", fix, settings
+        self.records = records
         super().__init__(f"{self.place}: {fix}" if fix else self.place)
 
     def refusal(self, any_read: bool) -> DataError:
@@ -30,7 +34,7 @@ class BadRecord(DataError):
 
 @dataclasses.dataclass
 class Skipped:
-    """The records that were left out: their number, the messages of the first PLACES, and flags
+    """The records that were left out: their number, the messages of MOST_PLACES at most, and flags
     with which the first one is read, if there are any."""
 
     count: int = 0
@@ -38,20 +42,21 @@ class Skipped:
     settings: str = ""
 
     def add(self, record: BadRecord) -> None:
-        """Counts a record, and saves its message if it is one of the first."""
+        """Counts a record, and saves its message."""
         self.settings = self.settings if self.count else record.settings
-        self.count += 1
-        if len(self.places) < PLACES:
+        self.count += record.records
+        if len(self.places) < MOST_PLACES:
             self.places.append(record.place)
 
-    def lines(self, source: str) -> list[str]:
-        """Lines of text with the count and the first messages; [] without bad records."""
+    def lines(self, source: str, stored: pathlib.Path) -> list[str]:
+        """Lines of text with the count and the first messages; [] without bad records. stored: the
+        file that has all messages."""
         if not self.count:
             return []
-        hidden = self.count - len(self.places)
-        rest = [f"  and {hidden:,} more"] if hidden else []
+        hidden = len(self.places) - PLACES
+        rest = [f"  and {hidden:,} more, which are in {stored}"] if hidden > 0 else []
         head = (
             f"data.bad_records=skip: {self.count:,} bad record{'s'[: self.count > 1]} of "
             f"data.source={source} left out:"
         )
-        return [head, *(f"  {place}" for place in self.places), *rest]
+        return [head, *(f"  {place}" for place in self.places[:PLACES]), *rest]

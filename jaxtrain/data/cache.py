@@ -21,6 +21,8 @@ from jaxtrain.data.tokenizer import DataError
 from jaxtrain.run import files, streams
 from jaxtrain.run.exit_status import ExitStatus
 
+UNFINISHED = ".tmp-"  # in the names of folders that are being made
+
 
 def folder_of(setting: str) -> pathlib.Path:
     """The cache's folder for `data.cache`: as named, else $JAXTRAIN_CACHE, else
@@ -103,7 +105,9 @@ def ensure(
             if complete(folder):  # by the process that we waited for
                 return
             if alone:  # so the makers of folders that are left here were killed
-                for left in folder.parent.glob(f"{folder.name}.tmp-{socket.gethostname()}-*"):
+                for left in folder.parent.glob(
+                    f"{folder.name}{UNFINISHED}{socket.gethostname()}-*"
+                ):
                     shutil.rmtree(left, ignore_errors=True)
             _make(folder, complete, make)
     except BaseException:
@@ -120,7 +124,7 @@ def _make(
     make: Callable[[pathlib.Path], None],
 ) -> None:
     temporary = folder.with_name(
-        f"{folder.name}.tmp-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        f"{folder.name}{UNFINISHED}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     )
     temporary.mkdir()
     try:

@@ -61,6 +61,7 @@ def pieces(
             skipped.add(unreadable_file([path]))
     any_read = False
     for file in source.files:
+        count = 0  # of the file's documents
         format = FORMATS[file.format]
         reader = pkgutil.resolve_name(f"jaxtrain.data.{format.reader}")
         try:
@@ -70,6 +71,7 @@ def pieces(
             for piece in reader(file, runs, scratch):
                 if isinstance(piece, Piece):
                     any_read = any_read or format.holds == "records"
+                    count += piece.ends
                     yield piece
                 elif skipped is None:
                     raise piece
@@ -78,6 +80,8 @@ def pieces(
         except BadRecord as bad:
             if skipped is None:
                 raise bad.refusal(any_read) from bad
+            if format.holds == "records":
+                bad.place += f"; the rest of the file is lost, after {count:,} documents of it"
             skipped.add(bad)
 
 

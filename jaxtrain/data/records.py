@@ -31,6 +31,8 @@ from jaxtrain.data.compressed import BLOCK, Reader, is_compressed, unpack
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SURROGATE = re.compile("[\\ud800-\\udfff]")
+# what opens, closes or separates JSON values, and what ends a text
+OUTSIDE, IN_QUOTES = re.compile(r'["\[\]{},]'), re.compile(r'"|\\.', re.DOTALL)
 SPACES = re.compile(r"[ \t\r\n]*")
 # A word or number that is cut at the end of the characters read so far is at most as long as this.
 CUT = 16
@@ -59,6 +61,8 @@ class Piece(NamedTuple):
 
 
 Pieces = Iterator[Piece | BadRecord]
+# (file and line, text, decoded value) of a JSON value
+Entry = tuple[str, str, Any] | BadRecord
 
 
 # --- JSONL ----------------------------------------------------------------------------------------
@@ -135,8 +139,11 @@ def read_json(file: File, runs: Runs, scratch: pathlib.Path) -> Pieces:
                 "a JSON file must hold an object, a list of objects, or one object a line, "
                 f"not {kind}",
             )
-        for where, raw, record in _items(text) if opening == "[" else _values(text):
+        for item in _items(text) if opening == "[" else _values(text):
             try:
+                if isinstance(item, BadRecord):
+                    raise item
+                where, raw, record = item
                 _check_bytes(raw, where)
                 if not isinstance(record, dict):
                     raise BadRecord(where, f"a record must be a JSON object, not {_kind(record)}")
@@ -214,13 +221,41 @@ class _JsonText:
                     raw, self._at = self._text[self._at : end], end
                     return raw, value
 
+    def entry(self) -> Iterator[Entry]:
+        """Reads the JSON value that begins here. Behind a bad one it goes on where brackets and
+        quotes say that it ends; raises BadRecord if they do not."""
+        where = self.where
+        try:
+            yield where, *self.value()
+        except BadRecord as bad:
+            yield bad
+            self._pass_over(where)
+
+    def _pass_over(self, where: str) -> None:
+        """Moves behind the value that begins here."""
+        depth, quoted = 0, False
+        while True:
+            match = (IN_QUOTES if quoted else OUTSIDE).search(self._text, self._at)
+            if match is None:
+                # half of an escape may stand at the end of the window
+                self._at = len(self._text) - self._text.endswith("\\", self._at)
+                if not self._more():
+                    raise BadRecord(where, "a record that does not end: no bracket closes it")
+                continue
+            mark, self._at = match[0], match.end()
+            quoted = quoted != (mark == '"')
+            depth += (mark in "[{") - (mark in "]}")
+            if depth < 0 or (not depth and mark in ",]}"):
+                self._at -= depth < 0 or mark == ","  # it separates, or ends the list
+                return
+
     def _not_json(self, message: str, place: int) -> BadRecord:
         line = self._text.rfind("\n", 0, place) + 1
         column = place - line + 1 + (self._before if not line else 0)
         number = self._line + self._text.count("\n", self._counted, place)
         return BadRecord(
             f"{self._path}:{number}",
-            f"not valid JSON: {message} (column {column}), and the rest of the file cannot be read",
+            f"not valid JSON: {message} (column {column})",
         )
 
     def _count_lines(self) -> None:
@@ -262,20 +297,18 @@ def _has_records_as_lines(path: str) -> bool:
         return "\n" not in raw and not text.rest_of_line.strip()
 
 
-def _values(text: _JsonText) -> Iterator[tuple[str, str, Any]]:
-    """Values one after the other: (file and line, text, decoded value) of each."""
+def _values(text: _JsonText) -> Iterator[Entry]:
+    """Values one after the other."""
     while text.peek():
-        where = text.where
-        yield where, *text.value()
+        yield from text.entry()
 
 
-def _items(text: _JsonText) -> Iterator[tuple[str, str, Any]]:
-    """The items of a list: (file and line, text, decoded value) of each."""
+def _items(text: _JsonText) -> Iterator[Entry]:
+    """The items of a list."""
     text.skip()
     following = text.peek()
     while following != "]":
-        where = text.where
-        yield where, *text.value()
+        yield from text.entry()
         following = text.peek()
         if following == ",":
             text.skip()
@@ -314,31 +347,56 @@ def read_parquet(file: File, runs: Runs, scratch: pathlib.Path) -> Pieces:
 
 
 def _rows(file: File, path: pathlib.Path, runs: Runs) -> Pieces:
-    """The records of a Parquet file, which lies at `path`, decompressed."""
+    """The records of a Parquet file, which lies at `path`, decompressed. If a page is damaged, the
+    rest of its row group is lost."""
     # Half a second to import, and needed by few: not at the top.
     import pyarrow
     import pyarrow.parquet
 
-    row = 0
+    row = end = 0
+    errors = (pyarrow.ArrowException, OSError)
     try:
-        with pyarrow.parquet.ParquetFile(path) as parquet:
+        with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as parquet:
             columns = _columns(file.path, parquet, runs)
             size = file.size // max(1, parquet.metadata.num_rows)
-            for batch in parquet.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
-                for record in batch.to_pylist():
-                    row += 1
-                    try:
-                        document = list(_document(record, runs, f"{file.path}: row {row}", size))
-                    except BadRecord as bad:
-                        yield bad
-                    else:
-                        yield from document
-    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
-        if isinstance(error, OSError) and error.errno:
-            raise  # an error of the disk, not of the content
-        raise BadRecord(
-            f"{file.path}: row {row + 1}", f"not readable as Parquet: {str(error).splitlines()[0]}"
-        ) from error
+            for group in range(parquet.num_row_groups):
+                row, end = end, end + parquet.metadata.row_group(group).num_rows
+                try:
+                    for batch in parquet.iter_batches(PARQUET_ROWS, [group], columns):
+                        for record in _records(batch):
+                            row += 1
+                            yield from _row(record, runs, f"{file.path}: row {row}", size)
+                except errors as error:
+                    yield _not_parquet(f"{file.path}: rows {row + 1} to {end}", error, end - row)
+    except errors as error:
+        raise _not_parquet(f"{file.path}: row {end + 1}", error) from error
+
+
+def _records(batch: Any) -> list[Any]:
+    """The records of a pyarrow.RecordBatch; if a value is none of its type, a batch for each."""
+    try:
+        return batch.to_pylist()
+    except (ValueError, OverflowError):
+        return [batch.slice(row, 1) for row in range(len(batch))]
+
+
+def _row(record: Any, runs: Runs, where: str, size: int) -> Pieces:
+    """The pieces of a record, or the error of a bad one."""
+    try:
+        (record,) = [record] if isinstance(record, dict) else record.to_pylist()
+        yield from list(_document(record, runs, where, size))
+    except BadRecord as bad:
+        yield bad
+    except (ValueError, OverflowError) as error:
+        yield _not_parquet(where, error)
+
+
+def _not_parquet(where: str, error: Exception, records: int = 1) -> BadRecord:
+    """The error for content that pyarrow cannot read. Raises an error of the disk."""
+    if isinstance(error, OSError) and error.errno:
+        raise error
+    what = f"not readable as Parquet: {str(error).splitlines()[0]}"
+    return BadRecord(where, what, records=records)
 
 
 def _columns(path: str, parquet: Any, runs: Runs) -> list[str]:
@@ -368,7 +426,7 @@ def _columns(path: str, parquet: Any, runs: Runs) -> list[str]:
     def bad_field(what: str, fix: str) -> BadRecord:
         batch = next(parquet.iter_batches(batch_size=1), None)
         settings = _fitting_fields(batch.to_pylist()[0], runs) if batch else ""
-        return BadRecord(f"{path}: row 1", what, fix, settings)
+        return BadRecord(f"{path}: row 1", what, fix, settings, parquet.metadata.num_rows)
 
     shape = {column.name: shape_of(column.type) for column in parquet.schema_arrow}
     columns: list[str] = []

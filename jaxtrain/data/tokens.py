@@ -1,8 +1,9 @@
 """Sources → a prepared corpus: memory-mapped tokens, an index of documents, a mask and a checksum.
 
-A corpus is prepared once, into a folder of the cache whose name depends on its source and settings:
+A corpus is prepared once, into a folder of the cache whose name depends on its source's content and
+on settings:
 
-    <cache>/<source>-<key>/   corpus.json     sizes, checksum, tokenizer, and the bad records that
+    <cache>/<source>-<key>/   corpus.json     sizes, checksums, tokenizer, and the bad records that
                                               were left out
                               tokens.bin      uint16 or uint32 [tokens], every document ending with
                                               the end-of-document id
@@ -12,12 +13,19 @@ A corpus is prepared once, into a folder of the cache whose name depends on its 
                                               only with data.loss_mask
                               tokenizer.json  a copy of the tokenizer's file, if it has one
 
+    <cache>/known/<source>-<key>/at.json      the folder of a source whose files have the paths,
+                                              sizes and times of which this key is a digest
+
+A source is read to know its content if its files are not known. Prepared files that were written or
+copied since are read, too, and compared with the checksums.
+
 A token file is checked and indexed where it lies; a compressed one is decompressed into the folder.
 Everything is streamed: memory does not grow with the corpus. documents.py reads files, encode.py
 encodes them, split.py holds documents out, packing.py cuts sequences, cache.py has the cache's
 folders. `data` below is the config's group of that name.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -28,6 +36,7 @@ import pathlib
 import re
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -37,7 +46,7 @@ from jaxtrain.config.sources import File
 from jaxtrain.data import cache, documents
 from jaxtrain.data.bad_records import Skipped
 from jaxtrain.data.compressed import is_compressed, unpack
-from jaxtrain.data.encode import encode
+from jaxtrain.data.encode import cores, encode
 from jaxtrain.data.split import Stream, split
 from jaxtrain.data.tokenizer import (
     ByteTokenizer,
@@ -60,7 +69,8 @@ __all__ = [
     "tokenizer_from",
 ]
 
-FORMAT = 1  # the version of a prepared folder; part of its key
+INFO, KNOWN, NOTE = "corpus.json", "known", "at.json"
+FORMAT = 2  # the version of a prepared folder; part of its key
 CHUNK = 4 << 20  # tokens examined at a time
 MOST_IDS = 2**24  # more than any tokenizer has
 BIGRAMS = 1 << 28  # the pairs that bigram_entropy counts at most
@@ -75,6 +85,7 @@ class Corpus:
     mask: [tokens] uint8, 1 where a token counts in the loss, or None if all count.
     checksum: sha256 over tokens, documents, mask and the end-of-document id, as hexadecimal.
     skipped: the bad records that were left out.
+    prepared: the time of its preparation, in seconds since the epoch.
     """
 
     tokens: np.ndarray
@@ -86,6 +97,7 @@ class Corpus:
     source: str
     validation_fraction: float
     skipped: Skipped
+    prepared: float
 
     @functools.cached_property
     def _splits(self) -> tuple[Stream, Stream]:
@@ -134,6 +146,7 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
     Raises DataError with one line, which names file and line of the problem if it has some, and
     ConfigError for a source that does not exist; nothing is left behind then.
     """
+    began, root = time.time(), cache.folder_of(data.cache)
     try:
         tokenizer = load_tokenizer(data.tokenizer, vocab_size)
         source = sources.find(data.source)
@@ -142,7 +155,14 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
             streams.log(*source.lines())
         name = source.name if source.name == sources.STDLIB else source.root.name
         slug = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:40]
-        folder = cache.folder_of(data.cache) / f"{slug}-{_key(data, source, tokenizer)}"
+        key = functools.partial(_key, data, source, tokenizer)
+        known = root / KNOWN / f"{slug}-{key(_stamp)}"
+        opened = functools.partial(_open, data=data, source=source, tokenizer=tokenizer)
+
+        def know(temporary: pathlib.Path) -> None:
+            at = f"{slug}-{key(_content)}"
+            cache.ensure(root / at, lambda path: opened(path) is not None, make, progress)
+            (temporary / NOTE).write_text(json.dumps({"of": known.name, "at": at}))
 
         def make(temporary: pathlib.Path) -> None:
             try:
@@ -151,26 +171,28 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
                 else:
                     _tokenize(temporary, data, source, tokenizer, progress)
             except (DataError, OSError) as error:
-                if _has_changed(source) and not (
-                    isinstance(error, OSError) and cache.refusal(error, cache.folder_of(data.cache))
-                ):
+                of_cache = isinstance(error, OSError) and cache.refusal(error, root)
+                if _has_changed(source) and not of_cache:
                     raise _changed(data) from error  # the change is why it could not be read
                 raise
-            if _has_changed(source):
+            if _has_changed(source) or not (
+                known.name.endswith(key(_stamp)) or key(_content) in temporary.name
+            ):
                 raise _changed(data)
 
-        cache.ensure(
-            folder, lambda path: _open(path, data, source, tokenizer) is not None, make, progress
-        )
-        corpus = _open(folder, data, source, tokenizer)
+        cache.ensure(known, lambda path: opened(_folder(path)) is not None, know, progress)
+        corpus = opened(_folder(known))
         if corpus is None:
             raise _changed(data)
     except OSError as error:
-        of_cache = cache.refusal(error, cache.folder_of(data.cache))
+        of_cache = cache.refusal(error, root)
         message = f"{error.filename or data.source}: {error.strerror or error}"
         raise of_cache or DataError(message) from error
     if progress:
-        streams.log(*corpus.skipped.lines(data.source))
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(corpus.prepared))
+        taken = f"{name} is taken from the cache, prepared at {when}: {corpus.folder}"
+        left_out = corpus.skipped.lines(data.source, corpus.folder / INFO)
+        streams.log(*[taken] * (corpus.prepared < began), *left_out)
     return corpus
 
 
@@ -251,26 +273,54 @@ def _check(data: Any, source: sources.Source, tokenizer: Tokenizer) -> None:
         )
 
 
-def _key(data: Any, source: sources.Source, tokenizer: Tokenizer) -> str:
+def _key(
+    data: Any, source: sources.Source, tokenizer: Tokenizer, known_by: Callable[[File], list]
+) -> str:
     """A digest of all that a prepared folder depends on, as 16 hexadecimal digits. Files count by
-    names, sizes and times; the corpus's checksum covers their content."""
+    what `known_by` returns, and by their paths where bad records are named."""
     fields = [data.text_fields, data.loss_mask] if source.has_fields else []
     raw = [_token_dtype(data.token_dtype).str] if source.files[0].format == "bin" else []
     description = {k: v for k, v in tokenizer.describe().items() if k != "path"}
     skip = ["skip"] if data.bad_records == "skip" and not source.holds_tokens else []
     digest = hashlib.sha256(json.dumps([FORMAT, description, fields, raw, *skip]).encode())
-    for file in (*source.files, *source.unreadable):
-        digest.update(json.dumps(file).encode())
+    with concurrent.futures.ThreadPoolExecutor(cores()) as threads:
+        for file, known in zip(source.files, threads.map(known_by, source.files), strict=True):
+            digest.update(json.dumps([*known, skip and file.path]).encode())
+    digest.update(json.dumps(source.unreadable).encode())
     return digest.hexdigest()[:16]
+
+
+def _stamp(file: File) -> list:
+    """A file's path, format, size and times, the last of which no program can set: another file of
+    the same size and age that takes its place has another one."""
+    return [*file, os.stat(file.path).st_ctime_ns]
+
+
+def _content(file: File) -> list:
+    """A file's format, and the sha256 of its content, which is read."""
+    with open(file.path, "rb") as stream:
+        return [file.format, hashlib.file_digest(stream, "sha256").hexdigest()]
+
+
+def _folder(known: pathlib.Path) -> pathlib.Path:
+    """The prepared folder that a folder of KNOWN names; itself, which is none, without a note."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        note = json.loads((known / NOTE).read_text())
+        if note["of"] == known.name:
+            return known.parent.with_name(note["at"])
+    return known
 
 
 def _open(
     folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: Tokenizer
 ) -> Corpus | None:
-    """The corpus in a prepared folder; None if the folder is missing or not complete."""
+    """The corpus in a prepared folder; None if the folder is missing, damaged or another one's."""
     try:
-        info = json.loads((folder / "corpus.json").read_text())
-        n = info["tokens"]
+        info = json.loads((folder / INFO).read_text())
+        parts, written = info["parts"], os.stat(folder / INFO).st_mtime_ns
+        checksum = _checksum(parts, info["dtype"], tokenizer)
+        if (folder.name, checksum) != (info["of"], info["checksum"]):
+            return None
         if source.holds_tokens:
             ids = _map_tokens(
                 source.files[0], _token_path(folder, source.files[0]), data.token_dtype
@@ -279,24 +329,36 @@ def _open(
             ids = np.memmap(folder / "tokens.bin", info["dtype"], "r")
         documents = np.memmap(folder / "documents.bin", "<i8", "r")
         mask = np.memmap(folder / "mask.bin", np.uint8, "r") if info["masked"] else None
-    except (FileNotFoundError, KeyError, ValueError):
+        arrays: dict[str, Any] = {"tokens": ids, "documents": documents, "mask": mask}
+        for name, digest in parts.items():
+            file = pathlib.Path(arrays[name].filename)
+            if file.parent == folder and os.stat(file).st_ctime_ns > written:
+                if hashlib.sha256(arrays[name]).hexdigest() != digest:
+                    return None
+                with contextlib.suppress(OSError):  # of a cache that may not be written
+                    os.utime(folder / INFO)  # it need not be read again
+        skipped = Skipped(**info.get("skipped", {}))  # only bad_records=skip writes "skipped"
+        prepared = min(info["prepared"], time.time())
+    except (AttributeError, FileNotFoundError, KeyError, TypeError, ValueError):
         return None
-    if len(ids) != n or len(documents) != info["documents"] + 1:
-        return None
-    if mask is not None and len(mask) != n:
-        return None
-    skipped = Skipped(**info.get("skipped", {}))  # only bad_records=skip writes "skipped"
     return Corpus(
         ids,
         documents,
         mask,
-        info["checksum"],
+        checksum,
         tokenizer,
         folder,
         data.source,
         data.validation_fraction,
         skipped,
+        prepared,
     )
+
+
+def _checksum(parts: dict[str, str], dtype: str, tokenizer: Tokenizer) -> str:
+    """The checksum of a corpus whose arrays have these sha256s."""
+    content = json.dumps([parts, dtype, tokenizer.end_of_document], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 class _Writer:
@@ -326,14 +388,16 @@ class _Writer:
         for file in self._open.values():
             os.fsync(file.fileno())
         parts = {name: digest.hexdigest() for name, digest in self._digests.items()}
-        content = json.dumps([parts, info["dtype"], tokenizer.end_of_document], sort_keys=True)
         info |= {
-            "checksum": hashlib.sha256(content.encode()).hexdigest(),
+            "of": self._folder.name.partition(cache.UNFINISHED)[0],
+            "parts": parts,
+            "checksum": _checksum(parts, info["dtype"], tokenizer),
             "tokenizer": tokenizer.describe(),
+            "prepared": time.time(),
         }
         if isinstance(tokenizer, FileTokenizer):
             (self._folder / "tokenizer.json").write_bytes(tokenizer.content)
-        (self._folder / "corpus.json").write_text(json.dumps(info, indent=1) + "\n")
+        (self._folder / INFO).write_text(json.dumps(info, indent=1) + "\n")
 
     def close(self) -> None:
         self._files.close()
@@ -510,8 +574,8 @@ def _other_dtype(ids: np.ndarray, dtype: str, ids_known: int) -> str:
 def _token_path(folder: pathlib.Path, file: File) -> pathlib.Path:
     """The place of a token file's tokens: the prepared folder if it was decompressed, or the file
     itself."""
-    unpacked = folder / f"source.{file.format}"
-    return unpacked if unpacked.exists() else pathlib.Path(file.path)
+    path = pathlib.Path(file.path)
+    return folder / f"source.{file.format}" if is_compressed(file.path) else path
 
 
 def _map_tokens(file: File, path: pathlib.Path, token_dtype: str) -> np.memmap:

@@ -118,36 +118,45 @@ class Unwritable:
     passes: bool = False
 
 
-def try_folder(folder: str | os.PathLike) -> Unwritable | None:
-    """Why no file can be written in a folder, which is created for the trial if missing; None where
-    one can. Nothing is left behind."""
+def _try_file(path: pathlib.Path) -> None:
+    """Makes a file, appends to it, gives it another name and removes it, as runs do with theirs."""
+    renamed = path.with_name(f"{path.name}.renamed")
+    try:
+        for mode in ("xb", "ab"):
+            with open(path, mode) as file:
+                file.write(bytes(TRIAL_BYTES))
+        os.replace(path, renamed)
+    finally:
+        for left in (path, renamed):
+            with contextlib.suppress(OSError):
+                left.unlink()
+
+
+def try_folder(
+    folder: str | os.PathLike, trial: Callable[[pathlib.Path], object] = _try_file
+) -> Unwritable | None:
+    """Why a folder, which is created for the trial if missing, cannot be written; None where it
+    can. Nothing is left behind. trial: writes at a path in it, removes what it has written, and
+    raises OSError where that fails."""
     path = pathlib.Path(os.path.abspath(folder))
     missing = [each for each in (path, *path.parents) if not os.path.lexists(each)]
-    trial = path / f"{TRIAL_NAME}.{secrets.token_hex(8)}"
+    place = path / f"{TRIAL_NAME}.{secrets.token_hex(8)}"
     try:
-        _write(trial)
+        for left in reversed(range(TRIALS)):
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+                trial(place)
+                break
+            except (FileNotFoundError, FileExistsError):
+                if not left:
+                    raise
     except OSError as error:
         return _unwritable(path, error)
     finally:
-        with contextlib.suppress(OSError):
-            trial.unlink()
         with contextlib.suppress(OSError):  # another process uses it by now
             for each in missing:
                 each.rmdir()
     return None
-
-
-def _write(trial: pathlib.Path) -> None:
-    """Writes the trial file, and creates its folder if missing."""
-    for left in reversed(range(TRIALS)):
-        try:
-            trial.parent.mkdir(parents=True, exist_ok=True)
-            with open(trial, "xb") as file:
-                file.write(bytes(TRIAL_BYTES))
-            return
-        except (FileNotFoundError, FileExistsError):
-            if not left:
-                raise
 
 
 def try_file(file: str | os.PathLike) -> Unwritable | None:
@@ -175,4 +184,5 @@ def _unwritable(path: pathlib.Path, error: OSError) -> Unwritable:
             if not os.path.isdir(each) and error.errno in (errno.ENOTDIR, errno.EEXIST):
                 return Unwritable(f"{part}is not a folder")
             break
-    return Unwritable(f"cannot be written ({error.strerror or error})", error.errno in TRANSIENT)
+    what = "cannot be written" if error.filename2 is None else "does not let files be renamed"
+    return Unwritable(f"{what} ({error.strerror or error})", error.errno in TRANSIENT)

@@ -205,11 +205,13 @@ def test_every_damage_is_found_and_the_one_before_restored(tmp_path, capsys):
         read_index(path.with_name("99"))
 
 
-def test_another_layout_or_run_restores_nothing(tmp_path):
+def test_another_layout_or_run_restores_nothing(tmp_path, capsys):
     save_in_run(tmp_path, 5)
     assert (
         restored(tmp_path, Layout(7, stages=2, chunks=2, data=2, model=2, scatters=False)) is None
     )
+    line = "the local checkpoint of step 5 is not used: it is of another mesh or model\n"
+    assert capsys.readouterr().out == line
     shutil.copytree(tmp_path / "run", tmp_path / "other" / "run")
     shutil.copytree(tmp_path / "machine", tmp_path / "other" / "machine")
     assert restored(tmp_path / "other") is None, "a copy of a run is another run"

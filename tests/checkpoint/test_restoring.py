@@ -179,6 +179,16 @@ def test_arrays_that_the_config_of_the_meta_does_not_make(tmp_path, changed):
     assert wrong_arrays(
         Meta(configs.to_dict(configs.replace(config, {"model.biases": ("mlp",)}))), stored
     ).startswith("its state lacks ")
+    group = "anchor" if changed else "params"
+    more = {"optimizer/0/mu/head/scale": (3,), f"{group}/head/scale": (3,)}
+    line = (
+        f"its state has {group}/head/scale, which its config's model does not have in this jaxtrain"
+    )
+    assert wrong_arrays(meta, {**stored, **more}) == line
+    assert wrong_arrays(meta, {**stored, **more}, trained_alone=True) == line
+    del more[f"{group}/head/scale"]
+    assert "has optimizer/0/mu/head/scale" in wrong_arrays(meta, {**stored, **more})
+    assert wrong_arrays(meta, {**stored, **more}, trained_alone=True) == ""  # moments are not used
 
 
 @pytest.mark.parametrize("name", ["lion", "adafactor"])

@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from etils import epath
 from support.checkpoint_state import (
     Layout,
     assert_same,
@@ -15,7 +16,7 @@ from support.checkpoint_state import (
     state,
 )
 
-from jaxtrain.checkpoint import saving, storage
+from jaxtrain.checkpoint import manifest, reading, saving, steps, storage, stores
 from jaxtrain.checkpoint.steps import CheckpointError
 
 
@@ -104,3 +105,23 @@ def test_a_fault_in_the_program_is_no_failure_of_the_storage(tmp_path, monkeypat
     c.save(1, state(layout), {})
     with pytest.raises(KeyError, match="a mistake"):
         c.wait()
+
+
+def test_owners_and_groups_without_a_name(tmp_path, monkeypatch):
+    """As on volumes of Kubernetes, and for a user without an entry: nobody asks for the names."""
+
+    def no_name(number: int):
+        raise KeyError(f"not found: {number}")
+
+    monkeypatch.setattr("pwd.getpwuid", no_name)
+    monkeypatch.setattr("grp.getgrgid", no_name)
+    manifest.try_step(epath.Path(tmp_path / "trial"))
+    layout = Layout(7)
+    c = checkpointer(tmp_path / "run", layout)
+    c.save(1, state(layout), {})
+    c.wait()
+    c.close()
+    folder = epath.Path(tmp_path / "run" / "1")
+    assert stores.size_of(folder) > 4000 and steps.fault(folder) == ""
+    assert reading.verify(folder, lambda done, total: None) == []
+    assert_same(restored(tmp_path / "run", 1, layout), state(layout))

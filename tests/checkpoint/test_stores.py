@@ -19,7 +19,7 @@ from support.checkpoint_state import (
 
 from jaxtrain import generate
 from jaxtrain.checkpoint import __main__ as command
-from jaxtrain.checkpoint import saving, steps, stores
+from jaxtrain.checkpoint import manifest, saving, steps, stores
 from jaxtrain.checkpoint.steps import CheckpointError, choose, step_numbers
 from jaxtrain.config import addresses
 
@@ -177,7 +177,10 @@ def with_marks(test):
 def test_save_restore_keep_and_set_aside(directory):
     """What a kill has left of a save is no step and nobody's loss; what is damaged gets another
     name."""
-    assert stores.cannot_be_used(directory) == "" and step_numbers(directory) == []
+    trial = stores.folder(directory) / ".trial"
+    manifest.try_step(trial)
+    assert not any((trial / name).exists() for name in (manifest.FILE, "meta/metadata"))
+    assert step_numbers(directory) == []
     folder, said = stores.folder(directory), []
     (folder / "2" / "meta" / "metadata").write_text("{}")  # a save that did not end
     assert step_numbers(directory) == [] and choose(directory, {}).unrecognized == ()
@@ -258,13 +261,13 @@ def test_a_store_that_fails_for_a_while(server, directory, monkeypatch):
 
 @with_marks
 def test_a_store_that_cannot_be_used_is_told(server):
-    assert stores.cannot_be_used("s3://nobody/run").startswith(
-        "cannot be written (The specified bucket does not exist"
-    )
+    with pytest.raises(Exception, match="The specified bucket does not exist") as raised:
+        manifest.try_step(stores.folder("s3://nobody/run") / "trial")
+    assert stores.failure(raised.value)
     server.stop()
     try:
-        assert stores.cannot_be_used(f"s3://{server.bucket}/run").startswith(
-            "cannot be written (Could not connect to the endpoint URL"
-        )
+        with pytest.raises(Exception, match="Could not connect to the endpoint URL") as raised:
+            manifest.try_step(stores.folder(f"s3://{server.bucket}/run") / "trial")
+        assert stores.failure(raised.value)
     finally:
         server.start()

@@ -93,8 +93,7 @@ def test_one_object(write, monkeypatch, block):
         ('[{"text": "x"},\n\n "y"]', ":3: a record must be a JSON object, not text"),
         (
             '[{"text": "x"},\n {"text": "y" "z"}]',
-            ":2: not valid JSON: Expecting ',' delimiter (column 15), and the rest of the "
-            "file cannot be r",
+            ":2: not valid JSON: Expecting ',' delimiter (column 15): ",
         ),
         (
             '[{"text": "x"}\n {"text": "y"}]',
@@ -332,17 +331,18 @@ def test_bad_lines_are_left_out(write):
         found, places = left_out(path)
         assert found == ["a", "d"]
         assert [re.search(r":(\d+): (\w+)", place).groups() for place in places] == [
-            *(("2", "not"), ("3", "field"), ("4", "no"), ("5", "not"), ("7", "half")),
+            *(("2", "not"), ("3", "field"), ("4", "no"), ("5", "not"), ("7", "half"), ("8", "a")),
         ]
     skipped = Skipped()
     texts(path, skipped=skipped)
-    assert skipped.count == 6 and len(skipped.places) == PLACES
-    said = skipped.lines("corpus")
+    assert skipped.count == len(skipped.places) == 6
+    said = skipped.lines("corpus", path)
     assert (
         said[0] == "data.bad_records=skip: 6 bad records of data.source=corpus left out:"
-        and said[-1] == "  and 1 more"
+        and said[-1] == f"  and 1 more, which are in {path}"
+        and len(said) == PLACES + 2
     )
-    assert Skipped().lines("corpus") == []
+    assert Skipped().lines("corpus", path) == []
 
 
 def test_bad_items_of_a_list_are_left_out(write, monkeypatch):
@@ -351,9 +351,47 @@ def test_bad_items_of_a_list_are_left_out(write, monkeypatch):
     )
     found, places = left_out(path)
     assert found == ["a", "c"] and len(places) == 3 and "not UTF-8 text (0xff" in places[2]
-    path = write("a.json", '[{"text": "a"},\n{"text": oops}, {"text": "b"}]')
-    found, places = left_out(path)
-    assert found == ["a"] and len(places) == 1 and places[0].startswith(f"{path}:2: not valid JSON")
+
+
+BAD_VALUES = (
+    *('{"text": oops}', '{"text": "x" "y"}', '{"text": "\\x, }"}', '{"text": "}]\t"}', "oops"),
+    *(
+        '{"a": {"b": [1, "\\"]", nan]}}',
+        '"\\q"',
+        "[" * 3000 + "]" * 3000,
+        '{"n": 1' + "0" * 5000 + "}",
+    ),
+)
+
+
+@pytest.mark.parametrize("block", [1, 7, 1 << 20])
+@pytest.mark.parametrize("bad", BAD_VALUES, ids=range(len(BAD_VALUES)))
+def test_a_bad_item_costs_no_other(write, monkeypatch, bad, block):
+    """Its brackets and quotes say where it ends, wherever the blocks of the file end."""
+    monkeypatch.setattr(records, "BLOCK", block)
+    items = ['{"text": "a"}', bad, '{"text": "b, [c]"}', bad, '{"text": "d"}']
+    found, places = left_out(write("a.json", "[" + ",\n".join(items) + "\n]"))
+    assert found == ["a", "b, [c]", "d"]
+    assert [re.search(r"json:(\d+): ", place)[1] for place in places] == ["2", "4"]
+    if bad.startswith(("{", "[")):
+        found, places = left_out(write("b.json", '{"text":\n"a"}' + "\n".join(items[1:])))
+        assert found == ["a", "b, [c]", "d"] and len(places) == 2
+
+
+def test_what_is_lost_with_the_rest_of_a_file(write, tmp_path):
+    """A line says so, and how much of it was read before."""
+    lost = "; the rest of the file is lost, after 2 documents of it"
+    for text in ('{"text": "c"', '{"text": "open', '{"text": ["c"}'):
+        path = write("a.json", f'[{{"text": "a"}}, {{"text": "b"}},\n {text}, {{"text": "d"}}]')
+        found, places = left_out(path)
+        assert found == ["a", "b"] and places[0].startswith(f"{path}:2: not valid JSON: ")
+        assert len(places) == 2 and places[1].endswith(lost) and "does not end: " in places[1]
+    path = write("a.json", '[{"text": "a"} {"text": "b"}]')
+    assert left_out(path)[1][0].endswith("; the rest of the file is lost, after 1 documents of it")
+    content = gzip.compress(b"".join(b'{"text": "%d"}\n' % n for n in range(9999)))
+    found, places = left_out(write("b.jsonl.gz", content[:9000]))
+    lost = f"; the rest of the file is lost, after {len(found):,} documents of it"
+    assert len(found) > 1000 and len(places) == 1 and places[0].endswith(lost)
 
 
 def test_bad_files_are_left_out(write, tmp_path):
@@ -373,6 +411,7 @@ def test_bad_files_are_left_out(write, tmp_path):
         "d",
         "e",
         "f",
+        "g",
     ]
 
 
@@ -384,3 +423,41 @@ def test_bad_rows_are_left_out(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None, "b"]}), path)
     assert left_out(path) == (["a", "b"], [f"{path}: row 2: field 'text' is null, not text"])
     assert failure(path) == f"{path}: row 2: field 'text' is null, not text: "
+
+
+@pytest.mark.parametrize("rows", [1, 256, 1000])
+def test_values_that_are_no_text_cost_no_other_row(tmp_path, rows):
+    """Parquet does not check that strings are UTF-8."""
+    import pyarrow
+    import pyarrow.parquet
+
+    texts = [b"\xff" if row in (3, 300, 999) else b"%d" % row for row in range(1000)]
+    column = pyarrow.array(texts, pyarrow.binary()).view(pyarrow.string())
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), path, row_group_size=rows)
+    found, places = left_out(path)
+    assert found == [text.decode() for text in texts if text != b"\xff"]
+    said = "not readable as Parquet: 'utf-8' codec can't decode byte 0xff in position 0: inva"
+    assert places == [f"{path}: row {row}: {said}lid start byte" for row in (4, 301, 1000)]
+
+
+def test_a_damaged_page_costs_its_row_group(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    path, rows = tmp_path / "a.parquet", [f"row {row} of a text" for row in range(900)]
+    options = {"row_group_size": 300, "write_page_checksum": True, "use_dictionary": False}
+    pyarrow.parquet.write_table(pyarrow.table({"text": rows}), path, **options)
+    group = pyarrow.parquet.ParquetFile(path).metadata.row_group(1).column(0)
+    content = bytearray(path.read_bytes())
+    content[group.data_page_offset + group.total_compressed_size // 2] ^= 1
+    path.write_bytes(content)
+    skipped = Skipped()
+    assert texts(path, skipped=skipped) == rows[:300] + rows[600:] and skipped.count == 300
+    (place,) = skipped.places
+    assert place.startswith(f"{path}: rows 301 to 600: not readable as Parquet: ")
+    assert failure(path).startswith(f"{path}: rows 301 to 600: not readable as Parquet: ")
+    pyarrow.parquet.write_table(pyarrow.table({"body": rows}), path)
+    skipped = Skipped()
+    assert texts(path, skipped=skipped) == [] and skipped.count == 900
+    assert skipped.places[0].endswith("; the rest of the file is lost, after 0 documents of it")

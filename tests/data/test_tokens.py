@@ -36,8 +36,10 @@ def documents_of(corpus):
 
 
 def folders(config):
+    """The prepared folders in the cache, and those that are being made."""
     path = pathlib.Path(config.cache)
-    return sorted(entry.name for entry in path.iterdir()) if path.exists() else []
+    names = [entry.name for entry in path.iterdir()] if path.exists() else []
+    return sorted(name for name in names if name != tokens.KNOWN)
 
 
 def failure(config, vocab_size=257):
@@ -290,7 +292,9 @@ def test_bad_records_are_counted_and_said_again(config, write, capsys):
             f"data.bad_records=skip: 7 bad records of data.source={path} left out:\n  "
             f"{path}:2: not valid JSON" in said
         )
-        assert "\n  and 2 more\n" in said
+        stored = corpus.folder / tokens.INFO
+        assert f"\n  and 2 more, which are in {stored}\n" in said
+        assert all(f"{path}:{line}: not valid" in stored.read_text() for line in range(2, 9))
     # the corpus without them is not that of bad_records=stop
     assert "not valid JSON" in failure(config(source=path))
     write("a.jsonl", "oops\n")
@@ -316,13 +320,13 @@ def test_what_was_prepared_before_still_counts(config, write):
     os.utime(path, ns=(1, 1))
     corpus = prepare(config(source=path), 257, progress=False)
     info = json.loads((corpus.folder / "corpus.json").read_text())
-    assert info.keys() == {"dtype", "tokens", "documents", "masked", "checksum", "tokenizer"}
-    for name, format, key in (
-        ("/data/a.txt", "text", "d234e56e4f3f99ac"),
-        ("/data/a.jsonl", "jsonl", "edce3665700bc4bb"),
-    ):
-        source = Source("a", path, (File(name, format, 7, 1),))
-        assert tokens._key(config(), source, ByteTokenizer()) == key
+    assert info.keys() == {
+        *("dtype", "tokens", "documents", "masked", "checksum", "tokenizer"),
+        *("of", "parts", "prepared"),
+    }
+    for format, key in (("text", "1e5387a3c3989869"), ("jsonl", "84293e0dc347b5cc")):
+        source = Source("a", path, (File(str(path), format, 7, 1),))
+        assert tokens._key(config(), source, ByteTokenizer(), tokens._content) == key
 
 
 # ---- what does not fit
@@ -540,7 +544,7 @@ def test_tokens_that_are_cut_short_while_they_are_used(config, tmp_path, name):
         )
         np.save(path, ids)
     again = prepare(config(source=path), 257, progress=False)
-    assert again.folder == corpus.folder if name == "a.txt" else again.folder != corpus.folder
+    assert (again.folder == corpus.folder) == (name != "a.bin")  # the others are as they were
     (again.folder / "tokens.bin" if name == "a.txt" else path).unlink()
     again.check_whole()
     assert int(np.sum(again.tokens, dtype=np.int64)) >= 0
@@ -666,12 +670,74 @@ def test_prepared_again_when_something_changes(config, write, tokenizer_file):
     )
 
 
-def test_damaged_corpus_is_made_again(config, write):
+@pytest.mark.parametrize("name", ["a.txt", "a.bin", "a.bin.gz", "folder/a.txt"])
+def test_content_decides(config, write, name, capsys, monkeypatch):
+    """Another content of the same size and time counts; the same content at another time is not
+    prepared again, and not read again at the start after that. A line says what is taken."""
+    time.sleep(0.01)
+    made = {}
+    for letter in "xyx":
+        content = np.full(50, ord(letter), "<u2").tobytes() if "bin" in name else letter * 100
+        path = write(name, gzip.compress(content, mtime=0) if name.endswith("gz") else content)
+        os.utime(path, ns=(1, 1))
+        source = path.parent if "/" in name else path
+        corpus = prepare(config(source=source), 257)
+        assert chr(corpus.tokens[0]) == letter and made.setdefault(letter, corpus.folder)
+        assert corpus.folder == made[letter]
+        os.utime(path, ns=(1, 1))
+    lines = capsys.readouterr().out.splitlines()
+    taken = r"\S+ is taken from the cache, prepared at 20\d\d-\S+ [\d:]+: "
+    said = [bool(re.match(taken + str(made["x"]), line)) for line in lines if "read 1" not in line]
+    assert said == [False, False, True]
+    monkeypatch.setattr(tokens, "_tokenize", None)
+    monkeypatch.setattr(tokens, "_index", None)
+    for _ in range(2):
+        assert prepare(config(source=source), 257, progress=False).folder == made["x"]
+        monkeypatch.setattr(tokens, "_content", None)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "swap", "swap infos", "swap notes", "gone"])
+def test_damaged_corpus_is_made_again(config, write, damage):
+    """Nothing of it is taken: the tokens are those of the text."""
+    paths = [write(f"{letter}.jsonl", json.dumps({"text": letter * 99})) for letter in "ab"]
+    given = [config(source=path, loss_mask=("text",)) for path in paths]
+    corpora = [prepare(each, 257, progress=False) for each in given]
+    for name in ("tokens.bin", "documents.bin", "mask.bin", tokens.INFO):
+        if damage == "swap notes":
+            files = sorted((corpora[0].folder.parent / tokens.KNOWN).glob("*/*"))
+        else:
+            files = [corpus.folder / name for corpus in corpora]
+        content = bytearray(files[0].read_bytes())
+        if damage == "flip":
+            content[len(content) // 2] ^= 1
+        if damage.startswith("swap") and (name == tokens.INFO) == (damage == "swap infos"):
+            beside = files[0].rename(files[0].with_suffix(".beside"))  # with its times
+            files[1].rename(files[0])
+            beside.rename(files[1])
+        elif damage == "gone":
+            files[0].unlink()
+        else:
+            files[0].write_bytes(content[: 20 if damage == "cut" else None])
+        again = [prepare(each, 257, progress=False) for each in given]
+        assert [corpus.checksum for corpus in again] == [corpus.checksum for corpus in corpora]
+        texts = [bytes(corpus.tokens[:-1].astype("u1")) for corpus in again]
+        assert texts == [b"a" * 99, b"b" * 99]
+        assert all(corpus.mask.sum() == 0 and len(corpus.documents) == 2 for corpus in again)
+
+
+def test_a_copied_cache_is_compared_once(config, write, tmp_path, monkeypatch):
     path = write("a.txt", "abc" * 100)
     corpus = prepare(config(source=path), 257, progress=False)
-    (corpus.folder / "tokens.bin").write_bytes(b"12")
-    again = prepare(config(source=path), 257, progress=False)
-    assert again.checksum == corpus.checksum and again.tokens[0] == 97 and len(again.tokens) == 301
+    shutil.copytree(tmp_path / "cache", tmp_path / "copy", copy_function=shutil.copy)
+    info = tmp_path / "copy" / corpus.folder.name / tokens.INFO
+    os.utime(info, ns=(1, 1))
+    monkeypatch.setattr(tokens, "_tokenize", None)
+    times = []
+    for _ in range(2):
+        copy = prepare(config(source=path, cache=tmp_path / "copy"), 257, progress=False)
+        times.append(info.stat().st_mtime_ns)
+        assert copy.checksum == corpus.checksum
+    assert times[0] == times[1] > 1
 
 
 # ---- kills and races

@@ -29,6 +29,7 @@ from jaxtrain.checkpoint import reading
 from jaxtrain.checkpoint.local import RUN_ID
 from jaxtrain.checkpoint.manifest import STATE, read_database
 from jaxtrain.checkpoint.steps import LOSSES
+from jaxtrain.run.files import TRIAL_NAME
 from jaxtrain.run.metrics import read_metrics
 from support import COMPILE_QUICKLY, ROOT
 
@@ -295,12 +296,12 @@ def assert_norm_is_stored(workdir: pathlib.Path, step: int) -> None:
 
 def unfinished(workdir: pathlib.Path) -> list[str]:
     """Checkpoints that are being saved, or were when the process was killed."""
-    folder = workdir / "checkpoints"
-    return [
-        name
-        for name in (os.listdir(folder) if folder.exists() else [])
-        if not name.isdigit() and name not in (LOSSES, RUN_ID)
-    ]
+    try:
+        names = os.listdir(workdir / "checkpoints")
+    except FileNotFoundError:  # the check at the start makes the folder, and removes it
+        return []
+    trials = (name for name in names if name.startswith(TRIAL_NAME))
+    return [name for name in names if not name.isdigit() and name not in (LOSSES, RUN_ID, *trials)]
 
 
 def copy_up_to(step: int, workdir: pathlib.Path, new: pathlib.Path) -> None:
