@@ -27,7 +27,7 @@ from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.devices import cluster_environment
 from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES
 from jaxtrain.devices.startup import start_jax
-from jaxtrain.hf.files import tokenizer_of
+from jaxtrain.hf.files import CONFIG, SOURCE, tokenizer_of
 from jaxtrain.pipeline.checks import RULES, RULES_WITH_TABLES
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
@@ -122,7 +122,11 @@ def parse_unchecked(
 
             model = read_origin(config.train.init_from, workdir)
             config, before = started_from(model, before, reading.overrides)
-            namespace.notes = model.notes_for(config.model)
+            namespace.notes = model.notes_for(config)
+        elif (kept := pathlib.Path(workdir) / SOURCE / CONFIG).is_file():
+            from jaxtrain.hf.run_config import notes_of_length
+
+            namespace.notes = notes_of_length(config, kept)
         return check(namespace, config, before)
 
     return checked(read_flags(argv, description, flags, with_config=True), read, recipe)

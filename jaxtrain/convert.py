@@ -164,7 +164,7 @@ def from_hf(command_line: Reading) -> None:
         raise CheckpointError(f"{workdir} cannot be written ({error.strerror})") from None
     finally:
         lock.release()
-    notes = (*published.notes_for(config.model), *run.notes)
+    notes = (*published.notes_for(config), *run.notes)
     print(*(f"note: {note}" for note in notes), sep="\n", end="\n" if notes else "")
     count = len(source.tensors) + len(source.copies)
     model = f"a {published.family.model_type} with {count} tensors"
