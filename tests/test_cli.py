@@ -639,3 +639,8 @@ def test_compiled_programs_that_cannot_be_kept_cost_a_line(monkeypatch, capsys):
         "file or directory)\n"
     )
     assert "".join(capsys.readouterr()) == line and jax.config.jax_compilation_cache_dir is None
+    monkeypatch.delenv("JAXTRAIN_CACHE")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # a user without a home folder
+    startup.use_compilation_cache()
+    line = "warning: compiled programs are not kept: there is no home folder (set HOME)\n"
+    assert "".join(capsys.readouterr()) == line and not os.path.exists("~")

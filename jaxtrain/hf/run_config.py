@@ -13,6 +13,7 @@ A recipe says what differs from the defaults of config/settings.py; a default is
 import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -87,7 +88,7 @@ class Published(Origin):
 
 def read_published(folder: pathlib.Path) -> Published:
     """The published model of a folder. Raises HfError for what cannot be honoured."""
-    folder = folder.expanduser().absolute()
+    folder = pathlib.Path(os.path.expanduser(folder)).absolute()
     place, tokenizer = folder / CONFIG, folder / TOKENIZER
     values = read_json(place)
     family, model, notes = read_model(values, str(place))
@@ -125,7 +126,8 @@ def read_origin(folder: str, workdir: str) -> Origin:
     """The settings of `train.init_from`. Those of the run in `workdir` count if it began with this
     folder, and the folder is gone. Raises HfError for what cannot be honoured, ConfigError for a
     folder without config.json."""
-    path, stored = pathlib.Path(folder).expanduser().absolute(), pathlib.Path(workdir) / CONFIG_FILE
+    path = pathlib.Path(os.path.expanduser(folder)).absolute()
+    stored = pathlib.Path(workdir) / CONFIG_FILE
     if not (path / CONFIG).exists():
         with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
             run = cfg.from_dict(json.loads(stored.read_bytes()))

@@ -39,7 +39,7 @@ def _source_exists(data: DataConfig) -> Iterator[Violation]:
 
 def _tokenizer_exists(data: DataConfig) -> Iterator[Violation]:
     path, value = "data.tokenizer", data.tokenizer
-    file = pathlib.Path(value).expanduser()
+    file = pathlib.Path(os.path.expanduser(value))
     if value in ("none", "bytes") or os.path.isfile(file):
         return
     rule = "is neither 'bytes' nor an existing path"

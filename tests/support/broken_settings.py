@@ -369,7 +369,7 @@ RULES = [
     ),
     (
         {"parallel.offload": "optimizer", "parallel.offload_directory": "s3://bucket/state"},
-        "parallel.offload_directory='s3://bucket/state' is an address, not a folder of a local "
+        "parallel.offload_directory='s3://bucket/state' is no folder of a local "
         "disk: use --config.parallel.offload_directory=",
     ),
     (
@@ -764,7 +764,12 @@ RULES = [
     ),
     (
         {"data.cache": "s3://bucket/cache"},
-        "data.cache='s3://bucket/cache' is an address, not a folder: use --config.data.cache=",
+        "data.cache='s3://bucket/cache' is no folder of this machine: use --config.data.cache=",
+    ),
+    (
+        {"checkpoint.directory": "~nobody_here/x"},
+        "checkpoint.directory='~nobody_here/x' is below a home folder that does not exist here: "
+        "use --config.checkpoint.directory=",
     ),
     (
         {"checkpoint.directory": "runs/\udcff"},
