@@ -89,11 +89,6 @@ def simulated_devices(
     processes = (
         namespace.processes if namespace.processes > 1 else environment_processes(environment)
     )
-    if namespace.cpu_devices:
-        return namespace.cpu_devices * processes
-    platforms = environment.get("JAX_PLATFORMS", "")
-    if platforms != "cpu" and (platforms or _has_plugins()):
-        return None
     option = "--xla_force_host_platform_device_count"
     asked = [
         number({option: word.partition("=")[2]}, option, 1)
@@ -102,6 +97,11 @@ def simulated_devices(
     ]
     if environment.get("JAX_NUM_CPU_DEVICES"):
         asked.append(number(environment, "JAX_NUM_CPU_DEVICES", 1))
+    if namespace.cpu_devices:
+        return namespace.cpu_devices * processes
+    platforms = environment.get("JAX_PLATFORMS", "")
+    if platforms != "cpu" and (platforms or _has_plugins()):
+        return None
     if len(asked) > 1:
         return None
     return (
@@ -163,6 +163,8 @@ def _open_mpi_job(environment: Mapping[str, str], address: str) -> dict[str, Any
     """The keywords for a job of Open MPI. Version 5 does not tell the address of its launcher, so
     jax finds none: processes of one machine meet at a port made from the job's name, and those of
     several machines need --coordinator or JAX_COORDINATOR_ADDRESS."""
+    processes = number(environment, "OMPI_COMM_WORLD_SIZE", 1)
+    rank = number(environment, "OMPI_COMM_WORLD_RANK", most=processes - 1)
     if not address and "OMPI_MCA_orte_hnp_uri" not in environment:
         if environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") != environment["OMPI_COMM_WORLD_SIZE"]:
             raise ClusterError(
@@ -170,8 +172,6 @@ def _open_mpi_job(environment: Mapping[str, str], address: str) -> dict[str, Any
                 "--coordinator=HOST:PORT, a free port of its machine"
             )
         address = f"localhost:{_port_of(environment.get('PMIX_NAMESPACE', 'jaxtrain'))}"
-    processes = number(environment, "OMPI_COMM_WORLD_SIZE", 1)
-    rank = number(environment, "OMPI_COMM_WORLD_RANK", most=processes - 1)
     known = {"num_processes": processes, "process_id": rank}
     return known | ({"coordinator_address": address} if address else {})
 
