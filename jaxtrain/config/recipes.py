@@ -14,6 +14,7 @@ import difflib
 import json
 import os
 import pathlib
+import re
 import runpy
 import traceback
 from collections.abc import Sequence
@@ -81,12 +82,12 @@ def _unknown(rule: str, path: pathlib.Path) -> RecipeError:
         *_recipes_in(current / "configs"),
     ]:
         known.setdefault(recipe.stem, str(recipe))
-    if near := difflib.get_close_matches(path.stem, known, n=1, cutoff=0.5):
+    digits = re.findall(r"\d", path.stem)
+    similar = [name for name in known if re.findall(r"\d", name) == digits]
+    if near := difflib.get_close_matches(path.stem, similar, n=1, cutoff=0.75):
         return RecipeError(rule, known[near[0]])
     if shipped:
-        return RecipeError(
-            rule, DEFAULT_RECIPE, [name for name in shipped if name != DEFAULT_RECIPE]
-        )
+        return RecipeError(rule, "", advice=f"a file, or one of {', '.join(shipped)}")
     return RecipeError(
         rule,
         "",

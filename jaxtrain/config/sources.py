@@ -22,6 +22,7 @@ import fnmatch
 import glob
 import os
 import pathlib
+import re
 import sysconfig
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
@@ -32,6 +33,7 @@ STDLIB = "stdlib"
 LEFT_OUT_OF_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 HIDDEN = ("_", ".")  # the names below a source that begin with these are passed over
 NAMED = 3  # the names that a line lists at most
+SIMILAR = 0.8  # of names, by difflib, where one may be meant for the other
 ENDINGS = 5  # the endings that a line counts at most
 COMPRESSIONS = {
     ".gz": "gzip",
@@ -201,17 +203,19 @@ def find(name: str) -> Source:
             f"holds token files ({source.listed(tokens)}), of which each is a corpus by itself: "
             "let their names begin with _ or ., or name one"
         )
-        raise ConfigError("data.source", name, rule, fixes=[{"data.source": tokens[0]}])
+        raise ConfigError("data.source", name, rule)
     return source
 
 
 def similar_files(path: pathlib.Path) -> list[str]:
-    """The path of the file in a missing file's folder whose name is most like its name, if one
-    is."""
+    """The path of the file in a missing file's folder whose name is nearly its name, if one is, and
+    has the same digits: another number is another part, version or year."""
     if not path.parent.is_dir():
         return []
+    digits = re.findall(r"\d", path.name)
     names = {other.name: str(other) for other in path.parent.iterdir()}
-    return [names[name] for name in difflib.get_close_matches(path.name, names, n=1)]
+    similar = [name for name in names if re.findall(r"\d", name) == digits]
+    return [names[name] for name in difflib.get_close_matches(path.name, similar, 1, SIMILAR)]
 
 
 def _place(name: str) -> tuple[pathlib.Path, tuple[str, ...]]:
@@ -232,9 +236,9 @@ def _place(name: str) -> tuple[pathlib.Path, tuple[str, ...]]:
         path if os.path.isfile(path) else os.path.join(path, *pattern)
         for path in similar_files(root)
     ]
-    raise ConfigError(
-        "data.source", name, rule, fixes=[{"data.source": value} for value in (*similar, STDLIB)]
-    )
+    if "," in name:
+        rule += ", nor a list: files of one corpus are a folder or a pattern"
+    raise ConfigError("data.source", name, rule, fixes=[{"data.source": each} for each in similar])
 
 
 def _is_hidden(name: str) -> bool:
@@ -307,13 +311,9 @@ def _no_files(source: Source, unmatched: Sequence[str], closed: int) -> ConfigEr
     if source.name == STDLIB:
         rule = f"is empty, for this Python has no sources in {source.root}: name a folder or a file"
         return ConfigError("data.source", STDLIB, rule)
-    values = [STDLIB]
     present = []
     if unmatched:
         present.append(_amounts(unmatched))
-        parts = pathlib.Path(source.name).parts[: -len(source.pattern)]
-        usual = f"*{max(sorted({*unmatched}), key=unmatched.count)}"
-        values.insert(0, os.path.join(*parts, *source.pattern[:-1], usual))
     if closed:
         present.append(f"folders that do not match ({closed:,})")
     if source.passed_over:
@@ -323,7 +323,7 @@ def _no_files(source: Source, unmatched: Sequence[str], closed: int) -> ConfigEr
         present.append(f"links to folders, which are not followed: {links}")
     rule = f"{'matches' if source.pattern else 'holds'} no files; below {source.root} are "
     rule += "; ".join(present) or "none"
-    return ConfigError("data.source", source.name, rule, fixes=[{"data.source": v} for v in values])
+    return ConfigError("data.source", source.name, rule)
 
 
 def _amounts(endings: Iterable[str]) -> str:

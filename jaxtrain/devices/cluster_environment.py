@@ -180,21 +180,14 @@ def _indexed_job(environment: Mapping[str, str], address: str) -> dict[str, Any]
     """The keywords for JAX_NUM_PROCESSES processes; the id is JAX_PROCESS_ID or, in an indexed Job
     of Kubernetes, JOB_COMPLETION_INDEX
     (https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode)."""
-    index = next(
-        (name for name in ("JAX_PROCESS_ID", "JOB_COMPLETION_INDEX") if environment.get(name)), ""
-    )
+    names = ("JAX_PROCESS_ID", "JOB_COMPLETION_INDEX")
     processes = number(environment, "JAX_NUM_PROCESSES", 1)
-    said = f"JAX_NUM_PROCESSES={processes} in the environment"
     if not address:
         raise ClusterError(
-            f"{said} needs JAX_COORDINATOR_ADDRESS=HOST:PORT beside it (or --coordinator): "
-            "set it, or unset both"
+            f"JAX_NUM_PROCESSES={processes} in the environment needs "
+            "JAX_COORDINATOR_ADDRESS=HOST:PORT beside it (or --coordinator): set it, or unset both"
         )
-    if not index:
-        raise ClusterError(
-            f"{said} needs JAX_PROCESS_ID or an indexed Job's JOB_COMPLETION_INDEX beside it: "
-            "set one, or unset it"
-        )
+    index = next(filter(environment.get, names), names[0])
     process = number(environment, index, most=processes - 1)
     return {"coordinator_address": address, "num_processes": processes, "process_id": process}
 
@@ -203,14 +196,10 @@ def _skypilot_job(environment: Mapping[str, str], address: str) -> dict[str, Any
     """The keywords for a SkyPilot task: one process a node, process 0 on the first node of
     SKYPILOT_NODE_IPS, at a port made from the task's name
     (https://docs.skypilot.co/en/latest/running-jobs/environment-variables.html)."""
-    ips, rank = (
-        environment.get("SKYPILOT_NODE_IPS", "").split(),
-        environment.get("SKYPILOT_NODE_RANK", ""),
-    )
-    if not rank or not (address or ips):
-        missing = "SKYPILOT_NODE_IPS" if rank else "SKYPILOT_NODE_RANK"
+    ips = environment.get("SKYPILOT_NODE_IPS", "").split()
+    if not (address or ips):
         raise ClusterError(
-            f"SKYPILOT_NUM_NODES in the environment needs {missing} beside it: unset "
+            "SKYPILOT_NUM_NODES in the environment needs SKYPILOT_NODE_IPS beside it: unset "
             "SKYPILOT_NUM_NODES for a run of one process"
         )
     address = address or f"{ips[0]}:{_port_of(environment.get('SKYPILOT_TASK_ID', 'jaxtrain'))}"

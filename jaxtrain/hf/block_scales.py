@@ -19,8 +19,6 @@ SUFFIX = "_scale_inv"  # behind the name of a weight
 # Types of tensors are those of the files, whatever these say.
 WITHOUT_EFFECT = ("modules_to_not_convert", "dequantize")
 
-BITSANDBYTES, LOADS = "bitsandbytes", ("load_in_4bit", "load_in_8bit")
-
 Block = tuple[int, int]
 
 
@@ -33,9 +31,6 @@ def read_block(fields: Fields) -> Block | None:
     if not isinstance(settings, dict):
         raise fields.refuse(QUANTIZATION, "is no object")
     inner = Fields(settings, fields.place, prefix=f"{QUANTIZATION}.")
-    if settings.get("quant_method") == BITSANDBYTES and not any(map(settings.get, LOADS)):
-        fields.notes.append(f"{QUANTIZATION} is left out: its {BITSANDBYTES} quantises nothing")
-        return None
     inner.require("quant_method", ["fp8"], default=None)
     inner.require("fmt", ["e4m3", None])
     inner.require("activation_scheme", ["dynamic", None])

@@ -45,7 +45,7 @@ def _tokenizer_exists(data: DataConfig) -> Iterator[Violation]:
     rule = "is neither 'bytes' nor an existing path"
     if value and os.path.exists(file):
         rule = "is not a regular file"
-    yield Violation(path, rule, values_for(path, [*sources.similar_files(file), "bytes"]))
+    yield Violation(path, rule, values_for(path, sources.similar_files(file)))
 
 
 def _schedule_exists(pipeline: PipelineConfig) -> Iterator[Violation]:

@@ -234,7 +234,7 @@ def without(environment: dict[str, str], *names: str) -> dict[str, str]:
         ),
         (
             without(jobset(1), "JOB_COMPLETION_INDEX"),
-            "JAX_NUM_PROCESSES=4 in the environment needs JAX_PROCESS_ID or an indexed Job's",
+            "JAX_PROCESS_ID is missing in the environment: a number from 0 to 3",
         ),
         (jobset(4), "JOB_COMPLETION_INDEX='4' in the environment is not a number from 0 to 3: set"),
         (
@@ -256,7 +256,7 @@ def without(environment: dict[str, str], *names: str) -> dict[str, str]:
         ),
         (
             without(skypilot(0), "SKYPILOT_NODE_RANK"),
-            "SKYPILOT_NUM_NODES in the environment needs SKYPILOT_NODE_RANK",
+            "SKYPILOT_NODE_RANK is missing in the environment: a number from 0 to 1",
         ),
         (skypilot(2), "SKYPILOT_NODE_RANK='2' in the environment is not a number from 0 to 1"),
         *(

@@ -239,16 +239,12 @@ def test_marks_of_libraries_are_passed_over_with_a_line():
     marks = {"_attn_implementation_autoset": True, "unsloth_version": "2026.5", "_x": [1]}
     rope = CONFIGS["llama"]["rope_parameters"] | {"_y": 1}
     values = CONFIGS["llama"] | marks | {"rope_parameters": rope}
-    bits = {"quant_method": "bitsandbytes", "load_in_4bit": False, "_load_in_4bit": False}
-    _, model, notes = read_model(values | {"quantization_config": bits}, "config.json")
+    _, model, notes = read_model(values, "config.json")
     assert model == model_of(CONFIGS["llama"])
     assert notes == [
         "passed over, as marks of libraries: rope_parameters._y",
-        "quantization_config is left out: its bitsandbytes quantises nothing",
         "passed over, as marks of libraries: _attn_implementation_autoset, unsloth_version, _x",
     ]
-    with pytest.raises(HfError, match="quant_method='bitsandbytes' is not supported"):
-        model_of(values | {"quantization_config": bits | {"load_in_4bit": True}})
 
 
 def test_what_changes_only_training_elsewhere_is_noted():

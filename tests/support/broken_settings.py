@@ -334,7 +334,7 @@ RULES = [
     ),
     (
         {"pipeline.remat": "some"},
-        "pipeline.remat='some' is unknown: use --config.pipeline.remat=none",
+        "pipeline.remat='some' is unknown: use --config.pipeline.remat=full (or selective, none)",
     ),
     (
         {"parallel.zero": 4},
@@ -402,7 +402,7 @@ RULES = [
     (
         {"train.diloco_inner_steps": 20},
         "train.diloco_inner_steps=20 is for independent replicas, and mesh.replica=1: "
-        "use --config.train.diloco_inner_steps=0",
+        "use --config.mesh.replica=2",
     ),
     (
         {"pipeline.schedule": "1f1b"},
@@ -696,14 +696,14 @@ RULES = [
         "--config.model.layers=65536",
     ),
     ({"train.steps": 2.5}, "train.steps=2.5 is not an integer: use --config.train.steps=2"),
-    ({"train.steps": True}, "train.steps=True is not an integer: use --config.train.steps=100"),
+    ({"train.steps": True}, "train.steps=True is not an integer"),
     (
         {"model.qk_norm": 1},
         "model.qk_norm=1 is not a boolean (true or false): use --config.model.qk_norm=true",
     ),
     (
         {"model.biases": True},
-        "model.biases=True is not a tuple of strings: use --config.model.biases=",
+        "model.biases=True is not a tuple of strings",
     ),
     (
         {"train.profile_steps": 99},
