@@ -10,6 +10,7 @@ One process, on the host; no device is used.
 import collections
 import dataclasses
 import math
+import os
 import pathlib
 import re
 import sys
@@ -104,17 +105,20 @@ def main(argv: Sequence[str]) -> int:
 def folder_of(flags: types.SimpleNamespace, command: str) -> pathlib.Path:
     """The folder that the command's word names. Raises UsageError if there is not one word, or no
     workdir."""
+    usage = f"jaxtrain convert {command} DIR --workdir=W"
     if len(flags.words) != 1:
         rule = f"{command} is about one folder, not {len(flags.words)}"
-        raise UsageError(rule, advice=f"jaxtrain convert {command} DIR --workdir=W")
-    if not flags.workdir:
-        raise UsageError(
-            "--workdir is empty", {"workdir": f"runs/{pathlib.Path(flags.words[0]).name}"}
-        )
+        raise UsageError(rule, advice=usage)
     if scheme := stores.scheme_of(flags.words[0]):
         rule = f"{flags.words[0]} is an address ({scheme}), and published models are local folders"
-        raise UsageError(rule, advice=f"jaxtrain convert {command} DIR --workdir=W")
-    return pathlib.Path(flags.words[0])
+        raise UsageError(rule, advice=usage)
+    folder = pathlib.Path(flags.words[0])
+    new = f"runs/{folder.name}"
+    if not flags.workdir and (command == "to_hf" or os.path.lexists(new)):
+        raise UsageError("--workdir is empty", advice=usage)
+    if not flags.workdir:
+        raise UsageError("--workdir is empty", {"workdir": new})
+    return folder
 
 
 # --- in -------------------------------------------------------------------------------------------
