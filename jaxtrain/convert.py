@@ -10,7 +10,6 @@ One process, on the host; no device is used.
 import collections
 import dataclasses
 import math
-import os
 import pathlib
 import re
 import sys
@@ -113,11 +112,10 @@ def folder_of(flags: types.SimpleNamespace, command: str) -> pathlib.Path:
         rule = f"{flags.words[0]} is an address ({scheme}), and published models are local folders"
         raise UsageError(rule, advice=usage)
     folder = pathlib.Path(flags.words[0])
-    new = f"runs/{folder.name}"
-    if not flags.workdir and (command == "to_hf" or os.path.lexists(new)):
-        raise UsageError("--workdir is empty", advice=usage)
     if not flags.workdir:
-        raise UsageError("--workdir is empty", {"workdir": new})
+        new = pathlib.Path("runs", folder.name)
+        fixes = {} if command == "to_hf" or new.exists() else {"workdir": str(new)}
+        raise UsageError("--workdir is empty", fixes, advice="" if fixes else usage)
     return folder
 
 

@@ -10,7 +10,6 @@ raised, because the message ends with flags that mend all of them (cli.py). No j
 import ast
 import contextlib
 import dataclasses
-import difflib
 import math
 import sys
 import textwrap
@@ -24,7 +23,7 @@ from ml_collections import ConfigDict, config_flags
 from jaxtrain import __version__
 from jaxtrain import config as cfg
 from jaxtrain.config import Config
-from jaxtrain.config.errors import UsageError
+from jaxtrain.config.errors import UsageError, nearly
 from jaxtrain.config.recipes import DEFAULT_RECIPE, RecipeError, find_recipe, load_recipe
 
 VERSION = f"jaxtrain {__version__}"
@@ -272,7 +271,7 @@ def _unknown(
     if len(meant) == 1:
         return UsageError(rule, setting=meant[0])
     names = [*known, *(SETTING + path for path in settings)]
-    nearest = next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.75)), "")
+    nearest = nearly(name, names)
     if not nearest:
         return UsageError(rule, advice="--help, which lists all flags")
     if nearest not in known:

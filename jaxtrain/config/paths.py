@@ -2,19 +2,16 @@
 as JSON. No jax."""
 
 import dataclasses
-import difflib
 import functools
 import math
-import re
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.config.errors import TUPLE_MARKS, ConfigError
+from jaxtrain.config.errors import TUPLE_MARKS, ConfigError, nearly
 from jaxtrain.config.settings import LARGEST_INT, Config, with_values
 
-SIMILAR = 0.85  # of paths, by difflib, where one may be meant for the other
 EXPONENTS = {"k": "e3", "K": "e3", "M": "e6", "B": "e9", "T": "e12"}
 
 
@@ -70,7 +67,7 @@ def from_dict(values: dict[str, Any]) -> Config:
     given = {}
     for group, settings in values.items():
         if group not in groups:
-            near = "".join(difflib.get_close_matches(str(group), groups, 1))
+            near = nearly(str(group), groups, 0.7)
             raise ConfigError(str(group), settings, "is an unknown group of settings", near)
         if not isinstance(settings, dict):
             raise ConfigError(group, settings, "is a group of settings, not a value")
@@ -165,15 +162,12 @@ def kind_name(kind: Any) -> str:
 
 def meant(path: str) -> str:
     """The setting that an unknown path is meant for: the only one of that name if no other group is
-    named, or the name says enough (batch_size, not steps); else one of nearly that path, with the
-    same digits. "" if there is none."""
+    named, or the name says enough (batch_size, not steps); else one of nearly that path. "" if
+    there is none."""
     _, dot, name = path.rpartition(".")
     tells = "_" in name or not dot
     elsewhere = [known for known in fields() if tells and known.endswith(f".{name}")]
-    digits = re.findall(r"\d", path)
-    similar = [known for known in fields() if re.findall(r"\d", known) == digits]
-    near = difflib.get_close_matches(path, similar, 1, SIMILAR)
-    return next(iter(elsewhere if len(elsewhere) == 1 else near), "")
+    return elsewhere[0] if len(elsewhere) == 1 else nearly(path, fields(), 0.85)
 
 
 def unknown_field(path: str, value: Any) -> ConfigError:

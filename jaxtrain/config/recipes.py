@@ -10,18 +10,16 @@ and checks it.
 """
 
 import dataclasses
-import difflib
 import json
 import os
 import pathlib
-import re
 import runpy
 import traceback
 from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.config import Config, from_dict, to_dict
-from jaxtrain.config.errors import UsageError
+from jaxtrain.config.errors import UsageError, nearly
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 # The shipped recipes lie inside an installed package (pyproject.toml), and beside it in a checkout.
@@ -82,10 +80,8 @@ def _unknown(rule: str, path: pathlib.Path) -> RecipeError:
         *_recipes_in(current / "configs"),
     ]:
         known.setdefault(recipe.stem, str(recipe))
-    digits = re.findall(r"\d", path.stem)
-    similar = [name for name in known if re.findall(r"\d", name) == digits]
-    if near := difflib.get_close_matches(path.stem, similar, n=1, cutoff=0.75):
-        return RecipeError(rule, known[near[0]])
+    if near := nearly(path.stem, known):
+        return RecipeError(rule, known[near])
     if shipped:
         return RecipeError(rule, "", advice=f"a file, or one of {', '.join(shipped)}")
     return RecipeError(

@@ -17,23 +17,20 @@ Standard library only.
 
 import collections
 import dataclasses
-import difflib
 import fnmatch
 import glob
 import os
 import pathlib
-import re
 import sysconfig
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from jaxtrain.config.errors import ConfigError, suggestion
+from jaxtrain.config.errors import ConfigError, nearly, suggestion
 
 STDLIB = "stdlib"
 LEFT_OUT_OF_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 HIDDEN = ("_", ".")  # the names below a source that begin with these are passed over
 NAMED = 3  # the names that a line lists at most
-SIMILAR = 0.8  # of names, by difflib, where one may be meant for the other
 ENDINGS = 5  # the endings that a line counts at most
 COMPRESSIONS = {
     ".gz": "gzip",
@@ -208,14 +205,11 @@ def find(name: str) -> Source:
 
 
 def similar_files(path: pathlib.Path) -> list[str]:
-    """The path of the file in a missing file's folder whose name is nearly its name, if one is, and
-    has the same digits: another number is another part, version or year."""
+    """The path of the file in a missing file's folder whose name is nearly its name, if one is."""
     if not path.parent.is_dir():
         return []
-    digits = re.findall(r"\d", path.name)
     names = {other.name: str(other) for other in path.parent.iterdir()}
-    similar = [name for name in names if re.findall(r"\d", name) == digits]
-    return [names[name] for name in difflib.get_close_matches(path.name, similar, 1, SIMILAR)]
+    return [names[name] for name in filter(None, [nearly(path.name, names)])]
 
 
 def _place(name: str) -> tuple[pathlib.Path, tuple[str, ...]]:

@@ -52,8 +52,7 @@ def environment_processes(environment: Mapping[str, str]) -> int:
     one process.
     """
     if _in_slurm_step(environment):
-        name = next(filter(environment.get, ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")), "")
-        return number(environment, name, 1) if name else 1
+        return number(environment, _slurm_tasks(environment), 1, default="1")
     names = ("OMPI_COMM_WORLD_SIZE", "JAX_NUM_PROCESSES", "PMI_SIZE", "SKYPILOT_NUM_NODES")
     return next((number(environment, name, 1) for name in names if environment.get(name)), 1)
 
@@ -95,8 +94,8 @@ def simulated_devices(
         for word in environment.get("XLA_FLAGS", "").split()
         if word.startswith(option)
     ]
-    if environment.get("JAX_NUM_CPU_DEVICES"):
-        asked.append(number(environment, "JAX_NUM_CPU_DEVICES", 1))
+    names = filter(environment.get, ["JAX_NUM_CPU_DEVICES"])
+    asked += [number(environment, name, 1) for name in names]
     if namespace.cpu_devices:
         return namespace.cpu_devices * processes
     platforms = environment.get("JAX_PLATFORMS", "")
@@ -140,13 +139,11 @@ def job(namespace: types.SimpleNamespace, environment: Mapping[str, str]) -> dic
         return _open_mpi_job(environment, address)
     arguments: dict[str, Any] = {"coordinator_address": address} if address else {}
     if _in_slurm_step(environment):
-        tasks, on_node = environment_processes(environment), _slurm_tasks_on_node(environment)
-        number(environment, "SLURM_LOCALID", most=on_node - 1)
+        number(environment, "SLURM_LOCALID", most=_slurm_tasks_on_node(environment) - 1)
         if not address:  # jax makes it of these
             number(environment, "SLURM_JOB_ID", most=10**18)
             number(environment, "SLURM_NTASKS", 1)
-        process = number(environment, "SLURM_PROCID", most=tasks - 1)
-        return arguments | {"num_processes": tasks, "process_id": process}
+        return arguments | _process(environment, _slurm_tasks(environment), "SLURM_PROCID")
     if environment_processes(environment) > 1:
         if environment.get("JAX_NUM_PROCESSES"):
             return _indexed_job(environment, address)
@@ -159,12 +156,24 @@ def job(namespace: types.SimpleNamespace, environment: Mapping[str, str]) -> dic
     return arguments | {"num_processes": 1, "process_id": 0} if namespace.coordinator else arguments
 
 
+def _slurm_tasks(environment: Mapping[str, str]) -> str:
+    """The variable with the number of a step's tasks."""
+    return "SLURM_STEP_NUM_TASKS" if environment.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+
+
+def _process(environment: Mapping[str, str], processes: str, *names: str) -> dict[str, Any]:
+    """The keywords for the number of processes and for this one's, from the variable `processes`
+    and the first of `names` that is set."""
+    count = number(environment, processes, 1)
+    name = next(filter(environment.get, names), names[0])
+    return {"num_processes": count, "process_id": number(environment, name, most=count - 1)}
+
+
 def _open_mpi_job(environment: Mapping[str, str], address: str) -> dict[str, Any]:
     """The keywords for a job of Open MPI. Version 5 does not tell the address of its launcher, so
     jax finds none: processes of one machine meet at a port made from the job's name, and those of
     several machines need --coordinator or JAX_COORDINATOR_ADDRESS."""
-    processes = number(environment, "OMPI_COMM_WORLD_SIZE", 1)
-    rank = number(environment, "OMPI_COMM_WORLD_RANK", most=processes - 1)
+    known = _process(environment, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
     if not address and "OMPI_MCA_orte_hnp_uri" not in environment:
         if environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") != environment["OMPI_COMM_WORLD_SIZE"]:
             raise ClusterError(
@@ -172,7 +181,6 @@ def _open_mpi_job(environment: Mapping[str, str], address: str) -> dict[str, Any
                 "--coordinator=HOST:PORT, a free port of its machine"
             )
         address = f"localhost:{_port_of(environment.get('PMIX_NAMESPACE', 'jaxtrain'))}"
-    known = {"num_processes": processes, "process_id": rank}
     return known | ({"coordinator_address": address} if address else {})
 
 
@@ -180,16 +188,13 @@ def _indexed_job(environment: Mapping[str, str], address: str) -> dict[str, Any]
     """The keywords for JAX_NUM_PROCESSES processes; the id is JAX_PROCESS_ID or, in an indexed Job
     of Kubernetes, JOB_COMPLETION_INDEX
     (https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode)."""
-    names = ("JAX_PROCESS_ID", "JOB_COMPLETION_INDEX")
-    processes = number(environment, "JAX_NUM_PROCESSES", 1)
     if not address:
         raise ClusterError(
-            f"JAX_NUM_PROCESSES={processes} in the environment needs "
-            "JAX_COORDINATOR_ADDRESS=HOST:PORT beside it (or --coordinator): set it, or unset both"
+            "JAX_NUM_PROCESSES in the environment needs JAX_COORDINATOR_ADDRESS=HOST:PORT beside "
+            "it (or --coordinator): set it, or unset both"
         )
-    index = next(filter(environment.get, names), names[0])
-    process = number(environment, index, most=processes - 1)
-    return {"coordinator_address": address, "num_processes": processes, "process_id": process}
+    known = _process(environment, "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JOB_COMPLETION_INDEX")
+    return known | {"coordinator_address": address}
 
 
 def _skypilot_job(environment: Mapping[str, str], address: str) -> dict[str, Any]:
@@ -203,9 +208,8 @@ def _skypilot_job(environment: Mapping[str, str], address: str) -> dict[str, Any
             "SKYPILOT_NUM_NODES for a run of one process"
         )
     address = address or f"{ips[0]}:{_port_of(environment.get('SKYPILOT_TASK_ID', 'jaxtrain'))}"
-    nodes = number(environment, "SKYPILOT_NUM_NODES", 1)
-    process = number(environment, "SKYPILOT_NODE_RANK", most=nodes - 1)
-    return {"num_processes": nodes, "process_id": process, "coordinator_address": address}
+    known = _process(environment, "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK")
+    return known | {"coordinator_address": address}
 
 
 def _port_of(name: str) -> int:

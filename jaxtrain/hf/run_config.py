@@ -126,8 +126,10 @@ def read_origin(folder: str, workdir: str) -> Origin:
     """The settings of `train.init_from`. Those of the run in `workdir` count if it began with this
     folder, and the folder is gone. Raises HfError for what cannot be honoured, ConfigError for a
     folder without config.json."""
-    path = pathlib.Path(os.path.expanduser(folder)).absolute()
-    stored = pathlib.Path(workdir) / CONFIG_FILE
+    path, stored = (
+        pathlib.Path(os.path.expanduser(folder)).absolute(),
+        pathlib.Path(workdir) / CONFIG_FILE,
+    )
     if not (path / CONFIG).exists():
         with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
             run = cfg.from_dict(json.loads(stored.read_bytes()))

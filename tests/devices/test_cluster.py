@@ -230,7 +230,7 @@ def without(environment: dict[str, str], *names: str) -> dict[str, str]:
     [
         (
             without(jobset(1), "JAX_COORDINATOR_ADDRESS"),
-            "JAX_NUM_PROCESSES=4 in the environment needs JAX_COORDINATOR_ADDRESS=HOST:PORT",
+            "JAX_NUM_PROCESSES in the environment needs JAX_COORDINATOR_ADDRESS=HOST:PORT",
         ),
         (
             without(jobset(1), "JOB_COMPLETION_INDEX"),
