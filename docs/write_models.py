@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 from jaxtrain.hf.entries import PassedOver, Training  # noqa: E402 (the path comes first)
 from jaxtrain.hf.families import FAMILIES  # noqa: E402
 from jaxtrain.hf.families.family import Family  # noqa: E402
-from jaxtrain.hf.fields import WITHOUT_EFFECT  # noqa: E402
+from jaxtrain.hf.fields import MARKS, WITHOUT_EFFECT  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 HEAD = """# Published models
@@ -58,6 +58,9 @@ A run trains by its own settings, and says so where one of these is set: {traini
 ## Without effect
 
 {passed}.
+
+Fields whose names begin with {marks} are marks that libraries leave:
+they are passed over with a line.
 """
 
 
@@ -109,6 +112,7 @@ def text() -> str:
     tail = TAIL.format(
         training=names(of_kind(Training)),
         passed=names((of_kind(PassedOver) | WITHOUT_EFFECT) - {"architectures", "model_type"}),
+        marks=names(MARKS),
     )
     return f"{HEAD}\n## Families\n\n" + "\n".join(lines) + "\n" + tail
 

@@ -27,7 +27,7 @@ from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.devices import cluster_environment
 from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES
 from jaxtrain.devices.startup import start_jax
-from jaxtrain.hf.files import tokenizer_of
+from jaxtrain.hf.files import CONFIG, SOURCE, tokenizer_of
 from jaxtrain.pipeline.checks import RULES, RULES_WITH_TABLES
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
@@ -122,7 +122,11 @@ def parse_unchecked(
 
             model = read_origin(config.train.init_from, workdir)
             config, before = started_from(model, before, reading.overrides)
-            namespace.notes = model.notes_for(config.model)
+            namespace.notes = model.notes_for(config)
+        elif os.path.isfile(kept := os.path.join(workdir, SOURCE, CONFIG)):
+            from jaxtrain.hf.run_config import notes_of_length
+
+            namespace.notes = notes_of_length(config, pathlib.Path(kept))
         return check(namespace, config, before)
 
     return checked(read_flags(argv, description, flags, with_config=True), read, recipe)
@@ -181,6 +185,8 @@ def checked(reading: Reading, check: Callable[[Reading], T], recipe: Config | No
         if "coordinator" in reading.values:
             check_cluster(reading.namespace)
         try:
+            if "coordinator" in reading.values:
+                cluster_environment.job(reading.namespace, os.environ)
             return check(reading)
         except RunError as error:
             if not reading.errors:
@@ -311,7 +317,11 @@ def _writable(path: pathlib.Path, otherwise: str) -> str:
         if path.name.isprintable() and 0 < len(path.name) < 100
         else otherwise
     )
-    for folder in (pathlib.Path(), pathlib.Path.home(), pathlib.Path(tempfile.gettempdir())):
+    for folder in (
+        pathlib.Path(),
+        pathlib.Path(os.path.expanduser("~")),
+        pathlib.Path(tempfile.gettempdir()),
+    ):
         for name in (near, otherwise):
             if os.access(folder, os.W_OK) and not os.path.lexists(folder / name):
                 return str(folder / name)

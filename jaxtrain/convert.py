@@ -105,17 +105,19 @@ def main(argv: Sequence[str]) -> int:
 def folder_of(flags: types.SimpleNamespace, command: str) -> pathlib.Path:
     """The folder that the command's word names. Raises UsageError if there is not one word, or no
     workdir."""
+    usage = f"jaxtrain convert {command} DIR --workdir=W"
     if len(flags.words) != 1:
         rule = f"{command} is about one folder, not {len(flags.words)}"
-        raise UsageError(rule, advice=f"jaxtrain convert {command} DIR --workdir=W")
-    if not flags.workdir:
-        raise UsageError(
-            "--workdir is empty", {"workdir": f"runs/{pathlib.Path(flags.words[0]).name}"}
-        )
+        raise UsageError(rule, advice=usage)
     if scheme := stores.scheme_of(flags.words[0]):
         rule = f"{flags.words[0]} is an address ({scheme}), and published models are local folders"
-        raise UsageError(rule, advice=f"jaxtrain convert {command} DIR --workdir=W")
-    return pathlib.Path(flags.words[0])
+        raise UsageError(rule, advice=usage)
+    folder = pathlib.Path(flags.words[0])
+    if not flags.workdir:
+        new = pathlib.Path("runs", folder.name)
+        fixes = {} if command == "to_hf" or new.exists() else {"workdir": str(new)}
+        raise UsageError("--workdir is empty", fixes, advice="" if fixes else usage)
+    return folder
 
 
 # --- in -------------------------------------------------------------------------------------------
@@ -165,7 +167,7 @@ def from_hf(command_line: Reading) -> None:
         raise CheckpointError(f"{workdir} cannot be written ({error.strerror})") from None
     finally:
         lock.release()
-    notes = (*published.notes_for(config.model), *run.notes)
+    notes = (*published.notes_for(config), *run.notes)
     print(*(f"note: {note}" for note in notes), sep="\n", end="\n" if notes else "")
     count = len(source.tensors) + len(source.copies)
     model = f"a {published.family.model_type} with {count} tensors"

@@ -48,6 +48,7 @@ from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag
 from jaxtrain.config.mesh_rules import kv_heads_fit, mlp_widths
 from jaxtrain.config.rules import divisors, near
 from jaxtrain.devices import startup
+from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES
 from jaxtrain.hf.files import SOURCE
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
@@ -211,7 +212,7 @@ def check_flags(flags: types.SimpleNamespace) -> None:
     if flags.context > 1 and device_count(flags) > MOST_CPU_DEVICES:
         raise UsageError(
             f"{split_flags(flags)} is more than {MOST_CPU_DEVICES} devices",
-            {"context": max(1, MOST_CPU_DEVICES // flags.model)},
+            {"context": max(1, SIMULATED_DEVICES // flags.model)},  # so many start in seconds
         )
     if 0 < flags.cpu_devices < device_count(flags):
         raise UsageError(

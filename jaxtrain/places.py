@@ -334,7 +334,7 @@ def _free(name: str) -> str:
         bases.append(os.path.join(tempfile.gettempdir(), "runs"))
     # what stands for bytes that are no UTF-8 is not printable
     name = "".join(letter if letter.isprintable() else "_" for letter in name)
-    for base in bases:
+    for base in (base for base in bases if not base.startswith("~")):  # of a user without a home
         folders = (
             os.path.join(base, f"{name[:100] or 'run'}{'' if n == 1 else f'-{n}'}")
             for n in itertools.count(1)

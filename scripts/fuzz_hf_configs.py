@@ -96,6 +96,10 @@ HARMLESS = {
     "temperature": some(1.0, 0.6),
     "top_p": some(1.0, 0.9),
     "return_dict": some(True),
+    # marks of libraries
+    "_attn_implementation_autoset": some(True),
+    "_drawn": some(1, None, [], {}),
+    "unsloth_version": some("2026.5.2"),
 }
 # Some are smaller than the bytes' 257, the tokenizer of a folder without one.
 VOCABULARY = lambda chance, _: (

@@ -26,6 +26,8 @@ from jaxtrain.hf.files import SLOW_TOKENIZERS
 from jaxtrain.hf.safetensors_folder import INDEX
 from jaxtrain.run.files import CONFIG_FILE
 
+BYTES = "--config.data.tokenizer=bytes"
+
 
 def run(*words: object) -> int:
     """The command's exit status, in this process."""
@@ -56,7 +58,7 @@ def imported(tmp_path_factory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("imported")
     write_llama(folder / "model")
     (folder / "model" / "generation_config.json").write_text('{"temperature": 0.6}')
-    assert run("from_hf", folder / "model", f"--workdir={folder / 'run'}") == 0
+    assert run("from_hf", folder / "model", f"--workdir={folder / 'run'}", BYTES) == 0
     return folder
 
 
@@ -87,7 +89,7 @@ def test_training_continues_it(imported, tmp_path):
     work = tmp_path / "run"
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("a batch is cut into microbatches. " * 200)
-    words = [f"--workdir={work}", f"--config.data.source={corpus}"]
+    words = [f"--workdir={work}", f"--config.data.source={corpus}", BYTES]
     assert run("from_hf", imported / "model", *words) == 0
     flags = train_runs.settings(
         train__steps=1, train__sample_tokens=0, data__batch_size=8, data__sequence_length=32
@@ -299,6 +301,15 @@ def test_wrong_tensors(capsys, tmp_path, name):
     assert_refused(capsys, message, *words, unwritten=tmp_path / "run")
 
 
+def test_a_size_by_default_that_the_tensors_do_not_have(capsys, tmp_path):
+    write_llama(tmp_path / "model")
+    sizes = {name: value for name, value in CONFIGS["llama"].items() if name != "hidden_size"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(sizes))
+    message = "[260, 16], not [260, 4096] by config.json and its defaults"
+    words = ["from_hf", tmp_path / "model", f"--workdir={tmp_path / 'run'}"]
+    assert_refused(capsys, message, *words, unwritten=tmp_path / "run")
+
+
 def test_wrong_folders(capsys, tmp_path):
     model, run_folder = tmp_path / "model", tmp_path / "run"
     words = ["from_hf", model, f"--workdir={run_folder}"]
@@ -321,8 +332,9 @@ def test_wrong_folders(capsys, tmp_path):
     (model / INDEX).write_text(json.dumps({"weight_map": {UP: "gone.safetensors"}}))
     refused(f"{model / 'gone.safetensors'} is missing")
     write_llama(model)
-    (model / INDEX).write_text(json.dumps({"weight_map": {"x": "model.safetensors"}}))
-    refused("model.safetensors: x is missing")
+    (model / "model.safetensors").rename(model / "part.safetensors")
+    (model / INDEX).write_text(json.dumps({"weight_map": {"x": "part.safetensors"}}))
+    refused("part.safetensors: x is missing")
     (model / "config.json").write_text("{")
     refused(f"{model / 'config.json'} is no JSON")
 
@@ -351,6 +363,7 @@ def test_wrong_flags(capsys, imported, tmp_path):
         "'in' is no command of jaxtrain convert": ["in"],
         "from_hf is about one folder, not 2": ["from_hf", model, model, "--workdir=x"],
         "--workdir is empty: use --workdir=runs/model": ["from_hf", model],
+        "--workdir is empty: use jaxtrain convert to_hf DIR --workdir=W": ["to_hf", model],
         "model.width=32 contradicts": [
             "from_hf",
             model,

@@ -242,6 +242,7 @@ def test_a_command_parses(command, tmp_path, monkeypatch):
     if published := re.search(r"init_from=(\S+)", command):
         (tmp_path / published[1]).mkdir(parents=True)
         (tmp_path / published[1] / "config.json").write_text(json.dumps(CONFIGS["llama"]))
+        (tmp_path / published[1] / "tokenizer.json").write_text("{}")
     try:
         check(command)
     except SystemExit as end:

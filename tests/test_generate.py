@@ -250,7 +250,7 @@ def refused(capsys, call, *argv: str) -> str:
         ),
         (
             ["--prompt=1", "--tokens=5", "--model=3", "--context=1000"],
-            "--context=1000 × --model=3 is more than 1024 devices: use --context=341 --model=2",
+            "--context=1000 × --model=3 is more than 1024 devices: use --context=2 --model=2",
         ),
         (
             ["--prompt=1", "--tokens", "5", "--top_p=run", "--step=5", "--seed=inf"],
@@ -405,7 +405,7 @@ def test_flags_are_checked_without_jax(tmp_path):
             *("--cpu_devices=5", "--context=3", "--model=2")
         ],
         "--context=0 must be at least 1: use --context=1": ["--context=0"],
-        "--context=5000 is more than 1024 devices: use --context=1024": ["--context=5000"],
+        "--context=5000 is more than 1024 devices: use --context=8": ["--context=5000"],
         "--top_q is an unknown flag: use --top_p": ["--top_q=1"],
     }
     program = f"""

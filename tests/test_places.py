@@ -91,6 +91,15 @@ def test_a_workdir_that_is_no_text(here):
     assert "holds bytes that are not UTF-8" in refused(config(), "a\udcff")
 
 
+def test_a_user_without_a_home_folder_gets_no_folder_called_tilde(here, monkeypatch):
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.setattr(
+        files, "try_folder", lambda path: files.Unwritable("x") if "/" in path else None
+    )
+    assert places._free("x") == ""
+    assert not (here / "~").exists()
+
+
 @pytest.mark.parametrize("place", WORKDIRS, ids=lambda place: place[:20])
 def test_folders_that_cannot_be_written(here, place):
     """Also for root, whom access rights do not hold. A folder that is there is not proposed: it may

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import os
 import pathlib
 import secrets
 from collections.abc import Callable, Mapping
@@ -255,7 +256,7 @@ class Checkpoints:
         if not meta.step and not meta.checksum:
             free = [path for path in fields() if path.startswith("data.")]
             return replace(stored, {path: get(self._config, path) for path in free})
-        file, digest = pathlib.Path(name).expanduser(), meta.tokenizer.get("sha256")
+        file, digest = pathlib.Path(os.path.expanduser(name)), meta.tokenizer.get("sha256")
         if digest and file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == digest:
             return replace(stored, {"data.tokenizer": name})
         return stored

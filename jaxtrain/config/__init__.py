@@ -11,7 +11,6 @@ from jaxtrain.config.errors import (
     value_text,
 )
 from jaxtrain.config.paths import (
-    closest,
     convert,
     fields,
     from_dict,
@@ -60,7 +59,6 @@ __all__ = [
     "PrecisionConfig",
     "TUPLE_MARKS",
     "TrainConfig",
-    "closest",
     "convert",
     "ends_with_layers",
     "fields",

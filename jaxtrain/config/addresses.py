@@ -6,6 +6,7 @@ A place is the text that a user gives for a folder: an address, or a path of the
 
 import dataclasses
 import importlib.util
+import os
 import re
 
 # by scheme, the package through which that store is read and written
@@ -32,11 +33,14 @@ def is_address(place: str) -> bool:
 
 
 def fault(place: str) -> BadAddress | None:
-    """The fault of a place that looks like an address; None for a path, and for a folder in a
-    bucket of a known store (whether that store's package is installed or not).
+    """The fault of a place that looks like an address, or that is below the home folder of nobody
+    here; None for any other path, and for a folder in a bucket of a known store (whether that
+    store's package is installed or not).
 
     "SCHEME:/PATH" counts as a path unless the scheme is s3, gs or file.
     """
+    if place.startswith("~") and os.path.expanduser(place) == place:
+        return BadAddress("is below a home folder that does not exist here")
     looks = _LOOKS.match(place)
     if not looks:
         return None

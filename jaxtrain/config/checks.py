@@ -26,6 +26,11 @@ from jaxtrain.config.rules import Changes, Rule, Violation, near, values_for
 MOST_CONFIGS = 4_000  # looked at, some 50 µs each
 MOST_FIXES = 24  # of a rule
 MOST_COMBINED = 7  # fixes, where no config is known to work
+# Settings that decide what is trained; those of `model` and `data` that do not; and those that no
+# other value can stand for.
+TRAINED = ("model.", "data.", "optimizer.", "precision.", "train.steps", "train.diloco_inner_steps")
+UNTRAINED = ("model.attention_", "model.loss_chunk", "data.cache", "data.prefetch")
+NAMED = ("data.source", "data.tokenizer", "train.init_from")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,8 +150,8 @@ def field_violation(path: str, value: Any, of_recipe: Any) -> Violation | None:
     try:
         cfg.convert(path, value)
     except ConfigError as error:
-        values = [cfg.retyped(path, value, usual[0]), *usual]
-        return Violation(path, error.rule, values_for(path, values))
+        others = [] if path.startswith(TRAINED) else values_for(path, usual)
+        return Violation(path, error.rule, [*error.fixes, *others])
     choices = field.metadata["choices"]
     if choices and isinstance(value, tuple):
         for name in value:
@@ -187,7 +192,7 @@ def _unknown_choice(path: str, value: Any, choices: tuple) -> Violation:
         return Violation(path, rule, values_for(path, near(value, choices)))
     if reason := cfg.fields()[path].metadata["refused"].get(value):
         return Violation(path, reason, values_for(path, choices), len(choices))
-    close = difflib.get_close_matches(value, choices, n=len(choices), cutoff=0.5)
+    close = difflib.get_close_matches(value, choices, n=len(choices), cutoff=0.75)
     show = 1 if close else len(choices)
     return Violation(path, "is unknown", values_for(path, close or choices), show)
 
@@ -195,7 +200,7 @@ def _unknown_choice(path: str, value: Any, choices: tuple) -> Violation:
 def _unknown_name(path: str, value: tuple, name: str, choices: tuple) -> Violation:
     """A tuple's item that is none of the choices. The fixes: the closest choice in its place, or
     the tuple without it."""
-    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.65)
     fixed = (other for item in value for other in (close if item == name else [item]))
     rule = f"names {name!r}, which is none of {', '.join(choices)}"
     return Violation(path, rule, [{path: tuple(dict.fromkeys(fixed))}])
@@ -236,6 +241,7 @@ class _Search:
     def __init__(self, config: Config, environment: Environment):
         self.config, self.environment = config, environment
         self.walked = 0  # configs
+        self.kept: tuple[str, ...] = ()  # beginnings of the settings that no fix may change
         self._known: dict[str, tuple[Changes, ...] | None] = {}
         self._wrong = [
             path
@@ -259,7 +265,15 @@ class _Search:
     def fewest_changes(self) -> Changes:
         """The fewest fixes of broken rules that work together, or the settings that go back to
         another config, where these are only one, or fewer by more than one. Empty where nothing
-        works."""
+        works.
+
+        Fixes that leave alone what is trained have precedence, up to two of them, and nothing is
+        suggested in place of a published model's settings."""
+        self.kept = TRAINED
+        if changes := self._walk({}, 1) or self._walk({}, 2):
+            return changes
+        self.kept = ("model.",) if self.config.train.init_from else ()
+        self._known.clear()
         if changes := self._walk({}, 1):
             return changes
         restored = (self._restored(other) for other in _known_to_work(self.environment))
@@ -315,14 +329,21 @@ class _Search:
             paths = [path for path in cfg.fields() if path in changes or path in self._wrong]
             violation = next(_violations(config, self.environment, paths), None)
             fixes = itertools.islice(violation.fixes, MOST_FIXES) if violation else ()
-            self._known[key] = tuple(fixes) if violation else None
+            kept = lambda path: path.startswith(self.kept) and not path.startswith(UNTRAINED)
+            allowed = tuple(fix for fix in fixes if not any(map(kept, fix)))
+            self._known[key] = allowed if violation else None
         return self._known[key]
 
     def _restored(self, other: Config) -> Changes | None:
         """The settings in which the config has to become like one that works, none without need;
         None if that one does not work here."""
         pairs = {path: (cfg.get(self.config, path), cfg.get(other, path)) for path in cfg.fields()}
-        changes = {path: new for path, (old, new) in pairs.items() if repr(old) != repr(new)}
+        changes = {
+            path: new
+            for path, (old, new) in pairs.items()
+            if repr(old) != repr(new) and not path.startswith((*NAMED, *self.kept))
+            if not (path in self._wrong and path.startswith(TRAINED))
+        }
         return self._needed(changes) if self.passes(changes) else None
 
     def _needed(self, changes: Changes) -> Changes:

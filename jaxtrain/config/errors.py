@@ -1,8 +1,10 @@
 """Errors of settings and flags: one line that ends with flags to copy into a shell. Standard
 library only."""
 
+import difflib
+import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 # where a flag's text has one of these, a tuple is read as a Python literal
@@ -55,6 +57,14 @@ class UsageError(ValueError):
         alternatives = f" (or {', '.join(map(value_text, others))})" if others else ""
         use = " ".join(filter(None, [flags + alternatives, advice]))
         super().__init__(text or rule + (f": use {use}" if use else ""))
+
+
+def nearly(word: str, known: Iterable[str], cutoff: float = 0.8) -> str:
+    """The known word that a word nearly is, by difflib, and that has the same digits: with another
+    number it is another part, version or year. "" if there is none."""
+    digits = re.findall(r"\d", word)
+    alike = [each for each in known if re.findall(r"\d", each) == digits]
+    return next(iter(difflib.get_close_matches(word, alike, 1, cutoff)), "")
 
 
 def one_line(text: str) -> str:

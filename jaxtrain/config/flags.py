@@ -10,7 +10,6 @@ raised, because the message ends with flags that mend all of them (cli.py). No j
 import ast
 import contextlib
 import dataclasses
-import difflib
 import math
 import sys
 import textwrap
@@ -24,7 +23,7 @@ from ml_collections import ConfigDict, config_flags
 from jaxtrain import __version__
 from jaxtrain import config as cfg
 from jaxtrain.config import Config
-from jaxtrain.config.errors import UsageError
+from jaxtrain.config.errors import UsageError, nearly
 from jaxtrain.config.recipes import DEFAULT_RECIPE, RecipeError, find_recipe, load_recipe
 
 VERSION = f"jaxtrain {__version__}"
@@ -187,7 +186,7 @@ def _read_values(reading: Reading, known: Mapping[str, Flag], texts: Mapping[str
             reading.values[name] = _flag_value(known[name], text) if isinstance(text, str) else text
         except UsageError as error:
             reading.errors.append(error)
-            reading.values[name] = error.fixes[name]
+            reading.values[name] = error.fixes.get(name, known[name].default)
 
 
 def _value_after(rest: list[str], default: Any) -> str | None:
@@ -216,10 +215,10 @@ def _flag_value(flag: Flag, text: str) -> Any:
     try:
         value = kind(text)
     except ValueError:
-        raise UsageError(
-            f"--{flag.name}={cfg.shown(text)} is not {cfg.kind_name(kind)}",
-            {flag.name: _nearest(flag, text)},
-        ) from None
+        value = cfg.number(text) if kind is float else None
+        if value is None:
+            rule = f"--{flag.name}={cfg.shown(text)} is not {cfg.kind_name(kind)}"
+            raise UsageError(rule, _nearest(flag, text)) from None
     if value == flag.default:
         return value
     if flag.at_least is not None and not float(value) >= flag.at_least:
@@ -228,7 +227,7 @@ def _flag_value(flag: Flag, text: str) -> Any:
             {flag.name: kind(flag.at_least)},
         )
     if kind is float and not math.isfinite(value):
-        raise UsageError(f"--{flag.name}={text} is not a finite number", {flag.name: flag.default})
+        raise UsageError(f"--{flag.name}={text} is not a finite number")
     if flag.at_most is not None and value > flag.at_most:  # nobody means the bound
         raise UsageError(
             f"--{flag.name}={text} must be at most {flag.at_most}", {flag.name: flag.default}
@@ -236,17 +235,14 @@ def _flag_value(flag: Flag, text: str) -> Any:
     return value
 
 
-def _nearest(flag: Flag, text: str) -> Any:
-    """The value of the flag's type and within its bounds that is nearest to a text of another type,
-    such as 20 for 19.8; its default if there is none."""
+def _nearest(flag: Flag, text: str) -> dict[str, Any]:
+    """The flag with the value of its type and within its bounds that is nearest to a text of
+    another type, such as 20 for 19.8; {} if there is none."""
     number = cfg.number(text) if isinstance(flag.default, int) else None
-    if (
-        number is None
-        or abs(number) > cfg.LARGEST_INT
-        or (flag.at_most is not None and number > flag.at_most)
-    ):
-        return flag.default
-    return max(round(number), int(flag.at_least or 0))
+    most = cfg.LARGEST_INT if flag.at_most is None else flag.at_most
+    if number is None or abs(number) > most:
+        return {}
+    return {flag.name: max(round(number), int(flag.at_least or 0))}
 
 
 def _unknown(
@@ -264,14 +260,18 @@ def _unknown(
         if member:
             rule = f"{path}={text!r} is a group of settings, such as {member}"
             return UsageError(rule, setting=member, advice=f"--config.{member}")
-        return UsageError(f"{path}={text!r} is an unknown setting", setting=cfg.meant(path))
+        path_meant = cfg.meant(path)
+        advice = "" if path_meant else "--help, which lists all settings"
+        return UsageError(
+            f"{path}={text!r} is an unknown setting", setting=path_meant, advice=advice
+        )
     rule = f"--{name[:MOST_SHOWN]} is an unknown flag"
     name = name.lstrip("-").replace("-", "_")
     meant = [path for path in settings if name == path or path.endswith("." + name)]
-    if meant:
+    if len(meant) == 1:
         return UsageError(rule, setting=meant[0])
     names = [*known, *(SETTING + path for path in settings)]
-    nearest = next(iter(difflib.get_close_matches(name, names, n=1)), "")
+    nearest = nearly(name, names)
     if not nearest:
         return UsageError(rule, advice="--help, which lists all flags")
     if nearest not in known:

@@ -2,16 +2,17 @@
 as JSON. No jax."""
 
 import dataclasses
-import difflib
 import functools
 import math
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.config.errors import TUPLE_MARKS, ConfigError
+from jaxtrain.config.errors import TUPLE_MARKS, ConfigError, nearly
 from jaxtrain.config.settings import LARGEST_INT, Config, with_values
+
+EXPONENTS = {"k": "e3", "K": "e3", "M": "e6", "B": "e9", "T": "e12"}
 
 
 @functools.cache
@@ -66,12 +67,10 @@ def from_dict(values: dict[str, Any]) -> Config:
     given = {}
     for group, settings in values.items():
         if group not in groups:
-            nearest = closest(str(group), groups)
-            raise ConfigError(str(group), settings, "is an unknown group of settings", nearest)
+            near = nearly(str(group), groups, 0.7)
+            raise ConfigError(str(group), settings, "is an unknown group of settings", near)
         if not isinstance(settings, dict):
-            path = next(p for p in known if p.startswith(group + "."))
-            fixes = [{path: retyped(path, settings)}]
-            raise ConfigError(group, settings, "is a group of settings, not a value", fixes=fixes)
+            raise ConfigError(group, settings, "is a group of settings, not a value")
         for name, value in settings.items():
             if f"{group}.{name}" not in known:
                 raise unknown_field(f"{group}.{name}", value)
@@ -94,9 +93,9 @@ def convert(path: str, value: Any) -> Any:
             return values
     if type(value) is kind:
         return value
-    raise ConfigError(
-        path, value, f"is not {kind_name(kind)}", fixes=[{path: retyped(path, value)}]
-    )
+    nearest = retyped(path, value)
+    fixes = [] if nearest is None else [{path: nearest}]
+    raise ConfigError(path, value, f"is not {kind_name(kind)}", fixes=fixes)
 
 
 def is_choice(path: str, value: Any) -> bool:
@@ -111,17 +110,17 @@ def is_choice(path: str, value: Any) -> bool:
     return name in metadata["counted"] and is_number and int(count) <= LARGEST_INT
 
 
-def retyped(path: str, value: Any, otherwise: Any = None) -> Any:
-    """The value of the setting's type that is closest to a value of another type; `otherwise`, or
-    the default, where there is none."""
+def retyped(path: str, value: Any) -> Any:
+    """The value of the setting's type that is closest to a value of another type; None where there
+    is none."""
     field = fields()[path]
-    item, default = item_type(field.type), field.default if otherwise is None else otherwise
+    item = item_type(field.type)
     if item is str and isinstance(value, str):
         names = tuple(filter(None, (part.strip(TUPLE_MARKS + " ") for part in value.split(","))))
-        return names or default
+        return names or None
     if item and isinstance(value, str):
         numbers = [number(part) for part in value.strip("()[] ,").split(",")]
-        return tuple(item(n) for n in numbers if n is not None) if None not in numbers else default
+        return tuple(item(n) for n in numbers if n is not None) if None not in numbers else None
     if isinstance(value, str) and field.type in (int, float):
         value = number(value)
     if field.type is int and isinstance(value, float) and abs(value) <= LARGEST_INT:
@@ -130,15 +129,16 @@ def retyped(path: str, value: Any, otherwise: Any = None) -> Any:
         return value
     if field.type is bool and type(value) is int:
         return value != 0
-    if item and type(value) is item:
-        return (value,)
-    return default
+    return (value,) if item and type(value) is item else None
 
 
 def number(text: str) -> float | None:
-    """The finite number of a text; None for any other text."""
+    """The finite number of a text, such as "0.5", "300k", "1.5B" or "$2"; None for any other
+    text."""
+    text = text.strip().removeprefix("$")
+    exponent = EXPONENTS.get(text[-1:], "")
     try:
-        number = float(text)
+        number = float(text[:-1] + exponent if exponent else text)
     except ValueError:
         return None
     return number if math.isfinite(number) else None
@@ -161,28 +161,24 @@ def kind_name(kind: Any) -> str:
 
 
 def meant(path: str) -> str:
-    """The setting whose path is most like an unknown path."""
-    paths = list(fields())
-    group, _, name = path.partition(".")
-    elsewhere = [p for p in paths if p.endswith("." + name)]
-    same_group = [p for p in paths if p.startswith(group + ".")]
-    return closest(path, elsewhere or same_group or paths)
+    """The setting that an unknown path is meant for: the only one of that name if no other group is
+    named, or the name says enough (batch_size, not steps); else one of nearly that path. "" if
+    there is none."""
+    _, dot, name = path.rpartition(".")
+    tells = "_" in name or not dot
+    elsewhere = [known for known in fields() if tells and known.endswith(f".{name}")]
+    return elsewhere[0] if len(elsewhere) == 1 else nearly(path, fields(), 0.85)
 
 
 def unknown_field(path: str, value: Any) -> ConfigError:
     """The error for a setting that does not exist, with the closest one that does."""
-    near = meant(path)
-    try:
-        value_of_type = convert(near, value)
-    except ConfigError:
-        value_of_type = retyped(near, value)
-    return ConfigError(path, value, "is an unknown setting", fixes=[{near: value_of_type}])
-
-
-def closest(word: str, known: Iterable[str]) -> str:
-    """The known word that is most like a given one."""
-    words = list(known)
-    return max(words, key=lambda w: difflib.SequenceMatcher(None, word, w).ratio())
+    near, fixes = meant(path), []
+    if near:
+        try:
+            fixes = [{near: convert(near, value)}]
+        except ConfigError as error:
+            fixes = list(error.fixes)
+    return ConfigError(path, value, "is an unknown setting", fixes=fixes)
 
 
 def plain_type(kind: Any) -> str:

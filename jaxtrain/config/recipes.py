@@ -10,7 +10,6 @@ and checks it.
 """
 
 import dataclasses
-import difflib
 import json
 import os
 import pathlib
@@ -20,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.config import Config, from_dict, to_dict
-from jaxtrain.config.errors import UsageError
+from jaxtrain.config.errors import UsageError, nearly
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 # The shipped recipes lie inside an installed package (pyproject.toml), and beside it in a checkout.
@@ -81,12 +80,10 @@ def _unknown(rule: str, path: pathlib.Path) -> RecipeError:
         *_recipes_in(current / "configs"),
     ]:
         known.setdefault(recipe.stem, str(recipe))
-    if near := difflib.get_close_matches(path.stem, known, n=1, cutoff=0.5):
-        return RecipeError(rule, known[near[0]])
+    if near := nearly(path.stem, known):
+        return RecipeError(rule, known[near])
     if shipped:
-        return RecipeError(
-            rule, DEFAULT_RECIPE, [name for name in shipped if name != DEFAULT_RECIPE]
-        )
+        return RecipeError(rule, "", advice=f"a file, or one of {', '.join(shipped)}")
     return RecipeError(
         rule,
         "",

@@ -654,7 +654,7 @@ def _places(checkpoint: CheckpointConfig, data: DataConfig) -> Iterator[Violatio
             show=2,
         )
     if addresses.is_address(data.cache) or addresses.fault(data.cache):
-        yield Violation("data.cache", "is an address, not a folder", [{"data.cache": ""}])
+        yield Violation("data.cache", "is no folder of this machine", [{"data.cache": ""}])
     if local and not every:
         yield Violation(
             "checkpoint.local_every",
@@ -693,7 +693,7 @@ def _offload_directory(
             [{"parallel.offload": offload}, without],
         )
     if addresses.is_address(folder) or addresses.fault(folder):
-        yield Violation(path, "is an address, not a folder of a local disk", [without])
+        yield Violation(path, "is no folder of a local disk", [without])
     elif wrong := addresses.not_utf8(folder):
         yield Violation(path, wrong.rule, values_for(path, wrong.meant))
     if checkpoint.local:

@@ -17,7 +17,6 @@ Standard library only.
 
 import collections
 import dataclasses
-import difflib
 import fnmatch
 import glob
 import os
@@ -26,7 +25,7 @@ import sysconfig
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from jaxtrain.config.errors import ConfigError, suggestion
+from jaxtrain.config.errors import ConfigError, nearly, suggestion
 
 STDLIB = "stdlib"
 LEFT_OUT_OF_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -209,17 +208,16 @@ def find(name: str) -> Source:
             f"holds token files ({source.listed(tokens)}), of which each is a corpus by itself: "
             "let their names begin with _ or ., or name one"
         )
-        raise ConfigError("data.source", name, rule, fixes=[{"data.source": tokens[0]}])
+        raise ConfigError("data.source", name, rule)
     return source
 
 
 def similar_files(path: pathlib.Path) -> list[str]:
-    """The path of the file in a missing file's folder whose name is most like its name, if one
-    is."""
+    """The path of the file in a missing file's folder whose name is nearly its name, if one is."""
     if not path.parent.is_dir():
         return []
     names = {other.name: str(other) for other in path.parent.iterdir()}
-    return [names[name] for name in difflib.get_close_matches(path.name, names, n=1)]
+    return [names[name] for name in filter(None, [nearly(path.name, names)])]
 
 
 def _place(name: str) -> tuple[pathlib.Path, tuple[str, ...]]:
@@ -240,9 +238,9 @@ def _place(name: str) -> tuple[pathlib.Path, tuple[str, ...]]:
         path if os.path.isfile(path) else os.path.join(path, *pattern)
         for path in similar_files(root)
     ]
-    raise ConfigError(
-        "data.source", name, rule, fixes=[{"data.source": value} for value in (*similar, STDLIB)]
-    )
+    if "," in name:
+        rule += ", nor a list: files of one corpus are a folder or a pattern"
+    raise ConfigError("data.source", name, rule, fixes=[{"data.source": each} for each in similar])
 
 
 def _is_hidden(name: str) -> bool:
@@ -315,13 +313,9 @@ def _no_files(source: Source, unmatched: Sequence[str], closed: int) -> ConfigEr
     if source.name == STDLIB:
         rule = f"is empty, for this Python has no sources in {source.root}: name a folder or a file"
         return ConfigError("data.source", STDLIB, rule)
-    values = [STDLIB]
     present = []
     if unmatched:
         present.append(_amounts(unmatched))
-        parts = pathlib.Path(source.name).parts[: -len(source.pattern)]
-        usual = f"*{max(sorted({*unmatched}), key=unmatched.count)}"
-        values.insert(0, os.path.join(*parts, *source.pattern[:-1], usual))
     if closed:
         present.append(f"folders that do not match ({closed:,})")
     if source.passed_over:
@@ -331,7 +325,7 @@ def _no_files(source: Source, unmatched: Sequence[str], closed: int) -> ConfigEr
         present.append(f"links to folders, which are not followed: {links}")
     rule = f"{'matches' if source.pattern else 'holds'} no files; below {source.root} are "
     rule += "; ".join(present) or "none"
-    return ConfigError("data.source", source.name, rule, fixes=[{"data.source": v} for v in values])
+    return ConfigError("data.source", source.name, rule)
 
 
 def _amounts(endings: Iterable[str]) -> str:

@@ -6,6 +6,7 @@ import pathlib
 
 from jaxtrain.data.tokenizer import DataError
 
+SET_FIELDS = "set data.text_fields"  # the remedy of records that lack the fields, or text in them
 PLACES = 5  # the number of bad records whose messages are shown
 MOST_PLACES = 100_000  # the number of those whose messages a prepared corpus has
 
@@ -25,9 +26,11 @@ class BadRecord(DataError):
         super().__init__(f"{self.place}: {fix}" if fix else self.place)
 
     def refusal(self, any_read: bool) -> DataError:
-        """The error that ends the preparation; its message names data.bad_records=skip too.
-        any_read: other records were read."""
+        """The error that ends the preparation; its message names data.bad_records=skip too, unless
+        that would leave out all records. any_read: other records were read."""
         fix = f"use {self.settings}" if self.settings and not any_read else self.fix
+        if (self.settings or self.fix == SET_FIELDS) and not any_read:
+            return DataError(f"{self.place}: {fix}")
         skip = "use --config.data.bad_records=skip to leave out what cannot be read"
         return DataError(f"{self.place}: {fix}, or {skip}" if fix else f"{self.place}: {skip}")
 

@@ -26,12 +26,13 @@ UNFINISHED = ".tmp-"  # in the names of folders that are being made
 
 def folder_of(setting: str) -> pathlib.Path:
     """The cache's folder for `data.cache`: as named, else $JAXTRAIN_CACHE, else
-    ~/.cache/jaxtrain."""
-    return (
-        pathlib.Path(setting or os.environ.get("JAXTRAIN_CACHE") or "~/.cache/jaxtrain")
-        .expanduser()
-        .resolve()
-    )
+    ~/.cache/jaxtrain. Raises CacheError without a home folder for it."""
+    name = setting or os.environ.get("JAXTRAIN_CACHE") or "~/.cache/jaxtrain"
+    folder = pathlib.Path(os.path.expanduser(name))
+    if name.startswith("~") and str(folder) == name:
+        rule = "is below a home folder, and this user has none"
+        raise CacheError(f"data.cache={name} {rule}: {_instead(folder, full=False)}")
+    return folder.resolve()
 
 
 class CacheError(DataError):
@@ -69,9 +70,10 @@ def refusal(error: OSError, root: pathlib.Path) -> CacheError | None:
 def _instead(root: pathlib.Path, full: bool) -> str:
     """Advice that names another cache: one on another disk if this one is full."""
     which = "with more room" if full else "that can be written"
-    for place in (pathlib.Path("~/.cache/jaxtrain").expanduser(), pathlib.Path("/tmp/jaxtrain")):
+    for place in map(pathlib.Path, (os.path.expanduser("~/.cache/jaxtrain"), "/tmp/jaxtrain")):
         if (
-            place.resolve() != root
+            place.is_absolute()
+            and place.resolve() != root
             and not (full and _disk(place) == _disk(root))
             and files.try_folder(place) is None
         ):

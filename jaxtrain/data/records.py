@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from jaxtrain.config import suggestion
 from jaxtrain.config.sources import File
-from jaxtrain.data.bad_records import BadRecord
+from jaxtrain.data.bad_records import SET_FIELDS, BadRecord
 from jaxtrain.data.compressed import BLOCK, Reader, is_compressed, unpack
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -36,7 +36,6 @@ OUTSIDE, IN_QUOTES = re.compile(r'["\[\]{},]'), re.compile(r'"|\\.', re.DOTALL)
 SPACES = re.compile(r"[ \t\r\n]*")
 # A word or number that is cut at the end of the characters read so far is at most as long as this.
 CUT = 16
-SET_FIELDS = "set data.text_fields"
 SIMILAR = 0.75  # how alike a misspelt field and the field that is meant are at least
 PARQUET_ROWS = 256  # rows of a Parquet file read at a time
 MISSING = object()
@@ -440,7 +439,7 @@ def _columns(path: str, parquet: Any, runs: Runs) -> list[str]:
             or value == pyarrow.large_string()
             or value == pyarrow.string_view()
         ):
-            raise bad_field(f"field {name!r} is {_kind(column)}, not text", "")
+            raise bad_field(f"field {name!r} is {_kind(column)}, not text", SET_FIELDS)
         columns += [column for column in shape if name == column or name.startswith(f"{column}.")]
     return list(dict.fromkeys(columns))
 
@@ -465,7 +464,8 @@ def _text_of(record: dict[str, Any], name: str, runs: Runs, where: str) -> str:
     settings = _fitting_fields(record, runs)
     if value is MISSING:
         raise BadRecord(where, _no_field(record, name), SET_FIELDS, settings)
-    raise BadRecord(where, f"field {name!r} is {_kind(value)}, not text", "", settings)
+    fix = SET_FIELDS if isinstance(value, list | dict) else ""
+    raise BadRecord(where, f"field {name!r} is {_kind(value)}, not text", fix, settings)
 
 
 def _fitting_fields(record: dict[str, Any], runs: Runs) -> str:

@@ -41,7 +41,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config import ConfigError, sources, suggestion
+from jaxtrain.config import ConfigError, sources
 from jaxtrain.config.sources import File
 from jaxtrain.data import cache, documents
 from jaxtrain.data.bad_records import Skipped
@@ -259,11 +259,9 @@ def _check(data: Any, source: sources.Source, tokenizer: Tokenizer) -> None:
             "none: leave it empty"
         )
     if isinstance(tokenizer, NoTokenizer) and not source.holds_tokens:
-        least = ByteTokenizer().vocab_size
-        wider = {"model.vocab_size": least} if tokenizer.vocab_size < least else {}
-        use = f"use {suggestion({'data.tokenizer': 'bytes'} | wider)}"
         raise DataError(
-            f"data.tokenizer=none is for token files, and data.source={name} is text: {use}"
+            f"data.tokenizer=none is for token files, and data.source={name} is text: name its "
+            "tokenizer with --config.data.tokenizer"
         )
     stored = cache.folder_of(data.cache)
     if any(source.takes(stored / "corpus" / file) for file in ("corpus.json", "tokens.bin")):

@@ -31,7 +31,14 @@ from jax._src import distributed
 from jax.experimental import multihost_utils
 from jax.stages import Compiled, Lowered
 
-from jaxtrain.devices.cluster_environment import job, local_gpus, several_processes, visible_gpus
+from jaxtrain.devices.cluster_environment import (
+    ClusterError,
+    job,
+    local_gpus,
+    number,
+    several_processes,
+    visible_gpus,
+)
 from jaxtrain.run import streams, watchdog
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.peers import Address, Peers, PeersError
@@ -88,7 +95,10 @@ def initialize(namespace: types.SimpleNamespace) -> None:
         else local_gpus(environment, visible_gpus(environment))
     )
     known = job(namespace, environment)
-    with notice_of_waiting(known.get("num_processes"), known.get("coordinator_address", "")):
+    with (
+        read_environment(),
+        notice_of_waiting(known.get("num_processes"), known.get("coordinator_address", "")),
+    ):
         jax.distributed.initialize(
             **known,
             local_device_ids=devices,
@@ -97,6 +107,22 @@ def initialize(namespace: types.SimpleNamespace) -> None:
         )
     sys.excepthook = _leave_at_once
     watchdog.outlive_abort()
+
+
+@contextlib.contextmanager
+def read_environment() -> Iterator[None]:
+    """A context in which jax reads the environment: what it does not understand, or what is not
+    there, is a ClusterError. Errors of its own (a meeting that failed, say) stay what they are."""
+    try:
+        yield
+    except (AssertionError, LookupError, RuntimeError, ValueError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            raise
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        raise ClusterError(
+            f"jax does not start with JAX_PLATFORMS={platforms!r} and the other variables of this "
+            f"environment: {' '.join(str(error).split()) or type(error).__name__}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -360,4 +386,6 @@ def _on_tpu_vm(environment: Mapping[str, str]) -> bool:
     if "tpu" not in (settings.jax_platforms or "").split(","):
         return False
     hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES")
+    if hosts and "," in hosts:
+        number(environment, "TPU_WORKER_ID")
     return hosts is None or "," in hosts or "MEGASCALE_NUM_SLICES" in environment

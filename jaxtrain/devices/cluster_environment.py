@@ -2,8 +2,8 @@
 process 0, and the GPUs of this process.
 
     set by                            read by this file                                read by jax
-    Slurm's srun                      number, GPUs                                     address, id
     Open MPI's mpirun                 number, id, GPUs, address in part                address
+    Slurm's srun                      number, id, GPUs                                 address
     JobSet, Kubeflow Trainer, a user  JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, and
                                       JAX_PROCESS_ID or an indexed Job's
                                       JOB_COMPLETION_INDEX
@@ -11,13 +11,15 @@ process 0, and the GPUs of this process.
     a TPU slice                                                                        all
 
 Flags have precedence over the environment, and a line of the table over those below it: processes
-that mpirun starts on a SkyPilot node are mpirun's. All functions are pure functions of the flags'
+that mpirun starts in a step of Slurm's are mpirun's. A launcher's variable that is missing, no
+number or out of its bounds is refused by its name. All functions are pure functions of the flags'
 namespace and of os.environ; cluster.py acts on their results. Standard library only, no jax.
 """
 
 import glob
 import importlib.metadata
 import importlib.util
+import re
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -26,6 +28,8 @@ from jaxtrain.run.exit_status import ExitStatus, RunError
 
 SIMULATED_DEVICES = 8  # without an accelerator and a number from the user
 COORDINATOR_PORTS = range(20000, 30000)  # used if an engine names no port
+MOST = 2**20  # processes, or devices of one, that a variable may ask for
+HOST_AND_PORT = r".+:[0-9]{1,5}"
 
 
 class ClusterError(RunError):
@@ -48,21 +52,27 @@ def environment_processes(environment: Mapping[str, str]) -> int:
     one process.
     """
     if _in_slurm_step(environment):
-        return int(environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or 1)
-    names = ("OMPI_COMM_WORLD_SIZE", "JAX_NUM_PROCESSES", "SKYPILOT_NUM_NODES")
-    return next((_number(environment, name) for name in names if environment.get(name)), 1)
+        return number(environment, _slurm_tasks(environment), 1, default="1")
+    names = ("OMPI_COMM_WORLD_SIZE", "JAX_NUM_PROCESSES", "PMI_SIZE", "SKYPILOT_NUM_NODES")
+    return next((number(environment, name, 1) for name in names if environment.get(name)), 1)
 
 
 def _in_slurm_step(environment: Mapping[str, str]) -> bool:
-    return "SLURM_STEP_NODELIST" in environment and "SLURM_PROCID" in environment
+    of_step = environment.get("SLURM_STEP_NODELIST") and "SLURM_PROCID" in environment
+    return bool(of_step) and not environment.get("OMPI_COMM_WORLD_SIZE")
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
-    """A variable's value. Raises ClusterError for text that is no number."""
-    text = environment[name]
-    if not text.isdecimal():
+def number(
+    environment: Mapping[str, str], name: str, least: int = 0, most: int = MOST, default: str = ""
+) -> int:
+    """A variable's value, from `least` to `most`. Raises ClusterError for one that is missing or
+    empty without a default, for text that is no number, and out of these bounds."""
+    text = environment.get(name) or default
+    if not (re.fullmatch(r"[0-9]{1,18}", text) and least <= int(text) <= most):
+        said = f"={text!r} in the environment is not" if text else " is missing in the environment:"
         raise ClusterError(
-            f"{name}={text!r} in the environment is not a number: set it to one, or unset it"
+            f"{name}{said} a number from {least} to {most}: set it as the job's launcher does, or "
+            "unset the launcher's variables for a run of one process"
         )
     return int(text)
 
@@ -78,22 +88,23 @@ def simulated_devices(
     processes = (
         namespace.processes if namespace.processes > 1 else environment_processes(environment)
     )
+    option = "--xla_force_host_platform_device_count"
+    asked = [
+        number({option: word.partition("=")[2]}, option, 1)
+        for word in environment.get("XLA_FLAGS", "").split()
+        if word.startswith(option)
+    ]
+    names = filter(environment.get, ["JAX_NUM_CPU_DEVICES"])
+    asked += [number(environment, name, 1) for name in names]
     if namespace.cpu_devices:
         return namespace.cpu_devices * processes
     platforms = environment.get("JAX_PLATFORMS", "")
     if platforms != "cpu" and (platforms or _has_plugins()):
         return None
-    option = "--xla_force_host_platform_device_count="
-    asked = [
-        word.removeprefix(option)
-        for word in environment.get("XLA_FLAGS", "").split()
-        if word.startswith(option)
-    ]
-    asked += filter(None, [environment.get("JAX_NUM_CPU_DEVICES")])
-    if len(asked) > 1 or not all(number.isdecimal() and int(number) > 0 for number in asked):
+    if len(asked) > 1:
         return None
     return (
-        int(asked[0]) * processes
+        asked[0] * processes
         if asked
         else processes
         if several_processes(namespace, environment)
@@ -114,30 +125,55 @@ def job(namespace: types.SimpleNamespace, environment: Mapping[str, str]) -> dic
     Raises ClusterError, naming the variable, for an environment with only a part of them.
     """
     address = namespace.coordinator or environment.get("JAX_COORDINATOR_ADDRESS", "")
+    if address and not re.fullmatch(HOST_AND_PORT, address):
+        raise ClusterError(
+            f"JAX_COORDINATOR_ADDRESS={address!r} in the environment is not HOST:PORT"
+        )
     if namespace.processes > 1:
         return {
             "coordinator_address": address,
             "num_processes": namespace.processes,
             "process_id": namespace.process_id,
         }
-    if "OMPI_COMM_WORLD_SIZE" in environment:
+    if environment.get("OMPI_COMM_WORLD_SIZE"):
         return _open_mpi_job(environment, address)
     arguments: dict[str, Any] = {"coordinator_address": address} if address else {}
     if _in_slurm_step(environment):
-        return arguments
+        number(environment, "SLURM_LOCALID", most=_slurm_tasks_on_node(environment) - 1)
+        if not address:  # jax makes it of these
+            number(environment, "SLURM_JOB_ID", most=10**18)
+            number(environment, "SLURM_NTASKS", 1)
+        return arguments | _process(environment, _slurm_tasks(environment), "SLURM_PROCID")
     if environment_processes(environment) > 1:
-        return (
-            _indexed_job(environment, address)
-            if environment.get("JAX_NUM_PROCESSES")
-            else _skypilot_job(environment, address)
-        )
+        if environment.get("JAX_NUM_PROCESSES"):
+            return _indexed_job(environment, address)
+        if environment.get("PMI_SIZE"):
+            raise ClusterError(
+                f"PMI_SIZE={environment['PMI_SIZE']} in the environment: only Open MPI's processes "
+                "find each other: pass --coordinator, --processes and --process_id=$PMI_RANK"
+            )
+        return _skypilot_job(environment, address)
     return arguments | {"num_processes": 1, "process_id": 0} if namespace.coordinator else arguments
+
+
+def _slurm_tasks(environment: Mapping[str, str]) -> str:
+    """The variable with the number of a step's tasks."""
+    return "SLURM_STEP_NUM_TASKS" if environment.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+
+
+def _process(environment: Mapping[str, str], processes: str, *names: str) -> dict[str, Any]:
+    """The keywords for the number of processes and for this one's, from the variable `processes`
+    and the first of `names` that is set."""
+    count = number(environment, processes, 1)
+    name = next(filter(environment.get, names), names[0])
+    return {"num_processes": count, "process_id": number(environment, name, most=count - 1)}
 
 
 def _open_mpi_job(environment: Mapping[str, str], address: str) -> dict[str, Any]:
     """The keywords for a job of Open MPI. Version 5 does not tell the address of its launcher, so
     jax finds none: processes of one machine meet at a port made from the job's name, and those of
     several machines need --coordinator or JAX_COORDINATOR_ADDRESS."""
+    known = _process(environment, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
     if not address and "OMPI_MCA_orte_hnp_uri" not in environment:
         if environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") != environment["OMPI_COMM_WORLD_SIZE"]:
             raise ClusterError(
@@ -145,10 +181,6 @@ def _open_mpi_job(environment: Mapping[str, str], address: str) -> dict[str, Any
                 "--coordinator=HOST:PORT, a free port of its machine"
             )
         address = f"localhost:{_port_of(environment.get('PMIX_NAMESPACE', 'jaxtrain'))}"
-    known = {
-        "num_processes": int(environment["OMPI_COMM_WORLD_SIZE"]),
-        "process_id": int(environment["OMPI_COMM_WORLD_RANK"]),
-    }
     return known | ({"coordinator_address": address} if address else {})
 
 
@@ -156,48 +188,27 @@ def _indexed_job(environment: Mapping[str, str], address: str) -> dict[str, Any]
     """The keywords for JAX_NUM_PROCESSES processes; the id is JAX_PROCESS_ID or, in an indexed Job
     of Kubernetes, JOB_COMPLETION_INDEX
     (https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode)."""
-    index = next(
-        (name for name in ("JAX_PROCESS_ID", "JOB_COMPLETION_INDEX") if environment.get(name)), ""
-    )
-    processes = _number(environment, "JAX_NUM_PROCESSES")
-    said = f"JAX_NUM_PROCESSES={processes} in the environment"
     if not address:
         raise ClusterError(
-            f"{said} needs JAX_COORDINATOR_ADDRESS=HOST:PORT beside it (or --coordinator): "
-            "set it, or unset both"
+            "JAX_NUM_PROCESSES in the environment needs JAX_COORDINATOR_ADDRESS=HOST:PORT beside "
+            "it (or --coordinator): set it, or unset both"
         )
-    if not index:
-        raise ClusterError(
-            f"{said} needs JAX_PROCESS_ID or an indexed Job's JOB_COMPLETION_INDEX beside it: "
-            "set one, or unset it"
-        )
-    if (process := _number(environment, index)) >= processes:
-        raise ClusterError(
-            f"{index}={process} in the environment is not below "
-            f"JAX_NUM_PROCESSES={processes}: set those of one job"
-        )
-    return {"coordinator_address": address, "num_processes": processes, "process_id": process}
+    known = _process(environment, "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JOB_COMPLETION_INDEX")
+    return known | {"coordinator_address": address}
 
 
 def _skypilot_job(environment: Mapping[str, str], address: str) -> dict[str, Any]:
     """The keywords for a SkyPilot task: one process a node, process 0 on the first node of
     SKYPILOT_NODE_IPS, at a port made from the task's name
     (https://docs.skypilot.co/en/latest/running-jobs/environment-variables.html)."""
-    ips, rank = (
-        environment.get("SKYPILOT_NODE_IPS", "").split(),
-        environment.get("SKYPILOT_NODE_RANK", ""),
-    )
-    if not rank or not (address or ips):
-        missing = "SKYPILOT_NODE_IPS" if rank else "SKYPILOT_NODE_RANK"
+    ips = environment.get("SKYPILOT_NODE_IPS", "").split()
+    if not (address or ips):
         raise ClusterError(
-            f"SKYPILOT_NUM_NODES in the environment needs {missing} beside it: unset "
+            "SKYPILOT_NUM_NODES in the environment needs SKYPILOT_NODE_IPS beside it: unset "
             "SKYPILOT_NUM_NODES for a run of one process"
         )
     address = address or f"{ips[0]}:{_port_of(environment.get('SKYPILOT_TASK_ID', 'jaxtrain'))}"
-    known = {
-        "num_processes": _number(environment, "SKYPILOT_NUM_NODES"),
-        "process_id": _number(environment, "SKYPILOT_NODE_RANK"),
-    }
+    known = _process(environment, "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK")
     return known | {"coordinator_address": address}
 
 
@@ -213,17 +224,15 @@ def local_gpus(environment: Mapping[str, str], visible: int) -> list[int]:
     GPUs of a node evenly, in order: one task with 8 GPUs gets 8, two get 4 each. If Slurm has
     already bound GPUs to tasks, each task gets those.
     """
-    slurm = environment_processes(environment) > 1 and "SLURM_LOCALID" in environment
-    if slurm:
-        tasks, index = _slurm_tasks_on_node(environment), int(environment["SLURM_LOCALID"])
+    if _in_slurm_step(environment) and environment_processes(environment) > 1:
+        tasks = _slurm_tasks_on_node(environment)
+        index = number(environment, "SLURM_LOCALID", most=tasks - 1)
         bound = environment.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]
         if bound.isdigit() and int(bound) == visible:
             return []
     else:
-        tasks, index = (
-            int(environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") or 1),
-            int(environment.get("OMPI_COMM_WORLD_LOCAL_RANK") or 0),
-        )
+        tasks = number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE", 1, default="1")
+        index = number(environment, "OMPI_COMM_WORLD_LOCAL_RANK", 0, tasks - 1, "0"[: tasks == 1])
     if tasks == 1 or visible < tasks:
         return []
     share = visible // tasks
@@ -232,16 +241,13 @@ def local_gpus(environment: Mapping[str, str], visible: int) -> list[int]:
 
 def _slurm_tasks_on_node(environment: Mapping[str, str]) -> int:
     """This node's entry of SLURM_STEP_TASKS_PER_NODE, such as "4(x2),3"."""
-    text = (
-        environment.get("SLURM_STEP_TASKS_PER_NODE")
-        or environment.get("SLURM_TASKS_PER_NODE")
-        or "1"
-    )
+    names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    name = next(filter(environment.get, names), "")
     counts: list[int] = []
-    for part in text.split(","):
-        count, _, times = part.partition("(x")
-        counts += [int(count)] * int(times.rstrip(")") or 1)
-    return counts[min(int(environment.get("SLURM_NODEID") or 0), len(counts) - 1)]
+    for part in environment.get(name, "1").split(","):
+        tasks, _, nodes = part.rstrip(")").partition("(x")
+        counts += [number({name: tasks}, name, 1)] * number({name: nodes}, name, 1, default="1")
+    return counts[min(number(environment, "SLURM_NODEID", default="0"), len(counts) - 1)]
 
 
 def visible_gpus(environment: Mapping[str, str]) -> int:

@@ -45,6 +45,8 @@ def start_jax(namespace: types.SimpleNamespace, side_by_side: bool = False) -> N
         # changes nothing.
         jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
     cluster.initialize(namespace)
+    with cluster.read_environment():
+        jax.devices()
     cluster.check_devices()
     use_compilation_cache()
     if (
@@ -127,7 +129,11 @@ def use_compilation_cache() -> None:
         jax.config.update("jax_enable_compilation_cache", False)
     elif settings.jax_compilation_cache_dir is None:
         folder = compilation_cache(os.environ)
-        if refusal := files.try_folder(folder):
+        if folder.startswith("~"):
+            streams.log(
+                "warning: compiled programs are not kept: there is no home folder (set HOME)"
+            )
+        elif refusal := files.try_folder(folder):
             streams.log(f"warning: compiled programs are not kept: {folder} {refusal.why}")
         else:
             jax.config.update("jax_compilation_cache_dir", folder)

@@ -172,7 +172,7 @@ class StateFile:
     """
 
     def __init__(self, folder: str):
-        self.folder = pathlib.Path(folder).expanduser()
+        self.folder = pathlib.Path(os.path.expanduser(folder))
         self.arrays: dict[str, DiskArray] = {}
         self.size = 0
         self.direct = False

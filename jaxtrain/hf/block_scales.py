@@ -42,6 +42,7 @@ def read_block(fields: Fields) -> Block | None:
         raise inner.refuse("weight_block_size", "is no size of blocks, such as [128, 128]")
     inner.pass_over(*WITHOUT_EFFECT)
     inner.finish("fp8")
+    fields.notes += inner.notes
     return block[0], block[1]
 
 

@@ -3,6 +3,7 @@ its name."""
 
 import json
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -29,6 +30,11 @@ WITHOUT_EFFECT = frozenset(
     "tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config "
     "transformers_version typical_p unk_token_id use_bfloat16 use_cache".split()
 )
+
+
+# Names under which libraries leave marks of their own in a config.json: private state of a class,
+# and who has written the file.
+MARKS = ("_", "unsloth_", "transformers.js")
 
 
 class HfError(RunError):
@@ -74,15 +80,22 @@ class Fields:
         """The name that a field has in the file."""
         return self.prefix + self._names.get(field, field)
 
-    def refuse(self, field: str, rule: str) -> HfError:
-        """The error of a field: file, field, value and rule."""
+    def refuse(self, field: str, rule: str, *related: str) -> HfError:
+        """The error of a field: file, field, value, rule, and which of the fields that the rule
+        names, or that are related to it, are missing and have a default."""
         if field in self.values:
             value = f"={shown(self.values[field])}"
         elif field in self._defaults:
             value = f"={shown(self._defaults[field])}, its default,"
         else:
             value = ""
-        return HfError(f"{self.place}: {self.name(field)}{value} {rule}")
+        named = {*related, *re.findall(r"\w+", rule)} - {field, *self.values}
+        missing = "".join(
+            f" ({name} is missing, and {default} is its default)"
+            for name, default in self._defaults.items()
+            if name in named and default is not None
+        )
+        return HfError(f"{self.place}: {self.name(field)}{value} {rule}{missing}")
 
     def value(self, field: str, default: Any = MISSING) -> Any:
         """The value of a field, or what transformers takes where it is missing.
@@ -146,13 +159,19 @@ class Fields:
         ]
 
     def finish(self, owner: str, known: frozenset[str] = frozenset()) -> None:
-        """Raises HfError for the first field that nothing has read.
+        """Notes the MARKS of libraries. Raises HfError for the first other field that nothing has
+        read.
 
         owner: whose fields they are; known: further fields that have no effect
         """
-        for field in self.values:
-            if field not in self._read | known:
+        unread = [field for field in self.values if field not in self._read | known]
+        for field in unread:
+            if not field.startswith(MARKS):
                 raise self.refuse(field, f"is no field that jaxtrain knows for {owner}")
+        if unread:
+            self.notes.append(
+                f"passed over, as marks of libraries: {', '.join(map(self.name, unread))}"
+            )
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:

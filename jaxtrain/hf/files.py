@@ -2,6 +2,7 @@
 from them."""
 
 import json
+import os
 import pathlib
 import shutil
 from collections.abc import Mapping
@@ -36,7 +37,7 @@ SMALL_FILES = (
 def tokenizer_of(name: str, run: pathlib.Path) -> str:
     """`data.tokenizer`, or the run's copy of it if that file is gone. name: its value"""
     copy = run / SOURCE / TOKENIZER
-    is_gone = name not in ("bytes", "none") and not pathlib.Path(name).expanduser().exists()
+    is_gone = name not in ("bytes", "none") and not os.path.exists(os.path.expanduser(name))
     return str(copy) if is_gone and copy.is_file() else name
 
 

@@ -181,7 +181,7 @@ def _check_header(
         raise HfError(f"{folder.path}: {name} is missing")
     if folder.shape(name) != shape:
         shapes = f"{list(folder.shape(name))}, not {list(shape)}"
-        raise HfError(f"{folder.place(name)} is {shapes} as config.json says")
+        raise HfError(f"{folder.place(name)} is {shapes} by config.json and its defaults")
     if folder.dtype(name) not in dtypes:
         rule = f"is of {folder.dtype(name)}: only {', '.join(dtypes)} are read"
         raise HfError(f"{folder.place(name)} {rule}")

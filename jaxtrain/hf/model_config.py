@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -55,7 +56,8 @@ def read_model(values: Mapping[str, Any], place: str) -> tuple[Family, ModelConf
         if field == "rope_parameters" and fields.values.get(older):
             field = older
         rule = f"gives {violation.field}={getattr(model, name)}, which {violation.rule}"
-        raise fields.refuse(field, rule)
+        related = map(family.source, re.findall(r"model\.(\w+)", violation.rule))
+        raise fields.refuse(field, rule, *related)
     return family, model, fields.notes
 
 

@@ -86,11 +86,11 @@ def read_rope(
     rope = Rope(
         fields.number("rope_theta", base, above=1), fields.number("partial_rotary_factor", part), {}
     )
-    forms = {
-        name: _read_object(fields, name, rope, longest, head)
-        for name in ("rope_scaling", "rope_parameters")
-        if fields.value(name, None) not in (None, {})
-    }
+    names = ("rope_scaling", "rope_parameters")
+    given = [name for name in names if fields.value(name, None) not in (None, {})]
+    if "partial_rotary_factor" in fields.values or not given:
+        _check_part(fields, rope.part, head)
+    forms = {name: _read_object(fields, name, rope, longest, head) for name in given}
     preferred = next(iter(forms), "")
     for name, form in forms.items():
         if form != forms[preferred]:
@@ -99,8 +99,6 @@ def read_rope(
             raise fields.refuse("rope_theta", f"contradicts {name}")
         if "partial_rotary_factor" in fields.values and form.part != rope.part:
             raise fields.refuse("partial_rotary_factor", f"contradicts {name}")
-    if not forms:
-        _check_part(fields, rope.part, head)
     return forms.get(preferred, rope)
 
 
@@ -143,6 +141,7 @@ def _read_object(fields: Fields, name: str, rope: Rope, longest: int, head: int 
         if LENGTH in fields.values and scaling[parameter.setting] != length:
             raise fields.refuse(LENGTH, f"contradicts {name}")
     inner.finish(kind)
+    fields.notes += inner.notes
     return Rope(base, part, scaling)
 
 

@@ -2,8 +2,8 @@
 
     a setting of the model      config.json's; where flags or the recipe say something else, it is
                                 refused by name
-    data.tokenizer              the folder's tokenizer.json, or none for a vocabulary without one
-                                that has no room for bytes, unless flags or the recipe name one
+    data.tokenizer              the folder's tokenizer.json, or none (for token files) in a folder
+                                without one, unless flags or the recipe name one
     data.sequence_length        at most what a learned position table has, unless they name one
     all others                  those of flags and recipe
 
@@ -13,6 +13,7 @@ A recipe says what differs from the defaults of config/settings.py; a default is
 import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,14 +22,16 @@ from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, ModelConfig
 from jaxtrain.config.checks import field_violation
 from jaxtrain.config.flags import apply
-from jaxtrain.config.rules import BYTE_VOCABULARY
+from jaxtrain.config.sources import holds_tokens
 from jaxtrain.hf.block_scales import Block, read_block
 from jaxtrain.hf.families.family import Family, prediction_modules
 from jaxtrain.hf.fields import Fields, HfError, read_json
 from jaxtrain.hf.files import CONFIG, SLOW_TOKENIZERS, TOKENIZER, tokenizer_of
 from jaxtrain.hf.model_config import FREE, differing, read_model
-from jaxtrain.hf.safetensors_folder import SafetensorsFolder
+from jaxtrain.hf.safetensors_folder import INDEX, SINGLE, SafetensorsFolder
 from jaxtrain.run.files import CONFIG_FILE
+
+ADAPTER = "adapter_config.json"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,12 +48,13 @@ class Origin:
     tokenizer: str
     notes: tuple[str, ...]
 
-    def notes_for(self, model: ModelConfig) -> tuple[str, ...]:
-        """The notes for a run with this model, which may leave out prediction modules."""
-        if model.mtp_depth or not self.model.mtp_depth:
-            return self.notes
-        said = f"{self.place} says {self.model.mtp_depth}"
-        return (*self.notes, f"model.mtp_depth=0 leaves out prediction modules: {said}")
+    def notes_for(self, config: Config) -> tuple[str, ...]:
+        """The notes for a run with this config, which may leave out prediction modules."""
+        notes = self.notes
+        if self.model.mtp_depth and not config.model.mtp_depth:
+            said = f"{self.place} says {self.model.mtp_depth}"
+            notes += (f"model.mtp_depth=0 leaves out prediction modules: {said}",)
+        return notes + notes_of_length(config, self.place)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,10 +88,14 @@ class Published(Origin):
 
 def read_published(folder: pathlib.Path) -> Published:
     """The published model of a folder. Raises HfError for what cannot be honoured."""
-    folder = folder.expanduser().absolute()
+    folder = pathlib.Path(os.path.expanduser(folder)).absolute()
     place, tokenizer = folder / CONFIG, folder / TOKENIZER
     values = read_json(place)
     family, model, notes = read_model(values, str(place))
+    if (folder / SINGLE).is_file() and (folder / INDEX).exists():
+        notes.append(f"{INDEX} is left out: {SINGLE} beside it is read, as in transformers")
+    if (folder / ADAPTER).exists():
+        notes.append(f"{ADAPTER} is left out: the model beside it is read without its adapter")
     published = Published(
         folder,
         place,
@@ -118,7 +126,10 @@ def read_origin(folder: str, workdir: str) -> Origin:
     """The settings of `train.init_from`. Those of the run in `workdir` count if it began with this
     folder, and the folder is gone. Raises HfError for what cannot be honoured, ConfigError for a
     folder without config.json."""
-    path, stored = pathlib.Path(folder).expanduser().absolute(), pathlib.Path(workdir) / CONFIG_FILE
+    path, stored = (
+        pathlib.Path(os.path.expanduser(folder)).absolute(),
+        pathlib.Path(workdir) / CONFIG_FILE,
+    )
     if not (path / CONFIG).exists():
         with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
             run = cfg.from_dict(json.loads(stored.read_bytes()))
@@ -126,8 +137,19 @@ def read_origin(folder: str, workdir: str) -> Origin:
                 tokenizer = tokenizer_of(run.data.tokenizer, stored.parent)
                 return Origin(path, stored, run.model, tokenizer, ())
         rule = f"is no folder with a {CONFIG} of a published model"
-        raise ConfigError("train.init_from", folder, rule, fixes=[{"train.init_from": ""}])
+        raise ConfigError("train.init_from", folder, rule)
     return read_published(path)
+
+
+def notes_of_length(config: Config, place: pathlib.Path) -> tuple[str, ...]:
+    """A note if a run's sequences are longer than those of its published model, whose config.json
+    is at `place`."""
+    length, longest = config.data.sequence_length, read_json(place).get("max_position_embeddings")
+    # flags may have no number
+    if not (isinstance(length, int) and isinstance(longest, int) and 0 < longest < length):
+        return ()
+    said = f"max_position_embeddings={longest} of {place}"
+    return (f"data.sequence_length={length} is beyond {said}",)
 
 
 def started_from(
@@ -143,17 +165,21 @@ def started_from(
     model = origin.model
     unsaid = {path for path in cfg.fields() if cfg.get(recipe, path) == cfg.get(Config(), path)}
     taken = {f"model.{name}": value for name, value in vars(model).items()}
-    if origin.tokenizer:
-        taken["data.tokenizer"] = origin.tokenizer
-    elif "data.tokenizer" in unsaid and all(path != "data.tokenizer" for path, _ in overrides):
+    said = "data.tokenizer" not in unsaid or any(path == "data.tokenizer" for path, _ in overrides)
+    lacks_tokenizer = not origin.tokenizer and not said
+    if lacks_tokenizer:
         _check_no_slow_tokenizer(origin.folder)
-        if model.vocab_size < BYTE_VOCABULARY:
-            taken["data.tokenizer"] = "none"
+    taken["data.tokenizer"] = origin.tokenizer or "none"
     longest = model.max_positions if model.positions == "learned" else 0
     if 0 < longest < recipe.data.sequence_length:
         taken["data.sequence_length"] = longest
     before = cfg.replace(recipe, {path: taken[path] for path in taken if path in unsaid})
     config = apply(before, overrides)
+    if lacks_tokenizer and config.train.init_from and not holds_tokens(config.data.source):
+        raise HfError(
+            f"{origin.folder} has no {TOKENIZER}, and data.source={config.data.source} is text: "
+            "name the model's tokenizer with --config.data.tokenizer (bytes trains it on bytes)"
+        )
     if config.model.mtp_depth == 0:  # the modules may be left out
         model = dataclasses.replace(model, mtp_depth=0)
     if setting := _contradiction(config.model, model):

@@ -20,6 +20,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jaxtrain.config.errors import shown
 from jaxtrain.hf.fields import HfError, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -116,17 +117,21 @@ class SafetensorsFolder:
 
 
 def _files(folder: pathlib.Path) -> dict[str, list[str]]:
-    """File → the tensors that the index says are in it; [] where there is no index."""
+    """File → the tensors that the index says are in it; [] for the single file, which has
+    precedence over an index, as in transformers."""
+    if (folder / SINGLE).is_file():
+        return {SINGLE: []}
     if (folder / INDEX).exists():
         files: dict[str, list[str]] = {}
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise HfError(f"{folder / INDEX} has no weight_map")
         for name, file in weight_map.items():
-            files.setdefault(str(file), []).append(name)
+            if pathlib.PurePath(str(file)).name != file:
+                rule = f"is in {shown(file)}, which is no name of a file in this folder"
+                raise HfError(f"{folder / INDEX}: {name} {rule}")
+            files.setdefault(file, []).append(name)
         return files
-    if (folder / SINGLE).exists():
-        return {SINGLE: []}
     pickled = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)]
     rest = f"; {min(pickled)} is pickled, which is not read" if pickled else ""
     raise HfError(f"{folder} has neither {SINGLE} nor {INDEX}{rest}")

@@ -57,7 +57,8 @@ def tokenizer_of_run(published: Published, config: Config) -> RunTokenizer:
         rest = f"the other {size - tokenizer.vocab_size} are never made"
         notes.append(f"data.tokenizer={name} has {tokenizer.vocab_size} of {size} ids; {rest}")
     if not (published.folder / TOKENIZER).is_file():
-        notes.append(f"{published.folder} has no {TOKENIZER}: data.tokenizer={name}")
+        text = ", which reads no text (--config.data.tokenizer names another)" * (name == "none")
+        notes.append(f"{published.folder} has no {TOKENIZER}: data.tokenizer={name}{text}")
     return RunTokenizer(tokenizer, tuple(notes))
 
 

@@ -39,13 +39,13 @@ def _source_exists(data: DataConfig) -> Iterator[Violation]:
 
 def _tokenizer_exists(data: DataConfig) -> Iterator[Violation]:
     path, value = "data.tokenizer", data.tokenizer
-    file = pathlib.Path(value).expanduser()
+    file = pathlib.Path(os.path.expanduser(value))
     if value in ("none", "bytes") or os.path.isfile(file):
         return
     rule = "is neither 'bytes' nor an existing path"
     if value and os.path.exists(file):
         rule = "is not a regular file"
-    yield Violation(path, rule, values_for(path, [*sources.similar_files(file), "bytes"]))
+    yield Violation(path, rule, values_for(path, sources.similar_files(file)))
 
 
 def _schedule_exists(pipeline: PipelineConfig) -> Iterator[Violation]:

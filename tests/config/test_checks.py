@@ -197,7 +197,7 @@ DEVICES = [
         12,
         {},
         "data.batch_size=16 is no multiple of mesh.data=3 × pipeline.microbatches=4, that is "
-        "12: use --config.data.batch_size=12 (or 24)",
+        "12: use --config.mesh.data=2 --config.mesh.stage=3",
     ),
 ]
 
@@ -207,6 +207,21 @@ DEVICES = [
 )
 def test_devices(devices, changes, message):
     assert str(error_of(changes, devices)) == message
+
+
+def test_a_published_model_is_never_changed_by_a_suggestion():
+    """Four stages do not fit three layers. With mesh.data=2 given, the nearest single change would
+    be a fourth layer, which the model does not have."""
+    changes = {"model.layers": 3, "mesh.stage": 4, "mesh.data": 2, "mesh.model": 1}
+    changes |= {"pipeline.schedule": "1f1b", "pipeline.repeats": 1, "train.init_from": "model"}
+    assert str(error_of(changes, 8)).endswith(": use --config.mesh.stage=2 --config.mesh.data=4")
+
+
+@pytest.mark.parametrize("path", ["data.source", "data.tokenizer", "train.init_from"])
+def test_nothing_is_suggested_in_place_of_what_is_named(path):
+    """Not even what the recipe names, as the last resort."""
+    search = checks._Search(cfg.replace(Config(), {path: "absent", "mesh.data": 3}), Environment(8))
+    assert path not in search._restored(Config())
 
 
 def test_rules_hold_for_what_was_filled_in():

@@ -35,10 +35,10 @@ def test_from_dict_takes_what_is_missing_from_the_defaults_and_integers_for_floa
     "values, message",
     [
         ({"mesh": {"stag": 2}}, "mesh.stag=2 is an unknown setting: use --config.mesh.stage=2"),
-        ({"mesh": {"steps": 2}}, "mesh.steps=2 is an unknown setting: use --config.train.steps=2"),
+        ({"mesh": {"steps": 2}}, "mesh.steps=2 is an unknown setting"),
         ({"mash": {"stage": 2}}, "mash={'stage': 2} is an unknown group of settings: use mesh"),
-        ({"mesh": 3}, "mesh=3 is a group of settings, not a value: use --config.mesh.replica=1"),
-        ({"mesh": {"stage": True}}, "mesh.stage=True is not an integer: use --config.mesh.stage=1"),
+        ({"mesh": 3}, "mesh=3 is a group of settings, not a value"),
+        ({"mesh": {"stage": True}}, "mesh.stage=True is not an integer"),
         (
             {"model": {"tied_embeddings": 0}},
             "model.tied_embeddings=0 is not a boolean (true or false): use "
@@ -46,7 +46,7 @@ def test_from_dict_takes_what_is_missing_from_the_defaults_and_integers_for_floa
         ),
         (
             {"model": {"norm": None}},
-            "model.norm=None is not a string: use --config.model.norm=rmsnorm",
+            "model.norm=None is not a string",
         ),
         (
             {"optimizer": {"b1": "0.9"}},
@@ -56,10 +56,7 @@ def test_from_dict_takes_what_is_missing_from_the_defaults_and_integers_for_floa
             {"data": {"loss_mask": "prompt"}},
             "data.loss_mask='prompt' is not a tuple of strings: use --config.data.loss_mask=prompt",
         ),
-        (
-            {"data": {"loss_mask": [1]}},
-            "data.loss_mask=[1] is not a tuple of strings: use --config.data.loss_mask=",
-        ),
+        ({"data": {"loss_mask": [1]}}, "data.loss_mask=[1] is not a tuple of strings"),
     ],
 )
 def test_from_dict_is_strict(values, message):

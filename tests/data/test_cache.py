@@ -1,6 +1,7 @@
 """Folders that are whole or not there: failures, kills and races."""
 
 import fcntl
+import os
 import threading
 
 import pytest
@@ -109,3 +110,9 @@ def test_folder_of(monkeypatch, tmp_path):
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "shared"))
     assert cache.folder_of("") == tmp_path / "shared"
     assert cache.folder_of("~/mine") == tmp_path / "mine"
+    monkeypatch.delenv("JAXTRAIN_CACHE")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # a user without a home folder
+    rule = "^data.cache=~/.cache/jaxtrain is below a home folder, and this user has none: use --con"
+    with pytest.raises(cache.CacheError, match=rule) as error:
+        cache.folder_of("")
+    assert error.value.status == 2 and not os.path.exists("~")

@@ -259,11 +259,11 @@ def test_parquet_errors_name_file_and_row(parquet, write):
     assert (
         failure(path, fields=("body",))
         == f"{path}: row 1: no field 'body' (there are 'id', 'text'): use "
-        "--config.data.text_fields=text, or "
+        "--config.data.text_fields=text"
     )
     assert (
         failure(path, fields=("id",)) == f"{path}: row 1: field 'id' is int64, not text: use "
-        "--config.data.text_fields=text, or "
+        "--config.data.text_fields=text"
     )
     damaged = write("b.parquet", path.read_bytes()[:-20])
     assert failure(damaged).startswith(f"{damaged}: row 1: not readable as Parquet: ")

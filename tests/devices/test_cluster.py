@@ -1,6 +1,7 @@
 """cluster_environment.py on environments as cluster managers make them, and cluster.py in two real
 processes."""
 
+import contextlib
 import os
 import re
 import socket
@@ -9,6 +10,7 @@ import sys
 import threading
 import types
 
+import jax
 import pytest
 from support import ROOT
 
@@ -111,9 +113,12 @@ def test_what_jax_is_told():
         "process_id": 3,
     }
     assert job(BY_FLAGS, slurm(8, "8", 0, 0)) == job(BY_FLAGS, {})
-    assert job(ALONE, slurm(8, "4(x2)", 0, 0)) == {}  # jax finds out all of it
+    of_step = {"num_processes": 8, "process_id": 0}  # jax finds out the address
+    assert job(ALONE, slurm(8, "4(x2)", 0, 0)) == of_step
     only_address = types.SimpleNamespace(coordinator="host:1", processes=1, process_id=0)
-    assert job(only_address, slurm(8, "4(x2)", 0, 0)) == {"coordinator_address": "host:1"}
+    address = {"coordinator_address": "host:1"}
+    no_job = without(slurm(8, "4(x2)", 0, 0), "SLURM_JOB_ID", "SLURM_NTASKS")
+    assert job(only_address, no_job) == address | of_step
     assert job(only_address, {}) == {
         "coordinator_address": "host:1",
         "num_processes": 1,
@@ -202,7 +207,12 @@ def test_what_is_started_within_comes_first():
         job(ALONE, skypilot(1) | open_mpi(4, 4, 2, OMPI_MCA_orte_hnp_uri="x"))["num_processes"] == 4
     )
     assert cluster_environment.environment_processes(skypilot(1) | slurm(8, "4(x2)", 0, 0)) == 8
-    assert job(ALONE, skypilot(1) | slurm(8, "4(x2)", 0, 0)) == {}
+    assert job(ALONE, skypilot(1) | slurm(8, "4(x2)", 0, 0))["num_processes"] == 8
+    # the daemons of mpirun are tasks of a step
+    daemon = slurm(2, "1(x2)", 0, 0) | open_mpi(8, 4, 3, OMPI_MCA_orte_hnp_uri="x")
+    assert job(ALONE, daemon) == {"num_processes": 8, "process_id": 3}
+    assert cluster_environment.environment_processes(daemon) == 8
+    assert cluster_environment.local_gpus(daemon, 8) == [6, 7]
     for environment in (jobset(0), skypilot(0)):
         assert job(BY_FLAGS, environment) == {
             "coordinator_address": "host:1",
@@ -220,13 +230,22 @@ def without(environment: dict[str, str], *names: str) -> dict[str, str]:
     [
         (
             without(jobset(1), "JAX_COORDINATOR_ADDRESS"),
-            "JAX_NUM_PROCESSES=4 in the environment needs JAX_COORDINATOR_ADDRESS=HOST:PORT",
+            "JAX_NUM_PROCESSES in the environment needs JAX_COORDINATOR_ADDRESS=HOST:PORT",
         ),
         (
             without(jobset(1), "JOB_COMPLETION_INDEX"),
-            "JAX_NUM_PROCESSES=4 in the environment needs JAX_PROCESS_ID or an indexed Job's",
+            "JAX_PROCESS_ID is missing in the environment: a number from 0 to 3",
         ),
-        (jobset(4), "JOB_COMPLETION_INDEX=4 in the environment is not below JAX_NUM_PROCESSES=4"),
+        (jobset(4), "JOB_COMPLETION_INDEX='4' in the environment is not a number from 0 to 3: set"),
+        (
+            jobset(0, JAX_NUM_PROCESSES="0"),
+            "JAX_NUM_PROCESSES='0' in the environment is not a numb",
+        ),
+        (jobset(0, JAX_NUM_PROCESSES="9" * 30), "is not a number from 1 to 1048576"),
+        (
+            jobset(0, JAX_COORDINATOR_ADDRESS="host"),
+            "JAX_COORDINATOR_ADDRESS='host' in the environ",
+        ),
         (
             jobset(0, JAX_NUM_PROCESSES="four"),
             "JAX_NUM_PROCESSES='four' in the environment is not a number",
@@ -237,7 +256,37 @@ def without(environment: dict[str, str], *names: str) -> dict[str, str]:
         ),
         (
             without(skypilot(0), "SKYPILOT_NODE_RANK"),
-            "SKYPILOT_NUM_NODES in the environment needs SKYPILOT_NODE_RANK",
+            "SKYPILOT_NODE_RANK is missing in the environment: a number from 0 to 1",
+        ),
+        (skypilot(2), "SKYPILOT_NODE_RANK='2' in the environment is not a number from 0 to 1"),
+        *(
+            (without(slurm(4, "2(x2)", 0, 1), name), f"{name} is missing in the environment: a nu")
+            for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_LOCALID")
+        ),
+        (
+            slurm(4, "2(x2)", 0, 2),
+            "SLURM_LOCALID='2' in the environment is not a number from 0 to 1",
+        ),
+        (slurm(4, "2(x2)", 0, 0, SLURM_PROCID="4"), "SLURM_PROCID='4' in the environment is not a"),
+        (slurm(4, "2(x2)", 0, 0, SLURM_PROCID=""), "SLURM_PROCID is missing in the environment: a"),
+        (
+            slurm(4, "two", 0, 0),
+            "SLURM_STEP_TASKS_PER_NODE='two' in the environment is not a number",
+        ),
+        (slurm(4, "2(x-2)", 0, 0), "SLURM_STEP_TASKS_PER_NODE='-2' in the environment is not a"),
+        (slurm(4, "2(x2)", 0, 0, SLURM_NODEID="x"), "SLURM_NODEID='x' in the environment is not a"),
+        (slurm(4, "2(x2)", 0, 0, SLURM_STEP_NUM_TASKS="x"), "SLURM_STEP_NUM_TASKS='x' in the env"),
+        (
+            without(open_mpi(2, 2, 0), "OMPI_COMM_WORLD_RANK"),
+            "OMPI_COMM_WORLD_RANK is missing in the",
+        ),
+        (
+            open_mpi(2, 2, 2),
+            "OMPI_COMM_WORLD_RANK='2' in the environment is not a number from 0 to 1",
+        ),
+        (
+            {"PMI_SIZE": "2", "PMI_RANK": "0"},
+            "PMI_SIZE=2 in the environment: only Open MPI's proces",
         ),
     ],
 )
@@ -245,6 +294,55 @@ def test_half_of_an_environment_is_refused(environment, message):
     with pytest.raises(cluster_environment.ClusterError, match=re.escape(message)) as error:
         cluster_environment.job(ALONE, environment)
     assert error.value.status == 2 and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        (
+            without(open_mpi(2, 2, 1), "OMPI_COMM_WORLD_LOCAL_RANK"),
+            "OMPI_COMM_WORLD_LOCAL_RANK is m",
+        ),
+        (open_mpi(2, 2, 2), "OMPI_COMM_WORLD_LOCAL_RANK='2' in the environment is not a number fr"),
+    ],
+)
+def test_gpus_are_not_given_to_two_processes(environment, message):
+    with pytest.raises(cluster_environment.ClusterError, match=f"^{message}"):
+        cluster_environment.local_gpus(environment, 8)
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        ({"JAX_NUM_CPU_DEVICES": "abc"}, "JAX_NUM_CPU_DEVICES='abc' in the environment is not a"),
+        (
+            {"XLA_FLAGS": "--xla_force_host_platform_device_count=0"},
+            "--xla_force_host_platform_device_count='0' in the environment is not a number from 1",
+        ),
+    ],
+)
+def test_simulated_devices_that_are_no_number(environment, message):
+    flags = types.SimpleNamespace(**vars(ALONE), cpu_devices=0)
+    with pytest.raises(cluster_environment.ClusterError, match=f"^{message}"):
+        cluster_environment.simulated_devices(flags, environment | {"JAX_PLATFORMS": "cpu"}, 8)
+
+
+@pytest.mark.parametrize("hosts, missing", [("a,b", True), ("a", False), ("", False)])
+def test_a_tpu_slice_without_its_worker(monkeypatch, hosts, missing):
+    with_tpus = types.SimpleNamespace(jax_platforms="tpu,cpu")
+    monkeypatch.setattr(cluster, "jax", types.SimpleNamespace(config=with_tpus))
+    with pytest.raises(cluster_environment.ClusterError) if missing else contextlib.nullcontext():
+        cluster._on_tpu_vm({"TPU_WORKER_HOSTNAMES": hosts})
+
+
+def test_what_jax_does_not_understand_is_a_line():
+    message = (
+        "^jax does not start with JAX_PLATFORMS='.*' and the other variables of this env.*: a b$"
+    )
+    with pytest.raises(cluster_environment.ClusterError, match=message), cluster.read_environment():
+        raise RuntimeError("a\n  b")
+    with pytest.raises(jax.errors.JaxRuntimeError), cluster.read_environment():
+        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
 
 
 def test_one_process_starts_nothing():

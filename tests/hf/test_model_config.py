@@ -131,7 +131,17 @@ REFUSED = [
         },
         "rope_parameters.original_max_position_embeddings=8192.5 is no integer",
     ),
-    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ("llama", {"partial_rotary_factor": 0.5}, "config.json: partial_rotary_factor=0.5 is not"),
+    (
+        "llama",
+        {"rope_parameters": {"partial_rotary_factor": 0.5}},
+        "rope_parameters.partial_rotary",
+    ),
+    (
+        "llama",
+        {"_layers": 4, "unsloth": 1},
+        "config.json: unsloth=1 is no field that jaxtrain knows",
+    ),
     ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ("llama", {"attention_bias": 1}, "attention_bias=1"),
     ("llama", {"hidden_size": "16"}, "hidden_size='16'"),
@@ -200,6 +210,41 @@ def test_refused_by_name(name, changes, message):
     with pytest.raises(HfError, match="^config.json: ") as error:
         model_of(CONFIGS[name] | changes)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name, missing, heads, message",
+    [
+        ("llama", "hidden_size", 3, "num_attention_heads=3 does not divide hidden_size=4096"),
+        ("qwen3", "num_attention_heads", 3, "num_key_value_heads=3 gives model.kv_heads=3, which"),
+        (
+            "deepseek_v3",
+            "num_hidden_layers",
+            4,
+            "first_k_dense_replace=70 leaves none of num_hidden",
+        ),
+    ],
+)
+def test_a_default_that_is_at_fault_is_named(name, missing, heads, message):
+    values = CONFIGS[name] | {"num_attention_heads": heads, "num_key_value_heads": heads}
+    values |= {"first_k_dense_replace": 70} if "first_k_dense_replace" in values else {}
+    default = {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 61}[missing]
+    with pytest.raises(HfError) as error:
+        model_of({field: value for field, value in values.items() if field != missing})
+    assert message in str(error.value)
+    assert str(error.value).endswith(f"({missing} is missing, and {default} is its default)")
+
+
+def test_marks_of_libraries_are_passed_over_with_a_line():
+    marks = {"_attn_implementation_autoset": True, "unsloth_version": "2026.5", "_x": [1]}
+    rope = CONFIGS["llama"]["rope_parameters"] | {"_y": 1}
+    values = CONFIGS["llama"] | marks | {"rope_parameters": rope}
+    _, model, notes = read_model(values, "config.json")
+    assert model == model_of(CONFIGS["llama"])
+    assert notes == [
+        "passed over, as marks of libraries: rope_parameters._y",
+        "passed over, as marks of libraries: _attn_implementation_autoset, unsloth_version, _x",
+    ]
 
 
 def test_what_changes_only_training_elsewhere_is_noted():

@@ -14,6 +14,7 @@ from jaxtrain.hf.run_config import (
     read_published,
     started_from,
 )
+from jaxtrain.hf.safetensors_folder import INDEX, SINGLE
 from jaxtrain.run.files import CONFIG_FILE
 
 
@@ -34,7 +35,7 @@ def config_of(published, recipe=DEFAULTS, **overrides: object) -> Config:
 def test_the_model_is_that_of_config_json(published):
     config = config_of(published)
     assert config.model == published.model and config.model.layers == 3
-    assert replace(config, {"model.layers": 4}).data == Config().data
+    assert config.data == replace(Config(), {"data.tokenizer": "none"}).data
 
 
 def test_settings_that_say_the_same_or_are_free(published):
@@ -84,9 +85,35 @@ def test_the_tokenizer_of_the_folder(published):
     assert config_of(published, recipe).data.tokenizer == "none"
 
 
-def test_a_vocabulary_without_room_for_bytes(tmp_path):
-    (tmp_path / CONFIG).write_text(json.dumps(CONFIGS["llama"] | {"vocab_size": 99}))
-    assert config_of(read_published(tmp_path)).data.tokenizer == "none"
+@pytest.mark.parametrize("vocabulary", [99, 260])
+def test_without_a_tokenizer_bytes_are_trained_only_if_they_are_named(tmp_path, vocabulary):
+    (tmp_path / CONFIG).write_text(json.dumps(CONFIGS["llama"] | {"vocab_size": vocabulary}))
+    published, started = read_published(tmp_path), {"train__init_from": tmp_path}
+    assert config_of(published).data.tokenizer == "none"
+    assert config_of(published, data__tokenizer="bytes").data.tokenizer == "bytes"
+    assert config_of(published, **started, data__source="ids.npy").data.tokenizer == "none"
+    rule = f"^{tmp_path} has no tokenizer.json, and data.source=stdlib is text: name the model's "
+    with pytest.raises(HfError, match=rule):
+        config_of(published, **started)
+    config = config_of(published, **started, data__tokenizer="bytes")
+    assert config.data.tokenizer == "bytes"
+
+
+def test_files_and_lengths_that_are_not_followed_are_noted(published):
+    """A single file has precedence over an index, in transformers too."""
+    folder, config = published.folder, config_of(published, data__sequence_length=64)
+    assert published.notes_for(config) == ()
+    for name in ("adapter_config.json", INDEX, SINGLE):
+        (folder / name).write_text("{}")
+    index, adapter, beyond = read_published(folder).notes_for(
+        replace(config, {"data.sequence_length": 65})
+    )
+    assert adapter.startswith("adapter_config.json is left out: ")
+    assert index == f"{INDEX} is left out: {SINGLE} beside it is read, as in transformers"
+    said = f"max_position_embeddings=64 of {folder / CONFIG}"
+    assert beyond == f"data.sequence_length=65 is beyond {said}"
+    (folder / SINGLE).unlink()
+    assert len(read_published(folder).notes) == 1
 
 
 def test_a_tokenizer_that_only_transformers_reads(tmp_path):

@@ -159,7 +159,13 @@ def test_an_index(tmp_path):
     assert folder.place("b") == f"{tmp_path / '2.safetensors'}: b"
     refused({**files, "c": "2.safetensors"}, "2.safetensors: c is missing, which")
     refused({**files, "c": "3.safetensors"}, "3.safetensors is missing")
+    for outside in ("../1.safetensors", str(tmp_path / "1.safetensors"), ".", 1):
+        refused({"a": outside}, f"{index}: a is in {outside!r}, which is no name of a file in")
     refused({}, f"{index} has no weight_map")
     refused(None, f"{index} has no weight_map")
     safetensors_files.write(tmp_path / "2.safetensors", {"b": b, "a": a})
     refused(files, "2.safetensors: a is in 1.safetensors, too")
+    safetensors_files.write(tmp_path / SINGLE, {"newer": a})
+    assert [*SafetensorsFolder(tmp_path)] == ["newer"], (
+        "as transformers, which does not see an index"
+    )

@@ -335,7 +335,7 @@ RULES = [
     ),
     (
         {"pipeline.remat": "some"},
-        "pipeline.remat='some' is unknown: use --config.pipeline.remat=none",
+        "pipeline.remat='some' is unknown: use --config.pipeline.remat=full (or selective, none)",
     ),
     (
         {"parallel.zero": 4},
@@ -370,7 +370,7 @@ RULES = [
     ),
     (
         {"parallel.offload": "optimizer", "parallel.offload_directory": "s3://bucket/state"},
-        "parallel.offload_directory='s3://bucket/state' is an address, not a folder of a local "
+        "parallel.offload_directory='s3://bucket/state' is no folder of a local "
         "disk: use --config.parallel.offload_directory=",
     ),
     (
@@ -403,7 +403,7 @@ RULES = [
     (
         {"train.diloco_inner_steps": 20},
         "train.diloco_inner_steps=20 is for independent replicas, and mesh.replica=1: "
-        "use --config.train.diloco_inner_steps=0",
+        "use --config.mesh.replica=2",
     ),
     (
         {"pipeline.schedule": "1f1b"},
@@ -697,14 +697,14 @@ RULES = [
         "--config.model.layers=65536",
     ),
     ({"train.steps": 2.5}, "train.steps=2.5 is not an integer: use --config.train.steps=2"),
-    ({"train.steps": True}, "train.steps=True is not an integer: use --config.train.steps=100"),
+    ({"train.steps": True}, "train.steps=True is not an integer"),
     (
         {"model.qk_norm": 1},
         "model.qk_norm=1 is not a boolean (true or false): use --config.model.qk_norm=true",
     ),
     (
         {"model.biases": True},
-        "model.biases=True is not a tuple of strings: use --config.model.biases=",
+        "model.biases=True is not a tuple of strings",
     ),
     (
         {"train.profile_steps": 99},
@@ -765,7 +765,12 @@ RULES = [
     ),
     (
         {"data.cache": "s3://bucket/cache"},
-        "data.cache='s3://bucket/cache' is an address, not a folder: use --config.data.cache=",
+        "data.cache='s3://bucket/cache' is no folder of this machine: use --config.data.cache=",
+    ),
+    (
+        {"checkpoint.directory": "~nobody_here/x"},
+        "checkpoint.directory='~nobody_here/x' is below a home folder that does not exist here: "
+        "use --config.checkpoint.directory=",
     ),
     (
         {"checkpoint.directory": "runs/\udcff"},
