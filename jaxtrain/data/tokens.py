@@ -46,6 +46,7 @@ from jaxtrain.data.tokenizer import (
     NoTokenizer,
     Tokenizer,
     load_tokenizer,
+    marks_line,
     tokenizer_from,
 )
 from jaxtrain.run import streams
@@ -139,7 +140,7 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
         source = sources.find(data.source)
         _check(data, source, tokenizer)
         if progress:
-            streams.log(*source.lines())
+            streams.log(*source.lines(), marks_line(tokenizer))
         name = source.name if source.name == sources.STDLIB else source.root.name
         slug = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:40]
         folder = cache.folder_of(data.cache) / f"{slug}-{_key(data, source, tokenizer)}"

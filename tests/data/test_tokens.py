@@ -275,7 +275,9 @@ def test_progress_is_on_a_terminal_and_the_result_in_the_log(config, write, caps
     assert re.fullmatch(
         r"\rpreparing a.txt: 100% of 0.6 kB, [\d.,]+ [kM]B/s\x1b\[K\r\x1b\[K", screen.getvalue()
     )
-    assert re.match(r"prepared a.txt: 0.6 kB, 1 documents, 601 tokens in ", capsys.readouterr().out)
+    marks, prepared = capsys.readouterr().out.splitlines()
+    assert marks == "documents: no id begins one, id 256 ends it"
+    assert re.match(r"prepared a.txt: 0.6 kB, 1 documents, 601 tokens in ", prepared)
 
 
 def test_bad_records_are_counted_and_said_again(config, write, capsys):
