@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config import ConfigError, sources, suggestion
-from jaxtrain.config.sources import File
+from jaxtrain.config.sources import FORMATS, File
 from jaxtrain.data import cache, documents
 from jaxtrain.data.bad_records import Skipped
 from jaxtrain.data.compressed import is_compressed, unpack
@@ -259,7 +259,12 @@ def _key(data: Any, source: sources.Source, tokenizer: Tokenizer) -> str:
     raw = [_token_dtype(data.token_dtype).str] if source.files[0].format == "bin" else []
     description = {k: v for k, v in tokenizer.describe().items() if k != "path"}
     skip = ["skip"] if data.bad_records == "skip" and not source.holds_tokens else []
-    digest = hashlib.sha256(json.dumps([FORMAT, description, fields, raw, *skip]).encode())
+    # other ids once: of texts that were encoded in pieces, and by tokenizers with dropout
+    mended = isinstance(tokenizer, FileTokenizer) and (
+        tokenizer.had_dropout or any(FORMATS[file.format].holds == "text" for file in source.files)
+    )
+    settings = [FORMAT, description, fields, raw, *skip, *["mended"] * mended]
+    digest = hashlib.sha256(json.dumps(settings).encode())
     for file in (*source.files, *source.unreadable):
         digest.update(json.dumps(file).encode())
     return digest.hexdigest()[:16]

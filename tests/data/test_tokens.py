@@ -17,11 +17,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import tokenizers
 
 from jaxtrain.config.sources import Source
 from jaxtrain.data import compressed, documents, encode, records, tokens
 from jaxtrain.data.records import File
-from jaxtrain.data.tokenizer import ByteTokenizer
+from jaxtrain.data.tokenizer import ByteTokenizer, FileTokenizer
 from jaxtrain.data.tokens import DataError, bigram_entropy, prepare
 from jaxtrain.run.exit_status import ExitStatus
 
@@ -325,6 +326,21 @@ def test_what_was_prepared_before_still_counts(config, write):
     ):
         source = Source("a", path, (File(name, format, 7, 1),))
         assert tokens._key(config(), source, ByteTokenizer()) == key
+
+
+@pytest.mark.parametrize(
+    "dropout, format, is_old",
+    [(None, "jsonl", True), (None, "text", False), (0.1, "jsonl", False)],
+)
+def test_what_was_prepared_with_other_ids_does_not_count(config, tmp_path, dropout, format, is_old):
+    """Texts were encoded in pieces once, and dropout was on; the ids of records stay."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "</s>": 1}, [], dropout=dropout))
+    made.save(str(tmp_path / "t.json"))
+    tokenizer = FileTokenizer(tmp_path / "t.json")
+    tokenizer.sha256 = ""
+    source = Source("a", tmp_path, (File("/data/a", format, 7, 1),))
+    old = {"text": "31e67f348e84d18e", "jsonl": "16f66a673c1d4f61"}
+    assert (tokens._key(config(), source, tokenizer) == old[format]) == is_old
 
 
 # ---- what does not fit
