@@ -85,8 +85,9 @@ def test_a_run_introduces_itself_and_learns(whole):
     lines = done.out.splitlines()
     assert (
         not done.err
-        and lines[0].startswith("prepared corpus.txt: ")
-        and lines[1] == "mesh: one device (1 × cpu, 1 process)"
+        and lines[0] == "documents: no id begins one, id 256 ends it"
+        and lines[1].startswith("prepared corpus.txt: ")
+        and lines[2] == "mesh: one device (1 × cpu, 1 process)"
     )
     assert re.search(rf"^step {STEPS}/{STEPS} · loss \d\.\d{{4}} · ", done.out, re.MULTILINE)
     # Two of RMSNorm, attention of 4 · 32² and two of 32 · 64 in each of 3 layers; the embedding is

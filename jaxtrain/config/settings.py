@@ -308,7 +308,7 @@ class DataConfig:
     token_dtype: str = setting(
         "uint16",
         "integers of a raw token file (.bin)",
-        choices=("uint8", "uint16", "int32", "uint32"),
+        choices=("uint8", "uint16", "int32", "uint32", "int64", "uint64"),
     )
     cache: str = setting(
         "", "folder of prepared corpora; empty: $JAXTRAIN_CACHE or ~/.cache/jaxtrain"

@@ -2,7 +2,7 @@
 
 Which files a source has, and the reader of each format, stands in config/sources.py. Readers of
 texts are here, those of records in records.py; tokens.py reads token files. Everything is a stream:
-a long text comes in pieces cut after a line, so no file is ever in memory entirely. Encoding, the
+a text comes in pieces, cut anywhere, so no file is ever in memory entirely. Encoding, the
 end of documents and the prepared corpus are in tokens.py.
 """
 
@@ -18,8 +18,7 @@ from jaxtrain.data.bad_records import BadRecord, Skipped
 from jaxtrain.data.compressed import Reader
 from jaxtrain.data.records import BYTE_ORDER_MARK, Piece, Pieces, Runs, not_utf8
 
-BLOCK = 1 << 20  # bytes of a text read, and encoded, at a time
-LONGEST = 8 << 20  # characters of a text without a newline after which it is cut all the same
+BLOCK = 1 << 20  # bytes of a text read at a time
 RENAME = "remove it, or let its name begin with _ or ."
 
 
@@ -96,9 +95,9 @@ def unreadable_file(paths: Sequence[str]) -> BadRecord:
 
 
 def read_text(file: File, runs: Runs, scratch: pathlib.Path) -> Pieces:
-    """The pieces of a text file: one document, cut after lines."""
+    """The pieces of a text file: one document, whose text goes on from piece to piece."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    lines, characters, rest = 0, 0, ""
+    lines, characters = 0, 0
     with Reader(file.path) as stream:
         block = stream.read(BLOCK).removeprefix(BYTE_ORDER_MARK)
         while True:
@@ -111,16 +110,13 @@ def read_text(file: File, runs: Runs, scratch: pathlib.Path) -> Pieces:
                 ) from error
             lines += text.count("\n")
             characters += len(text)
-            rest += text
             if not block:
                 break
-            cut = len(rest) if len(rest) > LONGEST else rest.rfind("\n") + 1
-            yield Piece(rest[:cut], True, False, stream.taken())
-            rest = rest[cut:]
+            yield Piece(text, True, False, stream.taken(), goes_on=True)
             block = stream.read(BLOCK)
     if not characters:
         raise _is_empty(file.path)
-    yield Piece(rest, True, True, 0)
+    yield Piece("", True, True, 0)
 
 
 def _others(paths: Sequence[str]) -> str:

@@ -5,10 +5,9 @@ its tokenizer.json say, in transformers' order of precedence.
              beside it
     ends     eos_token of special_tokens_map.json (only if tokenizer_config.json has no
              added_tokens_decoder), then of tokenizer_config.json; then eos_token_id of config.json
-             or generation_config.json, if it is a list its first; then a name in END_OF_DOCUMENT
+             or generation_config.json, if it is a list its first; then the first id that the
+             post-processor puts behind a text; then a name in END_OF_DOCUMENT
     stops    eos_token_id of generation_config.json, else of config.json, and `ends`
-
-Without such files the last rule of `ends` is the only one.
 """
 
 import dataclasses
@@ -31,6 +30,8 @@ END_OF_DOCUMENT = (
 TOKENIZER_CONFIG, TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
 GENERATION, CONFIG = "generation_config.json", "config.json"
 END = "eos_token"
+POST_PROCESSOR = "post_processor of tokenizer.json"
+TEXT = 2**32 - 1  # an id that no tokenizer has, in the place of a text
 
 
 class MarksError(ValueError):
@@ -39,11 +40,15 @@ class MarksError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Marks:
-    """The ids before each document, the id after it, and the ids at which generated text stops."""
+    """The ids before each document, the id after it, and the ids at which generated text stops.
+
+    origin: what says which id ends a document
+    """
 
     begins: tuple[int, ...]
     ends: int
     stops: tuple[int, ...]
+    origin: str = dataclasses.field(default="its name", compare=False)
 
     @classmethod
     def plain(cls, end: int) -> "Marks":
@@ -74,14 +79,20 @@ def read_marks(folder: pathlib.Path, tokenizer: tokenizers.Tokenizer) -> Marks |
         model = {}
     stops = _ids(folder / GENERATION, _read(folder, GENERATION))
     config_stops = _ids(folder / CONFIG, model)
-    end = _id_of(place, names.get(END), tokenizer)
-    candidates = [i for i in (end, *config_stops, *stops) if i is not None]
+    begins, behind = _around_a_text(folder, tokenizer)
+    candidates = [
+        (_id_of(place, names.get(END), tokenizer), f"{END} of {place.name}"),
+        *((i, f"eos_token_id of {CONFIG}") for i in config_stops),
+        *((i, f"eos_token_id of {GENERATION}") for i in stops),
+        *((i, POST_PROCESSOR) for i in behind),
+    ]
     if plain := plain_marks(tokenizer):
-        candidates.append(plain.ends)
-    if not candidates:
-        return None
-    ends = candidates[0]
-    return Marks(_begins(tokenizer), ends, tuple(dict.fromkeys([ends, *(stops or config_stops)])))
+        candidates.append((plain.ends, plain.origin))
+    for ends, origin in candidates:
+        if ends is not None:
+            all_stops = tuple(dict.fromkeys([ends, *(stops or config_stops)]))
+            return Marks(begins, ends, all_stops, origin)
+    return None
 
 
 def _read(folder: pathlib.Path, name: str) -> dict[str, Any]:
@@ -128,13 +139,16 @@ def _ids(place: pathlib.Path, values: dict[str, Any]) -> list[int]:
     return ids
 
 
-def _begins(tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """The ids that the tokenizer's post-processor puts before a text."""
-    try:
-        plain, ids = (
-            tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True)
-        )
-    except Exception:  # of the library, for a tokenizer without this letter
-        return ()
-    starts = (i for i in range(len(ids)) if ids[i : i + len(plain)] == plain)
-    return tuple(ids[: next(starts, 0)])
+def _around_a_text(
+    folder: pathlib.Path, tokenizer: tokenizers.Tokenizer
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids that the tokenizer's post-processor puts before a text, and those behind it."""
+    # whatever the tokenizer's own vocabulary has
+    probe = tokenizers.Tokenizer(tokenizers.models.WordLevel({"text": TEXT}, "text"))
+    if tokenizer.post_processor is not None:
+        probe.post_processor = tokenizer.post_processor
+    ids = tuple(probe.encode("text").ids)
+    if TEXT not in ids:
+        raise MarksError(f"{folder}: {POST_PROCESSOR} leaves out the text")
+    place = ids.index(TEXT)
+    return ids[:place], ids[place + 1 :]

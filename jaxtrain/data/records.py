@@ -51,12 +51,14 @@ class Piece(NamedTuple):
     counts: True if its tokens count in the loss.
     ends: True if the document ends here.
     size: bytes of the file that were read for it.
+    goes_on: True if its text goes on in the next piece, with which it is encoded as one.
     """
 
     text: str
     counts: bool
     ends: bool
     size: int
+    goes_on: bool = False
 
 
 Pieces = Iterator[Piece | BadRecord]

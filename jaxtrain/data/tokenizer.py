@@ -16,7 +16,14 @@ from typing import Any, Protocol
 import numpy as np
 import tokenizers
 
-from jaxtrain.data.marks import END_OF_DOCUMENT, Marks, MarksError, plain_marks, read_marks
+from jaxtrain.data.marks import (
+    END_OF_DOCUMENT,
+    POST_PROCESSOR,
+    Marks,
+    MarksError,
+    plain_marks,
+    read_marks,
+)
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
 
@@ -118,8 +125,8 @@ class NoTokenizer:
 
 
 class FileTokenizer:
-    """A Hugging Face tokenizers JSON file. Its own truncation, padding and added marks are switched
-    off; documents and prompts get their marks by marks.py.
+    """A Hugging Face tokenizers JSON file. Its own truncation, padding, sampling and marks are
+    switched off; documents and prompts get their marks by marks.py.
 
     marks: None: as the files beside it say
 
@@ -146,9 +153,14 @@ class FileTokenizer:
                 f"data.tokenizer={path} is not a tokenizers JSON file: {_first_line(error)}"
             ) from error
         # Files made for fine-tuning often have truncation and padding, which would cut or fill the
-        # documents of a corpus silently.
+        # documents of a corpus silently; files left from a training have its dropout, with which
+        # each preparation would make another corpus.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        for sampling in {"dropout", "alpha", "nbest_size"} & {*dir(self._tokenizer.model)}:
+            setattr(self._tokenizer.model, sampling, None)
+        unknown = getattr(self._tokenizer.model, "unk_token", None) or ""
+        self.unknown: int | None = self._tokenizer.token_to_id(unknown)
         self._plain = plain_marks(self._tokenizer)
         try:
             marks = marks or read_marks(self.path.parent, self._tokenizer)
@@ -162,7 +174,13 @@ class FileTokenizer:
         self._marks = marks
         self.end_of_document: int = marks.ends
         self.begin_of_document, self.stops = marks.begins, marks.stops
+        self.origin, self.token = marks.origin, self._tokenizer.id_to_token
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        if (beyond := max(*marks.begins, marks.ends, 0)) >= self.vocab_size:
+            raise DataError(
+                f"data.tokenizer={path} puts id {beyond} around a document ({POST_PROCESSOR}, or "
+                f"{marks.origin}), and has {self.vocab_size} ids: name files that belong together"
+            )
 
     @functools.cached_property
     def sha256(self) -> str:
@@ -174,9 +192,9 @@ class FileTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         try:
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        except UnicodeEncodeError:
+        except (UnicodeEncodeError, KeyboardInterrupt):
             raise
-        except Exception as error:  # the library raises bare Exceptions
+        except BaseException as error:  # the library raises bare Exceptions, and what is none
             raise DataError(
                 f"data.tokenizer={self.path} cannot encode a text: {_first_line(error)}"
             ) from error
@@ -193,6 +211,18 @@ class FileTokenizer:
             return file
         marks = {"begins": [*self.begin_of_document], "ends": self.end_of_document}
         return file | {"marks": marks | {"stops": [*self.stops]}}
+
+
+def marks_line(tokenizer: Tokenizer) -> str:
+    """A line of text: the ids that begin and end a document, and what says so."""
+    begins, end = tokenizer.begin_of_document, tokenizer.end_of_document
+    if not isinstance(tokenizer, FileTokenizer):
+        return f"documents: no id begins one, {'no id' if end is None else f'id {end}'} ends it"
+    names = [f"{i} {tokenizer.token(i)!r}" for i in (*begins, tokenizer.end_of_document)]
+    begin = (
+        f"{', '.join(names[:-1])} begins one ({POST_PROCESSOR})" if begins else "no id begins one"
+    )
+    return f"documents: {begin}, {names[-1]} ends it ({tokenizer.origin})"
 
 
 def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
@@ -256,7 +286,7 @@ def _described_marks(description: dict[str, Any], path: pathlib.Path) -> Marks |
     return Marks(tuple(marks["begins"]), marks["ends"], tuple(marks["stops"]))
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

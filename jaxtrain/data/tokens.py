@@ -47,6 +47,7 @@ from jaxtrain.data import cache, documents
 from jaxtrain.data.bad_records import Skipped
 from jaxtrain.data.compressed import is_compressed, unpack
 from jaxtrain.data.encode import cores, encode
+from jaxtrain.data.notes import notes
 from jaxtrain.data.split import Stream, split
 from jaxtrain.data.tokenizer import (
     ByteTokenizer,
@@ -55,6 +56,7 @@ from jaxtrain.data.tokenizer import (
     NoTokenizer,
     Tokenizer,
     load_tokenizer,
+    marks_line,
     tokenizer_from,
 )
 from jaxtrain.run import streams
@@ -152,7 +154,7 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
         source = sources.find(data.source)
         _check(data, source, tokenizer)
         if progress:
-            streams.log(*source.lines())
+            streams.log(*source.lines(), marks_line(tokenizer))
         name = source.name if source.name == sources.STDLIB else source.root.name
         slug = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:40]
         key = functools.partial(_key, data, source, tokenizer)
@@ -192,7 +194,8 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(corpus.prepared))
         taken = f"{name} is taken from the cache, prepared at {when}: {corpus.folder}"
         left_out = corpus.skipped.lines(data.source, corpus.folder / INFO)
-        streams.log(*[taken] * (corpus.prepared < began), *left_out)
+        remarks = notes(corpus.tokens, len(corpus.documents) - 1, data, tokenizer)
+        streams.log(*[taken] * (corpus.prepared < began), *left_out, *remarks)
     return corpus
 
 
@@ -263,6 +266,15 @@ def _check(data: Any, source: sources.Source, tokenizer: Tokenizer) -> None:
             f"data.tokenizer=none is for token files, and data.source={name} is text: name its "
             "tokenizer with --config.data.tokenizer"
         )
+    file, count = source.files[0], tokenizer.vocab_size
+    if file.format == "bin" and data.token_dtype == "uint16" and count > 1 << 16:
+        path, use = pathlib.Path(file.path), "use --config.data.token_dtype=uint32"
+        if not is_compressed(file.path) and not _other_dtype(
+            _map_tokens(file, path, "uint16")[:CHUNK], "uint16", count
+        ):
+            use = f"write {path} as uint32, and {use}"
+        whose = "model.vocab_size" if isinstance(tokenizer, NoTokenizer) else "data.tokenizer"
+        raise DataError(f"data.token_dtype=uint16 has 65,536 ids, and {whose} has {count:,}: {use}")
     stored = cache.folder_of(data.cache)
     if any(source.takes(stored / "corpus" / file) for file in ("corpus.json", "tokens.bin")):
         raise DataError(
@@ -542,7 +554,7 @@ def _beyond(
         return DataError(f"{rule}: use --config.data.token_dtype={dtype}, with which all ids are")
     if ids.min() < 0 or needed > MOST_IDS:
         what = (
-            "what is not written in any data.token_dtype as ids"
+            f"what no data.token_dtype for {tokenizer.vocab_size} ids reads as ids"
             if is_raw
             else f"{ids.dtype} numbers, not ids"
         )
@@ -555,14 +567,15 @@ def _beyond(
 
 
 def _other_dtype(ids: np.ndarray, dtype: str, ids_known: int) -> str:
-    """The integer type with which all ids of a raw file are below `ids_known`, or "". Types of one
-    byte are not tried, since their ids nearly always are."""
+    """The widest integer type with which all ids of a raw file are below `ids_known`, and which
+    has so many; or "". Types of one byte are not tried, since their ids nearly always are."""
     content = ids.view(np.uint8)
-    for name in ("uint16", "uint32"):
+    for name in ("uint32", "uint16"):  # the halves of the first one may be ids, too
         size = np.dtype(name).itemsize
         if (
             size != np.dtype(dtype).itemsize
             and len(content) % size == 0
+            and ids_known <= 1 << 8 * size
             and int(content.view(f"<u{size}").max()) < ids_known
         ):
             return name
@@ -602,14 +615,5 @@ def _map_tokens(file: File, path: pathlib.Path, token_dtype: str) -> np.memmap:
 
 
 def _token_dtype(name: str) -> np.dtype:
-    """The little-endian type of data.token_dtype. Raises DataError if it is no integer type."""
-    try:
-        dtype = np.dtype(name).newbyteorder("<")
-    except TypeError:
-        dtype = np.dtype(object)
-    if dtype.kind not in "iu":
-        raise DataError(
-            f"data.token_dtype={name} is not an integer type: use "
-            "--config.data.token_dtype=uint16 (or uint32)"
-        )
-    return dtype
+    """The little-endian type of data.token_dtype."""
+    return np.dtype(name).newbyteorder("<")

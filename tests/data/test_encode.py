@@ -1,10 +1,13 @@
-"""Encoding on all cores: the order and the ids are those of one text after the other."""
+"""Encoding on all cores: the order and the ids are those of one text after the other, and a text
+that comes in pieces has the ids of the whole."""
 
 import threading
 import time
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import Regex, models, normalizers, pre_tokenizers
 
 from jaxtrain.data import encode as module
 from jaxtrain.data.encode import encode
@@ -131,3 +134,98 @@ def test_a_tokenizer_that_cannot_encode(tokenizer_file):
     path.write_text(json.dumps(content))
     with pytest.raises(DataError, match=f"^data.tokenizer={path} cannot encode a text: .*"):
         list(encode([Piece("dog", True, True, 3)], FileTokenizer(path), DTYPE))
+
+
+# ---- texts in windows
+
+LETTERS = "▁ \n\r\tabcdefghinopstuv.7Ġ"
+PAIRS = ["t h", "th e", "▁ the", "c a", "ca t", "▁ cat", "7 7", "77 7", "Ġ Ġ", "Ċ Ċ"]
+BYTES = pre_tokenizers.ByteLevel
+CODE = "def f(x):\r\n    the cat\n\n  a hat.\n" * 300
+
+
+def bpe(pre_tokenizer=None, normalizer=None, **arguments):
+    names = [*LETTERS, *BYTES.alphabet(), *("".join(pair.split()) for pair in PAIRS), "</s>", "<u>"]
+    vocabulary = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    merges = [tuple(pair.split()) for pair in PAIRS]
+    made = tokenizers.Tokenizer(models.BPE(vocabulary, merges, unk_token="<u>", **arguments))
+    if pre_tokenizer:
+        made.pre_tokenizer = pre_tokenizer
+    if normalizer:
+        made.normalizer = normalizer
+    return made
+
+
+LLAMA2 = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+WHOLE = {
+    "a prefix": (bpe(normalizer=LLAMA2), "the cat and a hat.\n" * 600),
+    "no line break": (bpe(normalizer=LLAMA2), "the cat the cat th e" * 600),
+    "no last line break": (bpe(normalizer=LLAMA2), "the cat\nthe"),
+    "metaspace": (bpe(pre_tokenizers.Metaspace(prepend_scheme="always")), CODE),
+    "metaspace first": (bpe(pre_tokenizers.Metaspace(prepend_scheme="first", split=False)), CODE),
+    "bytes with a prefix": (bpe(BYTES(add_prefix_space=True)), CODE),
+    "bytes": (bpe(BYTES(add_prefix_space=False)), CODE),
+    "spaces": (bpe(BYTES(add_prefix_space=False)), CODE + " " * 9001 + CODE + "\n" * 7000),
+    "numbers": (
+        bpe(
+            pre_tokenizers.Sequence(
+                [
+                    pre_tokenizers.Split(Regex("[0-9]{1,3}"), "isolated"),
+                    BYTES(False, use_regex=False),
+                ]
+            )
+        ),
+        "a" + "7" * 20_000,
+    ),
+    "quotes": (bpe(pre_tokenizers.Split(Regex('"[^"]*"|.'), "isolated")), '"ab" c' * 900),
+    "fixed length": (bpe(pre_tokenizers.FixedLength(length=11)), "the cat a" * 800),
+    "unknown": (bpe(fuse_unk=True), "漢" * 3000 + "the cat" * 300 + "漢" * 9000 + "a"),
+    "stripped": (bpe(normalizer=normalizers.Strip()), " " * 2000 + "cat " * 500 + " " * 4000),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("task", [1000, 720_720])
+def test_a_text_in_pieces_has_the_ids_of_the_whole(tmp_path, monkeypatch, name, task):
+    """Wherever it is cut, and whatever the tokenizer puts before a text or takes together; other
+    documents stand before and behind it."""
+    made, text = WHOLE[name]
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = FileTokenizer(tmp_path / "tokenizer.json", Marks((2, 3), 1, (1,)))
+    monkeypatch.setattr(module, "TASK", task)
+    monkeypatch.setattr(module, "SHARED", 256)
+    cuts = [*range(0, len(text), 700), len(text)]
+    pieces = [
+        Piece("cat", True, True, 3),
+        *(Piece(text[a:b], True, False, b - a, goes_on=True) for a, b in zip(cuts, cuts[1:])),
+        Piece("", True, True, 0),
+        Piece("the", False, False, 3),
+        Piece("cat", True, True, 3),
+    ]
+    parts = list(encode(pieces, tokenizer, DTYPE))
+    documents = [["cat"], [text], ["the", "cat"]]
+    ids = [
+        [2, 3, *(i for t in texts for i in made.encode(t, add_special_tokens=False).ids), 1]
+        for texts in documents
+    ]
+    found, ends, mask = joined(parts)
+    assert found == sum(ids, [])
+    assert ends == np.cumsum([len(document) for document in ids]).tolist()
+    masked = len(made.encode("the").ids) + 2
+    assert [i for i, counts in enumerate(mask) if not counts] == [*range(ends[1], ends[1] + masked)]
+    assert sum(part.text for part in parts) == len(text.encode()) + 9
+    assert sum(part.size for part in parts) == len(text) + 9
+
+
+def test_a_text_that_no_place_divides(tmp_path, monkeypatch):
+    """Memory is bounded: a text that has to be encoded as one and is longer is refused."""
+    made, text = WHOLE["unknown"][0], "漢" * 5000
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = FileTokenizer(tmp_path / "tokenizer.json", Marks.plain(1))
+    for name, value in (("TASK", 1000), ("SHARED", 256), ("LONGEST", 5000)):
+        monkeypatch.setattr(module, name, value)
+    pieces = lambda text: [Piece(text, True, True, 1)]
+    (part,) = encode(pieces(text), tokenizer, DTYPE)
+    assert part.ids[:-1].tolist() == made.encode(text).ids
+    with pytest.raises(DataError, match="of 5,001 characters of a document .* at most 5,000 are"):
+        list(encode(pieces(text + "漢"), tokenizer, DTYPE))

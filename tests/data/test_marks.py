@@ -6,9 +6,23 @@ import shutil
 
 import pytest
 import tokenizers
-from tokenizers.processors import TemplateProcessing
+from tokenizers.processors import (
+    BertProcessing,
+    ByteLevel,
+    RobertaProcessing,
+    Sequence,
+    TemplateProcessing,
+)
 
-from jaxtrain.data.tokenizer import DataError, FileTokenizer, prompt_ids, tokenizer_from
+from jaxtrain.data.tokenizer import (
+    ByteTokenizer,
+    DataError,
+    FileTokenizer,
+    NoTokenizer,
+    marks_line,
+    prompt_ids,
+    tokenizer_from,
+)
 
 TOKENS = ["<s>", "</s>", "<|im_end|>", "<|end|>", "a", "b", "[UNK]"]
 BEGIN, END, TURN, LAST, A, B, UNKNOWN = range(7)
@@ -26,7 +40,7 @@ def folder(tmp_path):
         tokenizer = tokenizers.Tokenizer(words)
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
         tokenizer.add_special_tokens(TOKENS[:4])
-        names = [("<s>", BEGIN), ("</s>", END)]
+        names = [("<s>", BEGIN), ("</s>", END), ("<|im_end|>", TURN)]
         tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=names)
         tokenizer.save(str(tmp_path / "tokenizer.json"))
         for name, values in files.items():
@@ -40,6 +54,14 @@ CASES = {
     "names alone": ("$A", {}, (), END, [END]),
     "a post-processor": ("<s> $A", {}, (BEGIN,), END, [END]),
     "a post-processor with both": ("<s> $A </s>", {}, (BEGIN,), END, [END]),
+    "a post-processor before a name": ("$A <|im_end|>", {}, (), TURN, [TURN]),
+    "a config before a post-processor": (
+        "<s> $A <|im_end|>",
+        {"tokenizer_config": {"eos_token": "<|end|>"}},
+        (BEGIN,),
+        LAST,
+        [LAST],
+    ),
     "add_bos_token has no effect": (
         "$A",
         {"tokenizer_config": {"add_bos_token": True, "bos_token": "<s>"}},
@@ -154,3 +176,67 @@ def test_files_that_contradict(folder, files, message):
     with pytest.raises(DataError) as raised:
         FileTokenizer(path)
     assert str(raised.value) == f"data.tokenizer={path}: {path.parent}/{message}"
+
+
+TEMPLATE = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BEGIN)])
+BOTH = ("[SEP]", 4), ("[CLS]", 3)
+PROCESSORS = {
+    "none": (None, "no id begins one, 1 '</s>' ends it (its name)"),
+    "offsets alone": (ByteLevel(), "no id begins one, 1 '</s>' ends it (its name)"),
+    "template": (TEMPLATE, "0 '<s>' begins one (post), 1 '</s>' ends it (its name)"),
+    "sequence": (
+        Sequence([ByteLevel(), TEMPLATE]),
+        "0 '<s>' begins one (post), 1 '</s>' ends it (its name)",
+    ),
+    "sequence of two": (
+        Sequence([RobertaProcessing(*BOTH), TEMPLATE]),
+        "0 '<s>', 3 '[CLS]' begins one (post), 4 '[SEP]' ends it (post)",
+    ),
+    "BERT": (BertProcessing(*BOTH), "3 '[CLS]' begins one (post), 4 '[SEP]' ends it (post)"),
+    "RoBERTa": (RobertaProcessing(*BOTH), "3 '[CLS]' begins one (post), 4 '[SEP]' ends it (post)"),
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("vocabulary", [["a"], ["漢"], ["##b"]])
+def test_every_post_processor_whatever_the_vocabulary_has(tmp_path, name, vocabulary):
+    """Also where the tokenizer cannot encode a letter, or makes nothing of it."""
+    processor, line = PROCESSORS[name]
+    words = ["<s>", "</s>", "<pad>", "[CLS]", "[SEP]", *vocabulary]
+    made = tokenizers.Tokenizer(tokenizers.models.WordPiece(dict(zip(words, range(9)))))
+    made.normalizer = tokenizers.normalizers.Replace("a", "")
+    if processor:
+        made.post_processor = processor
+    made.save(str(tmp_path / "tokenizer.json"))
+    line = line.replace("post", "post_processor of tokenizer.json")
+    assert marks_line(FileTokenizer(tmp_path / "tokenizer.json")) == f"documents: {line}"
+
+
+def test_what_says_so_stands_in_the_line(folder):
+    line = marks_line(FileTokenizer(folder(tokenizer_config={"eos_token": "<|end|>"})))
+    assert (
+        line
+        == "documents: no id begins one, 3 '<|end|>' ends it (eos_token of tokenizer_config.json)"
+    )
+    line = marks_line(
+        FileTokenizer(folder(tokenizer_config={}, generation_config={"eos_token_id": 2}))
+    )
+    assert line.endswith("2 '<|im_end|>' ends it (eos_token_id of generation_config.json)")
+    assert marks_line(ByteTokenizer()) == "documents: no id begins one, id 256 ends it"
+    assert marks_line(NoTokenizer(9)) == "documents: no id begins one, no id ends it"
+
+
+def test_marks_that_the_tokenizer_does_not_have(folder):
+    """They would be refused as damage when batches are read."""
+    path = folder(config={"model_type": "llama", "eos_token_id": 7})
+    with pytest.raises(DataError, match=f"^data.tokenizer={path} puts id 7 around .* has 7 ids: "):
+        FileTokenizer(path)
+    content = json.loads(folder(config={}).read_text())
+    content["post_processor"] = {"type": "BertProcessing", "sep": ["</s>", 1], "cls": ["<s>", 9]}
+    path.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="puts id 9 around a document"):
+        FileTokenizer(path)
+    content["post_processor"] = json.loads(TEMPLATE.__getstate__()) | {"single": []}
+    path.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="post_processor of tokenizer.json leaves out the text"):
+        FileTokenizer(path)

@@ -1,5 +1,6 @@
 """Tokenizers: round trips, what ends a document, and finding a tokenizer again."""
 
+import json
 import os
 
 import pytest
@@ -43,6 +44,26 @@ def test_file_round_trip_without_marks_truncation_or_padding(tokenizer_file):
     assert (
         tokenizer.decode([*tokenizer.encode("the"), tokenizer.end_of_document, 10**6, -1]) == "the"
     )
+
+
+def test_nothing_is_drawn_at_random(tokenizer_file):
+    """Dropout is left in a file from its training. Sampling of Unigram is off as well, should the
+    library once store it."""
+    path = tokenizer_file()
+    content = json.loads(path.read_text())
+    text = "the quick brown fox " * 9
+    expected = FileTokenizer(path).encode(text).tolist()
+    content["model"]["dropout"] = 0.5
+    path.write_text(json.dumps(content))
+    again = FileTokenizer(path)
+    assert again.encode(text).tolist() == again.encode(text).tolist() == expected
+    assert again.content == path.read_bytes()  # a run's copy, and what is published
+    pieces = [["<unk>", 0], ["</s>", 0], *([letters, -1] for letters in ("a", "aa", "aaa"))]
+    content["model"] = {"type": "Unigram", "unk_id": 0, "vocab": pieces}
+    content["model"] |= {"alpha": 0.1, "nbest_size": -1}
+    path.write_text(json.dumps(content | {"pre_tokenizer": None, "added_tokens": []}))
+    again = FileTokenizer(path)
+    assert len({tuple(again.encode("a" * 99)) for _ in range(5)}) == 1
 
 
 @pytest.mark.parametrize("token", ["<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>"])
