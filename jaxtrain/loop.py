@@ -397,16 +397,17 @@ class Trainer:
 
 def _what_next(config: Config, folder: pathlib.Path, corpus: Corpus) -> list[str]:
     """The last lines of a run that has all its steps: its files, and the next commands."""
-    train, steps = config.train, {"config.train.steps": 2 * config.train.steps}
-    # That of the sample was encoded; an empty one is an end of document, which ids may not have.
-    prompt = "0" if corpus.tokenizer.end_of_document is None else ""
-    prompt = train.sample_prompt if train.sample_tokens else prompt
-    generate = {"workdir": folder, "prompt": prompt}
-    if config.model.positions == "learned":
-        generate["tokens"] = max(1, min(100, config.model.max_positions - 1 - len(prompt.encode())))
+    train, model = config.train, config.model
+    # The sample's prompt was encoded; an empty one is an end of document, which ids may not have.
+    empty = "0" if corpus.tokenizer.end_of_document is None else ""
+    generate: dict[str, object] = {"prompt": train.sample_prompt if train.sample_tokens else empty}
+    if model.positions == "learned":
+        free = model.max_positions - 1 - len(str(generate["prompt"]).encode())
+        generate["tokens"] = max(1, min(100, free))
+    more: dict[str, object] = {"config.train.steps": 2 * train.steps}
     if jax.process_count() == 1 and jax.default_backend() == "cpu":
-        steps["cpu_devices"] = jax.device_count()
-    return next_commands(folder, generate, steps, jax.process_count())
+        more["cpu_devices"] = jax.device_count()
+    return next_commands(str(folder), generate, more, jax.process_count())
 
 
 def _open_weights(config: Config, resumes: bool) -> PublishedWeights | None:

@@ -1,14 +1,13 @@
 """run/next_commands.py: the last lines of a run, as a shell takes them."""
 
 import os
-import pathlib
 import shlex
 import sys
 
 from jaxtrain.run.next_commands import next_commands
 
-FOLDER = pathlib.Path("runs/it's one")
-GENERATE, TRAIN = {"workdir": FOLDER, "prompt": "def 'x"}, {"config.train.steps": 6}
+FOLDER = "runs/it's one"
+GENERATE, TRAIN = {"prompt": "def 'x"}, {"config.train.steps": 6}
 
 
 def test_a_shell_takes_them():
