@@ -7,9 +7,11 @@ cluster.
               └─ guard: kills both if the launcher is gone
 
 The launcher prints every line of a process after the process's number, on the stream of the
-process. When a process fails, the launcher stops the others and prints the last lines of the failed
-one at the end. No process outlives the launcher, however it ends. With --restarts it starts all
-processes again if their exit status says that this helps, like a cluster's engine. No jax.
+process, an error that several processes end with once, and no line of gloo's that a group is
+connected. When a process fails, the launcher stops the others and prints the last lines of the
+failed one at the end, unless its error stands there already. No process outlives the launcher,
+however it ends. With --restarts it starts all processes again if their exit status says that this
+helps, like a cluster's engine. No jax.
 """
 
 import collections
@@ -18,6 +20,7 @@ import difflib
 import importlib.util
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -66,6 +69,11 @@ FLAGS = (
 )
 ON_REQUEST = (ExitStatus.STOPPED, ExitStatus.INTERRUPTED)
 LAST_LINES = 20  # lines repeated of the process that failed first
+# printed for each device and group of devices, by C++ code that knows no level of its log
+CONNECTED = re.compile(
+    r"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. "
+    r"Expected number of connected peer ranks is : \1"
+)
 # seconds between a process's end and the killing of the others
 FAILED_GRACE, SIGNALLED_GRACE = 5.0, 120.0
 # The guard learns of the processes' groups by lines on its stdin. Its end without "done" means that
@@ -102,6 +110,8 @@ class Job:
         self.processes: list[subprocess.Popen[str]] = []
         self.readers: list[threading.Thread] = []
         self.ended: list[int] = []  # numbers of processes in the order of their ends
+        self.errors: dict[str, int] = {}  # each error and the process that said it first
+        self.last = ""  # the last line that was printed, if it is an error
         for number, (command, environment) in enumerate(zip(commands, environments, strict=True)):
             process = subprocess.Popen(
                 command,
@@ -133,12 +143,19 @@ class Job:
         return [128 - code if code is not None and code < 0 else code for code in codes]
 
     def show(self, seconds: float) -> None:
-        """Prints lines of the processes as they come, for some seconds."""
+        """Prints lines of the processes as they come, for some seconds; an error once, however
+        many processes end with it."""
         end = time.monotonic() + seconds
         with contextlib.suppress(queue.Empty):
             while (remaining := end - time.monotonic()) > 0:
                 number, line, stream = self.output.get(timeout=remaining)
+                if CONNECTED.fullmatch(line):
+                    continue
                 self.tails[number][stream].append(line)
+                is_error = line.startswith("error: ")
+                if is_error and self.errors.setdefault(line, number) != number:
+                    continue  # it is about what processes share
+                self.last = line if is_error else ""
                 print(f"[{number}] {line}", file=stream, flush=True)
 
     def last_lines(self, number: int) -> list[str]:
@@ -218,8 +235,10 @@ def watch(job: Job, signals: list[int]) -> int:
         if status > 128:  # a killed process says nothing, but the others report that it is gone
             others = [line for n in range(len(job.tails)) for line in job.last_lines(n)]
             lines += [line for line in others if line.startswith("error: ")][-1:]
-        title = f"process {failed} failed with status {status}; its last lines:"
-        print(title, *lines, sep="\n", file=sys.stderr, flush=True)
+        title = f"process {failed} failed with status {status}"
+        if not job.last or lines[-1:] != [job.last]:
+            title = "\n".join([f"{title}; its last lines:", *lines])
+        print(title, file=sys.stderr, flush=True)
     return status
 
 

@@ -41,6 +41,7 @@ from jaxtrain.run.files import CONFIG_FILE, warned
 from jaxtrain.run.goodput import GoodputLog, plot_goodput
 from jaxtrain.run.intervals import Intervals
 from jaxtrain.run.metrics import METRICS, MetricsWriter, plot_losses
+from jaxtrain.run.next_commands import next_commands
 from jaxtrain.run.progress import Progress
 from jaxtrain.run.run_lock import FolderError, RunLock
 from jaxtrain.run.signals import Signals
@@ -93,7 +94,7 @@ def run(
         checkpoints.check_corpus(TrainedCorpus(corpus.source, corpus.checksum, tokenizer))
         if checkpoints.step >= config.train.steps:
             done = f"{folder} already has its {checkpoints.step} steps"
-            cluster.log(f"{done}: raise train.steps to go on")
+            cluster.log(f"{done}: raise train.steps to go on", *_what_next(config, folder, corpus))
             return ExitStatus.FINISHED
         checkpoints.log_changes()
         clock.enter(Part.TRACING)
@@ -120,6 +121,8 @@ def run(
             if status is not ExitStatus.FINISHED:
                 return _together(status)
         trainer.conclude()
+        lasting.close()  # it logs the goodput
+        cluster.log(*_what_next(config, folder, corpus))
         return _together(status)
 
 
@@ -364,7 +367,7 @@ class Trainer:
                 entropy = bigram_entropy(self.corpus)
                 line = METRICS["validation_loss"].line(self.validation_loss)
                 if entropy is not None:
-                    line += f"; the corpus's byte-bigram entropy is {entropy:.4f}"
+                    line += f"; a table of which byte follows which would have {entropy:.4f}"
                 cluster.log(line)
             if self.config.train.sample_tokens:
                 self._log_sample()
@@ -390,6 +393,21 @@ class Trainer:
             dtype=jax.numpy.dtype(self.config.precision.compute),
         )
         cluster.log(f"sample, temperature {SAMPLE_TEMPERATURE}:\n{train.sample_prompt}{text}")
+
+
+def _what_next(config: Config, folder: pathlib.Path, corpus: Corpus) -> list[str]:
+    """The last lines of a run that has all its steps: its files, and the next commands."""
+    train, model = config.train, config.model
+    # The sample's prompt was encoded; an empty one is an end of document, which ids may not have.
+    empty = "0" if corpus.tokenizer.end_of_document is None else ""
+    generate: dict[str, object] = {"prompt": train.sample_prompt if train.sample_tokens else empty}
+    if model.positions == "learned":
+        free = model.max_positions - 1 - len(str(generate["prompt"]).encode())
+        generate["tokens"] = max(1, min(100, free))
+    more: dict[str, object] = {"config.train.steps": 2 * train.steps}
+    if jax.process_count() == 1 and jax.default_backend() == "cpu":
+        more["cpu_devices"] = jax.device_count()
+    return next_commands(str(folder), generate, more, jax.process_count())
 
 
 def _open_weights(config: Config, resumes: bool) -> PublishedWeights | None:

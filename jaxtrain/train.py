@@ -17,7 +17,7 @@ from jaxtrain.config.checks import Environment
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.mesh_rules import elastic_notes, filled
 from jaxtrain.config.unused import unused_settings
-from jaxtrain.devices import startup
+from jaxtrain.devices import nccl, startup
 from jaxtrain.devices.cluster_environment import several_processes
 from jaxtrain.pipeline.checks import RULES_WITH_TABLES, check_run
 from jaxtrain.pipeline.setup import Setup, make_setup
@@ -50,6 +50,7 @@ FLAGS = (
         "written",
         at_least=0,
     ),
+    flags.Flag("old_nccl", False, "train on ARM with an NCCL below 2.29.3, which can hang"),
 )
 
 
@@ -138,6 +139,10 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
             from jaxtrain import loop, replay
             from jaxtrain.devices import cluster
             from jaxtrain.plan.report import dry_run
+        gpus = jax.device_count() if jax.default_backend() == "gpu" else 0
+        if gpus > 1 and not flags.dry_run:  # before the first collective
+            found = nccl.version()
+            cluster.log(*nccl.describe(found, gpus, jax.process_count(), flags.old_nccl))
         if writes and several:
             places.check_together(config, flags.workdir)
         clock.enter(Part.TABLE)

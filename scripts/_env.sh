@@ -1,17 +1,19 @@
-# Sourced by train.sh and test.sh: makes .venv once and sets `python` to its interpreter.
+# Sourced by the other scripts: makes .venv once and sets `python` to its interpreter.
 #
-#   prepare_env requirements.txt …     installs these files into .venv, unless stamps say that this has been done
+#   prepare_env requirements.txt …     installs these files, and jaxtrain itself (editable), into .venv, unless stamps say that it is done
 #   prepare_folder FOLDER FILE         installs a file's packages alone into a folder beside .venv, unless its stamp says so
 #
-# uv does it where it is there, and pip where it is not, or where uv cannot. A stamp in .venv holds the Python version and the files.
-# Interrupted, the next call starts the environment again (downloads stay in the cache). Two calls at a time wait for each other.
+# uv does it where it is there, and pip where it is not, or where uv cannot. A stamp in .venv holds the Python version and the files. Where all
+# is done nothing is written: the checkout may be read-only. Interrupted, the next call starts the environment again (downloads stay in the
+# cache). Two calls at a time wait for each other.
 # Environment variables: PYTHON, the interpreter to start from (python3); JAXTRAIN_EXTRAS, what the accelerator needs: cuda13 or tpu, by a
 # requirements file of that name; it is remembered.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 python="$root/.venv/bin/python"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-PINNED=("$root/requirements.txt" "$root/requirements-indirect.txt") # every package of a run, with its version
+# every package of a run, and what builds jaxtrain, with its version
+PINNED=("$root/requirements.txt" "$root/requirements-indirect.txt" "$root/requirements-build.txt")
 AGAIN="could not install: see above; the next call tries again"
 
 stop() {
@@ -34,7 +36,7 @@ with_uv() {
 }
 
 prepare_env() {
-    local base=${PYTHON:-python3} version files=() name
+    local base=${PYTHON:-python3} version files=() name extras pinned wanted package wanted_files
     command -v "$base" >/dev/null || stop "$base is not there: install Python 3.11, 3.12 or 3.13, or set PYTHON=/path/to/python"
     version=$("$base" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || stop "$base does not run"
     case $version in
@@ -42,6 +44,7 @@ prepare_env() {
         *) stop "$base is Python $version: use 3.11, 3.12 or 3.13, by PYTHON=/path/to/python $0" ;;
     esac
     for name in "$@"; do files+=("$root/$name"); done
+    if is_installed "$version" "${*: -1}" "${files[@]}"; then return; fi
     mkdir -p "$root/.cache"
     # The lock is held by this subshell alone: the program that runs afterwards must not keep it.
     (
@@ -52,21 +55,29 @@ prepare_env() {
     ) 9>"$root/.cache/venv.lock"
 }
 
-# install_once PYTHON VERSION STAMP FILE… : first the pinned packages; then, of several files, whatever the others need. The second stamp is
-# named after the last file.
-install_once() {
-    local base=$1 version=$2 stamp="$root/.venv/.installed-$3" pinned_stamp="$root/.venv/.installed-pinned" busy="$root/.venv/.installing"
-    local extras pinned wanted file arguments=()
-    shift 3
+# is_installed VERSION STAMP FILE… : whether the stamps say so. It also sets what a complete installation has in them, and `wanted_files`, the
+# files with that of the accelerator. A .venv that is a link is another checkout's, and has that one's package.
+is_installed() {
+    local version=$1 stamp="$root/.venv/.installed-$2"
+    shift 2
     extras=${JAXTRAIN_EXTRAS-$(cat "$root/.venv/.extras" 2>/dev/null || true)}
     if [[ -n $extras ]]; then
         [[ -f $root/requirements-$extras.txt ]] || stop "JAXTRAIN_EXTRAS=$extras is not known: use JAXTRAIN_EXTRAS=cuda13 or JAXTRAIN_EXTRAS=tpu"
         set -- "$@" "$root/requirements-$extras.txt"
     fi
-    pinned="$version $(cat "${PINNED[@]}")" wanted="$version $extras $(cat "$@")"
-    if [[ -x $python && $(cat "$pinned_stamp" 2>/dev/null) == "$pinned" && ($# == 1 || $(cat "$stamp" 2>/dev/null) == "$wanted") ]]; then
-        return
-    fi
+    wanted_files=("$@") pinned="$version $(cat "${PINNED[@]}")" wanted="$version $extras $(cat "$@")"
+    package="$version $root $(cat "$root/pyproject.toml" "$root/jaxtrain/__init__.py")"
+    [[ -x $python && $(cat "$root/.venv/.installed-pinned" 2>/dev/null) == "$pinned" ]] || return 1
+    [[ -L $root/.venv || $(cat "$root/.venv/.installed-package" 2>/dev/null) == "$package" ]] || return 1
+    [[ $# == 1 || $(cat "$stamp" 2>/dev/null) == "$wanted" ]]
+}
+
+# install_once PYTHON VERSION STAMP FILE… : first the pinned packages and the package itself; then, of several files, whatever the others
+# need. The last stamp is named after the last file.
+install_once() {
+    local base=$1 version=$2 stamp="$root/.venv/.installed-$3" pinned_stamp="$root/.venv/.installed-pinned" busy="$root/.venv/.installing"
+    local package_stamp="$root/.venv/.installed-package" extras pinned wanted package wanted_files said file arguments=()
+    if is_installed "${@:2}"; then return; fi
 
     if [[ -e $busy || ! -e $root/.venv/.python || $(cat "$root/.venv/.python") != "$version" ]] || ! "$python" -c 'import pip' 2>/dev/null; then
         make_venv "$base" "$version"
@@ -77,9 +88,14 @@ install_once() {
         install_pinned "$base"
         echo "$pinned" >"$pinned_stamp"
     fi
-    if (($# > 1)); then
-        for file in "$@"; do arguments+=(-r "$file"); done
-        echo "installing $(for file in "$@"; do printf '%s ' "$(basename "$file")"; done)into .venv (once)" >&2
+    if [[ ! -L $root/.venv && $(cat "$package_stamp" 2>/dev/null) != "$package" ]]; then
+        # The setuptools that is pinned builds it: nothing is downloaded. It warns of what any editable installation is.
+        said=$(install_packages --no-deps --no-build-isolation -e "$root" 2>&1) || { echo "$said" >&2 && exit 2; }
+        echo "$package" >"$package_stamp"
+    fi
+    if ((${#wanted_files[@]} > 1)); then
+        for file in "${wanted_files[@]}"; do arguments+=(-r "$file"); done
+        echo "installing $(for file in "${wanted_files[@]}"; do printf '%s ' "$(basename "$file")"; done)into .venv (once)" >&2
         install_packages "${arguments[@]}"
         echo "$wanted" >"$stamp"
     fi
@@ -111,8 +127,9 @@ install_packages() {
 # install_pinned PYTHON : all pinned packages, and pip where there is none. A pip works on one package at a time, on one core, so there are
 # several at once; nothing is looked up that packages need, for that is pinned, too.
 install_pinned() {
-    local packages part pip=("$python" -m pip) pips=() i j count failed=""
-    if with_uv pip install --quiet --python "$python" -r "${PINNED[0]}" -r "${PINNED[1]}"; then return; fi
+    local packages part pip=("$python" -m pip) pips=() i j count failed="" file arguments=()
+    for file in "${PINNED[@]}"; do arguments+=(-r "$file"); done
+    if with_uv pip install --quiet --python "$python" "${arguments[@]}"; then return; fi
     mapfile -t packages < <(sed 's/ *#.*//; /^$/d' "${PINNED[@]}")
     if ! "$python" -c 'import pip' 2>/dev/null; then
         pip=("$1" -m pip --python "$python") packages+=(pip)

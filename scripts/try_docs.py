@@ -34,7 +34,7 @@ from jaxtrain.run import streams  # noqa: E402 (the path comes first)
 from jaxtrain.run.metrics import read_metrics  # noqa: E402
 
 DOCUMENTS = ("README.md", "docs/features.md")
-PROGRAMS, LEFT_OUT = ("python ", "scripts/"), "scripts/test.sh"
+PROGRAMS, LEFT_OUT = ("python ", "scripts/"), ("scripts/install.sh", "scripts/test.sh")
 STEPS = 20
 # a GPU or a compiler may be missing
 MAY_BE_REFUSED = ("benchmarks/gpu.py", "benchmarks/long_context.py")

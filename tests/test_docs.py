@@ -143,8 +143,8 @@ def check(command: str) -> None:
         check_train(
             rest, cluster_environment.SIMULATED_DEVICES if "--config=" not in command else None
         )
-    elif first == "scripts/test.sh":
-        assert (ROOT / first).exists() and set(rest) <= {"--full"}
+    elif first in ("scripts/test.sh", "scripts/install.sh"):
+        assert (ROOT / first).exists() and {*rest} <= ({"--full"} if "test" in first else {*()})
     elif first in ENGINES:
         (template,) = [
             number for number, word in enumerate(rest) if word.startswith("scripts/launch/")

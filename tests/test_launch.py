@@ -129,6 +129,38 @@ time.sleep(1000)
     assert not any(alive(pid) for pid in pids)
 
 
+def test_an_error_of_all_processes_is_said_once(launch_program):
+    """At its first process, and not again as a last line; gloo's lines of success are left out, and
+    one that is no success is not."""
+    launched = launch_program(
+        """
+wait()
+connected = "[Gloo] Rank 0 is connected to {} peer ranks. Expected number of connected peer ranks "
+print((connected + "is : 1").format(1))
+print((connected + "is : 1").format(0), flush=True)
+time.sleep(0.5)
+print("error: the same", file=sys.stderr)
+sys.exit(2)
+"""
+    )
+    status, out, err = launched.end()
+    assert status == 2 and len(out) == 2 and all("connected to 0 peer" in line for line in out)
+    first, last = err
+    assert first[3:] == " error: the same" and last[9:] == " failed with status 2"
+
+
+def test_an_error_of_one_process_is_never_lost(launch_program):
+    launched = launch_program(
+        """
+wait()
+print(f"error: of {number}" if number == "1" else "error: of the others", file=sys.stderr)
+sys.exit(2)
+"""
+    )
+    _, _, err = launched.end()
+    assert {"[1] error: of 1", "[0] error: of the others"} <= {*err}
+
+
 def test_one_that_is_killed_is_a_failure(launch_program):
     launched = launch_program("wait()\ntime.sleep(1000)")
     pids = launched.pids("pid0", "pid1")

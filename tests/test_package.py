@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 
 import pytest
@@ -236,10 +237,12 @@ def test_launch_starts_the_installed_package(installed, tmp_path):
 def test_an_editable_install_has_the_checkout_s_recipes(checkout, tmp_path):
     pip_install(build("editable", checkout, tmp_path), tmp_path / "site")
     program = (
-        "import site, sys; site.addsitedir(sys.argv[1]); from jaxtrain.config import recipes; "
-        "print(recipes.find_recipe('tiny'))"
+        "import site, sys; site.addsitedir(sys.argv[1]); sys.path.append(sys.argv[2]); "
+        "from jaxtrain.config import recipes; print(recipes.find_recipe('tiny'))"
     )
-    words = [sys.executable, "-c", program, str(tmp_path / "site")]
+    # -S: without this checkout, which scripts/test.sh has installed into this environment
+    others = sysconfig.get_path("purelib")
+    words = [sys.executable, "-S", "-c", program, str(tmp_path / "site"), others]
     clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
         words, cwd=tmp_path, env=clean, capture_output=True, text=True, check=True, timeout=60

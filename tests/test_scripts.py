@@ -54,12 +54,14 @@ esac
 
 @pytest.fixture
 def repository(tmp_path):
-    """A folder, with a space in its name, of the scripts and the requirements alone."""
+    """A folder, with a space in its name, of the scripts and of what an installation depends
+    on."""
     root = tmp_path / "a repository"
     root.mkdir()
     shutil.copytree(ROOT / "scripts", root / "scripts")
     shutil.copytree(ROOT / ".ci", root / ".ci")
-    for name in REQUIREMENTS:
+    (root / "jaxtrain").mkdir()
+    for name in (*REQUIREMENTS, "pyproject.toml", "jaxtrain/__init__.py"):
         shutil.copy(ROOT / name, root / name)
     (tmp_path / "bin").mkdir()
     for name, text in (("python3", STAND_IN), ("uv", UV)):
@@ -106,7 +108,7 @@ def pinned(root: pathlib.Path) -> list[str]:
     """The packages that training needs, as they are given to pip."""
     lines = [
         line
-        for name in ("requirements.txt", "requirements-indirect.txt")
+        for name in ("requirements.txt", "requirements-indirect.txt", "requirements-build.txt")
         for line in (root / name).read_text().splitlines()
     ]
     return [line for line in lines if line and not line.startswith("#")]
@@ -114,11 +116,13 @@ def pinned(root: pathlib.Path) -> list[str]:
 
 def steps(root: pathlib.Path, log: list[str]) -> list[str]:
     """A log in which the several pips that install all pinned packages side by side are one line,
-    PINNED."""
+    PINNED, and the one that installs the package itself is PACKAGE."""
+    log = [PACKAGE if line == f"{PACKAGE} {root}" else line for line in log]
     pips = [
         line
         for line in log
-        if line.startswith("pip --no-compile --no-deps ") and "--target" not in line
+        if line.startswith("pip --no-compile --no-deps ")
+        and not any(flag in line for flag in ("--target", "--no-build-isolation"))
     ]
     packages = [
         package for package in pinned(root) for line in pips if f" {package} " in f"{line} "
@@ -129,6 +133,7 @@ def steps(root: pathlib.Path, log: list[str]) -> list[str]:
 
 
 PINNED = "pip for all pinned packages"
+PACKAGE = "pip --no-compile --no-deps --no-build-isolation -e"
 INSTALL = "pip --no-compile -r requirements.txt"
 
 
@@ -139,7 +144,7 @@ def trained(root: pathlib.Path, *arguments: str) -> str:
 def test_install_once_and_pass_flags_through(repository):
     status, err, log = run(repository, "scripts/train.sh", "--config.train.sample_prompt=a b")
     assert status == 0, err
-    assert log == ["venv", PINNED, trained(repository, "--config.train.sample_prompt=a b")]
+    assert log == ["venv", PINNED, PACKAGE, trained(repository, "--config.train.sample_prompt=a b")]
     status, err, log = run(repository, "scripts/train.sh")
     assert (status, err, log) == (0, "", [trained(repository)])
 
@@ -161,6 +166,47 @@ def test_install_again_after_a_change(repository, change):
     assert run(repository, "scripts/train.sh")[2] == [trained(repository)]
 
 
+@pytest.mark.parametrize("name", ["pyproject.toml", "jaxtrain/__init__.py"])
+def test_the_package_is_installed_again_after_a_change_of_its_metadata(repository, name):
+    """Its requirements are not."""
+    run(repository, "scripts/train.sh")
+    (repository / name).write_text("another")
+    assert run(repository, "scripts/train.sh")[2] == [
+        PACKAGE,
+        trained(repository),
+    ]
+    assert run(repository, "scripts/train.sh")[2] == [trained(repository)]
+
+
+def test_a_moved_checkout_installs_the_package_again(repository):
+    run(repository, "scripts/train.sh")
+    moved = repository.rename(repository.with_name("moved"))
+    assert run(moved, "scripts/train.sh")[2] == [PACKAGE, trained(moved)]
+
+
+def test_a_linked_environment_keeps_the_package_of_its_own_checkout(repository):
+    run(repository, "scripts/train.sh")
+    (repository / ".venv").rename(repository.parent / "venv")
+    (repository / ".venv").symlink_to(repository.parent / "venv")
+    (repository / "pyproject.toml").write_text("another")
+    assert run(repository, "scripts/train.sh")[2] == [trained(repository)]
+
+
+def test_a_command_that_only_installs(repository):
+    status, err, log = run(repository, "scripts/install.sh")
+    assert (status, log) == (0, ["venv", PINNED, PACKAGE]), err
+    assert run(repository, "scripts/install.sh")[2] == []
+    assert run(repository, "scripts/train.sh")[2] == [trained(repository)]
+
+
+def test_a_complete_installation_writes_nothing(repository):
+    """The checkout may be read-only by then."""
+    run(repository, "scripts/install.sh")
+    shutil.rmtree(repository / ".cache")
+    (repository / ".cache").write_text("no folder can be made here")
+    assert run(repository, "scripts/train.sh")[:2] == (0, "")
+
+
 def test_an_environment_gets_its_own_pip_first_where_python_has_none_that_can_install_into_it(
     repository,
 ):
@@ -168,6 +214,7 @@ def test_an_environment_gets_its_own_pip_first_where_python_has_none_that_can_in
         "venv",
         "ensurepip",
         PINNED,
+        PACKAGE,
         trained(repository),
     ]
 
@@ -180,7 +227,8 @@ def test_uv_is_used_where_it_works(repository):
         "bin/python3 .venv"
     )
     assert log[1:] == [
-        f"{install} -r requirements.txt -r requirements-indirect.txt",
+        f"{install} -r requirements.txt -r requirements-indirect.txt -r requirements-build.txt",
+        f"{install} --no-deps --no-build-isolation -e {repository}",
         trained(repository),
     ]
     status, err, log = run(repository, "scripts/test.sh", "--full", FAKE_UV="works")
@@ -194,6 +242,7 @@ def test_pip_goes_on_where_uv_cannot(repository):
     assert [line for line in log if not line.startswith("uv ")] == [
         "venv",
         PINNED,
+        PACKAGE,
         trained(repository),
     ]
 
@@ -207,7 +256,7 @@ def test_an_install_that_broke_off_is_made_anew(repository):
     status, err, log = run(repository, "scripts/train.sh", FAKE_PIP="1")
     assert status == 2 and err.splitlines()[-1].startswith("error: pip could not install")
     assert log == ["venv", PINNED]
-    assert run(repository, "scripts/train.sh")[2] == ["venv", PINNED, trained(repository)]
+    assert run(repository, "scripts/train.sh")[2] == ["venv", PINNED, PACKAGE, trained(repository)]
 
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="calls wait for each other by flock")
@@ -217,12 +266,14 @@ def test_two_calls_at_a_time_install_once(repository):
     assert [call.wait(timeout=60) for call in calls] == [0, 0]
     [call.communicate() for call in calls]
     lines = steps(repository, log.read_text().splitlines())
-    assert sorted(lines) == sorted(["venv", PINNED, trained(repository), trained(repository)])
+    assert sorted(lines) == sorted(
+        ["venv", PINNED, PACKAGE, trained(repository), trained(repository)]
+    )
 
 
 def test_an_accelerator_s_extras_are_remembered(repository):
     assert (
-        run(repository, "scripts/train.sh", JAXTRAIN_EXTRAS="cuda13")[2][2]
+        run(repository, "scripts/train.sh", JAXTRAIN_EXTRAS="cuda13")[2][3]
         == f"{INSTALL} -r requirements-cuda13.txt"
     )
     assert run(repository, "scripts/train.sh")[2] == [trained(repository)]
@@ -283,6 +334,7 @@ def test_the_trial_of_the_documents(repository):
     assert run(repository, "scripts/try_docs.sh", "--part=1/2")[2] == [
         "venv",
         PINNED,
+        PACKAGE,
         "try_docs.py --part=1/2",
     ]
 

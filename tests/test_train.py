@@ -11,9 +11,11 @@ import math
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import socket
+import sys
 import time
 
 import pytest
@@ -23,7 +25,9 @@ from support import train_runs as runs
 from support.damage import damage_numbers
 from support.train_runs import settings
 
+from jaxtrain import cli, generate
 from jaxtrain.checkpoint.retention import read_losses
+from jaxtrain.config.flags import read_flags
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.goodput import REDONE, USEFUL, Goodput, read_goodput
 from jaxtrain.run.metrics import METRICS
@@ -109,10 +113,28 @@ def test_a_run_introduces_itself_and_learns(whole):
     validation, entropy = map(
         float,
         re.search(
-            r"validation loss (\S+) nats a token; .* byte-bigram entropy is (\S+)", done.out
+            r"validation loss (\S+) nats a token; a table of which byte .* have (\S+)", done.out
         ).groups(),
     )
     assert 1.0 < validation < entropy < math.log(257)  # it has learned more than pairs
+    jargon = ["over 1 stages", "devices 0", "slots: ", "bigram", "ending ", "on their own"]
+    assert not [line for line in lines if any(word in line for word in jargon)]
+
+
+def test_the_last_lines_are_the_commands_that_come_next(whole, monkeypatch):
+    """Their flags are understood, and they name this run: the same flags continue it."""
+    workdir, done = whole
+    monkeypatch.chdir(workdir.parent)
+    files, text, again = done.out.splitlines()[-3:]
+    assert files.startswith(f"files: {workdir.name}: ")
+    python, *words = shlex.split(text.removeprefix("write text: "))
+    assert os.path.samefile(python, sys.executable)
+    assert words[:3] == ["-m", "jaxtrain.generate", f"--workdir={workdir.name}"]
+    read_flags(words[2:], "", generate.FLAGS, with_config=False)
+    words = shlex.split(again.removeprefix("train on: "))
+    config, flags = cli.parse(words[3:], "", ())
+    assert (flags.workdir, config.train.steps) == (str(workdir), 2 * STEPS)
+    assert flags.cpu_devices == 1
 
 
 def test_metrics_config_and_files_of_a_run(whole):

@@ -456,12 +456,13 @@ def _tokenize(
     dtype, n, count = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"), 0, 0
     skipped = Skipped() if data.bad_records == "skip" else None
     size = sum(file.size for file in source.files)
+    name = "Python's source code" if source.name == sources.STDLIB else source.root.name
     stream = documents.pieces(
         source, tuple(data.text_fields), tuple(data.loss_mask), folder, skipped
     )
     with (
         contextlib.closing(_Writer(folder)) as writer,
-        contextlib.closing(_Progress(source.root.name, size, progress)) as shown,
+        contextlib.closing(_Progress(name, size, progress)) as shown,
     ):
         writer.append("documents", np.zeros(1, "<i8"))
         for part in encode(stream, tokenizer, dtype):

@@ -10,7 +10,6 @@ Six axes, slowest network first; all always exist, with size 1 where they are no
     model     tensor and sequence parallelism, inside a node
 """
 
-import collections
 import contextlib
 import contextvars
 import functools
@@ -94,8 +93,8 @@ def _order(sizes: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
 
 
 def describe(mesh: Mesh) -> list[str]:
-    """Lines of text: the mesh, and for each axis of several devices whether it spans devices of a
-    process, or processes."""
+    """Lines of text: the mesh, and in a run of several processes for each axis of several devices
+    whether a collective over it leaves the process."""
     shape = (
         " × ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
         or "one device"
@@ -107,18 +106,11 @@ def describe(mesh: Mesh) -> list[str]:
         f"process{'es'[: 2 * (processes > 1)]})"
     ]
     for i, name in enumerate(AXES):
-        if mesh.shape[name] > 1:
+        if mesh.shape[name] > 1 and processes > 1:
             along = np.moveaxis(mesh.devices, i, 0).reshape(mesh.shape[name], -1)[:, 0]
-            per_process = collections.Counter(d.process_index for d in along)
-            where = (
-                "inside a process"
-                if len(per_process) == 1
-                else f"across {len(per_process)} processes"
-            )
-            lines.append(
-                f"  {name}: {where}, devices "
-                f"{', '.join(str(d.id) for d in along[:8])}{' …' if len(along) > 8 else ''}"
-            )
+            spanned = len({d.process_index for d in along})
+            where = f"across {spanned} processes" if spanned > 1 else "inside each process"
+            lines.append(f"  {name}: {where}")
     return lines
 
 

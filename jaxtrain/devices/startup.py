@@ -116,11 +116,12 @@ def set_xla_flags(environment: Any, side_by_side: bool = False) -> None:
 
 def use_compilation_cache() -> None:
     """Caches compiled programs for the next start, but not those of several CPU devices. Call it
-    when jax has its devices.
+    when jax has its devices. jax's key of a program has the features of the CPU.
 
-    A program of XLA's CPU backend from the cache does not keep its collectives in one order (in a
-    compiled one a shared resource of the thunks does): two devices may then enter two collectives
-    in opposite order and wait for ever (docs/log.md, 2026-11-21).
+    XLA's CPU backend runs independent thunks side by side, and keeps collectives in one order by a
+    resource that all of them share. In a program that is read from the cache those inside a loop
+    have another one: two devices may then enter a loop's collective and an outer one in opposite
+    order, and wait for ever (docs/log.md, 2026-11-21 and 2026-11-26).
     """
     import jax
 

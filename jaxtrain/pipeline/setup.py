@@ -112,12 +112,11 @@ class Setup:
         if table.stages == 1:
             return f"{table.microbatches} microbatches one after the other"
         result = self.simulation()
-        bubble = (
-            f"predicted bubble {result.bubble_fraction_coupled:.1%} ({result.bubble_fraction:.1%} "
-            "if stages ran on their own)"
-        )
+        bubble = f"predicted bubble {result.bubble_fraction_coupled:.1%} "
         if result.imbalance > BUSY:
-            bubble += f" of the busiest stage, which works {result.imbalance:.1f} times the mean"
+            bubble += f"of the busiest stage, which works {result.imbalance:.1f} times the mean"
+        else:
+            bubble += "(the part of a step in which a stage has no work)"
         where = (
             "shared by all stages"
             if table.vocabulary == "parallel"

@@ -182,10 +182,8 @@ def introduction(config: Config, step: Step) -> list[str]:
         lines.append(_expert_capacity(m, transformer_of(m, d.sequence_length), layout))
     lines.append(f"table: {step.setup.describe()}")
     if step.setup.train:
-        pools = slot_pools(step)
-        total = sum(n * each for n, each in pools.values())
-        listed = ", ".join(f"{kind} {n} × {each / 2**20:,.2f}" for kind, (n, each) in pools.items())
-        lines.append(f"slots: {listed} MiB, {mebibytes(total)} in all")
+        total = sum(n * each for n, each in slot_pools(step).values())
+        lines.append(f"saved from forward to backward: {mebibytes(total)} MiB a device")
     lies = (
         [
             f"{mebibytes(bytes_per_device(step.abstract_state(), host=True))} MiB of the "
@@ -226,7 +224,10 @@ def _expert_capacity(m: ModelConfig, model: Transformer, layout: Layout) -> str:
 def as_compiled(step: Step, compiled: Compiled, tracing: float, compiling: float) -> list[str]:
     """Lines about a compiled step: its memory, if the platform reports it, and the seconds of
     tracing and compiling."""
-    lines = [f"traced in {tracing:.1f} s, compiled in {compiling:.1f} s"]
+    settings: Any = jax.config  # its attributes have no declared types
+    kept = settings.jax_enable_compilation_cache
+    again = "" if kept else " (again at each start: compiled programs are not kept)"
+    lines = [f"traced in {tracing:.1f} s, compiled in {compiling:.1f} s{again}"]
     if memory := compiled_memory(compiled):
         state, temporary = (
             mebibytes(bytes_per_device(step.abstract_state())),
@@ -317,6 +318,10 @@ def dry_run(config: Config, setup: Setup, clock: WallClock) -> DryRun:
             compiled = lowered.compile()
         seconds = clock.spent(Part.TRACING), clock.spent(Part.COMPILING)
         lines = [*introduction(config, step), *as_compiled(step, compiled, *seconds)]
+        pools = [
+            f"{kind} {n} × {each / 2**20:,.2f}" for kind, (n, each) in slot_pools(step).items()
+        ]
+        lines += [f"slots of a device, MiB: {', '.join(pools)}"] if pools else []
     counts, device = (
         step_counts(config, jax.default_backend() == "cpu"),
         mesh.devices.flat[0].device_kind,

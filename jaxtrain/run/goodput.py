@@ -41,6 +41,7 @@ LINES_PER_START = 50  # about as many of each start remain once another start fo
 SHOWN = 0.0005  # a part with a smaller share is not in the summary
 STEPPING = (Part.STEPPING.value, Part.AWAITING.value)
 USEFUL, REDONE = "useful steps", "redone steps"  # the two parts of STEPPING
+TITLES = {Part.TABLE.value: "search for a table", Part.ENDING.value: "last save and pictures"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +149,7 @@ class Goodput:
         """A line of text with goodput, wall time, and the share of each part."""
         wall_s, parts = self.wall_s(), self.parts()
         text = ", ".join(
-            f"{name.replace('_', ' ')} {100 * parts[name] / wall_s:.1f} %"
+            f"{TITLES.get(name) or name.replace('_', ' ')} {100 * parts[name] / wall_s:.1f} %"
             for name in sorted(parts, key=lambda name: -parts[name])
             if wall_s > 0 and parts[name] / wall_s >= SHOWN
         )

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxtrain.schedule.table import counted, units_of
+from jaxtrain.schedule.table import units_of
 
 
 class _Cut(NamedTuple):
@@ -179,16 +179,12 @@ class Placement:
         return index
 
     def describe(self) -> str:
-        """A text with the number of layers on each stage, unit by unit: "7 layers over 2 stages × 2
-        units: 2+2, 2+1"."""
-        if self.stages == 1 and self.units_per_stage == 1:
+        """A text with the number of layers on each stage: "7 layers on 2 pipeline stages: 4, 3"."""
+        if self.stages == 1:
             return f"{self.layers} layers on one stage"
+        units = range(self.units_per_stage)
         counts = [
-            [self.layer_count(unit, stage) for unit in range(self.units_per_stage)]
-            for stage in range(self.stages)
+            sum(self.layer_count(unit, stage) for unit in units) for stage in range(self.stages)
         ]
-        listed = ", ".join(
-            "+".join(str(count) for count in of_stage if count) or "0" for of_stage in counts
-        )
-        units = counted(self.units_per_stage, "unit")
-        return f"{self.layers} layers over {self.stages} stages × {units}: {listed}"
+        listed = f"{counts[0]} on each" if len({*counts}) == 1 else ", ".join(map(str, counts))
+        return f"{self.layers} layers on {self.stages} pipeline stages: {listed}"

@@ -2,7 +2,8 @@
 """Ray Train: `train()` in a worker a host, by JaxTrainer, which starts jax.distributed in each.
 
     python scripts/launch/ray_train.py --workers=4 --gpus_per_worker=8 \\
-                                       -- --config=llama3_8b --workdir=/shared/runs/llama
+        -- --config=llama3_8b --workdir=/shared/runs/llama \\
+        --config.data.source=/shared/data/text --config.data.tokenizer=/shared/data/tokenizer.json
 
 On TPUs: --topology=4x4x4 --accelerator=TPU-V5P instead of --gpus_per_worker. On CPU devices:
 --cpu_devices=N (rehearse_ray.py). Run it where `ray.init()` finds the cluster; jaxtrain is in the

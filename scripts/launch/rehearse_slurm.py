@@ -289,7 +289,8 @@ class Job:
 
 def submit(folder: pathlib.Path, workdir: str, environment: dict[str, str], *flags: str) -> Job:
     """Submits slurm.sbatch as a user would, but for the GPUs."""
-    command = ["sbatch", "--parsable", "--gpus-per-node=0", "scripts/launch/slurm.sbatch"]
+    command = ["sbatch", "--parsable", "--gpus-per-node=0", "--ntasks-per-node=1"]
+    command += ["scripts/launch/slurm.sbatch"]
     command += ["--config=recipe.py", f"--workdir={workdir}", "--cpu_devices=1", *flags]
     said = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, check=True

@@ -259,13 +259,82 @@ def test_skypilot_starts_again_what_goes_on():
     recovered = task["resources"]["job_recovery"]["recover_on_exit_codes"]
     assert set(recovered) == {int(status) for status in ExitStatus if status.goes_on}
     assert not set(recovered) & FOR_GOOD
-    words = task["run"].split()
-    assert (
-        words[:2] == ["exec", "scripts/train.sh"]
-        and "$FLAGS" in words
-        and '--workdir="$WORKDIR"' in words
+    words, shared = task["run"].split(), next(iter(task["volumes"]))
+    assert words[:3] == ["exec", "scripts/launch/process_per_gpu.sh", "scripts/train.sh"]
+    assert {"$FLAGS", '--workdir="$WORKDIR"', '--config.data.source="$DATA"'} < {*words}
+    assert all(task["envs"][name].startswith(shared) for name in ("WORKDIR", "DATA", "TOKENIZER"))
+
+
+def per_gpu(command: str, rank: int = 0) -> subprocess.Popen:
+    """process_per_gpu.sh with a command of bash, on one of two nodes with three GPUs."""
+    sky = {"NUM_NODES": "2", "NODE_RANK": str(rank), "NUM_GPUS_PER_NODE": "3"}
+    sky["NODE_IPS"] = "10.0.0.1\n10.0.0.2"
+    environment = {"PATH": os.environ["PATH"]} | {f"SKYPILOT_{k}": v for k, v in sky.items()}
+    words = [FOLDER / "process_per_gpu.sh", "bash", "-c", command]
+    return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_process_a_gpu_of_all_nodes():
+    """jaxtrain takes their addresses, numbers and ids from the environment, before SkyPilot's."""
+    names = "JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID JAX_LOCAL_DEVICE_IDS".split()
+    out, _ = per_gpu(f"echo {' '.join(f'${name}' for name in names)}", rank=1).communicate()
+    found = [dict(zip(names, line.split(), strict=True)) for line in sorted(out.splitlines())]
+    assert [each["JAX_LOCAL_DEVICE_IDS"] for each in found] == ["0", "1", "2"]
+    address = {"coordinator_address": "10.0.0.1:29500", "num_processes": 6}
+    assert [
+        cluster_environment.job(ALONE, each | {"SKYPILOT_NUM_NODES": "2"}) for each in found
+    ] == [address | {"process_id": number} for number in (3, 4, 5)]
+
+
+@pytest.mark.parametrize(
+    "ends, status",
+    [((0, 0, 0), 0), ((0, 74, 0), 74), ((137, 2, 0), 2), ((80, 137, 0), 80)],
+)
+def test_the_status_of_processes_of_a_node(ends, status):
+    """The first that is not 0, a tenth of a second after each other; a verdict wherever there is
+    one."""
+    listed = " ".join(map(str, ends))
+    command = f"ends=({listed}); sleep 0.$JAX_PROCESS_ID; exit ${{ends[JAX_PROCESS_ID]}}"
+    process = per_gpu(command)
+    process.communicate(timeout=30)
+    assert process.returncode == status
+
+
+def test_a_signal_reaches_every_process_of_a_node():
+    process = per_gpu("trap 'exit 75' TERM; echo begun; while :; do sleep 0.05; done")
+    assert [process.stdout.readline() for _ in range(3)] == ["begun\n"] * 3
+    process.terminate()
+    process.communicate(timeout=30)
+    assert process.returncode == ExitStatus.STOPPED
+
+
+@pytest.mark.parametrize("name", ["slurm.sbatch", "slurm_pyxis.sbatch"])
+def test_slurm_starts_a_task_a_gpu(name):
+    options = dict(
+        re.findall(r"^#SBATCH --(\S+)=(\S+)$", (FOLDER / name).read_text(), re.MULTILINE)
     )
-    assert task["envs"]["WORKDIR"].startswith(next(iter(task["volumes"])))
+    assert options["ntasks-per-node"] == options["gpus-per-node"] == "8"
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.name)
+def test_whoever_names_a_recipe_names_its_data(path):
+    """A recipe's own corpus is Python's library, by bytes."""
+    text = path.read_text() if path.is_file() else ""
+    if "--config=llama3_8b" in text:
+        assert ("data.source=" in text, "data.tokenizer=" in text) == (True, True)
+
+
+def test_the_image_of_the_jobsets():
+    """Its file copies what the installation needs, and installs by the script that is there."""
+    text = (FOLDER / "Dockerfile").read_text()
+    for name in JOBSETS:
+        assert job_of(load(name))["template"]["spec"]["containers"][0]["image"] in text
+    assert "scripts/install.sh" in text and (ROOT / "scripts" / "install.sh").is_file()
+    ignored = (FOLDER / "Dockerfile.dockerignore").read_text().splitlines()
+    needed = ["jaxtrain", "configs", "scripts", "README.md", "pyproject.toml", "requirements.txt"]
+    assert not {*needed} & {*ignored} and {".venv*", ".cache", "runs"} <= {*ignored}
+    (python,) = re.findall(r"^FROM python:(\d\.\d+)-slim$", text, re.MULTILINE)
+    assert python in ("3.11", "3.12", "3.13")
 
 
 def test_tpu_vms_get_the_command_whole(tmp_path):

@@ -302,6 +302,6 @@ def test_the_line_for_people():
     assert "of the busiest stage, which works 1.6 times the mean;" in heavy.describe()
     assert "busiest" not in setup(**{"pipeline.times": (1.0, 1.0, 1.0)}).describe()
     assert (
-        "predicted bubble" in setup().describe()
+        "% (the part of a step in which a stage has no work); " in setup().describe()
         and setup(stages=1).describe() == "8 microbatches one after the other"
     )

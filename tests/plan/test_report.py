@@ -39,8 +39,15 @@ def test_lines(folder):
         x
         for x in lines
         if x.startswith("model: ")
-        and x.endswith(" parameters; 3 layers over 2 stages × 1 unit: 2, 1")
+        and x.endswith(" parameters; 3 layers on 2 pipeline stages: 2, 1")
     ]
+    saved = next(x for x in lines if x.startswith("saved from forward to backward: "))
+    slots = next(x for x in lines if x.startswith("slots of a device, MiB: activation "))
+    sizes = [
+        n * float(each)
+        for n, each in ((int(n), e) for n, e in re.findall(r"(\d+) × ([\d.]+)", slots))
+    ]
+    assert float(re.search(r"[\d.]+", saved)[0]) == pytest.approx(sum(sizes), abs=0.06)
     assert [x for x in lines if x.startswith("table: 1f1b, ")]
     assert (
         len(
@@ -55,8 +62,10 @@ def test_lines(folder):
     memory = next(
         re.fullmatch(r"memory per device as compiled: ([\d.]+) MiB \(([\d.]+) of state, .*\)", x)
         for x in lines
-        if "compiled" in x
+        if "compiled:" in x
     )
+    again = " s (again at each start: compiled programs are not kept)"
+    assert [x for x in lines if x.startswith("traced in ") and x.endswith(again)]
     kinds = next(x for x in lines if x.startswith("memory per device by kind, MiB: "))
     parameters, moments = (
         float(re.search(rf"{kind} ([\d.]+)", kinds)[1]) for kind in ("parameters", "moments")

@@ -132,6 +132,14 @@ def test_what_was_done_again_has_the_time_of_the_first_time():
     assert goodput.summary() == text
 
 
+def test_parts_are_named_in_words():
+    seconds = {"table": 1.0, "ending": 2.0, "data_wait": 3.0}
+    said = Goodput([Line(1, 0.0, 6.0, 0, seconds)]).summary()
+    assert said.endswith(
+        "data wait 50.0 %, last save and pictures 33.3 %, search for a table 16.7 %"
+    )
+
+
 def test_back_inside_a_stretch_takes_its_share():
     """From step 40 to 60 without a line between: a quarter of it is redone after a start from
     55."""

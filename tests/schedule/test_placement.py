@@ -58,8 +58,8 @@ def test_the_example():
     placement = Placement(7, 2, 2)
     assert placement.layer_index(0).tolist() == [[0, 1], [2, 3]]
     assert placement.layer_index(1).tolist() == [[4, 5], [6, -1]]
-    assert placement.describe() == "7 layers over 2 stages × 2 units: 2+2, 2+1"
-    assert Placement(5, 4).describe() == "5 layers over 4 stages × 1 unit: 2, 1, 1, 1"
+    assert placement.describe() == "7 layers on 2 pipeline stages: 4, 3"
+    assert Placement(5, 4).describe() == "5 layers on 4 pipeline stages: 2, 1, 1, 1"
     assert Placement(5).describe() == "5 layers on one stage"
 
 
@@ -81,7 +81,7 @@ def test_any_place():
     assert placement.layer_index(1).tolist() == [[4, 5], [3, -1]]
     assert placement.layer_index(2).tolist() == [[6], [-1]]
     assert placement.unit_at(2, 1) is None and placement.layer_count(2, 1) == 0
-    assert placement.describe() == "7 layers over 2 stages × 3 units: 2+2+1, 1+1"
+    assert placement.describe() == "7 layers on 2 pipeline stages: 5, 2"
     with pytest.raises(ValueError, match="are not 7 layers"):
         Placement(7, 2, stage_of=(0, 1), sizes=(2, 1))
 
