@@ -112,11 +112,11 @@ class Setup:
         if table.stages == 1:
             return f"{table.microbatches} microbatches one after the other"
         result = self.simulation()
-        bubble = f"predicted bubble {result.bubble_fraction_coupled:.1%} "
+        stage = "a stage"
         if result.imbalance > BUSY:
-            bubble += f"of the busiest stage, which works {result.imbalance:.1f} times the mean"
-        else:
-            bubble += "(the part of a step in which a stage has no work)"
+            stage = f"the busiest stage, which works {result.imbalance:.1f} times the mean,"
+        bubble = f"predicted bubble {result.bubble_fraction_coupled:.1%} (the part of a step in "
+        bubble += f"which {stage} has no work)"
         where = (
             "shared by all stages"
             if table.vocabulary == "parallel"
