@@ -330,13 +330,17 @@ def _open(
         documents = np.memmap(folder / "documents.bin", "<i8", "r")
         mask = np.memmap(folder / "mask.bin", np.uint8, "r") if info["masked"] else None
         arrays: dict[str, Any] = {"tokens": ids, "documents": documents, "mask": mask}
-        for name, digest in parts.items():
-            file = pathlib.Path(arrays[name].filename)
-            if file.parent == folder and os.stat(file).st_ctime_ns > written:
-                if hashlib.sha256(arrays[name]).hexdigest() != digest:
-                    return None
-                with contextlib.suppress(OSError):  # of a cache that may not be written
-                    os.utime(folder / INFO)  # it need not be read again
+        paths = {name: pathlib.Path(arrays[name].filename) for name in parts}
+        changed = [
+            name
+            for name, path in paths.items()
+            if path.parent == folder and os.stat(path).st_ctime_ns > written
+        ]
+        if any(hashlib.sha256(arrays[name]).hexdigest() != parts[name] for name in changed):
+            return None
+        if changed:
+            with contextlib.suppress(OSError):  # of a cache that may not be written
+                os.utime(folder / INFO)  # they need not be read again
         skipped = Skipped(**info.get("skipped", {}))  # only bad_records=skip writes "skipped"
         prepared = min(info["prepared"], time.time())
     except (AttributeError, FileNotFoundError, KeyError, TypeError, ValueError):

@@ -733,6 +733,10 @@ def test_a_copied_cache_is_compared_once(config, write, tmp_path, monkeypatch):
     os.utime(info, ns=(1, 1))
     monkeypatch.setattr(tokens, "_tokenize", None)
     times = []
+    (tmp_path / "copy" / corpus.folder.name / "tokens.bin").write_bytes(bytes(602))
+    with pytest.raises(TypeError, match="NoneType"):  # it would be prepared
+        prepare(config(source=path, cache=tmp_path / "copy"), 257, progress=False)
+    shutil.copy(corpus.folder / "tokens.bin", info.parent)
     for _ in range(2):
         copy = prepare(config(source=path, cache=tmp_path / "copy"), 257, progress=False)
         times.append(info.stat().st_mtime_ns)
