@@ -180,20 +180,28 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
             ):
                 raise _changed(data)
 
-        cache.ensure(known, lambda path: opened(_folder(path)) is not None, know, progress)
-        corpus = opened(_folder(known))
+        try:
+            cache.ensure(known, lambda path: opened(_folder(path)) is not None, know, progress)
+            corpus = opened(_folder(known))
+        except OSError:  # a cache that may not be written can have the corpus all the same
+            if (corpus := opened(root / f"{slug}-{key(_content)}")) is None:
+                raise
         if corpus is None:
             raise _changed(data)
     except OSError as error:
-        of_cache = cache.refusal(error, root)
         message = f"{error.filename or data.source}: {error.strerror or error}"
-        raise of_cache or DataError(message) from error
+        raise cache.refusal(error, root) or DataError(message) from error
     if progress:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(corpus.prepared))
-        taken = f"{name} is taken from the cache, prepared at {when}: {corpus.folder}"
-        left_out = corpus.skipped.lines(data.source, corpus.folder / INFO)
-        streams.log(*[taken] * (corpus.prepared < began), *left_out)
+        streams.log(*_lines(corpus, began))
     return corpus
+
+
+def _lines(corpus: Corpus, began: float) -> list[str]:
+    """Lines of text: the cache's folder, if that is older than `began`, and the bad records."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(corpus.prepared))
+    taken = f"{corpus.source} is taken from the cache, prepared at {when}: {corpus.folder}"
+    left_out = corpus.skipped.lines(corpus.source, corpus.folder / INFO)
+    return [*[taken] * (corpus.prepared < began), *left_out]
 
 
 def _has_changed(source: sources.Source) -> bool:

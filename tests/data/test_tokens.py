@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.sources import Source
+from jaxtrain.data import cache as caches
 from jaxtrain.data import compressed, documents, encode, records, tokens
 from jaxtrain.data.records import File
 from jaxtrain.data.tokenizer import ByteTokenizer
@@ -694,6 +695,22 @@ def test_content_decides(config, write, name, capsys, monkeypatch):
     for _ in range(2):
         assert prepare(config(source=source), 257, progress=False).folder == made["x"]
         monkeypatch.setattr(tokens, "_content", None)
+
+
+def test_a_cache_that_may_not_be_written_has_what_it_has(config, write, monkeypatch):
+    """As in an image, whose files have new times in each container."""
+    path = write("a.txt", "abc" * 100)
+    corpus = prepare(config(source=path), 257, progress=False)
+    os.utime(path, ns=(1, 1))
+
+    def refuse(path, *_, **__):
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(pathlib.Path, "mkdir", refuse)
+    monkeypatch.setattr(caches, "open", refuse, raising=False)
+    assert prepare(config(source=path), 257, progress=False).folder == corpus.folder
+    path.write_text("abd" * 100)
+    assert "cannot be written: " in failure(config(source=path))
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "swap", "swap infos", "swap notes", "gone"])
