@@ -182,21 +182,29 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
             ):
                 raise _changed(data)
 
-        cache.ensure(known, lambda path: opened(_folder(path)) is not None, know, progress)
-        corpus = opened(_folder(known))
+        try:
+            cache.ensure(known, lambda path: opened(_folder(path)) is not None, know, progress)
+            corpus = opened(_folder(known))
+        except OSError:  # a cache that may not be written can have the corpus all the same
+            if (corpus := opened(root / f"{slug}-{key(_content)}")) is None:
+                raise
         if corpus is None:
             raise _changed(data)
     except OSError as error:
-        of_cache = cache.refusal(error, root)
         message = f"{error.filename or data.source}: {error.strerror or error}"
-        raise of_cache or DataError(message) from error
+        raise cache.refusal(error, root) or DataError(message) from error
     if progress:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(corpus.prepared))
-        taken = f"{name} is taken from the cache, prepared at {when}: {corpus.folder}"
-        left_out = corpus.skipped.lines(data.source, corpus.folder / INFO)
         remarks = notes(corpus.tokens, len(corpus.documents) - 1, data, tokenizer)
-        streams.log(*[taken] * (corpus.prepared < began), *left_out, *remarks)
+        streams.log(*_lines(corpus, began), *remarks)
     return corpus
+
+
+def _lines(corpus: Corpus, began: float) -> list[str]:
+    """Lines of text: the cache's folder, if that is older than `began`, and the bad records."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(corpus.prepared))
+    taken = f"{corpus.source} is taken from the cache, prepared at {when}: {corpus.folder}"
+    left_out = corpus.skipped.lines(corpus.source, corpus.folder / INFO)
+    return [*[taken] * (corpus.prepared < began), *left_out]
 
 
 def _has_changed(source: sources.Source) -> bool:
@@ -340,13 +348,17 @@ def _open(
         documents = np.memmap(folder / "documents.bin", "<i8", "r")
         mask = np.memmap(folder / "mask.bin", np.uint8, "r") if info["masked"] else None
         arrays: dict[str, Any] = {"tokens": ids, "documents": documents, "mask": mask}
-        for name, digest in parts.items():
-            file = pathlib.Path(arrays[name].filename)
-            if file.parent == folder and os.stat(file).st_ctime_ns > written:
-                if hashlib.sha256(arrays[name]).hexdigest() != digest:
-                    return None
-                with contextlib.suppress(OSError):  # of a cache that may not be written
-                    os.utime(folder / INFO)  # it need not be read again
+        paths = {name: pathlib.Path(arrays[name].filename) for name in parts}
+        changed = [
+            name
+            for name, path in paths.items()
+            if path.parent == folder and os.stat(path).st_ctime_ns > written
+        ]
+        if any(hashlib.sha256(arrays[name]).hexdigest() != parts[name] for name in changed):
+            return None
+        if changed:
+            with contextlib.suppress(OSError):  # of a cache that may not be written
+                os.utime(folder / INFO)  # they need not be read again
         skipped = Skipped(**info.get("skipped", {}))  # only bad_records=skip writes "skipped"
         prepared = min(info["prepared"], time.time())
     except (AttributeError, FileNotFoundError, KeyError, TypeError, ValueError):

@@ -20,6 +20,7 @@ import pytest
 import tokenizers
 
 from jaxtrain.config.sources import Source
+from jaxtrain.data import cache as caches
 from jaxtrain.data import compressed, documents, encode, records, tokens
 from jaxtrain.data.records import File
 from jaxtrain.data.tokenizer import ByteTokenizer
@@ -721,6 +722,22 @@ def test_content_decides(config, write, name, capsys, monkeypatch):
         monkeypatch.setattr(tokens, "_content", None)
 
 
+def test_a_cache_that_may_not_be_written_has_what_it_has(config, write, monkeypatch):
+    """As in an image, whose files have new times in each container."""
+    path = write("a.txt", "abc" * 100)
+    corpus = prepare(config(source=path), 257, progress=False)
+    os.utime(path, ns=(1, 1))
+
+    def refuse(path, *_, **__):
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(pathlib.Path, "mkdir", refuse)
+    monkeypatch.setattr(caches, "open", refuse, raising=False)
+    assert prepare(config(source=path), 257, progress=False).folder == corpus.folder
+    path.write_text("abd" * 100)
+    assert "cannot be written: " in failure(config(source=path))
+
+
 @pytest.mark.parametrize("damage", ["cut", "flip", "swap", "swap infos", "swap notes", "gone"])
 def test_damaged_corpus_is_made_again(config, write, damage):
     """Nothing of it is taken: the tokens are those of the text."""
@@ -758,6 +775,10 @@ def test_a_copied_cache_is_compared_once(config, write, tmp_path, monkeypatch):
     os.utime(info, ns=(1, 1))
     monkeypatch.setattr(tokens, "_tokenize", None)
     times = []
+    (tmp_path / "copy" / corpus.folder.name / "tokens.bin").write_bytes(bytes(602))
+    with pytest.raises(TypeError, match="NoneType"):  # it would be prepared
+        prepare(config(source=path, cache=tmp_path / "copy"), 257, progress=False)
+    shutil.copy(corpus.folder / "tokens.bin", info.parent)
     for _ in range(2):
         copy = prepare(config(source=path, cache=tmp_path / "copy"), 257, progress=False)
         times.append(info.stat().st_mtime_ns)
