@@ -368,6 +368,51 @@ def test_what_is_put_behind_a_wrong_flag_counts(argv):
     parse(*argv)
 
 
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--config.data.source=YOUR_DATA"], "--config.data.source=YOUR_DATA is a placeholder"),
+        (["--config", "YOUR_RECIPE.py"], "--config=YOUR_RECIPE.py is a placeholder"),
+        (
+            ["--workdir=/a/YOUR_RUN", "--process_id=YOUR_ID", "--config.train.steps=YOUR_STEPS"],
+            "--workdir=/a/YOUR_RUN, --process_id=YOUR_ID, --config.train.steps=YOUR_STEPS are "
+            "placeholders",
+        ),
+        (
+            ["--config.train.init_from=YOUR_MODEL", "--coordinator=YOUR_HOST:29500", "--stages=4"],
+            "--config.train.init_from=YOUR_MODEL, --coordinator=YOUR_HOST:29500 are placeholders",
+        ),
+        (
+            ["--config.parallel.compiler_options=a=1,b=YOUR_VALUE"],
+            "--config.parallel.compiler_options=a=1,b=YOUR_VALUE is a placeholder",
+        ),
+    ],
+    ids=str,
+)
+def test_placeholders_are_refused_by_name(argv, named):
+    """Before all else, which may follow from them; no flag is suggested in their place."""
+    with pytest.raises(cli.FlagsError) as refused:
+        parse(*argv)
+    assert str(refused.value) == f"{named}: use what you have in place of each YOUR_…"
+    assert refused.value.status == 2
+
+
+def test_placeholders_of_a_recipe_are_refused_until_flags_replace_them(tmp_path):
+    (tmp_path / "planned.py").write_text(
+        "from jaxtrain.config import Config, DataConfig\n"
+        "def get_config(): return Config(data=DataConfig(source='YOUR_DATA', batch_size=16))\n"
+    )
+    recipe = f"--config={tmp_path}/planned.py"
+    with pytest.raises(cli.FlagsError, match=r"^--config\.data\.source=YOUR_DATA is a placeholder"):
+        parse(recipe)
+    config, _ = parse(recipe, "--config.data.source=stdlib")
+    assert config.data.source == "stdlib"
+    # what is put behind counts, and a prompt is no placeholder
+    prompt = "YOUR_NAME: a name"
+    config, _ = parse("--workdir=YOUR_RUN", "--workdir=x", f"--config.train.sample_prompt={prompt}")
+    assert config.train.sample_prompt == prompt
+
+
 def test_devices_that_jax_alone_knows(capsys, monkeypatch):
     """Where accelerators may be found, jax is asked before anything is suggested."""
     monkeypatch.setattr(cli.cluster_environment, "simulated_devices", lambda *_: None)

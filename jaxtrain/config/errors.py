@@ -1,10 +1,15 @@
 """Errors of settings and flags: one line that ends with flags to copy into a shell. Standard
 library only."""
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+# What stands in printed commands, recipes and templates for what only their user knows, alone or
+# as a part of a path, a host:port or a list. No shell changes it, and every command refuses it.
+# A text with blanks has none: it is a prompt.
+PLACEHOLDER = re.compile(r"(?:^|^\S*[/:,=])YOUR_[A-Z0-9_]+(?:$|[/:,.]\S*$)")
 # where a flag's text has one of these, a tuple is read as a Python literal
 TUPLE_MARKS = "\"'()[]{}"
 
@@ -55,6 +60,12 @@ class UsageError(ValueError):
         alternatives = f" (or {', '.join(map(value_text, others))})" if others else ""
         use = " ".join(filter(None, [flags + alternatives, advice]))
         super().__init__(text or rule + (f": use {use}" if use else ""))
+
+
+def unfilled(named: Sequence[str]) -> UsageError:
+    """The error for placeholders. named: each with its flag, such as --workdir=YOUR_WORKDIR."""
+    are = "is a placeholder" if len(named) == 1 else "are placeholders"
+    return UsageError(f"{', '.join(named)} {are}", advice="what you have in place of each YOUR_…")
 
 
 def one_line(text: str) -> str:

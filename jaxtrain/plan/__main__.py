@@ -19,17 +19,19 @@ import os
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from jaxtrain import cli
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ConfigError, one_line
+from jaxtrain.config import Config, ConfigError, checks, kernels, one_line
+from jaxtrain.config.checks import Environment
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import SHARED_FLAGS, Flag
 from jaxtrain.config.mesh_rules import AXES
 from jaxtrain.costs import hardware
 from jaxtrain.costs.frameworks import FRAMEWORKS
 from jaxtrain.costs.hardware import Hardware, HardwareError
+from jaxtrain.pipeline.checks import default_corpus
 from jaxtrain.pipeline.step_model import OURS, platform_of
 from jaxtrain.plan import heterogeneous, layout_flag, picture, search
 from jaxtrain.plan.explain import Prices, explained, flags_of, run_time, table
@@ -76,10 +78,32 @@ framework is our own.
   memory_gib_per_device         of the fullest device; fits: true if the device has so much
   bubble_fraction               fraction of the step that is bubble
   tokens_per_s, train_days      days without a stop, null without --tokens
-  layout                        the layout in the form of --layout"""
+  note                          how sure the figures are, null for simulated devices
+  layout                        the layout in the form of --layout
+  command                       trains it; YOUR_… stand for what only you know. null if train.steps
+                                does not go so far"""
 DEFAULT_HARDWARE = "h100"
 FILES = {"recipe": "planned.py", "png": "plan.png"}  # flags of files to write, and usual names
 WIDTH = 98  # of the call that makes a group of a recipe's settings, without its parentheses
+TRAIN, NO_COMMAND = "python -m jaxtrain.train", "no command trains it: train.steps has at most"
+# how a command does not do what was planned, to be read after "to train it"
+NO_PLAN, ONE_KIND = " with jaxtrain, which this is no plan of", " on one kind of devices"
+UNFIT = ", though it does not fit"
+# devices of the largest host, and of one in a rack whose fast links join more
+NODE, TRAY = 8, 4
+# Platform → the flags by which processes find each other on more devices than a host has, and a
+# line on where they run.
+HOSTS: Mapping[str, tuple[str, list[str]]] = {
+    kernels.CPU: ("--cpu_devices={}", []),
+    kernels.GPU: (
+        "--coordinator=YOUR_HOST:29500 --processes=YOUR_PROCESSES --process_id=YOUR_PROCESS_ID",
+        [
+            "  in each process of every host; Slurm, MPI, Kubernetes, SkyPilot and Ray start them "
+            "without the last three flags (docs/operations.md)"
+        ],
+    ),
+    kernels.TPU: ("", ["  on every host of the slices, which find each other"]),
+}
 MOST_TRIED = 128  # layouts over groups that are tried to suggest one
 FLAGS = (
     next(flag for flag in SHARED_FLAGS if flag.name == "config"),
@@ -142,6 +166,15 @@ class Output:
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
 
+class Training(NamedTuple):
+    """The training that a plan is for: its config, not resolved; its command, None if it has more
+    steps than a command takes; that as lines of text."""
+
+    config: Config
+    command: str | None
+    lines: Sequence[str]
+
+
 def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Output:
     """The output that the flags ask for; empty where they are refused anyhow and it would take
     long. Raises UsageError or ConfigError."""
@@ -172,10 +205,12 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
         plans = best_plans(_with_devices(space), tokens)
         config = search.laid_out(space, plans[0].work.layout)
     best, compared = plans[0], [*table(plans), ""] if len(plans) > 1 else []
-    devices = f"{best.devices:,} × {space.hardware.name}"
+    caution = NO_PLAN * (flags.assume != OURS) + UNFIT * (not best.fits)
+    train = _training(flags, config, recipe, best.devices, kind, caution)
     lines = lambda: [*compared, *explained(best, Prices(flags.price, flags.kwh_price))]
     image = lambda model: picture.of_layouts(plans, model)
-    return _output(flags, config, recipe, devices, best.figures(), lines, image)
+    devices = f"{best.devices:,} × {kind.name}"
+    return _output(flags, train, devices, best.figures(), lines, image)
 
 
 def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Output:
@@ -220,14 +255,15 @@ def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config
     chunks = {"pipeline.chunk_layers": plan.config.pipeline.chunk_layers}
     lines = lambda: [*heterogeneous.describe(plan), *run]
     image = lambda model: picture.of_groups(plan, model)
+    caution = ONE_KIND * (len(groups) > 1) + UNFIT * (not plan.fits)
     trained = cfg.replace(laid_out, chunks)
-    return _output(flags, trained, recipe, flags.hardware, figures, lines, image)
+    train = _training(flags, trained, recipe, count, groups[0].hardware, caution)
+    return _output(flags, train, flags.hardware, figures, lines, image)
 
 
 def _output(
     flags: types.SimpleNamespace,
-    config: Config,
-    recipe: Config,
+    train: Training,
     devices: str,
     figures: Mapping[str, Any],
     lines: Callable[[], list[str]],
@@ -235,22 +271,18 @@ def _output(
 ) -> Output:
     """The output of a plan: its figures or its lines, and the requested files.
 
-    config:  of the plan, to be trained
     devices: their number and hardware, for the recipe
     image:   makes the picture of the plan from the name of the model
     """
     files, model = {}, os.path.basename(flags.config).removesuffix(".py")
     if flags.recipe:
-        files[flags.recipe] = recipe_text(config, f"{model} as planned for {devices}.").encode()
+        text = recipe_text(train.config, f"{model} as planned for {devices}.")
+        files[flags.recipe] = text.encode()
     if flags.png:
         files[flags.png] = picture.png(image(model))
     if flags.json:
-        return Output([json.dumps(figures)], files)
-    command = (
-        f"python -m jaxtrain.train {cfg.flag_text('config', flags.config)} "
-        f"{flags_of(config, recipe)}"
-    )
-    return Output([*lines(), "to train it:", f"  {command}"], files)
+        return Output([json.dumps({**figures, "command": train.command})], files)
+    return Output([*lines(), *train.lines], files)
 
 
 def _layout_of_groups(
@@ -342,6 +374,41 @@ def _with_devices(space: Space) -> Space:
             {"devices": math.prod(known)},
         )
     return dataclasses.replace(space, devices=math.prod(sizes))
+
+
+# --- the command that trains a plan ---------------------------------------------------------------
+
+
+def _training(
+    flags: types.SimpleNamespace,
+    config: Config,
+    recipe: Config,
+    devices: int,
+    kind: Hardware,
+    caution: str = "",
+) -> Training:
+    """The training of a plan's config, with placeholders for what only its user knows, steps for
+    --tokens, and the hardware's file where jax's name of the devices does not tell it.
+
+    caution: how it is not what was planned, to be read after "to train it"
+
+    Raises ConfigError if so many steps break a rule.
+    """
+    size = config.data.batch_size * config.data.sequence_length
+    steps = math.ceil(flags.tokens / size) or config.train.steps
+    known = config.train.hardware if kind.device_kind else flags.hardware
+    changes = {**default_corpus(config), "train.steps": steps, "train.hardware": known}
+    config, platform = cfg.replace(config, changes), platform_of(kind)
+    if flags.recipe or steps <= cfg.LARGEST_INT:
+        checks.check(config, Environment(None, platform, recipe))
+    if steps > cfg.LARGEST_INT:
+        return Training(config, None, [f"{NO_COMMAND} {cfg.LARGEST_INT:,}"])
+    host = 0 if platform == kernels.CPU else TRAY if kind.tiers[0].devices > NODE else NODE
+    processes, where = HOSTS[platform] if devices > host else ("", [])
+    words = ("--workdir=YOUR_WORKDIR", flags_of(config, recipe), processes.format(devices))
+    command = " ".join(filter(None, [TRAIN, cfg.flag_text("config", flags.config), *words]))
+    title = f"to train it{caution}, {steps:,} steps of {size:,} tokens (YOUR_… is yours to say):"
+    return Training(config, command, [title, *where, f"  {command}"])
 
 
 # --- a config as a recipe, a Python file that --config reads ------------------------------------
