@@ -11,12 +11,14 @@ import time
 import types
 
 import pytest
+from jaxlib import xla_client
 from support import ROOT
 
 from jaxtrain import __version__, cli, train
 from jaxtrain import config as cfg
 from jaxtrain.config import flags
 from jaxtrain.config.recipes import load_recipe
+from jaxtrain.costs import hardware
 from jaxtrain.devices import startup
 
 EXTRA = (
@@ -598,6 +600,38 @@ def test_xla_flags_are_added_where_the_user_says_nothing():
     assert environment == once | {"NPROC": "32"}
     startup.set_xla_flags(own := {"NPROC": "5"}, side_by_side=True)
     assert own["NPROC"] == "5"
+
+
+@pytest.mark.parametrize(
+    "user",
+    [
+        {},
+        {"XLA_PYTHON_CLIENT_MEM_FRACTION": ""},
+        {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},  # the fraction bounds what is taken by and by
+        {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"},
+        {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"},
+        {"XLA_CLIENT_MEM_FRACTION": "0.5"},
+        {"XLA_PYTHON_CLIENT_ALLOCATOR": "Platform"},
+    ],
+    ids=str,
+)
+def test_jax_takes_as_much_of_a_gpus_memory_as_plans_count_with(monkeypatch, user):
+    """By what jaxlib makes of the environment; both of its names at once would be its error."""
+    for name in (*startup.MEMORY_FRACTION, "XLA_PYTHON_CLIENT_ALLOCATOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in user.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("XLA_FLAGS", "")
+    before = dict(os.environ)
+    startup.set_xla_flags(environment := dict(before))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    options = xla_client.generate_pjrt_gpu_plugin_options()
+    is_platform = options["allocator"] == "platform"
+    own = 0.5 if "0.5" in user.values() else hardware.GPU_MEMORY
+    assert options.get("memory_fraction") == (None if is_platform else own)
+    h100 = hardware.load("h100")
+    assert h100.memory == hardware.GPU_MEMORY * h100.memory_gib * 2**30
 
 
 @pytest.mark.parametrize(

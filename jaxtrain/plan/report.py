@@ -16,6 +16,7 @@ from jax.stages import Compiled
 
 from jaxtrain.config import Config, ModelConfig, kernels
 from jaxtrain.costs.collectives import FLOAT32, Parameters, StepCollectives
+from jaxtrain.costs.hardware import GIB
 from jaxtrain.costs.layout import Layout, routed_capacity
 from jaxtrain.costs.step_counts import Entry, StepCounts
 from jaxtrain.costs.step_time import bytes_of
@@ -239,6 +240,18 @@ def as_compiled(step: Step, compiled: Compiled, tracing: float, compiling: float
     return lines
 
 
+def of_cpus_compiler(config: Config) -> str:
+    """A line on what the memory of a step says that was compiled for simulated devices."""
+    plan, believed = plan_at_hand(config, "cpu").prediction, "python -m jaxtrain.plan"
+    if plan:
+        believed = f"the plan: {plan.memory.bytes / GIB:.1f} GiB on {plan.work.hardware.name}"
+    return (
+        "  that memory is by XLA's compiler for CPUs, which adds float32 copies of bfloat16 arrays "
+        "and has no fused attention: right for these simulated devices; for a GPU or TPU believe "
+        f"{believed}"
+    )
+
+
 def unsharded_over_data(step: Step) -> float:
     """The fraction of the parameters that ZeRO leaves unsharded, because `data` divides none of
     their dimensions."""
@@ -317,6 +330,8 @@ def dry_run(config: Config, setup: Setup, clock: WallClock) -> DryRun:
             compiled = lowered.compile()
         seconds = clock.spent(Part.TRACING), clock.spent(Part.COMPILING)
         lines = [*introduction(config, step), *as_compiled(step, compiled, *seconds)]
+        if jax.default_backend() == "cpu":
+            lines.append(of_cpus_compiler(config))
     counts, device = (
         step_counts(config, jax.default_backend() == "cpu"),
         mesh.devices.flat[0].device_kind,

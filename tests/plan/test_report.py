@@ -57,6 +57,8 @@ def test_lines(folder):
         for x in lines
         if "compiled" in x
     )
+    (why,) = [x for x in lines if "XLA's compiler for CPUs" in x]
+    assert re.search(r"for a GPU or TPU believe the plan: [\d.]+ GiB on simulated$", why)
     kinds = next(x for x in lines if x.startswith("memory per device by kind, MiB: "))
     parameters, moments = (
         float(re.search(rf"{kind} ([\d.]+)", kinds)[1]) for kind in ("parameters", "moments")
