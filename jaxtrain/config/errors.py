@@ -64,7 +64,7 @@ class UsageError(ValueError):
 
 def unfilled(named: Sequence[str]) -> UsageError:
     """The error for placeholders. named: each with its flag, such as --workdir=YOUR_WORKDIR."""
-    are = "is a placeholder" if len(named) == 1 else "are placeholders"
+    are = ("is a placeholder", "are placeholders")[len(named) > 1]
     return UsageError(f"{', '.join(named)} {are}", advice="what you have in place of each YOUR_…")
 
 

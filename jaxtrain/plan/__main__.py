@@ -19,7 +19,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from jaxtrain import cli
 from jaxtrain import config as cfg
@@ -32,7 +32,7 @@ from jaxtrain.costs import hardware
 from jaxtrain.costs.frameworks import FRAMEWORKS
 from jaxtrain.costs.hardware import Hardware, HardwareError
 from jaxtrain.pipeline.checks import default_corpus
-from jaxtrain.pipeline.step_model import OURS, platform_of
+from jaxtrain.pipeline.step_model import OURS, platform_of, transformer_of
 from jaxtrain.plan import heterogeneous, layout_flag, picture, search
 from jaxtrain.plan.explain import Prices, explained, flags_of, run_time, table
 from jaxtrain.plan.layout_flag import LayoutError
@@ -85,25 +85,20 @@ framework is our own.
 DEFAULT_HARDWARE = "h100"
 FILES = {"recipe": "planned.py", "png": "plan.png"}  # flags of files to write, and usual names
 WIDTH = 98  # of the call that makes a group of a recipe's settings, without its parentheses
-TRAIN, NO_COMMAND = "python -m jaxtrain.train", "no command trains it: train.steps has at most"
-# how a command does not do what was planned, to be read after "to train it"
-NO_PLAN, ONE_KIND = " with jaxtrain, which this is no plan of", " on one kind of devices"
-UNFIT = ", though it does not fit"
+# beginnings of settings that make another model or step, and are named where that is
+OF_MODEL = ("model.", "precision.", "optimizer.name", "data.seq", "data.batch", "train.init_from")
+TRAIN, WORKDIR = "python -m jaxtrain.train", "--workdir=YOUR_WORKDIR"
+# flags of each process where there are several hosts
+PROCESSES = "--coordinator=YOUR_HOST:29500 --processes=YOUR_PROCESSES --process_id=YOUR_PROCESS_ID"
+ELSEWHERE = (
+    "  in each process of every host; Slurm, MPI, Kubernetes, SkyPilot and Ray start them without "
+    "the last three flags (docs/operations.md)"
+)
 # devices of the largest host, and of one in a rack whose fast links join more
 NODE, TRAY = 8, 4
-# Platform → the flags by which processes find each other on more devices than a host has, and a
-# line on where they run.
-HOSTS: Mapping[str, tuple[str, list[str]]] = {
-    kernels.CPU: ("--cpu_devices={}", []),
-    kernels.GPU: (
-        "--coordinator=YOUR_HOST:29500 --processes=YOUR_PROCESSES --process_id=YOUR_PROCESS_ID",
-        [
-            "  in each process of every host; Slurm, MPI, Kubernetes, SkyPilot and Ray start them "
-            "without the last three flags (docs/operations.md)"
-        ],
-    ),
-    kernels.TPU: ("", ["  on every host of the slices, which find each other"]),
-}
+# how a command does not do what was planned, to be read after "to train it"
+NO_PLAN, ONE_KIND = " with jaxtrain, which this is no plan of", " on one kind of devices"
+UNFIT, NO_COMMAND = ", though it does not fit", "no command trains it: train.steps has at most"
 MOST_TRIED = 128  # layouts over groups that are tried to suggest one
 FLAGS = (
     next(flag for flag in SHARED_FLAGS if flag.name == "config"),
@@ -166,15 +161,6 @@ class Output:
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
 
-class Training(NamedTuple):
-    """The training that a plan is for: its config, not resolved; its command, None if it has more
-    steps than a command takes; that as lines of text."""
-
-    config: Config
-    command: str | None
-    lines: Sequence[str]
-
-
 def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Output:
     """The output that the flags ask for; empty where they are refused anyhow and it would take
     long. Raises UsageError or ConfigError."""
@@ -206,11 +192,10 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
         config = search.laid_out(space, plans[0].work.layout)
     best, compared = plans[0], [*table(plans), ""] if len(plans) > 1 else []
     caution = NO_PLAN * (flags.assume != OURS) + UNFIT * (not best.fits)
-    train = _training(flags, config, recipe, best.devices, kind, caution)
-    lines = lambda: [*compared, *explained(best, Prices(flags.price, flags.kwh_price))]
-    image = lambda model: picture.of_layouts(plans, model)
     devices = f"{best.devices:,} × {kind.name}"
-    return _output(flags, train, devices, best.figures(), lines, image)
+    lines = lambda: [*compared, *explained(best, Prices(flags.price, flags.kwh_price))]
+    image = lambda name: picture.of_layouts(plans, name)
+    return _output(flags, config, recipe, kind, devices, caution, best.figures(), lines, image)
 
 
 def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Output:
@@ -254,35 +239,70 @@ def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config
     run = [run_time(flags.tokens, figures["tokens_per_s"])] if flags.tokens else []
     chunks = {"pipeline.chunk_layers": plan.config.pipeline.chunk_layers}
     lines = lambda: [*heterogeneous.describe(plan), *run]
-    image = lambda model: picture.of_groups(plan, model)
+    image = lambda name: picture.of_groups(plan, name)
     caution = ONE_KIND * (len(groups) > 1) + UNFIT * (not plan.fits)
-    trained = cfg.replace(laid_out, chunks)
-    train = _training(flags, trained, recipe, count, groups[0].hardware, caution)
-    return _output(flags, train, flags.hardware, figures, lines, image)
+    trained, kind, devices = cfg.replace(laid_out, chunks), groups[0].hardware, flags.hardware
+    return _output(flags, trained, recipe, kind, devices, caution, figures, lines, image)
 
 
 def _output(
     flags: types.SimpleNamespace,
-    train: Training,
+    config: Config,
+    recipe: Config,
+    kind: Hardware,
     devices: str,
+    caution: str,
     figures: Mapping[str, Any],
     lines: Callable[[], list[str]],
     image: Callable[[str], Any],
 ) -> Output:
-    """The output of a plan: its figures or its lines, and the requested files.
+    """The output of a plan: its figures or its lines, its command, and the requested files. The
+    command and the recipe have steps for --tokens, and placeholders for what only the user knows.
 
+    config:  of the plan, to be trained; not resolved
+    kind:    of the devices; of groups the first one's
     devices: their number and hardware, for the recipe
-    image:   makes the picture of the plan from the name of the model
+    caution: how the command does not do what was planned, to be read after "to train it"
+    image:   makes the picture of the plan from the name of what is planned
+
+    Raises ConfigError if so many steps break a rule.
     """
-    files, model = {}, os.path.basename(flags.config).removesuffix(".py")
+    size, files = config.data.batch_size * config.data.sequence_length, {}
+    name, steps = _name(flags, config, recipe), math.ceil(flags.tokens / size)
+    steps = steps or config.train.steps
+    # jax's name of other devices does not say what they are
+    known = config.train.hardware if kind.device_kind else flags.hardware
+    changes = {**default_corpus(config), "train.steps": steps, "train.hardware": known}
+    config, can_be = cfg.replace(config, changes), steps <= cfg.LARGEST_INT
+    if flags.recipe or can_be:
+        checks.check(config, Environment(None, platform_of(kind), recipe))
     if flags.recipe:
-        text = recipe_text(train.config, f"{model} as planned for {devices}.")
-        files[flags.recipe] = text.encode()
+        files[flags.recipe] = recipe_text(config, f"{name}, as planned for {devices}.").encode()
     if flags.png:
-        files[flags.png] = picture.png(image(model))
+        files[flags.png] = picture.png(image(name))
+    count = layout_flag.devices(figures["layout"])
+    command = _command(flags, config, recipe, count, kind) if can_be else None
     if flags.json:
-        return Output([json.dumps({**figures, "command": train.command})], files)
-    return Output([*lines(), *train.lines], files)
+        return Output([json.dumps({**figures, "command": command})], files)
+    if command is None:
+        return Output([*lines(), f"{NO_COMMAND} {cfg.LARGEST_INT:,}"], files)
+    title = f"to train it{caution}, {steps:,} steps of {size:,} tokens (YOUR_… is yours to say):"
+    return Output([*lines(), title, *[ELSEWHERE] * (PROCESSES in command), f"  {command}"], files)
+
+
+def _command(
+    flags: types.SimpleNamespace, config: Config, recipe: Config, devices: int, kind: Hardware
+) -> str:
+    """The command that trains a plan's config: `train` with the flags that make it of the recipe.
+    Simulated devices are asked for; processes on several GPU hosts need flags to find each other,
+    those of a TPU slice do not."""
+    node = TRAY if kind.tiers[0].devices > NODE else NODE
+    several = {
+        kernels.CPU: f"--cpu_devices={devices}",
+        kernels.GPU: PROCESSES * (devices > node),
+    }
+    words = (cfg.flag_text("config", flags.config), WORKDIR, flags_of(config, recipe))
+    return " ".join(filter(None, [TRAIN, *words, several.get(platform_of(kind))]))
 
 
 def _layout_of_groups(
@@ -376,39 +396,18 @@ def _with_devices(space: Space) -> Space:
     return dataclasses.replace(space, devices=math.prod(sizes))
 
 
-# --- the command that trains a plan ---------------------------------------------------------------
-
-
-def _training(
-    flags: types.SimpleNamespace,
-    config: Config,
-    recipe: Config,
-    devices: int,
-    kind: Hardware,
-    caution: str = "",
-) -> Training:
-    """The training of a plan's config, with placeholders for what only its user knows, steps for
-    --tokens, and the hardware's file where jax's name of the devices does not tell it.
-
-    caution: how it is not what was planned, to be read after "to train it"
-
-    Raises ConfigError if so many steps break a rule.
-    """
-    size = config.data.batch_size * config.data.sequence_length
-    steps = math.ceil(flags.tokens / size) or config.train.steps
-    known = config.train.hardware if kind.device_kind else flags.hardware
-    changes = {**default_corpus(config), "train.steps": steps, "train.hardware": known}
-    config, platform = cfg.replace(config, changes), platform_of(kind)
-    if flags.recipe or steps <= cfg.LARGEST_INT:
-        checks.check(config, Environment(None, platform, recipe))
-    if steps > cfg.LARGEST_INT:
-        return Training(config, None, [f"{NO_COMMAND} {cfg.LARGEST_INT:,}"])
-    host = 0 if platform == kernels.CPU else TRAY if kind.tiers[0].devices > NODE else NODE
-    processes, where = HOSTS[platform] if devices > host else ("", [])
-    words = ("--workdir=YOUR_WORKDIR", flags_of(config, recipe), processes.format(devices))
-    command = " ".join(filter(None, [TRAIN, cfg.flag_text("config", flags.config), *words]))
-    title = f"to train it{caution}, {steps:,} steps of {size:,} tokens (YOUR_… is yours to say):"
-    return Training(config, command, [title, *where, f"  {command}"])
+def _name(flags: types.SimpleNamespace, config: Config, recipe: Config) -> str:
+    """The name of what is planned: the recipe's, the number of parameters, and the flags that
+    change the model, its numbers or the batch."""
+    name = os.path.basename(flags.config).removesuffix(".py")
+    count = transformer_of(config.resolve().model, config.data.sequence_length).parameters()
+    size = f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
+    changed = [
+        f"{path}={cfg.value_text(cfg.get(config, path))}"
+        for path in cfg.fields()
+        if path.startswith(OF_MODEL) and cfg.get(config, path) != cfg.get(recipe, path)
+    ]
+    return f"{name}, {size} parameters" + f" ({', '.join(changed)})" * bool(changed)
 
 
 # --- a config as a recipe, a Python file that --config reads ------------------------------------

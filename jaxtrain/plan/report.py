@@ -33,6 +33,11 @@ from jaxtrain.run.wall_clock import Part, WallClock, start_record
 from jaxtrain.training.state import ParameterLayout, bytes_on_disk, bytes_per_device
 from jaxtrain.training.step import Step, make_layout, make_step
 
+CPUS_COMPILER = (
+    "that memory is by XLA's compiler for CPUs, which adds float32 copies of bfloat16 arrays and "
+    "has no fused attention: right for these simulated devices; for a GPU or TPU believe"
+)
+
 # --- what lies on a device, and what it sends ----------------------------------------------------
 
 
@@ -240,18 +245,6 @@ def as_compiled(step: Step, compiled: Compiled, tracing: float, compiling: float
     return lines
 
 
-def of_cpus_compiler(config: Config) -> str:
-    """A line on what the memory of a step says that was compiled for simulated devices."""
-    plan, believed = plan_at_hand(config, "cpu").prediction, "python -m jaxtrain.plan"
-    if plan:
-        believed = f"the plan: {plan.memory.bytes / GIB:.1f} GiB on {plan.work.hardware.name}"
-    return (
-        "  that memory is by XLA's compiler for CPUs, which adds float32 copies of bfloat16 arrays "
-        "and has no fused attention: right for these simulated devices; for a GPU or TPU believe "
-        f"{believed}"
-    )
-
-
 def unsharded_over_data(step: Step) -> float:
     """The fraction of the parameters that ZeRO leaves unsharded, because `data` divides none of
     their dimensions."""
@@ -330,12 +323,16 @@ def dry_run(config: Config, setup: Setup, clock: WallClock) -> DryRun:
             compiled = lowered.compile()
         seconds = clock.spent(Part.TRACING), clock.spent(Part.COMPILING)
         lines = [*introduction(config, step), *as_compiled(step, compiled, *seconds)]
-        if jax.default_backend() == "cpu":
-            lines.append(of_cpus_compiler(config))
     counts, device = (
         step_counts(config, jax.default_backend() == "cpu"),
         mesh.devices.flat[0].device_kind,
     )
+    planned = plan_at_hand(config, device)
+    if jax.default_backend() == "cpu":
+        believed = "python -m jaxtrain.plan"
+        if plan := planned.prediction:
+            believed = f"the plan: {plan.memory.bytes / GIB:.1f} GiB on {plan.work.hardware.name}"
+        lines.append(f"  {CPUS_COMPILER} {believed}")
     stage = counts.busiest_stage()
     entries = counts.volume(stage)
     sizes = {name: int(size) for name, size in mesh.shape.items()}
@@ -344,7 +341,7 @@ def dry_run(config: Config, setup: Setup, clock: WallClock) -> DryRun:
         "stage": stage,
         "communication_volume": _as_dicts(entries),
         "exchange": _as_dicts(counts.exchange_volume()),
-        "planned": plan_at_hand(config, device).as_dict(),
+        "planned": planned.as_dict(),
         "memory": {
             "compiled": compiled_memory(compiled),
             "state": state_memory(step, config.parallel.reduce == "microbatch"),
