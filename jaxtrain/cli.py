@@ -83,9 +83,10 @@ def parse(
         path = pathlib.Path("recipe") if recipe else find_recipe(namespace.config)
         namespace.workdir = namespace.workdir or default_workdir(str(path))
         namespace.config, namespace.recipe = str(path), before
-        texts = {path: cfg.value_text(cfg.get(config, path)) for path in cfg.fields()}
         if named := [
-            f"--config.{path}={text}" for path, text in texts.items() if PLACEHOLDER.search(text)
+            f"--config.{path}={text}"
+            for path in cfg.fields()
+            if PLACEHOLDER.search(text := cfg.value_text(cfg.get(config, path)))
         ]:
             raise unfilled(named)
         if refused := _refusal(namespace, config, before):

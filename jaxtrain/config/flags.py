@@ -93,7 +93,7 @@ class Reading:
     overrides: (path of a setting, text), in order
     words:     the arguments that belong to no flag
     errors:    the errors so far; their fixes are in `values` and `overrides` already
-    placeholders: flags and words that have one, as they are written
+    placeholders: flags that have one, as they are written
     """
 
     values: dict[str, Any]
@@ -150,7 +150,6 @@ def read_flags(
         token = rest.pop(0)
         if with_words and not token.startswith("-"):
             reading.words.append(token)
-            reading.placeholders |= {token: token} if PLACEHOLDER.search(token) else {}
             continue
         if not token.startswith("--") or token in ("--", "--="):
             takes_text = name in known and name != "config" and isinstance(defaults[name], str)
@@ -376,8 +375,8 @@ def settled(reading: Reading, check: Callable[[Reading], T], recipe: Config | No
     where there are any, since all else may follow from them.
     """
     errors = reading.errors
-    if reading.placeholders:
-        raise unfilled([*reading.placeholders.values()])
+    if named := [*reading.placeholders.values(), *filter(PLACEHOLDER.search, reading.words)]:
+        raise unfilled(named)
     for _ in range(MOST_ERRORS):
         known = {name: value for error in errors for name, value in error.fixes.items()}
         try:

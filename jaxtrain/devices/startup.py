@@ -113,8 +113,8 @@ def set_xla_flags(environment: Any, side_by_side: bool = False) -> None:
         if name not in names:
             words.append(f"{name}=3000")
     environment["XLA_FLAGS"] = " ".join(words)
-    asks_driver = environment.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform"
-    if not asks_driver and not any(environment.get(name) for name in MEMORY_FRACTION):
+    own = [name for name in MEMORY_FRACTION if environment.get(name)]
+    if not own and environment.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() != "platform":
         environment[MEMORY_FRACTION[0]] = str(GPU_MEMORY)
     if side_by_side:
         environment.setdefault("NPROC", "32")  # what XLA takes for the number of cores

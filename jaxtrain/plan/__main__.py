@@ -98,7 +98,7 @@ ELSEWHERE = (
 NODE, TRAY = 8, 4
 # how a command does not do what was planned, to be read after "to train it"
 NO_PLAN, ONE_KIND = " with jaxtrain, which this is no plan of", " on one kind of devices"
-UNFIT, NO_COMMAND = ", though it does not fit", "no command trains it: train.steps has at most"
+UNFIT, FILLED = ", though it does not fit", "with what you have in place of each YOUR_…"
 MOST_TRIED = 128  # layouts over groups that are tried to suggest one
 FLAGS = (
     next(flag for flag in SHARED_FLAGS if flag.name == "config"),
@@ -267,12 +267,13 @@ def _output(
 
     Raises ConfigError if so many steps break a rule.
     """
-    size, files = config.data.batch_size * config.data.sequence_length, {}
-    name, steps = _name(flags, config, recipe), math.ceil(flags.tokens / size)
-    steps = steps or config.train.steps
-    # jax's name of other devices does not say what they are
-    known = config.train.hardware if kind.device_kind else flags.hardware
-    changes = {**default_corpus(config), "train.steps": steps, "train.hardware": known}
+    name, files = _name(flags, config, recipe), {}
+    size = config.data.batch_size * config.data.sequence_length
+    steps = math.ceil(flags.tokens / size) or config.train.steps
+    changes = {**default_corpus(config), "train.steps": steps}
+    file = flags.hardware.partition(":")[0]
+    if "," not in flags.hardware and not (kind.device_kind and file in ("", *hardware.known())):
+        changes["train.hardware"] = file  # which jax's name of the devices does not tell
     config, can_be = cfg.replace(config, changes), steps <= cfg.LARGEST_INT
     if flags.recipe or can_be:
         checks.check(config, Environment(None, platform_of(kind), recipe))
@@ -280,22 +281,21 @@ def _output(
         files[flags.recipe] = recipe_text(config, f"{name}, as planned for {devices}.").encode()
     if flags.png:
         files[flags.png] = picture.png(image(name))
-    count = layout_flag.devices(figures["layout"])
-    command = _command(flags, config, recipe, count, kind) if can_be else None
+    command = _command(flags, config, recipe, kind) if can_be else None
     if flags.json:
         return Output([json.dumps({**figures, "command": command})], files)
-    if command is None:
-        return Output([*lines(), f"{NO_COMMAND} {cfg.LARGEST_INT:,}"], files)
-    title = f"to train it{caution}, {steps:,} steps of {size:,} tokens (YOUR_… is yours to say):"
-    return Output([*lines(), title, *[ELSEWHERE] * (PROCESSES in command), f"  {command}"], files)
+    train = [f"no command trains it: train.steps has at most {cfg.LARGEST_INT:,}"]
+    if command:
+        title = f"to train it{caution}, {steps:,} steps of {size:,} tokens, {FILLED}:"
+        train = [title, *[ELSEWHERE] * (PROCESSES in command), f"  {command}"]
+    return Output([*lines(), *train], files)
 
 
-def _command(
-    flags: types.SimpleNamespace, config: Config, recipe: Config, devices: int, kind: Hardware
-) -> str:
+def _command(flags: types.SimpleNamespace, config: Config, recipe: Config, kind: Hardware) -> str:
     """The command that trains a plan's config: `train` with the flags that make it of the recipe.
     Simulated devices are asked for; processes on several GPU hosts need flags to find each other,
     those of a TPU slice do not."""
+    devices = math.prod(getattr(config.mesh, axis) for axis in AXES)
     node = TRAY if kind.tiers[0].devices > NODE else NODE
     several = {
         kernels.CPU: f"--cpu_devices={devices}",

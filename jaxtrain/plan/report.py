@@ -34,8 +34,8 @@ from jaxtrain.training.state import ParameterLayout, bytes_on_disk, bytes_per_de
 from jaxtrain.training.step import Step, make_layout, make_step
 
 CPUS_COMPILER = (
-    "that memory is by XLA's compiler for CPUs, which adds float32 copies of bfloat16 arrays and "
-    "has no fused attention: right for these simulated devices; for a GPU or TPU believe"
+    "the compiled memory is by XLA's compiler for CPUs, which adds float32 copies of bfloat16 "
+    "arrays and has no fused attention: right for these simulated devices; for a GPU or TPU believe"
 )
 
 # --- what lies on a device, and what it sends ----------------------------------------------------

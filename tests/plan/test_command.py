@@ -254,11 +254,13 @@ def test_the_command_has_what_the_user_has_named(plan, tmp_path):
     """And the hardware's file, without which a run would not know the planned devices; simulated
     ones are simulated, and there is no note on what was not measured."""
     named = ("--config.data.source=my texts/*.txt", "--config.data.tokenizer=a'b.json")
-    for name, flag in (("mine", ""), ("cpu", "--cpu_devices=4")):
+    for name, flag, count in (("mine", "", ""), ("cpu", "--cpu_devices=4", ""), ("one", "", ":4")):
         file = tmp_path / f"{name} file.json"
-        file.write_text(json.dumps({"name": name, "like": "h100"}))
+        kind = {"name": name, "like": "h100", "device_kind": "H100 of mine"}
+        file.write_text(json.dumps(kind))
+        layout = "--layout=data=2,stage=2"
         found = json.loads(
-            plan("--config=llama3_8b", f"--hardware={file}", "--layout=data=4", *named, "--json")[0]
+            plan("--config=llama3_8b", f"--hardware={file}{count}", layout, *named, "--json")[0]
         )
         config = trained(found["command"])
         assert config.train.hardware == str(file) and config.train.steps == 250_000
