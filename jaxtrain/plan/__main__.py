@@ -177,6 +177,10 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
         )
     for flag, otherwise in FILES.items():
         cli.check_output(flag, getattr(flags, flag), otherwise)
+    for path in cfg.fields():  # also of those that a layout replaces
+        value = cfg.get(config, path)
+        if wrong := checks.field_violation(path, value, cfg.get(recipe, path)):
+            raise ConfigError(path, value, wrong.rule, fixes=[*wrong.fixes])
     if heterogeneous.is_groups(flags.hardware):
         return _planned_groups(flags, config, recipe)
     kind = _read(hardware.load, flags.hardware or DEFAULT_HARDWARE)

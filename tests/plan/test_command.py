@@ -496,6 +496,19 @@ REFUSED = [
 ]
 
 
+@pytest.mark.parametrize("value", ["x", "1.5", "", str(2**40)])
+@pytest.mark.parametrize(
+    "path",
+    ["mesh.stage", "mesh.data", "pipeline.repeats", "parallel.expert_nodes", "parallel.zero"],
+)
+def test_values_that_no_setting_has_are_refused(plan, path, value):
+    """Whether a layout replaces them or the search begins with them; what is suggested works."""
+    flags = ["--config=tiny", f"--config.{path}={value}"]
+    err = plan(*flags, "--devices=4")[1]
+    assert f"{path}=" in err and err == plan(*flags, "--layout=data=4")[1]
+    assert plan(*flags, "--layout=data=4", *suggested(err), "--json")[0]
+
+
 ALL_AT_ONCE = [
     ["--assume=megatron", "--layout=data=8", "--config=tiny"],
     ["--devices=x", "--tokens=-1", "--price=inf"],
