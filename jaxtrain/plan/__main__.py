@@ -97,8 +97,11 @@ ELSEWHERE = (
 # devices of the largest host, and of one in a rack whose fast links join more
 NODE, TRAY = 8, 4
 # how a command does not do what was planned, to be read after "to train it"
-NO_PLAN, ONE_KIND = " with jaxtrain, which this is no plan of", " on one kind of devices"
-UNFIT, FILLED = ", though it does not fit", "with what you have in place of each YOUR_…"
+NO_PLAN, ONE_KIND, UNFIT = (
+    " with jaxtrain, which this is no plan of",
+    " on one kind of devices",
+    ", though it does not fit",
+)
 MOST_TRIED = 128  # layouts over groups that are tried to suggest one
 FLAGS = (
     next(flag for flag in SHARED_FLAGS if flag.name == "config"),
@@ -290,7 +293,7 @@ def _output(
         return Output([json.dumps({**figures, "command": command})], files)
     train = [f"no command trains it: train.steps has at most {cfg.LARGEST_INT:,}"]
     if command:
-        title = f"to train it{caution}, {steps:,} steps of {size:,} tokens, {FILLED}:"
+        title = f"to train it{caution}, {steps:,} steps of {size:,} tokens, filling in each YOUR_…:"
         train = [title, *[ELSEWHERE] * (PROCESSES in command), f"  {command}"]
     return Output([*lines(), *train], files)
 
@@ -301,10 +304,7 @@ def _command(flags: types.SimpleNamespace, config: Config, recipe: Config, kind:
     those of a TPU slice do not."""
     devices = math.prod(getattr(config.mesh, axis) for axis in AXES)
     node = TRAY if kind.tiers[0].devices > NODE else NODE
-    several = {
-        kernels.CPU: f"--cpu_devices={devices}",
-        kernels.GPU: PROCESSES * (devices > node),
-    }
+    several = {kernels.CPU: f"--cpu_devices={devices}", kernels.GPU: PROCESSES * (devices > node)}
     words = (cfg.flag_text("config", flags.config), WORKDIR, flags_of(config, recipe))
     return " ".join(filter(None, [TRAIN, *words, several.get(platform_of(kind))]))
 

@@ -84,13 +84,15 @@ STARTS = {
     "ending": "#34495e",
     "other": "#000000",
 }
-TOGETHER = "outlined: forward and input gradient at once"
-CHUNKS = "lighter: later chunks; number: microbatch"
+TOGETHER, CHUNKS = (
+    "outlined: forward and input gradient at once",
+    "lighter: later chunks; number: microbatch",
+)
 PERMUTE_MARKS = {Permute.NONE: "", Permute.LATE: "l", Permute.EARLY: "e"}
 LANE, LABEL, TOP, BOTTOM = 26, 62, 46, 26  # of the SVG, in pixels
 PIXELS_OF_AN_OP, MOST_PIXELS = 24, 3000
-LETTER = 8  # pixels of a title's letter
-LETTERS, INCHES_OF_A_MEANING = 13, 2.0  # of a PNG: its title's letters in an inch
+# pixels of a title's letter; of a PNG, letters in an inch of it, and inches of a colour's meaning
+LETTER, LETTERS, MEANING = 8, 13, 2.0
 MOST_LINES = 400  # of text
 MOST_STAGES = 16  # named one by one in a line
 MOST_SHAPES = 20_000  # ops of an SVG that are shapes of their own, with a title each
@@ -281,7 +283,7 @@ def _overlapped(table: Table, timeline: Timeline) -> list[tuple[int, float, floa
     at = {(op.name, op.unit, op.microbatch): op for op in timeline}
     arrays = (table.unit, table.microbatch, table.b_unit, table.b_microbatch)
     cells = zip(*(array[table.overlapped].tolist() for array in arrays), strict=True)
-    both = [(at["F", f, k], at["B", b, n]) for f, k, b, n in cells]
+    both = ((at["F", f, k], at["B", b, n]) for f, k, b, n in cells)
     return [(first.stage, first.start, last.end) for first, last in both]
 
 
@@ -371,7 +373,7 @@ def png(table: Table, timeline: Timeline, title: str) -> bytes:
         Patch(color=_hex(shade(name, 0, 1)), label=MEANINGS[name]) for name in _names(timeline)
     ]
     patches += [Patch(facecolor="none", edgecolor="black", label=TOGETHER)] * table.overlaps
-    columns = min(len(patches), int(inches / INCHES_OF_A_MEANING))
+    columns = min(len(patches), int(inches / MEANING))
     tall = 1.1 + 0.3 * table.stages + 0.2 * (-(-len(patches) // columns) - 1)
     figure = Figure(figsize=(inches, tall), dpi=130, layout="constrained")
     axes = figure.add_subplot()
