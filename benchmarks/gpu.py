@@ -55,6 +55,7 @@ from worker import Outcome, run_worker  # noqa: E402
 from jaxtrain import cli  # noqa: E402
 from jaxtrain.config import Config, ConfigError  # noqa: E402
 from jaxtrain.config.flags import Flag, read_flags  # noqa: E402
+from jaxtrain.costs.hardware import GPU_MEMORY  # noqa: E402
 
 SIDES = (OURS, TORCH, KERNELS)
 SCRIPTS = {OURS: "gpu_step.py", TORCH: "torch_step.py", KERNELS: "gpu_kernels.py"}
@@ -63,7 +64,7 @@ LAST_SECONDS = 5.0  # kept for the tables
 # as possible. jax takes 0.75 of it otherwise, and torch leaves gaps between what it has taken.
 DEFAULTS = {
     "CUDA_VISIBLE_DEVICES": "0",
-    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": str(GPU_MEMORY),
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
 }
 COMPILED = {"cuda": "blocks", "cpu": "none"}  # on a CPU a compilation takes minutes

@@ -22,16 +22,17 @@ from jaxtrain.costs import hardware  # noqa: E402
 from jaxtrain.pipeline.setup import make_setup  # noqa: E402
 from jaxtrain.pipeline.step_model import step_model_of  # noqa: E402
 from jaxtrain.plan.predict import with_op_times  # noqa: E402
+from jaxtrain.schedule.drawing import PARTS  # noqa: E402
 
 PICTURE = DOCS / "stages.svg"
 HARDWARE, DATA = "h100", 2  # 2,048 devices
 WIDTH, HEIGHT, LEFT, BASE = 900, 330, 60, 250
 COLUMN, GAP, SCALE = 44, 8, 0.42  # points; points of a millisecond
 COLOURS = {
-    "embedding and dense layers, forward twice and backward": "#5a9e6f",
-    "a layer with experts": "#5b86c4",
-    "prediction module": "#9a6fb8",
-    "head": "#d08a4e",
+    "embedding and dense layers, forward twice and backward": PARTS["embedding"],
+    "a layer with experts": PARTS["layer"],
+    "prediction module": PARTS["prediction module"],
+    "head": PARTS["head"],
 }
 DENSE, EXPERTS, MODULE, HEAD = COLOURS
 

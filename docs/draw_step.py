@@ -34,6 +34,7 @@ from jaxtrain.schedule.columns import (  # noqa: E402
     permute_op,
     tick_table,
 )
+from jaxtrain.schedule.drawing import ink, shade  # noqa: E402
 from jaxtrain.schedule.slots import assign_slots  # noqa: E402
 from jaxtrain.schedule.table import Op, Permute, wraps  # noqa: E402
 from jaxtrain.schedule.table_spec import TableSpec  # noqa: E402
@@ -42,16 +43,11 @@ from jaxtrain.schedule.validator import check  # noqa: E402
 PICTURE = ROOT / "docs" / "step.svg"
 SCHEDULE, STAGES, REPEATS, MICROBATCHES = "zb_v", 3, 2, 5
 TICK = 11  # the row that is blown up: here every stage does something else, and there is a head
-COLORS = {
-    "F": ("#7fb2e5", "#b9d6f2"),
-    "R": ("#a98fd0", "#cdb7e6"),
-    "B": ("#f2ab5c", "#f9d4a6"),
-    "W": ("#86c98a", "#bfe3c0"),
-    "other": ("#d9dde2", "#d9dde2"),
-}
+OTHER = "#d9dde2"  # ops that are of no cell
 INK, FAINT = "#20262d", "#9aa4ae"
 LEFT, WIDTH = 66.0, 900.0  # of both panels, in points
 HEIGHT = 560.0
+MOST_LINES = 6  # of a box's text at its usual size
 # widths of an op that no stage runs in the tick, and of the permute; one that runs: 1
 NARROW, PERMUTE = 0.32, 1.1
 
@@ -79,7 +75,15 @@ def fingerprint() -> str:
 
 
 def color(kind: str, unit: int = 0) -> str:
-    return COLORS["F" if kind == "K" else kind][unit % 2]
+    """The colour of an op of this kind on a stage's unit, as in every picture of a schedule."""
+    if kind == "other":
+        return OTHER
+    return "#{:02x}{:02x}{:02x}".format(*shade("F" if kind == "K" else kind, unit % 2, 2))
+
+
+def text_color(kind: str, unit: int = 0) -> str:
+    """The colour of a text that is read on `color`."""
+    return INK if kind == "other" else ink(shade("F" if kind == "K" else kind, unit % 2, 2))
 
 
 def microbatch_columns() -> dict[str, np.ndarray]:
@@ -166,10 +170,10 @@ def draw_table(canvas: Canvas, top: float, row: float, strip: float) -> tuple[fl
                 canvas.empty(x + 1, y + 1, cell - 2, row - 2)
                 continue
             canvas.box(x + 1, y + 1, cell - 2, row - 2, color(op.name, unit))
-            canvas.text(x + cell / 2, y + 0.72 * row, f"{op.name}{unit}", 6.5)
-            canvas.text(
-                x + cell / 2, y + 0.34 * row, str(table.microbatch[t, s]), 9, fontweight="bold"
-            )
+            words = {"color": text_color(op.name, unit)}
+            canvas.text(x + cell / 2, y + 0.72 * row, f"{op.name}{unit}", 6.5, **words)
+            words["fontweight"] = "bold"
+            canvas.text(x + cell / 2, y + 0.34 * row, str(table.microbatch[t, s]), 9, **words)
     bottom = top - table.stages * row - 5
     for name in ("embed", "head", "embed_gradient"):
         bottom -= strip
@@ -307,7 +311,12 @@ def draw_tick(canvas: Canvas, top: float, row: float) -> None:
             kind, unit_of_op = cells().get(name, ("other", 0))
             box.set(facecolor=color(kind, unit_of_op), edgecolor="none")
             canvas.axes.add_patch(box)
-            canvas.text(x + width / 2, middle, what_it_does(name, s), 7, linespacing=1.25)
+            words = what_it_does(name, s)
+            # more lines are closer, away from the box's edge
+            close = 1.25 if words.count("\n") < MOST_LINES else 1.1
+            size = 7.0 if close > 1.2 else 6.5
+            style = {"linespacing": close, "color": text_color(kind, unit_of_op)}
+            canvas.text(x + width / 2, middle, words, size, **style)
         x += width
     for s in range(table.stages):
         canvas.text(LEFT - 8, top - (s + 0.5) * row, f"stage {s}", 8, "right")

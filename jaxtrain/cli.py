@@ -21,7 +21,7 @@ from typing import NoReturn, TypeVar
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, checks
 from jaxtrain.config.checks import Environment
-from jaxtrain.config.errors import UsageError
+from jaxtrain.config.errors import PLACEHOLDER, UsageError, unfilled
 from jaxtrain.config.flags import SHARED_FLAGS, Flag, Reading, apply, read_flags, settled
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.devices import cluster_environment
@@ -83,6 +83,12 @@ def parse(
         path = pathlib.Path("recipe") if recipe else find_recipe(namespace.config)
         namespace.workdir = namespace.workdir or default_workdir(str(path))
         namespace.config, namespace.recipe = str(path), before
+        if named := [
+            f"--config.{path}={text}"
+            for path in cfg.fields()
+            if PLACEHOLDER.search(text := cfg.value_text(cfg.get(config, path)))
+        ]:
+            raise unfilled(named)
         if refused := _refusal(namespace, config, before):
             raise refused
         check(namespace, config)

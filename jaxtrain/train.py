@@ -19,7 +19,7 @@ from jaxtrain.config.mesh_rules import elastic_notes, filled
 from jaxtrain.config.unused import unused_settings
 from jaxtrain.devices import nccl, startup
 from jaxtrain.devices.cluster_environment import several_processes
-from jaxtrain.pipeline.checks import RULES_WITH_TABLES, check_run
+from jaxtrain.pipeline.checks import RULES_WITH_TABLES, check_run, default_corpus_notes
 from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
@@ -156,6 +156,7 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
             *flags.notes,
             *elastic_notes(config, on_mesh),
             *unused_settings(on_mesh, environment.platform),
+            *default_corpus_notes(config),
         )
         cluster.log(*(f"note: {note}" for note in notes))
         ready = prepare(config, environment, None if flags.dry_run else folder, measures=writes)

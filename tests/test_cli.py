@@ -11,12 +11,14 @@ import time
 import types
 
 import pytest
+from jaxlib import xla_client
 from support import ROOT
 
 from jaxtrain import __version__, cli, train
 from jaxtrain import config as cfg
 from jaxtrain.config import flags
 from jaxtrain.config.recipes import load_recipe
+from jaxtrain.costs import hardware
 from jaxtrain.devices import startup
 
 EXTRA = (
@@ -397,6 +399,51 @@ def test_what_is_put_behind_a_wrong_flag_counts(argv):
     parse(*argv)
 
 
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--config.data.source=YOUR_DATA"], "--config.data.source=YOUR_DATA is a placeholder"),
+        (["--config", "YOUR_RECIPE.py"], "--config=YOUR_RECIPE.py is a placeholder"),
+        (
+            ["--workdir=/a/YOUR_RUN", "--process_id=YOUR_ID", "--config.train.steps=YOUR_STEPS"],
+            "--workdir=/a/YOUR_RUN, --process_id=YOUR_ID, --config.train.steps=YOUR_STEPS are "
+            "placeholders",
+        ),
+        (
+            ["--config.train.init_from=YOUR_MODEL", "--coordinator=YOUR_HOST:29500", "--stages=4"],
+            "--config.train.init_from=YOUR_MODEL, --coordinator=YOUR_HOST:29500 are placeholders",
+        ),
+        (
+            ["--config.parallel.compiler_options=a=1,b=YOUR_VALUE"],
+            "--config.parallel.compiler_options=a=1,b=YOUR_VALUE is a placeholder",
+        ),
+    ],
+    ids=str,
+)
+def test_placeholders_are_refused_by_name(argv, named):
+    """Before all else, which may follow from them; no flag is suggested in their place."""
+    with pytest.raises(cli.FlagsError) as refused:
+        parse(*argv)
+    assert str(refused.value) == f"{named}: use what you have in place of each YOUR_…"
+    assert refused.value.status == 2
+
+
+def test_placeholders_of_a_recipe_are_refused_until_flags_replace_them(tmp_path):
+    (tmp_path / "planned.py").write_text(
+        "from jaxtrain.config import Config, DataConfig\n"
+        "def get_config(): return Config(data=DataConfig(source='YOUR_DATA', batch_size=16))\n"
+    )
+    recipe = f"--config={tmp_path}/planned.py"
+    with pytest.raises(cli.FlagsError, match=r"^--config\.data\.source=YOUR_DATA is a placeholder"):
+        parse(recipe)
+    config, _ = parse(recipe, "--config.data.source=stdlib")
+    assert config.data.source == "stdlib"
+    # what is put behind counts, and a prompt is no placeholder
+    prompt = "YOUR_NAME: a name"
+    config, _ = parse("--workdir=YOUR_RUN", "--workdir=x", f"--config.train.sample_prompt={prompt}")
+    assert config.train.sample_prompt == prompt
+
+
 def test_devices_that_jax_alone_knows(capsys, monkeypatch):
     """Where accelerators may be found, jax is asked before anything is suggested."""
     monkeypatch.setattr(cli.cluster_environment, "simulated_devices", lambda *_: None)
@@ -582,6 +629,38 @@ def test_xla_flags_are_added_where_the_user_says_nothing():
     assert environment == once | {"NPROC": "32"}
     startup.set_xla_flags(own := {"NPROC": "5"}, side_by_side=True)
     assert own["NPROC"] == "5"
+
+
+@pytest.mark.parametrize(
+    "user",
+    [
+        {},
+        {"XLA_PYTHON_CLIENT_MEM_FRACTION": ""},
+        {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},  # the fraction bounds what is taken by and by
+        {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"},
+        {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"},
+        {"XLA_CLIENT_MEM_FRACTION": "0.5"},
+        {"XLA_PYTHON_CLIENT_ALLOCATOR": "Platform"},
+    ],
+    ids=str,
+)
+def test_jax_takes_as_much_of_a_gpus_memory_as_plans_count_with(monkeypatch, user):
+    """By what jaxlib makes of the environment; both of its names at once would be its error."""
+    for name in (*startup.MEMORY_FRACTION, "XLA_PYTHON_CLIENT_ALLOCATOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in user.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("XLA_FLAGS", "")
+    before = dict(os.environ)
+    startup.set_xla_flags(environment := dict(before))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    options = xla_client.generate_pjrt_gpu_plugin_options()
+    is_platform = options["allocator"] == "platform"
+    own = 0.5 if "0.5" in user.values() else hardware.GPU_MEMORY
+    assert options.get("memory_fraction") == (None if is_platform else own)
+    h100 = hardware.load("h100")
+    assert h100.memory == hardware.GPU_MEMORY * h100.memory_gib * 2**30
 
 
 @pytest.mark.parametrize(

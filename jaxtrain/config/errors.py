@@ -7,6 +7,10 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+# What stands in printed commands, recipes and templates for what only their user knows, alone or
+# as a part of a path, a host:port or a list. No shell changes it, and every command refuses it.
+# A text with blanks has none: it is a prompt.
+PLACEHOLDER = re.compile(r"(?:^|^\S*[/:,=])YOUR_[A-Z0-9_]+(?:$|[/:,.]\S*$)")
 # where a flag's text has one of these, a tuple is read as a Python literal
 TUPLE_MARKS = "\"'()[]{}"
 
@@ -65,6 +69,12 @@ def nearly(word: str, known: Iterable[str], cutoff: float = 0.8) -> str:
     digits = re.findall(r"\d", word)
     alike = [each for each in known if re.findall(r"\d", each) == digits]
     return next(iter(difflib.get_close_matches(word, alike, 1, cutoff)), "")
+
+
+def unfilled(named: Sequence[str]) -> UsageError:
+    """The error for placeholders. named: each with its flag, such as --workdir=YOUR_WORKDIR."""
+    are = ("is a placeholder", "are placeholders")[len(named) > 1]
+    return UsageError(f"{', '.join(named)} {are}", advice="what you have in place of each YOUR_…")
 
 
 def one_line(text: str) -> str:

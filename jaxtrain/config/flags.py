@@ -23,7 +23,7 @@ from ml_collections import ConfigDict, config_flags
 from jaxtrain import __version__
 from jaxtrain import config as cfg
 from jaxtrain.config import Config
-from jaxtrain.config.errors import UsageError, nearly
+from jaxtrain.config.errors import PLACEHOLDER, UsageError, nearly, unfilled
 from jaxtrain.config.recipes import DEFAULT_RECIPE, RecipeError, find_recipe, load_recipe
 
 VERSION = f"jaxtrain {__version__}"
@@ -92,12 +92,14 @@ class Reading:
     overrides: (path of a setting, text), in order
     words:     the arguments that belong to no flag
     errors:    the errors so far; their fixes are in `values` and `overrides` already
+    placeholders: flags that have one, as they are written
     """
 
     values: dict[str, Any]
     overrides: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     words: list[str] = dataclasses.field(default_factory=list)
     errors: list[UsageError] = dataclasses.field(default_factory=list)
+    placeholders: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def namespace(self) -> types.SimpleNamespace:
@@ -164,9 +166,12 @@ def read_flags(
                 reading.overrides.append((error.setting, text))
             continue
         missing.pop(name, None)
+        reading.placeholders.pop(name, None)
         value = text if equals else _value_after(rest, defaults[name])
         path = "" if name in known else name.removeprefix(SETTING)
-        if value is None:
+        if value and PLACEHOLDER.search(value):
+            reading.placeholders[name] = f"--{name}={value}"
+        elif value is None:
             fixes = {} if path else {name: defaults[name]}
             missing[name] = UsageError(f"--{name} has no value", fixes, setting=path)
             texts.pop(name, None)
@@ -366,9 +371,12 @@ def settled(reading: Reading, check: Callable[[Reading], T], recipe: Config | No
 
     While the check refuses the command line, the error's fixes are appended to it, and it is
     checked once more. So a suggestion works, and it fixes all errors at once. Raises UsageError
-    with the first error, these fixes, and the errors that no flag fixes.
+    with the first error, these fixes, and the errors that no flag fixes; with placeholders alone
+    where there are any, since all else may follow from them.
     """
     errors = reading.errors
+    if named := [*reading.placeholders.values(), *filter(PLACEHOLDER.search, reading.words)]:
+        raise unfilled(named)
     for _ in range(MOST_ERRORS):
         known = {name: value for error in errors for name, value in error.fixes.items()}
         try:

@@ -7,6 +7,7 @@ programs reach. These are few and physical:
     matmul.half     [m, n, k]: a product whose m (n, k) is this long reaches half of that, because
                     of tiles at its edges and pipelines that fill
     attention       fractions of the peak that a fused kernel reaches, forward and backward
+    memory_usable   fraction of the memory that a program's arrays may take; GPU_MEMORY if left out
     memory_reached  fraction of the memory's bandwidth that passes over large arrays reach
     host_gb_per_s   rate of copies between a device and its host's memory, one way; 16, as PCIe 3,
                     if left out
@@ -52,6 +53,9 @@ DTYPES = ("bfloat16", "float32")
 # types whose peak a file may have
 PEAKS = (*DTYPES, "float16", "float8", "mxfloat8", "float4", "int8", "int4")
 MOST_DEVICES = 10**9  # that links join
+# Fraction of a GPU's memory that arrays may take. Plans count with it, and every start has jax's
+# allocator take as much (devices/startup.py); the rest is for the driver, NCCL and kernels' code.
+GPU_MEMORY = 0.94
 PART = (1e-6, 1.0, 0.8)
 SPEED = (1e-9, 1e6, 450.0)
 # Key of a figure → its least, its greatest and a usual value. What is beyond that is in another
@@ -267,6 +271,7 @@ def _keys() -> list[str]:
 def from_json(values: Mapping[str, Any]) -> Hardware:
     """A kind of device from a file's object, without `like`. Raises KeyError for a missing key,
     ValueError for an unknown one or an impossible value."""
+    values = {"memory_usable": GPU_MEMORY, **values}
     _check_keys(values, _keys(), "")
     tiers, peaks = _tiers(_list(values["tiers"], "tiers")), values["peak_tflops"]
     _check_keys(peaks, PEAKS, "peak_tflops")

@@ -5,6 +5,7 @@ import os
 import pathlib
 from collections.abc import Iterator
 
+from jaxtrain import config as cfg
 from jaxtrain.config import (
     Config,
     ConfigError,
@@ -20,7 +21,13 @@ from jaxtrain.config.rules import Rule, Violation, values_for
 from jaxtrain.costs import hardware
 from jaxtrain.costs.hardware import HardwareError
 from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.pipeline.step_model import transformer_of
 from jaxtrain.schedule.orders import CSV, SCHEDULES
+
+# Parameters beyond which nobody means to train on the default corpus.
+LARGE = 100_000_000
+# Settings of the corpus → what stands for them until their user says what they are.
+CORPUS = {"data.source": "YOUR_DATA", "data.tokenizer": "YOUR_TOKENIZER"}
 
 
 def check_run(config: Config, environment: Environment) -> None:
@@ -28,6 +35,26 @@ def check_run(config: Config, environment: Environment) -> None:
     config names. No table is made for it, but its fixes keep the environment's rules, too."""
     if checks.first_violation(config, dataclasses.replace(environment, rules=RULES)):
         checks.check(config, environment)
+
+
+def default_corpus(config: Config) -> dict[str, str]:
+    """The settings of the corpus that are at their defaults in a config of more than LARGE
+    parameters, with their placeholders; {} for smaller models."""
+    model = transformer_of(config.resolve().model, config.data.sequence_length)
+    return {
+        path: placeholder
+        for path, placeholder in CORPUS.items()
+        if model.parameters() > LARGE and cfg.get(config, path) == cfg.fields()[path].default
+    }
+
+
+def default_corpus_notes(config: Config) -> list[str]:
+    """A line for a config of more than LARGE parameters that trains on the default corpus."""
+    flags = cfg.suggestion(default_corpus(config))
+    return [
+        f"a model of more than {LARGE // 10**6} million parameters trains on Python's own library "
+        f"or by bytes, the defaults for small trials: {flags} say what it is for"
+    ] * bool(flags)
 
 
 def _source_exists(data: DataConfig) -> Iterator[Violation]:

@@ -23,14 +23,16 @@ from typing import Any, TypeVar
 
 from jaxtrain import cli
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ConfigError, one_line
+from jaxtrain.config import Config, ConfigError, checks, kernels, one_line
+from jaxtrain.config.checks import Environment
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import SHARED_FLAGS, Flag
 from jaxtrain.config.mesh_rules import AXES
 from jaxtrain.costs import hardware
 from jaxtrain.costs.frameworks import FRAMEWORKS
 from jaxtrain.costs.hardware import Hardware, HardwareError
-from jaxtrain.pipeline.step_model import OURS, platform_of
+from jaxtrain.pipeline.checks import default_corpus
+from jaxtrain.pipeline.step_model import OURS, platform_of, transformer_of
 from jaxtrain.plan import heterogeneous, layout_flag, picture, search
 from jaxtrain.plan.explain import Prices, explained, flags_of, run_time, table
 from jaxtrain.plan.layout_flag import LayoutError
@@ -76,10 +78,30 @@ framework is our own.
   memory_gib_per_device         of the fullest device; fits: true if the device has so much
   bubble_fraction               fraction of the step that is bubble
   tokens_per_s, train_days      days without a stop, null without --tokens
-  layout                        the layout in the form of --layout"""
+  note                          how sure the figures are, null for simulated devices
+  layout                        the layout in the form of --layout
+  command                       trains it; YOUR_… stand for what only you know. null if train.steps
+                                does not go so far"""
 DEFAULT_HARDWARE = "h100"
 FILES = {"recipe": "planned.py", "png": "plan.png"}  # flags of files to write, and usual names
 WIDTH = 98  # of the call that makes a group of a recipe's settings, without its parentheses
+# beginnings of settings that make another model or step, and are named where that is
+OF_MODEL = ("model.", "precision.", "optimizer.name", "data.seq", "data.batch", "train.init_from")
+TRAIN, WORKDIR = "python -m jaxtrain.train", "--workdir=YOUR_WORKDIR"
+# flags of each process where there are several hosts
+PROCESSES = "--coordinator=YOUR_HOST:29500 --processes=YOUR_PROCESSES --process_id=YOUR_PROCESS_ID"
+ELSEWHERE = (
+    "  in each process of every host; Slurm, MPI, Kubernetes, SkyPilot and Ray start them without "
+    "the last three flags (docs/operations.md)"
+)
+# devices of the largest host, and of one in a rack whose fast links join more
+NODE, TRAY = 8, 4
+# how a command does not do what was planned, to be read after "to train it"
+NO_PLAN, ONE_KIND, UNFIT = (
+    " with jaxtrain, which this is no plan of",
+    " on one kind of devices",
+    ", though it does not fit",
+)
 MOST_TRIED = 128  # layouts over groups that are tried to suggest one
 FLAGS = (
     next(flag for flag in SHARED_FLAGS if flag.name == "config"),
@@ -158,6 +180,10 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
         )
     for flag, otherwise in FILES.items():
         cli.check_output(flag, getattr(flags, flag), otherwise)
+    for path in cfg.fields():  # also of those that a layout replaces
+        value = cfg.get(config, path)
+        if wrong := checks.field_violation(path, value, cfg.get(recipe, path)):
+            raise ConfigError(path, value, wrong.rule, fixes=[*wrong.fixes])
     if heterogeneous.is_groups(flags.hardware):
         return _planned_groups(flags, config, recipe)
     kind = _read(hardware.load, flags.hardware or DEFAULT_HARDWARE)
@@ -172,10 +198,11 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
         plans = best_plans(_with_devices(space), tokens)
         config = search.laid_out(space, plans[0].work.layout)
     best, compared = plans[0], [*table(plans), ""] if len(plans) > 1 else []
-    devices = f"{best.devices:,} × {space.hardware.name}"
+    caution = NO_PLAN * (flags.assume != OURS) + UNFIT * (not best.fits)
+    devices = f"{best.devices:,} × {kind.name}"
     lines = lambda: [*compared, *explained(best, Prices(flags.price, flags.kwh_price))]
-    image = lambda model: picture.of_layouts(plans, model)
-    return _output(flags, config, recipe, devices, best.figures(), lines, image)
+    image = lambda name: picture.of_layouts(plans, name)
+    return _output(flags, config, recipe, kind, devices, caution, best.figures(), lines, image)
 
 
 def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Output:
@@ -219,38 +246,67 @@ def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config
     run = [run_time(flags.tokens, figures["tokens_per_s"])] if flags.tokens else []
     chunks = {"pipeline.chunk_layers": plan.config.pipeline.chunk_layers}
     lines = lambda: [*heterogeneous.describe(plan), *run]
-    image = lambda model: picture.of_groups(plan, model)
-    trained = cfg.replace(laid_out, chunks)
-    return _output(flags, trained, recipe, flags.hardware, figures, lines, image)
+    image = lambda name: picture.of_groups(plan, name)
+    caution = ONE_KIND * (len(groups) > 1) + UNFIT * (not plan.fits)
+    trained, kind, devices = cfg.replace(laid_out, chunks), groups[0].hardware, flags.hardware
+    return _output(flags, trained, recipe, kind, devices, caution, figures, lines, image)
 
 
 def _output(
     flags: types.SimpleNamespace,
     config: Config,
     recipe: Config,
+    kind: Hardware,
     devices: str,
+    caution: str,
     figures: Mapping[str, Any],
     lines: Callable[[], list[str]],
     image: Callable[[str], Any],
 ) -> Output:
-    """The output of a plan: its figures or its lines, and the requested files.
+    """The output of a plan: its figures or its lines, its command, and the requested files. The
+    command and the recipe have steps for --tokens, and placeholders for what only the user knows.
 
-    config:  of the plan, to be trained
+    config:  of the plan, to be trained; not resolved
+    kind:    of the devices; of groups the first one's
     devices: their number and hardware, for the recipe
-    image:   makes the picture of the plan from the name of the model
+    caution: how the command does not do what was planned, to be read after "to train it"
+    image:   makes the picture of the plan from the name of what is planned
+
+    Raises ConfigError if so many steps break a rule.
     """
-    files, model = {}, os.path.basename(flags.config).removesuffix(".py")
+    name, files = _name(flags, config, recipe), {}
+    size = config.data.batch_size * config.data.sequence_length
+    steps = math.ceil(flags.tokens / size) or config.train.steps
+    changes = {**default_corpus(config), "train.steps": steps}
+    file = flags.hardware.partition(":")[0]
+    if "," not in flags.hardware and not (kind.device_kind and file in ("", *hardware.known())):
+        changes["train.hardware"] = file  # which jax's name of the devices does not tell
+    config, can_be = cfg.replace(config, changes), steps <= cfg.LARGEST_INT
+    if flags.recipe or can_be:
+        checks.check(config, Environment(None, platform_of(kind), recipe))
     if flags.recipe:
-        files[flags.recipe] = recipe_text(config, f"{model} as planned for {devices}.").encode()
+        files[flags.recipe] = recipe_text(config, f"{name}, as planned for {devices}.").encode()
     if flags.png:
-        files[flags.png] = picture.png(image(model))
+        files[flags.png] = picture.png(image(name))
+    command = _command(flags, config, recipe, kind) if can_be else None
     if flags.json:
-        return Output([json.dumps(figures)], files)
-    command = (
-        f"python -m jaxtrain.train {cfg.flag_text('config', flags.config)} "
-        f"{flags_of(config, recipe)}"
-    )
-    return Output([*lines(), "to train it:", f"  {command}"], files)
+        return Output([json.dumps({**figures, "command": command})], files)
+    train = [f"no command trains it: train.steps has at most {cfg.LARGEST_INT:,}"]
+    if command:
+        title = f"to train it{caution}, {steps:,} steps of {size:,} tokens, filling in each YOUR_…:"
+        train = [title, *[ELSEWHERE] * (PROCESSES in command), f"  {command}"]
+    return Output([*lines(), *train], files)
+
+
+def _command(flags: types.SimpleNamespace, config: Config, recipe: Config, kind: Hardware) -> str:
+    """The command that trains a plan's config: `train` with the flags that make it of the recipe.
+    Simulated devices are asked for; processes on several GPU hosts need flags to find each other,
+    those of a TPU slice do not."""
+    devices = math.prod(getattr(config.mesh, axis) for axis in AXES)
+    node = TRAY if kind.tiers[0].devices > NODE else NODE
+    several = {kernels.CPU: f"--cpu_devices={devices}", kernels.GPU: PROCESSES * (devices > node)}
+    words = (cfg.flag_text("config", flags.config), WORKDIR, flags_of(config, recipe))
+    return " ".join(filter(None, [TRAIN, *words, several.get(platform_of(kind))]))
 
 
 def _layout_of_groups(
@@ -342,6 +398,20 @@ def _with_devices(space: Space) -> Space:
             {"devices": math.prod(known)},
         )
     return dataclasses.replace(space, devices=math.prod(sizes))
+
+
+def _name(flags: types.SimpleNamespace, config: Config, recipe: Config) -> str:
+    """The name of what is planned: the recipe's, the number of parameters, and the flags that
+    change the model, its numbers or the batch."""
+    name = os.path.basename(flags.config).removesuffix(".py")
+    count = transformer_of(config.resolve().model, config.data.sequence_length).parameters()
+    size = f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
+    changed = [
+        f"{path}={cfg.value_text(cfg.get(config, path))}"
+        for path in cfg.fields()
+        if path.startswith(OF_MODEL) and cfg.get(config, path) != cfg.get(recipe, path)
+    ]
+    return f"{name}, {size} parameters" + f" ({', '.join(changed)})" * bool(changed)
 
 
 # --- a config as a recipe, a Python file that --config reads ------------------------------------

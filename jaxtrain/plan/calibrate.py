@@ -41,7 +41,7 @@ from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag
 from jaxtrain.costs import hardware as kinds
 from jaxtrain.costs.collectives import DATA, Links
 from jaxtrain.costs.frameworks import ATTENTION_BACKWARD
-from jaxtrain.costs.hardware import FIGURES, GIB, Hardware, Matmul, Tier
+from jaxtrain.costs.hardware import FIGURES, GIB, GPU_MEMORY, Hardware, Matmul, Tier
 from jaxtrain.costs.layout import Layout
 from jaxtrain.devices.startup import start_jax, unused_accelerator
 from jaxtrain.plan.bench import Bench, TimedCollectives, groups_of, without
@@ -49,7 +49,6 @@ from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.progress import SearchProgress
 
-MEMORY_USABLE = 0.94  # of a device's memory, where the platform does not say what programs get
 BFLOAT16, FLOAT32 = "bfloat16", "float32"
 Report = Callable[[str, float], None]  # gets what is measured next, and the fraction that is done
 Case = TypeVar("Case", bound=tuple)
@@ -59,7 +58,7 @@ NO_DATA_SHEET = Hardware(
     name="",
     peak_tflops=dict.fromkeys((BFLOAT16, FLOAT32), 0.0),
     memory_gib=0.0,
-    memory_usable=MEMORY_USABLE,
+    memory_usable=1.0,
     memory_gb_per_s=0.0,
     memory_reached=1.0,
     matmul=Matmul(1.0, (0.0, 0.0, 0.0)),
@@ -276,9 +275,11 @@ def _base(
     """
     kind, cores = devices[0].device_kind, bench.cores
     if known is None:
+        # what jax's allocator gives to programs
         limit = (devices[0].memory_stats() or {}).get("bytes_limit", 0)
         if not limit and devices[0].platform == "cpu":
-            limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(devices)
+            pages = GPU_MEMORY * os.sysconf("SC_PHYS_PAGES")
+            limit = os.sysconf("SC_PAGE_SIZE") * pages / len(devices)
         known = dataclasses.replace(NO_DATA_SHEET, memory_gib=limit / GIB)
     tflops = {
         dtype: max(peak, peaks.get(dtype, 0.0) / 1e12) for dtype, peak in known.peak_tflops.items()

@@ -15,7 +15,7 @@ from jaxtrain.config import Config
 from jaxtrain.costs.hardware import GIB
 from jaxtrain.costs.step_time import BUBBLE, COMMUNICATION_AXES, FIXED
 from jaxtrain.pipeline.step_model import hardware_at_hand
-from jaxtrain.plan.predict import Prediction, exactly, predict
+from jaxtrain.plan.predict import Prediction, exactly, how_sure, predict
 
 PLANNED = "planned.json"
 WORTH = 0.02  # of the step: smaller parts are not listed
@@ -56,7 +56,8 @@ class PlanAtHand:
         if not plan.fits:
             needs = f"; it needs {plan.memory.bytes / GIB:.1f} GiB a device, and "
             needs += f"{hardware.memory / GIB:.1f} are there"
-        return [f"planned step: {plan.seconds:.4g} s for {hardware.name}, {rate}: {parts}{needs}"]
+        step = f"planned step: {plan.seconds:.4g} s for {hardware.name}, {rate}: {parts}{needs}"
+        return [step, *how_sure(hardware)]
 
 
 def plan_at_hand(config: Config, device_kind: str) -> PlanAtHand:

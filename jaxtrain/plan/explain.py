@@ -12,7 +12,7 @@ from jaxtrain.costs.hardware import GIB
 from jaxtrain.costs.memory import best_interval, memory
 from jaxtrain.costs.step_time import BUBBLE, COMMUNICATION_AXES, StepModel
 from jaxtrain.plan import layout_flag
-from jaxtrain.plan.predict import Prediction, exactly, predict
+from jaxtrain.plan.predict import Prediction, exactly, how_sure, predict
 from jaxtrain.plan.what_if import single_changes
 
 HOUR = 3600
@@ -97,6 +97,7 @@ def explained(prediction: Prediction, prices: Prices) -> list[str]:
         *_overlap(prediction),
         *_recomputation(prediction),
         *_run(prediction, prices),
+        *how_sure(work.hardware),
         *_next(prediction),
     ]
 

@@ -25,7 +25,7 @@ from jaxtrain.pipeline.setup import has_recompute_ops
 from jaxtrain.pipeline.step_model import OURS, step_model_of
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.layout_flag import whole_number
-from jaxtrain.plan.predict import PlannedTable, step_figures
+from jaxtrain.plan.predict import PlannedTable, how_sure, step_figures
 from jaxtrain.schedule.orders import ONE_CHUNK, SCHEDULES
 
 LIKELY = 8  # devices of a group whose number cannot be read
@@ -310,4 +310,5 @@ def describe(plan: HeterogeneousPlan) -> list[str]:
             "does not fit: "
             + ", ".join(f"stage {s} {size / 1e9:.1f} GB" for s, size in enumerate(plan.memory))
         )
+    lines += how_sure(plan.groups[0].hardware)
     return [*lines, "one program cannot do yet:", *(f"  {limit}" for limit in LIMITS)]

@@ -10,6 +10,7 @@ from jaxtrain.costs.hardware import GIB
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.heterogeneous import HeterogeneousPlan
 from jaxtrain.plan.predict import Prediction
+from jaxtrain.schedule.drawing import PARTS
 
 # Key of a layout → the value that a bar's name leaves out.
 USUAL = {
@@ -45,7 +46,7 @@ def of_layouts(predictions: Sequence[Prediction], model: str) -> Any:
     """
     hardware = predictions[0].work.hardware
     figure, (above, below) = _figure(
-        len(predictions), f"{model} on {predictions[0].devices:,} × {hardware.name}"
+        len(predictions), f"{model}, on {predictions[0].devices:,} × {hardware.name}, as planned"
     )
     _bars(above, [{name: size / GIB for name, size in p.memory.parts.items()} for p in predictions])
     above.axhline(
@@ -86,7 +87,7 @@ def of_groups(plan: HeterogeneousPlan, model: str) -> Any:
     stages, each = len(plan.layers), sum(group.devices for group in plan.groups) // len(plan.layers)
     groups = " and ".join(f"{group.devices:,} × {group.hardware.name}" for group in plan.groups)
     figure, (above, below) = _figure(
-        stages / 2, f"{model} on {groups}: a step of {plan.seconds:.3g} s"
+        stages / 2, f"{model}, on {groups}: a step of {plan.seconds:.3g} s, as planned"
     )
     start = 0
     for number, group in enumerate(plan.groups):
@@ -111,7 +112,7 @@ def of_groups(plan: HeterogeneousPlan, model: str) -> Any:
         waits,
         bottom=plan.stage_s,
         width=0.7,
-        color="#dddddd",
+        color=PARTS["bubble"],
         label="waiting, and what is outside the table",
     )
     above.set_ylabel("GiB of the fullest device")
@@ -150,7 +151,8 @@ def _bars(axes: Any, columns: Sequence[Mapping[str, float]]) -> None:
     for name in dict.fromkeys(name for column in columns for name in column):
         heights = [column.get(name, 0.0) for column in columns]
         if any(heights):
-            axes.bar(range(len(columns)), heights, bottom=bottoms, label=name, width=0.7)
+            bars = {"label": name, "width": 0.7, "color": PARTS.get(name)}
+            axes.bar(range(len(columns)), heights, bottom=bottoms, **bars)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
 
 

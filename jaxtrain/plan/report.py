@@ -16,6 +16,7 @@ from jax.stages import Compiled
 
 from jaxtrain.config import Config, ModelConfig, kernels
 from jaxtrain.costs.collectives import FLOAT32, Parameters, StepCollectives
+from jaxtrain.costs.hardware import GIB
 from jaxtrain.costs.layout import Layout, routed_capacity
 from jaxtrain.costs.step_counts import Entry, StepCounts
 from jaxtrain.costs.step_time import bytes_of
@@ -31,6 +32,11 @@ from jaxtrain.plan.explain import aligned
 from jaxtrain.run.wall_clock import Part, WallClock, start_record
 from jaxtrain.training.state import ParameterLayout, bytes_on_disk, bytes_per_device
 from jaxtrain.training.step import Step, make_layout, make_step
+
+CPUS_COMPILER = (
+    "the compiled memory is by XLA's compiler for CPUs, which adds float32 copies of bfloat16 "
+    "arrays and has no fused attention: right for these simulated devices; for a GPU or TPU believe"
+)
 
 # --- what lies on a device, and what it sends ----------------------------------------------------
 
@@ -326,6 +332,12 @@ def dry_run(config: Config, setup: Setup, clock: WallClock) -> DryRun:
         step_counts(config, jax.default_backend() == "cpu"),
         mesh.devices.flat[0].device_kind,
     )
+    planned = plan_at_hand(config, device)
+    if jax.default_backend() == "cpu":
+        believed = "python -m jaxtrain.plan"
+        if plan := planned.prediction:
+            believed = f"the plan: {plan.memory.bytes / GIB:.1f} GiB on {plan.work.hardware.name}"
+        lines.append(f"  {CPUS_COMPILER} {believed}")
     stage = counts.busiest_stage()
     entries = counts.volume(stage)
     sizes = {name: int(size) for name, size in mesh.shape.items()}
@@ -334,7 +346,7 @@ def dry_run(config: Config, setup: Setup, clock: WallClock) -> DryRun:
         "stage": stage,
         "communication_volume": _as_dicts(entries),
         "exchange": _as_dicts(counts.exchange_volume()),
-        "planned": plan_at_hand(config, device).as_dict(),
+        "planned": planned.as_dict(),
         "memory": {
             "compiled": compiled_memory(compiled),
             "state": state_memory(step, config.parallel.reduce == "microbatch"),

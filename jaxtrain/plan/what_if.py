@@ -29,7 +29,7 @@ from jaxtrain.costs.memory import memory
 from jaxtrain.costs.step_time import StepModel
 from jaxtrain.pipeline.step_model import platform_of, step_model_of
 from jaxtrain.plan import compare, layout_flag
-from jaxtrain.plan.predict import Prediction, exactly, predict
+from jaxtrain.plan.predict import Prediction, exactly, how_sure, predict
 from jaxtrain.run.files import CONFIG_FILE
 from jaxtrain.run.goodput import GOODPUT_FILE, REDONE, Goodput, read_goodput
 from jaxtrain.run.metrics import METRICS_FILE, read_metrics
@@ -80,8 +80,7 @@ def single_changes(prediction: Prediction) -> list[Change]:
             key: value for key, value in layout_flag.of(resolved).items() if value != layout[key]
         }
         needs = memory(other, config.model.loss_chunk).bytes
-        flags = " ".join(cfg.flag_text(f"config.{path}", settings[path]) for path in settings)
-        text = layout_flag.text_of(differs) or flags
+        text = layout_flag.text_of(differs) or cfg.suggestion(settings)
         changes.append(Change(settings, text, exact * other.step().seconds, needs))
     return sorted(changes, key=lambda change: change.seconds)
 
@@ -276,6 +275,7 @@ def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list
             "that is far: a profile (train.profile_steps) says where the time goes; is this "
             "the device, and is it alone?"
         )
+    lines += how_sure(hardware)
     parts = ", ".join(
         f"{name} {seconds / now.seconds:.0%}" for name, seconds in compare.listed(now.time.exposed)
     )
@@ -289,7 +289,7 @@ def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list
         return [*lines, "no single change of the layout is planned to make it faster and to fit"]
     lines.append("planned to be faster, one change at a time:")
     for change in changes[:MOST]:
-        flags = " ".join(f"--config.{path}={value}" for path, value in change.settings.items())
+        flags = cfg.suggestion(change.settings)
         lines.append(
             f"  {flags}: {1 - change.seconds / now.seconds:.0%} less time, "
             f"{change.bytes / GIB:.1f} GiB a device"

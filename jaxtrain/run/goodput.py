@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable
 
 from jaxtrain.run.files import read_json_lines, replace_text
 from jaxtrain.run.wall_clock import Part, WallClock
+from jaxtrain.schedule.drawing import STARTS
 
 GOODPUT_FILE, GOODPUT_PLOT = "goodput.jsonl", "goodput.png"
 # The next line is due after this fraction of the time that the start has lasted, between SHORTEST
@@ -332,25 +333,6 @@ class GoodputLog:
 # start has its number.
 LEAST_STARTS, MOST_LABELS = 6, 20
 
-# The parts of every start with their colours, from the bottom up: useful steps are dark green,
-# redone ones red.
-COLOURS = {
-    USEFUL: "#1b6e3c",
-    REDONE: "#c0392b",
-    Part.ROLLING_BACK.value: "#e67e22",
-    Part.WAITING.value: "#f1c40f",
-    Part.SAVING.value: "#2e86c1",
-    Part.EVALUATING.value: "#8e44ad",
-    Part.COMPILING.value: "#7f8c8d",
-    Part.TRACING.value: "#95a5a6",
-    Part.STATE.value: "#aab7b8",
-    Part.DATA.value: "#bfc9ca",
-    Part.TABLE.value: "#d5dbdb",
-    Part.IMPORTS.value: "#e5e8e8",
-    Part.ENDING.value: "#34495e",
-    Part.OTHER.value: "#000000",
-}
-
 
 def plot_goodput(workdir: str | os.PathLike) -> pathlib.Path | None:
     """Draws goodput.png from goodput.jsonl: each start's seconds by part, and the share of each
@@ -366,15 +348,15 @@ def plot_goodput(workdir: str | os.PathLike) -> pathlib.Path | None:
     total = goodput.parts()
     height, heights = 0.0, [0.0] * len(goodput.starts)
     numbers = [start.last.start for start in goodput.starts]
-    for name in [*COLOURS, *sorted(total.keys() - COLOURS.keys())]:
+    for name in [*STARTS, *sorted(total.keys() - STARTS.keys())]:
         if not total.get(name):
             continue
         share = 100 * total[name] / goodput.wall_s()
         label = f"{name.replace('_', ' ')} {share:.1f} %"
-        shares.bar([0], [share], bottom=[height], color=COLOURS.get(name), label=label)
+        shares.bar([0], [share], bottom=[height], color=STARTS.get(name), label=label)
         height += share
         seconds = [start.parts().get(name, 0.0) for start in goodput.starts]
-        starts.bar(numbers, seconds, bottom=heights, color=COLOURS.get(name))
+        starts.bar(numbers, seconds, bottom=heights, color=STARTS.get(name))
         heights = [low + added for low, added in zip(heights, seconds, strict=True)]
     shares.set(xticks=[], ylabel="% of the wall time of all starts", ylim=(0, 100))
     starts.set(xlabel="start", ylabel="seconds")

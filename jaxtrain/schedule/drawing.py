@@ -5,11 +5,13 @@
     svg, png    a lane for each stage, with time by the coupled clock to the right; an op has its
                 microbatch
 
-The colour is the op's, its shade the chunk's: the lowest chunk of a stage is darkest. No JAX here.
+The colour is the op's, its shade the chunk's: the lowest chunk of a stage is darkest. An outline
+joins the F and the B of an overlapped cell. Other pictures take their colours from here. No JAX.
 """
 
 import html
 import io
+import textwrap
 
 import numpy as np
 
@@ -35,12 +37,66 @@ MEANINGS = {
     "E": "embedding",
     "O": "optimizer's update",
 }
+# Parts of a model, of a step and of a device's memory → their colours in all pictures but those of
+# starts. What an op of a table does has the op's colour.
+PARTS = {
+    "embedding": "#606068",
+    "layer": "#5b86c4",
+    "prediction module": "#9a6fb8",
+    "head": "#be3042",
+    "matmuls": "#2f6fb7",
+    "attention": "#f28e2b",
+    "memory": "#8fd0b8",
+    "optimizer": "#202024",
+    "bubble": "#dddddd",
+    "host": "#a87c5f",
+    "disk": "#5f3f2a",
+    "fixed": "#8f949a",
+    "data": "#a6d854",
+    "stage": "#d94f9a",
+    "model": "#8f5fc4",
+    "context": "#f2d43d",
+    "expert": "#ffab9f",
+    "replica": "#17a5cf",
+    "weights": "#1f3b73",
+    "gradients": "#3e8e52",
+    "outer": "#4b1f83",
+    "activations": "#9cc4f5",
+    "working": "#a8a422",
+    "logits": "#be3042",
+    "kept copy": "#565f6a",
+}
+# Parts of a start's wall time, from the bottom of a bar up: useful steps are dark green, redone
+# ones red.
+STARTS = {
+    "useful steps": "#1b6e3c",
+    "redone steps": "#c0392b",
+    "rolling_back": "#e67e22",
+    "data_wait": "#f1c40f",
+    "saving": "#2e86c1",
+    "evaluating": "#8e44ad",
+    "compiling": "#7f8c8d",
+    "tracing": "#16a2a2",
+    "state": "#8a5a2b",
+    "data": "#e3a5c7",
+    "table": "#a9d18e",
+    "imports": "#a9cbe8",
+    "ending": "#34495e",
+    "other": "#000000",
+}
+TOGETHER, CHUNKS = (
+    "outlined: forward and input gradient at once",
+    "lighter: later chunks; number: microbatch",
+)
 PERMUTE_MARKS = {Permute.NONE: "", Permute.LATE: "l", Permute.EARLY: "e"}
 LANE, LABEL, TOP, BOTTOM = 26, 62, 46, 26  # of the SVG, in pixels
 PIXELS_OF_AN_OP, MOST_PIXELS = 24, 3000
+# pixels of a title's letter; of a PNG, letters in an inch of it, and inches of a colour's meaning
+LETTER, LETTERS, MEANING = 8, 13, 2.0
 MOST_LINES = 400  # of text
 MOST_STAGES = 16  # named one by one in a line
 MOST_SHAPES = 20_000  # ops of an SVG that are shapes of their own, with a title each
+OUTLINE = 'fill="none" stroke="#000" stroke-width="1.5"'
 LIGHTEST = 0.55  # how far the last chunk's colour is on its way to white
 
 
@@ -174,14 +230,17 @@ def svg(table: Table, timeline: Timeline, title: str) -> str:
     """A timeline of simulate.simulate as an SVG picture."""
     total = float(timeline.end.max()) or 1.0
     scale = _pixels(timeline, total) / total
-    width, height = LABEL + total * scale + 12, TOP + LANE * table.stages + BOTTOM
+    legend, end = _legend(table, timeline)
+    # no text beyond the edge
+    width = max(LABEL + total * scale, end, LETTER * len(title)) + 12
+    height = TOP + LANE * table.stages + BOTTOM
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height}" '
         f'viewBox="0 0 {width:.0f} {height}" '
         'font-family="sans-serif" font-size="11">',
         f'<rect width="{width:.0f}" height="{height}" fill="#fff"/>',
         f'<text x="8" y="16" font-size="13" font-weight="bold">{html.escape(title)}</text>',
-        *_legend(table, timeline),
+        *legend,
     ]
     for stage in range(table.stages):
         y = TOP + LANE * stage
@@ -192,6 +251,11 @@ def svg(table: Table, timeline: Timeline, title: str) -> str:
         )
     draw = _lanes if len(timeline) > MOST_SHAPES else _shapes
     parts += draw(table, timeline, scale)
+    parts += [
+        f'<rect x="{LABEL + start * scale:.2f}" y="{TOP + LANE * stage + 1}" '
+        f'width="{(end - start) * scale - 0.6:.2f}" height="{LANE - 2}" {OUTLINE}/>'
+        for stage, start, end in _overlapped(table, timeline)
+    ]
     y = TOP + LANE * table.stages + 16
     parts.append(f'<text x="{LABEL}" y="{y}">0</text>')
     parts.append(
@@ -201,18 +265,26 @@ def svg(table: Table, timeline: Timeline, title: str) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _legend(table: Table, timeline: Timeline) -> list[str]:
-    """The meaning of the colours."""
+def _legend(table: Table, timeline: Timeline) -> tuple[list[str], float]:
+    """The meaning of the colours, and where it ends."""
     parts, x = [], 8.0
-    for name in _names(timeline):
-        parts.append(
-            f'<rect x="{x:.0f}" y="24" width="12" height="12" fill="{_hex(shade(name, 0, 1))}"/>'
-        )
-        parts.append(f'<text x="{x + 16:.0f}" y="34">{MEANINGS[name]}</text>')
-        x += 30 + 6.2 * len(MEANINGS[name])
-    if max(map(len, _chunks(table))) > 1:
-        parts.append(f'<text x="{x:.0f}" y="34">lighter: later chunks; number: microbatch</text>')
-    return parts
+    looks = [(f'fill="{_hex(shade(name, 0, 1))}"', MEANINGS[name]) for name in _names(timeline)]
+    for look, meaning in [*looks, *[(OUTLINE, TOGETHER)] * table.overlaps]:
+        parts.append(f'<rect x="{x:.0f}" y="24" width="12" height="12" {look}/>')
+        parts.append(f'<text x="{x + 16:.0f}" y="34">{meaning}</text>')
+        x += 30 + 6.2 * len(meaning)
+    several = max(map(len, _chunks(table))) > 1
+    parts += [f'<text x="{x:.0f}" y="34">{CHUNKS}</text>'] * several
+    return parts, x + 6.2 * len(CHUNKS) * several
+
+
+def _overlapped(table: Table, timeline: Timeline) -> list[tuple[int, float, float]]:
+    """(stage, start of the F, end of the B) of each overlapped cell."""
+    at = {(op.name, op.unit, op.microbatch): op for op in timeline}
+    arrays = (table.unit, table.microbatch, table.b_unit, table.b_microbatch)
+    cells = zip(*(array[table.overlapped].tolist() for array in arrays), strict=True)
+    both = ((at["F", f, k], at["B", b, n]) for f, k, b, n in cells)
+    return [(first.stage, first.start, last.end) for first, last in both]
 
 
 def _shapes(table: Table, timeline: Timeline, scale: float) -> list[str]:
@@ -278,7 +350,7 @@ def _pixels(timeline: Timeline, total: float) -> float:
 def _names(timeline: Timeline) -> list[str]:
     """The names of the ops that take time."""
     present = np.unique(timeline.name[timeline.end > timeline.start])
-    return [name for name in COLOURS if NAMES.index(name) in present]
+    return [name for name in MEANINGS if NAMES.index(name) in present]
 
 
 def _hex(colour: Colour) -> str:
@@ -297,7 +369,13 @@ def png(table: Table, timeline: Timeline, title: str) -> bytes:
     colours, few = _colours(table), len(timeline) <= MOST_SHAPES
     total = float(timeline.end.max()) or 1.0
     inches = (_pixels(timeline, total) + 150) / 100
-    figure = Figure(figsize=(inches, 1.1 + 0.3 * table.stages), dpi=130, layout="constrained")
+    patches = [
+        Patch(color=_hex(shade(name, 0, 1)), label=MEANINGS[name]) for name in _names(timeline)
+    ]
+    patches += [Patch(facecolor="none", edgecolor="black", label=TOGETHER)] * table.overlaps
+    columns = min(len(patches), int(inches / MEANING))
+    tall = 1.1 + 0.3 * table.stages + 0.2 * (-(-len(patches) // columns) - 1)
+    figure = Figure(figsize=(inches, tall), dpi=130, layout="constrained")
     axes = figure.add_subplot()
     per_point = total / ((inches - 1.2) * 72)
     for (stage, colour), spans in _spans(table, timeline).items():
@@ -308,6 +386,8 @@ def png(table: Table, timeline: Timeline, title: str) -> bytes:
             edgecolor="white",
             linewidth=0.4 if few else 0.0,
         )
+    for stage, start, end in _overlapped(table, timeline):
+        axes.broken_barh([(start, end - start)], (stage - 0.46, 0.92), fc="none", ec="black")
     for op in timeline if few else ():
         number, time = str(op.microbatch), op.end - op.start
         if time > 0 and time / per_point > 4.6 * len(number) + 1:
@@ -333,13 +413,11 @@ def png(table: Table, timeline: Timeline, title: str) -> bytes:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    lighter = "lighter: later chunks; " if max(map(len, _chunks(table))) > 1 else ""
-    axes.set_title(f"{title}   ({lighter}number: microbatch)", fontsize=9, loc="left")
-    patches = [
-        Patch(color=_hex(shade(name, 0, 1)), label=MEANINGS[name]) for name in _names(timeline)
-    ]
+    said = CHUNKS if max(map(len, _chunks(table))) > 1 else CHUNKS.partition("; ")[2]
+    text = textwrap.fill(f"{title}   ({said})", int(LETTERS * inches))
+    axes.set_title(text, fontsize=9, loc="left")
     figure.legend(
-        handles=patches, loc="outside lower right", ncols=len(patches), fontsize=8, frameon=False
+        handles=patches, loc="outside lower right", ncols=columns, fontsize=8, frameon=False
     )
     buffer = io.BytesIO()
     FigureCanvasAgg(figure).print_png(buffer)

@@ -172,6 +172,16 @@ def test_all_that_is_wrong_is_said_at_once(argv, says):
         settled(read(*argv, *words), check)
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_refuses_placeholders(command):
+    for flag in COMMANDS[command]:
+        reading = read(
+            f"--{flag.name}=YOUR_VALUE", "YOUR_FOLDER", flags=COMMANDS[command], words=True
+        )
+        with pytest.raises(UsageError, match=f"^--{flag.name}=YOUR_VALUE, YOUR_FOLDER are placeh"):
+            settled(reading, lambda reading: None)
+
+
 def test_what_does_not_help_ends():
     """A fix that a check asks for again is none, and one that another fix undoes is not
     promised."""

@@ -8,6 +8,8 @@ from support.broken_settings import BASE
 from jaxtrain import config as cfg
 from jaxtrain.config import ConfigError, checks
 from jaxtrain.config.checks import Environment
+from jaxtrain.config.recipes import find_recipe, load_recipe
+from jaxtrain.pipeline.checks import LARGE, default_corpus_notes
 from jaxtrain.pipeline.checks import RULES as RUN_RULES
 
 
@@ -47,3 +49,19 @@ def test_files(tmp_path):
             "--config.data.source=",
         ):
             checks.check(cfg.replace(BASE, {"data.source": str(value)}), files)
+
+
+def test_large_models_on_the_default_corpus_get_a_note():
+    large = load_recipe(find_recipe("gpt2_124m"))
+    source, tokenizer = {"data.source": "mine/*.txt"}, {"data.tokenizer": "mine.json"}
+    both, one, other = (
+        default_corpus_notes(cfg.replace(large, changes)) for changes in ({}, source, tokenizer)
+    )
+    assert len(both) == len(one) == len(other) == 1
+    assert both[0].startswith(f"a model of more than {LARGE // 10**6} million parameters trains on")
+    flags = ("--config.data.source=YOUR_DATA", "--config.data.tokenizer=YOUR_TOKENIZER")
+    for note, named in ((both, flags), (one, flags[1:]), (other, flags[:1])):
+        assert f": {' '.join(named)} say what it is for" in note[0]
+    assert not default_corpus_notes(cfg.replace(large, source | tokenizer))
+    assert not default_corpus_notes(cfg.replace(large, {"model.layers": 1, "model.width": 768}))
+    assert not default_corpus_notes(BASE)

@@ -9,9 +9,10 @@ import sys
 import pytest
 from support import ROOT
 
-from jaxtrain.config import replace, to_dict
+from jaxtrain.config import Config, replace, to_dict
 from jaxtrain.config.checks import check_devices
-from jaxtrain.config.flags import apply
+from jaxtrain.config.errors import UsageError
+from jaxtrain.config.flags import SHARED_FLAGS, apply, read_flags, settled
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.costs.frameworks import FRAMEWORKS
 from jaxtrain.costs.hardware import known, load
@@ -25,7 +26,7 @@ from fuzz_configs import suggested
 KEYS = (
     "step_time_s model_tflops_per_device hardware_tflops_per_device mfu hfu attention_flops "
     "memory_gib_per_device fits "
-    "bubble_fraction tokens_per_s train_days layout"
+    "bubble_fraction tokens_per_s train_days note layout command"
 ).split()
 PUBLISHED = (
     "data=8,stage=16,model=8,microbatch=1,repeats=2,remat=selective,zero=1,schedule=interleaved"
@@ -198,6 +199,98 @@ def test_the_layout_of_auto_is_one(plan):
     )
 
 
+# --- the command that trains a plan ---------------------------------------------------------------
+
+
+def trained(command: str) -> Config:
+    """The config of a printed command, with its placeholders."""
+    words = shlex.split(command)
+    assert words[:3] == ["python", "-m", "jaxtrain.train"] and words[4].startswith("--workdir=")
+    reading = read_flags(words[3:], "", SHARED_FLAGS, with_config=True)
+    assert not reading.errors
+    settings = [word for word in words if word.startswith("--config.")]
+    changes = [tuple(word.removeprefix("--config.").split("=", 1)) for word in settings]
+    return apply(load_recipe(find_recipe(reading.values["config"])), changes)
+
+
+TOKENS = [
+    ("llama3_8b", "h100", "data=64,zero=3,microbatch=2", 1e12, 64),
+    ("gpt3_175b", "a100-80gb", PUBLISHED, 299_999_999_999, 1024),
+    ("gpt2_124m", "tpu-v5e", "data=8", 524_288, 8),
+    ("gpt2_124m", "gb200", "data=8", 524_289, 8),
+    ("gpt2_124m", "h100", "data=8", 1.5, 8),
+    ("tiny", "", "data=4,stage=2,schedule=zb_h1,repeats=1", 12_345_678.9, 8),
+]
+
+
+@pytest.mark.parametrize("recipe, kind, layout, tokens, devices", TOKENS)
+def test_the_command_trains_what_was_planned(plan, recipe, kind, layout, tokens, devices):
+    """Tokens are reached by as few steps as possible, the layout is the planned one, and what only
+    the user knows is refused until it is filled in."""
+    flags = (f"--config={recipe}", f"--hardware={kind}", f"--layout={layout}")
+    found = json.loads(plan(*flags, f"--tokens={tokens}", "--json")[0])
+    config = trained(found["command"])
+    size = config.data.batch_size * config.data.sequence_length
+    assert (config.train.steps - 1) * size < tokens <= config.train.steps * size
+    assert layout_flag.of(config.resolve()) == found["layout"]
+    check_devices(config, devices, "tpu" if "tpu" in kind else "gpu")
+    expected = ["--workdir=YOUR_WORKDIR"]
+    if recipe != "tiny":
+        expected += ["--config.data.source=YOUR_DATA", "--config.data.tokenizer=YOUR_TOKENIZER"]
+    if devices > 8 or kind == "gb200":
+        expected += ["--coordinator=YOUR_HOST:29500", "--processes=YOUR_PROCESSES"]
+        expected += ["--process_id=YOUR_PROCESS_ID"]
+    assert [word for word in shlex.split(found["command"]) if "YOUR_" in word] == expected
+    reading = read_flags(shlex.split(found["command"])[3:], "", SHARED_FLAGS, with_config=True)
+    with pytest.raises(UsageError) as refused:
+        settled(reading, lambda reading: None)
+    assert all(word in str(refused.value) for word in expected)
+    assert (
+        f"{config.train.steps:,} steps of {size:,} tokens" in plan(*flags, f"--tokens={tokens}")[0]
+    )
+
+
+def test_the_command_has_what_the_user_has_named(plan, tmp_path):
+    """And the hardware's file, without which a run would not know the planned devices; simulated
+    ones are simulated, and there is no note on what was not measured."""
+    named = ("--config.data.source=my texts/*.txt", "--config.data.tokenizer=a'b.json")
+    for name, flag, count in (("mine", "", ""), ("cpu", "--cpu_devices=4", ""), ("one", "", ":4")):
+        file = tmp_path / f"{name} file.json"
+        kind = {"name": name, "like": "h100", "device_kind": "H100 of mine"}
+        file.write_text(json.dumps(kind))
+        layout = "--layout=data=2,stage=2"
+        found = json.loads(
+            plan("--config=llama3_8b", f"--hardware={file}{count}", layout, *named, "--json")[0]
+        )
+        config = trained(found["command"])
+        assert config.train.hardware == str(file) and config.train.steps == 250_000
+        assert (config.data.source, config.data.tokenizer) == ("my texts/*.txt", "a'b.json")
+        assert "YOUR_DATA" not in found["command"] and flag in found["command"]
+        assert (found["note"] is None) == (name == "cpu")
+
+
+def test_no_command_trains_more_steps_than_there_are(plan, tmp_path):
+    flags = ("--config=tiny", "--layout=data=4", "--tokens=1e14")
+    assert plan(*flags)[0].endswith("no command trains it: train.steps has at most 2,147,483,647\n")
+    assert json.loads(plan(*flags, "--json")[0])["command"] is None
+    path = tmp_path / "planned.py"
+    assert re.search(r"train.steps=\d+ is larger than", plan(*flags, f"--recipe={path}")[1])
+    assert not path.exists()
+    # what a rule says of the steps is said before there is a command that it would refuse
+    traced = plan(
+        "--config=tiny", "--layout=data=4", "--tokens=9", "--config.train.profile_steps=2"
+    )
+    assert traced[1].endswith(": use --config.train.profile_steps=0\n")
+
+
+def test_what_a_command_does_not_do_as_planned_is_said(plan):
+    layout = "--layout=data=8,microbatch=1"
+    assert "to train it, though it does not fit, 95,000 steps of" in plan(*GPT3, layout)[0]
+    other = plan(*GPT3, f"--layout={PUBLISHED}", "--assume=megatron2021")[0]
+    assert "to train it with jaxtrain, which this is no plan of, 95,000 steps" in other
+    assert other.count(predict.UNMEASURED) == 1
+
+
 # --- the search -----------------------------------------------------------------------------------
 
 
@@ -246,11 +339,8 @@ def test_search(plan, argv, tmp_path):
     assert again == found
     planned = load_recipe(path)
     check_devices(planned, devices, "tpu" if "tpu" in str(hardware) else "gpu")
-    flags = plan(*argv)[0].splitlines()[-1].split()
-    assert flags[:3] == ["python", "-m", "jaxtrain.train"] and flags[3] == recipe
-    changes = [tuple(flag.removeprefix("--config.").split("=", 1)) for flag in flags[4:]]
-    config = apply(load_recipe(find_recipe(recipe.partition("=")[2])), changes)
-    assert to_dict(config) == to_dict(planned)
+    assert plan(*argv)[0].splitlines()[-1].strip() == found["command"]
+    assert to_dict(trained(found["command"])) == to_dict(planned)
 
 
 def test_text(plan):
@@ -406,6 +496,19 @@ REFUSED = [
 ]
 
 
+@pytest.mark.parametrize("value", ["x", "1.5", "", str(2**40)])
+@pytest.mark.parametrize(
+    "path",
+    ["mesh.stage", "mesh.data", "pipeline.repeats", "parallel.expert_nodes", "parallel.zero"],
+)
+def test_values_that_no_setting_has_are_refused(plan, path, value):
+    """Whether a layout replaces them or the search begins with them; what is suggested works."""
+    flags = ["--config=tiny", f"--config.{path}={value}"]
+    err = plan(*flags, "--devices=4")[1]
+    assert f"{path}=" in err and err == plan(*flags, "--layout=data=4")[1]
+    assert plan(*flags, "--layout=data=4", *suggested(err), "--json")[0]
+
+
 ALL_AT_ONCE = [
     ["--assume=megatron", "--layout=data=8", "--config=tiny"],
     ["--devices=x", "--tokens=-1", "--price=inf"],
@@ -512,19 +615,22 @@ def test_unequal_devices(plan, tmp_path):
     assert lines[0].startswith("a100-80gb: stages 0 to 3 with ") and lines[1].startswith(
         "h100: stages 4 to 7 with "
     )
-    command = lines[-1].split()
-    assert command[:4] == ["python", "-m", "jaxtrain.train", "--config=gpt3_175b"]
+    assert lines[-3].startswith("to train it on one kind of devices, 95,368 steps of 3,145,728")
     layers = [int(n) for n in re.search(r"chunk_layers=(\S+)", lines[-1])[1].split(",")]
     assert sum(layers) == 96 and max(layers[:4]) < min(layers[4:])  # the slower devices have fewer
-    changes = [tuple(flag.removeprefix("--config.").split("=", 1)) for flag in command[4:]]
-    config = apply(load_recipe(find_recipe("gpt3_175b")), changes)
+    config = trained(lines[-1])
     assert to_dict(config) == to_dict(load_recipe(tmp_path / "planned.py")) and check_devices(
         config, 1024
     )
     figures = json.loads(plan(*flags, "--tokens=300e9", "--json")[0])
-    assert list(figures) == [*KEYS, "layers"] and figures["layers"] == layers and figures["fits"]
     assert (
-        f"take {figures['train_days']:,.1f} days" in lines[-3]
+        list(figures) == [*KEYS[:-1], "layers", "command"]
+        and figures["layers"] == layers
+        and figures["fits"]
+    )
+    assert (
+        f"take {figures['train_days']:,.1f} days" in lines[-4]
+        and predict.UNMEASURED in lines
         and 0 < figures["bubble_fraction"] < figures["mfu"] < 1
     )
 

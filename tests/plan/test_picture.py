@@ -8,6 +8,7 @@ from matplotlib.text import Text
 
 from jaxtrain.plan import picture
 from jaxtrain.plan.__main__ import main
+from jaxtrain.schedule.drawing import PARTS
 
 LAYOUT = (
     "--layout=data=8,stage=16,model=8,microbatch=1,repeats=2,remat=selective,zero=1,"
@@ -35,6 +36,12 @@ def check_texts(figure):
         ]
     boxes = [text.get_window_extent() for text in texts]
     assert len(boxes) > 10
+    # nor over the frame of its axes
+    for axes in figure.axes:
+        inside = axes.get_window_extent()
+        for text in axes.texts:
+            box = text.get_window_extent()
+            assert inside.contains(box.x0, box.y0) and inside.contains(box.x1, box.y1), text
     assert all(
         box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
         for box in boxes
@@ -55,15 +62,19 @@ def test_picture(tmp_path, pictures):
         json.dumps({"name": "a device whose maker " + "likes long names " * 4, "like": "h100"})
     )
     for flags, title, count in (
-        (("--config=tiny", "--devices=4"), "tiny on 4 × h100", 10),
+        (
+            ("--config=tiny", "--devices=4"),
+            "tiny, 1.74 million parameters, on 4 × h100, as planned",
+            10,
+        ),
         (
             ("--config=gpt3_175b", "--hardware=a100-80gb", LAYOUT),
-            "gpt3_175b on 1,024 × a100-80gb",
+            "gpt3_175b, 175 billion parameters, on 1,024 × a100-80gb",
             1,
         ),
         (
             ("--config=gpt3_175b", f"--hardware={long}", LAYOUT),
-            "gpt3_175b on 1,024 × a device whose maker likes",
+            "gpt3_175b, 175 billion parameters, on 1,024 × a device whose maker likes",
             1,
         ),
     ):
@@ -103,8 +114,8 @@ def test_picture_of_groups(tmp_path, pictures):
         == 0
     )
     figure = pictures[-1]
-    assert figure.get_suptitle().startswith(
-        "gpt3_175b on 512 × a100-80gb and 512 × own: a step of "
+    assert " ".join(figure.get_suptitle().split()).startswith(
+        "gpt3_175b, 175 billion parameters, on 512 × a100-80gb and 512 × own: a step of "
     )
     above, below = figure.axes
     assert [len(bars) for bars in above.containers] == [4, 4] and [
@@ -116,3 +127,31 @@ def test_picture_of_groups(tmp_path, pictures):
         waits.get_height() >= 0 for waits in below.containers[2]
     )
     check_texts(figure)
+
+
+def test_a_part_has_one_colour_and_the_title_says_what_flags_have_changed(tmp_path, pictures):
+    """Whatever parts a picture has, and whether it is a part of memory or of time."""
+    changed = ("--config.model.layers=40", "--config.model.width=5120", "--config.model.heads=40")
+    for flags in (
+        ("--config=tiny", "--hardware=h100", "--devices=4"),
+        ("--config=llama3_8b", *changed, "--hardware=h100", "--layout=data=64,zero=3,microbatch=1"),
+        ("--config=mixtral_tiny", "--hardware=tpu-v5e", "--layout=data=2,stage=2,expert=2"),
+    ):
+        assert (
+            main([*flags, f"--png={tmp_path / 'plan.png'}", f"--recipe={tmp_path / 'p.py'}"]) == 0
+        )
+    title = " ".join(pictures[1].get_suptitle().split())
+    assert title == (
+        "llama3_8b, 12.6 billion parameters (model.layers=40, model.width=5120, model.heads=40), "
+        "on 64 × h100, as planned"
+    )
+    assert "mixtral_tiny, " in (tmp_path / "p.py").read_text().splitlines()[0]
+    colours = {}
+    for figure in pictures:
+        for axes in figure.axes:
+            for bars in axes.containers:
+                colours.setdefault(bars.get_label(), set()).add(bars[0].get_facecolor())
+    assert len(colours) > 11 and {"optimizer", "matmuls", "expert"} <= colours.keys()
+    assert all(len(of_part) == 1 for of_part in colours.values())
+    assert len(set().union(*colours.values())) == len(colours)
+    assert colours.keys() <= PARTS.keys()

@@ -66,6 +66,8 @@ def test_lines(folder):
     )
     again = " s (again at each start: compiled programs are not kept)"
     assert [x for x in lines if x.startswith("traced in ") and x.endswith(again)]
+    (why,) = [x for x in lines if "XLA's compiler for CPUs" in x]
+    assert re.search(r"for a GPU or TPU believe the plan: [\d.]+ GiB on simulated$", why)
     kinds = next(x for x in lines if x.startswith("memory per device by kind, MiB: "))
     parameters, moments = (
         float(re.search(rf"{kind} ([\d.]+)", kinds)[1]) for kind in ("parameters", "moments")

@@ -3,15 +3,17 @@
 import dataclasses
 import json
 import os
+import shlex
 
 import pytest
 
 from jaxtrain import config as configs
+from jaxtrain.config.flags import apply, read_flags
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.costs.hardware import load
 from jaxtrain.plan import layout_flag, what_if
 from jaxtrain.plan.compare import PLANNED, PlannedStep, Trace
-from jaxtrain.plan.predict import exactly, predict
+from jaxtrain.plan.predict import UNMEASURED, exactly, predict
 from jaxtrain.plan.what_if import AdviceError, read, single_changes
 
 SETTINGS = {
@@ -64,6 +66,18 @@ def test_what_the_planner_says(workdir, config):
     )
     listed = [line for line in lines if line.startswith("  --config.")]
     assert 0 < len(listed) <= 5 and all("less time" in line for line in listed)
+    assert UNMEASURED in lines
+
+
+def test_the_changes_are_flags_that_a_shell_and_the_parser_take(workdir, config, monkeypatch):
+    """Also tuples and booleans, which Python writes in another way."""
+    settings = {"pipeline.save": ("layer_input",), "pipeline.overlap": False, "pipeline.repeats": 0}
+    change = what_if.Change(settings, "a change", 1e-9, 0.0)
+    monkeypatch.setattr(what_if, "single_changes", lambda now: [change])
+    (line,) = [line for line in what_if.advise(workdir, H100) if line.startswith("  --config.")]
+    reading = read_flags(shlex.split(line.partition(": ")[0]), "", (), with_config=True)
+    changed = apply(config, reading.overrides)
+    assert {path: configs.get(changed, path) for path in settings} == settings
 
 
 def test_what_training_has_measured(workdir):

@@ -1,12 +1,27 @@
 """Timelines: every op is in the text and in the pictures, where and when the table and the clock
 say."""
 
+import itertools
+import math
 import re
 import struct
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from jaxtrain.costs.step_time import (
+    ATTENTION,
+    BUBBLE,
+    COMMUNICATION_AXES,
+    DISK,
+    FIXED,
+    HOST,
+    MATMULS,
+    MEMORY,
+    OPTIMIZER,
+)
+from jaxtrain.run.goodput import REDONE, USEFUL
+from jaxtrain.run.wall_clock import Part
 from jaxtrain.schedule import drawing
 from jaxtrain.schedule.by_name import make_table
 from jaxtrain.schedule.clocks import Times
@@ -15,6 +30,7 @@ from jaxtrain.schedule.table import Op
 from jaxtrain.schedule.table_spec import TableSpec
 
 TIMES = Times(2, 2, 1, 0.25, 2, head=0.5, embed=0.5)
+OF_MODELS = ("embedding", "head", "layer", "prediction module")  # in a picture of their own
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -110,6 +126,63 @@ def test_png_is_a_picture_of_that_size():
     assert data.startswith(b"\x89PNG\r\n\x1a\n")
     width, height = struct.unpack(">II", data[16:24])
     assert width > 4 * height > 400
+
+
+@pytest.mark.parametrize(
+    "schedule, microbatches, options",
+    [("dualpipe_v", 6, {}), ("1f1b", 3, {"remat_full": True}), ("interleaved", 4, {})],
+)
+def test_overlapped_cells_are_outlined_and_no_text_is_beyond_the_edge(
+    schedule, microbatches, options
+):
+    """Of a small picture, whose legend is wider than its timeline, in both forms."""
+    repeats = 1 if schedule == "1f1b" else 2
+    table = make_table(TableSpec(schedule, 2, repeats, microbatches, overlap=True, **options))
+    times = Times(2, 2, 1, 0.25, 2, head=0.5, embed=0.5, overlap=1)
+    timeline, title = simulate(table, times).timeline_coupled, "a title of some length " * 3
+    root = ElementTree.fromstring(drawing.svg(table, timeline, title))
+    ends = {
+        (op.stage, op.name, op.unit, op.microbatch): (op.start, op.end)
+        for op in timeline
+        if op.name in "FB"
+    }
+    expected = [
+        (
+            stage,
+            ends[stage, "F", table.unit[tick, stage], table.microbatch[tick, stage]][0],
+            ends[stage, "B", table.b_unit[tick, stage], table.b_microbatch[tick, stage]][1],
+        )
+        for tick, stage in zip(*table.overlapped.nonzero(), strict=True)
+    ]
+    assert expected and drawing._overlapped(table, timeline) == expected
+    outlines = [rect for rect in root.iter(f"{SVG}rect") if rect.get("stroke") == "#000"]
+    assert len(outlines) == len(expected) + 1  # and one of the legend
+    texts = list(root.iter(f"{SVG}text"))
+    assert drawing.TOGETHER in [text.text for text in texts]
+    for text in texts:
+        letter = 7.0 if text.get("font-weight") == "bold" else 5.6
+        if text.get("text-anchor") is None:
+            assert float(text.get("x")) + letter * len(text.text) < float(root.get("width"))
+
+
+def test_colours_of_all_pictures_stand_in_one_table():
+    """An op and the part that it makes have one colour, and no two parts of a picture look alike:
+    they differ by more than 40 of the 441 between black and white."""
+    rgb = lambda text: tuple(int(text[at : at + 2], 16) for at in (1, 3, 5))
+    same = {"head": "H", "logits": "H", "embedding": "E", "optimizer": "O", "gradients": "W"}
+    for part, op in same.items():
+        assert rgb(drawing.PARTS[part]) == drawing.COLOURS[op]
+    of_steps = {part: text for part, text in drawing.PARTS.items() if part not in OF_MODELS}
+    for table in (of_steps, drawing.STARTS):
+        for one, other in itertools.combinations(table, 2):
+            apart = math.dist(rgb(table[one]), rgb(table[other]))
+            assert apart > 40, (one, other, apart)
+    assert set(drawing.STARTS) == {part.value for part in Part} - {"stepping", "awaiting"} | {
+        USEFUL,
+        REDONE,
+    }
+    step_parts = (MATMULS, ATTENTION, MEMORY, BUBBLE, OPTIMIZER, HOST, DISK, FIXED)
+    assert drawing.PARTS.keys() >= {*step_parts, *COMMUNICATION_AXES}
 
 
 def test_ink_reads_on_every_colour():
