@@ -11,6 +11,7 @@ suggestion may be idle.
 import math
 import pathlib
 import random
+import re
 import shlex
 import threading
 from typing import Any
@@ -253,8 +254,9 @@ def refusal_holds(flags: list[str], devices: int) -> str | None:
         words = suggested(line)
     except ValueError as error:
         return f"no shell can read its suggestion ({error}): {line}"
-    if not words:
-        return f"it suggests no flags: {line}"
+    if not words:  # nothing stands for a text that is no value, or for a file that is missing
+        unread = re.search(r"=\S* (is not an? |is neither )", line)
+        return None if unread else f"it suggests no flags: {line}"
     if again := refusal_of([*flags, *words], devices):
         return f"what it suggests is refused: {line} → {again}"
     for idle in words if len(words) > 1 else ():

@@ -538,6 +538,11 @@ LACKING: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
     ("mlp_bias", lambda v: v["model_type"] == "deepseek_v2", "biases of shared experts"),
     ("norm_topk_prob", lambda v: v["model_type"] == "deepseek_v2", "what transformers passes over"),
     ("sliding_window", _short_window, "a sliding window"),
+    (
+        "partial_rotary_factor",
+        lambda v: int(v["head_dim"] * v["partial_rotary_factor"]) % 2,
+        "an odd number of rotated dimensions",
+    ),
     ("use_sliding_window", lambda v: v["use_sliding_window"], "a sliding window"),
     ("scale_attn_weights", lambda v: not v["scale_attn_weights"], "scores without scale"),
     (

@@ -271,7 +271,7 @@ class _Search:
         suggested in place of a published model's settings."""
         self.kept = TRAINED
         if changes := self._walk({}, 1) or self._walk({}, 2):
-            return changes
+            return self._needed(changes)
         self.kept = ("model.",) if self.config.train.init_from else ()
         self._known.clear()
         if changes := self._walk({}, 1):

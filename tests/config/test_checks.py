@@ -197,7 +197,7 @@ DEVICES = [
         12,
         {},
         "data.batch_size=16 is no multiple of mesh.data=3 × pipeline.microbatches=4, that is "
-        "12: use --config.mesh.data=2 --config.mesh.stage=3",
+        "12: use --config.mesh.stage=3",
     ),
 ]
 

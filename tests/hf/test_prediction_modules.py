@@ -141,7 +141,7 @@ def test_a_copy_of_another_shape(tmp_path):
     tensors, copy = tensors_of(GLM), f"{MODULE}.embed_tokens.weight"
     tensors[copy] = tensors[copy][1:]
     model = read_published(write(tmp_path / "model", tensors))
-    with pytest.raises(HfError, match=rf"{copy} is \[\d+, 16\], not \[\d+, 16\] as config.json"):
+    with pytest.raises(HfError, match=rf"{copy} is \[\d+, 16\], not \[\d+, 16\] by config.json"):
         importing.open_weights(model, Config(model=model.model).resolve())
 
 
