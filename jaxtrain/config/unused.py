@@ -118,6 +118,16 @@ USES = (
         lambda c: "with one device in a stage and replica",
     ),
     Use(
+        ["parallel.ends"],
+        lambda c: (
+            c.parallel.zero < 3
+            or c.mesh.context * c.mesh.expert > 1
+            or c.parallel.gather != "layer"
+            or c.parallel.reduce not in ("auto", "microbatch")
+        ),
+        lambda c: "with parallel.zero=3, which shards all parameters over mesh.data",
+    ),
+    Use(
         ["parallel.zero"],
         lambda c: c.mesh.data > 1 or c.parallel.zero < 2,
         lambda c: "with mesh.data=1 that 1 has not",
@@ -204,6 +214,17 @@ USES = (
         lambda c: c.model.rope_mscale_all_dim and not c.model.rope_attention_factor,
         lambda c: (
             f"with model.rope_mscale_all_dim={c.model.rope_mscale_all_dim} and "
+            f"model.rope_attention_factor={c.model.rope_attention_factor}"
+        ),
+    ),
+    Use(
+        ["model.rope_mscale_all_dim"],
+        lambda c: (
+            c.model.attention == "mla" or c.model.rope_mscale and not c.model.rope_attention_factor
+        ),
+        lambda c: (
+            f"with model.attention={c.model.attention!r}, "
+            f"model.rope_mscale={c.model.rope_mscale} and "
             f"model.rope_attention_factor={c.model.rope_attention_factor}"
         ),
     ),

@@ -1008,6 +1008,16 @@ UNUSED = [
         "model.rope_attention_factor=0.0",
     ),
     (
+        {**SCALED, "model.rope_scaling": "yarn", "model.rope_mscale_all_dim": 1.0},
+        "model.rope_mscale_all_dim=1.0 has no use with model.attention='gqa', "
+        "model.rope_mscale=0.0 and model.rope_attention_factor=0.0",
+    ),
+    (
+        {"parallel.zero": 3, "parallel.ends": "sharded"},
+        "parallel.ends=sharded has no use with parallel.zero=3, which shards all parameters over "
+        "mesh.data",
+    ),
+    (
         {"model.max_positions": 64},
         "model.max_positions=64 has no use with model.positions='rotary'",
     ),

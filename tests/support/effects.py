@@ -105,7 +105,8 @@ BASES = (
         "optimizer.name": "lion",
         "model.rope_scaling": "yarn",
         "model.rope_factor": 2.0,
-        "model.rope_original_length": 4,
+        "model.rope_original_length": 64,
+        "model.head_dim": 32,
         "precision.params": "bfloat16",
     },
     {
@@ -240,6 +241,7 @@ def _due(config: Config) -> list[tuple[str, int]]:
         "saves": intervals.saves,
         "saves locally": intervals.saves_locally,
         "evaluates": lambda at: config.data.validation_fraction and intervals.evaluates(at),
+        "exchanges": intervals.exchanges,
         "logs": intervals.logs,
         "compares copies": lambda at: (
             math.prod(sizes_of(config.mesh)) > 1 and intervals.compares(at)
