@@ -143,8 +143,8 @@ class FileTokenizer:
             self.content = self.path.read_bytes()
         except OSError as error:
             raise DataError(
-                f"data.tokenizer={path}: {error.strerror}: use --config.data.tokenizer=bytes "
-                "(or none, or a tokenizers JSON file)"
+                f"data.tokenizer={path}: {error.strerror}: name a tokenizers JSON file "
+                "(or bytes, or none)"
             ) from error
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(self.content.decode())
