@@ -433,16 +433,6 @@ def test_bad_files_are_left_out(write, tmp_path):
     ]
 
 
-def test_bad_rows_are_left_out(tmp_path):
-    import pyarrow
-    import pyarrow.parquet
-
-    path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None, "b"]}), path)
-    assert left_out(path) == (["a", "b"], [f"{path}: row 2: field 'text' is null, not text"])
-    assert failure(path) == f"{path}: row 2: field 'text' is null, not text: "
-
-
 @pytest.mark.parametrize("rows", [1, 256, 1000])
 def test_values_that_are_no_text_cost_no_other_row(tmp_path, rows):
     """Parquet does not check that strings are UTF-8."""
@@ -479,3 +469,13 @@ def test_a_damaged_page_costs_its_row_group(tmp_path):
     skipped = Skipped()
     assert texts(path, skipped=skipped) == [] and skipped.count == 900
     assert skipped.places[0].endswith("; the rest of the file is lost, after 0 documents of it")
+
+
+def test_bad_rows_are_left_out(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None, "b"]}), path)
+    assert left_out(path) == (["a", "b"], [f"{path}: row 2: field 'text' is null, not text"])
+    assert failure(path) == f"{path}: row 2: field 'text' is null, not text: "
