@@ -135,7 +135,7 @@ class FileTokenizer:
     """
 
     def __init__(self, path: str | pathlib.Path, marks: Marks | None = None):
-        self.path = pathlib.Path(path).expanduser().resolve()
+        self.path = pathlib.Path(os.path.expanduser(path)).resolve()
         try:
             # a pipe would be waited for, a device has no end
             if os.path.exists(self.path) and not os.path.isfile(self.path):
