@@ -55,6 +55,7 @@ def batches(config: Config, count: int) -> dict[str, np.ndarray]:
         "made up",
         0.0,
         Skipped(),
+        prepared=0.0,
     )
     packed = Sequences(corpus, corpus.train, d.sequence_length, d.attend_across_documents)
     sequences = [packed[i] for i in range(count * d.batch_size)]

@@ -254,15 +254,16 @@ def refused(capsys, call, *argv: str) -> str:
         ),
         (
             ["--prompt=1", "--tokens", "5", "--top_p=run", "--step=5", "--seed=inf"],
-            "use --top_p=1.0 --seed=0 --step=3",
+            "--top_p='run' is not a number .and --seed='inf' is not an integer.$",
         ),
         (
             ["--prompt=1", "--step=7", "--model", "-0.0", "--samples=x"],
-            "use --model=1 --samples=1 --step=3 --tokens=39",
+            "--model='-0.0' is not an integer: use --model=1 "
+            ".and --samples='x' is not an integer.$",
         ),
         (
             ["--prompt=\udcff", "--samples=x"],
-            "use --samples=1 .and the prompt holds bytes that are not UTF-8",
+            "--samples='x' is not an integer$",
         ),
     ],
 )

@@ -159,16 +159,24 @@ ELSEWHERE = {
     "benchmarks/maxtext_compile.py": "tests/benchmarks/test_peer_ahead.py",
     "docs/write_models.py": "tests/test_docs.py",
     "scripts/fuzz_hf.py": "tests/test_fuzz_hf.py",
+    "scripts/fuzz_tokenizers.py": "tests/test_fuzz_tokenizers.py",
     **{
         f"scripts/{name}.sh": "tests/test_scripts.py"
-        for name in ("train", "test", "chaos", "object_store", "try_docs")
+        for name in ("train", "test", "chaos", "object_store", "try_docs", "install")
     },
     **dict.fromkeys(
         ("scripts/launch/jobset.yaml", "scripts/launch/jobset_tpu.yaml"),
         "tests/launch/test_engines.py",
     ),
     **dict.fromkeys(
-        ("scripts/launch/skypilot.yaml", "scripts/launch/tpu_vm.sh"), "tests/launch/test_engines.py"
+        (
+            f"scripts/launch/{name}"
+            for name in (
+                *("skypilot.yaml", "tpu_vm.sh"),
+                *("process_per_gpu.sh", "Dockerfile.dockerignore"),
+            )
+        ),
+        "tests/launch/test_engines.py",
     ),
     **dict.fromkeys(
         (f"scripts/launch/slurm{end}" for end in (".sbatch", "_pyxis.sbatch", "_requeue.sh")),

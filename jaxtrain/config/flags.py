@@ -371,12 +371,14 @@ def settled(reading: Reading, check: Callable[[Reading], T], recipe: Config | No
 
     While the check refuses the command line, the error's fixes are appended to it, and it is
     checked once more. So a suggestion works, and it fixes all errors at once. Raises UsageError
-    with the first error, these fixes, and the errors that no flag fixes; with placeholders alone
-    where there are any, since all else may follow from them.
+    with the first error, these fixes, and the errors that no flag fixes; with placeholders, or
+    values that cannot be read, alone where there are any, since all else may follow from them.
     """
     errors = reading.errors
     if named := [*reading.placeholders.values(), *filter(PLACEHOLDER.search, reading.words)]:
         raise unfilled(named)
+    if not all(error.fixes or error.setting or error.advice for error in errors):
+        raise UsageError(_all_together(errors, reading, recipe))
     for _ in range(MOST_ERRORS):
         known = {name: value for error in errors for name, value in error.fixes.items()}
         try:

@@ -398,7 +398,7 @@ def test_prune(run, here):
             ["verify", "RUN", "--step", "5"],
             "--step=5 is no checkpoint of RUN/checkpoints (it has 3, 6): use --step=6",
         ),
-        (["verify", "RUN", "--step=x"], "--step='x' is not an integer: use --step=-1"),
+        (["verify", "RUN", "--step=x"], "--step='x' is not an integer\n"),
         (["--step", "-7", "verify", "RUN"], "--step=-7 must be at least -1: use --step=-1"),
         (
             ["show", "--statistics=x", "RUN", "--step=5"],
@@ -414,7 +414,7 @@ def test_prune(run, here):
             "--colour is an unknown flag: use --help, which lists all flags (and 'nowhere' "
             "does not exist: ",
         ),
-        (["prune", "RUN", "--keep=x"], "--keep='x' is not an integer: use --keep=3"),
+        (["prune", "RUN", "--keep=x"], "--keep='x' is not an integer\n"),
     ],
 )
 def test_one_line_for_what_is_wrong(original, here, argv, message):
