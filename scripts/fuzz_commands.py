@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import shlex
 import shutil
 import signal
@@ -35,6 +36,7 @@ from jaxtrain.schedule import by_name
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PATIENCE = 60.0  # CPU-seconds that no command line that is drawn here should take
+STARTED = "failed with status"  # what the launcher says of a process, in place of an error
 WAIT = 240.0  # seconds after which a command is stopped: other work may share the cores
 WEIGHTS = {"train": 5, "plan": 4, "schedule": 4, "checkpoint": 4, "generate": 3, "launch": 2}
 NUMBERS = (
@@ -484,6 +486,12 @@ def judge(folder: pathlib.Path, case: Case) -> dict[str, Any]:
     }
 
 
+def error_lines(done: Done) -> list[str]:
+    """The errors that a command has printed, without the numbers that the launcher puts before
+    those of its processes."""
+    return re.findall(r"^(?:\[\d+\] )?(error: .*)$", done.err, re.MULTILINE)
+
+
 def fault_of(done: Done, output: str = "read") -> str:
     """What is wrong with how a command has ended; "" if nothing is."""
     said = f"{done.err[-1500:]}"
@@ -498,7 +506,7 @@ def fault_of(done: Done, output: str = "read") -> str:
         return f"status {done.status}: {said}"
     if done.cpu > PATIENCE:
         return f"{done.cpu:.0f} CPU-seconds"
-    lines = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    lines = error_lines(done)
     if (
         done.status == ExitStatus.BAD_CONFIG
         and len(lines) != 1
@@ -511,7 +519,7 @@ def fault_of(done: Done, output: str = "read") -> str:
 def _fault_of_suggestion(folder: pathlib.Path, case: Case, done: Done) -> str:
     """What is wrong with the flags that a refusal suggests; "" if nothing is, or none are
     suggested."""
-    line = next((line for line in done.err.splitlines() if line.startswith("error: ")), "")
+    line = next(iter(error_lines(done)), "")
     if done.status != ExitStatus.BAD_CONFIG or not line:
         return ""
     try:
@@ -523,7 +531,7 @@ def _fault_of_suggestion(folder: pathlib.Path, case: Case, done: Done) -> str:
     replays = any(word.startswith("--replay") for word in case.words)
     more = ["--dry_run"] if case.command == "train" and not replays else []
     # What the launcher itself refuses stands in front of the flags of the command that it starts.
-    refused_by_launcher = case.command == "launch" and "its last lines:" not in done.err
+    refused_by_launcher = case.command == "launch" and STARTED not in done.err
     at = case.words.index("--") if refused_by_launcher and "--" in case.words else len(case.words)
     again = _run(
         folder,
@@ -533,15 +541,13 @@ def _fault_of_suggestion(folder: pathlib.Path, case: Case, done: Done) -> str:
     if fault := fault_of(again, case.output):
         return f"with {shlex.join(words)}: {fault}"
     # by the command that it then starts, whose flags it does not know
-    if refused_by_launcher and "its last lines:" in again.err:
+    if refused_by_launcher and STARTED in again.err:
         return ""
     if again.status != ExitStatus.BAD_CONFIG or (
         _is_about_a_word(line) and _is_about_a_word(again.err)
     ):
         return ""
-    said = next(
-        (line for line in again.err.splitlines() if line.startswith("error: ")), ""
-    ).removeprefix("error: ")
+    said = next(iter(error_lines(again)), "").removeprefix("error: ")
     if f" (and {said})" in line:  # what no flag mends was said
         return ""
     return f"what it suggests is refused: {line} → {again.err[-500:]}"
