@@ -1,7 +1,6 @@
 """Qwen3 with experts."""
 
 import dataclasses
-from collections.abc import Mapping
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.hf.entries import Biases, Fixed, Integer, RotaryPositions, Switch, TableEntry, Window
@@ -45,13 +44,9 @@ class SparseLayers(TableEntry):
             "decoder_sparse_step": 1,
         }
 
-    @property
-    def sources(self) -> Mapping[str, str]:
-        return {"dense_layers": "mlp_only_layers"}
+    sources = {"dense_layers": "mlp_only_layers"}
 
-    @property
-    def limits(self) -> Mapping[str, str]:
-        return {"mlp_only_layers": "the first layers", "decoder_sparse_step": "the same"}
+    limits = {"mlp_only_layers": "the first layers", "decoder_sparse_step": "the same"}
 
 
 FAMILY = Family(

@@ -1,7 +1,6 @@
 """SmolLM3, some of whose layers have no rotary positions."""
 
 import dataclasses
-from collections.abc import Mapping
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.hf.entries import Biases, Integer, RotaryPositions, TableEntry, Window
@@ -34,9 +33,7 @@ class NopeLayers(TableEntry):
     def write(self, model: ModelConfig, length: int) -> Settings:
         return {"no_rope_layers": [int(n not in model.nope_layers) for n in range(model.layers)]}
 
-    @property
-    def sources(self) -> Mapping[str, str]:
-        return {"nope_layers": "no_rope_layers"}
+    sources = {"nope_layers": "no_rope_layers"}
 
 
 FAMILY = Family(
