@@ -94,14 +94,12 @@ def simulated_devices(
         for word in environment.get("XLA_FLAGS", "").split()
         if word.startswith(option)
     ]
-    names = filter(environment.get, ["JAX_NUM_CPU_DEVICES"])
-    asked += [number(environment, name, 1) for name in names]
+    if environment.get("JAX_NUM_CPU_DEVICES"):
+        asked.append(number(environment, "JAX_NUM_CPU_DEVICES", 1))
     if namespace.cpu_devices:
         return namespace.cpu_devices * processes
     platforms = environment.get("JAX_PLATFORMS", "")
-    if platforms != "cpu" and (platforms or _has_plugins()):
-        return None
-    if len(asked) > 1:
+    if len(asked) > 1 or (platforms != "cpu" and (platforms or _has_plugins())):
         return None
     return (
         asked[0] * processes
@@ -253,11 +251,6 @@ def _slurm_tasks_on_node(environment: Mapping[str, str]) -> int:
 def visible_gpus(environment: Mapping[str, str]) -> int:
     """The number of NVIDIA GPUs that this process could use, without starting a driver."""
     if "CUDA_VISIBLE_DEVICES" in environment:
-        return len(
-            [
-                d
-                for d in environment["CUDA_VISIBLE_DEVICES"].split(",")
-                if d.strip() not in ("", "-1")
-            ]
-        )
+        names = environment["CUDA_VISIBLE_DEVICES"].split(",")
+        return sum(name.strip() not in ("", "-1") for name in names)
     return len(glob.glob("/dev/nvidia[0-9]*"))
