@@ -178,11 +178,10 @@ def mesh_uses_devices(mesh: MeshConfig, devices: int) -> Iterator[Violation]:
     # sizes that do not divide the devices on their own come first
     blamed = sorted(large, key=lambda axis: devices % large[axis] == 0)
     text = " × ".join(f"mesh.{axis}={size}" for axis, size in large.items())
-    if len(large) > 1:
-        text += f" = {product}"
+    total = f" = {product}" if len(large) > 1 else ""
     yield Violation(
         f"mesh.{blamed[0]}",
-        f"does not fit: {text} {'does not divide' if is_open else 'is not'} the {devices} "
+        f"does not fit: {text}{total} {'does not divide' if is_open else 'is not'} the {devices} "
         f"device{'s'[: devices != 1]}",
         _mesh_fixes(blamed, sizes, devices, is_open),
         show=4,
@@ -276,8 +275,12 @@ def _expert_axis_divides(mesh: MeshConfig, model: ModelConfig) -> Iterator[Viola
         )
     if experts % size:
         fixes = values_for("mesh.expert", near(size, divisors(experts)))
-        fixes.append({"model.experts": size})
-        yield Violation("mesh.expert", f"does not divide model.experts={experts}", fixes, show=4)
+        yield Violation(
+            "mesh.expert",
+            f"does not divide model.experts={experts}",
+            [*fixes, {"model.experts": size}],
+            show=4,
+        )
 
 
 def _expert_nodes(
@@ -312,8 +315,8 @@ def _model_axis_divides(
     cut = {
         "model.heads": model.heads,
         **{f"model.{name}": n for name, n in mlp_widths(model).items()},
+        "data.sequence_length": data.sequence_length,
     }
-    cut["data.sequence_length"] = data.sequence_length
     sizes = near(size, divisors(math.gcd(*cut.values())))
     fixes = values_for("mesh.model", [n for n in sizes if kv_heads_fit(model, n)])
     for path, length in cut.items():

@@ -61,9 +61,10 @@ def find_recipe(name: str) -> pathlib.Path:
     if shipped:
         return shipped
     rule = "is neither a file nor a recipe of jaxtrain's"
-    if os.path.exists(path):
-        folder = os.path.isdir(path)
-        rule = "is a folder, not a recipe" if folder else "is not a regular file"
+    if os.path.isdir(path):
+        rule = "is a folder, not a recipe"
+    elif os.path.exists(path):
+        rule = "is not a regular file"
     raise _unknown(f"--config={name!r} {rule}", path)
 
 
@@ -97,10 +98,12 @@ def _recipes_in(folder: pathlib.Path) -> list[pathlib.Path]:
     may not be read."""
     if not (folder.is_dir() and os.access(folder, os.R_OK | os.X_OK)):
         return []
-    files = [
-        file for file in sorted(folder.glob("*.py")) if file.is_file() and os.access(file, os.R_OK)
+    return [
+        file
+        for file in sorted(folder.glob("*.py"))
+        if file.is_file() and os.access(file, os.R_OK)
+        if "def get_config(" in file.read_text(errors="replace")
     ]
-    return [file for file in files if "def get_config(" in file.read_text(errors="replace")]
 
 
 def write_config(config: Config, path: pathlib.Path) -> None:

@@ -397,12 +397,14 @@ def _pipeline(
     if mesh.stage not in (1, -1) and not fits_repeats(pipeline.schedule, pipeline.repeats):
         schedule = SCHEDULES[pipeline.schedule]
         fitting = [name for name in SCHEDULES if fits_repeats(name, pipeline.repeats)]
-        fixes = [{"pipeline.repeats": schedule.least_repeats}]
         yield Violation(
             "pipeline.repeats",
             f"does not fit pipeline.schedule={pipeline.schedule!r}, which has "
             f"{schedule.repeats_rule} on a stage",
-            [*fixes, *values_for("pipeline.schedule", fitting)],
+            [
+                {"pipeline.repeats": schedule.least_repeats},
+                *values_for("pipeline.schedule", fitting),
+            ],
         )
     if pipeline.memory and pipeline.schedule != "auto":
         yield Violation(

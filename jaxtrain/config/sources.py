@@ -313,19 +313,19 @@ def _no_files(source: Source, unmatched: Sequence[str], closed: int) -> ConfigEr
     if source.name == STDLIB:
         rule = f"is empty, for this Python has no sources in {source.root}: name a folder or a file"
         return ConfigError("data.source", STDLIB, rule)
-    present = []
-    if unmatched:
-        present.append(_amounts(unmatched))
-    if closed:
-        present.append(f"folders that do not match ({closed:,})")
-    if source.passed_over:
-        present.append(source.passed_over_text())
-    if source.linked_folders:
-        links = source.listed(source.linked_folders)
-        present.append(f"links to folders, which are not followed: {links}")
-    rule = f"{'matches' if source.pattern else 'holds'} no files; below {source.root} are "
-    rule += "; ".join(present) or "none"
-    return ConfigError("data.source", source.name, rule)
+    links = source.listed(source.linked_folders)
+    present = [
+        _amounts(unmatched),
+        f"folders that do not match ({closed:,})" if closed else "",
+        source.passed_over_text() if source.passed_over else "",
+        f"links to folders, which are not followed: {links}" if links else "",
+    ]
+    return ConfigError(
+        "data.source",
+        source.name,
+        f"{'matches' if source.pattern else 'holds'} no files; below {source.root} are "
+        f"{'; '.join(filter(None, present)) or 'none'}",
+    )
 
 
 def _amounts(endings: Iterable[str]) -> str:
