@@ -200,8 +200,10 @@ class WholeHeads(TableEntry):
 
     def read(self, fields: Fields, settings: Settings) -> Settings:
         if settings["width"] % settings["heads"]:
-            rule = f"does not divide hidden_size={settings['width']}, as transformers asks for"
-            raise fields.refuse("num_attention_heads", rule)
+            raise fields.refuse(
+                "num_attention_heads",
+                f"does not divide hidden_size={settings['width']}, as transformers asks for",
+            )
         return {}
 
     limits = {"num_attention_heads": "a divisor of hidden_size"}
@@ -238,8 +240,9 @@ class DenseLayers(SettingField):
     def read(self, fields: Fields, settings: Settings) -> Settings:
         dense = fields.integer(self.field, self.default, least=0)
         if dense >= settings["layers"]:
-            rule = f"leaves none of num_hidden_layers={settings['layers']} with experts"
-            raise fields.refuse(self.field, rule)
+            raise fields.refuse(
+                self.field, f"leaves none of num_hidden_layers={settings['layers']} with experts"
+            )
         return {"layers": settings["layers"] - dense, self.setting: dense}
 
     def write(self, model: ModelConfig, length: int) -> Settings:
@@ -341,11 +344,16 @@ class Window(TableEntry):
             start = fields.integer("max_window_layers", self.layers, least=0)
         applies = (switch or not self.switched) and not (self.typed and types) and start < count
         if applies and 0 < window < longest:
-            rule = f"(null, or at least max_position_embeddings={longest})"
-            raise fields.refuse("sliding_window", f"is not supported: attention is full {rule}")
+            raise fields.refuse(
+                "sliding_window",
+                "is not supported: attention is full (null, or at least "
+                f"max_position_embeddings={longest})",
+            )
         if applies and window:
-            rule = f"no sequence of max_position_embeddings={longest} tokens reaches its end"
-            fields.notes.append(f"sliding_window={window} is left out: {rule}")
+            fields.notes.append(
+                f"sliding_window={window} is left out: no sequence of "
+                f"max_position_embeddings={longest} tokens reaches its end"
+            )
         return {}
 
     def write(self, model: ModelConfig, length: int) -> Settings:

@@ -33,8 +33,9 @@ class SparseLayers(TableEntry):
         if not sparse:
             raise fields.refuse(field, f"leaves none of num_hidden_layers={layers} with experts")
         if sparse != list(range(sparse[0], layers)):
-            rule = "is not supported: layers without experts have to be the first ones"
-            raise fields.refuse(field, rule)
+            raise fields.refuse(
+                field, "is not supported: layers without experts have to be the first ones"
+            )
         return {"layers": len(sparse), "dense_layers": sparse[0]}
 
     def write(self, model: ModelConfig, length: int) -> Settings:

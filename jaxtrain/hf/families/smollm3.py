@@ -26,8 +26,9 @@ class NopeLayers(TableEntry):
         if not isinstance(rotates, list) or not all(n in (0, 1) for n in rotates):
             raise fields.refuse("no_rope_layers", "is no list of 0 and 1")
         if len(rotates) < layers:
-            rule = f"has less than the {layers} of num_hidden_layers"
-            raise fields.refuse("no_rope_layers", rule)
+            raise fields.refuse(
+                "no_rope_layers", f"has less than the {layers} of num_hidden_layers"
+            )
         return {"nope_layers": tuple(n for n in range(layers) if not rotates[n])}
 
     def write(self, model: ModelConfig, length: int) -> Settings:
