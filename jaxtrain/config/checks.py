@@ -255,8 +255,7 @@ class _Search:
         if checkpoint and violation.rule.startswith(resume.CANNOT):
             nothing_works = f"another --workdir, or other than {self.environment.devices} devices"
             text = f"{text} (or another --workdir)" if changes else nothing_works
-        value = cfg.get(self.config, field)
-        return ConfigError(field, value, violation.rule, text, [changes])
+        return ConfigError(field, cfg.get(self.config, field), violation.rule, text, [changes])
 
     def fewest_changes(self) -> Changes:
         """The fewest fixes of broken rules that work together, or the settings that go back to

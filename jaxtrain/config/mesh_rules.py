@@ -294,8 +294,12 @@ def _expert_nodes(
     if size % nodes:
         yield Violation(path, f"does not divide mesh.expert={size}", fixes, show=4)
     elif nodes == size:
-        rule = f"leaves a node one device of mesh.expert={size}, which one step reaches"
-        yield Violation(path, rule, fixes, show=4)
+        yield Violation(
+            path,
+            f"leaves a node one device of mesh.expert={size}, which one step reaches",
+            fixes,
+            show=4,
+        )
     if model.capacity_factor:
         yield Violation(
             path,
@@ -359,9 +363,10 @@ def _reductions(
     """Gradients over `data`, and the outer steps of independent replicas (DiLoCo)."""
     path, steps = "train.diloco_inner_steps", train.diloco_inner_steps
     if parallel.reduce == "last" and mesh.stage == 1:
-        rule = "reduces gradients in a pipeline's last W, and mesh.stage=1"
         yield Violation(
-            "parallel.reduce", rule, [{"parallel.reduce": r} for r in ("step", "microbatch")]
+            "parallel.reduce",
+            "reduces gradients in a pipeline's last W, and mesh.stage=1",
+            values_for("parallel.reduce", ["step", "microbatch"]),
         )
     if parallel.reduce in ("microbatch", "last") and parallel.zero == 0:
         yield Violation(

@@ -122,9 +122,11 @@ def load_recipe(path: pathlib.Path) -> Config:
                 return from_dict(values)
         except (OSError, ValueError, AttributeError, TypeError) as error:
             raise RecipeError(f"{name} is no config.json of a run: {error}") from None
-        rule = f"{name} is the config.json of a published model"
-        advice = f"--config=from_hf --config.train.init_from={path.parent}"
-        raise RecipeError(rule, "", advice=advice)
+        raise RecipeError(
+            f"{name} is the config.json of a published model",
+            nearest="",
+            advice=f"--config=from_hf --config.train.init_from={path.parent}",
+        )
     if path.suffix != ".py":
         raise RecipeError(f"{name} is not a Python file")
     try:

@@ -279,8 +279,9 @@ def _biases(model: ModelConfig) -> Iterator[Violation]:
     for part in model.biases:
         if reason := wrong.get(part):
             others = tuple(other for other in model.biases if other != part)
-            rule = f"has {part!r} with {reason}"
-            yield Violation("model.biases", rule, [{"model.biases": others}])
+            yield Violation(
+                "model.biases", f"has {part!r} with {reason}", [{"model.biases": others}]
+            )
 
 
 def _router(model: ModelConfig) -> Iterator[Violation]:
@@ -498,11 +499,10 @@ def _overlap(pipeline: PipelineConfig) -> Iterator[Violation]:
     path, schedule = "pipeline.overlap", pipeline.schedule
     steps = "pipeline.steps_per_program"
     if not may_overlap(schedule):
-        known = ", ".join(OVERLAPPED)
         yield Violation(
             path,
             "needs an F and a B of two microbatches side by side, as in the order of "
-            f"{known}, and pipeline.schedule={schedule!r} has none",
+            f"{', '.join(OVERLAPPED)}, and pipeline.schedule={schedule!r} has none",
             [
                 {path: False},
                 *values_for("pipeline.schedule", OVERLAPPED),
