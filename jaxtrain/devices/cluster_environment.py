@@ -191,8 +191,10 @@ def _indexed_job(environment: Mapping[str, str], address: str) -> dict[str, Any]
             "JAX_NUM_PROCESSES in the environment needs JAX_COORDINATOR_ADDRESS=HOST:PORT beside "
             "it (or --coordinator): set it, or unset both"
         )
-    known = _process(environment, "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JOB_COMPLETION_INDEX")
-    return known | {"coordinator_address": address}
+    return {
+        "coordinator_address": address,
+        **_process(environment, "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JOB_COMPLETION_INDEX"),
+    }
 
 
 def _skypilot_job(environment: Mapping[str, str], address: str) -> dict[str, Any]:
@@ -205,9 +207,11 @@ def _skypilot_job(environment: Mapping[str, str], address: str) -> dict[str, Any
             "SKYPILOT_NUM_NODES in the environment needs SKYPILOT_NODE_IPS beside it: unset "
             "SKYPILOT_NUM_NODES for a run of one process"
         )
-    address = address or f"{ips[0]}:{_port_of(environment.get('SKYPILOT_TASK_ID', 'jaxtrain'))}"
-    known = _process(environment, "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK")
-    return known | {"coordinator_address": address}
+    port = _port_of(environment.get("SKYPILOT_TASK_ID", "jaxtrain"))
+    return {
+        "coordinator_address": address or f"{ips[0]}:{port}",
+        **_process(environment, "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK"),
+    }
 
 
 def _port_of(name: str) -> int:
