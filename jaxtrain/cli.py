@@ -240,11 +240,11 @@ def check_cluster(namespace: types.SimpleNamespace) -> None:
             f"--coordinator={namespace.coordinator!r} is not host:port", {"coordinator": address}
         )
     if namespace.processes > 1 and not namespace.coordinator:
-        rule = (
+        raise UsageError(
             f"--processes={namespace.processes} needs --coordinator=HOST:PORT (on one machine: "
-            "python -m jaxtrain.launch)"
+            "python -m jaxtrain.launch)",
+            {"coordinator": address},
         )
-        raise UsageError(rule, {"coordinator": address})
     if namespace.process_id >= namespace.processes:
         rule = f"--process_id={namespace.process_id} is not below --processes={namespace.processes}"
         last = namespace.processes - 1
@@ -261,15 +261,15 @@ def check_output(flag: str, name: str, otherwise: str) -> None:
         return
     path, new = pathlib.Path(name), not os.path.lexists(name)
     try:
-        with open(path, "ab"):
-            pass
+        open(path, "ab").close()
         if new:
             path.unlink()
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        fixes = {flag: _writable(path, otherwise)}
-        rule = f"--{flag}={cfg.shown(name)} cannot be written ({why})"
-        raise UsageError(rule, fixes) from None
+        raise UsageError(
+            f"--{flag}={cfg.shown(name)} cannot be written ({why})",
+            {flag: _writable(path, otherwise)},
+        ) from None
 
 
 def write_output(name: str, content: bytes) -> None:
@@ -323,12 +323,11 @@ def _writable(path: pathlib.Path, otherwise: str) -> str:
         if path.name.isprintable() and 0 < len(path.name) < 100
         else otherwise
     )
-    for folder in (
-        pathlib.Path(),
-        pathlib.Path(os.path.expanduser("~")),
-        pathlib.Path(tempfile.gettempdir()),
-    ):
-        for name in (near, otherwise):
-            if os.access(folder, os.W_OK) and not os.path.lexists(folder / name):
-                return str(folder / name)
-    return otherwise
+    folders = map(pathlib.Path, (".", os.path.expanduser("~"), tempfile.gettempdir()))
+    files = (
+        str(folder / name)
+        for folder in folders
+        if os.access(folder, os.W_OK)
+        for name in (near, otherwise)
+    )
+    return next((file for file in files if not os.path.lexists(file)), otherwise)

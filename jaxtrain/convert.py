@@ -107,11 +107,12 @@ def folder_of(flags: types.SimpleNamespace, command: str) -> pathlib.Path:
     workdir."""
     usage = f"jaxtrain convert {command} DIR --workdir=W"
     if len(flags.words) != 1:
-        rule = f"{command} is about one folder, not {len(flags.words)}"
-        raise UsageError(rule, advice=usage)
+        raise UsageError(f"{command} is about one folder, not {len(flags.words)}", advice=usage)
     if scheme := stores.scheme_of(flags.words[0]):
-        rule = f"{flags.words[0]} is an address ({scheme}), and published models are local folders"
-        raise UsageError(rule, advice=usage)
+        raise UsageError(
+            f"{flags.words[0]} is an address ({scheme}), and published models are local folders",
+            advice=usage,
+        )
     folder = pathlib.Path(flags.words[0])
     if not flags.workdir:
         new = pathlib.Path("runs", folder.name)
@@ -167,12 +168,12 @@ def from_hf(command_line: Reading) -> None:
         raise CheckpointError(f"{workdir} cannot be written ({error.strerror})") from None
     finally:
         lock.release()
-    notes = (*published.notes_for(config), *run.notes)
-    print(*(f"note: {note}" for note in notes), sep="\n", end="\n" if notes else "")
+    for note in (*published.notes_for(config), *run.notes):
+        print(f"note: {note}")
     count = len(source.tensors) + len(source.copies)
-    model = f"a {published.family.model_type} with {count} tensors"
     print(
-        f"{workdir}: step 0 of {model}; to continue it:\n"
+        f"{workdir}: step 0 of a {published.family.model_type} with {count} tensors; "
+        "to continue it:\n"
         f"python -m jaxtrain.train --config={workdir / CONFIG_FILE} --workdir={workdir}"
     )
 
@@ -194,8 +195,11 @@ def to_hf(command_line: Reading) -> None:
         flags = command_line.namespace
         target = folder_of(flags, "to_hf")
         if flags.dtype and flags.dtype not in TYPES:
-            rule = f"--dtype={flags.dtype} is no type of published numbers"
-            raise UsageError(rule, {"dtype": "bfloat16"}, ["float32", "float16"])
+            raise UsageError(
+                f"--dtype={flags.dtype} is no type of published numbers",
+                {"dtype": "bfloat16"},
+                ["float32", "float16"],
+            )
         return flags, target, _bytes(flags.max_shard)
 
     flags, target, largest = cli.checked(command_line, check)
@@ -221,9 +225,11 @@ def to_hf(command_line: Reading) -> None:
     family = family_of(values, CONFIG)
     _, tensors = family.layout(config.model, values, shapes)
     published = read_json(source / TENSORS) if (source / TENSORS).is_file() else {}
-    for name, original in family.copies(config.model, tensors).items():
-        if name in published:  # the model that the run began with has it twice
-            tensors.append(dataclasses.replace(original, name=name))
+    tensors += [
+        dataclasses.replace(original, name=name)
+        for name, original in family.copies(config.model, tensors).items()
+        if name in published  # the model that the run began with has it twice
+    ]
     dtype = TYPES[flags.dtype or config.precision.params]
     dtypes = dict.fromkeys((tensor.name for tensor in tensors), dtype)
     if not flags.dtype:

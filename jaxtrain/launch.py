@@ -176,8 +176,6 @@ class Job:
         self.send(signal.SIGKILL)
         for process in self.processes:
             process.wait()
-        for reader in self.readers:
-            reader.join(timeout=1)
         self._tell_guard("done")
         self.guard.wait()
 
@@ -289,8 +287,10 @@ def environments(processes: int, gpus: int) -> list[dict[str, str]]:
     if gpus < processes:
         return [dict(common) for _ in range(processes)]
     share = gpus // processes
-    ids = [range(number * share, (number + 1) * share) for number in range(processes)]
-    return [dict(common, JAX_LOCAL_DEVICE_IDS=",".join(map(str, share_ids))) for share_ids in ids]
+    return [
+        dict(common, JAX_LOCAL_DEVICE_IDS=",".join(map(str, range(first, first + share))))
+        for first in range(0, share * processes, share)
+    ]
 
 
 def check_flags(flags: types.SimpleNamespace) -> types.SimpleNamespace:

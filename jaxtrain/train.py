@@ -77,13 +77,13 @@ def check_flags(flags: types.SimpleNamespace, config: Config) -> None:
     refused, it is raised for a folder that cannot be a run's too; otherwise `_train` checks that
     folder with all that a run writes."""
     if flags.json and not flags.dry_run:
-        rule = "--json=true is for --dry_run alone"
         raise UsageError(
-            rule, {"dry_run": True}, text=f"{rule}: use --dry_run=true (or --json=false)"
+            "--json=true is for --dry_run alone", {"dry_run": True}, advice="(or --json=false)"
         )
     if flags.replay and flags.dry_run:
-        rule = "--replay and --dry_run are two things"
-        raise UsageError(rule, {"replay": 0}, text=f"{rule}: use --replay=0 (or --dry_run=false)")
+        raise UsageError(
+            "--replay and --dry_run are two things", {"replay": 0}, advice="(or --dry_run=false)"
+        )
     if flags.replay and flags.refused:  # there is time for what takes jax
         from jaxtrain import replay
 
@@ -141,8 +141,7 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
             from jaxtrain.plan.report import dry_run
         gpus = jax.device_count() if jax.default_backend() == "gpu" else 0
         if gpus > 1 and not flags.dry_run:  # before the first collective
-            found = nccl.version()
-            cluster.log(*nccl.describe(found, gpus, jax.process_count(), flags.old_nccl))
+            cluster.log(*nccl.describe(nccl.version(), gpus, jax.process_count(), flags.old_nccl))
         if writes and several:
             places.check_together(config, flags.workdir)
         clock.enter(Part.TABLE)

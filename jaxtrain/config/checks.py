@@ -15,6 +15,7 @@ import dataclasses
 import difflib
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -31,6 +32,12 @@ MOST_COMBINED = 7  # fixes, where no config is known to work
 TRAINED = ("model.", "data.", "optimizer.", "precision.", "train.steps", "train.diloco_inner_steps")
 UNTRAINED = ("model.attention_", "model.loss_chunk", "data.cache", "data.prefetch")
 NAMED = ("data.source", "data.tokenizer", "train.init_from")
+IS_WITHIN = {
+    "at_least": operator.ge,
+    "above": operator.gt,
+    "at_most": operator.le,
+    "below": operator.lt,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,9 +165,7 @@ def field_violation(path: str, value: Any, of_recipe: Any) -> Violation | None:
             if name not in choices:
                 return _unknown_name(path, value, name, choices)
     elif choices:
-        if cfg.is_choice(path, value):
-            return None
-        return _wrong_count(path, value) or _unknown_choice(path, value, choices)
+        return None if cfg.is_choice(path, value) else _wrong_choice(path, value, choices)
     if isinstance(value, int | float) and not isinstance(value, bool):
         return _out_of_bounds(path, value, usual)
     if cfg.item_type(field.type) in (int, float):
@@ -176,21 +181,17 @@ def field_violation(path: str, value: Any, of_recipe: Any) -> Violation | None:
     return None
 
 
-def _wrong_count(path: str, value: Any) -> Violation | None:
-    """The fault of a choice with a colon and no number behind it; None for any other choice."""
-    name, colon, number = str(value).partition(":")
-    if not colon or name not in cfg.fields()[path].metadata["counted"]:
-        return None
-    rule = f"needs a whole number from 0 to {cfg.LARGEST_INT} behind its colon"
-    return Violation(path, rule, values_for(path, [f"{name}:1", name]))
-
-
-def _unknown_choice(path: str, value: Any, choices: tuple) -> Violation:
+def _wrong_choice(path: str, value: Any, choices: tuple) -> Violation:
+    metadata = cfg.fields()[path].metadata
     if not isinstance(value, str):
         words = [repr(choice) for choice in choices]
         rule = f"is not built: the choices are {', '.join(words[:-1])} or {words[-1]}"
         return Violation(path, rule, values_for(path, near(value, choices)))
-    if reason := cfg.fields()[path].metadata["refused"].get(value):
+    name, colon, _ = value.partition(":")
+    if colon and name in metadata["counted"]:
+        rule = f"needs a whole number from 0 to {cfg.LARGEST_INT} behind its colon"
+        return Violation(path, rule, values_for(path, [f"{name}:1", name]))
+    if reason := metadata["refused"].get(value):
         return Violation(path, reason, values_for(path, choices), len(choices))
     close = difflib.get_close_matches(value, choices, n=len(choices), cutoff=0.75)
     show = 1 if close else len(choices)
@@ -217,19 +218,14 @@ def _out_of_bounds(path: str, value: float, usual: list[Any]) -> Violation | Non
         return Violation(path, f"is larger than {cfg.LARGEST_INT}", values_for(path, values))
     if not math.isfinite(value):
         return Violation(path, "is not a finite number", [{path: field.default}])
-    low, above, high, below = (bounds[name] for name in ("at_least", "above", "at_most", "below"))
-    if (
-        (low is None or value >= low)
-        and (above is None or value > above)
-        and (high is None or value <= high)
-        and (below is None or value < below)
-    ):
+    limits = {name: limit for name, limit in bounds.items() if limit is not None}
+    if all(IS_WITHIN[name](value, limit) for name, limit in limits.items()):
         return None
-    words = {"at least": low, "above": above, "at most": high, "below": below}
-    limits = (f"{word} {limit}" for word, limit in words.items() if limit is not None)
-    ends = [kind(end) for end in (low, high, *usual) if isinstance(end, int | float)]
+    rule = " and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in limits.items())
+    known = [bounds["at_least"], bounds["at_most"], *usual]
+    ends = [kind(end) for end in known if isinstance(end, int | float)]
     ends.sort(key=lambda end: abs(end - value))
-    return Violation(path, "must be " + " and ".join(limits), values_for(path, ends))
+    return Violation(path, f"must be {rule}", values_for(path, ends))
 
 
 # --- suggestions ----------------------------------------------------------------------------------
@@ -259,8 +255,7 @@ class _Search:
         if checkpoint and violation.rule.startswith(resume.CANNOT):
             nothing_works = f"another --workdir, or other than {self.environment.devices} devices"
             text = f"{text} (or another --workdir)" if changes else nothing_works
-        value = cfg.get(self.config, field)
-        return ConfigError(field, value, violation.rule, text, [changes])
+        return ConfigError(field, cfg.get(self.config, field), violation.rule, text, [changes])
 
     def fewest_changes(self) -> Changes:
         """The fewest fixes of broken rules that work together, or the settings that go back to

@@ -263,8 +263,11 @@ def _unknown(
         path = name.removeprefix(SETTING)
         member = next((p for p in settings if p.startswith(path + ".")), None)
         if member:
-            rule = f"{path}={text!r} is a group of settings, such as {member}"
-            return UsageError(rule, setting=member, advice=f"--config.{member}")
+            return UsageError(
+                f"{path}={text!r} is a group of settings, such as {member}",
+                setting=member,
+                advice=f"--config.{member}",
+            )
         path_meant = cfg.meant(path)
         advice = "" if path_meant else "--help, which lists all settings"
         return UsageError(
@@ -275,8 +278,7 @@ def _unknown(
     meant = [path for path in settings if name == path or path.endswith("." + name)]
     if len(meant) == 1:
         return UsageError(rule, setting=meant[0])
-    names = [*known, *(SETTING + path for path in settings)]
-    nearest = nearly(name, names)
+    nearest = nearly(name, [*known, *(SETTING + path for path in settings)])
     if not nearest:
         return UsageError(rule, advice="--help, which lists all flags")
     if nearest not in known:

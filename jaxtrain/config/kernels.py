@@ -177,8 +177,10 @@ def _cudnn_two_sizes(case: AttentionCase) -> Refusal | None:
 
 def _cudnn_whole(case: AttentionCase) -> Refusal | None:
     if case.context:
-        rule = f"is for unsplit sequences, not parallel.context={case.context!r}"
-        return Refusal(rule, ({"parallel.context": "ulysses"},))
+        return Refusal(
+            f"is for unsplit sequences, not parallel.context={case.context!r}",
+            ({"parallel.context": "ulysses"},),
+        )
     return None
 
 

@@ -178,11 +178,10 @@ def mesh_uses_devices(mesh: MeshConfig, devices: int) -> Iterator[Violation]:
     # sizes that do not divide the devices on their own come first
     blamed = sorted(large, key=lambda axis: devices % large[axis] == 0)
     text = " × ".join(f"mesh.{axis}={size}" for axis, size in large.items())
-    if len(large) > 1:
-        text += f" = {product}"
+    total = f" = {product}" if len(large) > 1 else ""
     yield Violation(
         f"mesh.{blamed[0]}",
-        f"does not fit: {text} {'does not divide' if is_open else 'is not'} the {devices} "
+        f"does not fit: {text}{total} {'does not divide' if is_open else 'is not'} the {devices} "
         f"device{'s'[: devices != 1]}",
         _mesh_fixes(blamed, sizes, devices, is_open),
         show=4,
@@ -276,8 +275,12 @@ def _expert_axis_divides(mesh: MeshConfig, model: ModelConfig) -> Iterator[Viola
         )
     if experts % size:
         fixes = values_for("mesh.expert", near(size, divisors(experts)))
-        fixes.append({"model.experts": size})
-        yield Violation("mesh.expert", f"does not divide model.experts={experts}", fixes, show=4)
+        yield Violation(
+            "mesh.expert",
+            f"does not divide model.experts={experts}",
+            [*fixes, {"model.experts": size}],
+            show=4,
+        )
 
 
 def _expert_nodes(
@@ -291,8 +294,12 @@ def _expert_nodes(
     if size % nodes:
         yield Violation(path, f"does not divide mesh.expert={size}", fixes, show=4)
     elif nodes == size:
-        rule = f"leaves a node one device of mesh.expert={size}, which one step reaches"
-        yield Violation(path, rule, fixes, show=4)
+        yield Violation(
+            path,
+            f"leaves a node one device of mesh.expert={size}, which one step reaches",
+            fixes,
+            show=4,
+        )
     if model.capacity_factor:
         yield Violation(
             path,
@@ -312,8 +319,8 @@ def _model_axis_divides(
     cut = {
         "model.heads": model.heads,
         **{f"model.{name}": n for name, n in mlp_widths(model).items()},
+        "data.sequence_length": data.sequence_length,
     }
-    cut["data.sequence_length"] = data.sequence_length
     sizes = near(size, divisors(math.gcd(*cut.values())))
     fixes = values_for("mesh.model", [n for n in sizes if kv_heads_fit(model, n)])
     for path, length in cut.items():
@@ -356,9 +363,10 @@ def _reductions(
     """Gradients over `data`, and the outer steps of independent replicas (DiLoCo)."""
     path, steps = "train.diloco_inner_steps", train.diloco_inner_steps
     if parallel.reduce == "last" and mesh.stage == 1:
-        rule = "reduces gradients in a pipeline's last W, and mesh.stage=1"
         yield Violation(
-            "parallel.reduce", rule, [{"parallel.reduce": r} for r in ("step", "microbatch")]
+            "parallel.reduce",
+            "reduces gradients in a pipeline's last W, and mesh.stage=1",
+            values_for("parallel.reduce", ["step", "microbatch"]),
         )
     if parallel.reduce in ("microbatch", "last") and parallel.zero == 0:
         yield Violation(

@@ -61,9 +61,10 @@ def find_recipe(name: str) -> pathlib.Path:
     if shipped:
         return shipped
     rule = "is neither a file nor a recipe of jaxtrain's"
-    if os.path.exists(path):
-        folder = os.path.isdir(path)
-        rule = "is a folder, not a recipe" if folder else "is not a regular file"
+    if os.path.isdir(path):
+        rule = "is a folder, not a recipe"
+    elif os.path.exists(path):
+        rule = "is not a regular file"
     raise _unknown(f"--config={name!r} {rule}", path)
 
 
@@ -97,10 +98,12 @@ def _recipes_in(folder: pathlib.Path) -> list[pathlib.Path]:
     may not be read."""
     if not (folder.is_dir() and os.access(folder, os.R_OK | os.X_OK)):
         return []
-    files = [
-        file for file in sorted(folder.glob("*.py")) if file.is_file() and os.access(file, os.R_OK)
+    return [
+        file
+        for file in sorted(folder.glob("*.py"))
+        if file.is_file() and os.access(file, os.R_OK)
+        if "def get_config(" in file.read_text(errors="replace")
     ]
-    return [file for file in files if "def get_config(" in file.read_text(errors="replace")]
 
 
 def write_config(config: Config, path: pathlib.Path) -> None:
@@ -119,9 +122,11 @@ def load_recipe(path: pathlib.Path) -> Config:
                 return from_dict(values)
         except (OSError, ValueError, AttributeError, TypeError) as error:
             raise RecipeError(f"{name} is no config.json of a run: {error}") from None
-        rule = f"{name} is the config.json of a published model"
-        advice = f"--config=from_hf --config.train.init_from={path.parent}"
-        raise RecipeError(rule, "", advice=advice)
+        raise RecipeError(
+            f"{name} is the config.json of a published model",
+            nearest="",
+            advice=f"--config=from_hf --config.train.init_from={path.parent}",
+        )
     if path.suffix != ".py":
         raise RecipeError(f"{name} is not a Python file")
     try:

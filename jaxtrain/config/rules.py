@@ -279,8 +279,9 @@ def _biases(model: ModelConfig) -> Iterator[Violation]:
     for part in model.biases:
         if reason := wrong.get(part):
             others = tuple(other for other in model.biases if other != part)
-            rule = f"has {part!r} with {reason}"
-            yield Violation("model.biases", rule, [{"model.biases": others}])
+            yield Violation(
+                "model.biases", f"has {part!r} with {reason}", [{"model.biases": others}]
+            )
 
 
 def _router(model: ModelConfig) -> Iterator[Violation]:
@@ -397,12 +398,14 @@ def _pipeline(
     if mesh.stage not in (1, -1) and not fits_repeats(pipeline.schedule, pipeline.repeats):
         schedule = SCHEDULES[pipeline.schedule]
         fitting = [name for name in SCHEDULES if fits_repeats(name, pipeline.repeats)]
-        fixes = [{"pipeline.repeats": schedule.least_repeats}]
         yield Violation(
             "pipeline.repeats",
             f"does not fit pipeline.schedule={pipeline.schedule!r}, which has "
             f"{schedule.repeats_rule} on a stage",
-            [*fixes, *values_for("pipeline.schedule", fitting)],
+            [
+                {"pipeline.repeats": schedule.least_repeats},
+                *values_for("pipeline.schedule", fitting),
+            ],
         )
     if pipeline.memory and pipeline.schedule != "auto":
         yield Violation(
@@ -496,11 +499,10 @@ def _overlap(pipeline: PipelineConfig) -> Iterator[Violation]:
     path, schedule = "pipeline.overlap", pipeline.schedule
     steps = "pipeline.steps_per_program"
     if not may_overlap(schedule):
-        known = ", ".join(OVERLAPPED)
         yield Violation(
             path,
             "needs an F and a B of two microbatches side by side, as in the order of "
-            f"{known}, and pipeline.schedule={schedule!r} has none",
+            f"{', '.join(OVERLAPPED)}, and pipeline.schedule={schedule!r} has none",
             [
                 {path: False},
                 *values_for("pipeline.schedule", OVERLAPPED),

@@ -146,8 +146,7 @@ class Source:
         return [*lines, *(f"  {link} {links}" for link in self.linked_folders)]
 
     def passed_over_text(self) -> str:
-        names = self.listed(self.passed_over)
-        return f"passed over, for names that begin with _ or .: {names}"
+        return f"passed over, for names that begin with _ or .: {self.listed(self.passed_over)}"
 
     def listed(self, paths: Sequence[str]) -> str:
         """The first NAMED of some paths, as they are called below the root, and how many more."""
@@ -204,11 +203,12 @@ def find(name: str) -> Source:
     source = _list(name, root, pattern)
     tokens = [file.path for file in source.files if holds_tokens(file.path)]
     if tokens:
-        rule = (
+        raise ConfigError(
+            "data.source",
+            name,
             f"holds token files ({source.listed(tokens)}), of which each is a corpus by itself: "
-            "let their names begin with _ or ., or name one"
+            "let their names begin with _ or ., or name one",
         )
-        raise ConfigError("data.source", name, rule)
     return source
 
 
@@ -311,21 +311,24 @@ def _no_files(source: Source, unmatched: Sequence[str], closed: int) -> ConfigEr
     """The error for a folder without files, or a pattern without a match, with what is there:
     unmatched has the endings of other files, closed is the number of folders that do not match."""
     if source.name == STDLIB:
-        rule = f"is empty, for this Python has no sources in {source.root}: name a folder or a file"
-        return ConfigError("data.source", STDLIB, rule)
-    present = []
-    if unmatched:
-        present.append(_amounts(unmatched))
-    if closed:
-        present.append(f"folders that do not match ({closed:,})")
-    if source.passed_over:
-        present.append(source.passed_over_text())
-    if source.linked_folders:
-        links = source.listed(source.linked_folders)
-        present.append(f"links to folders, which are not followed: {links}")
-    rule = f"{'matches' if source.pattern else 'holds'} no files; below {source.root} are "
-    rule += "; ".join(present) or "none"
-    return ConfigError("data.source", source.name, rule)
+        return ConfigError(
+            "data.source",
+            STDLIB,
+            f"is empty, for this Python has no sources in {source.root}: name a folder or a file",
+        )
+    links = source.listed(source.linked_folders)
+    present = [
+        _amounts(unmatched),
+        f"folders that do not match ({closed:,})" if closed else "",
+        source.passed_over_text() if source.passed_over else "",
+        f"links to folders, which are not followed: {links}" if links else "",
+    ]
+    return ConfigError(
+        "data.source",
+        source.name,
+        f"{'matches' if source.pattern else 'holds'} no files; below {source.root} are "
+        f"{'; '.join(filter(None, present)) or 'none'}",
+    )
 
 
 def _amounts(endings: Iterable[str]) -> str:

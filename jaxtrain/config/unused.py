@@ -32,19 +32,11 @@ class Use:
 
     used: True if they have one in a config none of whose mesh sizes is -1
     reason: why they have none: the words after "has no use"
-    platforms: those on which they have one, by jax's names; (): all
     """
 
     settings: list[str]
     used: Callable[[Config], object]
     reason: Callable[[Config], str]
-    platforms: tuple[str, ...] = ()
-
-    def serves(self, config: Config, platform: str) -> bool:
-        """True if the settings have a use in this config on this platform, or on some if it is
-        ""."""
-        elsewhere = self.platforms and platform and platform not in self.platforms
-        return not elsewhere and bool(self.used(config))
 
 
 def _coincide(steps: int, *intervals: int) -> bool:
@@ -255,12 +247,6 @@ USES = (
         lambda c: f"with model.attention_kernel={c.model.attention_kernel!r}",
     ),
     Use(
-        ["model.attention_backward"],
-        lambda c: True,
-        lambda c: "on these devices: splash is a kernel for TPUs",
-        platforms=(TPU,),
-    ),
-    Use(
         ["train.eval_batches", "checkpoint.keep_best"],
         lambda c: c.data.validation_fraction,
         lambda c: "with data.validation_fraction=0",
@@ -338,6 +324,12 @@ USES = (
         lambda c: "with train.sample_tokens=0",
     ),
 )
+# One more on devices that are no TPUs.
+OFF_TPUS = Use(
+    ["model.attention_backward"],
+    lambda c: False,
+    lambda c: "on these devices: splash is a kernel for TPUs",
+)
 
 
 def without_use(config: Config) -> set[str]:
@@ -354,13 +346,13 @@ def unused_settings(config: Config, platform: str = "") -> list[str]:
     """
     named: dict[str, list[str]] = {}  # by reason
     known = set[str]()
-    for use in USES:
+    for use in USES if platform in ("", TPU) else (*USES, OFF_TPUS):
         changed = [
             path
             for path in use.settings
             if path not in known and cfg.get(config, path) != cfg.fields()[path].default
         ]
-        if changed and not use.serves(config, platform):
+        if changed and not use.used(config):
             known |= set(changed)
             named.setdefault(use.reason(config), []).extend(
                 f"{path}={shlex.quote(cfg.value_text(cfg.get(config, path)))}" for path in changed
@@ -384,11 +376,14 @@ def _more_layers_than_there_are(config: Config) -> list[str]:
     unit = max(cut(chunks, pipeline.layers_per_op)[1]) if several else most
     notes = []
     if remat.layers is not None and remat.layers > unit:
-        text = f"pipeline.remat={pipeline.remat}"
-        notes.append(f"{text} recomputes all layers: a unit has {unit} at most")
+        notes.append(
+            f"pipeline.remat={pipeline.remat} recomputes all layers: a unit has {unit} at most"
+        )
     if several and pipeline.layers_per_op >= most:
-        text = f"pipeline.layers_per_op={pipeline.layers_per_op}"
-        notes.append(f"{text} has no use where a chunk has {most} layers at most")
+        notes.append(
+            f"pipeline.layers_per_op={pipeline.layers_per_op} has no use where a chunk has {most} "
+            "layers at most"
+        )
     return notes
 
 

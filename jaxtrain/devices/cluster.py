@@ -134,11 +134,11 @@ def notice_of_waiting(
 
     processes: of the run, None where jax alone knows; address: of process 0, "" where jax finds it.
     """
-    whom = (
-        f"the {processes} processes of this run" if processes else "the other processes of this run"
-    )
     where = f" at {address}" if address else ""
-    line = f"waiting for {whom} to meet{where}; jax gives up after {MEETING_S} s"
+    line = (
+        f"waiting for the {processes or 'other'} processes of this run to meet{where}; jax gives "
+        f"up after {MEETING_S} s"
+    )
     timer = threading.Timer(after, lambda: streams.log(line))
     timer.daemon = True
     timer.start()
@@ -160,27 +160,20 @@ def check_devices() -> None:
     except RuntimeError as error:
         if not jax.distributed.is_initialized():
             raise
-        rule = (
+        raise DevicesError(
             "jax does not find the devices of all processes of this run: one of them has gone, or "
-            "has none"
-        )
-        raise DevicesError(f"{rule} ({' '.join(str(error).split())[:200]})") from error
+            f"has none ({' '.join(str(error).split())[:200]})"
+        ) from error
     count = collections.Counter(device.process_index for device in devices)
     usual = max(count.values(), key=lambda devices: (list(count.values()).count(devices), devices))
     few = [process for process in range(jax.process_count()) if count[process] != usual]
     if not few:
         return
-    store = distributed.global_state.client
-    assert store is not None, "several processes have a store"
-    store.key_value_set(f"jaxtrain/host/{jax.process_index()}", socket.gethostname())
-    hosts = [
-        f"host {store.blocking_key_value_get(f'jaxtrain/host/{process}', NAMES_MS)} (process "
-        f"{process})"
-        for process in few[:4]
-    ]
+    _client().key_value_set(f"jaxtrain/host/{jax.process_index()}", socket.gethostname())
     seen = [
-        f"{host} sees {count[process]} of {usual} devices"
-        for host, process in zip(hosts, few, strict=False)
+        f"host {_client().blocking_key_value_get(f'jaxtrain/host/{process}', NAMES_MS)} (process "
+        f"{process}) sees {count[process]} of {usual} devices"
+        for process in few[:4]
     ]
     others = f", and {len(few) - len(seen)} further processes" if len(few) > len(seen) else ""
     barrier("hosts are known")  # the store is process 0's, and goes with it

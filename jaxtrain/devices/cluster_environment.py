@@ -94,14 +94,12 @@ def simulated_devices(
         for word in environment.get("XLA_FLAGS", "").split()
         if word.startswith(option)
     ]
-    names = filter(environment.get, ["JAX_NUM_CPU_DEVICES"])
-    asked += [number(environment, name, 1) for name in names]
+    if environment.get("JAX_NUM_CPU_DEVICES"):
+        asked.append(number(environment, "JAX_NUM_CPU_DEVICES", 1))
     if namespace.cpu_devices:
         return namespace.cpu_devices * processes
     platforms = environment.get("JAX_PLATFORMS", "")
-    if platforms != "cpu" and (platforms or _has_plugins()):
-        return None
-    if len(asked) > 1:
+    if len(asked) > 1 or (platforms != "cpu" and (platforms or _has_plugins())):
         return None
     return (
         asked[0] * processes
@@ -193,8 +191,10 @@ def _indexed_job(environment: Mapping[str, str], address: str) -> dict[str, Any]
             "JAX_NUM_PROCESSES in the environment needs JAX_COORDINATOR_ADDRESS=HOST:PORT beside "
             "it (or --coordinator): set it, or unset both"
         )
-    known = _process(environment, "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JOB_COMPLETION_INDEX")
-    return known | {"coordinator_address": address}
+    return {
+        "coordinator_address": address,
+        **_process(environment, "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JOB_COMPLETION_INDEX"),
+    }
 
 
 def _skypilot_job(environment: Mapping[str, str], address: str) -> dict[str, Any]:
@@ -207,9 +207,11 @@ def _skypilot_job(environment: Mapping[str, str], address: str) -> dict[str, Any
             "SKYPILOT_NUM_NODES in the environment needs SKYPILOT_NODE_IPS beside it: unset "
             "SKYPILOT_NUM_NODES for a run of one process"
         )
-    address = address or f"{ips[0]}:{_port_of(environment.get('SKYPILOT_TASK_ID', 'jaxtrain'))}"
-    known = _process(environment, "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK")
-    return known | {"coordinator_address": address}
+    port = _port_of(environment.get("SKYPILOT_TASK_ID", "jaxtrain"))
+    return {
+        "coordinator_address": address or f"{ips[0]}:{port}",
+        **_process(environment, "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK"),
+    }
 
 
 def _port_of(name: str) -> int:
@@ -253,11 +255,6 @@ def _slurm_tasks_on_node(environment: Mapping[str, str]) -> int:
 def visible_gpus(environment: Mapping[str, str]) -> int:
     """The number of NVIDIA GPUs that this process could use, without starting a driver."""
     if "CUDA_VISIBLE_DEVICES" in environment:
-        return len(
-            [
-                d
-                for d in environment["CUDA_VISIBLE_DEVICES"].split(",")
-                if d.strip() not in ("", "-1")
-            ]
-        )
+        names = environment["CUDA_VISIBLE_DEVICES"].split(",")
+        return sum(name.strip() not in ("", "-1") for name in names)
     return len(glob.glob("/dev/nvidia[0-9]*"))

@@ -102,13 +102,11 @@ def compiler_options(
 ) -> dict[str, Value]:
     """XLA's options for a device. does: what a step does, of GATHERS, SIDE_BY_SIDE and FP8;
     changes: NAME=VALUE, which replace the platform's options or add to them."""
-    options = [
-        o
-        for o in PLATFORMS.get(device.platform, ())
-        if not o.only_for or not set(o.only_for).isdisjoint(does)
-    ]
     chosen = {
-        o.name: o.value for o in options if not o.generations or device.device_kind in o.generations
+        option.name: option.value
+        for option in PLATFORMS.get(device.platform, ())
+        if not option.only_for or not set(option.only_for).isdisjoint(does)
+        if not option.generations or device.device_kind in option.generations
     }
     return chosen | {
         name: _value(text) for name, _, text in (change.partition("=") for change in changes)

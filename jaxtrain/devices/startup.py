@@ -12,6 +12,12 @@ from jaxtrain.run import files, streams
 
 # variables with the fraction of a GPU's memory that jax's allocator takes; jax refuses both at once
 MEMORY_FRACTION = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
+# XLA's flags with the seconds after which a collective of CPU devices is given up
+COLLECTIVE_TIMEOUTS = (
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds",
+    "--xla_cpu_collective_call_terminate_timeout_seconds",
+    "--xla_cpu_collective_timeout_seconds",
+)
 
 
 def start_jax(namespace: types.SimpleNamespace, side_by_side: bool = False) -> None:
@@ -83,19 +89,14 @@ def unused_accelerator(
 
     if jax.default_backend() != "cpu" or namespace.cpu_devices or os.environ.get("JAX_PLATFORMS"):
         return ""
-    accelerator = next(
-        (accelerator for file, accelerator in ACCELERATORS.items() if files(file)), None
-    )
-    if accelerator is None:
-        return ""
-    name, extra = accelerator
-    installs = (
-        f"JAXTRAIN_EXTRAS={extra} scripts/train.sh, or python -m pip install 'jaxtrain[{extra}]'"
-    )
-    return (
-        f"{name} is here, and jax has no working package for it: {installs}; "
-        f"--cpu_devices={SIMULATED_DEVICES} runs without it"
-    )
+    for file, (name, extra) in ACCELERATORS.items():
+        if files(file):
+            return (
+                f"{name} is here, and jax has no working package for it: JAXTRAIN_EXTRAS={extra} "
+                f"scripts/train.sh, or python -m pip install 'jaxtrain[{extra}]'; "
+                f"--cpu_devices={SIMULATED_DEVICES} runs without it"
+            )
+    return ""
 
 
 def set_xla_flags(environment: Any, side_by_side: bool = False) -> None:
@@ -110,13 +111,10 @@ def set_xla_flags(environment: Any, side_by_side: bool = False) -> None:
     """
     words = environment.get("XLA_FLAGS", "").split()
     names = {word.partition("=")[0] for word in words}
-    for kind in ("call_warn_stuck", "call_terminate", ""):
-        name = "--xla_cpu_collective_" + "_".join(filter(None, (kind, "timeout_seconds")))
-        if name not in names:
-            words.append(f"{name}=3000")
+    words += [f"{name}=3000" for name in COLLECTIVE_TIMEOUTS if name not in names]
     environment["XLA_FLAGS"] = " ".join(words)
-    own = [name for name in MEMORY_FRACTION if environment.get(name)]
-    if not own and environment.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() != "platform":
+    allocator = environment.get("XLA_PYTHON_CLIENT_ALLOCATOR", "")
+    if not any(map(environment.get, MEMORY_FRACTION)) and allocator.lower() != "platform":
         environment[MEMORY_FRACTION[0]] = str(GPU_MEMORY)
     if side_by_side:
         environment.setdefault("NPROC", "32")  # what XLA takes for the number of cores

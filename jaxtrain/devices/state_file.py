@@ -293,9 +293,6 @@ class StateFile:
                 done += count
 
         starts = range(0, len(buffer), REQUEST_BYTES)
-        if len(starts) == 1:
-            one(0)
-            return
         requests = [self._threads[kind].submit(one, start) for start in starts]
         concurrent.futures.wait(requests)
         for request in requests:

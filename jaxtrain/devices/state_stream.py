@@ -11,6 +11,7 @@ computed.
 """
 
 import concurrent.futures
+import itertools
 import queue
 import threading
 from collections.abc import Iterator, Sequence
@@ -57,20 +58,17 @@ class BlockGroup:
     def on_devices(self, buffer: np.ndarray) -> list[jax.Array]:
         """The arrays on the devices, of stacks the layer [stages, 1, …]. On CPU they may lie in the
         buffer itself."""
-        views, devices, counts = [], [], []
-        for _, shards in self._views(buffer):
-            pairs = [(view, device) for held, view in shards for device in held]
-            views += [view for view, _ in pairs]
-            devices += [device for _, device in pairs]
-            counts.append(len(pairs))
+        pairs = [
+            [(view, device) for devices, view in shards for device in devices]
+            for _, shards in self._views(buffer)
+        ]
+        views, devices = map(list, zip(*itertools.chain(*pairs), strict=True))
         parts = iter(jax.device_put(views, devices))
         return [
             jax.make_array_from_single_device_arrays(
-                array.layer_shape,
-                array.sharding,
-                [next(parts) for _ in range(count)],
+                array.layer_shape, array.sharding, [*itertools.islice(parts, len(of_array))]
             )
-            for array, count in zip(self.arrays, counts, strict=True)
+            for array, of_array in zip(self.arrays, pairs, strict=True)
         ]
 
     def from_devices(self, values: Sequence[jax.Array], buffer: np.ndarray) -> None:

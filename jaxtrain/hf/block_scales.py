@@ -46,19 +46,17 @@ def read_block(fields: Fields) -> Block | None:
     return block[0], block[1]
 
 
-def scales_shape(shape: Sequence[int], block: Block) -> tuple[int, int]:
+def scales_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
     """The shape of the factors of a weight [out, in]."""
-    rows, columns = (math.ceil(size / part) for size, part in zip(shape, block, strict=True))
-    return rows, columns
+    return tuple(math.ceil(size / part) for size, part in zip(shape, block, strict=True))
 
 
-def scales_region(region: Sequence[range], block: Block) -> tuple[range, range]:
+def scales_region(region: Sequence[range], block: Block) -> tuple[range, ...]:
     """The region of the factors that a region of the weight needs."""
-    rows, columns = (
+    return tuple(
         range(span.start // part, math.ceil(span.stop / part))
         for span, part in zip(region, block, strict=True)
     )
-    return rows, columns
 
 
 def dequantized(

@@ -50,14 +50,27 @@ class TableEntry:
 
 
 @dataclasses.dataclass(frozen=True)
-class Integer(TableEntry):
+class SettingField(TableEntry):
+    """A field that gives one setting."""
+
+    field: str
+    setting: str
+
+    def write(self, model: ModelConfig, length: int) -> Settings:
+        return {self.field: getattr(model, self.setting)}
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        return {self.setting: self.field}
+
+
+@dataclasses.dataclass(frozen=True)
+class Integer(SettingField):
     """An integer.
 
     default: where the field is missing; null: what null stands for, None if it is refused
     """
 
-    field: str
-    setting: str
     default: Any = MISSING
     null: int | None = None
     least: int = 1
@@ -73,36 +86,21 @@ class Integer(TableEntry):
         value = getattr(model, self.setting)
         return {self.field: None if value == self.null else value}
 
-    @property
-    def sources(self) -> Mapping[str, str]:
-        return {self.setting: self.field}
-
 
 @dataclasses.dataclass(frozen=True)
-class Number(TableEntry):
+class Number(SettingField):
     """A float above 0."""
 
-    field: str
-    setting: str
     default: float
 
     def read(self, fields: Fields, settings: Settings) -> Settings:
         return {self.setting: fields.number(self.field, self.default)}
 
-    def write(self, model: ModelConfig, length: int) -> Settings:
-        return {self.field: getattr(model, self.setting)}
-
-    @property
-    def sources(self) -> Mapping[str, str]:
-        return {self.setting: self.field}
-
 
 @dataclasses.dataclass(frozen=True)
-class Switch(TableEntry):
+class Switch(SettingField):
     """A bool. values: the setting where it is false, and where it is true"""
 
-    field: str
-    setting: str
     default: bool
     values: tuple[Any, Any] = (False, True)
 
@@ -111,10 +109,6 @@ class Switch(TableEntry):
 
     def write(self, model: ModelConfig, length: int) -> Settings:
         return {self.field: getattr(model, self.setting) == self.values[True]}
-
-    @property
-    def sources(self) -> Mapping[str, str]:
-        return {self.setting: self.field}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,13 +200,13 @@ class WholeHeads(TableEntry):
 
     def read(self, fields: Fields, settings: Settings) -> Settings:
         if settings["width"] % settings["heads"]:
-            rule = f"does not divide hidden_size={settings['width']}, as transformers asks for"
-            raise fields.refuse("num_attention_heads", rule)
+            raise fields.refuse(
+                "num_attention_heads",
+                f"does not divide hidden_size={settings['width']}, as transformers asks for",
+            )
         return {}
 
-    @property
-    def limits(self) -> Mapping[str, str]:
-        return {"num_attention_heads": "a divisor of hidden_size"}
+    limits = {"num_attention_heads": "a divisor of hidden_size"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,26 +232,22 @@ class Training(TableEntry):
 
 
 @dataclasses.dataclass(frozen=True)
-class DenseLayers(TableEntry):
+class DenseLayers(SettingField):
     """The number of layers before those with experts, which num_hidden_layers counts, too."""
 
-    field: str
     default: int
 
     def read(self, fields: Fields, settings: Settings) -> Settings:
         dense = fields.integer(self.field, self.default, least=0)
         if dense >= settings["layers"]:
-            rule = f"leaves none of num_hidden_layers={settings['layers']} with experts"
-            raise fields.refuse(self.field, rule)
-        return {"layers": settings["layers"] - dense, "dense_layers": dense}
+            raise fields.refuse(
+                self.field, f"leaves none of num_hidden_layers={settings['layers']} with experts"
+            )
+        return {"layers": settings["layers"] - dense, self.setting: dense}
 
     def write(self, model: ModelConfig, length: int) -> Settings:
         layers = model.dense_layers + model.layers
-        return {"num_hidden_layers": layers, self.field: model.dense_layers}
-
-    @property
-    def sources(self) -> Mapping[str, str]:
-        return {"dense_layers": self.field}
+        return {"num_hidden_layers": layers} | super().write(model, length)
 
     @property
     def limits(self) -> Mapping[str, str]:
@@ -265,21 +255,13 @@ class DenseLayers(TableEntry):
 
 
 @dataclasses.dataclass(frozen=True)
-class Predictions(TableEntry):
-    """The number of modules of multi-token prediction."""
+class Predictions(SettingField):
+    """The number of modules of multi-token prediction. null is read as 0, which is written as 0."""
 
-    field: str
     default: int
 
     def read(self, fields: Fields, settings: Settings) -> Settings:
-        return {"mtp_depth": fields.integer(self.field, self.default, null=0, least=0)}
-
-    def write(self, model: ModelConfig, length: int) -> Settings:
-        return {self.field: model.mtp_depth}
-
-    @property
-    def sources(self) -> Mapping[str, str]:
-        return {"mtp_depth": self.field}
+        return {self.setting: fields.integer(self.field, self.default, null=0, least=0)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,11 +344,16 @@ class Window(TableEntry):
             start = fields.integer("max_window_layers", self.layers, least=0)
         applies = (switch or not self.switched) and not (self.typed and types) and start < count
         if applies and 0 < window < longest:
-            rule = f"(null, or at least max_position_embeddings={longest})"
-            raise fields.refuse("sliding_window", f"is not supported: attention is full {rule}")
+            raise fields.refuse(
+                "sliding_window",
+                "is not supported: attention is full (null, or at least "
+                f"max_position_embeddings={longest})",
+            )
         if applies and window:
-            rule = f"no sequence of max_position_embeddings={longest} tokens reaches its end"
-            fields.notes.append(f"sliding_window={window} is left out: {rule}")
+            fields.notes.append(
+                f"sliding_window={window} is left out: no sequence of "
+                f"max_position_embeddings={longest} tokens reaches its end"
+            )
         return {}
 
     def write(self, model: ModelConfig, length: int) -> Settings:
@@ -374,12 +361,10 @@ class Window(TableEntry):
         none = {"sliding_window": None} if self.switched or self.window else {}
         return none | off
 
-    @property
-    def limits(self) -> Mapping[str, str]:
-        return {
-            "sliding_window": "null or at least max_position_embeddings",
-            "layer_types": '"full_attention" alone',
-        }
+    limits = {
+        "sliding_window": "null or at least max_position_embeddings",
+        "layer_types": '"full_attention" alone',
+    }
 
 
 @dataclasses.dataclass(frozen=True)

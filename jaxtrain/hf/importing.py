@@ -180,11 +180,14 @@ def _check_header(
     if name not in folder:
         raise HfError(f"{folder.path}: {name} is missing")
     if folder.shape(name) != shape:
-        shapes = f"{list(folder.shape(name))}, not {list(shape)}"
-        raise HfError(f"{folder.place(name)} is {shapes} by config.json and its defaults")
+        raise HfError(
+            f"{folder.place(name)} is {list(folder.shape(name))}, not {list(shape)} by config.json "
+            "and its defaults"
+        )
     if folder.dtype(name) not in dtypes:
-        rule = f"is of {folder.dtype(name)}: only {', '.join(dtypes)} are read"
-        raise HfError(f"{folder.place(name)} {rule}")
+        raise HfError(
+            f"{folder.place(name)} is of {folder.dtype(name)}: only {', '.join(dtypes)} are read"
+        )
 
 
 def check_copies(weights: PublishedWeights) -> None:

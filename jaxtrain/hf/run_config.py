@@ -52,8 +52,10 @@ class Origin:
         """The notes for a run with this config, which may leave out prediction modules."""
         notes = self.notes
         if self.model.mtp_depth and not config.model.mtp_depth:
-            said = f"{self.place} says {self.model.mtp_depth}"
-            notes += (f"model.mtp_depth=0 leaves out prediction modules: {said}",)
+            notes += (
+                f"model.mtp_depth=0 leaves out prediction modules: {self.place} says "
+                f"{self.model.mtp_depth}",
+            )
         return notes + notes_of_length(config, self.place)
 
 
@@ -136,8 +138,9 @@ def read_origin(folder: str, workdir: str) -> Origin:
             if run.train.init_from == str(path):
                 tokenizer = tokenizer_of(run.data.tokenizer, stored.parent)
                 return Origin(path, stored, run.model, tokenizer, ())
-        rule = f"is no folder with a {CONFIG} of a published model"
-        raise ConfigError("train.init_from", folder, rule)
+        raise ConfigError(
+            "train.init_from", folder, f"is no folder with a {CONFIG} of a published model"
+        )
     return read_published(path)
 
 
@@ -148,8 +151,9 @@ def notes_of_length(config: Config, place: pathlib.Path) -> tuple[str, ...]:
     # flags may have no number
     if not (isinstance(length, int) and isinstance(longest, int) and 0 < longest < length):
         return ()
-    said = f"max_position_embeddings={longest} of {place}"
-    return (f"data.sequence_length={length} is beyond {said}",)
+    return (
+        f"data.sequence_length={length} is beyond max_position_embeddings={longest} of {place}",
+    )
 
 
 def started_from(
@@ -167,8 +171,15 @@ def started_from(
     taken = {f"model.{name}": value for name, value in vars(model).items()}
     said = "data.tokenizer" not in unsaid or any(path == "data.tokenizer" for path, _ in overrides)
     lacks_tokenizer = not origin.tokenizer and not said
-    if lacks_tokenizer:
-        _check_no_slow_tokenizer(origin.folder)
+    slow = [
+        name for name in SLOW_TOKENIZERS if lacks_tokenizer and (origin.folder / name).is_file()
+    ]
+    if slow:  # only transformers reads it
+        raise HfError(
+            f"{origin.folder / slow[0]} is not read without a {TOKENIZER}, which transformers "
+            "writes (AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)): or use "
+            "--config.data.tokenizer=FILE"
+        )
     taken["data.tokenizer"] = origin.tokenizer or "none"
     longest = model.max_positions if model.positions == "learned" else 0
     if 0 < longest < recipe.data.sequence_length:
@@ -184,22 +195,15 @@ def started_from(
         model = dataclasses.replace(model, mtp_depth=0)
     if setting := _contradiction(config.model, model):
         name, value = f"model.{setting}", getattr(Config(model=model).resolve().model, setting)
-        rule = f"contradicts {origin.place}, which says {value}"
-        raise ConfigError(name, getattr(config.model, setting), rule, fixes=[{name: value}])
+        raise ConfigError(
+            name,
+            getattr(config.model, setting),
+            f"contradicts {origin.place}, which says {value}",
+            fixes=[{name: value}],
+        )
     if config.train.init_from:
         config = cfg.replace(config, {"train.init_from": str(origin.folder)})
     return config, before
-
-
-def _check_no_slow_tokenizer(folder: pathlib.Path) -> None:
-    """Raises HfError for a folder whose tokenizer only transformers can read."""
-    slow = [name for name in SLOW_TOKENIZERS if (folder / name).is_file()]
-    if slow:
-        raise HfError(
-            f"{folder / slow[0]} is not read without a {TOKENIZER}, which transformers writes "
-            "(AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)): or use "
-            "--config.data.tokenizer=FILE"
-        )
 
 
 def _contradiction(model: ModelConfig, published: ModelConfig) -> str:

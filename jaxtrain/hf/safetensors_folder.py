@@ -128,8 +128,10 @@ def _files(folder: pathlib.Path) -> dict[str, list[str]]:
             raise HfError(f"{folder / INDEX} has no weight_map")
         for name, file in weight_map.items():
             if pathlib.PurePath(str(file)).name != file:
-                rule = f"is in {shown(file)}, which is no name of a file in this folder"
-                raise HfError(f"{folder / INDEX}: {name} {rule}")
+                raise HfError(
+                    f"{folder / INDEX}: {name} is in {shown(file)}, which is no name of a file in "
+                    "this folder"
+                )
             files.setdefault(file, []).append(name)
         return files
     pickled = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)]
@@ -165,8 +167,7 @@ def read_header(path: pathlib.Path) -> dict[str, FileTensor]:
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start != position:
             word = "overlap" if entry.start < position else "leave a gap after"
-            neighbour = before or "the header"
-            raise HfError(f"{path}: {name} has data_offsets that {word} {neighbour}")
+            raise HfError(f"{path}: {name} has data_offsets that {word} {before or 'the header'}")
         position, before = entry.stop, name
         if position > size:
             raise HfError(
@@ -174,8 +175,10 @@ def read_header(path: pathlib.Path) -> dict[str, FileTensor]:
                 f"file has {size}"
             )
     if position != size:
-        rule = f"its tensors end at byte {position}, and the file has {size}"
-        raise HfError(f"{path} is no complete safetensors file: {rule}")
+        raise HfError(
+            f"{path} is no complete safetensors file: its tensors end at byte {position}, and the "
+            f"file has {size}"
+        )
     return entries
 
 
@@ -195,8 +198,7 @@ def _entry(path: pathlib.Path, name: str, values: Any, begin: int) -> FileTensor
     start, stop = offsets
     bits = math.prod(shape) * BITS.get(dtype, 0)
     if stop < start or (dtype in BITS and 8 * (stop - start) != bits):
-        rule = f"{stop - start} bytes, which do not hold {dtype}{shape}"
-        raise HfError(f"{path}: {name} has {rule}")
+        raise HfError(f"{path}: {name} has {stop - start} bytes, which do not hold {dtype}{shape}")
     return FileTensor(path, dtype, tuple(shape), begin + start, begin + stop)
 
 

@@ -43,19 +43,19 @@ def write_tensors(
     """Writes tensors into files of at most `largest` bytes of numbers, or of one tensor, and their
     index where there are several. Everything is on the disk when this returns."""
     groups = _split(entries, largest)
-    count = len(groups)
-    names = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
-    if count == 1:
-        names = [SINGLE]
-    for file, group in zip(names, groups, strict=True):
+    if len(groups) == 1:
+        _write_file(folder / SINGLE, entries, rows)
+        return
+    files = {
+        f"model-{n:05}-of-{len(groups):05}.safetensors": group for n, group in enumerate(groups, 1)
+    }
+    for file, group in files.items():
         _write_file(folder / file, group, rows)
-    if count > 1:
-        files = zip(names, groups, strict=True)
-        index = {
-            "metadata": {"total_size": sum(entry.nbytes for entry in entries)},
-            "weight_map": {entry.name: file for file, group in files for entry in group},
-        }
-        write_synced(folder / INDEX, json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
+    index = {
+        "metadata": {"total_size": sum(entry.nbytes for entry in entries)},
+        "weight_map": {entry.name: file for file, group in files.items() for entry in group},
+    }
+    write_synced(folder / INDEX, json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
 
 
 def _split(entries: Sequence[TensorEntry], largest: int) -> list[list[TensorEntry]]:

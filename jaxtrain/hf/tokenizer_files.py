@@ -50,12 +50,16 @@ def tokenizer_of_run(published: Published, config: Config) -> RunTokenizer:
     except DataError as error:
         raise HfError(str(error)) from None
     if tokenizer.vocab_size > size:
-        rule = f"is less than the {tokenizer.vocab_size} ids of data.tokenizer={name}"
-        raise HfError(f"{published.folder / CONFIG}: vocab_size={size} {rule}")
+        raise HfError(
+            f"{published.folder / CONFIG}: vocab_size={size} is less than the "
+            f"{tokenizer.vocab_size} ids of data.tokenizer={name}"
+        )
     notes = []
     if tokenizer.vocab_size < size:
-        rest = f"the other {size - tokenizer.vocab_size} are never made"
-        notes.append(f"data.tokenizer={name} has {tokenizer.vocab_size} of {size} ids; {rest}")
+        notes.append(
+            f"data.tokenizer={name} has {tokenizer.vocab_size} of {size} ids; the other "
+            f"{size - tokenizer.vocab_size} are never made"
+        )
     if not (published.folder / TOKENIZER).is_file():
         text = ", which reads no text (--config.data.tokenizer names another)" * (name == "none")
         notes.append(f"{published.folder} has no {TOKENIZER}: data.tokenizer={name}{text}")

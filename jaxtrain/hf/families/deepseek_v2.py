@@ -1,7 +1,6 @@
 """DeepSeek-V2."""
 
 import dataclasses
-from collections.abc import Mapping
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.hf.entries import (
@@ -41,13 +40,9 @@ class Groups(TableEntry):
         groups = {"n_group": model.router_groups, "topk_group": model.router_group_limit}
         return {"topk_method": LIMITED, **groups}
 
-    @property
-    def sources(self) -> Mapping[str, str]:
-        return {"router_groups": "n_group", "router_group_limit": "topk_group"}
+    sources = {"router_groups": "n_group", "router_group_limit": "topk_group"}
 
-    @property
-    def limits(self) -> Mapping[str, str]:
-        return {"topk_method": f'"{GREEDY}" or "{LIMITED}"'}
+    limits = {"topk_method": f'"{GREEDY}" or "{LIMITED}"'}
 
 
 FAMILY = Family(
@@ -77,7 +72,7 @@ FAMILY = Family(
         ),
         RotaryPositions(LONGEST),
         Window(LONGEST),
-        DenseLayers("first_k_dense_replace", 0),
+        DenseLayers("first_k_dense_replace", "dense_layers", 0),
         Only("norm_topk_prob", (False, None)),
         Only("mlp_bias", (False,)),
         Only("scoring_func", ("softmax",), written=False),

@@ -61,8 +61,8 @@ FAMILY = Family(
         *SIGMOID_ROUTER,
         RotaryPositions(LONGEST),
         Window(LONGEST),
-        DenseLayers("first_k_dense_replace", 3),
-        Predictions("num_nextn_predict_layers", 1),
+        DenseLayers("first_k_dense_replace", "dense_layers", 3),
+        Predictions("num_nextn_predict_layers", "mtp_depth", 1),
         # how the tensors' columns lie, which the rules read
         Only("rope_interleave", (True, False)),
     ),

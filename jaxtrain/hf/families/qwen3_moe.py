@@ -1,7 +1,6 @@
 """Qwen3 with experts."""
 
 import dataclasses
-from collections.abc import Mapping
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.hf.entries import Biases, Fixed, Integer, RotaryPositions, Switch, TableEntry, Window
@@ -34,8 +33,9 @@ class SparseLayers(TableEntry):
         if not sparse:
             raise fields.refuse(field, f"leaves none of num_hidden_layers={layers} with experts")
         if sparse != list(range(sparse[0], layers)):
-            rule = "is not supported: layers without experts have to be the first ones"
-            raise fields.refuse(field, rule)
+            raise fields.refuse(
+                field, "is not supported: layers without experts have to be the first ones"
+            )
         return {"layers": len(sparse), "dense_layers": sparse[0]}
 
     def write(self, model: ModelConfig, length: int) -> Settings:
@@ -45,13 +45,9 @@ class SparseLayers(TableEntry):
             "decoder_sparse_step": 1,
         }
 
-    @property
-    def sources(self) -> Mapping[str, str]:
-        return {"dense_layers": "mlp_only_layers"}
+    sources = {"dense_layers": "mlp_only_layers"}
 
-    @property
-    def limits(self) -> Mapping[str, str]:
-        return {"mlp_only_layers": "the first layers", "decoder_sparse_step": "the same"}
+    limits = {"mlp_only_layers": "the first layers", "decoder_sparse_step": "the same"}
 
 
 FAMILY = Family(

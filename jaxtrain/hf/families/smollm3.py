@@ -1,7 +1,6 @@
 """SmolLM3, some of whose layers have no rotary positions."""
 
 import dataclasses
-from collections.abc import Mapping
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.hf.entries import Biases, Integer, RotaryPositions, TableEntry, Window
@@ -27,16 +26,15 @@ class NopeLayers(TableEntry):
         if not isinstance(rotates, list) or not all(n in (0, 1) for n in rotates):
             raise fields.refuse("no_rope_layers", "is no list of 0 and 1")
         if len(rotates) < layers:
-            rule = f"has less than the {layers} of num_hidden_layers"
-            raise fields.refuse("no_rope_layers", rule)
+            raise fields.refuse(
+                "no_rope_layers", f"has less than the {layers} of num_hidden_layers"
+            )
         return {"nope_layers": tuple(n for n in range(layers) if not rotates[n])}
 
     def write(self, model: ModelConfig, length: int) -> Settings:
         return {"no_rope_layers": [int(n not in model.nope_layers) for n in range(model.layers)]}
 
-    @property
-    def sources(self) -> Mapping[str, str]:
-        return {"nope_layers": "no_rope_layers"}
+    sources = {"nope_layers": "no_rope_layers"}
 
 
 FAMILY = Family(
