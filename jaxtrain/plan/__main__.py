@@ -41,6 +41,7 @@ from jaxtrain.plan.search import Space, best_plans, check_fits
 from jaxtrain.plan.what_if import advise
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
+from jaxtrain.schedule import drawing
 
 DESCRIPTION = """\
 usage: jaxtrain plan --config=NAME|FILE --hardware=NAME|FILE --devices=N [--tokens=N]
@@ -287,7 +288,7 @@ def _output(
     if flags.recipe:
         files[flags.recipe] = recipe_text(config, f"{name}, as planned for {devices}.").encode()
     if flags.png:
-        files[flags.png] = picture.png(image(name))
+        files[flags.png] = drawing.as_png(image(name))
     command = _command(flags, config, recipe, kind) if can_be else None
     if flags.json:
         return Output([json.dumps({**figures, "command": command})], files)

@@ -1,7 +1,6 @@
 """Pictures of plans: memory and time as stacked bars, one for each layout, or one for each stage if
 the devices are of several kinds. No jax."""
 
-import io
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,15 +26,6 @@ BAR, LEAST_WIDTH, MOST_WIDTH = 0.9, 7.0, 24.0  # inches of a bar with its margin
 LETTERS = 9  # of a title in an inch
 LEAST_BARS = 4  # that the axes are wide enough for, at least
 MOST_LABELS = 32  # of stages
-
-
-def png(figure: Any) -> bytes:
-    """A picture as the bytes of a PNG file."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    buffer = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(buffer)
-    return buffer.getvalue()
 
 
 def of_layouts(predictions: Sequence[Prediction], model: str) -> Any:
