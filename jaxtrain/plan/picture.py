@@ -121,8 +121,7 @@ def _figure(bars: float, title: str) -> tuple[Any, Any]:
     width = min(max(LEAST_WIDTH, 4 + BAR * bars), MOST_WIDTH)
     figure = Figure(figsize=(width, 8), layout="constrained")
     figure.suptitle(textwrap.fill(title, int(LETTERS * width)))
-    axes = figure.subplots(2, 1, sharex=True)
-    return figure, axes
+    return figure, figure.subplots(2, 1, sharex=True)
 
 
 def _legends(*axes: Any) -> None:
@@ -148,11 +147,12 @@ def _bars(axes: Any, columns: Sequence[Mapping[str, float]]) -> None:
 
 def _name(prediction: Prediction) -> str:
     values = layout_flag.of(prediction.config)
-    sizes = [f"{key} {values[key]}" for key, usual in USUAL.items() if values[key] != usual]
-    choices = (
-        f"zero {values['zero']}",
-        f"microbatch {values['microbatch']}",
-        values["schedule"],
-        f"remat {values['remat']}",
+    return "\n".join(
+        [
+            *(f"{key} {values[key]}" for key, usual in USUAL.items() if values[key] != usual),
+            f"zero {values['zero']}",
+            f"microbatch {values['microbatch']}",
+            values["schedule"],
+            f"remat {values['remat']}",
+        ]
     )
-    return "\n".join([*sizes, *choices])
