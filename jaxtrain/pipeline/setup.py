@@ -483,11 +483,19 @@ def _needed_sizes(
         if value != needed:
             yield _change(path, value, f"is not the {needed} of the table of {name}", needed)
     if pipeline.repeats and pipeline.repeats != chunks / file.stages:
-        rule = f"is not that of {name}, {chunks} chunks on {file.stages} stages"
-        yield _change("pipeline.repeats", pipeline.repeats, rule, 0)
+        yield _change(
+            "pipeline.repeats",
+            pipeline.repeats,
+            f"is not that of {name}, {chunks} chunks on {file.stages} stages",
+            0,
+        )
     if pipeline.chunk_layers and len(pipeline.chunk_layers) != chunks:
-        rule = f"has another number than the {chunks} chunks of {name}"
-        yield _change("pipeline.chunk_layers", pipeline.chunk_layers, rule, ())
+        yield _change(
+            "pipeline.chunk_layers",
+            pipeline.chunk_layers,
+            f"has another number than the {chunks} chunks of {name}",
+            (),
+        )
 
 
 def _needed_by_table(table: Table, pipeline: PipelineConfig) -> Iterator[ConfigError]:

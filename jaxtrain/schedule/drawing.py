@@ -412,8 +412,9 @@ def png(table: Table, timeline: Timeline, title: str) -> bytes:
         axes.spines[side].set_visible(False)
     axes.tick_params(axis="y", length=0)
     said = CHUNKS if max(map(len, _chunks(table))) > 1 else CHUNKS.partition("; ")[2]
-    text = textwrap.fill(f"{title}   ({said})", int(LETTERS * inches))
-    axes.set_title(text, fontsize=9, loc="left")
+    axes.set_title(
+        textwrap.fill(f"{title}   ({said})", int(LETTERS * inches)), fontsize=9, loc="left"
+    )
     figure.legend(
         handles=patches, loc="outside lower right", ncols=columns, fontsize=8, frameon=False
     )
