@@ -90,8 +90,9 @@ def run(
         checkpoints.choose()
         weights = _open_weights(config, checkpoints.resumes)
         corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
-        tokenizer = corpus.tokenizer.describe()
-        checkpoints.check_corpus(TrainedCorpus(corpus.source, corpus.checksum, tokenizer))
+        checkpoints.check_corpus(
+            TrainedCorpus(corpus.source, corpus.checksum, corpus.tokenizer.describe())
+        )
         if checkpoints.step >= config.train.steps:
             done = f"{folder} already has its {checkpoints.step} steps"
             cluster.log(f"{done}: raise train.steps to go on", *_what_next(config, folder, corpus))
@@ -108,7 +109,8 @@ def run(
             # damage ends the run before anything is compiled or written
             state = begin() if weights and not checkpoints.resumes else None
             trainer = Trainer(config, folder, clock, step, corpus, checkpoints, begin)
-            closing.callback(trainer.close_loaders)
+            closing.enter_context(trainer.data)
+            closing.enter_context(trainer.held_out)
             goodput = lasting.enter_context(_timed(folder, clock, checkpoints))
             signals.before_end(goodput.discard)
             # XLA compiles most of a program on one core
@@ -145,23 +147,17 @@ class Trainer:
     ):
         self.config, self.folder, self.clock, self.begin = config, folder, clock, begin
         self.step, self.corpus, self.checkpoints = step, corpus, checkpoints
-        rows_folder = folder if config.metrics.rows else None
         self.data, self.held_out = make_loaders(
             corpus,
             config.data,
             step.abstract_batch["tokens"],
             step.separate_replicas,
             config.train.eval_batches,
-            rows_folder,
+            folder if config.metrics.rows else None,
         )
         self.intervals = Intervals.of(config.train, config.checkpoint, config.metrics.log_every)
         self.asked = Request.NOTHING
         self.validation_loss: float | None = None
-
-    def close_loaders(self) -> None:
-        """Ends the loaders' threads."""
-        self.held_out.close()
-        self.data.close()
 
     # --- set up -----------------------------------------------------------------------------------
 
@@ -180,9 +176,8 @@ class Trainer:
         self.evaluation = Evaluation(
             step.evaluate, abstract, self.held_out.specification(), self.held_out.iterate, executor
         )
-        others = []
-        if config.train.eval_every and self.held_out.batches:
-            others.append(self.evaluation.start_compiling())
+        validates = config.train.eval_every and self.held_out.batches
+        others = [self.evaluation.start_compiling()] if validates else []
         cluster.log(*introduction(config, step), self.corpus.describe())
         self.programs = when_compiled(step, self.clock, compiling, others)
         cluster.log(*self.data.remarks(), *self.held_out.remarks())
@@ -211,28 +206,33 @@ class Trainer:
             cluster.log(f"starting: weights from {origin or f'seed {config.train.seed}'}")
         self.progress = Progress(config.train.steps, start, shown=main)
         log_line = self.progress.log
-        tensorboard = config.metrics.tensorboard
         log = MetricsWriter(
-            self.folder if main else None, tensorboard, start, goodput.wall_s, log_line
+            self.folder if main else None,
+            config.metrics.tensorboard,
+            start,
+            goodput.wall_s,
+            log_line,
         )
-        traces, count = trace_folder(self.folder), config.train.profile_steps
-        self.profile = Profile(traces, start, count, clock, log_line)
+        self.profile = Profile(
+            trace_folder(self.folder), start, config.train.profile_steps, clock, log_line
+        )
         plan = plan_at_hand(config, mesh.devices.flat[0].device_kind).prediction
-        program = self.programs.train
-        self.measured = AfterWarmUp(plan, program, self.folder, self.profile, clock, log_line)
+        self.measured = AfterWarmUp(
+            plan, self.programs.train, self.folder, self.profile, clock, log_line
+        )
         detected = DetectorState.from_json(checkpoints.meta.memory)
         self.detector = SpikeDetector(config.train, self.data.describe, detected, start)
         checkpoints.begin(self.intervals, self.detector, goodput.wall_s, log_line)
         for part in (checkpoints, log, self.progress, self.profile):
             closing.callback(part.close)
-        minutes, grace = config.checkpoint.minutes, config.checkpoint.grace
-        self.requests = Requests(mesh, signals, checkpoints, minutes, grace)
+        self.requests = Requests(
+            mesh, signals, checkpoints, config.checkpoint.minutes, config.checkpoint.grace
+        )
         self.copies = Copies(mesh, self.state)
         self.watchdog = watchdog
         tokens = config.data.batch_size * config.data.sequence_length
         peak = plan.work.tokens_at_peak() if plan else None
-        skips = config.train.on_nonfinite != "stop"
-        self.speculation = Speculation(config.optimizer.clip_norm, skips, log_line)
+        self.speculation = Speculation(config.optimizer.clip_norm, self.detector.skips, log_line)
         self.reporter = Reporter(
             intervals=self.intervals,
             combine_metrics=self.step.combine_metrics,
@@ -357,8 +357,7 @@ class Trainer:
             "goes on from there"
         )
         self.picture.result()
-        interrupted = Request.INTERRUPT in self.asked
-        return ExitStatus.INTERRUPTED if interrupted else ExitStatus.STOPPED
+        return ExitStatus.INTERRUPTED if Request.INTERRUPT in self.asked else ExitStatus.STOPPED
 
     def conclude(self) -> None:
         """Logs the last validation loss next to the corpus's entropy, and a sample."""
@@ -525,8 +524,9 @@ def _write_settings(
     if stored_op_times.worth_storing(config.mesh, config.pipeline, given):
         devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
         with warned(folder / stored_op_times.OP_TIMES, cluster.log):
-            settings = stored_op_times.depend_on(config)
-            stored_op_times.store(folder, config.pipeline.times, settings, devices)
+            stored_op_times.store(
+                folder, config.pipeline.times, stored_op_times.depend_on(config), devices
+            )
 
 
 def _draw_losses(folder: pathlib.Path) -> None:

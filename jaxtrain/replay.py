@@ -95,11 +95,13 @@ def replay(
     refuse_another_rate(config.optimizer, config.train, at, recorded.learning_rate, folder)
     checkpoints.choose()
     if not checkpoints.resumes:
-        place = checkpoints.directory
-        raise ReplayError(f"--replay={at}: {place} has no complete checkpoint before step {at}")
+        raise ReplayError(
+            f"--replay={at}: {checkpoints.directory} has no complete checkpoint before step {at}"
+        )
     corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
-    tokenizer = corpus.tokenizer.describe()
-    checkpoints.check_corpus(TrainedCorpus(corpus.source, corpus.checksum, tokenizer))
+    checkpoints.check_corpus(
+        TrainedCorpus(corpus.source, corpus.checksum, corpus.tokenizer.describe())
+    )
     checkpoints.log_changes()
     clock.enter(Part.TRACING)
     mesh = make_mesh(sizes_of(config.mesh))

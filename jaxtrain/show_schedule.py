@@ -228,21 +228,27 @@ class ScheduleRequest:
 def check_flags(flags: types.SimpleNamespace) -> ScheduleRequest:
     """The request of the flags. Raises UsageError for flags that cannot be met."""
     of_file = flags.schedule.startswith(CSV)
-    if not of_file:
-        _check_choice("schedule", flags.schedule, by_name.NAMES)
     for flag, known in (
+        ("schedule", (flags.schedule,) if of_file else by_name.NAMES),
         ("vocabulary", VOCABULARIES),
         ("permute", by_name.PERMUTES),
         ("csv_format", tuple(CSV_FORMATS)),
     ):
-        _check_choice(flag, getattr(flags, flag), known)
+        value = getattr(flags, flag)
+        if value not in known:
+            near = difflib.get_close_matches(value, known, n=1, cutoff=0.5) or list(known)
+            raise UsageError(f"--{flag}={value!r} is unknown", {flag: near[0]}, near[1:])
     times = read_times(flags)
     if flags.csv_format != "table" and not flags.csv:
-        rule = f"--csv_format={flags.csv_format} is the format of --csv, which names no file"
-        raise UsageError(rule, {"csv_format": "table"})
+        raise UsageError(
+            f"--csv_format={flags.csv_format} is the format of --csv, which names no file",
+            {"csv_format": "table"},
+        )
     if flags.csv and flags.steps_per_program > 1:
-        rule = "--csv writes the table of one step, which --steps_per_program repeats"
-        raise UsageError(rule, {"steps_per_program": 1})
+        raise UsageError(
+            "--csv writes the table of one step, which --steps_per_program repeats",
+            {"steps_per_program": 1},
+        )
     file = _read_file(flags) if of_file else None
     spec = TableSpec(
         flags.schedule,
@@ -274,12 +280,14 @@ def _check_size(flags: types.SimpleNamespace, spec: TableSpec) -> None:
     limit = MOST_COMPARED_CELLS if flags.compare else MOST_CELLS
     others = math.prod(sizes.values()) // spec.microbatches
     steps = flags.steps_per_program
-    if others * (spec.stages + spec.microbatches) * steps <= limit:
+    of_step = others * (spec.stages + spec.microbatches)
+    if of_step * steps <= limit:
         return
-    if others * (spec.stages + spec.microbatches) <= limit:
-        rule = f"--steps_per_program={steps} of these steps are more than {limit} tasks"
-        most = limit // (others * (spec.stages + spec.microbatches))
-        raise UsageError(rule, {"steps_per_program": most})
+    if of_step <= limit:
+        raise UsageError(
+            f"--steps_per_program={steps} of these steps are more than {limit} tasks",
+            {"steps_per_program": limit // of_step},
+        )
     # Fewer microbatches where these are enough, else less of what is most.
     name, most = "microbatches", limit // others - spec.stages
     if most <= 0:
@@ -289,11 +297,11 @@ def _check_size(flags: types.SimpleNamespace, spec: TableSpec) -> None:
             most = math.isqrt(limit // rest) - spec.microbatches
         else:
             most = limit // (rest * (spec.stages + spec.microbatches))
-    rule = (
+    raise UsageError(
         f"--{name}={sizes[name]} with these stages, chunks and microbatches is more than "
-        f"{limit} tasks"
+        f"{limit} tasks",
+        {name: max(1, most)},
     )
-    raise UsageError(rule, {name: max(1, most)})
 
 
 def _check_schedule(flags: types.SimpleNamespace, spec: TableSpec) -> None:
@@ -301,8 +309,9 @@ def _check_schedule(flags: types.SimpleNamespace, spec: TableSpec) -> None:
     if flags.compare:
         for flag in OUTPUTS:
             if getattr(flags, flag):
-                rule = f"--{flag} needs one schedule, and --compare shows all"
-                raise UsageError(rule, {"compare": False})
+                raise UsageError(
+                    f"--{flag} needs one schedule, and --compare shows all", {"compare": False}
+                )
         return
     name = spec.schedule
     if spec.repeats and name in SCHEDULES:
@@ -312,24 +321,22 @@ def _check_schedule(flags: types.SimpleNamespace, spec: TableSpec) -> None:
             rule = str(error).partition(": use ")[0]
             raise UsageError(f"--{rule}", {"repeats": max(1, default_repeats(name))}) from None
     if flags.overlap and not may_overlap(name):
-        rule = f"--overlap={flags.overlap} does not fit --schedule={name!r}, where no F and B of"
-        rule += " other microbatches stand side by side"
         first, *others = OVERLAPPED
         fix: dict[str, object] = {"schedule": first}
         if spec.repeats:
             fix["repeats"] = default_repeats(first)
-        raise UsageError(rule, fix, others)
+        raise UsageError(
+            f"--overlap={flags.overlap} does not fit --schedule={name!r}, where no F and B of "
+            "other microbatches stand side by side",
+            fix,
+            others,
+        )
     if flags.fused_backward and name not in FUSED and not name.startswith(CSV):
-        rule = f"--fused_backward does not fit --schedule={name!r}, whose W's stand apart"
-        raise UsageError(rule, {"schedule": FUSED[0]}, FUSED[1:])
-
-
-def _check_choice(flag: str, value: str, known: Sequence[str]) -> None:
-    """Raises UsageError for a value that is no choice, with the choice that is most like it, or
-    with all of them."""
-    if value not in known:
-        near = difflib.get_close_matches(value, known, n=1, cutoff=0.5) or list(known)
-        raise UsageError(f"--{flag}={value!r} is unknown", {flag: near[0]}, near[1:])
+        raise UsageError(
+            f"--fused_backward does not fit --schedule={name!r}, whose W's stand apart",
+            {"schedule": FUSED[0]},
+            FUSED[1:],
+        )
 
 
 def _read_file(flags: types.SimpleNamespace) -> Table | ChunkOrders:
@@ -359,11 +366,11 @@ def read_times(flags: types.SimpleNamespace) -> Times:
     known = [number for number in numbers if number is not None and number >= 0]
     if len(known) != 4 or len(numbers) != 4 or not sum(known[:3]) > 0 or max(known) > MOST_TIME:
         most = f", and none more than {MOST_TIME:g}" if known and max(known) > MOST_TIME else ""
-        rule = (
+        raise UsageError(
             f"--times={cfg.shown(flags.times)} is not four times F,B,W,message, of which F, B or "
-            f"W is more than 0{most}"
+            f"W is more than 0{most}",
+            {"times": "1,1,1,0"},
         )
-        raise UsageError(rule, {"times": "1,1,1,0"})
     recompute, overlap = cfg.number(flags.recompute or "0"), cfg.number(flags.overlap or "0")
     for name in ("head", "embed", "update", "row"):
         if not getattr(flags, name) <= MOST_TIME:
@@ -378,8 +385,7 @@ def read_times(flags: types.SimpleNamespace) -> Times:
     if overlap is None or not 0 <= overlap <= MOST_TIME:
         raise UsageError(f"--overlap={cfg.shown(flags.overlap)} is not a time", {"overlap": "0"})
     if flags.overlap and flags.permute == "aligned":
-        rule = "--permute='aligned' packs no overlapped cells"
-        raise UsageError(rule, {"permute": "auto"})
+        raise UsageError("--permute='aligned' packs no overlapped cells", {"permute": "auto"})
     forward, backward, weights, message = known
     return Times(
         forward,
@@ -403,13 +409,14 @@ def make(
 ) -> Table:
     """The checked table of a schedule; of `auto`, the best with any of these numbers of chunks on a
     stage."""
-    spec = request.spec
+    spec, steps = request.spec, request.flags.steps_per_program
     one_step = make_one_step(request, name, repeats, report)
-    if one_step.overlaps and request.flags.steps_per_program > 1:
-        steps = request.flags.steps_per_program
-        rule = f"--steps_per_program={steps} is for tables without cells of F and B at once"
-        raise UsageError(rule, {"steps_per_program": 1})
-    table = repeated(one_step, request.flags.steps_per_program, spec.times, permute=spec.permute)
+    if one_step.overlaps and steps > 1:
+        raise UsageError(
+            f"--steps_per_program={steps} is for tables without cells of F and B at once",
+            {"steps_per_program": 1},
+        )
+    table = repeated(one_step, steps, spec.times, permute=spec.permute)
     check(table)
     return table
 
@@ -430,15 +437,16 @@ def make_one_step(
             raise UsageError(str(error), {"overlap": ""}) from None
         check(table)
         return table
-    specs = []
-    for count in repeats:
-        units = [request.flags.ops_per_chunk] * (request.spec.stages * count)
-        specs.append(
-            dataclasses.replace(request.spec, schedule=name, repeats=count, units_per_chunk=units)
+    specs = [
+        dataclasses.replace(
+            request.spec,
+            schedule=name,
+            repeats=count,
+            units_per_chunk=[request.flags.ops_per_chunk] * (request.spec.stages * count),
         )
-    if name == AUTO:
-        return search.search(specs, report)
-    return by_name.named_table(specs[0], report)
+        for count in repeats
+    ]
+    return search.search(specs, report) if name == AUTO else by_name.named_table(specs[0], report)
 
 
 def shown_by(request: ScheduleRequest) -> Shown:
@@ -452,9 +460,9 @@ def shown_by(request: ScheduleRequest) -> Shown:
         with SearchProgress(flags.schedule if not flags.compare else "all schedules") as progress:
             return compare(request, progress) if flags.compare else one(request, progress)
     except search.MemoryTooSmall as error:
-        least = {"memory": error.least * (flags.repeats or 1)}
         raise UsageError(
-            f"--memory={flags.memory:g} is too little for any table found", least
+            f"--memory={flags.memory:g} is too little for any table found",
+            {"memory": error.least * (flags.repeats or 1)},
         ) from None
     except NotFused as error:
         raise UsageError(f"--{error}", {"fused_backward": False}) from None
@@ -488,13 +496,11 @@ def one(request: ScheduleRequest, report: search.Report) -> Shown:
         return Shown(json.dumps(values) + "\n", files)
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     width = shutil.get_terminal_size((140, 24)).columns
-    lines = [
-        f"{table.name}: {sizes}; chunks of {drawing.stage_chunks(table)}",
-        "",
-        drawing.text(table, width, colour),
-        summary(values),
-    ]
-    return Shown("\n".join(lines) + "\n", files)
+    return Shown(
+        f"{table.name}: {sizes}; chunks of {drawing.stage_chunks(table)}\n\n"
+        f"{drawing.text(table, width, colour)}\n{summary(values)}\n",
+        files,
+    )
 
 
 # --- all schedules --------------------------------------------------------------------------------
@@ -504,10 +510,10 @@ def compare(request: ScheduleRequest, progress: search.Report) -> Shown:
     """All schedules, best first: those within the memory bound by coupled time, then the others.
     Each has the number of chunks asked for if it is made for that, else the fewest."""
     flags, spec, requested = request.flags, request.spec, request.spec.repeats
-    repeats: dict[str, Sequence[int]] = {}
-    for name in SCHEDULES:
-        fits = requested and fits_repeats(name, requested)
-        repeats[name] = (requested if fits else max(1, default_repeats(name)),)
+    repeats: dict[str, Sequence[int]] = {
+        name: (requested if fits_repeats(name, requested) else default_repeats(name),)
+        for name in SCHEDULES
+    }
     repeats[AUTO] = sorted({*itertools.chain(*repeats.values()), *search.ANY_REPEATS})
     listed, done = [], 0.0
     for name, counts in repeats.items():

@@ -227,8 +227,11 @@ def load(name: str) -> Hardware:
         what = (
             f"lacks {error}" if isinstance(error, KeyError) else " ".join(str(error).split())[:200]
         )
-        rule = f"does not describe a device ({what}; {FOLDER / known()[0]}.json does)"
-        raise HardwareError(name, rule, known()[0]) from None
+        raise HardwareError(
+            name,
+            f"does not describe a device ({what}; {FOLDER / known()[0]}.json does)",
+            known()[0],
+        ) from None
 
 
 def _completed(values: dict[str, Any]) -> dict[str, Any]:
@@ -282,7 +285,6 @@ def from_json(values: Mapping[str, Any]) -> Hardware:
     _check_keys(matmul, [field.name for field in dataclasses.fields(Matmul)], "matmul")
     m, n, k = (_figure(size, "matmul.half") for size in _list(matmul["half"], "matmul.half", 3))
     attention = [_figure(part, "attention") for part in _list(values["attention"], "attention", 2)]
-    sources = _list(values.get("sources", []), "sources")
     figures = {
         field.name: _figure(values[field.name], field.name)
         for field in dataclasses.fields(Hardware)
@@ -296,7 +298,9 @@ def from_json(values: Mapping[str, Any]) -> Hardware:
         attention_forward=attention[0],
         attention_backward=attention[1],
         tiers=tiers,
-        sources=tuple(_text(source, "sources") for source in sources),
+        sources=tuple(
+            _text(source, "sources") for source in _list(values.get("sources", []), "sources")
+        ),
         device_kind=_pattern(values.get("device_kind", "")),
         **figures,
     )
@@ -314,8 +318,10 @@ def _tiers(listed: Sequence[Any]) -> tuple[Tier, ...]:
                 f"{key}.devices={_shown(devices)} must be a whole number up to "
                 f"{MOST_DEVICES:,}, and 0 for the last tier"
             )
-        names = ("gb_per_s", "reached", "latency_us")
-        figures = [_figure(values[name], name, f"{key}.{name}") for name in names]
+        figures = [
+            _figure(values[name], name, f"{key}.{name}")
+            for name in ("gb_per_s", "reached", "latency_us")
+        ]
         tiers.append(Tier(_text(values["name"], f"{key}.name"), devices, *figures))
     sizes = [tier.devices for tier in tiers]
     if not sizes or sizes[-1]:

@@ -209,10 +209,7 @@ def _named(step: StepModel, dense: bool, names: Collection[str]) -> LayerBytes:
         _named_mlp(step, dense, names),
         LayerBytes(scores * (ROUTER in names), 0.0, scores + _gradients(step, dense)),
     ]
-    total = parts[0]
-    for part in parts[1:]:
-        total = total.plus(part)
-    return total
+    return LayerBytes(*map(sum, zip(*parts, strict=True)))
 
 
 def _saved(size: float, for_w: bool) -> LayerBytes:

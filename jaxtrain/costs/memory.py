@@ -117,7 +117,8 @@ def memory(
     else:
         activations, working = _framework_activations(step), _framework_working(step)
         head = LOGIT_BYTES * min(step.tokens, loss_chunk) * step.model.vocab_size / layout.model
-    held = step.device_parameters(slots.stored_layers if slots else 0, shared)
+    layers = slots.stored_layers if slots else 0
+    held = step.device_parameters(layers, shared)
     numbers = FP8 * scales_of(framework.fp8_blocks) * (1 + framework.fp8_blocks)  # for F and B
     quantized = 0.0
     if framework.fp8:
@@ -127,7 +128,6 @@ def memory(
     of_layers = step.shards if layout.zero == 3 else 1
     weights = step.sharded(held, of_layers)
     gradients = step.sharded(held, step.shards if step.reduces_in_ops else 1)
-    layers = slots.stored_layers if slots else 0
     state = framework.master_bytes * step.device_masters(layers, shared)
     state += framework.moment_bytes * step.device_state(layers, shared)
     parts = {
@@ -256,12 +256,12 @@ def _pools(step: StepModel, slots: SlotCounts) -> dict[str, float]:
             "saved_w": slots.saved_w * saved_layers * saved.residual_w,
             "saved_stash": slots.saved_stash * saved_layers * saved.weight_stash,
         }
-    full = step.layout.recomputation.mode == "full"
+    if not step.layout.offloads("activations"):
+        return pools
     inputs = ["residual_b", "residual_w"]
-    if full:
+    if step.layout.recomputation.mode == "full":
         inputs = ["layer_input" if slots.layer_input else "activation"]
-    in_f = (*inputs, "saved_b", "saved_w")
-    offloaded = in_f if step.layout.offloads("activations") else ()
+    offloaded = (*inputs, "saved_b", "saved_w")
     return {pool: size for pool, size in pools.items() if pool not in offloaded}
 
 
@@ -302,9 +302,8 @@ def _saved_by_layers(step: StepModel) -> float:
         step.layout.recomputation.recomputed(layers),
         layer_bytes(step, remat="none"),
     )
-    full = step.layout.recomputation.mode == "full"
     residuals = (layers - recomputed) * (everything.residual_b + everything.residual_w)
-    if full:
+    if step.layout.recomputation.mode == "full":
         return residuals + recomputed * saved.input + dense_layers * dense.input
     residuals += recomputed * (saved.residual_b + saved.residual_w)
     return residuals + dense_layers * (dense.residual_b + dense.residual_w)

@@ -161,9 +161,8 @@ class StepCounts:
 
     def busiest_stage(self) -> int:
         """The stage whose devices send most."""
-        volumes = [self.volume(stage) for stage in range(self.collectives.layout.stage)]
-        sizes = [sum(entry.bytes for entry in volume) for volume in volumes]
-        return sizes.index(max(sizes))
+        sent_by = lambda stage: sum(entry.bytes for entry in self.volume(stage))
+        return max(range(self.collectives.layout.stage), key=sent_by)
 
     def _entries(self, ops: Iterable[tuple[str, float, Iterable[Collective]]]) -> list[Entry]:
         counts: collections.Counter = collections.Counter()
@@ -193,9 +192,9 @@ class StepCounts:
                 "gather",
                 1.0,
                 [c.gathered(p) for p in parameters if once and p.shard and not p.as_zero3],
-            )
+            ),
+            (EMBED, times[EMBED], self._embed()),
         ]
-        ops.append((EMBED, times[EMBED], self._embed()))
         for label, op, runs, unit, layers, unread, remat, lowest in self.layer_passes(stage):
             # On one stage R, B and W are one op, which reads parameters and documents once.
             reads, fused = not one_stage or op in "FB", one_stage and remat == "full"
@@ -206,14 +205,18 @@ class StepCounts:
                 (label, runs * (layers - unread), of_layer.layer(op, fused=fused)),
                 (label, runs * unread, of_layer.layer(op, unread=True, fused=fused)),
             ]
-        ops.append((HEAD, times[HEAD], self._head()))
-        ops.append((EMBED_GRADIENT, times[EMBED_GRADIENT], self._embed_gradient()))
+        ops += [
+            (HEAD, times[HEAD], self._head()),
+            (EMBED_GRADIENT, times[EMBED_GRADIENT], self._embed_gradient()),
+        ]
         if self.table:
             permutations = times[permute_op(Permute.EARLY)] + times[permute_op(Permute.LATE)]
             ops.append(("permute", permutations, self._messages(self.table, stage)))
-        reductions = [collective for p in parameters for collective in c.reductions(p)]
-        ops.append(("reduce", 1, reductions))
-        return [*ops, ("optimizer", 1, [c.after_the_update(p) for p in parameters])]
+        return [
+            *ops,
+            ("reduce", 1, [collective for p in parameters for collective in c.reductions(p)]),
+            ("optimizer", 1, [c.after_the_update(p) for p in parameters]),
+        ]
 
     def _weights(self, op: str, unit: int, reads: bool) -> list[Collective]:
         """Collectives of an op on one layer's parameters: those that it reads, and gradients."""

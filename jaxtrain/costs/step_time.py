@@ -691,8 +691,7 @@ class StepModel:
     @property
     def schedule_forms(self) -> Schedule:
         """The closed forms of the schedule; other frameworks have no overlapped cells."""
-        overlap = self.layout.overlap and self.framework.slots
-        return closed_forms(self.layout.schedule, overlap)
+        return closed_forms(self.layout.schedule, self.layout.overlap and self.framework.slots)
 
     @functools.cached_property
     def balanced(self) -> Placement | None:
@@ -702,8 +701,7 @@ class StepModel:
         ends = model.dense_layers or model.predictions
         if not self.framework.slots or layout.stage == 1 or not ends:
             return None
-        place = PLACEMENTS[self.schedule_forms.placement]
-        stage_of = place(layout.stage, max(1, layout.repeats))
+        stage_of = PLACEMENTS[self.schedule_forms.placement](layout.stage, max(1, layout.repeats))
         least = (0, *(1,) * (len(stage_of) - 2), 0)
         layer = sum(op.seconds for op in self.mean_layer().values())
         if layout.overlap:

@@ -82,14 +82,13 @@ class StepLoops:
         known = self.program.trip_count(loop)
         if known is not None or not times or self.program.waits_for_a_flag(loop):
             return known or 0
+        routed = lambda capacity: capacity if self.expert_tokens is None else self.expert_tokens
         if blocks := BLOCKS.search(loop.op_name):
             capacity, groups, block = map(int, blocks.groups())
-            tokens = capacity if self.expert_tokens is None else self.expert_tokens
-            return -(-tokens // (groups * block))
+            return -(-routed(capacity) // (groups * block))
         if excess := EXCESS.search(loop.op_name):
             capacity, mean, block = map(int, excess.groups())
-            tokens = capacity if self.expert_tokens is None else self.expert_tokens
-            return max(0, -(-(tokens - mean) // block))
+            return max(0, -(-(routed(capacity) - mean) // block))
         if CALLS in loop.op_name:
             return 1
         if self.program.holds_ops(loop):

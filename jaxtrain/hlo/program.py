@@ -80,8 +80,10 @@ class Instruction:
     @property
     def bytes_of_each(self) -> list[int]:
         """Bytes of each array. A type that BYTES lacks is one of the many eight-bit floats."""
-        typed = zip(self.sizes, self.types, strict=True)
-        return [int(size * BYTES.get(dtype, 1)) for size, dtype in typed]
+        return [
+            int(size * BYTES.get(dtype, 1))
+            for size, dtype in zip(self.sizes, self.types, strict=True)
+        ]
 
     @property
     def spaces(self) -> list[int]:
@@ -316,8 +318,7 @@ class Program:
         loop: the loop in whose condition the instruction stands; the value is that of its first
         trip.
         """
-        if i.opcode in ("copy", "bitcast", "copy-done", "copy-start"):
-            return self._constant(self.operands(i)[0], loop)
+        i = self._value(i)
         if i.opcode == "get-tuple-element":
             index, values = re.search(r"index=(\d+)", i.text), self.operands(loop or i)[0]
             if index is None or values.opcode != "tuple":

@@ -71,8 +71,9 @@ def events_of(data: ProfileData, module: str) -> Events:
             number = int(device[1]) if device else None
             for ran_on, event, instruction in _of_plane(plane, module, number):
                 begin, end = NS * event.start_ns, NS * (event.start_ns + event.duration_ns)
-                read_event = TraceEvent(instruction, event.name, begin, end)
-                events.setdefault(ran_on, []).append(read_event)
+                events.setdefault(ran_on, []).append(
+                    TraceEvent(instruction, event.name, begin, end)
+                )
     return events
 
 

@@ -91,10 +91,11 @@ class Setup:
         table = self.table
         if table.stages == 1:
             return None
-        forward = by_name.make_forward_table(
-            table.stage_of, table.stages, table.microbatches, vocabulary=table.vocabulary
+        return assign_slots(
+            by_name.make_forward_table(
+                table.stage_of, table.stages, table.microbatches, vocabulary=table.vocabulary
+            )
         )
-        return assign_slots(forward)
 
     @property
     def shares_vocabulary(self) -> bool:
@@ -115,8 +116,6 @@ class Setup:
         stage = "a stage"
         if result.imbalance > BUSY:
             stage = f"the busiest stage, which works {result.imbalance:.1f} times the mean,"
-        bubble = f"predicted bubble {result.bubble_fraction_coupled:.1%} (the part of a step in "
-        bubble += f"which {stage} has no work)"
         where = (
             "shared by all stages"
             if table.vocabulary == "parallel"
@@ -125,7 +124,10 @@ class Setup:
         ticks = f"{table.ticks} ticks"
         if self.several:
             ticks = f"{self.several.steps} steps in {self.several.ticks} ticks"
-        return f"{table.name}, {ticks}, {bubble}; embedding and head {where}"
+        return (
+            f"{table.name}, {ticks}, predicted bubble {result.bubble_fraction_coupled:.1%} (the "
+            f"part of a step in which {stage} has no work); embedding and head {where}"
+        )
 
 
 # --- op times -------------------------------------------------------------------------------------
@@ -251,21 +253,26 @@ class _Search:
             raise
         except search.MemoryTooSmall as error:
             if pipeline.memory:
-                rule = "is too little for any table found"
-                fixes = values_for("pipeline.memory", [error.least, 0.0])
-                raise ConfigError("pipeline.memory", pipeline.memory, rule, fixes=fixes) from None
+                raise ConfigError(
+                    "pipeline.memory",
+                    pipeline.memory,
+                    "is too little for any table found",
+                    fixes=values_for("pipeline.memory", [error.least, 0.0]),
+                ) from None
             candidates = self._candidates(error.least)
         except ValueError as error:
             reason, _, instead = str(error).partition(": use ")
-            fixes = values_for("pipeline.schedule", SCHEDULES)
-            rule = f"does not work: {reason}{f' (use {instead})' * bool(instead)}"
-            raise ConfigError("pipeline.schedule", pipeline.schedule, rule, fixes=fixes) from None
+            raise ConfigError(
+                "pipeline.schedule",
+                pipeline.schedule,
+                f"does not work: {reason}{f' (use {instead})' * bool(instead)}",
+                fixes=values_for("pipeline.schedule", SCHEDULES),
+            ) from None
         best = min(candidates, key=lambda candidate: candidate.weighed)
         self.report("check", 1.0)
         check(best.table)
         placement = Placement(layers, stages, stage_of=best.table.stage_of, sizes=best.sizes)
-        several = self._several(best)
-        return Setup(placement, best.table, self.times, best.shares, several)
+        return Setup(placement, best.table, self.times, best.shares, self._several(best))
 
     def _several(self, best: _Candidate) -> Table | None:
         """The table of `pipeline.steps_per_program` steps; None for one. Raises ConfigError where
@@ -274,19 +281,26 @@ class _Search:
         if steps == 1:
             return None
         if best.table.overlaps:
-            rule = f"has no table of several steps whose cells have F and B, as {pipeline.schedule}"
-            fixes = [{"pipeline.steps_per_program": 1}]
-            raise ConfigError("pipeline.steps_per_program", steps, rule, fixes=fixes)
+            raise ConfigError(
+                "pipeline.steps_per_program",
+                steps,
+                f"has no table of several steps whose cells have F and B, as {pipeline.schedule}",
+                fixes=[{"pipeline.steps_per_program": 1}],
+            )
         table = repeated(best.table, steps, self.times, best.shares, pipeline.permute)
         check(table)
         shares_sum = table.vocabulary == "parallel" or table.stage_of[0] == table.stage_of[-1]
         if self.model.tied_embeddings and shares_sum and not same_sums(table, best.table):
-            rule = (
+            raise ConfigError(
+                "pipeline.steps_per_program",
+                steps,
                 f"adds up the gradient of tied embeddings in another order than one step of "
-                f"{pipeline.schedule} does"
+                f"{pipeline.schedule} does",
+                fixes=[
+                    {"pipeline.steps_per_program": 1},
+                    *values_for("pipeline.permute", PACKINGS),
+                ],
             )
-            fixes = [{"pipeline.steps_per_program": 1}, *values_for("pipeline.permute", PACKINGS)]
-            raise ConfigError("pipeline.steps_per_program", steps, rule, fixes=fixes)
         return table
 
     def _candidates(self, memory: float | None) -> list[_Candidate]:
@@ -356,10 +370,9 @@ class _Search:
         # without others.
         saved = times.overlap if pipeline.overlap else 0.0
         layer = (times.F + times.B + times.W + times.R - saved) * self.stages / layers
-        ends = 2 * times.embed, times.head
+        seconds = layer, 2 * times.embed, times.head
         least = _least_layers(units)
-        cuts = (balanced(layers, stage_of, least, layer, *ends) for stage_of in stages_of)
-        return list(dict.fromkeys(cuts))
+        return list(dict.fromkeys(balanced(layers, each, least, *seconds) for each in stages_of))
 
     def _candidate(
         self,
@@ -429,8 +442,12 @@ def _check_fits(
     by_names = values_for("pipeline.schedule", SCHEDULES)
     table = file if isinstance(file, Table) else None
     if table and table.forward_only:
-        rule = "has F ops alone, and training needs their B and W"
-        raise ConfigError("pipeline.schedule", schedule, rule, fixes=by_names)
+        raise ConfigError(
+            "pipeline.schedule",
+            schedule,
+            "has F ops alone, and training needs their B and W",
+            fixes=by_names,
+        )
     units = _units_of_chunks(table) if table else (1,) * len(file.stage_of)
     needs = [
         *_needed_sizes(file, units, pipeline, stages),
@@ -441,9 +458,12 @@ def _check_fits(
         changes = {path: value for need in needs for path, value in need.fixes[0].items()}
         raise ConfigError(needs[0].field, needs[0].value, needs[0].rule, fixes=[changes])
     if table and table.vocabulary == "parallel" and (name := ends_with_layers(model)):
-        path = f"model.{name}"
-        rule = f"needs embedding and head on one stage, and {schedule} shares them"
-        raise ConfigError(path, getattr(model, name), rule, fixes=[{path: 0}, *by_names])
+        raise ConfigError(
+            f"model.{name}",
+            getattr(model, name),
+            f"needs embedding and head on one stage, and {schedule} shares them",
+            fixes=[{f"model.{name}": 0}, *by_names],
+        )
 
 
 def _change(path: str, value: object, rule: str, needed: object) -> ConfigError:
@@ -463,11 +483,19 @@ def _needed_sizes(
         if value != needed:
             yield _change(path, value, f"is not the {needed} of the table of {name}", needed)
     if pipeline.repeats and pipeline.repeats != chunks / file.stages:
-        rule = f"is not that of {name}, {chunks} chunks on {file.stages} stages"
-        yield _change("pipeline.repeats", pipeline.repeats, rule, 0)
+        yield _change(
+            "pipeline.repeats",
+            pipeline.repeats,
+            f"is not that of {name}, {chunks} chunks on {file.stages} stages",
+            0,
+        )
     if pipeline.chunk_layers and len(pipeline.chunk_layers) != chunks:
-        rule = f"has another number than the {chunks} chunks of {name}"
-        yield _change("pipeline.chunk_layers", pipeline.chunk_layers, rule, ())
+        yield _change(
+            "pipeline.chunk_layers",
+            pipeline.chunk_layers,
+            f"has another number than the {chunks} chunks of {name}",
+            (),
+        )
 
 
 def _needed_by_table(table: Table, pipeline: PipelineConfig) -> Iterator[ConfigError]:
@@ -476,14 +504,17 @@ def _needed_by_table(table: Table, pipeline: PipelineConfig) -> Iterator[ConfigE
     name = pipeline.schedule
     recomputes = has_recompute_ops(pipeline.remat)
     if table.recompute and not recomputes:
-        rule = f"does not go with the R ops of {name}"
-        yield _change("pipeline.remat", pipeline.remat, rule, "full")
+        yield _change(
+            "pipeline.remat", pipeline.remat, f"does not go with the R ops of {name}", "full"
+        )
     if recomputes and not table.recompute:
-        rule = f"needs R ops, and {name} has none"
-        yield _change("pipeline.remat", pipeline.remat, rule, "selective")
+        yield _change(
+            "pipeline.remat", pipeline.remat, f"needs R ops, and {name} has none", "selective"
+        )
     if pipeline.vocabulary not in ("auto", table.vocabulary):
-        rule = f"is not that of {name}"
-        yield _change("pipeline.vocabulary", pipeline.vocabulary, rule, table.vocabulary)
+        yield _change(
+            "pipeline.vocabulary", pipeline.vocabulary, f"is not that of {name}", table.vocabulary
+        )
 
 
 def _least_layers(units: Sequence[int]) -> tuple[int, ...]:

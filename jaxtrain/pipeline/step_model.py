@@ -3,7 +3,6 @@ sizes, the layout, the framework and the hardware. No jax."""
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
 
 from jaxtrain.config import (
     Config,
@@ -40,6 +39,18 @@ OUTER_BYTES = 8.0
 # other.
 CELL_OVERLAP, UNTIED_OVERLAP = 1.0, 0.75
 DIGITS = 4  # significant digits of an op time
+# Settings of a model with experts; where it has none, they do not count.
+OF_EXPERTS = (
+    "experts",
+    "experts_per_token",
+    "shared_experts",
+    "expert_width",
+    "dense_layers",
+    "capacity_factor",
+    "expert_room",
+    "router_groups",
+    "router_group_limit",
+)
 
 
 def step_model_of(config: Config, hardware: Hardware, assume: str = OURS) -> StepModel:
@@ -71,9 +82,8 @@ def _collective_matmul(config: Config, hardware: Hardware) -> bool:
     layout = layout_of(config.mesh, config.pipeline, config.parallel, config.data.batch_size)
     tokens = layout.microbatch * config.data.sequence_length // config.mesh.context
     part = tokens // config.mesh.model * config.model.width * bytes_of(config.precision.compute)
-    requested = config.parallel.collective_matmul
     return kernels.multiplies_while_sending(
-        requested, platform_of(hardware), config.mesh.stage, part
+        config.parallel.collective_matmul, platform_of(hardware), config.mesh.stage, part
     )
 
 
@@ -93,6 +103,7 @@ def hardware_at_hand(name: str, device_kind: str) -> Hardware | None:
 def transformer_of(m: ModelConfig, sequence_length: int) -> Transformer:
     """The transformer of a resolved model in the form that costs/ counts, with sequences of this
     length."""
+    experts = {name: getattr(m, name) for name in OF_EXPERTS} if m.experts else {}
     return Transformer(
         layers=m.layers,
         width=m.width,
@@ -114,25 +125,8 @@ def transformer_of(m: ModelConfig, sequence_length: int) -> Transformer:
         rope_dim=m.rope_head_dim,
         value_dim=m.value_head_dim,
         predictions=m.mtp_depth,
-        **_experts_of(m),
+        **experts,
     )
-
-
-def _experts_of(m: ModelConfig) -> dict[str, Any]:
-    if not m.experts:
-        return {}
-    names = (
-        "experts",
-        "experts_per_token",
-        "shared_experts",
-        "expert_width",
-        "dense_layers",
-        "capacity_factor",
-        "expert_room",
-        "router_groups",
-        "router_group_limit",
-    )
-    return {name: getattr(m, name) for name in names}
 
 
 def layout_of(
@@ -175,10 +169,9 @@ def framework_of(config: Config, hardware: Hardware, assume: str = OURS) -> Fram
     elif ends_with_layers(config.model):
         framework = dataclasses.replace(framework, vocabulary_parallel=False)
     if assume == OURS:
-        sent = 4.0 if config.precision.reduce == "float32" else 2.0
         framework = dataclasses.replace(
             framework,
-            sent_gradient=sent,
+            sent_gradient=4.0 if config.precision.reduce == "float32" else 2.0,
             # experts with a capacity compute that many tokens, whether they are there or not
             imbalance=config.model.capacity_factor or framework.imbalance,
             context_by=config.parallel.context,
@@ -194,9 +187,11 @@ def framework_of(config: Config, hardware: Hardware, assume: str = OURS) -> Fram
         )
         if config.precision.params != "float32":
             number = bytes_of(config.precision.params)
-            masters = 4.0 * (config.precision.masters == "float32")
             framework = dataclasses.replace(
-                framework, weight_bytes=number, sent_weight=number, master_bytes=masters
+                framework,
+                weight_bytes=number,
+                sent_weight=number,
+                master_bytes=4.0 * (config.precision.masters == "float32"),
             )
         if config.train.diloco_inner_steps:
             framework = dataclasses.replace(framework, outer_bytes=OUTER_BYTES)
@@ -204,9 +199,13 @@ def framework_of(config: Config, hardware: Hardware, assume: str = OURS) -> Fram
             framework = dataclasses.replace(
                 framework, weight_copies=WEIGHT_COPIES, sum_passes=SUM_PASSES
             )
-    device = kernels.TargetDevice(platform_of(hardware))
     case = kernels.attention_case(
-        device, config.model, config.data, config.mesh, config.parallel, config.precision
+        kernels.TargetDevice(platform_of(hardware)),
+        config.model,
+        config.data,
+        config.mesh,
+        config.parallel,
+        config.precision,
     )
     wanted = config.model.attention_kernel
     chosen = kernels.attention_kernel(case, wanted).kernel if assume == OURS else ""

@@ -41,6 +41,7 @@ from jaxtrain.plan.search import Space, best_plans, check_fits
 from jaxtrain.plan.what_if import advise
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
+from jaxtrain.schedule import drawing
 
 DESCRIPTION = """\
 usage: jaxtrain plan --config=NAME|FILE --hardware=NAME|FILE --devices=N [--tokens=N]
@@ -173,10 +174,9 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
             advise(flags.advise, _read(hardware.load, flags.hardware) if flags.hardware else None)
         )
     if flags.assume not in FRAMEWORKS:
-        near = difflib.get_close_matches(flags.assume, FRAMEWORKS, 1, 0.0)[0]
         raise UsageError(
             f"--assume={cfg.shown(flags.assume)} is not known ({', '.join(FRAMEWORKS)})",
-            {"assume": near},
+            {"assume": difflib.get_close_matches(flags.assume, FRAMEWORKS, 1, 0.0)[0]},
         )
     for flag, otherwise in FILES.items():
         cli.check_output(flag, getattr(flags, flag), otherwise)
@@ -287,14 +287,17 @@ def _output(
     if flags.recipe:
         files[flags.recipe] = recipe_text(config, f"{name}, as planned for {devices}.").encode()
     if flags.png:
-        files[flags.png] = picture.png(image(name))
+        files[flags.png] = drawing.as_png(image(name))
     command = _command(flags, config, recipe, kind) if can_be else None
     if flags.json:
         return Output([json.dumps({**figures, "command": command})], files)
     train = [f"no command trains it: train.steps has at most {cfg.LARGEST_INT:,}"]
     if command:
-        title = f"to train it{caution}, {steps:,} steps of {size:,} tokens, filling in each YOUR_…:"
-        train = [title, *[ELSEWHERE] * (PROCESSES in command), f"  {command}"]
+        train = [
+            f"to train it{caution}, {steps:,} steps of {size:,} tokens, filling in each YOUR_…:",
+            *[ELSEWHERE] * (PROCESSES in command),
+            f"  {command}",
+        ]
     return Output([*lines(), *train], files)
 
 
@@ -305,8 +308,14 @@ def _command(flags: types.SimpleNamespace, config: Config, recipe: Config, kind:
     devices = math.prod(getattr(config.mesh, axis) for axis in AXES)
     node = TRAY if kind.tiers[0].devices > NODE else NODE
     several = {kernels.CPU: f"--cpu_devices={devices}", kernels.GPU: PROCESSES * (devices > node)}
-    words = (cfg.flag_text("config", flags.config), WORKDIR, flags_of(config, recipe))
-    return " ".join(filter(None, [TRAIN, *words, several.get(platform_of(kind))]))
+    words = [
+        TRAIN,
+        cfg.flag_text("config", flags.config),
+        WORKDIR,
+        flags_of(config, recipe),
+        several.get(platform_of(kind)),
+    ]
+    return " ".join(filter(None, words))
 
 
 def _layout_of_groups(
@@ -376,10 +385,12 @@ def _laid_out(space: Space, text: str) -> Config:
     count = layout_flag.devices(values)
     if space.devices and space.devices != count:
         data, rest = divmod(space.devices, count // values.get("data", 1))
-        rule = (
-            f"--devices={space.devices} and --layout, which is for {count}, are not the same number"
+        raise LayoutError(
+            f"--devices={space.devices} and --layout, which is for {count}, are not the same "
+            "number",
+            {"devices": count},
+            [] if rest else [f"data={data} in --layout"],
         )
-        raise LayoutError(rule, {"devices": count}, [] if rest else [f"data={data} in --layout"])
     config = layout_flag.apply(space.config, values)
     layout_flag.check(config, values, platform_of(space.hardware), space.recipe)
     return config
@@ -425,18 +436,18 @@ def recipe_text(config: Config, doc: str) -> str:
         if getattr(config, field.name) != type(getattr(config, field.name))()
     ]
     kinds = sorted(["Config", *(type(getattr(config, name)).__name__ for name in changed)])
-    lines = ["from jaxtrain.config import (", *(f"    {kind}," for kind in kinds), ")"]
-    body = [f"        {name}={_group(getattr(config, name))}," for name in changed]
     return "\n".join(
         [
             f'"""{doc}"""',
             "",
-            *lines,
+            "from jaxtrain.config import (",
+            *(f"    {kind}," for kind in kinds),
+            ")",
             "",
             "",
             "def get_config() -> Config:",
             "    return Config(",
-            *body,
+            *(f"        {name}={_group(getattr(config, name))}," for name in changed),
             "    )",
             "",
         ]

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.config.rules import divisors
 from jaxtrain.costs.collectives import DATA, GATHER, PERMUTE, SCATTER, SUM, Collective
 from jaxtrain.devices import mesh as meshes
 from jaxtrain.parallel.attention import attend_causal
@@ -132,8 +133,7 @@ class Bench:
         products = lambda *arrays: tuple(
             a @ b for a, b in zip(arrays[:count], arrays[count:], strict=True)
         )
-        seconds = self._seconds(products, *lhs, *rhs)
-        return without(seconds, self.call) / count
+        return without(self._seconds(products, *lhs, *rhs), self.call) / count
 
     def attention(
         self, sequences: int, tokens: int, heads: int, size: int, dtype: str
@@ -201,5 +201,4 @@ class Bench:
 
 def groups_of(devices: int) -> list[int]:
     """The sizes of groups of neighbours that all devices divide into: 2, 4, … and all of them."""
-    sizes = (size for size in range(2, devices + 1) if devices % size == 0)
-    return [size for size in sizes if size == devices or size & (size - 1) == 0]
+    return [n for n in divisors(devices)[1:] if n == devices or n.bit_count() == 1]

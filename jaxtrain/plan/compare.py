@@ -40,8 +40,12 @@ class PlanAtHand:
         plan = self.prediction
         if plan is None:
             return None
-        parts = {"parts": dict(plan.time.exposed), "hidden": dict(plan.time.hidden)}
-        return {"hardware": plan.work.hardware.name} | plan.figures() | parts
+        return {
+            "hardware": plan.work.hardware.name,
+            **plan.figures(),
+            "parts": dict(plan.time.exposed),
+            "hidden": dict(plan.time.hidden),
+        }
 
     def lines(self) -> list[str]:
         """The plan as a line of the start-up text, or the reason for none."""
@@ -52,12 +56,15 @@ class PlanAtHand:
             f"{name} {seconds / plan.seconds:.0%}" for name, seconds in listed(plan.time.exposed)
         )
         hardware, rate = plan.work.hardware, f"{plan.tokens_per_s:,.0f} tokens/s"
-        needs = ""
-        if not plan.fits:
-            needs = f"; it needs {plan.memory.bytes / GIB:.1f} GiB a device, and "
-            needs += f"{hardware.memory / GIB:.1f} are there"
-        step = f"planned step: {plan.seconds:.4g} s for {hardware.name}, {rate}: {parts}{needs}"
-        return [step, *how_sure(hardware)]
+        needs = (
+            f"; it needs {plan.memory.bytes / GIB:.1f} GiB a device, and "
+            f"{hardware.memory / GIB:.1f} are there"
+        )
+        return [
+            f"planned step: {plan.seconds:.4g} s for {hardware.name}, {rate}: {parts}"
+            f"{needs * (not plan.fits)}",
+            *how_sure(hardware),
+        ]
 
 
 def plan_at_hand(config: Config, device_kind: str) -> PlanAtHand:
@@ -67,8 +74,10 @@ def plan_at_hand(config: Config, device_kind: str) -> PlanAtHand:
     """
     kind = hardware_at_hand(config.train.hardware, device_kind)
     if kind is None:
-        use = "python -m jaxtrain.plan --calibrate --out=FILE measures it, for train.hardware=FILE"
-        unknown = f"{device_kind!r} is not known: {use}"
+        unknown = (
+            f"{device_kind!r} is not known: python -m jaxtrain.plan --calibrate --out=FILE "
+            "measures it, for train.hardware=FILE"
+        )
         return PlanAtHand(None, "" if device_kind == "cpu" else unknown)
     dtype = config.precision.compute
     if dtype not in kind.peak_tflops:

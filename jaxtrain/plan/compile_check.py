@@ -68,10 +68,9 @@ RAISED = {
     "tpu": "",
 }
 AGREES = 0.1  # of the compiler's memory
-FORMS = ", ".join(platform.form for platform in topology.PLATFORMS.values())
 FLAGS = (
     Flag("config", DEFAULT_RECIPE, "recipe: a Python file, or a shipped one's name"),
-    Flag("topology", "", f"devices to compile for: {FORMS}"),
+    Flag("topology", "", f"devices to compile for: {topology.FORMS}"),
     Flag("layout", "", "compile this layout: KEY=VALUE,… as in planning; empty: the recipe's"),
     Flag("json", False, "print one JSON object"),
 )
@@ -178,10 +177,12 @@ class CompileCheck:
         big = self.total.compiled >= GIB
         size = lambda n: "–" if n is None else f"{n / (GIB if big else 2**20):,.2f}"
         unit = "GiB" if big else "MiB"
-        memory = [(f"memory per device, {unit}", "compiler", "planner")]
-        memory += [
-            (f"  {part.name}", size(part.compiled), size(part.planned))
-            for part in (*self.parts, self.total)
+        memory = [
+            (f"memory per device, {unit}", "compiler", "planner"),
+            *(
+                (f"  {part.name}", size(part.compiled), size(part.planned))
+                for part in (*self.parts, self.total)
+            ),
         ]
         split = ", ".join(f"{kind} {size(compiled.memory[kind])}" for kind in ("argument", "temp"))
         agrees = "within" if abs(self.error) <= AGREES else "not within"
@@ -211,11 +212,21 @@ class CompileCheck:
         unit, name = (1e9, "GB") if compiled >= 1e9 else (1e6, "MB")
         size = lambda n: f"{n / unit:,.3f}"
         title = f"collectives: {name} that a device{whose} sends in a step"
-        cells = [(title, "compiler", "planner", "asynchronous", "overlapped")]
-        for c in self.collectives:
-            shares = (f"{c.asynchronous:.0%}", f"{c.overlapped:.0%}") if c.compiled else ("–", "–")
-            cells.append((f"  {c.kind} over {c.axes}", size(c.compiled), size(c.planned), *shares))
-        cells.append(("  in all", size(compiled), size(planned), "", ""))
+        share = lambda c, part: f"{part:.0%}" if c.compiled else "–"
+        cells = [
+            (title, "compiler", "planner", "asynchronous", "overlapped"),
+            *(
+                (
+                    f"  {c.kind} over {c.axes}",
+                    size(c.compiled),
+                    size(c.planned),
+                    share(c, c.asynchronous),
+                    share(c, c.overlapped),
+                )
+                for c in self.collectives
+            ),
+            ("  in all", size(compiled), size(planned), "", ""),
+        ]
         return [line.rstrip() for line in aligned(cells, words=1)]
 
 
@@ -230,10 +241,9 @@ def check_topology(devices: Topology, wanted: int) -> Topology:
             raise UsageError(f"{rule}: {error}", advice="another mesh") from None
         raise UsageError(rule, {"topology": fitting.text})
     if devices.platform.missing:
-        where = f"neither installed nor in {compilers()} ($JAXTRAIN_COMPILERS)"
         raise UsageError(
-            f"--topology={devices.text} needs {devices.platform.package}, which is {where}: "
-            f"{INSTALL_COMMAND}"
+            f"--topology={devices.text} needs {devices.platform.package}, which is neither "
+            f"installed nor in {compilers()} ($JAXTRAIN_COMPILERS): {INSTALL_COMMAND}"
         )
     return devices
 
@@ -288,11 +298,15 @@ def _parts(compiled: Compiled, planned: MemoryBreakdown) -> list[MemoryPart]:
         known["weights"] += cast_bytes(compiled.program)
     if "optimizer" in known:
         known["optimizer"] += compiled.kinds.get(MASTERS, 0)
-    parts = [MemoryPart(part, n, planned.parts[part]) for part, n in known.items()]
-    for kind, n in compiled.kinds.items():
-        listed = (*PARTS.values(), MASTERS)
-        if kind not in listed and not kind.endswith(("on the host", "on disk")):
-            parts.append(MemoryPart(kind, float(n), None))
+    listed = (*PARTS.values(), MASTERS)
+    parts = [
+        *(MemoryPart(part, n, planned.parts[part]) for part, n in known.items()),
+        *(
+            MemoryPart(kind, float(n), None)
+            for kind, n in compiled.kinds.items()
+            if kind not in listed and not kind.endswith(("on the host", "on disk"))
+        ),
+    ]
     rest = ", ".join([*(name for name in planned.parts if name not in known), "gaps"])
     compiled_rest = compiled.total - sum(part.compiled for part in parts)
     planned_rest = planned.bytes - sum(planned.parts[part] for part in known)
@@ -377,8 +391,12 @@ def main(argv: Sequence[str]) -> int:
     reading = read_flags(argv, __doc__ or "", FLAGS, with_config=True)
     try:
         devices, config = settled(reading, _requested)
-        what = f"compiling the step for {devices.text} with {devices.platform.compiler}"
-        print(f"{what}: a few minutes at most, nothing is run", file=sys.stderr, flush=True)
+        print(
+            f"compiling the step for {devices.text} with {devices.platform.compiler}: a few "
+            "minutes at most, nothing is run",
+            file=sys.stderr,
+            flush=True,
+        )
         check = compile_check(config, devices, compile_config(devices, config))
     except (ConfigError, UsageError) as error:
         print(one_line(f"error: {error}"), file=sys.stderr)

@@ -71,9 +71,11 @@ def aligned(cells: Sequence[Sequence[str]], words: int = 0) -> list[str]:
 
 def flags_of(config: Config, recipe: Config) -> str:
     """The flags of `train` that make this config from its recipe."""
-    values = {path: cfg.get(config, path) for path in cfg.fields()}
-    changed = (path for path, value in values.items() if value != cfg.get(recipe, path))
-    return " ".join(cfg.flag_text(f"config.{path}", values[path]) for path in changed)
+    return " ".join(
+        cfg.flag_text(f"config.{path}", cfg.get(config, path))
+        for path in cfg.fields()
+        if cfg.get(config, path) != cfg.get(recipe, path)
+    )
 
 
 def explained(prediction: Prediction, prices: Prices) -> list[str]:
@@ -145,12 +147,11 @@ def _time(prediction: Prediction) -> list[str]:
     if work.framework.causal_rates:
         counted = "as masked"
     model, hardware = (figures[f"{kind}_tflops_per_device"] for kind in ("model", "hardware"))
-    tokens_per_s = amount(Decimal(prediction.tokens_per_s))
     return [
         *lines,
         f"rate: {model:.1f} TFLOP/s a device, MFU {figures['mfu']:.1%}; {hardware:.1f} with "
         f"recomputation, HFU {figures['hfu']:.1%} (attention counted {counted}); "
-        f"{tokens_per_s} tokens/s",
+        f"{amount(Decimal(prediction.tokens_per_s))} tokens/s",
     ]
 
 
@@ -199,11 +200,11 @@ def _recomputation(prediction: Prediction) -> list[str]:
         seconds = _seconds(costs) if costs > 0 else "nothing that closed forms know of"
         return f"saves {saved:.2f} GiB and costs {seconds}"
 
-    line = f"remat={layout.remat} recomputes {layers} of a unit's {most} layers, which "
-    line += gained(work)
-    if layers < most:
-        line += f"; {mode} of all layers {gained(every)}"
-    lines = [line]
+    of_all = f"; {mode} of all layers {gained(every)}" if layers < most else ""
+    lines = [
+        f"remat={layout.remat} recomputes {layers} of a unit's {most} layers, which "
+        f"{gained(work)}{of_all}"
+    ]
     interval = best_interval(work)
     if mode == "full" and interval is not None and work.framework.slots:
         lines.append(
@@ -297,10 +298,7 @@ def _on_other_hardware(prediction: Prediction) -> dict[str, float]:
         doubled[f"twice the bandwidth of {tier.name}"] = {"tiers": tuple(tiers)}
     # closed forms, scaled as the table scales this step
     exact = prediction.seconds / prediction.work.step().seconds
-    works = {
-        text: dataclasses.replace(
-            prediction.work, hardware=dataclasses.replace(hardware, **figures)
-        )
-        for text, figures in doubled.items()
-    }
-    return {text: exact * work.step().seconds for text, work in works.items()}
+    on = lambda figures: dataclasses.replace(
+        prediction.work, hardware=dataclasses.replace(hardware, **figures)
+    )
+    return {text: exact * on(figures).step().seconds for text, figures in doubled.items()}

@@ -221,8 +221,9 @@ def _cut(
 def _after(work: StepModel, busy: float) -> float:
     """Seconds of a step outside its microbatches. busy: of the stage with them."""
     ops = {name: op.seconds for name, op in work.ops().items()}
-    microbatches = TimeBreakdown({MATMULS: busy})
-    return work.outside_microbatches(microbatches, ops["F"], ops["B"] + ops["W"]).seconds
+    return work.outside_microbatches(
+        TimeBreakdown({MATMULS: busy}), ops["F"], ops["B"] + ops["W"]
+    ).seconds
 
 
 def _with_layers(work: StepModel, layers: int) -> StepModel:
@@ -273,10 +274,12 @@ def layouts(
 
 def hold_all_layers(config: Config, groups: Sequence[Group], assume: str = OURS) -> bool:
     """True if stages of these groups have memory for all layers of a resolved config."""
-    each, held = sum(group.devices for group in groups) // config.mesh.stage, []
-    for group in groups:
-        work = step_model_of(config, group.hardware, assume)
-        held.append(_most_layers(work, config.model.loss_chunk) * (group.devices // each))
+    each = sum(group.devices for group in groups) // config.mesh.stage
+    held = [
+        _most_layers(step_model_of(config, group.hardware, assume), config.model.loss_chunk)
+        * (group.devices // each)
+        for group in groups
+    ]
     return min(held) > 0 and sum(held) >= config.model.layers
 
 
@@ -300,15 +303,18 @@ def describe(plan: HeterogeneousPlan) -> list[str]:
             f"{group.hardware.name}: stages {stage} to {stage + count - 1} with {listed} layers"
         )
         stage += count
-    over = plan.seconds / plan.ideal_s
     lines.append(
-        f"step: {plan.seconds:.3g} s, {over:.2f} times that of all devices at work without a "
-        f"wait ({plan.ideal_s:.3g} s)"
+        f"step: {plan.seconds:.3g} s, {plan.seconds / plan.ideal_s:.2f} times that of all devices "
+        f"at work without a wait ({plan.ideal_s:.3g} s)"
     )
     if not plan.fits:
         lines.append(
             "does not fit: "
             + ", ".join(f"stage {s} {size / 1e9:.1f} GB" for s, size in enumerate(plan.memory))
         )
-    lines += how_sure(plan.groups[0].hardware)
-    return [*lines, "one program cannot do yet:", *(f"  {limit}" for limit in LIMITS)]
+    return [
+        *lines,
+        *how_sure(plan.groups[0].hardware),
+        "one program cannot do yet:",
+        *(f"  {limit}" for limit in LIMITS),
+    ]

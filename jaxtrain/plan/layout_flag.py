@@ -85,8 +85,9 @@ def read(text: str) -> Values:
             rule, instead = f"names {key} twice", []
         else:
             rule, instead = f"has no value for {key}", [text_of({key: _example(key)})]
-        layout = ",".join([*words[:at], *instead, *words[at + 1 :]])
-        raise LayoutError(f"--layout {rule}", {"layout": layout})
+        raise LayoutError(
+            f"--layout {rule}", {"layout": ",".join([*words[:at], *instead, *words[at + 1 :]])}
+        )
     return values
 
 
@@ -176,18 +177,23 @@ def _undivided(config: Config, values: Values) -> LayoutError:
     if batch % parts:
         rule = f" cuts data.batch_size={batch} by {over}, that is {parts}, which does not divide it"
     elif MICROBATCH in values:
-        rule = f": microbatch={values[MICROBATCH]} does not divide the {batch // parts} sequences "
-        rule += f"of a shard, data.batch_size={batch} over {over}"
+        rule = (
+            f": microbatch={values[MICROBATCH]} does not divide the {batch // parts} sequences "
+            f"of a shard, data.batch_size={batch} over {over}"
+        )
     else:
-        rule = f": the recipe's pipeline.microbatches={count} do not divide the {batch // parts} "
-        rule += "sequences of a shard"
+        rule = (
+            f": the recipe's pipeline.microbatches={count} do not divide the {batch // parts} "
+            "sequences of a shard"
+        )
     tried = list(itertools.islice(_dividing(batch, count, values), MOST_TRIED))
     working = [layout for layout in tried if _keeps_rules(config, layout)] or tried
     if working:
         return LayoutError(f"--layout{rule}", {"layout": text_of(working[0])})
     multiple = parts * values.get(MICROBATCH, max(1, count))
-    use = {"config.data.batch_size": -(-batch // multiple) * multiple}
-    return LayoutError(f"--layout{rule}", use)
+    return LayoutError(
+        f"--layout{rule}", {"config.data.batch_size": -(-batch // multiple) * multiple}
+    )
 
 
 def _dividing(batch: int, count: int, values: Values) -> Iterator[Values]:

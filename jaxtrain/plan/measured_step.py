@@ -206,8 +206,7 @@ def shared_out(spans: Sequence[tuple[float, float, Kind]]) -> TimeBreakdown:
     changes = [(begin, kind, 1) for begin, end, kind in spans if end > begin]
     changes += [(end, kind, -1) for begin, end, kind in spans if end > begin]
     active: collections.Counter[Kind] = collections.Counter()
-    exposed: dict[str, float] = collections.defaultdict(float)
-    hidden: dict[str, float] = collections.defaultdict(float)
+    exposed, hidden = (collections.defaultdict[str, float](float) for _ in range(2))
     since = -math.inf
     for moment, kind, change in sorted(changes, key=lambda change: change[0]):
         if active and moment > since:

@@ -1,7 +1,6 @@
 """Pictures of plans: memory and time as stacked bars, one for each layout, or one for each stage if
 the devices are of several kinds. No jax."""
 
-import io
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,15 +26,6 @@ BAR, LEAST_WIDTH, MOST_WIDTH = 0.9, 7.0, 24.0  # inches of a bar with its margin
 LETTERS = 9  # of a title in an inch
 LEAST_BARS = 4  # that the axes are wide enough for, at least
 MOST_LABELS = 32  # of stages
-
-
-def png(figure: Any) -> bytes:
-    """A picture as the bytes of a PNG file."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    buffer = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(buffer)
-    return buffer.getvalue()
 
 
 def of_layouts(predictions: Sequence[Prediction], model: str) -> Any:
@@ -131,8 +121,7 @@ def _figure(bars: float, title: str) -> tuple[Any, Any]:
     width = min(max(LEAST_WIDTH, 4 + BAR * bars), MOST_WIDTH)
     figure = Figure(figsize=(width, 8), layout="constrained")
     figure.suptitle(textwrap.fill(title, int(LETTERS * width)))
-    axes = figure.subplots(2, 1, sharex=True)
-    return figure, axes
+    return figure, figure.subplots(2, 1, sharex=True)
 
 
 def _legends(*axes: Any) -> None:
@@ -158,11 +147,12 @@ def _bars(axes: Any, columns: Sequence[Mapping[str, float]]) -> None:
 
 def _name(prediction: Prediction) -> str:
     values = layout_flag.of(prediction.config)
-    sizes = [f"{key} {values[key]}" for key, usual in USUAL.items() if values[key] != usual]
-    choices = (
-        f"zero {values['zero']}",
-        f"microbatch {values['microbatch']}",
-        values["schedule"],
-        f"remat {values['remat']}",
+    return "\n".join(
+        [
+            *(f"{key} {values[key]}" for key, usual in USUAL.items() if values[key] != usual),
+            f"zero {values['zero']}",
+            f"microbatch {values['microbatch']}",
+            values["schedule"],
+            f"remat {values['remat']}",
+        ]
     )
-    return "\n".join([*sizes, *choices])

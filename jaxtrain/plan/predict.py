@@ -286,22 +286,22 @@ def exactly(prediction: Prediction) -> Prediction:
     if layout.stage == 1 or work.framework.name != OURS:
         return prediction
     config = with_op_times(prediction.config, work)
-    has_rs = has_recompute_ops(layout.remat)
-    times = complete_times(work.op_times(), work.model, layout.stage, has_rs)
+    times = complete_times(
+        work.op_times(), work.model, layout.stage, has_recompute_ops(layout.remat)
+    )
     planned, auto = PlannedTable(config), config.pipeline.schedule == AUTO
     table = planned.part().setup.table
     counts = planned.counts(times, functools.partial(_without_waits, work) if auto else None)
-    # an op of the table where that has several steps, and after the table otherwise
-    in_table = times.update
     hidden: dict[str, float] = {}
-    if work.hardware.alone > 1:
+    shares_cores = work.hardware.alone > 1
+    if shares_cores:
         busy = _on_shared_cores(work, counts)
-        idle = max(0.0, counts.seconds - in_table - busy.seconds)
-        waits = work.hardware.waited(busy.seconds, idle)
     else:
         busy = max(_stages(work, counts), key=lambda parts: parts.seconds)
-        waits = max(0.0, counts.seconds - in_table - busy.seconds)
         hidden = {part: s for part, s in prediction.time.hidden.items() if part == STAGE}
+    # the update is an op of the table where that has several steps, and after the table otherwise
+    idle = max(0.0, counts.seconds - times.update - busy.seconds)
+    waits = work.hardware.waited(busy.seconds, idle) if shares_cores else idle
     time = busy + work.end_collectives(table.vocabulary == "parallel") * layout.microbatches
     time += TimeBreakdown({BUBBLE: waits}, hidden)
     time += work.outside_microbatches(busy, times.F, times.B + times.W)

@@ -85,8 +85,9 @@ def state_memory(step: Step, reduces_in_ops: bool) -> dict[str, int]:
         kinds["outer_momentum"] = bytes_per_device(state.outer_momentum)
     parameters = [p for group in parameters_of(step.layout).values() for p in group.values()]
     shards = lambda p: math.prod(step.mesh.shape[axis] for axis in p.shard)
-    sizes = [p.size // (shards(p) if reduces_in_ops or p.as_zero3 else 1) for p in parameters]
-    kinds["accumulators"] = FLOAT32 * int(sum(sizes))
+    kinds["accumulators"] = FLOAT32 * sum(
+        int(p.size // (shards(p) if reduces_in_ops or p.as_zero3 else 1)) for p in parameters
+    )
     host = {
         "moments": bytes_per_device(state.optimizer, host=True),
         "masters": bytes_per_device(state.params, host=True),
@@ -156,15 +157,12 @@ def mebibytes(n: float) -> str:
 def introduction(config: Config, step: Step) -> list[str]:
     """Lines about a step, compiled or not: mesh, model, table, slots."""
     d, m, device = config.data, config.model, step.mesh.devices.flat[0]
-    lines = meshes.describe(step.mesh)
-    lines.append(
-        f"model: {step.parts.parameter_count:,} parameters; {step.layout.placement.describe()}"
-    )
-    parts = (
-        f"{config.pipeline.microbatches} microbatches of {config.sequences_per_microbatch} "
-        f"sequences of {d.sequence_length}"
-    )
-    lines.append(f"step: {d.batch_size * d.sequence_length:,} tokens in {parts}")
+    lines = [
+        *meshes.describe(step.mesh),
+        f"model: {step.parts.parameter_count:,} parameters; {step.layout.placement.describe()}",
+        f"step: {d.batch_size * d.sequence_length:,} tokens in {config.pipeline.microbatches} "
+        f"microbatches of {config.sequences_per_microbatch} sequences of {d.sequence_length}",
+    ]
     if every := config.train.diloco_inner_steps:
         lines.append(
             f"replicas: {config.mesh.replica} train independently and exchange "
@@ -179,9 +177,9 @@ def introduction(config: Config, step: Step) -> list[str]:
     ]
     if (unsharded := unsharded_over_data(step)) >= 0.01:
         data = config.mesh.data
-        why = f"mesh.data={data} divides no free dimension of theirs (model.width={m.width})"
         lines.append(
-            f"ZeRO: {unsharded:.0%} of the parameters are unsharded over all {data} devices: {why}"
+            f"ZeRO: {unsharded:.0%} of the parameters are unsharded over all {data} devices: "
+            f"mesh.data={data} divides no free dimension of theirs (model.width={m.width})"
         )
     if m.experts and not m.capacity_factor and config.mesh.expert > 1:
         layout = layout_of(config.mesh, config.pipeline, config.parallel, d.batch_size)
@@ -190,26 +188,20 @@ def introduction(config: Config, step: Step) -> list[str]:
     if step.setup.train:
         total = sum(n * each for n, each in slot_pools(step).values())
         lines.append(f"saved from forward to backward: {mebibytes(total)} MiB a device")
-    lies = (
-        [
-            f"{mebibytes(bytes_per_device(step.abstract_state(), host=True))} MiB of the "
-            "optimizer's state"
-        ]
-        if step.layout.offload
-        else []
-    )
+    offloaded = []
+    if step.layout.offload:
+        size = mebibytes(bytes_per_device(step.abstract_state(), host=True))
+        offloaded.append(f"{size} MiB of the optimizer's state")
     if config.parallel.offload in ("activations", "both"):
-        lies.append(
-            f"slots {', '.join(step.host_pools)}"
-            if step.setup.train
-            else "what layers save for the backward"
-        )
-    if lies:
-        lines.append(f"in the host's memory, for each device: {'; '.join(lies)}")
+        pools = f"slots {', '.join(step.host_pools)}"
+        offloaded.append(pools if step.setup.train else "what layers save for the backward")
+    if offloaded:
+        lines.append(f"in the host's memory, for each device: {'; '.join(offloaded)}")
     if step.layout.disk:
-        size = mebibytes(bytes_on_disk(step.abstract_state()))
-        folder = config.parallel.offload_directory
-        lines.append(f"on disk in {folder}, for each device: {size} MiB of the optimizer's state")
+        lines.append(
+            f"on disk in {config.parallel.offload_directory}, for each device: "
+            f"{mebibytes(bytes_on_disk(step.abstract_state()))} MiB of the optimizer's state"
+        )
     return lines + plan_at_hand(config, device.device_kind).lines()
 
 
@@ -231,17 +223,18 @@ def as_compiled(step: Step, compiled: Compiled, tracing: float, compiling: float
     """Lines about a compiled step: its memory, if the platform reports it, and the seconds of
     tracing and compiling."""
     settings: Any = jax.config  # its attributes have no declared types
-    kept = settings.jax_enable_compilation_cache
-    again = "" if kept else " (again at each start: compiled programs are not kept)"
+    again = (
+        ""
+        if settings.jax_enable_compilation_cache
+        else " (again at each start: compiled programs are not kept)"
+    )
     lines = [f"traced in {tracing:.1f} s, compiled in {compiling:.1f} s{again}"]
     if memory := compiled_memory(compiled):
-        state, temporary = (
-            mebibytes(bytes_per_device(step.abstract_state())),
-            mebibytes(memory["temporary"]),
-        )
-        split = f"{state} of state, {temporary} temporary"
+        state = mebibytes(bytes_per_device(step.abstract_state()))
         lines.insert(
-            0, f"memory per device as compiled: {mebibytes(memory['total'])} MiB ({split})"
+            0,
+            f"memory per device as compiled: {mebibytes(memory['total'])} MiB ({state} of state, "
+            f"{mebibytes(memory['temporary'])} temporary)",
         )
     return lines
 
@@ -264,11 +257,10 @@ def compiled_memory(compiled: Compiled) -> dict[str, int] | None:
     memory = compiled.memory_analysis()
     if memory is None:
         return None
-    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     parts = {
         "arguments": memory.argument_size_in_bytes,
         "temporary": memory.temp_size_in_bytes,
-        "results": results,
+        "results": memory.output_size_in_bytes - memory.alias_size_in_bytes,
     }
     return parts | {"total": sum(parts.values())}
 
@@ -361,19 +353,20 @@ def _as_dicts(entries: list[Entry]) -> list[dict[str, Any]]:
 
 
 def _table(entries: list[Entry]) -> list[str]:
-    cells = [("op", "collective", "over", "devices", "times", "KiB each", "MiB sent")]
-    for entry in entries:
-        size, sent = f"{entry.size / 1024:,.1f}", mebibytes(entry.bytes)
-        cells.append(
+    cells = [
+        ("op", "collective", "over", "devices", "times", "KiB each", "MiB sent"),
+        *(
             (
                 entry.op,
                 entry.kind,
                 "·".join(entry.axes),
                 str(entry.devices),
                 f"{entry.count:,}",
-                size,
-                sent,
+                f"{entry.size / 1024:,.1f}",
+                mebibytes(entry.bytes),
             )
-        )
-    cells.append(("in all", "", "", "", "", "", mebibytes(sum(entry.bytes for entry in entries))))
+            for entry in entries
+        ),
+        ("in all", "", "", "", "", "", mebibytes(sum(entry.bytes for entry in entries))),
+    ]
     return [f"  {line}" for line in aligned(cells, words=3)]

@@ -272,16 +272,15 @@ def _works(space: Space) -> Iterator[StepModel]:
     """The step of each mesh, with one sequence in a microbatch."""
     resolved = space.config.resolve()
     # `context` may decide about the kernel of attention.
-    with_context = lambda context: cfg.replace(resolved, {"mesh.context": context})
     framework = functools.cache(
-        lambda context: framework_of(with_context(context), space.hardware, space.assume)
+        lambda context: framework_of(
+            cfg.replace(resolved, {"mesh.context": context}), space.hardware, space.assume
+        )
     )
     model = transformer_of(resolved.model, resolved.data.sequence_length)
     dtype = resolved.precision.compute
-    yield from (
-        StepModel(model, mesh, framework(mesh.context), space.hardware, dtype)
-        for mesh in meshes(space)
-    )
+    for mesh in meshes(space):
+        yield StepModel(model, mesh, framework(mesh.context), space.hardware, dtype)
 
 
 def _cuts(space: Space, offload: str) -> Iterator[StepModel]:
@@ -379,9 +378,10 @@ def _none_fits(space: Space) -> LayoutError:
             f"--devices={space.devices}: no layout uses so many devices with "
             f"data.batch_size={batch} and model.layers={layers}"
         )
-        requests += [{"devices": number} for number in _usable_numbers(space)[:MOST_NUMBERS]]
-        sequences = max(1, batch // space.devices)  # of a device
-        requests += [{"config.data.batch_size": space.devices * sequences}]
+        requests += [
+            *({"devices": number} for number in _usable_numbers(space)[:MOST_NUMBERS]),
+            {"config.data.batch_size": space.devices * max(1, batch // space.devices)},
+        ]
     else:
         size, layout = least
         parts = ", ".join(
@@ -402,11 +402,13 @@ def _none_fits(space: Space) -> LayoutError:
             {"devices": space.devices * times} for times in multiples if times <= MOST_TIMES
         ]
     kinds = sorted(map(hardware.load, hardware.known()), key=lambda kind: kind.memory)
-    requests += [{"hardware": kind.name} for kind in kinds]
-    requests += [{"config.model.layers": fewer} for fewer in _halves(layers)]
     requests += [
-        {"config.model.layers": 1, "config.data.sequence_length": n}
-        for n in _halves(space.config.data.sequence_length)
+        *({"hardware": kind.name} for kind in kinds),
+        *({"config.model.layers": fewer} for fewer in _halves(layers)),
+        *(
+            {"config.model.layers": 1, "config.data.sequence_length": n}
+            for n in _halves(space.config.data.sequence_length)
+        ),
     ]
     return LayoutError(
         rule,

@@ -30,6 +30,7 @@ from typing import Any
 from jaxtrain import config as configs
 from jaxtrain.config import Config
 from jaxtrain.config.errors import UsageError
+from jaxtrain.config.rules import divisors
 from jaxtrain.costs import hardware
 from jaxtrain.hlo.program import Program
 
@@ -127,11 +128,11 @@ class Platform:
         """The rule that its topologies keep, as errors state it."""
         if self.backend == "gpu":
             return "1, 2, 4 or 8 GPUs in a node, 8 in each of several"
-        slices, pods = (
-            f"with at most {self.largest_slice} chips in all",
-            f"of at most {POD_SIDE} chips",
+        most = (
+            f"of at most {POD_SIDE} chips"
+            if self.sizes == 2
+            else f"with at most {self.largest_slice} chips in all"
         )
-        most = pods if self.sizes == 2 else slices
         return f"the first two dimensions are even, for a host has 2 × 2 chips; {most}"
 
 
@@ -146,6 +147,7 @@ PLATFORMS = {
         Platform("h100", *GPU, "NVIDIA H100 80GB HBM3", "h100", 2),
     )
 }
+FORMS = ", ".join(platform.form for platform in PLATFORMS.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,18 +194,20 @@ class Topology:
         """The arguments of `jax.experimental.topologies.get_topology_desc` for the devices."""
         name, _, sizes = self.text.partition(":")
         if self.platform.backend == "gpu":
-            target = (HERE / f"{name}.txtpb").read_text()
-            # The topology is slices, hosts, GPUs.
-            return {"platform": "cuda", "topology": f"1x{sizes}", "target_config": target}
-        arguments = {
+            return {
+                "platform": "cuda",
+                "topology": f"1x{sizes}",  # slices, hosts, GPUs
+                "target_config": (HERE / f"{name}.txtpb").read_text(),
+            }
+        cores = {"chip_config_name": "megacore"} if self.platform.sizes == 3 else {}
+        return {
             "platform": "tpu",
             "topology_name": f"{'v5' if name == 'v5p' else name}:{sizes}",  # libtpu's name
             "wrap": self.wrap,
             "num_slices": 1,
             "chips_per_host_bounds": (2, 2, 1),
+            **cores,
         }
-        cores = {"chip_config_name": "megacore"} if self.platform.sizes == 3 else {}
-        return arguments | cores
 
 
 def parse(text: str) -> Topology:
@@ -211,18 +215,21 @@ def parse(text: str) -> Topology:
     name, _, sizes = text.lower().strip().partition(":")
     if name not in PLATFORMS:
         near = (difflib.get_close_matches(name, PLATFORMS, 1, 0.5) or ["v5p"])[0]
-        forms = ", ".join(platform.form for platform in PLATFORMS.values())
         raise UsageError(
-            f"--topology={text!r} is none of {forms}", {"topology": fitting(near, EXAMPLE).text}
+            f"--topology={text!r} is none of {FORMS}", {"topology": fitting(near, EXAMPLE).text}
         )
     platform = PLATFORMS[name]
     if not re.fullmatch(r"\d{1,6}(x\d{1,6})*", sizes) or sizes.count("x") != platform.sizes - 1:
-        rule = f"--topology={text!r} is not written as {platform.form}"
-        raise UsageError(rule, {"topology": fitting(name, EXAMPLE).text})
+        raise UsageError(
+            f"--topology={text!r} is not written as {platform.form}",
+            {"topology": fitting(name, EXAMPLE).text},
+        )
     topology = Topology(platform, tuple(map(int, sizes.split("x"))))
     if topology != topology.nearest:
-        rule = f"--topology={text!r} is no {name} topology ({platform.rule})"
-        raise UsageError(rule, {"topology": topology.nearest.text})
+        raise UsageError(
+            f"--topology={text!r} is no {name} topology ({platform.rule})",
+            {"topology": topology.nearest.text},
+        )
     return topology
 
 
@@ -232,10 +239,9 @@ def fitting(name: str, devices: int) -> Topology:
     Raises UsageError if the platform has none.
     """
     platform = PLATFORMS[name]
-    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
     topologies = (
         Topology(platform, (devices // math.prod(sizes), *sizes))
-        for sizes in itertools.product(divisors, repeat=platform.sizes - 1)
+        for sizes in itertools.product(divisors(devices), repeat=platform.sizes - 1)
         if devices % math.prod(sizes) == 0
     )
     possible = [topology for topology in topologies if topology == topology.nearest]

@@ -275,11 +275,10 @@ def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list
             "that is far: a profile (train.profile_steps) says where the time goes; is this "
             "the device, and is it alone?"
         )
-    lines += how_sure(hardware)
     parts = ", ".join(
         f"{name} {seconds / now.seconds:.0%}" for name, seconds in compare.listed(now.time.exposed)
     )
-    lines.append(f"planned parts: {parts}")
+    lines += [*how_sure(hardware), f"planned parts: {parts}"]
     changes = [
         change
         for change in single_changes(now)
@@ -287,22 +286,23 @@ def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list
     ]
     if not changes:
         return [*lines, "no single change of the layout is planned to make it faster and to fit"]
-    lines.append("planned to be faster, one change at a time:")
-    for change in changes[:MOST]:
-        flags = cfg.suggestion(change.settings)
-        lines.append(
-            f"  {flags}: {1 - change.seconds / now.seconds:.0%} less time, "
-            f"{change.bytes / GIB:.1f} GiB a device"
-        )
-    return lines
+    return [
+        *lines,
+        "planned to be faster, one change at a time:",
+        *(
+            f"  {cfg.suggestion(change.settings)}: {1 - change.seconds / now.seconds:.0%} less "
+            f"time, {change.bytes / GIB:.1f} GiB a device"
+            for change in changes[:MOST]
+        ),
+    ]
 
 
 def _check(workdir: str | os.PathLike, config: Config, hardware: Hardware) -> None:
     """Raises AdviceError for a config that the planner cannot take on this hardware."""
-    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
     unknown = [
         f"mesh.{axis}={size}"
-        for axis, size in sizes.items()
+        for axis in AXES
+        for size in [getattr(config.mesh, axis)]
         if not isinstance(size, int) or size < 1
     ]
     if unknown:

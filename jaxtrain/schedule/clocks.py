@@ -341,17 +341,18 @@ def coupled(table: Table, times: Times, shares: Sequence[float] | None = None) -
     for part, column_op in _column_ops(table, times).items():
         started = np.array(starts.column_ops[part], float).reshape(-1, 2)
         ticks = started[:, :1].astype(int)
-        events = _events(
-            stage=column_op.stages(table.stages),
-            tick=ticks,
-            part=part,
-            name=column_op.name,
-            unit=-1,
-            microbatch=column_op.column[ticks],
-            start=started[:, 1:],
-            time=column_op.time,
+        parts.append(
+            _events(
+                stage=column_op.stages(table.stages),
+                tick=ticks,
+                part=part,
+                name=column_op.name,
+                unit=-1,
+                microbatch=column_op.column[ticks],
+                start=started[:, 1:],
+                time=column_op.time,
+            )
         )
-        parts.append(events)
     events = np.concatenate(parts)
     return _timeline(events[np.lexsort((events["stage"], events["part"], events["tick"]))])
 
@@ -373,8 +374,10 @@ def independent(
         if a W does not follow its B at once.
     """
     messages = _Messages(table.units, table.microbatches)
-    parts = [_cell_events(table, times, shares, messages, fused_backward)]
-    parts.append(_update_events(table, times, joint_op=-1, needs=-1, gives=-1))
+    parts = [
+        _cell_events(table, times, shares, messages, fused_backward),
+        _update_events(table, times, joint_op=-1, needs=-1, gives=-1),
+    ]
     joint_ops = 0
     for part, op in _column_ops(table, times).items():
         parts.append(_column_events(table, times, part, op, messages, joint_ops))

@@ -53,11 +53,6 @@ def cell_op(kind: str, local_unit: int) -> str:
     return f"{kind}{local_unit}"
 
 
-def overlapped_op(kind: str, local_unit: int, b_local_unit: int) -> str:
-    """The name of an op that runs F or K of a unit and B of one: `KB0_1`."""
-    return f"{kind}B{local_unit}_{b_local_unit}"
-
-
 def permute_op(when: Permute) -> str:
     """The name of a tick's permute."""
     return f"permute_{when.name}"
@@ -182,25 +177,23 @@ def tick_table(slotted: SlottedTable) -> TickTable:
 
 def permutes(table: Table) -> dict[str, int]:
     """The buffers that ever leave their stages → the step that they make."""
-    ways = set(directions(table.stage_of, table.stages)) - {0}
-    back = {-way for way in ways}
-    if table.overlaps:
-        of_b = {
-            name: step for name, step in WAY.items() if name.endswith(OF_GRADIENTS) and step in back
-        }
-        return {name: WAY[name] for name in ("up", "down") if WAY[name] in ways} | of_b
-    if not table.forward_only:
-        ways |= back
-    return {name: WAY[name] for name in ("up", "down") if WAY[name] in ways}
+    of_f = set(directions(table.stage_of, table.stages)) - {0}
+    of_b = set() if table.forward_only else {-way for way in of_f}
+    up_down, of_gradients = (of_f, of_b) if table.overlaps else (of_f | of_b, set())
+    return {
+        name: step
+        for name, step in WAY.items()
+        if step in (of_gradients if name.endswith(OF_GRADIENTS) else up_down)
+    }
 
 
 def overlapped_ops(table: Table) -> dict[str, tuple[str, int, int]]:
-    """The ops of overlapped cells that the table has: name → (F or K, local unit of that, local
-    unit of the B)."""
+    """The ops of overlapped cells that the table has: name, such as `KB0_1` → (F or K, local unit
+    of that, local unit of the B)."""
     if not table.overlaps:
         return {}
     return {
-        overlapped_op(kind, unit, b_unit): (kind, unit, b_unit)
+        f"{kind}B{unit}_{b_unit}": (kind, unit, b_unit)
         for unit in range(table.units_per_stage)
         for b_unit in range(table.units_per_stage)
         for kind in "FK"

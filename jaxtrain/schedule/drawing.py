@@ -12,6 +12,7 @@ joins the F and the B of an overlapped cell. Other pictures take their colours f
 import html
 import io
 import textwrap
+from typing import Any
 
 import numpy as np
 
@@ -168,20 +169,18 @@ def text(table: Table, width: int = 120, colour: bool = False) -> str:
         colours, busy = _colours(table), table.busy
         for tick, stage, op, unit, _ in zip(*(array.tolist() for array in busy), strict=True):
             tints[f"stage {stage}", tick] = colours[Op(op).name, unit]
-    begins = list(range(0, table.ticks, columns))
+    begins = range(0, table.ticks, columns)
     most_blocks = max(2, MOST_LINES // (table.stages + 4))
-    cut = range(0)  # of `begins`: blocks that are not shown
-    if len(begins) > most_blocks:
-        cut = range((most_blocks + 1) // 2, len(begins) - most_blocks // 2)
-    for block, begin in enumerate(begins):
-        if block in cut:
-            if block == cut[0]:
-                end = begins[cut[-1]] + columns - 1
-                lines += [
-                    "",
-                    f"ticks {begin} to {end} are not shown: --csv=FILE writes all, --svg=FILE "
-                    "draws all",
-                ]
+    # those of the blocks that are not shown, if there are more than so many
+    cut = begins[(most_blocks + 1) // 2 : max(0, len(begins) - most_blocks // 2)]
+    for begin in begins:
+        if begin in cut[:1]:
+            lines += [
+                "",
+                f"ticks {begin} to {cut[-1] + columns - 1} are not shown: --csv=FILE writes all, "
+                "--svg=FILE draws all",
+            ]
+        if begin in cut:
             continue
         lines += ["", " " * margin + f"tick {begin}"]
         for name, line in labels.items():
@@ -244,11 +243,11 @@ def svg(table: Table, timeline: Timeline, title: str) -> str:
     ]
     for stage in range(table.stages):
         y = TOP + LANE * stage
-        parts.append(f'<text x="8" y="{y + LANE * 0.62:.0f}">stage {stage}</text>')
-        parts.append(
+        parts += [
+            f'<text x="8" y="{y + LANE * 0.62:.0f}">stage {stage}</text>',
             f'<rect x="{LABEL}" y="{y + 1}" width="{total * scale:.1f}" height="{LANE - 2}" '
-            'fill="#eee"/>'
-        )
+            'fill="#eee"/>',
+        ]
     draw = _lanes if len(timeline) > MOST_SHAPES else _shapes
     parts += draw(table, timeline, scale)
     parts += [
@@ -257,11 +256,11 @@ def svg(table: Table, timeline: Timeline, title: str) -> str:
         for stage, start, end in _overlapped(table, timeline)
     ]
     y = TOP + LANE * table.stages + 16
-    parts.append(f'<text x="{LABEL}" y="{y}">0</text>')
-    parts.append(
+    parts += [
+        f'<text x="{LABEL}" y="{y}">0</text>',
         f'<text x="{LABEL + total * scale:.0f}" y="{y}" text-anchor="end">time '
-        f"{total:g}</text></svg>"
-    )
+        f"{total:g}</text></svg>",
+    ]
     return "\n".join(parts) + "\n"
 
 
@@ -270,8 +269,10 @@ def _legend(table: Table, timeline: Timeline) -> tuple[list[str], float]:
     parts, x = [], 8.0
     looks = [(f'fill="{_hex(shade(name, 0, 1))}"', MEANINGS[name]) for name in _names(timeline)]
     for look, meaning in [*looks, *[(OUTLINE, TOGETHER)] * table.overlaps]:
-        parts.append(f'<rect x="{x:.0f}" y="24" width="12" height="12" {look}/>')
-        parts.append(f'<text x="{x + 16:.0f}" y="34">{meaning}</text>')
+        parts += [
+            f'<rect x="{x:.0f}" y="24" width="12" height="12" {look}/>',
+            f'<text x="{x + 16:.0f}" y="34">{meaning}</text>',
+        ]
         x += 30 + 6.2 * len(meaning)
     several = max(map(len, _chunks(table))) > 1
     parts += [f'<text x="{x:.0f}" y="34">{CHUNKS}</text>'] * several
@@ -362,7 +363,6 @@ def _hex(colour: Colour) -> str:
 
 def png(table: Table, timeline: Timeline, title: str) -> bytes:
     """A timeline as a PNG picture; as `svg`, drawn by matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -391,16 +391,14 @@ def png(table: Table, timeline: Timeline, title: str) -> bytes:
     for op in timeline if few else ():
         number, time = str(op.microbatch), op.end - op.start
         if time > 0 and time / per_point > 4.6 * len(number) + 1:
-            colour = colours[op.name, op.unit]
-            middle = (op.start + op.end) / 2
             axes.text(
-                middle,
+                (op.start + op.end) / 2,
                 op.stage,
                 number,
                 ha="center",
                 va="center",
                 fontsize=7,
-                color=ink(colour),
+                color=ink(colours[op.name, op.unit]),
             )
     axes.set(
         xlim=(0, total),
@@ -414,11 +412,19 @@ def png(table: Table, timeline: Timeline, title: str) -> bytes:
         axes.spines[side].set_visible(False)
     axes.tick_params(axis="y", length=0)
     said = CHUNKS if max(map(len, _chunks(table))) > 1 else CHUNKS.partition("; ")[2]
-    text = textwrap.fill(f"{title}   ({said})", int(LETTERS * inches))
-    axes.set_title(text, fontsize=9, loc="left")
+    axes.set_title(
+        textwrap.fill(f"{title}   ({said})", int(LETTERS * inches)), fontsize=9, loc="left"
+    )
     figure.legend(
         handles=patches, loc="outside lower right", ncols=columns, fontsize=8, frameon=False
     )
+    return as_png(figure)
+
+
+def as_png(figure: Any) -> bytes:
+    """A matplotlib figure as the bytes of a PNG file."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     buffer = io.BytesIO()
     FigureCanvasAgg(figure).print_png(buffer)
     return buffer.getvalue()

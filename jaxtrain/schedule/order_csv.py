@@ -155,8 +155,11 @@ def _actions(line: str, number: int) -> Iterator[_Action]:
         if pair:
             parts = [part.strip() for part in pair[1].split(";")]
         elif field.startswith("("):
-            rule = f"{field[:40]!r} is no pair: write it such as (0F7;7B3)OVERLAP_F_B"
-            raise FileError(rule, number, column)
+            raise FileError(
+                f"{field[:40]!r} is no pair: write it such as (0F7;7B3)OVERLAP_F_B",
+                number,
+                column,
+            )
         for part in filter(None, parts):
             match = ACTION.fullmatch(part)
             letters = match[2] if match else ""
@@ -173,8 +176,7 @@ def _no_action(part: str, letters: str) -> str:
     if letters in COMPUTES:
         return f"{part[:40]!r} has no microbatch: {form}"
     if letters:
-        known = [*COMPUTES, *SKIPPED]
-        near = difflib.get_close_matches(letters, known, n=1, cutoff=0.6)
+        near = difflib.get_close_matches(letters, [*COMPUTES, *SKIPPED], n=1, cutoff=0.6)
         fix = f"use {near[0]}" if near else "use F, I, W or B"
         return f"{part[:40]!r} has the unknown action {letters[:40]!r}: {fix}"
     return f"{part[:40]!r} is no action: {form}"

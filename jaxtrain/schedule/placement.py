@@ -44,15 +44,15 @@ def spread(layers: int, chunks: int, costs: Sequence[float] = ()) -> tuple[int, 
     # for 0, 1, … chunks: the number of lowest layers that they hold → the best cut of these
     cuts = [{0: _Cut(0.0, 0)}]
     for count in range(1, chunks + 1):
-        fewer, best = cuts[-1], {}
-        for end in range(count, layers - (chunks - count) + 1):
-            begins = (begin for begin in range(count - 1, end) if begin in fewer)
-            best[end] = _Cut(
-                *min(
-                    (max(fewer[begin].cost, float(total[end] - total[begin])), begin)
-                    for begin in begins
-                )
+        fewer = cuts[-1]
+        best = {
+            end: min(
+                _Cut(max(fewer[begin].cost, float(total[end] - total[begin])), begin)
+                for begin in range(count - 1, end)
+                if begin in fewer
             )
+            for end in range(count, layers - (chunks - count) + 1)
+        }
         cuts.append(best)
     sizes, end = [], layers
     for count in range(chunks, 0, -1):

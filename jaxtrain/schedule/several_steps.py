@@ -50,17 +50,14 @@ def repeated(
     fields = {field.name: getattr(table, field.name) for field in dataclasses.fields(TableShape)}
     shape = TableShape(**fields | {"steps": steps, "microbatches": steps * table.microbatches})
     tasks = Tasks(orders, shape)
-    tables = [
-        pack_into_ticks(tasks, packing)
-        for packing in ((permute,) if permute in IN_ORDER else IN_ORDER)
-    ]
+    packings = (permute,) if permute in IN_ORDER else IN_ORDER
 
     def cost(several: Table) -> tuple[bool, float, float, int]:
         time = float(f"{coupled_time(several, times, shares):.9g}")
         memory = max(peak_residuals(several, count_weight_stash=True))
         return not same_sums(several, table), time, memory, several.ticks
 
-    return min(tables, key=cost)
+    return min((pack_into_ticks(tasks, packing) for packing in packings), key=cost)
 
 
 def same_sums(several: Table, one: Table) -> bool:
@@ -68,17 +65,13 @@ def same_sums(several: Table, one: Table) -> bool:
     heads and the embedding's gradients, have the order in each step that they have in a table of
     that one step."""
 
-    def order(table: Table) -> list[tuple[int, str]]:
-        ops = []
-        for tick in np.flatnonzero((table.head >= 0) | (table.embed_gradient >= 0)).tolist():
-            for name in ("head", "embed_gradient"):  # as in a tick
-                if (microbatch := int(getattr(table, name)[tick])) >= 0:
-                    ops.append((microbatch, name))
-        return ops
+    def order(table: Table) -> list[tuple[int, int]]:
+        """(microbatch, 0 for its head and 1 for its embedding's gradient) of each op."""
+        microbatches = np.stack([table.head, table.embed_gradient], axis=1)  # as in a tick
+        return [(int(microbatches[tick, op]), op) for tick, op in np.argwhere(microbatches >= 0)]
 
-    of_steps: list[list[tuple[int, str]]] = [[] for _ in range(several.steps)]
-    for microbatch, name in order(several):
+    of_steps: list[list[tuple[int, int]]] = [[] for _ in range(several.steps)]
+    for microbatch, op in order(several):
         step, number = divmod(microbatch, one.microbatches)
-        of_steps[step].append((number, name))
-    expected = order(one)
-    return all(of_step == expected for of_step in of_steps)
+        of_steps[step].append((number, op))
+    return of_steps == [order(one)] * several.steps

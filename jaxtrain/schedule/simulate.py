@@ -122,39 +122,39 @@ def summary(values: Figures) -> str:
         for name in ("peak_residuals", "peak_residuals_with_weight_stash")
     )
     slots = ", ".join(f"{pool} {count}" for pool, count in values["pool_sizes"].items())
-    lines = [
-        f"ticks               {values['ticks']} (permutes: {permutes})",
-        f"step time           {values['step_time']:g} independent, "
-        f"{values['step_time_coupled']:g} coupled; longest span of a stage {values['span']:g}",
-        f"bubble              {values['bubble_fraction']:.2%} of the step, "
-        f"{values['bubble_fraction_span']:.2%} of the longest span, "
-        f"{values['bubble_fraction_coupled']:.2%} coupled",
-        f"peak residuals      {peaks} chunks on each stage; with what B leaves for W {with_stash}",
-        f"slots               {slots}",
-    ]
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            f"ticks               {values['ticks']} (permutes: {permutes})",
+            f"step time           {values['step_time']:g} independent, "
+            f"{values['step_time_coupled']:g} coupled; longest span of a stage {values['span']:g}",
+            f"bubble              {values['bubble_fraction']:.2%} of the step, "
+            f"{values['bubble_fraction_span']:.2%} of the longest span, "
+            f"{values['bubble_fraction_coupled']:.2%} coupled",
+            f"peak residuals      {peaks} chunks on each stage; with what B leaves for W "
+            f"{with_stash}",
+            f"slots               {slots}",
+        ]
+    )
 
 
 def comparison(listed: list[Figures], repeats: int) -> str:
     """The figures of schedules side by side, a line each. repeats: the number of chunks on a stage
     that was asked for, 0 for none."""
     width = max(len(values["schedule"]) for values in listed)
+    unit = "of a stage" if repeats in (0, 1) else f"of 1/{repeats} of a stage"
     lines = [
         f"{'schedule':{width}}  repeats  ticks  step coupled  independent  bubble coupled  "
-        "independent    span  residuals"
-    ]
-    for values in listed:
-        lines.append(
+        "independent    span  residuals",
+        *(
             f"{values['schedule']:{width}}  {values['repeats']:7}  {values['ticks']:5}  "
             f"{values['step_time_coupled']:12.6g}  "
             f"{values['step_time']:11.6g}  {values['bubble_fraction_coupled']:14.2%}  "
             f"{values['bubble_fraction']:11.2%}  "
             f"{values['bubble_fraction_span']:6.2%}  {values['memory']:9.4g}"
-            + ("" if values["fits"] else "  more than --memory")
-        )
-    unit = "of a stage" if repeats in (0, 1) else f"of 1/{repeats} of a stage"
-    lines.append(
+            f"{'' if values['fits'] else '  more than --memory'}"
+            for values in listed
+        ),
         f"residuals: the most at once on any stage, {unit} for one microbatch, from F to the "
-        "end of W"
-    )
+        "end of W",
+    ]
     return "\n".join(lines) + "\n"

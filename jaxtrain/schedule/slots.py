@@ -130,13 +130,17 @@ class _Uses(NamedTuple):
 
 def assign_slots(table: Table) -> SlottedTable:
     """A table with its slots. The table must be right: check it first."""
-    columns: dict[str, np.ndarray] = {}
     pools = _uses(table)
     absent = [name for name in (*SAVED, "layer_input") if name not in pools]
     absent += [f"b_{name}" for name in READ_BY_B if not table.overlaps or name in absent]
-    for field in dataclasses.fields(TickSlots):
-        of_one_stage = field.name.startswith(("embed", "head"))
-        columns[field.name] = np.full(table.ticks if of_one_stage else table.op.shape, -1, np.int32)
+    columns = {
+        field.name: np.full(
+            table.ticks if field.name.startswith(("embed", "head")) else table.op.shape,
+            -1,
+            np.int32,
+        )
+        for field in dataclasses.fields(TickSlots)
+    }
     slots_per_stage: dict[str, tuple[int, ...]] = {}
     for pool, uses_of in pools.items():
         uses = _Uses(*map(np.concatenate, zip(*uses_of.values(), strict=True)))

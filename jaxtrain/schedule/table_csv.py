@@ -57,8 +57,10 @@ def to_csv(table: Table) -> str:
     ]
     if table.chunk_of != tuple(range(table.units)):
         settings.append(f"chunk={','.join(map(str, table.chunk_of))}")
-    lines = [f"# {' '.join([*settings, f'vocabulary={table.vocabulary}'])}"]
-    lines.append(",".join([*(f"stage {s}" for s in range(table.stages)), *COLUMNS]))
+    lines = [
+        f"# {' '.join([*settings, f'vocabulary={table.vocabulary}'])}",
+        ",".join([*(f"stage {s}" for s in range(table.stages)), *COLUMNS]),
+    ]
     for tick, cells in enumerate(table.cells):
         names = [cell_name(cell, table.stage_of) if cell else "" for cell in cells]
         for stage in np.flatnonzero(table.overlapped[tick]).tolist():
@@ -201,10 +203,9 @@ def _parse(text: str) -> _Lines:
         elif line.strip():
             table_lines.append((number, split_line(line, number)))
     if not table_lines:
-        what = "has comments alone" if text.strip() else "is empty"
         raise FileError(
-            f"the file {what}: write a header line such as 'stage 0,stage 1' and one line for "
-            "each tick of the table"
+            f"the file {'has comments alone' if text.strip() else 'is empty'}: write a header line "
+            "such as 'stage 0,stage 1' and one line for each tick of the table"
         )
     (header_line, header), ticks = table_lines[0], table_lines[1:]
     stages = _stages(header, header_line)
@@ -217,8 +218,11 @@ def _parse(text: str) -> _Lines:
     lines = _Lines(settings, header, stages, [], [], {}, {name: [] for name in header[stages:]})
     for number, fields in ticks:
         if len(fields) != len(header):
-            counts = f"{counted(len(fields), 'cell')} under a header of {len(header)}"
-            raise FileError(f"{counts}: use one for each column, empty or not", number)
+            raise FileError(
+                f"{counted(len(fields), 'cell')} under a header of {len(header)}: use one for each "
+                "column, empty or not",
+                number,
+            )
         lines.numbers.append(number)
         cells: list[_LocalCell | None] = []
         for stage, (field, column) in enumerate(zip(fields, header[:stages], strict=False)):
@@ -323,8 +327,11 @@ def _cells(field: str, number: int, column: str) -> list[Any]:
         return [_cell(field, number, column)]
     cells = [_cell(part, number, column) for part in parts]
     if [cell and cell.op for cell in cells] != [Op.F, Op.B]:
-        rule = f"{field[:40]!r} is no overlapped cell: write an F and a B, such as F0.7+B1.3"
-        raise FileError(rule, number, column)
+        raise FileError(
+            f"{field[:40]!r} is no overlapped cell: write an F and a B, such as F0.7+B1.3",
+            number,
+            column,
+        )
     return cells
 
 
@@ -382,9 +389,12 @@ def _size(lines: _Lines, number_name: str) -> int:
     line, column, cell = next(each for each in every if getattr(each[2], number_name) == beyond)
     noun = number_name.removeprefix("local_")
     written = f"{Op(cell.op).name}{cell.local_unit}.{cell.microbatch}"
-    missing = f"{written} has {noun} {beyond}, and {noun} {gap} is in no cell"
-    fix = f"use {_range(gap)}" if gap else "use 0"
-    raise FileError(f"{missing}: {fix}, or write the tasks of {gap} too", line, column)
+    raise FileError(
+        f"{written} has {noun} {beyond}, and {noun} {gap} is in no cell: use {_range(gap)}, or "
+        f"write the tasks of {gap} too",
+        line,
+        column,
+    )
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -440,11 +450,12 @@ def _in_model_order(lines: _Lines, stage_of: tuple[int, ...]) -> list[list[Cell 
             count = len(units[stage])
             if cell and cell.local_unit >= count:
                 fix = f"use unit {_range(count)}, or" if count else "leave it empty, or"
-                rule = (
+                raise FileError(
                     f"there is no local unit {cell.local_unit} on a stage with {count}: {fix} say "
-                    "place=… in a comment"
+                    "place=… in a comment",
+                    number,
+                    lines.header[stage],
                 )
-                raise FileError(rule, number, lines.header[stage])
     return [
         [
             Cell(cell.op, units[stage][cell.local_unit], cell.microbatch) if cell else None
@@ -466,8 +477,11 @@ def _stage_of(lines: _Lines, local_units: int) -> tuple[int, ...]:
         raise FileError(f"place={text!r} is no place: use {near[0] if near else fix}", number)
     stage_of = tuple(map(int, text.split(",")))
     if max(stage_of) >= stages:
-        known = f"the header has {counted(stages, 'stage')}: use {_range(stages)}"
-        raise FileError(f"place={text!r} names stage {max(stage_of)}, and {known}", number)
+        raise FileError(
+            f"place={text!r} names stage {max(stage_of)}, and the header has "
+            f"{counted(stages, 'stage')}: use {_range(stages)}",
+            number,
+        )
     try:
         directions(stage_of, stages)
     except TableError as error:
@@ -483,8 +497,9 @@ def _chunk_of(settings: dict[str, _Setting], stage_of: tuple[int, ...]) -> tuple
     chunk_of = tuple(map(int, text.split(","))) if NUMBERS.fullmatch(text) else ()
     steps = {following - chunk for chunk, following in itertools.pairwise(chunk_of)}
     if len(chunk_of) != len(stage_of) or chunk_of[0] != 0 or steps - {0, 1}:
-        numbers = counted(len(stage_of), "number")
         raise FileError(
-            f"chunk={text!r}: use {numbers}, from 0 on, each the one before or one more", number
+            f"chunk={text!r}: use {counted(len(stage_of), 'number')}, from 0 on, each the one "
+            "before or one more",
+            number,
         )
     return chunk_of

@@ -53,8 +53,10 @@ def _check_shape(table: Table) -> None:
     """Raises TableError for arrays of wrong shapes and types, and stages that do not exist."""
     stages, microbatches, stage_of = table.stages, table.microbatches, table.stage_of
     if stages < 1 or microbatches < 1 or not stage_of or set(stage_of) - set(range(stages)):
-        sizes = f"{stages} stages, {microbatches} microbatches, units on stages {stage_of}"
-        raise TableError(f"{sizes}: every number from 1 up, every unit on a stage")
+        raise TableError(
+            f"{stages} stages, {microbatches} microbatches, units on stages {stage_of}: every "
+            "number from 1 up, every unit on a stage"
+        )
     if len(table.chunk_of) != len(stage_of) or table.vocabulary not in VOCABULARIES:
         raise TableError(
             f"{len(stage_of)} units, {len(table.chunk_of)} chunk numbers, vocabulary "
@@ -126,8 +128,8 @@ def _check_cells(table: Table) -> None:
     name = cell_name((op[i], unit[i], microbatch[i]), table.stage_of)
     if foreign[i]:
         raise TableError(f"{name} does not belong in this table: leave the cell empty", tick, stage)
-    rule = f"{name} stands already in {{}}: use it once"
-    raise TableError(rule, tick, stage, ticks=(int(ticks[equal_before[i]]),))
+    earlier = int(ticks[equal_before[i]])
+    raise TableError(f"{name} stands already in {{}}: use it once", tick, stage, ticks=(earlier,))
 
 
 def _check_missing(table: Table) -> None:
@@ -146,8 +148,11 @@ def _check_missing(table: Table) -> None:
         fix = f"write it after {cell_name(before, table.stage_of)} in {{}}"
         ticks = [_tick_of(table, before)]
     name = cell_name((op, unit, microbatch), table.stage_of)
-    rule = f"{name} is missing ({int(missing.sum())} in all): {fix}"
-    raise TableError(rule, stage=table.stage_of[unit], ticks=ticks)
+    raise TableError(
+        f"{name} is missing ({int(missing.sum())} in all): {fix}",
+        stage=table.stage_of[unit],
+        ticks=ticks,
+    )
 
 
 def _tick_of(table: Table, cell: Cell) -> int:
@@ -187,8 +192,12 @@ def _check_column(table: Table, name: str) -> None:
             fix = f"use 0 to {microbatches - 1}" if microbatches else "leave the column empty"
             raise TableError(f"microbatch {microbatch} does not exist: {fix}", tick, column=name)
         if microbatch in ticks:
-            rule = f"microbatch {microbatch} stands already in {{}}: use it once"
-            raise TableError(rule, tick, column=name, ticks=(ticks[microbatch],))
+            raise TableError(
+                f"microbatch {microbatch} stands already in {{}}: use it once",
+                tick,
+                column=name,
+                ticks=(ticks[microbatch],),
+            )
         ticks[microbatch] = tick
     if len(ticks) < microbatches:
         missing = min(set(range(microbatches)) - set(ticks))
@@ -199,9 +208,12 @@ def _check_column(table: Table, name: str) -> None:
         }[name]
         cell = Cell(op, unit, missing)
         side = "before" if name == "embed" else "after"
-        fix = f"write it in {{}}, the tick of {cell_name(cell, table.stage_of)}, or {side}"
-        rule = f"microbatch {missing} is missing ({microbatches - len(ticks)} in all): {fix}"
-        raise TableError(rule, column=name, ticks=(_tick_of(table, cell),))
+        raise TableError(
+            f"microbatch {missing} is missing ({microbatches - len(ticks)} in all): write it in "
+            f"{{}}, the tick of {cell_name(cell, table.stage_of)}, or {side}",
+            column=name,
+            ticks=(_tick_of(table, cell),),
+        )
 
 
 # --- on the right values --------------------------------------------------------------------------
@@ -258,15 +270,19 @@ def _waits(
     if not 0 <= source.unit < table.units:
         column = "embed" if op == Op.F else "head"
         column_tick = int(np.flatnonzero(getattr(table, column) == microbatch)[0])
-        rule = f"{column} of microbatch {microbatch} in {{}}: move it to {{}} or later"
-        return rule, (column_tick, arrival)
+        return (
+            f"{column} of microbatch {microbatch} in {{}}: move it to {{}} or later",
+            (column_tick, arrival),
+        )
     name = cell_name(source, table.stage_of)
     source_tick = _tick_of(table, source)
     message = f"{name} of stage {table.stage_of[source.unit]} in {{}}, whose message"
     if arrival == NEVER:
         return f"{message} no permute sends: send it by one in that tick or after", (source_tick,)
-    rule = f"{message} can be read from {{}} on: move it there or later"
-    return rule, (source_tick, arrival)
+    return (
+        f"{message} can be read from {{}} on: move it there or later",
+        (source_tick, arrival),
+    )
 
 
 def _lost_message(table: Table) -> TableError | None:
@@ -286,9 +302,12 @@ def _lost_message(table: Table) -> TableError | None:
     earliest = int(np.argmin(later))  # cells stand by ticks and stages
     fault, lost_cell = int(later[earliest]), int(earlier[earliest])
     writer, message = (cell_name(_cell_at(cells, i), table.stage_of) for i in (fault, lost_cell))
-    rule = f"{writer} overwrites the message of {message} in {{}}: send that by a permute before"
-    tick, stage = int(cells.tick[fault]), int(cells.stage[fault])
-    return TableError(rule, tick, stage, ticks=(int(cells.tick[lost_cell]),))
+    return TableError(
+        f"{writer} overwrites the message of {message} in {{}}: send that by a permute before",
+        int(cells.tick[fault]),
+        int(cells.stage[fault]),
+        ticks=(int(cells.tick[lost_cell]),),
+    )
 
 
 def _early_column(table: Table, name: str, readable: np.ndarray) -> TableError | None:
@@ -303,12 +322,12 @@ def _early_column(table: Table, name: str, readable: np.ndarray) -> TableError |
     source = Cell(Op.F, table.units - 1, microbatch)
     if name == "embed_gradient":
         source = Cell(Op.B, 0, microbatch)
-    waits = (
-        f"microbatch {microbatch} waits for {cell_name(source, table.stage_of)} of stage "
-        f"{table.stage_of[source.unit]} in {{}}"
-    )
     return TableError(
-        f"{waits}: not before it", tick, column=name, ticks=(int(readable[microbatch]),)
+        f"microbatch {microbatch} waits for {cell_name(source, table.stage_of)} of stage "
+        f"{table.stage_of[source.unit]} in {{}}: not before it",
+        tick,
+        column=name,
+        ticks=(int(readable[microbatch]),),
     )
 
 
@@ -330,9 +349,12 @@ def _check_steps(table: Table) -> None:
             op, unit, microbatch = (
                 int(a[tick, stage]) for a in (table.op, table.unit, table.microbatch)
             )
-            name = cell_name((op, unit, microbatch), table.stage_of)
-            rule = f"{name} of step {step[late[0]]} follows an op of a later step: move it before"
-            raise TableError(rule, tick, stage)
+            raise TableError(
+                f"{cell_name((op, unit, microbatch), table.stage_of)} of step {step[late[0]]} "
+                "follows an op of a later step: move it before",
+                tick,
+                stage,
+            )
     for name in ("head", "embed", "embed_gradient") if table.steps > 1 else ():
         column = getattr(table, name)
         for tick in np.flatnonzero(column >= 0).tolist():
@@ -340,5 +362,9 @@ def _check_steps(table: Table) -> None:
             (updated,) = np.flatnonzero(table.update_ends == step)
             (before,) = np.flatnonzero(table.update_ends == step - 1) if step else (-1,)
             if not before < tick <= updated:
-                rule = f"microbatch {column[tick]} of step {step}: move it between the updates of"
-                raise TableError(f"{rule} step {step - 1} and step {step}", tick, column=name)
+                raise TableError(
+                    f"microbatch {column[tick]} of step {step}: move it between the updates of "
+                    f"step {step - 1} and step {step}",
+                    tick,
+                    column=name,
+                )

@@ -132,10 +132,11 @@ def _overlap_of(
 ) -> float:
     """`Times.overlap`: the seconds by which measured overlapped cells are shorter than their F and
     B by themselves, over the share of a stage's work in both. per_stage: the other Times"""
-    share_of: dict[int, float] = {}  # by local unit: the mean over the stages
     local = local_unit_of(table.stage_of)
-    for u in set(local):
-        share_of[u] = statistics.mean(s for s, v in zip(shares, local, strict=True) if v == u)
+    share_of = {  # by local unit: the mean over the stages
+        u: statistics.mean(s for s, v in zip(shares, local, strict=True) if v == u)
+        for u in set(local)
+    }
     saved, share = 0.0, 0.0
     for name, (_, unit, b_unit) in overlapped_ops(table).items():
         if name in by_op:
@@ -152,8 +153,7 @@ def random_batch(step: Step, vocab_size: int) -> dict[str, jax.Array]:
         def part(index: Any) -> np.ndarray:
             shape = np.empty(a.shape, np.bool_)[index].shape
             if name in ("tokens", "targets"):
-                tokens = np.random.default_rng(0).integers(0, vocab_size, shape)
-                return tokens.astype(a.dtype)
+                return np.random.default_rng(0).integers(0, vocab_size, shape).astype(a.dtype)
             return np.ones(shape, a.dtype)
 
         return jax.make_array_from_callback(a.shape, a.sharding, part)

@@ -237,11 +237,10 @@ class SpikeDetector:
         if self._policy.on_nonfinite != "rollback":
             raise NumbersError(f"{fault.why}; the last checkpoint is kept")
         if self.state.rollbacks >= self._policy.rollbacks:
-            times = (
-                f"the run has gone back {self.state.rollbacks} times, as often as "
+            raise NumbersError(
+                f"{fault.why}; the run has gone back {self.state.rollbacks} times, as often as "
                 f"train.rollbacks={self._policy.rollbacks} lets it"
             )
-            raise NumbersError(f"{fault.why}; {times}")
         self.fault = self.fault or fault
 
     def go_back(self, rollback: Rollback) -> None:

@@ -2,12 +2,10 @@
 so they agree on it."""
 
 import enum
-import functools
 import math
-import operator
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -99,13 +97,7 @@ class Requests:
             jax.make_array_from_callback(flags.shape, self._sharding, flags.__getitem__)
         )
 
-        def wait() -> Request:
-            asked = Request.NOTHING
-            for flag, count in zip(Request, np.asarray(answer), strict=True):
-                asked |= flag if count else Request.NOTHING
-            return asked
-
-        return wait
+        return lambda: _together(dict(zip(Request, np.asarray(answer), strict=True)))
 
     def _of_this_process(self) -> Request:
         late = (
@@ -115,12 +107,16 @@ class Requests:
         )
         # A save that is under way is finished first.
         needed = (2 if self._saves.busy else 1) * self._saves.longest_s
-        wanted = {
-            Request.STOP: self._signals.asked,
-            Request.INTERRUPT: self._signals.interrupted,
-            Request.HURRY: self._clock() + needed > self._signals.asked_at + self._grace,
-            Request.SAVE: late,
-        }
-        return functools.reduce(
-            operator.or_, (request for request, asked in wanted.items() if asked), Request.NOTHING
+        return _together(
+            {
+                Request.STOP: self._signals.asked,
+                Request.INTERRUPT: self._signals.interrupted,
+                Request.HURRY: self._clock() + needed > self._signals.asked_at + self._grace,
+                Request.SAVE: late,
+            }
         )
+
+
+def _together(asked: Mapping[Request, Any]) -> Request:
+    """The requests of a mapping that are true."""
+    return Request(sum(request.value for request, is_asked in asked.items() if is_asked))

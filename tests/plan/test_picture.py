@@ -6,8 +6,8 @@ import json
 import pytest
 from matplotlib.text import Text
 
-from jaxtrain.plan import picture
 from jaxtrain.plan.__main__ import main
+from jaxtrain.schedule import drawing
 from jaxtrain.schedule.drawing import PARTS
 
 LAYOUT = (
@@ -19,8 +19,8 @@ LAYOUT = (
 @pytest.fixture
 def pictures(monkeypatch):
     """The figures that a command draws."""
-    drawn, png = [], picture.png
-    monkeypatch.setattr(picture, "png", lambda figure: drawn.append(figure) or png(figure))
+    drawn, as_png = [], drawing.as_png
+    monkeypatch.setattr(drawing, "as_png", lambda figure: drawn.append(figure) or as_png(figure))
     return drawn
 
 
