@@ -30,8 +30,10 @@ def folder_of(setting: str) -> pathlib.Path:
     name = setting or os.environ.get("JAXTRAIN_CACHE") or "~/.cache/jaxtrain"
     folder = pathlib.Path(os.path.expanduser(name))
     if name.startswith("~") and str(folder) == name:
-        rule = "is below a home folder, and this user has none"
-        raise CacheError(f"data.cache={name} {rule}: {_instead(folder, full=False)}")
+        raise CacheError(
+            f"data.cache={name} is below a home folder, and this user has none: "
+            f"{_instead(folder, full=False)}"
+        )
     return folder.resolve()
 
 

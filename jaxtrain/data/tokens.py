@@ -59,7 +59,7 @@ from jaxtrain.data.tokenizer import (
     marks_line,
     tokenizer_from,
 )
-from jaxtrain.run import streams
+from jaxtrain.run import files, streams
 
 __all__ = [
     "Corpus",
@@ -129,11 +129,10 @@ class Corpus:
             if isinstance(array, np.memmap):
                 file: Any = array.base
                 if file.size() < array.offset + array.nbytes:
-                    rule = (
+                    raise DataError(
                         f"{array.filename}: the file was cut short while it was in use, and "
-                        f"{file.size():,} bytes are left"
+                        f"{file.size():,} bytes are left: put it back as it was, and start again"
                     )
-                    raise DataError(f"{rule}: put it back as it was, and start again")
 
 
 def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
@@ -248,14 +247,9 @@ def bigram_entropy(corpus: Corpus) -> float | None:
     before = np.broadcast_to(table.sum(1, keepdims=True), table.shape)
     seen = table > 0
     nats = float(np.sum(table[seen] * np.log(before[seen] / table[seen])) / table.sum())
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
     # without permission to write into the cache, the next run computes it anew
     with contextlib.suppress(OSError):
-        try:
-            temporary.write_text(json.dumps(nats))
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        files.replace_text(path, json.dumps(nats))
     return nats
 
 
