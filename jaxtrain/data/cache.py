@@ -100,11 +100,8 @@ def ensure(
     """
     if complete(folder):
         return
-    added_folders = [
-        parent for parent in (folder.parent, *folder.parent.parents) if not parent.exists()
-    ]
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with files.without_new_folders(folder.parent, *folder.parent.parents):
+        folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_name(folder.name + ".lock"), progress) as alone:
             if complete(folder):  # by the process that we waited for
                 return
@@ -114,12 +111,6 @@ def ensure(
                 ):
                     shutil.rmtree(left, ignore_errors=True)
             _make(folder, complete, make)
-    except BaseException:
-        # innermost first; one that another process uses by now is not empty and stays
-        for parent in added_folders:
-            with contextlib.suppress(OSError):
-                parent.rmdir()
-        raise
 
 
 def _make(

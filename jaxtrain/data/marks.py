@@ -111,7 +111,8 @@ def _check_added(place: pathlib.Path, added: Any, tokenizer: tokenizers.Tokenize
         text = token.get("content") if isinstance(token, dict) else token
         if str(tokenizer.token_to_id(str(text))) != number:
             raise MarksError(
-                f"{place}: added_tokens_decoder has {text!r} as {number}, and tokenizer.json has not"
+                f"{place}: added_tokens_decoder has {text!r} as {number}, and tokenizer.json has "
+                "not"
             )
 
 
