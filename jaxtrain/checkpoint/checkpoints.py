@@ -95,14 +95,6 @@ class Checkpoints:
         self._local_files: LocalFiles | None = None
         self._local_saves: LocalCheckpointer | None = None
         self._source = ""  # of a local checkpoint that was restored
-        self._corpus: TrainedCorpus
-        self._step: Step
-        self._begin: Callable[[], TrainState]
-        self._saves: Checkpointer
-        self._intervals: Intervals
-        self._detector: SpikeDetector
-        self._wall_s: Callable[[], float]
-        self._finite: Finiteness
 
     # ---------------------------------------------------------------- resuming
 
@@ -244,8 +236,10 @@ class Checkpoints:
             if folder and violation.field.startswith("model.")
         )
         if violation := next(of_model, None):
-            setting = f"{violation.field}={get(self._config, violation.field)!r} {violation.rule}"
-            rule = f"is another model than that of {self.directory}: {setting}"
+            rule = (
+                f"is another model than that of {self.directory}: {violation.field}="
+                f"{get(self._config, violation.field)!r} {violation.rule}"
+            )
             raise ConfigError("train.init_from", folder, rule, "another --workdir")
         check_resume(stored, self._unresolved, self._environment)
 

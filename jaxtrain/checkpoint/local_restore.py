@@ -100,8 +100,9 @@ class LocalFiles:
         """
         others = {step for of_one in cluster.gather([*self._of_others]) for step in of_one}
         for step in sorted(step for step in others if after < step < before):
-            why = "it is of another mesh or model"
-            cluster.log(f"the local checkpoint of step {step} is not used: {why}")
+            cluster.log(
+                f"the local checkpoint of step {step} is not used: it is of another mesh or model"
+            )
         offers = cluster.gather([[saved.step, saved.start] for saved in self._places])
         owners: dict[LocalStep, int] = {}
         for process, offer in enumerate(offers):

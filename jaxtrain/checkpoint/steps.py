@@ -113,9 +113,12 @@ class Meta:
     def from_json(cls, values: Mapping[str, Any]) -> "Meta":
         """The meta that a JSON object holds. Keys that are missing or have another type get their
         default."""
-        types: dict[str, Any] = dict.fromkeys(("config", "tokenizer", "memory"), dict)
-        types |= dict.fromkeys(("version", "step", "position"), int)
-        types |= {"checksum": str, "wall_s": (int, float)}
+        types: dict[str, Any] = {
+            **dict.fromkeys(("config", "tokenizer", "memory"), dict),
+            **dict.fromkeys(("version", "step", "position"), int),
+            "checksum": str,
+            "wall_s": (int, float),
+        }
         return cls(
             **{name: values[name] for name, t in types.items() if isinstance(values.get(name), t)}
         )
