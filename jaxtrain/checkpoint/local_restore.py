@@ -151,15 +151,12 @@ class LocalFiles:
     def _gather_lost(self, lost: set[Shard]) -> dict[int, list[Shard]]:
         """Process → the shards that it needs and does not have, for all processes that lack some.
         lost: this process's."""
-        flags = [shard in lost for shard in self._needed]
-        bits = np.packbits(flags).tobytes().hex() if lost else ""
+        missing = [place for place, shard in enumerate(self._needed) if shard in lost]
         gathered: dict[int, list[Shard]] = {}
-        for process, text in enumerate(cluster.gather(bits)):
-            if text:
+        for process, places in enumerate(cluster.gather(missing)):
+            if places:
                 needed = self.shards.needed_by(process)
-                packed = np.frombuffer(bytes.fromhex(text), np.uint8)
-                missing = np.unpackbits(packed, count=len(needed))
-                gathered[process] = list(itertools.compress(needed, missing))
+                gathered[process] = [needed[place] for place in places]
         return gathered
 
     def _lost_everywhere(self, lost: dict[int, list[Shard]]) -> str:
