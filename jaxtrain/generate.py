@@ -148,10 +148,9 @@ def generate(flags: types.SimpleNamespace) -> int:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        cached = f"{flags.samples} × {prompt + flags.tokens} cached tokens"
         cli.fail(
-            f"no memory for {cached} beside the model: use fewer --tokens or --samples, or a "
-            "larger --context or --model"
+            f"no memory for {flags.samples} × {prompt + flags.tokens} cached tokens beside the "
+            "model: use fewer --tokens or --samples, or a larger --context or --model"
         )
     settings = model.config.model
     positions = settings.max_positions if settings.positions == "learned" else 0
@@ -260,8 +259,11 @@ def find_checkpoint(
         rule = f"--workdir={workdir!r} has no finished checkpoint{but}"
         raise UsageError(rule, advice="the folder of a run" if stores.scheme_of(folder) else train)
     if step < 0:
-        entries = choice.unrecognized
-        newer = [str(e) for e in entries if e.step is not None and e.step > choice.step]
+        newer = [
+            str(entry)
+            for entry in choice.unrecognized
+            if entry.step is not None and entry.step > choice.step
+        ]
         if newer:
             log(f"passed over: {', '.join(newer)}")
         return folder, choice.step
@@ -292,11 +294,11 @@ def _checkpoints_of(
             folder = stores.folder(workdir)
             if not stores.is_folder(folder):
                 word = "is not a folder" if folder.exists() else "does not exist"
-                run = (
-                    "the folder of a training run, such as "
-                    f"--workdir={some_run(workdir) or 'runs/tiny'}"
+                raise UsageError(
+                    f"--workdir={cfg.shown(workdir)} {word}",
+                    advice="the folder of a training run, such as "
+                    f"--workdir={some_run(workdir) or 'runs/tiny'}",
                 )
-                raise UsageError(f"--workdir={cfg.shown(workdir)} {word}", advice=run)
             if step := step_folder(folder):
                 fixes = (
                     {"workdir": str(step.parent), "step": int(step.name)}
@@ -403,12 +405,6 @@ def understand(meta: Meta, name: str, workdir: str) -> tuple[Config, "Tokenizer"
     in one line, for a meta that lacks one."""
     from jaxtrain.data.tokenizer import tokenizer_from
 
-    for key, value in (("config", meta.config), ("tokenizer", meta.tokenizer)):
-        if not value:
-            raise ValueError(
-                f"checkpoint {name} has no {key!r} in its meta: use one that jaxtrain.train "
-                "has written"
-            )
     try:
         config = meta.stored_config().resolve()
         # the run's folder, or that of its checkpoints

@@ -167,10 +167,8 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
 
         def make(temporary: pathlib.Path) -> None:
             try:
-                if source.holds_tokens:
-                    _index(temporary, data, source, tokenizer, progress)
-                else:
-                    _tokenize(temporary, data, source, tokenizer, progress)
+                fill = _index if source.holds_tokens else _tokenize
+                fill(temporary, data, source, tokenizer, progress)
             except (DataError, OSError) as error:
                 of_cache = isinstance(error, OSError) and cache.refusal(error, root)
                 if _has_changed(source) and not of_cache:
