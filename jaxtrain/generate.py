@@ -176,9 +176,11 @@ def sample(model: "Loaded", flags: types.SimpleNamespace) -> "Endings":
     prompt_read = time.perf_counter()
     endings = show(batches, tokenizer, flags.prompt, model.ids, flags.samples, flags.tokens)
     seconds, tokens = time.perf_counter() - prompt_read, sum(endings.tokens)
-    prompt = f"prompt of {len(model.ids)} tokens and compilation {prompt_read - began:.1f} s"
-    speed = f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s"
-    remark(f"step {model.step}: {prompt}; {speed}")
+    remark(
+        f"step {model.step}: prompt of {len(model.ids)} tokens and compilation "
+        f"{prompt_read - began:.1f} s; {tokens} tokens in {seconds:.1f} s, "
+        f"{tokens / seconds:.1f} tokens/s"
+    )
     return endings
 
 

@@ -115,11 +115,12 @@ def _has_steps(directory: epath.Path) -> bool:
     too."""
     if not directory.is_dir():
         return False
-    for path in directory.iterdir():
-        named = _STEPS_NAME.fullmatch(path.name)
-        if _is_other(path) or (named and (directory.name == "checkpoints" or _has_parts(path))):
-            return True
-    return False
+    in_run = directory.name == "checkpoints"
+    return any(
+        _is_other(path)
+        or (_STEPS_NAME.fullmatch(path.name) is not None and (in_run or _has_parts(path)))
+        for path in directory.iterdir()
+    )
 
 
 def _is_other(path: epath.Path) -> bool:
