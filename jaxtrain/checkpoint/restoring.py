@@ -62,9 +62,11 @@ def choose_together(
         return dataclasses.asdict(choice)
 
     values = cluster.from_main(decide, CheckpointError)
-    entries = tuple(UnrecognizedEntry(**entry) for entry in values["unrecognized"])
     return StepChoice(
-        values["step"], Meta(**values["meta"]), tuple(values["steps"]), unrecognized=entries
+        values["step"],
+        Meta(**values["meta"]),
+        tuple(values["steps"]),
+        tuple(UnrecognizedEntry(**entry) for entry in values["unrecognized"]),
     )
 
 

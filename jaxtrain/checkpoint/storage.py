@@ -329,7 +329,6 @@ def _on_disk(
         for layer in range(disk.layers):
             block = disk.block(shard, layer)
             buffer = np.zeros(block_shape(block), array.dtype)
-            parts = [(buffer[r.local], r.stored) for r in regions(leaf, block, array.shape)]
-            fill(parts)
+            fill([(buffer[r.local], r.stored) for r in regions(leaf, block, array.shape)])
             disk.write(block, buffer)
     return disk

@@ -76,8 +76,11 @@ def find(place: str) -> Subject:
 def some_run(name: str) -> str:
     """The run below ./runs whose folder's name is most like this; "" if there is none with
     checkpoints."""
-    paths = sorted(pathlib.Path("runs").glob("*/checkpoints"))
-    runs = [str(path.parent) for path in paths if _has_steps(epath.Path(path))]
+    runs = [
+        str(path.parent)
+        for path in sorted(pathlib.Path("runs").glob("*/checkpoints"))
+        if _has_steps(epath.Path(path))
+    ]
     return (difflib.get_close_matches(name, runs, n=1, cutoff=0) or [""])[0]
 
 

@@ -188,8 +188,9 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
         if corpus is None:
             raise _changed(data)
     except OSError as error:
-        message = f"{error.filename or data.source}: {error.strerror or error}"
-        raise cache.refusal(error, root) or DataError(message) from error
+        raise cache.refusal(error, root) or DataError(
+            f"{error.filename or data.source}: {error.strerror or error}"
+        ) from error
     if progress:
         remarks = notes(corpus.tokens, len(corpus.documents) - 1, data, tokenizer)
         streams.log(*_lines(corpus, began), *remarks)
@@ -477,10 +478,9 @@ def _tokenize(
             n, count = n + len(part.ids), count + len(part.ends)
             shown.update(part.size, part.text)
         if not count:
-            bad = skipped and skipped.count
             why = (
-                f"{bad:,} bad records were left out, first {skipped.places[0]}"
-                if skipped and bad
+                f"{skipped.count:,} bad records were left out, first {skipped.places[0]}"
+                if skipped and skipped.count
                 else "all of its text is empty"
             )
             use = f": use {skipped.settings}" if skipped and skipped.settings else ""

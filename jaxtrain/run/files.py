@@ -58,8 +58,9 @@ class LineFile:
         self._pending += line.encode() + b"\n"
         try:
             if self._descriptor is None:
-                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-                self._descriptor = os.open(self._path, flags, 0o666)
+                self._descriptor = os.open(
+                    self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666
+                )
             while self._pending:
                 self._pending = self._pending[os.write(self._descriptor, self._pending) :]
             self._has_warned = False
@@ -85,8 +86,10 @@ def warned(path: pathlib.Path, log: Callable[[str], object]) -> Iterator[None]:
 
 
 def _warning(path: pathlib.Path, error: OSError) -> str:
-    why = error.strerror or error
-    return f"warning: {path} cannot be written ({why}): training goes on without it"
+    return (
+        f"warning: {path} cannot be written ({error.strerror or error}): training goes on "
+        "without it"
+    )
 
 
 @contextlib.contextmanager

@@ -337,8 +337,7 @@ class Stragglers:
             median_s=statistics.median_low(host_s.values()),
             step_s=(now - self._began) / count,
         )
-        is_behind = candidate.behind_s > BEHIND * candidate.step_s
-        self.slowest = candidate if is_behind else None
+        self.slowest = candidate if candidate.behind_s > BEHIND * candidate.step_s else None
         self._begin(beats, now)
 
     def _begin(self, beats: Mapping[int, tuple[str, Beat]], now: float) -> None:
