@@ -148,10 +148,9 @@ def generate(flags: types.SimpleNamespace) -> int:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        cached = f"{flags.samples} × {prompt + flags.tokens} cached tokens"
         cli.fail(
-            f"no memory for {cached} beside the model: use fewer --tokens or --samples, or a "
-            "larger --context or --model"
+            f"no memory for {flags.samples} × {prompt + flags.tokens} cached tokens beside the "
+            "model: use fewer --tokens or --samples, or a larger --context or --model"
         )
     settings = model.config.model
     positions = settings.max_positions if settings.positions == "learned" else 0
@@ -177,9 +176,11 @@ def sample(model: "Loaded", flags: types.SimpleNamespace) -> "Endings":
     prompt_read = time.perf_counter()
     endings = show(batches, tokenizer, flags.prompt, model.ids, flags.samples, flags.tokens)
     seconds, tokens = time.perf_counter() - prompt_read, sum(endings.tokens)
-    prompt = f"prompt of {len(model.ids)} tokens and compilation {prompt_read - began:.1f} s"
-    speed = f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s"
-    remark(f"step {model.step}: {prompt}; {speed}")
+    remark(
+        f"step {model.step}: prompt of {len(model.ids)} tokens and compilation "
+        f"{prompt_read - began:.1f} s; {tokens} tokens in {seconds:.1f} s, "
+        f"{tokens / seconds:.1f} tokens/s"
+    )
     return endings
 
 
@@ -260,8 +261,11 @@ def find_checkpoint(
         rule = f"--workdir={workdir!r} has no finished checkpoint{but}"
         raise UsageError(rule, advice="the folder of a run" if stores.scheme_of(folder) else train)
     if step < 0:
-        entries = choice.unrecognized
-        newer = [str(e) for e in entries if e.step is not None and e.step > choice.step]
+        newer = [
+            str(entry)
+            for entry in choice.unrecognized
+            if entry.step is not None and entry.step > choice.step
+        ]
         if newer:
             log(f"passed over: {', '.join(newer)}")
         return folder, choice.step
@@ -292,11 +296,11 @@ def _checkpoints_of(
             folder = stores.folder(workdir)
             if not stores.is_folder(folder):
                 word = "is not a folder" if folder.exists() else "does not exist"
-                run = (
-                    "the folder of a training run, such as "
-                    f"--workdir={some_run(workdir) or 'runs/tiny'}"
+                raise UsageError(
+                    f"--workdir={cfg.shown(workdir)} {word}",
+                    advice="the folder of a training run, such as "
+                    f"--workdir={some_run(workdir) or 'runs/tiny'}",
                 )
-                raise UsageError(f"--workdir={cfg.shown(workdir)} {word}", advice=run)
             if step := step_folder(folder):
                 fixes = (
                     {"workdir": str(step.parent), "step": int(step.name)}
@@ -403,12 +407,6 @@ def understand(meta: Meta, name: str, workdir: str) -> tuple[Config, "Tokenizer"
     in one line, for a meta that lacks one."""
     from jaxtrain.data.tokenizer import tokenizer_from
 
-    for key, value in (("config", meta.config), ("tokenizer", meta.tokenizer)):
-        if not value:
-            raise ValueError(
-                f"checkpoint {name} has no {key!r} in its meta: use one that jaxtrain.train "
-                "has written"
-            )
     try:
         config = meta.stored_config().resolve()
         # the run's folder, or that of its checkpoints

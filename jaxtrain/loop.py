@@ -308,7 +308,7 @@ class Trainer:
         with self.clock.part(Part.SAVING):
             if self.checkpoints.after(self.at, self.state, self.feed.position, self.asked):
                 self.requests.saved()
-        self.reporter.saves(self.checkpoints.figures())
+        self.reporter.saves(self.checkpoints.saves.figures())
 
     def validate(self) -> None:
         """Evaluates the state, unless its numbers are not good or the run stops early."""
@@ -317,7 +317,7 @@ class Trainer:
         with self.clock.part(Part.EVALUATING):
             self.validation_loss = self.evaluation.loss(self.state.trained)
         self.reporter.validation(self.at, self.validation_loss)
-        self.checkpoints.evaluated(self.at, self.validation_loss)
+        self.checkpoints.saves.evaluated(self.at, self.validation_loss)
 
     def roll_back(self) -> None:
         """Goes back to a good checkpoint, and on with the batches after those at fault."""
@@ -343,14 +343,14 @@ class Trainer:
         if self.programs.several and self.speculation.steps:
             cluster.log(self.speculation.summary())
         self.checkpoints.finish(self.at)
-        self.reporter.saves(self.checkpoints.figures())
+        self.reporter.saves(self.checkpoints.saves.figures())
         self.progress.close()
         # drawn while the sampler is compiled
         self.picture = executor.submit(_draw_losses, self.folder)
         del self.state  # the sampler needs its memory
         if self.at == self.config.train.steps:
             return ExitStatus.FINISHED
-        newest = self.checkpoints.newest
+        newest = self.checkpoints.saves.newest
         saved = "which is saved" if newest == self.at else f"and step {newest or 0} is saved"
         cluster.log(
             f"stopped at step {self.at} of {self.config.train.steps}, {saved}: the same command "

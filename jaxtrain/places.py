@@ -72,8 +72,7 @@ class Problem:
 def check(config: Config, workdir: str) -> None:
     """Raises PlaceError if a run of one process cannot write."""
     settings, written = config.checkpoint, config.metrics
-    problem = _of_main(workdir, settings.directory, written.tensorboard)
-    problem = problem or _of_each(
+    problem = _of_main(workdir, settings.directory, written.tensorboard) or _of_each(
         workdir,
         settings.local,
         config.parallel.offload_directory,
@@ -216,11 +215,13 @@ def _of_each(workdir: str, local: str, offload: str, profiles: bool, rows: bool)
     parallel.offload_directory; profiles, rows: whether there are traces, and logs of sequences."""
     folders = [PROFILE_FOLDER] * profiles + [row_log.FOLDER] * rows
     inside = {folder: files.try_folder(os.path.join(workdir, folder)) for folder in folders}
-    named = f"parallel.offload_directory={offload!r}"
     if offload and (unwritable := files.try_folder(os.path.expanduser(offload))):
         use = cfg.flag_text("config.parallel.offload_directory", "")
-        memory = f"use {use}, and the host's memory has the optimizer's state"
-        return Problem(f"{named} {unwritable.why}: {memory}", unwritable.passes)
+        return Problem(
+            f"parallel.offload_directory={offload!r} {unwritable.why}: use {use}, and the host's "
+            "memory has the optimizer's state",
+            unwritable.passes,
+        )
     unwritable = files.try_folder(local) if local else None
     if unwritable is None:
         return _inside(workdir, inside)
@@ -258,24 +259,13 @@ def _shared_folder(directory: str, workdir: str) -> str:
     return os.path.abspath(os.path.expanduser(directory) or os.path.join(workdir, "checkpoints"))
 
 
-@contextlib.contextmanager
-def _left_as_it_was(workdir: str) -> Iterator[None]:
+def _left_as_it_was(workdir: str) -> contextlib.AbstractContextManager:
     """A context that removes the run's folder, and those in it that are tried, if they did not
     exist before. Several processes that try them at the same time leave folders: whoever has made
     one cannot remove it while another one's trial is in it."""
     path = pathlib.Path(os.path.abspath(workdir))
-    tried = [
-        path / name
-        for name in (PROFILE_FOLDER, row_log.FOLDER, metrics.TENSORBOARD_FOLDER, "checkpoints")
-    ]
-    missing = [each for each in (*tried, path, *path.parents) if not os.path.lexists(each)]
-    try:
-        yield
-    finally:
-        for each in missing:
-            # it does not exist, or another run has something in it by now
-            with contextlib.suppress(OSError):
-                each.rmdir()
+    tried = (PROFILE_FOLDER, row_log.FOLDER, metrics.TENSORBOARD_FOLDER, "checkpoints")
+    return files.without_new_folders(*(path / name for name in tried), path, *path.parents)
 
 
 @contextlib.contextmanager
@@ -283,17 +273,15 @@ def _marked(folder: str) -> Iterator[str]:
     """A context in which a file of a new name is in a folder, which can be written and is made if
     need be; its path."""
     path = pathlib.Path(folder)
-    missing = [each for each in (path, *path.parents) if not os.path.lexists(each)]
     mark = path / f"{files.TRIAL_NAME}.{secrets.token_hex(8)}"
-    path.mkdir(parents=True, exist_ok=True)
-    mark.touch()
-    try:
-        yield str(mark)
-    finally:
-        with contextlib.suppress(OSError):
-            mark.unlink()
-            for each in missing:
-                each.rmdir()
+    with files.without_new_folders(path, *path.parents):
+        path.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+        try:
+            yield str(mark)
+        finally:
+            with contextlib.suppress(OSError):
+                mark.unlink()
 
 
 def _unseen(mark: str) -> Problem | None:
@@ -304,10 +292,9 @@ def _unseen(mark: str) -> Problem | None:
     folder, end = os.path.dirname(mark), time.monotonic() + SEEN_S
     while not os.path.exists(mark):
         if time.monotonic() > end:
-            host = socket.gethostname()
             return Problem(
-                f"{folder!r} on {host} is not the folder of process 0: checkpoints need one "
-                "that all hosts share under the same path"
+                f"{folder!r} on {socket.gethostname()} is not the folder of process 0: checkpoints "
+                "need one that all hosts share under the same path"
             )
         time.sleep(0.1)
     unwritable = _try_checkpoints(folder)

@@ -371,7 +371,7 @@ def test_flags_of_random_choices_that_are_not_made(given, unused):
 @pytest.mark.parametrize(
     ("meta", "message"),
     [
-        ({"config": None}, "has no 'config' in its meta"),
+        ({"tokenizer": {}}, "describes its tokenizer without 'kind'"),
         ({"tokenizer": {"kind": "tokenizers"}}, "describes its tokenizer without 'path'"),
         ({"config": {"model": {"depth": 3}}}, "model.depth=3 is an unknown setting"),
         (

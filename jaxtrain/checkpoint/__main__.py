@@ -296,10 +296,8 @@ def show(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
         f"{meta.checksum[:12]}, tokenizer {meta.tokenizer.get('kind')}"
     )
     print("\n".join(f"  {path} = {get(step.config, path)}" for path in fields()))
-    head = ("array", "shape", "type", "size")
-    table: list[tuple[str, ...]] = [head]
-    if flags.statistics:
-        table = [(*head, "least", "greatest", "norm", "not finite")]
+    statistics = ("least", "greatest", "norm", "not finite") if flags.statistics else ()
+    table: list[tuple[str, ...]] = [("array", "shape", "type", "size", *statistics)]
     for name, array in step.arrays.items():
         size = in_units(reading.nbytes(array))
         cells = (name, str(list(array.shape)), array.dtype.name, size)

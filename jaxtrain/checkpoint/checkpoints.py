@@ -3,8 +3,7 @@ saves, and the return to an earlier one.
 
     choose, check_corpus, log_changes     before anything is compiled
     attach, restore                       when the state's layout is known
-    begin; due, after, evaluated,         while the run trains
-    figures, roll_back
+    begin; due, after, roll_back; saves   while the run trains
     finish, close                         at its end
 
 Persistent checkpoints can be restored with every layout (manager.py). Local ones, in each machine's
@@ -77,6 +76,8 @@ class Checkpoints:
       environment: what these suggestions have to fit.
       workdir: the run's folder.
       before: only checkpoints of earlier steps than this are looked at; None: all are.
+
+    saves: the persistent ones that this run saves, once `begin` has opened them.
     """
 
     def __init__(
@@ -95,14 +96,6 @@ class Checkpoints:
         self._local_files: LocalFiles | None = None
         self._local_saves: LocalCheckpointer | None = None
         self._source = ""  # of a local checkpoint that was restored
-        self._corpus: TrainedCorpus
-        self._step: Step
-        self._begin: Callable[[], TrainState]
-        self._saves: Checkpointer
-        self._intervals: Intervals
-        self._detector: SpikeDetector
-        self._wall_s: Callable[[], float]
-        self._finite: Finiteness
 
     # ---------------------------------------------------------------- resuming
 
@@ -244,8 +237,10 @@ class Checkpoints:
             if folder and violation.field.startswith("model.")
         )
         if violation := next(of_model, None):
-            setting = f"{violation.field}={get(self._config, violation.field)!r} {violation.rule}"
-            rule = f"is another model than that of {self.directory}: {setting}"
+            rule = (
+                f"is another model than that of {self.directory}: {violation.field}="
+                f"{get(self._config, violation.field)!r} {violation.rule}"
+            )
             raise ConfigError("train.init_from", folder, rule, "another --workdir")
         check_resume(stored, self._unresolved, self._environment)
 
@@ -294,7 +289,7 @@ class Checkpoints:
         settings = self._config.checkpoint
         _, stored = self._laid_out(self._step)
         retention = Retention(settings.keep, settings.keep_every, settings.keep_best)
-        self._saves = Checkpointer(
+        self.saves = Checkpointer(
             self.directory,
             stored,
             retention,
@@ -310,18 +305,12 @@ class Checkpoints:
     @property
     def busy(self) -> bool:
         """True while a persistent save is under way in this process."""
-        return self._saves.busy
+        return self.saves.busy
 
     @property
     def longest_s(self) -> float:
         """The seconds that the longest persistent save has taken; 0 before the first has ended."""
-        return self._saves.longest_s
-
-    @property
-    def newest(self) -> int | None:
-        """The newest step that is saved persistently, or being saved; None before this run's first
-        save."""
-        return self._saves.newest
+        return self.saves.longest_s
 
     def due(self, at: int) -> bool:
         """True if the settings ask for a checkpoint after step `at`."""
@@ -356,17 +345,8 @@ class Checkpoints:
         if self._local_saves and locally:
             self._local_saves.save(at, state.stored, dataclasses.asdict(meta))
         if persistent:
-            self._saves.save(at, state.stored, dataclasses.asdict(meta))
+            self.saves.save(at, state.stored, dataclasses.asdict(meta))
         return persistent
-
-    def evaluated(self, at: int, loss: float | None) -> None:
-        """Notes the validation loss of step `at`, by which the best checkpoints are kept."""
-        self._saves.evaluated(at, loss)
-
-    def figures(self) -> dict[int, dict[str, float]]:
-        """Step → the seconds that its save blocked the loop and took in all, for saves that have
-        succeeded since the last call."""
-        return self._saves.figures()
 
     def roll_back(self, state: TrainState) -> tuple[Rollback, TrainState]:
         """Goes back to the newest complete checkpoint from before the detector's fault, or to the
@@ -380,7 +360,7 @@ class Checkpoints:
         """
         fault = self._detector.fault
         assert fault
-        self._saves.close()
+        self.saves.close()
         choice = choose_together(self.directory, before=fault.since)
         if choice.step is None and (later := choose_together(self.directory).steps):
             raise NumbersError(
@@ -399,7 +379,7 @@ class Checkpoints:
         else:
             state = self._begin()
         at = choice.step or 0
-        self._saves.set_aside_after(at, f"the run went back to step {at}")
+        self.saves.set_aside_after(at, f"the run went back to step {at}")
         position = choice.meta.position if fault.batch is None else fault.batch + 1
         detector = DetectorState.from_json(choice.meta.memory)
         rollback = Rollback(fault.at, at, position, fault.why, detector)
@@ -413,12 +393,12 @@ class Checkpoints:
 
         Raises CheckpointError if the last save has failed.
         """
-        self._saves.wait()
-        if self._local_saves and self._saves.newest == at:
+        self.saves.wait()
+        if self._local_saves and self.saves.newest == at:
             self._local_saves.forget()
 
     def close(self) -> None:
         """Waits for saves that are under way, whether they succeed or not."""
         if self._local_saves:
             self._local_saves.close()
-        self._saves.close()
+        self.saves.close()

@@ -100,8 +100,9 @@ class LocalFiles:
         """
         others = {step for of_one in cluster.gather([*self._of_others]) for step in of_one}
         for step in sorted(step for step in others if after < step < before):
-            why = "it is of another mesh or model"
-            cluster.log(f"the local checkpoint of step {step} is not used: {why}")
+            cluster.log(
+                f"the local checkpoint of step {step} is not used: it is of another mesh or model"
+            )
         offers = cluster.gather([[saved.step, saved.start] for saved in self._places])
         owners: dict[LocalStep, int] = {}
         for process, offer in enumerate(offers):
@@ -150,15 +151,12 @@ class LocalFiles:
     def _gather_lost(self, lost: set[Shard]) -> dict[int, list[Shard]]:
         """Process → the shards that it needs and does not have, for all processes that lack some.
         lost: this process's."""
-        flags = [shard in lost for shard in self._needed]
-        bits = np.packbits(flags).tobytes().hex() if lost else ""
+        missing = [place for place, shard in enumerate(self._needed) if shard in lost]
         gathered: dict[int, list[Shard]] = {}
-        for process, text in enumerate(cluster.gather(bits)):
-            if text:
+        for process, places in enumerate(cluster.gather(missing)):
+            if places:
                 needed = self.shards.needed_by(process)
-                packed = np.frombuffer(bytes.fromhex(text), np.uint8)
-                missing = np.unpackbits(packed, count=len(needed))
-                gathered[process] = list(itertools.compress(needed, missing))
+                gathered[process] = [needed[place] for place in places]
         return gathered
 
     def _lost_everywhere(self, lost: dict[int, list[Shard]]) -> str:

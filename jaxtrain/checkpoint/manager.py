@@ -257,8 +257,6 @@ class Checkpointer:
                     _remove(path)
                 if stores.exists(path):
                     self._set_aside(entry.name, entry.why)
-        except CheckpointError:
-            raise
         except Exception as error:
             if not (why := stores.failure(error)):
                 raise

@@ -7,6 +7,7 @@ them take an older step or none does.
 """
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -61,9 +62,11 @@ def choose_together(
         return dataclasses.asdict(choice)
 
     values = cluster.from_main(decide, CheckpointError)
-    entries = tuple(UnrecognizedEntry(**entry) for entry in values["unrecognized"])
     return StepChoice(
-        values["step"], Meta(**values["meta"]), tuple(values["steps"]), unrecognized=entries
+        values["step"],
+        Meta(**values["meta"]),
+        tuple(values["steps"]),
+        tuple(UnrecognizedEntry(**entry) for entry in values["unrecognized"]),
     )
 
 
@@ -153,20 +156,17 @@ def restore_newest(
       CheckpointError: as `restore` on any process, for what is no damage; and as `choose_again`.
     """
     damaged: dict[int, str] = {}
+
+    def read(step: int) -> tuple[Any, str]:
+        try:
+            return restore(directory, step, *state), ""
+        except DamageError as error:
+            return None, error.what
+
     while True:
         assert choice.step is not None
-        restored, damage, refusal = None, "", ""
-        try:
-            restored = restore(directory, choice.step, *state)
-        except DamageError as error:
-            damage = error.what
-        except CheckpointError as error:
-            refusal = str(error)
-        answers = cluster.gather([damage, refusal])
-        for _, refusal in answers:
-            if refusal:
-                raise CheckpointError(refusal)
-        damage = next((damage for damage, _ in answers if damage), "")
+        restored, damage = cluster.in_all(functools.partial(read, choice.step), CheckpointError)
+        damage = next(filter(None, cluster.gather(damage)), "")
         if not damage:
             return restored, choice
         del restored  # its memory is needed for the next one

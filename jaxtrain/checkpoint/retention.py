@@ -31,8 +31,7 @@ class Retention:
     def retained(self, steps: Iterable[int], losses: Mapping[int, float]) -> set[int]:
         """The steps that stay. losses: step → validation loss, for those that have one."""
         in_order = sorted(steps)
-        evaluated = [step for step in in_order if step in losses]
-        by_loss = sorted(evaluated, key=lambda step: (losses[step], -step))
+        by_loss = sorted(losses.keys() & in_order, key=lambda step: (losses[step], -step))
         periodic = {step for step in in_order if self.every and step % self.every == 0}
         return {*in_order[-max(self.newest, 1) :], *by_loss[: self.best], *periodic}
 

@@ -113,9 +113,12 @@ class Meta:
     def from_json(cls, values: Mapping[str, Any]) -> "Meta":
         """The meta that a JSON object holds. Keys that are missing or have another type get their
         default."""
-        types: dict[str, Any] = dict.fromkeys(("config", "tokenizer", "memory"), dict)
-        types |= dict.fromkeys(("version", "step", "position"), int)
-        types |= {"checksum": str, "wall_s": (int, float)}
+        types: dict[str, Any] = {
+            **dict.fromkeys(("config", "tokenizer", "memory"), dict),
+            **dict.fromkeys(("version", "step", "position"), int),
+            "checksum": str,
+            "wall_s": (int, float),
+        }
         return cls(
             **{name: values[name] for name, t in types.items() if isinstance(values.get(name), t)}
         )
@@ -262,16 +265,17 @@ def step_numbers(directory: str | os.PathLike) -> list[int]:
     folder = epath.Path(directory)
     if not folder.is_dir():
         return []
-    steps = [path for path in folder.iterdir() if _STEP.fullmatch(path.name)]
-    return sorted(int(path.name) for path in steps if not is_unfinished(path))
+    return sorted(
+        int(path.name)
+        for path in folder.iterdir()
+        if _STEP.fullmatch(path.name) and not is_unfinished(path)
+    )
 
 
 def is_unfinished(path: epath.Path) -> bool:
     """True for an entry among the checkpoints that is a save which did not end: by its name, or, in
     an object store, where a save has its step's name from the beginning, for lack of a manifest."""
-    if ORBAX_UNFINISHED in path.name:
-        return True
-    return (
+    return ORBAX_UNFINISHED in path.name or (
         bool(scheme_of(path))
         and _STEP.fullmatch(path.name) is not None
         and not (path / manifest.FILE).exists()

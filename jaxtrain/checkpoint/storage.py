@@ -259,8 +259,7 @@ def _open(directory: epath.Path, arrays: list[StoredArray]) -> list[ts.TensorSto
         except ValueError as error:
             if not str(error).startswith("NOT_FOUND"):
                 raise _error(directory, array, error) from error
-            why = f"{array.name} is not stored; {expected}"
-            raise CheckpointError(f"{directory}: {why}") from error
+            raise CheckpointError(f"{directory}: {array.name} is not stored; {expected}") from error
         dtype = source.dtype.numpy_dtype
         are_floats = {dtype, array.dtype} <= FLOATS
         if source.shape != array.shape or (dtype != array.dtype and not are_floats):
@@ -330,7 +329,6 @@ def _on_disk(
         for layer in range(disk.layers):
             block = disk.block(shard, layer)
             buffer = np.zeros(block_shape(block), array.dtype)
-            parts = [(buffer[r.local], r.stored) for r in regions(leaf, block, array.shape)]
-            fill(parts)
+            fill([(buffer[r.local], r.stored) for r in regions(leaf, block, array.shape)])
             disk.write(block, buffer)
     return disk

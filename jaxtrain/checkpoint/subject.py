@@ -76,8 +76,11 @@ def find(place: str) -> Subject:
 def some_run(name: str) -> str:
     """The run below ./runs whose folder's name is most like this; "" if there is none with
     checkpoints."""
-    paths = sorted(pathlib.Path("runs").glob("*/checkpoints"))
-    runs = [str(path.parent) for path in paths if _has_steps(epath.Path(path))]
+    runs = [
+        str(path.parent)
+        for path in sorted(pathlib.Path("runs").glob("*/checkpoints"))
+        if _has_steps(epath.Path(path))
+    ]
     return (difflib.get_close_matches(name, runs, n=1, cutoff=0) or [""])[0]
 
 
@@ -115,11 +118,12 @@ def _has_steps(directory: epath.Path) -> bool:
     too."""
     if not directory.is_dir():
         return False
-    for path in directory.iterdir():
-        named = _STEPS_NAME.fullmatch(path.name)
-        if _is_other(path) or (named and (directory.name == "checkpoints" or _has_parts(path))):
-            return True
-    return False
+    in_run = directory.name == "checkpoints"
+    return any(
+        _is_other(path)
+        or (_STEPS_NAME.fullmatch(path.name) is not None and (in_run or _has_parts(path)))
+        for path in directory.iterdir()
+    )
 
 
 def _is_other(path: epath.Path) -> bool:

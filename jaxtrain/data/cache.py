@@ -30,8 +30,10 @@ def folder_of(setting: str) -> pathlib.Path:
     name = setting or os.environ.get("JAXTRAIN_CACHE") or "~/.cache/jaxtrain"
     folder = pathlib.Path(os.path.expanduser(name))
     if name.startswith("~") and str(folder) == name:
-        rule = "is below a home folder, and this user has none"
-        raise CacheError(f"data.cache={name} {rule}: {_instead(folder, full=False)}")
+        raise CacheError(
+            f"data.cache={name} is below a home folder, and this user has none: "
+            f"{_instead(folder, full=False)}"
+        )
     return folder.resolve()
 
 
@@ -98,11 +100,8 @@ def ensure(
     """
     if complete(folder):
         return
-    added_folders = [
-        parent for parent in (folder.parent, *folder.parent.parents) if not parent.exists()
-    ]
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with files.without_new_folders(folder.parent, *folder.parent.parents):
+        folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_name(folder.name + ".lock"), progress) as alone:
             if complete(folder):  # by the process that we waited for
                 return
@@ -112,12 +111,6 @@ def ensure(
                 ):
                     shutil.rmtree(left, ignore_errors=True)
             _make(folder, complete, make)
-    except BaseException:
-        # innermost first; one that another process uses by now is not empty and stays
-        for parent in added_folders:
-            with contextlib.suppress(OSError):
-                parent.rmdir()
-        raise
 
 
 def _make(

@@ -118,12 +118,9 @@ class Loader:
         order = grain.MapDataset.range(len(self._sequences))
         if self._train:
             if not len(self._sequences):
-                rule = (
-                    f"data.validation_fraction={data.validation_fraction:g} holds out all of the "
-                    f"{len(corpus.tokens)} tokens"
-                )
                 raise DataError(
-                    f"{rule} of data.source={corpus.source}: use "
+                    f"data.validation_fraction={data.validation_fraction:g} holds out all of the "
+                    f"{len(corpus.tokens)} tokens of data.source={corpus.source}: use "
                     "--config.data.validation_fraction=0.0"
                 )
             # Grain adds the epoch to its seed of 32 bits. A digest spreads the seeds, so that

@@ -50,17 +50,12 @@ class Marks:
     stops: tuple[int, ...]
     origin: str = dataclasses.field(default="its name", compare=False)
 
-    @classmethod
-    def plain(cls, end: int) -> "Marks":
-        """The marks of documents that nothing begins."""
-        return cls((), end, (end,))
-
 
 def plain_marks(tokenizer: tokenizers.Tokenizer) -> Marks | None:
     """The marks of a tokenizer without other files; None if no token is in END_OF_DOCUMENT."""
     ids = (tokenizer.token_to_id(token) for token in END_OF_DOCUMENT)
     end = next((i for i in ids if i is not None), None)
-    return None if end is None else Marks.plain(end)
+    return None if end is None else Marks((), end, (end,))
 
 
 def read_marks(folder: pathlib.Path, tokenizer: tokenizers.Tokenizer) -> Marks | None:
@@ -115,8 +110,10 @@ def _check_added(place: pathlib.Path, added: Any, tokenizer: tokenizers.Tokenize
     for number, token in added.items() if isinstance(added, dict) else ():
         text = token.get("content") if isinstance(token, dict) else token
         if str(tokenizer.token_to_id(str(text))) != number:
-            rule = f"added_tokens_decoder has {text!r} as {number}, and tokenizer.json has not"
-            raise MarksError(f"{place}: {rule}")
+            raise MarksError(
+                f"{place}: added_tokens_decoder has {text!r} as {number}, and tokenizer.json has "
+                "not"
+            )
 
 
 def _id_of(place: pathlib.Path, token: Any, tokenizer: tokenizers.Tokenizer) -> int | None:

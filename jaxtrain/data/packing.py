@@ -93,13 +93,10 @@ class Sequences:
         size = self._corpus.tokenizer.vocab_size
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < size:
             bad = int(ids.max()) if int(ids.max()) >= size else int(ids.min())
-            source, folder = self._corpus.source, self._corpus.folder
-            rule = (
-                f"token {bad} is beyond the {size} ids of its tokenizer, and was not when the "
-                "corpus was prepared"
-            )
             raise DataError(
-                f"data.source={source}: {rule}: remove {folder}, and it is prepared again"
+                f"data.source={self._corpus.source}: token {bad} is beyond the {size} ids of its "
+                "tokenizer, and was not when the corpus was prepared: remove "
+                f"{self._corpus.folder}, and it is prepared again"
             )
 
     def _starts(self, begin: int, end: int) -> np.ndarray:

@@ -72,35 +72,49 @@ Entry = tuple[str, str, Any] | BadRecord
 def read_jsonl(file: File, runs: Runs, scratch: pathlib.Path) -> Pieces:
     """The records of a JSONL file."""
     with Reader(file.path) as stream:
-        for number, line in enumerate(stream, 1):
-            if number == 1:
-                line = line.removeprefix(BYTE_ORDER_MARK)
-            if line.isspace() or not line:
-                continue
-            where = f"{file.path}:{number}"
-            try:
-                record = _parse(line, where)
-                if not isinstance(record, dict):
-                    raise BadRecord(where, f"a line must be a JSON object, not {_kind(record)}")
-                document = list(_document(record, runs, where, stream.taken()))
-                if b"\\u" in line:
-                    _check_surrogates(document, where)
-            except BadRecord as bad:
-                yield bad
-            else:
-                yield from document
+        yield from _documents(_lines(stream, file.path), "a line", runs, stream)
 
 
-def _parse(line: bytes, where: str) -> Any:
+def _lines(stream: Reader, path: str) -> Iterator[Entry]:
+    """The values of lines, without blank ones."""
+    for number, line in enumerate(stream, 1):
+        if number == 1:
+            line = line.removeprefix(BYTE_ORDER_MARK)
+        if line.strip():
+            yield _parse(line, f"{path}:{number}")
+
+
+def _parse(line: bytes, where: str) -> Entry:
     try:
-        return json.loads(line.decode().rstrip())
+        text = line.decode().rstrip()
+        return where, text, json.loads(text)
     except UnicodeDecodeError as error:
-        raise not_utf8(where, error.object[error.start], error.reason) from error
+        return not_utf8(where, error.object[error.start], error.reason)
     except json.JSONDecodeError as error:
-        raise BadRecord(where, f"not valid JSON: {error.msg} (column {error.colno})") from error
+        return BadRecord(where, f"not valid JSON: {error.msg} (column {error.colno})")
     # a number of thousands of digits, thousands of nested lists
     except (ValueError, RecursionError) as error:
-        raise BadRecord(where, f"JSON that cannot be read: {str(error).splitlines()[0]}") from error
+        return BadRecord(where, f"JSON that cannot be read: {str(error).splitlines()[0]}")
+
+
+def _documents(entries: Iterator[Entry], what: str, runs: Runs, stream: Reader) -> Pieces:
+    """The pieces of values that must be objects, and the errors of those that are bad. what: a
+    value, in words"""
+    for entry in entries:
+        try:
+            if isinstance(entry, BadRecord):
+                raise entry
+            where, text, record = entry
+            _check_bytes(text, where)
+            if not isinstance(record, dict):
+                raise BadRecord(where, f"{what} must be a JSON object, not {_kind(record)}")
+            document = list(_document(record, runs, where, stream.taken()))
+            if "\\u" in text:
+                _check_surrogates(document, where)
+        except BadRecord as bad:
+            yield bad
+        else:
+            yield from document
 
 
 def not_utf8(where: str, byte: int, reason: str) -> BadRecord:
@@ -133,28 +147,14 @@ def read_json(file: File, runs: Runs, scratch: pathlib.Path) -> Pieces:
         text = _JsonText(stream, file.path)
         opening = text.peek()
         if opening not in ("[", "{"):
-            kinds = {"": "nothing", '"': "text"}
-            kind = kinds.get(opening, f"what begins with {opening!r}")
+            kind = {"": "nothing", '"': "text"}.get(opening, f"what begins with {opening!r}")
             raise BadRecord(
                 text.where,
                 "a JSON file must hold an object, a list of objects, or one object a line, "
                 f"not {kind}",
             )
-        for item in _items(text) if opening == "[" else _values(text):
-            try:
-                if isinstance(item, BadRecord):
-                    raise item
-                where, raw, record = item
-                _check_bytes(raw, where)
-                if not isinstance(record, dict):
-                    raise BadRecord(where, f"a record must be a JSON object, not {_kind(record)}")
-                document = list(_document(record, runs, where, stream.taken()))
-                if "\\u" in raw:
-                    _check_surrogates(document, where)
-            except BadRecord as bad:
-                yield bad
-            else:
-                yield from document
+        entries = _items(text) if opening == "[" else _values(text)
+        yield from _documents(entries, "a record", runs, stream)
 
 
 class _JsonText:
@@ -315,9 +315,10 @@ def _items(text: _JsonText) -> Iterator[Entry]:
             text.skip()
             text.peek()
         elif following != "]":
-            cut = "the list does not end: the file is cut short"
             problem = (
-                f"{following!r} stands where a comma or the list's end should" if following else cut
+                f"{following!r} stands where a comma or the list's end should"
+                if following
+                else "the list does not end: the file is cut short"
             )
             raise BadRecord(text.where, f"not valid JSON: {problem}")
     text.skip()
@@ -396,8 +397,9 @@ def _not_parquet(where: str, error: Exception, records: int = 1) -> BadRecord:
     """The error for content that pyarrow cannot read. Raises an error of the disk."""
     if isinstance(error, OSError) and error.errno:
         raise error
-    what = f"not readable as Parquet: {str(error).splitlines()[0]}"
-    return BadRecord(where, what, records=records)
+    return BadRecord(
+        where, f"not readable as Parquet: {str(error).splitlines()[0]}", records=records
+    )
 
 
 def _columns(path: str, parquet: Any, runs: Runs) -> list[str]:

@@ -2,7 +2,14 @@
 
 `data.tokenizer` chooses one of three kinds: `bytes` (ids 0 to 255, end of document 256), the path
 of a Hugging Face tokenizers JSON file, or `none` for token files whose tokenizer is missing (text
-is then decimal ids). sources.py reads files of text, tokens.py prepares a corpus.
+is then decimal ids). All have the same methods, and these attributes:
+
+    vocab_size           the largest id plus one
+    end_of_document      the id that ends each document; None: there is no such id
+    begin_of_document    the ids that begin it
+    stops                the ids at which generated text ends
+
+sources.py reads files of text, tokens.py prepares a corpus.
 """
 
 import dataclasses
@@ -11,7 +18,7 @@ import hashlib
 import os
 import pathlib
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -32,42 +39,6 @@ class DataError(RunError, ValueError):
     and line where there are any."""
 
     status = ExitStatus.BAD_DATA
-
-
-class Tokenizer(Protocol):
-    """Text to ids and back. `vocab_size` is the largest id plus one; `end_of_document` is the id
-    that ends each document (None: there is no such id), `begin_of_document` has the ids that begin
-    it; `stops` are the ids at which generated text ends."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def end_of_document(self) -> int | None: ...
-
-    @property
-    def begin_of_document(self) -> tuple[int, ...]: ...
-
-    @property
-    def stops(self) -> tuple[int, ...]: ...
-
-    def encode(self, text: str) -> np.ndarray:
-        """The ids of a text, [n] of an unsigned integer type, without beginning or end marks.
-        Raises UnicodeEncodeError or DataError for a text that the tokenizer cannot encode."""
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The result of `encode` for each text, on all cores where the tokenizer can."""
-        ...
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of some ids, without the ends of documents. Ids that stand for no text are left
-        out. Nothing is raised, whatever the ids are."""
-        ...
-
-    def describe(self) -> dict[str, Any]:
-        """A JSON object from which `tokenizer_from` makes an equal tokenizer."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,9 +158,12 @@ class FileTokenizer:
         return hashlib.sha256(self.content).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
+        """The ids of a text, [n] of an unsigned integer type, without beginning or end marks.
+        Raises UnicodeEncodeError or DataError for a text that the tokenizer cannot encode."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The result of `encode` for each text, on all cores."""
         try:
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except (UnicodeEncodeError, KeyboardInterrupt):
@@ -201,16 +175,22 @@ class FileTokenizer:
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
+        """The text of some ids, without the ends of documents. Ids that stand for no text are left
+        out. Nothing is raised, whatever the ids are."""
         return self._tokenizer.decode(
             [i for i in map(int, ids) if 0 <= i < self.vocab_size], skip_special_tokens=True
         )
 
     def describe(self) -> dict[str, Any]:
+        """A JSON object from which `tokenizer_from` makes an equal tokenizer."""
         file = {"kind": "tokenizers", "path": str(self.path), "sha256": self.sha256}
         if self._marks == self._plain:
             return file
         marks = {"begins": [*self.begin_of_document], "ends": self.end_of_document}
         return file | {"marks": marks | {"stops": [*self.stops]}}
+
+
+Tokenizer = ByteTokenizer | NoTokenizer | FileTokenizer
 
 
 def marks_line(tokenizer: Tokenizer) -> str:

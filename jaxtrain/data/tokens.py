@@ -59,7 +59,7 @@ from jaxtrain.data.tokenizer import (
     marks_line,
     tokenizer_from,
 )
-from jaxtrain.run import streams
+from jaxtrain.run import files, streams
 
 __all__ = [
     "Corpus",
@@ -129,11 +129,10 @@ class Corpus:
             if isinstance(array, np.memmap):
                 file: Any = array.base
                 if file.size() < array.offset + array.nbytes:
-                    rule = (
+                    raise DataError(
                         f"{array.filename}: the file was cut short while it was in use, and "
-                        f"{file.size():,} bytes are left"
+                        f"{file.size():,} bytes are left: put it back as it was, and start again"
                     )
-                    raise DataError(f"{rule}: put it back as it was, and start again")
 
 
 def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
@@ -168,10 +167,8 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
 
         def make(temporary: pathlib.Path) -> None:
             try:
-                if source.holds_tokens:
-                    _index(temporary, data, source, tokenizer, progress)
-                else:
-                    _tokenize(temporary, data, source, tokenizer, progress)
+                fill = _index if source.holds_tokens else _tokenize
+                fill(temporary, data, source, tokenizer, progress)
             except (DataError, OSError) as error:
                 of_cache = isinstance(error, OSError) and cache.refusal(error, root)
                 if _has_changed(source) and not of_cache:
@@ -191,8 +188,9 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
         if corpus is None:
             raise _changed(data)
     except OSError as error:
-        message = f"{error.filename or data.source}: {error.strerror or error}"
-        raise cache.refusal(error, root) or DataError(message) from error
+        raise cache.refusal(error, root) or DataError(
+            f"{error.filename or data.source}: {error.strerror or error}"
+        ) from error
     if progress:
         remarks = notes(corpus.tokens, len(corpus.documents) - 1, data, tokenizer)
         streams.log(*_lines(corpus, began), *remarks)
@@ -248,14 +246,9 @@ def bigram_entropy(corpus: Corpus) -> float | None:
     before = np.broadcast_to(table.sum(1, keepdims=True), table.shape)
     seen = table > 0
     nats = float(np.sum(table[seen] * np.log(before[seen] / table[seen])) / table.sum())
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
     # without permission to write into the cache, the next run computes it anew
     with contextlib.suppress(OSError):
-        try:
-            temporary.write_text(json.dumps(nats))
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        files.replace_text(path, json.dumps(nats))
     return nats
 
 
@@ -485,10 +478,9 @@ def _tokenize(
             n, count = n + len(part.ids), count + len(part.ends)
             shown.update(part.size, part.text)
         if not count:
-            bad = skipped and skipped.count
             why = (
-                f"{bad:,} bad records were left out, first {skipped.places[0]}"
-                if skipped and bad
+                f"{skipped.count:,} bad records were left out, first {skipped.places[0]}"
+                if skipped and skipped.count
                 else "all of its text is empty"
             )
             use = f": use {skipped.settings}" if skipped and skipped.settings else ""

@@ -72,8 +72,11 @@ def sample_text(
     if tokens < 1:
         return ""
     stream = TextStream(tokenizer, ids)
-    sampling = Sampling(temperature, top_k, top_p, seed)
     bursts = Sampler(parts, params, dtype).start(
-        ids, tokens, sampling, stops=tokenizer.stops, vocabulary=tokenizer.vocab_size
+        ids,
+        tokens,
+        Sampling(temperature, top_k, top_p, seed),
+        stops=tokenizer.stops,
+        vocabulary=tokenizer.vocab_size,
     )
     return "".join([*(stream.push(burst[0]) for burst in bursts), stream.finish()])

@@ -58,8 +58,9 @@ class LineFile:
         self._pending += line.encode() + b"\n"
         try:
             if self._descriptor is None:
-                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-                self._descriptor = os.open(self._path, flags, 0o666)
+                self._descriptor = os.open(
+                    self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666
+                )
             while self._pending:
                 self._pending = self._pending[os.write(self._descriptor, self._pending) :]
             self._has_warned = False
@@ -85,8 +86,24 @@ def warned(path: pathlib.Path, log: Callable[[str], object]) -> Iterator[None]:
 
 
 def _warning(path: pathlib.Path, error: OSError) -> str:
-    why = error.strerror or error
-    return f"warning: {path} cannot be written ({why}): training goes on without it"
+    return (
+        f"warning: {path} cannot be written ({error.strerror or error}): training goes on "
+        "without it"
+    )
+
+
+@contextlib.contextmanager
+def without_new_folders(*folders: pathlib.Path) -> Iterator[None]:
+    """A context that removes those of some folders, inner ones first, that did not exist before it
+    and are empty at its end."""
+    missing = [each for each in folders if not os.path.lexists(each)]
+    try:
+        yield
+    finally:
+        for each in missing:
+            # it does not exist, or another process has something in it by now
+            with contextlib.suppress(OSError):
+                each.rmdir()
 
 
 def read_json_lines(path: pathlib.Path) -> list[Any]:
@@ -139,23 +156,19 @@ def try_folder(
     can. Nothing is left behind. trial: writes at a path in it, removes what it has written, and
     raises OSError where that fails."""
     path = pathlib.Path(os.path.abspath(folder))
-    missing = [each for each in (path, *path.parents) if not os.path.lexists(each)]
     place = path / f"{TRIAL_NAME}.{secrets.token_hex(8)}"
-    try:
-        for left in reversed(range(TRIALS)):
-            try:
-                path.mkdir(parents=True, exist_ok=True)
-                trial(place)
-                break
-            except (FileNotFoundError, FileExistsError):
-                if not left:
-                    raise
-    except OSError as error:
-        return _unwritable(path, error)
-    finally:
-        with contextlib.suppress(OSError):  # another process uses it by now
-            for each in missing:
-                each.rmdir()
+    with without_new_folders(path, *path.parents):
+        try:
+            for left in reversed(range(TRIALS)):
+                try:
+                    path.mkdir(parents=True, exist_ok=True)
+                    trial(place)
+                    break
+                except (FileNotFoundError, FileExistsError):
+                    if not left:
+                        raise
+        except OSError as error:
+            return _unwritable(path, error)
     return None
 
 

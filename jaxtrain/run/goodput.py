@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from jaxtrain.run.files import read_json_lines, replace_text
+from jaxtrain.run.files import LineFile, read_json_lines, replace_text
 from jaxtrain.run.wall_clock import Part, WallClock
 from jaxtrain.schedule.drawing import STARTS
 
@@ -64,8 +64,8 @@ class Line:
         return sum(self.seconds.values())
 
     def json(self) -> str:
-        """The line's text, with its end."""
-        return json.dumps(dataclasses.asdict(self)) + "\n"
+        """The line's text, without its end."""
+        return json.dumps(dataclasses.asdict(self))
 
 
 @dataclasses.dataclass
@@ -180,6 +180,15 @@ def read_goodput(workdir: str | os.PathLike) -> list[Line]:
     return lines
 
 
+def _tidy(path: pathlib.Path) -> None:
+    """Removes a line that a kill has cut off, and thins those of earlier starts: over hundreds of
+    starts the file would grow without end. Makes the folder if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(f"{line.json()}\n" for line in thinned(read_goodput(path.parent)))
+    if path.exists() and path.read_text(errors="replace") != text:
+        replace_text(path, text)
+
+
 def thinned(lines: list[Line]) -> list[Line]:
     """Some LINES_PER_START lines of each start, with its first and last one and the two at each
     roll-back."""
@@ -226,17 +235,18 @@ class GoodputLog:
         self._began = now() - clock.wall_s()
         self._step = step
         self._ended = threading.Event()
-        self._unwritten: Line | None = self._line()  # the start's first line
-        self._goodput.add(self._unwritten)
+        self._goodput.add(self._line())
         self._path: pathlib.Path | None = None
-        self._descriptor: int | None = None
         self._is_new = False  # whether there was no such file before this start
-        self._cut = False  # whether the file ends in the middle of a line
         self._writing = threading.Lock()
         if workdir is None:
             return
         self._path = pathlib.Path(workdir) / GOODPUT_FILE
         self._is_new = not self._path.exists()
+        # no warning: metrics.jsonl, in the same folder, has one
+        self._file = LineFile(self._path, log=lambda warning: None)
+        with contextlib.suppress(OSError):
+            _tidy(self._path)
         self._write()
         self._thread = threading.Thread(
             target=self._write_often, name="jaxtrain-goodput", daemon=True
@@ -275,9 +285,7 @@ class GoodputLog:
         if self._path is not None:
             self._thread.join()
             self._write()
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+            self._file.close()
         self.discard()
 
     def discard(self) -> None:
@@ -294,35 +302,10 @@ class GoodputLog:
         return Line(self._start, round(self._began, 3), round(until, 3), self._step, seconds)
 
     def _write(self) -> None:
-        """Appends a line. A line that a full disk does not take is dropped: what is measured must
-        not end what it measures."""
+        """Appends a line, if there is a file."""
         with self._writing:  # the loop's thread writes too where the run goes back
-            self._descriptor = self._open() if self._descriptor is None else self._descriptor
-            if self._descriptor is None:
-                return
-            lines = [line for line in (self._unwritten, self._line()) if line]
-            text = ("\n" * self._cut + "".join(line.json() for line in lines)).encode()
-            try:
-                self._cut = os.write(self._descriptor, text) < len(text)
-            except OSError:
-                self._cut = True
-            if not self._cut:
-                self._unwritten = None
-
-    def _open(self) -> int | None:
-        """The descriptor to append to; None where the file cannot be written. Lines of earlier
-        starts are thinned: over hundreds of starts the file would grow without end."""
-        if self._path is None:
-            return None
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            lines = read_goodput(self._path.parent)
-            if len(fewer := thinned(lines)) < len(lines):
-                replace_text(self._path, "".join(line.json() for line in fewer))
-            self._cut = self._path.exists() and not self._path.read_bytes().endswith(b"\n")
-            return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        except OSError:
-            return None
+            if self._path is not None:
+                self._file.write(self._line().json())
 
     def _write_often(self) -> None:
         while not self._ended.wait(min(max(GROWTH * self.clock.wall_s(), SHORTEST), LONGEST)):

@@ -43,14 +43,13 @@ BEHIND = 0.1
 class Beat:
     """The progress of a process.
 
-    step: the last finished one; part: of the wall clock (wall_clock.Part), and seconds in it;
+    step: the last finished one; part: of the wall clock (wall_clock.Part);
     own_s: seconds of its steps in which it did not await the devices, since it began;
     data_wait_s: those of own_s in which it waited for data.
     """
 
     step: int = 0
     part: str = ""
-    part_s: float = 0.0
     own_s: float = 0.0
     data_wait_s: float = 0.0
 
@@ -291,13 +290,10 @@ class Slowest:
     def line(self) -> str:
         """A warning for the log."""
         begin, end = self.steps
-        host_time = (
-            f"{self.own_s:.3f} s of its own a step ({self.data_wait_s:.3f} waiting for data), the "
-            f"median {self.median_s:.3f}"
-        )
         return (
-            f"warning: steps {begin} to {end}: {self.name} is slowest, with {host_time}; a step "
-            f"takes {self.step_s:.3f} s"
+            f"warning: steps {begin} to {end}: {self.name} is slowest, with {self.own_s:.3f} s of "
+            f"its own a step ({self.data_wait_s:.3f} waiting for data), the median "
+            f"{self.median_s:.3f}; a step takes {self.step_s:.3f} s"
         )
 
 
@@ -341,8 +337,7 @@ class Stragglers:
             median_s=statistics.median_low(host_s.values()),
             step_s=(now - self._began) / count,
         )
-        is_behind = candidate.behind_s > BEHIND * candidate.step_s
-        self.slowest = candidate if is_behind else None
+        self.slowest = candidate if candidate.behind_s > BEHIND * candidate.step_s else None
         self._begin(beats, now)
 
     def _begin(self, beats: Mapping[int, tuple[str, Beat]], now: float) -> None:

@@ -406,11 +406,7 @@ class RunLock:
             file = _read(self._path)
             if file and file.holder and file.holder.token == self._holder.token:
                 self._path.unlink(missing_ok=True)
-        for folder in self._created_folders:
-            try:
+        with contextlib.suppress(OSError):  # the first one that is in use, or gone, ends it
+            for folder in self._created_folders:
                 folder.rmdir()
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.ENOENT, errno.EEXIST):
-                    raise
-                break
         self._created_folders = []

@@ -88,8 +88,11 @@ class Signals:
             yield
             return
         self._deferring = True
-        taken = [n for n in NUMBERS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-        before = {n: signal.signal(n, _nothing) for n in taken}
+        before = {
+            n: signal.signal(n, _nothing)
+            for n in NUMBERS
+            if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN
+        }
         try:
             yield
         finally:

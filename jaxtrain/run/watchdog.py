@@ -234,8 +234,8 @@ class Watchdog:
         for peer in self._peers.peers.values():
             bye = peer.bye
             if bye and bye.status != ExitStatus.FINISHED and now - peer.heard > OWN_WORD_S:
-                text = f"{peer} ended with status {bye.status}"
-                text += f": {bye.text}" if bye.text else ""
+                why = f": {bye.text}" if bye.text else ""
+                text = f"{peer} ended with status {bye.status}{why}"
                 return Ending(bye.status, text, peer.process)
             if peer.gone and not bye:
                 step = max(peer.beat.step, self._patience.step)
@@ -252,10 +252,10 @@ class Watchdog:
         ]
 
     def _hung(self, what: str) -> Ending:
-        stacks = f"the stacks of all threads are in {self._folder / 'hang'}"
         return Ending(
             ExitStatus.HUNG,
-            f"hung after step {self._patience.step}: {what}; {self._who_is_behind()}; {stacks}",
+            f"hung after step {self._patience.step}: {what}; {self._who_is_behind()}; the stacks "
+            f"of all threads are in {self._folder / 'hang'}",
         )
 
     def _who_is_behind(self) -> str:
@@ -285,11 +285,9 @@ class Watchdog:
         )
 
     def _beat(self) -> Beat:
-        current = self._clock.current
         return Beat(
             self._patience.step,
-            current.part.value,
-            part_s=round(current.seconds, 1),
+            self._clock.current.part.value,
             own_s=round(self._clock.spent(*HOST_STEPS), 4),
             data_wait_s=round(self._clock.spent(Part.WAITING), 4),
         )

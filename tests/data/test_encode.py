@@ -221,7 +221,7 @@ def test_a_text_that_no_place_divides(tmp_path, monkeypatch):
     """Memory is bounded: a text that has to be encoded as one and is longer is refused."""
     made, text = WHOLE["unknown"][0], "漢" * 5000
     made.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = FileTokenizer(tmp_path / "tokenizer.json", Marks.plain(1))
+    tokenizer = FileTokenizer(tmp_path / "tokenizer.json", Marks((), 1, (1,)))
     for name, value in (("TASK", 1000), ("SHARED", 256), ("LONGEST", 5000)):
         monkeypatch.setattr(module, name, value)
     pieces = lambda text: [Piece(text, True, True, 1)]
