@@ -89,10 +89,7 @@ def run(
         checkpoints = Checkpoints(config, unresolved, environment, folder)
         checkpoints.choose()
         weights = _open_weights(config, checkpoints.resumes)
-        corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
-        checkpoints.check_corpus(
-            TrainedCorpus(corpus.source, corpus.checksum, corpus.tokenizer.describe())
-        )
+        corpus = checked_corpus(config, checkpoints)
         if checkpoints.step >= config.train.steps:
             done = f"{folder} already has its {checkpoints.step} steps"
             cluster.log(f"{done}: raise train.steps to go on", *_what_next(config, folder, corpus))
@@ -206,12 +203,9 @@ class Trainer:
             cluster.log(f"starting: weights from {origin or f'seed {config.train.seed}'}")
         self.progress = Progress(config.train.steps, start, shown=main)
         log_line = self.progress.log
+        tensorboard = config.metrics.tensorboard
         log = MetricsWriter(
-            self.folder if main else None,
-            config.metrics.tensorboard,
-            start,
-            goodput.wall_s,
-            log_line,
+            self.folder if main else None, tensorboard, start, goodput.wall_s, log_line
         )
         self.profile = Profile(
             trace_folder(self.folder), start, config.train.profile_steps, clock, log_line
@@ -418,6 +412,16 @@ def _open_weights(config: Config, resumes: bool) -> PublishedWeights | None:
     run = cluster.in_all(lambda: tokenizer_of_run(weights.published, config), HfError)
     cluster.log(*(f"note: {note}" for note in run.notes))
     return weights
+
+
+def checked_corpus(config: Config, checkpoints: Checkpoints) -> Corpus:
+    """The corpus of a resolved config. Raises DataError, and ChangedCorpusError if the checkpoint
+    was trained on another one."""
+    corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
+    checkpoints.check_corpus(
+        TrainedCorpus(corpus.source, corpus.checksum, corpus.tokenizer.describe())
+    )
+    return corpus
 
 
 def _begin(config: Config, step: Step, weights: PublishedWeights | None) -> TrainState:

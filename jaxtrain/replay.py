@@ -20,15 +20,15 @@ import jax
 from etils import epath
 
 from jaxtrain import config as cfg
-from jaxtrain.checkpoint.checkpoints import Checkpoints, TrainedCorpus, folder_of_checkpoints
+from jaxtrain.checkpoint.checkpoints import Checkpoints, folder_of_checkpoints
 from jaxtrain.checkpoint.steps import TO_TRAIN, choose
 from jaxtrain.config import CheckpointConfig, Config, OptimizerConfig, TrainConfig
 from jaxtrain.config.checks import Environment
 from jaxtrain.config.errors import UsageError
-from jaxtrain.data.loader import make_loaders, prepare_corpus
+from jaxtrain.data.loader import make_loaders
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
-from jaxtrain.loop import state_on_disk, when_compiled
+from jaxtrain.loop import checked_corpus, state_on_disk, when_compiled
 from jaxtrain.pipeline.setup import Setup
 from jaxtrain.plan.explain import flags_of
 from jaxtrain.plan.report import introduction
@@ -98,10 +98,7 @@ def replay(
         raise ReplayError(
             f"--replay={at}: {checkpoints.directory} has no complete checkpoint before step {at}"
         )
-    corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
-    checkpoints.check_corpus(
-        TrainedCorpus(corpus.source, corpus.checksum, corpus.tokenizer.describe())
-    )
+    corpus = checked_corpus(config, checkpoints)
     checkpoints.log_changes()
     clock.enter(Part.TRACING)
     mesh = make_mesh(sizes_of(config.mesh))

@@ -179,6 +179,7 @@ def framework_of(config: Config, hardware: Hardware, assume: str = OURS) -> Fram
             cell_overlap=_cell_overlap(config, hardware),
             collective_matmul=_collective_matmul(config, hardware),
             inner_steps=config.train.diloco_inner_steps,
+            outer_bytes=OUTER_BYTES * (config.train.diloco_inner_steps > 0),
             sent_outer=4.0 if config.precision.outer == "float32" else 1.0,
             fp8=config.precision.matmul in QUANTIZED,
             fp8_blocks=config.precision.matmul == "mxfp8",
@@ -193,8 +194,6 @@ def framework_of(config: Config, hardware: Hardware, assume: str = OURS) -> Fram
                 sent_weight=number,
                 master_bytes=4.0 * (config.precision.masters == "float32"),
             )
-        if config.train.diloco_inner_steps:
-            framework = dataclasses.replace(framework, outer_bytes=OUTER_BYTES)
         if platform_of(hardware) == kernels.CPU:
             framework = dataclasses.replace(
                 framework, weight_copies=WEIGHT_COPIES, sum_passes=SUM_PASSES
