@@ -441,6 +441,7 @@ def make_one_step(
         dataclasses.replace(
             request.spec,
             schedule=name,
+            overlap=request.spec.overlap and may_overlap(name),
             repeats=count,
             units_per_chunk=[request.flags.ops_per_chunk] * (request.spec.stages * count),
         )

@@ -84,12 +84,12 @@ FIGURES: Mapping[str, tuple[float, float, float]] = {
 class HardwareError(Exception):
     """A kind of device that is not known, or a file that does not describe one, in one line.
 
-    rule: what is wrong, to be read after the name; use: a name that works
+    rule: what is wrong, to be read after the name; use: a name that may be meant, "" if none is
     """
 
-    def __init__(self, name: str, rule: str, use: str):
+    def __init__(self, name: str, rule: str, use: str = ""):
         self.rule, self.use = rule, use
-        super().__init__(f"--hardware={name!r} {rule}: use --hardware={use}")
+        super().__init__(f"--hardware={name!r} {rule}" + (f": use --hardware={use}" if use else ""))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,12 +217,10 @@ def load(name: str) -> Hardware:
     try:
         # a pipe would be waited for, a device has no end
         if os.path.exists(path) and not os.path.isfile(path):
-            raise HardwareError(name, "is not a regular file", known()[0])
+            raise HardwareError(name, "is not a regular file")
         return from_json(_completed(json.loads(path.read_bytes())))
     except OSError as error:
-        raise HardwareError(
-            name, f"cannot be read ({os.strerror(error.errno or 0)})", known()[0]
-        ) from None
+        raise HardwareError(name, f"cannot be read ({os.strerror(error.errno or 0)})") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = (
             f"lacks {error}" if isinstance(error, KeyError) else " ".join(str(error).split())[:200]
@@ -230,7 +228,6 @@ def load(name: str) -> Hardware:
         raise HardwareError(
             name,
             f"does not describe a device ({what}; {FOLDER / known()[0]}.json does)",
-            known()[0],
         ) from None
 
 
@@ -242,9 +239,8 @@ def _completed(values: dict[str, Any]) -> dict[str, Any]:
         return values
     name = values["like"]
     if name not in known():
-        raise ValueError(
-            f"like={_shown(name)} is no kind of device, and {_nearest(str(name))!r} is"
-        )
+        near = _nearest(str(name)) or known()[0]
+        raise ValueError(f"like={_shown(name)} is no kind of device, and {near!r} is")
     base = _completed(json.loads((FOLDER / f"{name}.json").read_bytes()))
     return {
         **base,
@@ -256,13 +252,14 @@ def _completed(values: dict[str, Any]) -> dict[str, Any]:
 
 def _nearest(name: str) -> str:
     """The known name that has the longest text in common with this one, without punctuation; of
-    several the shortest, of these the last."""
+    several the shortest, of these the last. "" if that is less than three letters, and not all of
+    one of them."""
     letters = lambda text: re.sub(r"[^a-z0-9]", "", text.lower())
-    if not letters(name):
-        return "h100"
     shared = lambda kind: difflib.SequenceMatcher(None, letters(kind), letters(name))
     longest = lambda kind: shared(kind).find_longest_match().size
-    return max(known(), key=lambda kind: (longest(kind), -len(letters(kind)), kind))
+    near = max(known(), key=lambda kind: (longest(kind), -len(letters(kind)), kind))
+    enough = min(3, len(letters(near)), len(letters(name)))
+    return near if longest(near) >= max(enough, 2) else ""
 
 
 def _keys() -> list[str]:

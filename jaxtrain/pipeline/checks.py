@@ -91,7 +91,9 @@ def _hardware_is_known(train: TrainConfig, precision: PrecisionConfig) -> Iterat
     try:
         peaks = hardware.load(train.hardware).peak_tflops
     except HardwareError as error:
-        yield Violation(path, error.rule, values_for(path, (error.use, "")))
+        yield Violation(
+            path, error.rule, values_for(path, filter(None, [error.use])) or [{path: ""}]
+        )
         return
     if compute not in peaks:
         yield Violation(

@@ -347,7 +347,8 @@ def _read(read: Callable[[str], T], text: str) -> T:
         return read(text)
     except HardwareError as error:
         raise UsageError(
-            f"--hardware={cfg.shown(text)} {error.rule}", {"hardware": error.use}
+            f"--hardware={cfg.shown(text)} {error.rule}",
+            {"hardware": error.use} if error.use else {},
         ) from None
 
 

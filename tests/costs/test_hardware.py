@@ -57,7 +57,7 @@ def test_a_product_reaches_its_peak_where_it_is_large():
     "name, text, message",
     [
         ("h1000", None, "--hardware='h1000' is not known (a10, a100-40gb, "),
-        ("gone.json", None, "cannot be read (No such file or directory): use --hardware="),
+        ("gone.json", None, "cannot be read (No such file or directory)"),
         ("own.json", "{", "does not describe a device (Expecting"),
         ("own.json", "{}", "does not describe a device (lacks 'tiers'; "),
         (
@@ -190,7 +190,7 @@ def test_figures_that_cannot_be(tmp_path, changes, message):
     path.write_text(json.dumps(to_json(load("h100")) | changes))
     with pytest.raises(HardwareError) as error:
         load(str(path))
-    assert message in error.value.rule and "\n" not in str(error.value) and load(error.value.use)
+    assert message in error.value.rule and "\n" not in str(error.value) and not error.value.use
 
 
 def test_the_limits_are_accepted(tmp_path):
@@ -209,7 +209,7 @@ def test_the_limits_are_accepted(tmp_path):
 def test_a_pipe(tmp_path):
     """Nobody writes to it: who reads it waits for ever."""
     os.mkfifo(path := tmp_path / "own.json")
-    with pytest.raises(HardwareError, match="is not a regular file: use --hardware=a10$"):
+    with pytest.raises(HardwareError, match="is not a regular file$"):
         load(str(path))
 
 
@@ -228,11 +228,15 @@ def test_a_file_that_is_too_deep(tmp_path):
         ("v5p", "tpu-v5p"),
         ("v5", "tpu-v5p"),
         ("a100x", "a100-80gb"),
-        ("", "h100"),
+        ("L4-24GB", "l4"),
+        ("", ""),
+        ("table.csv", ""),
+        ("2", ""),
     ],
 )
-def test_the_nearest_is_named(name, near):
-    with pytest.raises(HardwareError, match=f"use --hardware={near}$"):
+def test_the_nearest_is_named_if_it_is_near(name, near):
+    end = f"JSON file[)]: use --hardware={near}$" if near else "or a JSON file[)]$"
+    with pytest.raises(HardwareError, match=end):
         load(name)
 
 

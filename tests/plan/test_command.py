@@ -512,8 +512,8 @@ def test_values_that_no_setting_has_are_refused(plan, path, value):
 ALL_AT_ONCE = [
     ["--assume=megatron", "--layout=data=8", "--config=tiny"],
     ["--devices=8.2", "--tokens=-1", "--price=-1"],
-    ["--devices=8", "--hardware=recipe.py", "--recipe=/proc/x/y.py", "--png=/proc/x.png"],
-    ["--hardware=recipe.py", "--assume=jax"],
+    ["--devices=8", "--hardware=h1000", "--recipe=/proc/x/y.py", "--png=/proc/x.png"],
+    ["--hardware=h1000", "--assume=jax"],
     ["--config=tinny", "--layout=dp=8,stage=two,data=4,zero=9"],
     ["--hardware=h100:4,h200:x", "--price=2", "--devices=7"],
     ["--devices=8", "--config.model.width=0", "--config.mesh.stag=3"],
