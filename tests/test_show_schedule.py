@@ -140,6 +140,16 @@ def test_compare_is_best_first_within_the_memory():
     assert [line.split()[0] for line in text.splitlines()[1:-1]] == [r["schedule"] for r in rows]
 
 
+def test_compare_overlaps_where_that_is_possible():
+    flags = ("--compare", "--stages=2", "--microbatches=4")
+    plain, overlapped = (
+        {row["schedule"]: row["step_time_coupled"] for row in figures(*flags, *more)}
+        for more in ((), ("--overlap=0.4",))
+    )
+    assert overlapped["gpipe"] == plain["gpipe"] and overlapped["zb_h1"] == plain["zb_h1"]
+    assert overlapped["dualpipe_v"] < plain["dualpipe_v"]
+
+
 def test_every_schedule_by_name():
     for name in NAMES:
         assert (

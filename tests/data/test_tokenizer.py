@@ -93,8 +93,7 @@ def test_file_errors_are_one_line(write, tmp_path):
     for special in (tmp_path / "pipe.json", tmp_path):
         with pytest.raises(
             DataError,
-            match=f"^data.tokenizer={special}: not a regular file: "
-            "use --config.data.tokenizer=bytes",
+            match=f"^data.tokenizer={special}: not a regular file: name a tokenizers JSON file",
         ):
             FileTokenizer(special)
 

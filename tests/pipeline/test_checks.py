@@ -38,15 +38,11 @@ def test_files(tmp_path):
         checks.check(cfg.replace(BASE, {"data.tokenizer": ""}), files)
     os.mkfifo(tmp_path / "pipe")
     for path, value in (("data.tokenizer", tmp_path), ("data.tokenizer", tmp_path / "pipe")):
-        with pytest.raises(
-            ConfigError, match=f"{path}='{value}' is not a regular file: use --config.{path}="
-        ):
+        with pytest.raises(ConfigError, match=f"{path}='{value}' is not a regular file$"):
             checks.check(cfg.replace(BASE, {path: str(value)}), files)
     for value in (tmp_path / "pipe", "/dev/zero", "/dev/null"):
         with pytest.raises(
-            ConfigError,
-            match=f"data.source='{value}' is not a regular file or a folder: use "
-            "--config.data.source=",
+            ConfigError, match=f"data.source='{value}' is not a regular file or a folder"
         ):
             checks.check(cfg.replace(BASE, {"data.source": str(value)}), files)
 
