@@ -6,7 +6,8 @@ import pathlib
 
 from jaxtrain.data.tokenizer import DataError
 
-SET_FIELDS = "set data.text_fields"  # the remedy of records that lack the fields, or text in them
+# the remedy of records that lack the fields, or text in them
+SET_FIELDS = "set data.text_fields to fields of text (a list, such as a chat's messages, is none)"
 PLACES = 5  # the number of bad records whose messages are shown
 MOST_PLACES = 100_000  # the number of those whose messages a prepared corpus has
 

@@ -199,7 +199,7 @@ def test_jsonl_fields_and_mask(write):
         (b"3", "a line must be a JSON object, not a number"),
         (
             b'{"body": "x", "id": 1}',
-            "no field 'text' .there are 'body', 'id'.: set data.text_fields",
+            "no field 'text' .there are 'body', 'id'.: set data.text_fields to fields of text",
         ),
         (b"{}", "no field 'text' .there are none."),
         (b'{"text": 3}', "field 'text' is a number, not text"),

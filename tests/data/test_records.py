@@ -8,7 +8,7 @@ import pytest
 
 from jaxtrain.config import sources
 from jaxtrain.data import documents, records
-from jaxtrain.data.bad_records import PLACES, Skipped
+from jaxtrain.data.bad_records import PLACES, SET_FIELDS, Skipped
 from jaxtrain.data.tokenizer import DataError
 
 BLOCKS = pytest.mark.parametrize("block", [1, 7, 64, 1 << 20])
@@ -127,7 +127,7 @@ def test_one_object(write, monkeypatch, block):
         ('{"text": "x"\n,}', ":2: not valid JSON: "),
         (
             '{"data": [{"text": "x"}]}',
-            ":1: no field 'text' (there are 'data'): set data.text_fields",
+            ":1: no field 'text' (there are 'data'): set data.text_fields to fields of text",
         ),
         pytest.param("[" * 100_000, ":1: ", id="nested"),
         pytest.param('[{"n": ' + "9" * 5000 + "}]", ":1: JSON that cannot be read: ", id="digits"),
@@ -209,7 +209,7 @@ def test_fields_by_path(write, record, field, text):
         (
             {"doc": None},
             "doc.text",
-            "no field 'doc.text' (in 'doc' there are none: it is null): set data.text_fields",
+            "no field 'doc.text' (in 'doc' there are none: it is null): set data.text_fields to ",
         ),
         ({"doc": {"text": {}}}, "doc.text", "field 'doc.text' is an object, not text"),
         ({"doc": {}}, "doc.text", "no field 'doc.text' (in 'doc' there are none): set"),
@@ -279,16 +279,16 @@ def test_records_none_of_which_is_read_are_not_to_be_skipped(write, tmp_path, fi
     path = path if parquet else write("a.jsonl", json.dumps({"messages": CHAT}))
     with pytest.raises(DataError) as caught:
         texts(path, (field,))
-    assert str(caught.value).endswith(": set data.text_fields")
+    assert str(caught.value).endswith(f": {SET_FIELDS}")
 
 
 def test_fields_are_suggested_only_for_the_first_record(write, tmp_path):
     """A later one is the one that is wrong."""
     write("d/a.jsonl", '{"text": "a"}\n{"body": "b"}')
-    assert failure(tmp_path / "d").endswith("(there are 'body'): set data.text_fields, or ")
+    assert failure(tmp_path / "d").endswith(f"(there are 'body'): {SET_FIELDS}, or ")
     write("d/a.jsonl", '{"text": "a"}')
     write("d/b.json", '{"body": "b"}')
-    assert failure(tmp_path / "d").endswith("(there are 'body'): set data.text_fields, or ")
+    assert failure(tmp_path / "d").endswith(f"(there are 'body'): {SET_FIELDS}, or ")
     write("d/a.jsonl", '{"body": "b"}')
     assert failure(tmp_path / "d").endswith("use --config.data.text_fields=body")
     write("d/README.md", "a text has no fields")  # and comes before them
