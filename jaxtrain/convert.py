@@ -35,6 +35,7 @@ from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, Reading, read_flags
 from jaxtrain.config.recipes import write_config
 from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.devices.cluster_environment import read_environment
 from jaxtrain.generate import find_checkpoint, understand
 from jaxtrain.hf.exporting import export_folder
 from jaxtrain.hf.fields import HfError, read_json
@@ -180,7 +181,8 @@ def from_hf(command_line: Reading) -> None:
 
 def _start_on_host() -> None:
     """Starts jax, which the checkpoint's geometry needs, on one CPU device."""
-    import jax
+    with read_environment():
+        import jax
 
     jax.config.update("jax_platforms", "cpu")
 

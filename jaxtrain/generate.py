@@ -29,7 +29,6 @@ from jaxtrain.checkpoint import stores
 from jaxtrain.checkpoint.steps import (
     NONE,
     TO_GENERATE,
-    CheckpointError,
     DamageError,
     Meta,
     StepCheck,
@@ -48,10 +47,10 @@ from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag
 from jaxtrain.config.mesh_rules import kv_heads_fit, mlp_widths
 from jaxtrain.config.rules import divisors, near
 from jaxtrain.devices import startup
-from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES
+from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES, read_environment
 from jaxtrain.hf.files import SOURCE
 from jaxtrain.run import streams
-from jaxtrain.run.exit_status import ExitStatus
+from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.wall_clock import imports_without_collection
 
 if TYPE_CHECKING:  # these import jax, or take long
@@ -118,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
         return generate(cli.checked_flags(argv, DESCRIPTION, FLAGS, check))
     except UsageError as error:
         cli.fail(str(error))
-    except CheckpointError as error:
+    except RunError as error:
         print(cfg.one_line(f"error: {error}"), file=sys.stderr, flush=True)
         return error.status
 
@@ -323,9 +322,10 @@ def remark(line: str) -> None:
 
 def start_jax(flags: types.SimpleNamespace) -> None:
     """Sets up jax's devices and compilation cache by the flags. Unlike training, one process, with
-    as many simulated devices as needed."""
+    as many simulated devices as needed. Raises ClusterError where jax does not start."""
     startup.set_xla_flags(os.environ)
-    import jax
+    with read_environment():
+        import jax
 
     settings: Any = jax.config  # its attributes have no declared types
     if flags.cpu_devices:
@@ -336,6 +336,8 @@ def start_jax(flags: types.SimpleNamespace) -> None:
     )
     if flags.cpu_devices or not simulated:
         jax.config.update("jax_num_cpu_devices", flags.cpu_devices or device_count(flags))
+    with read_environment():
+        jax.devices()
     startup.use_compilation_cache()
 
 

@@ -32,10 +32,10 @@ from jax.experimental import multihost_utils
 from jax.stages import Compiled, Lowered
 
 from jaxtrain.devices.cluster_environment import (
-    ClusterError,
     job,
     local_gpus,
     number,
+    read_environment,
     several_processes,
     visible_gpus,
 )
@@ -107,22 +107,6 @@ def initialize(namespace: types.SimpleNamespace) -> None:
         )
     sys.excepthook = _leave_at_once
     watchdog.outlive_abort()
-
-
-@contextlib.contextmanager
-def read_environment() -> Iterator[None]:
-    """A context in which jax reads the environment: what it does not understand, or what is not
-    there, is a ClusterError. Errors of its own (a meeting that failed, say) stay what they are."""
-    try:
-        yield
-    except (AssertionError, LookupError, RuntimeError, ValueError) as error:
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            raise
-        platforms = os.environ.get("JAX_PLATFORMS", "")
-        raise ClusterError(
-            f"jax does not start with JAX_PLATFORMS={platforms!r} and the other variables of this "
-            f"environment: {' '.join(str(error).split()) or type(error).__name__}"
-        ) from error
 
 
 @contextlib.contextmanager

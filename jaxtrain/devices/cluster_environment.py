@@ -16,12 +16,14 @@ number or out of its bounds is refused by its name. All functions are pure funct
 namespace and of os.environ; cluster.py acts on their results. Standard library only, no jax.
 """
 
+import contextlib
 import glob
 import importlib.metadata
 import importlib.util
+import os
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxtrain.run.exit_status import ExitStatus, RunError
@@ -30,6 +32,23 @@ SIMULATED_DEVICES = 8  # without an accelerator and a number from the user
 COORDINATOR_PORTS = range(20000, 30000)  # used if an engine names no port
 MOST = 2**20  # processes, or devices of one, that a variable may ask for
 HOST_AND_PORT = r".+:[0-9]{1,5}"
+
+
+@contextlib.contextmanager
+def read_environment() -> Iterator[None]:
+    """A context in which jax is imported or reads the environment: what it does not understand, or
+    what is not there, is a ClusterError. Errors of a running jax (a meeting that failed, say) stay
+    what they are."""
+    try:
+        yield
+    except (AssertionError, LookupError, RuntimeError, ValueError) as error:
+        if type(error).__name__ == "JaxRuntimeError":  # jax may not be there yet
+            raise
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        raise ClusterError(
+            f"jax does not start with JAX_PLATFORMS={platforms!r} and the other variables of this "
+            f"environment: {' '.join(str(error).split()) or 'no such plugin or device'}"
+        ) from error
 
 
 class ClusterError(RunError):

@@ -7,7 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxtrain.costs.hardware import GPU_MEMORY
-from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES, several_processes
+from jaxtrain.devices.cluster_environment import (
+    SIMULATED_DEVICES,
+    read_environment,
+    several_processes,
+)
 from jaxtrain.run import files, streams
 
 # variables with the fraction of a GPU's memory that jax's allocator takes; jax refuses both at once
@@ -34,7 +38,8 @@ def start_jax(namespace: types.SimpleNamespace, side_by_side: bool = False) -> N
     set_xla_flags(os.environ, side_by_side)
     # Not before the config is known to be right: the import takes a second, and a mistake in flags
     # should be told at once.
-    import jax
+    with read_environment():
+        import jax
 
     from jaxtrain.devices import cluster
 
@@ -55,7 +60,7 @@ def start_jax(namespace: types.SimpleNamespace, side_by_side: bool = False) -> N
         # changes nothing.
         jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
     cluster.initialize(namespace)
-    with cluster.read_environment():
+    with read_environment():
         jax.devices()
     cluster.check_devices()
     use_compilation_cache()

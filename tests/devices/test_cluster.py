@@ -339,9 +339,12 @@ def test_what_jax_does_not_understand_is_a_line():
     message = (
         "^jax does not start with JAX_PLATFORMS='.*' and the other variables of this env.*: a b$"
     )
-    with pytest.raises(cluster_environment.ClusterError, match=message), cluster.read_environment():
+    with (
+        pytest.raises(cluster_environment.ClusterError, match=message),
+        cluster_environment.read_environment(),
+    ):
         raise RuntimeError("a\n  b")
-    with pytest.raises(jax.errors.JaxRuntimeError), cluster.read_environment():
+    with pytest.raises(jax.errors.JaxRuntimeError), cluster_environment.read_environment():
         raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
 
 
