@@ -299,9 +299,11 @@ def _has_records_as_lines(path: str) -> bool:
 
 
 def _values(text: _JsonText) -> Iterator[Entry]:
-    """Values one after the other."""
-    while text.peek():
+    """Values one after the other. A mark that only lists and objects have is a bad one."""
+    while mark := text.peek():
         yield from text.entry()
+        if mark in ",]}":  # there was no value to move behind
+            text.skip()
 
 
 def _items(text: _JsonText) -> Iterator[Entry]:

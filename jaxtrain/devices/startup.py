@@ -61,8 +61,7 @@ def start_jax(namespace: types.SimpleNamespace, side_by_side: bool = False) -> N
         jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
     cluster.initialize(namespace)
     with read_environment():
-        jax.devices()
-    cluster.check_devices()
+        cluster.check_devices()
     use_compilation_cache()
     if (
         not asked

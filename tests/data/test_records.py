@@ -396,6 +396,13 @@ def test_a_bad_item_costs_no_other(write, monkeypatch, bad, block):
         assert found == ["a", "b, [c]", "d"] and len(places) == 2
 
 
+@pytest.mark.parametrize("marks", [",", "]", "}", ",,", "] }"])
+def test_marks_between_values_cost_no_other(write, marks):
+    """Each is a bad record, and is moved behind."""
+    found, places = left_out(write("a.json", f'{{\n"text": "a"}} {marks} {{"text": "b"}}\n'))
+    assert found == ["a", "b"] and len(places) == len(marks.replace(" ", ""))
+
+
 def test_what_is_lost_with_the_rest_of_a_file(write, tmp_path):
     """A line says so, and how much of it was read before."""
     lost = "; the rest of the file is lost, after 2 documents of it"
