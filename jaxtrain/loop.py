@@ -397,10 +397,10 @@ def _what_next(config: Config, folder: pathlib.Path, corpus: Corpus) -> list[str
     if model.positions == "learned":
         free = model.max_positions - 1 - len(str(generate["prompt"]).encode())
         generate["tokens"] = max(1, min(100, free))
-    more: dict[str, object] = {"config.train.steps": 2 * train.steps}
+    train_on: dict[str, object] = {"config.train.steps": 2 * train.steps}
     if jax.process_count() == 1 and jax.default_backend() == "cpu":
-        more["cpu_devices"] = jax.device_count()
-    return next_commands(str(folder), generate, more, jax.process_count())
+        train_on["cpu_devices"] = jax.device_count()
+    return next_commands(str(folder), generate, train_on, jax.process_count())
 
 
 def _open_weights(config: Config, resumes: bool) -> PublishedWeights | None:

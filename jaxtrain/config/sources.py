@@ -168,7 +168,7 @@ def holds_tokens(name: str) -> bool:
 def may_have_fields(name: str) -> bool:
     """True if files of a source hold records, or may: what does not exist is judged by its name."""
     try:
-        return find(name).has_fields
+        return name != STDLIB and find(name).has_fields
     except (ConfigError, OSError):
         return FORMATS[format_of(name)].holds == "records"
 

@@ -15,12 +15,14 @@ import shutil
 import socket
 import uuid
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from jaxtrain.config import flag_text
 from jaxtrain.data.tokenizer import DataError
 from jaxtrain.run import files, streams
 from jaxtrain.run.exit_status import ExitStatus
 
+T = TypeVar("T")
 UNFINISHED = ".tmp-"  # in the names of folders that are being made
 
 
@@ -89,33 +91,35 @@ def _disk(path: pathlib.Path) -> int:
 
 def ensure(
     folder: pathlib.Path,
-    complete: Callable[[pathlib.Path], bool],
+    opened: Callable[[pathlib.Path], T | None],
     make: Callable[[pathlib.Path], None],
     progress: bool,
-) -> None:
-    """Makes `folder` complete, by make(temporary folder) if it is not complete yet.
+) -> T | None:
+    """What `opened` returns for `folder`, which is made by make(temporary folder) if that is
+    nothing: the folder is not complete yet.
 
     Several processes and machines may do this at once, and a kill at any moment is safe. If `make`
     raises, nothing is left behind.
     """
-    if complete(folder):
-        return
+    if content := opened(folder):
+        return content
     with files.without_new_folders(folder.parent, *folder.parent.parents):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_name(folder.name + ".lock"), progress) as alone:
-            if complete(folder):  # by the process that we waited for
-                return
+            if content := opened(folder):  # made by the process that we waited for
+                return content
             if alone:  # so the makers of folders that are left here were killed
                 for left in folder.parent.glob(
                     f"{folder.name}{UNFINISHED}{socket.gethostname()}-*"
                 ):
                     shutil.rmtree(left, ignore_errors=True)
-            _make(folder, complete, make)
+            _make(folder, opened, make)
+    return opened(folder)
 
 
 def _make(
     folder: pathlib.Path,
-    complete: Callable[[pathlib.Path], bool],
+    opened: Callable[[pathlib.Path], object],
     make: Callable[[pathlib.Path], None],
 ) -> None:
     temporary = folder.with_name(
@@ -124,12 +128,14 @@ def _make(
     temporary.mkdir()
     try:
         make(temporary)
-        if folder.exists() and not complete(folder):
+        if folder.exists() and not opened(folder):
             shutil.rmtree(folder)  # damaged since it was made: a file cut short, an older format
         try:
             temporary.rename(folder)
         except OSError:
-            if not complete(folder):  # by another machine that was faster: its content is the same
+            if not opened(
+                folder
+            ):  # made by another machine that was faster: its content is the same
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

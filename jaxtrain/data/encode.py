@@ -163,8 +163,9 @@ def _grown(left: Encoded, begin: int, results: Iterator[Encoded], tokenizer: Tok
     piece = left.pieces[-1]
     while piece.goes_on and len(piece.text) < 2 * len(left.pieces[-1].text):
         right = next(results)
-        more = right.pieces[0]
-        piece = more._replace(text=piece.text + more.text[SHARED:], size=piece.size + more.size)
+        following = right.pieces[0]
+        text, size = piece.text + following.text[SHARED:], piece.size + following.size
+        piece = following._replace(text=text, size=size)
     if len(piece.text) <= LONGEST:
         pieces, agreed = [*left.pieces[:-1], piece, *right.pieces[1:]], 3 * begin // 2
         grown = _encode(pieces, left.begins, tokenizer, left.ids.dtype)

@@ -162,7 +162,7 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
 
         def know(temporary: pathlib.Path) -> None:
             at = f"{slug}-{key(_content)}"
-            cache.ensure(root / at, lambda path: opened(path) is not None, make, progress)
+            cache.ensure(root / at, opened, make, progress)
             (temporary / NOTE).write_text(json.dumps({"of": known.name, "at": at}))
 
         def make(temporary: pathlib.Path) -> None:
@@ -180,8 +180,7 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
                 raise _changed(data)
 
         try:
-            cache.ensure(known, lambda path: opened(_folder(path)) is not None, know, progress)
-            corpus = opened(_folder(known))
+            corpus = cache.ensure(known, lambda path: opened(_folder(path)), know, progress)
         except OSError:  # a cache that may not be written can have the corpus all the same
             if (corpus := opened(root / f"{slug}-{key(_content)}")) is None:
                 raise

@@ -14,8 +14,8 @@ LEAST_ON_ARM = (2, 29, 3)
 
 
 def version() -> tuple[int, ...]:
-    """That of the wheel, such as (2, 29, 3), else of the library that the linker finds; () without
-    one."""
+    """NCCL's version, such as (2, 29, 3): that of the wheel, else of the library that the linker
+    finds; () without one."""
     for wheel in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             numbers = re.findall(r"\d+", importlib.metadata.version(wheel))
@@ -23,17 +23,21 @@ def version() -> tuple[int, ...]:
     number = ctypes.c_int()  # 22903 for 2.29.3
     with contextlib.suppress(OSError):
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
-    found = number.value
-    return (found // 10_000, found // 100 % 100, found % 100) if found else ()
+    value = number.value
+    return (value // 10_000, value // 100 % 100, value % 100) if value else ()
 
 
 def describe(
-    found: tuple[int, ...], gpus: int, processes: int, old_nccl: bool = False, machine: str = ""
+    installed: tuple[int, ...], gpus: int, processes: int, old_nccl: bool = False, machine: str = ""
 ) -> list[str]:
     """Lines about the version and the GPUs of a process, for `gpus` in all processes together.
     Raises ClusterError for a version that hangs on this machine, unless `old_nccl` insists."""
-    name = ".".join(map(str, found)) or "of an unknown version"
-    if (machine or platform.machine()) == "aarch64" and () < found < LEAST_ON_ARM and not old_nccl:
+    name = ".".join(map(str, installed)) or "of an unknown version"
+    if (
+        (machine or platform.machine()) == "aarch64"
+        and () < installed < LEAST_ON_ARM
+        and not old_nccl
+    ):
         raise ClusterError(
             f"NCCL {name} hangs on aarch64, in all processes and without an error (NVIDIA/nccl "
             "issue 2353): python -m pip install 'nvidia-nccl-cu13>=2.29.3'; --old_nccl=true trains "
