@@ -1,5 +1,6 @@
 """Files of a run: lines are appended even if the disk is full for a while, JSON lines are read
-back, texts are replaced at once, and places are tested by writing. Standard library only.
+back, texts are replaced at once, and places are tested by writing. Files that a stranger may have
+made are read if they are regular and within bounds. Standard library only.
 
 Permissions do not say whether a place can be written: root may write where they forbid it, and
 nobody may on a disk that is mounted read-only.
@@ -14,11 +15,14 @@ import pathlib
 import secrets
 import stat
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 CONFIG_FILE = "config.json"  # the settings of a run, in its folder
 TRIAL_BYTES = 4096  # a full disk still takes an empty file
 TRIAL_NAME = ".can_be_written"
+# Bounds of a file that is read as a whole: published tokenizers have up to 35 MB, and JSON takes
+# up to 31 times its bytes in memory.
+MOST_BYTES, MOST_DEPTH, MOST_DIGITS = 50_000_000, 64, 40
 TRIALS = 100  # processes that try one new folder together remove it from under each other
 # Errors that may be over when the same command is started again, perhaps elsewhere: a disk that is
 # full, or does not answer.
@@ -123,6 +127,57 @@ def replace_text(path: pathlib.Path, text: str) -> None:
     os.replace(unfinished, path)
 
 
+# --- files that a stranger may have made ----------------------------------------------------------
+
+
+def open_regular(path: str | os.PathLike) -> BinaryIO:
+    """A regular file, opened to be read. Raises OSError for anything else: a pipe would be waited
+    for, and a device has no end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, f"it is {_kind(mode)}, not a file", os.fspath(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: str | os.PathLike, most: int = MOST_BYTES) -> bytes:
+    """The bytes of a regular file. Raises OSError if it is none, or has more bytes than `most`."""
+    with open_regular(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", os.fspath(path))
+    return content
+
+
+def parse_json(content: str | bytes) -> Any:
+    """The value of a JSON text. Raises ValueError for what is no JSON, is nested deeper than
+    MOST_DEPTH, or has a whole number of more than MOST_DIGITS digits."""
+
+    def whole_number(digits: str) -> int:
+        if len(digits) > MOST_DIGITS:
+            raise ValueError(f"a number has {len(digits):,} digits")
+        return int(digits)
+
+    too_deep = ValueError(f"it is nested deeper than {MOST_DEPTH} levels")
+    try:
+        value = json.loads(content, parse_int=whole_number)
+    except RecursionError:
+        raise too_deep from None
+    level = [value]
+    for _ in range(MOST_DEPTH + 1):
+        nested = [each for each in level if isinstance(each, dict | list)]
+        if not nested:
+            return value
+        level = [v for each in nested for v in (each.values() if isinstance(each, dict) else each)]
+    raise too_deep
+
+
+def read_json(path: str | os.PathLike, most: int = MOST_BYTES) -> Any:
+    """The value of a JSON file. Raises OSError as `read_regular`, ValueError as `parse_json`."""
+    return parse_json(read_regular(path, most))
+
+
 # --- places that can be written -------------------------------------------------------------------
 
 
@@ -179,13 +234,17 @@ def try_file(file: str | os.PathLike) -> Unwritable | None:
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
-            return Unwritable(f"is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, not a file")
+            return Unwritable(f"is {_kind(mode)}, not a file")
         os.close(os.open(path, os.O_WRONLY | os.O_APPEND))
     except FileNotFoundError as error:
         return _unwritable(path, error) if os.path.lexists(path) else None
     except OSError as error:
         return _unwritable(path, error)
     return None
+
+
+def _kind(mode: int) -> str:
+    return _KINDS.get(stat.S_IFMT(mode), "something else")
 
 
 def _unwritable(path: pathlib.Path, error: OSError) -> Unwritable:

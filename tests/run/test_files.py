@@ -7,7 +7,14 @@ import os
 import pytest
 
 from jaxtrain.run import metrics
-from jaxtrain.run.files import LineFile
+from jaxtrain.run.files import (
+    MOST_DEPTH,
+    LineFile,
+    open_regular,
+    parse_json,
+    read_json,
+    read_regular,
+)
 from jaxtrain.run.metrics import MetricsWriter, read_metrics
 
 
@@ -77,3 +84,41 @@ def test_tensorboard_on_a_full_disk(tmp_path, monkeypatch):
         f"warning: {folder} cannot be written (No space left on device): training goes on "
         "without it"
     ]
+
+
+def test_files_that_have_no_end(tmp_path):
+    """A pipe is not waited for, a device is not read, and no file is read beyond its bound."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    (tmp_path / "file").write_bytes(b"12345")
+    for name, what in (("pipe", "a FIFO"), ("zero", "a device"), (".", "a folder")):
+        with pytest.raises(OSError, match=f"it is {what}, not a file") as caught:
+            open_regular(tmp_path / name)
+        assert caught.value.filename == str(tmp_path / name)
+    assert read_regular(tmp_path / "file", most=5) == b"12345"
+    with pytest.raises(OSError, match="it has more than 4 bytes"):
+        read_regular(tmp_path / "file", most=4)
+    with pytest.raises(FileNotFoundError):
+        read_regular(tmp_path / "nothing")
+    assert read_json(tmp_path / "file") == 12345
+
+
+@pytest.mark.parametrize(
+    "text, fault",
+    [
+        ("[" * (MOST_DEPTH + 1) + "]" * (MOST_DEPTH + 1), "nested deeper than 64 levels"),
+        ('{"a":' * 100_000 + "1" + "}" * 100_000, "nested deeper than 64 levels"),
+        ('{"5": 1' + "0" * 400 + "}", "a number has 401 digits"),
+        ('{"5": ', "Expecting value"),
+    ],
+)
+def test_json_beyond_its_bounds(text, fault):
+    with pytest.raises(ValueError, match=fault):
+        parse_json(text)
+
+
+def test_json_within_its_bounds():
+    deepest = "[" * MOST_DEPTH + "]" * MOST_DEPTH
+    assert str(parse_json(deepest)) == deepest
+    assert parse_json(b'{"a": [1, -2.5, "x", null, true]}') == {"a": [1, -2.5, "x", None, True]}
+    assert parse_json("7") == 7
