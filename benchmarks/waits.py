@@ -4,7 +4,8 @@ Instructions run one after the other, each for its estimated seconds. An asynchr
 begins at its start, or when the collective before it on the same links has ended, and its done
 waits until it has ended. Permutes in different directions have links of their own; other
 collectives share those of their axes. A synchronous collective is waited for, less what is computed
-in one fusion with it. One that is not done in the computation of its start counts as waited for.
+in one fusion with it; what is under way on its links ends later by as much. One that is not done in
+the computation of its start counts as waited for.
 """
 
 import dataclasses
@@ -43,6 +44,7 @@ class Waits:
     def _run(self, computation: str, times: Any) -> float:
         """Seconds of one run of a computation, which runs `times` a step."""
         clock, ends, free = 0.0, dict[str, float](), dict[str, float]()
+        links: dict[str, str] = {}
         for i in self.loops.program.inline(computation):
             message = self._message(i)
             if i.opcode == "while":
@@ -51,9 +53,15 @@ class Waits:
             elif message and is_asynchronous(i):
                 ends[i.name] = max(clock, free.get(message.links, 0.0)) + message.seconds
                 free[message.links], self.once[i.name] = ends[i.name], message.seconds
+                links[i.name] = message.links
             elif message:
                 computed = self._seconds(i)
                 self.once[i.name] = max(0.0, message.seconds - computed)
+                if free.get(message.links, 0.0) > clock:
+                    free[message.links] += message.seconds
+                for name, end in ends.items():
+                    if links[name] == message.links and end > clock:
+                        ends[name] = end + message.seconds
                 clock += max(message.seconds, computed)
             elif started := next((name for name in i.operands if name in ends), ""):
                 self.once[started] = max(0.0, ends.pop(started) - clock)

@@ -46,7 +46,6 @@ GROUPED = {
     "parallel/replicas.py": "training/test_diloco.py",
     "parallel/ring.py": "parallel/test_context.py",
     "parallel/splash_fused.py": "parallel/test_splash.py",
-    "pipeline/step_model.py": "costs/test_parameters.py",
     "plan/__main__.py": "plan/test_command.py",
     "plan/explain.py": "plan/test_command.py",
     "plan/layout_flag.py": "plan/test_command.py",

@@ -38,6 +38,12 @@ SIDE_BY_SIDE = "side by side"
 FP8 = "fp8"
 
 V5P = ("TPU v5", "TPU v5p")
+OFFLOADED = (
+    "reduce-scatters and all-reduces run on the SparseCores and are asynchronous, in part beside "
+    "products; without it each is waited for. No chip has confirmed it: "
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=false and …_all_reduce=false "
+    "have them on the TensorCores"
+)
 GPU = (
     Option(
         "xla_gpu_enable_latency_hiding_scheduler",
@@ -76,6 +82,20 @@ GPU = (
     ),
 )
 TPU = (
+    *(
+        Option(name, value, OFFLOADED, V5P)
+        for name, value in {
+            "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
+            "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
+            "xla_tpu_enable_reduce_scatter_offload_tracing": True,
+            "xla_tpu_enable_all_reduce_offload_tracing": True,
+            "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter": False,
+            "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": False,
+            "xla_tpu_use_tc_device_shape_on_sc": True,
+            "xla_sc_enable_instruction_fusion": False,
+            "xla_sc_disable_megacore_partitioning": True,
+        }.items()
+    ),
     Option(
         "xla_tpu_scoped_vmem_limit_kib",
         32768,

@@ -213,6 +213,19 @@ class Program:
         if not self.entry:
             raise ValueError("this is no program: it has no entry")
         self.named = {i.name: i for body in self.computations.values() for i in body}
+        self.computations = {
+            name: list(map(self._offloaded, body)) for name, body in self.computations.items()
+        }
+        self.named |= {i.name: i for body in self.computations.values() for i in body}
+
+    def _offloaded(self, i: Instruction) -> Instruction:
+        """An instruction; of a collective on a TPU's SparseCores, the start of an asynchronous one
+        where a `call-update` gives it its operands, whose end is a `call-done`."""
+        if i.opcode != "call-update":
+            return i
+        called = self.root(self.named[i.operands[0]].calls["to_apply"])
+        start = dataclasses.replace(i, opcode=f"{called.opcode}-start", operands=i.operands[1:])
+        return dataclasses.replace(start, text=called.text) if called.collective else i
 
     def below(self, name: str) -> Iterator[Instruction]:
         """The instructions of a computation and of all that it calls, also of loops, fusions and

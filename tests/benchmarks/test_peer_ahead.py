@@ -8,6 +8,7 @@ import textwrap
 import peer_ahead as benchmark
 import pytest
 from peer_cases import AXES, CASES
+from support.compilers import needs
 from support.windowed_text import FLOPS, ROLLED, TRIPS, WINDOWED
 
 from jaxtrain.costs.hardware import load
@@ -174,6 +175,25 @@ def test_a_compiled_maxtext(monkeypatch, tmp_path, capfd):
     assert again[0] == 0 and again[1].splitlines()[:3] == out.splitlines()[:3]
     status, out, _ = run(capfd, *where, "--side=fastest")
     assert status == 1 and "refused: RuntimeError: no room for model_name=llama3-8b" in out
+
+
+COMPILED = ("fsdp_kept", "model8_kept", "stage4_kept", "mixtral")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs(benchmark.PLATFORM)) for name in COMPILED]
+)
+def test_recorded_figures_hold(name):
+    """A step that is compiled anew takes the recorded seconds and memory."""
+    (old,) = [r for r in benchmark.recorded() if (r["case"], r["side"]) == (name, "ours")]
+    about = benchmark.versions()
+    if about["libtpu"] != old["libtpu"]:
+        pytest.skip(f"recorded by libtpu {old['libtpu']}, and this is {about['libtpu']}")
+    case = CASES[name]
+    compiled = benchmark.compile_config(case.topology, case.config)
+    new = benchmark.figures(case, "ours", benchmark.Program(compiled, about))
+    assert new["seconds"]["total"] == pytest.approx(old["seconds"]["total"], rel=0.02)
+    assert new["memory"] == pytest.approx(old["memory"], rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -59,3 +59,24 @@ def test_waits():
     # Three trips of 10 seconds: the gather beside the loop has ended.
     assert found["early"] == 0 and found["sum"] == 7 and found["fused"] == 1
     assert found["sync"] == 1 and found["lost"] == pytest.approx(6)
+
+
+SHARED = """
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %under.way = (f32[8]{0}, f32[8]{0}) all-gather-start(%a), replica_groups={{0,1}}, dimensions={0}
+  %y = f32[8]{0} multiply(%a, %a)
+  %sum = f32[8]{0} all-reduce(%a), replica_groups={{0,1}}, to_apply=%add
+  %gathered = f32[8]{0} all-gather-done(%under.way)
+  ROOT %out = f32[8]{0} multiply(%gathered, %y)
+}
+"""
+
+
+@pytest.mark.parametrize(("takes", "waited"), [(6.0, 4.0), (2.0, 0.0)])
+def test_a_synchronous_collective_delays_what_is_under_way_on_its_links(takes, waited):
+    loops = StepLoops(Program(SHARED), 0, {}, 0, ())
+    takes = {"under.way": takes, "sum": 5.0}
+    message = lambda i: Message(takes[i.name], "ring") if i.name in takes else None
+    found = Waits(loops, lambda i: 2.0 * (i.name == "y"), message).once
+    assert found == {"under.way": waited, "sum": 5.0}

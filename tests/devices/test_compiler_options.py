@@ -40,6 +40,15 @@ def test_by_platform_and_generation():
     assert all(option.reason for options in PLATFORMS.values() for option in options)
 
 
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
+def test_sums_on_the_sparse_cores(kind):
+    """Of v5p's, one flag away from off: no chip has confirmed it."""
+    name = f"xla_tpu_enable_sparse_core_collective_offload_{kind}"
+    v5p, v4 = Device("tpu", "TPU v5p"), Device("tpu", "TPU v4")
+    assert compiler_options(v5p)[name] is True and name not in compiler_options(v4)
+    assert compiler_options(v5p, (), [f"{name}=false"])[name] is False
+
+
 def test_changes_come_last_and_have_types():
     changes = (
         "xla_gpu_experimental_parallel_collective_overlap_limit=1",

@@ -5,6 +5,7 @@ from support.step_text import CONFIG, STEP, TICKS
 
 from jaxtrain.costs.collectives import sent as sent_bytes
 from jaxtrain.hlo.collectives import FEW, collectives, step_collectives
+from jaxtrain.hlo.loops import StepLoops
 from jaxtrain.hlo.program import Program
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.plan.compile_check import step_loops
@@ -68,3 +69,43 @@ def test_what_does_not_count():
     assert not list(collectives(program, program.named["norm"], MESH)) and FEW >= 4 * 32
     (permute,) = collectives(program, program.named["sent"], MESH, stage=1)
     assert permute.sending == 0 and permute.size == 2048
+
+
+OFFLOADED = """HloModule jit_f
+
+%scattering (p: f32[8,64]) -> f32[4,64] {
+  %p = f32[8,64]{1,0} parameter(0)
+  ROOT %part = f32[4,64]{1,0} reduce-scatter(%p), replica_groups={{0,1}}, dimensions={0}, \
+to_apply=%add
+}, execution_thread="sparsecore"
+
+%taking (q: f32[8,64]) -> f32[8,64] {
+  %q = f32[8,64]{1,0} parameter(0)
+  ROOT %taken = f32[8,64]{1,0} gather(%q)
+}, execution_thread="sparsecore"
+
+ENTRY %main (a: f32[8,64]) -> f32[4,64] {
+  %a = f32[8,64]{1,0} parameter(0)
+  %begin = ((), (), (s32[1]{0})) call-start(), async_execution_thread="sparsecore", \
+to_apply=%scattering
+  %before = f32[64,64]{1,0} dot(%a, %a)
+  %under.way = ((f32[8,64]{1,0}), f32[4,64]{1,0}) call-update(%begin, %a)
+  %beside = f32[64,64]{1,0} dot(%a, %a)
+  %begin.2 = ((), (), (s32[1]{0})) call-start(), async_execution_thread="sparsecore", \
+to_apply=%taking
+  %other = ((f32[8,64]{1,0}), f32[8,64]{1,0}) call-update(%begin.2, %a)
+  %other.done = f32[8,64]{1,0} call-done(%other)
+  ROOT %scattered = f32[4,64]{1,0} call-done(%under.way)
+}
+"""
+
+
+def test_collectives_on_the_sparse_cores():
+    """One is under way from where its operand is there, and not from where it is made ready."""
+    loops = StepLoops(Program(OFFLOADED), 0, {}, 0, ())
+    mesh = dict.fromkeys(MESH, 1) | {"data": 2}
+    (found,) = step_collectives(loops, mesh, lambda i: float(i.opcode == "dot"))
+    kinds = (found.collective.kind, found.collective.axes, found.collective.dtype)
+    assert kinds == ("reduce-scatter", ("data",), "f32")
+    assert found.collective.size == 4 * 8 * 64 and found.run.times == 1
+    assert found.overlapped == 1

@@ -102,6 +102,17 @@ def test_the_partitioner_gets_values(monkeypatch, name):
     assert made and not any(split)
 
 
+@pytest.mark.parametrize("on_tpu", [True, False])
+def test_libtpu_partitions_arrays_without_values(monkeypatch, on_tpu):
+    """On TPUs pools over `model` are not filled either."""
+    monkeypatch.setattr(host_memory, "partitioned", lambda: True)
+    monkeypatch.setattr(host_memory, "on_tpu", lambda: on_tpu, raising=False)
+    made = jax.make_jaxpr(lambda: host_memory.empty_pool((2, 3), jnp.float32, False))()
+    assert [each.primitive.name for each in made.eqns] == [
+        "empty" if on_tpu else "broadcast_in_dim"
+    ]
+
+
 EIGHT = {"model.experts": 8, "model.expert_width": 16}
 ROWS = {
     "several on a device": Case((1, 1, 2), changes=EIGHT | {"mesh.expert": 4}),
