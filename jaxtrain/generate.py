@@ -407,18 +407,20 @@ def prompted(
 def understand(meta: Meta, name: str, workdir: str) -> tuple[Config, "Tokenizer"]:
     """The resolved config and the tokenizer that a checkpoint's meta describes. Raises ValueError,
     in one line, for a meta that lacks one."""
-    from jaxtrain.data.tokenizer import tokenizer_from
+    from jaxtrain.data.tokenizer import check_stops, tokenizer_from
 
     try:
         config = meta.stored_config().resolve()
         # the run's folder, or that of its checkpoints
         folders = [workdir, f"{workdir}/{SOURCE}", f"{workdir}/../{SOURCE}"]
-        return config, tokenizer_from(meta.tokenizer, folders)
+        tokenizer = tokenizer_from(meta.tokenizer, folders)
     except KeyError as error:
         raise ValueError(
             f"checkpoint {name} describes its tokenizer without {error}: use one that "
             "jaxtrain.train has written"
         ) from None
+    check_stops(tokenizer, config.model.vocab_size)
+    return config, tokenizer
 
 
 def check_model(model: ModelConfig, prompt: int, flags: types.SimpleNamespace) -> None:

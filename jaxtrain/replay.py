@@ -10,7 +10,6 @@ Nothing is written into the run's folder, and no lock is taken, so a run may use
 import concurrent.futures
 import contextlib
 import dataclasses
-import json
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -33,7 +32,7 @@ from jaxtrain.pipeline.setup import Setup
 from jaxtrain.plan.explain import flags_of
 from jaxtrain.plan.report import introduction
 from jaxtrain.run.exit_status import ExitStatus, RunError
-from jaxtrain.run.files import CONFIG_FILE
+from jaxtrain.run.files import CONFIG_FILE, read_json
 from jaxtrain.run.intervals import Intervals
 from jaxtrain.run.metrics import METRICS, read_metrics
 from jaxtrain.run.wall_clock import Part, WallClock
@@ -219,7 +218,7 @@ def refuse_another_rate(
         return
     use = "the settings with which the run did this step (train.steps and optimizer.*)"
     with contextlib.suppress(OSError, ValueError):  # also ConfigError
-        ran = cfg.from_dict(json.loads((folder / CONFIG_FILE).read_text()))
+        ran = cfg.from_dict(read_json(folder / CONFIG_FILE))
         if same(ran.optimizer, ran.train.steps):
             trained = dataclasses.replace(train, steps=ran.train.steps)
             use = flags_of(

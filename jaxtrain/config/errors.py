@@ -113,5 +113,10 @@ def value_text(value: Any) -> str:
 
 def shown(value: object) -> str:
     """The repr of a value, cut to 200 characters."""
-    text = repr(value)
+    return cut(repr(value))
+
+
+def cut(text: str) -> str:
+    """A text of at most 200 characters, all of which can be printed."""
+    text = text if text.isprintable() else repr(text)[1:-1]
     return text if len(text) <= 200 else text[:200] + "…"

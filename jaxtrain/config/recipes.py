@@ -19,12 +19,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.config import Config, from_dict, to_dict
-from jaxtrain.config.errors import UsageError, nearly
+from jaxtrain.config.errors import UsageError, cut, nearly
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 # The shipped recipes lie inside an installed package (pyproject.toml), and beside it in a checkout.
 SHIPPED = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
 DEFAULT_RECIPE = "tiny"
+MOST_BYTES = 1_000_000  # of a run's config.json, which has some 6,000
 
 
 class RecipeError(UsageError):
@@ -117,11 +118,13 @@ def load_recipe(path: pathlib.Path) -> Config:
     name = f"--config={str(path)!r}"
     if path.suffix == ".json":
         try:
+            if path.stat().st_size > MOST_BYTES:
+                raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
             values = json.loads(path.read_bytes())
             if "model_type" not in values:
                 return from_dict(values)
-        except (OSError, ValueError, AttributeError, TypeError) as error:
-            raise RecipeError(f"{name} is no config.json of a run: {error}") from None
+        except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+            raise RecipeError(f"{name} is no config.json of a run: {cut(str(error))}") from None
         raise RecipeError(
             f"{name} is the config.json of a published model",
             nearest="",

@@ -11,11 +11,13 @@ its tokenizer.json say, in transformers' order of precedence.
 """
 
 import dataclasses
-import json
 import pathlib
 from typing import Any
 
 import tokenizers
+
+from jaxtrain.config.errors import cut, shown
+from jaxtrain.run.files import read_json
 
 # The names of the end of a document in published tokenizers, in the order of precedence.
 END_OF_DOCUMENT = (
@@ -29,6 +31,7 @@ END_OF_DOCUMENT = (
 )
 TOKENIZER_CONFIG, TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
 GENERATION, CONFIG = "generation_config.json", "config.json"
+BESIDE = (TOKENIZER_CONFIG, TOKENS_MAP, GENERATION, CONFIG)
 END = "eos_token"
 POST_PROCESSOR = "post_processor of tokenizer.json"
 TEXT = 2**32 - 1  # an id that no tokenizer has, in the place of a text
@@ -93,7 +96,7 @@ def read_marks(folder: pathlib.Path, tokenizer: tokenizers.Tokenizer) -> Marks |
 def _read(folder: pathlib.Path, name: str) -> dict[str, Any]:
     """The JSON object of a file; empty if there is no file."""
     try:
-        values = json.loads((folder / name).read_bytes())
+        values = read_json(folder / name, folder=folder)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -111,8 +114,8 @@ def _check_added(place: pathlib.Path, added: Any, tokenizer: tokenizers.Tokenize
         text = token.get("content") if isinstance(token, dict) else token
         if str(tokenizer.token_to_id(str(text))) != number:
             raise MarksError(
-                f"{place}: added_tokens_decoder has {text!r} as {number}, and tokenizer.json has "
-                "not"
+                f"{place}: added_tokens_decoder has {shown(text)} as {cut(number)}, and "
+                "tokenizer.json has not"
             )
 
 
@@ -123,7 +126,7 @@ def _id_of(place: pathlib.Path, token: Any, tokenizer: tokenizers.Tokenizer) -> 
         return None
     number = tokenizer.token_to_id(text) if isinstance(text, str) else None
     if number is None:
-        raise MarksError(f"{place}: {END}={text!r} is no token of tokenizer.json")
+        raise MarksError(f"{place}: {END}={shown(text)} is no token of tokenizer.json")
     return number
 
 
@@ -132,7 +135,7 @@ def _ids(place: pathlib.Path, values: dict[str, Any]) -> list[int]:
     value = values.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(i) is int and i >= 0 for i in ids):
-        raise MarksError(f"{place}: eos_token_id={value!r} is no id and no list of ids")
+        raise MarksError(f"{place}: eos_token_id={shown(value)} is no id and no list of ids")
     return ids
 
 

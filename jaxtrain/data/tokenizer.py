@@ -12,6 +12,7 @@ is then decimal ids). All have the same methods, and these attributes:
 sources.py reads files of text, tokens.py prepares a corpus.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -23,7 +24,9 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from jaxtrain.config.errors import cut, shown
 from jaxtrain.data.marks import (
+    BESIDE,
     END_OF_DOCUMENT,
     POST_PROCESSOR,
     Marks,
@@ -32,6 +35,7 @@ from jaxtrain.data.marks import (
     read_marks,
 )
 from jaxtrain.run.exit_status import ExitStatus, RunError
+from jaxtrain.run.files import read_regular
 
 
 class DataError(RunError, ValueError):
@@ -106,12 +110,9 @@ class FileTokenizer:
     """
 
     def __init__(self, path: str | pathlib.Path, marks: Marks | None = None):
-        self.path = pathlib.Path(os.path.expanduser(path)).resolve()
         try:
-            # a pipe would be waited for, a device has no end
-            if os.path.exists(self.path) and not os.path.isfile(self.path):
-                raise OSError(0, "not a regular file")
-            self.content = self.path.read_bytes()
+            self.path = _with_its_folder(pathlib.Path(os.path.expanduser(path)))
+            self.content = read_regular(self.path)
         except OSError as error:
             raise DataError(
                 f"data.tokenizer={path}: {error.strerror}: name a tokenizers JSON file "
@@ -119,7 +120,9 @@ class FileTokenizer:
             ) from error
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(self.content.decode())
-        except Exception as error:  # the library raises bare Exceptions
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the library raises bare Exceptions, and what is none
             raise DataError(
                 f"data.tokenizer={path} is not a tokenizers JSON file: {_first_line(error)}"
             ) from error
@@ -146,7 +149,9 @@ class FileTokenizer:
         self.end_of_document: int = marks.ends
         self.begin_of_document, self.stops = marks.begins, marks.stops
         self.origin, self.token = marks.origin, self._tokenizer.id_to_token
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size = 1 + max(
+            self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1
+        )
         if (beyond := max(*marks.begins, marks.ends, 0)) >= self.vocab_size:
             raise DataError(
                 f"data.tokenizer={path} puts id {beyond} around a document ({POST_PROCESSOR}, or "
@@ -190,6 +195,14 @@ class FileTokenizer:
         return file | {"marks": marks | {"stops": [*self.stops]}}
 
 
+def _with_its_folder(path: pathlib.Path) -> pathlib.Path:
+    """The real path of a tokenizer's file, in the folder whose other files belong to it: a link's
+    own if that has any, as a hub's cache does, else its target's. Raises OSError."""
+    link = path.parent.resolve() / path.name
+    has_others = any((link.parent / name).exists() for name in BESIDE)
+    return link if has_others else path.resolve()
+
+
 Tokenizer = ByteTokenizer | NoTokenizer | FileTokenizer
 
 
@@ -215,7 +228,17 @@ def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
             f"model.vocab_size={vocab_size} is less than the {least} ids of "
             f"data.tokenizer={name}: use --config.model.vocab_size={least}"
         )
+    check_stops(tokenizer, vocab_size)
     return tokenizer
+
+
+def check_stops(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raises DataError for an id that ends a text and that a model of `vocab_size` ids lacks."""
+    if (beyond := max(tokenizer.stops, default=0)) >= vocab_size:
+        raise DataError(
+            f"a text ends at id {beyond} (eos_token_id of generation_config.json or config.json), "
+            f"and the model has {vocab_size} ids"
+        )
 
 
 def open_tokenizer(name: str, vocab_size: int) -> Tokenizer:
@@ -241,33 +264,37 @@ def tokenizer_from(
         return ByteTokenizer()
     if description["kind"] == "none":
         return NoTokenizer(description["vocab_size"])
-    paths = [
-        pathlib.Path(description["path"]),
-        *(pathlib.Path(folder) / "tokenizer.json" for folder in folders),
-    ]
-    for path in paths:
-        if (
-            path.is_file()
-            and hashlib.sha256(path.read_bytes()).hexdigest() == description["sha256"]
-        ):
-            return FileTokenizer(path, _described_marks(description, path))
-    state, old = "has changed" if paths[0].is_file() else "is gone", description["sha256"][:16]
+    path, sha256 = description["path"], description["sha256"]
+    if not isinstance(path, str) or not isinstance(sha256, str):
+        raise DataError(f"the tokenizer {shown(description)} has no path and sha256")
+    for folder in (None, *folders):
+        place = pathlib.Path(folder or "", "tokenizer.json" if folder else path)
+        with contextlib.suppress(OSError):
+            content = read_regular(place, folder=folder)
+            if hashlib.sha256(content).hexdigest() == sha256:
+                return FileTokenizer(place, _described_marks(description, content))
+    state = "has changed" if os.path.isfile(path) else "is gone"
     raise DataError(
-        f"data.tokenizer={paths[0]} {state} since this run was made: put the old file back "
-        f"(its sha256 begins with {old})"
+        f"data.tokenizer={cut(path)} {state} since this run was made: put the old file back "
+        f"(its sha256 begins with {cut(sha256[:16])})"
     )
 
 
-def _described_marks(description: dict[str, Any], path: pathlib.Path) -> Marks | None:
-    """The marks of a description; those of the file alone where it has none."""
+def _described_marks(description: dict[str, Any], content: bytes) -> Marks | None:
+    """The marks of a description; those of the file alone, which has this content, where it has
+    none. Raises DataError for marks that are no ids."""
     if "marks" not in description:
-        return plain_marks(tokenizers.Tokenizer.from_file(str(path)))
+        return plain_marks(tokenizers.Tokenizer.from_str(content.decode()))
     marks = description["marks"]
+    ends = [marks["ends"]]
+    for ids in (marks["begins"], ends, marks["stops"]):
+        if not (isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)):
+            raise DataError(f"the tokenizer's marks {shown(marks)} are no ids")
     return Marks(tuple(marks["begins"]), marks["ends"], tuple(marks["stops"]))
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return cut((str(error).strip().splitlines() or [type(error).__name__])[0])
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, vocab_size: int) -> list[int]:

@@ -230,7 +230,7 @@ def bigram_entropy(corpus: Corpus) -> float | None:
         return None
     path = corpus.folder / f"bigram-{corpus.validation_fraction:g}.json"
     with contextlib.suppress(OSError, ValueError):  # not there yet
-        return float(json.loads(path.read_text()))
+        return float(files.read_json(path))
     n, pairs = corpus.tokenizer.vocab_size, len(corpus.train) - 1
     blocks = -(-pairs // CHUNK)
     chosen = np.unique(np.linspace(0, blocks - 1, min(blocks, BIGRAMS // CHUNK)).astype(np.int64))
@@ -315,7 +315,7 @@ def _content(file: File) -> list:
 def _folder(known: pathlib.Path) -> pathlib.Path:
     """The prepared folder that a folder of KNOWN names; itself, which is none, without a note."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        note = json.loads((known / NOTE).read_text())
+        note = files.read_json(known / NOTE)
         if note["of"] == known.name:
             return known.parent.with_name(note["at"])
     return known
@@ -326,7 +326,7 @@ def _open(
 ) -> Corpus | None:
     """The corpus in a prepared folder; None if the folder is missing, damaged or another one's."""
     try:
-        info = json.loads((folder / INFO).read_text())
+        info = files.read_json(folder / INFO)
         parts, written = info["parts"], os.stat(folder / INFO).st_mtime_ns
         checksum = _checksum(parts, info["dtype"], tokenizer)
         if (folder.name, checksum) != (info["of"], info["checksum"]):

@@ -4,9 +4,11 @@ from them."""
 import json
 import os
 import pathlib
-import shutil
 from collections.abc import Mapping
 from typing import Any
+
+from jaxtrain.hf.fields import HfError
+from jaxtrain.run.files import parse_json, read_regular
 
 SOURCE = "hf"  # the folder of a run with the small files of the model that it began with
 CONFIG, TENSORS, TOKENIZER = "config.json", "tensors.json", "tokenizer.json"
@@ -41,21 +43,38 @@ def tokenizer_of(name: str, run: pathlib.Path) -> str:
     return str(copy) if is_gone and copy.is_file() else name
 
 
+def small_files(folder: pathlib.Path) -> dict[str, bytes]:
+    """The small files of a published model: name → content. Raises HfError for one that cannot be
+    read, such as a link that leaves the folder."""
+    contents = {}
+    for name in SMALL_FILES:
+        try:
+            contents[name] = read_regular(folder / name, folder=folder)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise HfError(f"{folder / name} cannot be read ({error.strerror})") from None
+    return contents
+
+
 def keep(
-    folder: pathlib.Path, values: Mapping[str, Any], dtypes: Mapping[str, str], run: pathlib.Path
+    small: Mapping[str, bytes],
+    values: Mapping[str, Any],
+    dtypes: Mapping[str, str],
+    run: pathlib.Path,
 ) -> None:
-    """Copies a published model's small files into a run's folder, and writes down the types of its
-    tensors. Raises OSError.
+    """Writes a published model's small files into a run's folder, and the types of its tensors.
+    Raises OSError.
 
     values: its config.json, which becomes that of a model that is not quantised and has no code
     dtypes: tensor → its type, such as "BF16"
     """
     target = run / SOURCE
     target.mkdir(parents=True, exist_ok=True)
-    for name in SMALL_FILES:
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, target / name)
+    contents = {**small, TENSORS: json.dumps(dict(dtypes), indent=0).encode() + b"\n"}
     plain = {name: v for name, v in values.items() if name not in (QUANTIZATION, REMOTE_CODE)}
-    if plain != json.loads((target / CONFIG).read_bytes()):
-        (target / CONFIG).write_text(json.dumps(plain, indent=2) + "\n")
-    (target / TENSORS).write_text(json.dumps(dict(dtypes), indent=0) + "\n")
+    if plain != parse_json(small[CONFIG]):
+        contents[CONFIG] = json.dumps(plain, indent=2).encode() + b"\n"
+    for name, content in contents.items():
+        (target / name).unlink(missing_ok=True)  # nothing is written through a link
+        (target / name).write_bytes(content)

@@ -75,7 +75,7 @@ class PublishedWeights:
         types = {name: self.folder.dtype(self.name(name)) for name in names}
         # the type of an export, for which quantised numbers are bfloat16
         types = {name: "BF16" if dtype == FP8 else dtype for name, dtype in types.items()}
-        files.keep(self.published.folder, self.published.values, types, run)
+        files.keep(self.published.files, self.published.values, types, run)
 
     def blocks(self, tensor: str, region: Region) -> Iterator[tuple[Region, np.ndarray]]:
         """The numbers of a region of a tensor by runs of its rows, each of about READ_BYTES.

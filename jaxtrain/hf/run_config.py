@@ -12,7 +12,6 @@ A recipe says what differs from the defaults of config/settings.py; a default is
 
 import contextlib
 import dataclasses
-import json
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from jaxtrain.config.sources import holds_tokens
 from jaxtrain.hf.block_scales import Block, read_block
 from jaxtrain.hf.families.family import Family, prediction_modules
 from jaxtrain.hf.fields import Fields, HfError, read_json
-from jaxtrain.hf.files import CONFIG, SLOW_TOKENIZERS, TOKENIZER, tokenizer_of
+from jaxtrain.hf.files import CONFIG, SLOW_TOKENIZERS, TOKENIZER, small_files, tokenizer_of
 from jaxtrain.hf.model_config import FREE, differing, read_model
 from jaxtrain.hf.safetensors_folder import INDEX, SINGLE, SafetensorsFolder
 from jaxtrain.run.files import CONFIG_FILE
@@ -63,10 +62,12 @@ class Origin:
 class Published(Origin):
     """A published model by its config.json.
 
+    files: name → content of its small files
     values: of config.json
     block: the rows and columns of a block of quantised weights; None if there are none
     """
 
+    files: Mapping[str, bytes]
     values: Mapping[str, Any]
     family: Family
     block: Block | None
@@ -91,10 +92,10 @@ class Published(Origin):
 def read_published(folder: pathlib.Path) -> Published:
     """The published model of a folder. Raises HfError for what cannot be honoured."""
     folder = pathlib.Path(os.path.expanduser(folder)).absolute()
-    place, tokenizer = folder / CONFIG, folder / TOKENIZER
-    values = read_json(place)
+    place = folder / CONFIG
+    values, files = read_json(place), small_files(folder)
     family, model, notes = read_model(values, str(place))
-    if (folder / SINGLE).is_file() and (folder / INDEX).exists():
+    if os.path.lexists(folder / SINGLE) and (folder / INDEX).exists():
         notes.append(f"{INDEX} is left out: {SINGLE} beside it is read, as in transformers")
     if (folder / ADAPTER).exists():
         notes.append(f"{ADAPTER} is left out: the model beside it is read without its adapter")
@@ -102,8 +103,9 @@ def read_published(folder: pathlib.Path) -> Published:
         folder,
         place,
         model,
-        str(tokenizer.resolve()) if tokenizer.is_file() else "",
+        str(folder.resolve() / TOKENIZER) if TOKENIZER in files else "",
         tuple(notes),
+        files,
         values,
         family,
         read_block(Fields(values, str(place))),
@@ -133,8 +135,8 @@ def read_origin(folder: str, workdir: str) -> Origin:
         pathlib.Path(workdir) / CONFIG_FILE,
     )
     if not (path / CONFIG).exists():
-        with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
-            run = cfg.from_dict(json.loads(stored.read_bytes()))
+        with contextlib.suppress(HfError, ValueError, AttributeError, TypeError):
+            run = cfg.from_dict(read_json(stored))
             if run.train.init_from == str(path):
                 tokenizer = tokenizer_of(run.data.tokenizer, stored.parent)
                 return Origin(path, stored, run.model, tokenizer, ())

@@ -10,7 +10,6 @@ a memory map would count as this process's memory.
 """
 
 import dataclasses
-import json
 import math
 import os
 import pathlib
@@ -20,8 +19,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxtrain.config.errors import shown
-from jaxtrain.hf.fields import HfError, read_json
+from jaxtrain.config.errors import cut, shown
+from jaxtrain.hf.fields import MOST_JSON, HfError, read_json
+from jaxtrain.run.files import open_regular, parse_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -38,7 +38,9 @@ BITS = {name: 8 * dtype.itemsize for name, dtype in READ.items()} | {
     **dict.fromkeys(("U32", "I32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-MOST_HEADER = 100 * 10**6  # bytes, as the format's own library allows
+# Tensors of a folder, characters of a name, dimensions, and numbers of a tensor as if none of its
+# dimensions were 0: far more than any model has.
+MOST_TENSORS, MOST_NAME, MOST_DIMENSIONS, MOST_NUMBERS = 500_000, 500, 8, 2**40
 PAGE = 4096  # gaps of fewer bytes are read along with their surroundings, as the disk does
 BUFFER = 4 * 2**20  # bytes that are read at a time where there are such gaps
 
@@ -71,12 +73,16 @@ class SafetensorsFolder:
             entries = read_header(folder / file)
             for name in listed:
                 if name not in entries:
-                    raise HfError(f"{folder / file}: {name} is missing, which {INDEX} says is here")
+                    raise HfError(
+                        f"{folder / file}: {cut(name)} is missing, which {INDEX} says is here"
+                    )
             for name, entry in entries.items():
                 if name in self._entries:
                     other = self._entries[name].file.name
                     raise HfError(f"{folder / file}: {name} is in {other}, too")
                 self._entries[name] = entry
+            if len(self._entries) > MOST_TENSORS:
+                raise HfError(f"{folder} has more than {MOST_TENSORS:,} tensors")
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -103,12 +109,9 @@ class SafetensorsFolder:
         entry = self._entries[name]
         numbers = np.empty([len(span) for span in region], READ[entry.dtype])
         try:
-            descriptor = os.open(entry.file, os.O_RDONLY)
-            try:
+            with open_regular(entry.file, entry.file.parent) as file:
                 if numbers.size:
-                    _read_region(descriptor, entry, region, numbers)
-            finally:
-                os.close(descriptor)
+                    _read_region(file.fileno(), entry, region, numbers)
         except EOFError:
             raise HfError(f"{self.place(name)} was cut short meanwhile") from None
         except OSError as error:
@@ -119,18 +122,18 @@ class SafetensorsFolder:
 def _files(folder: pathlib.Path) -> dict[str, list[str]]:
     """File → the tensors that the index says are in it; [] for the single file, which has
     precedence over an index, as in transformers."""
-    if (folder / SINGLE).is_file():
+    if os.path.lexists(folder / SINGLE):
         return {SINGLE: []}
-    if (folder / INDEX).exists():
+    if os.path.lexists(folder / INDEX):
         files: dict[str, list[str]] = {}
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise HfError(f"{folder / INDEX} has no weight_map")
         for name, file in weight_map.items():
-            if pathlib.PurePath(str(file)).name != file:
+            if pathlib.PurePath(str(file)).name != file or not file.isprintable():
                 raise HfError(
-                    f"{folder / INDEX}: {name} is in {shown(file)}, which is no name of a file in "
-                    "this folder"
+                    f"{folder / INDEX}: {cut(name)} is in {shown(file)}, which is no name of a "
+                    "file in this folder"
                 )
             files.setdefault(file, []).append(name)
         return files
@@ -146,17 +149,17 @@ def read_header(path: pathlib.Path) -> dict[str, FileTensor]:
     """The tensors of a file, by name. Raises HfError, which names the file, and the tensor if one
     is at fault, for a file that the format does not allow."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path, path.parent) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, MOST_HEADER):
+            if size < 8 or length > min(size - 8, MOST_JSON):
                 raise HfError(f"{path} is no complete safetensors file: its header is cut off")
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
     except FileNotFoundError:
         raise HfError(f"{path} is missing") from None
     except OSError as error:
         raise HfError(f"{path} cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         header = None
     if not isinstance(header, dict):
         raise HfError(f"{path} is no complete safetensors file: its header is no JSON object")
@@ -184,17 +187,21 @@ def read_header(path: pathlib.Path) -> dict[str, FileTensor]:
 
 def _entry(path: pathlib.Path, name: str, values: Any, begin: int) -> FileTensor:
     """The tensor that a value of the header describes. begin: of the tensors' bytes in the file"""
+    if len(name) > MOST_NAME or not name.isprintable():
+        raise HfError(f"{path}: {shown(name)} is no name of a tensor")
     if not isinstance(values, Mapping):
         raise HfError(f"{path}: {name} has no description in the header")
     dtype, shape, offsets = (values.get(key, ()) for key in ("dtype", "shape", "data_offsets"))
     wrong = {
-        "dtype": not isinstance(dtype, str),
-        "shape": not _are_counts(shape),
+        "dtype": not (isinstance(dtype, str) and dtype.isprintable() and len(dtype) < 20),
+        "shape": not _are_counts(shape)
+        or len(shape) > MOST_DIMENSIONS
+        or math.prod(size or 1 for size in shape) > MOST_NUMBERS,
         "data_offsets": not _are_counts(offsets) or len(offsets) != 2,
     }
     for key in wrong:
         if wrong[key]:
-            raise HfError(f"{path}: {name} has the {key} {values.get(key)!r:.60} in the header")
+            raise HfError(f"{path}: {name} has the {key} {shown(values.get(key))} in the header")
     start, stop = offsets
     bits = math.prod(shape) * BITS.get(dtype, 0)
     if stop < start or (dtype in BITS and 8 * (stop - start) != bits):

@@ -24,10 +24,11 @@ from jaxtrain.data.tokenizer import (
     DataError,
     FileTokenizer,
     Tokenizer,
+    check_stops,
     open_tokenizer,
 )
 from jaxtrain.hf.fields import HfError
-from jaxtrain.hf.files import CONFIG, GENERATION, SMALL_FILES, TOKENIZER
+from jaxtrain.hf.files import CONFIG, GENERATION, TOKENIZER, small_files
 from jaxtrain.hf.run_config import Published
 
 END_OF_BYTES = "<|endoftext|>"
@@ -47,6 +48,7 @@ def tokenizer_of_run(published: Published, config: Config) -> RunTokenizer:
     name, size = config.data.tokenizer, config.model.vocab_size
     try:
         tokenizer = open_tokenizer(name, size)
+        check_stops(tokenizer, size)
     except DataError as error:
         raise HfError(str(error)) from None
     if tokenizer.vocab_size > size:
@@ -72,9 +74,10 @@ def exported_files(tokenizer: Tokenizer, source: pathlib.Path) -> dict[str, byte
     source: folder with the small files of the model that the run began with, if there is one
     """
     if isinstance(tokenizer, FileTokenizer):
-        files = _small_files(tokenizer.path.parent) | {TOKENIZER: tokenizer.content}
+        files = small_files(tokenizer.path.parent) | {TOKENIZER: tokenizer.content}
     elif source.is_dir() and not (source / TOKENIZER).is_file():
-        return _small_files(source)
+        files = small_files(source)
+        return {name: files[name] for name in files if name != CONFIG}
     elif isinstance(tokenizer, ByteTokenizer):
         files = {TOKENIZER: byte_level(tokenizer)}
     else:
@@ -83,23 +86,10 @@ def exported_files(tokenizer: Tokenizer, source: pathlib.Path) -> dict[str, byte
         TOKENIZER_CONFIG: _tokenizer_config(files[TOKENIZER], tokenizer),
         GENERATION: token_ids(tokenizer),
     }
+    files.pop(CONFIG, None)
     return {
         name: json.dumps(defaults[name], indent=2).encode() + b"\n" for name in defaults
     } | files
-
-
-def _small_files(folder: pathlib.Path) -> dict[str, bytes]:
-    """The small files of a published model but config.json: file → content."""
-    files = {}
-    for name in SMALL_FILES:
-        try:
-            files[name] = (folder / name).read_bytes()
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise HfError(f"{folder / name} cannot be read ({error.strerror})") from None
-    files.pop(CONFIG, None)
-    return files
 
 
 def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:

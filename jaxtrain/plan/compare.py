@@ -16,6 +16,7 @@ from jaxtrain.costs.hardware import GIB
 from jaxtrain.costs.step_time import BUBBLE, COMMUNICATION_AXES, FIXED
 from jaxtrain.pipeline.step_model import hardware_at_hand
 from jaxtrain.plan.predict import Prediction, exactly, how_sure, predict
+from jaxtrain.run.files import read_json
 
 PLANNED = "planned.json"
 WORTH = 0.02  # of the step: smaller parts are not listed
@@ -193,7 +194,7 @@ class PlannedStep:
 def read(folder: pathlib.Path) -> PlannedStep | None:
     """The record of the run's newest start; None if it is missing or cannot be read."""
     try:
-        values: dict[str, Any] = json.loads((folder / PLANNED).read_bytes())
+        values: dict[str, Any] = read_json(folder / PLANNED)
         values["trace"] = Trace(**values["trace"]) if values["trace"] else None
         names = [field.name for field in dataclasses.fields(PlannedStep)]
         return PlannedStep(**{name: values[name] for name in names})

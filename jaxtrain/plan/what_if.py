@@ -8,7 +8,6 @@ step is far from the planned one, this is reported first, because the plan's adv
 """
 
 import dataclasses
-import json
 import math
 import os
 import pathlib
@@ -30,7 +29,7 @@ from jaxtrain.costs.step_time import StepModel
 from jaxtrain.pipeline.step_model import platform_of, step_model_of
 from jaxtrain.plan import compare, layout_flag
 from jaxtrain.plan.predict import Prediction, exactly, how_sure, predict
-from jaxtrain.run.files import CONFIG_FILE
+from jaxtrain.run.files import CONFIG_FILE, read_json
 from jaxtrain.run.goodput import GOODPUT_FILE, REDONE, Goodput, read_goodput
 from jaxtrain.run.metrics import METRICS_FILE, read_metrics
 from jaxtrain.run.wall_clock import Part
@@ -190,7 +189,7 @@ def read(workdir: str | os.PathLike) -> Measured:
                 "folder of a run"
             )
     try:
-        config = cfg.from_dict(json.loads((folder / CONFIG_FILE).read_bytes()))
+        config = cfg.from_dict(read_json(folder / CONFIG_FILE))
     except OSError as error:
         raise AdviceError(
             f"--advise={shown} has no {CONFIG_FILE} ({error.strerror}): name the folder of a run"

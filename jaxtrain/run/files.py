@@ -23,6 +23,7 @@ TRIAL_NAME = ".can_be_written"
 # Bounds of a file that is read as a whole: published tokenizers have up to 35 MB, and JSON takes
 # up to 31 times its bytes in memory.
 MOST_BYTES, MOST_DEPTH, MOST_DIGITS = 50_000_000, 64, 40
+MOST_LINE = 2**20  # bytes of a line of metrics.jsonl or goodput.jsonl
 TRIALS = 100  # processes that try one new folder together remove it from under each other
 # Errors that may be over when the same command is started again, perhaps elsewhere: a disk that is
 # full, or does not answer.
@@ -113,10 +114,14 @@ def without_new_folders(*folders: pathlib.Path) -> Iterator[None]:
 def read_json_lines(path: pathlib.Path) -> list[Any]:
     """The JSON values of a file's lines, none if there is no file. A line that a kill has cut off
     is left out."""
-    values = []
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
-        with contextlib.suppress(ValueError):
-            values.append(json.loads(line))
+    values: list[Any] = []
+    if not path.is_file():
+        return values
+    with open_regular(path) as file:
+        while line := file.readline(MOST_LINE):
+            if len(line) < MOST_LINE:  # no run writes a longer one
+                with contextlib.suppress(ValueError):
+                    values.append(parse_json(line))
     return values
 
 
@@ -130,10 +135,22 @@ def replace_text(path: pathlib.Path, text: str) -> None:
 # --- files that a stranger may have made ----------------------------------------------------------
 
 
-def open_regular(path: str | os.PathLike) -> BinaryIO:
+def open_regular(path: str | os.PathLike, folder: str | os.PathLike | None = None) -> BinaryIO:
     """A regular file, opened to be read. Raises OSError for anything else: a pipe would be waited
-    for, and a device has no end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    for, and a device has no end.
+
+    folder: that the file may not leave by a link, except for the blobs of a hub's cache; None: it
+    may lie anywhere
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    try:
+        target = os.path.realpath(path)
+        if folder is not None and not _belongs(pathlib.Path(target), folder):
+            what = f"it is a link to {target[:200]!r}, outside of the folder"
+            raise OSError(errno.EPERM, f"{what}: put a copy in its place", os.fspath(path))
+        descriptor = os.open(target if folder else path, flags)
+    except ValueError:  # NUL, or half of a surrogate pair
+        raise OSError(errno.EINVAL, "no file has such a name", os.fspath(path)) from None
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
@@ -141,9 +158,20 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def read_regular(path: str | os.PathLike, most: int = MOST_BYTES) -> bytes:
-    """The bytes of a regular file. Raises OSError if it is none, or has more bytes than `most`."""
-    with open_regular(path) as file:
+def _belongs(target: pathlib.Path, folder: str | os.PathLike) -> bool:
+    """True for a real path in a folder, and for one in the blobs of the hub's cache that the folder
+    is in: KIND--NAME/snapshots/REVISION/FILE is a link to KIND--NAME/blobs/DIGEST."""
+    home = pathlib.Path(os.path.realpath(folder))
+    blobs = [each.parent / "blobs" for each in home.parents if each.name == "snapshots"]
+    return target.is_relative_to(home) or target.parent in blobs
+
+
+def read_regular(
+    path: str | os.PathLike, most: int = MOST_BYTES, folder: str | os.PathLike | None = None
+) -> bytes:
+    """The bytes of a regular file. Raises OSError if it is none, or has more bytes than `most`.
+    folder: as in `open_regular`"""
+    with open_regular(path, folder) as file:
         content = file.read(most + 1)
     if len(content) > most:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", os.fspath(path))
@@ -173,9 +201,11 @@ def parse_json(content: str | bytes) -> Any:
     raise too_deep
 
 
-def read_json(path: str | os.PathLike, most: int = MOST_BYTES) -> Any:
+def read_json(
+    path: str | os.PathLike, most: int = MOST_BYTES, folder: str | os.PathLike | None = None
+) -> Any:
     """The value of a JSON file. Raises OSError as `read_regular`, ValueError as `parse_json`."""
-    return parse_json(read_regular(path, most))
+    return parse_json(read_regular(path, most, folder))
 
 
 # --- places that can be written -------------------------------------------------------------------

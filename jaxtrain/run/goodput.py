@@ -185,7 +185,7 @@ def _tidy(path: pathlib.Path) -> None:
     starts the file would grow without end. Makes the folder if there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(f"{line.json()}\n" for line in thinned(read_goodput(path.parent)))
-    if path.exists() and path.read_text(errors="replace") != text:
+    if path.exists() and path.stat().st_size != len(text):
         replace_text(path, text)
 
 

@@ -46,6 +46,7 @@ from jaxtrain.schedule.validator import check
 
 COLUMNS = ("permute", "head", "embed", "embed_gradient")
 CELL = re.compile(r"([FRBW])(\d{1,6})\.(\d{1,6})", re.ASCII)
+MOST_BYTES = 50_000_000  # of a file
 NUMBERS = re.compile(r"\d{1,6}(,\d{1,6})*", re.ASCII)
 
 
@@ -131,6 +132,8 @@ def read_text(path: str) -> str:
         # a pipe would be waited for, a device has no end
         if os.path.exists(path) and not (os.path.isfile(path) or piped):
             raise OSError(0, "it is not a regular file")
+        if not piped and os.path.exists(path) and os.path.getsize(path) > MOST_BYTES:
+            raise OSError(0, f"it has more than {MOST_BYTES:,} bytes")
         data = pathlib.Path(path).read_bytes()
         text = data.decode("utf-8-sig")
         reason = "it is no text" if "\0" in text else ""

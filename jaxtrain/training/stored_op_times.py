@@ -17,6 +17,7 @@ from collections.abc import Mapping
 
 from jaxtrain.config import Config, MeshConfig, PipelineConfig, fields, get, value_text
 from jaxtrain.run.exit_status import ExitStatus, RunError
+from jaxtrain.run.files import read_json
 
 OP_TIMES = "op_times.json"
 LATER = ("FB", "update", "embedding")  # only of some tables; 0 where they are not known
@@ -64,17 +65,15 @@ def read(folder: pathlib.Path, settings: Mapping[str, str]) -> tuple[float, ...]
     """The times in a run's folder, () if they could not be measured; None where the folder has none
     for these settings, those of `depend_on`. Raises OpTimesError."""
     file = folder / OP_TIMES
-    if file.exists() and not file.is_file():  # reading a FIFO would wait for a writer
-        raise OpTimesError(f"{str(file)!r} is no file: move it away")
     try:
-        values = json.loads(file.read_bytes())
+        values = read_json(file)
         times = tuple(float(value) for value in values["times"])
         return times if values["of"] == settings else None
     except FileNotFoundError:
         return None
     except OSError as error:
         raise OpTimesError(
-            f"{str(file)!r} cannot be read ({os.strerror(error.errno or 0)})"
+            f"{str(file)!r} cannot be read ({error.strerror}): move it away"
         ) from None
     except (ValueError, KeyError, TypeError):
         raise OpTimesError(
