@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxtrain.run.files import LineFile, read_json_lines, replace_text, warned
+from jaxtrain.run.files import LineFile, fresh, read_json_lines, replace_text, warned
 from jaxtrain.run.wall_clock import Part, WallClock
 
 METRICS_FILE, LOSS_PLOT, TENSORBOARD_FOLDER = "metrics.jsonl", "loss.png", "tensorboard"
@@ -262,10 +262,10 @@ class MetricsWriter:
         records = read_metrics(self._workdir)
         self._open(step, records)
         rolled_back = self._workdir / ROLLED_BACK_FILE
-        with warned(rolled_back, self._log), rolled_back.open("a") as file:
-            file.writelines(
-                json.dumps(record) + "\n" for record in records if record["step"] > step
-            )
+        lines = [json.dumps(record) + "\n" for record in records if record["step"] > step]
+        with warned(rolled_back, self._log):
+            before = rolled_back.read_text() if rolled_back.exists() else ""
+            replace_text(rolled_back, "".join([before, *lines]))
         self.write(step, **values)
 
     def write(self, step: int, **values: float | int | str | None) -> None:
@@ -353,5 +353,5 @@ def plot_losses(workdir: str | os.PathLike) -> pathlib.Path | None:
     axes.grid(alpha=0.3)
     axes.legend()
     path = pathlib.Path(workdir) / LOSS_PLOT
-    figure.savefig(path)
+    figure.savefig(fresh(path))
     return path
