@@ -7,7 +7,6 @@ subject.py finds the checkpoints that DIR stands for.
 import contextlib
 import dataclasses
 import datetime
-import functools
 import math
 import os
 import shlex
@@ -150,7 +149,7 @@ def command_of(argv: Sequence[str]) -> tuple[str, list[str]]:
 
 def ls(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
     (of,) = subjects
-    losses = retention.read_losses(of.directory, functools.partial(print, file=sys.stderr))
+    losses = retention.read_losses(of.directory, lambda line: print(line, file=sys.stderr))
     table = [("step", "size", "saved", METRICS["validation_loss"].title, "")]
     for folder in of.folders():
         loss = losses.get(int(folder.name)) if folder.name.isdigit() else None
@@ -362,9 +361,10 @@ def diff(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
 def _check_prune(of: Subject, flags: types.SimpleNamespace) -> None:
     """Raises UsageError if `prune` has nothing to go by, or would delete through a link of a
     run."""
-    # that which the user names may be a link
-    is_inside = of.directory == stores.folder(flags.words[0]) / "checkpoints"
-    if of.step or (is_inside and os.path.islink(of.directory)):
+    if of.step or (
+        os.path.islink(of.directory)  # the folder that the user names may be a link
+        and of.directory == stores.folder(flags.words[0]) / "checkpoints"
+    ):
         given = [
             flag_text(f.name, getattr(flags, f.name))
             for f in FLAGS["prune"]
@@ -372,9 +372,11 @@ def _check_prune(of: Subject, flags: types.SimpleNamespace) -> None:
         ]
         target = str(of.directory) if of.step else os.path.realpath(of.directory)
         words = " ".join([shlex.quote(target), *(given or ["--keep=3"])])
-        rule = f"{str(of.directory)!r} is a link, through which prune deletes nothing"
-        if of.step:
-            rule = f"prune is about all steps of a run, and {str(of.step)!r} is one of them"
+        rule = (
+            f"prune is about all steps of a run, and {str(of.step)!r} is one of them"
+            if of.step
+            else f"{str(of.directory)!r} is a link, through which prune deletes nothing"
+        )
         raise UsageError(rule, advice=f"jaxtrain checkpoint prune {words}")
     if not (flags.keep or flags.broken or flags.unfinished):
         rule = "prune without a policy deletes nothing"
@@ -391,12 +393,16 @@ def _to_delete(of: Subject, flags: types.SimpleNamespace) -> dict[epath.Path, st
     reasons: dict[epath.Path, str] = {}
     if flags.keep:
         faults = {each: steps.fault(each) for each in of.folders()}
-        left = "".join(f"note: {each} is left: {why}\n" for each, why in faults.items() if why)
-        print(left, end="", file=sys.stderr)
+        print(
+            *(f"note: {each} is left: {why}\n" for each, why in faults.items() if why),
+            sep="",
+            end="",
+            file=sys.stderr,
+        )
         complete = {int(each.name): each for each, why in faults.items() if not why}
         policy = Retention(flags.keep, flags.keep_every, flags.keep_best)
         retained = policy.retained(
-            complete, retention.read_losses(of.directory, functools.partial(print, file=sys.stderr))
+            complete, retention.read_losses(of.directory, lambda line: print(line, file=sys.stderr))
         )
         reasons |= {each: "not kept" for step, each in complete.items() if step not in retained}
     if flags.broken:

@@ -47,7 +47,7 @@ from jaxtrain.checkpoint.stores import (
     scheme_of,
     size_within,
 )
-from jaxtrain.run.files import TRIAL_BYTES, parse_json
+from jaxtrain.run.files import MOST_BYTES, TRIAL_BYTES, parse_json
 
 FILE, STATE, META = "manifest.json", "state", "meta"
 FORMAT = 1
@@ -171,11 +171,14 @@ def damages_between_pieces(
 
     def damage(path: str) -> str:
         try:
-            size_within(step, path)
-            crc32 = _checksum(step / path, pieces.get(path, []))
+            # a wrong size is told by `damages`
+            intact = (
+                size_within(step, path) != files[path].size
+                or _checksum(step / path, pieces.get(path, [])) == files[path].crc32
+            )
         except OSError as error:
             return _unreadable(path, error)
-        return "" if crc32 == files[path].crc32 else f"{path} is damaged"
+        return "" if intact else f"{path} is damaged"
 
     yield from filter(None, _at_once(damage, [path for path in files if files[path].pieces]))
 
@@ -287,9 +290,10 @@ def shapes(values: Sequence[Value]) -> dict[str, tuple[int, ...]]:
                 grid = [-(-size // part) for size, part in zip(shape, piece, strict=True)]
             except (ValueError, KeyError, TypeError, ZeroDivisionError):
                 raise DatabaseError(f"has an array {match[1]} without a shape") from None
-            # a number has at least a byte, and a piece its checksum
-            if math.prod(grid) > len(sizes) or any(
-                sizes.get("/".join([f"{match[1]}/c", *map(str, index)]), 0) <= math.prod(piece)
+            # a number has up to 16 bytes, and a piece its checksum
+            least, most = math.prod(piece), 16 * math.prod(piece) + 16
+            if math.prod(grid) > len(sizes) or not all(
+                least < sizes.get("/".join([f"{match[1]}/c", *map(str, index)]), 0) <= most
                 for index in itertools.product(*map(range, grid))
             ):
                 raise DatabaseError(f"lacks pieces of {match[1]}")
@@ -299,14 +303,15 @@ def shapes(values: Sequence[Value]) -> dict[str, tuple[int, ...]]:
 def _values(folder: epath.Path) -> Iterator[Value]:
     """All values. Raises OSError or ValueError where the tree cannot be read."""
     # FileNotFoundError: TensorStore takes a database without one for an empty one
-    size_within(folder.parent, f"{folder.name}/manifest.ocdbt")
+    # TensorStore reads it entirely, and ends the process where memory does not suffice
+    read_within(folder.parent, f"{folder.name}/manifest.ocdbt")
     base = ts.KvStore.open(kvstore(folder)).result()
     root = ts.ocdbt.dump(base).result()["versions"][-1]["root"]
     nodes = [("", root["location"])] if "location" in root else []
     while nodes:
         prefix, location = nodes.pop()
-        file, _, stop = _place(location)
-        if size_within(folder.parent, f"{folder.name}/{file}") < stop:
+        file, start, stop = _place(location)
+        if stop > min(size_within(folder.parent, f"{folder.name}/{file}"), start + MOST_BYTES):
             raise ValueError(f"{file} is cut off")
         node: dict[str, Any] = ts.ocdbt.dump(base, node=location).result()
         for entry in node["entries"]:

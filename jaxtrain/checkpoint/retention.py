@@ -51,14 +51,20 @@ def delete_others(directory: epath.Path, retention: Retention, saved: int) -> No
     counted = dataclasses.replace(retention, every=0)
     while broken := {s for s in counted.retained(present, losses) - {saved} if fault(s)}:
         present = [step for step in present if step not in broken]
-    others = sorted(set(present) - retention.retained(present, losses))
-    delete(directory / str(s) for s in others if is_remainder(directory / str(s)) or not fault(s))
+    delete(
+        directory / str(step)
+        for step in sorted(set(present) - retention.retained(present, losses))
+        if is_remainder(directory / str(step)) or not fault(step)
+    )
 
 
 def is_remainder(step: epath.Path) -> bool:
     """True for the folder of a step that was being deleted: it has no manifest."""
-    is_readable = step.is_dir() and os.access(step, os.R_OK | os.X_OK)
-    return is_readable and not (os.path.islink(step) or stores.exists(step / manifest.FILE))
+    return (
+        step.is_dir()
+        and os.access(step, os.R_OK | os.X_OK)
+        and not (os.path.islink(step) or stores.exists(step / manifest.FILE))
+    )
 
 
 def delete(folders: Iterable[epath.Path]) -> None:
@@ -68,7 +74,7 @@ def delete(folders: Iterable[epath.Path]) -> None:
     failures = []
     for step in folders:
         try:
-            if not os.path.islink(step):
+            if step.is_dir() and not os.path.islink(step):
                 (step / manifest.FILE).unlink(missing_ok=True)
             stores.remove(step)
         except OSError as error:

@@ -262,10 +262,12 @@ class MetricsWriter:
         records = read_metrics(self._workdir)
         self._open(step, records)
         rolled_back = self._workdir / ROLLED_BACK_FILE
-        lines = [json.dumps(record) + "\n" for record in records if record["step"] > step]
         with warned(rolled_back, self._log):
-            before = rolled_back.read_text() if rolled_back.exists() else ""
-            replace_text(rolled_back, "".join([before, *lines]))
+            lines = [rolled_back.read_text()] if rolled_back.exists() else []
+            replace_text(
+                rolled_back,
+                "".join(lines + [f"{json.dumps(r)}\n" for r in records if r["step"] > step]),
+            )
         self.write(step, **values)
 
     def write(self, step: int, **values: float | int | str | None) -> None:

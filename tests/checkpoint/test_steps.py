@@ -3,6 +3,7 @@ one made by hand."""
 
 import errno
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -60,7 +61,7 @@ def write_state(folder: pathlib.Path, without: str = "") -> None:
                 index = (row, 0, 0)[: len(shape)] if shape else ()
                 at = "/".join([f"{key}/c", *map(str, index)])
                 if at != without:
-                    database.with_transaction(transaction)[at] = bytes(300)
+                    database.with_transaction(transaction)[at] = bytes(8 * math.prod(piece) + 4)
 
 
 def write_step(folder: pathlib.Path, step: int) -> pathlib.Path:
