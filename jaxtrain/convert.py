@@ -18,7 +18,7 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxtrain import cli
+from jaxtrain import cli, places
 from jaxtrain import config as cfg
 from jaxtrain.checkpoint import reading, stores
 from jaxtrain.checkpoint.manifest import STATE, DatabaseError, read_database
@@ -33,7 +33,7 @@ from jaxtrain.checkpoint.steps import (
 from jaxtrain.config import Config, checks, one_line, to_dict
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, Reading, read_flags
-from jaxtrain.config.recipes import write_config
+from jaxtrain.config.recipes import config_text
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.devices.cluster_environment import read_environment
 from jaxtrain.generate import find_checkpoint, understand
@@ -47,7 +47,7 @@ from jaxtrain.hf.safetensors_folder import DTYPES
 from jaxtrain.hf.tokenizer_files import exported_files, token_ids, tokenizer_of_run
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
-from jaxtrain.run.files import CONFIG_FILE
+from jaxtrain.run.files import CONFIG_FILE, replace_text
 from jaxtrain.run.run_lock import RunLock
 
 DESCRIPTION = """
@@ -137,6 +137,7 @@ def from_hf(command_line: Reading) -> None:
 
     published, config = cli.checked(command_line, check)
     workdir = pathlib.Path(command_line.namespace.workdir)
+    places.check(config, str(workdir))
     _start_on_host()
     from jaxtrain.checkpoint.checkpoints import folder_of_checkpoints
     from jaxtrain.checkpoint.manager import Checkpointer
@@ -164,7 +165,7 @@ def from_hf(command_line: Reading) -> None:
         meta = Meta(to_dict(resolved), tokenizer=description)
         saves.save_tree(0, lambda: importing.state_on_host(source), vars(meta))
         saves.wait()
-        write_config(config, workdir / CONFIG_FILE)
+        replace_text(workdir / CONFIG_FILE, config_text(config))
     except OSError as error:
         raise CheckpointError(f"{workdir} cannot be written ({error.strerror})") from None
     finally:

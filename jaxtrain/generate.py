@@ -28,7 +28,7 @@ from jaxtrain import config as cfg
 from jaxtrain.checkpoint import stores
 from jaxtrain.checkpoint.steps import (
     NONE,
-    TO_GENERATE,
+    TO_TRAIN,
     DamageError,
     Meta,
     StepCheck,
@@ -308,7 +308,7 @@ def _checkpoints_of(
                 )
                 raise UsageError(f"--workdir={workdir!r} is the folder of one step", fixes)
             folder = checkpoints_of(folder)
-            return folder, choose(folder, TO_GENERATE, wrong, damaged)
+            return folder, choose(folder, TO_TRAIN, wrong, damaged)
     except stores.AddressError as error:
         raise UsageError(error.about("workdir") if error.place == workdir else str(error)) from None
     except NoCheckpointsError as error:

@@ -21,7 +21,7 @@ from jaxtrain.checkpoint.checkpoints import Checkpoints, TrainedCorpus
 from jaxtrain.checkpoint.restoring import load_parameters
 from jaxtrain.config import Config, PipelineConfig
 from jaxtrain.config.checks import Environment
-from jaxtrain.config.recipes import write_config
+from jaxtrain.config.recipes import config_text
 from jaxtrain.data.loader import Feed, make_loaders, prepare_corpus
 from jaxtrain.data.tokens import Corpus, bigram_entropy
 from jaxtrain.devices import cluster
@@ -37,7 +37,7 @@ from jaxtrain.plan.compare import plan_at_hand
 from jaxtrain.plan.measured_step import AfterWarmUp
 from jaxtrain.plan.report import as_compiled, introduction
 from jaxtrain.run.exit_status import ExitStatus
-from jaxtrain.run.files import CONFIG_FILE, warned
+from jaxtrain.run.files import CONFIG_FILE, replace_text, warned
 from jaxtrain.run.goodput import GoodputLog, plot_goodput
 from jaxtrain.run.intervals import Intervals
 from jaxtrain.run.metrics import METRICS, MetricsWriter, plot_losses
@@ -521,7 +521,7 @@ def _write_settings(
         return
     folder.mkdir(parents=True, exist_ok=True)
     with warned(folder / CONFIG_FILE, cluster.log):
-        write_config(config, folder / CONFIG_FILE)
+        replace_text(folder / CONFIG_FILE, config_text(config))
     if weights:
         with warned(folder / files.SOURCE, cluster.log):
             weights.keep(folder)

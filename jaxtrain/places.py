@@ -41,6 +41,7 @@ FILES = (  # of process 0 in the run's folder
     *(CONFIG_FILE, OP_TIMES, PLANNED, run_lock.NAME, goodput.GOODPUT_FILE, goodput.GOODPUT_PLOT),
     *(metrics.METRICS_FILE, metrics.ROLLED_BACK_FILE, metrics.LOSS_PLOT),
 )
+FOLDERS = (PROFILE_FOLDER, row_log.FOLDER, metrics.TENSORBOARD_FOLDER, "hang", "hf", "checkpoints")
 # seconds until a folder that one host has made appears on the others, which cache its absence
 SEEN_S = 40.0
 
@@ -150,7 +151,16 @@ _questions = itertools.count()
 def _of_main(workdir: str, directory: str, tensorboard: bool) -> Problem | None:
     """The first problem with the places that process 0 alone writes, and with the checkpoints.
     directory: checkpoint.directory; tensorboard: whether there are TensorBoard files."""
-    if problem := _of_workdir(workdir):
+    own = cfg.flag_text("config.checkpoint.directory", os.path.realpath(f"{workdir}/checkpoints"))
+    inside: dict[str, Unwritable | None] = {
+        name: Unwritable(
+            "is a link, through which nothing is written"
+            f"{f' ({own} names its target)' * (name == 'checkpoints')}"
+        )
+        for name in FOLDERS[: -1 if directory else None]
+        if os.path.islink(os.path.join(workdir, name))
+    }
+    if problem := _of_workdir(workdir) or _inside(workdir, inside):
         return problem
     inside = {name: files.try_file(os.path.join(workdir, name)) for name in FILES}
     if tensorboard:
@@ -264,8 +274,7 @@ def _left_as_it_was(workdir: str) -> contextlib.AbstractContextManager:
     exist before. Several processes that try them at the same time leave folders: whoever has made
     one cannot remove it while another one's trial is in it."""
     path = pathlib.Path(os.path.abspath(workdir))
-    tried = (PROFILE_FOLDER, row_log.FOLDER, metrics.TENSORBOARD_FOLDER, "checkpoints")
-    return files.without_new_folders(*(path / name for name in tried), path, *path.parents)
+    return files.without_new_folders(*(path / name for name in FOLDERS), path, *path.parents)
 
 
 @contextlib.contextmanager

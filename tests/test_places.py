@@ -141,6 +141,21 @@ def test_what_is_in_the_way_in_the_run_s_folder(here, name):
     check(config(), "runs/old")
 
 
+@pytest.mark.parametrize("name", [*places.FOLDERS])
+def test_a_folder_of_a_run_that_is_a_link_is_refused_by_name(here, name):
+    """Nothing is written through it, not for a trial either; the run's own folder may be a link."""
+    (here / "big").mkdir()
+    (here / "runs" / "old" / name).symlink_to(here / "big")
+    (here / "linked").symlink_to("runs/old")
+    line = refused(config(), "linked")
+    assert line.startswith(f"--workdir='linked': its {name} is a link, through which nothing is wr")
+    directory = f"--config.checkpoint.directory={here}/big"
+    assert (directory in line) == (name == "checkpoints")
+    if name == "checkpoints":
+        check(config(checkpoint__directory=str(here / "big")), "linked")
+    assert contents(here / "big") == []
+
+
 def test_addresses_in_place_of_folders(here, monkeypatch):
     assert refused(config(), "s3://bucket/run") == (
         "--workdir='s3://bucket/run' is an address, not a folder, as checkpoint.directory may "

@@ -158,6 +158,7 @@ ELSEWHERE = {
     "benchmarks/import_memory.py": "tests/benchmarks/test_import_memory.py",
     "benchmarks/maxtext_compile.py": "tests/benchmarks/test_peer_ahead.py",
     "docs/write_models.py": "tests/test_docs.py",
+    "scripts/fuzz_checkpoints.py": "tests/test_fuzz_checkpoints.py",
     "scripts/fuzz_hf.py": "tests/test_fuzz_hf.py",
     "scripts/fuzz_tokenizers.py": "tests/test_fuzz_tokenizers.py",
     **{

@@ -7,7 +7,6 @@ subject.py finds the checkpoints that DIR stands for.
 import contextlib
 import dataclasses
 import datetime
-import json
 import math
 import os
 import shlex
@@ -19,18 +18,19 @@ from typing import NoReturn
 from etils import epath
 
 from jaxtrain import cli
-from jaxtrain.checkpoint import reading, retention, steps, subject
+from jaxtrain.checkpoint import reading, retention, steps, stores, subject
 from jaxtrain.checkpoint.manifest import STATE, DatabaseError, read_database
 from jaxtrain.checkpoint.reading import in_units
 from jaxtrain.checkpoint.retention import Retention
 from jaxtrain.checkpoint.steps import BROKEN, CheckpointError, Meta, UnrecognizedEntry, choose
-from jaxtrain.checkpoint.stores import scheme_of, size_of
+from jaxtrain.checkpoint.stores import read_within, scheme_of, size_of
 from jaxtrain.checkpoint.subject import NoCheckpointsError, Subject
 from jaxtrain.config import Config, ConfigError, fields, flag_text, get, one_line
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, read_flags
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
+from jaxtrain.run.files import parse_json
 from jaxtrain.run.metrics import METRICS
 from jaxtrain.run.run_lock import RunLock
 
@@ -149,7 +149,7 @@ def command_of(argv: Sequence[str]) -> tuple[str, list[str]]:
 
 def ls(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
     (of,) = subjects
-    losses = retention.read_losses(of.directory)
+    losses = retention.read_losses(of.directory, lambda line: print(line, file=sys.stderr))
     table = [("step", "size", "saved", METRICS["validation_loss"].title, "")]
     for folder in of.folders():
         loss = losses.get(int(folder.name)) if folder.name.isdigit() else None
@@ -177,13 +177,13 @@ def _saved_at(folder: epath.Path) -> str:
     each step in one has Orbax's file."""
     try:
         if scheme_of(folder):
-            metadata = json.loads((folder / "_CHECKPOINT_METADATA").read_bytes())
+            metadata = parse_json(read_within(folder, "_CHECKPOINT_METADATA"))
             seconds = metadata["commit_timestamp_nsecs"] / 1e9
         else:
             seconds = os.lstat(folder).st_mtime
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return ""  # it is damaged, or was deleted meanwhile
-    return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def verify(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
@@ -247,7 +247,7 @@ def _step_of(of: Subject, step: int = -1) -> epath.Path:
             _no_such_step(f"{of.step}, which is a step", present, step)
         return of.step
     if step < 0:
-        choice = choose(of.directory, {})
+        choice = choose(of.directory, steps.TO_TRAIN)
         if choice.step is None:
             rest = f": {choice}" if choice.unrecognized else ""
             raise CheckpointError(f"{of.directory} has no complete checkpoint{rest}")
@@ -359,15 +359,24 @@ def diff(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
 
 
 def _check_prune(of: Subject, flags: types.SimpleNamespace) -> None:
-    """Raises UsageError if `prune` has nothing to go by."""
-    if of.step:
+    """Raises UsageError if `prune` has nothing to go by, or would delete through a link of a
+    run."""
+    if of.step or (
+        os.path.islink(of.directory)  # the folder that the user names may be a link
+        and of.directory == stores.folder(flags.words[0]) / "checkpoints"
+    ):
         given = [
             flag_text(f.name, getattr(flags, f.name))
             for f in FLAGS["prune"]
             if getattr(flags, f.name) != f.default
         ]
-        words = " ".join([shlex.quote(str(of.directory)), *(given or ["--keep=3"])])
-        rule = f"prune is about all steps of a run, and {str(of.step)!r} is one of them"
+        target = str(of.directory) if of.step else os.path.realpath(of.directory)
+        words = " ".join([shlex.quote(target), *(given or ["--keep=3"])])
+        rule = (
+            f"prune is about all steps of a run, and {str(of.step)!r} is one of them"
+            if of.step
+            else f"{str(of.directory)!r} is a link, through which prune deletes nothing"
+        )
         raise UsageError(rule, advice=f"jaxtrain checkpoint prune {words}")
     if not (flags.keep or flags.broken or flags.unfinished):
         rule = "prune without a policy deletes nothing"
@@ -383,9 +392,18 @@ def _to_delete(of: Subject, flags: types.SimpleNamespace) -> dict[epath.Path, st
     """The folders that `prune` deletes, each with its reason."""
     reasons: dict[epath.Path, str] = {}
     if flags.keep:
-        complete = {int(each.name): each for each in of.folders() if not steps.fault(each)}
+        faults = {each: steps.fault(each) for each in of.folders()}
+        print(
+            *(f"note: {each} is left: {why}\n" for each, why in faults.items() if why),
+            sep="",
+            end="",
+            file=sys.stderr,
+        )
+        complete = {int(each.name): each for each, why in faults.items() if not why}
         policy = Retention(flags.keep, flags.keep_every, flags.keep_best)
-        retained = policy.retained(complete, retention.read_losses(of.directory))
+        retained = policy.retained(
+            complete, retention.read_losses(of.directory, lambda line: print(line, file=sys.stderr))
+        )
         reasons |= {each: "not kept" for step, each in complete.items() if step not in retained}
     if flags.broken:
         reasons |= {path: "set aside as broken" for path in of.others() if BROKEN in path.name}
@@ -408,10 +426,9 @@ def prune(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
             for folder, why in reasons.items():
                 doing = "deleting" if flags.yes else "would delete"
                 print(f"{doing} {folder} ({why}, {in_units(size_of(folder))})", flush=True)
-                if flags.yes:
-                    retention.delete(folder)
             if flags.yes:
-                retention.forget_losses(of.directory, steps.step_numbers(of.directory))
+                retention.delete(reasons)
+                retention.note_losses(of.directory, steps.step_numbers(of.directory))
     except OSError as error:
         raise CheckpointError(f"{of.directory}: not all is deleted ({error.strerror})") from None
     done = "deleted" if flags.yes else "would be deleted: --yes deletes them"

@@ -35,6 +35,7 @@ from etils import epath
 from jaxtrain.checkpoint.layout import Shard, Shards
 from jaxtrain.checkpoint.steps import CheckpointError
 from jaxtrain.checkpoint.storage import to_host
+from jaxtrain.run.files import MOST_BYTES, open_regular, parse_json, replace_text
 
 # in the folder of the persistent checkpoints: who deletes those begins another run
 RUN_ID = ".run_id"
@@ -84,7 +85,7 @@ def run_name(workdir: pathlib.Path, checkpoints: epath.Path) -> str:
     try:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(secrets.token_hex(8) + "\n")
+            replace_text(path, secrets.token_hex(8) + "\n")
         run = path.read_text().strip()
     except OSError as error:
         raise CheckpointError(
@@ -131,7 +132,9 @@ class LocalCheckpointer:
         self._writing: concurrent.futures.Future[None] | None = None
         self._saved: list[int] = []
         self._failed = False
-        for path in self._folder.glob(".*"):  # what a killed process was writing
+        # links, which lead to what is not this run's, and what a killed process was writing
+        links = [path for path in (self._run, self._folder) if path.is_symlink()]
+        for path in links or self._folder.glob(".*"):
             path.unlink(missing_ok=True)
         self.give_up(after)
 
@@ -240,7 +243,11 @@ def _write_file(file: Any, numbers: list[tuple[Shard, np.ndarray]], index: dict[
 def files_of(run: pathlib.Path) -> list[tuple[pathlib.Path, int]]:
     """The files of finished steps of a run on this machine, with their steps, whichever processes
     have written them: by process, then by step."""
-    paths = [path for path in run.glob("process-*/*") if _STEP.fullmatch(path.name)]
+    paths = [
+        path
+        for path in run.glob("process-*/*")
+        if _STEP.fullmatch(path.name) and not (run.is_symlink() or path.parent.is_symlink())
+    ]
     return sorted(((path, int(path.name)) for path in paths), key=lambda f: (f[0].parent, f[1]))
 
 
@@ -248,12 +255,12 @@ def read_index(path: pathlib.Path) -> Index:
     """The index of a file. Raises DamagedError if it cannot be read, or is not as it was
     written."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(size - _TAIL.size, 0))
             tail = file.read()
             length, crc32, magic = _TAIL.unpack(tail) if len(tail) == _TAIL.size else (0, 0, b"")
-            if magic != MAGIC or length > size:
+            if magic != MAGIC or length > min(size, MOST_BYTES):
                 raise DamagedError(f"{path} is cut off or damaged")
             file.seek(size - _TAIL.size - length)
             index = file.read(length)
@@ -261,12 +268,15 @@ def read_index(path: pathlib.Path) -> Index:
         raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
     if zlib.crc32(index) != crc32:
         raise DamagedError(f"{path} is damaged in its index")
-    values = json.loads(index)
-    places = {
-        Shard(leaf, tuple((start, stop) for start, stop in bounds)): Place(path, *place)
-        for leaf, bounds, *place in values["places"]
-    }
-    return Index(values["fingerprint"], values["start"], values["meta"], places)
+    try:
+        values = parse_json(index)
+        places = {
+            Shard(leaf, tuple((start, stop) for start, stop in bounds)): Place(path, *place)
+            for leaf, bounds, *place in values["places"]
+        }
+        return Index(values["fingerprint"], values["start"], values["meta"], places)
+    except (ValueError, KeyError, TypeError):
+        raise DamagedError(f"{path} has an index that jaxtrain does not write") from None
 
 
 def read_shard(place: Place, shard: Shard, dtype: np.dtype) -> np.ndarray:

@@ -19,8 +19,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from etils import epath
-
 from jaxtrain.checkpoint import retention, stores
 from jaxtrain.checkpoint.layout import stored_arrays
 from jaxtrain.checkpoint.retention import NEWEST_THREE, Retention
@@ -31,6 +29,7 @@ from jaxtrain.checkpoint.steps import (
     UnrecognizedEntry,
     choose,
     is_unfinished,
+    step_numbers,
     unrecognized,
 )
 from jaxtrain.checkpoint.storage import host_tree
@@ -139,7 +138,9 @@ class Checkpointer:
         it, and the best steps are known by it."""
         if loss is not None and step in (self._steps or ()) and cluster.is_main():
             self._try(
-                lambda: retention.note_loss(self._directory, step, loss),
+                lambda: retention.note_losses(
+                    self._directory, step_numbers(self._directory), {step: loss}
+                ),
                 f"the validation loss of step {step} is not noted",
             )
 
@@ -247,14 +248,14 @@ class Checkpointer:
                 step for step in choose(self._directory, {}).steps if str(step) not in broken
             ]
             if self._directory.is_dir():
-                for path in [path for path in self._directory.iterdir() if is_unfinished(path)]:
-                    _remove(path)
+                with contextlib.suppress(OSError):
+                    retention.delete(list(filter(is_unfinished, self._directory.iterdir())))
             for entry in broken.values():
                 path = self._directory / entry.name
                 newer = sum(step > (entry.step or 0) for step in complete)
-                if newer >= self._keep.newest and path.is_dir() and not os.path.islink(path):
-                    # It would be deleted if it were complete: a deletion was interrupted.
-                    _remove(path)
+                if newer >= self._keep.newest and retention.is_remainder(path):
+                    with contextlib.suppress(OSError):
+                        retention.delete([path])
                 if stores.exists(path):
                     self._set_aside(entry.name, entry.why)
         except Exception as error:
@@ -262,7 +263,7 @@ class Checkpointer:
                 raise
             return {"steps": [], "why": why}
         self._try(
-            lambda: retention.forget_losses(self._directory, complete),
+            lambda: retention.note_losses(self._directory, complete, log=self._log),
             f"validation losses of steps that are gone stay in {self._directory}",
         )
         return {"steps": complete, "why": ""}
@@ -289,9 +290,3 @@ class Checkpointer:
                 f"({stores.failure(error)}): move it away"
             ) from None
         self._log(f"set aside in {self._directory}: {name} ({why}) is now {name}{BROKEN}{number}")
-
-
-def _remove(folder: epath.Path) -> None:
-    """Removes a folder if that is possible."""
-    with contextlib.suppress(OSError):
-        folder.rmtree()

@@ -25,7 +25,9 @@ database's tree, and parts of it that are no longer in use).
 
 import concurrent.futures
 import dataclasses
+import itertools
 import json
+import math
 import re
 import sys
 import zlib
@@ -37,13 +39,15 @@ from etils import epath
 
 from jaxtrain.checkpoint.stores import (
     as_os_error,
-    bytes_of,
     files_below,
     kvstore,
     no_damage,
+    read_within,
+    remove,
     scheme_of,
+    size_within,
 )
-from jaxtrain.run.files import TRIAL_BYTES
+from jaxtrain.run.files import MOST_BYTES, TRIAL_BYTES, parse_json
 
 FILE, STATE, META = "manifest.json", "state", "meta"
 FORMAT = 1
@@ -79,11 +83,12 @@ Files = Mapping[str, StoredFile]  # by path in the step's folder
 
 def write(step: epath.Path) -> None:
     """Writes the manifest of a step, of which everything else is written. Raises OSError or
-    DatabaseError where that cannot be read."""
+    DatabaseError where that cannot be read, or where an array lacks pieces: one of the processes
+    has not written, or elsewhere."""
     pieces = _pieces(read_database(step / STATE))
 
     def look(path: str) -> StoredFile:
-        size = bytes_of(step / path)
+        size = size_within(step, path)
         return StoredFile(size, _checksum(step / path, pieces.get(path, [])), path in pieces)
 
     paths = sorted(path for path in files_below(step) if path != FILE)
@@ -108,30 +113,31 @@ def try_step(folder: epath.Path) -> None:
         raise as_os_error(error) from error
     finally:
         for left in (folder, renamed):
-            if left.exists():
-                left.rmtree()
+            remove(left)
 
 
 def read(step: epath.Path) -> Files:
     """The files of a step by its manifest. Raises ManifestError if it has none, or one that is
     damaged or of a later format."""
     try:
-        content = (step / FILE).read_bytes()
+        content = read_within(step, FILE)
     except (FileNotFoundError, NotADirectoryError):
         raise ManifestError(f"it has no {FILE}") from None
     except OSError as error:
         raise ManifestError(_unreadable(FILE, error)) from None
     try:
-        values = json.loads(content)
+        values = parse_json(content)
         if values["version"] == FORMAT:
             files = {path: StoredFile(**file) for path, file in values["files"].items()}
-            if content == _encode(files):
+            if content == _encode(files) and all(
+                type(number) is int for f in files.values() for number in (f.size, f.crc32)
+            ):
                 return files
-        later = values["crc32"] == _crc32_without(values) and values["version"]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        later = None
+        later = values["crc32"] == _crc32_without(values) and values["version"] != FORMAT
+    except (ValueError, KeyError, TypeError, AttributeError):
+        later = False
     raise ManifestError(
-        f"{FILE} has the format {later}, which this jaxtrain does not know"
+        f"{FILE} has the format {values['version']!s:.20}, which this jaxtrain does not know"
         if later
         else f"{FILE} is damaged"
     )
@@ -143,7 +149,7 @@ def damages(step: epath.Path, files: Files) -> Iterator[str]:
     def damage(path: str) -> str:
         file = files[path]
         try:
-            size = bytes_of(step / path)
+            size = size_within(step, path)
             if size != file.size:
                 return f"{path} has {size:,} bytes of {file.size:,}"
             intact = file.pieces or _checksum(step / path, []) == file.crc32
@@ -165,10 +171,14 @@ def damages_between_pieces(
 
     def damage(path: str) -> str:
         try:
-            crc32 = _checksum(step / path, pieces.get(path, []))
+            # a wrong size is told by `damages`
+            intact = (
+                size_within(step, path) != files[path].size
+                or _checksum(step / path, pieces.get(path, [])) == files[path].crc32
+            )
         except OSError as error:
             return _unreadable(path, error)
-        return "" if crc32 == files[path].crc32 else f"{path} is damaged"
+        return "" if intact else f"{path} is damaged"
 
     yield from filter(None, _at_once(damage, [path for path in files if files[path].pieces]))
 
@@ -236,8 +246,8 @@ class Value:
 def read_database(folder: epath.Path) -> list[Value]:
     """All values of the newest version of the database in a state's folder.
 
-    Raises DatabaseError if something of it is missing, cut off or damaged. The numbers are not
-    looked at.
+    Raises DatabaseError if something of it is missing, cut off or damaged, or if an array lacks
+    pieces. The numbers are not looked at.
     """
     sizes: dict[str, int] = {}
     values = []
@@ -246,7 +256,7 @@ def read_database(folder: epath.Path) -> list[Value]:
             values.append(value)
             if value.inline is None:
                 if value.file not in sizes:
-                    sizes[value.file] = bytes_of(folder / value.file)
+                    sizes[value.file] = size_within(folder.parent, f"{folder.name}/{value.file}")
                 if sizes[value.file] < value.stop:
                     raise DatabaseError(
                         f"is cut off: {STATE}/{value.file} has {sizes[value.file]:,} bytes of "
@@ -262,33 +272,46 @@ def read_database(folder: epath.Path) -> list[Value]:
         raise DatabaseError(f"cannot be read: {error.strerror}") from None
     except ValueError as error:  # TensorStore's, for whatever it cannot make sense of
         raise DatabaseError(no_damage(error) or "is damaged") from None
+    shapes(values)
     return values
 
 
 def shapes(values: Sequence[Value]) -> dict[str, tuple[int, ...]]:
     """Array → shape, by the names in memory, "params/embed/table". Raises DatabaseError for a
-    description without a shape."""
+    description without a shape, and for an array that lacks pieces: zeros are stored, too."""
+    sizes = {v.key: v.stop - v.start if v.inline is None else len(v.inline) for v in values}
     by_name = {}
     for value in values:
         if value.inline is not None and (match := _DESCRIPTION.fullmatch(value.key)):
             try:
-                by_name[match[1].replace(".", "/")] = tuple(json.loads(value.inline)["shape"])
-            except (ValueError, KeyError, TypeError):
+                description = parse_json(value.inline)
+                shape = by_name[match[1].replace(".", "/")] = tuple(description["shape"])
+                piece = description["chunk_grid"]["configuration"]["chunk_shape"]
+                grid = [-(-size // part) for size, part in zip(shape, piece, strict=True)]
+            except (ValueError, KeyError, TypeError, ZeroDivisionError):
                 raise DatabaseError(f"has an array {match[1]} without a shape") from None
+            # a number has up to 16 bytes, and a piece its checksum
+            least, most = math.prod(piece), 16 * math.prod(piece) + 16
+            if math.prod(grid) > len(sizes) or not all(
+                least < sizes.get("/".join([f"{match[1]}/c", *map(str, index)]), 0) <= most
+                for index in itertools.product(*map(range, grid))
+            ):
+                raise DatabaseError(f"lacks pieces of {match[1]}")
     return by_name
 
 
 def _values(folder: epath.Path) -> Iterator[Value]:
     """All values. Raises OSError or ValueError where the tree cannot be read."""
     # FileNotFoundError: TensorStore takes a database without one for an empty one
-    bytes_of(folder / "manifest.ocdbt")
+    # TensorStore reads it entirely, and ends the process where memory does not suffice
+    read_within(folder.parent, f"{folder.name}/manifest.ocdbt")
     base = ts.KvStore.open(kvstore(folder)).result()
     root = ts.ocdbt.dump(base).result()["versions"][-1]["root"]
     nodes = [("", root["location"])] if "location" in root else []
     while nodes:
         prefix, location = nodes.pop()
-        file, _, stop = _place(location)
-        if bytes_of(folder / file) < stop:
+        file, start, stop = _place(location)
+        if stop > min(size_within(folder.parent, f"{folder.name}/{file}"), start + MOST_BYTES):
             raise ValueError(f"{file} is cut off")
         node: dict[str, Any] = ts.ocdbt.dump(base, node=location).result()
         for entry in node["entries"]:

@@ -5,16 +5,19 @@ validation_losses.json      {"100": 3.41, "200": 3.27}: step → loss, for the s
 """
 
 import dataclasses
+import errno
 import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 from etils import epath
 
-from jaxtrain.checkpoint import manifest, steps
+from jaxtrain.checkpoint import manifest, steps, stores
 from jaxtrain.checkpoint.steps import LOSSES
+from jaxtrain.run.files import parse_json, replace_text
 
 DELETION_S = 1.0  # a deletion that makes no progress for so many seconds was interrupted
 
@@ -40,54 +43,76 @@ NEWEST_THREE = Retention(3)
 
 
 def delete_others(directory: epath.Path, retention: Retention, saved: int) -> None:
-    """Deletes the steps that need not stay now that the step `saved` is complete. Raises OSError
-    where that is not possible."""
+    """Deletes the steps that need not stay now that the step `saved` is complete, and remains of
+    deletions. Steps that are not complete keep no place of another one's, and are left: the next
+    run sets them aside. Raises OSError as `delete`."""
     present = [step for step in steps.step_numbers(directory) if step <= saved]
-    for step in sorted(set(present) - retention.retained(present, read_losses(directory))):
-        delete(directory / str(step))
-
-
-def delete(step: epath.Path) -> None:
-    """Deletes a step, the manifest first: the rest of an interrupted deletion must not look
-    complete."""
-    (step / manifest.FILE).unlink(missing_ok=True)
-    step.rmtree()
-
-
-def read_losses(directory: epath.Path) -> dict[int, float]:
-    """Step → validation loss, for those that are known."""
-    try:
-        values = json.loads((directory / LOSSES).read_bytes())
-        return {
-            int(step): float(loss) for step, loss in values.items() if math.isfinite(float(loss))
-        }
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}  # it is missing or damaged: the steps are retained by their numbers
-
-
-def note_loss(directory: epath.Path, step: int, loss: float) -> None:
-    """Adds a step's validation loss, and forgets those of steps that are gone."""
-    present = {*steps.step_numbers(directory), step}
-    losses = read_losses(directory) | {step: loss}
-    directory.mkdir(parents=True, exist_ok=True)
-    _write_losses(
-        directory,
-        {s: known for s, known in losses.items() if s in present and math.isfinite(known)},
+    losses, fault = read_losses(directory), lambda step: steps.fault(directory / str(step))
+    counted = dataclasses.replace(retention, every=0)
+    while broken := {s for s in counted.retained(present, losses) - {saved} if fault(s)}:
+        present = [step for step in present if step not in broken]
+    delete(
+        directory / str(step)
+        for step in sorted(set(present) - retention.retained(present, losses))
+        if is_remainder(directory / str(step)) or not fault(step)
     )
 
 
-def forget_losses(directory: epath.Path, present: Iterable[int]) -> None:
-    """Forgets the validation losses of all steps but these: a step that is saved again under the
-    same number has another one."""
-    losses = read_losses(directory)
-    if gone := losses.keys() - set(present):
-        _write_losses(directory, {step: loss for step, loss in losses.items() if step not in gone})
+def is_remainder(step: epath.Path) -> bool:
+    """True for the folder of a step that was being deleted: it has no manifest."""
+    return (
+        step.is_dir()
+        and os.access(step, os.R_OK | os.X_OK)
+        and not (os.path.islink(step) or stores.exists(step / manifest.FILE))
+    )
 
 
-def _write_losses(directory: epath.Path, losses: Mapping[int, float]) -> None:
-    unfinished = directory / f".{LOSSES}"
-    unfinished.write_text(json.dumps(losses))
-    unfinished.replace(directory / LOSSES)
+def delete(folders: Iterable[epath.Path]) -> None:
+    """Deletes steps, the manifest of each first: the rest of an interrupted deletion must not look
+    complete. Of a link nothing but the link is deleted. Raises OSError that names those which
+    cannot be deleted, after all others."""
+    failures = []
+    for step in folders:
+        try:
+            if step.is_dir() and not os.path.islink(step):
+                (step / manifest.FILE).unlink(missing_ok=True)
+            stores.remove(step)
+        except OSError as error:
+            failures.append(f"{step.name}: {error.strerror}")
+    if failures:
+        raise OSError(errno.EACCES, ", ".join(failures))
+
+
+def read_losses(
+    directory: epath.Path, log: Callable[[str], object] = lambda line: None
+) -> dict[int, float]:
+    """Step → validation loss, for those that are known. log: gets a line about a damaged file,
+    which the next loss replaces; the steps are retained by their numbers until then."""
+    try:
+        values = parse_json(stores.read_within(directory, LOSSES))
+        return {
+            int(step): float(loss) for step, loss in values.items() if math.isfinite(float(loss))
+        }
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        log(f"note: {directory / LOSSES} is not used ({getattr(error, 'strerror', error)})")
+        return {}
+
+
+def note_losses(
+    directory: epath.Path,
+    present: Iterable[int],
+    new: Mapping[int, float] = MappingProxyType({}),
+    log: Callable[[str], object] = lambda line: None,
+) -> None:
+    """Forgets the validation losses of all steps but these, and adds new ones: a step that is saved
+    again under the same number has another one. log: as of `read_losses`."""
+    before, steps = read_losses(directory, log), {*present, *new}
+    losses = {s: v for s, v in {**before, **new}.items() if s in steps and math.isfinite(v)}
+    if losses != before:
+        directory.mkdir(parents=True, exist_ok=True)
+        replace_text(directory / LOSSES, json.dumps(losses))
 
 
 def was_deleted(folder: epath.Path, had_manifest: bool) -> bool:

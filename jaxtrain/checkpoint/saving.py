@@ -3,9 +3,10 @@ it. There is one save at a time.
 
     process 0   makes N.orbax-checkpoint-tmp/
     each        writes its part of the arrays into it, and tells process 0 if that has failed
-    process 0   joins the parts, writes meta and manifest, and renames the folder to N/: a step
-                appears complete or not at all (in an object store it has this name from the
-                beginning, and the manifest makes it complete)
+    process 0   joins the parts, finds every piece of every array in what lies there, writes meta
+                and manifest, and renames the folder to N/: a step appears complete or not at all
+                (in an object store it has this name from the beginning, and the manifest makes it
+                complete)
                 or removes the folder, waits, and lets all retry; or gives up
     each        is told the result
 
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -149,7 +151,7 @@ class SaveThread:
             cluster.forget(f"save {self._save.number - 1}")
             why = next(filter(None, reports), "") or self._failure(self._finish)
             if why:
-                self._failure(lambda: _remove(self._unfinished))
+                self._failure(lambda: stores.remove(self._unfinished))
             last = attempt == len(RETRY_WAITS_S) or why.startswith(FAULT)
             retry = bool(why) and not last and not self._hurry.wait(RETRY_WAITS_S[attempt])
             return {"why": why, "retry": retry}
@@ -175,11 +177,16 @@ class SaveThread:
     def _make_folder(self) -> None:
         if self._in_place and not is_unfinished(self._unfinished):
             self._before(self._save.step)
-        _remove(self._unfinished)
+        stores.remove(self._unfinished)
         for item in (STATE, META):
             (self._unfinished / item).mkdir(parents=True)
 
     def _write(self) -> None:
+        if not (self._in_place or (self._unfinished / STATE).is_dir()):
+            raise CheckpointError(
+                f"process {jax.process_index()} does not see {self._unfinished}, which process 0 "
+                "has made in its folder"
+            )
         tree_handler().save(self._unfinished / STATE, args=ocp.args.PyTreeSave(self._save.tree))
 
     def _finish(self) -> None:
@@ -192,8 +199,3 @@ class SaveThread:
         if not self._in_place:
             self._before(self._save.step)
             folder.rename(self._directory / str(self._save.step))
-
-
-def _remove(folder: epath.Path) -> None:
-    if folder.exists():
-        folder.rmtree()

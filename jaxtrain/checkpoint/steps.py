@@ -15,22 +15,20 @@ No jax, so that commands find errors before they start it.
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from etils import epath
 
 from jaxtrain.checkpoint import manifest, stores
 from jaxtrain.checkpoint.manifest import META, STATE, DatabaseError, ManifestError
-from jaxtrain.checkpoint.stores import scheme_of
+from jaxtrain.checkpoint.stores import read_within, scheme_of
 from jaxtrain.config import Config, ConfigError, from_dict
 from jaxtrain.run.exit_status import ExitStatus, RunError
-from jaxtrain.run.files import CONFIG_FILE
+from jaxtrain.run.files import CONFIG_FILE, parse_json, read_json
 
 LOSSES = "validation_losses.json"  # beside the steps
 ORBAX_UNFINISHED, BROKEN = ".orbax-checkpoint-tmp", ".broken-"
@@ -41,9 +39,8 @@ VERSION = 3  # of the metas that this code writes
 # those of independent replicas' last exchange (training/diloco.py).
 PARAMETERS, ANCHOR = "params", "anchor"
 
-# The keys of a meta that are needed to train, and to generate, with their types.
+# The keys that a complete step's meta has, with their types.
 TO_TRAIN: Mapping[str, type] = {"config": dict, "step": int, "checksum": str, "tokenizer": dict}
-TO_GENERATE: Mapping[str, type] = {"config": dict, "tokenizer": dict}
 _TYPES = {dict: "an object", int: "an integer", str: "a string"}
 
 
@@ -252,9 +249,7 @@ def checkpoints_of(place: str | os.PathLike) -> epath.Path:
         return folder
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         config = folder / CONFIG_FILE
-        if config.is_file() and (
-            directory := json.loads(config.read_bytes())["checkpoint"]["directory"]
-        ):
+        if config.is_file() and (directory := read_json(config)["checkpoint"]["directory"]):
             return stores.folder(directory)
     return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
 
@@ -303,7 +298,7 @@ def _look(
         if not _STEP.fullmatch(name):
             unrecognized.append(UnrecognizedEntry(name, "no step's name"))
         elif not is_unfinished(folder / name):
-            meta = look_at(folder / name, int(name), needs)
+            meta = look_at(folder / name, needs)
             if isinstance(meta, UnrecognizedEntry):
                 unrecognized.append(meta)
             else:
@@ -311,14 +306,13 @@ def _look(
     return metas, unrecognized
 
 
-def look_at(
-    folder: epath.Path, step: int | None = None, needs: Mapping[str, type] = MappingProxyType({})
-) -> Meta | UnrecognizedEntry:
-    """The meta of a step's folder, or the reason that it is none. Its files are not compared with
-    its manifest: `what_is_wrong` does that.
+def look_at(folder: epath.Path, needs: Mapping[str, type] = TO_TRAIN) -> Meta | UnrecognizedEntry:
+    """The meta of a step's folder, or the reason that it is none; a folder that is named like a
+    step has that step's. Its files are not compared with its manifest: `what_is_wrong` does that.
 
-    step: the number by the folder's name, None where that does not matter; needs: as in `choose`.
+    needs: as in `choose`.
     """
+    step = int(folder.name) if _STEP.fullmatch(folder.name) else None
 
     def entry(why: str, holds_data: bool = True) -> UnrecognizedEntry:
         return UnrecognizedEntry(folder.name, why, step, holds_data)
@@ -344,12 +338,12 @@ def look_at(
 def _meta(folder: epath.Path) -> dict | str:
     """The meta of a step's folder, or its fault in words."""
     try:
-        meta = json.loads((folder / META / "metadata").read_bytes())
+        meta = parse_json(read_within(folder, f"{META}/metadata"))
     except (FileNotFoundError, NotADirectoryError):
         return "it has no meta"
     except OSError as error:
         return f"its meta cannot be read: {error.strerror}"
-    except (ValueError, RecursionError):
+    except ValueError:
         return "its meta is no JSON"
     return meta if isinstance(meta, dict) else "its meta is no JSON object"
 
@@ -361,7 +355,7 @@ def _lacks(meta: dict, step: int | None, needs: Mapping[str, type]) -> str:
             return f"its meta has no {key!r}"
         if type(meta[key]) is not kind:
             return f"its meta's {key!r} is not {_TYPES[kind]}"
-    if "step" in needs and meta["step"] != step:
+    if step is not None and meta.get("step", step) != step:
         return f"its meta is of step {meta['step']}"
     if "config" in needs:
         for group in ("model", "data"):

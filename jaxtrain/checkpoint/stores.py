@@ -13,6 +13,7 @@ written last (steps.py, saving.py).
 Orbax 0.12.8 builds TensorStore's specs for gs:// alone; `_teach_orbax` adds s3://.
 """
 
+import errno
 import functools
 import logging
 import os
@@ -26,6 +27,7 @@ from etils import epath
 from jaxtrain.config import addresses
 from jaxtrain.config.flags import UsageError
 from jaxtrain.run.exit_status import ExitStatus, RunError
+from jaxtrain.run.files import MOST_BYTES, open_regular
 
 _PROTOCOLS = {"s3": "s3", "gs": "gcs"}  # as fsspec calls them
 _PLACEHOLDER = "/.object_store/"  # stands for "s3://" while Orbax builds the spec of a local folder
@@ -148,13 +150,13 @@ def is_folder(path: epath.Path) -> bool:
 
 
 def size_of(path: epath.Path) -> int:
-    """The bytes of a file, or of all files below a folder. Links, and files that are deleted
-    meanwhile, count for nothing."""
+    """The bytes of a file, or of all files below a folder. Links, files that are deleted
+    meanwhile, and what may not be read count for nothing."""
     try:
         if path.is_dir():
             return sum(size_of(each) for each in path.iterdir() if not os.path.islink(each))
         return bytes_of(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         return 0
 
 
@@ -162,6 +164,34 @@ def bytes_of(path: epath.Path) -> int:
     """The bytes of a file. Raises FileNotFoundError if there is none."""
     # epath's own stat looks up the names of owner and group, which need not have any
     return path.stat().length if scheme_of(path) else os.stat(path).st_size
+
+
+def size_within(folder: epath.Path, name: str) -> int:
+    """The bytes of a folder's file. Raises FileNotFoundError, and OSError for what is no regular
+    file, or lies outside of the folder: the name or a link leads there."""
+    if scheme_of(path := folder / name):
+        return bytes_of(path)
+    if not os.path.realpath(path).startswith(os.path.realpath(folder) + os.sep):
+        raise OSError(errno.EXDEV, f"it lies outside of {folder}", os.fspath(path))
+    with open_regular(path) as file:
+        return os.fstat(file.fileno()).st_size
+
+
+def read_within(folder: epath.Path, name: str) -> bytes:
+    """The bytes of a folder's file. Errors as of `size_within`, and OSError for one of more than
+    MOST_BYTES."""
+    if size_within(folder, name) > MOST_BYTES:
+        raise OSError(errno.EFBIG, f"it has more than {MOST_BYTES:,} bytes", name)
+    return (folder / name).read_bytes()
+
+
+def remove(path: epath.Path) -> None:
+    """Removes a file, a link, or a folder and all that is in it, if there is one; nothing that a
+    link leads to."""
+    if os.path.islink(path):
+        path.unlink()
+    elif path.exists():
+        path.rmtree()
 
 
 def exists(path: epath.Path) -> bool:

@@ -107,9 +107,9 @@ def _recipes_in(folder: pathlib.Path) -> list[pathlib.Path]:
     ]
 
 
-def write_config(config: Config, path: pathlib.Path) -> None:
-    """Writes a run's config.json, which `load_recipe` reads. Raises OSError."""
-    path.write_text(json.dumps(to_dict(config), indent=2) + "\n")
+def config_text(config: Config) -> str:
+    """The text of a run's config.json, which `load_recipe` reads."""
+    return json.dumps(to_dict(config), indent=2) + "\n"
 
 
 def load_recipe(path: pathlib.Path) -> Config:

@@ -89,6 +89,8 @@ def _unfinished(target: pathlib.Path, log: Callable[[str], object]) -> Iterator[
     folder = target.with_name(f".{target.name}.unfinished")
     _check_absent(target)
     missing = [parent for parent in target.absolute().parents if not parent.exists()]
+    if folder.is_symlink():
+        folder.unlink()
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)
     try:

@@ -47,7 +47,7 @@ from jaxtrain.hlo.trace import Events, TraceError, TraceEvent, read
 from jaxtrain.parallel.attention import SCOPE
 from jaxtrain.plan.compare import COMMUNICATION, PLANNED, WAITING, PlannedStep, Trace
 from jaxtrain.plan.predict import Prediction
-from jaxtrain.run.files import warned
+from jaxtrain.run.files import replace_text, warned
 from jaxtrain.run.wall_clock import STEPS, Part, WallClock
 from jaxtrain.training.profile import WARM_UP, Profile
 from jaxtrain.training.recovery import Rollback
@@ -292,7 +292,7 @@ class AfterWarmUp:
                 for line in step.lines():
                     self._say(line)
                 with warned(self._folder / PLANNED, self._say):
-                    (self._folder / PLANNED).write_text(step.as_json())
+                    replace_text(self._folder / PLANNED, step.as_json())
             if self._profile.step_time_s is not None and jax.process_count() > 1:
                 cluster.barrier("the profile is read")
 

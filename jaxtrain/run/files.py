@@ -43,8 +43,9 @@ _KINDS = {
 
 
 class LineFile:
-    """A file that lines are appended to. Lines that cannot be written wait, and are written before
-    the next one. A failure is logged once, until something is written again.
+    """A file that lines are appended to; a link there, or a file that has another name, too, is
+    replaced by a copy first. Lines that cannot be written wait, and are written before the next
+    one. A failure is logged once, until something is written again.
 
     Args:
       path: the file, which need not exist.
@@ -63,8 +64,11 @@ class LineFile:
         self._pending += line.encode() + b"\n"
         try:
             if self._descriptor is None:
+                with contextlib.suppress(FileNotFoundError):
+                    if self._path.is_symlink() or self._path.stat().st_nlink > 1:
+                        replace_text(self._path, self._path.read_text(errors="replace"))
                 self._descriptor = os.open(
-                    self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666
+                    self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666
                 )
             while self._pending:
                 self._pending = self._pending[os.write(self._descriptor, self._pending) :]
@@ -125,11 +129,22 @@ def read_json_lines(path: pathlib.Path) -> list[Any]:
     return values
 
 
-def replace_text(path: pathlib.Path, text: str) -> None:
-    """Replaces a file's text by a rename, so that a kill leaves the text before or after."""
-    unfinished = path.with_suffix(".new")
-    unfinished.write_text(text)
-    os.replace(unfinished, path)
+def fresh(path: Any) -> Any:
+    """The path of a file that will be written, once nothing is there: a link is not written
+    through, and a file that has another name, too (`cp -al`), keeps its content under that."""
+    path.unlink(missing_ok=True)
+    return path
+
+
+def replace_text(path: Any, text: str) -> None:
+    """Replaces a file's text by a rename, so that a kill leaves the text before or after. A link
+    there is replaced, and nothing is left behind if that fails. path: pathlib's, or one like it."""
+    unfinished = fresh(path.with_name(f".{path.name}.new"))
+    try:
+        unfinished.write_text(text)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 # --- files that a stranger may have made ----------------------------------------------------------

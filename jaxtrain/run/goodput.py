@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from jaxtrain.run.files import LineFile, read_json_lines, replace_text
+from jaxtrain.run.files import LineFile, fresh, read_json_lines, replace_text
 from jaxtrain.run.wall_clock import Part, WallClock
 from jaxtrain.schedule.drawing import STARTS
 
@@ -356,5 +356,5 @@ def plot_goodput(workdir: str | os.PathLike) -> pathlib.Path | None:
     )
     figure.suptitle(goodput.summary().partition(":")[0])
     path = pathlib.Path(workdir) / GOODPUT_PLOT
-    figure.savefig(path)
+    figure.savefig(fresh(path))
     return path

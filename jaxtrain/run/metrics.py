@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxtrain.run.files import LineFile, read_json_lines, replace_text, warned
+from jaxtrain.run.files import LineFile, fresh, read_json_lines, replace_text, warned
 from jaxtrain.run.wall_clock import Part, WallClock
 
 METRICS_FILE, LOSS_PLOT, TENSORBOARD_FOLDER = "metrics.jsonl", "loss.png", "tensorboard"
@@ -262,9 +262,11 @@ class MetricsWriter:
         records = read_metrics(self._workdir)
         self._open(step, records)
         rolled_back = self._workdir / ROLLED_BACK_FILE
-        with warned(rolled_back, self._log), rolled_back.open("a") as file:
-            file.writelines(
-                json.dumps(record) + "\n" for record in records if record["step"] > step
+        with warned(rolled_back, self._log):
+            lines = [rolled_back.read_text()] if rolled_back.exists() else []
+            replace_text(
+                rolled_back,
+                "".join(lines + [f"{json.dumps(r)}\n" for r in records if r["step"] > step]),
             )
         self.write(step, **values)
 
@@ -353,5 +355,5 @@ def plot_losses(workdir: str | os.PathLike) -> pathlib.Path | None:
     axes.grid(alpha=0.3)
     axes.legend()
     path = pathlib.Path(workdir) / LOSS_PLOT
-    figure.savefig(path)
+    figure.savefig(fresh(path))
     return path

@@ -29,6 +29,7 @@ from typing import NoReturn
 
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
+from jaxtrain.run.files import fresh
 from jaxtrain.run.peers import Beat, Ending, Peer, Peers, Stragglers
 from jaxtrain.run.wall_clock import HOST_STEPS, STEPS, Current, Part, WallClock
 
@@ -320,7 +321,7 @@ class Watchdog:
         folder = self._folder / "hang"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with (folder / f"step-{step}-process-{process}.txt").open("w") as file:
+            with fresh(folder / f"step-{step}-process-{process}.txt").open("w") as file:
                 where = f"at {current.part.value} for {current.seconds:.0f} s"
                 file.write(f"process {process}, after step {step}, {where}\n\n")
                 file.flush()

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 from jaxtrain.config import Config, MeshConfig, PipelineConfig, fields, get, value_text
 from jaxtrain.run.exit_status import ExitStatus, RunError
-from jaxtrain.run.files import read_json
+from jaxtrain.run.files import read_json, replace_text
 
 OP_TIMES = "op_times.json"
 LATER = ("FB", "update", "embedding")  # only of some tables; 0 where they are not known
@@ -93,9 +93,7 @@ def store(
     """Writes times and the settings on which they depend into a run's folder, in one piece or not
     at all. devices: in words, such as "8 × TPU v5p". Raises OSError."""
     values = {"times": times, "of": settings, "devices": devices}
-    part = folder / f"{OP_TIMES}.part"
-    part.write_text(json.dumps(values, indent=1) + "\n")
-    os.replace(part, folder / OP_TIMES)
+    replace_text(folder / OP_TIMES, json.dumps(values, indent=1) + "\n")
 
 
 def describe(times: tuple[float, ...], source: str = f"of {OP_TIMES}") -> str:

@@ -2,7 +2,9 @@
 for whatever is wrong."""
 
 import dataclasses
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from support.damage import damage_numbers
 
 from jaxtrain import config as configs
 from jaxtrain.checkpoint import __main__ as command
-from jaxtrain.checkpoint import retention, steps
+from jaxtrain.checkpoint import manifest, retention, steps, stores
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.steps import Meta
 from jaxtrain.run import streams
@@ -211,7 +213,7 @@ def test_a_step_that_a_run_deletes_meanwhile_is_not_damaged(places, here, monkey
 
     def delete_first(folder, *rest):
         if folder.name == "3":
-            command.retention.delete(folder)
+            command.retention.delete([folder])
         yield from damages(folder, *rest)
 
     monkeypatch.setattr(command.reading, "damages", delete_first)
@@ -226,6 +228,122 @@ def test_a_step_that_a_run_deletes_meanwhile_is_not_damaged(places, here, monkey
     assert status == 74 and lines[-1].endswith(": 6 damaged")
 
 
+def save_as(step, copy) -> None:
+    """A copy of a step that is one of its own number."""
+    shutil.copytree(step, copy)
+    meta = json.loads((copy / "meta" / "metadata").read_text()) | {"step": int(copy.name)}
+    (copy / "meta" / "metadata").write_text(json.dumps(meta))
+    (copy / "manifest.json").unlink()
+    manifest.write(epath.Path(copy))
+
+
+def test_a_copied_step_is_not_complete_and_takes_no_place(run, here):
+    """Nor a renamed one, nor a link to another one's step: `prune` keeps and names them."""
+    folder = run / "checkpoints"
+    shutil.copytree(folder / "6", folder / "109")
+    save_as(folder / "3", folder / "7")
+    (folder / "7").rename(folder / "108")
+    (folder / "107").symlink_to("3")
+    rows = here("ls", run)[1][3:]
+    assert [row.split()[0] for row in rows] == ["107", "108", "109"]
+    assert [row.split("  ")[-1].strip() for row in rows] == [
+        f"its meta is of step {n}" for n in (3, 7, 6)
+    ]
+    status, lines, _ = here("verify", run)
+    assert status == 74 and lines[-1].endswith(": 107, 108, 109 damaged")
+    status, lines, err = here("prune", run, "--keep=1", "--yes")
+    assert status == 0 and [line.split()[1] for line in lines[:-1]] == [str(folder / "3")]
+    assert err.splitlines() == [
+        f"note: {folder}/{n} is left: its meta is of step {of}"
+        for n, of in ((107, 3), (108, 7), (109, 6))
+    ]
+    assert sorted(path.name for path in folder.iterdir() if path.name.isdigit()) == [
+        *("107", "108", "109", "6")
+    ]
+
+
+def test_prune_deletes_nothing_through_a_link(run, here):
+    folder = run / "checkpoints"
+    shutil.copytree(folder, run / "other")
+    shutil.rmtree(folder / "3")
+    for name, target in (
+        ("3", "../other/3"),
+        ("5.broken-1", "../other/6"),
+        ("9.orbax-checkpoint-tmp", "../other/6"),
+    ):
+        (folder / name).symlink_to(target)
+    before = sorted(map(str, (run / "other").rglob("*")))
+    assert here("prune", run, "--keep=1", "--broken", "--unfinished", "--yes")[0] == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["6", "validation_losses.json"]
+    folder.rename(run / "elsewhere")
+    folder.symlink_to("elsewhere")
+    status, _, err = here("prune", run, "--keep=1", "--yes")
+    assert status == 2 and err.startswith(f"error: '{folder}' is a link, through which prune del")
+    assert err.strip().endswith(f"prune {run}/elsewhere --keep=1 --yes=true")
+    assert here("prune", folder, "--keep=1", "--yes")[0] == 0
+    assert sorted(map(str, (run / "other").rglob("*"))) == before
+
+
+def test_one_step_without_permission_is_named_and_the_others_are_listed(run, here, monkeypatch):
+    scandir, listdir = os.scandir, os.listdir
+
+    def refusing(do):
+        def call(path="."):
+            if str(path).endswith("/3"):
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return do(path)
+
+        return call
+
+    monkeypatch.setattr(os, "listdir", refusing(listdir))  # root may read everything
+    monkeypatch.setattr(os, "scandir", refusing(scandir))
+    _, (_, three, six), _ = here("ls", run)
+    assert three.endswith("it cannot be read: Permission denied") and six.endswith("complete")
+    status, lines, _ = here("verify", run)
+    assert status == 74 and lines[-1].endswith(": 3 damaged") and "6: complete" in lines[2]
+    save_as(run / "checkpoints" / "6", run / "checkpoints" / "7")
+    assert here("prune", run, "--keep=1", "--yes")[2].startswith("note: ")
+    assert steps.step_numbers(run / "checkpoints") == [3, 7]
+
+
+def test_what_cannot_be_deleted_is_named_after_the_others_are(run, here, monkeypatch):
+    folder, remove = run / "checkpoints", stores.remove
+    for step in (7, 8):
+        save_as(folder / "6", folder / str(step))
+
+    def refusing(path):
+        if path.name == "3":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        remove(path)
+
+    monkeypatch.setattr(stores, "remove", refusing)
+    status, _, err = here("prune", run, "--keep=1", "--yes")
+    assert status == 74 and err == (f"error: {folder}: not all is deleted (3: Permission denied)\n")
+    assert steps.step_numbers(folder) == [3, 8]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"3": 1' + b"0" * 400 + b"}",
+        b"[" * 10**6,
+        b'{"' + b"3" * 5000 + b'": 1}',
+        b'{"3": {}}',
+        b"[3]",
+        b"{",
+    ],
+    ids=["digits", "depth", "key", "object", "list", "cut off"],
+)
+def test_damaged_validation_losses_are_said_and_replaced(run, here, content):
+    file = run / "checkpoints" / "validation_losses.json"
+    file.write_bytes(content)
+    status, lines, err = here("ls", run)
+    assert status == 0 and [line.split()[-1] for line in lines[1:]] == ["complete"] * 2
+    assert err.startswith(f"note: {file} is not used (") and err.count("\n") == 1 and len(err) < 400
+    retention.note_losses(epath.Path(run / "checkpoints"), (3, 6), {6: 2.0})
+    assert here("ls", run)[2] == "" and json.loads(file.read_text()) == {"6": 2.0}
+
+
 def test_a_run_that_saves_and_deletes_faster_than_it_is_read(places, here, monkeypatch):
     """It has others by then, of which the newest is read first; a deletion in the middle of a
     listing is no error."""
@@ -234,8 +352,8 @@ def test_a_run_that_saves_and_deletes_faster_than_it_is_read(places, here, monke
     def save_and_delete(step, *rest):
         if step.name in ("3", "6"):
             for new in range(3):
-                shutil.copytree(step, folder / f"{10 * (new + int(step.name))}")
-            command.retention.delete(step)
+                save_as(step, folder / f"{10 * (new + int(step.name))}")
+            command.retention.delete([step])
         yield from damages(step, *rest)
 
     monkeypatch.setattr(command.reading, "damages", save_and_delete)

@@ -18,6 +18,7 @@ from support.checkpoint_state import (
     assert_same,
     checkpointer,
     latest_step,
+    meta_of,
     restored,
     state,
     stored_numbers,
@@ -105,7 +106,7 @@ def test_nothing_is_made_before_the_first_save(tmp_path):
 def test_meta_comes_back(saved):
     folder, _ = saved
     assert latest_step(folder) == 5
-    assert read_meta(folder, 5) == {"seed": 3}
+    assert read_meta(folder, 5)["seed"] == 3
 
 
 def test_other_folders_are_no_checkpoints(saved):
@@ -164,7 +165,7 @@ def test_a_step_is_saved_once(saved):
     assert c.save(6, state(layout), {})
     assert not c.save(6, state(layout), {})
     c.close()
-    assert read_meta(folder, 5) == {"seed": 3}
+    assert read_meta(folder, 5)["seed"] == 3
 
 
 # --- what is set aside ----------------------------------------------------------------------------
@@ -196,9 +197,9 @@ def test_what_has_a_step_s_name_is_set_aside_by_the_first_save(saved):
     said = []
     cut_off = UnrecognizedEntry("8", "of another model", 8, holds_data=True)
     c = checkpointer(folder, layout, keep=2, broken=[cut_off], log=said.append)
-    assert c.save(6, state(layout), {}) and c.save(7, state(layout), {})
+    assert c.save(6, state(layout), meta_of(6)) and c.save(7, state(layout), meta_of(7))
     (folder / "8").mkdir()  # while the run goes on
-    assert c.save(8, state(layout), {})
+    assert c.save(8, state(layout), meta_of(8))
     c.close()
     moved = [
         "100.broken-1",

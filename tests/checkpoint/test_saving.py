@@ -12,6 +12,7 @@ from support.checkpoint_state import (
     assert_same,
     checkpointer,
     latest_step,
+    meta_of,
     restored,
     state,
 )
@@ -98,6 +99,17 @@ def test_a_save_that_fails_does_not_hold_up_the_next(tmp_path, monkeypatch):
     )
 
 
+def test_a_process_that_does_not_see_the_folder_writes_nowhere(tmp_path, monkeypatch):
+    """As one whose --workdir is another one, or whose disk is not mounted: the save has failed."""
+    monkeypatch.setattr(saving, "RETRY_WAITS_S", ())
+    monkeypatch.setattr(saving.SaveThread, "_make_folder", lambda self: None)
+    c = checkpointer(tmp_path, Layout(7))
+    c.save(1, state(Layout(7)), {})
+    with pytest.raises(CheckpointError, match="process 0 does not see .*1.orbax-checkpoint-tmp, "):
+        c.wait()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_fault_in_the_program_is_no_failure_of_the_storage(tmp_path, monkeypatch):
     failing(monkeypatch, KeyError("a mistake"))
     layout = Layout(7)
@@ -118,7 +130,7 @@ def test_owners_and_groups_without_a_name(tmp_path, monkeypatch):
     manifest.try_step(epath.Path(tmp_path / "trial"))
     layout = Layout(7)
     c = checkpointer(tmp_path / "run", layout)
-    c.save(1, state(layout), {})
+    c.save(1, state(layout), meta_of(1))
     c.wait()
     c.close()
     folder = epath.Path(tmp_path / "run" / "1")

@@ -3,11 +3,13 @@ one made by hand."""
 
 import errno
 import json
+import math
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
+import zlib
 
 import pytest
 import tensorstore as ts
@@ -18,7 +20,6 @@ from jaxtrain import config as configs
 from jaxtrain.checkpoint import manifest
 from jaxtrain.checkpoint.manifest import DatabaseError, read_database
 from jaxtrain.checkpoint.steps import (
-    TO_GENERATE,
     TO_TRAIN,
     CheckpointError,
     Meta,
@@ -41,7 +42,12 @@ def meta_of(step: int) -> dict:
     return json.loads(json.dumps(meta))
 
 
-def write_state(folder: pathlib.Path) -> None:
+def describe(shape, piece) -> str:
+    grid = {"chunk_grid": {"configuration": {"chunk_shape": piece}}}
+    return json.dumps({"shape": shape, "zarr_format": 3} | grid)
+
+
+def write_state(folder: pathlib.Path, without: str = "") -> None:
     """A database with a tree of several levels; most values are in a file of their own."""
     sizes = {"max_decoded_node_bytes": 300, "max_inline_value_bytes": 200}
     database = ts.KvStore.open(
@@ -49,12 +55,13 @@ def write_state(folder: pathlib.Path) -> None:
     ).result()
     with ts.Transaction() as transaction:
         for name, shape in SHAPES.items():
-            key = name.replace("/", ".")
-            database.with_transaction(transaction)[f"{key}/zarr.json"] = json.dumps(
-                {"shape": shape, "zarr_format": 3}
-            )
-            for piece in range(20):
-                database.with_transaction(transaction)[f"{key}/c/{piece}"] = bytes(300)
+            key, piece = name.replace("/", "."), (1, *shape[1:])[: len(shape)]
+            database.with_transaction(transaction)[f"{key}/zarr.json"] = describe(shape, piece)
+            for row in range(shape[0]) if shape else [()]:
+                index = (row, 0, 0)[: len(shape)] if shape else ()
+                at = "/".join([f"{key}/c", *map(str, index)])
+                if at != without:
+                    database.with_transaction(transaction)[at] = bytes(8 * math.prod(piece) + 4)
 
 
 def write_step(folder: pathlib.Path, step: int) -> pathlib.Path:
@@ -201,6 +208,115 @@ def test_a_step_that_is_not_complete_is_passed_over(folder, why):
     assert "\n" not in str(choice)
 
 
+def test_a_state_that_lacks_pieces_is_not_complete(folder, monkeypatch):
+    """One of the processes has written elsewhere: no manifest is written; and a step that has one
+    all the same is passed over."""
+    shutil.rmtree(folder / "12" / "state")
+    write_state(folder / "12" / "state", without="params.layers.mlp.w/c/6/0/0")
+    with pytest.raises(DatabaseError, match=r"^lacks pieces of params\.layers\.mlp\.w$"):
+        manifest.write(epath.Path(folder / "12"))
+    with monkeypatch.context() as earlier:
+        earlier.setattr(manifest, "shapes", lambda values: {})
+        manifest.write(epath.Path(folder / "12"))
+    choice = choose(folder, TO_TRAIN)
+    assert str(choice) == "12 (its state lacks pieces of params.layers.mlp.w)" and choice.step == 9
+
+
+def resealed(step: pathlib.Path, **files: manifest.StoredFile) -> None:
+    """Adds files to a step's manifest, whose checksum is right."""
+    listed = manifest.read(epath.Path(step))
+    (step / "manifest.json").write_bytes(manifest._encode({**listed, **files}))
+
+
+def linked(step: pathlib.Path, name: str, target) -> None:
+    shutil.rmtree(step / name) if (step / name).is_dir() else (step / name).unlink()
+    (step / name).symlink_to(target)
+
+
+def listing(path: str):
+    text = pathlib.Path(path).read_bytes() if os.path.isabs(path) else b"beside"
+    return lambda step: (
+        (step.parent / "beside").write_bytes(b"beside"),
+        resealed(step, **{path: manifest.StoredFile(len(text), zlib.crc32(text), False)}),
+    )
+
+
+OUTSIDE = {
+    "/etc/passwd cannot be read: it lies outside of ": listing("/etc/passwd"),
+    "../beside cannot be read: it lies outside of ": listing("../beside"),
+    "its meta cannot be read: it lies outside ": lambda step: linked(
+        step, "meta/metadata", step.parent / "9/meta/metadata"
+    ),
+    "its meta cannot be read: it lies outside": lambda step: linked(step, "meta", "../9/meta"),
+    "state/d/": lambda step: linked(step, "state", "../9/state"),
+    "manifest.json cannot be read: it lies outside": lambda step: linked(
+        step, "manifest.json", "/dev/zero"
+    ),
+    "manifest.json cannot be read: it is a FIFO, not a file": lambda step: (
+        (step / "manifest.json").unlink(),
+        os.mkfifo(step / "manifest.json"),
+    ),
+    "manifest.json cannot be read: it has more than": lambda step: os.truncate(
+        step / "manifest.json", 10**12
+    ),
+    "_CHECKPOINT_METADATA cannot be read: it is a FIFO": lambda step: (
+        (step / "_CHECKPOINT_METADATA").unlink(),
+        os.mkfifo(step / "_CHECKPOINT_METADATA"),
+    ),
+    "manifest.json is damaged": lambda step: resealed(step, x=manifest.StoredFile("1", 2, False)),
+}
+
+
+@pytest.mark.parametrize("why", OUTSIDE)
+def test_nothing_outside_of_a_step_is_read_and_no_device(folder, why):
+    OUTSIDE[why](folder / "12")
+    choice = choose(folder, TO_TRAIN)
+    assert choice.step == 9 and choice.unrecognized[0].why.startswith(why), str(choice)
+    assert "outside" in str(choice) or "outside" not in why
+
+
+def test_the_names_in_a_database_stay_in_its_step(folder, monkeypatch):
+    dump = manifest.ts.ocdbt.dump
+
+    class Dumped:
+        def __init__(self, value):
+            self.value = value
+
+        def result(self):
+            if "entries" not in self.value:
+                return self.value
+            entries = [
+                entry | {"indirect_value": "value::../../9/state/manifest.ocdbt:0:4"}
+                if "indirect_value" in entry
+                else entry
+                for entry in self.value["entries"]
+            ]
+            return self.value | {"entries": entries}
+
+    monkeypatch.setattr(manifest.ts.ocdbt, "dump", lambda *a, **k: Dumped(dump(*a, **k).result()))
+    with pytest.raises(DatabaseError, match="cannot be read: it lies outside of .*12$"):
+        read_database(epath.Path(folder / "12" / "state"))
+
+
+def test_links_inside_of_a_step_are_followed(folder):
+    step = folder / "12"
+    os.rename(step / "meta", step / "state" / "kept")
+    (step / "meta").symlink_to("state/kept")
+    (step / "manifest.json").unlink()
+    manifest.write(epath.Path(step))
+    assert choose(folder, TO_TRAIN).step == 12
+
+
+def test_a_shape_without_bound_takes_no_memory():
+    for shape, piece in (((10**15, 8), (1, 8)), ((2**40,), (2**40,))):
+        values = [
+            manifest.Value("a/zarr.json", describe(shape, piece).encode()),
+            manifest.Value(f"a/c/0{'/0' * (len(shape) - 1)}", bytes(300)),
+        ]
+        with pytest.raises(DatabaseError, match="lacks pieces of a"):
+            manifest.shapes(values)
+
+
 @pytest.mark.parametrize("why", BROKEN_DATABASE)
 def test_a_damaged_database_is_known_without_reading_numbers(folder, why):
     BROKEN_DATABASE[why](folder / "12")
@@ -215,7 +331,7 @@ def test_the_caller_s_own_check_is_asked_from_the_newest_on(folder):
         asked.append((meta.step, shapes))
         return "of another model" if meta.step == 12 else ""
 
-    choice = choose(folder, TO_GENERATE, wrong)
+    choice = choose(folder, TO_TRAIN, wrong)
     assert asked == [(12, SHAPES), (9, SHAPES)]
     assert choice.step == 9 and choice.unrecognized == (
         UnrecognizedEntry("12", "of another model", 12, holds_data=True),

@@ -10,10 +10,12 @@ from jaxtrain.run import metrics
 from jaxtrain.run.files import (
     MOST_DEPTH,
     LineFile,
+    fresh,
     open_regular,
     parse_json,
     read_json,
     read_regular,
+    replace_text,
 )
 from jaxtrain.run.metrics import MetricsWriter, read_metrics
 
@@ -122,3 +124,43 @@ def test_json_within_its_bounds():
     assert str(parse_json(deepest)) == deepest
     assert parse_json(b'{"a": [1, -2.5, "x", null, true]}') == {"a": [1, -2.5, "x", None, True]}
     assert parse_json("7") == 7
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link"])
+def test_nothing_is_written_through_a_link(tmp_path, kind):
+    """Neither through a hard link, as `cp -al` makes them of all files of a run."""
+    other = tmp_path / "other"
+    other.write_text("one\n")
+    places = [tmp_path / name for name in ("lines", "text", "plot", ".text.new")]
+    for path in places:
+        os.symlink(other, path) if kind == "link" else os.link(other, path)
+    file = LineFile(places[0], print)
+    file.write("two")
+    file.write("three")
+    file.close()
+    replace_text(places[1], "new")
+    fresh(places[2]).write_text("drawn")
+    assert [path.read_text() for path in places[:3]] == ["one\ntwo\nthree\n", "new", "drawn"]
+    assert other.read_text() == "one\n" and not os.path.lexists(places[3])
+
+
+def test_a_link_to_nothing_is_warned_of(tmp_path):
+    said = []
+    os.symlink(tmp_path / "nothing", tmp_path / "lines")
+    LineFile(tmp_path / "lines", said.append).write("one")
+    assert len(said) == 1 and not (tmp_path / "nothing").exists()
+
+
+def test_a_text_that_cannot_be_replaced_leaves_nothing_behind(tmp_path, monkeypatch):
+    path = tmp_path / "text"
+    path.write_text("before")
+
+    def full(self, text):
+        with open(self, "wb") as file:
+            file.write(b"a")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        replace_text(path, "after")
+    assert [each.name for each in tmp_path.iterdir()] == ["text"] and path.read_text() == "before"

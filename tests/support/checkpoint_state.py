@@ -13,6 +13,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain import config as configs
 from jaxtrain.checkpoint.layout import Shards, stored_arrays
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.restoring import restore
@@ -153,6 +154,12 @@ def state(layout: Layout) -> dict:
     return jax.tree.unflatten(
         tree, [make(path, leaf, s) for (path, leaf), s in zip(leaves, tree.flatten_up_to(shapes))]
     )
+
+
+def meta_of(step: int) -> dict:
+    """The meta of a complete step."""
+    config = configs.to_dict(configs.Config().resolve())
+    return {"config": config, "step": step, "checksum": "12" * 32, "tokenizer": {"kind": "bytes"}}
 
 
 def checkpointer(folder, layout: Layout, keep: int = 3, **arguments) -> Checkpointer:
