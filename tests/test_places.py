@@ -64,7 +64,7 @@ def refused(checked: Config, workdir: str, status: ExitStatus = ExitStatus.BAD_C
     workdir = changes.pop("workdir", workdir)
     check(
         configs.replace(
-            checked, {path: flags._value(path, text) for path, text in changes.items()}
+            checked, {path: flags.setting_value(path, text) for path, text in changes.items()}
         ),
         workdir,
     )

@@ -159,6 +159,8 @@ def field_violation(path: str, value: Any, of_recipe: Any) -> Violation | None:
     except ConfigError as error:
         others = [] if path.startswith(TRAINED) else values_for(path, usual)
         return Violation(path, error.rule, [*error.fixes, *others])
+    if isinstance(value, str) and "\0" in value:  # recipes may have one, and no path can
+        return Violation(path, "holds a NUL character", values_for(path, usual))
     choices = field.metadata["choices"]
     if choices and isinstance(value, tuple):
         for name in value:
@@ -170,9 +172,10 @@ def field_violation(path: str, value: Any, of_recipe: Any) -> Violation | None:
         return _out_of_bounds(path, value, usual)
     if cfg.item_type(field.type) in (int, float):
         has_zeros = path in ("pipeline.times", "pipeline.chunk_layers", "model.nope_layers")
-        if all(math.isfinite(v) and v >= 0 and (v or has_zeros) for v in value):
+        if all(0 <= v <= cfg.LARGEST_INT and (v or has_zeros) for v in value):
             return None
-        rule = "has a number below 0" if has_zeros else "has a number that is not above 0"
+        least = "below 0" if has_zeros else "that is not above 0"
+        rule = f"has a number {least} or above {cfg.LARGEST_INT}"
         return Violation(path, rule, [{path: field.default}])
     if isinstance(value, tuple) and (len(set(value)) < len(value) or "" in value):
         names = tuple(dict.fromkeys(v for v in value if v))
@@ -203,7 +206,7 @@ def _unknown_name(path: str, value: tuple, name: str, choices: tuple) -> Violati
     the tuple without it."""
     close = difflib.get_close_matches(name, choices, n=1, cutoff=0.65)
     fixed = (other for item in value for other in (close if item == name else [item]))
-    rule = f"names {name!r}, which is none of {', '.join(choices)}"
+    rule = f"names {cfg.shown(name)}, which is none of {', '.join(choices)}"
     return Violation(path, rule, [{path: tuple(dict.fromkeys(fixed))}])
 
 

@@ -50,6 +50,11 @@ class Flag:
     at_least: float | None = None
     at_most: int | None = None
 
+    @property
+    def most(self) -> int:
+        """The largest whole number that the flag may have."""
+        return cfg.LARGEST_INT if self.at_most is None else self.at_most
+
 
 CLUSTER_FLAGS = (
     Flag(
@@ -226,16 +231,17 @@ def _flag_value(flag: Flag, text: str) -> Any:
             raise UsageError(rule, _nearest(flag, text)) from None
     if value == flag.default:
         return value
-    if flag.at_least is not None and not float(value) >= flag.at_least:
+    if flag.at_least is not None and not value >= flag.at_least:
         raise UsageError(
             f"--{flag.name}={text} must be at least {flag.at_least}",
             {flag.name: kind(flag.at_least)},
         )
     if kind is float and not math.isfinite(value):
         raise UsageError(f"--{flag.name}={text} is not a finite number")
-    if flag.at_most is not None and value > flag.at_most:  # nobody means the bound
+    if kind is int and value > flag.most:  # nobody means the bound
         raise UsageError(
-            f"--{flag.name}={text} must be at most {flag.at_most}", {flag.name: flag.default}
+            f"--{flag.name}={cfg.shown(value)} must be at most {flag.most}",
+            {flag.name: flag.default},
         )
     return value
 
@@ -244,8 +250,7 @@ def _nearest(flag: Flag, text: str) -> dict[str, Any]:
     """The flag with the value of its type and within its bounds that is nearest to a text of
     another type, such as 20 for 19.8; {} if there is none."""
     number = cfg.number(text) if isinstance(flag.default, int) else None
-    most = cfg.LARGEST_INT if flag.at_most is None else flag.at_most
-    if number is None or abs(number) > most:
+    if number is None or abs(number) > flag.most:
         return {}
     return {flag.name: max(round(number), int(flag.at_least or 0))}
 
@@ -330,12 +335,14 @@ def apply(config: Config, overrides: Sequence[tuple[str, str]]) -> Config:
     for path in cfg.fields():
         with contextlib.suppress(cfg.ConfigError):
             changes[path] = cfg.convert(path, cfg.get(config, path))
-    return cfg.replace(config, changes | {path: _value(path, text) for path, text in overrides})
+    return cfg.replace(
+        config, changes | {path: setting_value(path, text) for path, text in overrides}
+    )
 
 
-def _value(path: str, text: str) -> Any:
-    """The value of a setting's text, as ml_collections' flags read it; the text itself if it is of
-    another type."""
+def setting_value(path: str, text: str) -> Any:
+    """The value of a setting's text, as ml_collections' flags read it, for every command; the text
+    itself if it is of another type."""
     group, name = path.split(".")
     field, values = cfg.fields()[path], absl_flags.FlagValues()
     try:

@@ -134,7 +134,7 @@ def read_origin(folder: str, workdir: str) -> Origin:
         pathlib.Path(os.path.expanduser(folder)).absolute(),
         pathlib.Path(workdir) / CONFIG_FILE,
     )
-    if not (path / CONFIG).exists():
+    if not os.path.exists(path / CONFIG):  # unlike Path.exists, also for a name that is too long
         with contextlib.suppress(HfError, ValueError, AttributeError, TypeError):
             run = cfg.from_dict(read_json(stored))
             if run.train.init_from == str(path):

@@ -24,7 +24,6 @@ from jaxtrain.costs.step_time import MATMULS, StepModel, TimeBreakdown
 from jaxtrain.pipeline.setup import has_recompute_ops
 from jaxtrain.pipeline.step_model import OURS, step_model_of
 from jaxtrain.plan import layout_flag
-from jaxtrain.plan.layout_flag import whole_number
 from jaxtrain.plan.predict import PlannedTable, how_sure, step_figures
 from jaxtrain.schedule.orders import ONE_CHUNK, SCHEDULES
 
@@ -88,7 +87,13 @@ class HeterogeneousPlan:
 
 def is_groups(text: str) -> bool:
     """True if --hardware names groups of devices, NAME:DEVICES each."""
-    return whole_number(text.rpartition(":")[2]) is not None
+    return _whole_number(text.rpartition(":")[2]) is not None
+
+
+def _whole_number(text: str) -> int | None:
+    """The number of a text of digits, up to the largest of a setting; None for any other text."""
+    is_short = text.isascii() and text.isdecimal() and len(text) <= 10
+    return int(text) if is_short and int(text) <= configs.LARGEST_INT else None
 
 
 def parse(text: str) -> list[Group]:
@@ -96,7 +101,7 @@ def parse(text: str) -> list[Group]:
     words, groups = [word.strip() for word in text.split(",")], []
     for at, word in enumerate(words):
         name, _, count = word.rpartition(":")
-        if not name or not whole_number(count):
+        if not name or not _whole_number(count):
             words[at] = f"{name if name in kinds.known() else kinds.known()[0]}:{LIKELY}"
             raise HardwareError(text, f"has {word!r}, which is no NAME:DEVICES", ",".join(words))
         groups.append(Group(kinds.load(name), int(count)))

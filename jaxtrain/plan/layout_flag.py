@@ -17,6 +17,7 @@ from jaxtrain import config as cfg
 from jaxtrain.config import Config, checks
 from jaxtrain.config.checks import UNKNOWN, Environment
 from jaxtrain.config.errors import UsageError
+from jaxtrain.config.flags import setting_value
 from jaxtrain.config.mesh_rules import AXES, filled
 from jaxtrain.config.rules import divisors, near
 from jaxtrain.config.saved_values import saved_with
@@ -41,7 +42,6 @@ SETTINGS = {
 }
 KEYS = tuple(SETTINGS)
 BATCH_AXES = ("replica", "data", "expert")
-BOOLS = {"true": True, "false": False}
 OTHER_NAMES = {
     "dp": "data",
     "fsdp": "data",
@@ -57,12 +57,6 @@ Values = dict[str, Any]  # by key
 
 class LayoutError(UsageError):
     """A layout that cannot work; the text is one line and ends with the flags of one that can."""
-
-
-def whole_number(text: str) -> int | None:
-    """The number of a text of digits, up to the largest of a setting; None for any other text."""
-    is_short = text.isascii() and text.isdecimal() and len(text) <= 10
-    return int(text) if is_short and int(text) <= cfg.LARGEST_INT else None
 
 
 def read(text: str) -> Values:
@@ -98,21 +92,20 @@ def _example(key: str) -> Any:
 def _converted(key: str, text: str) -> tuple[Any, str]:
     """Returns (the value as its setting's type, ""), or, outside of the setting's bounds and
     choices, (one to use, the rule that is broken)."""
-    field, number = cfg.fields()[SETTINGS[key]], whole_number(text)
-    choices = field.metadata["choices"]
-    if choices:
-        value = number if isinstance(choices[0], int) else text
-        if cfg.is_choice(SETTINGS[key], value):
+    path, value = SETTINGS[key], setting_value(SETTINGS[key], text)
+    field = cfg.fields()[path]
+    if choices := field.metadata["choices"]:
+        if cfg.is_choice(path, value):
             return value, ""
         names = [str(choice) for choice in choices]
         nearest = difflib.get_close_matches(text, names, 1, 0.0)[0]
         return nearest, f"and the choices are {', '.join(names)}"
     if isinstance(field.default, bool):
-        value, rule = BOOLS.get(text.lower()), f"and the choices are {', '.join(BOOLS)}"
-        return (field.default, rule) if value is None else (value, "")
+        is_bool = isinstance(value, bool)
+        return (value, "") if is_bool else (field.default, "and the choices are true, false")
     least = int(key != "repeats")  # repeats=0: as many as the schedule chooses
-    if number is not None and number >= least:
-        return number, ""
+    if type(value) is int and least <= value <= cfg.LARGEST_INT:
+        return value, ""
     return max(1, _example(key)), f"which must be a whole number from {least} on"
 
 

@@ -1,6 +1,7 @@
 """config/flags.py for all commands: values and words in any order, what is suggested works, and all
 that is wrong is said at once."""
 
+import contextlib
 import itertools
 import shlex
 import sys
@@ -9,13 +10,16 @@ import types
 import pytest
 from support import ROOT
 
-from jaxtrain import generate, launch, train
+from jaxtrain import cli, convert, generate, launch, train
+from jaxtrain import config as cfg
 from jaxtrain import show_schedule as schedule
 from jaxtrain.checkpoint import __main__ as checkpoint
-from jaxtrain.config.errors import UsageError
-from jaxtrain.config.flags import SHARED_FLAGS, Flag, read_flags, settled
+from jaxtrain.config.checks import field_violation
+from jaxtrain.config.errors import ConfigError, UsageError
+from jaxtrain.config.flags import SHARED_FLAGS, Flag, read_flags, setting_value, settled
 from jaxtrain.plan import __main__ as plan
-from jaxtrain.plan import calibrate
+from jaxtrain.plan import calibrate, compile_check
+from jaxtrain.run.exit_status import RunError
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from fuzz_configs import suggested
@@ -27,8 +31,14 @@ COMMANDS = {
     "schedule": schedule.FLAGS,
     "generate": generate.FLAGS,
     "launch": launch.FLAGS,
-} | {f"checkpoint {name}": flags for name, flags in checkpoint.FLAGS.items()}
-HOSTILE = ("four", "", "-1", "-1000000000000", "1e308", "nan", "inf", str(2**63), "19.8", "maybe")
+}
+for module, name in ((checkpoint, "checkpoint"), (convert, "convert")):
+    COMMANDS |= {f"{name} {each}": flags for each, flags in module.FLAGS.items()}
+BEYOND = ("1e308", "1e400", "nan", "inf", "-inf", str(2**63), str(10**400))  # no number of a flag
+NO_NUMBERS = ("four", "", "maybe", "0x10", "True", "[1]")
+HOSTILE = (*NO_NUMBERS, *BEYOND, "-1", "-1000000000000", "19.8", "1 ", "１", "1_000")
+TEXTS = (*HOSTILE, "(1,", "1,2", "[[1]]", "(nan,)", "None", "a" * 3000, "9" * 5000, "\udcff")
+WORST = ("x", "nan", "１", str(10**400), "[[1]]", "a" * 3000, "9" * 5000)
 FLAGS = (
     Flag("size", 0, "0: by itself", at_least=2, at_most=9),
     Flag("name", "", "a text"),
@@ -48,8 +58,43 @@ def test_what_is_suggested_for_a_value_works_behind_it(command):
         reading = read(wrong := f"--{flag.name}={text}", flags=COMMANDS[command])
         for error in reading.errors:
             words = suggested(f"error: {error}")
-            assert words or text in ("four", "", "maybe", "1e308", "nan", "inf", str(2**63))
+            assert words or text in (*NO_NUMBERS, *BEYOND)
             assert not words or not read(wrong, *words, flags=COMMANDS[command]).errors, str(error)
+
+
+def test_every_text_is_a_value_or_refused():
+    for (path, field), text in itertools.product(cfg.fields().items(), TEXTS):
+        violation = field_violation(path, value := setting_value(path, text), field.default)
+        if violation:
+            error = ConfigError(path, value, violation.rule, fixes=[*violation.fixes])
+            assert "\n" not in str(error)
+        else:
+            assert cfg.convert(path, value) == value
+    refused = [bool(field_violation(path, "\0", f.default)) for path, f in cfg.fields().items()]
+    assert all(refused)  # of a recipe: no argument has one
+
+
+PARSED = {
+    "train": lambda argv: cli.parse(["--cpu_devices=1", *argv], "", train.FLAGS),
+    "plan": lambda argv: cli.parse_unchecked(
+        ["--layout=data=1", *argv], "", plan.FLAGS, plan.planned
+    ),
+    "compile": lambda argv: settled(
+        read_flags(["--topology=v5p:2x2x1", *argv], "", compile_check.FLAGS, with_config=True),
+        compile_check._requested,
+    ),
+}
+# one setting of each kind
+KINDS = "mesh.stage train.seed optimizer.learning_rate mesh.elastic pipeline.remat parallel.zero"
+TUPLES = "model.nope_layers pipeline.times model.biases data.text_fields train.init_from"
+
+
+@pytest.mark.parametrize("path", f"{KINDS} {TUPLES}".split())
+@pytest.mark.parametrize("command", PARSED)
+def test_no_text_is_a_traceback(command, path):
+    for text in WORST:
+        with contextlib.suppress(RunError, UsageError, ConfigError):  # each is one line, status 2
+            PARSED[command]([f"--config.{path}={text}"])
 
 
 @pytest.mark.parametrize(
@@ -62,6 +107,7 @@ def test_what_is_suggested_for_a_value_works_behind_it(command):
         ("1.2", "--size='1.2' is not an integer: use --size=2"),
         ("1e3", "--size='1e3' is not an integer"),
         ("0.006k", "--size='0.006k' is not an integer: use --size=6"),
+        (str(10**400), f"--size={'1' + 199 * '0'}… must be at most 9: use --size=0"),
     ],
 )
 def test_the_nearest_value(text, says):

@@ -31,7 +31,7 @@ def offer(error: ConfigError) -> dict[str, Any]:
     """What an error's text says to use, read as a shell and the command read it."""
     words = shlex.split(error.nearest.partition(" (or ")[0])
     pairs = [word.removeprefix("--config.").partition("=") for word in words]
-    return {path: flags._value(path, text) for path, _, text in pairs}
+    return {path: flags.setting_value(path, text) for path, _, text in pairs}
 
 
 SCALED = {"model.rope_factor": 4.0, "model.rope_original_length": 32}
@@ -468,8 +468,8 @@ RULES = [
     ),
     (
         {"pipeline.layer_costs": (-1.0,) * 8},
-        f"pipeline.layer_costs={(-1.0,) * 8} has a number that is not above 0: use "
-        "--config.pipeline.layer_costs=",
+        f"pipeline.layer_costs={(-1.0,) * 8} has a number that is not above 0 or above "
+        "2147483647: use --config.pipeline.layer_costs=",
     ),
     (
         {"pipeline.chunk_layers": (2, 2, 3)},

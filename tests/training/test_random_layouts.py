@@ -1,12 +1,14 @@
-"""Random models on random layouts: the gradients of one plain loop (plain_loop.py). What the
-matrices of the other files do not cross, such as kinds of layers with context, replicas or
-offload, is met here by chance."""
+"""Random models on random layouts: the gradients of one plain loop (plain_loop.py), or the losses
+of some steps in programs of several. What the matrices of the other files do not cross, such as
+kinds of layers with context, replicas or offload, is met here by chance; what chance seldom crosses
+is asked for in CROSSED."""
 
 import math
 import pathlib
 import random
 from typing import Any
 
+import jax
 import pytest
 from support import matrix, plain_loop, small
 
@@ -14,6 +16,7 @@ from jaxtrain import config as configs
 from jaxtrain.config import Config, ConfigError, checks
 from jaxtrain.config.mesh_rules import AXES
 from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.training.step import CompiledSteps, make_step
 
 SEEDS = range(100)
 DEVICES = 8
@@ -75,6 +78,21 @@ LAYOUT: dict[str, tuple] = {
     "pipeline.permute": ("auto", "auto", "early"),
     "pipeline.microbatches": (3, 1, 2, 4, 5, 6),
 }
+# What a program of several steps does not have is left out.
+STEPS: dict[str, Any] = {
+    "model.experts": 0,
+    "model.dense_layers": 0,
+    "parallel.reduce": "auto",
+    "parallel.ends": "auto",
+    "parallel.offload": "none",
+    "pipeline.overlap": False,
+}
+# stages, devices of `model` and of `expert`, nodes of experts, steps of a program
+CROSSED = (
+    *((2, 2, 2, 1, 1), (2, 1, 4, 1, 1), (2, 1, 4, 2, 1), (1, 4, 2, 1, 1), (1, 2, 4, 1, 1)),
+    *((1, 2, 4, 2, 1), (2, 4, 1, 1, 1), (2, 2, 1, 1, 2), (2, 4, 1, 1, 3), (4, 2, 1, 1, 2)),
+)
+V_SCHEDULES = ("zb_v", "dualpipe_v")
 SMALL = {"model.width": 16, "model.mlp_width": 16, "optimizer.clip_norm": plain_loop.CLIP}
 PASSED = matrix.Passed(
     "random_layouts",
@@ -83,8 +101,8 @@ PASSED = matrix.Passed(
 )
 
 
-def draw(chance: random.Random) -> dict[str, Any]:
-    """Settings, of which some may not go together."""
+def draw(chance: random.Random, requested: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Settings, the requested ones among them, of which some may not go together."""
 
     def each(of: dict[str, tuple]) -> dict[str, Any]:
         return {
@@ -95,22 +113,32 @@ def draw(chance: random.Random) -> dict[str, Any]:
     settings = SMALL | each(MODEL) | each(MESH) | each(LAYOUT)
     settings |= each(EXPERTS) if chance.random() < 0.75 else {}
     settings |= LATENT if chance.random() < 0.3 else {}
+    settings |= requested or {}
     shards = math.prod(settings[f"mesh.{axis}"] for axis in ("replica", "data", "expert"))
     sequences = shards * settings["pipeline.microbatches"] * chance.choice((1, 1, 2))
     schedule, repeats = chance.choice(tuple(SCHEDULES.items()))
-    return settings | {
-        "data.batch_size": sequences,
-        "pipeline.schedule": schedule,
-        "pipeline.repeats": repeats,
-    }
+    scheduled = {"pipeline.schedule": schedule, "pipeline.repeats": repeats}
+    return {"data.batch_size": sequences} | scheduled | settings
 
 
-def drawn(seed: int) -> Config:
+def crossed(seed: int) -> dict[str, Any]:
+    """The settings that a layout of CROSSED asks for, with each schedule in turn."""
+    stage, model, expert, nodes, steps = CROSSED[seed % len(CROSSED)]
+    sizes = {"mesh.stage": stage, "mesh.model": model, "mesh.expert": expert}
+    ways = {"parallel.expert_nodes": nodes, "pipeline.steps_per_program": steps}
+    name = V_SCHEDULES[seed // len(CROSSED) % len(V_SCHEDULES)]
+    settings = sizes | ways | {"pipeline.schedule": name, "pipeline.repeats": 2}
+    if steps > 1:  # a clipped step runs once more, alone
+        return settings | STEPS | {"optimizer.clip_norm": (100.0, plain_loop.CLIP)[seed // 20 % 2]}
+    return settings | ({"model.experts": 8} if expert > 1 else {})
+
+
+def drawn(seed: int, requested: dict[str, Any] | None = None) -> Config:
     """The first config of this seed that can run. Its first batch has three tokens in a row that
     count, so that each module of prediction has one."""
     chance = random.Random(seed)
     while True:
-        cfg = configs.replace(small.SMALL, draw(chance))
+        cfg = configs.replace(small.SMALL, draw(chance, requested))
         devices = math.prod(getattr(cfg.mesh, axis) for axis in AXES)
         if not 1 < devices <= DEVICES:
             continue
@@ -132,3 +160,33 @@ def test_same_gradients(seed):
     cfg = drawn(seed)
     plain_loop.assert_same(plain_loop.gradients(cfg), plain_loop.reference(cfg, 1))
     PASSED.add(seed)
+
+
+def losses_together(cfg: Config, count: int) -> plain_loop.Run:
+    """The losses of so many steps, in programs of `pipeline.steps_per_program` each."""
+    step = make_step(cfg, small.mesh_of(cfg))
+    with jax.set_mesh(step.mesh):
+        programs = CompiledSteps(step.lower().compile(), step.steps_per_program)
+        state, metrics = small.first_state(step, plain_loop.weights(cfg)), []
+        for begin in range(0, count, programs.number):
+            made = [small.batch(cfg, begin + i) for i in range(programs.number)]
+            batches = [small.place_batch(step, cfg, batch) for batch in made]
+            state, results = programs.together(state, batches)
+            metrics.append(jax.device_get(results))
+    losses = [float(loss) for each in metrics for loss in each["loss"]]
+    return plain_loop.Run(losses, float(metrics[0]["grad_norm"][0]), {}, {})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(60))
+def test_crossed(seed):
+    if f"crossed {seed}" in PASSED:
+        pytest.skip(f"passed before with the same sources: {PASSED.path}")
+    cfg = drawn(seed, crossed(seed))
+    if (steps := cfg.pipeline.steps_per_program) == 1:
+        plain_loop.assert_same(plain_loop.gradients(cfg), plain_loop.reference(cfg, 1))
+    else:
+        plain_loop.assert_same(
+            losses_together(cfg, 2 * steps), plain_loop.reference(cfg, 2 * steps)
+        )
+    PASSED.add(f"crossed {seed}")
