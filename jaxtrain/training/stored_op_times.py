@@ -11,7 +11,6 @@ the code, so the run's table stays the same. Times are measured or planned anew 
 """
 
 import json
-import os
 import pathlib
 from collections.abc import Mapping
 
