@@ -26,6 +26,8 @@ def test_by_platform_and_generation():
     assert (
         v5p["xla_tpu_scoped_vmem_limit_kib"] == 32768 and "xla_tpu_scoped_vmem_limit_kib" not in v4
     )
+    zero3 = compiler_options(Device("tpu", "TPU v5"), [GATHERS])
+    assert zero3["xla_tpu_scoped_vmem_limit_kib"] == 65536
     gathering = (
         compiler_options(Device("gpu"), [GATHERS]).keys() - compiler_options(Device("gpu")).keys()
     )
