@@ -287,6 +287,8 @@ def nested(depth: int) -> Any:
 def places(value: Any, path: tuple = ()) -> list[tuple]:
     """The paths of all values in a JSON value, of some in long lists."""
     found = [path]
+    if len(path) > 20:
+        return found
     items: Any = value.items() if isinstance(value, dict) else []
     items = enumerate(value[:5]) if isinstance(value, list) else items
     for key, inner in list(items)[:60]:
@@ -435,28 +437,30 @@ def damage(rng: random.Random, path: pathlib.Path) -> str:
     return "other bytes"
 
 
-def spoil(rng: random.Random, folder: pathlib.Path) -> str:
-    """Makes one file of a folder hostile, and says how."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
-    if os.environ.get("D52"):
-        files = [p for p in files if "checkpoints" not in p.parts]
-    weights = [5 if path.suffix == ".json" or path.name == "metadata" else 1 for path in files]
-    weights = [8 if path.suffix == ".safetensors" else w for path, w in zip(files, weights)]
-    path = rng.choices(files, weights)[0]
+def spoil(rng: random.Random, folder: pathlib.Path, count: int) -> str:
+    """Makes some files of a folder hostile, and says how."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    likely = {".json": 5, ".safetensors": 8}
+    said = []
+    for _ in range(count):
+        weights = [likely.get(path.suffix, 1 + 4 * (path.name == "metadata")) for path in files]
+        path = files.pop(rng.choices(range(len(files)), weights)[0])
+        said.append(f"{path.relative_to(folder)}: {spoil_file(rng, path)}")
+    return "; ".join(said)
+
+
+def spoil_file(rng: random.Random, path: pathlib.Path) -> str:
     kind = rng.choices(["special", "content", "damage"], [4, 6, 1])[0]
     if kind == "special":
         what = rng.choice(list(SPECIAL))
         path.unlink()
         SPECIAL[what](path)
-    elif kind == "damage":
-        what = damage(rng, path)
-    elif path.name == "model.safetensors":
-        what = rng.choice([alter_header, alter_header, add_index])(rng, path)
-    elif path.suffix in (".json", ".jsonl") or path.name == "metadata":
-        what = alter_json(rng, path)
-    else:
-        what = damage(rng, path)
-    return f"{path.relative_to(folder)}: {what}"
+        return what
+    if kind == "content" and path.suffix == ".safetensors":
+        return rng.choice([alter_header, alter_header, add_index])(rng, path)
+    if kind == "content" and (path.suffix in (".json", ".jsonl") or path.name == "metadata"):
+        return alter_json(rng, path)
+    return damage(rng, path)
 
 
 # --- a case ---------------------------------------------------------------------------------------
@@ -482,9 +486,7 @@ def check(seed: int, bases: pathlib.Path, folder: pathlib.Path) -> tuple[str, st
     kind = MODEL if rng.random() < 0.6 else RUN
     for name in (kind, OUTSIDE, "corpus"):
         shutil.copytree(bases / name, folder / name)
-    drawn = "; ".join(
-        _drawn(rng, folder / kind) for _ in range(rng.choices([1, 2, 3], [6, 2, 1])[0])
-    )
+    drawn = spoil(rng, folder / kind, rng.choices([1, 2, 3], [6, 2, 1])[0])
     statuses, faults = [], []
     for command, *words in commands_of(rng, kind):
         ended = run(folder, command, *words)
@@ -501,10 +503,6 @@ def check(seed: int, bases: pathlib.Path, folder: pathlib.Path) -> tuple[str, st
             if SECRET.encode() in path.read_bytes()
         ]
     return f"{kind}/{drawn}", ", ".join(statuses), "\n  ".join(faults)
-
-
-def _drawn(rng: random.Random, folder: pathlib.Path) -> str:
-    return spoil(rng, folder)
 
 
 def main(arguments: list[str] | None = None) -> int:
