@@ -146,7 +146,7 @@ def open_regular(path: str | os.PathLike, folder: str | os.PathLike | None = Non
         if folder is not None and not _belongs(pathlib.Path(target), folder):
             raise OSError(
                 errno.EPERM,
-                f"it is a link to {target[:200]!r}, outside of the folder: put a copy in its place",
+                f"it is a link to {target[:200]!r}, outside of the folder",
                 os.fspath(path),
             )
         descriptor = os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)

@@ -133,7 +133,7 @@ def test_links_that_leave_the_folder(tmp_path):
             assert read_regular(folder / name, folder=(folder / name).parent) == expected
     for number, target in enumerate(outside):
         (home / f"out{number}").symlink_to(target)
-        with pytest.raises(OSError, match="it is a link to .*, outside of the folder: put a copy"):
+        with pytest.raises(OSError, match="it is a link to .*, outside of the folder"):
             read_regular(home / f"out{number}", folder=home)
     (home / "loop").symlink_to("loop")
     for name in ("loop", "a\0b", "\ud800", "x" * 5000):
