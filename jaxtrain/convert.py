@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import functools
 import math
+import os
 import pathlib
 import re
 import sys
@@ -227,7 +228,9 @@ def to_hf(command_line: Reading) -> None:
     shapes = {name: array.shape for name, array in arrays.items()}
     family = family_of(values, CONFIG)
     _, tensors = family.layout(config.model, values, shapes)
-    published = read_json(source / TENSORS) if (source / TENSORS).is_file() else {}
+    published = read_json(source / TENSORS) if os.path.lexists(source / TENSORS) else {}
+    if any(name not in [*DTYPES] for name in published.values()):
+        raise HfError(f"{source / TENSORS} has types that are none of {', '.join(DTYPES)}")
     tensors += [
         dataclasses.replace(original, name=name)
         for name, original in family.copies(config.model, tensors).items()
@@ -239,6 +242,9 @@ def to_hf(command_line: Reading) -> None:
         dtypes |= {name: dtype for name, dtype in published.items() if name in dtypes}
     values |= _dtype_fields(values, tensors, dtypes)
     copied = exported_files(tokenizer, source)
+    home = getattr(tokenizer, "path", source).parent.resolve()
+    if not home.is_relative_to(pathlib.Path(flags.workdir).resolve()):
+        _remark(f"{', '.join(sorted(copied))} are those of {home}")
     with streams.counting("MB written", sys.stderr) as progress:
         export_folder(target, values, tensors, arrays, dtypes, largest, copied, progress, _remark)
     print(f"{target}: step {step} as a {values['model_type']} with {len(tensors)} tensors")
@@ -247,7 +253,7 @@ def to_hf(command_line: Reading) -> None:
 def _published_config(path: pathlib.Path, config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     """The config.json of a run's model: the one that the run began with, or a new one. path: of
     that one"""
-    if path.is_file():
+    if os.path.lexists(path):
         values = read_json(path)
         _, model, _ = read_model(values, str(path))
         if not any(differing(model, config.model)):

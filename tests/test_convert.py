@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import shutil
+import time
 
 import jax
 import ml_dtypes
@@ -22,7 +23,7 @@ from jaxtrain.checkpoint.steps import Meta, fault, read_meta
 from jaxtrain.config.errors import UsageError
 from jaxtrain.data.tokenizer import prompt_ids
 from jaxtrain.generate import understand
-from jaxtrain.hf.files import SLOW_TOKENIZERS
+from jaxtrain.hf.files import SLOW_TOKENIZERS, SMALL_FILES
 from jaxtrain.hf.safetensors_folder import INDEX
 from jaxtrain.run.files import CONFIG_FILE
 
@@ -355,6 +356,100 @@ def test_wrong_tokenizers(capsys, tmp_path):
     (model / "tokenizer_config.json").write_text('{"eos_token": "none"}')
     message = "tokenizer_config.json: eos_token='none' is no token of tokenizer.json"
     assert_refused(capsys, message, *words, unwritten=run_folder)
+
+
+def test_files_that_lead_out_of_the_folder(capsys, tmp_path):
+    """A small file is refused before anything is written, whether the model needs it or not."""
+    model, run_folder, secret = tmp_path / "model", tmp_path / "run", tmp_path / "secret"
+    secret.write_text("{}")
+    write_llama(model)
+    write_tokenizer(model, 260)
+    words = ["from_hf", model, f"--workdir={run_folder}"]
+    for name in SMALL_FILES:
+        before = (model / name).read_bytes() if (model / name).exists() else None
+        for target in (secret, "../secret", "/dev/zero"):
+            (model / name).unlink(missing_ok=True)
+            (model / name).symlink_to(target)
+            message = f"{model / name} cannot be read (it is a link to"
+            assert_refused(capsys, message, *words, unwritten=run_folder)
+        (model / name).unlink()
+        os.mkfifo(model / name)
+        message = f"{model / name} cannot be read (it is a FIFO, not a file)"
+        assert_refused(capsys, message, *words, unwritten=run_folder)
+        (model / name).unlink()
+        if before is not None:
+            (model / name).write_bytes(before)
+
+
+def test_a_hub_s_cache_is_a_plain_folder(tmp_path):
+    """models--X/snapshots/REVISION/FILE is a link to models--X/blobs/DIGEST."""
+    write_llama(tmp_path / "model")
+    write_tokenizer(tmp_path / "model", 260)
+    blobs, snapshot = (tmp_path / "models--X" / name for name in ("blobs", "snapshots/f00"))
+    for folder in (blobs, snapshot):
+        folder.mkdir(parents=True)
+    for number, file in enumerate((tmp_path / "model").iterdir()):
+        shutil.copyfile(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    for source, name in ((tmp_path / "model", "plain"), (snapshot, "cached")):
+        assert run("from_hf", source, f"--workdir={tmp_path / name}") == 0
+        assert run("to_hf", tmp_path / f"{name}_out", f"--workdir={tmp_path / name}") == 0
+    plain, cached = (tmp_path / name for name in ("plain_out", "cached_out"))
+    assert len([*plain.iterdir()]) == 6
+    for file in plain.iterdir():
+        assert (cached / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+@pytest.mark.parametrize("value", [10**30, 260, [5, 260], -1, True, 5.0, [[5]], "5", ["x"] * 10**5])
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_ids_that_the_model_does_not_have(capsys, tmp_path, name, value):
+    write_llama(tmp_path / "model")
+    write_tokenizer(tmp_path / "model", 260)
+    (tmp_path / "model" / "generation_config.json").unlink()
+    path = tmp_path / "model" / name
+    values = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(values | {"eos_token_id": value}))
+    words = ["from_hf", tmp_path / "model", f"--workdir={tmp_path / 'run'}"]
+    assert_refused(capsys, "eos_token_id", *words, unwritten=tmp_path / "run")
+
+
+def test_more_layers_or_experts_than_tensors(capsys, tmp_path):
+    """No rules are made for layers and experts that no file can hold."""
+    for changes in (
+        CONFIGS["llama"] | {"num_hidden_layers": 65_536},
+        CONFIGS["mixtral"] | {"num_local_experts": 2**31 - 1},
+    ):
+        write_llama(tmp_path / "model")
+        path = tmp_path / "model" / "config.json"
+        path.write_text(json.dumps(changes))
+        words = ["from_hf", tmp_path / "model", f"--workdir={tmp_path / 'run'}", BYTES]
+        began = time.process_time()
+        assert_refused(capsys, "tensors, too few for the", *words, unwritten=tmp_path / "run")
+        assert time.process_time() - began < 3
+
+
+def test_a_stranger_s_run(imported, tmp_path, capsys):
+    """Types of tensors that are none, a link out of its folder, and a tokenizer that lies
+    elsewhere: its files are named."""
+    work, out = tmp_path / "run", tmp_path / "out"
+    shutil.copytree(imported / "run", work)
+    (work / "hf" / "merges.txt").symlink_to(tmp_path / "secret")
+    message = f"{work / 'hf' / 'merges.txt'} cannot be read (it is a link to"
+    assert_refused(capsys, message, "to_hf", out, f"--workdir={work}", unwritten=out)
+    (work / "hf" / "merges.txt").unlink()
+    for types_ in ({"x": "F64"}, {"x": 2**62}, {"x": ["F32"]}):
+        (work / "hf" / "tensors.json").write_text(json.dumps(types_))
+        message = f"{work / 'hf' / 'tensors.json'} has types that are none of F32, F16, BF16"
+        assert_refused(capsys, message, "to_hf", out, f"--workdir={work}", unwritten=out)
+    write_llama(tmp_path / "model")
+    write_tokenizer(tmp_path / "model", 260)
+    (tmp_path / "other").mkdir()
+    shutil.copyfile(tmp_path / "model" / "tokenizer.json", tmp_path / "other" / "tokenizer.json")
+    tokenizer = f"--config.data.tokenizer={tmp_path / 'other' / 'tokenizer.json'}"
+    (tmp_path / "other" / "tokenizer_config.json").write_text('{"eos_token": "w5"}')
+    assert run("from_hf", tmp_path / "model", f"--workdir={tmp_path / 'b'}", tokenizer) == 0
+    assert run("to_hf", out, f"--workdir={tmp_path / 'b'}") == 0
+    assert f"tokenizer_config.json are those of {tmp_path / 'other'}" in capsys.readouterr().err
 
 
 def test_wrong_flags(capsys, imported, tmp_path):

@@ -199,8 +199,7 @@ def _with_its_folder(path: pathlib.Path) -> pathlib.Path:
     """The real path of a tokenizer's file, in the folder whose other files belong to it: a link's
     own if that has any, as a hub's cache does, else its target's. Raises OSError."""
     link = path.parent.resolve() / path.name
-    has_others = any((link.parent / name).exists() for name in BESIDE)
-    return link if has_others else path.resolve()
+    return link if any((link.parent / name).exists() for name in BESIDE) else path.resolve()
 
 
 Tokenizer = ByteTokenizer | NoTokenizer | FileTokenizer
@@ -273,9 +272,9 @@ def tokenizer_from(
             content = read_regular(place, folder=folder)
             if hashlib.sha256(content).hexdigest() == sha256:
                 return FileTokenizer(place, _described_marks(description, content))
-    state = "has changed" if os.path.isfile(path) else "is gone"
     raise DataError(
-        f"data.tokenizer={cut(path)} {state} since this run was made: put the old file back "
+        f"data.tokenizer={cut(path)} {'has changed' if os.path.isfile(path) else 'is gone'} "
+        "since this run was made: put the old file back "
         f"(its sha256 begins with {cut(sha256[:16])})"
     )
 
@@ -286,8 +285,7 @@ def _described_marks(description: dict[str, Any], content: bytes) -> Marks | Non
     if "marks" not in description:
         return plain_marks(tokenizers.Tokenizer.from_str(content.decode()))
     marks = description["marks"]
-    ends = [marks["ends"]]
-    for ids in (marks["begins"], ends, marks["stops"]):
+    for ids in (marks["begins"], [marks["ends"]], marks["stops"]):
         if not (isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)):
             raise DataError(f"the tokenizer's marks {shown(marks)} are no ids")
     return Marks(tuple(marks["begins"]), marks["ends"], tuple(marks["stops"]))

@@ -353,7 +353,7 @@ def _open(
                 os.utime(folder / INFO)  # they need not be read again
         skipped = Skipped(**info.get("skipped", {}))  # only bad_records=skip writes "skipped"
         prepared = min(info["prepared"], time.time())
-    except (AttributeError, FileNotFoundError, KeyError, TypeError, ValueError):
+    except (AttributeError, OSError, KeyError, TypeError, ValueError):
         return None
     return Corpus(
         ids,

@@ -156,7 +156,8 @@ class Fields:
         """Marks fields that change how transformers trains, and nothing else."""
         self._read.update(fields)
         self.notes += [
-            f"{field}={self.values[field]} is left out: it changes only how transformers trains"
+            f"{field}={shown(self.values[field])} is left out: it changes only how transformers "
+            "trains"
             for field in fields
             if self.values.get(field)
         ]
@@ -173,7 +174,7 @@ class Fields:
                 raise self.refuse(field, f"is no field that jaxtrain knows for {owner}")
         if unread:
             self.notes.append(
-                f"passed over, as marks of libraries: {', '.join(map(self.name, unread))}"
+                f"passed over, as marks of libraries: {cut(', '.join(map(self.name, unread)))}"
             )
 
 

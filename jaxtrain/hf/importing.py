@@ -114,6 +114,14 @@ def open_weights(published: Published, config: Config) -> PublishedWeights:
     Raises HfError, which names file and tensor, for a file that is missing or damaged, a tensor
     that is missing or that no parameter is for, and for a wrong shape or type.
     """
+    folder, model = SafetensorsFolder(published.folder), config.model
+    # each layer and each expert has tensors of its own: no more of them are laid out
+    if (count := len([*folder])) < model.layers * max(model.experts, 1):
+        experts = f" of {model.experts} experts" * (model.experts > 0)
+        raise HfError(
+            f"{folder.path} has {count} tensors, too few for the {model.layers} layers{experts} of "
+            f"{published.place}"
+        )
     arrays = expected_arrays(config)
     group = f"{PARAMETERS}/"
     shapes = {
@@ -123,7 +131,6 @@ def open_weights(published: Published, config: Config) -> PublishedWeights:
     }
     family = published.family
     rules, tensors = family.layout(config.model, published.values, shapes)
-    folder = SafetensorsFolder(published.folder)
     lacks_prefix = not any(name.startswith(family.prefix) for name in folder)
     prefix, left_out = family.prefix if lacks_prefix else "", []
     if not config.model.mtp_depth:

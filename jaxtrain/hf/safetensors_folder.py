@@ -130,7 +130,11 @@ def _files(folder: pathlib.Path) -> dict[str, list[str]]:
         if not isinstance(weight_map, dict) or not weight_map:
             raise HfError(f"{folder / INDEX} has no weight_map")
         for name, file in weight_map.items():
-            if pathlib.PurePath(str(file)).name != file or not file.isprintable():
+            if (
+                file in ("", "..")
+                or pathlib.PurePath(str(file)).name != file
+                or not file.isprintable()
+            ):
                 raise HfError(
                     f"{folder / INDEX}: {cut(name)} is in {shown(file)}, which is no name of a "
                     "file in this folder"

@@ -123,9 +123,8 @@ def read_json_lines(path: pathlib.Path) -> list[Any]:
         return values
     with open_regular(path) as file:
         while line := file.readline(MOST_LINE):
-            if len(line) < MOST_LINE:  # no run writes a longer one
-                with contextlib.suppress(ValueError):
-                    values.append(parse_json(line))
+            with contextlib.suppress(ValueError):
+                values.append(parse_json(line))
     return values
 
 
@@ -157,13 +156,15 @@ def open_regular(path: str | os.PathLike, folder: str | os.PathLike | None = Non
     folder: that the file may not leave by a link, except for the blobs of a hub's cache; None: it
     may lie anywhere
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
         target = os.path.realpath(path)
         if folder is not None and not _belongs(pathlib.Path(target), folder):
-            what = f"it is a link to {target[:200]!r}, outside of the folder"
-            raise OSError(errno.EPERM, f"{what}: put a copy in its place", os.fspath(path))
-        descriptor = os.open(target if folder else path, flags)
+            raise OSError(
+                errno.EPERM,
+                f"it is a link to {target[:200]!r}, outside of the folder",
+                os.fspath(path),
+            )
+        descriptor = os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except ValueError:  # NUL, or half of a surrogate pair
         raise OSError(errno.EINVAL, "no file has such a name", os.fspath(path)) from None
     mode = os.fstat(descriptor).st_mode

@@ -90,11 +90,11 @@ def test_file_errors_are_one_line(write, tmp_path):
             FileTokenizer(write("bad.json", content))
         assert "\n" not in str(caught.value)
     os.mkfifo(tmp_path / "pipe.json")  # nobody writes to it
-    for special in (tmp_path / "pipe.json", tmp_path):
-        with pytest.raises(
-            DataError,
-            match=f"^data.tokenizer={special}: not a regular file: name a tokenizers JSON file",
-        ):
+    (tmp_path / "zero.json").symlink_to("/dev/zero")
+    for name, kind in {"pipe.json": "a FIFO", "": "a folder", "zero.json": "a device"}.items():
+        special = tmp_path / name
+        message = f"^data.tokenizer={special}: it is {kind}, not a file: name a tokenizers JSON"
+        with pytest.raises(DataError, match=message):
             FileTokenizer(special)
 
 
@@ -152,3 +152,55 @@ def test_prompts_without_ids():
     with pytest.raises(DataError, match="not UTF-8"):
         prompt_ids(ByteTokenizer(), "\udcff", 257)
     assert prompt_ids(ByteTokenizer(), "é\udcc3\udca9", 257) == [195, 169, 195, 169]
+
+
+def test_a_hub_s_cache(tokenizer_file, tmp_path):
+    """The files beside the link are the tokenizer's, not those beside its blob. A link without
+    others beside it stands for its target."""
+    blob = tmp_path / "cache" / "blobs" / "12"
+    snapshot = tmp_path / "cache" / "snapshots" / "f00"
+    for folder in (blob.parent, snapshot):
+        folder.mkdir(parents=True)
+    plain = tokenizer_file()
+    blob.write_bytes(plain.read_bytes())
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/12")
+    assert FileTokenizer(snapshot / "tokenizer.json").path == blob
+    stop = FileTokenizer(plain).end_of_document - 1
+    (blob.parent / "34").write_text(json.dumps({"eos_token_id": [stop]}))
+    (snapshot / "generation_config.json").symlink_to("../../blobs/34")
+    tokenizer = FileTokenizer(snapshot / "tokenizer.json")
+    assert tokenizer.path == snapshot / "tokenizer.json" and stop in tokenizer.stops
+    (snapshot / "generation_config.json").unlink()
+    (snapshot / "generation_config.json").symlink_to(plain)
+    with pytest.raises(DataError, match="generation_config.json: it is a link to .*, outside"):
+        FileTokenizer(snapshot / "tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"path": 5}, "has no path and sha256"),
+        ({"sha256": [1] * 10**5}, "has no path and sha256"),
+        ({"path": "/dev/zero"}, "data.tokenizer=/dev/zero is gone"),
+        ({"path": "x" * 10**6}, "is gone since"),
+        ({"path": "a\0b"}, "is gone since"),
+        ({"marks": {"begins": [], "ends": -1, "stops": []}}, "are no ids"),
+        ({"marks": {"begins": 3, "ends": 1, "stops": []}}, "are no ids"),
+        ({"marks": {"begins": [True], "ends": 1, "stops": []}}, "are no ids"),
+        ({"marks": {"begins": [], "ends": 1.0, "stops": []}}, "are no ids"),
+        ({"marks": {"begins": [], "ends": 10**30, "stops": []}}, "puts id 1000"),
+    ],
+)
+def test_descriptions_that_no_run_writes(tokenizer_file, values, message):
+    description = FileTokenizer(tokenizer_file()).describe()
+    with pytest.raises(DataError, match=message) as caught:
+        tokenizer_from(description | values)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("ids", [[5, 10**30], [5, 290], [*range(10**6)]])
+def test_stops_that_the_model_does_not_have(tokenizer_file, ids):
+    path = tokenizer_file()
+    (path.parent / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(DataError, match=r"a text ends at id \d+ .eos_token_id.*has 290 ids"):
+        load_tokenizer(str(path), 290)

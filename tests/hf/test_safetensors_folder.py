@@ -3,6 +3,7 @@ and what the format does not allow is refused by file and tensor."""
 
 import json
 import os
+import pathlib
 import tracemalloc
 
 import ml_dtypes
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from support import safetensors_files
 
+from jaxtrain.config.errors import shown
 from jaxtrain.hf import safetensors_folder
 from jaxtrain.hf.fields import HfError
 from jaxtrain.hf.safetensors_folder import INDEX, SINGLE, SafetensorsFolder
@@ -92,6 +94,11 @@ BROKEN = {
     "offsets": ({"a": {"data_offsets": [0]}}, "a has the data_offsets [0] in the header"),
     "backwards": ({"a": {"data_offsets": [80, 0]}}, "a has -80 bytes"),
     "dtype": ({"a": {"dtype": 3}}, "a has the dtype 3 in the header"),
+    "a long dtype": ({"a": {"dtype": "X" * 10**6}}, "a has the dtype 'XX"),
+    "huge": ({"a": {"shape": [0, 10**15]}}, "a has the shape [0, 1000000000000000] in the header"),
+    "many dimensions": ({"a": {"shape": [1] * 10**5}}, "a has the shape [1, 1, 1"),
+    "large offsets": ({"a": {"data_offsets": [0, 10**30]}}, "a has 10000"),
+    "long offsets": ({"a": {"data_offsets": [0] * 10**5}}, "a has the data_offsets [0, 0"),
 }
 
 
@@ -103,6 +110,46 @@ def test_broken_headers(tmp_path, name):
     with pytest.raises(HfError) as error:
         SafetensorsFolder(tmp_path)
     assert str(error.value).startswith(f"{tmp_path / SINGLE}: {message}")
+    assert len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize("name", ["x" * 10**6, "\x1b[2J", "a\0b", "\n"])
+def test_names_that_no_tensor_has(tmp_path, name):
+    safetensors_files.write(tmp_path / SINGLE, {name: np.zeros(3, np.float32)})
+    with pytest.raises(HfError) as error:
+        SafetensorsFolder(tmp_path)
+    assert str(error.value) == f"{tmp_path / SINGLE}: {shown(name)} is no name of a tensor"
+
+
+def test_too_many_tensors(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors_folder, "MOST_TENSORS", 1)
+    arrays = dict.fromkeys(("a", "b"), np.zeros(3, np.float32))
+    safetensors_files.write(tmp_path / SINGLE, arrays)
+    with pytest.raises(HfError, match=f"^{tmp_path} has more than 1 tensors$"):
+        SafetensorsFolder(tmp_path)
+
+
+def test_files_that_are_none(tmp_path):
+    """Pipes, devices and links that leave the folder are refused, when a header is read and when
+    numbers are."""
+    path, outside = tmp_path / "model" / SINGLE, tmp_path / "outside.safetensors"
+    safetensors_files.write(outside, {"a": np.zeros((4, 5), np.float32)})
+    path.parent.mkdir()
+    path.write_bytes(outside.read_bytes())
+    folder = SafetensorsFolder(path.parent)
+    places = {
+        "it is a FIFO": os.mkfifo,
+        "it is a link to '/dev/zero'": lambda path: path.symlink_to("/dev/zero"),
+        "it is a link to .*outside.safetensors'": lambda path: path.symlink_to(outside),
+        "it is a folder": pathlib.Path.mkdir,
+    }
+    for message, make in places.items():
+        path.unlink()
+        make(path)
+        with pytest.raises(HfError, match=f"^{path} cannot be read .{message}"):
+            SafetensorsFolder(path.parent)
+        with pytest.raises(HfError, match=f"^{path}: a cannot be read .{message}"):
+            folder.read("a", [range(4), range(5)])
 
 
 def test_broken_files(tmp_path):
@@ -159,8 +206,11 @@ def test_an_index(tmp_path):
     assert folder.place("b") == f"{tmp_path / '2.safetensors'}: b"
     refused({**files, "c": "2.safetensors"}, "2.safetensors: c is missing, which")
     refused({**files, "c": "3.safetensors"}, "3.safetensors is missing")
-    for outside in ("../1.safetensors", str(tmp_path / "1.safetensors"), ".", 1):
+    outsides = ("../1.safetensors", str(tmp_path / "1.safetensors"), ".", "", 1, "a\0b", "\ud800")
+    for outside in (*outsides, "sub/1.safetensors", ["1.safetensors"], None, ".."):
         refused({"a": outside}, f"{index}: a is in {outside!r}, which is no name of a file in")
+    refused({"a": "x" * 1000}, "cannot be read (File name too long)")
+    refused({"a" * 10**6: "../x" * 10**5}, "aaa… is in '../x")
     refused({}, f"{index} has no weight_map")
     refused(None, f"{index} has no weight_map")
     safetensors_files.write(tmp_path / "2.safetensors", {"b": b, "a": a})

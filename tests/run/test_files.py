@@ -3,10 +3,11 @@ space, and warned of once."""
 
 import errno
 import os
+import tracemalloc
 
 import pytest
 
-from jaxtrain.run import metrics
+from jaxtrain.run import files, metrics
 from jaxtrain.run.files import (
     MOST_DEPTH,
     LineFile,
@@ -103,6 +104,60 @@ def test_files_that_have_no_end(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_regular(tmp_path / "nothing")
     assert read_json(tmp_path / "file") == 12345
+
+
+def test_links_that_leave_the_folder(tmp_path):
+    """Whatever names it, nothing outside is read; a hub's cache has its blobs beside the folder."""
+    secret, home = tmp_path / "secret", tmp_path / "models--x--y" / "snapshots" / "f00"
+    (home / "sub").mkdir(parents=True)
+    blobs = home.parents[1] / "blobs"
+    for place in (blobs, tmp_path / "blobs"):
+        place.mkdir()
+    for path in (secret, home / "plain", blobs / "12", tmp_path / "blobs" / "12", home / "sub/a"):
+        path.write_text(path.name)
+    (blobs / "34").symlink_to(secret)
+    links = {
+        "plain": "plain",
+        "inside": "sub/a",
+        "blob": "../../blobs/12",
+        "sub/blob": "../../../blobs/12",
+        "absolute": str(blobs / "12"),
+    }
+    outside = ("../../../secret", str(secret), "/etc/passwd", "/dev/zero", "../../blobs/34")
+    outside += ("../../../blobs/12", "../nothing", "..")
+    for name, target in links.items():
+        if name != "plain":
+            (home / name).symlink_to(target)
+    (tmp_path / "linked").symlink_to(home)
+    for folder in (home, tmp_path / "linked"):
+        for name in links:
+            expected = {"plain": b"plain", "inside": b"a"}.get(name, b"12")
+            assert read_regular(folder / name, folder=(folder / name).parent) == expected
+    for number, target in enumerate(outside):
+        (home / f"out{number}").symlink_to(target)
+        with pytest.raises(OSError, match="it is a link to .*, outside of the folder"):
+            read_regular(home / f"out{number}", folder=home)
+    (home / "loop").symlink_to("loop")
+    for name in ("loop", "a\0b", "\ud800", "x" * 5000):
+        with pytest.raises(OSError):
+            read_regular(home / name, folder=home)
+
+
+def test_lines_that_no_run_writes(tmp_path):
+    """They are left out, and are not held in memory."""
+    path = tmp_path / "metrics.jsonl"
+    deep, long = "[" * 100_000, '{"step": 2, "x": "' + "x" * files.MOST_LINE + '"}'
+    path.write_text('{"step": 1}\n' + f"{deep}\n{long}\n" + '\xff\n{"step": 3}\n{"st')
+    with path.open("ab") as file:
+        file.truncate(60 * 2**20)
+    tracemalloc.start()
+    records = files.read_json_lines(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert records == [{"step": 1}, {"step": 3}] and peak < 20 * 2**20
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    assert files.read_json_lines(path) == []
 
 
 @pytest.mark.parametrize(
