@@ -75,16 +75,26 @@ class Damages:
         self.draw, self.run, self.outside = draw, run, outside
         self.steps = run / "checkpoints"
 
+    def own(self, path: pathlib.Path) -> pathlib.Path:
+        """A path at which a damage changes the run alone. Raises OSError for a link, what lies
+        behind one, and a file that has another name."""
+        is_own = path.resolve() == self.run.resolve() / path.relative_to(self.run)
+        if not is_own or (path.is_file() and path.stat().st_nlink > 1):
+            raise OSError(f"{path} is not the run's own")
+        return path
+
     def step(self) -> pathlib.Path:
-        return self.steps / self.draw.choice(["3", "6", "9", "9"])
+        return self.own(self.steps / self.draw.choice(["3", "6", "9", "9"]))
 
     def file(self) -> pathlib.Path:
-        """A file of a step, the small ones as often as those of the database; or one beside."""
-        files = [path for path in sorted(self.step().rglob("*")) if path.is_file()]
+        """A file of a step, the small ones as often as those of the database; or one beside. No
+        large one: those that have grown take no further damage."""
+        paths = [path for path in sorted(self.step().rglob("*")) if path.is_file()]
+        files = [path for path in paths if path.stat().st_size < 10**9]
         if not files or self.draw.random() < 0.1:
-            return self.steps / "validation_losses.json"
+            return self.own(self.steps / "validation_losses.json")
         special = [path for path in files if path.name in ("manifest.json", "metadata")]
-        return self.draw.choice(special or files if self.draw.random() < 0.5 else files)
+        return self.own(self.draw.choice(special or files if self.draw.random() < 0.5 else files))
 
     def cut(self) -> None:
         path = self.file()
@@ -103,7 +113,7 @@ class Damages:
 
     def delete_folder(self) -> None:
         folders = [path for path in sorted(self.step().rglob("*")) if path.is_dir()]
-        shutil.rmtree(self.draw.choice(folders))
+        shutil.rmtree(self.own(self.draw.choice(folders)))
 
     def extend(self) -> None:
         with self.file().open("ab") as file:
@@ -116,7 +126,7 @@ class Damages:
         path = self.file()
         parts = path.relative_to(self.steps).parts
         twins = list((self.steps / self.draw.choice("369")).rglob(parts[-1]))
-        twin = self.draw.choice(twins or [self.file()])
+        twin = self.own(self.draw.choice(twins or [self.file()]))
         content = path.read_bytes()
         path.write_bytes(twin.read_bytes())
         twin.write_bytes(content)
@@ -125,7 +135,8 @@ class Damages:
         path = self.draw.choice([self.file, self.file, self.step])()
         twin = self.outside / "checkpoints" / "9"
         inside = path.relative_to(self.steps).parts[1:]
-        links = [twin.joinpath(*inside), "/dev/zero", "/nowhere", path.name, "/etc/passwd", ".."]
+        secret = self.outside / "secret"
+        links = [twin.joinpath(*inside), "/dev/zero", "/nowhere", path.name, secret, ".."]
         if path.is_dir():
             shutil.rmtree(path)
         else:
@@ -149,25 +160,28 @@ class Damages:
         self.step().rename(self.steps / self.draw.choice(["2", "10", "109", "9.broken-1", "x"]))
 
     def link_step(self) -> None:
-        target = self.draw.choice([self.outside / "checkpoints" / "9", "9", "3", "/", "nothing"])
+        twin = self.outside / "checkpoints" / "9"
+        target = self.draw.choice([twin, self.outside, "9", "3", "/usr", "nothing"])
         names = ["1", "10", "12.orbax-checkpoint-tmp", "9.broken-1", "link"]
         (self.steps / self.draw.choice(names)).symlink_to(target)
 
     def permission(self) -> None:
         everything = [self.steps, *sorted(self.steps.rglob("*"))]
         path = self.draw.choice([self.step(), self.step(), *self.draw.sample(everything[1:], 3)])
-        path.chmod(self.draw.choice([0, 0, 0o400, 0o100, 0o500]))
+        self.own(path).chmod(self.draw.choice([0, 0, 0o400, 0o100, 0o500]))
 
     def json(self) -> None:
         names = ["manifest.json", "meta/metadata", "_CHECKPOINT_METADATA"]
         places = [self.step() / name for name in names]
         places += [self.steps / "validation_losses.json", self.run / "config.json"]
-        self.draw.choice(places).write_text(self.draw.choice([DEEP, LONG, "[]", "1", "null", ""]))
+        self.own(self.draw.choice(places)).write_text(
+            self.draw.choice([DEEP, LONG, "[]", "1", "null", ""])
+        )
 
     def meta(self) -> None:
         """A meta with another value, in a step that is sealed again."""
         step = self.step()
-        path = step / "meta" / "metadata"
+        path = self.own(step / "meta" / "metadata")
         meta = json.loads(path.read_text())
         key = self.draw.choice([*meta, "config.model", "config.data"])
         value = self.draw.choice(
@@ -176,7 +190,7 @@ class Damages:
         at = meta["config"] if "." in key else meta
         at[key.rpartition(".")[2]] = value
         path.write_text(json.dumps(meta))
-        (step / "manifest.json").unlink()
+        self.own(step / "manifest.json").unlink()
         manifest.write(epath.Path(step))
 
     def names(self) -> None:
@@ -186,15 +200,16 @@ class Damages:
         name = self.draw.choice(["/etc/passwd", "../../../outside/secret", "/dev/zero", "", "\n"])
         stored = self.draw.choice([(0, 0), (10**30, 1), ("x", 1), (-1, -1), (None, None)])
         files[name] = manifest.StoredFile(*stored, self.draw.choice([True, False]))  # type: ignore
-        (step / "manifest.json").write_bytes(manifest._encode(files))
+        self.own(step / "manifest.json").write_bytes(manifest._encode(files))
 
     def entry(self) -> None:
         names = ["notes", "a\nb", "\udcff", "7", "12.orbax-checkpoint-tmp", "3.broken-2", "é"]
         path = self.steps / self.draw.choice(names)
-        path.mkdir() if self.draw.random() < 0.5 else path.write_text("mine")
+        path.mkdir() if self.draw.random() < 0.5 else self.own(path).write_text("mine")
 
     def add_file(self) -> None:
-        (self.step() / self.draw.choice(["notes", "state/x", "meta/\udcff"])).write_text("mine")
+        name = self.draw.choice(["notes", "state/x", "meta/\udcff"])
+        self.own(self.step() / name).write_text("mine")
 
     def all_steps(self) -> None:
         self.steps.rename(self.run / "elsewhere")
@@ -210,6 +225,8 @@ class Damages:
             *(self.rename, self.link_step, self.permission, self.permission, self.json, self.meta),
             *(self.names, self.entry, self.add_file),
         ]
+        if self.steps.is_symlink():
+            return ""
         kind = self.draw.choice(kinds + [self.all_steps] * (self.draw.random() < 0.3))
         try:
             kind()
@@ -435,8 +452,12 @@ def main() -> int:
     return 1 if failed else 0
 
 
+class Late(BaseException):
+    """A command that takes too long. It is no OSError, which commands handle."""
+
+
 def _late(number: int, frame: object) -> None:
-    raise TimeoutError(f"longer than {LIMIT_S} s")
+    raise Late(f"longer than {LIMIT_S} s")
 
 
 if __name__ == "__main__":

@@ -70,6 +70,7 @@ def run(tmp_path_factory) -> pathlib.Path:
         meta = {
             "config": configs.to_dict(configs.replace(cfg, {"precision.compute": compute})),
             "step": at,
+            "checksum": "ab" * 32,
         }
         saves.save(at, state, meta | {"tokenizer": NoTokenizer(VOCABULARY).describe()})
     saves.close()
@@ -282,13 +283,13 @@ def test_what_is_not_whole_is_passed_over(run, here, capsys, tmp_path):
     folder = tmp_path / "checkpoints"
     shutil.copytree(run / "checkpoints", folder)
     (folder / "40").mkdir()
-    shutil.copytree(folder / "12", folder / "30")
+    for step in (20, 30):
+        shutil.copytree(folder / "12", folder / str(step))
+        meta = json.loads((folder / "12" / "meta" / "metadata").read_text()) | {"step": step}
+        meta["config"]["model"]["mlp_width"] = 99
+        (folder / str(step) / "meta" / "metadata").write_text(json.dumps(meta))
+        manifest.write(epath.Path(folder / str(step)))
     shutil.rmtree(folder / "30" / "state" / "d")
-    shutil.copytree(folder / "12", folder / "20")
-    meta = json.loads((folder / "20" / "meta" / "metadata").read_text())
-    meta["config"]["model"]["mlp_width"] = 99
-    (folder / "20" / "meta" / "metadata").write_text(json.dumps(meta))
-    manifest.write(epath.Path(folder / "20"))
     (folder / "3" / "meta" / "metadata").write_text("{}")
     assert here(f"--workdir={tmp_path}", "--prompt=1 2", "--tokens=2", "--greedy") == 0
     out, err = capsys.readouterr()

@@ -153,9 +153,9 @@ def size_of(path: epath.Path) -> int:
     """The bytes of a file, or of all files below a folder. Links, files that are deleted
     meanwhile, and what may not be read count for nothing."""
     try:
-        if path.is_dir():
-            return sum(size_of(each) for each in path.iterdir() if not os.path.islink(each))
-        return bytes_of(path)
+        if path.is_dir() and not os.path.islink(path):
+            return sum(size_of(each) for each in path.iterdir())
+        return 0 if os.path.islink(path) else bytes_of(path)
     except (FileNotFoundError, PermissionError):
         return 0
 

@@ -10,6 +10,7 @@ from support.checkpoint_state import (
     assert_same,
     checkpointer,
     latest_step,
+    meta_of,
     restored,
     state,
 )
@@ -19,7 +20,7 @@ from support.checkpoint_state import (
 def test_a_killed_save_leaves_the_one_before(tmp_path, when):
     layout = Layout(7, stages=2, chunks=2, data=2, model=2)
     c = checkpointer(tmp_path, layout)
-    c.save(1, state(layout), {})
+    c.save(1, state(layout), meta_of(1))
     c.close()
     process = start(tmp_path, "kill", when, devices=8)
     output, _ = process.communicate(timeout=60)
@@ -36,7 +37,7 @@ def test_a_killed_save_leaves_the_one_before(tmp_path, when):
     assert_same(restored(tmp_path, latest_step(tmp_path), other), state(other))
     # The remains are in nobody's way.
     c = checkpointer(tmp_path, other, keep=1)
-    c.save(2, state(other), {})
+    c.save(2, state(other), meta_of(2))
     c.close()
     assert latest_step(tmp_path) == 2
     assert_same(restored(tmp_path, 2, other), state(other))

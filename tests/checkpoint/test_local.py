@@ -5,6 +5,7 @@ import errno
 import math
 import pathlib
 import shutil
+import zlib
 
 import jax
 import numpy as np
@@ -110,6 +111,37 @@ def test_the_newest_two_are_kept_beside_the_one_that_is_written(tmp_path, monkey
     c.close()
     assert seen == [[], [5], [5, 10], [10, 15], [15, 20]]
     assert [step for _, step in files_of(tmp_path)] == [15, 20, 25]
+
+
+@pytest.mark.parametrize("linked", ["", "process-0", "process-3"])
+def test_nothing_is_written_or_removed_through_a_link(tmp_path, linked):
+    """A link in place of the run's folder on a machine, or of a process's."""
+    other, run = tmp_path / "other", tmp_path / "run"
+    save(other, 5, 30, process=int(linked[-1:] or 0))
+    target = other / linked
+    (run / linked).parent.mkdir(exist_ok=True)
+    (run / linked).symlink_to(target)
+    before = sorted(other.rglob("*"))
+    c = saver(run, after=10)
+    for step in (15, 20, 25):
+        c.save(step, state(LAYOUT), {})
+    c.give_up(20)
+    c.close()
+    assert sorted(other.rglob("*")) == before
+    assert [step for _, step in files_of(run)] == [15, 20]
+
+
+@pytest.mark.parametrize("index", [b"[" * 10**5, b'{"places": 1' + b"0" * 400 + b"}", b"[]", b"{}"])
+def test_an_index_that_jaxtrain_does_not_write(tmp_path, index):
+    """Its checksum is right."""
+    path = tmp_path / "5"
+    path.write_bytes(index + local._TAIL.pack(len(index), zlib.crc32(index), local.MAGIC))
+    with pytest.raises(DamagedError, match="has an index that jaxtrain does not write"):
+        read_index(path)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(DamagedError, match="it is a device, not a file"):
+        read_index(path)
 
 
 def test_what_a_start_does_not_go_on_from_is_removed(tmp_path):

@@ -13,6 +13,7 @@ from support.checkpoint_state import (
     assert_same,
     checkpointer,
     latest_step,
+    meta_of,
     restored,
     state,
 )
@@ -186,7 +187,7 @@ def test_save_restore_keep_and_set_aside(directory):
     assert step_numbers(directory) == [] and choose(directory, {}).unrecognized == ()
     c = checkpointer(directory, LAYOUT, keep=2, log=said.append)
     for step in (1, 2, 3):
-        assert c.save(step, state(LAYOUT), {"step": step})
+        assert c.save(step, state(LAYOUT), meta_of(step))
     c.wait()
     c.close()
     assert (step_numbers(directory), latest_step(directory), said) == ([2, 3], 3, [])

@@ -117,6 +117,15 @@ def test_kill_9_leaves_no_half_folder(tmp_path):
     assert os.listdir(tmp_path) == ["out"]
 
 
+def test_a_link_in_place_of_the_hidden_folder_is_removed_alone(tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    (tmp_path / ".out.unfinished").symlink_to("other")
+    exported(tmp_path / "out", MANY)
+    assert sorted(os.listdir(tmp_path)) == ["other", "out"]
+    assert os.listdir(tmp_path / "other") == ["file"]
+
+
 def test_two_exports_to_one_folder(tmp_path):
     second = []
 

@@ -32,6 +32,7 @@ from support.checkpoint_state import (
     assert_same,
     checkpointer,
     latest_step,
+    meta_of,
     restored,
     shards_of,
     state,
@@ -54,7 +55,7 @@ def kill(folder: str, when: str):
 
     storage._write = dying
     c = checkpointer(folder, layout)
-    c.save(2, state(layout), {})
+    c.save(2, state(layout), meta_of(2))
     if when == "unfinished":
         os._exit(9)
     c.wait()
