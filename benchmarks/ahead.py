@@ -26,10 +26,10 @@ REPOSITORY = pathlib.Path(__file__).parents[1]
 sys.path[:0] = [path for path in (str(REPOSITORY),) if path not in sys.path]
 
 from ahead_figures import as_dict, exposed_lines  # noqa: E402 (the path comes first)
+from arguments import fail  # noqa: E402
 from second_reader import second_reader_lines  # noqa: E402
 from step_seconds import StepSeconds  # noqa: E402
 
-from jaxtrain import cli  # noqa: E402
 from jaxtrain import config as configs  # noqa: E402
 from jaxtrain.config import Config, checks  # noqa: E402
 from jaxtrain.config.flags import Flag, apply, read_flags  # noqa: E402
@@ -369,11 +369,11 @@ def main(argv: list[str]) -> None:
         [word for word in argv if word != "--"], __doc__ or "", FLAGS, with_config=True
     )
     if reading.errors:
-        cli.fail(str(reading.errors[0]))
+        fail(str(reading.errors[0]))
     try:
         wanted = list(cases(reading.values, reading.overrides))
     except (RecipeError, ValueError) as error:  # also those of settings and topologies
-        cli.fail(str(error))
+        fail(str(error))
     records: list[dict] = []
     for case in wanted:
         records.append(measure(case, reading.values))

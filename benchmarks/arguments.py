@@ -1,6 +1,8 @@
 """The arguments that benchmarks share."""
 
 import argparse
+import sys
+from typing import NoReturn
 
 
 def parser(description: str | None, changes: str) -> argparse.ArgumentParser:
@@ -13,3 +15,9 @@ def parser(description: str | None, changes: str) -> argparse.ArgumentParser:
     )
     arguments.add_argument("changes", nargs="*", help=changes)
     return arguments
+
+
+def fail(message: str) -> NoReturn:
+    """Ends the process with one line on standard error and status 2."""
+    print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    sys.exit(2)

@@ -36,6 +36,7 @@ sys.path[:0] = [
 ]
 
 import gpu_table  # noqa: E402 (the path comes first)
+from arguments import fail  # noqa: E402
 from gpu_cases import (  # noqa: E402
     CASES,
     KERNELS,
@@ -52,7 +53,6 @@ from gpu_cases import (  # noqa: E402
 )
 from worker import Outcome, run_worker  # noqa: E402
 
-from jaxtrain import cli  # noqa: E402
 from jaxtrain.config import Config, ConfigError  # noqa: E402
 from jaxtrain.config.flags import Flag, read_flags  # noqa: E402
 from jaxtrain.costs.hardware import GPU_MEMORY  # noqa: E402
@@ -96,7 +96,7 @@ def main(argv: list[str]) -> None:
         [word for word in argv if word != "--"], __doc__ or "", FLAGS, with_config=True
     )
     if reading.errors:
-        cli.fail(str(reading.errors[0]))
+        fail(str(reading.errors[0]))
     values, deadline = reading.values, time.monotonic() + 60 * reading.values["minutes"]
     try:
         wanted = [
@@ -106,7 +106,7 @@ def main(argv: list[str]) -> None:
         check(values)
         values["torch_compile"] = values["torch_compile"] or COMPILED[values["device"]]
     except (ConfigError, ValueError) as error:
-        cli.fail(str(error))
+        fail(str(error))
     with tempfile.TemporaryDirectory(prefix="jaxtrain-gpu-") as folder:
         session = Session(
             values,

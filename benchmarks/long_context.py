@@ -59,12 +59,11 @@ def main() -> None:
     parser.add_argument("--json", help="file for the figures")
     args = parser.parse_args()
     sys.path.insert(0, str(REPOSITORY))
-    from jaxtrain import cli
     from jaxtrain.config.recipes import find_recipe, load_recipe
     from jaxtrain.plan.topology import INSTALL_COMMAND, PLATFORMS, Refused
 
     if PLATFORMS["h100"].missing:
-        cli.fail(f"no compiler for H100s here: {INSTALL_COMMAND}")
+        arguments.fail(f"no compiler for H100s here: {INSTALL_COMMAND}")
     recipe = load_recipe(find_recipe("llama3_8b"))
     settings = SETTINGS | dict(
         change.removeprefix("--config.").split("=", 1) for change in args.changes

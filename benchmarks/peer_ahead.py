@@ -32,11 +32,11 @@ sys.path[:0] = [path for path in (str(REPOSITORY),) if path not in sys.path]
 
 from ahead import names, versions  # noqa: E402 (the path comes first)
 from ahead_figures import by_part, exposed, exposed_lines  # noqa: E402
+from arguments import fail  # noqa: E402
 from peer_cases import CASES, PLATFORM, PeerCase  # noqa: E402
 from second_reader import second_reader, second_reader_lines  # noqa: E402
 from step_seconds import SecondsReader, Sizes, StepSeconds  # noqa: E402
 
-from jaxtrain import cli  # noqa: E402
 from jaxtrain.config.flags import Flag, read_flags  # noqa: E402
 from jaxtrain.devices.compiler_options import GATHERS, V5P, compiler_options  # noqa: E402
 from jaxtrain.hlo.loops import StepLoops  # noqa: E402
@@ -304,12 +304,12 @@ def main(argv: list[str]) -> None:
     words = [word for word in argv if word != "--"]
     reading = read_flags(words, __doc__ or "", FLAGS, with_config=False)
     if reading.errors:
-        cli.fail(str(reading.errors[0]))
+        fail(str(reading.errors[0]))
     values = reading.values
     try:
         wanted, maxtext = checked(values)
     except ValueError as error:
-        cli.fail(str(error))
+        fail(str(error))
     if maxtext:
         new = rows_of(compiled_programs(wanted, maxtext, values["text"]))
     elif values["read"]:

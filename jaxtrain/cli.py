@@ -9,6 +9,7 @@ start_jax(namespace)    devices, compilation cache, other processes (devices/sta
 import contextlib
 import dataclasses
 import errno
+import functools
 import os
 import pathlib
 import sys
@@ -16,7 +17,7 @@ import tempfile
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, checks
@@ -29,6 +30,7 @@ from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES
 from jaxtrain.devices.startup import start_jax
 from jaxtrain.hf.files import CONFIG, SOURCE, tokenizer_of
 from jaxtrain.pipeline.checks import RULES, RULES_WITH_TABLES
+from jaxtrain.run import out_of_memory
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
 T = TypeVar("T")
@@ -46,12 +48,30 @@ class FlagsError(RunError):
 
 @contextlib.contextmanager
 def refused_settings() -> Iterator[None]:
-    """A context in which a setting that cannot work is an error of a run, with its status:
-    FlagsError in place of ConfigError."""
+    """A context in which a setting or a flag that cannot work is an error of a run, with its
+    status: FlagsError in place of ConfigError and UsageError."""
     try:
         yield
-    except ConfigError as error:
+    except (ConfigError, UsageError) as error:
         raise FlagsError(str(error)) from error
+
+
+def command(
+    main: Callable[[Sequence[str]], int | None],
+) -> Callable[[Sequence[str]], int | None]:
+    """The main function of a command, with one line and a status for a RunError, for what cannot
+    work, and for memory that is not there."""
+
+    @functools.wraps(main)
+    def reported(argv: Sequence[str]) -> int | None:
+        try:
+            with refused_settings(), out_of_memory.named():
+                return main(argv)
+        except RunError as error:
+            print(cfg.one_line(f"error: {error}"), file=sys.stderr, flush=True)
+            return error.status
+
+    return reported
 
 
 def parse(
@@ -144,14 +164,6 @@ def default_workdir(config: str) -> str:
     return str(path.parent) if path.suffix == ".json" else os.path.join("runs", path.stem)
 
 
-def parse_flags(
-    argv: Sequence[str], description: str, flags: Sequence[Flag]
-) -> types.SimpleNamespace:
-    """The flags' values as a namespace, for a command that takes no recipe. An error ends the
-    process with one line and status 2, `--help` with status 0."""
-    return checked_flags(argv, description, flags, lambda namespace: namespace)
-
-
 def checked_flags(
     argv: Sequence[str],
     description: str,
@@ -159,25 +171,16 @@ def checked_flags(
     check: Callable[[types.SimpleNamespace], T],
     words: bool = False,
 ) -> T:
-    """The result of `check` on the flags' values, for a command that takes no recipe. Errors end
-    the process, as in `parse_flags`.
+    """The result of `check` on the flags' values, for a command that takes no recipe. `--help`
+    ends the process with status 0. Raises FlagsError.
 
     check: raises UsageError for flags that do not fit each other
     words: the command takes words that belong to no flag
     """
-    try:
-        return checked(
-            read_flags(argv, description, flags, with_config=False, with_words=words),
-            lambda reading: check(reading.namespace),
-        )
-    except FlagsError as error:
-        fail(str(error))
-
-
-def fail(message: str) -> NoReturn:
-    """Ends the process with one line on stderr and status 2."""
-    print(cfg.one_line(f"error: {message}"), file=sys.stderr, flush=True)
-    sys.exit(ExitStatus.BAD_CONFIG)
+    return checked(
+        read_flags(argv, description, flags, with_config=False, with_words=words),
+        lambda reading: check(reading.namespace),
+    )
 
 
 def checked(reading: Reading, check: Callable[[Reading], T], recipe: Config | None = None) -> T:

@@ -31,7 +31,7 @@ from jaxtrain.checkpoint.steps import (
     read_meta,
     trained_group,
 )
-from jaxtrain.config import Config, checks, one_line, to_dict
+from jaxtrain.config import Config, checks, to_dict
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, Reading, read_flags
 from jaxtrain.config.recipes import config_text
@@ -47,7 +47,7 @@ from jaxtrain.hf.run_config import Published, read_published, started_from
 from jaxtrain.hf.safetensors_folder import DTYPES
 from jaxtrain.hf.tokenizer_files import exported_files, token_ids, tokenizer_of_run
 from jaxtrain.run import streams
-from jaxtrain.run.exit_status import ExitStatus, RunError
+from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.files import CONFIG_FILE, replace_text
 from jaxtrain.run.run_lock import RunLock
 
@@ -86,21 +86,20 @@ FLAGS = {
 TYPES = {str(dtype): name for name, dtype in DTYPES.items()}  # "float32" → "F32"
 
 
+@cli.command
 def main(argv: Sequence[str]) -> int:
     """The exit status: 0; with one line on stderr 2 for what cannot work, 74 for storage that
     fails."""
     command, *rest = [*argv] or ["--help"]
     if command not in FLAGS:
         if command not in ("--help", "-h", "--version"):
-            cli.fail(f"{command!r} is no command of jaxtrain convert: use from_hf or to_hf")
-        cli.parse_flags([command], DESCRIPTION, ())
+            raise cli.FlagsError(
+                f"{command!r} is no command of jaxtrain convert: use from_hf or to_hf"
+            )
+        read_flags([command], DESCRIPTION, (), with_config=False)  # prints, and ends the process
     run = from_hf if command == "from_hf" else to_hf
     flags = read_flags(rest, DESCRIPTION, FLAGS[command], command == "from_hf", with_words=True)
-    try:
-        run(flags)
-    except RunError as error:
-        print(one_line(f"error: {error}"), file=sys.stderr, flush=True)
-        return error.status
+    run(flags)
     return ExitStatus.FINISHED
 
 

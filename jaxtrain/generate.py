@@ -49,8 +49,8 @@ from jaxtrain.config.rules import divisors, near
 from jaxtrain.devices import startup
 from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES, read_environment
 from jaxtrain.hf.files import SOURCE
-from jaxtrain.run import streams
-from jaxtrain.run.exit_status import ExitStatus, RunError
+from jaxtrain.run import out_of_memory, streams
+from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.wall_clock import imports_without_collection
 
 if TYPE_CHECKING:  # these import jax, or take long
@@ -110,16 +110,11 @@ FLAGS = (
 )
 
 
+@cli.command
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status: 0; 130 if Ctrl-C has ended the text; with one line on stderr 2 for
     flags that cannot work, 74 for storage that fails."""
-    try:
-        return generate(cli.checked_flags(argv, DESCRIPTION, FLAGS, check))
-    except UsageError as error:
-        cli.fail(str(error))
-    except RunError as error:
-        print(cfg.one_line(f"error: {error}"), file=sys.stderr, flush=True)
-        return error.status
+    return generate(cli.checked_flags(argv, DESCRIPTION, FLAGS, check))
 
 
 def generate(flags: types.SimpleNamespace) -> int:
@@ -128,9 +123,8 @@ def generate(flags: types.SimpleNamespace) -> int:
     with imports_without_collection():
         start_jax(flags)
         if unused := startup.unused_accelerator(flags):
-            cli.fail(unused)
+            raise cli.FlagsError(unused)
         # Only now that the flags are known to be right: this takes seconds.
-        import jax
 
         from jaxtrain.generation import sampling  # noqa: F401
     if unused := unused_flags(flags):
@@ -142,15 +136,12 @@ def generate(flags: types.SimpleNamespace) -> int:
             f"a prompt of {prompt} tokens and up to {flags.tokens} more go beyond the "
             f"{trained_length} tokens that the model was trained on (data.sequence_length)"
         )
-    try:
+    advice = lambda asked, there: (
+        f", for {flags.samples} × {prompt + flags.tokens} cached tokens beside the model: use "
+        "fewer --tokens or --samples, or a larger --context or --model"
+    )
+    with out_of_memory.named(advice):
         endings = sample(model, flags)
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        cli.fail(
-            f"no memory for {flags.samples} × {prompt + flags.tokens} cached tokens beside the "
-            "model: use fewer --tokens or --samples, or a larger --context or --model"
-        )
     settings = model.config.model
     positions = settings.max_positions if settings.positions == "learned" else 0
     remark(endings.describe(prompt, positions, trained_length))

@@ -311,6 +311,7 @@ def check_flags(flags: types.SimpleNamespace) -> types.SimpleNamespace:
     return flags
 
 
+@cli.command
 def main(argv: Sequence[str]) -> int:
     """Runs the command that the arguments after "--" are for, and returns its exit status."""
     split = list(argv).index("--") if "--" in argv else len(argv)
@@ -319,7 +320,7 @@ def main(argv: Sequence[str]) -> int:
         namespace = cli.checked(reading, lambda reading: check_flags(reading.namespace))
     except cli.FlagsError as error:
         in_front = "--" in argv and ": use --" in str(error)
-        cli.fail(f"{error}{' (in front of --)' if in_front else ''}")
+        raise cli.FlagsError(f"{error}{' (in front of --)' * in_front}") from None
     devices = namespace.devices_per_process
     gpus = 0 if devices else cluster_environment.visible_gpus(os.environ)
     if not devices and gpus < namespace.processes:

@@ -36,6 +36,8 @@ from jaxtrain.pipeline.setup import Setup
 from jaxtrain.plan.compare import plan_at_hand
 from jaxtrain.plan.measured_step import AfterWarmUp
 from jaxtrain.plan.report import as_compiled, introduction
+from jaxtrain.plan.what_if import fitting
+from jaxtrain.run import out_of_memory
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.files import CONFIG_FILE, replace_text, warned
 from jaxtrain.run.goodput import GoodputLog, plot_goodput
@@ -84,6 +86,7 @@ def run(
     clock.enter(Part.DATA)
     with (
         _watched(config.train.hang_after, folder, clock) as (signals, watchdog),
+        out_of_memory.named(functools.partial(fitting, unresolved, environment)),
         contextlib.ExitStack() as lasting,
     ):
         checkpoints = Checkpoints(config, unresolved, environment, folder)

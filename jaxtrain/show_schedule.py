@@ -186,6 +186,7 @@ MOST_TIME = 1e15  # of an op, in any unit: sums of larger ones can be neither co
 MOST_REFUSED_CELLS = 1_000
 
 
+@cli.command
 def main(argv: Sequence[str]) -> None:
     """The command. A mistake in the flags ends it with one line and status 2 before anything is
     written, Ctrl-C with one line and status 130; a file is written whole or not at all."""
@@ -196,8 +197,6 @@ def main(argv: Sequence[str]) -> None:
         for path, content in shown.files.items():
             cli.write_output(path, content)
         sys.stdout.write(shown.text)
-    except cli.FlagsError as error:
-        cli.fail(str(error))
     except KeyboardInterrupt:
         print("stopped: no file is half written", file=sys.stderr, flush=True)
         sys.exit(ExitStatus.INTERRUPTED)

@@ -3,6 +3,7 @@ parses the flags, loop.py has the training loop."""
 
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 import signal
@@ -21,7 +22,7 @@ from jaxtrain.devices import nccl, startup
 from jaxtrain.devices.cluster_environment import several_processes
 from jaxtrain.pipeline.checks import RULES_WITH_TABLES, check_run, default_corpus_notes
 from jaxtrain.pipeline.setup import Setup, make_setup
-from jaxtrain.run import streams
+from jaxtrain.run import out_of_memory, streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.progress import SearchProgress
 from jaxtrain.run.wall_clock import Part, WallClock, imports_without_collection
@@ -64,7 +65,7 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         # during compilation, and drops it in a callback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        with cli.refused_settings():
+        with cli.refused_settings(), out_of_memory.named():
             status = _train(argv, None, WallClock(began))
     except RunError as error:
         print(one_line(f"error: {error}"), file=sys.stderr, flush=True)
@@ -139,6 +140,7 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
             from jaxtrain import loop, replay
             from jaxtrain.devices import cluster
             from jaxtrain.plan.report import dry_run
+            from jaxtrain.plan.what_if import fitting
         gpus = jax.device_count() if jax.default_backend() == "gpu" else 0
         if gpus > 1 and not flags.dry_run:  # before the first collective
             cluster.log(*nccl.describe(nccl.version(), gpus, jax.process_count(), flags.old_nccl))
@@ -158,26 +160,18 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
             *default_corpus_notes(config),
         )
         cluster.log(*(f"note: {note}" for note in notes))
-        ready = prepare(config, environment, None if flags.dry_run else folder, measures=writes)
-        if not ready:
-            return None
-        plan = dry_run(ready.resolved, ready.setup, clock) if flags.dry_run else None
-    if plan:
-        cluster.log(plan.json() if flags.json else "\n".join(plan.lines()))
-        return ExitStatus.FINISHED
-    if flags.replay:
-        return replay.replay(
-            ready.resolved,
-            ready.setup,
-            folder,
-            flags.replay,
-            clock,
-            unresolved=config,
-            environment=environment,
-        )
-    return loop.run(
-        ready.resolved, ready.setup, folder, clock, unresolved=config, environment=environment
-    )
+        with out_of_memory.named(functools.partial(fitting, config, environment)):
+            ready = prepare(config, environment, None if flags.dry_run else folder, measures=writes)
+            if not ready:
+                return None
+            run = (ready.resolved, ready.setup)
+            if flags.replay:
+                return replay.replay(*run, folder, flags.replay, clock, config, environment)
+            if not flags.dry_run:
+                return loop.run(*run, folder, clock, config, environment)
+            plan = dry_run(*run, clock)
+    cluster.log(plan.json() if flags.json else "\n".join(plan.lines()))
+    return ExitStatus.FINISHED
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -532,7 +532,11 @@ def test_help_names_everything(capsys):
 
 
 @pytest.mark.parametrize(
-    "call", [lambda: parse("--version"), lambda: cli.parse_flags(["--version"], "usage: x", EXTRA)]
+    "call",
+    [
+        lambda: parse("--version"),
+        lambda: flags.read_flags(["--version"], "usage: x", EXTRA, with_config=False),
+    ],
 )
 def test_version(capsys, call):
     with pytest.raises(SystemExit) as ended:
@@ -541,11 +545,10 @@ def test_version(capsys, call):
 
 
 def test_flags_without_a_recipe(capsys):
-    assert cli.parse_flags(["--prompt=x"], "usage: x", EXTRA).prompt == "x"
-    with pytest.raises(SystemExit) as ended:
-        cli.parse_flags(["--config.mesh.stage=3"], "usage: x", EXTRA)
-    assert ended.value.code == 2
-    assert "--config.mesh.stage is an unknown flag" in capsys.readouterr().err
+    read = cli.command(lambda argv: cli.checked_flags(argv, "usage: x", EXTRA, lambda _: 0))
+    assert read(["--prompt=x"]) == 0
+    assert read(["--config.mesh.stage=3"]) == 2
+    assert "error: --config.mesh.stage is an unknown flag" in capsys.readouterr().err
 
 
 IN_ANOTHER_PROCESS = """
@@ -690,7 +693,7 @@ import sys
 from jaxtrain import cli
 from jaxtrain.config.flags import CLUSTER_FLAGS
 from jaxtrain.devices.startup import start_jax
-flags = cli.parse_flags(sys.argv[1:], "usage: x", CLUSTER_FLAGS)
+flags = cli.checked_flags(sys.argv[1:], "usage: x", CLUSTER_FLAGS, lambda flags: flags)
 start_jax(flags)
 import jax
 print(

@@ -194,9 +194,11 @@ def check_module(module: str, arguments: list[str]) -> None:
     if module == "jaxtrain.train":
         check_train(arguments)
     elif module == "jaxtrain.generate":
-        generate.check_flags(cli.parse_flags(arguments, "", generate.FLAGS))
+        generate.check_flags(cli.checked_flags(arguments, "", generate.FLAGS, lambda flags: flags))
     elif module == "jaxtrain.schedule":
-        schedule_command.check_flags(cli.parse_flags(arguments, "", schedule_command.FLAGS))
+        schedule_command.check_flags(
+            cli.checked_flags(arguments, "", schedule_command.FLAGS, lambda flags: flags)
+        )
     elif module == "jaxtrain.checkpoint":
         command, flagged = checkpoint_command.command_of(arguments)
         cli.checked_flags(
@@ -215,7 +217,7 @@ def check_module(module: str, arguments: list[str]) -> None:
     else:
         assert module == "jaxtrain.launch"
         at = arguments.index("--")
-        flags = cli.parse_flags(arguments[:at], "", launch.FLAGS)
+        flags = cli.checked_flags(arguments[:at], "", launch.FLAGS, lambda flags: flags)
         check_train(arguments[at + 1 :], flags.processes * flags.devices_per_process)
 
 

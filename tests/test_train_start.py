@@ -1,15 +1,19 @@
-"""The search for a table at the start of training: Ctrl-C, and who says how far it is."""
+"""The search for a table at the start of training: Ctrl-C, and who says how far it is; and what a
+start says that has no memory."""
 
 import signal
 
+import jax
 import pytest
 from support import small
 
-from jaxtrain import train
+from jaxtrain import loop, replay, train
 from jaxtrain.config import ConfigError
 from jaxtrain.config.checks import Environment
+from jaxtrain.devices import cluster
 from jaxtrain.pipeline.checks import RULES_WITH_TABLES
 from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.plan import report
 from jaxtrain.run.exit_status import ExitStatus
 
 VOCABULARY = {"model.vocab_size": 260}  # as many as the bytes of the corpus want
@@ -72,3 +76,30 @@ def test_a_file_that_is_wrong_is_answered_with_its_line(tmp_path):
         "--config."
     )
     assert f"pipeline.schedule='csv:{path}' does not work: {path}, {wrong}" in str(found.value)
+
+
+@pytest.mark.parametrize("of", ["dry_run", "replay", "run"])
+def test_memory_that_is_not_there(of, tmp_path, monkeypatch, capsys):
+    """Whatever needs it: one line with the plan and flags that take less, and a status of its
+    own."""
+
+    def refused(*_, **__):
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory allocating 28660090904 bytes."
+        )
+
+    place = {"dry_run": (report, of), "replay": (replay, of), "run": (loop, "Checkpoints")}[of]
+    monkeypatch.setattr(*place, refused)
+    byes = []
+    monkeypatch.setattr(loop.Watchdog, "say_bye", lambda watchdog, *bye: byes.append(bye))
+    monkeypatch.setattr(train.startup, "start_jax", lambda *_: None)
+    monkeypatch.setattr(cluster, "connect_peers", lambda: None)
+    words = ["--cpu_devices=8", f"--workdir={tmp_path / 'run'}", "--config.data.batch_size=64"]
+    more = {"dry_run": ["--dry_run"], "replay": ["--replay=1"], "run": []}[of]
+    assert train.main([*words, *more]) == ExitStatus.OUT_OF_MEMORY
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: out of memory: 28,660,090,904 bytes asked for, ")
+    assert "; a device is planned to need " in line
+    assert not [*tmp_path.glob("run/*")]
+    # what other processes of a run are told
+    assert [f"error: {text}" for status, text in byes if status == 82] == [line] * (of == "run")

@@ -25,11 +25,11 @@ from jaxtrain.checkpoint.retention import Retention
 from jaxtrain.checkpoint.steps import BROKEN, CheckpointError, Meta, UnrecognizedEntry, choose
 from jaxtrain.checkpoint.stores import read_within, scheme_of, size_of
 from jaxtrain.checkpoint.subject import NoCheckpointsError, Subject
-from jaxtrain.config import Config, ConfigError, fields, flag_text, get, one_line
+from jaxtrain.config import Config, ConfigError, fields, flag_text, get
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, read_flags
 from jaxtrain.run import streams
-from jaxtrain.run.exit_status import ExitStatus, RunError
+from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.files import parse_json
 from jaxtrain.run.metrics import METRICS
 from jaxtrain.run.run_lock import RunLock
@@ -84,16 +84,13 @@ LISTED = 20  # arrays that `diff` lists
 LOOKS = 5  # how often `verify` looks again where all steps were deleted meanwhile
 
 
+@cli.command
 def main(argv: Sequence[str]) -> int:
     """The exit status: 0; 2 for what cannot work, with one line on stderr; 74 where `verify` finds
     damage, or a place cannot be read."""
-    try:
-        command, subjects, flags = parse(argv)
-        with steps.read_errors(" or ".join(str(each.step or each.directory) for each in subjects)):
-            return _COMMANDS[command](subjects, flags)
-    except RunError as error:
-        print(one_line(f"error: {error}"), file=sys.stderr, flush=True)
-        return error.status
+    command, subjects, flags = parse(argv)
+    with steps.read_errors(" or ".join(str(each.step or each.directory) for each in subjects)):
+        return _COMMANDS[command](subjects, flags)
 
 
 def parse(argv: Sequence[str]) -> tuple[str, list[Subject], types.SimpleNamespace]:
@@ -103,9 +100,9 @@ def parse(argv: Sequence[str]) -> tuple[str, list[Subject], types.SimpleNamespac
     if command not in FLAGS:
         asked = [word for word in argv if word in ASK]
         if asked or not argv:
-            cli.parse_flags(asked or ["--help"], DESCRIPTION, ())
+            read_flags(asked or ["--help"], DESCRIPTION, (), with_config=False)  # ends here
         commands = ", ".join(FLAGS)
-        cli.fail(
+        raise cli.FlagsError(
             f"{command or argv[0]!r} is no command of jaxtrain checkpoint: use one of "
             f"{commands}, such as jaxtrain checkpoint ls DIR"
         )

@@ -48,12 +48,7 @@ class Flag:
     default: bool | int | float | str
     doc: str
     at_least: float | None = None
-    at_most: int | None = None
-
-    @property
-    def most(self) -> int:
-        """The largest whole number that the flag may have."""
-        return cfg.LARGEST_INT if self.at_most is None else self.at_most
+    at_most: int = cfg.LARGEST_INT  # of whole numbers
 
 
 CLUSTER_FLAGS = (
@@ -238,9 +233,9 @@ def _flag_value(flag: Flag, text: str) -> Any:
         )
     if kind is float and not math.isfinite(value):
         raise UsageError(f"--{flag.name}={text} is not a finite number")
-    if kind is int and value > flag.most:  # nobody means the bound
+    if kind is int and value > flag.at_most:  # nobody means the bound
         raise UsageError(
-            f"--{flag.name}={cfg.shown(value)} must be at most {flag.most}",
+            f"--{flag.name}={cfg.shown(value)} must be at most {flag.at_most}",
             {flag.name: flag.default},
         )
     return value
@@ -250,7 +245,7 @@ def _nearest(flag: Flag, text: str) -> dict[str, Any]:
     """The flag with the value of its type and within its bounds that is nearest to a text of
     another type, such as 20 for 19.8; {} if there is none."""
     number = cfg.number(text) if isinstance(flag.default, int) else None
-    if number is None or abs(number) > flag.most:
+    if number is None or abs(number) > flag.at_most:
         return {}
     return {flag.name: max(round(number), int(flag.at_least or 0))}
 

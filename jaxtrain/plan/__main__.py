@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from jaxtrain import cli
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ConfigError, checks, kernels, one_line
+from jaxtrain.config import Config, ConfigError, checks, kernels
 from jaxtrain.config.checks import Environment
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import SHARED_FLAGS, Flag
@@ -40,7 +40,7 @@ from jaxtrain.plan.predict import exactly, predict
 from jaxtrain.plan.search import Space, best_plans, check_fits
 from jaxtrain.plan.what_if import advise
 from jaxtrain.run import streams
-from jaxtrain.run.exit_status import ExitStatus, RunError
+from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.schedule import drawing
 
 DESCRIPTION = """\
@@ -141,18 +141,15 @@ COMMANDS = {"--calibrate": "calibrate", "--compile": "compile_check"}
 T = TypeVar("T")
 
 
+@cli.command
 def main(argv: Sequence[str]) -> int:
     """The exit status: 0, or 2 and one line on stderr for flags that cannot work."""
     if command := next((flag for flag in argv if flag in COMMANDS), ""):
         module = importlib.import_module(f"jaxtrain.plan.{COMMANDS[command]}")
         return int(module.main([flag for flag in argv if flag != command]))
-    try:
-        output = cli.parse_unchecked(argv, DESCRIPTION, FLAGS, planned)
-        for path, content in output.files.items():
-            cli.write_output(path, content)
-    except RunError as error:
-        print(one_line(f"error: {error}"), file=sys.stderr, flush=True)
-        return ExitStatus.BAD_CONFIG
+    output = cli.parse_unchecked(argv, DESCRIPTION, FLAGS, planned)
+    for path, content in output.files.items():
+        cli.write_output(path, content)
     print("\n".join(output.lines))
     return ExitStatus.FINISHED
 

@@ -46,7 +46,7 @@ from jaxtrain.costs.layout import Layout
 from jaxtrain.devices.startup import start_jax, unused_accelerator
 from jaxtrain.plan.bench import Bench, TimedCollectives, groups_of, without
 from jaxtrain.run import streams
-from jaxtrain.run.exit_status import ExitStatus, RunError
+from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.progress import SearchProgress
 
 BFLOAT16, FLOAT32 = "bfloat16", "float32"
@@ -376,21 +376,18 @@ def check_flags(flags: types.SimpleNamespace) -> types.SimpleNamespace:
     return flags
 
 
+@cli.command
 def main(argv: Sequence[str]) -> int:
     """Calibrates and writes the file. Returns the exit status."""
     flags = cli.checked_flags(argv, DESCRIPTION, FLAGS, check_flags)
     flags.coordinator, flags.processes, flags.process_id = "", 1, 0
-    try:
-        start_jax(flags)
-        if unused := unused_accelerator(flags):
-            raise cli.FlagsError(unused)
-        with SearchProgress("calibrating") as progress:
-            hardware = calibrate(report=progress)
-        text = json.dumps(kinds.to_json(hardware), indent=2, ensure_ascii=False) + "\n"
-        cli.write_output(flags.out, text.encode())
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.status
+    start_jax(flags)
+    if unused := unused_accelerator(flags):
+        raise cli.FlagsError(unused)
+    with SearchProgress("calibrating") as progress:
+        hardware = calibrate(report=progress)
+    text = json.dumps(kinds.to_json(hardware), indent=2, ensure_ascii=False) + "\n"
+    cli.write_output(flags.out, text.encode())
     print("\n".join([*summary(hardware), f"written to {flags.out}: use --hardware={flags.out}"]))
     return ExitStatus.FINISHED
 

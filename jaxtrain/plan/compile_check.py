@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxtrain.config import Config, ConfigError, checks, one_line
+from jaxtrain.config.checks import Environment
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, Reading, apply, read_flags, settled
 from jaxtrain.config.recipes import DEFAULT_RECIPE, find_recipe, load_recipe
@@ -49,7 +50,8 @@ from jaxtrain.plan.topology import (
     compile_config,
     compilers,
 )
-from jaxtrain.run import streams
+from jaxtrain.plan.what_if import fitting
+from jaxtrain.run import out_of_memory
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.schedule.columns import columns
 
@@ -388,6 +390,7 @@ def _requested(reading: Reading) -> tuple[Topology, Config]:
 
 
 def main(argv: Sequence[str]) -> int:
+    """The exit status. Raises UsageError, ConfigError and RunError, which `plan` reports."""
     reading = read_flags(argv, __doc__ or "", FLAGS, with_config=True)
     try:
         devices, config = settled(reading, _requested)
@@ -397,16 +400,11 @@ def main(argv: Sequence[str]) -> int:
             file=sys.stderr,
             flush=True,
         )
-        check = compile_check(config, devices, compile_config(devices, config))
-    except (ConfigError, UsageError) as error:
-        print(one_line(f"error: {error}"), file=sys.stderr)
-        return ExitStatus.BAD_CONFIG
+        known = Environment(devices.devices, devices.platform.backend)
+        with out_of_memory.named(lambda asked, there: fitting(config, known, asked, there)):
+            check = compile_check(config, devices, compile_config(devices, config))
     except Refused as error:
         print(one_line(f"the compiler refuses the step: {error.line}"), file=sys.stderr)
         return ExitStatus.FAULT
     print(json.dumps(check.as_dict()) if reading.values["json"] else "\n".join(check.lines()))
     return ExitStatus.FINISHED
-
-
-if __name__ == "__main__":
-    sys.exit(streams.run(main, sys.argv[1:]))

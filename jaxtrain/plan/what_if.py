@@ -1,6 +1,8 @@
 """Single changes of a plan with their gain, and `plan --advise WORKDIR`: advice from the records of
 a run. No jax.
 
+`fitting` is the advice for a step that has no memory.
+
 Advice has three sources: goodput.jsonl, for the fraction of wall time that was not spent on steps;
 planned.json, for the part of the step that takes longer than planned; and, if the hardware is
 given, the planner, for the step's parts and the layouts that differ in one setting. If the measured
@@ -8,6 +10,7 @@ step is far from the planned one, this is reported first, because the plan's adv
 """
 
 import dataclasses
+import itertools
 import math
 import os
 import pathlib
@@ -16,12 +19,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ConfigError, MeshConfig, PipelineConfig, checks
+from jaxtrain.config import Config, ConfigError, MeshConfig, PipelineConfig, checks, kernels
 from jaxtrain.config.checks import Environment
 from jaxtrain.config.errors import UsageError
-from jaxtrain.config.mesh_rules import AXES
+from jaxtrain.config.mesh_rules import AXES, filled
+from jaxtrain.config.rules import divisors
 from jaxtrain.config.saved_values import LAYER_INPUT, saved_with
 from jaxtrain.config.sizes import remat_of
+from jaxtrain.costs import hardware
 from jaxtrain.costs.collectives import EXPERT
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.costs.memory import memory
@@ -126,6 +131,58 @@ def _nodes_of_experts(work: StepModel) -> Iterator[dict[str, Any]]:
     layout, nodes = work.layout, work.links.islands(EXPERT)
     if 1 < nodes < layout.expert and nodes != layout.expert_nodes:
         yield {"parallel.expert_nodes": nodes}
+
+
+# --- memory that was not there --------------------------------------------------------------------
+
+OFFLOADS = ("optimizer", "activations", "both")
+LESS = 0.9  # of the planned bytes, for a step that was planned to fit and does not
+
+
+def fitting(config: Config, environment: Environment, asked: int, there: int) -> str:
+    """The rest of the line about a step that has no memory: its planned bytes by part, and the
+    fewest flags with which it is planned to fit, that keep every rule and train the same.
+
+    config: not resolved; asked, there: bytes, 0 for what is not known; those that are there are a
+    device's, or the host's for all simulated ones. Where one program's arrays are more than the
+    plan has for all, as on simulated devices, plans count as so much larger.
+    """
+    device = dataclasses.replace(hardware.load("h100"), name=environment.platform)
+    without_tables = dataclasses.replace(environment, rules=())
+    changed = lambda changes: filled(cfg.replace(config, changes), environment.devices).resolve()
+    planned = lambda settings: memory(step_model_of(settings, device), settings.model.loss_chunk)
+    breaks = lambda changes, where: checks.first_violation(cfg.replace(config, changes), where)
+    now, simulated = planned(changed({})), environment.platform == kernels.CPU
+    scale = max(1.0, asked / now.bytes)
+    sharing = (environment.devices or 1) if simulated else 1
+    most = min(there / sharing or math.inf, LESS * now.bytes * scale)
+    fits = (
+        changes
+        for changes in _smaller(changed({}), simulated)
+        if not breaks(changes, without_tables)
+        if scale * planned(changed(changes)).bytes <= most and not breaks(changes, environment)
+    )
+    parts = ", ".join(f"{name} {size / GIB:.3g}" for name, size in compare.listed(now.parts))
+    use = cfg.suggestion(next(fits, {})) or "more devices, for no setting is planned to be enough"
+    return f"; a device is planned to need {now.bytes / GIB:.3g} GiB ({parts}): use {use}"
+
+
+def _smaller(config: Config, simulated: bool) -> list[dict[str, Any]]:
+    """Changes that may take less memory and train the same but for rounding: fewer settings first,
+    and the host's memory last."""
+    single = [*_candidates(config.mesh, config.pipeline, config.parallel.zero)]
+    batch, count = config.data.batch_size, config.pipeline.microbatches
+    bounded = config.model.expert_room > 0
+    options = (
+        [] if simulated else [{"parallel.offload": name} for name in OFFLOADS],
+        [changes for changes in single if "parallel.zero" in changes],
+        [changes for changes in single if "pipeline.remat" in changes],
+        # with a bounded room for experts' tokens, other microbatches drop other tokens
+        [{"pipeline.microbatches": n} for n in divisors(batch) if n > count and not bounded],
+    )
+    combined = itertools.product(*([{}, *option] for option in options))
+    merged = (dict(itertools.chain(*(c.items() for c in each))) for each in combined)
+    return sorted(merged, key=lambda changes: ("parallel.offload" in changes, len(changes)))
 
 
 def _pieces(mesh: MeshConfig, pipeline: PipelineConfig) -> int:

@@ -28,6 +28,7 @@ class ExitStatus(enum.IntEnum):
     LOST_PEER = 80  # another process of the run has gone
     # a loss, gradients or parameters that are not finite, or copies of parameters that differ
     BAD_NUMBERS = 81
+    OUT_OF_MEMORY = 82  # the host or a device has too little for what was asked
     INTERRUPTED = 128 + signal.SIGINT  # Ctrl-C, with the step saved if there was one
 
     @property

@@ -33,11 +33,11 @@ run_and_requeue() {
     exit "$status"
 }
 
-# first_cause STATUS_OF_SRUN: a verdict about the run (bad config, bad data, bad numbers, Ctrl-C) wherever there is one, else the status of the
+# first_cause STATUS_OF_SRUN: a verdict about the run (bad config, bad data, bad numbers, no memory, Ctrl-C) wherever there is one, else the status of the
 # task that ended first with another than 0, else srun's.
 first_cause() {
     cat "$statuses"/* 2>/dev/null | sort -n | awk -v srun="$1" '
-        $2 ~ /^(2|65|81|130)$/ && !verdict { verdict = $2 }
+        $2 ~ /^(2|65|81|82|130)$/ && !verdict { verdict = $2 }
         $2 != 0 && !first { first = $2 }
         END { print verdict ? verdict : first ? first : srun }'
 }

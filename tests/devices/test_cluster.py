@@ -362,7 +362,7 @@ import sys
 from jaxtrain import cli
 from jaxtrain.config.flags import CLUSTER_FLAGS
 from jaxtrain.devices.startup import start_jax
-start_jax(cli.parse_flags(sys.argv[1:], "usage: x", CLUSTER_FLAGS))
+start_jax(cli.checked_flags(sys.argv[1:], "usage: x", CLUSTER_FLAGS, lambda flags: flags))
 import jax
 from jaxtrain.devices import cluster
 me = jax.process_index()

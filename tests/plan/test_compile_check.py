@@ -12,6 +12,7 @@ from jaxtrain.costs import hardware
 from jaxtrain.costs.memory import memory
 from jaxtrain.hlo.program import Program
 from jaxtrain.pipeline.step_model import step_model_of
+from jaxtrain.plan import __main__ as plan_command
 from jaxtrain.plan import compile_check, topology
 from jaxtrain.plan.report import step_counts
 from jaxtrain.plan.topology import INSTALL_COMMAND, parse
@@ -172,7 +173,7 @@ def test_what_is_printed_and_what_json_has():
     ],
 )
 def test_what_is_wrong_is_one_line(flags, says, capsys):
-    assert compile_check.main(flags) == 2
+    assert plan_command.main(["--compile", *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
 
@@ -197,17 +198,37 @@ def test_a_missing_compiler_names_the_command(monkeypatch, tmp_path):
 def test_a_refusal_is_the_compilers_words(monkeypatch, capsys):
     def compile_config(*_):
         raise topology.Refused(
-            "Traceback\n  in a file\njax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: used 120 "
-            "GB of 95\nsome advice"
+            "Traceback\n  in a file\njax.errors.JaxRuntimeError: UNIMPLEMENTED: a product of "
+            "another type\nsome advice"
         )
 
     monkeypatch.setattr(compile_check, "compile_config", compile_config)
     monkeypatch.setattr(topology.Platform, "missing", False)
     assert compile_check.main(["--config=tiny", "--topology=h100:1x8"]) == 1
     assert (
-        "the compiler refuses the step: jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED"
+        "the compiler refuses the step: jax.errors.JaxRuntimeError: UNIMPLEMENTED"
         in capsys.readouterr().err
     )
+
+
+def test_a_step_that_has_no_memory_is_a_line_with_less(monkeypatch, capsys):
+    def compile_config(*_):
+        raise topology.Refused(
+            "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory in memory space "
+            "hbm. Used 160.00G of 95.00G hbm."
+        )
+
+    monkeypatch.setattr(compile_check, "compile_config", compile_config)
+    monkeypatch.setattr(topology.Platform, "missing", False)
+    words = "--compile --config=llama3_8b --topology=v5p:2x2x2 --config.pipeline.remat=none"
+    layout = "--layout=data=8,microbatch=4"
+    assert plan_command.main([*words.split(), layout]) == 82
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith(
+        "error: out of memory: 171,798,691,840 bytes asked for, 102,005,473,280 there; a device is "
+        "planned to need "
+    )
+    assert "activations " in line and ": use --config.p" in line
 
 
 @compiled_for(*KINDS)
@@ -233,7 +254,7 @@ def test_a_real_compile(platform, capsys):
 def test_a_program_of_several_steps_is_refused(capsys):
     words = "--config=llama3_8b --topology=h100:4x8 --config.pipeline.steps_per_program=2"
     layout = "--layout=data=4,stage=8,microbatch=1,schedule=zb_h2,remat=selective"
-    assert compile_check.main([*words.split(), layout]) == 2
+    assert plan_command.main(["--compile", *words.split(), layout]) == 2
     error = capsys.readouterr().err.strip()
     assert error.splitlines()[-1].startswith(
         "error: pipeline.steps_per_program=2 has loops whose trips no table"

@@ -8,9 +8,11 @@ import shlex
 import pytest
 
 from jaxtrain import config as configs
+from jaxtrain.config import checks
+from jaxtrain.config.checks import Environment
 from jaxtrain.config.flags import apply, read_flags
 from jaxtrain.config.recipes import find_recipe, load_recipe
-from jaxtrain.costs.hardware import load
+from jaxtrain.costs.hardware import GIB, load
 from jaxtrain.plan import layout_flag, what_if
 from jaxtrain.plan.compare import PLANNED, PlannedStep, Trace
 from jaxtrain.plan.predict import UNMEASURED, exactly, predict
@@ -260,3 +262,41 @@ def test_islands_of_experts_are_nodes():
         changes = [change.settings for change in single_changes(predict(config, H100))]
         suggested.append([settings[path] for settings in changes if path in settings])
     assert suggested == [[4], [8], []]
+
+
+# --- memory that was not there --------------------------------------------------------------------
+
+SAME = ("pipeline.microbatches", "pipeline.remat", "pipeline.save", "parallel.zero")
+
+
+@pytest.mark.parametrize(
+    ("changes", "platform", "asked", "there", "says"),
+    [
+        ({}, "tpu", 0, 95 * GIB, "--config.p"),
+        ({}, "gpu", 0, 70 * GIB, "--config.p"),
+        # one program's arrays, as on simulated devices: the plan counts for less than they are
+        ({"pipeline.remat": "none"}, "cpu", 160 * GIB, 60 * 64 * GIB, "--config.pipeline.micro"),
+        ({"parallel.zero": 3}, "tpu", 0, 8 * GIB, "--config.pipeline.microbatches="),
+        # other microbatches would drop other tokens
+        ({"model.experts": 8, "model.expert_room": 1.5}, "tpu", 0, 95 * GIB, "--config.pa"),
+        ({}, "gpu", 0, GIB, "more devices, for no setting"),
+    ],
+)
+def test_flags_that_take_less_memory(config, changes, platform, asked, there, says):
+    """They keep all rules and train the same; the planned bytes follow them."""
+    config = configs.replace(config, {"pipeline.microbatches": 1, **changes})
+    environment = Environment(64, platform, config)
+    line = what_if.fitting(config, environment, asked, there)
+    start, _, use = line.partition(": use ")
+    assert start.startswith("; a device is planned to need ") and "weights" in start
+    assert use.startswith(says), line
+    overrides = read_flags(shlex.split(use), "", (), with_config=True).overrides
+    less = apply(config, overrides)
+    assert checks.first_violation(less, environment) is None
+    changed = {path for path, _ in overrides}
+    assert changed <= {*SAME, "parallel.offload"}
+    if changed:
+        before, after = (predict(each.resolve(), H100).memory.bytes for each in (config, less))
+        assert after < 0.95 * before
+    if changes.get("model.expert_room"):
+        assert "pipeline.microbatches" not in changed

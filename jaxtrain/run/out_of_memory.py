@@ -1,0 +1,67 @@
+"""Memory that is not there, for every command: which errors say so, the bytes that were asked for,
+and those that the device or the host has. Standard library only."""
+
+import contextlib
+import pathlib
+import re
+import resource
+import sys
+from collections.abc import Callable, Iterator
+
+from jaxtrain.run.exit_status import ExitStatus, RunError
+
+_WORDS = re.compile(
+    "out of memory|bad_alloc|allocate memory|map segment|can't start new thread|"
+    "(unable|failed|attempting) to (allocate|reserve)",
+    re.IGNORECASE,
+)
+# "28660090904 bytes", "7.45 GiB", "20.10G": XLA's units are powers of 1024
+_AMOUNT = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?) ?(?:([KMGTPE])(?:iB|B)?|bytes|B)(?!\w)")
+_UNITS = ["", *"KMGTPE"]
+
+
+class OutOfMemoryError(RunError):
+    """An allocation that the device or the host refused; the text is one line."""
+
+    status = ExitStatus.OUT_OF_MEMORY
+
+
+@contextlib.contextmanager
+def named(advice: Callable[[int, int], str] = lambda asked, there: "") -> Iterator[None]:
+    """A context that raises OutOfMemoryError in place of whatever jax, numpy, C++ and the system
+    raise where memory is not there.
+
+    advice: the rest of the line, from the bytes that were asked for and those that are there; 0 for
+    what is not known
+    """
+    try:
+        yield
+    except (MemoryError, OSError, ImportError, RuntimeError, ValueError) as error:
+        text = str(error)
+        if not isinstance(error, MemoryError) and not _WORDS.search(text):
+            raise
+        amounts = [int(float(n) * 1024 ** _UNITS.index(unit)) for n, unit in _AMOUNT.findall(text)]
+        asked = next(iter(amounts), 0)
+        # a TPU's compiler and allocator say both
+        there = amounts[1] if amounts[1:] and "hbm" in text.lower() else _free(error)
+        known = [f"{asked:,} bytes asked for"] * bool(asked) + [f"{there:,} there"] * bool(there)
+        raise OutOfMemoryError(
+            f"out of memory: {', '.join(known)}{advice(asked, there)}"
+        ) from error
+
+
+def _free(error: Exception) -> int:
+    """Bytes that this process's first device has for programs, if an error of jax is about one that
+    says so; else those of the host that are free and below the process's limit (ulimit -v). 0 where
+    nobody says."""
+    if type(error).__name__ == "JaxRuntimeError":
+        stats = sys.modules["jax"].local_devices()[0].memory_stats() or {}
+        if limit := stats.get("bytes_limit"):
+            return int(limit)
+    system, process = pathlib.Path("/proc/meminfo"), pathlib.Path("/proc/self/statm")
+    if not system.exists():
+        return 0
+    free = 1024 * int(system.read_text().partition("MemAvailable:")[2].split()[0])
+    limit, used = resource.getrlimit(resource.RLIMIT_AS)[0], int(process.read_text().split()[0])
+    below = limit - used * resource.getpagesize()
+    return free if limit == resource.RLIM_INFINITY else max(1, min(free, below))
