@@ -84,13 +84,13 @@ def check_together(config: Config, workdir: str) -> None:
 
     from jaxtrain.devices import cluster
 
-    path, directory = os.path.abspath(workdir), config.checkpoint.directory
+    path, directory = os.path.join(os.getcwd(), workdir), config.checkpoint.directory
     checkpoints = directory or os.path.join(path, "checkpoints")
     shared = {
         f"--workdir={workdir!r}": path,
         f"checkpoint.directory={directory!r}"
         if directory
-        else f"--workdir={workdir!r}: its checkpoints": checkpoints,
+        else f"the checkpoints of --workdir={workdir!r}": checkpoints,
     }
     with contextlib.ExitStack() as until_all_have_looked:
 

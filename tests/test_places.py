@@ -352,7 +352,7 @@ def test_processes_share_their_folders(here, monkeypatch):
         ((config(), "runs/other"), ("--workdir='runs/other'", "--workdir='runs/new'")),
         (
             (config(checkpoint__directory="steps"), "runs/new"),
-            ("checkpoint.directory='steps'", "--workdir='runs/new': its checkpoints"),
+            ("checkpoint.directory='steps'", "the checkpoints of --workdir='runs/new'"),
         ),
     ):
         said = board.ask(good, other)
