@@ -301,8 +301,7 @@ def in_all(do: Callable[[], T], refusal: type[Exception]) -> T:
 def _again(refusal: type[Exception], text: str, status: int) -> Exception:
     """The error of one process, by its text and status, for all of them. Process 0 leaves last:
     jax aborts the others when it goes."""
-    is_last = jax.distributed.is_initialized() and not distributed.global_state.process_id
-    time.sleep(LAST_S * is_last)
+    time.sleep(LAST_S * (distributed.global_state.service is not None))
     error: Any = refusal(text)
     error.status = ExitStatus(status)  # a subclass may have its own
     return error

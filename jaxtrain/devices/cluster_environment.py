@@ -148,7 +148,9 @@ def job(namespace: types.SimpleNamespace, environment: Mapping[str, str]) -> dic
     Raises ClusterError, naming the variable, for an environment with only a part of them.
     """
     address = namespace.coordinator or environment.get("JAX_COORDINATOR_ADDRESS", "")
-    if address and not re.fullmatch(HOST_AND_PORT, address):
+    if address and not (
+        re.fullmatch(HOST_AND_PORT, address) and 0 < int(address.rpartition(":")[2]) < 65536
+    ):
         raise ClusterError(
             f"JAX_COORDINATOR_ADDRESS={address!r} in the environment is not HOST:PORT"
         )

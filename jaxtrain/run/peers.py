@@ -308,7 +308,9 @@ def meet(
 def _receive(peers: Peers, place: Address, ending: Ending | None, end: float) -> Ending:
     """Process 0's meeting, whose end all others are told."""
     try:
-        peers.listen(place.host, place.port, place.token)
+        # jax listens at another port than the one that others know, if this variable has one
+        bound = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "").rpartition(":")[2]
+        peers.listen(place.host, int(bound or place.port), place.token)
     except OSError as error:
         return Ending(
             ExitStatus.BAD_CONFIG,

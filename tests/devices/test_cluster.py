@@ -345,6 +345,10 @@ def without(environment: dict[str, str], *names: str) -> dict[str, str]:
             "JAX_COORDINATOR_ADDRESS='host' in the environ",
         ),
         (
+            jobset(0, JAX_COORDINATOR_ADDRESS="host:99999"),
+            "JAX_COORDINATOR_ADDRESS='host:99999' in the environment is not HOST:PORT",
+        ),
+        (
             jobset(0, JAX_NUM_PROCESSES="four"),
             "JAX_NUM_PROCESSES='four' in the environment is not a number",
         ),
