@@ -58,7 +58,8 @@ def read_environment() -> Iterator[None]:
 
 
 class ClusterError(RunError):
-    """An environment that leaves open what processes need to meet; the text is one line."""
+    """An environment that leaves open what processes need to meet, or processes that differ; the
+    text is one line."""
 
     status = ExitStatus.BAD_CONFIG
 
@@ -304,12 +305,12 @@ NOT_COMPARED = (
 
 def _of_files(text: str) -> str:
     """The digest of the file, or of the files of the folder, that a setting names: of sizes and
-    first 4 MiB. The text if it names none."""
+    first MiB. The text if it names none."""
     path, digest = pathlib.Path(os.path.expanduser(text.removeprefix(CSV))), hashlib.sha256()
     for file in sorted(path.iterdir()) if text and path.is_dir() else [path]:
         if file.is_file():
-            with file.open("rb") as opened:
-                digest.update(f"{file.stat().st_size} ".encode() + opened.read(2**22))
+            with contextlib.suppress(OSError), file.open("rb") as opened:
+                digest.update(f"{file.stat().st_size} ".encode() + opened.read(2**20))
     return f"{digest.hexdigest()[:12]}{PLACE}{text}" if text and path.exists() else text
 
 
@@ -350,7 +351,7 @@ def alike(
         **{
             name: package.version
             for name in PACKAGES
-            for package in importlib.metadata.distributions(name=name)
+            for package in reversed([*importlib.metadata.distributions(name=name)])
         },
         **{
             f"--{name}": str(getattr(namespace, name, ""))

@@ -193,6 +193,15 @@ def test_the_code_is_compared_by_content(tmp_path, monkeypatch):
     assert seen[0] == seen[1] != seen[2] and all(len(code) == 12 for code in seen)
 
 
+def test_the_versions_that_python_imports_are_compared(tmp_path, monkeypatch):
+    """Those that come first on its path."""
+    installed = alike()["jax"]
+    (tmp_path / "jax-0.0.1.dist-info").mkdir()
+    (tmp_path / "jax-0.0.1.dist-info" / "METADATA").write_text("Name: jax\nVersion: 0.0.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert alike()["jax"] == "0.0.1" != installed == jax.__version__
+
+
 def test_every_setting_that_may_differ_is_one():
     assert cluster_environment.MAY_DIFFER.keys() <= configs.fields().keys()
     assert len(alike().keys() & configs.fields().keys()) == len(configs.fields())
