@@ -225,7 +225,7 @@ def _refusal(
     if checks.first_violation(config, dataclasses.replace(environment, rules=RULES)) is None:
         return None
     if not devices:
-        start_jax(namespace)
+        start_jax(namespace, config)
         import jax  # slow, but the command ends here in any case
 
         environment = dataclasses.replace(

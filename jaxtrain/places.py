@@ -11,9 +11,7 @@ corpora when it prepares one.
 """
 
 import contextlib
-import dataclasses
 import itertools
-import json
 import os
 import pathlib
 import secrets
@@ -27,6 +25,7 @@ from etils import epath
 
 from jaxtrain import config as cfg
 from jaxtrain.checkpoint import manifest, stores
+from jaxtrain.checkpoint.steps import read_errors
 from jaxtrain.config import Config, addresses
 from jaxtrain.config.errors import UsageError
 from jaxtrain.data import row_log
@@ -44,6 +43,7 @@ FILES = (  # of process 0 in the run's folder
 FOLDERS = (PROFILE_FOLDER, row_log.FOLDER, metrics.TENSORBOARD_FOLDER, "hang", "hf", "checkpoints")
 # seconds until a folder that one host has made appears on the others, which cache its absence
 SEEN_S = 40.0
+SEEN_HERE_S = 5.0  # the same, on the host itself
 
 
 class PlaceError(RunError):
@@ -58,99 +58,67 @@ class NoStorageError(PlaceError):
     status = ExitStatus.STORAGE
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """The problem with a place, in one line; passes: it may be gone when the run is started
-    again."""
-
-    text: str
-    passes: bool = False
-
-    def error(self) -> PlaceError:
-        return NoStorageError(self.text) if self.passes else PlaceError(self.text)
+def _problem(text: str, passes: bool = False) -> PlaceError:
+    """The error about a place, in one line. passes: it may be gone when the run starts again."""
+    return NoStorageError(text) if passes else PlaceError(text)
 
 
 def check(config: Config, workdir: str) -> None:
     """Raises PlaceError if a run of one process cannot write."""
-    settings, written = config.checkpoint, config.metrics
-    problem = _of_main(workdir, settings.directory, written.tensorboard) or _of_each(
-        workdir,
-        settings.local,
-        config.parallel.offload_directory,
-        config.train.profile_steps > 0,
-        written.rows,
-    )
-    if problem:
-        raise problem.error()
+    if problem := _of_main(config, workdir) or _of_each(config, workdir):
+        raise problem
 
 
 def check_workdir(workdir: str) -> None:
     """Raises UsageError, with a folder that works, for one that can never be a run's: it is told
     together with other errors of flags."""
     problem, free = _of_workdir(workdir), _free(os.path.basename(os.path.abspath(workdir)))
-    if problem and free and not problem.passes:
-        raise UsageError(problem.text.partition(": use ")[0], {"workdir": free})
+    if problem and free and not isinstance(problem, NoStorageError):
+        raise UsageError(str(problem).partition(": use ")[0], {"workdir": free})
 
 
 def check_together(config: Config, workdir: str) -> None:
-    """Raises PlaceError if a run of several processes cannot write. Each must call it, and
-    raises the same error. All hosts must see the checkpoints."""
+    """Raises RunError, a PlaceError by its status, if a run of several processes cannot write, or
+    if a folder that they have to share is not the same for all. Each must call it, and raises the
+    same error."""
     import jax
 
     from jaxtrain.devices import cluster
 
-    process, question = jax.process_index(), f"places {next(_questions)}"
-    settings, written = config.checkpoint, config.metrics
+    path, directory = os.path.join(os.getcwd(), workdir), config.checkpoint.directory
+    checkpoints = directory or os.path.join(path, "checkpoints")
+    shared = {
+        f"--workdir={workdir!r}": path,
+        f"checkpoint.directory={directory!r}"
+        if directory
+        else f"the checkpoints of --workdir={workdir!r}": checkpoints,
+    }
     with contextlib.ExitStack() as until_all_have_looked:
-        if process == 0:
+
+        def of_main() -> list[str]:
             until_all_have_looked.enter_context(_left_as_it_was(workdir))
+            if problem := _of_main(config, workdir):
+                raise problem
+            mark = f"{files.TRIAL_NAME}.{secrets.token_hex(8)}"
+            for place in shared.values():
+                until_all_have_looked.enter_context(_marked(stores.folder(place), mark))
+            return [mark, socket.gethostname(), *shared]
 
-        def of_main() -> dict:
-            problem, mark = _of_main(workdir, settings.directory, written.tensorboard), ""
-            folder = _shared_folder(settings.directory, workdir)
-            if folder and not problem:
-                mark = until_all_have_looked.enter_context(_marked(folder))
-            return {"problem": problem and dataclasses.asdict(problem), "mark": mark}
+        def of_each() -> None:
+            if problem := _unseen(shared, *marked) or _of_each(config, workdir):
+                who = f"process {jax.process_index()}: " if jax.process_index() else ""
+                raise type(problem)(f"{who}{problem}")
 
-        answer = cluster.told_by_main(f"{question}/main", of_main)
-        problem = (
-            Problem(**answer["problem"])
-            if answer["problem"]
-            else _unseen(answer["mark"])
-            or _of_each(
-                workdir,
-                settings.local,
-                config.parallel.offload_directory,
-                config.train.profile_steps > 0,
-                written.rows,
-            )
-        )
-        reports = cluster.told_to_main(
-            f"{question}/each", json.dumps(problem and dataclasses.asdict(problem))
-        )
-
-        def first_problem() -> dict | None:
-            for number, values in enumerate(map(json.loads, reports)):
-                if values:
-                    who = f"process {number}: " if number else ""
-                    return values | {"text": who + values["text"]}
-            return None
-
-        agreed = cluster.told_by_main(f"{question}/all", first_problem)
-        cluster.barrier(f"{question} are known")  # process 0, whom all ask, may end now
-    if agreed:
-        raise Problem(**agreed).error()
-
-
-_questions = itertools.count()
+        marked = cluster.from_main(of_main, PlaceError)
+        cluster.in_all(of_each, RunError)
 
 
 # --- the places -----------------------------------------------------------------------------------
 
 
-def _of_main(workdir: str, directory: str, tensorboard: bool) -> Problem | None:
-    """The first problem with the places that process 0 alone writes, and with the checkpoints.
-    directory: checkpoint.directory; tensorboard: whether there are TensorBoard files."""
+def _of_main(config: Config, workdir: str) -> PlaceError | None:
+    """The first problem with the places that process 0 alone writes, and with the checkpoints."""
+    directory = config.checkpoint.directory
     own = cfg.flag_text("config.checkpoint.directory", os.path.realpath(f"{workdir}/checkpoints"))
     inside: dict[str, Unwritable | None] = {
         name: Unwritable(
@@ -163,32 +131,32 @@ def _of_main(workdir: str, directory: str, tensorboard: bool) -> Problem | None:
     if problem := _of_workdir(workdir) or _inside(workdir, inside):
         return problem
     inside = {name: files.try_file(os.path.join(workdir, name)) for name in FILES}
-    if tensorboard:
+    if config.metrics.tensorboard:
         inside[metrics.TENSORBOARD_FOLDER] = files.try_folder(
             os.path.join(workdir, metrics.TENSORBOARD_FOLDER)
         )
-    if not directory:
+    if not config.checkpoint.directory:
         inside["checkpoints"] = _try_checkpoints(os.path.join(workdir, "checkpoints"))
-    return _inside(workdir, inside) or _of_checkpoints(directory, workdir)
+    return _inside(workdir, inside) or _of_checkpoints(config.checkpoint.directory, workdir)
 
 
-def _of_workdir(workdir: str) -> Problem | None:
+def _of_workdir(workdir: str) -> PlaceError | None:
     if addresses.is_address(workdir) or addresses.fault(workdir):
-        return Problem(
+        return _problem(
             f"--workdir={workdir!r} is an address, not a folder, as checkpoint.directory may "
             f"be: {_another(workdir)}"
         )
     if wrong := addresses.not_utf8(os.path.abspath(workdir)):
-        return Problem(f"--workdir={workdir!r} {wrong.rule}: {_another(workdir)}")
+        return _problem(f"--workdir={workdir!r} {wrong.rule}: {_another(workdir)}")
     unwritable = files.try_folder(workdir)
     return (
-        Problem(f"--workdir={workdir!r} {unwritable.why}: {_another(workdir)}", unwritable.passes)
+        _problem(f"--workdir={workdir!r} {unwritable.why}: {_another(workdir)}", unwritable.passes)
         if unwritable
         else None
     )
 
 
-def _of_checkpoints(directory: str, workdir: str) -> Problem | None:
+def _of_checkpoints(directory: str, workdir: str) -> PlaceError | None:
     """directory: checkpoint.directory."""
     if not directory:
         return None
@@ -200,18 +168,18 @@ def _of_checkpoints(directory: str, workdir: str) -> Problem | None:
             "config.checkpoint.directory", "" if default else _free(os.path.basename(directory))
         )
         return (
-            Problem(f"{named} {unwritable.why}: use {use}", unwritable.passes)
+            _problem(f"{named} {unwritable.why}: use {use}", unwritable.passes)
             if unwritable
             else None
         )
     try:
         manifest.try_step(stores.folder(directory) / f"{files.TRIAL_NAME}.{secrets.token_hex(8)}")
     except stores.AddressError as error:
-        return Problem(f"{named} {error.wrong.rule}")
+        return _problem(f"{named} {error.wrong.rule}")
     except Exception as error:
         if not (why := stores.failure(error)):
             raise
-        return Problem(f"{named} cannot be written ({why})", passes=True)
+        return _problem(f"{named} cannot be written ({why})", passes=True)
     return None
 
 
@@ -220,14 +188,15 @@ def _try_checkpoints(folder: str) -> Unwritable | None:
     return files.try_folder(folder, lambda path: manifest.try_step(epath.Path(path)))
 
 
-def _of_each(workdir: str, local: str, offload: str, profiles: bool, rows: bool) -> Problem | None:
-    """The first problem with the places that each process writes. local: checkpoint.local; offload:
-    parallel.offload_directory; profiles, rows: whether there are traces, and logs of sequences."""
-    folders = [PROFILE_FOLDER] * profiles + [row_log.FOLDER] * rows
+def _of_each(config: Config, workdir: str) -> PlaceError | None:
+    """The first problem with the places that each process writes."""
+    local, offload = config.checkpoint.local, config.parallel.offload_directory
+    folders = [PROFILE_FOLDER] * bool(config.train.profile_steps)
+    folders += [row_log.FOLDER] * config.metrics.rows
     inside = {folder: files.try_folder(os.path.join(workdir, folder)) for folder in folders}
     if offload and (unwritable := files.try_folder(os.path.expanduser(offload))):
         use = cfg.flag_text("config.parallel.offload_directory", "")
-        return Problem(
+        return _problem(
             f"parallel.offload_directory={offload!r} {unwritable.why}: use {use}, and the host's "
             "memory has the optimizer's state",
             unwritable.passes,
@@ -243,14 +212,14 @@ def _of_each(workdir: str, local: str, offload: str, profiles: bool, rows: bool)
         else {"checkpoint.local": "", "checkpoint.local_every": 0}
     )
     use = " ".join(cfg.flag_text(f"config.{path}", value) for path, value in changes.items())
-    return Problem(f"checkpoint.local={local!r} {unwritable.why}: use {use}", unwritable.passes)
+    return _problem(f"checkpoint.local={local!r} {unwritable.why}: use {use}", unwritable.passes)
 
 
-def _inside(workdir: str, inside: Mapping[str, Unwritable | None]) -> Problem | None:
+def _inside(workdir: str, inside: Mapping[str, Unwritable | None]) -> PlaceError | None:
     """The first problem with something in a run's folder."""
     for name, unwritable in inside.items():
         if unwritable:
-            return Problem(
+            return _problem(
                 f"--workdir={workdir!r}: its {name} {unwritable.why}: move it away, or "
                 f"{_another(workdir)}",
                 unwritable.passes,
@@ -259,14 +228,6 @@ def _inside(workdir: str, inside: Mapping[str, Unwritable | None]) -> Problem | 
 
 
 # --- folders that all hosts see -------------------------------------------------------------------
-
-
-def _shared_folder(directory: str, workdir: str) -> str:
-    """The folder of checkpoints in a file system; "" for those in a store. directory:
-    checkpoint.directory."""
-    if stores.scheme_of(directory):
-        return ""
-    return os.path.abspath(os.path.expanduser(directory) or os.path.join(workdir, "checkpoints"))
 
 
 def _left_as_it_was(workdir: str) -> contextlib.AbstractContextManager:
@@ -278,39 +239,40 @@ def _left_as_it_was(workdir: str) -> contextlib.AbstractContextManager:
 
 
 @contextlib.contextmanager
-def _marked(folder: str) -> Iterator[str]:
-    """A context in which a file of a new name is in a folder, which can be written and is made if
-    need be; its path."""
+def _marked(folder: epath.Path, mark: str) -> Iterator[None]:
+    """A context in which a file of this name is in a folder, which can be written and is made if
+    need be."""
     path = pathlib.Path(folder)
-    mark = path / f"{files.TRIAL_NAME}.{secrets.token_hex(8)}"
-    with files.without_new_folders(path, *path.parents):
-        path.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+    with files.without_new_folders(*([] if stores.scheme_of(folder) else [path, *path.parents])):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / mark).write_text(mark)
         try:
-            yield str(mark)
+            yield
         finally:
             with contextlib.suppress(OSError):
-                mark.unlink()
+                (folder / mark).unlink()
 
 
-def _unseen(mark: str) -> Problem | None:
-    """The problem where this host does not see, or may not write, the folder of a file of process
-    0's. mark: that file, "" if the checkpoints are in a store."""
-    if not mark:
-        return None
-    folder, end = os.path.dirname(mark), time.monotonic() + SEEN_S
-    while not os.path.exists(mark):
-        if time.monotonic() > end:
-            return Problem(
-                f"{folder!r} on {socket.gethostname()} is not the folder of process 0: checkpoints "
-                "need one that all hosts share under the same path"
-            )
-        time.sleep(0.1)
-    unwritable = _try_checkpoints(folder)
+def _unseen(shared: Mapping[str, str], mark: str, host: str, *of_main: str) -> PlaceError | None:
+    """The problem where this process does not see, or may not write, a folder of process 0's.
+
+    shared: setting → folder or address, the checkpoints last; mark: the name of process 0's file in
+    its own ones, whose settings are `of_main`; host: its host
+    """
+    here, place = socket.gethostname(), ""
+    for (setting, place), other in zip(shared.items(), of_main, strict=True):
+        end = time.monotonic() + (SEEN_HERE_S if here == host else SEEN_S)
+        with read_errors(setting):
+            while not (stores.folder(place) / mark).exists():
+                if time.monotonic() > end:
+                    return _problem(
+                        f"{setting} on {here} is not the folder of {other} on {host} (process 0): "
+                        "all processes of a run need the same one, under whatever path"
+                    )
+                time.sleep(0.1)
+    unwritable = None if stores.scheme_of(place) else _try_checkpoints(os.path.expanduser(place))
     return (
-        Problem(f"{folder!r} on {socket.gethostname()} {unwritable.why}", unwritable.passes)
-        if unwritable
-        else None
+        _problem(f"{place!r} on {here} {unwritable.why}", unwritable.passes) if unwritable else None
     )
 
 

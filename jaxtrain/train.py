@@ -19,10 +19,10 @@ from jaxtrain.config.errors import UsageError
 from jaxtrain.config.mesh_rules import elastic_notes, filled
 from jaxtrain.config.unused import unused_settings
 from jaxtrain.devices import nccl, startup
-from jaxtrain.devices.cluster_environment import several_processes
+from jaxtrain.devices.cluster_environment import job, several_processes
 from jaxtrain.pipeline.checks import RULES_WITH_TABLES, check_run, default_corpus_notes
 from jaxtrain.pipeline.setup import Setup, make_setup
-from jaxtrain.run import out_of_memory, streams
+from jaxtrain.run import out_of_memory, peers, streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.progress import SearchProgress
 from jaxtrain.run.wall_clock import Part, WallClock, imports_without_collection
@@ -69,6 +69,10 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
             status = _train(argv, None, WallClock(began))
     except RunError as error:
         print(one_line(f"error: {error}"), file=sys.stderr, flush=True)
+        if "jaxtrain.devices.cluster" not in sys.modules:  # the others wait for this process
+            with contextlib.suppress(RunError):
+                reading = flags.read_flags(argv, "", flags.CLUSTER_FLAGS, with_config=False)
+                peers.meet(**job(reading.namespace, os.environ), refusal=str(error))
         return _leave(error.status)
     return _leave(ExitStatus.INTERRUPTED) if status is None else status
 
@@ -129,9 +133,7 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
     # with --json, standard output has the JSON object only
     with contextlib.redirect_stdout(sys.stderr) if flags.json else contextlib.nullcontext():
         with imports_without_collection():
-            # the ops of experts and of multi-token prediction have such collectives
-            side_by_side = config.model.experts > 0 or config.model.mtp_depth > 0
-            startup.start_jax(flags, side_by_side)
+            startup.start_jax(flags, config)
             if unused := startup.unused_accelerator(flags):
                 raise cli.FlagsError(unused)
 
@@ -144,7 +146,7 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
         gpus = jax.device_count() if jax.default_backend() == "gpu" else 0
         if gpus > 1 and not flags.dry_run:  # before the first collective
             cluster.log(*nccl.describe(nccl.version(), gpus, jax.process_count(), flags.old_nccl))
-        if writes and several:
+        if writes and jax.process_count() > 1:
             places.check_together(config, flags.workdir)
         clock.enter(Part.TABLE)
         folder = pathlib.Path(flags.workdir)

@@ -448,7 +448,7 @@ def test_devices_that_jax_alone_knows(capsys, monkeypatch):
     """Where accelerators may be found, jax is asked before anything is suggested."""
     monkeypatch.setattr(cli.cluster_environment, "simulated_devices", lambda *_: None)
     started = []
-    monkeypatch.setattr(cli, "start_jax", started.append)
+    monkeypatch.setattr(cli, "start_jax", lambda namespace, config: started.append(namespace))
     parse("--config.mesh.model=4")
     assert not started
     assert error(capsys, "--config.mesh.model=3", "--config.mesh.data=4").endswith(

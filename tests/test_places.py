@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import shlex
+import socket
 import sys
 import threading
 
@@ -22,7 +23,7 @@ from jaxtrain.config import Config, flags
 from jaxtrain.devices import cluster
 from jaxtrain.places import NoStorageError, PlaceError, check, check_together
 from jaxtrain.run import files
-from jaxtrain.run.exit_status import ExitStatus
+from jaxtrain.run.exit_status import ExitStatus, RunError
 
 ALL = {"metrics.tensorboard": True, "metrics.rows": True, "train.profile_steps": 2}
 
@@ -281,7 +282,7 @@ class Board:
         self.told: dict[str, str] = {}
         self.here = threading.local()
         self.barrier = threading.Barrier(2, timeout=30)
-        monkeypatch.setattr(places, "_questions", itertools.repeat(0))
+        monkeypatch.setattr(cluster, "_questions", itertools.repeat(0))
         monkeypatch.setattr(jax, "process_index", lambda: self.here.process)
         monkeypatch.setattr(cluster, "told_by_main", self.told_by_main)
         monkeypatch.setattr(cluster, "told_to_main", self.told_to_main)
@@ -291,7 +292,9 @@ class Board:
         if self.here.process == 0:
             self.told[question] = json.dumps(decide())
         self.barrier.wait()
-        return json.loads(self.told[question])
+        answer = json.loads(self.told[question])
+        self.barrier.wait()
+        return answer
 
     def told_to_main(self, question, report):
         self.told[f"{question}/{self.here.process}"] = report
@@ -310,7 +313,7 @@ class Board:
             self.here.process = number
             try:
                 check_together(*of_each[number])
-            except PlaceError as error:
+            except RunError as error:
                 said[number] = f"{int(error.status)} {error}"
 
         threads = [threading.Thread(target=process, args=(number,)) for number in range(2)]
@@ -345,16 +348,31 @@ def test_several_processes_agree(here, monkeypatch):
     assert said[0] == said[1] and said[0].startswith(
         f"2 process 1: checkpoint.local={file!r} is not a folder: use "
     )
-    monkeypatch.setattr(places, "SEEN_S", 0.2)
-    exists = os.path.exists
-    monkeypatch.setattr(
-        os.path,
-        "exists",
-        lambda path: exists(path) and not (".can_be_written" in str(path) and board.here.process),
-    )
-    said = board.ask(good, good)
-    assert (
-        said[0] == said[1]
-        and "is not the folder of process 0: checkpoints need one that all hosts share" in said[0]
-    )
+    assert contents(here) == before
+
+
+def test_processes_share_their_folders(here, monkeypatch):
+    """Whatever they call them; another folder is named with both processes, and nothing is left."""
+    board, host = Board(monkeypatch), socket.gethostname()
+    monkeypatch.setattr(places, "SEEN_HERE_S", 0.2)
+    monkeypatch.chdir(here)
+    (here / "link").symlink_to(here / "runs")
+    before = contents(here)
+    good = (config(), "runs/new")
+    for workdir in ("link/new", "./runs/../runs/new/", str(here / "runs" / "new")):
+        assert board.ask(good, (config(), workdir)) == ["", ""]
+    same = (config(checkpoint__directory="link/steps"), "runs/new")
+    assert board.ask((config(checkpoint__directory="runs/steps"), "runs/new"), same) == ["", ""]
+    for other, names in (
+        ((config(), "runs/other"), ("--workdir='runs/other'", "--workdir='runs/new'")),
+        (
+            (config(checkpoint__directory="steps"), "runs/new"),
+            ("checkpoint.directory='steps'", "the checkpoints of --workdir='runs/new'"),
+        ),
+    ):
+        said = board.ask(good, other)
+        assert said[0] == said[1] and said[0] == (
+            f"2 process 1: {names[0]} on {host} is not the folder of {names[1]} on {host} (process "
+            "0): all processes of a run need the same one, under whatever path"
+        )
     assert contents(here) == before

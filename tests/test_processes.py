@@ -4,6 +4,7 @@ checkpoints, stops and failures.
 The launcher by itself is in test_launch.py.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -12,6 +13,7 @@ import re
 import shutil
 import signal
 import socket
+from collections.abc import Sequence
 
 import pytest
 from support import hardware_file
@@ -21,6 +23,7 @@ from support.processes import assert_gone, children, process_of_run
 from support.train_runs import assert_same_trajectory, settings
 
 from jaxtrain.data.row_log import read_rows
+from jaxtrain.launch import free_port
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.metrics import read_metrics
 
@@ -309,3 +312,119 @@ def test_what_every_process_finds_wrong(folder, workdir):
     said = r"\[[01]\] error: mesh.stage=3 does not fit.*\nprocess [01] failed with status 2\n"
     assert re.fullmatch(said, done.err), "once"
     assert not workdir.exists()
+
+
+# --- processes that differ ------------------------------------------------------------------------
+
+THREE = settings(mesh__stage=1, data__batch_size=24, train__steps=3)
+
+
+def three(
+    workdir: pathlib.Path,
+    *flags: str,
+    own: Sequence[str] = (),
+    within: Sequence[str] = (),
+    turned: bool = False,
+    status: int = 0,
+    **environment: str,
+) -> list[runs.Done]:
+    """Three processes that a user has started one by one, at their end. flags: of all.
+
+    The second has its `own` flags and environment, the words of a command that becomes it, and the
+    other flags in another order if it is `turned`.
+    """
+    _, *words = runs.training(workdir, *THREE, *flags, devices=1)
+    words += [f"--coordinator=localhost:{free_port()}", "--processes=3"]
+    others = ["jaxtrain.train", *words]
+    second = ["jaxtrain.train", *(reversed(words) if turned else words), "--process_id=1", *own]
+    with contextlib.ExitStack() as running:
+        commands = [
+            running.enter_context(runs.running(workdir.parent, *others, f"--process_id={number}"))
+            for number in (0, 2)
+        ]
+        different = runs.running(
+            workdir.parent, *second, environment=environment, within=tuple(within)
+        )
+        commands.append(running.enter_context(different))
+        return [command.end(status) for command in commands]
+
+
+@pytest.fixture(scope="module")
+def changed(folder):
+    """Another text, another folder of the code, and a recipe and a text with other names."""
+    (folder / "other.txt").write_text((folder / "corpus.txt").read_text() + "more.\n")
+    (folder / "elsewhere").mkdir()
+    for name in ("corpus.txt", "recipe.py"):
+        shutil.copy(folder / name, folder / "elsewhere" / f"my_{name}")
+    code = folder / "code"
+    shutil.copytree(runs.ROOT / "jaxtrain", code / "jaxtrain")
+    (code / "configs").symlink_to(runs.ROOT / "configs")
+    (code / "jaxtrain" / "loop.py").open("a").write("# another version\n")
+    return folder
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "flags, environment, says",
+    [
+        (
+            ["--config.optimizer.learning_rate=0.5"],
+            {},
+            "optimizer.learning_rate=0.5 on {1}, and 0.005",
+        ),
+        (["--config.train.seed=3"], {}, "train.seed=3 on {1}, and 0 on {0}"),
+        (["--config.data.batch_size=48"], {}, "data.batch_size=48 on {1}, and 24 on {0}"),
+        (["--config.mesh.elastic=true"], {}, "mesh.elastic=true on {1}, and false on {0}"),
+        (["--dry_run"], {}, "--dry_run=True on {1}, and False on {0}"),
+        (["--cpu_devices=2"], {}, "--cpu_devices=2 on {1}, and 1 on {0}"),
+        ([], {"JAX_ENABLE_X64": "1"}, "JAX_ENABLE_X64=True on {1}, and False on {0}"),
+        ([], {"XLA_FLAGS": ""}, "XLA_FLAGS --xla_backend_optimization_level=none on {1}, and 0"),
+        ([], {"PYTHONPATH": "{folder}/code"}, "code="),
+        (["--config.data.source=other.txt"], {}, "corpus="),
+        (["--workdir=other"], {}, "--workdir='other' on {host} is"),
+        (
+            ["--config.checkpoint.directory=other"],
+            {},
+            "process 1: checkpoint.directory='other' on ",
+        ),
+        (["--processes=4"], {}, "it has --processes=4, process 0 3: give all the same"),
+        (["--process_id=2"], {}, "has the same --process_id: give each its own"),
+        (["--config.model.layers=none"], {}, "model.layers='none'"),
+    ],
+)
+def test_three_that_differ_end_with_its_name(changed, workdir, flags, environment, says):
+    """Before anything is compiled or written, all with status 2, and soon."""
+    environment = {k: v.format(folder=changed) for k, v in environment.items()}
+    done = three(workdir, own=flags, status=2, **environment)
+    host = socket.gethostname()
+    says = says.format(*(f"{host} (process {number})" for number in range(3)), host=host)
+    for each in done:
+        (line,) = [line for line in each.err.splitlines() if line.startswith("error: ")]
+        assert says in line and "Traceback" not in each.err + each.out
+        assert each.seconds < 40
+    assert not workdir.exists() and not (changed / "other").exists()
+
+
+@pytest.mark.full
+def test_three_that_differ_in_what_does_not_matter_train(changed, workdir):
+    """Home, temporary files, caches, current folder, language and hash seed; recipe, text and
+    workdir by other paths; another order of flags; what is the host's own."""
+    (changed / "link").symlink_to(changed)
+    for name in ("one", "two", "home"):
+        (changed / name).mkdir()
+    local = lambda name: settings(checkpoint__local=changed / name, checkpoint__local_every=1)
+    own = [
+        "--config=my_recipe.py",
+        "--config.data.source=my_corpus.txt",
+        f"--workdir={changed}/link/{workdir.name}/",
+        *settings(data__cache=changed / "two" / "cache", data__prefetch=5),
+        *local("two"),
+    ]
+    environment = {
+        **dict.fromkeys(("HOME", "TMPDIR", "JAXTRAIN_CACHE"), str(changed / "home")),
+        **{"LANG": "C", "PYTHONHASHSEED": "7", "JAX_LOG_COMPILES": "0"},
+    }
+    within = ("env", "-C", str(changed / "elsewhere"))
+    done = three(workdir, *local("one"), own=own, within=within, turned=True, **environment)
+    assert list(runs.losses(workdir)) == [1, 2, 3]
+    assert not [line for each in done for line in each.err.splitlines() if "warning" in line]

@@ -31,7 +31,7 @@ from jaxtrain.checkpoint.local_restore import LocalFiles, LocalStep
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.restoring import choose_together, restore_newest
 from jaxtrain.checkpoint.retention import Retention
-from jaxtrain.checkpoint.steps import NONE, VERSION, CheckpointError, Meta, StepChoice
+from jaxtrain.checkpoint.steps import NONE, VERSION, CheckpointError, Meta, StepChoice, read_meta
 from jaxtrain.config import Config, ConfigError, fields, get, replace, sources, suggestion, to_dict
 from jaxtrain.config.checks import Environment, check_resume
 from jaxtrain.config.resume import changes, violations
@@ -138,6 +138,9 @@ class Checkpoints:
             )
             cluster.log(f"passed over in {self.directory}: {choice}; {rest}")
         if choice.step is not None:
+            read = functools.partial(read_meta, self.directory, choice.step)
+            digest = hashlib.sha256(repr(cluster.in_all(read, CheckpointError)).encode())
+            cluster.agree({f"checkpoint {choice.step} ": digest.hexdigest()[:12]})
             self._refuse(choice.meta)
 
     def check_corpus(self, corpus: TrainedCorpus) -> None:

@@ -29,13 +29,13 @@ from typing import Any
 import grain
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxtrain.config import DataConfig, TrainConfig
 from jaxtrain.data.packing import Sequences
 from jaxtrain.data.row_log import RowLog
 from jaxtrain.data.tokenizer import prompt_ids
 from jaxtrain.data.tokens import Corpus, DataError, prepare
+from jaxtrain.devices import cluster
 
 Batch = dict[str, jax.Array]
 
@@ -44,13 +44,7 @@ def prepare_corpus(data: DataConfig, vocab_size: int, train: TrainConfig) -> Cor
     """The corpus, in every process. Raises DataError if processes read different ones, and for a
     `train.sample_prompt` that cannot be encoded."""
     corpus = prepare(data, vocab_size, progress=jax.process_index() == 0)
-    if jax.process_count() > 1:
-        checksum = np.frombuffer(bytes.fromhex(corpus.checksum), np.uint8)
-        if not (multihost_utils.process_allgather(checksum) == checksum).all():
-            raise DataError(
-                f"data.source={corpus.source} is not the same corpus on every host: use a "
-                "file that all of them share"
-            )
+    cluster.agree({"corpus": f"{corpus.checksum[:12]}{cluster.PLACE}{corpus.source}"})
     if train.sample_tokens:
         prompt_ids(corpus.tokenizer, train.sample_prompt, vocab_size)
     return corpus

@@ -17,6 +17,7 @@ import os
 import socket
 import sys
 import threading
+import time
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,6 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 # its store of keys and values: jax.distributed does not give it out
 from jax._src import distributed
@@ -32,6 +32,8 @@ from jax.experimental import multihost_utils
 from jax.stages import Compiled, Lowered
 
 from jaxtrain.devices.cluster_environment import (
+    PLACE,
+    ClusterError,
     job,
     local_gpus,
     number,
@@ -39,7 +41,7 @@ from jaxtrain.devices.cluster_environment import (
     several_processes,
     visible_gpus,
 )
-from jaxtrain.run import streams, watchdog
+from jaxtrain.run import peers, streams, watchdog
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.peers import Address, Peers, PeersError
 
@@ -49,9 +51,8 @@ BARRIER_MS = 24 * 3600 * 1000  # longer than any compilation
 # Seconds until jax itself notices that a process is gone, if the run's connections (run/peers.py)
 # do not tell.
 HEARTBEAT_TIMEOUT_S = 50
-MEETING_S = 300  # that processes wait for each other at the start; jax then aborts, with status 134
+LAST_S = 0.5  # in which all processes end, when they know why
 NOTICE_S = 10.0  # of waiting for the others, before a line says so
-NAMES_MS = 60_000  # for the others' host names, when all processes have their devices
 OF_A_PEER = (
     "UNAVAILABLE",
     "coordination service",
@@ -65,8 +66,8 @@ _questions = itertools.count()
 
 
 class DevicesError(RunError):
-    """A process that sees fewer devices than the others, or that ended before all had reported
-    theirs; the text is one line.
+    """A process that has not come, that sees fewer devices than the others, or that ended before
+    all had reported theirs; the text is one line.
 
     The status is that of a lost peer: on another host, or when this one is repaired, the same
     command resumes. An engine that bounds its restarts ends the run if the host is not repaired.
@@ -79,7 +80,8 @@ def initialize(namespace: types.SimpleNamespace) -> None:
     """Starts jax.distributed if the run has several processes; nothing otherwise, or where it runs.
 
     Must come before the first use of a device, and before signal handlers are set. Raises
-    ClusterError if the flags leave open what the environment does not say.
+    ClusterError if the flags leave open what the environment does not say; it or
+    DevicesError if the processes do not meet.
     """
     environment = os.environ
     if jax.distributed.is_initialized() or not (
@@ -99,10 +101,15 @@ def initialize(namespace: types.SimpleNamespace) -> None:
         read_environment(),
         notice_of_waiting(known.get("num_processes"), known.get("coordinator_address", "")),
     ):
+        meeting = peers.meet(**known)
+        if meeting.status:
+            raise (DevicesError if meeting.status == ExitStatus.LOST_PEER else ClusterError)(
+                meeting.text
+            )
         jax.distributed.initialize(
             **known,
             local_device_ids=devices,
-            initialization_timeout=MEETING_S,
+            initialization_timeout=int(peers.MEETING_S),
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
         )
     sys.excepthook = _leave_at_once
@@ -118,10 +125,9 @@ def notice_of_waiting(
 
     processes: of the run, None where jax alone knows; address: of process 0, "" where jax finds it.
     """
-    where = f" at {address}" if address else ""
     line = (
-        f"waiting for the {processes or 'other'} processes of this run to meet{where}; jax gives "
-        f"up after {MEETING_S} s"
+        f"waiting for the {processes or 'other'} processes of this run to meet"
+        f"{' at ' * bool(address)}{address}, for {peers.MEETING_S:.0f} s at most"
     )
     timer = threading.Timer(after, lambda: streams.log(line))
     timer.daemon = True
@@ -153,17 +159,17 @@ def check_devices() -> None:
     few = [process for process in range(jax.process_count()) if count[process] != usual]
     if not few:
         return
-    _client().key_value_set(f"jaxtrain/host/{jax.process_index()}", socket.gethostname())
+    hosts = gather(socket.gethostname())
     seen = [
-        f"host {_client().blocking_key_value_get(f'jaxtrain/host/{process}', NAMES_MS)} (process "
-        f"{process}) sees {count[process]} of {usual} devices"
+        f"host {hosts[process]} (process {process}) sees {count[process]} of {usual} devices"
         for process in few[:4]
     ]
-    others = f", and {len(few) - len(seen)} further processes" if len(few) > len(seen) else ""
-    barrier("hosts are known")  # the store is process 0's, and goes with it
-    raise DevicesError(
-        f"{', '.join(seen)}{others}: each process of a run has as many devices; look after "
-        "that host, or start without it"
+    barrier("hosts are known")
+    raise _again(
+        DevicesError,
+        f"{', '.join(seen)}{f' (and {len(few) - 4} others)' * (len(few) > 4)}: each process of a "
+        "run has as many devices; look after that host, or start without it",
+        ExitStatus.LOST_PEER,
     )
 
 
@@ -176,14 +182,17 @@ def connect_peers() -> Peers | None:
     """
     if jax.process_count() == 1:
         return None
-    peers = Peers(jax.process_index(), jax.process_count())
-    address = from_main(lambda: dataclasses.asdict(peers.listen()), PeersError)
+    others = Peers(jax.process_index(), jax.process_count())
+    place = distributed.global_state.coordinator_address or ""
+    address = from_main(
+        lambda: dataclasses.asdict(others.listen(place.rpartition(":")[0].strip("[]"))), PeersError
+    )
     if not is_main():
         try:
-            peers.connect(Address(tuple(address.pop("hosts")), **address), socket.gethostname())
+            others.connect(Address(**address), socket.gethostname())
         except PeersError as error:
             streams.log(f"warning: {error}: processes that hang or go will be found late")
-    return peers
+    return others
 
 
 def _leave_at_once(
@@ -236,7 +245,8 @@ def barrier(name: str) -> None:
     which happens when one compiles a program that the other has in its cache (on CPU only process 0
     has one). The wait ends when a process dies, which the coordination service notices.
     """
-    ocp.multihost.get_barrier_sync_fn()(key=name, timeout_ms=BARRIER_MS)
+    if distributed.global_state.num_processes > 1:
+        _client().wait_at_barrier(f"jaxtrain/{name}", BARRIER_MS)
 
 
 def least(value: int) -> int:
@@ -261,15 +271,13 @@ def from_main(decide: Callable[[], Any], refusal: type[Exception]) -> Any:
         try:
             return {"value": decide()}
         except refusal as error:
-            return {"refusal": str(error)}
+            return {"refusal": [str(error), int(getattr(error, "status", ExitStatus.FAULT))]}
 
-    if jax.process_count() == 1:
-        return json.loads(json.dumps(decide()))
     question = f"decision {next(_questions)}"
     values = told_by_main(question, answer)
     if "refusal" in values:
         barrier(f"{question} is known")  # process 0 may end now, and the others ask it
-        raise refusal(values["refusal"])
+        raise _again(refusal, *values["refusal"])
     return values["value"]
 
 
@@ -279,17 +287,45 @@ def in_all(do: Callable[[], T], refusal: type[Exception]) -> T:
 
     Every process must call this, at the same point of the program.
     """
-    result, text = None, ""
+    result, refused = None, None
     try:
         result = do()
     except refusal as error:
-        if jax.process_count() == 1:
-            raise
-        text = str(error)
-    if text := next(filter(None, gather(text)), ""):
+        refused = [str(error), int(getattr(error, "status", ExitStatus.FAULT))]
+    if first := next(filter(None, gather(refused)), None):
         barrier(f"refusal {next(_questions)} is known")  # process 0 may end now
-        raise refusal(text)
+        raise _again(refusal, *first)
     return result  # type: ignore[return-value]
+
+
+def _again(refusal: type[Exception], text: str, status: int) -> Exception:
+    """The error of one process, by its text and status, for all of them. Process 0 leaves last:
+    jax aborts the others when it goes."""
+    time.sleep(LAST_S * (distributed.global_state.service is not None))
+    error: Any = refusal(text)
+    error.status = ExitStatus(status)  # a subclass may have its own
+    return error
+
+
+def agree(values: Mapping[str, str]) -> None:
+    """Raises ClusterError, with the same text in all processes of a run, if one of them has another
+    value than process 0. Every process must call this, at the same point of the program.
+
+    values: name → text, of which only what stands before PLACE is compared
+    """
+    me = f" on {socket.gethostname()} (process {distributed.global_state.process_id})"
+    main, process_0 = from_main(lambda: [dict(values), me], ClusterError)
+
+    def compare() -> None:
+        for name in {**main, **values}:
+            ours, theirs = (of.get(name, "none")[:200] for of in (main, values))
+            if main.get(name, "").partition(PLACE)[0] != values.get(name, "").partition(PLACE)[0]:
+                raise ClusterError(
+                    f"{name}={theirs}{me}, and {ours}{process_0}: all processes of a run need the "
+                    "same".replace(PLACE, " in ")
+                )
+
+    in_all(compare, ClusterError)
 
 
 def told_by_main(question: str, decide: Callable[[], Any]) -> Any:
@@ -298,9 +334,9 @@ def told_by_main(question: str, decide: Callable[[], Any]) -> Any:
     Threads may call this: it has no collective, and questions have no order. Every process must ask
     each question once, in the same words. `decide` must not raise: the others would wait.
     """
-    if jax.process_count() == 1:
+    if distributed.global_state.num_processes == 1:  # jax's own functions would start the devices
         return json.loads(json.dumps(decide()))
-    if not is_main():
+    if distributed.global_state.process_id:
         return json.loads(
             _client().blocking_key_value_get(f"{_TOLD}/{question}/answer", BARRIER_MS)
         )
@@ -312,14 +348,14 @@ def told_by_main(question: str, decide: Callable[[], Any]) -> Any:
 def told_to_main(question: str, report: str) -> list[str]:
     """The reports of all processes, by process, on process 0; none on the others. Threads may call
     this, as `told_by_main`."""
-    if jax.process_count() == 1:
+    if distributed.global_state.num_processes == 1:
         return [report]
-    _client().key_value_set(f"{_TOLD}/{question}/{jax.process_index()}", report)
-    if not is_main():
+    _client().key_value_set(f"{_TOLD}/{question}/{distributed.global_state.process_id}", report)
+    if distributed.global_state.process_id:
         return []
     return [
         _client().blocking_key_value_get(f"{_TOLD}/{question}/{index}", BARRIER_MS)
-        for index in range(jax.process_count())
+        for index in range(distributed.global_state.num_processes or 1)
     ]
 
 
@@ -340,16 +376,9 @@ def gather(value: Any) -> list[Any]:
 
     Every process must call this, at the same point of the program.
     """
-    if jax.process_count() == 1:
-        return [json.loads(json.dumps(value))]
-    barrier(f"gathering {next(_questions)}")  # one may come later than the others' collectives wait
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.int32(text.size))
-    texts = multihost_utils.process_allgather(np.pad(text, (0, int(sizes.max()) - text.size)))
-    return [
-        json.loads(np.asarray(text, np.uint8)[:size].tobytes())
-        for text, size in zip(texts, sizes, strict=True)
-    ]
+    question = f"gathering {next(_questions)}"
+    reports = told_to_main(f"{question}/each", json.dumps(value))
+    return told_by_main(f"{question}/all", lambda: [json.loads(report) for report in reports])
 
 
 def _on_tpu_vm(environment: Mapping[str, str]) -> bool:

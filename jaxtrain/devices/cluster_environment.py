@@ -13,20 +13,26 @@ process 0, and the GPUs of this process.
 Flags have precedence over the environment, and a line of the table over those below it: processes
 that mpirun starts in a step of Slurm's are mpirun's. A launcher's variable that is missing, no
 number or out of its bounds is refused by its name. All functions are pure functions of the flags'
-namespace and of os.environ; cluster.py acts on their results. Standard library only, no jax.
+namespace and of os.environ; cluster.py acts on their results, and
+compares what `alike` has. No jax.
 """
 
 import contextlib
 import glob
+import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import pathlib
+import platform
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from jaxtrain import config as cfg
 from jaxtrain.run.exit_status import ExitStatus, RunError
+from jaxtrain.schedule.orders import CSV
 
 SIMULATED_DEVICES = 8  # without an accelerator and a number from the user
 COORDINATOR_PORTS = range(20000, 30000)  # used if an engine names no port
@@ -52,7 +58,8 @@ def read_environment() -> Iterator[None]:
 
 
 class ClusterError(RunError):
-    """An environment that leaves open what processes need to meet; the text is one line."""
+    """An environment that leaves open what processes need to meet, or processes that differ; the
+    text is one line."""
 
     status = ExitStatus.BAD_CONFIG
 
@@ -142,7 +149,9 @@ def job(namespace: types.SimpleNamespace, environment: Mapping[str, str]) -> dic
     Raises ClusterError, naming the variable, for an environment with only a part of them.
     """
     address = namespace.coordinator or environment.get("JAX_COORDINATOR_ADDRESS", "")
-    if address and not re.fullmatch(HOST_AND_PORT, address):
+    if address and not (
+        re.fullmatch(HOST_AND_PORT, address) and 0 < int(address.rpartition(":")[2]) < 65536
+    ):
         raise ClusterError(
             f"JAX_COORDINATOR_ADDRESS={address!r} in the environment is not HOST:PORT"
         )
@@ -277,3 +286,85 @@ def visible_gpus(environment: Mapping[str, str]) -> int:
         names = environment["CUDA_VISIBLE_DEVICES"].split(",")
         return sum(name.strip() not in ("", "-1") for name in names)
     return len(glob.glob("/dev/nvidia[0-9]*"))
+
+
+# --- what the processes of a run have alike -------------------------------------------------------
+
+PLACE = "\v"  # in a value, before its place, which may differ
+PACKAGES = (
+    *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "libtpu"),
+    *("jax-cuda12-plugin", "jax-cuda13-plugin"),
+)
+VARIABLES = ("LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "NCCL_ALGO", "NCCL_PROTO")
+# parts of the names of jax's settings and XLA's flags that change no number, or are one process's
+NOT_COMPARED = (
+    *("address", "cache", "default_device", "dump", "_log_", "_logging", "pprint", "proxy"),
+    *("timeout", "traceback", "visible"),
+)
+
+
+def _of_files(text: str) -> str:
+    """The digest of the file, or of the files of the folder, that a setting names: of sizes and
+    first MiB. The text if it names none."""
+    path, digest = pathlib.Path(os.path.expanduser(text.removeprefix(CSV))), hashlib.sha256()
+    for file in sorted(path.iterdir()) if text and path.is_dir() else [path]:
+        if file.is_file():
+            with contextlib.suppress(OSError), file.open("rb") as opened:
+                digest.update(f"{file.stat().st_size} ".encode() + opened.read(2**20))
+    return f"{digest.hexdigest()[:12]}{PLACE}{text}" if text and path.exists() else text
+
+
+# Setting that may differ → what of it is compared: its file, whether it is set, or nothing: the
+# content of folders and of the corpus is compared later, and the rest is the host's own.
+MAY_DIFFER: Mapping[str, Callable[[str], object]] = {
+    **dict.fromkeys(
+        ("data.tokenizer", "pipeline.schedule", "train.hardware", "train.init_from"), _of_files
+    ),
+    **dict.fromkeys(("checkpoint.local", "parallel.offload_directory"), bool),
+    **dict.fromkeys(
+        ("checkpoint.directory", "data.source", "data.cache", "data.prefetch"), lambda text: ""
+    ),
+}
+
+
+def alike(
+    namespace: types.SimpleNamespace,
+    config: cfg.Config,
+    environment: Mapping[str, str],
+    jax_settings: Mapping[str, Any],
+) -> dict[str, str]:
+    """Name → text of all that a process of a run is started with and has to have like the others,
+    in the order in which cluster.agree compares it: code, packages, flags, environment, settings.
+
+    A process may have its own number, current folder, home, caches and temporary files, its own
+    path of the recipe and the workdir, another order of flags, and the settings of MAY_DIFFER.
+    """
+    folder = pathlib.Path(__file__).parents[1]
+    sources = (path for path in sorted(folder.rglob("*.*")) if path.suffix in (".py", ".json"))
+    code = b"".join(str(path.relative_to(folder)).encode() + path.read_bytes() for path in sources)
+    words = (word.partition("=") for word in environment.get("XLA_FLAGS", "").split())
+    settings = {name.upper(): str(value) for name, value in jax_settings.items()}
+    settings |= {f"XLA_FLAGS {name}": value for name, _, value in words}  # the last counts
+    return {
+        "code": f"{hashlib.sha256(code).hexdigest()[:12]}{PLACE}{folder}",
+        "Python": platform.python_version(),
+        **{
+            name: package.version
+            for name in PACKAGES
+            for package in reversed([*importlib.metadata.distributions(name=name)])
+        },
+        **{
+            f"--{name}": str(getattr(namespace, name, ""))
+            for name in ("dry_run", "replay", "old_nccl", "cpu_devices")
+        },
+        **{name: environment.get(name, "") for name in VARIABLES},
+        **{
+            name: value
+            for name, value in sorted(settings.items())
+            if not any(part in name.lower() for part in NOT_COMPARED)
+        },
+        **{
+            path: str(MAY_DIFFER.get(path, str)(cfg.value_text(cfg.get(config, path))))
+            for path in cfg.fields()
+        },
+    }

@@ -6,9 +6,11 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from jaxtrain.config import Config
 from jaxtrain.costs.hardware import GPU_MEMORY
 from jaxtrain.devices.cluster_environment import (
     SIMULATED_DEVICES,
+    alike,
     read_environment,
     several_processes,
 )
@@ -24,18 +26,19 @@ COLLECTIVE_TIMEOUTS = (
 )
 
 
-def start_jax(namespace: types.SimpleNamespace, side_by_side: bool = False) -> None:
+def start_jax(namespace: types.SimpleNamespace, config: Config | None = None) -> None:
     """Sets up jax's devices, compilation cache and, in a run of several processes, jax.distributed.
     Call it before jax is used.
 
     `--cpu_devices=N` simulates N CPU devices. A single process without an accelerator and without a
     requested number of devices simulates 8, and a line on stdout says so.
 
-    side_by_side: as in `set_xla_flags`.
+    config: of a run, which several processes have to agree on
 
     Raises ClusterError or DevicesError where the processes of a run cannot work together.
     """
-    set_xla_flags(os.environ, side_by_side)
+    # the ops of experts and of multi-token prediction have such collectives
+    set_xla_flags(os.environ, bool(config and (config.model.experts or config.model.mtp_depth)))
     # Not before the config is known to be right: the import takes a second, and a mistake in flags
     # should be told at once.
     with read_environment():
@@ -60,6 +63,8 @@ def start_jax(namespace: types.SimpleNamespace, side_by_side: bool = False) -> N
         # changes nothing.
         jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
     cluster.initialize(namespace)
+    if config and jax.distributed.is_initialized():
+        cluster.agree(alike(namespace, config, os.environ, settings.values))
     with read_environment():
         cluster.check_devices()
     use_compilation_cache()

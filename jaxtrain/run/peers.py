@@ -11,8 +11,12 @@ If a connection closes without a bye, its process has died: the kernel closes it
 `kill -9`. If a connection stays open and is silent, its process is stopped, or its machine cannot
 be reached.
 
-This module never waits, starts no thread and ends no process: the watchdog (watchdog.py) calls
-`poll` from its own thread.
+Before jax starts, the processes of a run `meet` in the same way at the address of process 0. jax
+alone would wait for minutes for one whose flags were refused; its coordinators share a port (gRPC
+sets SO_REUSEPORT), and a process that connects to another run's ends that run.
+
+This module starts no thread and ends no process, and only `meet` waits: the watchdog (watchdog.py)
+calls `poll` from its own thread.
 
 Stragglers: collectives wait for the last process, so steps take the same time on every process. But
 processes differ in the time that they spend before they await the devices: they wait for their
@@ -29,11 +33,15 @@ import selectors
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from jaxtrain.run.exit_status import ExitStatus
 
 CONNECT_S = 5.0  # for one address of process 0
 LARGEST_LINE = 2**16
+MEETING_S = 300.0  # that processes wait for each other
+TELLING_S = 8.0  # in which all are told what is wrong, and process 0 answers at its address
 WINDOW_S, WINDOW_STEPS = 10.0, 3  # the least length of a window; both hold
 # the fraction of a step by which a slow process's host time exceeds the median at least
 BEHIND = 0.1
@@ -59,8 +67,8 @@ class Ending:
     """Why a process or the entire run ends: the exit status, and a line of text. process: the one
     that ends, or that ends the run."""
 
-    status: int
-    text: str
+    status: int = ExitStatus.FINISHED
+    text: str = ""
     process: int = 0
 
 
@@ -69,7 +77,7 @@ class Address:
     """The address at which process 0 listens, its process id, and the token that the others must
     send."""
 
-    hosts: tuple[str, ...]
+    host: str
     port: int
     token: str
     pid: int = 0
@@ -116,36 +124,44 @@ class Peers:
 
     # --- beginning --------------------------------------------------------------------------------
 
-    def listen(self) -> Address:
-        """Process 0 begins to listen; the address is for the others' `connect`."""
+    def listen(self, host: str = "localhost", port: int = 0, token: str = "") -> Address:
+        """Process 0 begins to listen; the address is for the others' `connect`.
+
+        host: its name; port, token: chosen if not given
+
+        Raises OSError if the port is in use.
+        """
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
         self._listener = socket.create_server(
-            ("", 0), family=family, backlog=4096, dualstack_ipv6=family == socket.AF_INET6
+            ("", port), family=family, backlog=4096, dualstack_ipv6=family == socket.AF_INET6
         )
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._token = secrets.token_hex(8)
-        return Address(
-            tuple(_own_addresses()), self._listener.getsockname()[1], self._token, os.getpid()
-        )
+        self._token = token or secrets.token_hex(8)
+        return Address(host, self._listener.getsockname()[1], self._token, os.getpid())
 
-    def connect(self, address: Address, host: str) -> None:
-        """Connects another process to process 0. host: its name in messages. Raises PeersError if
-        no address answers."""
-        tried = []
-        for name in address.hosts:
-            try:
-                connection = socket.create_connection((name, address.port), timeout=CONNECT_S)
-            except OSError as error:
-                tried.append(f"{name}: {error.strerror or error}")
-                continue
-            self._add(connection, Peer(0, address.hosts[0], address.pid, self._clock()))
-            self._send(
-                connection,
-                {"token": address.token, "process": self.process, "host": host, "pid": os.getpid()},
-            )
-            return
-        raise PeersError(f"port {address.port} of process 0 cannot be reached ({'; '.join(tried)})")
+    def connect(self, address: Address, host: str, bye: Ending | None = None) -> None:
+        """Connects another process to process 0. host: its name in messages; bye: its last words,
+        if it does not stay. Raises PeersError if nothing answers."""
+        try:
+            connection = socket.create_connection((address.host, address.port), timeout=CONNECT_S)
+        except OSError as error:
+            raise PeersError(
+                f"port {address.port} of process 0 cannot be reached at {address.host} "
+                f"({error.strerror or error})"
+            ) from error
+        self._add(connection, Peer(0, address.host, address.pid, self._clock()))
+        self._send(
+            connection,
+            {
+                "token": address.token,
+                "process": self.process,
+                "processes": self.processes,
+                "host": host,
+                "pid": os.getpid(),
+                **({"bye": dataclasses.asdict(bye)} if bye else {}),
+            },
+        )
 
     # --- polling ----------------------------------------------------------------------------------
 
@@ -221,7 +237,9 @@ class Peers:
                     int(message["pid"]),
                     self._clock(),
                 )
+                peer.bye = self._wrong(peer, int(message["processes"]))
                 self._peer_of[connection] = self.peers[peer.process] = peer
+                self._send(connection, {"beat": dataclasses.asdict(Beat(part="meeting"))})
             peer.heard = self._clock()
             if "beat" in message:
                 peer.beat = Beat(**message["beat"])
@@ -232,6 +250,16 @@ class Peers:
         except (ValueError, KeyError, TypeError):
             return False
         return True
+
+    def _wrong(self, peer: Peer, processes: int) -> Ending | None:
+        """Why a process that comes is not of this run; None if it is."""
+        twin, why = self.peers.get(peer.process), ""
+        if processes != self.processes:
+            why = f"it has --processes={processes}, process 0 {self.processes}: give all the same"
+        elif twin and not twin.gone:
+            why = f"{twin} has the same --process_id: give each its own"
+        self.processes = max(processes, self.processes)  # that are to be told
+        return Ending(ExitStatus.BAD_CONFIG, why) if why else None
 
     def _drop(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
@@ -251,16 +279,91 @@ class Peers:
             connection.send(json.dumps(message).encode() + b"\n")
 
 
-def _own_addresses() -> Iterable[str]:
-    """The names by which other machines may reach this one; the last is for processes of this
-    machine."""
-    names = [socket.gethostname()]
-    for family, elsewhere in ((socket.AF_INET, "10.255.255.255"), (socket.AF_INET6, "2001:db8::1")):
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            # nothing is sent: the system says which of its addresses it would use
-            probe.connect((elsewhere, 9))
-            names.append(probe.getsockname()[0])
-    return dict.fromkeys([*names, "localhost"])
+# --- the meeting ----------------------------------------------------------------------------------
+
+
+def meet(
+    coordinator_address: str = "", num_processes: int = 0, process_id: int = 0, refusal: str = ""
+) -> Ending:
+    """How the meeting of a run's processes ends, at the address of process 0 and before jax starts
+    there: status 0 if all of them are there.
+
+    The arguments are those of jax.distributed.initialize; without an address or a number nothing is
+    done. refusal: why this process's command ends; "" if it goes on.
+
+    BAD_CONFIG, in all processes, where one's command was refused, one is there twice, or their
+    numbers of processes differ; also for an address that something else uses, which goes on.
+    LOST_PEER where one has gone, or has not come in time.
+    """
+    if not (coordinator_address and num_processes):
+        return Ending()
+    host, _, port = coordinator_address.rpartition(":")
+    place = Address(host.strip("[]"), int(port), "jaxtrain")
+    reason = Ending(ExitStatus.BAD_CONFIG, refusal, process_id) if refusal else None
+    end = time.monotonic() + (TELLING_S if refusal else MEETING_S)
+    with contextlib.closing(Peers(process_id, num_processes)) as peers:
+        return (_attend if process_id else _receive)(peers, place, reason, end)
+
+
+def _receive(peers: Peers, place: Address, ending: Ending | None, end: float) -> Ending:
+    """Process 0's meeting, whose end all others are told."""
+    try:
+        # jax listens at another port than the one that others know, if this variable has one
+        bound = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "").rpartition(":")[2]
+        peers.listen(place.host, int(bound or place.port), place.token)
+    except OSError as error:
+        return Ending(
+            ExitStatus.BAD_CONFIG,
+            f"port {place.port} of --coordinator cannot be used on {socket.gethostname()} (process "
+            f"0): {os.strerror(error.errno or 0)}: end what uses it, or use another port",
+        )
+    while time.monotonic() < end and (
+        len(peers.peers) < peers.processes - 1 or (ending and not peers.all_gone())
+    ):
+        peers.poll(0.1)
+        ending = ending or next(
+            (
+                Ending(peer.bye.status, f"{peer}: {peer.bye.text}")
+                if peer.bye
+                else Ending(ExitStatus.LOST_PEER, f"{peer} has gone without a word")
+                for peer in peers.peers.values()
+                if peer.bye or peer.gone
+            ),
+            None,
+        )
+        if ending:
+            peers.end_all(ending)  # each time, for those who come later
+            end = min(end, time.monotonic() + TELLING_S)
+    if not ending and (absent := sorted({*range(1, peers.processes)} - peers.peers.keys())):
+        ending = Ending(
+            ExitStatus.LOST_PEER,
+            f"of {peers.processes} processes these did not come to {place.host}:{place.port}: "
+            f"{', '.join(map(str, absent[:8]))}",
+        )
+    peers.end_all(ending or Ending())
+    return ending or Ending()
+
+
+def _attend(peers: Peers, place: Address, reason: Ending | None, end: float) -> Ending:
+    """Another process's meeting: what process 0 says."""
+    text, fine = f"process 0 at {place.host}:{place.port}", time.monotonic()
+    while not peers.ending and time.monotonic() < end:
+        if peers.all_gone():  # or nobody was there
+            try:
+                peers.connect(place, socket.gethostname(), reason)
+            except PeersError:
+                fine = time.monotonic()
+        peers.poll(0.1)
+        if any(peer.beat.part for peer in peers.peers.values()):
+            fine = time.monotonic()
+        elif time.monotonic() > fine + TELLING_S:
+            return Ending(
+                ExitStatus.BAD_CONFIG,
+                f"{text} of this run is not what answers there: end what uses the port, or use "
+                "another --coordinator",
+            )
+        time.sleep(0.05)  # jax starts there when process 0 has closed the port
+    return peers.ending or Ending(ExitStatus.LOST_PEER, f"{text} did not come or has gone")
 
 
 # --- stragglers -----------------------------------------------------------------------------------

@@ -14,11 +14,12 @@ import jax
 import pytest
 from support import ROOT
 
+from jaxtrain import config as configs
 from jaxtrain.devices import cluster, cluster_environment
 from jaxtrain.launch import free_port
 from jaxtrain.run.exit_status import ExitStatus
 
-WAITING = "waiting for the 4 processes of this run to meet at host:1; jax gives up after 300 s\n"
+WAITING = "waiting for the 4 processes of this run to meet at host:1, for 300 s at most\n"
 ALONE = types.SimpleNamespace(coordinator="", processes=1, process_id=0)
 BY_FLAGS = types.SimpleNamespace(coordinator="host:1", processes=4, process_id=3)
 
@@ -98,6 +99,112 @@ def test_processes_that_the_environment_names(environment, processes):
 )
 def test_gpus_of_a_process(environment, visible, gpus):
     assert cluster_environment.local_gpus(environment, visible) == gpus
+
+
+STARTED = {"cpu_devices": 1, "dry_run": False, "process_id": 0}
+BASE = {"data.tokenizer": "one/file", "train.init_from": "one"}
+
+
+def alike(
+    flags: dict | None = None,
+    settings: dict | None = None,
+    environment: dict | None = None,
+    of_jax: dict | None = None,
+) -> dict[str, str]:
+    """What is compared of a process: without the places of the values, which may differ."""
+    values = cluster_environment.alike(
+        types.SimpleNamespace(**STARTED | (flags or {})),
+        configs.replace(configs.Config(), BASE | (settings or {})),
+        environment or {},
+        {"jax_enable_x64": False, "jax_platforms": None} | (of_jax or {}),
+    )
+    return {name: text.partition(cluster_environment.PLACE)[0] for name, text in values.items()}
+
+
+@pytest.fixture
+def same_files(tmp_path, monkeypatch):
+    """`one` and `two` have the same files, `three` others."""
+    for name, text in (("one", "text"), ("two", "text"), ("three", "test")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("--cpu_devices", {"flags": {"cpu_devices": 2}}),
+        ("--dry_run", {"flags": {"dry_run": True}}),
+        ("--replay", {"flags": {"replay": 3}}),
+        ("LIBTPU_INIT_ARGS", {"environment": {"LIBTPU_INIT_ARGS": "--x=1"}}),
+        ("XLA_FLAGS --xla_a", {"environment": {"XLA_FLAGS": "--xla_a=false"}}),
+        ("JAX_ENABLE_X64", {"of_jax": {"jax_enable_x64": True}}),
+        ("JAX_PLATFORMS", {"of_jax": {"jax_platforms": "cpu"}}),
+        ("optimizer.learning_rate", {"settings": {"optimizer.learning_rate": 0.5}}),
+        ("checkpoint.local", {"settings": {"checkpoint.local": "/dev/shm/a"}}),
+        ("parallel.offload_directory", {"settings": {"parallel.offload_directory": "/a"}}),
+        ("data.tokenizer", {"settings": {"data.tokenizer": "three/file"}}),
+        ("train.init_from", {"settings": {"train.init_from": "three"}}),
+        ("pipeline.schedule", {"settings": {"pipeline.schedule": "csv:one/file"}}),
+    ],
+)
+def test_what_processes_need_alike(same_files, name, change):
+    before, after = alike(), alike(**change)
+    assert [key for key in {**before, **after} if before.get(key) != after.get(key)] == [name]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"flags": {"process_id": 1, "workdir": "./w", "json": True}},
+        {"settings": {"data.source": "b", "data.cache": "b", "data.prefetch": 7}},
+        {"settings": {"checkpoint.directory": "/b"}},
+        {"settings": {"data.tokenizer": "two/file", "train.init_from": "two/"}},
+        {"environment": {"XLA_FLAGS": "--xla_dump_to=/b", "HOME": "/b", "TMPDIR": "/b"}},
+        {"of_jax": {"jax_compilation_cache_dir": "/b", "jax_log_compiles": True}},
+    ],
+)
+def test_what_may_differ(same_files, change):
+    assert alike(**change) == alike()
+
+
+def test_the_order_of_xla_s_flags_may_differ_and_the_last_counts():
+    both = [alike(environment={"XLA_FLAGS": f}) for f in ("--a=1 --b=2", "--a=3 --b=2 --a=1")]
+    assert both[0] == both[1] and both[0]["XLA_FLAGS --a"] == "1"
+
+
+def test_folders_of_each_process_differ_though_not_whether_there_are_some():
+    for name in ("checkpoint.local", "parallel.offload_directory"):
+        assert alike(settings={name: "/a"}) == alike(settings={name: "/b"}) != alike()
+
+
+def test_the_code_is_compared_by_content(tmp_path, monkeypatch):
+    """Of code and tables, wherever the package lies; what Python has compiled does not count."""
+    seen = []
+    for folder, text in (("a", "x = 1"), ("b", "x = 1"), ("c", "x = 2")):
+        (tmp_path / folder / "devices").mkdir(parents=True)
+        (tmp_path / folder / "module.py").write_text(text)
+        (tmp_path / folder / "module.pyc").write_text(folder)
+        monkeypatch.setattr(
+            cluster_environment, "__file__", str(tmp_path / folder / "devices" / "x.py")
+        )
+        seen.append(alike()["code"])
+    assert seen[0] == seen[1] != seen[2] and all(len(code) == 12 for code in seen)
+
+
+def test_the_versions_that_python_imports_are_compared(tmp_path, monkeypatch):
+    """Those that come first on its path."""
+    installed = alike()["jax"]
+    (tmp_path / "jax-0.0.1.dist-info").mkdir()
+    (tmp_path / "jax-0.0.1.dist-info" / "METADATA").write_text("Name: jax\nVersion: 0.0.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert alike()["jax"] == "0.0.1" != installed == jax.__version__
+
+
+def test_every_setting_that_may_differ_is_one():
+    assert cluster_environment.MAY_DIFFER.keys() <= configs.fields().keys()
+    assert len(alike().keys() & configs.fields().keys()) == len(configs.fields())
 
 
 @pytest.mark.parametrize("text, number", [("0,1,2", 3), ("", 0), ("-1", 0), ("GPU-a,GPU-b", 2)])
@@ -247,6 +354,10 @@ def without(environment: dict[str, str], *names: str) -> dict[str, str]:
             "JAX_COORDINATOR_ADDRESS='host' in the environ",
         ),
         (
+            jobset(0, JAX_COORDINATOR_ADDRESS="host:99999"),
+            "JAX_COORDINATOR_ADDRESS='host:99999' in the environment is not HOST:PORT",
+        ),
+        (
             jobset(0, JAX_NUM_PROCESSES="four"),
             "JAX_NUM_PROCESSES='four' in the environment is not a number",
         ),
@@ -380,6 +491,11 @@ try:
     cluster.from_main(lambda: decide("refuse"), LookupError)
 except LookupError as error:
     print("refused:", error)
+cluster.agree({"code": f"1f{cluster.PLACE}/folder/{me}", "seed": "0"})
+try:
+    cluster.agree({"code": "1f", "seed": str(me), "later": str(me)})
+except cluster.ClusterError as error:
+    print(int(error.status), error)
 # Sums that are shared out, of all devices and of pairs: gloo's reduce-scatter is wrong at times.
 import numpy as np
 from jax.sharding import PartitionSpec as P
@@ -428,11 +544,15 @@ def test_two_processes_agree_and_end_together(tmp_path):
         text=True,
         timeout=120,
     )
+    host = socket.gethostname()
     assert "[0] 2 4 True [[0, ''], [1, 'ä']] 3" in done.stdout.splitlines()
     assert "[1] 2 4 False [[0, ''], [1, 'ä']] 3" in done.stdout.splitlines()
     for number in (0, 1):
         assert f"[{number}] {{'text': 'ä', 'numbers': [1, None]}}" in done.stdout.splitlines()
         assert f"[{number}] refused: in one line" in done.stdout.splitlines()
+        same = "all processes of a run need the same"
+        differ = f"seed=1 on {host} (process 1), and 0 on {host} (process 0): {same}"
+        assert f"[{number}] 2 {differ}" in done.stdout.splitlines()
         assert f"[{number}] reduce-scatters: 0" in done.stdout.splitlines()
     assert done.returncode == 1
     assert "process 1 failed with status 1; its last lines:" in done.stderr.splitlines()

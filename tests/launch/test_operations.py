@@ -1,9 +1,10 @@
-"""docs/operations.md: its table of exit statuses is the enum's."""
+"""docs/operations.md: its tables of exit statuses and of what may differ are the code's."""
 
 import re
 
 from support import ROOT
 
+from jaxtrain.devices import cluster_environment
 from jaxtrain.run.exit_status import ExitStatus
 
 TEXT = (ROOT / "docs" / "operations.md").read_text()
@@ -25,3 +26,11 @@ def test_the_table_says_which_can_be_started_again():
 def test_deaths_by_signals_are_in_the_table():
     """They are no exit statuses of the enum's, and can be started again."""
     assert re.search(r"^\| 128 \+ n \| \|[^|]+\| yes \|$", TEXT, re.MULTILINE)
+
+
+def test_the_table_says_what_processes_have_alike():
+    """Every setting that may differ, and every package and variable that may not."""
+    table = TEXT[TEXT.index("| what | may differ |") :].partition("\n\n")[0]
+    names = {*cluster_environment.MAY_DIFFER, *cluster_environment.VARIABLES}
+    names |= {name for name in cluster_environment.PACKAGES if "cuda" not in name}
+    assert {name for name in names if name in table} == names

@@ -1,11 +1,15 @@
 """Messages between processes, here all in one process over real connections; and stragglers, from
 beats."""
 
+import concurrent.futures
 import os
 import socket
+import time
 
 import pytest
 
+from jaxtrain.run import peers as peers_module
+from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.peers import (
     WINDOW_S,
     Address,
@@ -15,6 +19,7 @@ from jaxtrain.run.peers import (
     PeersError,
     Slowest,
     Stragglers,
+    meet,
 )
 
 
@@ -75,7 +80,7 @@ def test_process_0_ends_all(three):
 
 def test_strangers_are_dropped(three):
     main, first, _ = three
-    address = Address(("localhost",), main._listener.getsockname()[1], "another token")
+    address = Address("localhost", main._listener.getsockname()[1], "another token")
     stranger = Peers(1, 3)
     stranger.connect(address, "elsewhere")
     with socket.create_connection(("localhost", address.port)) as noise:
@@ -94,9 +99,83 @@ def test_a_main_process_out_of_reach():
         port = server.getsockname()[1]
     with pytest.raises(
         PeersError,
-        match=rf"^port {port} of process 0 cannot be reached \(localhost: Connection refused\)$",
+        match=rf"^port {port} of process 0 cannot be reached at localhost \(Connection refused\)$",
     ):
-        Peers(1, 2).connect(Address(("localhost",), port, ""), "here")
+        Peers(1, 2).connect(Address("localhost", port, ""), "here")
+
+
+# --- the meeting ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def address(monkeypatch):
+    """Of a port that is free; all that a meeting waits for is short."""
+    monkeypatch.setattr(peers_module, "TELLING_S", 0.5)
+    monkeypatch.setattr(peers_module, "MEETING_S", 1.5)
+    with socket.create_server(("localhost", 0)) as server:
+        return f"localhost:{server.getsockname()[1]}"
+
+
+def met(address: str, *of_each: tuple) -> list[Ending]:
+    """How the meeting ends in processes that are threads. of_each: the number of processes, that of
+    this one and the reason of its refusal, if any."""
+    with concurrent.futures.ThreadPoolExecutor(len(of_each)) as threads:
+        return list(threads.map(lambda process: meet(address, *process), of_each))
+
+
+def test_all_meet_and_the_port_is_free(address):
+    assert met(address, (3, 0), (3, 1), (3, 2)) == [Ending()] * 3
+    socket.create_server(("localhost", int(address.rpartition(":")[2]))).close()
+    assert meet() == meet(address) == Ending(), "jax finds the others by itself"
+
+
+REFUSED = "process 1 ({host}, pid {pid}): mesh.stage=7 is too much"
+
+
+@pytest.mark.parametrize(
+    "of_each, text",
+    [
+        ([(3, 0), (3, 1, "mesh.stage=7 is too much"), (3, 2)], REFUSED),
+        ([(3, 0, "no such flag"), (3, 1), (3, 2)], "no such flag"),
+        (
+            [(2, 0), (3, 1), (3, 2)],
+            "it has --processes=3, process 0 2: give all the same",
+        ),
+        ([(3, 0), (3, 1), (3, 1)], "has the same --process_id: give each its own"),
+    ],
+)
+def test_all_are_told_what_is_wrong_with_one(address, of_each, text):
+    first, *others = met(address, *of_each)
+    assert first.status == ExitStatus.BAD_CONFIG and all(other == first for other in others)
+    expected = text.format(host=socket.gethostname(), pid=os.getpid())
+    assert first.text.endswith(expected) and "\n" not in first.text
+
+
+def test_one_that_is_refused_like_all_others_waits_for_nobody(address):
+    began = time.monotonic()
+    met(address, (2, 0, "no such flag"), (2, 1, "no such flag"))
+    assert time.monotonic() - began < 0.45
+
+
+def test_one_that_does_not_come_is_named(address):
+    endings = met(address, (4, 0), (4, 2))
+    assert {ending.status for ending in endings} == {ExitStatus.LOST_PEER}
+    assert endings[0].text == f"of 4 processes these did not come to {address}: 1, 3"
+    alone = meet(address, 2, 1)
+    assert alone.status == ExitStatus.LOST_PEER
+    assert alone.text == f"process 0 at {address} did not come or has gone"
+
+
+def test_a_port_that_something_else_uses(address):
+    """It is not disturbed by process 0; the others connect, and say nothing that it would take for
+    jax's."""
+    with socket.create_server(("localhost", int(address.rpartition(":")[2]))):
+        for process, text in (
+            (0, rf"cannot be used on {socket.gethostname()} (process 0): Address already in use: "),
+            (1, f"process 0 at {address} of this run is not what answers there: end what uses "),
+        ):
+            ending = meet(address, 2, process)
+            assert ending.status == ExitStatus.BAD_CONFIG and text in ending.text
 
 
 # --- stragglers -----------------------------------------------------------------------------------

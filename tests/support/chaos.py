@@ -1,4 +1,4 @@
-"""Runs of two processes that are disturbed: for tests/chaos."""
+"""Runs of several processes that are disturbed: for tests/chaos."""
 
 import pathlib
 
@@ -10,12 +10,13 @@ def launched(
     module: str = "jaxtrain.train",
     before: tuple[str, ...] = (),
     devices: int = 1,
+    processes: int = 2,
 ) -> list[str]:
-    """The words of a launcher of two processes, which starts them again so often. before: words
+    """The words of a launcher of some processes, which starts them again so often. before: words
     before the flags; devices: of each process."""
     launcher = [
         "jaxtrain.launch",
-        "--processes=2",
+        f"--processes={processes}",
         f"--devices_per_process={devices}",
         f"--restarts={restarts}",
         f"--module={module}",
