@@ -38,7 +38,12 @@ from second_reader import second_reader, second_reader_lines  # noqa: E402
 from step_seconds import SecondsReader, Sizes, StepSeconds  # noqa: E402
 
 from jaxtrain.config.flags import Flag, read_flags  # noqa: E402
-from jaxtrain.devices.compiler_options import GATHERS, V5P, compiler_options  # noqa: E402
+from jaxtrain.devices.compiler_options import (  # noqa: E402
+    GATHERS,
+    GATHERS_WHOLE,
+    V5P,
+    compiler_options,
+)
 from jaxtrain.hlo.loops import StepLoops  # noqa: E402
 from jaxtrain.plan.topology import (  # noqa: E402
     INSTALL_COMMAND,
@@ -164,10 +169,11 @@ def summary(reader: SecondsReader, compiled: Compiled, bubble: float = 0.0) -> d
     }
 
 
-def options() -> str:
+def options(case: PeerCase) -> str:
     """XLA's options of our step on these chips, as flags for MaxText."""
-    device = types.SimpleNamespace(platform="tpu", device_kind=V5P[0])
-    chosen = compiler_options(device, [GATHERS])  # type: ignore[arg-type]
+    device, mesh = types.SimpleNamespace(platform="tpu", device_kind=V5P[0]), case.config.mesh
+    does = [GATHERS] * (mesh.stage == 1) + [GATHERS_WHOLE] * (mesh.stage * mesh.model == 1)
+    chosen = compiler_options(device, does)  # type: ignore[arg-type]
     return " ".join(f"--{name}={str(value).lower()}" for name, value in chosen.items())
 
 
@@ -176,7 +182,7 @@ def compile_side(case: PeerCase, side: str, maxtext: MaxText) -> Program:
     about = versions()
     if side == "ours":
         return Program(compile_config(case.topology, case.config), about)
-    compiled, found = maxtext.compile(case.maxtext_settings(side == "fastest", options()))
+    compiled, found = maxtext.compile(case.maxtext_settings(side == "fastest", options(case)))
     return Program(compiled, about | found)
 
 

@@ -24,7 +24,7 @@ GEMM = re.compile(r"__cublas\$|__triton_gemm|__cudnn\$gemm")  # calls of a libra
 # Targets of custom calls that compute nothing by themselves, or are calls of a library.
 NO_KERNELS = re.compile(
     r"AllocateBuffer|AssumeGatherIndicesInBound|Sharding|SPMD|__cublas|annotate_device_placement"
-    r"|MoveTo|^$|Resource|topk|TopK"
+    r"|MoveTo|^$|Resource|topk|TopK|PrepareAsyncCall"
 )
 GROUPED = re.compile(r"gmm|ragged|grouped")  # kernels of experts' products
 # Scopes of a tick's ops: a letter and the unit's number, or an op of embedding and head.
@@ -219,12 +219,14 @@ class Program:
         self.named |= {i.name: i for body in self.computations.values() for i in body}
 
     def _offloaded(self, i: Instruction) -> Instruction:
-        """An instruction; of a collective on a TPU's SparseCores, the start of an asynchronous one
-        where a `call-update` gives it its operands, whose end is a `call-done`."""
-        if i.opcode != "call-update":
+        """An instruction; of a collective on a TPU's SparseCores, the start of an asynchronous one,
+        whose end is a `call-done`: the `call-start`, or the `call-update` that gives the operands
+        to one without."""
+        if i.opcode not in ("call-start", "call-update") or not i.operands:
             return i
-        called = self.root(self.named[i.operands[0]].calls["to_apply"])
-        start = dataclasses.replace(i, opcode=f"{called.opcode}-start", operands=i.operands[1:])
+        calls = i.calls or self.named[i.operands[0]].calls
+        called, given = self.root(calls["to_apply"]), i.operands[i.opcode == "call-update" :]
+        start = dataclasses.replace(i, opcode=f"{called.opcode}-start", operands=given)
         return dataclasses.replace(start, text=called.text) if called.collective else i
 
     def below(self, name: str) -> Iterator[Instruction]:

@@ -26,7 +26,13 @@ from jaxtrain.config import (
 from jaxtrain.config.kernels import QUANTIZED
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.devices import cluster, host_memory
-from jaxtrain.devices.compiler_options import FP8, GATHERS, SIDE_BY_SIDE, compiler_options
+from jaxtrain.devices.compiler_options import (
+    FP8,
+    GATHERS,
+    GATHERS_WHOLE,
+    SIDE_BY_SIDE,
+    compiler_options,
+)
 from jaxtrain.devices.host_memory import is_on_host
 from jaxtrain.devices.mesh import CONTEXT, REPLICA, batch_shards, platform_of
 from jaxtrain.devices.sharding import BATCH_SPEC
@@ -217,6 +223,7 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
     table = setup.table
     does = {
         GATHERS: zero.gathers_in_ops and mesh.shape["stage"] == 1,
+        GATHERS_WHOLE: zero.gathers_in_ops and mesh.shape["stage"] * mesh.shape["model"] == 1,
         SIDE_BY_SIDE: mesh.shape["model"] == 1
         and (table.overlaps or (table.saves_inputs and model.experts > 0)),
         FP8: bool(fp8),

@@ -8,7 +8,13 @@ import pytest
 from support import small
 
 from jaxtrain import config as configs
-from jaxtrain.devices.compiler_options import GATHERS, PLATFORMS, SIDE_BY_SIDE, compiler_options
+from jaxtrain.devices.compiler_options import (
+    GATHERS,
+    GATHERS_WHOLE,
+    PLATFORMS,
+    SIDE_BY_SIDE,
+    compiler_options,
+)
 from jaxtrain.training.step import make_step
 
 
@@ -26,8 +32,9 @@ def test_by_platform_and_generation():
     assert (
         v5p["xla_tpu_scoped_vmem_limit_kib"] == 32768 and "xla_tpu_scoped_vmem_limit_kib" not in v4
     )
-    zero3 = compiler_options(Device("tpu", "TPU v5"), [GATHERS])
+    zero3 = compiler_options(Device("tpu", "TPU v5"), [GATHERS, GATHERS_WHOLE])
     assert zero3["xla_tpu_scoped_vmem_limit_kib"] == 65536
+    assert compiler_options(Device("tpu", "TPU v5"), [GATHERS]) == v5p
     gathering = (
         compiler_options(Device("gpu"), [GATHERS]).keys() - compiler_options(Device("gpu")).keys()
     )
@@ -42,13 +49,20 @@ def test_by_platform_and_generation():
     assert all(option.reason for options in PLATFORMS.values() for option in options)
 
 
-@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
-def test_sums_on_the_sparse_cores(kind):
-    """Of v5p's, one flag away from off: no chip has confirmed it."""
+SUMS, GATHERED = ("TPU v5", "TPU v6 lite"), ("TPU v6 lite",)
+
+
+@pytest.mark.parametrize(
+    ("kind", "generations"),
+    [("reduce_scatter", SUMS), ("all_reduce", SUMS), ("all_gather", GATHERED)],
+)
+def test_collectives_on_the_sparse_cores(kind, generations):
+    """One flag away from off: no chip has confirmed it."""
     name = f"xla_tpu_enable_sparse_core_collective_offload_{kind}"
-    v5p, v4 = Device("tpu", "TPU v5p"), Device("tpu", "TPU v4")
-    assert compiler_options(v5p)[name] is True and name not in compiler_options(v4)
-    assert compiler_options(v5p, (), [f"{name}=false"])[name] is False
+    for generation in ("TPU v4", "TPU v5", "TPU v5 lite", "TPU v6 lite", "TPU7x"):
+        device = Device("tpu", generation)
+        assert compiler_options(device).get(name, False) == (generation in generations)
+        assert compiler_options(device, (), [f"{name}=false"])[name] is False
 
 
 def test_changes_come_last_and_have_types():
