@@ -113,12 +113,12 @@ def test_broken_headers(tmp_path, name):
     assert len(str(error.value)) < 600
 
 
-@pytest.mark.parametrize("name", ["x" * 10**6, "\x1b[2J", "a\0b", "\n"])
-def test_names_that_no_tensor_has(tmp_path, name):
-    safetensors_files.write(tmp_path / SINGLE, {name: np.zeros(3, np.float32)})
-    with pytest.raises(HfError) as error:
-        SafetensorsFolder(tmp_path)
-    assert str(error.value) == f"{tmp_path / SINGLE}: {shown(name)} is no name of a tensor"
+def test_names_that_no_tensor_has(tmp_path):
+    for name in ("x" * 10**6, "\x1b[2J", "a\0b", "\n"):
+        safetensors_files.write(tmp_path / SINGLE, {name: np.zeros(3, np.float32)})
+        with pytest.raises(HfError) as error:
+            SafetensorsFolder(tmp_path)
+        assert str(error.value) == f"{tmp_path / SINGLE}: {shown(name)} is no name of a tensor"
 
 
 def test_too_many_tensors(tmp_path, monkeypatch):
