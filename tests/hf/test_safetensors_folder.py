@@ -209,7 +209,7 @@ def test_an_index(tmp_path):
     outsides = ("../1.safetensors", str(tmp_path / "1.safetensors"), ".", "", 1, "a\0b", "\ud800")
     for outside in (*outsides, "sub/1.safetensors", ["1.safetensors"], None, ".."):
         refused({"a": outside}, f"{index}: a is in {outside!r}, which is no name of a file in")
-    refused({"a": "x" * 1000}, "cannot be read (File name too long)")
+    refused({"a": "x" * 256}, "which is no name of a file in")
     refused({"a" * 10**6: "../x" * 10**5}, "aaa… is in '../x")
     refused({}, f"{index} has no weight_map")
     refused(None, f"{index} has no weight_map")
