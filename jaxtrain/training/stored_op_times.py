@@ -66,7 +66,7 @@ def read(folder: pathlib.Path, settings: Mapping[str, str]) -> tuple[float, ...]
     for these settings, those of `depend_on`. Raises OpTimesError."""
     file = folder / OP_TIMES
     try:
-        values = read_json(file)
+        values = read_json(file, folder=folder)
         times = tuple(float(value) for value in values["times"])
         if (
             times
