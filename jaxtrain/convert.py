@@ -222,7 +222,9 @@ def to_hf(command_line: Reading) -> None:
         raise HfError(str(error)) from None
     group = f"{trained_group(config.train.diloco_inner_steps > 0)}/"
     arrays = {name.removeprefix(group): a for name, a in opened.items() if name.startswith(group)}
-    source = pathlib.Path(flags.workdir) / SOURCE
+    source, workdir = pathlib.Path(flags.workdir) / SOURCE, pathlib.Path(flags.workdir).resolve()
+    if source.is_symlink():  # what it leads to would be published
+        raise HfError(f"{source} is a link to {os.path.realpath(source)!r}, not the run's folder")
     values = _published_config(source / CONFIG, config, tokenizer)
     shapes = {name: array.shape for name, array in arrays.items()}
     family = family_of(values, CONFIG)
@@ -241,9 +243,10 @@ def to_hf(command_line: Reading) -> None:
         dtypes |= {name: dtype for name, dtype in published.items() if name in dtypes}
     values |= _dtype_fields(values, tensors, dtypes)
     copied = exported_files(tokenizer, source)
-    home = getattr(tokenizer, "path", source).parent.resolve()
-    if not home.is_relative_to(pathlib.Path(flags.workdir).resolve()):
-        _remark(f"{', '.join(sorted(copied))} are those of {home}")
+    home = getattr(tokenizer, "path", source).parent
+    for what, place in (("tensors", checkpoints), (", ".join(sorted(copied)), home)):
+        if not pathlib.Path(os.path.realpath(place)).is_relative_to(workdir):
+            _remark(f"{what}: those of {place}")
     with streams.counting("MB written", sys.stderr) as progress:
         export_folder(target, values, tensors, arrays, dtypes, largest, copied, progress, _remark)
     print(f"{target}: step {step} as a {values['model_type']} with {len(tensors)} tensors")

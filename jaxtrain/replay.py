@@ -218,7 +218,7 @@ def refuse_another_rate(
         return
     use = "the settings with which the run did this step (train.steps and optimizer.*)"
     with contextlib.suppress(OSError, ValueError):  # also ConfigError
-        ran = cfg.from_dict(read_json(folder / CONFIG_FILE))
+        ran = cfg.from_dict(read_json(folder / CONFIG_FILE, folder=folder))
         if same(ran.optimizer, ran.train.steps):
             trained = dataclasses.replace(train, steps=ran.train.steps)
             use = flags_of(

@@ -6,8 +6,8 @@
 A case is a copy of a tiny published model, or of a tiny run, with one to three hostile files: links
 out of the folder, pipes, devices, sockets, sparse files, damaged bytes, JSON and headers of
 safetensors with values that no program writes. A model goes through from_hf; what that accepts, and
-a run, go through ls, generate, to_hf, and now and then through training. Each command is a fork of
-this process, which has imported everything.
+a run, go through ls, generate, to_hf, and now and then through training; a run through plan
+--advise, too. Each command is a fork of this process, which has imported everything.
 
 A command may not leave a traceback or write lines of thousands of characters; its status is one of
 docs/operations.md, and a refusal is one line. It may not open what lies outside of the folder, nor
@@ -46,6 +46,7 @@ from jaxtrain.checkpoint import __main__ as checkpoint  # noqa: E402
 from jaxtrain.checkpoint import manager, restoring  # noqa: E402, F401
 from jaxtrain.generation import sampling  # noqa: E402, F401
 from jaxtrain.hf import importing  # noqa: E402, F401
+from jaxtrain.plan import __main__ as plan  # noqa: E402
 from jaxtrain.run import streams  # noqa: E402
 from jaxtrain.run.exit_status import ExitStatus  # noqa: E402
 
@@ -60,6 +61,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "ls": lambda argv: checkpoint.main(["ls", *argv]),
     "generate": generate.main,
     "train": train.main,
+    "plan": plan.main,
 }
 TINY = {
     "model.layers": 2,
@@ -477,7 +479,13 @@ def commands_of(rng: random.Random, kind: str) -> list[tuple[str, ...]]:
         ("to_hf", f"--workdir={RUN}", OUT),
         *[("train", *words)] * trains,
     ]
-    return [("from_hf", MODEL, f"--workdir={RUN}"), *commands] if kind == MODEL else commands
+    if kind == RUN:
+        return [*commands, ("plan", f"--advise={RUN}")]
+    if rng.random() < 0.1:  # in memory, instead of a checkpoint
+        settings = TINY | {"train.init_from": MODEL, "train.steps": 1}
+        flags += [f"--config.{k}={v}" for k, v in settings.items() if not k.startswith("model.")]
+        return [("train", "--config=from_hf", f"--workdir={RUN}", *flags)]
+    return [("from_hf", MODEL, f"--workdir={RUN}"), *commands]
 
 
 def check(seed: int, bases: pathlib.Path, folder: pathlib.Path) -> tuple[str, str, str]:

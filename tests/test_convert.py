@@ -394,6 +394,8 @@ def test_a_hub_s_cache_is_a_plain_folder(tmp_path):
     for source, name in ((tmp_path / "model", "plain"), (snapshot, "cached")):
         assert run("from_hf", source, f"--workdir={tmp_path / name}") == 0
         assert run("to_hf", tmp_path / f"{name}_out", f"--workdir={tmp_path / name}") == 0
+    metas = [read_meta(tmp_path / name / "checkpoints", 0) for name in ("plain", "cached")]
+    assert metas[0]["tokenizer"]["marks"] == metas[1]["tokenizer"]["marks"]
     plain, cached = (tmp_path / name for name in ("plain_out", "cached_out"))
     assert len([*plain.iterdir()]) == 6
     for file in plain.iterdir():
@@ -449,7 +451,19 @@ def test_a_stranger_s_run(imported, tmp_path, capsys):
     (tmp_path / "other" / "tokenizer_config.json").write_text('{"eos_token": "w5"}')
     assert run("from_hf", tmp_path / "model", f"--workdir={tmp_path / 'b'}", tokenizer) == 0
     assert run("to_hf", out, f"--workdir={tmp_path / 'b'}") == 0
-    assert f"tokenizer_config.json are those of {tmp_path / 'other'}" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert f"tokenizer_config.json: those of {tmp_path / 'other'}\n" in err and "tensors" not in err
+    (work / "checkpoints").rename(tmp_path / "elsewhere")
+    (work / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    (work / "hf" / "tensors.json").unlink()
+    assert run("to_hf", tmp_path / "again", f"--workdir={work}") == 0
+    assert f"note: tensors: those of {work / 'checkpoints'}\n" in capsys.readouterr().err
+    (work / "hf").rename(tmp_path / "hf")
+    (work / "hf").symlink_to(tmp_path / "hf")
+    message = f"{work / 'hf'} is a link to '{tmp_path / 'hf'}', not the run's folder"
+    assert_refused(
+        capsys, message, "to_hf", tmp_path / "3", f"--workdir={work}", unwritten=tmp_path / "3"
+    )
 
 
 def test_wrong_flags(capsys, imported, tmp_path):

@@ -232,8 +232,11 @@ def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
 
 
 def check_stops(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raises DataError for an id that ends a text and that a model of `vocab_size` ids lacks."""
-    if (beyond := max(tokenizer.stops, default=0)) >= vocab_size:
+    """Raises DataError for an id at which a file's tokenizer ends a text, and that a model of
+    `vocab_size` ids lacks."""
+    if isinstance(tokenizer, FileTokenizer) and (
+        (beyond := max(tokenizer.stops, default=0)) >= vocab_size
+    ):
         raise DataError(
             f"a text ends at id {beyond} (eos_token_id of generation_config.json or config.json), "
             f"and the model has {vocab_size} ids"

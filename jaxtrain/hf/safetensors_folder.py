@@ -40,7 +40,7 @@ BITS = {name: 8 * dtype.itemsize for name, dtype in READ.items()} | {
 }
 # Tensors of a folder, characters of a name, dimensions, and numbers of a tensor as if none of its
 # dimensions were 0: far more than any model has.
-MOST_TENSORS, MOST_NAME, MOST_DIMENSIONS, MOST_NUMBERS = 500_000, 500, 8, 2**40
+MOST_TENSORS, MOST_NAME, MOST_DIMENSIONS, MOST_NUMBERS = 500_000, 255, 8, 2**40
 PAGE = 4096  # gaps of fewer bytes are read along with their surroundings, as the disk does
 BUFFER = 4 * 2**20  # bytes that are read at a time where there are such gaps
 
@@ -133,6 +133,7 @@ def _files(folder: pathlib.Path) -> dict[str, list[str]]:
             if (
                 file in ("", "..")
                 or pathlib.PurePath(str(file)).name != file
+                or len(file) > MOST_NAME
                 or not file.isprintable()
             ):
                 raise HfError(

@@ -194,7 +194,7 @@ class PlannedStep:
 def read(folder: pathlib.Path) -> PlannedStep | None:
     """The record of the run's newest start; None if it is missing or cannot be read."""
     try:
-        values: dict[str, Any] = read_json(folder / PLANNED)
+        values: dict[str, Any] = read_json(folder / PLANNED, folder=folder)
         values["trace"] = Trace(**values["trace"]) if values["trace"] else None
         names = [field.name for field in dataclasses.fields(PlannedStep)]
         return PlannedStep(**{name: values[name] for name in names})

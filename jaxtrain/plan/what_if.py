@@ -246,7 +246,7 @@ def read(workdir: str | os.PathLike) -> Measured:
                 "folder of a run"
             )
     try:
-        config = cfg.from_dict(read_json(folder / CONFIG_FILE))
+        config = cfg.from_dict(read_json(folder / CONFIG_FILE, folder=folder))
     except OSError as error:
         raise AdviceError(
             f"--advise={shown} has no {CONFIG_FILE} ({error.strerror}): name the folder of a run"

@@ -121,7 +121,7 @@ def read_json_lines(path: pathlib.Path) -> list[Any]:
     values: list[Any] = []
     if not path.is_file():
         return values
-    with open_regular(path) as file:
+    with open_regular(path, path.parent) as file:
         while line := file.readline(MOST_LINE):
             with contextlib.suppress(ValueError):
                 values.append(parse_json(line))
@@ -281,6 +281,8 @@ def try_file(file: str | os.PathLike) -> Unwritable | None:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
             return Unwritable(f"is {_kind(mode)}, not a file")
+        if not _belongs(pathlib.Path(os.path.realpath(path)), path.parent):
+            return Unwritable(f"is a link to {os.path.realpath(path)!r}, outside of the folder")
         os.close(os.open(path, os.O_WRONLY | os.O_APPEND))
     except FileNotFoundError as error:
         return _unwritable(path, error) if os.path.lexists(path) else None

@@ -65,8 +65,17 @@ def read(folder: pathlib.Path, settings: Mapping[str, str]) -> tuple[float, ...]
     for these settings, those of `depend_on`. Raises OpTimesError."""
     file = folder / OP_TIMES
     try:
-        values = read_json(file)
+        values = read_json(file, folder=folder)
         times = tuple(float(value) for value in values["times"])
+        if (
+            times
+            and not (  # the rules of pipeline.times
+                3 <= len(times) <= len(NAMES)
+                and all(times[:3])
+                and all(0 <= t < 1e9 for t in times)
+            )
+        ):
+            raise ValueError
         return times if values["of"] == settings else None
     except FileNotFoundError:
         return None

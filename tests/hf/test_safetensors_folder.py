@@ -113,12 +113,12 @@ def test_broken_headers(tmp_path, name):
     assert len(str(error.value)) < 600
 
 
-@pytest.mark.parametrize("name", ["x" * 10**6, "\x1b[2J", "a\0b", "\n"])
-def test_names_that_no_tensor_has(tmp_path, name):
-    safetensors_files.write(tmp_path / SINGLE, {name: np.zeros(3, np.float32)})
-    with pytest.raises(HfError) as error:
-        SafetensorsFolder(tmp_path)
-    assert str(error.value) == f"{tmp_path / SINGLE}: {shown(name)} is no name of a tensor"
+def test_names_that_no_tensor_has(tmp_path):
+    for name in ("x" * 10**6, "\x1b[2J", "a\0b", "\n"):
+        safetensors_files.write(tmp_path / SINGLE, {name: np.zeros(3, np.float32)})
+        with pytest.raises(HfError) as error:
+            SafetensorsFolder(tmp_path)
+        assert str(error.value) == f"{tmp_path / SINGLE}: {shown(name)} is no name of a tensor"
 
 
 def test_too_many_tensors(tmp_path, monkeypatch):
@@ -209,7 +209,7 @@ def test_an_index(tmp_path):
     outsides = ("../1.safetensors", str(tmp_path / "1.safetensors"), ".", "", 1, "a\0b", "\ud800")
     for outside in (*outsides, "sub/1.safetensors", ["1.safetensors"], None, ".."):
         refused({"a": outside}, f"{index}: a is in {outside!r}, which is no name of a file in")
-    refused({"a": "x" * 1000}, "cannot be read (File name too long)")
+    refused({"a": "x" * 256}, "which is no name of a file in")
     refused({"a" * 10**6: "../x" * 10**5}, "aaa… is in '../x")
     refused({}, f"{index} has no weight_map")
     refused(None, f"{index} has no weight_map")

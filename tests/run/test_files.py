@@ -158,6 +158,12 @@ def test_lines_that_no_run_writes(tmp_path):
     path.unlink()
     path.symlink_to("/dev/zero")
     assert files.read_json_lines(path) == []
+    (tmp_path.parent / "others.jsonl").write_text('{"step": 1}')
+    path.unlink()
+    path.symlink_to(tmp_path.parent / "others.jsonl")
+    with pytest.raises(OSError, match="it is a link to .*, outside of the folder"):
+        files.read_json_lines(path)
+    assert "outside of the folder" in files.try_file(path).why, "before training"
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,14 @@ def test_times_that_cannot_be_told_are_not_measured_again(tmp_path):
     assert "model's sizes" in stored_op_times.describe(())
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"times": ["x"], "of": {}}'])
+NO_TIMES = (["x"], [1, 1], [1] * 10, [0, 1, 1], [1, 1, -1], [1, 1, float("nan")], [1, 1, 1e308])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", "[" * 10**5, *(json.dumps({"times": each, "of": {}}) for each in NO_TIMES)],
+    ids=range(4 + len(NO_TIMES)),
+)
 def test_a_broken_file_is_one_line(text, tmp_path):
     (tmp_path / OP_TIMES).write_text(text)
     with pytest.raises(OpTimesError, match="has no op times: delete it"):
