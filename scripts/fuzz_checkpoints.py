@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Random damages, links, copies and permissions in the checkpoints of a tiny run.
 
-    scripts/fuzz_checkpoints.py [--seed=N] [--cases=300] [--real_every=5] [--folder=runs/fuzz_…]
+    scripts/fuzz_checkpoints.py [--seed=N] [--cases=300] [--first=0] [--real_every=5] [--folder=F]
 
 A run of three checkpoints is trained once. Each case is a copy of it, in which one to three damages
 are drawn: files that are cut, flipped, deleted, extended, swapped between steps, or replaced by
@@ -45,6 +45,7 @@ from etils import epath  # noqa: E402
 
 from jaxtrain.checkpoint import __main__ as command  # noqa: E402
 from jaxtrain.checkpoint import manifest, steps  # noqa: E402
+from jaxtrain.checkpoint.manifest import DatabaseError, ManifestError  # noqa: E402
 from jaxtrain.checkpoint.restoring import choose_together  # noqa: E402
 from jaxtrain.config.errors import UsageError  # noqa: E402
 from jaxtrain.generate import find_checkpoint  # noqa: E402
@@ -77,9 +78,12 @@ class Damages:
 
     def own(self, path: pathlib.Path) -> pathlib.Path:
         """A path at which a damage changes the run alone. Raises OSError for a link, what lies
-        behind one, and a file that has another name."""
-        is_own = path.resolve() == self.run.resolve() / path.relative_to(self.run)
-        if not is_own or (path.is_file() and path.stat().st_nlink > 1):
+        behind one, a file that has another name, and one that has grown already."""
+        home = os.path.realpath(self.run)
+        is_own = os.path.realpath(path) == os.path.join(home, path.relative_to(self.run))
+        if not is_own or (
+            path.is_file() and (path.stat().st_nlink > 1 or path.stat().st_size > 10**9)
+        ):
             raise OSError(f"{path} is not the run's own")
         return path
 
@@ -87,10 +91,8 @@ class Damages:
         return self.own(self.steps / self.draw.choice(["3", "6", "9", "9"]))
 
     def file(self) -> pathlib.Path:
-        """A file of a step, the small ones as often as those of the database; or one beside. No
-        large one: those that have grown take no further damage."""
-        paths = [path for path in sorted(self.step().rglob("*")) if path.is_file()]
-        files = [path for path in paths if path.stat().st_size < 10**9]
+        """A file of a step, the small ones as often as those of the database; or one beside."""
+        files = [path for path in sorted(self.step().rglob("*")) if path.is_file()]
         if not files or self.draw.random() < 0.1:
             return self.own(self.steps / "validation_losses.json")
         special = [path for path in files if path.name in ("manifest.json", "metadata")]
@@ -230,7 +232,7 @@ class Damages:
         kind = self.draw.choice(kinds + [self.all_steps] * (self.draw.random() < 0.3))
         try:
             kind()
-        except (OSError, ValueError, TypeError, manifest.ManifestError, IndexError):
+        except (OSError, ValueError, LookupError, TypeError, ManifestError, DatabaseError):
             return ""
         return kind.__name__
 
@@ -418,6 +420,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cases", type=int, default=300)
+    parser.add_argument("--first", type=int, default=0, help="the case to begin with")
     parser.add_argument("--real_every", type=int, default=5, help="0: no real commands")
     parser.add_argument("--folder", type=pathlib.Path)
     flags = parser.parse_args()
@@ -434,7 +437,7 @@ def main() -> int:
     signal.signal(signal.SIGALRM, _late)
     command.retention.DELETION_S = 0.1
     failed = 0
-    for case in range(flags.cases):
+    for case in range(flags.first, flags.cases):
         run = folder / f"case-{case}"
         names = make(run, f"{flags.seed} {case}")
         wrong = judge(run, folder / "outside")
@@ -448,7 +451,7 @@ def main() -> int:
         if not wrong:
             for left in folder.glob(f"{run.name}*"):
                 remove(left)
-    print(f"{flags.cases} cases, {failed} failed")
+    print(f"{flags.cases - flags.first} cases, {failed} failed")
     return 1 if failed else 0
 
 
