@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Random damages, links, copies and permissions in the checkpoints of a tiny run.
 
-    scripts/fuzz_checkpoints.py [--seed=N] [--cases=300] [--real_every=5] [--folder=runs/fuzz_…]
+    scripts/fuzz_checkpoints.py [--seed=N] [--cases=300] [--first=0] [--real_every=5] [--folder=F]
 
 A run of three checkpoints is trained once. Each case is a copy of it, in which one to three damages
 are drawn: files that are cut, flipped, deleted, extended, swapped between steps, or replaced by
@@ -45,13 +45,14 @@ from etils import epath  # noqa: E402
 
 from jaxtrain.checkpoint import __main__ as command  # noqa: E402
 from jaxtrain.checkpoint import manifest, steps  # noqa: E402
+from jaxtrain.checkpoint.manifest import DatabaseError, ManifestError  # noqa: E402
 from jaxtrain.checkpoint.restoring import choose_together  # noqa: E402
 from jaxtrain.config.errors import UsageError  # noqa: E402
 from jaxtrain.generate import find_checkpoint  # noqa: E402
 from jaxtrain.run import streams  # noqa: E402
 from jaxtrain.run.exit_status import RunError  # noqa: E402
 
-LIMIT_S, LIMIT_BYTES, TRAIN_LIMIT_S = 20, 2 * 10**9, 120
+LIMIT_S, LIMIT_BYTES, HANG_S = 20, 2 * 10**9, 120
 STATUSES = {0, 2, 74}
 CAPABILITIES = "-dac_override,-dac_read_search"
 TINY = (
@@ -77,9 +78,12 @@ class Damages:
 
     def own(self, path: pathlib.Path) -> pathlib.Path:
         """A path at which a damage changes the run alone. Raises OSError for a link, what lies
-        behind one, and a file that has another name."""
-        is_own = path.resolve() == self.run.resolve() / path.relative_to(self.run)
-        if not is_own or (path.is_file() and path.stat().st_nlink > 1):
+        behind one, a file that has another name, and one that has grown already."""
+        home = os.path.realpath(self.run)
+        is_own = os.path.realpath(path) == os.path.join(home, path.relative_to(self.run))
+        if not is_own or (
+            path.is_file() and (path.stat().st_nlink > 1 or path.stat().st_size > 10**9)
+        ):
             raise OSError(f"{path} is not the run's own")
         return path
 
@@ -87,10 +91,8 @@ class Damages:
         return self.own(self.steps / self.draw.choice(["3", "6", "9", "9"]))
 
     def file(self) -> pathlib.Path:
-        """A file of a step, the small ones as often as those of the database; or one beside. No
-        large one: those that have grown take no further damage."""
-        paths = [path for path in sorted(self.step().rglob("*")) if path.is_file()]
-        files = [path for path in paths if path.stat().st_size < 10**9]
+        """A file of a step, the small ones as often as those of the database; or one beside."""
+        files = [path for path in sorted(self.step().rglob("*")) if path.is_file()]
         if not files or self.draw.random() < 0.1:
             return self.own(self.steps / "validation_losses.json")
         special = [path for path in files if path.name in ("manifest.json", "metadata")]
@@ -230,7 +232,7 @@ class Damages:
         kind = self.draw.choice(kinds + [self.all_steps] * (self.draw.random() < 0.3))
         try:
             kind()
-        except (OSError, ValueError, TypeError, manifest.ManifestError, IndexError):
+        except (OSError, ValueError, LookupError, TypeError, ManifestError, DatabaseError):
             return ""
         return kind.__name__
 
@@ -302,20 +304,28 @@ class Judged:
             self.wrong.append(f"{name}: status {result}")
         return (result if isinstance(result, int) else 1), out.splitlines()
 
-    def real(self, name: str, *words: str, limit: float = LIMIT_S) -> None:
-        """A real command."""
-        began = time.monotonic()
+    def real(self, name: str, *words: str) -> None:
+        """A real command. Its limit counts processor time, for others may use the machine."""
+        before = _of_children()
         try:
             ended = subprocess.run(
-                [sys.executable, "-m", *words], capture_output=True, timeout=limit, cwd=ROOT
+                [sys.executable, "-m", *words], capture_output=True, timeout=HANG_S, cwd=ROOT
             )
         except subprocess.TimeoutExpired:
-            self.wrong.append(f"real {name}: {time.monotonic() - began:.0f} s")
+            self.wrong.append(f"real {name}: longer than {HANG_S} s")
             return
+        if _of_children() > before + LIMIT_S:
+            self.wrong.append(f"real {name}: longer than {LIMIT_S} s")
         err = ended.stderr.decode(errors="replace")
         self.text(f"real {name}", err)
         if ended.returncode not in STATUSES:
             self.wrong.append(f"real {name}: status {ended.returncode}: {err[-1500:]}")
+
+
+def _of_children() -> float:
+    """Seconds of processor time of all commands that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def complete_steps(run: pathlib.Path) -> set[int]:
@@ -380,7 +390,7 @@ def judge_real(work: pathlib.Path, outside: pathlib.Path) -> list[str]:
     judged.real("to_hf", "jaxtrain.convert", "to_hf", f"--workdir={work}", f"{work}.hf")
     words = [f"--workdir={work}", "--config.train.steps=12", *TINY]
     words.append(f"--config.data.source={outside.parent / 'corpus.txt'}")
-    judged.real("train", "jaxtrain.train", *words, limit=TRAIN_LIMIT_S)
+    judged.real("train", "jaxtrain.train", *words)
     if lost := whole - complete_steps(work):
         judged.wrong.append(f"train has lost {lost}")
     if digest(outside) != before:
@@ -418,6 +428,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cases", type=int, default=300)
+    parser.add_argument("--first", type=int, default=0, help="the case to begin with")
     parser.add_argument("--real_every", type=int, default=5, help="0: no real commands")
     parser.add_argument("--folder", type=pathlib.Path)
     flags = parser.parse_args()
@@ -434,7 +445,7 @@ def main() -> int:
     signal.signal(signal.SIGALRM, _late)
     command.retention.DELETION_S = 0.1
     failed = 0
-    for case in range(flags.cases):
+    for case in range(flags.first, flags.cases):
         run = folder / f"case-{case}"
         names = make(run, f"{flags.seed} {case}")
         wrong = judge(run, folder / "outside")
@@ -448,7 +459,7 @@ def main() -> int:
         if not wrong:
             for left in folder.glob(f"{run.name}*"):
                 remove(left)
-    print(f"{flags.cases} cases, {failed} failed")
+    print(f"{flags.cases - flags.first} cases, {failed} failed")
     return 1 if failed else 0
 
 
