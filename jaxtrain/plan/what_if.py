@@ -154,8 +154,7 @@ def fitting(config: Config, environment: Environment, asked: int, there: int) ->
     planned = lambda settings: memory(step_model_of(settings, device), settings.model.loss_chunk)
     breaks = lambda changes, where: checks.first_violation(cfg.replace(config, changes), where)
     now, simulated = planned(changed({})), environment.platform == kernels.CPU
-    scale = max(1.0, asked / now.bytes)
-    sharing = (environment.devices or 1) if simulated else 1
+    scale, sharing = max(1.0, asked / now.bytes), (environment.devices or 1) if simulated else 1
     most = min(there / sharing or math.inf, LESS * now.bytes * scale)
     fits = (
         changes
