@@ -378,6 +378,12 @@ NO_SOURCE = "(and data.source='/absent' is neither 'stdlib' nor an existing path
     [
         ("--config.mesh.stage=3", f": use --config.mesh.stage=2 {NO_SOURCE}"),
         ("--config.mesh.stage=3 --config.model.heads=3", NO_SOURCE),
+        ("--config.train.steps=x --config.mesh.stage=3", "train.steps='x' is not an integer"),
+        (
+            "--config.model.norm=none --config.optimizer.parameter_scale=2",
+            ": use --config.model.norm=rmsnorm (and optimizer.parameter_scale='2' is not a "
+            "boolean (true or false))",
+        ),
         ("--json=true", f"--json=true is for --dry_run alone: use --dry_run=true {NO_SOURCE}"),
         ("", "data.source='/absent' is neither 'stdlib' nor an existing path"),
     ],

@@ -237,7 +237,7 @@ def _out_of_bounds(path: str, value: float, usual: list[Any]) -> Violation | Non
 class _Search:
     """The search for changes of a config after which every rule holds in its environment.
 
-    lenient: rules between settings that no flag mends are passed over; they are said on their own
+    lenient: rules between settings that no flag mends are passed over, and said on their own
     """
 
     def __init__(self, config: Config, environment: Environment, lenient: bool = False):
@@ -245,20 +245,27 @@ class _Search:
         self.walked = 0  # configs
         self.kept: tuple[str, ...] = ()  # beginnings of the settings that no fix may change
         self._known: dict[str, tuple[Changes, ...] | None] = {}
-        self._wrong = [
-            path
+        self._wrong = {
+            path: wrong
             for path in cfg.fields()
-            if field_violation(path, cfg.get(config, path), cfg.get(environment.recipe, path))
-        ]
+            for of_recipe in [cfg.get(environment.recipe, path)]
+            if (wrong := field_violation(path, cfg.get(config, path), of_recipe))
+        }
 
     def error(self, violation: Violation) -> ConfigError:
         """The error for a broken rule, with changes after which every rule holds, or every one that
         any flag mends."""
         field, checkpoint = violation.field, self.environment.checkpoint
-        changes = (
-            self.fewest_changes()
-            or _Search(self.config, self.environment, lenient=True).fewest_changes()
-        )
+        changes = self.fewest_changes()
+        if not changes and violation.fixes:
+            of_recipe = {
+                path: cfg.get(self.environment.recipe, path)
+                for path, wrong in self._wrong.items()
+                if not wrong.fixes
+            }
+            changes = _Search(
+                cfg.replace(self.config, of_recipe), self.environment, lenient=True
+            ).fewest_changes()
         order = [field, *cfg.fields()]
         changes = {path: changes[path] for path in sorted(changes, key=order.index)}
         text = cfg.suggestion(changes, self.other_values(violation, changes))

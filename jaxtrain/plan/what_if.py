@@ -172,13 +172,16 @@ def _smaller(config: Config, simulated: bool) -> list[dict[str, Any]]:
     and the host's memory last."""
     single = [*_candidates(config.mesh, config.pipeline, config.parallel.zero)]
     batch, count = config.data.batch_size, config.pipeline.microbatches
-    bounded = config.model.expert_room > 0
     options = (
         [] if simulated else [{"parallel.offload": name} for name in OFFLOADS],
         [changes for changes in single if "parallel.zero" in changes],
         [changes for changes in single if "pipeline.remat" in changes],
         # with a bounded room for experts' tokens, other microbatches drop other tokens
-        [{"pipeline.microbatches": n} for n in divisors(batch) if n > count and not bounded],
+        [
+            {"pipeline.microbatches": n}
+            for n in divisors(batch)
+            if n > count and not config.model.expert_room
+        ],
     )
     combined = itertools.product(*([{}, *option] for option in options))
     merged = (dict(itertools.chain(*(c.items() for c in each))) for each in combined)
