@@ -255,7 +255,7 @@ def refusal_holds(flags: list[str], devices: int) -> str | None:
     except ValueError as error:
         return f"no shell can read its suggestion ({error}): {line}"
     if not words:  # nothing stands for a text that is no value, or for a file that is missing
-        unread = re.search(r"=\S* (is not an? |is neither )", line)
+        unread = re.search(r"=('.*'|\S*) (is not an? |is neither |is no folder )", line)
         return None if unread else f"it suggests no flags: {line}"
     again = refusal_of([*flags, *words], devices).removeprefix("error: ")
     if again and f"{again})" not in line:  # what no flag mends was said
