@@ -109,9 +109,11 @@ def parse(
             if PLACEHOLDER.search(text := cfg.value_text(cfg.get(config, path)))
         ]:
             raise unfilled(named)
-        if refused := _refusal(namespace, config, before):
+        refused = _refusal(namespace, config, before)
+        if not (refused and refused.nearest):
+            check(namespace, config)  # also beside an error that no flag mends
+        if refused:
             raise refused
-        check(namespace, config)
         return config, namespace
 
     return parse_unchecked(argv, description, (*SHARED_FLAGS, *extra_flags), complete, recipe)
@@ -231,6 +233,20 @@ def _refusal(
         environment = dataclasses.replace(
             environment, devices=jax.device_count(), platform=jax.default_backend()
         )
+    # What a run resumes from decides what may be suggested. Imported here: few runs come this far.
+    from jaxtrain.checkpoint.steps import TO_TRAIN, choose
+
+    with contextlib.suppress(OSError, ValueError, RunError):  # it is said where it is read
+        folder = config.checkpoint.directory or os.path.join(namespace.workdir, "checkpoints")
+        # a store is not asked before it has to be
+        if "://" not in folder and (resumed := choose(os.path.expanduser(folder), TO_TRAIN)).step:
+            environment = dataclasses.replace(
+                environment,
+                checkpoint=cfg.replace(
+                    resumed.meta.stored_config(),
+                    {"data.tokenizer": config.data.tokenizer},  # the checkpoint's may have moved
+                ),
+            )
     return checks.error_of(config, environment)
 
 

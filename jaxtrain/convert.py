@@ -118,6 +118,8 @@ def folder_of(flags: types.SimpleNamespace, command: str) -> pathlib.Path:
     if not flags.workdir:
         new = pathlib.Path("runs", folder.name)
         fixes = {} if command == "to_hf" or new.exists() else {"workdir": str(new)}
+        exists = f" (and {folder} exists already: name a folder that does not)"
+        usage += exists * (command == "to_hf" and folder.exists())
         raise UsageError("--workdir is empty", fixes, advice="" if fixes else usage)
     return folder
 

@@ -255,9 +255,10 @@ def refusal_holds(flags: list[str], devices: int) -> str | None:
     except ValueError as error:
         return f"no shell can read its suggestion ({error}): {line}"
     if not words:  # nothing stands for a text that is no value, or for a file that is missing
-        unread = re.search(r"=\S* (is not an? |is neither )", line)
+        unread = re.search(r"=('.*'|\S*) (is not an? |is neither |is no folder )", line)
         return None if unread else f"it suggests no flags: {line}"
-    if again := refusal_of([*flags, *words], devices):
+    again = refusal_of([*flags, *words], devices).removeprefix("error: ")
+    if again and f"{again})" not in line:  # what no flag mends was said
         return f"what it suggests is refused: {line} → {again}"
     for idle in words if len(words) > 1 else ():
         if works([*flags, *(word for word in words if word != idle)], devices):

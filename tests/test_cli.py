@@ -16,6 +16,7 @@ from support import ROOT
 
 from jaxtrain import __version__, cli, train
 from jaxtrain import config as cfg
+from jaxtrain.checkpoint import steps
 from jaxtrain.config import flags
 from jaxtrain.config.recipes import load_recipe
 from jaxtrain.costs import hardware
@@ -367,6 +368,69 @@ def test_what_train_suggests_works(argv, use):
     suggested = str(refused.value).rpartition(": use ")[2]
     assert suggested == use
     call(*shlex.split(suggested))
+
+
+NO_SOURCE = "(and data.source='/absent' is neither 'stdlib' nor an existing path)"
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("--config.mesh.stage=3", f": use --config.mesh.stage=2 {NO_SOURCE}"),
+        ("--config.mesh.stage=3 --config.model.heads=3", NO_SOURCE),
+        ("--config.train.steps=x --config.mesh.stage=3", "train.steps='x' is not an integer"),
+        (
+            "--config.model.norm=none --config.optimizer.parameter_scale=2",
+            ": use --config.model.norm=rmsnorm (and optimizer.parameter_scale='2' is not a "
+            "boolean (true or false))",
+        ),
+        ("--json=true", f"--json=true is for --dry_run alone: use --dry_run=true {NO_SOURCE}"),
+        ("", "data.source='/absent' is neither 'stdlib' nor an existing path"),
+    ],
+)
+def test_what_no_flag_mends_hides_no_flags_of_others(argv, says):
+    words = ["--cpu_devices=4", "--config.data.source=/absent", *argv.split()]
+    with pytest.raises(cli.FlagsError) as refused:
+        cli.parse(words, "", train.FLAGS, check=train.check_flags)
+    assert str(refused.value).endswith(says)
+
+
+ONE_STAGE = [
+    *("--config.mesh.stage=1", "--config.mesh.model=1", "--config.pipeline.microbatches=1"),
+    "--config.model.layers=2",
+]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (
+            ["--cpu_devices=3", *ONE_STAGE],
+            "data.batch_size=8 is no multiple of mesh.data=3, that is 3: use another --workdir, "
+            "or other than 3 devices",
+        ),
+        (
+            ["--cpu_devices=4", *ONE_STAGE, "--config.mesh.stage=3"],
+            ": use --config.mesh.stage=2",
+        ),
+        (
+            ["--cpu_devices=4", *ONE_STAGE, "--config.data.batch_size=6"],
+            ": use --config.data.batch_size=8",
+        ),
+    ],
+)
+def test_what_a_run_resumes_from_decides_what_is_suggested(argv, says, monkeypatch, tmp_path):
+    """A batch of 8 is the checkpoint's, and no other may be suggested."""
+    stored, _ = parse("--cpu_devices=4", "--config.data.batch_size=8", *ONE_STAGE)
+    resumed = steps.StepChoice(step=4, meta=steps.Meta(cfg.to_dict(stored)))
+    monkeypatch.setattr(steps, "choose", lambda folder, needs: resumed)
+    with pytest.raises(cli.FlagsError) as refused:
+        parse("--config.data.batch_size=8", f"--workdir={tmp_path}", *argv)
+    assert str(refused.value).endswith(says)
+    monkeypatch.setattr(steps, "choose", lambda folder, needs: steps.StepChoice())
+    with pytest.raises(cli.FlagsError) as refused:
+        parse("--config.data.batch_size=8", f"--workdir={tmp_path}", *argv)
+    assert ": use --config." in str(refused.value)
 
 
 def test_places_that_no_flag_mends_are_said_with_the_flags(tmp_path):

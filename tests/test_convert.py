@@ -472,7 +472,9 @@ def test_wrong_flags(capsys, imported, tmp_path):
         "'in' is no command of jaxtrain convert": ["in"],
         "from_hf is about one folder, not 2": ["from_hf", model, model, "--workdir=x"],
         "--workdir is empty: use --workdir=runs/model": ["from_hf", model],
-        "--workdir is empty: use jaxtrain convert to_hf DIR --workdir=W": ["to_hf", model],
+        "--workdir is empty: use jaxtrain convert to_hf DIR --workdir=W (and "
+        f"{model} exists already: name a folder that does not)": ["to_hf", model],
+        "--workdir is empty: use jaxtrain convert to_hf DIR --workdir=W": ["to_hf", "absent"],
         "model.width=32 contradicts": [
             "from_hf",
             model,

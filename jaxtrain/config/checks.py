@@ -81,10 +81,10 @@ def check_devices(config: Config, device_count: int, platform: str = "gpu") -> C
 def check_resume(stored: Config, config: Config, environment: Environment = UNKNOWN) -> None:
     """Raises ConfigError naming the first field in which a config may not differ from the `stored`
     one of the checkpoint that it resumes."""
-    resolved = filled(config, environment.devices).resolve()
-    if violation := next(resume.violations(resolved, stored.resolve()), None):
-        environment = dataclasses.replace(environment, checkpoint=stored)
-        raise _Search(config, environment).error(violation)
+    environment = dataclasses.replace(environment, checkpoint=stored)
+    # tables take long, and a run's have been made
+    if first_violation(config, dataclasses.replace(environment, rules=())):
+        check(config, environment)
 
 
 def error_of(config: Config, environment: Environment = UNKNOWN) -> ConfigError | None:
@@ -235,27 +235,43 @@ def _out_of_bounds(path: str, value: float, usual: list[Any]) -> Violation | Non
 
 
 class _Search:
-    """The search for changes of a config after which every rule holds in its environment."""
+    """The search for changes of a config after which every rule holds in its environment.
 
-    def __init__(self, config: Config, environment: Environment):
-        self.config, self.environment = config, environment
+    lenient: rules between settings that no flag mends are passed over, and said on their own
+    """
+
+    def __init__(self, config: Config, environment: Environment, lenient: bool = False):
+        self.config, self.environment, self.lenient = config, environment, lenient
         self.walked = 0  # configs
         self.kept: tuple[str, ...] = ()  # beginnings of the settings that no fix may change
         self._known: dict[str, tuple[Changes, ...] | None] = {}
-        self._wrong = [
-            path
+        self._wrong = {
+            path: wrong
             for path in cfg.fields()
-            if field_violation(path, cfg.get(config, path), cfg.get(environment.recipe, path))
-        ]
+            for of_recipe in [cfg.get(environment.recipe, path)]
+            if (wrong := field_violation(path, cfg.get(config, path), of_recipe))
+        }
 
     def error(self, violation: Violation) -> ConfigError:
-        """The error for a broken rule, with changes after which every rule holds."""
+        """The error for a broken rule, with changes after which every rule holds, or every one that
+        any flag mends."""
         field, checkpoint = violation.field, self.environment.checkpoint
         changes = self.fewest_changes()
+        if not changes and violation.fixes:
+            of_recipe = {
+                path: cfg.get(self.environment.recipe, path)
+                for path, wrong in self._wrong.items()
+                if not wrong.fixes
+            }
+            changes = _Search(
+                cfg.replace(self.config, of_recipe), self.environment, lenient=True
+            ).fewest_changes()
         order = [field, *cfg.fields()]
         changes = {path: changes[path] for path in sorted(changes, key=order.index)}
         text = cfg.suggestion(changes, self.other_values(violation, changes))
-        if checkpoint and violation.rule.startswith(resume.CANNOT):
+        if checkpoint and (
+            violation.rule.startswith(resume.CANNOT) or (violation.fixes and not changes)
+        ):
             nothing_works = f"another --workdir, or other than {self.environment.devices} devices"
             text = f"{text} (or another --workdir)" if changes else nothing_works
         return ConfigError(field, cfg.get(self.config, field), violation.rule, text, [changes])
@@ -325,7 +341,14 @@ class _Search:
         if key not in self._known:
             config = cfg.replace(self.config, changes)
             paths = [path for path in cfg.fields() if path in changes or path in self._wrong]
-            violation = next(_violations(config, self.environment, paths), None)
+            violation = next(
+                (
+                    each
+                    for each in _violations(config, self.environment, paths)
+                    if not self.lenient or each.fixes or each.field in self._wrong
+                ),
+                None,
+            )
             fixes = itertools.islice(violation.fixes, MOST_FIXES) if violation else ()
             kept = lambda path: path.startswith(self.kept) and not path.startswith(UNTRAINED)
             allowed = tuple(fix for fix in fixes if not any(map(kept, fix)))

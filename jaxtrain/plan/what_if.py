@@ -153,8 +153,7 @@ def fitting(config: Config, environment: Environment, asked: int, there: int) ->
     planned = lambda settings: memory(step_model_of(settings, device), settings.model.loss_chunk)
     breaks = lambda changes, where: checks.first_violation(cfg.replace(config, changes), where)
     now, simulated = planned(changed({})), environment.platform == kernels.CPU
-    scale = max(1.0, asked / now.bytes)
-    sharing = (environment.devices or 1) if simulated else 1
+    scale, sharing = max(1.0, asked / now.bytes), (environment.devices or 1) if simulated else 1
     most = min(there / sharing or math.inf, LESS * now.bytes * scale)
     fits = (
         changes
@@ -172,13 +171,16 @@ def _smaller(config: Config, simulated: bool) -> list[dict[str, Any]]:
     and the host's memory last."""
     single = [*_candidates(config.mesh, config.pipeline, config.parallel.zero)]
     batch, count = config.data.batch_size, config.pipeline.microbatches
-    bounded = config.model.expert_room > 0
     options = (
         [] if simulated else [{"parallel.offload": name} for name in OFFLOADS],
         [changes for changes in single if "parallel.zero" in changes],
         [changes for changes in single if "pipeline.remat" in changes],
         # with a bounded room for experts' tokens, other microbatches drop other tokens
-        [{"pipeline.microbatches": n} for n in divisors(batch) if n > count and not bounded],
+        [
+            {"pipeline.microbatches": n}
+            for n in divisors(batch)
+            if n > count and not config.model.expert_room
+        ],
     )
     combined = itertools.product(*([{}, *option] for option in options))
     merged = (dict(itertools.chain(*(c.items() for c in each))) for each in combined)

@@ -40,10 +40,12 @@ def named(advice: Callable[[int, int], str] = lambda asked, there: "") -> Iterat
         text = str(error)
         if not isinstance(error, MemoryError) and not _WORDS.search(text):
             raise
-        amounts = [int(float(n) * 1024 ** _UNITS.index(unit)) for n, unit in _AMOUNT.findall(text)]
-        asked = next(iter(amounts), 0)
+        asked, *others = [
+            *(int(float(n) * 1024 ** _UNITS.index(unit)) for n, unit in _AMOUNT.findall(text)),
+            0,
+        ]
         # a TPU's compiler and allocator say both
-        there = amounts[1] if amounts[1:] and "hbm" in text.lower() else _free(error)
+        there = (others[0] if others and "hbm" in text.lower() else 0) or _free(error)
         known = [f"{asked:,} bytes asked for"] * bool(asked) + [f"{there:,} there"] * bool(there)
         raise OutOfMemoryError(
             f"out of memory: {', '.join(known)}{advice(asked, there)}"
@@ -55,13 +57,12 @@ def _free(error: Exception) -> int:
     says so; else those of the host that are free and below the process's limit (ulimit -v). 0 where
     nobody says."""
     if type(error).__name__ == "JaxRuntimeError":
-        stats = sys.modules["jax"].local_devices()[0].memory_stats() or {}
-        if limit := stats.get("bytes_limit"):
-            return int(limit)
+        stats = sys.modules["jax"].local_devices()[0].memory_stats()
+        if stats and "bytes_limit" in stats:
+            return int(stats["bytes_limit"])
     system, process = pathlib.Path("/proc/meminfo"), pathlib.Path("/proc/self/statm")
     if not system.exists():
         return 0
     free = 1024 * int(system.read_text().partition("MemAvailable:")[2].split()[0])
-    limit, used = resource.getrlimit(resource.RLIMIT_AS)[0], int(process.read_text().split()[0])
-    below = limit - used * resource.getpagesize()
-    return free if limit == resource.RLIM_INFINITY else max(1, min(free, below))
+    limit, pages = resource.getrlimit(resource.RLIMIT_AS)[0], int(process.read_text().split()[0])
+    return min(free, max(1, limit - pages * resource.getpagesize())) if limit > 0 else free

@@ -22,7 +22,7 @@ from jaxtrain.config.resume import changes
         {"data.batch_size": 32},
         {"data.seed": 1},
         {"data.attend_across_documents": False},
-        {"data.loss_mask": ("a",)},
+        {"data.loss_mask": ("a",), "data.text_fields": ("a", "b")},
         {"data.text_fields": ("a",)},
         {"data.validation_fraction": 0.1},
         {"data.token_dtype": "uint32"},
@@ -114,6 +114,7 @@ def test_replicas_that_train_apart_stay_as_many():
         "precision.outer": "int8",
         "optimizer.outer_learning_rate": 1.0,
         "mesh.data": 4,
+        "pipeline.microbatches": 2,
     }
     checks.check_resume(apart, cfg.replace(apart, outer))
     with pytest.raises(
@@ -121,7 +122,8 @@ def test_replicas_that_train_apart_stay_as_many():
         match="mesh.replica=4 cannot continue a checkpoint of mesh.replica=2: use "
         "--config.mesh.replica=2 .or another --workdir.",
     ):
-        checks.check_resume(apart, cfg.replace(apart, {"mesh.replica": 4}))
+        more = {"mesh.replica": 4, "pipeline.microbatches": 2}
+        checks.check_resume(apart, cfg.replace(apart, more))
     with pytest.raises(ConfigError, match="train.diloco_inner_steps=0 cannot continue"):
         checks.check_resume(apart, cfg.replace(apart, {"train.diloco_inner_steps": 0}))
 
