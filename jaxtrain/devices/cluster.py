@@ -61,7 +61,6 @@ OF_A_PEER = (
     "another task died",
     "DEADLINE_EXCEEDED",
 )
-FAULT_OR_PEER_S = 5.0  # seconds in which an error turns out to be the death of another process
 _questions = itertools.count()
 
 
@@ -129,7 +128,7 @@ def notice_of_waiting(
         f"waiting for the {processes or 'other'} processes of this run to meet"
         f"{' at ' * bool(address)}{address}, for {peers.MEETING_S:.0f} s at most"
     )
-    timer = threading.Timer(after, lambda: streams.log(line))
+    timer = threading.Timer(after, streams.log, [line])
     timer.daemon = True
     timer.start()
     try:
@@ -200,7 +199,7 @@ def _leave_at_once(
 ) -> None:
     """Ends the process at an uncaught error: jax's shutdown would wait minutes for the others,
     which wait for this one's collectives."""
-    watchdog.wait_for_ending(FAULT_OR_PEER_S)
+    watchdog.wait_for_ending(watchdog.ABORT_S)
     if isinstance(error, jax.errors.JaxRuntimeError) and any(
         word in str(error) for word in OF_A_PEER
     ):

@@ -299,9 +299,9 @@ def meet(
         return Ending()
     host, _, port = coordinator_address.rpartition(":")
     place = Address(host.strip("[]"), int(port), "jaxtrain")
-    reason = Ending(ExitStatus.BAD_CONFIG, refusal, process_id) if refusal else None
-    end = time.monotonic() + (TELLING_S if refusal else MEETING_S)
+    reason = Ending(ExitStatus.BAD_CONFIG, refusal[:1000], process_id) if refusal else None
     with contextlib.closing(Peers(process_id, num_processes)) as peers:
+        end = time.monotonic() + (TELLING_S if refusal else MEETING_S)
         return (_attend if process_id else _receive)(peers, place, reason, end)
 
 
@@ -309,8 +309,8 @@ def _receive(peers: Peers, place: Address, ending: Ending | None, end: float) ->
     """Process 0's meeting, whose end all others are told."""
     try:
         # jax listens at another port than the one that others know, if this variable has one
-        bound = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "").rpartition(":")[2]
-        peers.listen(place.host, int(bound or place.port), place.token)
+        port = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "").rpartition(":")[2] or place.port
+        peers.listen(place.host, int(port), place.token)
     except OSError as error:
         return Ending(
             ExitStatus.BAD_CONFIG,

@@ -52,7 +52,7 @@ HEAD_START_S = 5.0  # seconds that the others leave to process 0, which knows wh
 WRITING_S = 5.0  # seconds for the stacks: the file system may be what hangs
 # seconds in which the cause of a peer's end may end this process too, with its own line
 OWN_WORD_S = 2.0
-ABORT_S = 5.0  # seconds that an abort waits for the watchdog
+ABORT_S = 5.0  # seconds that an abort, or an error of jax's, waits for the watchdog
 # seconds that process 0 waits for the others, whose runtime would abort them without its
 # coordinator
 GOODBYE_S = 5.0
@@ -175,6 +175,8 @@ class Watchdog:
         if isinstance(error, RunError):
             self.say_bye(error.status, _one_line(str(error)))
         else:
+            # Collectives fail before process 0 has told who is gone: the thread ends this process.
+            time.sleep(ABORT_S if self._peers.peers and "JaxRuntimeError" in repr(error) else 0)
             self.say_bye(ExitStatus.FAULT, _one_line(f"{type(error).__name__}: {error}"))
         end = time.monotonic() + GOODBYE_S
         is_main = self._peers.process == 0

@@ -12,7 +12,7 @@ import time
 import pytest
 from support import train_runs as runs
 from support.chaos import launched
-from support.processes import assert_gone, children, process_of_run
+from support.processes import assert_gone, children, command_line, process_of_run
 from support.train_runs import settings
 
 from jaxtrain.run.goodput import Goodput, read_goodput
@@ -55,14 +55,14 @@ def test_random_kills(folder, pytestconfig, axis):
     with runs.running(folder, *launched(whole, 0, *flags, processes=PROCESSES)) as command:
         undisturbed = command.end()
 
-    redone, victims, began = [], set(), time.monotonic()
+    redone, victims, began = [], {}, time.monotonic()
     words = launched(workdir, 10 * kills, *flags, processes=PROCESSES)
     with runs.running(folder, *words) as command:
         launcher = command.process.pid
         for kill in range(1, kills + 1):
             command.wait_for(lambda: process_of_run(launcher, PROCESSES - 1), "all processes")
             wait_for_a_moment(command, workdir, chance)
-            victims |= set(children(launcher))
+            victims |= {pid: command_line(pid) for pid in children(launcher)}
             pid = process_of_run(launcher, chance.randrange(PROCESSES))
             assert pid is not None, "the run has ended before its kills"
             os.kill(pid, signal.SIGKILL)
@@ -71,12 +71,13 @@ def test_random_kills(folder, pytestconfig, axis):
             )
             redone.append(runs.last_step(workdir) - max(runs.checkpoints(workdir), default=0))
         done = command.end()
-    assert_gone(sorted(victims))
+    # the system may give a number to another process
+    assert_gone([pid for pid, command in victims.items() if command_line(pid) == command])
     assert runs.losses(workdir) == runs.losses(whole)
     # A save that was under way is lost, and so are the steps that ran beside it; a save waits for
     # the one before.
     assert max(redone) <= 2 * EVERY, redone
-    assert "Traceback" not in done.out + done.err
+    assert (done.out + done.err).partition("Traceback")[2][:3000] == ""
     goodput, wall_s = Goodput(read_goodput(workdir)), time.monotonic() - began
     assert sum(goodput.parts().values()) == pytest.approx(goodput.wall_s())
     # what a run does not count of its command: as much as that of the undisturbed one, which a

@@ -222,6 +222,23 @@ def test_a_lost_peer_ends_all_at_once(world, capfd):
     )
 
 
+class JaxRuntimeError(RuntimeError):
+    """By its name jax's."""
+
+
+def test_a_collective_that_fails_before_all_know_who_is_gone(world, monkeypatch):
+    """The process whose collective fails ends as the others do, and not with a fault of its own."""
+    monkeypatch.setattr(watchdog, "ABORT_S", 2.0)
+    three = world(3, 100.0)
+    three.step()
+    three.watchdogs[0]._thread.start()
+    with pytest.raises(JaxRuntimeError), three.watchdogs[2].watching():
+        threading.Timer(0.2, three.peers[1].close).start()
+        raise JaxRuntimeError("Gloo all-reduce failed: Connection reset by peer")
+    three.wait(0, 2)
+    assert three.ended == {0: ExitStatus.LOST_PEER, 2: ExitStatus.LOST_PEER}
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [(DataError("a broken line"), 65), (FlagsError("mesh.data=3 bad"), 2), (KeyError(1), 1)],
