@@ -249,7 +249,9 @@ def checkpoints_of(place: str | os.PathLike) -> epath.Path:
         return folder
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         config = folder / CONFIG_FILE
-        if config.is_file() and (directory := read_json(config)["checkpoint"]["directory"]):
+        if config.is_file() and (
+            directory := read_json(config, folder=folder)["checkpoint"]["directory"]
+        ):
             return stores.folder(directory)
     return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
 
