@@ -153,8 +153,9 @@ def fitting(config: Config, environment: Environment, asked: int, there: int) ->
     planned = lambda settings: memory(step_model_of(settings, device), settings.model.loss_chunk)
     breaks = lambda changes, where: checks.first_violation(cfg.replace(config, changes), where)
     now, simulated = planned(changed({})), environment.platform == kernels.CPU
-    scale, sharing = max(1.0, asked / now.bytes), (environment.devices or 1) if simulated else 1
-    most = min(there / sharing or math.inf, LESS * now.bytes * scale)
+    # threads and libraries on the host need a quarter of what is there
+    sharing, scale = (environment.devices or 1) / 0.75, max(1.0, asked / now.bytes)
+    most = min((there / sharing if simulated else there) or math.inf, LESS * now.bytes * scale)
     fits = (
         changes
         for changes in _smaller(changed({}), simulated)

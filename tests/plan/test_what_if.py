@@ -275,7 +275,7 @@ SAME = ("pipeline.microbatches", "pipeline.remat", "pipeline.save", "parallel.ze
         ({}, "tpu", 0, 95 * GIB, "--config.p"),
         ({}, "gpu", 0, 70 * GIB, "--config.p"),
         # one program's arrays, as on simulated devices: the plan counts for less than they are
-        ({"pipeline.remat": "none"}, "cpu", 160 * GIB, 60 * 64 * GIB, "--config.pipeline.micro"),
+        ({"pipeline.remat": "none"}, "cpu", 160 * GIB, 80 * 64 * GIB, "--config.pipeline.micro"),
         ({"parallel.zero": 3}, "tpu", 0, 8 * GIB, "--config.pipeline.microbatches="),
         # other microbatches would drop other tokens
         ({"model.experts": 8, "model.expert_room": 1.5}, "tpu", 0, 95 * GIB, "--config.pa"),
