@@ -406,8 +406,7 @@ ONE_STAGE = [
     [
         (
             ["--cpu_devices=3", *ONE_STAGE],
-            "data.batch_size=8 is no multiple of mesh.data=3, that is 3: use another --workdir, "
-            "or other than 3 devices",
+            "data.batch_size=8 is no multiple of mesh.data=3, that is 3: use --cpu_devices=2",
         ),
         (
             ["--cpu_devices=4", *ONE_STAGE, "--config.mesh.stage=3"],

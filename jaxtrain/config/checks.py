@@ -272,9 +272,18 @@ class _Search:
         if checkpoint and (
             violation.rule.startswith(resume.CANNOT) or (violation.fixes and not changes)
         ):
-            nothing_works = f"another --workdir, or other than {self.environment.devices} devices"
-            text = f"{text} (or another --workdir)" if changes else nothing_works
+            text = f"{text} (or another --workdir)" if changes else self._elsewhere()
         return ConfigError(field, cfg.get(self.config, field), violation.rule, text, [changes])
+
+    def _elsewhere(self) -> str:
+        """Where the config works if no change of it does: on fewer devices, or in another folder."""
+        most = self.environment.devices or 1
+        numbers = range(most - 1, max(0, most - 1 - MOST_FIXES), -1)
+        fewer = (dataclasses.replace(self.environment, devices=number) for number in numbers)
+        if works := next((e for e in fewer if not first_violation(self.config, e)), None):
+            is_cpu = works.platform == "cpu"
+            return f"--cpu_devices={works.devices}" if is_cpu else f"{works.devices} devices"
+        return "another --workdir"
 
     def fewest_changes(self) -> Changes:
         """The fewest fixes of broken rules that work together, or the settings that go back to

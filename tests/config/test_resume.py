@@ -91,7 +91,7 @@ def test_all_that_a_checkpoint_keeps_is_put_back_at_once():
 
 
 def test_where_no_setting_continues_a_checkpoint_another_folder_does():
-    """Three devices cannot share eight sequences."""
+    """Seven devices cannot share the checkpoint's eight sequences, and four can."""
     plain = {
         "pipeline.microbatches": 1,
         "pipeline.schedule": "1f1b",
@@ -104,7 +104,11 @@ def test_where_no_setting_continues_a_checkpoint_another_folder_does():
         checks.check_resume(
             old, cfg.replace(old, {"data.batch_size": 7}), Environment(7, "cpu", old)
         )
-    assert str(raised.value).endswith(": use another --workdir, or other than 7 devices")
+    assert str(raised.value).endswith(": use another --workdir")
+    for platform, use in (("cpu", "--cpu_devices=4"), ("tpu", "4 devices")):
+        with pytest.raises(ConfigError) as raised:
+            checks.check_resume(old, old, Environment(7, platform, old))
+        assert str(raised.value).endswith(f", that is 7: use {use}")
 
 
 def test_replicas_that_train_apart_stay_as_many():
