@@ -37,8 +37,8 @@ def named(advice: Callable[[int, int], str] = lambda asked, there: "") -> Iterat
     try:
         yield
     except (MemoryError, OSError, ImportError, RuntimeError, ValueError) as error:
-        text = str(error)
-        if not isinstance(error, MemoryError) and not _WORDS.search(text):
+        text, is_ours = str(error), type(error).__module__.startswith("jaxtrain.")
+        if is_ours or not (isinstance(error, MemoryError) or _WORDS.search(text)):
             raise
         asked, *others = [
             *(int(float(n) * 1024 ** _UNITS.index(unit)) for n, unit in _AMOUNT.findall(text)),

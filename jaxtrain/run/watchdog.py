@@ -71,15 +71,16 @@ class Patience:
         self._longest: dict[object, float] = {}  # by part; None: of a step
         self._since = now  # the last finished step, or the end of another part
         self._at: Current | None = None  # the part other than a step at the last look
-        self.step = 0
-        self._has_begun = self._has_stepped = False
+        self.step = self._finished = 0
 
     def finished(self, step: int, now: float) -> None:
         """Notes a finished step; at the first call the step that the start goes on from."""
-        if self._has_stepped:
+        if self._finished == 2:  # a start's first step may be long, and counts until the next
+            del self._longest[None]
+        if self._finished:
             self._note(None, now - self._since)
         self.step, self._since = step, now
-        self._has_begun, self._has_stepped = True, self._has_begun
+        self._finished += 1
 
     def suspended(self, seconds: float) -> None:
         """Notes that the process did not run for so long, so that nothing was late."""
@@ -100,7 +101,7 @@ class Patience:
         if current.part in ENDLESS:
             return float("inf")
         is_step = current.part in STEPS
-        least = self._hang_after * (1 if is_step and self._has_stepped else OTHER_PART)
+        least = self._hang_after * (1 if is_step and self._finished > 1 else OTHER_PART)
         longest = self._longest.get(None if is_step else current.part, 0.0)
         return max(least, TIMES_LONGEST * longest)
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxtrain import cli
+from jaxtrain.config import ConfigError
 from jaxtrain.run import out_of_memory
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.out_of_memory import OutOfMemoryError, named
@@ -100,6 +101,7 @@ def test_numpys_own():
         OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
         ValueError("cannot reshape array of size 3"),
         KeyError("memory"),
+        ConfigError("data.source", "out of memory", "is no path"),
     ],
     ids=repr,
 )

@@ -39,6 +39,16 @@ def test_a_step_may_last_three_times_the_longest():
     assert patience.waited(stepping(), now=191) > 60 and patience.step == 4
 
 
+def test_the_second_step_may_last_as_long_as_the_first():
+    """Steps of 40 s were a hang after 30 s."""
+    patience = Patience(30, now=0)
+    patience.finished(0, now=0)
+    patience.finished(1, now=40)
+    assert patience.limit(stepping()) == 120
+    patience.finished(2, now=50)
+    assert patience.limit(stepping()) == 30
+
+
 def test_a_save_is_no_part_of_a_step():
     patience = Patience(30, now=0)
     patience.finished(0, now=0)
