@@ -177,7 +177,7 @@ def test_a_compiled_maxtext(monkeypatch, tmp_path, capfd):
     assert status == 1 and "refused: RuntimeError: no room for model_name=llama3-8b" in out
 
 
-COMPILED = ("fsdp_kept", "model8_kept", "stage4_kept", "stage8_kept")
+COMPILED = ("fsdp_kept", "fsdp_bf16_kept", "model8_kept", "stage4_kept")
 
 
 @pytest.mark.parametrize(
