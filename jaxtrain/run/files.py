@@ -158,7 +158,7 @@ def open_regular(path: str | os.PathLike, folder: str | os.PathLike | None = Non
     """
     try:
         target = os.path.realpath(path)
-        if folder is not None and not _belongs(pathlib.Path(target), folder):
+        if folder is not None and not belongs(pathlib.Path(target), folder):
             raise OSError(
                 errno.EPERM,
                 f"it is a link to {target[:200]!r}, outside of the folder",
@@ -174,7 +174,7 @@ def open_regular(path: str | os.PathLike, folder: str | os.PathLike | None = Non
     return os.fdopen(descriptor, "rb")
 
 
-def _belongs(target: pathlib.Path, folder: str | os.PathLike) -> bool:
+def belongs(target: pathlib.Path, folder: str | os.PathLike) -> bool:
     """True for a real path in a folder, and for one in the blobs of the hub's cache that the folder
     is in: KIND--NAME/snapshots/REVISION/FILE is a link to KIND--NAME/blobs/DIGEST."""
     home = pathlib.Path(os.path.realpath(folder))
@@ -281,7 +281,7 @@ def try_file(file: str | os.PathLike) -> Unwritable | None:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
             return Unwritable(f"is {_kind(mode)}, not a file")
-        if not _belongs(pathlib.Path(os.path.realpath(path)), path.parent):
+        if not belongs(pathlib.Path(os.path.realpath(path)), path.parent):
             return Unwritable(f"is a link to {os.path.realpath(path)!r}, outside of the folder")
         os.close(os.open(path, os.O_WRONLY | os.O_APPEND))
     except FileNotFoundError as error:
