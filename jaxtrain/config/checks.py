@@ -276,7 +276,8 @@ class _Search:
         return ConfigError(field, cfg.get(self.config, field), violation.rule, text, [changes])
 
     def _elsewhere(self) -> str:
-        """Where the config works if no change of it does: on fewer devices, or in another folder."""
+        """Where the config works if no change of it does: on fewer devices, or in another
+        folder."""
         most = self.environment.devices or 1
         numbers = range(most - 1, max(0, most - 1 - MOST_FIXES), -1)
         fewer = (dataclasses.replace(self.environment, devices=number) for number in numbers)
