@@ -420,6 +420,7 @@ def test_more_layers_or_experts_than_tensors(capsys, tmp_path):
     for changes in (
         CONFIGS["llama"] | {"num_hidden_layers": 65_536},
         CONFIGS["mixtral"] | {"num_local_experts": 2**31 - 1},
+        CONFIGS["deepseek_v3"] | {"num_hidden_layers": 65_536, "first_k_dense_replace": 65_535},
     ):
         write_llama(tmp_path / "model")
         path = tmp_path / "model" / "config.json"

@@ -160,6 +160,7 @@ ELSEWHERE = {
     "docs/write_models.py": "tests/test_docs.py",
     "scripts/fuzz_checkpoints.py": "tests/test_fuzz_checkpoints.py",
     "scripts/fuzz_hf.py": "tests/test_fuzz_hf.py",
+    "scripts/fuzz_published.py": "tests/test_fuzz_published.py",
     "scripts/fuzz_tokenizers.py": "tests/test_fuzz_tokenizers.py",
     **{
         f"scripts/{name}.sh": "tests/test_scripts.py"

@@ -65,6 +65,7 @@ class Checkpointer:
         self._stored = stored
         self._keep, self._broken, self._log, self._waits = keep, broken, log, waits
         self._steps: set[int] | None = None  # complete or being saved; None before the first save
+        self._complete: set[int] = set()  # of these, in process 0 (retention.delete_others)
         self._thread: SaveThread | None = None
         self._number = 0  # of the save in this run
         self._unsaved: Outcome | None = None  # a save that could not begin, if none has begun since
@@ -219,7 +220,9 @@ class Checkpointer:
             )
             return
         self._try(
-            lambda: retention.delete_others(self._directory, self._keep, outcome.step),
+            lambda: retention.delete_others(
+                self._directory, self._keep, outcome.step, self._complete
+            ),
             f"checkpoints that need not be kept are not deleted in {self._directory}",
         )
 

@@ -130,7 +130,8 @@ def read(step: epath.Path) -> Files:
         if values["version"] == FORMAT:
             files = {path: StoredFile(**file) for path, file in values["files"].items()}
             if content == _encode(files) and all(
-                type(number) is int for f in files.values() for number in (f.size, f.crc32)
+                path.isprintable() and type(file.size) is type(file.crc32) is int
+                for path, file in files.items()
             ):
                 return files
         later = values["crc32"] == _crc32_without(values) and values["version"] != FORMAT

@@ -42,12 +42,28 @@ class Retention:
 NEWEST_THREE = Retention(3)
 
 
-def delete_others(directory: epath.Path, retention: Retention, saved: int) -> None:
+def delete_others(
+    directory: epath.Path, retention: Retention, saved: int, complete: set[int]
+) -> None:
     """Deletes the steps that need not stay now that the step `saved` is complete, and remains of
     deletions. Steps that are not complete keep no place of another one's, and are left: the next
-    run sets them aside. Raises OSError as `delete`."""
+    run sets them aside. Raises OSError as `delete`.
+
+    complete: the steps that this run knows to be complete, to which others are added. Of these only
+    the manifest is looked for: a large model's step has thousands of files, each a request or two
+    to a store.
+    """
     present = [step for step in steps.step_numbers(directory) if step <= saved]
-    losses, fault = read_losses(directory), lambda step: steps.fault(directory / str(step))
+    losses = read_losses(directory)
+    complete.add(saved)
+
+    def fault(step: int) -> str:
+        folder = directory / str(step)
+        known = step in complete and (folder / manifest.FILE).exists()
+        why = "" if known else steps.fault(folder)
+        complete.update([] if why else [step])
+        return why
+
     counted = dataclasses.replace(retention, every=0)
     while broken := {s for s in counted.retained(present, losses) - {saved} if fault(s)}:
         present = [step for step in present if step not in broken]

@@ -17,6 +17,7 @@ import errno
 import functools
 import logging
 import os
+import pathlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +28,7 @@ from etils import epath
 from jaxtrain.config import addresses
 from jaxtrain.config.flags import UsageError
 from jaxtrain.run.exit_status import ExitStatus, RunError
-from jaxtrain.run.files import MOST_BYTES, open_regular
+from jaxtrain.run.files import MOST_BYTES, belongs, open_regular
 
 _PROTOCOLS = {"s3": "s3", "gs": "gcs"}  # as fsspec calls them
 _PLACEHOLDER = "/.object_store/"  # stands for "s3://" while Orbax builds the spec of a local folder
@@ -168,10 +169,10 @@ def bytes_of(path: epath.Path) -> int:
 
 def size_within(folder: epath.Path, name: str) -> int:
     """The bytes of a folder's file. Raises FileNotFoundError, and OSError for what is no regular
-    file, or lies outside of the folder: the name or a link leads there."""
+    file, or lies outside of the folder (`files.belongs`): the name or a link leads there."""
     if scheme_of(path := folder / name):
         return bytes_of(path)
-    if not os.path.realpath(path).startswith(os.path.realpath(folder) + os.sep):
+    if not belongs(pathlib.Path(os.path.realpath(path)), folder):
         raise OSError(errno.EXDEV, f"it lies outside of {folder}", os.fspath(path))
     with open_regular(path) as file:
         return os.fstat(file.fileno()).st_size

@@ -41,8 +41,8 @@ Batch = dict[str, jax.Array]
 
 
 def prepare_corpus(data: DataConfig, vocab_size: int, train: TrainConfig) -> Corpus:
-    """The corpus, in every process. Raises DataError if processes read different ones, and for a
-    `train.sample_prompt` that cannot be encoded."""
+    """The corpus, in every process. Raises ClusterError if processes read different ones, and
+    DataError for a `train.sample_prompt` that cannot be encoded."""
     corpus = prepare(data, vocab_size, progress=jax.process_index() == 0)
     cluster.agree({"corpus": f"{corpus.checksum[:12]}{cluster.PLACE}{corpus.source}"})
     if train.sample_tokens:

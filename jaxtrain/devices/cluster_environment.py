@@ -295,7 +295,8 @@ PACKAGES = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "libtpu"),
     *("jax-cuda12-plugin", "jax-cuda13-plugin"),
 )
-VARIABLES = ("LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "NCCL_ALGO", "NCCL_PROTO")
+VARIABLES = ("NVIDIA_TF32_OVERRIDE", "NCCL_ALGO", "NCCL_PROTO")
+FLAGS_OF_XLA = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # parts of the names of jax's settings and XLA's flags that change no number, or are one process's
 NOT_COMPARED = (
     *("address", "cache", "default_device", "dump", "_log_", "_logging", "pprint", "proxy"),
@@ -342,9 +343,13 @@ def alike(
     folder = pathlib.Path(__file__).parents[1]
     sources = (path for path in sorted(folder.rglob("*.*")) if path.suffix in (".py", ".json"))
     code = b"".join(str(path.relative_to(folder)).encode() + path.read_bytes() for path in sources)
-    words = (word.partition("=") for word in environment.get("XLA_FLAGS", "").split())
     settings = {name.upper(): str(value) for name, value in jax_settings.items()}
-    settings |= {f"XLA_FLAGS {name}": value for name, _, value in words}  # the last counts
+    settings |= {  # the last counts
+        f"{variable} {name}": value
+        for variable in FLAGS_OF_XLA
+        for word in environment.get(variable, "").split()
+        for name, _, value in [word.partition("=")]
+    }
     return {
         "code": f"{hashlib.sha256(code).hexdigest()[:12]}{PLACE}{folder}",
         "Python": platform.python_version(),

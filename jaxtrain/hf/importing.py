@@ -116,11 +116,12 @@ def open_weights(published: Published, config: Config) -> PublishedWeights:
     """
     folder, model = SafetensorsFolder(published.folder), config.model
     # each layer and each expert has tensors of its own: no more of them are laid out
-    if (count := len([*folder])) < model.layers * max(model.experts, 1):
+    least = model.dense_layers + model.layers * max(model.experts, 1)
+    if (count := len([*folder])) < least:
         experts = f" of {model.experts} experts" * (model.experts > 0)
         raise HfError(
-            f"{folder.path} has {count} tensors, too few for the {model.layers} layers{experts} of "
-            f"{published.place}"
+            f"{folder.path} has {count} tensors, too few for the "
+            f"{model.dense_layers + model.layers} layers{experts} of {published.place}"
         )
     arrays = expected_arrays(config)
     group = f"{PARAMETERS}/"

@@ -66,7 +66,8 @@ class LineFile:
             if self._descriptor is None:
                 with contextlib.suppress(FileNotFoundError):
                     if self._path.is_symlink() or self._path.stat().st_nlink > 1:
-                        replace_text(self._path, self._path.read_text(errors="replace"))
+                        with open_regular(self._path) as file:
+                            replace_text(self._path, file.read().decode(errors="replace"))
                 self._descriptor = os.open(
                     self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666
                 )
@@ -158,7 +159,7 @@ def open_regular(path: str | os.PathLike, folder: str | os.PathLike | None = Non
     """
     try:
         target = os.path.realpath(path)
-        if folder is not None and not _belongs(pathlib.Path(target), folder):
+        if folder is not None and not belongs(pathlib.Path(target), folder):
             raise OSError(
                 errno.EPERM,
                 f"it is a link to {target[:200]!r}, outside of the folder",
@@ -167,6 +168,9 @@ def open_regular(path: str | os.PathLike, folder: str | os.PathLike | None = Non
         descriptor = os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except ValueError:  # NUL, or half of a surrogate pair
         raise OSError(errno.EINVAL, "no file has such a name", os.fspath(path)) from None
+    except OSError as error:
+        error.filename = os.fspath(path)  # as the caller has it
+        raise
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
@@ -174,7 +178,7 @@ def open_regular(path: str | os.PathLike, folder: str | os.PathLike | None = Non
     return os.fdopen(descriptor, "rb")
 
 
-def _belongs(target: pathlib.Path, folder: str | os.PathLike) -> bool:
+def belongs(target: pathlib.Path, folder: str | os.PathLike) -> bool:
     """True for a real path in a folder, and for one in the blobs of the hub's cache that the folder
     is in: KIND--NAME/snapshots/REVISION/FILE is a link to KIND--NAME/blobs/DIGEST."""
     home = pathlib.Path(os.path.realpath(folder))
@@ -281,7 +285,7 @@ def try_file(file: str | os.PathLike) -> Unwritable | None:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
             return Unwritable(f"is {_kind(mode)}, not a file")
-        if not _belongs(pathlib.Path(os.path.realpath(path)), path.parent):
+        if not belongs(pathlib.Path(os.path.realpath(path)), path.parent):
             return Unwritable(f"is a link to {os.path.realpath(path)!r}, outside of the folder")
         os.close(os.open(path, os.O_WRONLY | os.O_APPEND))
     except FileNotFoundError as error:

@@ -263,7 +263,7 @@ class MetricsWriter:
         self._open(step, records)
         rolled_back = self._workdir / ROLLED_BACK_FILE
         with warned(rolled_back, self._log):
-            lines = [rolled_back.read_text()] if rolled_back.exists() else []
+            lines = [rolled_back.read_text(errors="replace")] if rolled_back.exists() else []
             replace_text(
                 rolled_back,
                 "".join(lines + [f"{json.dumps(r)}\n" for r in records if r["step"] > step]),

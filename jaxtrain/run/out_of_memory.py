@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
 _WORDS = re.compile(
-    "out of memory|bad_alloc|allocate memory|map segment|can't start new thread|"
+    # a kernel that is too large for a core's own memory is a fault: no setting makes it fit
+    "out of memory(?! in memory space [vs]mem)|bad_alloc|allocate memory|map segment|can't start new thread|"
     "(unable|failed|attempting) to (allocate|reserve)",
     re.IGNORECASE,
 )

@@ -309,8 +309,8 @@ def _receive(peers: Peers, place: Address, ending: Ending | None, end: float) ->
     """Process 0's meeting, whose end all others are told."""
     try:
         # jax listens at another port than the one that others know, if this variable has one
-        port = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "").rpartition(":")[2] or place.port
-        peers.listen(place.host, int(port), place.token)
+        port = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "").rpartition(":")[2]
+        peers.listen(place.host, int(port) if port.isdecimal() else place.port, place.token)
     except OSError as error:
         return Ending(
             ExitStatus.BAD_CONFIG,

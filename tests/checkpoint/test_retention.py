@@ -145,6 +145,22 @@ def test_steps_that_are_not_complete_take_no_place(tmp_path):
     assert sorted(map(str, (tmp_path / "other").rglob("*"))) == before and len(said) == 3
 
 
+def test_a_step_is_looked_through_once_in_a_run(tmp_path, monkeypatch):
+    """It may have thousands of files. One whose manifest has gone since is looked at again."""
+    layout, looked, fault = Layout(7), [], steps.fault
+    monkeypatch.setattr(steps, "fault", lambda path: looked.append(path.name) or fault(path))
+    for first, seen in ((1, []), (6, ["3", "4", "5"])):
+        c = checkpointer(tmp_path, layout, keep=3)
+        for step in range(first, first + 5):
+            c.save(step, state(layout), meta_of(step))
+        c.wait()
+        assert sorted(looked) == seen
+    (tmp_path / "9" / "manifest.json").unlink()
+    c.save(11, state(layout), meta_of(11))
+    c.wait()
+    assert looked[3:] == ["9"] and steps.step_numbers(tmp_path) == [8, 9, 10, 11]
+
+
 def test_links_of_saves_that_did_not_end_are_removed_alone(tmp_path):
     layout = Layout(7)
     (tmp_path / "other").mkdir()

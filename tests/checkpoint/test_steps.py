@@ -17,7 +17,7 @@ from etils import epath
 from support import ROOT
 
 from jaxtrain import config as configs
-from jaxtrain.checkpoint import manifest
+from jaxtrain.checkpoint import manifest, steps
 from jaxtrain.checkpoint.manifest import DatabaseError, read_database
 from jaxtrain.checkpoint.steps import (
     TO_TRAIN,
@@ -264,6 +264,12 @@ OUTSIDE = {
         os.mkfifo(step / "_CHECKPOINT_METADATA"),
     ),
     "manifest.json is damaged": lambda step: resealed(step, x=manifest.StoredFile("1", 2, False)),
+    "manifest.json is damaged ": lambda step: resealed(
+        step, **{"no\0name": manifest.StoredFile(1, 2, False)}
+    ),
+    " manifest.json is damaged": lambda step: resealed(
+        step, **{"no\ud800name": manifest.StoredFile(1, 2, False)}
+    ),
 }
 
 
@@ -271,8 +277,24 @@ OUTSIDE = {
 def test_nothing_outside_of_a_step_is_read_and_no_device(folder, why):
     OUTSIDE[why](folder / "12")
     choice = choose(folder, TO_TRAIN)
-    assert choice.step == 9 and choice.unrecognized[0].why.startswith(why), str(choice)
+    assert choice.step == 9 and choice.unrecognized[0].why.startswith(why.strip()), str(choice)
     assert "outside" in str(choice) or "outside" not in why
+
+
+def test_a_step_in_a_hub_s_cache_is_complete(folder, tmp_path):
+    """Each of its files is a link to a blob of that cache, and to no other one."""
+    step = tmp_path / "models--a--b/snapshots/1f/checkpoints/12"
+    blobs = tmp_path / "models--a--b/blobs"
+    blobs.mkdir(parents=True)
+    files = [path for path in (folder / "12").rglob("*") if path.is_file()]
+    for number, file in enumerate(files):
+        link = step / file.relative_to(folder / "12")
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(shutil.copy(file, blobs / str(number)))
+    assert steps.fault(epath.Path(step)) == ""
+    blobs.rename(tmp_path / "blobs")
+    blobs.symlink_to(tmp_path / "blobs")
+    assert "outside" in steps.fault(epath.Path(step))
 
 
 def test_the_names_in_a_database_stay_in_its_step(folder, monkeypatch):

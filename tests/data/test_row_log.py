@@ -7,16 +7,17 @@ from jaxtrain.data import row_log
 from jaxtrain.data.row_log import RowLog, read_rows
 
 
-def test_sequences_on_a_full_disk_cost_a_warning(tmp_path, capsys):
+def test_sequences_that_cannot_be_written_cost_a_warning(tmp_path, capsys):
+    """A link to a device is not written through, and is not read to its end."""
     log = RowLog(tmp_path, 0, 1)
-    (tmp_path / "rows" / "0.jsonl").symlink_to("/dev/full")
+    (tmp_path / "rows" / "0.jsonl").symlink_to("/dev/zero")
     for batch in range(3):
         log.write(batch, {0: 5})
     out, err = capsys.readouterr()
     assert (
         not out
         and err.count("\n") == 1
-        and "rows/0.jsonl cannot be written (No space left on device): training goes on" in err
+        and "rows/0.jsonl cannot be written (it is a device, not a file): training goes on" in err
     )
 
 

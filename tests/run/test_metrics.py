@@ -147,6 +147,8 @@ def test_going_back_moves_later_records_away(tmp_path):
     writer = write(tmp_path, [1, 2, 3, 4])
     writer.go_back(2, rolled_back_from=4, next_batch=4)
     writer.write(3, loss=2.5)
+    with (tmp_path / ROLLED_BACK_FILE).open("ab") as file:
+        file.write(b"\xff\n")  # damage ends no run
     writer.go_back(1, rolled_back_from=3, next_batch=6)
     writer.close()
     assert [values(record) for record in read_metrics(tmp_path)[1:]] == [
@@ -154,6 +156,7 @@ def test_going_back_moves_later_records_away(tmp_path):
     ]
     lines = (tmp_path / ROLLED_BACK_FILE).read_text().splitlines()
     # the record of the first way back among them
+    assert lines.pop(2) == "\ufffd"
     assert [json.loads(line)["step"] for line in lines] == [3, 4, 2, 2, 3]
     write(tmp_path, [2], resume_step=1).close()
     assert (tmp_path / ROLLED_BACK_FILE).exists()

@@ -98,6 +98,10 @@ def test_numpys_own():
     [
         JAX("RESOURCE_EXHAUSTED: run/profile/x.xplane.pb; No space left on device"),
         JAX("INTERNAL: a fault"),
+        JAX(
+            "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem while allocating on stack "
+            "for %gmm.7. Scoped allocation with size 17.00M and limit 16.00M exceeded"
+        ),
         OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
         ValueError("cannot reshape array of size 3"),
         KeyError("memory"),

@@ -123,7 +123,10 @@ def met(address: str, *of_each: tuple) -> list[Ending]:
         return list(threads.map(lambda process: meet(address, *process), of_each))
 
 
-def test_all_meet_and_the_port_is_free(address):
+@pytest.mark.parametrize("bound", ["", "0.0.0.0", "[::]", "[::]:{port}"])
+def test_all_meet_and_the_port_is_free(address, bound, monkeypatch):
+    bound = bound.format(port=address.rpartition(":")[2])
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", bound)
     assert met(address, (3, 0), (3, 1), (3, 2)) == [Ending()] * 3
     socket.create_server(("localhost", int(address.rpartition(":")[2]))).close()
     assert meet() == meet(address) == Ending(), "jax finds the others by itself"

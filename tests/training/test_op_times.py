@@ -123,8 +123,9 @@ def test_times_of_something_else_are_made_again(change, tmp_path):
     assert [get(changed, path) for path in change] != [get(CONFIG, path) for path in change]
     keep(CONFIG, tmp_path)
     assert known_times(changed, tmp_path) is None
-    keep(changed, tmp_path, TIMES[::-1])
-    assert known_times(changed, tmp_path) == TIMES[::-1]
+    doubled = tuple(2 * time for time in TIMES)
+    keep(changed, tmp_path, doubled)
+    assert known_times(changed, tmp_path) == doubled
 
 
 def test_what_may_change_beside_them(tmp_path):
