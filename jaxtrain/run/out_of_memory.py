@@ -12,8 +12,8 @@ from jaxtrain.run.exit_status import ExitStatus, RunError
 
 _WORDS = re.compile(
     # a kernel that is too large for a core's own memory is a fault: no setting makes it fit
-    "out of memory(?! in memory space [vs]mem)|bad_alloc|allocate memory|map segment|can't start new thread|"
-    "(unable|failed|attempting) to (allocate|reserve)",
+    "out of memory(?! in memory space [vs]mem)|bad_alloc|allocate memory|map segment|"
+    "can't start new thread|(unable|failed|attempting) to (allocate|reserve)",
     re.IGNORECASE,
 )
 # "28660090904 bytes", "7.45 GiB", "20.10G": XLA's units are powers of 1024
