@@ -116,8 +116,7 @@ def open_weights(published: Published, config: Config) -> PublishedWeights:
     """
     folder, model = SafetensorsFolder(published.folder), config.model
     # each layer and each expert has tensors of its own: no more of them are laid out
-    least = model.dense_layers + model.layers * max(model.experts, 1)
-    if (count := len([*folder])) < least:
+    if (count := len([*folder])) < model.dense_layers + model.layers * max(model.experts, 1):
         experts = f" of {model.experts} experts" * (model.experts > 0)
         raise HfError(
             f"{folder.path} has {count} tensors, too few for the "
