@@ -59,8 +59,7 @@ def delete_others(
 
     def fault(step: int) -> str:
         folder = directory / str(step)
-        known = step in complete and (folder / manifest.FILE).exists()
-        why = "" if known else steps.fault(folder)
+        why = "" if step in complete and (folder / manifest.FILE).exists() else steps.fault(folder)
         complete.update([] if why else [step])
         return why
 

@@ -179,6 +179,10 @@ def test_arrays_that_the_config_of_the_meta_does_not_make(tmp_path, changed):
     assert wrong_arrays(
         Meta(configs.to_dict(configs.replace(config, {"model.biases": ("mlp",)}))), stored
     ).startswith("its state lacks ")
+    of_experts = {"model.experts": 4, "model.experts_per_token": 1, "model.dense_layers": 2_000_000}
+    for many in (of_experts, {"model.mtp_depth": 2_000_000}):  # no tree is made for them
+        deep = Meta(configs.to_dict(configs.replace(config, many)))
+        assert "fewer arrays" in wrong_arrays(deep, stored)
     group = "anchor" if changed else "params"
     more = {"optimizer/0/mu/head/scale": (3,), f"{group}/head/scale": (3,)}
     line = (
