@@ -188,7 +188,7 @@ def connect_peers() -> Peers | None:
     )
     if not is_main():
         try:
-            others.connect(Address(**address), socket.gethostname())
+            others.connect(Address(tuple(address.pop("hosts")), **address), socket.gethostname())
         except PeersError as error:
             streams.log(f"warning: {error}: processes that hang or go will be found late")
     return others

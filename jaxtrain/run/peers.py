@@ -33,7 +33,7 @@ import selectors
 import socket
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxtrain.run.exit_status import ExitStatus
@@ -74,10 +74,10 @@ class Ending:
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """The address at which process 0 listens, its process id, and the token that the others must
-    send."""
+    """The address at which process 0 listens, by several names of its host; its process id, and the
+    token that the others must send."""
 
-    host: str
+    hosts: tuple[str, ...]
     port: int
     token: str
     pid: int = 0
@@ -124,10 +124,11 @@ class Peers:
 
     # --- beginning --------------------------------------------------------------------------------
 
-    def listen(self, host: str = "localhost", port: int = 0, token: str = "") -> Address:
+    def listen(self, host: str = "", port: int = 0, token: str = "") -> Address:
         """Process 0 begins to listen; the address is for the others' `connect`.
 
-        host: its name; port, token: chosen if not given
+        host: the name that the others know, tried before its others; port, token: chosen if not
+        given
 
         Raises OSError if the port is in use.
         """
@@ -138,19 +139,24 @@ class Peers:
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._token = token or secrets.token_hex(8)
-        return Address(host, self._listener.getsockname()[1], self._token, os.getpid())
+        hosts = tuple(dict.fromkeys([*[host] * bool(host), *_own_addresses()]))
+        return Address(hosts, self._listener.getsockname()[1], self._token, os.getpid())
 
     def connect(self, address: Address, host: str, bye: Ending | None = None) -> None:
         """Connects another process to process 0. host: its name in messages; bye: its last words,
         if it does not stay. Raises PeersError if nothing answers."""
-        try:
-            connection = socket.create_connection((address.host, address.port), timeout=CONNECT_S)
-        except OSError as error:
+        tried = []
+        for name in address.hosts:
+            try:
+                connection = socket.create_connection((name, address.port), timeout=CONNECT_S)
+                break
+            except OSError as error:
+                tried.append(f"{name}: {error.strerror or error}")
+        else:
             raise PeersError(
-                f"port {address.port} of process 0 cannot be reached at {address.host} "
-                f"({error.strerror or error})"
-            ) from error
-        self._add(connection, Peer(0, address.host, address.pid, self._clock()))
+                f"port {address.port} of process 0 cannot be reached ({'; '.join(tried)})"
+            )
+        self._add(connection, Peer(0, address.hosts[0], address.pid, self._clock()))
         self._send(
             connection,
             {
@@ -279,6 +285,18 @@ class Peers:
             connection.send(json.dumps(message).encode() + b"\n")
 
 
+def _own_addresses() -> Iterator[str]:
+    """The names by which other machines may reach this one; the last is for processes of this
+    machine."""
+    yield socket.gethostname()
+    for family, elsewhere in ((socket.AF_INET, "10.255.255.255"), (socket.AF_INET6, "2001:db8::1")):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            # nothing is sent: the system says which of its addresses it would use
+            probe.connect((elsewhere, 9))
+            yield probe.getsockname()[0]
+    yield "localhost"
+
+
 # --- the meeting ----------------------------------------------------------------------------------
 
 
@@ -298,10 +316,11 @@ def meet(
     if not (coordinator_address and num_processes):
         return Ending()
     host, _, port = coordinator_address.rpartition(":")
-    place = Address(host.strip("[]"), int(port), "jaxtrain")
+    place = Address((host.strip("[]"),), int(port), "jaxtrain")
     reason = Ending(ExitStatus.BAD_CONFIG, refusal[:1000], process_id) if refusal else None
+    # the others import jax before they come, and a refused process does not
+    end = time.monotonic() + (3 * TELLING_S if refusal else MEETING_S)
     with contextlib.closing(Peers(process_id, num_processes)) as peers:
-        end = time.monotonic() + (TELLING_S if refusal else MEETING_S)
         return (_attend if process_id else _receive)(peers, place, reason, end)
 
 
@@ -310,7 +329,7 @@ def _receive(peers: Peers, place: Address, ending: Ending | None, end: float) ->
     try:
         # jax listens at another port than the one that others know, if this variable has one
         port = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "").rpartition(":")[2]
-        peers.listen(place.host, int(port) if port.isdecimal() else place.port, place.token)
+        peers.listen(place.hosts[0], int(port) if port.isdecimal() else place.port, place.token)
     except OSError as error:
         return Ending(
             ExitStatus.BAD_CONFIG,
@@ -337,7 +356,7 @@ def _receive(peers: Peers, place: Address, ending: Ending | None, end: float) ->
     if not ending and (absent := sorted({*range(1, peers.processes)} - peers.peers.keys())):
         ending = Ending(
             ExitStatus.LOST_PEER,
-            f"of {peers.processes} processes these did not come to {place.host}:{place.port}: "
+            f"of {peers.processes} processes these did not come to {place.hosts[0]}:{place.port}: "
             f"{', '.join(map(str, absent[:8]))}",
         )
     peers.end_all(ending or Ending())
@@ -346,7 +365,7 @@ def _receive(peers: Peers, place: Address, ending: Ending | None, end: float) ->
 
 def _attend(peers: Peers, place: Address, reason: Ending | None, end: float) -> Ending:
     """Another process's meeting: what process 0 says."""
-    text, fine = f"process 0 at {place.host}:{place.port}", time.monotonic()
+    text, fine = f"process 0 at {place.hosts[0]}:{place.port}", time.monotonic()
     while not peers.ending and time.monotonic() < end:
         if peers.all_gone():  # or nobody was there
             try:

@@ -80,7 +80,7 @@ def test_process_0_ends_all(three):
 
 def test_strangers_are_dropped(three):
     main, first, _ = three
-    address = Address("localhost", main._listener.getsockname()[1], "another token")
+    address = Address(("localhost",), main._listener.getsockname()[1], "another token")
     stranger = Peers(1, 3)
     stranger.connect(address, "elsewhere")
     with socket.create_connection(("localhost", address.port)) as noise:
@@ -99,9 +99,9 @@ def test_a_main_process_out_of_reach():
         port = server.getsockname()[1]
     with pytest.raises(
         PeersError,
-        match=rf"^port {port} of process 0 cannot be reached at localhost \(Connection refused\)$",
+        match=rf"^port {port} of process 0 cannot be reached \(localhost: Connection refused\)$",
     ):
-        Peers(1, 2).connect(Address("localhost", port, ""), "here")
+        Peers(1, 2).connect(Address(("localhost",), port, ""), "here")
 
 
 # --- the meeting ----------------------------------------------------------------------------------
