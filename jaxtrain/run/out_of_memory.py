@@ -39,8 +39,10 @@ def named(advice: Callable[[int, int], str] = lambda asked, there: "") -> Iterat
     try:
         yield
     except (MemoryError, OSError, ImportError, RuntimeError, ValueError) as error:
-        text, is_ours = str(error), type(error).__module__.startswith("jaxtrain.")
-        if is_ours or not (isinstance(error, MemoryError) or _WORDS.search(text)):
+        text, module = str(error), type(error).__module__
+        # a refusal of jaxtrain's may quote such words, which are a setting's
+        is_refusal = isinstance(error, ValueError) and module.startswith("jaxtrain.")
+        if is_refusal or not (isinstance(error, MemoryError) or _WORDS.search(text)):
             raise
         asked, *others = [
             *(int(float(n) * 1024 ** _UNITS.index(unit)) for n, unit in _AMOUNT.findall(text)),
