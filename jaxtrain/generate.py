@@ -136,7 +136,7 @@ def generate(flags: types.SimpleNamespace) -> int:
             f"a prompt of {prompt} tokens and up to {flags.tokens} more go beyond the "
             f"{trained_length} tokens that the model was trained on (data.sequence_length)"
         )
-    advice = lambda asked, there: (
+    advice = lambda asked, available: (
         f", for {flags.samples} × {prompt + flags.tokens} cached tokens beside the model: use "
         "fewer --tokens or --samples, or a larger --context or --model"
     )

@@ -119,11 +119,13 @@ def check_together(config: Config, workdir: str) -> None:
 def _of_main(config: Config, workdir: str) -> PlaceError | None:
     """The first problem with the places that process 0 alone writes, and with the checkpoints."""
     directory = config.checkpoint.directory
-    own = cfg.flag_text("config.checkpoint.directory", os.path.realpath(f"{workdir}/checkpoints"))
+    target_flag = cfg.flag_text(
+        "config.checkpoint.directory", os.path.realpath(f"{workdir}/checkpoints")
+    )
     inside: dict[str, Unwritable | None] = {
         name: Unwritable(
             "is a link, through which nothing is written"
-            f"{f' ({own} names its target)' * (name == 'checkpoints')}"
+            f"{f' ({target_flag} names its target)' * (name == 'checkpoints')}"
         )
         for name in FOLDERS[: -1 if directory else None]
         if os.path.islink(os.path.join(workdir, name))

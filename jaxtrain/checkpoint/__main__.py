@@ -146,7 +146,7 @@ def command_of(argv: Sequence[str]) -> tuple[str, list[str]]:
 
 def ls(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
     (of,) = subjects
-    losses = retention.read_losses(of.directory, lambda line: print(line, file=sys.stderr))
+    losses = retention.read_losses(of.directory, _remark)
     table = [("step", "size", "saved", METRICS["validation_loss"].title, "")]
     for folder in of.folders():
         loss = losses.get(int(folder.name)) if folder.name.isdigit() else None
@@ -385,22 +385,21 @@ def _check_prune(of: Subject, flags: types.SimpleNamespace) -> None:
         )
 
 
+def _remark(line: str) -> None:
+    """A line on standard error: standard output is for what was asked for."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def _to_delete(of: Subject, flags: types.SimpleNamespace) -> dict[epath.Path, str]:
     """The folders that `prune` deletes, each with its reason."""
     reasons: dict[epath.Path, str] = {}
     if flags.keep:
         faults = {each: steps.fault(each) for each in of.folders()}
-        print(
-            *(f"note: {each} is left: {why}\n" for each, why in faults.items() if why),
-            sep="",
-            end="",
-            file=sys.stderr,
-        )
+        for each in filter(faults.get, faults):
+            _remark(f"note: {each} is left: {faults[each]}")
         complete = {int(each.name): each for each, why in faults.items() if not why}
         policy = Retention(flags.keep, flags.keep_every, flags.keep_best)
-        retained = policy.retained(
-            complete, retention.read_losses(of.directory, lambda line: print(line, file=sys.stderr))
-        )
+        retained = policy.retained(complete, retention.read_losses(of.directory, _remark))
         reasons |= {each: "not kept" for step, each in complete.items() if step not in retained}
     if flags.broken:
         reasons |= {path: "set aside as broken" for path in of.others() if BROKEN in path.name}

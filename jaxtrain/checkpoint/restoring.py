@@ -77,9 +77,8 @@ def wrong_arrays(meta: Meta, stored: Shapes, trained_alone: bool = False) -> str
     stored: array → shape; trained_alone: look only at the parameters that are evaluated and used.
     """
     config = meta.stored_config().resolve()
-    if config.model.dense_layers + config.model.mtp_depth > len(
-        stored
-    ):  # each has arrays of its own
+    # each of these layers has arrays of its own, and no more of them are laid out
+    if config.model.dense_layers + config.model.mtp_depth > len(stored):
         return "its state has fewer arrays than its config's model has layers"
     trained = f"{trained_group(config.train.diloco_inner_steps > 0)}/"
     expected = expected_shapes(config)

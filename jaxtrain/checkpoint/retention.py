@@ -118,13 +118,13 @@ def read_losses(
 def note_losses(
     directory: epath.Path,
     present: Iterable[int],
-    new: Mapping[int, float] = MappingProxyType({}),
+    added: Mapping[int, float] = MappingProxyType({}),
     log: Callable[[str], object] = lambda line: None,
 ) -> None:
-    """Forgets the validation losses of all steps but these, and adds new ones: a step that is saved
+    """Forgets the validation losses of all steps but these, and adds others: a step that is saved
     again under the same number has another one. log: as of `read_losses`."""
-    before, steps = read_losses(directory, log), {*present, *new}
-    losses = {s: v for s, v in {**before, **new}.items() if s in steps and math.isfinite(v)}
+    before, steps = read_losses(directory, log), {*present, *added}
+    losses = {s: v for s, v in {**before, **added}.items() if s in steps and math.isfinite(v)}
     if losses != before:
         directory.mkdir(parents=True, exist_ok=True)
         replace_text(directory / LOSSES, json.dumps(losses))

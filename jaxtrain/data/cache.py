@@ -133,9 +133,8 @@ def _make(
         try:
             temporary.rename(folder)
         except OSError:
-            if not opened(
-                folder
-            ):  # made by another machine that was faster: its content is the same
+            # one that was made by a faster machine has the same content
+            if not opened(folder):
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.hf.fields import HfError
-from jaxtrain.run.files import parse_json, read_regular
+from jaxtrain.run.files import fresh, parse_json, read_regular
 
 SOURCE = "hf"  # the folder of a run with the small files of the model that it began with
 CONFIG, TENSORS, TOKENIZER = "config.json", "tensors.json", "tokenizer.json"
@@ -76,5 +76,4 @@ def keep(
     if plain != parse_json(small[CONFIG]):
         contents[CONFIG] = json.dumps(plain, indent=2).encode() + b"\n"
     for name, content in contents.items():
-        (target / name).unlink(missing_ok=True)  # nothing is written through a link
-        (target / name).write_bytes(content)
+        fresh(target / name).write_bytes(content)

@@ -15,6 +15,7 @@ its figure is compared with the device's memory.
 
 import collections
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import math
@@ -401,7 +402,7 @@ def main(argv: Sequence[str]) -> int:
             flush=True,
         )
         known = Environment(devices.devices, devices.platform.backend)
-        with out_of_memory.named(lambda asked, there: fitting(config, known, asked, there)):
+        with out_of_memory.named(functools.partial(fitting, config, known)):
             check = compile_check(config, devices, compile_config(devices, config))
     except Refused as error:
         print(one_line(f"the compiler refuses the step: {error.line}"), file=sys.stderr)

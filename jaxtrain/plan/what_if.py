@@ -139,11 +139,11 @@ OFFLOADS = ("optimizer", "activations", "both")
 LESS = 0.9  # of the planned bytes, for a step that was planned to fit and does not
 
 
-def fitting(config: Config, environment: Environment, asked: int, there: int) -> str:
+def fitting(config: Config, environment: Environment, asked: int, available: int) -> str:
     """The rest of the line about a step that has no memory: its planned bytes by part, and the
     fewest flags with which it is planned to fit, that keep every rule and train the same.
 
-    config: not resolved; asked, there: bytes, 0 for what is not known; those that are there are a
+    config: not resolved; asked, available: bytes, 0 for what is not known; the available ones are a
     device's, or the host's for all simulated ones. Where one program's arrays are more than the
     plan has for all, as on simulated devices, plans count as so much larger.
     """
@@ -155,7 +155,9 @@ def fitting(config: Config, environment: Environment, asked: int, there: int) ->
     now, simulated = planned(changed({})), environment.platform == kernels.CPU
     # threads and libraries on the host need a quarter of what is there
     sharing, scale = (environment.devices or 1) / 0.75, max(1.0, asked / now.bytes)
-    most = min((there / sharing if simulated else there) or math.inf, LESS * now.bytes * scale)
+    most = min(
+        (available / sharing if simulated else available) or math.inf, LESS * now.bytes * scale
+    )
     fits = (
         changes
         for changes in _smaller(changed({}), simulated)

@@ -29,7 +29,7 @@ class OutOfMemoryError(RunError):
 
 
 @contextlib.contextmanager
-def named(advice: Callable[[int, int], str] = lambda asked, there: "") -> Iterator[None]:
+def named(advice: Callable[[int, int], str] = lambda asked, available: "") -> Iterator[None]:
     """A context that raises OutOfMemoryError in place of whatever jax, numpy, C++ and the system
     raise where memory is not there.
 
@@ -49,10 +49,11 @@ def named(advice: Callable[[int, int], str] = lambda asked, there: "") -> Iterat
             0,
         ]
         # a TPU's compiler and allocator say both
-        there = (others[0] if others and "hbm" in text.lower() else 0) or _free(error)
-        known = [f"{asked:,} bytes asked for"] * bool(asked) + [f"{there:,} there"] * bool(there)
+        available = (others[0] if others and "hbm" in text.lower() else 0) or _free(error)
+        known = [f"{asked:,} bytes asked for"] * bool(asked)
+        known += [f"{available:,} there"] * bool(available)
         raise OutOfMemoryError(
-            f"out of memory: {', '.join(known)}{advice(asked, there)}"
+            f"out of memory: {', '.join(known)}{advice(asked, available)}"
         ) from error
 
 

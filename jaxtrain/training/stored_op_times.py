@@ -67,14 +67,10 @@ def read(folder: pathlib.Path, settings: Mapping[str, str]) -> tuple[float, ...]
     try:
         values = read_json(file, folder=folder)
         times = tuple(float(value) for value in values["times"])
-        if (
-            times
-            and not (  # the rules of pipeline.times
-                3 <= len(times) <= len(NAMES)
-                and all(times[:3])
-                and all(0 <= t < 1e9 for t in times)
-            )
-        ):
+        keeps_rules = (  # of pipeline.times
+            3 <= len(times) <= len(NAMES) and all(times[:3]) and all(0 <= t < 1e9 for t in times)
+        )
+        if times and not keeps_rules:
             raise ValueError
         return times if values["of"] == settings else None
     except FileNotFoundError:

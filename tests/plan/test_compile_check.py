@@ -195,15 +195,25 @@ def test_a_missing_compiler_names_the_command(monkeypatch, tmp_path):
     assert INSTALL_COMMAND in str(error.value) and str(tmp_path) in str(error.value)
 
 
-def test_a_refusal_is_the_compilers_words(monkeypatch, capsys):
-    def compile_config(*_):
-        raise topology.Refused(
-            "Traceback\n  in a file\njax.errors.JaxRuntimeError: UNIMPLEMENTED: a product of "
-            "another type\nsome advice"
-        )
+@pytest.fixture
+def refused(monkeypatch):
+    """A function of a text, with which the compiler refuses every step from then on."""
 
-    monkeypatch.setattr(compile_check, "compile_config", compile_config)
-    monkeypatch.setattr(topology.Platform, "missing", False)
+    def refuse(text):
+        def compile_config(*_):
+            raise topology.Refused(text)
+
+        monkeypatch.setattr(compile_check, "compile_config", compile_config)
+        monkeypatch.setattr(topology.Platform, "missing", False)
+
+    return refuse
+
+
+def test_a_refusal_is_the_compilers_words(refused, capsys):
+    refused(
+        "Traceback\n  in a file\njax.errors.JaxRuntimeError: UNIMPLEMENTED: a product of "
+        "another type\nsome advice"
+    )
     assert compile_check.main(["--config=tiny", "--topology=h100:1x8"]) == 1
     assert (
         "the compiler refuses the step: jax.errors.JaxRuntimeError: UNIMPLEMENTED"
@@ -211,15 +221,11 @@ def test_a_refusal_is_the_compilers_words(monkeypatch, capsys):
     )
 
 
-def test_a_step_that_has_no_memory_is_a_line_with_less(monkeypatch, capsys):
-    def compile_config(*_):
-        raise topology.Refused(
-            "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory in memory space "
-            "hbm. Used 160.00G of 95.00G hbm."
-        )
-
-    monkeypatch.setattr(compile_check, "compile_config", compile_config)
-    monkeypatch.setattr(topology.Platform, "missing", False)
+def test_a_step_that_has_no_memory_is_a_line_with_less(refused, capsys):
+    refused(
+        "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory in memory space "
+        "hbm. Used 160.00G of 95.00G hbm."
+    )
     words = "--compile --config=llama3_8b --topology=v5p:2x2x2 --config.pipeline.remat=none"
     layout = "--layout=data=8,microbatch=4"
     assert plan_command.main([*words.split(), layout]) == 82
