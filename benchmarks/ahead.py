@@ -34,7 +34,7 @@ from jaxtrain import config as configs  # noqa: E402
 from jaxtrain.config import Config, checks  # noqa: E402
 from jaxtrain.config.flags import Flag, apply, read_flags  # noqa: E402
 from jaxtrain.config.recipes import RecipeError, find_recipe, load_recipe  # noqa: E402
-from jaxtrain.plan.topology import (  # noqa: E402
+from jaxtrain.planner.programs.topology import (  # noqa: E402
     INSTALL_COMMAND,
     PLATFORMS,
     Refused,

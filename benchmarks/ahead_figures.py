@@ -10,8 +10,8 @@ from instruction_costs import InstructionCosts
 from second_reader import second_reader
 from step_seconds import SecondsReader, StepSeconds, Traffic
 
-from jaxtrain.hlo.program import GROUPED, Instruction
-from jaxtrain.plan.report import step_counts
+from jaxtrain.planner.programs.program import GROUPED, Instruction
+from jaxtrain.planner.programs.report import step_counts
 
 LARGE = 1e6  # bytes of a copy that counts
 LISTED = 5  # of the largest copies and square arrays

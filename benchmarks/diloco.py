@@ -66,7 +66,7 @@ def bytes_a_step(flags: list[str]) -> float:
     from jaxtrain import cli
     from jaxtrain.config import checks
     from jaxtrain.devices.mesh import make_mesh, sizes_of
-    from jaxtrain.hlo.program import Program
+    from jaxtrain.planner.programs.program import Program
     from jaxtrain.training.step import make_step
 
     config = checks.check_devices(cli.parse(flags, "")[0], 8).resolve()

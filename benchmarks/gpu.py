@@ -55,7 +55,7 @@ from worker import Outcome, run_worker  # noqa: E402
 
 from jaxtrain.config import Config, ConfigError  # noqa: E402
 from jaxtrain.config.flags import Flag, read_flags  # noqa: E402
-from jaxtrain.costs.hardware import GPU_MEMORY  # noqa: E402
+from jaxtrain.config.sizes import GPU_MEMORY  # noqa: E402
 
 SIDES = (OURS, TORCH, KERNELS)
 SCRIPTS = {OURS: "gpu_step.py", TORCH: "torch_step.py", KERNELS: "gpu_kernels.py"}

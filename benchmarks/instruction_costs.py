@@ -6,7 +6,8 @@
              place, those of the slice
     cycles   `estimated_cycles`, with which libtpu schedules
 
-A loop costs nothing itself: its body runs as often as its trips say (jaxtrain/hlo/loops.py).
+A loop costs nothing itself: its body runs as often as its trips say
+(jaxtrain/planner/programs/loops.py).
 """
 
 import functools
@@ -16,7 +17,7 @@ from collections.abc import Set
 
 import numpy as np
 
-from jaxtrain.hlo.program import FREE, Instruction, Program
+from jaxtrain.planner.programs.program import FREE, Instruction, Program
 
 # The contracted dimensions of a dot, or of a library's call.
 CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s?"?[=:][{\[]([\d,"]*)')

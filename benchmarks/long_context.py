@@ -35,7 +35,7 @@ def compiled(recipe, settings: dict[str, str], length: int, mode: str) -> dict:
     from jaxtrain import config as configs
     from jaxtrain.config import checks
     from jaxtrain.config.flags import apply
-    from jaxtrain.plan.topology import compile_config, fitting
+    from jaxtrain.planner.programs.topology import compile_config, fitting
 
     settings = settings | {"data.sequence_length": str(length), "parallel.context": mode}
     config = checks.check_devices(apply(recipe, list(settings.items())), DEVICES).resolve()
@@ -60,7 +60,7 @@ def main() -> None:
     args = parser.parse_args()
     sys.path.insert(0, str(REPOSITORY))
     from jaxtrain.config.recipes import find_recipe, load_recipe
-    from jaxtrain.plan.topology import INSTALL_COMMAND, PLATFORMS, Refused
+    from jaxtrain.planner.programs.topology import INSTALL_COMMAND, PLATFORMS, Refused
 
     if PLATFORMS["h100"].missing:
         arguments.fail(f"no compiler for H100s here: {INSTALL_COMMAND}")

@@ -44,8 +44,8 @@ from jaxtrain.devices.compiler_options import (  # noqa: E402
     V5P,
     compiler_options,
 )
-from jaxtrain.hlo.loops import StepLoops  # noqa: E402
-from jaxtrain.plan.topology import (  # noqa: E402
+from jaxtrain.planner.programs.loops import StepLoops  # noqa: E402
+from jaxtrain.planner.programs.topology import (  # noqa: E402
     INSTALL_COMMAND,
     LONGEST,
     PLATFORMS,

@@ -16,7 +16,7 @@ from ahead import DENSE, FLAT, LAYOUTS, SEPARATE, STAGES
 from jaxtrain import config as configs
 from jaxtrain.config import Config, checks
 from jaxtrain.config.recipes import find_recipe, load_recipe
-from jaxtrain.plan.topology import Topology, fitting
+from jaxtrain.planner.programs.topology import Topology, fitting
 
 PLATFORM, CHIPS = "v5p", 64
 # MaxText's name of the topology: cores, of which a chip has two.

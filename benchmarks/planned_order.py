@@ -80,9 +80,9 @@ def main() -> int:
     )
     options = parser.parse_args()
     from jaxtrain import cli
-    from jaxtrain.costs import hardware as kinds
     from jaxtrain.devices.startup import start_jax
-    from jaxtrain.plan.predict import exactly, predict
+    from jaxtrain.planner.search.predict import exactly, predict
+    from jaxtrain.planner.step import hardware as kinds
 
     configs = {}
     for layout in options.layouts.split(","):
@@ -91,7 +91,7 @@ def main() -> int:
     start_jax(namespace)
     import jax
 
-    from jaxtrain.plan import calibrate
+    from jaxtrain.planner.command import calibrate
 
     began = time.process_time()
     hardware = kinds.load(options.hardware) if options.hardware else calibrate.calibrate()

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 FOLDER = pathlib.Path(__file__).parent / "published"
 sys.path.insert(0, str(FOLDER.parents[1]))
 
-from jaxtrain.costs.frameworks import FRAMEWORKS  # noqa: E402
-from jaxtrain.costs.hardware import load  # noqa: E402 (the path comes first)
-from jaxtrain.costs.layout import Layout  # noqa: E402
-from jaxtrain.costs.step_time import StepModel  # noqa: E402
-from jaxtrain.costs.transformer import Transformer, gpt  # noqa: E402
+from jaxtrain.planner.step.frameworks import FRAMEWORKS  # noqa: E402
+from jaxtrain.planner.step.hardware import load  # noqa: E402 (the path comes first)
+from jaxtrain.planner.step.layout import Layout  # noqa: E402
+from jaxtrain.planner.step.step_time import StepModel  # noqa: E402
+from jaxtrain.planner.step.transformer import Transformer, gpt  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True)

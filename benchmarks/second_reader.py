@@ -12,8 +12,8 @@ from typing import Any
 from instruction_costs import InstructionCosts
 from step_seconds import TPU_PRODUCTS, SecondsReader
 
-from jaxtrain.hlo.program import Instruction
-from jaxtrain.plan.topology import Compiled
+from jaxtrain.planner.programs.program import Instruction
+from jaxtrain.planner.programs.topology import Compiled
 
 ALL_MEMORIES = frozenset(range(8))
 TPU_BYTES_PER_S = 2.5e12

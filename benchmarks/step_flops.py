@@ -11,8 +11,8 @@ import collections
 import dataclasses
 
 from jaxtrain.config.saved_values import ATTENTION, QKV
-from jaxtrain.costs.frameworks import ATTENTION_BACKWARD
-from jaxtrain.costs.step_counts import StepCounts
+from jaxtrain.planner.step.frameworks import ATTENTION_BACKWARD
+from jaxtrain.planner.step.step_counts import StepCounts
 from jaxtrain.schedule.columns import EMBED, EMBED_GRADIENT, HEAD
 
 # products of attention's backward over the forward's two, without the scores computed again

@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jaxtrain.hlo.loops import StepLoops
-from jaxtrain.hlo.program import Instruction
+from jaxtrain.planner.programs.loops import StepLoops
+from jaxtrain.planner.programs.program import Instruction
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,10 +33,10 @@ from jaxtrain.hf.fields import HfError
 from jaxtrain.hf.importing import PublishedWeights
 from jaxtrain.hf.tokenizer_files import tokenizer_of_run
 from jaxtrain.pipeline.setup import Setup
-from jaxtrain.plan.compare import plan_at_hand
-from jaxtrain.plan.measured_step import AfterWarmUp
-from jaxtrain.plan.report import as_compiled, introduction
-from jaxtrain.plan.what_if import fitting
+from jaxtrain.planner.programs.measured_step import AfterWarmUp
+from jaxtrain.planner.programs.report import as_compiled, introduction
+from jaxtrain.planner.search.compare import plan_at_hand
+from jaxtrain.planner.search.what_if import fitting
 from jaxtrain.run import out_of_memory
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.files import CONFIG_FILE, replace_text, warned

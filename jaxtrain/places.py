@@ -29,7 +29,7 @@ from jaxtrain.checkpoint.steps import read_errors
 from jaxtrain.config import Config, addresses
 from jaxtrain.config.errors import UsageError
 from jaxtrain.data import row_log
-from jaxtrain.plan.compare import PLANNED
+from jaxtrain.planner.search.compare import PLANNED
 from jaxtrain.run import files, goodput, metrics, run_lock
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.files import CONFIG_FILE, Unwritable

@@ -29,8 +29,8 @@ from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.loop import checked_corpus, state_on_disk, when_compiled
 from jaxtrain.pipeline.setup import Setup
-from jaxtrain.plan.explain import flags_of
-from jaxtrain.plan.report import introduction
+from jaxtrain.planner.programs.report import introduction
+from jaxtrain.planner.search.explain import flags_of
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.files import CONFIG_FILE, read_json
 from jaxtrain.run.intervals import Intervals

@@ -141,8 +141,8 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
 
             from jaxtrain import loop, replay
             from jaxtrain.devices import cluster
-            from jaxtrain.plan.report import dry_run
-            from jaxtrain.plan.what_if import fitting
+            from jaxtrain.planner.programs.report import dry_run
+            from jaxtrain.planner.search.what_if import fitting
         gpus = jax.device_count() if jax.default_backend() == "gpu" else 0
         if gpus > 1 and not flags.dry_run:  # before the first collective
             cluster.log(*nccl.describe(nccl.version(), gpus, jax.process_count(), flags.old_nccl))

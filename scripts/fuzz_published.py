@@ -46,7 +46,7 @@ from jaxtrain.checkpoint import __main__ as checkpoint  # noqa: E402
 from jaxtrain.checkpoint import manager, restoring  # noqa: E402, F401
 from jaxtrain.generation import sampling  # noqa: E402, F401
 from jaxtrain.hf import importing  # noqa: E402, F401
-from jaxtrain.plan import __main__ as plan  # noqa: E402
+from jaxtrain.planner.command import main as plan  # noqa: E402
 from jaxtrain.run import streams  # noqa: E402
 from jaxtrain.run.exit_status import ExitStatus  # noqa: E402
 

@@ -19,8 +19,9 @@ from jaxtrain import config as cfg
 from jaxtrain.checkpoint import steps
 from jaxtrain.config import flags
 from jaxtrain.config.recipes import load_recipe
-from jaxtrain.costs import hardware
+from jaxtrain.config.sizes import GPU_MEMORY
 from jaxtrain.devices import startup
+from jaxtrain.planner.step import hardware
 
 EXTRA = (
     flags.Flag("prompt", "", "a text"),
@@ -723,10 +724,10 @@ def test_jax_takes_as_much_of_a_gpus_memory_as_plans_count_with(monkeypatch, use
         monkeypatch.setenv(name, value)
     options = xla_client.generate_pjrt_gpu_plugin_options()
     is_platform = options["allocator"] == "platform"
-    own = 0.5 if "0.5" in user.values() else hardware.GPU_MEMORY
+    own = 0.5 if "0.5" in user.values() else GPU_MEMORY
     assert options.get("memory_fraction") == (None if is_platform else own)
     h100 = hardware.load("h100")
-    assert h100.memory == hardware.GPU_MEMORY * h100.memory_gib * 2**30
+    assert h100.memory == GPU_MEMORY * h100.memory_gib * 2**30
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,10 @@ GROUPED = {
     "config/saved_values.py": "training/test_saved_values.py",
     "devices/state_stream.py": "training/test_streamed_update.py",
     "config/splash_backward.py": "config/test_kernels.py",
-    "costs/frameworks.py": "costs/test_step_time.py",
-    "costs/layer_bytes.py": "plan/test_memory_traced.py",
-    "costs/memory.py": "plan/test_memory_compiled.py",
-    "costs/transformer.py": "costs/test_identities.py",
+    "planner/step/frameworks.py": "planner/step/test_step_time.py",
+    "planner/step/layer_bytes.py": "planner/step/test_memory_traced.py",
+    "planner/step/memory.py": "planner/step/test_memory_compiled.py",
+    "planner/step/transformer.py": "planner/step/test_identities.py",
     "data/bad_records.py": "data/test_records.py",
     "devices/cluster_environment.py": "devices/test_cluster.py",
     "devices/startup.py": "test_cli.py",
@@ -46,9 +46,10 @@ GROUPED = {
     "parallel/replicas.py": "training/test_diloco.py",
     "parallel/ring.py": "parallel/test_context.py",
     "parallel/splash_fused.py": "parallel/test_splash.py",
-    "plan/__main__.py": "plan/test_command.py",
-    "plan/explain.py": "plan/test_command.py",
-    "plan/layout_flag.py": "plan/test_command.py",
+    "plan.py": "planner/command/test_command.py",
+    "planner/command/main.py": "planner/command/test_command.py",
+    "planner/search/explain.py": "planner/command/test_command.py",
+    "planner/search/layout_flag.py": "planner/command/test_command.py",
     "runtime/updates.py": "training/test_several_steps.py",
     "runtime/embedding_and_head.py": "runtime/test_predictions.py",
     "runtime/runtime.py": "runtime/test_program.py",
@@ -73,7 +74,7 @@ MODULES = {
 def own_tests(module: str) -> str:
     """The path of a module's tests below tests/, if it has a file of its own."""
     folder, _, name = module.rpartition("/")
-    if "/" in folder:
+    if "/" in folder and folder not in ROOMS:
         return f"{folder.replace('/', '/test_')}.py"
     return f"{folder}/test_{name}" if folder else f"test_{name}"
 
@@ -96,7 +97,7 @@ def test_the_groups_are_needed():
 
 
 def test_the_folders_of_tests_are_the_rooms():
-    folders = {path.parent.name for path in TESTS.glob("*/*.py")}
+    folders = {str(path.parent.relative_to(TESTS)) for path in TESTS.glob("*/**/*.py")}
     assert folders == {*ROOMS, *OTHER_FOLDERS}
 
 

@@ -16,7 +16,7 @@ import sys
 import pytest
 from support import ROOT, hardware_file
 
-from jaxtrain.plan.topology import Platform
+from jaxtrain.planner.programs.topology import Platform
 
 PATTERNS = ("benchmarks/*.py", "docs/*.py", "scripts/*.*", "scripts/launch/*.*")
 SCRIPTS = sorted(

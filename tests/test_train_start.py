@@ -13,7 +13,7 @@ from jaxtrain.config.checks import Environment
 from jaxtrain.devices import cluster
 from jaxtrain.pipeline.checks import RULES_WITH_TABLES
 from jaxtrain.pipeline.setup import make_setup
-from jaxtrain.plan import report
+from jaxtrain.planner.programs import report
 from jaxtrain.run.exit_status import ExitStatus
 
 VOCABULARY = {"model.vocab_size": 260}  # as many as the bytes of the corpus want

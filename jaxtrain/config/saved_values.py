@@ -1,5 +1,5 @@
 """The values of a layer that `pipeline.save` can name. models/ names them where they are made, and
-costs/ counts them. Standard library only."""
+planner/step/ counts them. Standard library only."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple

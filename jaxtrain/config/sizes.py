@@ -1,5 +1,5 @@
 """Sizes and shards of arrays that follow from settings: the code that makes the arrays (models/,
-parallel/) and the planner, which counts them (costs/), have to agree. Standard library only."""
+parallel/) and the planner, which counts them, have to agree. Standard library only."""
 
 import functools
 import math
@@ -10,6 +10,9 @@ TILE = 128  # matrix units want the vocabulary in multiples of this
 SELECTIVE = "selective"  # the mode of remat that saves products, or the values of `pipeline.save`
 MX_BLOCK = 32  # numbers that share a scale in products of MXFP8
 OUTER_BLOCK = 1024  # numbers that share a scale where replicas exchange int8
+# Fraction of a GPU's memory that arrays may take. Plans count with it, and every start has jax's
+# allocator take as much (devices/startup.py); the rest is for the driver, NCCL and kernels' code.
+GPU_MEMORY = 0.94
 
 
 class Remat(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxtrain.config import Config
-from jaxtrain.costs.hardware import GPU_MEMORY
+from jaxtrain.config.sizes import GPU_MEMORY
 from jaxtrain.devices.cluster_environment import (
     SIMULATED_DEVICES,
     alike,

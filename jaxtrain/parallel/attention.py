@@ -30,8 +30,8 @@ from jaxtrain.parallel.target_device import target_device
 
 HEADS = ("batch", "token", "heads", None)
 KV_HEADS = ("batch", "token", "kv_heads", None)
-# The scope of attention in the program: plan/measured_step.py tells its products in a profile by
-# it.
+# The scope of attention in the program: planner/programs/measured_step.py tells its products in a
+# profile by it.
 SCOPE = "attention"
 
 

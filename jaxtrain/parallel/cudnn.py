@@ -136,7 +136,7 @@ def _in_calls(
         )
 
     begin = (jnp.zeros((), jnp.int32), *(jnp.zeros(a.shape, a.dtype) for a in results))
-    # mostly one call, which hlo/loops.py counts for a loop of this name
+    # mostly one call, which planner/programs/loops.py counts for a loop of this name
     with jax.named_scope("document_calls"):
         return tuple(lax.while_loop(lambda state: state[0] < calls, step, begin)[1:])
 

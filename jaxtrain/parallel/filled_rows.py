@@ -62,6 +62,6 @@ def _in_blocks(fn: Callable, mean: int, number: jax.Array, arrays: Sequence[jax.
     results = jax.tree.map(lambda a: lax.empty(a.shape, a.dtype), jax.eval_shape(fn, *arrays))
     results = write(0, mean, results)
     blocks = (number - mean + size - 1) // size
-    # hlo/loops.py reads the loop's number of trips from this name.
+    # planner/programs/loops.py reads the loop's number of trips from this name.
     with jax.named_scope(f"row_excess_{rows}_{mean}_{size}"):
         return lax.while_loop(lambda s: s[0] < blocks, step, (jnp.int32(0), results))[1]

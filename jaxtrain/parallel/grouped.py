@@ -74,7 +74,7 @@ def _by_block(begin, end, rows: int, groups: int, size: int, state, body: Callab
         row = start + jnp.arange(size, dtype=jnp.int32)
         return body(start, (row >= begin_new) & (row < end), state)
 
-    # hlo/loops.py reads the loop's number of trips from this name.
+    # planner/programs/loops.py reads the loop's number of trips from this name.
     with jax.named_scope(f"row_blocks_{rows}_{groups}_{size}"):
         return lax.fori_loop(0, (end - begin + size - 1) // size, step, state)
 

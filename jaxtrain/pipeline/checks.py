@@ -18,10 +18,10 @@ from jaxtrain.config import (
 )
 from jaxtrain.config.checks import Environment
 from jaxtrain.config.rules import Rule, Violation, values_for
-from jaxtrain.costs import hardware
-from jaxtrain.costs.hardware import HardwareError
 from jaxtrain.pipeline.setup import make_setup
-from jaxtrain.pipeline.step_model import transformer_of
+from jaxtrain.planner.step import hardware
+from jaxtrain.planner.step.hardware import HardwareError
+from jaxtrain.planner.step.step_model import transformer_of
 from jaxtrain.schedule.orders import CSV, SCHEDULES
 
 # Parameters beyond which nobody means to train on the default corpus.

@@ -16,9 +16,9 @@ from jaxtrain.config import Config, ConfigError, ModelConfig, PipelineConfig, en
 from jaxtrain.config.rules import values_for
 from jaxtrain.config.saved_values import saves_layer_inputs
 from jaxtrain.config.sizes import remat_of
-from jaxtrain.costs import hardware
-from jaxtrain.costs.transformer import Transformer
-from jaxtrain.pipeline.step_model import milliseconds, step_model_of, transformer_of
+from jaxtrain.planner.step import hardware
+from jaxtrain.planner.step.step_model import milliseconds, step_model_of, transformer_of
+from jaxtrain.planner.step.transformer import Transformer
 from jaxtrain.schedule import by_name, search
 from jaxtrain.schedule.clocks import Times
 from jaxtrain.schedule.order_csv import read_schedule

@@ -33,7 +33,7 @@ Arrays = list[jax.Array]
 Shapes = Sequence[jax.ShapeDtypeStruct]
 Body = Callable  # (layer's number, its parameters, carry) → carry
 # the scopes of layers of F, and of B, that an overlapped op runs alone, and of layers of R that go
-# by twos and of the last of an odd number (hlo/loops.py)
+# by twos and of the last of an odd number (planner/programs/loops.py)
 REST_OF_F, REST_OF_B = "rest_of_f", "rest_of_b"
 PAIRS_OF_R, REST_OF_R = "pairs_of_r", "rest_of_r"
 UNSHARDED = Zero()  # parameters are neither gathered nor their gradients reduced inside an op

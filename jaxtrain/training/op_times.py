@@ -19,7 +19,7 @@ from jaxtrain.config import Config
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.pipeline.setup import Setup
-from jaxtrain.pipeline.step_model import hardware_at_hand, milliseconds, step_model_of
+from jaxtrain.planner.step.step_model import hardware_at_hand, milliseconds, step_model_of
 from jaxtrain.schedule.clocks import Times
 from jaxtrain.schedule.columns import (
     EMBED,

@@ -12,13 +12,13 @@ from step_seconds import StepSeconds
 from support import ROOT
 from support.step_text import CONFIG, STEP, TICKS
 
-from jaxtrain.costs.hardware import load
-from jaxtrain.hlo.program import Program
 from jaxtrain.pipeline.setup import make_setup
-from jaxtrain.pipeline.step_model import milliseconds, step_model_of
-from jaxtrain.plan import topology
-from jaxtrain.plan.report import step_counts
-from jaxtrain.plan.topology import INSTALL_COMMAND, Platform, parse
+from jaxtrain.planner.programs import topology
+from jaxtrain.planner.programs.program import Program
+from jaxtrain.planner.programs.report import step_counts
+from jaxtrain.planner.programs.topology import INSTALL_COMMAND, Platform, parse
+from jaxtrain.planner.step.hardware import load
+from jaxtrain.planner.step.step_model import milliseconds, step_model_of
 from jaxtrain.schedule.columns import columns
 
 CLOCK = 1e9 * load("tpu-v5p").clock_ghz

@@ -15,7 +15,7 @@ from support.compilers import needs
 
 from jaxtrain import config as configs
 from jaxtrain.config import Config, checks
-from jaxtrain.plan.topology import PLATFORMS, compile_config, fitting
+from jaxtrain.planner.programs.topology import PLATFORMS, compile_config, fitting
 
 DEVICES = 16
 MODEL = {

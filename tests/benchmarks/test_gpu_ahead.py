@@ -9,7 +9,7 @@ from gpu_cases import CASES
 from step_seconds import StepSeconds
 from support.compilers import compiled_for
 
-from jaxtrain.plan.topology import compile_config, fitting
+from jaxtrain.planner.programs.topology import compile_config, fitting
 
 H100 = 81_559 * 2**20  # bytes of an "80 GB" H100, as its driver counts them
 

@@ -4,7 +4,7 @@ import pytest
 from instruction_costs import InstructionCosts
 from support.products_text import PROGRAM
 
-from jaxtrain.hlo.program import Program
+from jaxtrain.planner.programs.program import Program
 
 POOL, ROW = 4 * 8 * 64 * 64, 4 * 64 * 64  # bytes
 

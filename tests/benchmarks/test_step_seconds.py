@@ -5,10 +5,10 @@ from step_seconds import StepSeconds, scope_of, scoped_runs
 from support import small
 from support.step_text import CONFIG, STEP, TICKS
 
-from jaxtrain.costs import hardware
 from jaxtrain.pipeline.setup import make_setup
-from jaxtrain.plan.compile_check import step_loops
-from jaxtrain.plan.topology import Compiled
+from jaxtrain.planner.programs.compile_check import step_loops
+from jaxtrain.planner.programs.topology import Compiled
+from jaxtrain.planner.step import hardware
 from jaxtrain.schedule.columns import columns
 
 H100_BYTES_PER_S = 1e9 * hardware.load("h100").memory_gb_per_s

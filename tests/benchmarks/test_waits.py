@@ -3,8 +3,8 @@
 import pytest
 from waits import Message, Waits
 
-from jaxtrain.hlo.loops import StepLoops
-from jaxtrain.hlo.program import Program
+from jaxtrain.planner.programs.loops import StepLoops
+from jaxtrain.planner.programs.program import Program
 
 TEXT = """
 %more (s: (s32[], f32[8])) -> pred[] {

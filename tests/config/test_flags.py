@@ -17,8 +17,9 @@ from jaxtrain.checkpoint import __main__ as checkpoint
 from jaxtrain.config.checks import field_violation
 from jaxtrain.config.errors import ConfigError, UsageError
 from jaxtrain.config.flags import SHARED_FLAGS, Flag, read_flags, setting_value, settled
-from jaxtrain.plan import __main__ as plan
-from jaxtrain.plan import calibrate, compile_check
+from jaxtrain.planner.command import calibrate
+from jaxtrain.planner.command import main as plan
+from jaxtrain.planner.programs import compile_check
 from jaxtrain.run.exit_status import RunError
 
 sys.path.insert(0, str(ROOT / "scripts"))

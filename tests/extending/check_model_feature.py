@@ -4,7 +4,7 @@ import jax
 from support import small
 
 from jaxtrain import config as configs
-from jaxtrain.pipeline.step_model import transformer_of
+from jaxtrain.planner.step.step_model import transformer_of
 from jaxtrain.training.step import make_step
 
 config = small.config(changes={"model.output_norms": True})

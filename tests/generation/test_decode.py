@@ -13,8 +13,8 @@ from support.plain_model import plain_model
 
 from jaxtrain.devices.sharding import named
 from jaxtrain.generation.decode import cache_axes, empty_cache, extend, next_logits, tied_table
-from jaxtrain.hlo.program import Program, along
 from jaxtrain.models import transformer
+from jaxtrain.planner.programs.program import Program, along
 
 KINDS = {
     "llama, every other layer without rotary positions": {

@@ -12,9 +12,9 @@ from support.small import Case
 from support.ticks_text import executed
 
 from jaxtrain.config import replace
-from jaxtrain.hlo.collectives import collectives
-from jaxtrain.hlo.program import Program
 from jaxtrain.parallel import blockwise, context
+from jaxtrain.planner.programs.collectives import collectives
+from jaxtrain.planner.programs.program import Program
 from jaxtrain.runtime.runtime import Runtime
 from jaxtrain.training.step import make_step
 

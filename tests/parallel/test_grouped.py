@@ -12,8 +12,8 @@ from support import small
 
 from jaxtrain.config import sizes as config_sizes
 from jaxtrain.config.kernels import BLOCKS, MEGABLOX
-from jaxtrain.hlo.program import Program
 from jaxtrain.parallel import experts, grouped, megablox
+from jaxtrain.planner.programs.program import Program
 
 INPUTS, OUTPUTS = 24, 40
 # Rows of each group; what is left of the rows belongs to none. Blocks are of 8 rows.

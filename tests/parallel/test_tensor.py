@@ -18,8 +18,8 @@ from support.ticks_text import groups_over
 
 from jaxtrain.devices.mesh import AXES, BATCH_AXES, MANUAL_AXES, MODEL, make_mesh, psum
 from jaxtrain.devices.sharding import constrain, named
-from jaxtrain.hlo.program import Program
 from jaxtrain.parallel.tensor import add_lookup_gradient, lookup
+from jaxtrain.planner.programs.program import Program
 from jaxtrain.training.step import make_step
 
 ROWS, TOKENS, WIDTH, MODEL_SIZE = 4, 16, 64, 4

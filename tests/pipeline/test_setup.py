@@ -9,10 +9,10 @@ from support import small
 from jaxtrain import config as configs
 from jaxtrain.config import ConfigError
 from jaxtrain.config.checks import Environment, error_of
-from jaxtrain.costs.hardware import load
 from jaxtrain.pipeline.checks import RULES_WITH_TABLES
 from jaxtrain.pipeline.setup import make_setup, times_of
-from jaxtrain.pipeline.step_model import step_model_of, transformer_of
+from jaxtrain.planner.step.hardware import load
+from jaxtrain.planner.step.step_model import step_model_of, transformer_of
 from jaxtrain.schedule.by_name import make_table
 from jaxtrain.schedule.order_csv import to_order_csv
 from jaxtrain.schedule.orders import SCHEDULES

@@ -11,7 +11,7 @@ from support import small
 
 from jaxtrain.devices.mesh import make_mesh
 from jaxtrain.devices.sharding import constrain
-from jaxtrain.hlo.program import Program
+from jaxtrain.planner.programs.program import Program
 from jaxtrain.runtime.loss import (
     VocabularyPart,
     loss_and_gradients,

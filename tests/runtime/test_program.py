@@ -20,8 +20,8 @@ from support.ticks_text import goes_round, groups_over, holders, is_fill, loop, 
 
 from jaxtrain.config import Config
 from jaxtrain.devices.mesh import AXES, MODEL, STAGE
-from jaxtrain.hlo.program import Instruction, Program
 from jaxtrain.parallel.zero import Reduction
+from jaxtrain.planner.programs.program import Instruction, Program
 from jaxtrain.runtime import runtime, tick
 from jaxtrain.runtime.tick_state import ModelTree, Pools, TickState, merged, only
 from jaxtrain.schedule.columns import permutes

@@ -17,6 +17,6 @@ if tuple(map(int, importlib.metadata.version("jax").split(".")[:2])) < (0, 12):
 # The package's rooms from the lowest up; a room imports from those before it alone
 # (test_imports.py).
 ROOMS = (
-    "schedule config costs run pipeline devices data parallel models runtime training generation "
-    "checkpoint hf hlo plan"
+    "schedule config run devices data parallel models runtime planner/step pipeline training "
+    "generation checkpoint hf planner/search planner/programs planner/command"
 ).split()

@@ -1,4 +1,4 @@
-"""What XLA made of a tick, compiled for hardware that is not there (jaxtrain/plan/topology.py)."""
+"""What XLA made of a tick, compiled for hardware that is not there (programs/topology.py)."""
 
 import dataclasses
 import functools
@@ -9,9 +9,9 @@ from typing import Any
 from jaxtrain import config as configs
 from jaxtrain.config import Config
 from jaxtrain.devices.mesh import AXES, batch_shards, sizes_of
-from jaxtrain.hlo.program import Instruction, Program
-from jaxtrain.plan import topology
-from jaxtrain.plan.topology import fitting
+from jaxtrain.planner.programs import topology
+from jaxtrain.planner.programs.program import Instruction, Program
+from jaxtrain.planner.programs.topology import fitting
 from support.ticks_text import holders, moves, opened
 
 DEVICES = 16

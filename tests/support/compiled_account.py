@@ -6,12 +6,12 @@ from collections.abc import Mapping
 import jax
 
 from jaxtrain.config import Config
-from jaxtrain.costs.collectives import sent
-from jaxtrain.hlo.collectives import collectives
-from jaxtrain.hlo.loops import op_in
-from jaxtrain.hlo.program import Instruction, Program
 from jaxtrain.pipeline.setup import Setup
-from jaxtrain.plan.compile_check import step_loops
+from jaxtrain.planner.programs.collectives import collectives
+from jaxtrain.planner.programs.compile_check import step_loops
+from jaxtrain.planner.programs.loops import op_in
+from jaxtrain.planner.programs.program import Instruction, Program
+from jaxtrain.planner.step.collectives import sent
 from jaxtrain.training.step import Step, make_step
 
 

@@ -3,7 +3,7 @@ installed."""
 
 import pytest
 
-from jaxtrain.plan.topology import INSTALL_COMMAND, PLATFORMS
+from jaxtrain.planner.programs.topology import INSTALL_COMMAND, PLATFORMS
 
 KINDS = ("v5p", "h100")  # a TPU and a GPU
 

@@ -3,9 +3,9 @@ and their bytes."""
 
 from jax.sharding import Mesh
 
-from jaxtrain.costs.collectives import sent
 from jaxtrain.devices.mesh import REPLICA
-from jaxtrain.hlo.program import Instruction, Program, along
+from jaxtrain.planner.programs.program import Instruction, Program, along
+from jaxtrain.planner.step.collectives import sent
 
 
 def across(program: Program, mesh: Mesh) -> list[Instruction]:

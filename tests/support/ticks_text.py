@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator
 
 import numpy as np
 
-from jaxtrain.hlo.program import FREE, Instruction, Program, pairs
+from jaxtrain.planner.programs.program import FREE, Instruction, Program, pairs
 
 
 def loop(program: Program, trips: int) -> Instruction:
@@ -27,7 +27,7 @@ def loop(program: Program, trips: int) -> Instruction:
 
 def executed(program: Program, name: str, times: int = 1) -> Iterator[tuple[Instruction, int]]:
     """The instructions that run with a computation, each with how often; ValueError for a loop
-    whose trips XLA does not know (those of a table: hlo/loops.py)."""
+    whose trips XLA does not know (those of a table: planner/programs/loops.py)."""
     for instruction in program.inline(name):
         yield instruction, times
         if instruction.opcode == "while":

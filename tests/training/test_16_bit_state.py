@@ -15,9 +15,9 @@ from support.small import Case
 from jaxtrain import config as configs
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.restoring import load_parameters, restore
-from jaxtrain.hlo.program import Program
-from jaxtrain.plan.compile_check import cast_bytes
-from jaxtrain.plan.report import state_memory
+from jaxtrain.planner.programs.compile_check import cast_bytes
+from jaxtrain.planner.programs.program import Program
+from jaxtrain.planner.programs.report import state_memory
 from jaxtrain.training.state import bytes_per_device, stored_shapes, with_working
 from jaxtrain.training.step import make_step
 

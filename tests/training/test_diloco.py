@@ -23,9 +23,9 @@ from support.small import Case
 
 from jaxtrain.config import Config, MeshConfig, ParallelConfig, PipelineConfig
 from jaxtrain.devices.mesh import REPLICA, make_mesh
-from jaxtrain.hlo.program import Program
 from jaxtrain.models import transformer
 from jaxtrain.parallel import replicas
+from jaxtrain.planner.programs.program import Program
 from jaxtrain.training.optimizer import make_optimizer
 from jaxtrain.training.step import Step, combine_replicas, make_step, step_metrics
 

@@ -10,7 +10,7 @@ from support.plain_loop import CLIP, assert_same, gradients, reference, train
 from support.small import Case
 from support.ticks_text import executed
 
-from jaxtrain.hlo.program import Program
+from jaxtrain.planner.programs.program import Program
 from jaxtrain.training.step import make_step
 
 LATENT = {  # no size is another's

@@ -16,9 +16,9 @@ from jaxtrain.config import (
     replace,
 )
 from jaxtrain.config.unused import unused_settings
-from jaxtrain.costs.hardware import load, to_json
 from jaxtrain.pipeline import setup
-from jaxtrain.pipeline.step_model import step_model_of
+from jaxtrain.planner.step.hardware import load, to_json
+from jaxtrain.planner.step.step_model import step_model_of
 from jaxtrain.schedule.by_name import make_table
 from jaxtrain.schedule.columns import (
     EMBED,

@@ -11,7 +11,7 @@ import optax
 import pytest
 from support import small
 
-from jaxtrain.hlo.program import Program
+from jaxtrain.planner.programs.program import Program
 from jaxtrain.training.state import (
     ParameterLayout,
     abstract_state,

@@ -11,7 +11,7 @@ from support.small import Case
 from support.ticks_text import executed, loop
 
 from jaxtrain import config as configs
-from jaxtrain.hlo.program import Program
+from jaxtrain.planner.programs.program import Program
 from jaxtrain.training.step import make_step
 
 ENDS, SHARED = {"pipeline.vocabulary": "end_stages"}, {"pipeline.vocabulary": "parallel"}

@@ -1,1 +1,0 @@
-"""Reads the text of compiled steps, and traces of runs."""

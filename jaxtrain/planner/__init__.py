@@ -1,0 +1,1 @@
+"""The planner: what a step costs, before it runs."""

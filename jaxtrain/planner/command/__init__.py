@@ -1,0 +1,1 @@
+"""The command `python -m jaxtrain.plan`, its picture, and the measurement of devices."""

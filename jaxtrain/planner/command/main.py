@@ -1,0 +1,470 @@
+"""`python -m jaxtrain.plan`: the memory, the time and the best layout of a run, before it is paid
+for.
+
+    recipe, hardware  ─ --layout ──→  one layout, evaluated
+                      ─ --devices ─→  the best of all layouts
+
+Closed forms (planner/step) come first, then the schedule's table with its slots and exact clock.
+Nothing is compiled and jax is not imported.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import importlib
+import itertools
+import json
+import math
+import os
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from jaxtrain import cli
+from jaxtrain import config as cfg
+from jaxtrain.config import Config, ConfigError, checks, kernels
+from jaxtrain.config.checks import Environment
+from jaxtrain.config.errors import UsageError
+from jaxtrain.config.flags import SHARED_FLAGS, Flag
+from jaxtrain.config.mesh_rules import AXES
+from jaxtrain.pipeline.checks import default_corpus
+from jaxtrain.planner.command import picture
+from jaxtrain.planner.search import heterogeneous, layout_flag, search
+from jaxtrain.planner.search.explain import Prices, explained, flags_of, run_time, table
+from jaxtrain.planner.search.layout_flag import LayoutError
+from jaxtrain.planner.search.predict import exactly, predict
+from jaxtrain.planner.search.search import Space, best_plans, check_fits
+from jaxtrain.planner.search.what_if import advise
+from jaxtrain.planner.step import hardware
+from jaxtrain.planner.step.frameworks import FRAMEWORKS
+from jaxtrain.planner.step.hardware import Hardware, HardwareError
+from jaxtrain.planner.step.step_model import OURS, platform_of, transformer_of
+from jaxtrain.run.exit_status import ExitStatus
+from jaxtrain.schedule import drawing
+
+DESCRIPTION = """\
+usage: jaxtrain plan --config=NAME|FILE --hardware=NAME|FILE --devices=N [--tokens=N]
+                     [--recipe=FILE] [--json]
+       jaxtrain plan --config=NAME|FILE --hardware=NAME|FILE --layout=KEY=VALUE,… [--tokens=N]
+                     [--json]
+       jaxtrain plan --calibrate --out=FILE
+                     measures this machine's devices, as a file for --hardware
+       jaxtrain plan --compile --topology=DEVICES --config=NAME|FILE [--layout=…]
+                     compiles a step for devices that are not here, and compares it with its plan
+       (or python -m jaxtrain.plan …; --calibrate --help and --compile --help have the flags of
+       these two)
+
+Says how much memory a run needs, how fast it is, and which layout is best, on devices that need not
+be here:
+  jaxtrain plan --config=gpt3_175b --hardware=a100-80gb --devices=1024 --tokens=300e9
+  jaxtrain plan --config=gpt3_175b --hardware=a100-80gb \\
+      --layout=data=8,stage=16,model=8,microbatch=1
+
+--layout replaces the recipe's mesh, microbatches, repeats, remat, ZeRO stage and schedule:
+  data, stage, model, context, expert, replica            sizes of the mesh axes; default 1
+  microbatch                                              sequences of a microbatch on a data shard
+  repeats, remat, zero, schedule, offload, vocabulary     as in a recipe; default: the recipe's
+A layout that does not fit is evaluated, too. Without --layout all layouts are searched, by closed
+forms. The layout, or the ten best that fit, are timed by the exact clock of their tables, if the
+framework is our own.
+
+--json prints, for the layout or for the best one:
+  step_time_s                   seconds of a step
+  model_tflops_per_device       rate of the model's operations; hardware_tflops_per_device counts
+                                recomputation, too
+  mfu, hfu                      these rates over the peak; a run's metrics.jsonl has the same mfu
+  attention_flops               attention's operations in these: causal, the half that a causal
+                                mask leaves, or full, as in the papers of --assume
+  memory_gib_per_device         of the fullest device; fits: true if the device has so much
+  bubble_fraction               fraction of the step that is bubble
+  tokens_per_s, train_days      days without a stop, null without --tokens
+  note                          how sure the figures are, null for simulated devices
+  layout                        the layout in the form of --layout
+  command                       trains it; YOUR_… stand for what only you know. null if train.steps
+                                does not go so far"""
+DEFAULT_HARDWARE = "h100"
+FILES = {"recipe": "planned.py", "png": "plan.png"}  # flags of files to write, and usual names
+WIDTH = 98  # of the call that makes a group of a recipe's settings, without its parentheses
+# beginnings of settings that make another model or step, and are named where that is
+OF_MODEL = ("model.", "precision.", "optimizer.name", "data.seq", "data.batch", "train.init_from")
+TRAIN, WORKDIR = "python -m jaxtrain.train", "--workdir=YOUR_WORKDIR"
+# flags of each process where there are several hosts
+PROCESSES = "--coordinator=YOUR_HOST:29500 --processes=YOUR_PROCESSES --process_id=YOUR_PROCESS_ID"
+ELSEWHERE = (
+    "  in each process of every host; Slurm, MPI, Kubernetes, SkyPilot and Ray start them without "
+    "the last three flags (docs/operations.md)"
+)
+# devices of the largest host, and of one in a rack whose fast links join more
+NODE, TRAY = 8, 4
+# how a command does not do what was planned, to be read after "to train it"
+NO_PLAN, ONE_KIND, UNFIT = (
+    " with jaxtrain, which this is no plan of",
+    " on one kind of devices",
+    ", though it does not fit",
+)
+MOST_TRIED = 128  # layouts over groups that are tried to suggest one
+FLAGS = (
+    next(flag for flag in SHARED_FLAGS if flag.name == "config"),
+    Flag(
+        "hardware",
+        "",
+        f"kind of device: {', '.join(hardware.known())}, or a JSON file of your own; "
+        "NAME:N,NAME:N: groups of N devices each; empty: h100",
+    ),
+    Flag(
+        "devices",
+        0,
+        "number of devices; 0: those of --layout, or of the recipe's mesh",
+        1,
+        cfg.LARGEST_INT,
+    ),
+    Flag("layout", "", "evaluate this layout: KEY=VALUE,…; empty: search"),
+    Flag("assume", OURS, f"the framework that trains: {', '.join(FRAMEWORKS)}"),
+    Flag("tokens", 0.0, "tokens of the complete training; 0: unknown", at_least=0),
+    Flag("price", 0.0, "US dollars per device-hour; 0: unknown", at_least=0),
+    Flag("kwh_price", 0.0, "US dollars per kilowatt-hour; 0: unknown", at_least=0),
+    Flag("recipe", "", "write the layout's config to this file, as a recipe that train takes"),
+    Flag(
+        "advise",
+        "",
+        "print the changes that the records of the run in this folder suggest; with --hardware, "
+        "also those that the planner finds faster",
+    ),
+    Flag("png", "", "draw memory and time by part to this file; of groups of devices, by stage"),
+    Flag("json", False, "print the figures as one JSON object"),
+)
+
+
+# Flags that stand for commands with flags of their own, which import jax.
+COMMANDS = {"--calibrate": "command.calibrate", "--compile": "programs.compile_check"}
+T = TypeVar("T")
+
+
+@cli.command
+def main(argv: Sequence[str]) -> int:
+    """The exit status: 0, or 2 and one line on stderr for flags that cannot work."""
+    if command := next((flag for flag in argv if flag in COMMANDS), ""):
+        module = importlib.import_module(f"jaxtrain.planner.{COMMANDS[command]}")
+        return int(module.main([flag for flag in argv if flag != command]))
+    output = cli.parse_unchecked(argv, DESCRIPTION, FLAGS, planned)
+    for path, content in output.files.items():
+        cli.write_output(path, content)
+    print("\n".join(output.lines))
+    return ExitStatus.FINISHED
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """Lines for standard output, and the contents of files by their paths."""
+
+    lines: Sequence[str]
+    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+
+
+def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Output:
+    """The output that the flags ask for; empty where they are refused anyhow and it would take
+    long. Raises UsageError or ConfigError."""
+    if flags.advise:
+        _refuse_others(flags, ("config", "advise", "hardware"), "--advise")
+        return Output(
+            advise(flags.advise, _read(hardware.load, flags.hardware) if flags.hardware else None)
+        )
+    if flags.assume not in FRAMEWORKS:
+        raise UsageError(
+            f"--assume={cfg.shown(flags.assume)} is not known ({', '.join(FRAMEWORKS)})",
+            {"assume": difflib.get_close_matches(flags.assume, FRAMEWORKS, 1, 0.0)[0]},
+        )
+    for flag, otherwise in FILES.items():
+        cli.check_output(flag, getattr(flags, flag), otherwise)
+    for path in cfg.fields():  # also of those that a layout replaces
+        value = cfg.get(config, path)
+        if wrong := checks.field_violation(path, value, cfg.get(recipe, path)):
+            raise ConfigError(path, value, wrong.rule, fixes=[*wrong.fixes])
+    if heterogeneous.is_groups(flags.hardware):
+        return _planned_groups(flags, config, recipe)
+    kind = _read(hardware.load, flags.hardware or DEFAULT_HARDWARE)
+    space, tokens = _space(config, recipe, flags, kind), flags.tokens or None
+    if flags.layout:
+        config = _laid_out(space, flags.layout)
+        plans = [exactly(predict(config.resolve(), space.hardware, flags.assume, tokens))]
+    elif flags.refused:
+        check_fits(_with_devices(space))
+        return Output([])
+    else:
+        plans = best_plans(_with_devices(space), tokens)
+        config = search.laid_out(space, plans[0].work.layout)
+    best, compared = plans[0], [*table(plans), ""] if len(plans) > 1 else []
+    caution = NO_PLAN * (flags.assume != OURS) + UNFIT * (not best.fits)
+    devices = f"{best.devices:,} × {kind.name}"
+    lines = lambda: [*compared, *explained(best, Prices(flags.price, flags.kwh_price))]
+    image = lambda name: picture.of_layouts(plans, name)
+    return _output(flags, config, recipe, kind, devices, caution, best.figures(), lines, image)
+
+
+def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Output:
+    """The output for a layout over groups of devices. Raises UsageError or ConfigError."""
+    _refuse_others(
+        flags,
+        ("config", "hardware", "devices", "layout", "assume", "tokens", "recipe", "png", "json"),
+        "groups of devices",
+    )
+    groups = _read(heterogeneous.parse, flags.hardware)
+    space = [_space(config, recipe, flags, group.hardware) for group in groups][0]
+    count = sum(group.devices for group in groups)
+    if flags.devices not in (0, count):
+        raise UsageError(
+            f"--devices={flags.devices} is not the {count} of --hardware={flags.hardware!r}",
+            {"devices": count},
+        )
+    search.check(space)
+    values = layout_flag.read(flags.layout)
+    refused = lambda rule: _layout_of_groups(rule, space, groups, values, flags.hardware)
+    if not flags.layout:
+        raise refused(
+            f"--hardware={flags.hardware!r} names groups, over which a --layout is planned, "
+            "and none is searched"
+        )
+    if layout_flag.devices(values) != count:
+        raise refused(
+            f"--layout is for {layout_flag.devices(values)} devices, and "
+            f"--hardware={flags.hardware!r} names {count}"
+        )
+    laid_out = _laid_out(space, flags.layout)
+    try:
+        plan = heterogeneous.plan(laid_out.resolve(), groups, flags.assume)
+    except (ConfigError, UsageError):
+        raise
+    except ValueError as error:
+        raise refused(
+            f"--layout={flags.layout!r} does not go with --hardware={flags.hardware!r}: {error}"
+        ) from None
+    figures = plan.figures(flags.tokens or None)
+    run = [run_time(flags.tokens, figures["tokens_per_s"])] if flags.tokens else []
+    chunks = {"pipeline.chunk_layers": plan.config.pipeline.chunk_layers}
+    lines = lambda: [*heterogeneous.describe(plan), *run]
+    image = lambda name: picture.of_groups(plan, name)
+    caution = ONE_KIND * (len(groups) > 1) + UNFIT * (not plan.fits)
+    trained, kind, devices = cfg.replace(laid_out, chunks), groups[0].hardware, flags.hardware
+    return _output(flags, trained, recipe, kind, devices, caution, figures, lines, image)
+
+
+def _output(
+    flags: types.SimpleNamespace,
+    config: Config,
+    recipe: Config,
+    kind: Hardware,
+    devices: str,
+    caution: str,
+    figures: Mapping[str, Any],
+    lines: Callable[[], list[str]],
+    image: Callable[[str], Any],
+) -> Output:
+    """The output of a plan: its figures or its lines, its command, and the requested files. The
+    command and the recipe have steps for --tokens, and placeholders for what only the user knows.
+
+    config:  of the plan, to be trained; not resolved
+    kind:    of the devices; of groups the first one's
+    devices: their number and hardware, for the recipe
+    caution: how the command does not do what was planned, to be read after "to train it"
+    image:   makes the picture of the plan from the name of what is planned
+
+    Raises ConfigError if so many steps break a rule.
+    """
+    name, files = _name(flags, config, recipe), {}
+    size = config.data.batch_size * config.data.sequence_length
+    steps = math.ceil(flags.tokens / size) or config.train.steps
+    changes = {**default_corpus(config), "train.steps": steps}
+    file = flags.hardware.partition(":")[0]
+    if "," not in flags.hardware and not (kind.device_kind and file in ("", *hardware.known())):
+        changes["train.hardware"] = file  # which jax's name of the devices does not tell
+    config, can_be = cfg.replace(config, changes), steps <= cfg.LARGEST_INT
+    if flags.recipe or can_be:
+        checks.check(config, Environment(None, platform_of(kind), recipe))
+    if flags.recipe:
+        files[flags.recipe] = recipe_text(config, f"{name}, as planned for {devices}.").encode()
+    if flags.png:
+        files[flags.png] = drawing.as_png(image(name))
+    command = _command(flags, config, recipe, kind) if can_be else None
+    if flags.json:
+        return Output([json.dumps({**figures, "command": command})], files)
+    train = [f"no command trains it: train.steps has at most {cfg.LARGEST_INT:,}"]
+    if command:
+        train = [
+            f"to train it{caution}, {steps:,} steps of {size:,} tokens, filling in each YOUR_…:",
+            *[ELSEWHERE] * (PROCESSES in command),
+            f"  {command}",
+        ]
+    return Output([*lines(), *train], files)
+
+
+def _command(flags: types.SimpleNamespace, config: Config, recipe: Config, kind: Hardware) -> str:
+    """The command that trains a plan's config: `train` with the flags that make it of the recipe.
+    Simulated devices are asked for; processes on several GPU hosts need flags to find each other,
+    those of a TPU slice do not."""
+    devices = math.prod(getattr(config.mesh, axis) for axis in AXES)
+    node = TRAY if kind.tiers[0].devices > NODE else NODE
+    several = {kernels.CPU: f"--cpu_devices={devices}", kernels.GPU: PROCESSES * (devices > node)}
+    words = [
+        TRAIN,
+        cfg.flag_text("config", flags.config),
+        WORKDIR,
+        flags_of(config, recipe),
+        several.get(platform_of(kind)),
+    ]
+    return " ".join(filter(None, words))
+
+
+def _layout_of_groups(
+    rule: str,
+    space: Space,
+    groups: Sequence[heterogeneous.Group],
+    values: layout_flag.Values,
+    text_of_groups: str,
+) -> LayoutError:
+    """The error with the nearest layout over these groups that works, one that fits before others.
+    If none works, it has the devices of the first group alone."""
+    working = []
+    for tried in itertools.islice(heterogeneous.layouts(space.config, groups, values), MOST_TRIED):
+        with contextlib.suppress(LayoutError, ConfigError):
+            working.append((text := layout_flag.text_of(tried), _laid_out(space, text).resolve()))
+    for text, config in sorted(
+        working,
+        key=lambda layout: not heterogeneous.hold_all_layers(layout[1], groups, space.assume),
+    ):
+        with contextlib.suppress(ConfigError, ValueError):
+            heterogeneous.plan(config, groups, space.assume)
+            return LayoutError(rule, {"layout": text})
+    return LayoutError(rule, {"hardware": text_of_groups.split(",")[0].rpartition(":")[0]})
+
+
+def _read(read: Callable[[str], T], text: str) -> T:
+    """The hardware or groups of --hardware. Raises UsageError."""
+    try:
+        return read(text)
+    except HardwareError as error:
+        raise UsageError(
+            f"--hardware={cfg.shown(text)} {error.rule}",
+            {"hardware": error.use} if error.use else {},
+        ) from None
+
+
+def _refuse_others(flags: types.SimpleNamespace, known: Sequence[str], what: str) -> None:
+    """Raises UsageError for the first flag that is not one of these and not at its default."""
+    for flag in FLAGS:
+        value = getattr(flags, flag.name)
+        if flag.name not in known and value != flag.default:
+            raise UsageError(
+                f"{cfg.flag_text(flag.name, value)} has no meaning for {what}",
+                {flag.name: flag.default},
+            )
+
+
+def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, kind: Hardware) -> Space:
+    """The space of the flags on this hardware. Raises UsageError for a type without a peak."""
+    compute = config.precision.compute
+    if (
+        compute not in kind.peak_tflops
+        and compute in cfg.fields()["precision.compute"].metadata["choices"]
+    ):
+        dtype = next(
+            (dtype for dtype in ("bfloat16", "float32") if dtype in kind.peak_tflops), "bfloat16"
+        )
+        raise UsageError(
+            f"precision.compute={compute!r} has no peak on {kind.name}",
+            {"config.precision.compute": dtype},
+        )
+    return Space(config, recipe, kind, flags.devices, flags.assume)
+
+
+def _laid_out(space: Space, text: str) -> Config:
+    """The config with the layout of --layout, not resolved. Raises LayoutError or ConfigError."""
+    values = layout_flag.read(text)
+    count = layout_flag.devices(values)
+    if space.devices and space.devices != count:
+        data, rest = divmod(space.devices, count // values.get("data", 1))
+        raise LayoutError(
+            f"--devices={space.devices} and --layout, which is for {count}, are not the same "
+            "number",
+            {"devices": count},
+            [] if rest else [f"data={data} in --layout"],
+        )
+    config = layout_flag.apply(space.config, values)
+    layout_flag.check(config, values, platform_of(space.hardware), space.recipe)
+    return config
+
+
+def _with_devices(space: Space) -> Space:
+    """The space with the devices of the recipe's mesh, if no number is given. Raises UsageError if
+    the mesh leaves it open."""
+    if space.devices:
+        return space
+    sizes = [getattr(space.config.mesh, axis) for axis in AXES]
+    known = [size for size in sizes if isinstance(size, int) and size > 0]
+    if len(known) < len(sizes):
+        raise UsageError(
+            "--devices is not given, and the recipe's mesh leaves the number open",
+            {"devices": math.prod(known)},
+        )
+    return dataclasses.replace(space, devices=math.prod(sizes))
+
+
+def _name(flags: types.SimpleNamespace, config: Config, recipe: Config) -> str:
+    """The name of what is planned: the recipe's, the number of parameters, and the flags that
+    change the model, its numbers or the batch."""
+    name = os.path.basename(flags.config).removesuffix(".py")
+    count = transformer_of(config.resolve().model, config.data.sequence_length).parameters()
+    size = f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
+    changed = [
+        f"{path}={cfg.value_text(cfg.get(config, path))}"
+        for path in cfg.fields()
+        if path.startswith(OF_MODEL) and cfg.get(config, path) != cfg.get(recipe, path)
+    ]
+    return f"{name}, {size} parameters" + f" ({', '.join(changed)})" * bool(changed)
+
+
+# --- a config as a recipe, a Python file that --config reads ------------------------------------
+
+
+def recipe_text(config: Config, doc: str) -> str:
+    """The file's text: every setting that is not the default. doc: one line about it."""
+    changed = [
+        field.name
+        for field in dataclasses.fields(config)
+        if getattr(config, field.name) != type(getattr(config, field.name))()
+    ]
+    kinds = sorted(["Config", *(type(getattr(config, name)).__name__ for name in changed)])
+    return "\n".join(
+        [
+            f'"""{doc}"""',
+            "",
+            "from jaxtrain.config import (",
+            *(f"    {kind}," for kind in kinds),
+            ")",
+            "",
+            "",
+            "def get_config() -> Config:",
+            "    return Config(",
+            *(f"        {name}={_group(getattr(config, name))}," for name in changed),
+            "    )",
+            "",
+        ]
+    )
+
+
+def _group(group: Any) -> str:
+    """The call that makes a group of settings, over several lines where one is not enough."""
+    values = (
+        (field.name, getattr(group, field.name), field.default)
+        for field in dataclasses.fields(group)
+    )
+    arguments = [
+        f"{name}={json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)}"
+        for name, value, default in values
+        if value != default
+    ]
+    name, line = type(group).__name__, ", ".join(arguments)
+    if len(name) + len(line) <= WIDTH:
+        return f"{name}({line})"
+    return "\n".join(
+        [f"{name}(", *(f"            {argument}," for argument in arguments), "        )"]
+    )

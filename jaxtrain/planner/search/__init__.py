@@ -1,0 +1,1 @@
+"""The search for the best layout, and predictions of one layout's time and memory."""

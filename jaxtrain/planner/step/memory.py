@@ -1,0 +1,470 @@
+"""A step's memory on the fullest device, by part, in closed form.
+
+weights, gradients, optimizer   by ZeRO's stage, on the pipeline stage with most parameters
+outer                           for independent replicas: the parameters of the last exchange, and
+                                their momentum
+activations                     the arrays that layers save, of the microbatches that a stage holds
+                                at once
+working                         the rest that one layer's backward needs: its matrices and their
+                                gradients, its widest results
+logits                          logits of the tokens that have any at a time. Head and layers take
+                                turns, so only the bytes that exceed `working` count
+
+Activations of our own runtime are in slots of five pools, each shared by a stage's chunks:
+
+    activation     a chunk's input: from its arrival to F, or to R if there is one
+    layer_input    the inputs of a chunk's layers: from F to R, where `pipeline.save` has them
+    gradient       the gradient of a chunk's output, until B
+    residual_b     the results of F that only B needs
+    residual_w     the results of F that W needs too
+    weight_stash   the results of B that W needs
+    saved_b, saved_w, saved_stash   the same of the layers that save all, where others are
+                                    recomputed
+
+A table has a number of slots of each (schedule/slots.py); `estimated_slots` has closed forms for
+it. The bytes of a slot are those of the arrays that go from op to op when the layers are traced
+(runtime/backward_split.py), by their widths. With one stage layers save their inputs, or both
+residuals.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from jaxtrain.config.sizes import SELECTIVE
+from jaxtrain.planner.step.collectives import FLOAT32, FP8, scales_of
+from jaxtrain.planner.step.layer_bytes import layer_bytes, made_norms, masks
+from jaxtrain.planner.step.layout import routed_capacity, sent_by_gateway
+from jaxtrain.planner.step.step_time import ITEM, StepModel
+from jaxtrain.schedule.placement import spread
+
+# Buffers do not fit without gaps: XLA's peak for H100s over what is live, but for `working`.
+ALLOCATED = 1.01
+MASTER = 4.0  # bytes of a parameter in 32 bits
+# Bytes of a logit: itself and its gradient in 32 bits, and 16 bits that products read
+LOGIT_BYTES = 10.0
+# Arrays of a microbatch that an op of our runtime has at once, each as wide as the layer and its
+# hidden layer together
+WIDE = 4
+TRANSIT = 2  # slots for the activations that arrive and leave, if none have to wait
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryBreakdown:
+    """Bytes by part on the fullest device.
+
+    pools: bytes of the activations by pool of slots; empty without slots
+    """
+
+    parts: Mapping[str, float]
+    pools: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def bytes(self) -> float:
+        """All bytes, with gaps between arrays."""
+        return ALLOCATED * sum(self.parts.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotCounts:
+    """The number of slots of each pool on the fullest stage.
+
+    layers:             layers of the largest unit; a slot of residuals or of the stash has memory
+                        for all of them
+    saved_layers:       those of them that save all, in slots of their own, where others are
+                        recomputed
+    stored_layers:      layers whose parameters a device has memory for, the same on all stages
+    shares_vocabulary:  embedding and head are split over the stages; otherwise every stage has
+                        memory for both
+    """
+
+    activation: float
+    gradient: float
+    residual_b: float
+    residual_w: float
+    weight_stash: float
+    layers: int
+    stored_layers: int
+    shares_vocabulary: bool
+    saved_b: float = 0
+    saved_w: float = 0
+    saved_stash: float = 0
+    saved_layers: int = 0
+    layer_input: float = 0
+
+
+def memory(
+    step: StepModel, loss_chunk: int = 2048, slots: SlotCounts | None = None
+) -> MemoryBreakdown:
+    """Bytes of a step by part on the fullest device.
+
+    loss_chunk: the most tokens whose logits exist at a time
+    slots: the slots of our own runtime's table; None: those of the schedule's closed form
+    """
+    layout, framework, shared, cast = step.layout, step.framework, None, 0
+    pools: dict[str, float] = {}
+    if framework.slots:
+        slots = slots or estimated_slots(step)
+        shared = bool(slots and slots.shares_vocabulary)
+        # Weights of another type than the products' are cast before the loops, once.
+        cast = step.item * (step.item != framework.weight_bytes)
+        pools = _pools(step, slots) if slots else {}
+        activations = sum(pools.values()) if slots else _saved_by_layers(step)
+        working = _layer_working(step)
+        head = _head_working(step, loss_chunk, shared, working)
+        head = max(head, _dense_working(step))
+        working += transposed_pools(step, slots) if slots else 0.0
+    else:
+        activations, working = _framework_activations(step), _framework_working(step)
+        head = LOGIT_BYTES * min(step.tokens, loss_chunk) * step.model.vocab_size / layout.model
+    layers = slots.stored_layers if slots else 0
+    held = step.device_parameters(layers, shared)
+    numbers = FP8 * scales_of(framework.fp8_blocks) * (1 + framework.fp8_blocks)  # for F and B
+    quantized = 0.0
+    if framework.fp8:
+        of_ends = 1.0 if held.sharded_ends is None else held.sharded_ends / held.ends
+        products = held.layers + of_ends * _products_at_ends(step)
+        quantized = (numbers - cast) * products
+    of_layers = step.shards if layout.zero == 3 else 1
+    weights = step.sharded(held, of_layers)
+    gradients = step.sharded(held, step.shards if step.reduces_in_ops else 1)
+    state = framework.master_bytes * step.device_masters(layers, shared)
+    state += framework.moment_bytes * step.device_state(layers, shared)
+    parts = {
+        "weights": (framework.weight_bytes + cast) * weights + quantized / of_layers,
+        "gradients": framework.gradient_bytes * gradients,
+        "optimizer": state * (not layout.offloads("optimizer")),
+    }
+    if layout.steps > 1:
+        # The values that updates change, in 32 bits, beside what ops read; these values and the
+        # state before an update, until its step is known to be right; and in an update the shards
+        # of its gradients. Where ops read 16 bits, the parameters' own memory is free for sums.
+        values = MASTER * step.device_masters(layers, shared)
+        scattered = layout.zero > 0 and step.shards > 1
+        unused = framework.weight_bytes * weights if cast else 0.0
+        parts["kept copy"] = max(values, state + (2 + scattered) * values - unused)
+    if framework.outer_bytes:
+        outer = held.layers + held.ends / step.parts_of_ends(max(layout.zero, 1), shared)
+        parts["outer"] = framework.outer_bytes * outer / step.shards
+    parts |= {"activations": activations, "working": working, "logits": max(0.0, head - working)}
+    return MemoryBreakdown(parts, pools)
+
+
+def _products_at_ends(step: StepModel) -> float:
+    """Parameters before and after a device's layers that multiply in FP8."""
+    model = step.model
+    return model.dense_layers * step.layer_parameters(dense=True) + model.predictions * (
+        step.layer_parameters() + 2 * model.width**2
+    )
+
+
+# --- our own runtime ----------------------------------------------------------------------------
+
+
+def estimated_slots(step: StepModel) -> SlotCounts | None:
+    """The slots of a layout with stages, by the closed forms of its schedule (schedule/orders.py):
+    the peaks of its table. None with one stage."""
+    layout, p, v = step.layout, step.layout.stage, max(1, step.layout.repeats)
+    if p == 1:
+        return None
+    chunks, schedule = layout.microbatches * v, step.schedule_forms
+    residuals = min(schedule.residuals(p, v, layout.microbatches), chunks)
+    stashes = min(schedule.stashes(p), chunks)
+    layers = math.ceil(step.model.layers / (p * v))
+    stored = layers * v
+    if step.balanced:
+        layers = max(step.balanced.sizes)
+        stored = sum(map(step.balanced.stack_size, range(step.balanced.units_per_stage)))
+    full, pieces = layout.recomputation.mode == "full", 1
+    if layout.layers_per_op:
+        pieces = math.ceil(layers / layout.layers_per_op)
+    saved = sum(n - layout.recomputation.recomputed(n) for n in spread(layers, pieces))
+    saved = 0 if layout.recomputation.mode == "none" else saved
+    held = residuals * (saved > 0)
+    return SlotCounts(
+        activation=residuals if full and not layout.saves_inputs else TRANSIT,
+        gradient=schedule.gradients(p, layout.microbatches),
+        residual_b=1 if full else residuals,
+        residual_w=stashes if full else residuals,
+        weight_stash=stashes,
+        layers=layers,
+        stored_layers=stored,
+        shares_vocabulary=step.framework.vocabulary_parallel,
+        saved_b=held,
+        saved_w=held,
+        saved_stash=stashes * (saved > 0),
+        saved_layers=saved,
+        layer_input=residuals * layout.saves_inputs,
+    )
+
+
+def least_recomputed(step: StepModel, loss_chunk: int, capacity: float) -> StepModel | None:
+    """The step with the fewest layers of each unit recomputed, in its own mode of remat, with which
+    it fits into so many bytes; None if it does not with all of them.
+
+    Each recomputed layer more takes time and less memory, so a bisection finds the fewest.
+    """
+    mode, units = step.layout.recomputation.mode, step.layout.units(step.model.layers)
+
+    def recomputing(layers: int) -> StepModel:
+        every = layers == max(units) or mode == "none"
+        layout = step.layout.with_remat(mode if every else f"{mode}:{layers}")
+        return dataclasses.replace(step, layout=layout)
+
+    fits = lambda layers: memory(recomputing(layers), loss_chunk).bytes <= capacity
+    fewest, most = 1 if mode != "none" else max(units), max(units)
+    if not fits(most):
+        return None
+    while fewest < most:
+        middle = (fewest + most) // 2
+        fewest, most = (fewest, middle) if fits(middle) else (middle + 1, most)
+    return recomputing(fewest)
+
+
+def best_interval(step: StepModel) -> float | None:
+    """The layers of a unit with which full recomputation takes least memory for what layers save:
+    √(m · l · input / residuals), for l layers of a stage and m microbatches between their F and B.
+    docs/parts.md derives it. None with one stage.
+    """
+    slots = estimated_slots(dataclasses.replace(step, layout=step.layout.with_remat("full")))
+    if slots is None:
+        return None
+    layer = layer_bytes(step, remat="none")
+    rebuilt = slots.residual_b * layer.residual_b + slots.residual_w * layer.residual_w
+    rebuilt += slots.weight_stash * layer.weight_stash
+    layers = math.ceil(step.model.layers / step.layout.stage)
+    in_flight = slots.activation / max(1, step.layout.repeats)
+    return min(layers, max(1.0, math.sqrt(in_flight * layers * layer.input / rebuilt)))
+
+
+def _pools(step: StepModel, slots: SlotCounts) -> dict[str, float]:
+    """Bytes of each pool in the device's memory."""
+    layer, layers = layer_bytes(step), slots.layers - slots.saved_layers
+    saved, saved_layers = layer_bytes(step, remat="none"), slots.saved_layers
+    pools = {
+        "activation": slots.activation * layer.input,
+        "gradient": slots.gradient * layer.input,
+        "residual_b": slots.residual_b * layers * layer.residual_b,
+        "residual_w": slots.residual_w * layers * layer.residual_w,
+        "weight_stash": slots.weight_stash * layers * layer.weight_stash,
+    }
+    if slots.layer_input:
+        pools["layer_input"] = slots.layer_input * layers * layer.input
+    if saved_layers:
+        pools |= {
+            "saved_b": slots.saved_b * saved_layers * saved.residual_b,
+            "saved_w": slots.saved_w * saved_layers * saved.residual_w,
+            "saved_stash": slots.saved_stash * saved_layers * saved.weight_stash,
+        }
+    if not step.layout.offloads("activations"):
+        return pools
+    inputs = ["residual_b", "residual_w"]
+    if step.layout.recomputation.mode == "full":
+        inputs = ["layer_input" if slots.layer_input else "activation"]
+    offloaded = (*inputs, "saved_b", "saved_w")
+    return {pool: size for pool, size in pools.items() if pool not in offloaded}
+
+
+def transposed_pools(step: StepModel, slots: SlotCounts) -> float:
+    """Bytes of copies where `model` splits layers: XLA transposes arrays of an entire pool before
+    an op's loop over layers.
+
+    For microbatches of several sequences W transposes a gathered array of the stash, and B what a
+    norm has saved; the ops take turns. For one sequence, W transposes the two gradients that it
+    sums for biases, as wide as the hidden layer and as the layer. So it does with what a
+    norm has made once more in 32 bits.
+    """
+    model, layout = step.model, step.layout
+    if layout.model == 1:
+        return 0.0
+    layers = slots.layers - slots.saved_layers
+    stashed = slots.weight_stash * layers + slots.saved_stash * slots.saved_layers
+    stash = stashed * step.item * step.tokens
+    selective, made = layout.recomputation.mode == SELECTIVE, 0.0
+    if selective and any(made_norms(step, False, layout.saved_names)):
+        made = slots.weight_stash * layers * FLOAT32 * step.tokens * model.width / layout.model
+    if layout.microbatch == 1:
+        widths = model.hidden() * ("mlp" in model.biases) + model.width * ("out" in model.biases)
+        return max(stash * widths / layout.model, made)
+    normed = slots.residual_w * layers * (not selective) + slots.saved_w * slots.saved_layers
+    number = FLOAT32 if model.layer_norm else step.item
+    norms = number * normed * step.tokens * model.width / layout.model
+    return max(stash * model.width, norms, made)
+
+
+def _saved_by_layers(step: StepModel) -> float:
+    """Bytes that all layers save of a microbatch in the device's memory, with one stage."""
+    if step.layout.offloads("activations"):
+        return 0.0
+    saved, dense = layer_bytes(step), layer_bytes(step, dense=True)
+    layers, dense_layers = step.model.layers, step.model.dense_layers
+    recomputed, everything = (
+        step.layout.recomputation.recomputed(layers),
+        layer_bytes(step, remat="none"),
+    )
+    residuals = (layers - recomputed) * (everything.residual_b + everything.residual_w)
+    if step.layout.recomputation.mode == "full":
+        return residuals + recomputed * saved.input + dense_layers * dense.input
+    residuals += recomputed * (saved.residual_b + saved.residual_w)
+    return residuals + dense_layers * (dense.residual_b + dense.residual_w)
+
+
+def _layer_working(step: StepModel) -> float:
+    """Bytes of what an op of one layer has besides what is saved.
+
+    A matrix and its gradient take turns. With ZeRO-2 all of a layer's gradients are unsharded until
+    they are scattered, in 16 bits and in 32. With ZeRO-3 the layer's matrices and the next one's
+    are gathered: by several stages in B, before W makes the gradients; by one while gradients take
+    the place of matrices and those of the layer before are on their way, as are those of the head,
+    in two layouts.
+    """
+    model, layout, number = step.model, step.layout, step.framework.gradient_bytes
+    arrays = WIDE * step.item * _widest(step) + masks(step) + _of_gateway(step)
+    layer, scores = step.layer_parameters(), model.heads * model.score_dim
+    if not step.reduces_in_ops or step.shards == 1:
+        # the layer's largest matrix on a device, of all experts there together
+        experts = model.expert_width * max(model.experts / layout.expert, model.shared_experts)
+        columns = max(experts if model.experts else model.hidden(), scores) / layout.model
+        return arrays + step.item * model.width * columns
+    number_read = FP8 if step.framework.fp8 else step.item
+    gathered = 2 * number_read * layer if layout.zero >= 3 else 0.0
+    if layout.stage > 1:
+        return arrays + max((step.item + number) * layer, gathered)
+    layouts = 2 if layout.zero >= 3 else 1
+    head = layouts * number * model.vocab_size * model.width / layout.model
+    return arrays + number * layer + max(step.item * layer, gathered) + head
+
+
+def _of_gateway(step: StepModel) -> float:
+    """Bytes of the tokens that a device receives for its node and of those that it sends on, where
+    tokens go to experts in two steps."""
+    model, nodes = step.model, step.layout.expert_nodes
+    if not model.experts or nodes == 1:
+        return 0.0
+    rows = nodes * step.tokens + sent_by_gateway(model, step.layout)
+    return step.item * model.width * rows
+
+
+def _widest(step: StepModel) -> float:
+    """Numbers of a microbatch at the layer's width and at its widest: in attention, in an MLP, or
+    in the capacity of a device's experts."""
+    model, layout = step.model, step.layout
+    attention = model.heads * model.score_dim / layout.model
+    if not model.experts:
+        return step.tokens * (model.width + max(model.hidden() / layout.model, attention))
+    expert = model.expert_width / layout.model
+    routed = routed_capacity(model, layout) * (model.width + expert)
+    shared = step.tokens * (model.width + model.shared_experts * expert)
+    return max(shared + routed, step.tokens * (model.width + attention))
+
+
+def _head_working(step: StepModel, loss_chunk: int, shared: bool, layer_working: float) -> float:
+    """Bytes of what head and loss have: their input and its gradient, logits, with ZeRO-2 the
+    gradient of the table, and where the table is sharded itself. Layers of multi-token prediction
+    modules save all that they have: their backward, which comes after the loss, works as any
+    layer's. shared: all stages share the head."""
+    model, layout, are_sharded = step.model, step.layout, bool(step.axes_of_ends)
+    columns = model.vocab_size / layout.model / (layout.stage if shared else 1)
+    scattered = are_sharded or (step.reduces_in_ops and step.shards > 1)
+    # where the table is sharded its gradient is in two layouts: as it is made, and as it is sent
+    number = step.framework.gradient_bytes * (scattered + are_sharded) + step.item * are_sharded
+    logits = LOGIT_BYTES * min(step.tokens, loss_chunk) * columns
+    head = WIDE * step.item * step.tokens * model.width + logits + number * model.width * columns
+    if not model.predictions:
+        return head
+    layer, gathered = (
+        layer_bytes(step, remat="none"),
+        step.item * are_sharded * step.layer_parameters(),
+    )
+    saved = model.predictions * (layer.residual_b + layer.residual_w + gathered)
+    return saved + max(
+        head, layer_working + step.framework.gradient_bytes * are_sharded * step.layer_parameters()
+    )
+
+
+def _dense_working(step: StepModel) -> float:
+    """Bytes of what the embedding's gradient has of the dense layers, which it runs once more: what
+    they save, and, where they are sharded as in ZeRO-3, their matrices and the gradients of one."""
+    layers, sharded = step.model.dense_layers, bool(step.axes_of_ends)
+    if not layers or step.layout.stage == 1:
+        return 0.0
+    saved, parameters = (
+        layer_bytes(step, dense=True, remat="none"),
+        step.layer_parameters(dense=True),
+    )
+    of_one = saved.residual_b + saved.residual_w + step.item * sharded * parameters
+    return layers * of_one + (step.item + step.framework.gradient_bytes * sharded) * parameters
+
+
+# --- other frameworks ---------------------------------------------------------------------------
+
+
+def _framework_activations(step: StepModel) -> float:
+    """Bytes that the fullest stage saves of its microbatches in flight, or of the one at work where
+    the host's memory has the others."""
+    layout, p, v = step.layout, step.layout.stage, step.layout.repeats
+    layers = math.ceil(step.model.layers / p) + step.model.dense_layers * (p == 1)
+    in_flight = 1.0
+    if p > 1 and not layout.offloads("activations"):
+        residuals = step.schedule_forms.residuals(p, v, layout.microbatches)
+        in_flight = min(float(layout.microbatches), residuals / v)
+    return _layer_activations(step) * layers * in_flight
+
+
+def _layer_activations(step: StepModel) -> float:
+    """Bytes that the mean layer saves of one microbatch on a device."""
+    recomputed, fraction = step.layout.recomputation, step.recomputed_fraction
+    others = (1 - fraction) * _activations_of_layer(step, "none") if fraction < 1 else 0.0
+    return fraction * _activations_of_layer(step, recomputed.mode) + others
+
+
+def _activations_of_layer(step: StepModel, remat: str) -> float:
+    """Bytes that one layer saves of one microbatch on a device with this mode of remat."""
+    model, layout, framework = step.model, step.layout, step.framework
+    split = layout.model if framework.sequence_parallel else 1
+    if not framework.fused_attention:
+        plain = "tensor" if layout.model > 1 else "none"
+        kinds = {"full": "full", "selective": "selective", "none": plain}
+        if framework.sequence_parallel:
+            kinds |= {"selective": "selective_sequence", "none": "sequence"}
+        sizes = model.sequence, layout.microbatch, model.width, model.heads, layout.model
+        return activation_bytes(kinds[remat], *sizes)
+    width = {"full": 1.0, "selective": 2.0, "none": 4.0}[remat] * model.width / split
+    arrays = {"full": 0, "selective": 1, "none": 2}[remat] * (2 if model.gated else 1)
+    # queries, keys, values, and the result
+    heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
+    inner = heads + model.hidden() * arrays if arrays else 0.0
+    return ITEM * step.tokens * (width + inner / layout.model)
+
+
+def activation_bytes(kind: str, s: int, b: int, h: int, a: int, t: int = 1) -> float:
+    """Bytes that one layer saves of a microbatch for its backward, in 16 bits (Korthikanti 2022,
+    arXiv:2205.05198, table 2): h width, a heads, s sequence, b microbatch, t tensor parallel.
+
+    kind: none, no parallelism; tensor; sequence, tensor and sequence parallelism; selective and
+    selective_sequence, where attention's core is recomputed; full, the layer's input alone.
+    """
+    scores = 5 * a * s / h
+    factor = {
+        "none": 34 + scores,
+        "tensor": 10 + 24 / t + scores / t,
+        "sequence": 34 / t + scores / t,
+        "selective": 10 + 24 / t,
+        "selective_sequence": 34 / t,
+        "full": 2.0,
+    }[kind]
+    return s * b * h * factor
+
+
+def _framework_working(step: StepModel) -> float:
+    """Bytes of one layer's backward: with ZeRO-3 its matrices and the next one's, gathered, and
+    their gradients before they are scattered, with the head's."""
+    model, layout, number = step.model, step.layout, step.framework.gradient_bytes
+    attention = (model.heads + 2 * model.kv_heads) * model.head_dim
+    widest = max(model.mlp_width * (2 if model.gated else 1), attention) / layout.model
+    layer = model.layer().all / layout.model / max(1, layout.expert)
+    matrices = ITEM * layer
+    if layout.zero >= 3 and layout.data > 1:
+        head = model.vocab_size * model.width / layout.model / layout.stage
+        matrices = (3 * ITEM + number) * layer + number * head
+    return matrices + ITEM * 4 * step.tokens * widest

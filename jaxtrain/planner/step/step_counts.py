@@ -1,0 +1,300 @@
+"""The communication volume of a step: its collectives by op, as the schedule's table runs them.
+
+The table has the number of times that a stage runs an op, collectives.py the collectives in an op.
+Nothing is traced or compiled. Collectives of a few bytes (the loss, the norm of the gradients,
+counts) are left out. With several stages the counts are one stage's.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from jaxtrain.planner.step.collectives import (
+    GATHER,
+    MODEL,
+    PERMUTE,
+    STAGE,
+    Collective,
+    Parameters,
+    StepCollectives,
+    sent,
+)
+from jaxtrain.planner.step.layout import AXES
+from jaxtrain.schedule.columns import (
+    CELL_OPS,
+    EMBED,
+    EMBED_GRADIENT,
+    HEAD,
+    cell_op,
+    columns,
+    overlapped_ops,
+    permute_op,
+    permutes,
+)
+from jaxtrain.schedule.placement import Placement
+from jaxtrain.schedule.slots import SlottedTable
+from jaxtrain.schedule.table import Permute, wraps
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Collectives of an op that are alike: over mesh axes, among `devices` of them, `count` times a
+    step, of `size` bytes (collectives.py)."""
+
+    op: str
+    kind: str
+    axes: tuple[str, ...]
+    devices: int
+    count: int
+    size: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that a device sends in a step."""
+        return round(self.count * sent(self.kind, self.size, self.devices))
+
+
+# The parameters that the layer's output alone needs, by the beginnings of their names.
+LAST_PRODUCTS = ("mlp.down", "mlp.shared_down")
+
+
+class LayerPass(NamedTuple):
+    """Layers of a local unit that go through F, R, B or W.
+
+    label:  the op in whose program they are
+    times:  a step
+    unread: layers of which nothing reads the output
+    remat:  how they are recomputed
+    lowest: they are the unit's lowest layers that go through the op
+    """
+
+    label: str
+    op: str
+    times: int
+    unit: int
+    layers: int
+    unread: int
+    remat: str
+    lowest: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCounts:
+    """The counts of a step.
+
+    parameters: of a device, by group and name (planner/programs/report.py: parameters_of)
+    table:      None with one stage
+    exchanges:  replicas are independent, and exchange what they have learned
+    """
+
+    collectives: StepCollectives
+    parameters: Mapping[str, Mapping[str, Parameters]]
+    placement: Placement
+    table: SlottedTable | None
+    exchanges: bool
+
+    # --- how often -----------------------------------------------------------------------------
+
+    def times(self, stage: int) -> Mapping[str, int]:
+        """The number of times that a stage runs each op; one stage runs each once a microbatch."""
+        if self.table is None:
+            return collections.defaultdict(lambda: self.collectives.layout.microbatches)
+        return {op: int(column[:, stage].sum()) for op, column in columns(self.table).runs.items()}
+
+    def layer_passes(self, stage: int) -> list[LayerPass]:
+        """The passes of layers through ops on a stage; a single stage has R, B and W in one op
+        (tick.Accumulate)."""
+        times, c = self.times(stage), self.collectives
+        if self.table is None:
+            return [
+                LayerPass(
+                    *("F" if op == "F" else "B", op, times[op], 0, layers, layers * (op == "R")),
+                    *(mode, lowest),
+                )
+                for mode, layers, lowest in self._ranges(c.model.layers)
+                for op in ("FRBW" if mode == "full" else "FBW")
+            ]
+        passes = []
+        for label, op, unit, count in self._ops_on_units(times):
+            stack = self.placement.stack_size(unit)
+            for mode, layers, lowest in self._ranges(self.placement.layer_count(unit, stage)):
+                # A layer outside of the loop over layers makes no output that nobody reads. None
+                # is outside where a stage runs the unit without a layer.
+                single = stack == 1 or c.layout.recomputation.recomputed(stack) == 1
+                outside = (single or c.gathers_in_ops) and all(self.placement.counts(unit))
+                if op == "R" and not lowest:
+                    continue
+                unread = (layers if c.layout.saves_inputs else int(outside)) * (op == "R")
+                passes.append(LayerPass(label, op, count, unit, layers, unread, mode, lowest))
+        return passes
+
+    def _ops_on_units(self, times: Mapping[str, int]) -> Iterator[tuple[str, str, int, int]]:
+        """(label, op, local unit, times) of each op of the table's cells; `FB` has two ops."""
+        assert self.table is not None, "one stage has no table"
+        for unit in range(self.placement.units_per_stage):
+            for name in CELL_OPS:
+                op = "F" if name == "K" else name
+                yield op, op, unit, times[cell_op(name, unit)]
+        for name, (_, unit, b_unit) in overlapped_ops(self.table.table).items():
+            yield "FB", "F", unit, times[name]
+            yield "FB", "B", b_unit, times[name]
+
+    def _ranges(self, layers: int) -> list[tuple[str, int, bool]]:
+        """(mode of remat, number of layers, whether they are the lowest) of each range of a unit's
+        layers (runtime/layer_stack.py: LayerRange)."""
+        recomputation = self.collectives.layout.recomputation
+        recomputed = recomputation.recomputed(layers)
+        ranges = [(recomputation.mode, recomputed, True)] * (recomputed > 0)
+        return ranges + [("none", layers - recomputed, not recomputed)] * (recomputed < layers)
+
+    # --- communication volume ------------------------------------------------------------------
+
+    def volume(self, stage: int = 0) -> list[Entry]:
+        """The collectives of a step for the devices of a stage."""
+        return self._entries(self._step(stage))
+
+    def exchange_volume(self) -> list[Entry]:
+        """The collectives of an exchange between independent replicas; [] without these."""
+        exchange = self.collectives.outer_exchange(self._all_parameters())
+        return self._entries([("exchange", 1, exchange)]) if self.exchanges else []
+
+    def busiest_stage(self) -> int:
+        """The stage whose devices send most."""
+        sent_by = lambda stage: sum(entry.bytes for entry in self.volume(stage))
+        return max(range(self.collectives.layout.stage), key=sent_by)
+
+    def _entries(self, ops: Iterable[tuple[str, float, Iterable[Collective]]]) -> list[Entry]:
+        counts: collections.Counter = collections.Counter()
+        sizes = dataclasses.asdict(self.collectives.layout)
+        for op, times, collectives in ops:
+            for c in collectives:
+                axes = tuple(a for a in AXES if a in c.axes and sizes[a] > 1)
+                if axes and c.size and times:
+                    devices = c.devices or self.collectives.devices(axes)
+                    counts[op, c.kind, axes, devices, round(c.size)] += round(times * c.times)
+        return [
+            Entry(op, kind, axes, devices, count, size)
+            for (op, kind, axes, devices, size), count in counts.items()
+        ]
+
+    def _all_parameters(self) -> list[Parameters]:
+        """All parameters, layers in their stacks."""
+        return [p for group in self.parameters.values() for p in group.values()]
+
+    def _step(self, stage: int) -> list[tuple[str, float, list[Collective]]]:
+        """The ops of a step: (name, number of times that it runs, its collectives)."""
+        c, times, one_stage = self.collectives, self.times(stage), self.table is None
+        parameters = self._all_parameters()
+        once = c.layout.zero == 3 and not c.gathers_in_ops
+        ops = [
+            (
+                "gather",
+                1.0,
+                [c.gathered(p) for p in parameters if once and p.shard and not p.as_zero3],
+            ),
+            (EMBED, times[EMBED], self._embed()),
+        ]
+        for label, op, runs, unit, layers, unread, remat, lowest in self.layer_passes(stage):
+            # On one stage R, B and W are one op, which reads parameters and documents once.
+            reads, fused = not one_stage or op in "FB", one_stage and remat == "full"
+            of_layer = dataclasses.replace(c, layout=c.layout.with_remat(remat))
+            ops += [
+                (label, runs, c.document_ids(op) if reads and lowest else []),
+                (label, runs * layers, self._weights(op, unit, reads)),
+                (label, runs * (layers - unread), of_layer.layer(op, fused=fused)),
+                (label, runs * unread, of_layer.layer(op, unread=True, fused=fused)),
+            ]
+        ops += [
+            (HEAD, times[HEAD], self._head()),
+            (EMBED_GRADIENT, times[EMBED_GRADIENT], self._embed_gradient()),
+        ]
+        if self.table:
+            permutations = times[permute_op(Permute.EARLY)] + times[permute_op(Permute.LATE)]
+            ops.append(("permute", permutations, self._messages(self.table, stage)))
+        return [
+            *ops,
+            ("reduce", 1, [collective for p in parameters for collective in c.reductions(p)]),
+            ("optimizer", 1, [c.after_the_update(p) for p in parameters]),
+        ]
+
+    def _weights(self, op: str, unit: int, reads: bool) -> list[Collective]:
+        """Collectives of an op on one layer's parameters: those that it reads, and gradients."""
+        c, layers = self.collectives, self.placement.stack_size(unit)
+        stacks = self.parameters[f"layers/{unit}"]
+        layer = {name: p._replace(size=p.size // layers) for name, p in stacks.items()}
+        unread = LAST_PRODUCTS if op == "R" and c.layout.saves_inputs else ()
+        read = [
+            p
+            for name, p in layer.items()
+            if reads and (op != "W" or not p.matrix) and not name.startswith(unread)
+        ]
+        return [
+            *c.gathers(read),
+            *c.reductions_in_op([*layer.values()] if op == "W" else []),
+        ]
+
+    def _messages(self, slotted: SlottedTable, stage: int) -> list[Collective]:
+        table, c = slotted.table, self.collectives
+        goes_round = wraps(table.stage_of, table.stages)
+        sent_to = [stage + step for step in permutes(table).values()]
+        message = Collective(PERMUTE, (STAGE,), c.activation / c.layout.model * c.item)
+        return [message for to in sent_to if goes_round or 0 <= to < table.stages]
+
+    def _embed(self) -> list[Collective]:
+        c, embed = self.collectives, self.parameters["embed"]
+        return [
+            *c.lookup(embed["table"]),
+            c.stage_sum(),
+            *c.gathers(p for name, p in embed.items() if name == "positions"),
+            *self._dense_layers("F"),
+        ]
+
+    def _dense_layers(self, ops: str) -> list[Collective]:
+        """Collectives of the dense layers before the first unit."""
+        c, count, collectives = self.collectives, self.collectives.model.dense_layers, []
+        for i in range(count):
+            layer = self.parameters[f"first/{i}"].values()
+            unread = "W" in ops and i == count - 1  # its output is there already
+            collectives += [*c.document_ids("F"), *c.gathers(layer)]
+            for op in ops:
+                collectives += c.layer(op, unread=unread, fused=True, dense=True)
+            collectives += c.reductions_in_op(layer if "W" in ops else [])
+        return collectives
+
+    def _embed_gradient(self) -> list[Collective]:
+        c, embed, one_stage = self.collectives, self.parameters["embed"], self.table is None
+        collectives = []
+        if c.model.dense_layers:  # they are run once more
+            # on one stage the embedding is still there
+            collectives += [] if one_stage else c.lookup(embed["table"])
+            collectives += self._dense_layers("FBW")
+        collectives += [c.stage_sum(), *c.lookup_gradient(embed["table"], same_op=one_stage)]
+        if "positions" in embed:
+            collectives.append(Collective(GATHER, (MODEL,), c.activation * c.item))
+            collectives += c.reductions_in_op([embed["positions"]])
+        return collectives
+
+    def _head(self) -> list[Collective]:
+        """Collectives of head and loss, and of the multi-token prediction modules, whose forward
+        and backward are one op (EmbeddingAndHead._predict)."""
+        c, head, table = (
+            self.collectives,
+            self.parameters["head"],
+            self.parameters["embed"]["table"],
+        )
+        read = [*head.values(), table] if c.model.tied else list(head.values())
+        collectives = [c.stage_sum(2), *c.gathers(read), *c.reductions_in_op(read), *c.loss()]
+        for i in range(c.model.predictions):
+            module = self.parameters[f"predictors/{i}"].values()
+            collectives += [
+                *c.gathers(module),
+                *c.reductions_in_op(module),
+                *c.lookup(table),
+                *c.lookup_gradient(table, same_op=True),
+                *c.document_ids("F"),
+                *(collective for op in "FBW" for collective in c.layer(op, fused=True)),
+                c.joining(),
+                *c.loss(),
+            ]
+        return collectives
