@@ -12,8 +12,8 @@ import math
 from collections.abc import Mapping
 
 from jaxtrain.planner.programs.collectives import CompiledCollective
-from jaxtrain.planner.step.collectives import PERMUTE
 from jaxtrain.planner.step.hardware import Hardware
+from jaxtrain.planner.step.links import PERMUTE
 
 RING = 4  # chips along a dimension of the smallest torus
 LEAST = 0.5  # of a ring: the link between two chips

@@ -28,7 +28,7 @@ from jaxtrain.planner.programs.loops import Executed, StepLoops, op_in
 from jaxtrain.planner.programs.program import GROUPED, Instruction, pairs
 from jaxtrain.planner.programs.topology import PLATFORMS, Compiled
 from jaxtrain.planner.step import hardware
-from jaxtrain.planner.step.collectives import PERMUTE, sent
+from jaxtrain.planner.step.links import PERMUTE, sent
 
 FLOATS = ("bf16", "f16", "f32")
 TPU_PRODUCTS = 0.93  # part of the peak that libtpu's estimate of large products comes to

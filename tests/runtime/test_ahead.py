@@ -14,7 +14,7 @@ from support.compilers import KINDS, compiled_for
 
 from jaxtrain.planner.programs.collectives import collectives
 from jaxtrain.planner.programs.program import Instruction, Program
-from jaxtrain.planner.step.collectives import RAGGED
+from jaxtrain.planner.step.links import RAGGED
 
 SCHEDULES = {"interleaved": 2, "zb_h1": 1}  # with repeats
 

@@ -11,7 +11,7 @@ from jaxtrain.planner.programs.collectives import collectives
 from jaxtrain.planner.programs.compile_check import step_loops
 from jaxtrain.planner.programs.loops import op_in
 from jaxtrain.planner.programs.program import Instruction, Program
-from jaxtrain.planner.step.collectives import sent
+from jaxtrain.planner.step.links import sent
 from jaxtrain.training.step import Step, make_step
 
 

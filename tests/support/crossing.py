@@ -5,7 +5,7 @@ from jax.sharding import Mesh
 
 from jaxtrain.devices.mesh import REPLICA
 from jaxtrain.planner.programs.program import Instruction, Program, along
-from jaxtrain.planner.step.collectives import sent
+from jaxtrain.planner.step.links import sent
 
 
 def across(program: Program, mesh: Mesh) -> list[Instruction]:

@@ -47,8 +47,8 @@ from jaxtrain.planner.search.explain import aligned
 from jaxtrain.planner.search.predict import predict, with_op_times
 from jaxtrain.planner.search.what_if import fitting
 from jaxtrain.planner.step import hardware
-from jaxtrain.planner.step.collectives import sent
 from jaxtrain.planner.step.hardware import GIB
+from jaxtrain.planner.step.links import sent
 from jaxtrain.planner.step.memory import MemoryBreakdown
 from jaxtrain.planner.step.step_counts import Entry
 from jaxtrain.planner.step.step_model import step_model_of

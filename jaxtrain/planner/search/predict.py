@@ -25,8 +25,8 @@ from jaxtrain.config import Config, kernels
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.pipeline.setup import Setup, complete_times, has_recompute_ops, make_setup
 from jaxtrain.planner.search import layout_flag
-from jaxtrain.planner.step.collectives import STAGE
 from jaxtrain.planner.step.hardware import GIB, Hardware
+from jaxtrain.planner.step.links import STAGE
 from jaxtrain.planner.step.memory import MemoryBreakdown, SlotCounts, memory
 from jaxtrain.planner.step.step_model import OURS, milliseconds, platform_of, step_model_of
 from jaxtrain.planner.step.step_time import BUBBLE, StepModel, TimeBreakdown, hidden_messages

@@ -34,9 +34,9 @@ from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.search.layout_flag import LayoutError
 from jaxtrain.planner.search.predict import Prediction, exactly, predict
 from jaxtrain.planner.step import hardware
-from jaxtrain.planner.step.collectives import EXPERT, Links
 from jaxtrain.planner.step.hardware import GIB, Hardware
 from jaxtrain.planner.step.layout import Layout
+from jaxtrain.planner.step.links import EXPERT, Links
 from jaxtrain.planner.step.memory import least_recomputed, memory
 from jaxtrain.planner.step.step_model import (
     OURS,

@@ -29,8 +29,8 @@ from jaxtrain.config.sizes import remat_of
 from jaxtrain.planner.search import compare, layout_flag
 from jaxtrain.planner.search.predict import Prediction, exactly, how_sure, predict
 from jaxtrain.planner.step import hardware
-from jaxtrain.planner.step.collectives import EXPERT
 from jaxtrain.planner.step.hardware import GIB, Hardware
+from jaxtrain.planner.step.links import EXPERT
 from jaxtrain.planner.step.memory import memory
 from jaxtrain.planner.step.step_model import platform_of, step_model_of
 from jaxtrain.planner.step.step_time import StepModel

@@ -10,17 +10,9 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from jaxtrain.planner.step.collectives import (
-    GATHER,
-    MODEL,
-    PERMUTE,
-    STAGE,
-    Collective,
-    Parameters,
-    StepCollectives,
-    sent,
-)
+from jaxtrain.planner.step.collectives import Parameters, StepCollectives
 from jaxtrain.planner.step.layout import AXES
+from jaxtrain.planner.step.links import GATHER, MODEL, PERMUTE, STAGE, Collective, sent
 from jaxtrain.schedule.columns import (
     CELL_OPS,
     EMBED,

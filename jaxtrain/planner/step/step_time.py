@@ -22,25 +22,21 @@ from jaxtrain.config import OptimizerConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.config.saved_values import ATTENTION as ATTENTION_CORE
 from jaxtrain.config.sizes import SHARD_AXES, scattered
-from jaxtrain.planner.step.collectives import (
+from jaxtrain.planner.step.collectives import FLOAT32, FP8, Parameters, StepCollectives, scales_of
+from jaxtrain.planner.step.frameworks import Framework
+from jaxtrain.planner.step.hardware import Hardware
+from jaxtrain.planner.step.layout import Layout
+from jaxtrain.planner.step.links import (
     CONTEXT,
     DATA,
     EXPERT,
-    FLOAT32,
-    FP8,
     MODEL,
     PERMUTE,
     REPLICA,
     STAGE,
     Collective,
     Links,
-    Parameters,
-    StepCollectives,
-    scales_of,
 )
-from jaxtrain.planner.step.frameworks import Framework
-from jaxtrain.planner.step.hardware import Hardware
-from jaxtrain.planner.step.layout import Layout
 from jaxtrain.planner.step.overlapped_cell import Phases, most_saved, saved_by_pair
 from jaxtrain.planner.step.transformer import (
     COLUMNS,

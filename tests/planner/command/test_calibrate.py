@@ -18,8 +18,8 @@ from jaxtrain import cli
 from jaxtrain.planner.command import calibrate
 from jaxtrain.planner.command.bench import TimedCollectives
 from jaxtrain.planner.step import hardware as kinds
-from jaxtrain.planner.step.collectives import DATA, GATHER, PERMUTE, SCATTER, SUM, Collective
 from jaxtrain.planner.step.hardware import Matmul
+from jaxtrain.planner.step.links import DATA, GATHER, PERMUTE, SCATTER, SUM, Collective
 
 TINY = calibrate.Sizes(
     "float32",

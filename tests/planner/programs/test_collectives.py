@@ -8,7 +8,7 @@ from jaxtrain.planner.programs.collectives import FEW, collectives, step_collect
 from jaxtrain.planner.programs.compile_check import step_loops
 from jaxtrain.planner.programs.loops import StepLoops
 from jaxtrain.planner.programs.program import Program
-from jaxtrain.planner.step.collectives import sent as sent_bytes
+from jaxtrain.planner.step.links import sent as sent_bytes
 
 MESH = {"replica": 1, "data": 1, "stage": 2, "context": 1, "expert": 1, "model": 1}
 SIZE = 4 * 64 * 16 * 512  # bytes of the array that the step permutes

@@ -16,8 +16,8 @@ from jaxtrain.planner.search.predict import (
     predict,
     with_op_times,
 )
-from jaxtrain.planner.step.collectives import EXPERT, STAGE
 from jaxtrain.planner.step.hardware import Hardware, Matmul, Tier, load
+from jaxtrain.planner.step.links import EXPERT, STAGE
 from jaxtrain.planner.step.step_time import BUBBLE
 
 STEPS = "pipeline.steps_per_program"

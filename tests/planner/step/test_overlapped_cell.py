@@ -5,10 +5,10 @@ import itertools
 
 import pytest
 
-from jaxtrain.planner.step.collectives import EXPERT
 from jaxtrain.planner.step.frameworks import FRAMEWORKS
 from jaxtrain.planner.step.hardware import load
 from jaxtrain.planner.step.layout import Layout
+from jaxtrain.planner.step.links import EXPERT
 from jaxtrain.planner.step.overlapped_cell import Phases, most_saved
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.planner.step.transformer import Transformer

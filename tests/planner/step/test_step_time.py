@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from jaxtrain.planner.step.collectives import EXCHANGE, GATHER, SUM, Collective
 from jaxtrain.planner.step.frameworks import FRAMEWORKS
 from jaxtrain.planner.step.hardware import load
 from jaxtrain.planner.step.layout import Layout
+from jaxtrain.planner.step.links import EXCHANGE, GATHER, SUM, Collective
 from jaxtrain.planner.step.memory import memory
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.planner.step.transformer import Transformer

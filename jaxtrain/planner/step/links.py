@@ -1,0 +1,152 @@
+"""Collectives over mesh axes, and how long they take over the links between the devices of a
+layout."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from jaxtrain.planner.step.hardware import Hardware, Tier
+from jaxtrain.planner.step.layout import AXES, Layout
+
+GATHER, SCATTER, SUM = "all-gather", "reduce-scatter", "all-reduce"
+EXCHANGE, PERMUTE, RAGGED = "all-to-all", "collective-permute", "ragged-all-to-all"
+REPLICA, DATA, STAGE, CONTEXT, EXPERT, MODEL = AXES
+
+
+class Collective(NamedTuple):
+    """`times` collectives over mesh `axes`, of `size` bytes each, among `devices`, each `stride`
+    after the one before; 0: among all devices along the axes."""
+
+    kind: str
+    axes: tuple[str, ...]
+    size: float
+    times: float = 1
+    devices: int = 0
+    stride: int = 1
+
+
+def sent(kind: str, size: float, devices: int) -> float:
+    """Bytes that a device sends by the ring algorithms: (n − 1)/n of the size, twice that for an
+    all-reduce, all of it in a permute."""
+    if kind == PERMUTE:
+        return size
+    return size * (devices - 1) / devices * (2 if kind == SUM else 1)
+
+
+def alike(
+    kind: str,
+    axis: str,
+    sizes: Iterable[float],
+    times: float = 1,
+    devices: int = 0,
+    stride: int = 1,
+) -> list[Collective]:
+    """Collectives over one axis, one for each of these sizes."""
+    return [Collective(kind, (axis,), size, times, devices, stride) for size in sizes]
+
+
+class Route(NamedTuple):
+    """The links that collectives over some axes use.
+
+    axis:    the outermost of the axes
+    devices: along them together
+    tier:    the slowest links that are crossed
+    near:    devices of a ring that share an island of the first tier
+    """
+
+    axis: str
+    devices: int
+    tier: Tier
+    near: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """The links between the devices of a layout."""
+
+    layout: Layout
+    hardware: Hardware
+    _routes: dict[tuple[tuple[str, ...], int, int], Route] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def seconds(self, collectives: Iterable[Collective], one_link: float = 0.0) -> dict[str, float]:
+        """Seconds by mesh axis. Several axes together count for the outermost.
+
+        one_link: the part of one adapter's bandwidth that a ring between islands reaches; 0: its
+                  devices in an island use all their adapters together
+        """
+        by_axis: dict[str, float] = {}
+        for kind, axes, size, times, devices, stride in collectives:
+            route = self._routes.get((axes, devices, stride)) or self.route(axes, devices, stride)
+            if route.devices > 1 and size and times:
+                each = self._each(route, kind, size, one_link)
+                by_axis[route.axis] = by_axis.get(route.axis, 0.0) + times * each
+        return by_axis
+
+    def _each(self, route: Route, kind: str, size: float, one_link: float) -> float:
+        """Seconds of one collective.
+
+        A permute between islands goes through one adapter. In an all-to-all a device sends to
+        neighbours in its island over the links inside, and at the same time to the others over its
+        adapter. A ring between islands is bound by the slower links. Simulated devices share one
+        memory, in which a sum takes as long as a message.
+        """
+        tier, inside, count = route.tier, self.hardware.tiers[0], route.devices
+        latency = 1e-6 * tier.latency_us
+        bytes_per_s, passes = tier.bytes_per_s, 2 if kind == SUM else 1
+        if kind == PERMUTE:
+            return size / bytes_per_s + latency
+        if self.hardware.alone > 1:
+            return passes * (size / bytes_per_s + latency) / 2
+        latency *= 2 * math.log2(count)
+        if kind in (EXCHANGE, RAGGED):
+            near = (route.near - 1) / inside.bytes_per_s
+            far = (count - route.near) / bytes_per_s
+            return size * max(near, far) / count + latency
+        if tier is not inside and one_link:
+            bytes_per_s *= one_link
+        elif tier is not inside:
+            bytes_per_s = min(bytes_per_s * route.near, inside.bytes_per_s)
+        return passes * (size * (count - 1) / count / bytes_per_s + latency)
+
+    def islands(self, axis: str) -> int:
+        """The islands of the first tier over which an axis lies."""
+        route = self.route((axis,))
+        return route.devices // route.near if route.devices > 1 else 1
+
+    def route(self, axes: tuple[str, ...], among: int = 0, apart: int = 1) -> Route:
+        """The links that collectives over these axes use. A ring that does not fit an island, or
+        does not divide it, crosses to the next tier on some device, and the entire ring waits for
+        that one.
+
+        among, apart: of one axis, only so many of its devices, each that far from the one before
+        """
+        layout, tiers = self.layout, self.hardware.tiers
+        tier, near, devices, outermost = 0, 1, 1, ""
+        for axis in axes:
+            count, stride = layout.neighbours(axis)
+            if count == 1:
+                continue
+            count, stride = among or count, stride * apart
+            span = count * stride
+            fits = [
+                not t.devices or layout.devices <= t.devices or _sharing(t, span) == span
+                for t in tiers
+            ]
+            tier = max(tier, fits.index(True) if any(fits) else len(tiers) - 1)
+            near, devices = near * max(1, _sharing(tiers[0], span) // stride), devices * count
+            outermost = outermost or axis
+        route = Route(outermost, devices, tiers[tier], near if tier else devices)
+        self._routes[axes, among, apart] = route
+        return route
+
+
+def _sharing(tier: Tier, span: int) -> int:
+    """The least number of `span` consecutive devices that share an island, over all starting
+    positions. A job may take a power of two of an island with another number: 64 of 72."""
+    if not tier.devices:
+        return span
+    power = 2 ** int(math.log2(tier.devices))
+    return max(math.gcd(span, tier.devices), math.gcd(span, power))
