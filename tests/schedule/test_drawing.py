@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from jaxtrain.planner.step.step_time import (
+from jaxtrain.planner.step.time_breakdown import (
     ATTENTION,
     BUBBLE,
     COMMUNICATION_AXES,

@@ -46,7 +46,7 @@ from jaxtrain.planner.programs.program import FREE, GROUPED, Instruction, Progra
 from jaxtrain.planner.programs.trace import Events, TraceError, TraceEvent, read
 from jaxtrain.planner.search.compare import COMMUNICATION, PLANNED, WAITING, PlannedStep, Trace
 from jaxtrain.planner.search.predict import Prediction
-from jaxtrain.planner.step.step_time import (
+from jaxtrain.planner.step.time_breakdown import (
     ATTENTION,
     HOST,
     MATMULS,

@@ -22,12 +22,13 @@ from jaxtrain.parallel.target_device import target_device_of
 from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.planner.search.compare import plan_at_hand
 from jaxtrain.planner.search.explain import aligned
-from jaxtrain.planner.step.collectives import FLOAT32, Parameters, StepCollectives
+from jaxtrain.planner.step.collectives import Parameters, StepCollectives
 from jaxtrain.planner.step.hardware import GIB
+from jaxtrain.planner.step.layer_collectives import FLOAT32
 from jaxtrain.planner.step.layout import Layout, routed_capacity
+from jaxtrain.planner.step.settings import bytes_of
 from jaxtrain.planner.step.step_counts import Entry, StepCounts
 from jaxtrain.planner.step.step_model import layout_of, transformer_of
-from jaxtrain.planner.step.step_time import bytes_of
 from jaxtrain.planner.step.transformer import Transformer
 from jaxtrain.run.wall_clock import Part, WallClock, start_record
 from jaxtrain.training.state import ParameterLayout, bytes_on_disk, bytes_per_device

@@ -15,7 +15,7 @@ from jaxtrain.config import Config
 from jaxtrain.planner.search.predict import Prediction, exactly, how_sure, predict
 from jaxtrain.planner.step.hardware import GIB
 from jaxtrain.planner.step.step_model import hardware_at_hand
-from jaxtrain.planner.step.step_time import BUBBLE, COMMUNICATION_AXES, FIXED
+from jaxtrain.planner.step.time_breakdown import BUBBLE, COMMUNICATION_AXES, FIXED
 from jaxtrain.run.files import read_json
 
 PLANNED = "planned.json"

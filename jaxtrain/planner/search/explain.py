@@ -13,7 +13,8 @@ from jaxtrain.planner.search.predict import Prediction, exactly, how_sure, predi
 from jaxtrain.planner.search.what_if import single_changes
 from jaxtrain.planner.step.hardware import GIB
 from jaxtrain.planner.step.memory import best_interval, memory
-from jaxtrain.planner.step.step_time import BUBBLE, COMMUNICATION_AXES, StepModel
+from jaxtrain.planner.step.step_time import StepModel
+from jaxtrain.planner.step.time_breakdown import BUBBLE, COMMUNICATION_AXES
 
 HOUR = 3600
 LARGE = 10**15  # the least number that is written as a power of ten

@@ -24,7 +24,8 @@ from jaxtrain.planner.step import hardware as kinds
 from jaxtrain.planner.step.hardware import Hardware, HardwareError
 from jaxtrain.planner.step.memory import memory
 from jaxtrain.planner.step.step_model import OURS, step_model_of
-from jaxtrain.planner.step.step_time import MATMULS, StepModel, TimeBreakdown
+from jaxtrain.planner.step.step_time import StepModel
+from jaxtrain.planner.step.time_breakdown import MATMULS, TimeBreakdown
 from jaxtrain.schedule.orders import ONE_CHUNK, SCHEDULES
 
 LIKELY = 8  # devices of a group whose number cannot be read

@@ -29,7 +29,8 @@ from jaxtrain.planner.step.hardware import GIB, Hardware
 from jaxtrain.planner.step.links import STAGE
 from jaxtrain.planner.step.memory import MemoryBreakdown, SlotCounts, memory
 from jaxtrain.planner.step.step_model import OURS, milliseconds, platform_of, step_model_of
-from jaxtrain.planner.step.step_time import BUBBLE, StepModel, TimeBreakdown, hidden_messages
+from jaxtrain.planner.step.step_time import StepModel
+from jaxtrain.planner.step.time_breakdown import BUBBLE, TimeBreakdown, hidden_messages
 from jaxtrain.schedule.clocks import Times, coupled_time
 from jaxtrain.schedule.columns import permutes
 from jaxtrain.schedule.orders import AUTO, GROWING, SCHEDULES, ZERO_BUBBLE

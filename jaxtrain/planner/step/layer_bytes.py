@@ -17,7 +17,7 @@ from jaxtrain.config.saved_values import (
     ROUTER,
 )
 from jaxtrain.config.sizes import SELECTIVE
-from jaxtrain.planner.step.collectives import FLOAT32, FP8, scales_of
+from jaxtrain.planner.step.layer_collectives import FLOAT32, FP8, scales_of
 from jaxtrain.planner.step.layout import leaves_out_empty, routed_capacity
 from jaxtrain.planner.step.step_time import StepModel
 

@@ -32,10 +32,11 @@ import math
 from collections.abc import Mapping
 
 from jaxtrain.config.sizes import SELECTIVE
-from jaxtrain.planner.step.collectives import FLOAT32, FP8, scales_of
 from jaxtrain.planner.step.layer_bytes import layer_bytes, made_norms, masks
+from jaxtrain.planner.step.layer_collectives import FLOAT32, FP8, scales_of
 from jaxtrain.planner.step.layout import routed_capacity, sent_by_gateway
-from jaxtrain.planner.step.step_time import ITEM, StepModel
+from jaxtrain.planner.step.settings import ITEM
+from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.schedule.placement import spread
 
 # Buffers do not fit without gaps: XLA's peak for H100s over what is live, but for `working`.

@@ -18,7 +18,8 @@ from jaxtrain.planner.step import hardware as kinds
 from jaxtrain.planner.step.frameworks import FRAMEWORKS, Framework
 from jaxtrain.planner.step.hardware import Hardware
 from jaxtrain.planner.step.layout import Layout
-from jaxtrain.planner.step.step_time import StepModel, bytes_of
+from jaxtrain.planner.step.settings import bytes_of
+from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.planner.step.transformer import Transformer
 
 OURS = "jaxtrain"

@@ -18,7 +18,7 @@ from jaxtrain.planner.search.predict import (
 )
 from jaxtrain.planner.step.hardware import Hardware, Matmul, Tier, load
 from jaxtrain.planner.step.links import EXPERT, STAGE
-from jaxtrain.planner.step.step_time import BUBBLE
+from jaxtrain.planner.step.time_breakdown import BUBBLE
 
 STEPS = "pipeline.steps_per_program"
 

@@ -47,7 +47,7 @@ def test_fast_links_hide_all_messages_and_slow_ones_all_products():
     fast, slow = with_links(step, 1e3), with_links(step, 1e-5)
     messages = lambda of: sum(of.ops()[op].exposed[EXPERT] for op in "FB")
     assert fast.saved_by_overlap() == pytest.approx(messages(fast))
-    phases = [slow._phases(op) for op in "FB"]
+    phases = [slow.layers.phases(op) for op in "FB"]
     products = sum(phase.attention + phase.experts for phase in phases)
     assert slow.saved_by_overlap() == pytest.approx(products * 32 / 4)
     assert slow.saved_by_overlap() < messages(slow)

@@ -1,0 +1,252 @@
+"""What a device holds of a model: its parameters, the optimizer's state and masters."""
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+from jaxtrain.config import OptimizerConfig
+from jaxtrain.config.optimizers import OPTIMIZERS
+from jaxtrain.config.sizes import SHARD_AXES, scattered
+from jaxtrain.planner.step.collectives import Parameters
+from jaxtrain.planner.step.layout import AXES
+from jaxtrain.planner.step.links import CONTEXT, DATA, EXPERT, MODEL, REPLICA, STAGE
+from jaxtrain.planner.step.step_part import StepPart, once
+from jaxtrain.planner.step.time_breakdown import COMMUNICATION_AXES
+from jaxtrain.planner.step.transformer import Array, Transformer, padded_vocabulary
+
+MASTERS, PARAMETERS = "masters", "parameters"  # numbers of a device beside an optimizer's state
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceParameters:
+    """Numbers of parameters on a device.
+
+    layers:  in the stage's layers
+    ends:    before and after them: tables, the last norm, dense first layers, multi-token
+             prediction modules
+    experts: the part of `layers` that experts have
+    sharded_ends: `ends` where they are sharded as in ZeRO-3 (`parallel.ends`), otherwise None
+    """
+
+    layers: float
+    ends: float
+    experts: float
+    sharded_ends: float | None = None
+
+    @property
+    def all(self) -> float:
+        return self.layers + self.ends
+
+
+class StateNumbers(NamedTuple):
+    """Numbers of an optimizer's state, or of masters, on a device: of a layer in a stage's stack,
+    and of what all stages have: an MLP layer, the layer of a prediction module, a table of the
+    vocabulary, and the rest of the ends."""
+
+    layer: float
+    dense_layer: float
+    predictor: float
+    table: float
+    ends: float
+
+
+@functools.lru_cache(maxsize=4096)
+def _state_numbers(
+    model: Transformer,
+    of: OptimizerConfig | str,
+    sizes: tuple[int, ...],
+    zero: bool,
+    shared: bool,
+    shards_ends: bool,
+) -> StateNumbers:
+    """The state where ZeRO shards a dimension of each array.
+
+    of: an optimizer's state; MASTERS, which are those of the matrices that products read; or
+    PARAMETERS, which stages do not share
+    sizes: of the axes in COMMUNICATION_AXES; zero: ZeRO's stage is at least 1; shared: each table
+    is split over the stages; shards_ends: what stands before and after the layers has axes of its
+    own
+    """
+    by_axis = dict(zip(COMMUNICATION_AXES, sizes, strict=True))
+    optimizer = None if isinstance(of, str) else of
+    record = OPTIMIZERS[optimizer.name] if optimizer else None
+
+    def numbers(
+        array: Array, at_end: bool = True, over_stage: bool = True, padded: tuple[int, ...] = ()
+    ) -> int:
+        padded = padded or array.shape
+        splits = [by_axis.get(axis, 1) for axis in array.axes]
+        if zero:
+            shard_axes = SHARD_AXES if at_end and shards_ends else (DATA,)
+            inside = [axis for axis in shard_axes if axis not in array.axes]
+            unsplit = [not axis for axis in array.axes]
+            axes, dim = scattered(padded, unsplit, inside, over_stage and of != PARAMETERS, by_axis)
+            splits[dim] *= math.prod(by_axis[axis] for axis in axes)
+        # Without padding a dimension may not divide; each device has all of it.
+        held = padded if record is None or record.elementwise else array.shape
+        parts = [n if n % split else n // split for n, split in zip(held, splits, strict=True)]
+        if record is None or optimizer is None:
+            return math.prod(parts) if array.cast or of == PARAMETERS else 0
+        state = record.state(array.shape, optimizer)
+        return sum(math.prod(parts[dim] for dim in dims) for dims in state)
+
+    layer, dense_layer = model.layer().arrays, model.layer(dense=True).arrays
+    by_axis["vocabulary"] = shards = by_axis[MODEL] * (by_axis[STAGE] if shared else 1)
+    table = Array((model.vocab_size, model.width), ("vocabulary", ""))
+    padded = padded_vocabulary(model.vocab_size, shards), model.width
+    return StateNumbers(
+        sum(numbers(array, at_end=False, over_stage=False) for array in layer),
+        sum(map(numbers, dense_layer)),
+        sum(map(numbers, layer)),
+        numbers(table, over_stage=not shared, padded=padded),
+        sum(map(numbers, model.end_arrays)),
+    )
+
+
+class ParameterGroups(NamedTuple):
+    """A device's parameters as collectives see them.
+
+    layers: all of them but experts, with the dense layers unless these are sharded with the ends
+    ends:   the output matrix with the prediction modules
+    table:  the input's table
+    """
+
+    experts: Parameters
+    layers: Parameters
+    ends: Parameters
+    table: Parameters
+
+
+class DeviceState(StepPart):
+    """The numbers of parameters, of an optimizer's state and of masters on a device."""
+
+    reads = (*AXES, "zero", "shards_ends")
+
+    @functools.cached_property
+    def axes_of_ends(self) -> tuple[str, ...]:
+        """The axes inside a stage over which what stands before and after the layers is sharded as
+        in ZeRO-3, experts but for their own axis; () where it is not."""
+        if not (self.layout.shards_ends and self.framework.slots):
+            return ()
+        sizes = {axis: getattr(self.layout, axis) for axis in SHARD_AXES}
+        return scattered((self.model.width,), [True], SHARD_AXES, False, sizes)[0]
+
+    def sharded(self, held: DeviceParameters, shards: int) -> float:
+        """The number of parameters on a device where ZeRO cuts layers into so many shards, and with
+        them what stands before and after them, unless that has axes of its own."""
+        if held.sharded_ends is None:
+            return held.all / shards
+        return held.layers / shards + held.sharded_ends
+
+    @once
+    def parameters(self, layers: int = 0, shared: bool | None = None) -> DeviceParameters:
+        """The parameters of a device on the stage with most of them.
+
+        layers: that a device has memory for; those of the busiest stage if 0
+        shared: all stages share the tables at both ends; as the framework has it if None. Where
+                they do not, each stage of our own runtime has both tables; others' first and last
+                stage have one each.
+        """
+        model, layout, framework = self.model, self.layout, self.framework
+        layers = layers or math.ceil(model.layers / layout.stage)
+        shared = framework.vocabulary_parallel if shared is None else shared
+        table = model.device_table_parameters(layout.model, layout.stage if shared else 1)
+        ends = self._tables(shared) * table + model.end_parameters
+        ends += model.dense_layers * self.layer_parameters(dense=True)
+        ends += model.predictions * self.layer_parameters()
+        experts = model.expert_parameters() / (layout.model * layout.expert)
+        sharded = self._numbers_at_ends(PARAMETERS, shared) if self.axes_of_ends else None
+        return DeviceParameters(layers * self.layer_parameters(), ends, layers * experts, sharded)
+
+    def _tables(self, shared: bool) -> int:
+        """Tables of the vocabulary on the stage with most of them."""
+        one_end = self.layout.stage > 1 and not shared and not self.framework.slots
+        return 1 if one_end else self.model.tables
+
+    @once
+    def optimizer_state(self, layers: int = 0, shared: bool | None = None) -> float:
+        """Numbers of the optimizer's state on a device of the stage with most of them, without
+        counts of updates. The arguments are those of `parameters`."""
+        model, layout = self.model, self.layout
+        if not self.framework.by_dimension:
+            record, layer = OPTIMIZERS[self.optimizer.name], model.layer()
+            numbers = sum(record.state_numbers(a.shape, self.optimizer) for a in layer.arrays)
+            held = self.parameters(layers, shared).all
+            return numbers / layer.all * held / (self.shards if layout.zero else 1)
+        return self._sharded_by_dimension(self.optimizer, layers, shared)
+
+    @once
+    def masters(self, layers: int = 0, shared: bool | None = None) -> float:
+        """Numbers of the masters that such a device has, if the framework has masters. The
+        arguments are those of `parameters`."""
+        layout = self.layout
+        if self.framework.by_dimension:
+            return self._sharded_by_dimension(MASTERS, layers, shared)
+        held = self.parameters(layers, shared)
+        updated = held.layers + held.ends / self.parts_of_ends(layout.zero, shared)
+        return updated / (self.shards if layout.zero else 1)
+
+    def _sharded_by_dimension(
+        self, of: OptimizerConfig | str, layers: int, shared: bool | None
+    ) -> float:
+        """Numbers of an optimizer's state, or of masters, on a device of the stage with most."""
+        shared = self.framework.vocabulary_parallel if shared is None else shared
+        layers = layers or math.ceil(self.model.layers / self.layout.stage)
+        return layers * self._numbers(of, shared).layer + self._numbers_at_ends(of, shared)
+
+    def _numbers(self, of: OptimizerConfig | str, shared: bool) -> StateNumbers:
+        sizes, zero = tuple(getattr(self.layout, a) for a in COMMUNICATION_AXES), self.layout.zero
+        return _state_numbers(self.model, of, sizes, zero > 0, shared, bool(self.axes_of_ends))
+
+    def _numbers_at_ends(self, of: OptimizerConfig | str, shared: bool) -> float:
+        """The numbers that a device has before and after its layers."""
+        model, numbers = self.model, self._numbers(of, shared)
+        ends = numbers.ends + self._tables(shared) * numbers.table
+        return ends + (
+            model.dense_layers * numbers.dense_layer + model.predictions * numbers.predictor
+        )
+
+    def parts_of_ends(self, zero: int, shared: bool | None = None) -> int:
+        """The number of shards into which stages cut the state of embedding and head; each stage
+        updates its own shard.
+
+        zero: ZeRO's stage; shared: as in `parameters`
+        """
+        shared = self.framework.vocabulary_parallel if shared is None else shared
+        divides = self.model.width % (self.shards * self.layout.stage) == 0
+        return self.layout.stage if self.framework.slots and not shared and zero and divides else 1
+
+    @functools.cached_property
+    def groups(self) -> ParameterGroups:
+        """The parameters of the device by group."""
+        model, layout, framework = self.model, self.layout, self.framework
+        held, axes = self.parameters(), self.axes_of_ends
+        dense = 0.0 if axes else model.dense_layers * self.layer_parameters(dense=True)
+        data = (DATA,) if self.shards > 1 else ()
+        scatter = data if layout.zero else ()
+        replicas = () if framework.inner_steps else (REPLICA,)
+        sums = tuple(a for a in (*replicas, DATA, CONTEXT) if a not in scatter)
+        experts = Parameters(
+            held.experts, scatter, sums, (STAGE, EXPERT, MODEL), scatter, data, product=True
+        )
+        size, ends = held.layers + dense - held.experts, held.ends - dense
+        layers = experts._replace(size=size, sums=(*sums, EXPERT), split=(STAGE, MODEL))
+        if not framework.slots:
+            return ParameterGroups(
+                experts, layers._replace(size=size + ends), Parameters(0), Parameters(0)
+            )
+        stages = layout.stage if framework.vocabulary_parallel else 1
+        table = 0.0 if model.tied else model.device_table_parameters(layout.model, stages)
+        at_ends = layers._replace(product=False)
+        if axes:
+            sums = tuple(a for a in (*replicas, *SHARD_AXES, STAGE) if a not in axes)
+            at_ends = Parameters(0, axes, sums, (MODEL,), axes, axes, as_zero3=True)
+        elif layout.stage > stages and self.parts_of_ends(layout.zero) > 1:
+            all_sums = (*sums, EXPERT)
+            at_ends = Parameters(0, (*scatter, STAGE), all_sums, (MODEL,), scatter, (*data, STAGE))
+        elif layout.stage > stages:
+            at_ends = Parameters(0, scatter, (*sums, STAGE, EXPERT), (MODEL,), scatter, data)
+        return ParameterGroups(
+            experts, layers, at_ends._replace(size=ends - table), at_ends._replace(size=table)
+        )

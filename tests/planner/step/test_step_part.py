@@ -1,0 +1,72 @@
+"""Parts that steps share: the same figures as those of a step by itself, each computed once."""
+
+import dataclasses
+import random
+
+import pytest
+
+from jaxtrain.planner.step.frameworks import FRAMEWORKS
+from jaxtrain.planner.step.hardware import load
+from jaxtrain.planner.step.layer_time import LayerTime
+from jaxtrain.planner.step.layout import Layout
+from jaxtrain.planner.step.memory import memory
+from jaxtrain.planner.step.step_time import StepModel
+from jaxtrain.planner.step.transformer import Transformer
+
+LLAMA = Transformer(32, 4096, 32, 8, 128, 14336, 128256, 8192)
+EXPERTS = dataclasses.replace(
+    LLAMA, experts=8, experts_per_token=2, expert_width=1024, dense_layers=1, predictions=1
+)
+VALUES = {
+    "data": (1, 8),
+    "stage": (1, 4),
+    "model": (1, 2),
+    "context": (1, 2),
+    "expert": (1, 4),
+    "replica": (1, 2),
+    "microbatch": (1, 2),
+    "microbatches": (1, 8),
+    "repeats": (1, 2),
+    "layers_per_op": (0, 2),
+    "remat": ("none", "selective", "full", "full:2"),
+    "save": ((), ("attention",)),
+    "zero": (0, 1, 2, 3),
+    "shards_ends": (False, True),
+    "expert_nodes": (1, 2),
+    "schedule": ("1f1b", "zb_h1", "dualpipe_v"),
+    "offload": ("none", "optimizer", "both"),
+    "disk": (False, True),
+    "steps": (1, 2),
+    "overlap": (False, True),
+}
+
+
+@pytest.mark.parametrize("framework", ["jaxtrain", "megatron2022", "torchtitan"])
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_part_depends_on_what_it_reads_alone(framework, experts):
+    """Whatever another layout has computed before, a step and its memory are those of a step that
+    shares nothing."""
+    model = EXPERTS if experts else LLAMA
+    rng, shared = random.Random(0), None
+    assert VALUES.keys() == {field.name for field in dataclasses.fields(Layout)}
+    for _ in range(100):
+        layout = Layout(**{name: rng.choice(values) for name, values in VALUES.items()})
+        if not experts or layout.expert == 1:
+            layout = dataclasses.replace(layout, expert=1, expert_nodes=1)
+        if layout.schedule != "dualpipe_v":
+            layout = dataclasses.replace(layout, overlap=False)
+        alone = StepModel(model, layout, FRAMEWORKS[framework], load("h100"))
+        shared = shared.on(layout) if shared else alone
+        assert shared.step() == alone.step()
+        assert shared.op_times() == alone.op_times()
+        assert memory(shared).parts == memory(alone).parts
+
+
+def test_a_part_is_computed_once_for_what_it_reads():
+    step = StepModel(LLAMA, Layout(data=8, stage=4), FRAMEWORKS["jaxtrain"], load("h100"))
+    changed = dataclasses.replace(step.layout, schedule="zb_h1", microbatches=8)
+    assert step.on(changed).part(LayerTime) is step.part(LayerTime)
+    other = dataclasses.replace(step, hardware=load("a100-80gb"))
+    assert other.part(LayerTime) is not step.part(LayerTime)
+    narrow = step.on(dataclasses.replace(step.layout, model=2))
+    assert narrow.part(LayerTime) is not step.part(LayerTime)
