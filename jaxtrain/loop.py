@@ -33,10 +33,7 @@ from jaxtrain.hf.fields import HfError
 from jaxtrain.hf.importing import PublishedWeights
 from jaxtrain.hf.tokenizer_files import tokenizer_of_run
 from jaxtrain.pipeline.setup import Setup
-from jaxtrain.planner.programs.measured_step import AfterWarmUp
-from jaxtrain.planner.programs.report import as_compiled, introduction
-from jaxtrain.planner.search.compare import plan_at_hand
-from jaxtrain.planner.search.what_if import fitting
+from jaxtrain.planner.for_training import AfterWarmUp, fitting, plan_at_hand
 from jaxtrain.run import out_of_memory
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.files import CONFIG_FILE, replace_text, warned
@@ -50,6 +47,7 @@ from jaxtrain.run.signals import Signals
 from jaxtrain.run.speculation import Speculation
 from jaxtrain.run.wall_clock import Part, WallClock
 from jaxtrain.run.watchdog import Watchdog
+from jaxtrain.start_lines import as_compiled, introduction
 from jaxtrain.training import stored_op_times
 from jaxtrain.training.evaluation import Evaluation
 from jaxtrain.training.parameter_checks import Copies

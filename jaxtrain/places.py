@@ -29,10 +29,9 @@ from jaxtrain.checkpoint.steps import read_errors
 from jaxtrain.config import Config, addresses
 from jaxtrain.config.errors import UsageError
 from jaxtrain.data import row_log
-from jaxtrain.planner.search.compare import PLANNED
 from jaxtrain.run import files, goodput, metrics, run_lock
 from jaxtrain.run.exit_status import ExitStatus, RunError
-from jaxtrain.run.files import CONFIG_FILE, Unwritable
+from jaxtrain.run.files import CONFIG_FILE, PLANNED, Unwritable
 from jaxtrain.training.stored_op_times import OP_TIMES
 
 PROFILE_FOLDER = "profile"

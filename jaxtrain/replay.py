@@ -29,13 +29,12 @@ from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.loop import checked_corpus, state_on_disk, when_compiled
 from jaxtrain.pipeline.setup import Setup
-from jaxtrain.planner.programs.report import introduction
-from jaxtrain.planner.search.explain import flags_of
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.files import CONFIG_FILE, read_json
 from jaxtrain.run.intervals import Intervals
 from jaxtrain.run.metrics import METRICS, read_metrics
 from jaxtrain.run.wall_clock import Part, WallClock
+from jaxtrain.start_lines import introduction
 from jaxtrain.training.optimizer import learning_rate
 from jaxtrain.training.step import make_step, start_compiling
 
@@ -221,7 +220,7 @@ def refuse_another_rate(
         ran = cfg.from_dict(read_json(folder / CONFIG_FILE, folder=folder))
         if same(ran.optimizer, ran.train.steps):
             trained = dataclasses.replace(train, steps=ran.train.steps)
-            use = flags_of(
+            use = cfg.flags_of(
                 Config(optimizer=ran.optimizer, train=trained),
                 Config(optimizer=optimizer, train=train),
             )

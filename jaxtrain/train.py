@@ -139,10 +139,9 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
 
             import jax
 
-            from jaxtrain import loop, replay
+            from jaxtrain import loop, replay, start_lines
             from jaxtrain.devices import cluster
-            from jaxtrain.planner.programs.report import dry_run
-            from jaxtrain.planner.search.what_if import fitting
+            from jaxtrain.planner.for_training import dry_run, fitting
         gpus = jax.device_count() if jax.default_backend() == "gpu" else 0
         if gpus > 1 and not flags.dry_run:  # before the first collective
             cluster.log(*nccl.describe(nccl.version(), gpus, jax.process_count(), flags.old_nccl))
@@ -171,7 +170,7 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
                 return replay.replay(*run, folder, flags.replay, clock, config, environment)
             if not flags.dry_run:
                 return loop.run(*run, folder, clock, config, environment)
-            plan = dry_run(*run, clock)
+            plan = dry_run(*run, clock, start_lines.before_a_dry_run)
     cluster.log(plan.json() if flags.json else "\n".join(plan.lines()))
     return ExitStatus.FINISHED
 

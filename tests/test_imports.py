@@ -21,6 +21,7 @@ WITHOUT_JAX = (
     ),
     *("planner.step", "planner.search"),
 )
+PLANNED_TIMES = "jaxtrain.planner.step.op_times"
 WITH_JAX = ("data.loader",)  # of those
 NEEDS_JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
@@ -66,7 +67,8 @@ def level(name: str) -> int:
         return TOP
     folder = MODULES.get(name, ROOT / "jaxtrain" / "/".join(parts)).parent
     room = str(folder.relative_to(ROOT / "jaxtrain"))
-    return {room: place for place, room in enumerate(ROOMS)}[room if room in ROOMS else parts[0]]
+    places = {room: place for place, room in enumerate(ROOMS)} | {"planner": TOP}
+    return places[room if room in places else parts[0]]
 
 
 def within(name: str, names: tuple[str, ...]) -> bool:
@@ -109,6 +111,17 @@ def test_imports_go_down(name):
         f"{name} imports {', '.join(sorted(up))}: the order of the rooms is "
         f"{' < '.join(ROOMS)} < commands"
     )
+
+
+@pytest.mark.parametrize("name", [n for n in MODULES if not within(n, ("planner",))])
+def test_the_planner_is_asked_through_two_modules(name):
+    """A reader of the trainer may pass the planner over: its commands ask one small module, rooms
+    below the planner's another one."""
+    asked = {"jaxtrain.planner.for_training" if level(name) == TOP else PLANNED_TIMES}
+    if name == "jaxtrain.plan":
+        asked = {"jaxtrain.planner.command.main"}
+    others = {module for module in GRAPH[name] & MODULES.keys() if within(module, ("planner",))}
+    assert others <= asked, f"{name} asks {', '.join(sorted(others - asked))}"
 
 
 def test_there_is_no_circle():

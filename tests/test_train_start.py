@@ -13,7 +13,7 @@ from jaxtrain.config.checks import Environment
 from jaxtrain.devices import cluster
 from jaxtrain.pipeline.checks import RULES_WITH_TABLES
 from jaxtrain.pipeline.setup import make_setup
-from jaxtrain.planner.programs import report
+from jaxtrain.planner import for_training
 from jaxtrain.run.exit_status import ExitStatus
 
 VOCABULARY = {"model.vocab_size": 260}  # as many as the bytes of the corpus want
@@ -88,8 +88,8 @@ def test_memory_that_is_not_there(of, tmp_path, monkeypatch, capsys):
             "RESOURCE_EXHAUSTED: Out of memory allocating 28660090904 bytes."
         )
 
-    place = {"dry_run": (report, of), "replay": (replay, of), "run": (loop, "Checkpoints")}[of]
-    monkeypatch.setattr(*place, refused)
+    module = {"dry_run": for_training, "replay": replay, "run": loop}[of]
+    monkeypatch.setattr(module, "Checkpoints" if module is loop else of, refused)
     byes = []
     monkeypatch.setattr(loop.Watchdog, "say_bye", lambda watchdog, *bye: byes.append(bye))
     monkeypatch.setattr(train.startup, "start_jax", lambda *_: None)

@@ -13,6 +13,7 @@ from jaxtrain.config.errors import (
 from jaxtrain.config.paths import (
     convert,
     fields,
+    flags_of,
     from_dict,
     get,
     is_choice,
@@ -63,6 +64,7 @@ __all__ = [
     "ends_with_layers",
     "fields",
     "flag_text",
+    "flags_of",
     "from_dict",
     "get",
     "is_choice",

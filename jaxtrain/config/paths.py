@@ -9,7 +9,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.config.errors import TUPLE_MARKS, ConfigError, nearly
+from jaxtrain.config.errors import TUPLE_MARKS, ConfigError, flag_text, nearly
 from jaxtrain.config.settings import LARGEST_INT, Config, with_values
 
 EXPONENTS = {"k": "e3", "K": "e3", "M": "e6", "B": "e9", "T": "e12"}
@@ -48,6 +48,15 @@ def replace(config: Config, changes: dict[str, Any]) -> Config:
         **{
             group: with_values(getattr(config, group), **values) for group, values in groups.items()
         },
+    )
+
+
+def flags_of(config: Config, recipe: Config) -> str:
+    """The flags of `train` that make this config from its recipe."""
+    return " ".join(
+        flag_text(f"config.{path}", get(config, path))
+        for path in fields()
+        if get(config, path) != get(recipe, path)
     )
 
 

@@ -19,9 +19,7 @@ from jaxtrain.config import (
 from jaxtrain.config.checks import Environment
 from jaxtrain.config.rules import Rule, Violation, values_for
 from jaxtrain.pipeline.setup import make_setup
-from jaxtrain.planner.step import hardware
-from jaxtrain.planner.step.hardware import HardwareError
-from jaxtrain.planner.step.step_model import transformer_of
+from jaxtrain.planner.step.op_times import HardwareError, load, transformer_of
 from jaxtrain.schedule.orders import CSV, SCHEDULES
 
 # Parameters beyond which nobody means to train on the default corpus.
@@ -89,7 +87,7 @@ def _hardware_is_known(train: TrainConfig, precision: PrecisionConfig) -> Iterat
     if not train.hardware:
         return
     try:
-        peaks = hardware.load(train.hardware).peak_tflops
+        peaks = load(train.hardware).peak_tflops
     except HardwareError as error:
         yield Violation(
             path, error.rule, values_for(path, filter(None, [error.use])) or [{path: ""}]

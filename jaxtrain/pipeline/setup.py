@@ -16,9 +16,7 @@ from jaxtrain.config import Config, ConfigError, ModelConfig, PipelineConfig, en
 from jaxtrain.config.rules import values_for
 from jaxtrain.config.saved_values import saves_layer_inputs
 from jaxtrain.config.sizes import remat_of
-from jaxtrain.planner.step import hardware
-from jaxtrain.planner.step.step_model import milliseconds, step_model_of, transformer_of
-from jaxtrain.planner.step.transformer import Transformer
+from jaxtrain.planner.step.op_times import Transformer, load, op_times, transformer_of
 from jaxtrain.schedule import by_name, search
 from jaxtrain.schedule.clocks import Times
 from jaxtrain.schedule.order_csv import read_schedule
@@ -139,8 +137,7 @@ def times_of(config: Config) -> Times:
     HardwareError."""
     pipeline, stages, known = config.pipeline, config.mesh.stage, config.pipeline.times
     if not known and stages > 1 and config.train.hardware:
-        kind = hardware.load(config.train.hardware)
-        known = milliseconds(step_model_of(config, kind).op_times())
+        known = op_times(config, load(config.train.hardware))
     model = transformer_of(config.model, config.data.sequence_length)
     return complete_times(known, model, stages, has_recompute_ops(pipeline.remat))
 

@@ -17,7 +17,8 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
-CONFIG_FILE = "config.json"  # the settings of a run, in its folder
+# in a run's folder: its settings, and its planned step beside the measured one
+CONFIG_FILE, PLANNED = "config.json", "planned.json"
 TRIAL_BYTES = 4096  # a full disk still takes an empty file
 TRIAL_NAME = ".can_be_written"
 # Bounds of a file that is read as a whole: published tokenizers have up to 35 MB, and JSON takes

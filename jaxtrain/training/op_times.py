@@ -19,7 +19,7 @@ from jaxtrain.config import Config
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.pipeline.setup import Setup
-from jaxtrain.planner.step.step_model import hardware_at_hand, milliseconds, step_model_of
+from jaxtrain.planner.step.op_times import hardware_at_hand, milliseconds, op_times
 from jaxtrain.schedule.clocks import Times
 from jaxtrain.schedule.columns import (
     EMBED,
@@ -196,7 +196,7 @@ def planned_times(config: Config) -> tuple[float, ...]:
     hardware = hardware_at_hand(config.train.hardware, jax.devices()[0].device_kind)
     if hardware is None or config.precision.compute not in hardware.peak_tflops:
         return ()
-    times = milliseconds(step_model_of(config, hardware).op_times())
+    times = op_times(config, hardware)
     cluster.log(describe(times, f"planned for {hardware.name}"))
     return times
 

@@ -135,6 +135,14 @@ class Step:
         """The sharding of a batch's arrays [microbatches, sequences, tokens]."""
         return NamedSharding(self.mesh, BATCH_SPEC)
 
+    def slot_pools(self) -> dict[str, tuple[int, int]]:
+        """Kind of slot → their number on a device, bytes of each; empty with one stage."""
+        if not self.setup.train:
+            return {}
+        size = self.slot_bytes()
+        sizes = self.setup.train.pool_sizes
+        return {kind: (number, size[kind]) for kind, number in sizes.items() if number}
+
     def abstract_state(self) -> TrainState:
         """The state as ShapeDtypeStructs with shardings."""
         return abstract_state(self.layout, self.optimizer)
@@ -650,3 +658,18 @@ def start_compiling(
         )
 
     return executor.submit(compile_all)
+
+
+def compiled_memory(compiled: Compiled) -> dict[str, int] | None:
+    """Bytes of a compiled program in one device's memory, {"arguments", "temporary", "results",
+    "total"}; None if the platform does not report them. Results are those that reuse no
+    argument's memory."""
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return None
+    parts = {
+        "arguments": memory.argument_size_in_bytes,
+        "temporary": memory.temp_size_in_bytes,
+        "results": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+    }
+    return parts | {"total": sum(parts.values())}

@@ -30,7 +30,7 @@ from jaxtrain.config.mesh_rules import AXES
 from jaxtrain.pipeline.checks import default_corpus
 from jaxtrain.planner.command import picture
 from jaxtrain.planner.search import heterogeneous, layout_flag, search
-from jaxtrain.planner.search.explain import Prices, explained, flags_of, run_time, table
+from jaxtrain.planner.search.explain import Prices, explained, run_time, table
 from jaxtrain.planner.search.layout_flag import LayoutError
 from jaxtrain.planner.search.predict import exactly, predict
 from jaxtrain.planner.search.search import Space, best_plans, check_fits
@@ -308,7 +308,7 @@ def _command(flags: types.SimpleNamespace, config: Config, recipe: Config, kind:
         TRAIN,
         cfg.flag_text("config", flags.config),
         WORKDIR,
-        flags_of(config, recipe),
+        cfg.flags_of(config, recipe),
         several.get(platform_of(kind)),
     ]
     return " ".join(filter(None, words))

@@ -44,7 +44,7 @@ from jaxtrain.parallel.attention import SCOPE
 from jaxtrain.planner.programs.loops import op_in
 from jaxtrain.planner.programs.program import FREE, GROUPED, Instruction, Program, along
 from jaxtrain.planner.programs.trace import Events, TraceError, TraceEvent, read
-from jaxtrain.planner.search.compare import COMMUNICATION, PLANNED, WAITING, PlannedStep, Trace
+from jaxtrain.planner.search.compare import COMMUNICATION, WAITING, PlannedStep, Trace
 from jaxtrain.planner.search.predict import Prediction
 from jaxtrain.planner.step.time_breakdown import (
     ATTENTION,
@@ -54,7 +54,7 @@ from jaxtrain.planner.step.time_breakdown import (
     OPTIMIZER,
     TimeBreakdown,
 )
-from jaxtrain.run.files import replace_text, warned
+from jaxtrain.run.files import PLANNED, replace_text, warned
 from jaxtrain.run.wall_clock import STEPS, Part, WallClock
 from jaxtrain.training.profile import WARM_UP, Profile
 from jaxtrain.training.recovery import Rollback

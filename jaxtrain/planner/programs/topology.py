@@ -334,7 +334,7 @@ def main(folder: str) -> None:
     from jax.experimental import topologies
 
     from jaxtrain.devices.mesh import make_mesh, sizes_of
-    from jaxtrain.planner.programs.report import slot_pools, state_memory
+    from jaxtrain.planner.programs.report import state_memory
     from jaxtrain.training.step import make_step
 
     jax.config.update("jax_enable_compilation_cache", False)
@@ -362,7 +362,7 @@ def main(folder: str) -> None:
         "compiling": round(done - traced, 1),
         "memory": {name: getattr(analysis, f"{name}_size_in_bytes") for name in MEMORY},
         "kinds": state_memory(step, config.parallel.reduce == "microbatch"),
-        "pools": slot_pools(step),
+        "pools": step.slot_pools(),
         "cost": {name: cost[name] for name in COST if name in cost},
     }
     pathlib.Path(folder, "program.txt").write_text(compiled.as_text() or "")

@@ -16,9 +16,8 @@ from jaxtrain.planner.search.predict import Prediction, exactly, how_sure, predi
 from jaxtrain.planner.step.hardware import GIB
 from jaxtrain.planner.step.step_model import hardware_at_hand
 from jaxtrain.planner.step.time_breakdown import BUBBLE, COMMUNICATION_AXES, FIXED
-from jaxtrain.run.files import read_json
+from jaxtrain.run.files import PLANNED, read_json
 
-PLANNED = "planned.json"
 WORTH = 0.02  # of the step: smaller parts are not listed
 # Parts that are measured and not planned (measured_step.py).
 COMMUNICATION, WAITING = "communication", "waiting"

@@ -7,7 +7,6 @@ from decimal import Decimal
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config
 from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.search.predict import Prediction, exactly, how_sure, predict
 from jaxtrain.planner.search.what_if import single_changes
@@ -68,15 +67,6 @@ def aligned(cells: Sequence[Sequence[str]], words: int = 0) -> list[str]:
         )
         for line in cells
     ]
-
-
-def flags_of(config: Config, recipe: Config) -> str:
-    """The flags of `train` that make this config from its recipe."""
-    return " ".join(
-        cfg.flag_text(f"config.{path}", cfg.get(config, path))
-        for path in cfg.fields()
-        if cfg.get(config, path) != cfg.get(recipe, path)
-    )
 
 
 def explained(prediction: Prediction, prices: Prices) -> list[str]:

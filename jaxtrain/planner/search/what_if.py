@@ -34,7 +34,7 @@ from jaxtrain.planner.step.links import EXPERT
 from jaxtrain.planner.step.memory import memory
 from jaxtrain.planner.step.step_model import platform_of, step_model_of
 from jaxtrain.planner.step.step_time import StepModel
-from jaxtrain.run.files import CONFIG_FILE, read_json
+from jaxtrain.run.files import CONFIG_FILE, PLANNED, read_json
 from jaxtrain.run.goodput import GOODPUT_FILE, REDONE, Goodput, read_goodput
 from jaxtrain.run.metrics import METRICS_FILE, read_metrics
 from jaxtrain.run.wall_clock import Part
@@ -244,7 +244,7 @@ def read(workdir: str | os.PathLike) -> Measured:
     writes."""
     folder, shown = pathlib.Path(workdir), cfg.shown(str(workdir))
     # a pipe would be waited for, a device has no end
-    for name in (CONFIG_FILE, METRICS_FILE, GOODPUT_FILE, compare.PLANNED):
+    for name in (CONFIG_FILE, METRICS_FILE, GOODPUT_FILE, PLANNED):
         if os.path.exists(folder / name) and not os.path.isfile(folder / name):
             raise AdviceError(
                 f"--advise={str(workdir)!r}: its {name} is not a regular file: name the "
@@ -321,7 +321,7 @@ def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list
     if record := compare.read(pathlib.Path(workdir)):
         lines += [
             f"after warm-up: {line}"
-            for line in _records(workdir, compare.PLANNED, lambda folder: record.lines())
+            for line in _records(workdir, PLANNED, lambda folder: record.lines())
         ]
     if hardware is None:
         return [*lines, "with --hardware=NAME the planner says what else the step could be"]

@@ -26,7 +26,8 @@ from jaxtrain.planner.programs.measured_step import (
     without_waiting,
 )
 from jaxtrain.planner.programs.trace import TraceError, TraceEvent, read
-from jaxtrain.planner.search.compare import PLANNED, plan_at_hand
+from jaxtrain.planner.search.compare import plan_at_hand
+from jaxtrain.run.files import PLANNED
 from jaxtrain.run.wall_clock import Part, WallClock
 from jaxtrain.training.profile import WARM_UP, Profile
 

@@ -5,16 +5,15 @@ import json
 import re
 
 import pytest
-from support import hardware_file, small
+from support import hardware_file
 from support import train_runs as runs
 
 from jaxtrain.config.checks import check_devices
 from jaxtrain.config.flags import apply
 from jaxtrain.config.recipes import load_recipe
-from jaxtrain.planner.programs.report import introduction, step_counts
+from jaxtrain.planner.programs.report import step_counts
 from jaxtrain.planner.search.predict import predict
 from jaxtrain.planner.step.hardware import load
-from jaxtrain.training.step import make_step
 
 
 @pytest.fixture
@@ -127,29 +126,6 @@ def test_json_alone_on_standard_output(folder):
         found["memory"]["state"]["moments"] > 0
         and found["memory"]["compiled"]["total"] > sum(found["memory"]["state"].values()) / 2
     )
-
-
-def test_what_zero_cannot_share_out_is_said():
-    def said(data: int, zero: int, **changes) -> list[str]:
-        names = {f"model.{name}": value for name, value in changes.items()} | {
-            "parallel.zero": zero,
-            "data.batch_size": data,
-        }
-        config = small.config((data, 1, 1), microbatches=1, changes=names)
-        lines = introduction(config, make_step(config, small.mesh_of(config)))
-        return [line for line in lines if line.startswith("ZeRO")]
-
-    whole = (
-        "of the parameters are unsharded over all 7 devices: mesh.data=7 divides no free dimension "
-        "of theirs (model.width=32)"
-    )
-    assert said(7, 3) == [f"ZeRO: 100% {whole}"]
-    rest = 4 * (4 * 32**2 + 3 * 32 * 64 + 2 * 32) + 2 * 61 * 32 + 32
-    table = 490 * 32  # 7 divides its rows
-    assert said(7, 1, positions="learned", max_positions=490) == [
-        f"ZeRO: {rest / (rest + table):.0%} {whole}"
-    ]
-    assert said(8, 3) == said(7, 0) == said(1, 1) == []
 
 
 def test_json_is_for_a_dry_run(folder):

@@ -11,7 +11,6 @@ from jaxtrain import config as configs
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.pipeline.setup import make_setup
-from jaxtrain.planner.programs.report import slot_pools
 from jaxtrain.planner.search.predict import predict
 from jaxtrain.planner.step.hardware import load
 from jaxtrain.training.state import bytes_per_device
@@ -53,7 +52,7 @@ def traced(config: configs.Config) -> Step:
 def pools(config: configs.Config) -> dict[str, int]:
     step = traced(config)
     with jax.set_mesh(step.mesh):
-        return {pool: number * each for pool, (number, each) in slot_pools(step).items()}
+        return {pool: number * each for pool, (number, each) in step.slot_pools().items()}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,27 @@
+"""What rooms of the trainer ask the planner for: a config's op times on a kind of device, and the
+sizes of a model by which other times follow. No jax."""
+
+from jaxtrain.config import Config
+from jaxtrain.planner.step.hardware import Hardware, HardwareError, load
+from jaxtrain.planner.step.step_model import (
+    hardware_at_hand,
+    milliseconds,
+    step_model_of,
+    transformer_of,
+)
+from jaxtrain.planner.step.transformer import Transformer
+
+__all__ = [
+    "HardwareError",
+    "Transformer",
+    "hardware_at_hand",
+    "load",
+    "milliseconds",
+    "op_times",
+    "transformer_of",
+]
+
+
+def op_times(config: Config, hardware: Hardware) -> tuple[float, ...]:
+    """The planned op times of a resolved config, in ms, as `pipeline.times` takes them."""
+    return milliseconds(step_model_of(config, hardware).op_times())

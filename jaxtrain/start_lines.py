@@ -1,0 +1,131 @@
+"""What a start says about its step: mesh, model, kernels, table and saved bytes, with the planned
+step; and once it is compiled, its memory and times."""
+
+from typing import Any
+
+import jax
+from jax.stages import Compiled
+
+from jaxtrain.config import Config, kernels
+from jaxtrain.config.sizes import device_capacity
+from jaxtrain.devices import mesh as meshes
+from jaxtrain.devices.mesh import DATA
+from jaxtrain.parallel.target_device import target_device_of
+from jaxtrain.planner.for_training import plan_at_hand
+from jaxtrain.training.state import bytes_on_disk, bytes_per_device
+from jaxtrain.training.step import Step, compiled_memory
+
+
+def mebibytes(n: float) -> str:
+    return f"{n / 2**20:,.1f}"
+
+
+def introduction(config: Config, step: Step) -> list[str]:
+    """Lines about a step, compiled or not: mesh, model, table, slots, the planned step."""
+    d, m, device = config.data, config.model, step.mesh.devices.flat[0]
+    lines = [
+        *meshes.describe(step.mesh),
+        f"model: {step.parts.parameter_count:,} parameters; {step.layout.placement.describe()}",
+        f"step: {d.batch_size * d.sequence_length:,} tokens in {config.pipeline.microbatches} "
+        f"microbatches of {config.sequences_per_microbatch} sequences of {d.sequence_length}",
+    ]
+    if every := config.train.diloco_inner_steps:
+        lines.append(
+            f"replicas: {config.mesh.replica} train independently and exchange "
+            f"{config.precision.outer} every {every} steps and after the last"
+        )
+    case = kernels.attention_case(
+        target_device_of(device), m, d, config.mesh, config.parallel, config.precision
+    )
+    lines += [
+        *kernels.describe_products(config.precision, case.device),
+        *kernels.describe(m, case),
+    ]
+    if (unsharded := unsharded_over_data(step)) >= 0.01:
+        data = config.mesh.data
+        lines.append(
+            f"ZeRO: {unsharded:.0%} of the parameters are unsharded over all {data} devices: "
+            f"mesh.data={data} divides no free dimension of theirs (model.width={m.width})"
+        )
+    if m.experts and not m.capacity_factor and config.mesh.expert > 1:
+        lines.append(_expert_capacity(config, step))
+    lines.append(f"table: {step.setup.describe()}")
+    if pools := step.slot_pools():
+        total = sum(n * each for n, each in pools.values())
+        lines.append(f"saved from forward to backward: {mebibytes(total)} MiB a device")
+    offloaded = []
+    if step.layout.offload:
+        size = mebibytes(bytes_per_device(step.abstract_state(), host=True))
+        offloaded.append(f"{size} MiB of the optimizer's state")
+    if config.parallel.offload in ("activations", "both"):
+        slots = f"slots {', '.join(step.host_pools)}"
+        offloaded.append(slots if step.setup.train else "what layers save for the backward")
+    if offloaded:
+        lines.append(f"in the host's memory, for each device: {'; '.join(offloaded)}")
+    if step.layout.disk:
+        lines.append(
+            f"on disk in {config.parallel.offload_directory}, for each device: "
+            f"{mebibytes(bytes_on_disk(step.abstract_state()))} MiB of the optimizer's state"
+        )
+    return lines + plan_at_hand(config, device.device_kind).lines()
+
+
+def _expert_capacity(config: Config, step: Step) -> str:
+    """A line with the most routed tokens that one device's experts can receive, for experts that
+    are split over `expert`."""
+    m, sizes = config.model, step.mesh.shape
+    sequences = config.sequences_per_microbatch // meshes.batch_shards(sizes)
+    tokens = sequences * (config.data.sequence_length // config.mesh.context)
+    capacity = device_capacity(
+        tokens, m.experts_per_token, m.experts, config.mesh.expert, m.expert_room
+    )
+    beyond = "the worst case"
+    if m.expert_room:
+        beyond = f"model.expert_room={m.expert_room:g}; tokens beyond it are dropped"
+    return (
+        f"experts: a device's capacity is {capacity:,} routed tokens, "
+        f"{capacity / (tokens * m.experts_per_token):.2f} times the mean ({beyond})"
+    )
+
+
+def unsharded_over_data(step: Step) -> float:
+    """The fraction of the parameters that ZeRO leaves unsharded, because `data` divides none of
+    their dimensions."""
+    layout = step.layout
+    if not layout.zero or step.mesh.shape[DATA] == 1:
+        return 0.0
+    parameters = layout.parameters()
+    unsharded = sum(each.size for each in parameters if not each.reduction.shard_axes)
+    return unsharded / sum(each.size for each in parameters)
+
+
+def as_compiled(step: Step, compiled: Compiled, tracing: float, compiling: float) -> list[str]:
+    """Lines about a compiled step: its memory, if the platform reports it, and the seconds of
+    tracing and compiling."""
+    settings: Any = jax.config  # its attributes have no declared types
+    again = (
+        ""
+        if settings.jax_enable_compilation_cache
+        else " (again at each start: compiled programs are not kept)"
+    )
+    lines = [f"traced in {tracing:.1f} s, compiled in {compiling:.1f} s{again}"]
+    if memory := compiled_memory(compiled):
+        state = mebibytes(bytes_per_device(step.abstract_state()))
+        lines.insert(
+            0,
+            f"memory per device as compiled: {mebibytes(memory['total'])} MiB ({state} of state, "
+            f"{mebibytes(memory['temporary'])} temporary)",
+        )
+    return lines
+
+
+def before_a_dry_run(
+    config: Config, step: Step, compiled: Compiled, tracing: float, compiling: float
+) -> list[str]:
+    """All lines about a step that is compiled and not run, and the sizes of its slots."""
+    pools = [f"{kind} {n} × {each / 2**20:,.2f}" for kind, (n, each) in step.slot_pools().items()]
+    return [
+        *introduction(config, step),
+        *as_compiled(step, compiled, tracing, compiling),
+        *[f"slots of a device, MiB: {', '.join(pools)}"] * bool(pools),
+    ]

@@ -1,0 +1,30 @@
+"""What a start says about its step. tests/devices/test_host_memory.py has the lines about the
+host's memory, tests/planner/programs/test_report.py those of a dry run."""
+
+from support import small
+
+from jaxtrain.start_lines import introduction
+from jaxtrain.training.step import make_step
+
+
+def test_what_zero_cannot_share_out_is_said():
+    def said(data: int, zero: int, **changes) -> list[str]:
+        names = {f"model.{name}": value for name, value in changes.items()} | {
+            "parallel.zero": zero,
+            "data.batch_size": data,
+        }
+        config = small.config((data, 1, 1), microbatches=1, changes=names)
+        lines = introduction(config, make_step(config, small.mesh_of(config)))
+        return [line for line in lines if line.startswith("ZeRO")]
+
+    whole = (
+        "of the parameters are unsharded over all 7 devices: mesh.data=7 divides no free dimension "
+        "of theirs (model.width=32)"
+    )
+    assert said(7, 3) == [f"ZeRO: 100% {whole}"]
+    rest = 4 * (4 * 32**2 + 3 * 32 * 64 + 2 * 32) + 2 * 61 * 32 + 32
+    table = 490 * 32  # 7 divides its rows
+    assert said(7, 1, positions="learned", max_positions=490) == [
+        f"ZeRO: {rest / (rest + table):.0%} {whole}"
+    ]
+    assert said(8, 3) == said(7, 0) == said(1, 1) == []
