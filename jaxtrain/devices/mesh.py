@@ -14,6 +14,7 @@ import contextlib
 import contextvars
 import functools
 import math
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -264,6 +265,12 @@ def _by_gloo() -> bool:
 
 _TRACED_FOR: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar(
     "traced_for", default=None
+)
+
+
+# In the place of a mesh: a program is traced for a CPU, and jax is not asked for its devices.
+CPU_STAND_IN: Any = types.SimpleNamespace(
+    devices=np.array([types.SimpleNamespace(platform="cpu")], object)
 )
 
 

@@ -1,0 +1,234 @@
+"""The sizes of a model: the parameters of its layers, and the operations of a token."""
+
+import dataclasses
+import functools
+import importlib
+import math
+from typing import Any, NamedTuple
+
+from jaxtrain.config import ModelConfig
+from jaxtrain.config.sizes import padded_vocabulary
+
+OUTPUTS, INPUTS = "outputs", "inputs"  # what `model` splits of a product's matrices
+EXPERT, MODEL = "expert", "model"  # mesh axes
+
+
+class Array(NamedTuple):
+    """One parameter: its name, its shape, and for each dimension the mesh axis that splits it, or
+    "".
+
+    cast:    used in the compute type
+    product: a matrix whose products may be of FP8
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    cast: bool
+    product: bool
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def on_device(self, sizes: dict[str, int]) -> float:
+        """Its numbers on a device. sizes: of the mesh axes that split parameters"""
+        return self.size / math.prod(sizes.get(axis, 1) for axis in self.axes)
+
+
+class Product(NamedTuple):
+    """The product of one activation with one or several matrices.
+
+    names:   of the matrices
+    inputs, outputs: columns of the activation of a token, and of the results together
+    split:   what `model` splits: OUTPUTS, of all tokens; INPUTS, whose results are summed; or "",
+        nothing: each device multiplies its own tokens
+    value:   the number of the activation: products of one share its all-gather
+    experts: experts that have such matrices, of which a token uses some; 0: all tokens use them
+    makes:   the name of its result (config/saved_values.py); "" for a result without one
+    read:    the backward reads the result
+    fp8:     it may be of FP8
+    """
+
+    names: tuple[str, ...]
+    inputs: int
+    outputs: int
+    split: str
+    value: int = 0
+    experts: int = 0
+    makes: str = ""
+    read: bool = True
+    fp8: bool = True
+
+    @property
+    def size(self) -> int:
+        """Parameters that a token is multiplied with, of one expert."""
+        return self.inputs * self.outputs
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layer:
+    """What one layer has and computes (layer_trace.py).
+
+    arrays:   all parameters, with all experts, norms, biases and counts
+    products: in the layer's order
+    scores:   scores of attention for each pair of tokens: heads
+    core:     multiplications in attention for each pair of tokens
+    joints:   norms of the residual stream, and sums with it
+    inner:    numbers of a token that elementwise work has between products, in and out
+    choices:  experts that a token uses
+    """
+
+    arrays: tuple[Array, ...]
+    products: tuple[Product, ...]
+    scores: float
+    core: float
+    joints: int
+    inner: float
+    choices: int
+
+    @functools.cached_property
+    def size(self) -> int:
+        """The number of parameters."""
+        return sum(array.size for array in self.arrays)
+
+    @functools.cached_property
+    def experts(self) -> int:
+        """The number of parameters of all experts."""
+        return sum(array.size for array in self.arrays if EXPERT in array.axes)
+
+    @functools.cached_property
+    def per_token(self) -> int:
+        """Parameters that a token is multiplied with."""
+        return sum(map(self.used, self.products))
+
+    def used(self, product: Product) -> int:
+        """Parameters of a product that a token is multiplied with."""
+        return product.size * (self.choices if product.experts else 1)
+
+    def on_device(self, model: int, expert: int) -> float:
+        """Parameters on a device."""
+        return sum(a.on_device({MODEL: model, EXPERT: expert}) for a in self.arrays)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model(ModelConfig):
+    """A resolved model, whose settings are those of a config, and the tokens of its sequences.
+    Layers are traced when they are asked for."""
+
+    sequence: int = 0
+
+    @property
+    def score_dim(self) -> int:
+        """Dimension of a head's queries and keys."""
+        return self.head_dim + self.rope_head_dim
+
+    @property
+    def output_dim(self) -> int:
+        """Dimension of a head's values."""
+        return self.value_head_dim or self.score_dim
+
+    @property
+    def norm_vectors(self) -> int:
+        """Vectors of a norm, 2 with a bias."""
+        return 1 + ("norm" in self.biases)
+
+    @property
+    def tables(self) -> int:
+        """Tables of the vocabulary."""
+        return 1 if self.tied_embeddings else 2
+
+    def layer(self, dense: bool = False) -> Layer:
+        """One layer. dense: of those before the layers that have experts"""
+        return self._dense_layer if dense else self._layer
+
+    @functools.cached_property
+    def _layer(self) -> Layer:
+        return _traces().layer_of(self, dense=False)
+
+    @functools.cached_property
+    def _dense_layer(self) -> Layer:
+        return _traces().layer_of(self, dense=True) if self.dense_layers else self._layer
+
+    @functools.cached_property
+    def ends(self) -> tuple[Array, ...]:
+        """Parameters before and after the layers, but for the vocabulary's tables and the layers of
+        multi-token prediction modules."""
+        return _traces().ends_of(self)
+
+    @functools.cached_property
+    def end_parameters(self) -> int:
+        """The number of parameters in `ends`."""
+        return sum(array.size for array in self.ends)
+
+    def device_table_parameters(self, model: int, stages: int = 1) -> float:
+        """Parameters of a table of the vocabulary on a device, split over `model` and stages."""
+        shards = model * stages
+        return padded_vocabulary(self.vocab_size, shards) * self.width / shards
+
+    def parameters(self) -> int:
+        """Parameters of the model without its multi-token prediction modules."""
+        return _traces().parameters_of(self)
+
+    def attention_flops(self) -> float:
+        """Forward operations of attention in one layer and sequence, where each token attends to
+        all tokens; causal attention needs half of them."""
+        return 2.0 * self.sequence**2 * self.layer().core
+
+    def sequence_flops(self, causal: bool = True) -> float:
+        """Forward operations of a sequence: products with matrices, attention and the head. causal:
+        attention's half counts."""
+        layers = self.layers + self.mtp_depth
+        per_token = layers * self.layer().per_token
+        per_token += self.dense_layers * self.layer(dense=True).per_token
+        per_token += self.vocab_size * self.width * (1 + self.mtp_depth)
+        per_token += self.mtp_depth * 2 * self.width**2
+        attention = (layers + self.dense_layers) * self.attention_flops() * (0.5 if causal else 1.0)
+        return 2.0 * self.sequence * per_token + attention
+
+    def training_flops_per_token(self, causal: bool = True) -> float:
+        """Operations of forward and backward for one token, recomputation not counted: the backward
+        takes twice the forward (PaLM, arXiv:2204.02311, appendix B, which counts attention in
+        full). causal: attention's half counts, which makes rates lower."""
+        return 3.0 * self.sequence_flops(causal) / self.sequence
+
+
+def _traces() -> Any:
+    """The module that reads layers: it imports jax, which flags that cannot work need not."""
+    return importlib.import_module("jaxtrain.planner.step.layer_trace")
+
+
+@functools.lru_cache(maxsize=256)
+def model_of(config: ModelConfig, sequence: int) -> Model:
+    """The model of a resolved config, with sequences of this length; the same object for the
+    same config."""
+    return Model(**vars(config), sequence=sequence)
+
+
+def gpt(
+    width: int,
+    heads: int,
+    layers: int,
+    sequence: int = 2048,
+    vocabulary: int = 51200,
+    tied: bool = True,
+) -> Model:
+    """Megatron's GPT: two matrices in an MLP of four widths, learned positions, biases."""
+    return model_of(
+        ModelConfig(
+            layers=layers,
+            width=width,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=width // heads,
+            mlp_width=4 * width,
+            vocab_size=vocabulary,
+            activation="gelu",
+            tied_embeddings=tied,
+            biases=("qkv", "out", "mlp", "norm"),
+            positions="learned",
+            max_positions=sequence,
+            norm="layernorm",
+        ),
+        sequence,
+    )
