@@ -115,7 +115,7 @@ def run(folder: pathlib.Path) -> dict:
     from jaxtrain.config.kernels import attention_case, describe
     from jaxtrain.devices.mesh import make_mesh, sizes_of
     from jaxtrain.parallel.target_device import target_device_of
-    from jaxtrain.planner.step.step_model import transformer_of
+    from jaxtrain.planner.step.model import model_of
     from jaxtrain.training.optimizer import learning_rate
     from jaxtrain.training.state import initial_state
     from jaxtrain.training.step import make_step
@@ -153,7 +153,7 @@ def run(folder: pathlib.Path) -> dict:
             jax.block_until_ready((state, metrics))
             seconds.append(time.perf_counter() - began_step)
             results.append(jax.device_get(metrics))
-    model = transformer_of(config.model, config.data.sequence_length)
+    model = model_of(config.model, config.data.sequence_length)
     case_of_step = attention_case(
         target_device_of(jax.devices()[0]),
         config.model,

@@ -20,8 +20,8 @@ sys.path.insert(0, str(FOLDER.parents[1]))
 from jaxtrain.planner.step.frameworks import FRAMEWORKS  # noqa: E402
 from jaxtrain.planner.step.hardware import load  # noqa: E402 (the path comes first)
 from jaxtrain.planner.step.layout import Layout  # noqa: E402
+from jaxtrain.planner.step.model import Model, gpt, llama  # noqa: E402
 from jaxtrain.planner.step.step_time import StepModel  # noqa: E402
-from jaxtrain.planner.step.transformer import Transformer, gpt  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ def pipeline(
     )
 
 
-def model_of(row: dict[str, str]) -> Transformer:
+def model_of(row: dict[str, str]) -> Model:
     sizes = (int(row[key]) for key in ("hidden", "heads", "layers", "seq", "vocab"))
     return gpt(*sizes, tied=row.get("tied", "1") != "0")
 
@@ -177,7 +177,8 @@ def maxtext_tpu() -> Iterator[Row]:
     for row in read("maxtext_tpu"):
         width, layers, mlp, heads, each = MAXTEXT_SIZES[row["params_billion"], row["chip"]]
         devices = int(row["slice_chips"])
-        model = Transformer(layers, width, heads, heads, 256, mlp, 32768, int(row["seq"]))
+        sizes = layers, width, heads, heads, 256, mlp
+        model = llama(*sizes, vocabulary=32768, sequence=int(row["seq"]))
         layout = Layout(data=devices, microbatch=each, zero=3, remat="selective")
         work = StepModel(model, layout, FRAMEWORKS["maxtext"], load(f"tpu-{row['chip']}"))
         yield Row(
@@ -195,7 +196,7 @@ def gpus_jax() -> Iterator[Row]:
         devices = int(row["gpus"].split()[0])
         big = "70b" in row["model"]
         sizes = (80, 8192, 64, 8, 128, 28672) if big else (32, 4096, 32, 8, 128, 14336)
-        model = Transformer(*sizes, vocab_size=128256, sequence=int(row["seq"]))
+        model = llama(*sizes, vocabulary=128256, sequence=int(row["seq"]))
         layout = Layout(
             data=devices,
             microbatch=int(row["per_device_batch"]),
@@ -228,7 +229,7 @@ def llama3() -> Iterator[Row]:
     """The 405B model. Assumed: a chunk of one layer, all activations kept, attention counted as
     masked. No constant was fitted to these."""
     for row in read("llama3_h100"):
-        model = Transformer(126, 16384, 128, 8, 128, 53248, 128256, int(row["seq"]))
+        model = llama(126, 16384, 128, 8, 128, 53248, 128256, int(row["seq"]))
         data, each = int(row["data"]), int(row["batch_per_data"])
         layout = Layout(
             data=data,

@@ -89,7 +89,7 @@ def _layer(counts: StepCounts, op: str, output: bool = True, dense: bool = False
 def _made_again(counts: StepCounts) -> Flops:
     """FLOPs of what B makes again in one layer and microbatch with selective recomputation."""
     m, layout = counts.collectives.model, counts.collectives.layout
-    parameters = m.made_again(layout.makes_again)
+    parameters = m.layer().made_again(layout.makes_again)
     shared = 0 if m.mla else 2 * m.head_dim * max(0, layout.model - m.kv_heads)
     parameters += shared * m.width * layout.makes_again(QKV)
     forward = m.attention_flops() / 2 * layout.microbatch / (layout.context * layout.model)
@@ -103,7 +103,7 @@ def _head(counts: StepCounts) -> Flops:
         counts.collectives.model,
         counts.collectives.layout.stage if counts.collectives.shares_vocabulary else 1,
     )
-    logits = 3 * 2.0 * m.vocab_size * m.width * _tokens(counts) * (1 + m.predictions) / shards
+    logits = 3 * 2.0 * m.vocab_size * m.width * _tokens(counts) * (1 + m.mtp_depth) / shards
     join = 3 * 2.0 * 2 * m.width**2 * _tokens(counts)
     module = sum((_layer(counts, op) for op in "FBW"), Flops(join, 0.0, join))
-    return Flops(logits, 0.0, logits) + module * m.predictions
+    return Flops(logits, 0.0, logits) + module * m.mtp_depth

@@ -22,7 +22,7 @@ WITHOUT_JAX = (
     *("planner.step", "planner.search"),
 )
 PLANNED_TIMES = "jaxtrain.planner.step.op_times"
-WITH_JAX = ("data.loader",)  # of those
+WITH_JAX = ("data.loader", "planner.step.layer_trace")  # of those
 NEEDS_JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
 

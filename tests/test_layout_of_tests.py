@@ -39,7 +39,7 @@ GROUPED = {
     "planner/step/layer_collectives.py": "planner/step/test_step_counts.py",
     "planner/step/memory.py": "planner/step/test_memory_compiled.py",
     "planner/step/op_times.py": "pipeline/test_setup.py",
-    "planner/step/transformer.py": "planner/step/test_identities.py",
+    "planner/step/model.py": "planner/step/test_layer_trace.py",
     "data/bad_records.py": "data/test_records.py",
     "devices/cluster_environment.py": "devices/test_cluster.py",
     "devices/startup.py": "test_cli.py",

@@ -19,7 +19,7 @@ from jaxtrain.config import (
 from jaxtrain.config.checks import Environment
 from jaxtrain.config.rules import Rule, Violation, values_for
 from jaxtrain.pipeline.setup import make_setup
-from jaxtrain.planner.step.op_times import HardwareError, load, transformer_of
+from jaxtrain.planner.step.op_times import HardwareError, load, model_of
 from jaxtrain.schedule.orders import CSV, SCHEDULES
 
 # Parameters beyond which nobody means to train on the default corpus.
@@ -38,7 +38,7 @@ def check_run(config: Config, environment: Environment) -> None:
 def default_corpus(config: Config) -> dict[str, str]:
     """The settings of the corpus that are at their defaults in a config of more than LARGE
     parameters, with their placeholders; {} for smaller models."""
-    model = transformer_of(config.resolve().model, config.data.sequence_length)
+    model = model_of(config.resolve().model, config.data.sequence_length)
     return {
         path: placeholder
         for path, placeholder in CORPUS.items()

@@ -16,7 +16,7 @@ from jaxtrain.config import Config, ConfigError, ModelConfig, PipelineConfig, en
 from jaxtrain.config.rules import values_for
 from jaxtrain.config.saved_values import saves_layer_inputs
 from jaxtrain.config.sizes import remat_of
-from jaxtrain.planner.step.op_times import Transformer, load, op_times, transformer_of
+from jaxtrain.planner.step.op_times import Model, load, model_of, op_times
 from jaxtrain.schedule import by_name, search
 from jaxtrain.schedule.clocks import Times
 from jaxtrain.schedule.order_csv import read_schedule
@@ -138,7 +138,7 @@ def times_of(config: Config) -> Times:
     pipeline, stages, known = config.pipeline, config.mesh.stage, config.pipeline.times
     if not known and stages > 1 and config.train.hardware:
         known = op_times(config, load(config.train.hardware))
-    model = transformer_of(config.model, config.data.sequence_length)
+    model = model_of(config.model, config.data.sequence_length)
     return complete_times(known, model, stages, has_recompute_ops(pipeline.remat))
 
 
@@ -156,9 +156,7 @@ def saved_fractions(remat: str, sizes: Sequence[int]) -> tuple[float, ...]:
     return tuple(1 - each / max(1, size) for each, size in zip(recomputed, sizes, strict=True))
 
 
-def complete_times(
-    known: Sequence[float], model: Transformer, stages: int, recomputes: bool
-) -> Times:
+def complete_times(known: Sequence[float], model: Model, stages: int, recomputes: bool) -> Times:
     """The op times that are known, in the order of `pipeline.times`; the others follow from the
     model's sizes, and so do all, with F = 1, where none are known. recomputes: there are Rs"""
     recompute = float(recomputes and stages > 1)
@@ -166,7 +164,7 @@ def complete_times(
     # and backward.
     module = model.vocab_size * model.width + model.layer().per_token + 2 * model.width**2
     stage = model.layer().per_token * model.layers / stages
-    head = 3 * (model.vocab_size * model.width + model.predictions * module) / stage
+    head = 3 * (model.vocab_size * model.width + model.mtp_depth * module) / stage
     # The dense layers before the others run forward with the embedding, and forward and backward
     # with its gradient: four times, in two.
     embed = 2 * model.dense_layers * model.layer(dense=True).per_token / stage

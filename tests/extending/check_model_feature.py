@@ -4,7 +4,7 @@ import jax
 from support import small
 
 from jaxtrain import config as configs
-from jaxtrain.planner.step.step_model import transformer_of
+from jaxtrain.planner.step.model import model_of
 from jaxtrain.training.step import make_step
 
 config = small.config(changes={"model.output_norms": True})
@@ -12,5 +12,5 @@ plain = configs.replace(config, {"model.output_norms": False})
 step = make_step(config, small.mesh_of(config))
 leaves = jax.tree_util.tree_leaves_with_path(step.abstract_state().params)
 norms = [leaf for path, leaf in leaves if "output_norm" in str(path)]
-added = transformer_of(config.model, 16).parameters() - transformer_of(plain.model, 16).parameters()
+added = model_of(config.model, 16).parameters() - model_of(plain.model, 16).parameters()
 assert sum(leaf.size for leaf in norms) == added == 4 * 2 * config.model.width

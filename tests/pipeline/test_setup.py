@@ -12,7 +12,8 @@ from jaxtrain.config.checks import Environment, error_of
 from jaxtrain.pipeline.checks import RULES_WITH_TABLES
 from jaxtrain.pipeline.setup import make_setup, times_of
 from jaxtrain.planner.step.hardware import load
-from jaxtrain.planner.step.step_model import step_model_of, transformer_of
+from jaxtrain.planner.step.model import model_of
+from jaxtrain.planner.step.step_model import step_model_of
 from jaxtrain.schedule.by_name import make_table
 from jaxtrain.schedule.order_csv import to_order_csv
 from jaxtrain.schedule.orders import SCHEDULES
@@ -87,14 +88,14 @@ def test_times():
     cfg = small.config((1, 4, 1), changes={"model.layers": 12})
     m = cfg.model
     layer = 4 * 32 * 32 + 3 * 32 * 64
-    assert transformer_of(cfg.model, 16).layer().per_token == layer
+    assert model_of(cfg.model, 16).layer().per_token == layer
     experts = {
         "model.experts": 8,
         "model.experts_per_token": 2,
         "model.shared_experts": 1,
         "model.expert_width": 16,
     }
-    with_experts = transformer_of(small.config(changes=experts).model, 16)
+    with_experts = model_of(small.config(changes=experts).model, 16)
     # what a token takes; the router
     assert with_experts.layer().per_token == 4 * 32 * 32 + 3 * 32 * 3 * 16 + 32 * 8
     head = 3 * m.vocab_size * m.width / (3 * layer)

@@ -18,7 +18,7 @@ from jaxtrain.checkpoint.restoring import load_parameters, restore
 from jaxtrain.config import ConfigError
 from jaxtrain.models import transformer
 from jaxtrain.pipeline.setup import make_setup, times_of
-from jaxtrain.planner.step.step_model import transformer_of
+from jaxtrain.planner.step.model import model_of
 from jaxtrain.runtime.embedding_and_head import look_ahead
 from jaxtrain.training.state import stored_shapes
 from jaxtrain.training.step import make_step
@@ -165,9 +165,7 @@ def test_where_the_modules_stand():
     assert times_of(cfg).head == pytest.approx(3 * (2 * head + layer + 2 * 32 * 32) / (2 * layer))
     parts, without = transformer.build(cfg.model), transformer.build(plain)
     assert parts.parameter_count == without.parameter_count + layer + 2 * 32 * 32 + 5 * 32
-    counts = [
-        transformer_of(model, 16).sequence_flops(causal=False) for model in (plain, cfg.model)
-    ]
+    counts = [model_of(model, 16).sequence_flops(causal=False) for model in (plain, cfg.model)]
     attention = 16 * 2 * 32 * 2  # of a token: scores and values of a layer
     assert counts[1] - counts[0] == 16 * (2 * (layer + 2 * 32 * 32 + head) + attention)
 

@@ -38,7 +38,8 @@ from jaxtrain.planner.search.what_if import advise
 from jaxtrain.planner.step import hardware
 from jaxtrain.planner.step.frameworks import FRAMEWORKS
 from jaxtrain.planner.step.hardware import Hardware, HardwareError
-from jaxtrain.planner.step.step_model import OURS, platform_of, transformer_of
+from jaxtrain.planner.step.model import model_of
+from jaxtrain.planner.step.step_model import OURS, platform_of
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.schedule import drawing
 
@@ -412,7 +413,7 @@ def _name(flags: types.SimpleNamespace, config: Config, recipe: Config) -> str:
     """The name of what is planned: the recipe's, the number of parameters, and the flags that
     change the model, its numbers or the batch."""
     name = os.path.basename(flags.config).removesuffix(".py")
-    count = transformer_of(config.resolve().model, config.data.sequence_length).parameters()
+    count = model_of(config.resolve().model, config.data.sequence_length).parameters()
     size = f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
     changed = [
         f"{path}={cfg.value_text(cfg.get(config, path))}"

@@ -24,9 +24,10 @@ from jaxtrain.planner.search.explain import aligned
 from jaxtrain.planner.step.collectives import Parameters, StepCollectives
 from jaxtrain.planner.step.hardware import GIB
 from jaxtrain.planner.step.layer_collectives import FLOAT32
+from jaxtrain.planner.step.model import model_of
 from jaxtrain.planner.step.settings import bytes_of
 from jaxtrain.planner.step.step_counts import Entry, StepCounts
-from jaxtrain.planner.step.step_model import layout_of, transformer_of
+from jaxtrain.planner.step.step_model import layout_of
 from jaxtrain.run.wall_clock import Part, WallClock, start_record
 from jaxtrain.training.state import ParameterLayout, bytes_on_disk, bytes_per_device
 from jaxtrain.training.step import Step, compiled_memory, make_layout, make_step
@@ -113,7 +114,7 @@ def step_counts(config: Config, cpu: bool = False) -> StepCounts:
     )
     tokens = data.sequence_length // mesh.context
     collectives = StepCollectives(
-        transformer_of(config.model, data.sequence_length),
+        model_of(config.model, data.sequence_length),
         layout,
         item=bytes_of(precision.compute),
         read=bytes_of(precision.compute),

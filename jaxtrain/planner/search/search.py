@@ -38,13 +38,8 @@ from jaxtrain.planner.step.hardware import GIB, Hardware
 from jaxtrain.planner.step.layout import Layout
 from jaxtrain.planner.step.links import EXPERT, Links
 from jaxtrain.planner.step.memory import least_recomputed, memory
-from jaxtrain.planner.step.step_model import (
-    OURS,
-    framework_of,
-    platform_of,
-    step_model_of,
-    transformer_of,
-)
+from jaxtrain.planner.step.model import model_of
+from jaxtrain.planner.step.step_model import OURS, framework_of, platform_of, step_model_of
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.schedule.orders import GROWING, OVERLAPPED, SCHEDULES
 
@@ -277,7 +272,7 @@ def _works(space: Space) -> Iterator[StepModel]:
             cfg.replace(resolved, {"mesh.context": context}), space.hardware, space.assume
         )
     )
-    model = transformer_of(resolved.model, resolved.data.sequence_length)
+    model = model_of(resolved.model, resolved.data.sequence_length)
     dtype = resolved.precision.compute
     for mesh in meshes(space):
         yield StepModel(model, mesh, framework(mesh.context), space.hardware, dtype)

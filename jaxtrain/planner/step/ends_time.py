@@ -31,7 +31,7 @@ class EndsTime(StepPart):
         products = sum(product(self.tokens, columns, width))
         memory = self.tokens * passes / self.hardware.streaming
         logits = TimeBreakdown({MATMULS: products, MEMORY: memory})
-        modules, held = self.model.predictions, self.layer_parameters() + 2 * width**2
+        modules, held = self.model.mtp_depth, self.layer_parameters() + 2 * width**2
         table = self._sharded_at_end(width * columns, 1, 1)
         if not modules:
             return logits + table
@@ -94,7 +94,7 @@ class EndsTime(StepPart):
             c = dataclasses.replace(c, shares_vocabulary=shared)
         collectives = [c.stage_sum(4)]
         if self.framework.slots:
-            collectives += c.loss() * (1 + self.model.predictions)
+            collectives += c.loss() * (1 + self.model.mtp_depth)
         if self.framework.slots and (shared or one_stage):
             table = self.device.groups.table
             collectives += c.lookup(table) + c.lookup_gradient(table, same_op=one_stage)

@@ -19,6 +19,7 @@ from jaxtrain.config.saved_values import (
 from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.planner.step.layer_collectives import FLOAT32, FP8, scales_of
 from jaxtrain.planner.step.layout import leaves_out_empty, routed_capacity
+from jaxtrain.planner.step.model import INPUTS
 from jaxtrain.planner.step.step_time import StepModel
 
 
@@ -95,7 +96,7 @@ def _inputs(step: StepModel) -> float:
     """Bytes of a token on a device: the inputs of a dense layer's products, in blocks of FP8. F
     rounds and leaves them where everything is saved."""
     split = step.model.layer(dense=False).products
-    numbers = sum(inputs for name, inputs, _ in split) / step.layout.model
+    numbers = sum(product.inputs for product in split) / step.layout.model
     return FP8 * scales_of(True) * numbers
 
 
@@ -108,11 +109,11 @@ def _operands(step: StepModel, dense: bool) -> float:
     model, split = step.model, step.layout.model
     experts = bool(model.experts) and not dense
     numbers = 0.0
-    for name, inputs, outputs in model.layer(dense).products:
-        if name == "router" or (experts and name.startswith("mlp")):
+    for product in model.layer(dense).products:
+        if not product.fp8 or (experts and product.of_mlp):
             continue
-        by_rows = name in ("attention_output", "mlp_out")
-        numbers += inputs / split + outputs / (1 if by_rows else split)
+        by_rows = product.split == INPUTS
+        numbers += product.inputs / split + product.outputs / (1 if by_rows else split)
     if experts and model.shared_experts:
         hidden = model.shared_experts * model.expert_width * (3 if model.gated else 2)
         numbers += 2 * model.width + hidden / split
@@ -174,10 +175,10 @@ def _attention_widths(step: StepModel) -> LayerBytes:
         # W reads what is normed, from which B rotates once more, and both the size of each head
         sizes = (model.heads + model.kv_heads) * model.qk_norm * FLOAT32 / step.item
         return LayerBytes(stash - normed + sizes, result + normed + sizes, stash + normed)
-    latents, rotated = model.query_rank + model.kv_rank, model.rope_dim * (1 + model.heads)
-    spread = model.heads * (model.head_dim + model.value_dim)
+    latents, rotated = model.query_rank + model.kv_rank, model.rope_head_dim * (1 + model.heads)
+    spread = model.heads * (model.head_dim + model.value_head_dim)
     stash = query + key + value + 2 * latents + rotated
-    return LayerBytes(query + spread, result + latents + model.rope_dim, stash)
+    return LayerBytes(query + spread, result + latents + model.rope_head_dim, stash)
 
 
 def _heads(step: StepModel) -> tuple[int, int, int, int]:
@@ -256,9 +257,9 @@ def _named_attention(step: StepModel, names: Collection[str]) -> LayerBytes:
         projected = LayerBytes(item * (query + key + value) * (QKV in names), 0.0, gradients)
         return core.plus(projected)
     latents = model.query_rank + model.kv_rank
-    spread = query + model.heads * (model.head_dim + model.value_dim)
-    gradients += item * (2 * latents + model.rope_dim * (1 + model.heads))
-    compressed = item * (latents + model.rope_dim)
+    spread = query + model.heads * (model.head_dim + model.value_head_dim)
+    gradients += item * (2 * latents + model.rope_head_dim * (1 + model.heads))
+    compressed = item * (latents + model.rope_head_dim)
     if QKV not in names:  # B norms the latents once more
         saved = LayerBytes(compressed * (LATENT in names), 0.0, (FLOAT32 + item) * latents)
     elif LATENT in names:

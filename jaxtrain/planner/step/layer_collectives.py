@@ -40,7 +40,7 @@ from jaxtrain.planner.step.links import (
     Collective,
     alike,
 )
-from jaxtrain.planner.step.transformer import Transformer
+from jaxtrain.planner.step.model import Model
 
 FLOAT32 = 4  # bytes of a float32 or an int32
 FP8 = 1
@@ -77,7 +77,7 @@ class Activations:
                         product (parallel/mxfp8.py)
     """
 
-    model: Transformer
+    model: Model
     layout: Layout
     item: float
     read: float
@@ -297,7 +297,7 @@ class LayerCollectives(ExpertCollectives):
     def _unsplit_over_model(self, op: str, fused: bool) -> list[Collective]:
         """The collectives of what several devices of `model` hold each: the rotated key of latent
         attention, key/value heads that they share (tensor.shared_columns), vectors and latents."""
-        m, rotated, collectives = self.model, self.tokens * self.model.rope_dim, []
+        m, rotated, collectives = self.model, self.tokens * self.model.rope_head_dim, []
         sharing, qkv = self.layout.model // m.kv_heads, "qkv" in m.biases
         if m.mla and op in "FR":
             collectives = [Collective(GATHER, (MODEL,), rotated * self.item)]
@@ -313,7 +313,7 @@ class LayerCollectives(ExpertCollectives):
             ranks = m.query_rank + m.kv_rank
             heads = 2 * m.norm_vectors * m.head_dim * m.qk_norm
             norms = (m.norm_vectors * 2 * m.width + heads + ranks) * FLOAT32
-            latents = (m.width + qkv) * (ranks + m.rope_dim) * self.summed
+            latents = (m.width + qkv) * (ranks + m.rope_head_dim) * self.summed
             biases = m.width * self.summed * len({"out", "mlp"}.intersection(m.biases))
             collectives += alike(SUM, MODEL, [norms, biases, latents])
         return collectives

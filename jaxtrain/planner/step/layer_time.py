@@ -10,6 +10,7 @@ from jaxtrain.config.saved_values import ATTENTION as ATTENTION_CORE
 from jaxtrain.planner.step.layer_collectives import FP8, scales_of
 from jaxtrain.planner.step.layout import AXES
 from jaxtrain.planner.step.links import CONTEXT, EXPERT, MODEL
+from jaxtrain.planner.step.model import INPUTS, OUTPUTS, Product
 from jaxtrain.planner.step.overlapped_cell import Phases, most_saved, saved_by_pair
 from jaxtrain.planner.step.settings import ITEM
 from jaxtrain.planner.step.step_part import StepPart, once
@@ -20,17 +21,16 @@ from jaxtrain.planner.step.time_breakdown import (
     TimeBreakdown,
     overlapped,
 )
-from jaxtrain.planner.step.transformer import COLUMNS, MAKES, UNSPLIT
 
 FLOAT8, MXFLOAT8 = "float8", "mxfloat8"  # the keys of their peaks
+JOINTS = 4  # of a plain layer: two norms, two sums with the residual stream
 BACKWARD_PASSES = 2.0  # passes of the backward over memory, for one of the forward
 
 
-class Product(NamedTuple):
-    """Seconds on a device of a product, and of the gradients of its input and its weights. name: as
-    in Transformer.layer"""
+class ProductTime(NamedTuple):
+    """Seconds on a device of a product, and of the gradients of its input and its weights."""
 
-    name: str
+    of: Product
     forward: float
     inputs: float
     weights: float
@@ -42,28 +42,24 @@ class LayerWork(StepPart):
     reads = (*AXES, "microbatch")
 
     @once
-    def products(self, dense: bool) -> tuple[Product, ...]:
+    def products(self, dense: bool) -> tuple[ProductTime, ...]:
         """Each product of a layer; routed and shared experts have one each."""
         return tuple(self._products(dense))
 
-    def _products(self, dense: bool) -> Iterator[Product]:
+    def _products(self, dense: bool) -> Iterator[ProductTime]:
         """Each product of a layer; routed and shared experts have one each."""
         model, layout = self.model, self.layout
-        for name, inputs, outputs in model.layer(dense).products:
-            k = inputs if name in COLUMNS or name in UNSPLIT else inputs / layout.model
-            n = outputs / layout.model if name in COLUMNS else outputs
-            fp8 = self.framework.fp8 and name != "router"
-            if not (model.experts and not dense and name.startswith("mlp")):
-                yield Product(name, *self.product(self.tokens, n, k, fp8=fp8))
-                continue
-            chosen = model.experts_per_token + model.shared_experts
-            k, n = (k / chosen, n) if name == "mlp_out" else (k, n / chosen)
-            local = model.experts / layout.expert
-            # Tokens of an expert on the busiest device of `expert`, for which the others wait.
-            busiest = self.framework.imbalance if layout.expert > 1 else 1.0
-            routed = self.tokens * model.experts_per_token / local * busiest
-            yield Product(name, *self.product(routed, n, k, local, fp8))
-            yield Product(name, *self.product(self.tokens, n, k, model.shared_experts, fp8))
+        for product in model.layer(dense).products:
+            k = product.inputs / (layout.model if product.split == INPUTS else 1)
+            n = product.outputs / (layout.model if product.split == OUTPUTS else 1)
+            tokens, local = self.tokens, 1.0
+            if product.experts:
+                local = product.experts / layout.expert
+                # Tokens of an expert on the busiest device of `expert`, for which the others wait.
+                busiest = self.framework.imbalance if layout.expert > 1 else 1.0
+                tokens *= model.experts_per_token / local * busiest
+            fp8 = self.framework.fp8 and product.fp8
+            yield ProductTime(product, *self.product(tokens, n, k, local, fp8))
 
     def product(
         self, m: float, n: float, k: float, times: float = 1, fp8: bool = False
@@ -109,7 +105,7 @@ class LayerWork(StepPart):
             products = self.framework.attention_backward
             return forward, products * 0.5 * seconds / hardware.attention_backward, 0.0
         seconds /= hardware.matmul.reached(model.sequence, model.sequence, model.score_dim)
-        scores = self.tokens * model.sequence * model.heads / layout.model
+        scores = self.tokens * model.sequence * model.layer().scores / layout.model
         moved = self.item * self.framework.attention_passes * scores
         return seconds, 2 * seconds, moved / hardware.streaming
 
@@ -117,12 +113,11 @@ class LayerWork(StepPart):
     def passes(self, dense: bool) -> float:
         """Seconds of passes over activations besides products, forward."""
         model, framework, split = self.model, self.framework, self.layout.model
-        outside = framework.passes * model.width
+        layer = model.layer(dense)
+        outside = framework.passes / JOINTS * layer.joints * model.width
         if framework.sequence_parallel:
             outside /= split
-        heads = (model.heads + 2 * model.kv_heads) * model.head_dim
-        hidden = model.hidden(dense) * (1.5 if model.gated else 1.0)
-        inner = framework.inner_passes * (heads + hidden) / split
+        inner = framework.inner_passes / 2 * layer.inner / split
         # operations, each of which reads and writes
         started = (framework.passes + framework.inner_passes) / 2
         moved = self.item * self.tokens * (outside + inner)
@@ -177,7 +172,7 @@ class LayerTime(StepPart):
         sums = self.framework.sum_passes * pass_over_weights * 2 * ITEM / self.item
         # The last product makes the layer's output. With one stage experts' gradients read theirs.
         read_anyway = self.model.experts and not dense and not self.layout.saves_inputs
-        last = sum(product.forward for product in products if product.name == "mlp_out")
+        last = sum(product.forward for product in products if not product.of.read)
         skipped = 0.0 if read_anyway else unread * last
         memory = passes + scores + read
         core = {ATTENTION: attention, MEMORY: scores}
@@ -207,7 +202,7 @@ class LayerTime(StepPart):
             MATMULS: sum(
                 product.forward
                 for product in self.work.products(dense)
-                if product.name in MAKES and self.layout.makes_again(MAKES[product.name])
+                if product.of.read and self.layout.makes_again(product.of.makes)
             ),
             ATTENTION: attention * core,
             MEMORY: self.work.passes(dense) + scores * core,
@@ -243,7 +238,7 @@ class LayerTime(StepPart):
         if not (self.model.experts and by_twos and layers > 1):
             return 0.0, 0.0
         phases = self.phases("F")
-        last = [p.forward for p in self.work.products(False) if p.name == "mlp_out"]
+        last = [p.forward for p in self.work.products(False) if not p.of.read]
         saved = saved_by_pair(phases._replace(experts=phases.experts - sum(last)))
         return self.framework.cell_overlap, saved * (layers - layers % 2) / layers
 
@@ -256,10 +251,10 @@ class LayerTime(StepPart):
         split = [
             product
             for product in self.work.products(dense)
-            if product.name not in UNSPLIT and not (routed and product.name.startswith("mlp"))
+            if product.of.split and not (routed and product.of.of_mlp)
         ]
         if op == "W":  # what row-parallel products multiply was gathered by B
-            split = [product for product in split if product.name in COLUMNS]
+            split = [product for product in split if product.of.split == OUTPUTS]
         work = {"F": "forward", "R": "forward", "B": "inputs", "W": "weights"}[op]
         fraction = 1 - 1 / self.layout.model
         each = seconds / max(1, len(split))
@@ -297,7 +292,7 @@ class LayerTime(StepPart):
         forward = op == "F"
         seconds = {True: 0.0, False: self.work.attention[not forward]}  # experts', or others'
         for product in self.work.products(False):
-            is_experts = product.name.startswith("mlp")
+            is_experts = product.of.of_mlp and bool(product.of.split)
             seconds[is_experts] += product.forward if forward else product.inputs
         outward, back = (
             self.links.seconds(messages).get(EXPERT, 0.0)

@@ -17,7 +17,7 @@ from jaxtrain.config.sizes import (
     exceeds_mean,
     remat_of,
 )
-from jaxtrain.planner.step.transformer import Transformer
+from jaxtrain.planner.step.model import Model
 from jaxtrain.schedule.orders import ONE_CHUNK
 from jaxtrain.schedule.placement import cut, spread
 
@@ -84,7 +84,7 @@ class Layout:
     @property
     def saved_names(self) -> tuple[str, ...]:
         """The names of the values that a layer with selective recomputation saves."""
-        return self.save or PRODUCTS
+        return self.save or (*PRODUCTS, "")
 
     @property
     def saves_inputs(self) -> bool:
@@ -122,7 +122,7 @@ def _units(layers: int, chunks: int, layers_per_op: int) -> tuple[int, ...]:
     return cut(spread(layers, chunks), layers_per_op)[1]
 
 
-def routed_capacity(model: Transformer, layout: Layout) -> int:
+def routed_capacity(model: Model, layout: Layout) -> int:
     """Routed tokens of a microbatch that a device's experts can receive: by `capacity_factor` if
     there is one, else by `expert_room`; 0 without experts."""
     if not model.experts:
@@ -134,25 +134,25 @@ def routed_capacity(model: Transformer, layout: Layout) -> int:
     return _capacity(model, layout, layout.expert)
 
 
-def leaves_out_empty(model: Transformer, layout: Layout) -> bool:
+def leaves_out_empty(model: Model, layout: Layout) -> bool:
     """True if work on single routed tokens leaves out empty capacity, unless it is in FP8."""
     mean = layout.microbatch * (model.sequence // layout.context) * model.experts_per_token
     return not model.capacity_factor and exceeds_mean(routed_capacity(model, layout), mean)
 
 
-def sent_by_gateway(model: Transformer, layout: Layout) -> int:
+def sent_by_gateway(model: Model, layout: Layout) -> int:
     """Routed tokens of a microbatch that a device can send on to the experts of its node, where
     tokens go to experts in two steps."""
     return _capacity(model, layout, layout.expert_nodes)
 
 
-def _capacity(model: Transformer, layout: Layout, parts: int) -> int:
+def _capacity(model: Model, layout: Layout, parts: int) -> int:
     sent = layout.microbatch * (model.sequence // layout.context)
     choices, room = model.experts_per_token, model.expert_room
     return device_capacity(sent, choices, model.experts, parts, room)
 
 
-def nodes_of_token(model: Transformer, nodes: int) -> float:
+def nodes_of_token(model: Model, nodes: int) -> float:
     """The mean number of nodes, of so many that split the experts, in which a token has a choice.
 
     All choices that the router allows are taken to be equally likely. With `usable` experts a token

@@ -154,7 +154,7 @@ def memory(
 def _products_at_ends(step: StepModel) -> float:
     """Parameters before and after a device's layers that multiply in FP8."""
     model = step.model
-    return model.dense_layers * step.layer_parameters(dense=True) + model.predictions * (
+    return model.dense_layers * step.layer_parameters(dense=True) + model.mtp_depth * (
         step.layer_parameters() + 2 * model.width**2
     )
 
@@ -371,13 +371,13 @@ def _head_working(step: StepModel, loss_chunk: int, shared: bool, layer_working:
     number = step.framework.gradient_bytes * (scattered + are_sharded) + step.item * are_sharded
     logits = LOGIT_BYTES * min(step.tokens, loss_chunk) * columns
     head = WIDE * step.item * step.tokens * model.width + logits + number * model.width * columns
-    if not model.predictions:
+    if not model.mtp_depth:
         return head
     layer, gathered = (
         layer_bytes(step, remat="none"),
         step.item * are_sharded * step.layer_parameters(),
     )
-    saved = model.predictions * (layer.residual_b + layer.residual_w + gathered)
+    saved = model.mtp_depth * (layer.residual_b + layer.residual_w + gathered)
     return saved + max(
         head, layer_working + step.framework.gradient_bytes * are_sharded * step.layer_parameters()
     )
@@ -463,7 +463,7 @@ def _framework_working(step: StepModel) -> float:
     model, layout, number = step.model, step.layout, step.framework.gradient_bytes
     attention = (model.heads + 2 * model.kv_heads) * model.head_dim
     widest = max(model.mlp_width * (2 if model.gated else 1), attention) / layout.model
-    layer = model.layer().all / layout.model / max(1, layout.expert)
+    layer = model.layer().size / layout.model / max(1, layout.expert)
     matrices = ITEM * layer
     if layout.zero >= 3 and layout.data > 1:
         head = model.vocab_size * model.width / layout.model / layout.stage

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxtrain.config import ModelConfig
@@ -65,6 +66,11 @@ class Product(NamedTuple):
         """Parameters that a token is multiplied with, of one expert."""
         return self.inputs * self.outputs
 
+    @property
+    def of_mlp(self) -> bool:
+        """True in an MLP, or in the experts in its place."""
+        return self.names[0].startswith("mlp.")
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layer:
@@ -106,6 +112,14 @@ class Layer:
         """Parameters of a product that a token is multiplied with."""
         return product.size * (self.choices if product.experts else 1)
 
+    def made_again(self, makes_again: Callable[[str], bool]) -> int:
+        """Parameters of a token's products that are made again where those of such names are."""
+        return sum(
+            self.used(product)
+            for product in self.products
+            if product.read and makes_again(product.makes)
+        )
+
     def on_device(self, model: int, expert: int) -> float:
         """Parameters on a device."""
         return sum(a.on_device({MODEL: model, EXPERT: expert}) for a in self.arrays)
@@ -137,6 +151,28 @@ class Model(ModelConfig):
     def tables(self) -> int:
         """Tables of the vocabulary."""
         return 1 if self.tied_embeddings else 2
+
+    @property
+    def gated(self) -> bool:
+        """An MLP has three matrices, and not two."""
+        return self.activation == "swiglu"
+
+    @property
+    def mla(self) -> bool:
+        """Attention goes through latents."""
+        return self.attention == "mla"
+
+    @property
+    def layer_norm(self) -> bool:
+        """Norms subtract the mean."""
+        return self.norm == "layernorm"
+
+    def hidden(self, dense: bool = False) -> int:
+        """Columns of the hidden layer that a token goes through: an MLP's, or all its experts'
+        together. dense: as in `layer`"""
+        if dense or not self.experts:
+            return self.mlp_width
+        return (self.experts_per_token + self.shared_experts) * self.expert_width
 
     def layer(self, dense: bool = False) -> Layer:
         """One layer. dense: of those before the layers that have experts"""
@@ -205,6 +241,29 @@ def model_of(config: ModelConfig, sequence: int) -> Model:
     return Model(**vars(config), sequence=sequence)
 
 
+def llama(
+    layers: int,
+    width: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    mlp_width: int,
+    vocabulary: int,
+    sequence: int,
+) -> Model:
+    """A model of Llama's form: three matrices in an MLP, groups of heads, rotary positions."""
+    return Model(
+        layers,
+        width,
+        heads,
+        kv_heads,
+        head_dim,
+        mlp_width=mlp_width,
+        vocab_size=vocabulary,
+        sequence=sequence,
+    )
+
+
 def gpt(
     width: int,
     heads: int,
@@ -213,22 +272,15 @@ def gpt(
     vocabulary: int = 51200,
     tied: bool = True,
 ) -> Model:
-    """Megatron's GPT: two matrices in an MLP of four widths, learned positions, biases."""
-    return model_of(
-        ModelConfig(
-            layers=layers,
-            width=width,
-            heads=heads,
-            kv_heads=heads,
-            head_dim=width // heads,
-            mlp_width=4 * width,
-            vocab_size=vocabulary,
-            activation="gelu",
-            tied_embeddings=tied,
-            biases=("qkv", "out", "mlp", "norm"),
-            positions="learned",
-            max_positions=sequence,
-            norm="layernorm",
-        ),
-        sequence,
+    """A model of GPT-2's form, as Megatron has it: two matrices in an MLP of four widths, learned
+    positions, biases."""
+    like = llama(layers, width, heads, heads, width // heads, 4 * width, vocabulary, sequence)
+    return dataclasses.replace(
+        like,
+        activation="gelu",
+        tied_embeddings=tied,
+        biases=("qkv", "out", "mlp", "norm"),
+        positions="learned",
+        max_positions=sequence,
+        norm="layernorm",
     )

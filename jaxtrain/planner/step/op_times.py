@@ -3,22 +3,21 @@ sizes of a model by which other times follow. No jax."""
 
 from jaxtrain.config import Config
 from jaxtrain.planner.step.hardware import Hardware, HardwareError, load
+from jaxtrain.planner.step.model import Model, model_of
 from jaxtrain.planner.step.step_model import (
     hardware_at_hand,
     milliseconds,
     step_model_of,
-    transformer_of,
 )
-from jaxtrain.planner.step.transformer import Transformer
 
 __all__ = [
     "HardwareError",
-    "Transformer",
+    "Model",
     "hardware_at_hand",
     "load",
     "milliseconds",
+    "model_of",
     "op_times",
-    "transformer_of",
 ]
 
 

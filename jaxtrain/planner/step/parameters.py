@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from jaxtrain.config import OptimizerConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
-from jaxtrain.config.sizes import SHARD_AXES, scattered
+from jaxtrain.config.sizes import SHARD_AXES, padded_vocabulary, scattered
 from jaxtrain.planner.step.collectives import Parameters
 from jaxtrain.planner.step.layout import AXES
 from jaxtrain.planner.step.links import CONTEXT, DATA, EXPERT, MODEL, REPLICA, STAGE
+from jaxtrain.planner.step.model import Array, Model
 from jaxtrain.planner.step.step_part import StepPart, once
 from jaxtrain.planner.step.time_breakdown import COMMUNICATION_AXES
-from jaxtrain.planner.step.transformer import Array, Transformer, padded_vocabulary
 
 MASTERS, PARAMETERS = "masters", "parameters"  # numbers of a device beside an optimizer's state
 
@@ -53,7 +53,7 @@ class StateNumbers(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _state_numbers(
-    model: Transformer,
+    model: Model,
     of: OptimizerConfig | str,
     sizes: tuple[int, ...],
     zero: bool,
@@ -93,14 +93,14 @@ def _state_numbers(
 
     layer, dense_layer = model.layer().arrays, model.layer(dense=True).arrays
     by_axis["vocabulary"] = shards = by_axis[MODEL] * (by_axis[STAGE] if shared else 1)
-    table = Array((model.vocab_size, model.width), ("vocabulary", ""))
+    table = Array("table", (model.vocab_size, model.width), ("vocabulary", ""), True, False)
     padded = padded_vocabulary(model.vocab_size, shards), model.width
     return StateNumbers(
         sum(numbers(array, at_end=False, over_stage=False) for array in layer),
         sum(map(numbers, dense_layer)),
         sum(map(numbers, layer)),
         numbers(table, over_stage=not shared, padded=padded),
-        sum(map(numbers, model.end_arrays)),
+        sum(map(numbers, model.ends)),
     )
 
 
@@ -154,8 +154,8 @@ class DeviceState(StepPart):
         table = model.device_table_parameters(layout.model, layout.stage if shared else 1)
         ends = self._tables(shared) * table + model.end_parameters
         ends += model.dense_layers * self.layer_parameters(dense=True)
-        ends += model.predictions * self.layer_parameters()
-        experts = model.expert_parameters() / (layout.model * layout.expert)
+        ends += model.mtp_depth * self.layer_parameters()
+        experts = model.layer().experts / (layout.model * layout.expert)
         sharded = self._numbers_at_ends(PARAMETERS, shared) if self.axes_of_ends else None
         return DeviceParameters(layers * self.layer_parameters(), ends, layers * experts, sharded)
 
@@ -173,7 +173,7 @@ class DeviceState(StepPart):
             record, layer = OPTIMIZERS[self.optimizer.name], model.layer()
             numbers = sum(record.state_numbers(a.shape, self.optimizer) for a in layer.arrays)
             held = self.parameters(layers, shared).all
-            return numbers / layer.all * held / (self.shards if layout.zero else 1)
+            return numbers / layer.size * held / (self.shards if layout.zero else 1)
         return self._sharded_by_dimension(self.optimizer, layers, shared)
 
     @once
@@ -204,7 +204,7 @@ class DeviceState(StepPart):
         model, numbers = self.model, self._numbers(of, shared)
         ends = numbers.ends + self._tables(shared) * numbers.table
         return ends + (
-            model.dense_layers * numbers.dense_layer + model.predictions * numbers.predictor
+            model.dense_layers * numbers.dense_layer + model.mtp_depth * numbers.predictor
         )
 
     def parts_of_ends(self, zero: int, shared: bool | None = None) -> int:
@@ -237,7 +237,9 @@ class DeviceState(StepPart):
                 experts, layers._replace(size=size + ends), Parameters(0), Parameters(0)
             )
         stages = layout.stage if framework.vocabulary_parallel else 1
-        table = 0.0 if model.tied else model.device_table_parameters(layout.model, stages)
+        table = (
+            0.0 if model.tied_embeddings else model.device_table_parameters(layout.model, stages)
+        )
         at_ends = layers._replace(product=False)
         if axes:
             sums = tuple(a for a in (*replicas, *SHARD_AXES, STAGE) if a not in axes)

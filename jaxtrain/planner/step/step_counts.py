@@ -275,9 +275,9 @@ class StepCounts:
             self.parameters["head"],
             self.parameters["embed"]["table"],
         )
-        read = [*head.values(), table] if c.model.tied else list(head.values())
+        read = [*head.values(), table] if c.model.tied_embeddings else list(head.values())
         collectives = [c.stage_sum(2), *c.gathers(read), *c.reductions_in_op(read), *c.loss()]
-        for i in range(c.model.predictions):
+        for i in range(c.model.mtp_depth):
             module = self.parameters[f"predictors/{i}"].values()
             collectives += [
                 *c.gathers(module),

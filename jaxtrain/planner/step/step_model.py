@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from jaxtrain.config import (
     Config,
     MeshConfig,
-    ModelConfig,
     ParallelConfig,
     PipelineConfig,
     ends_with_layers,
@@ -18,9 +17,9 @@ from jaxtrain.planner.step import hardware as kinds
 from jaxtrain.planner.step.frameworks import FRAMEWORKS, Framework
 from jaxtrain.planner.step.hardware import Hardware
 from jaxtrain.planner.step.layout import Layout
+from jaxtrain.planner.step.model import model_of
 from jaxtrain.planner.step.settings import bytes_of
 from jaxtrain.planner.step.step_time import StepModel
-from jaxtrain.planner.step.transformer import Transformer
 
 OURS = "jaxtrain"
 # XLA's CPU backend copies a layer's weights out of their stack, and adds gradients that it has
@@ -44,18 +43,6 @@ CELL_OVERLAP, UNTIED_OVERLAP = 1.0, 0.75
 # taken to overlap as GPUs' do.
 GATHER_OVERLAP = {"tpu-v5p": 0.26}
 DIGITS = 4  # significant digits of an op time
-# Settings of a model with experts; where it has none, they do not count.
-OF_EXPERTS = (
-    "experts",
-    "experts_per_token",
-    "shared_experts",
-    "expert_width",
-    "dense_layers",
-    "capacity_factor",
-    "expert_room",
-    "router_groups",
-    "router_group_limit",
-)
 
 
 def step_model_of(config: Config, hardware: Hardware, assume: str = OURS) -> StepModel:
@@ -64,7 +51,7 @@ def step_model_of(config: Config, hardware: Hardware, assume: str = OURS) -> Ste
     assume: the framework that runs it, a name of frameworks.FRAMEWORKS
     """
     return StepModel(
-        transformer_of(config.model, config.data.sequence_length),
+        model_of(config.model, config.data.sequence_length),
         layout_of(config.mesh, config.pipeline, config.parallel, config.data.batch_size),
         framework_of(config, hardware, assume),
         hardware,
@@ -103,34 +90,6 @@ def hardware_at_hand(name: str, device_kind: str) -> Hardware | None:
     calls `device_kind`; None for devices that are not known, such as any CPU. Raises HardwareError
     for a name that is not known."""
     return kinds.load(name) if name else kinds.of_device(device_kind)
-
-
-def transformer_of(m: ModelConfig, sequence_length: int) -> Transformer:
-    """The transformer of a resolved model with sequences of this length, as it is counted."""
-    experts = {name: getattr(m, name) for name in OF_EXPERTS} if m.experts else {}
-    return Transformer(
-        layers=m.layers,
-        width=m.width,
-        heads=m.heads,
-        kv_heads=m.kv_heads,
-        head_dim=m.head_dim,
-        mlp_width=m.mlp_width,
-        vocab_size=m.vocab_size,
-        sequence=sequence_length,
-        gated=m.activation == "swiglu",
-        tied=m.tied_embeddings,
-        biases=m.biases,
-        positions=m.max_positions if m.positions == "learned" else 0,
-        layer_norm=m.norm == "layernorm",
-        qk_norm=m.qk_norm and m.attention != "mla",
-        mla=m.attention == "mla",
-        query_rank=m.query_rank,
-        kv_rank=m.kv_rank,
-        rope_dim=m.rope_head_dim,
-        value_dim=m.value_head_dim,
-        predictions=m.mtp_depth,
-        **experts,
-    )
 
 
 def layout_of(

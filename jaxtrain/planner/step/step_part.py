@@ -17,8 +17,8 @@ from jaxtrain.planner.step.frameworks import Framework
 from jaxtrain.planner.step.hardware import Hardware
 from jaxtrain.planner.step.layout import AXES, Layout
 from jaxtrain.planner.step.links import Links
+from jaxtrain.planner.step.model import Model
 from jaxtrain.planner.step.settings import bytes_of
-from jaxtrain.planner.step.transformer import Transformer
 
 Part = TypeVar("Part", bound="StepPart")
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -45,7 +45,7 @@ class StepPart:
     reads: the fields of the layout that the part depends on; it sees the defaults of the others
     """
 
-    model: Transformer
+    model: Model
     layout: Layout
     framework: Framework
     hardware: Hardware
@@ -137,4 +137,4 @@ class StepPart:
 
     def layer_parameters(self, dense: bool = False) -> float:
         """Parameters of one layer on a device."""
-        return self.model.device_layer_parameters(self.layout.model, self.layout.expert, dense)
+        return self.model.layer(dense).on_device(self.layout.model, self.layout.expert)

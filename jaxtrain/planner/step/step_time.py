@@ -172,7 +172,7 @@ class StepModel(StepPart):
         """The placement in which stages with what is in no unit have fewer layers, by closed forms
         (pipeline/setup.py); None where layers are spread evenly."""
         model, layout = self.model, self.layout
-        ends = model.dense_layers or model.predictions
+        ends = model.dense_layers or model.mtp_depth
         if not self.framework.slots or layout.stage == 1 or not ends:
             return None
         stage_of = PLACEMENTS[self.schedule_forms.placement](layout.stage, max(1, layout.repeats))
@@ -236,12 +236,14 @@ class StepModel(StepPart):
         remat, fraction = self.layout.recomputation.mode, self.recomputed_fraction
         recomputed = 0.0
         if remat == "full":
-            heads = model.vocab_size * model.width * (1 + model.predictions)
+            heads = model.vocab_size * model.width * (1 + model.mtp_depth)
             recomputed = model.sequence_flops(causal) - 2.0 * model.sequence * heads
         elif remat == "selective" and self.framework.recomputes_core:
             recomputed = model.layers * model.attention_flops() * (0.5 if causal else 1.0)
         elif remat == "selective":
             again = self.layout.makes_again
             core = model.attention_flops() * (0.5 if causal else 1.0) * again(ATTENTION_CORE)
-            recomputed = model.layers * (2.0 * model.sequence * model.made_again(again) + core)
+            recomputed = model.layers * (
+                2.0 * model.sequence * model.layer().made_again(again) + core
+            )
         return self.model_flops() + self.layout.batch * fraction * recomputed

@@ -6,8 +6,8 @@ from jaxtrain.planner.step.frameworks import FRAMEWORKS
 from jaxtrain.planner.step.hardware import load
 from jaxtrain.planner.step.layout import Layout
 from jaxtrain.planner.step.memory import activation_bytes
+from jaxtrain.planner.step.model import gpt
 from jaxtrain.planner.step.step_time import StepModel
-from jaxtrain.planner.step.transformer import gpt
 
 DAY = 86400.0
 VOCABULARY, SEQUENCE = 51200, 2048

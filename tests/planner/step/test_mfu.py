@@ -12,7 +12,8 @@ from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.models import transformer
 from jaxtrain.planner.search.predict import predict
 from jaxtrain.planner.step.hardware import known, load
-from jaxtrain.planner.step.step_model import step_model_of, transformer_of
+from jaxtrain.planner.step.model import model_of as sizes_of_model
+from jaxtrain.planner.step.step_model import step_model_of
 from jaxtrain.training.reporting import Speedometer
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -31,7 +32,7 @@ class Clock:
 
 
 def model_of(config):
-    return transformer_of(config.model, config.data.sequence_length)
+    return sizes_of_model(config.model, config.data.sequence_length)
 
 
 def mfu_of_a_run(config, kind, devices: int, seconds: float) -> float | None:

@@ -9,18 +9,21 @@ from jaxtrain.planner.step.frameworks import FRAMEWORKS
 from jaxtrain.planner.step.hardware import load
 from jaxtrain.planner.step.layout import Layout
 from jaxtrain.planner.step.links import EXPERT
+from jaxtrain.planner.step.model import Model, llama
 from jaxtrain.planner.step.overlapped_cell import Phases, most_saved
 from jaxtrain.planner.step.step_time import StepModel
-from jaxtrain.planner.step.transformer import Transformer
 
-MIXTRAL = Transformer(
-    32, 4096, 32, 8, 128, 14336, 32000, 8192, experts=8, experts_per_token=2, expert_width=14336
+MIXTRAL = dataclasses.replace(
+    llama(32, 4096, 32, 8, 128, 14336, 32000, 8192),
+    experts=8,
+    experts_per_token=2,
+    expert_width=14336,
 )
 LAYOUT = Layout(stage=4, expert=8, microbatches=16, repeats=2, schedule="dualpipe_v", remat="none")
 ALL = dataclasses.replace(FRAMEWORKS["jaxtrain"], cell_overlap=1.0)
 
 
-def work(layout: Layout = LAYOUT, model: Transformer = MIXTRAL, framework=ALL) -> StepModel:
+def work(layout: Layout = LAYOUT, model: Model = MIXTRAL, framework=ALL) -> StepModel:
     return StepModel(model, layout, framework, load("h100"))
 
 

@@ -10,12 +10,12 @@ from jaxtrain.planner.step.hardware import load
 from jaxtrain.planner.step.layer_time import LayerTime
 from jaxtrain.planner.step.layout import Layout
 from jaxtrain.planner.step.memory import memory
+from jaxtrain.planner.step.model import llama
 from jaxtrain.planner.step.step_time import StepModel
-from jaxtrain.planner.step.transformer import Transformer
 
-LLAMA = Transformer(32, 4096, 32, 8, 128, 14336, 128256, 8192)
+LLAMA = llama(32, 4096, 32, 8, 128, 14336, 128256, 8192)
 EXPERTS = dataclasses.replace(
-    LLAMA, experts=8, experts_per_token=2, expert_width=1024, dense_layers=1, predictions=1
+    LLAMA, experts=8, experts_per_token=2, expert_width=1024, dense_layers=1, mtp_depth=1
 )
 VALUES = {
     "data": (1, 8),

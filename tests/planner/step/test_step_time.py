@@ -9,17 +9,17 @@ from jaxtrain.planner.step.hardware import load
 from jaxtrain.planner.step.layout import Layout
 from jaxtrain.planner.step.links import EXCHANGE, GATHER, SUM, Collective
 from jaxtrain.planner.step.memory import memory
+from jaxtrain.planner.step.model import Model, gpt, llama
 from jaxtrain.planner.step.step_time import StepModel
-from jaxtrain.planner.step.transformer import Transformer
 
-LLAMA = Transformer(32, 4096, 32, 8, 128, 14336, 128256, 8192)
+LLAMA = llama(32, 4096, 32, 8, 128, 14336, 128256, 8192)
 MIXTRAL = dataclasses.replace(
     LLAMA, experts=8, experts_per_token=2, expert_width=14336, vocab_size=32000
 )
 
 
 def work(
-    layout: Layout, model: Transformer = LLAMA, framework: str = "jaxtrain", hardware: str = "h100"
+    layout: Layout, model: Model = LLAMA, framework: str = "jaxtrain", hardware: str = "h100"
 ) -> StepModel:
     return StepModel(model, layout, FRAMEWORKS[framework], load(hardware))
 
@@ -104,21 +104,7 @@ def test_an_axis_over_nodes_has_their_links_together():
 def test_zero_3_loses_where_devices_are_many():
     """Narayanan et al. 2021, table 2: level on 384 GPUs, and more than three times slower on
     1,536."""
-    gpt3 = Transformer(
-        96,
-        12288,
-        96,
-        96,
-        128,
-        49152,
-        51200,
-        2048,
-        gated=False,
-        tied=True,
-        biases=("qkv", "out", "mlp", "norm"),
-        positions=2048,
-        layer_norm=True,
-    )
+    gpt3 = gpt(12288, 96, 96)
     ratios = []
     for devices in (384, 768, 1536):
         zero3 = work(
@@ -199,7 +185,7 @@ def test_memory_beside_the_compiler_s(layout, gigabytes):
 
 def test_a_module_of_prediction_is_a_layer_and_a_join_where_the_head_is():
     """Beside the logits of its own."""
-    one, more = (work(Layout(data=8), dataclasses.replace(LLAMA, predictions=n)) for n in (0, 2))
+    one, more = (work(Layout(data=8), dataclasses.replace(LLAMA, mtp_depth=n)) for n in (0, 2))
     matmuls = lambda w: w.head().exposed["matmuls"]
     layer = sum(op.exposed["matmuls"] for name, op in one.layer().items() if name != "R")
     # without logits

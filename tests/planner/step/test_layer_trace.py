@@ -1,0 +1,225 @@
+"""A layer as the planner reads it (model.py, layer_trace.py) beside sums by hand, and beside the
+operations of its ops (runtime/backward_split.py), of random models and of layers with new parts."""
+
+import dataclasses
+import math
+import random
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support import ROOT
+
+from jaxtrain import config as configs
+from jaxtrain.config import Config, ModelConfig
+from jaxtrain.config.recipes import find_recipe, load_recipe
+from jaxtrain.devices.mesh import CPU_STAND_IN, traced_for
+from jaxtrain.models import transformer
+from jaxtrain.models.attention import Attention
+from jaxtrain.models.layers import Dense, Norm, column_parallel
+from jaxtrain.models.spec import Spec, binder, is_spec, parameter, specs
+from jaxtrain.planner.step.model import INPUTS, OUTPUTS, Model, llama, model_of
+from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, keep_named, keep_products
+from jaxtrain.runtime.equations import in_attention
+
+TOKENS = 16
+SMALL = llama(2, 40, 4, 2, 12, 56, 257, 64)
+
+
+def random_model(seed: int) -> ModelConfig:
+    """A resolved model with random settings; none whose settings break a rule."""
+    rng = random.Random(seed)
+    heads = rng.choice((1, 2, 3, 4, 6))
+    values = {
+        "width": rng.choice((24, 40, 65)),
+        "heads": heads,
+        "head_dim": rng.choice((8, 12, 22)),
+        "activation": rng.choice(("swiglu", "gelu")),
+        "norm": rng.choice(("rmsnorm", "layernorm")),
+        "mlp_width": rng.choice((0, 51)),
+        "tied_embeddings": rng.random() < 0.5,
+    }
+    biases = [part for part in ("qkv", "out", "mlp", "router", "norm") if rng.random() < 0.4]
+    if rng.random() < 0.3:
+        values |= {"attention": "mla", "query_rank": rng.choice((0, 20)), "kv_rank": 16}
+        values |= {"rope_head_dim": 4, "value_head_dim": rng.choice((0, 10))}
+    else:
+        values["kv_heads"] = rng.choice([n for n in range(1, heads + 1) if heads % n == 0])
+        values["qk_norm"] = rng.random() < 0.3
+    if rng.random() < 0.5:
+        values |= {"experts": rng.choice((2, 4, 8)), "experts_per_token": rng.choice((1, 2))}
+        values |= {"shared_experts": rng.choice((0, 1, 2)), "expert_width": rng.choice((0, 20))}
+        values |= {"dense_layers": rng.choice((0, 1)), "mtp_depth": rng.choice((0, 1))}
+        values |= {"router_bias": rng.random() < 0.5}
+    left_out = {"router" if "experts" not in values else "mlp"} & {*biases}
+    left_out |= {"norm"} if values["norm"] == "rmsnorm" else set()
+    values["biases"] = tuple(part for part in biases if part not in left_out)
+    changes = {f"model.{name}": value for name, value in values.items()}
+    return configs.replace(Config(), changes | {"mesh.data": 1}).resolve().model
+
+
+def split_of(cfg: ModelConfig, dense: bool, keep) -> LayerSplit:
+    """The layer of a model, cut into ops, for one sequence of TOKENS tokens."""
+    block = transformer.Block(dataclasses.replace(cfg, attention_kernel="xla"), dense=dense)
+    bind = binder(block)
+    shape = lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16 if s.cast else jnp.float32)
+    params = jax.tree.map(shape, specs(block), is_leaf=is_spec)
+    x = jax.ShapeDtypeStruct((1, TOKENS, cfg.width), jnp.bfloat16)
+    extra = jax.ShapeDtypeStruct((1, TOKENS), jnp.int32)
+    with traced_for(CPU_STAND_IN):
+        return LayerSplit(lambda p, x, extra: bind(p)(x, extra), params, x, extra, keep)
+
+
+def multiplications(split: LayerSplit, op: LayerOp, attention: bool) -> int:
+    """Of an op's plain products: those of attention's core, or all others."""
+    total = 0
+    for equation in split._equations[op]:
+        if equation.primitive.name == "dot_general" and in_attention(equation) == attention:
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            shape = equation.invars[0].aval.shape
+            total += math.prod(equation.outvars[0].aval.shape) * math.prod(
+                shape[i] for i in contracted
+            )
+    return total
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(n, marks=pytest.mark.full) for n in range(6, 500))]
+)
+def test_a_random_layer(seed):
+    """Its parameters are those of its specifications; the products' sizes are those that its
+    forward, and selective remat's backward, multiply with."""
+    cfg = random_model(seed)
+    model = model_of(cfg, 64)
+    parts = transformer.build(cfg)
+    for dense in (False, True)[: 1 + (cfg.dense_layers > 0)]:
+        layer = model.layer(dense)
+        leaves = jax.tree.leaves(parts.specs["first"]["0"] if dense else parts.specs["layer"])
+        assert layer.size == sum(spec.size for spec in leaves)
+        assert sorted(a.shape for a in layer.arrays) == sorted(spec.shape for spec in leaves)
+        if cfg.experts and not dense:  # their products are loops
+            continue
+        for save in ((), ("attention_norm",), ("qkv", "mlp_norm"), ("mlp_in", "attention_out")):
+            split = split_of(cfg, dense, keep_named(save) if save else keep_products)
+            forward = multiplications(split, LayerOp.FORWARD, attention=False)
+            assert layer.per_token * TOKENS == forward
+            core = multiplications(split, LayerOp.FORWARD, attention=True)
+            assert layer.core * TOKENS**2 == core
+            backward = multiplications(split, LayerOp.BACKWARD, attention=False)
+            again = layer.made_again(lambda name, save=save: bool(save) and name not in save)
+            assert backward == 2 * forward + again * TOKENS, save
+    assert model.parameters() == parts.parameter_count - sum(
+        spec.size for spec in jax.tree.leaves(parts.specs.get("predictors", {}))
+    )
+
+
+@pytest.mark.parametrize("recipe", ["tiny", "mixtral_8x7b", "deepseek_v3"])
+def test_a_recipe_s_layer(recipe):
+    config = load_recipe(find_recipe(recipe)).resolve()
+    m = config.model
+    layer = model_of(m, config.data.sequence_length).layer()
+    attention = [p for p in layer.products if not p.of_mlp]
+    experts = [p for p in layer.products if p.experts]
+    if m.attention == "gqa":
+        assert [(p.inputs, p.outputs, p.split, p.makes) for p in attention] == [
+            (m.width, (m.heads + 2 * m.kv_heads) * m.head_dim, OUTPUTS, "qkv"),
+            (m.heads * m.head_dim, m.width, INPUTS, "attention_out"),
+        ]
+    else:
+        assert [(p.names[0].split(".")[1], p.split, p.makes) for p in attention] == [
+            ("compress", "", "latent"),
+            ("query", OUTPUTS, "qkv"),
+            ("expand", OUTPUTS, "qkv"),
+            ("out", INPUTS, "attention_out"),
+        ]
+    if m.experts:
+        assert [(p.inputs, p.outputs, p.experts, p.read) for p in experts] == [
+            (m.width, 2 * m.expert_width, m.experts, True),
+            (m.expert_width, m.width, m.experts, False),
+        ]
+        assert layer.experts == 3 * m.experts * m.width * m.expert_width
+    assert layer.joints == 4
+
+
+# --- layers with new parts ------------------------------------------------------------------------
+
+
+class Scaled(transformer.Block):
+    """A block whose output has a learned factor."""
+
+    def __init__(self, cfg, *args, **kwargs):
+        super().__init__(cfg, *args, **kwargs)
+        self.factor = parameter(Spec((1,), ("width",), constant=1.0))
+
+    def __call__(self, x_BTD, *args):
+        return super().__call__(x_BTD, *args) * self.factor[...].astype(x_BTD.dtype)
+
+
+class Normed(transformer.Block):
+    """A block with a third norm."""
+
+    def __init__(self, cfg, *args, **kwargs):
+        super().__init__(cfg, *args, **kwargs)
+        self.third_norm = Norm(cfg)
+
+    def __call__(self, x_BTD, *args):
+        return self.third_norm(super().__call__(x_BTD, *args))
+
+
+class Gated(transformer.Block):
+    """A block whose attention has a gate for each number of its result."""
+
+    def __init__(self, cfg, *args, **kwargs):
+        super().__init__(cfg, *args, **kwargs)
+        self.attention = GatedAttention(cfg, 0.02)
+
+
+class GatedAttention(Attention):
+    def __init__(self, cfg, *args):
+        super().__init__(cfg, *args)
+        shape = cfg.width, cfg.heads * cfg.head_dim
+        self.gate = Dense(*shape, ("width", "heads"), cfg.init_std, bias=False)
+
+    def __call__(self, x_BTD, *args):
+        gate_BTO = jax.nn.sigmoid(column_parallel(x_BTD, self.gate)[0])
+        row_parallel = self.out.row_parallel
+        self.out.row_parallel = lambda y_BTO: row_parallel(y_BTO * gate_BTO)
+        return super().__call__(x_BTD, *args)
+
+
+@pytest.mark.parametrize(
+    ("block", "parameters", "multiplied", "joints", "inner"),
+    [(Scaled, 1, 0, 0, 0), (Normed, 40, 0, 1, 0), (Gated, 40 * 48, 40 * 48, 0, 2 * 48)],
+)
+def test_a_new_part(block, parameters, multiplied, joints, inner, monkeypatch):
+    """Each is counted without a line about it."""
+    plain = SMALL.layer()
+    monkeypatch.setattr("jaxtrain.planner.step.layer_trace.Block", block)
+    layer = dataclasses.replace(SMALL).layer()
+    assert layer.size - plain.size == parameters
+    assert layer.per_token - plain.per_token == multiplied
+    assert layer.joints - plain.joints == joints
+    assert layer.inner - plain.inner == inner
+    names = {array.name for array in layer.arrays} - {array.name for array in plain.arrays}
+    assert len(names) == 1
+    # the gradients of factor and norm read the last product's result
+    assert layer.products[-1].read == (block is not Gated)
+
+
+def test_no_device_is_asked_for():
+    """jax has no devices after a layer is traced: several processes have yet to find each other."""
+    code = (
+        "from jaxtrain.planner.step.model import llama\n"
+        "llama(2, 40, 4, 2, 12, 56, 257, 64).layer()\n"
+        "from jax._src import xla_bridge\n"
+        "assert not xla_bridge.backends_are_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_the_same_config_is_traced_once():
+    config = load_recipe(find_recipe("tiny")).resolve()
+    assert model_of(config.model, 16) is model_of(config.model, 16)
+    assert isinstance(model_of(config.model, 16), Model)
