@@ -33,6 +33,7 @@ from jaxtrain.config.settings import MOST_MICROBATCHES
 from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.search.layout_flag import LayoutError
 from jaxtrain.planner.search.predict import Prediction, exactly, predict
+from jaxtrain.planner.search.shared_step import SharedStep
 from jaxtrain.planner.step import hardware
 from jaxtrain.planner.step.collectives import EXPERT, Links
 from jaxtrain.planner.step.hardware import GIB, Hardware
@@ -272,15 +273,19 @@ def _works(space: Space) -> Iterator[StepModel]:
     """The step of each mesh, with one sequence in a microbatch."""
     resolved = space.config.resolve()
     # `context` may decide about the kernel of attention.
-    framework = functools.cache(
-        lambda context: framework_of(
-            cfg.replace(resolved, {"mesh.context": context}), space.hardware, space.assume
+    work = functools.cache(
+        lambda context: SharedStep(
+            transformer_of(resolved.model, resolved.data.sequence_length),
+            Layout(),
+            framework_of(
+                cfg.replace(resolved, {"mesh.context": context}), space.hardware, space.assume
+            ),
+            space.hardware,
+            resolved.precision.compute,
         )
     )
-    model = transformer_of(resolved.model, resolved.data.sequence_length)
-    dtype = resolved.precision.compute
     for mesh in meshes(space):
-        yield StepModel(model, mesh, framework(mesh.context), space.hardware, dtype)
+        yield dataclasses.replace(work(mesh.context), layout=mesh)
 
 
 def _cuts(space: Space, offload: str) -> Iterator[StepModel]:
