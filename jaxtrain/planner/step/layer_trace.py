@@ -7,6 +7,7 @@ tokens with matrices; products of one value are one, as they share its all-gathe
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -62,6 +63,7 @@ def parameters_of(cfg: ModelConfig) -> int:
     return build(dataclasses.replace(cfg, mtp_depth=0)).parameter_count
 
 
+@functools.lru_cache(maxsize=64)
 def layer_of(cfg: ModelConfig, dense: bool) -> Layer:
     """A layer of a resolved model. dense: one of those before the layers that have experts"""
     block = Block(dataclasses.replace(cfg, attention_kernel="xla"), dense=dense)

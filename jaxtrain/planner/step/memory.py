@@ -210,7 +210,7 @@ def least_recomputed(step: StepModel, loss_chunk: int, capacity: float) -> StepM
     def recomputing(layers: int) -> StepModel:
         every = layers == max(units) or mode == "none"
         layout = step.layout.with_remat(mode if every else f"{mode}:{layers}")
-        return dataclasses.replace(step, layout=layout)
+        return step.on(layout)
 
     fits = lambda layers: memory(recomputing(layers), loss_chunk).bytes <= capacity
     fewest, most = 1 if mode != "none" else max(units), max(units)
@@ -227,7 +227,7 @@ def best_interval(step: StepModel) -> float | None:
     √(m · l · input / residuals), for l layers of a stage and m microbatches between their F and B.
     docs/parts.md derives it. None with one stage.
     """
-    slots = estimated_slots(dataclasses.replace(step, layout=step.layout.with_remat("full")))
+    slots = estimated_slots(step.on(step.layout.with_remat("full")))
     if slots is None:
         return None
     layer = layer_bytes(step, remat="none")

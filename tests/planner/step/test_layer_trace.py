@@ -20,6 +20,7 @@ from jaxtrain.models import transformer
 from jaxtrain.models.attention import Attention
 from jaxtrain.models.layers import Dense, Norm, column_parallel
 from jaxtrain.models.spec import Spec, binder, is_spec, parameter, specs
+from jaxtrain.planner.step import layer_trace
 from jaxtrain.planner.step.model import INPUTS, OUTPUTS, Model, llama, model_of
 from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, keep_named, keep_products
 from jaxtrain.runtime.equations import in_attention
@@ -196,8 +197,10 @@ class GatedAttention(Attention):
 def test_a_new_part(block, parameters, multiplied, joints, inner, monkeypatch):
     """Each is counted without a line about it."""
     plain = SMALL.layer()
-    monkeypatch.setattr("jaxtrain.planner.step.layer_trace.Block", block)
+    layer_trace.layer_of.cache_clear()
+    monkeypatch.setattr(layer_trace, "Block", block)
     layer = dataclasses.replace(SMALL).layer()
+    layer_trace.layer_of.cache_clear()
     assert layer.size - plain.size == parameters
     assert layer.per_token - plain.per_token == multiplied
     assert layer.joints - plain.joints == joints
