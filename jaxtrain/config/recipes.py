@@ -25,6 +25,7 @@ PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 # The shipped recipes lie inside an installed package (pyproject.toml), and beside it in a checkout.
 SHIPPED = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
 DEFAULT_RECIPE = "tiny"
+WIDTH = 98  # of the call that makes a group of a recipe's settings, without its parentheses
 
 
 class RecipeError(UsageError):
@@ -109,6 +110,52 @@ def _recipes_in(folder: pathlib.Path) -> list[pathlib.Path]:
 def config_text(config: Config) -> str:
     """The text of a run's config.json, which `load_recipe` reads."""
     return json.dumps(to_dict(config), indent=2) + "\n"
+
+
+def recipe_text(config: Config, doc: str) -> str:
+    """The text of a recipe, which `load_recipe` reads: every setting that is not the default. doc:
+    one line about it."""
+    changed = [
+        field.name
+        for field in dataclasses.fields(config)
+        if getattr(config, field.name) != type(getattr(config, field.name))()
+    ]
+    kinds = sorted(["Config", *(type(getattr(config, name)).__name__ for name in changed)])
+    return "\n".join(
+        [
+            f'"""{doc}"""',
+            "",
+            "from jaxtrain.config import (",
+            *(f"    {kind}," for kind in kinds),
+            ")",
+            "",
+            "",
+            "def get_config() -> Config:",
+            "    return Config(",
+            *(f"        {name}={_group(getattr(config, name))}," for name in changed),
+            "    )",
+            "",
+        ]
+    )
+
+
+def _group(group: Any) -> str:
+    """The call that makes a group of settings, over several lines where one is not enough."""
+    values = (
+        (field.name, getattr(group, field.name), field.default)
+        for field in dataclasses.fields(group)
+    )
+    arguments = [
+        f"{name}={json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)}"
+        for name, value, default in values
+        if value != default
+    ]
+    name, line = type(group).__name__, ", ".join(arguments)
+    if len(name) + len(line) <= WIDTH:
+        return f"{name}({line})"
+    return "\n".join(
+        [f"{name}(", *(f"            {argument}," for argument in arguments), "        )"]
+    )
 
 
 def load_recipe(path: pathlib.Path) -> Config:

@@ -4,6 +4,7 @@ run/metrics.py describes."""
 import concurrent.futures
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ from jaxtrain.devices.compiler_options import (
 )
 from jaxtrain.devices.host_memory import is_on_host
 from jaxtrain.devices.mesh import CONTEXT, REPLICA, batch_shards, platform_of
-from jaxtrain.devices.sharding import BATCH_SPEC
+from jaxtrain.devices.sharding import BATCH_SPEC, mesh_axes
 from jaxtrain.devices.state_file import StateFile
 from jaxtrain.models.transformer import ModelParts, build
 from jaxtrain.parallel import replicas
@@ -52,7 +53,13 @@ from jaxtrain.training.optimizer import (
     updates_made,
 )
 from jaxtrain.training.several_steps import StepsTogether, train_several
-from jaxtrain.training.state import ParameterLayout, TrainState, abstract_state
+from jaxtrain.training.state import (
+    ParameterLayout,
+    TrainState,
+    abstract_state,
+    bytes_on_disk,
+    bytes_per_device,
+)
 from jaxtrain.training.streamed_update import (
     CompiledUpdate,
     Guard,
@@ -142,6 +149,43 @@ class Step:
         size = self.slot_bytes()
         sizes = self.setup.train.pool_sizes
         return {kind: (number, size[kind]) for kind, number in sizes.items() if number}
+
+    def state_memory(self, reduces_in_ops: bool) -> dict[str, int]:
+        """Bytes on a device by kind: the parameters that ops read, their masters, the optimizer's
+        moments, anchor and momentum of independent replicas, gradient accumulators, slots; then
+        those in the host's memory, such as "moments on the host", and the optimizer's state on
+        disk.
+
+        reduces_in_ops: gradients cross `data` each microbatch, so accumulators hold a shard.
+        """
+        state, layout, sizes = self.abstract_state(), self.layout, self.mesh.shape
+        kinds = {
+            "parameters": bytes_per_device(state.read),
+            "moments": bytes_per_device(state.optimizer),
+        }
+        if layout.masters:
+            copies = bytes_per_device((state.params, state.working))
+            kinds["masters"] = copies - kinds["parameters"]
+        if layout.independent_replicas:
+            kinds["anchor"] = bytes_per_device(state.anchor)
+            kinds["outer_momentum"] = bytes_per_device(state.outer_momentum)
+        accumulated = 0
+        for keys, _, size, reduction in layout.parameters():
+            in_ops = reduces_in_ops or (layout.shards_ends and keys[0] != "layers")
+            parts = reduction.sharded if in_ops else reduction.unsharded
+            accumulated += size // math.prod(sizes[axis] for p in parts for axis in mesh_axes(p))
+        kinds["accumulators"] = 4 * accumulated  # of 32 bits
+        host = {
+            "moments": bytes_per_device(state.optimizer, host=True),
+            "masters": bytes_per_device(state.params, host=True),
+        }
+        if self.setup.train:
+            pools = {kind: number * each for kind, (number, each) in self.slot_pools().items()}
+            host["slots"] = sum(size for kind, size in pools.items() if kind in self.host_pools)
+            kinds["slots"] = sum(pools.values()) - host["slots"]
+        kinds |= {f"{kind} on the host": n for kind, n in host.items() if n}
+        on_disk = bytes_on_disk(state)
+        return kinds | ({"optimizer on disk": on_disk} if on_disk else {})
 
     def abstract_state(self) -> TrainState:
         """The state as ShapeDtypeStructs with shardings."""

@@ -17,7 +17,6 @@ from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.restoring import load_parameters, restore
 from jaxtrain.planner.programs.compile_check import cast_bytes
 from jaxtrain.planner.programs.program import Program
-from jaxtrain.planner.programs.report import state_memory
 from jaxtrain.training.state import bytes_per_device, stored_shapes, with_working
 from jaxtrain.training.step import make_step
 
@@ -76,7 +75,7 @@ def test_the_compiled_step_has_so_many_bytes_a_parameter(form, read, scattered, 
             vectors += size * (4 + (scattered - 4 * ("masters" in form)) / cut)
     assert arguments == matrices + vectors
     assert vectors < 0.04 * matrices
-    kinds = state_memory(step, reduces_in_ops=False)
+    kinds = step.state_memory(reduces_in_ops=False)
     held = sum(kinds.get(kind, 0) for kind in ("parameters", "masters", "moments"))
     assert held == arguments + 8
 

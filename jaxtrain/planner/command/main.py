@@ -27,6 +27,7 @@ from jaxtrain.config.checks import Environment
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import SHARED_FLAGS, Flag
 from jaxtrain.config.mesh_rules import AXES
+from jaxtrain.config.recipes import recipe_text
 from jaxtrain.pipeline.checks import default_corpus
 from jaxtrain.planner.command import picture
 from jaxtrain.planner.search import heterogeneous, layout_flag, search
@@ -85,7 +86,6 @@ framework is our own.
                                 does not go so far"""
 DEFAULT_HARDWARE = "h100"
 FILES = {"recipe": "planned.py", "png": "plan.png"}  # flags of files to write, and usual names
-WIDTH = 98  # of the call that makes a group of a recipe's settings, without its parentheses
 # beginnings of settings that make another model or step, and are named where that is
 OF_MODEL = ("model.", "precision.", "optimizer.name", "data.seq", "data.batch", "train.init_from")
 TRAIN, WORKDIR = "python -m jaxtrain.train", "--workdir=YOUR_WORKDIR"
@@ -421,51 +421,3 @@ def _name(flags: types.SimpleNamespace, config: Config, recipe: Config) -> str:
         if path.startswith(OF_MODEL) and cfg.get(config, path) != cfg.get(recipe, path)
     ]
     return f"{name}, {size} parameters" + f" ({', '.join(changed)})" * bool(changed)
-
-
-# --- a config as a recipe, a Python file that --config reads ------------------------------------
-
-
-def recipe_text(config: Config, doc: str) -> str:
-    """The file's text: every setting that is not the default. doc: one line about it."""
-    changed = [
-        field.name
-        for field in dataclasses.fields(config)
-        if getattr(config, field.name) != type(getattr(config, field.name))()
-    ]
-    kinds = sorted(["Config", *(type(getattr(config, name)).__name__ for name in changed)])
-    return "\n".join(
-        [
-            f'"""{doc}"""',
-            "",
-            "from jaxtrain.config import (",
-            *(f"    {kind}," for kind in kinds),
-            ")",
-            "",
-            "",
-            "def get_config() -> Config:",
-            "    return Config(",
-            *(f"        {name}={_group(getattr(config, name))}," for name in changed),
-            "    )",
-            "",
-        ]
-    )
-
-
-def _group(group: Any) -> str:
-    """The call that makes a group of settings, over several lines where one is not enough."""
-    values = (
-        (field.name, getattr(group, field.name), field.default)
-        for field in dataclasses.fields(group)
-    )
-    arguments = [
-        f"{name}={json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)}"
-        for name, value, default in values
-        if value != default
-    ]
-    name, line = type(group).__name__, ", ".join(arguments)
-    if len(name) + len(line) <= WIDTH:
-        return f"{name}({line})"
-    return "\n".join(
-        [f"{name}(", *(f"            {argument}," for argument in arguments), "        )"]
-    )

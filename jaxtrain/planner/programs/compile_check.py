@@ -56,7 +56,7 @@ from jaxtrain.run import out_of_memory
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.schedule.columns import columns
 
-# The planner's part → the key of `plan.report.state_memory` with the compiled program's bytes.
+# The planner's part → the key of `Step.state_memory` with the compiled program's bytes.
 PARTS = {
     "weights": "parameters",
     "gradients": "accumulators",
@@ -196,16 +196,12 @@ class CompileCheck:
             f"compiler, {agrees} {AGREES:.0%}; as compiled it "
             f"{'fits' if self.fits else 'does not fit'} the {self.capacity / GIB:,.1f} GiB that a "
             f"device has for arrays ({split} {unit})",
-            *self._repeated_lines(),
+            *[
+                f"  to hold less memory XLA computes {self.repeated_products} products of the "
+                f"program once more: save less for the backward{RAISED[platform.backend]}"
+            ]
+            * bool(self.repeated_products),
             *self._collective_lines(),
-        ]
-
-    def _repeated_lines(self) -> list[str]:
-        if not self.repeated_products:
-            return []
-        return [
-            f"  to hold less memory XLA computes {self.repeated_products} products of the program "
-            f"once more: save less for the backward{RAISED[self.topology.platform.backend]}"
         ]
 
     def _collective_lines(self) -> list[str]:
@@ -292,15 +288,15 @@ def compile_check(config: Config, devices: Topology, compiled: Compiled) -> Comp
 def _parts(compiled: Compiled, planned: MemoryBreakdown) -> list[MemoryPart]:
     """Memory by the planner's parts, as far as the program tells them apart: with one stage, it
     does not tell saved activations."""
+    beside = {
+        "weights": cast_bytes(compiled.program),
+        "optimizer": compiled.kinds.get(MASTERS, 0),
+    }
     known = {
-        part: float(compiled.kinds[kind])
+        part: float(compiled.kinds[kind] + beside.get(part, 0))
         for part, kind in PARTS.items()
         if kind in compiled.kinds and part in planned.parts
     }
-    if "weights" in known:
-        known["weights"] += cast_bytes(compiled.program)
-    if "optimizer" in known:
-        known["optimizer"] += compiled.kinds.get(MASTERS, 0)
     listed = (*PARTS.values(), MASTERS)
     parts = [
         *(MemoryPart(part, n, planned.parts[part]) for part, n in known.items()),

@@ -7,7 +7,7 @@ The text is XLA's for CPU, GPU and TPU (`Compiled.as_text()`), after optimizatio
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
@@ -291,56 +291,48 @@ class Program:
         if known := re.search(r'known_trip_count\\?":\s*\{\\?"n\\?":\\?"(\d+)', loop.text):
             return int(known[1])
         compare = self.root(loop.calls["condition"])
+        before, after = self.operands(loop)[0], self.root(loop.calls["body"])
         if compare.opcode != "compare" or "direction=LT" not in compare.text:
             return None
         counter, limit = self.operands(compare)
-        start, end = (self._constant(operand, loop) for operand in (counter, limit))
-        step = self._increment(self._value(counter), loop)
-        if start is None or end is None or step is None or step <= 0:
+        first = lambda n: self._element(before, n, lambda _: None)
+        start, end = (self._integer(i, first) for i in (counter, limit))
+        # the counter's number among the values that the loop carries
+        place = self._integer(counter, lambda n: n)
+        step = place is not None and self._element(after, place, {place: 0}.get)
+        if start is None or end is None or not step or step < 0:
             return None
         return max(0, -(-(end - start) // step))
 
-    def _value(self, i: Instruction) -> Instruction:
-        """The instruction that makes a value which others only copy or view."""
-        while i.opcode in ("copy", "bitcast", "copy-done", "copy-start"):
-            i = self.operands(i)[0]
-        return i
+    def _integer(self, i: Instruction, given: Callable[[int], int | None]) -> int | None:
+        """The integer that an instruction makes by copies and additions alone; None for others.
 
-    def _increment(self, counter: Instruction, loop: Instruction) -> int | None:
-        """The constant that a trip adds to a counter, one of the values that a loop carries."""
-        carried = self.root(loop.calls["body"])
-        index = re.search(r"index=(\d+)", counter.text)
-        if index is None or carried.opcode != "tuple":
-            return None
-        total = self._value(self.operands(carried)[int(index[1])])
-        values = self.operands(total)
-        if total.opcode == "fusion":
-            total = self._value(self.root(total.calls["calls"]))
-        if total.opcode != "add":
-            return None
-        constants = []
-        for term in map(self._value, self.operands(total)):
-            number = re.search(r" parameter\((\d+)\)", term.text)
-            if number and term.computation != loop.calls["body"]:  # a fusion's operand
-                term = self._value(values[int(number[1])])
-            constants.append(self._constant(term) if term.opcode == "constant" else None)
-        known = [constant for constant in constants if constant is not None]
-        return known[0] if len(known) == 1 else None
-
-    def _constant(self, i: Instruction, loop: Instruction | None = None) -> int | None:
-        """The constant integer that an instruction's value is, or None if it is not constant.
-
-        loop: the loop in whose condition the instruction stands; the value is that of its first
-        trip.
+        given: the integer of a computation's parameter by its number, or of an element of the
+            tuple that is its only parameter
         """
-        i = self._value(i)
+        operands = self.operands(i)
+        number = re.search(r" (?:constant|parameter)\((-?\d+)\)", i.text)
         if i.opcode == "get-tuple-element":
-            index, values = re.search(r"index=(\d+)", i.text), self.operands(loop or i)[0]
-            if index is None or values.opcode != "tuple":
-                return None
-            return self._constant(self.operands(values)[int(index[1])])
-        number = re.search(r"constant\((-?\d+)\)", i.text) if i.opcode == "constant" else None
-        return int(number[1]) if number else None
+            return self._element(
+                operands[0], int(i.text.rpartition("index=")[2].split(",")[0]), given
+            )
+        if i.opcode in ("copy", "bitcast", "copy-done", "copy-start"):
+            return self._integer(operands[0], given)
+        if i.opcode == "fusion":
+            value = lambda n: self._integer(operands[n], given)
+            return self._integer(self.root(i.calls["calls"]), value)
+        if i.opcode == "add":
+            terms = [self._integer(operand, given) for operand in operands]
+            return None if None in terms else sum(filter(None, terms))
+        if number is None:
+            return None
+        return int(number[1]) if i.opcode == "constant" else given(int(number[1]))
+
+    def _element(self, i: Instruction, n: int, given: Callable[[int], int | None]) -> int | None:
+        """The integer of the n-th element of an instruction's tuple, as `_integer` finds it."""
+        if i.opcode == "parameter":
+            return given(n)
+        return self._integer(self.operands(i)[n], given) if i.opcode == "tuple" else None
 
     def is_op(self, loop: Instruction) -> bool:
         """True for a loop of the tick that runs an op, by the scopes directly in its body."""

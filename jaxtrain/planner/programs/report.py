@@ -29,7 +29,7 @@ from jaxtrain.planner.step.settings import bytes_of
 from jaxtrain.planner.step.step_counts import Entry, StepCounts
 from jaxtrain.planner.step.step_model import layout_of
 from jaxtrain.run.wall_clock import Part, WallClock, start_record
-from jaxtrain.training.state import ParameterLayout, bytes_on_disk, bytes_per_device
+from jaxtrain.training.state import ParameterLayout
 from jaxtrain.training.step import Step, compiled_memory, make_layout, make_step
 
 MIB = 2**20
@@ -64,41 +64,6 @@ def parameters_of(layout: ParameterLayout) -> dict[str, dict[str, Parameters]]:
             layout.shards_ends and keys[0] != "layers",
         )
     return groups
-
-
-def state_memory(step: Step, reduces_in_ops: bool) -> dict[str, int]:
-    """Bytes on a device by kind: the parameters that ops read, their masters, the optimizer's
-    moments, anchor and momentum of independent replicas, gradient accumulators, slots; then those
-    in the host's memory, such as "moments on the host", and the optimizer's state on disk.
-
-    reduces_in_ops: gradients cross `data` each microbatch, so accumulators hold a shard.
-    """
-    state = step.abstract_state()
-    kinds = {
-        "parameters": bytes_per_device(state.read),
-        "moments": bytes_per_device(state.optimizer),
-    }
-    if step.layout.masters:
-        kinds["masters"] = bytes_per_device((state.params, state.working)) - kinds["parameters"]
-    if step.layout.independent_replicas:
-        kinds["anchor"] = bytes_per_device(state.anchor)
-        kinds["outer_momentum"] = bytes_per_device(state.outer_momentum)
-    parameters = [p for group in parameters_of(step.layout).values() for p in group.values()]
-    shards = lambda p: math.prod(step.mesh.shape[axis] for axis in p.shard)
-    kinds["accumulators"] = FLOAT32 * sum(
-        int(p.size // (shards(p) if reduces_in_ops or p.as_zero3 else 1)) for p in parameters
-    )
-    host = {
-        "moments": bytes_per_device(state.optimizer, host=True),
-        "masters": bytes_per_device(state.params, host=True),
-    }
-    if step.setup.train:
-        pools = {kind: number * each for kind, (number, each) in step.slot_pools().items()}
-        host["slots"] = sum(size for kind, size in pools.items() if kind in step.host_pools)
-        kinds["slots"] = sum(pools.values()) - host["slots"]
-    kinds |= {f"{kind} on the host": n for kind, n in host.items() if n}
-    on_disk = bytes_on_disk(state)
-    return kinds | ({"optimizer on disk": on_disk} if on_disk else {})
 
 
 def step_counts(config: Config, cpu: bool = False) -> StepCounts:
@@ -218,7 +183,7 @@ def dry_run(
         "planned": planned.as_dict(),
         "memory": {
             "compiled": compiled_memory(compiled),
-            "state": state_memory(step, config.parallel.reduce == "microbatch"),
+            "state": step.state_memory(config.parallel.reduce == "microbatch"),
         },
         "seconds": start_record(clock),
     }

@@ -257,7 +257,7 @@ class Compiled:
 
     tracing, compiling: seconds
     memory:  bytes on a device by XLA's analysis, with the keys MEMORY
-    kinds:   bytes on a device by what they hold (`plan.report.state_memory`)
+    kinds:   bytes on a device by what they hold (`Step.state_memory`)
     pools:   kind of slot → its number, and the bytes of one
     cost:    XLA's cost analysis: "flops", "bytes accessed"; loops count as if of one trip
     """
@@ -334,7 +334,6 @@ def main(folder: str) -> None:
     from jax.experimental import topologies
 
     from jaxtrain.devices.mesh import make_mesh, sizes_of
-    from jaxtrain.planner.programs.report import state_memory
     from jaxtrain.training.step import make_step
 
     jax.config.update("jax_enable_compilation_cache", False)
@@ -361,7 +360,7 @@ def main(folder: str) -> None:
         "tracing": round(traced - begin, 1),
         "compiling": round(done - traced, 1),
         "memory": {name: getattr(analysis, f"{name}_size_in_bytes") for name in MEMORY},
-        "kinds": state_memory(step, config.parallel.reduce == "microbatch"),
+        "kinds": step.state_memory(config.parallel.reduce == "microbatch"),
         "pools": step.slot_pools(),
         "cost": {name: cost[name] for name in COST if name in cost},
     }

@@ -95,7 +95,7 @@ def test_a_number_that_no_topology_has(name, devices):
 
 @pytest.mark.parametrize("platform", PLATFORMS.values(), ids=lambda platform: platform.name)
 def test_a_platform_is_known_elsewhere(platform):
-    """To costs/, by the name that jax gives its devices too."""
+    """To the planner, by the name that jax gives its devices too."""
     kind = hardware.load(platform.hardware)
     assert kind.memory > 0 and hardware.of_device(platform.device_kind) == kind
 

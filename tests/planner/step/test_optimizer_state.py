@@ -15,7 +15,6 @@ from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.devices.mesh import AXES, make_mesh, sizes_of
 from jaxtrain.pipeline.setup import Setup, make_setup
-from jaxtrain.planner.programs.report import state_memory
 from jaxtrain.planner.search.predict import PlannedTable, with_op_times
 from jaxtrain.planner.step.hardware import load
 from jaxtrain.planner.step.memory import SlotCounts, memory
@@ -153,6 +152,6 @@ def test_the_compiled_step_gets_these_bytes(optimizer):
     others = bytes_per_device((state.params, state.step, step.abstract_batch))
     # jit leaves out what the step does not read: optax's [1] in the place of no array
     unread = [a for a in jax.tree.leaves(state.optimizer) if a.shape[-1:] == (1,)]
-    expected = others + state_memory(step, reduces_in_ops=False)["moments"]
+    expected = others + step.state_memory(reduces_in_ops=False)["moments"]
     expected -= bytes_per_device(unread)
     assert compiled.memory_analysis().argument_size_in_bytes == expected
