@@ -30,7 +30,6 @@ GROUPED = {
     "planner/step/collectives.py": "planner/step/test_step_counts.py",
     "planner/step/frameworks.py": "planner/step/test_step_time.py",
     "planner/step/layer_bytes.py": "planner/step/test_memory_traced.py",
-    "planner/step/layer_collectives.py": "planner/step/test_step_counts.py",
     "planner/step/memory.py": "planner/step/test_memory_compiled.py",
     "planner/step/transformer.py": "planner/step/test_identities.py",
     "data/bad_records.py": "data/test_records.py",

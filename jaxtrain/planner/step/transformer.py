@@ -319,3 +319,103 @@ def gpt(
         positions=sequence,
         layer_norm=True,
     )
+
+
+# --- the description of a layer that model.py will read from its trace -------------------------
+
+OUTPUTS, INPUTS = "outputs", "inputs"
+
+
+class DescribedArray(NamedTuple):
+    """As model.Array."""
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    cast: bool
+    product: bool
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+class Product(NamedTuple):
+    """As model.Product."""
+
+    names: tuple[str, ...]
+    inputs: int
+    outputs: int
+    split: str
+    experts: int = 0
+    makes: str = ""
+    read: bool = True
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layer:
+    """As model.Layer."""
+
+    arrays: tuple[DescribedArray, ...]
+    products: tuple[Product, ...]
+
+
+@functools.lru_cache(1024)
+def described(model: Transformer, dense: bool) -> Layer:
+    """The description of a layer."""
+    experts = 0 if dense else model.experts
+    up = ("up", "gate")[: 1 + model.gated]
+    parts = {
+        "latent": ("attention.compress",),
+        "query": ("attention.query",),
+        "key_value": ("attention.expand",),
+        "query_key_value": ("attention.query", "attention.key", "attention.value"),
+        "attention_output": ("attention.out",),
+        "router": ("mlp.router",),
+        "mlp_in": tuple(f"mlp.{name}" for name in up),
+        "mlp_out": ("mlp.down",),
+    }
+    products, arrays = [], []
+
+    def add(names, inputs, outputs, split, of=0, makes="", read=True, bias=False, exact=False):
+        products.append(Product(names, inputs, sum(outputs), split, of, makes, read))
+        axes = {OUTPUTS: ("", "model"), INPUTS: ("model", ""), "": ("", "")}[split]
+        for name, n in zip(names, outputs, strict=True):
+            shape = (of, inputs, n) if of else (inputs, n)
+            of_axes = ("expert", *axes) if of else axes
+            arrays.append(DescribedArray(name, shape, of_axes, not exact, not exact))
+            if bias:
+                bias_name = name.replace("weight", "bias")
+                arrays.append(DescribedArray(bias_name, (n,), axes[1:], False, False))
+
+    for name, inputs, outputs in model.layer(dense).products:
+        split = "" if name in UNSPLIT else OUTPUTS if name in COLUMNS else INPUTS
+        makes, read = MAKES.get(name, ""), name in MAKES
+        biased, names = BIASES[name] in model.biases, parts[name]
+        if experts and name.startswith("mlp"):
+            width, expert = model.width, model.expert_width
+            shared = tuple(each.replace("mlp.", "mlp.shared_") for each in names)
+            for each, of, columns in (
+                (shared, 0, model.shared_experts * expert),
+                (names, experts, expert),
+            ):
+                if columns and split == OUTPUTS:
+                    add(each, width, [columns] * len(each), split, of, makes, read)
+                elif columns:
+                    add(each, columns, [width], split, of, makes, read)
+            continue
+        sizes = [outputs // len(names)] * len(names)
+        if name == "query_key_value":
+            sizes = [model.heads * model.head_dim, *[model.kv_heads * model.head_dim] * 2]
+        weights = tuple(f"{each}.weight" for each in names)
+        add(weights, inputs, sizes, split, 0, makes, read, biased, exact=name == "router")
+    norms = {"attention_norm": model.width, "mlp_norm": model.width}
+    norms |= {"attention.query_norm": model.query_rank, "attention.norm": model.kv_rank}
+    if model.qk_norm:
+        norms |= {"attention.query_norm": model.head_dim, "attention.key_norm": model.head_dim}
+    for name, size in norms.items():
+        for vector in ("scale", "bias")[: model.norm_vectors] if size else ():
+            arrays.append(DescribedArray(f"{name}.{vector}", (size,), ("",), False, False))
+    if experts:
+        arrays += [DescribedArray("mlp.router.load", (experts,), ("",), False, False)]
+    return Layer(tuple(arrays), tuple(products))
