@@ -126,8 +126,11 @@ class StepCollectives(LayerCollectives):
 
     def reductions_in_op(self, parameters: Iterable[Parameters]) -> list[Collective]:
         """The reduce-scatters of one microbatch's gradients."""
-        scattered = [p for p in parameters if p.in_ops(self.reduces_in_ops)]
-        return [Collective(SCATTER, p.shard, p.size * self.reduced) for p in scattered]
+        return [
+            Collective(SCATTER, p.shard, p.size * self.reduced)
+            for p in parameters
+            if p.in_ops(self.reduces_in_ops)
+        ]
 
     def reductions(self, p: Parameters) -> list[Collective]:
         """The collectives of a gradient after the last microbatch: what the ops have not

@@ -90,9 +90,9 @@ class Joints(NamedTuple):
 
 @functools.lru_cache(1024)
 def joints(layer: Layer) -> Joints:
-    """What a layer sends over `model`. A module with experts gathers its input once for all that
-    reads it, the router too, and sums the results of all experts at once (experts.spread,
-    experts.collect)."""
+    """What a layer sends over `model`. Products of one value share what is gathered of it. A module
+    with experts gathers its input once for all that reads it, the router too, and sums the results
+    of all experts at once (experts.spread, experts.collect)."""
     with_experts = {_module(product.names[0]) for product in layer.products if product.experts}
     inputs: dict[str | int, Joint] = {}
     results: dict[str | int, Joint] = {}
@@ -101,7 +101,7 @@ def joints(layer: Layer) -> Joints:
         experts, sums = module in with_experts, product.split == INPUTS
         if product.split or experts:
             group, width = (results, product.outputs) if sums else (inputs, product.inputs)
-            key = module if experts else number
+            key = module if experts else number if sums else product.value
             joint = group.get(key) or Joint(width, (), experts)
             group[key] = joint._replace(products=(*joint.products, product))
     by_module = [
@@ -243,7 +243,7 @@ class ExpertCollectives(Activations):
             exchanged = float(self.tokens * m.experts_per_token) * self.imbalance
             each = [] if op == "W" else alike(EXCHANGE, EXPERT, [exchanged / layout.model * size])
             return each, each
-        if op == "W" and (self._sends_in_b("B") or not layout.makes_again(ROUTED)):
+        if op == "W" and (self._sends_in_b() or not layout.makes_again(ROUTED)):
             return [], []
         kind, hops = EXCHANGE if self.cpu or m.capacity_factor else RAGGED, self._hops()
 
@@ -264,9 +264,8 @@ class ExpertCollectives(Activations):
             return send([size]), []
         # B sends gradients of weights, and with selective recomputation F's once more
         again = op == "B" and layout.remat == SELECTIVE
-        out = m.width * FP8 if self.fp8 else size
-        outward = send([out] * (1 + self._sends_in_b(op)), 1 + again, op != "B" or again)
-        return outward, send([size] * (not unread))
+        rows = [m.width * FP8 if self.fp8 else size] * (1 + (op == "B" and self._sends_in_b()))
+        return send(rows, 1 + again, op != "B" or again), send([size] * (not unread))
 
     def _hops(self) -> list[Hop]:
         """The steps of all tokens on their way to experts: one, or two, where a token goes to each
@@ -286,11 +285,10 @@ class ExpertCollectives(Activations):
         across = nodes if self.cpu else nodes_of_token(m, nodes) * self.imbalance
         return [Hop(across * self.tokens, choices, choices, nodes, local), Hop(inside, 1, 0, local)]
 
-    def _sends_in_b(self, op: str) -> bool:
+    def _sends_in_b(self) -> bool:
         """True if B sends tokens to experts once more, since selective remat has not saved them:
         for products that it makes again, and in FP8, where they wait for W."""
-        again = self.layout.makes_again
-        return op == "B" and again(ROUTED) and (self.fp8 or again(MLP_IN))
+        return self.layout.makes_again(ROUTED) and (self.fp8 or self.layout.makes_again(MLP_IN))
 
 
 class LayerCollectives(ExpertCollectives):
@@ -358,7 +356,7 @@ class LayerCollectives(ExpertCollectives):
         """True if B makes some of its products again, with selective recomputation."""
         again = self.layout.makes_again
         return any(
-            self._sends_in_b("B")
+            self._sends_in_b()
             if product.experts and product.split == OUTPUTS
             else product.read and again(product.makes)
             for product in joint.products
@@ -391,39 +389,42 @@ class LayerCollectives(ExpertCollectives):
         """The collectives of attention over a split sequence (parallel/context.py,
         parallel/ring.py). reuses: B has the keys and values that R has gathered."""
         m, shards, again = self.model, self.layout.context, self.layout.makes_again(ATTENTION)
+        # Selective remat saves nothing that was exchanged: B sends queries, keys and values once
+        # more, W the results.
         selective = self.layout.remat == SELECTIVE
         if op == "W" and (again or not (selective and self.context == "ulysses")):
             return []
         queries, heads = m.heads / self.layout.model, max(m.kv_heads / self.layout.model, 1.0)
         key, value = float(self.tokens * m.score_dim), float(self.tokens * m.output_dim)
+        sizes = [heads * key, heads * value]
         if self.context == "ring":
-            sizes, rounds = [heads * key, heads * value], shards - 1 - reuses
-            documents = [self.tokens * FLOAT32] * self.documents
+            several = self.layout.stage > 1
             # as XLA's CPU backend sends to the next device of a stage
-            kind, parts = (EXCHANGE, shards) if self.cpu and self.layout.stage > 1 else (PERMUTE, 1)
-            to_next = lambda sizes, times: alike(kind, CONTEXT, [parts * n for n in sizes], times)
-            last: float = FLOAT32
-            if self.layout.stage > 1:
-                sizes, last = [sum(sizes)], self.item
-            collectives = to_next([n * self.item for n in sizes] + documents, rounds)
+            kind, parts = (EXCHANGE, shards) if self.cpu and several else (PERMUTE, 1)
+            arrays, last = ([sum(sizes)], self.item) if several else (sizes, FLOAT32)
+            documents = [self.tokens * FLOAT32] * self.documents
+            messages = [([n * self.item for n in arrays] + documents, shards - 1 - reuses)]
             if op == "B":
-                collectives += to_next([n * FLOAT32 for n in sizes], shards - 1)
-                collectives += to_next([n * last for n in sizes], 1)
-            return collectives
+                messages += [([n * FLOAT32 for n in arrays], shards - 1)]
+                messages += [([n * last for n in arrays], 1)]
+            return [
+                Collective(kind, (CONTEXT,), parts * n, times)
+                for numbers, times in messages
+                for n in numbers
+            ]
         if self.context == "all_gather":
-            arrays = (key, value) if self.explicit else (key + value,)
-            sizes = [shards * heads * n * self.item for n in arrays]
-            gathers = [] if reuses else alike(GATHER, CONTEXT, sizes)
-            return gathers + alike(SCATTER, CONTEXT, sizes if op == "B" and self.explicit else [])
-        inputs, result = [queries * key, heads * key, heads * value], [queries * value]
-        # Selective remat saves nothing that was exchanged: B sends queries, keys and values once
-        # more, W the results.
-        both = inputs + result
-        once_more = inputs * selective + result * again
-        sizes = {"F": both, "R": both, "B": both + once_more, "W": result}[op]
-        return alike(EXCHANGE, CONTEXT, [n * self.item for n in sizes])
+            arrays = sizes if self.explicit else [(key + value) * heads]
+            gathered = [shards * n * self.item for n in arrays]
+            scattered = gathered if op == "B" and self.explicit else []
+            gathers = alike(GATHER, CONTEXT, [] if reuses else gathered)
+            return gathers + alike(SCATTER, CONTEXT, scattered)
+        inputs, result = [queries * key, *sizes], [queries * value]
+        sent = result if op == "W" else inputs + result
+        sent += (inputs * selective + result * again) if op == "B" else []
+        return alike(EXCHANGE, CONTEXT, [n * self.item for n in sent])
 
     def document_ids(self, op: str) -> list[Collective]:
         """The all-gather of the documents of a sequence's tokens, once for all layers of an op."""
-        is_gathered = self.documents and op in "FRB" and self.context != "ring"
-        return alike(GATHER, CONTEXT, [self.tokens * self.layout.context * FLOAT32] * is_gathered)
+        size = self.tokens * self.layout.context * FLOAT32
+        is_sent = self.documents and op in "FRB" and self.context != "ring"
+        return alike(GATHER, CONTEXT, [size] * is_sent)

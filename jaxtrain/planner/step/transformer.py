@@ -347,6 +347,7 @@ class Product(NamedTuple):
     inputs: int
     outputs: int
     split: str
+    value: int = 0
     experts: int = 0
     makes: str = ""
     read: bool = True
@@ -375,10 +376,12 @@ def described(model: Transformer, dense: bool) -> Layer:
         "mlp_in": tuple(f"mlp.{name}" for name in up),
         "mlp_out": ("mlp.down",),
     }
-    products, arrays = [], []
+    products: list[Product] = []
+    arrays: list[DescribedArray] = []
 
     def add(names, inputs, outputs, split, of=0, makes="", read=True, bias=False, exact=False):
-        products.append(Product(names, inputs, sum(outputs), split, of, makes, read))
+        product = Product(names, inputs, sum(outputs), split, len(products), of, makes, read)
+        products.append(product)
         axes = {OUTPUTS: ("", "model"), INPUTS: ("model", ""), "": ("", "")}[split]
         for name, n in zip(names, outputs, strict=True):
             shape = (of, inputs, n) if of else (inputs, n)

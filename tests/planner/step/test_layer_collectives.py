@@ -78,16 +78,23 @@ def test_a_parameter_that_all_devices_have_is_summed(monkeypatch, parameter, siz
     assert changes(monkeypatch, with_part((parameter,))) == expected
 
 
-def gate(makes: str = "", read: bool = True) -> Layer:
-    """A layer whose attention's output has a gate, which is made of attention's input."""
+def gate(makes: str = "", read: bool = True, value: int = 9) -> Layer:
+    """A layer whose attention's output has a gate. value: what it is made of"""
     names = ("attention.gate.weight",)
     return with_part(
         (array(*names, WIDTH, WIDTH, split=True),),
-        (Product(names, WIDTH, WIDTH, OUTPUTS, makes=makes, read=read),),
+        (Product(names, WIDTH, WIDTH, OUTPUTS, value, makes=makes, read=read),),
     )
 
 
-def test_a_gate_gathers_its_input(monkeypatch):
+def test_a_gate_of_attention_s_input_shares_its_all_gather(monkeypatch):
+    """B makes the gate again, whose value has no name, although it has queries and keys."""
+    shared = gate(value=LAYER.products[0].value)
+    assert changes(monkeypatch, shared, stage=2) == {}
+    assert changes(monkeypatch, shared, **SELECTIVE) == {("B", GATHER): ROW}
+
+
+def test_a_gate_of_another_value_gathers_it(monkeypatch):
     """F and W gather what it reads, and B sums the gradient."""
     gathered = {("F", GATHER): ROW, ("R", GATHER): ROW, ("B", SCATTER): ROW, ("W", GATHER): ROW}
     assert changes(monkeypatch, gate(), stage=2) == gathered
