@@ -141,8 +141,10 @@ class StepCounts:
 
     def busiest_stage(self) -> int:
         """The stage whose devices send most."""
-        sent_by = lambda stage: sum(entry.bytes for entry in self.volume(stage))
-        return max(range(self.collectives.layout.stage), key=sent_by)
+        return max(
+            range(self.collectives.layout.stage),
+            key=lambda stage: sum(entry.bytes for entry in self.volume(stage)),
+        )
 
     def _entries(self, ops: Iterable[tuple[str, float, Iterable[Collective]]]) -> list[Entry]:
         counts: collections.Counter = collections.Counter()
@@ -167,13 +169,20 @@ class StepCounts:
         c, times, one_stage = self.collectives, self.times(stage), self.table is None
         parameters = self._all_parameters()
         once = c.layout.zero == 3 and not c.gathers_in_ops
+        embed = self.parameters["embed"]
+        embedding = [
+            *c.lookup(embed["table"]),
+            c.stage_sum(),
+            *c.gathers(p for name, p in embed.items() if name == "positions"),
+            *self._dense_layers("F"),
+        ]
         ops = [
             (
                 "gather",
                 1.0,
                 [c.gathered(p) for p in parameters if once and p.shard and not p.as_zero3],
             ),
-            (EMBED, times[EMBED], self._embed()),
+            (EMBED, times[EMBED], embedding),
         ]
         for label, op, runs, unit, layers, unread, remat, lowest in self.layer_passes(stage):
             # On one stage R, B and W are one op, which reads parameters and documents once.
@@ -223,15 +232,6 @@ class StepCounts:
         sent_to = [stage + step for step in permutes(table).values()]
         message = Collective(PERMUTE, (STAGE,), c.activation / c.layout.model * c.item)
         return [message for to in sent_to if goes_round or 0 <= to < table.stages]
-
-    def _embed(self) -> list[Collective]:
-        c, embed = self.collectives, self.parameters["embed"]
-        return [
-            *c.lookup(embed["table"]),
-            c.stage_sum(),
-            *c.gathers(p for name, p in embed.items() if name == "positions"),
-            *self._dense_layers("F"),
-        ]
 
     def _dense_layers(self, ops: str) -> list[Collective]:
         """Collectives of the dense layers before the first unit."""
