@@ -36,7 +36,6 @@ GROUPED = {
     "planner/step/update.py": "planner/step/test_step_time.py",
     "planner/for_training.py": "test_imports.py",
     "planner/step/layer_bytes.py": "planner/step/test_memory_traced.py",
-    "planner/step/layer_collectives.py": "planner/step/test_step_counts.py",
     "planner/step/memory.py": "planner/step/test_memory_compiled.py",
     "planner/step/op_times.py": "pipeline/test_setup.py",
     "planner/step/model.py": "planner/step/test_layer_trace.py",

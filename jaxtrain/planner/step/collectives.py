@@ -57,6 +57,11 @@ class Parameters(NamedTuple):
     product: bool = False
     as_zero3: bool = False
 
+    def in_ops(self, others: bool) -> bool:
+        """True if ops gather it, or scatter its gradient. others: they do so with parameters that
+        are not `as_zero3`"""
+        return bool(self.shard) and (others or self.as_zero3)
+
 
 class StepCollectives(LayerCollectives):
     """The collectives of a model's step with a layout."""
@@ -65,30 +70,29 @@ class StepCollectives(LayerCollectives):
 
     def stage_sum(self, times: int = 1) -> Collective:
         """The collective that brings one stage's activation to all stages, or sums all of them."""
-        axes = (STAGE,) if self.shares_vocabulary else ()
-        return Collective(SUM, axes, self.activation / self.layout.model * self.summed, times)
+        size = self.activation / self.layout.model * self.summed
+        return Collective(SUM, (STAGE,) * self.shares_vocabulary, size, times)
 
     def lookup(self, table: Parameters) -> list[Collective]:
         """The collectives of the embedding. Of a table that ZeRO-3 has scattered the tokens'
         vectors are sent, and not the table."""
-        scatter = Collective(SCATTER, (MODEL,), self.activation * self.summed)
-        sharded = self._gathers(table)
-        return [*self._over_table_shards(table), scatter] if sharded else [scatter]
+        sent = self._over_table_shards(table) if table.in_ops(self.gathers_in_ops) else []
+        return [*sent, Collective(SCATTER, (MODEL,), self.activation * self.summed)]
 
     def lookup_gradient(self, table: Parameters, same_op: bool) -> list[Collective]:
         """The collectives of the embedding's gradient. same_op: the token ids that `lookup` has
         gathered still exist."""
-        gather = Collective(GATHER, (MODEL,), self.activation * self.item)
         ids, vectors = self._over_table_shards(table)
-        sent_again = [vectors] if same_op and self._gathers(table) else [ids, vectors]
-        return [*sent_again, gather] if self._reduces(table) else [gather]
+        sent = [vectors] if same_op and table.in_ops(self.gathers_in_ops) else [ids, vectors]
+        sent *= table.in_ops(self.reduces_in_ops)
+        return [*sent, Collective(GATHER, (MODEL,), self.activation * self.item)]
 
-    def _over_table_shards(self, table: Parameters) -> tuple[Collective, Collective]:
+    def _over_table_shards(self, table: Parameters) -> list[Collective]:
         """The all-gather of token ids and the all-to-all of their vectors, for a table whose
         columns are scattered."""
         vectors = self.activation / self.layout.model * self.item
         ids = self.tokens * self.devices(table.shard) * FLOAT32
-        return Collective(GATHER, table.shard, ids), Collective(EXCHANGE, table.shard, vectors)
+        return [Collective(GATHER, table.shard, ids), Collective(EXCHANGE, table.shard, vectors)]
 
     def loss(self) -> list[Collective]:
         """The collectives of the last norm, the product with the output matrix, and the softmax
@@ -105,23 +109,14 @@ class StepCollectives(LayerCollectives):
 
     def joining(self) -> Collective:
         """The sum of the gradients of what joins two streams in a multi-token prediction module."""
-        width, norms = self.model.width, 3 * self.model.norm_vectors * self.model.width
-        matrix = 2 * width**2 * self.summed
-        return Collective(SUM, (MODEL,), norms * FLOAT32 + matrix)
+        norms = 3 * self.model.norm_vectors * self.model.width * FLOAT32
+        return Collective(SUM, (MODEL,), norms + 2 * self.model.width**2 * self.summed)
 
     # ------------------------------------------------------------- parameters (parallel/zero.py)
 
     def gathers(self, parameters: Iterable[Parameters]) -> list[Collective]:
         """The all-gathers of the parameters that an op reads."""
-        return [self.gathered(p) for p in parameters if self._gathers(p)]
-
-    def _gathers(self, p: Parameters) -> bool:
-        """True if ops gather the parameter."""
-        return bool(p.shard) and (self.gathers_in_ops or p.as_zero3)
-
-    def _reduces(self, p: Parameters) -> bool:
-        """True if each microbatch's gradient of the parameter is scattered."""
-        return bool(p.shard) and (self.reduces_in_ops or p.as_zero3)
+        return [self.gathered(p) for p in parameters if p.in_ops(self.gathers_in_ops)]
 
     def gathered(self, p: Parameters) -> Collective:
         """The all-gather of a parameter that ZeRO-3 has scattered."""
@@ -131,41 +126,35 @@ class StepCollectives(LayerCollectives):
 
     def reductions_in_op(self, parameters: Iterable[Parameters]) -> list[Collective]:
         """The reduce-scatters of one microbatch's gradients."""
-        scattered = [p for p in parameters if self._reduces(p)]
-        return [Collective(SCATTER, p.shard, p.size * self.reduced) for p in scattered]
+        return [
+            Collective(SCATTER, p.shard, p.size * self.reduced)
+            for p in parameters
+            if p.in_ops(self.reduces_in_ops)
+        ]
 
     def reductions(self, p: Parameters) -> list[Collective]:
         """The collectives of a gradient after the last microbatch: what the ops have not
         reduced."""
-        reduced = set(p.shard) if self._reduces(p) else set()
-        scatter = tuple(a for a in p.scatter if getattr(self.layout, a) > 1 and a not in reduced)
-        sums = tuple(a for a in p.sums if getattr(self.layout, a) > 1)
-        inside = tuple(a for a in sums if a != REPLICA)
+        reduced = p.shard if p.in_ops(self.reduces_in_ops) else ()
+        scatter = tuple(axis for axis in p.scatter if axis not in reduced)
         size = p.size * self.reduced / self.devices(reduced)
         share = size / self.devices(scatter)
-        collectives = [Collective(SCATTER, scatter, size)]
+        summed = [Collective(SUM, p.sums, share)]
+        inside = tuple(axis for axis in p.sums if axis != REPLICA)
         # Gradients are summed inside each replica first; a device's share then crosses `replica`
         # (parallel/replicas.py).
-        if REPLICA in sums and inside:
+        if REPLICA in p.sums and self.layout.replica > 1 and self.devices(inside) > 1:
             across = Collective(SUM, (REPLICA,), share / self.devices(inside))
-            gather = Collective(GATHER, inside, share)
-            return [*collectives, Collective(SCATTER, inside, share), across, gather]
-        return [*collectives, Collective(SUM, sums, share)]
-
-    def _sharded_weights(self, p: Parameters) -> tuple[str, ...]:
-        """The axes over which ZeRO-3 leaves a parameter scattered."""
-        return p.shard if self.layout.zero == 3 or p.as_zero3 else ()
+            summed = [Collective(SCATTER, inside, share), across, Collective(GATHER, inside, share)]
+        return [Collective(SCATTER, scatter, size), *summed]
 
     def after_the_update(self, p: Parameters) -> Collective:
         """The all-gather of a parameter whose shards are updated where their optimizer state lies
         (training/step.py)."""
-        scattered = self._sharded_weights(p)
-        axes = tuple(a for a in p.scatter if a not in scattered)
-        return Collective(GATHER, axes, p.size / self.devices(scattered) * self._updated(p))
-
-    def _updated(self, p: Parameters) -> float:
-        """Bytes of a parameter's number that is gathered after the update."""
-        return self.updated if p.cast else FLOAT32
+        scattered = p.shard if self.layout.zero == 3 or p.as_zero3 else ()  # as ops read it
+        axes = tuple(axis for axis in p.scatter if axis not in scattered)
+        number = self.updated if p.cast else FLOAT32
+        return Collective(GATHER, axes, p.size / self.devices(scattered) * number)
 
     # --------------------------------------------- independent replicas (parallel/replicas.py)
 
@@ -176,8 +165,6 @@ class StepCollectives(LayerCollectives):
         collectives: list[Collective] = []
         int8 = scales = 0
         for p in (p for p in parameters if p.size):
-            scattered = self._sharded_weights(p)
-            gathered = tuple(a for a in p.outer if a not in scattered)
             part = math.ceil(p.size / self.devices(p.outer))
             copies = tuple(a for a in AXES if a != REPLICA and a not in (*p.split, *p.outer))
             share = math.ceil(part / self.devices(copies))
@@ -186,7 +173,7 @@ class StepCollectives(LayerCollectives):
             int8 += blocks * block
             scales += blocks
             collectives += [
-                Collective(GATHER, gathered, p.size / self.devices(scattered) * self._updated(p)),
+                self.after_the_update(p._replace(scatter=p.outer)),
                 Collective(SUM, (REPLICA,), share * FLOAT32 * (not self.outer_int8)),
                 Collective(GATHER, copies, part * FLOAT32),
             ]

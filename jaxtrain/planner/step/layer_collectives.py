@@ -1,25 +1,20 @@
 """The collectives of a layer's ops: products over `model`, attention over `context`, experts.
 
-Each function mirrors the code that it names: a collective that is added to that code needs a line
-in the function. A test compares both with the compiled program.
+What is sent over `model` follows from the layer's products and parameters; attention and experts
+mirror the code that they name. A test compares all of it with the compiled program.
 
     F, R, B, W    forward, recomputation, gradient of inputs, gradient of weights; of one layer
     item          bytes of an activation's number
 """
 
+import collections
 import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from jaxtrain.config.saved_values import (
-    ATTENTION,
-    ATTENTION_OUT,
-    MLP_IN,
-    QKV,
-    ROUTED,
-    ROUTER,
-)
+from jaxtrain.config.saved_values import ATTENTION, MLP_IN, ROUTED
 from jaxtrain.config.sizes import MX_BLOCK, SELECTIVE
 from jaxtrain.planner.step.layout import (
     Layout,
@@ -40,15 +35,97 @@ from jaxtrain.planner.step.links import (
     Collective,
     alike,
 )
-from jaxtrain.planner.step.model import Model
+from jaxtrain.planner.step.model import INPUTS, OUTPUTS, Layer, Model, Product
 
 FLOAT32 = 4  # bytes of a float32 or an int32
 FP8 = 1
+# Parameters that devices of `model` share where it has more devices than key/value heads.
+OF_KV_HEADS = ("attention.key.", "attention.value.")
 
 
 def scales_of(blocks: bool) -> float:
     """Bytes of numbers in FP8 with those of their scales, over bytes of the numbers."""
     return 1 + 1 / MX_BLOCK if blocks else 1.0
+
+
+# --- what a layer's description says about `model` ------------------------------------------------
+
+
+class Joint(NamedTuple):
+    """Numbers of tokens that the devices of `model` gather before products, or sum behind them
+    (parallel/tensor.py).
+
+    width:    numbers of a token
+    products: that read or make them
+    experts:  they are of a module with experts, which gathers in the compute type
+    """
+
+    width: int
+    products: tuple[Product, ...]
+    experts: bool
+
+
+class Joints(NamedTuple):
+    """What a layer sends over `model`.
+
+    inputs, results: in the layer's order; F gathers the one and sums the other, B the other way
+    by_module:       inputs where a module gathers once what it reads
+    float32, cast:   numbers of parameters that all devices of `model` have but use on tokens of
+                     their own, so that W sums their gradients: in float32, in the compute type
+    """
+
+    inputs: tuple[Joint, ...]
+    results: tuple[Joint, ...]
+    by_module: tuple[Joint, ...]
+    float32: int
+    cast: int
+
+
+@functools.lru_cache(1024)
+def joints(layer: Layer) -> Joints:
+    """What a layer sends over `model`. Products of one value share what is gathered of it. A module
+    with experts gathers its input once for all that reads it, the router too, and sums the results
+    of all experts at once (experts.spread, experts.collect)."""
+    with_experts = {_module(product.names[0]) for product in layer.products if product.experts}
+    inputs: dict[str | int, Joint] = {}
+    results: dict[str | int, Joint] = {}
+    for number, product in enumerate(layer.products):
+        module = _module(product.names[0])
+        experts, sums = module in with_experts, product.split == INPUTS
+        if product.split or experts:
+            group, width = (results, product.outputs) if sums else (inputs, product.inputs)
+            key = module if experts else number if sums else product.value
+            joint = group.get(key) or Joint(width, (), experts)
+            group[key] = joint._replace(products=(*joint.products, product))
+    by_module = [
+        result._replace(
+            products=tuple(
+                product
+                for joint in inputs.values()
+                for product in joint.products
+                if _module(product.names[0]) == _module(result.products[0].names[0])
+            )
+        )
+        for result in results.values()
+    ]
+    owners = {owner(name) for product in layer.products for name in product.names}
+    sizes: collections.Counter = collections.Counter()
+    for array in layer.arrays:
+        if MODEL not in array.axes and _module(array.name) not in with_experts:
+            # a vector that is added to a product has its type
+            sizes[array.cast or owner(array.name) in owners] += array.size
+    both = tuple(inputs.values()), tuple(results.values())
+    return Joints(*both, tuple(by_module), sizes[False], sizes[True])
+
+
+def _module(name: str) -> str:
+    """The module of a layer that has a parameter."""
+    return name.partition(".")[0]
+
+
+def owner(name: str) -> str:
+    """The name of what has a parameter: a matrix and its bias have the same."""
+    return name.removesuffix(".weight").removesuffix(".bias")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,11 +184,6 @@ class Activations:
         return FLOAT32 if self.cpu else self.item
 
     @property
-    def operand(self) -> float:
-        """Bytes of a number of a product's operand that is gathered over `model`."""
-        return self.number_of_fp8 if self.fp8 and self.fp8_weight_gradients else self.item
-
-    @property
     def number_of_fp8(self) -> float:
         """Bytes of a number in FP8 with its part of a block's scale."""
         return FP8 * scales_of(self.fp8_blocks)
@@ -127,94 +199,89 @@ class Activations:
         return self.tokens * self.model.width
 
 
+class Hop(NamedTuple):
+    """A step of routed tokens on their way to experts.
+
+    rows:    that a device sends
+    weights, numbers: of choices, that go with a row
+    devices, stride: between which they go, as in Collective
+    """
+
+    rows: float
+    weights: int = 1
+    numbers: int = 0
+    devices: int = 0
+    stride: int = 1
+
+
 class ExpertCollectives(Activations):
     """The collectives of a layer's experts (parallel/experts.py)."""
 
     def _experts(self, op: str, unread: bool) -> list[Collective]:
-        """The collectives of routed tokens on their way to experts and back, and of their weights
-        (parallel/experts.py)."""
+        """The collectives of routed tokens on their way to experts and back, and of their
+        weights."""
         m, outward, back = self.model, *self.routed(op, unread)
-        if not self.explicit or not outward:
+        if not self.explicit or op != "B":
             return [*outward, *back]
-        capacity = routed_capacity(m, self.layout)
-        routed = float(self.tokens * m.experts_per_token)
-        weighted = capacity if self.layout.expert > 1 or m.capacity_factor else routed
-        summed = Collective(SUM, (MODEL,), weighted * FLOAT32 * (op == "B"))
-        return [*outward, *back, summed]
+        weighted = float(self.tokens * m.experts_per_token)
+        if self.layout.expert > 1 or m.capacity_factor:
+            weighted = routed_capacity(m, self.layout)
+        return [*outward, *back, Collective(SUM, (MODEL,), weighted * FLOAT32)]
 
     def routed(self, op: str, unread: bool = False) -> tuple[list[Collective], list[Collective]]:
         """The all-to-alls of an op that send routed tokens, or their gradients, to experts, and
         those that bring results back. unread: nothing reads the layer's output"""
         m, layout, size = self.model, self.layout, self.model.width * self.item
-        exchanged = float(self.tokens * m.experts_per_token) * self.imbalance
         if not self.explicit:  # each device of `model` sends its share
+            exchanged = float(self.tokens * m.experts_per_token) * self.imbalance
             each = [] if op == "W" else alike(EXCHANGE, EXPERT, [exchanged / layout.model * size])
             return each, each
-        if op == "W" and (self._sends_in_b("B") or not layout.makes_again(ROUTED)):
+        if op == "W" and (self._sends_in_b() or not layout.makes_again(ROUTED)):
             return [], []
-        if layout.expert_nodes > 1:
-            return self._routed_in_two_steps(op, unread)
-        capacity = routed_capacity(m, layout)
-        if m.capacity_factor:
-            exchanged = capacity
-        elif self.cpu:
-            most = self.tokens * min(m.experts_per_token, m.experts // layout.expert)
-            exchanged = layout.expert * min(most, capacity)
-        kind = EXCHANGE if self.cpu or m.capacity_factor else RAGGED
-        of_widths = lambda widths: alike(kind, EXPERT, [exchanged * width for width in widths])
-        if op == "W":  # Selective remat does not save what was sent: W sends it once more.
-            return of_widths([size]), []
-        out = m.width * FP8 if self.fp8 else size
-        outward = [out, *self._weights_sent(op)] + [out] * self._sends_in_b(op)
-        return of_widths(outward), of_widths([size] * (not unread))
+        kind, hops = EXCHANGE if self.cpu or m.capacity_factor else RAGGED, self._hops()
 
-    def _routed_in_two_steps(
-        self, op: str, unread: bool
-    ) -> tuple[list[Collective], list[Collective]]:
-        """`routed` where a token goes to each node once, with the numbers and weights of its
-        choices, and from there to its experts."""
-        m, layout, size = self.model, self.layout, self.model.width * self.item
-        nodes = layout.expert_nodes
-        local, choices = layout.expert // nodes, m.experts_per_token
-        rows = self.tokens * self.imbalance
-        across, inside = nodes_of_token(m, nodes) * rows, float(choices * rows)
-        if self.cpu:
-            across = float(nodes * self.tokens)
+        def send(rows: list[float], weights: int = 0, numbers: int = 0) -> list[Collective]:
+            """The collectives of all steps. rows: bytes of each row that is sent; weights, numbers:
+            how often those of the choices are"""
+            return [
+                Collective(kind, (EXPERT,), hop.rows * each, 1, hop.devices, hop.stride)
+                for hop in hops
+                for each in (
+                    *rows,
+                    *[FLOAT32 * hop.weights] * weights,
+                    *[FLOAT32 * hop.numbers] * numbers,
+                )
+            ]
+
+        if op == "W":  # Selective remat does not save what was sent: W sends it once more.
+            return send([size]), []
+        # B sends gradients of weights, and with selective recomputation F's once more
+        again = op == "B" and layout.remat == SELECTIVE
+        rows = [m.width * FP8 if self.fp8 else size] * (1 + (op == "B" and self._sends_in_b()))
+        return send(rows, 1 + again, op != "B" or again), send([size] * (not unread))
+
+    def _hops(self) -> list[Hop]:
+        """The steps of all tokens on their way to experts: one, or two, where a token goes to each
+        node once, with the numbers and weights of its choices, and from there to its experts. The
+        numbers go no further."""
+        m, layout, nodes = self.model, self.layout, self.layout.expert_nodes
+        choices, local = m.experts_per_token, layout.expert // nodes
+        inside = float(self.tokens * choices) * self.imbalance
+        if m.capacity_factor:
+            inside = routed_capacity(m, layout)
+        elif self.cpu:
             most = nodes * self.tokens * min(choices, m.experts // layout.expert)
             capacity = min(sent_by_gateway(m, layout), routed_capacity(m, layout))
             inside = float(local * min(most, capacity))
-        kind = EXCHANGE if self.cpu else RAGGED
+        if nodes == 1:
+            return [Hop(inside)]
+        across = nodes if self.cpu else nodes_of_token(m, nodes) * self.imbalance
+        return [Hop(across * self.tokens, choices, choices, nodes, local), Hop(inside, 1, 0, local)]
 
-        def both(
-            widths: list[float], weights: Sequence[float] = (), numbers: Sequence[float] = ()
-        ) -> list[Collective]:
-            """The collectives of both steps. widths: bytes of a row; weights, numbers: bytes of a
-            choice. Across go those of all of a token's choices; the numbers go no further."""
-            of_choices = [choices * number for number in [*weights, *numbers]]
-            to_nodes = [across * n for n in [*widths, *of_choices]]
-            to_experts = [inside * n for n in [*widths, *weights]]
-            return [
-                *alike(kind, EXPERT, to_nodes, devices=nodes, stride=local),
-                *alike(kind, EXPERT, to_experts, devices=local),
-            ]
-
-        if op == "W":
-            return both([size]), []
-        out = m.width * FP8 if self.fp8 else size
-        outward, weights = [out] + [out] * self._sends_in_b(op), self._weights_sent(op)
-        numbers = [FLOAT32] * (op != "B" or layout.remat == SELECTIVE)
-        return both(outward, weights, numbers), both([size] * (not unread))
-
-    def _weights_sent(self, op: str) -> list[float]:
-        """Bytes of the choices' weights that an op sends, each time for one choice: in B their
-        gradients, and with selective recomputation themselves once more."""
-        return [FLOAT32] * (2 if op == "B" and self.layout.remat == SELECTIVE else 1)
-
-    def _sends_in_b(self, op: str) -> bool:
+    def _sends_in_b(self) -> bool:
         """True if B sends tokens to experts once more, since selective remat has not saved them:
         for products that it makes again, and in FP8, where they wait for W."""
-        again = self.layout.makes_again
-        return op == "B" and again(ROUTED) and (self.fp8 or again(MLP_IN))
+        return self.layout.makes_again(ROUTED) and (self.fp8 or self.layout.makes_again(MLP_IN))
 
 
 class LayerCollectives(ExpertCollectives):
@@ -233,128 +300,124 @@ class LayerCollectives(ExpertCollectives):
         """
         collectives = []
         if self.layout.model > 1:
-            collectives += self._over_model(op, unread, fused, dense)
+            layer = self.model.layer(dense)
+            collectives += self._over_model(op, unread, fused, joints(layer))
+            collectives += self._of_parameters(op, fused, layer) if self.explicit else []
         if self.layout.context > 1:
             collectives += self._over_context(op, fused and op == "B")
         if self.model.experts and not dense:
             collectives += self._experts(op, unread)
         return collectives
 
-    def _over_model(self, op: str, unread: bool, fused: bool, dense: bool) -> list[Collective]:
-        """The collectives of two column-parallel products, attention's and the MLP's, and of the
-        row-parallel product after each (parallel/tensor.py). Without sequence parallelism two
-        all-reduces send as many bytes. The router reads what experts gather in the compute type,
-        and so does the sum of their results."""
-        m, outputs = self.model, [self.model.width] * 2
-        inputs = outputs
-        if m.mla and self.explicit:
-            inputs = [m.query_rank or m.width, m.kv_rank, m.width]
-        read = outputs[:1] if unread else outputs
-        in_weights = inputs if self.explicit and not fused else []
-        # W is in one op with B, which has gathered some of them; in blocks in another form
-        if self.layout.stage == 1 and not self.fp8_blocks:
-            again = self._gathered_again(inputs, bool(m.experts) and not dense)
-            in_weights = [n for n, is_gathered in zip(in_weights, again) if not is_gathered]
-        gathered = {"F": inputs, "R": inputs, "B": outputs, "W": in_weights}[op]
-        scattered = {"F": read, "R": read, "B": inputs, "W": []}[op]
-        of_experts = bool(m.experts) and not dense
-        # a gradient in blocks is rounded in two forms after it is gathered
-        operand = self.item if self.fp8_blocks and op == "B" else self.operand
-        last = self.item if of_experts else operand
-        numbers = [*[operand] * (len(gathered) - 1), last]
-        sizes = [self.tokens * n * number for n, number in zip(gathered, numbers)]
-        if self.fp8_blocks and fused and op == "B":  # W's inputs are of another form than F's
-            sizes += [self.tokens * n * self.operand for n in inputs]
-        collectives = alike(GATHER, MODEL, sizes)
-        collectives += alike(SCATTER, MODEL, [self.tokens * n * self.summed for n in scattered])
-        if op == "B" and not fused:
-            collectives += self._made_again_over_model(inputs, of_experts)
-        return collectives + self._unsplit_over_model(op, fused) if self.explicit else collectives
+    def _over_model(self, op: str, unread: bool, fused: bool, layer: Joints) -> list[Collective]:
+        """The collectives before and behind a layer's products. Without sequence parallelism two
+        all-reduces send as many bytes."""
+        inputs: Sequence[Joint] = layer.inputs if self.explicit else layer.by_module
+        results = layer.results
+        if op == "B":
+            # a gradient in blocks is rounded in two forms after it is gathered
+            gathers = self._gathered_bytes(results, rounded=not self.fp8_blocks)
+            summed: Sequence[Joint] = inputs
+            if not fused:
+                gathers += self._gathered_bytes(filter(self._made_again, inputs))
+                summed = (*inputs, *filter(self._made_again, results))
+            elif self.fp8_blocks:  # W's inputs are of another form than F's
+                gathers += self._gathered_bytes(inputs)
+        elif op == "W":
+            # W is in one op with B, which has gathered some of them; in blocks in another form
+            reuses = self.layout.stage == 1 and not self.fp8_blocks
+            read = () if fused or not self.explicit else inputs
+            inputs = [joint for joint in read if not (reuses and self._made_again(joint))]
+            gathers, summed = self._gathered_bytes(inputs), ()
+        else:
+            gathers = self._gathered_bytes(inputs)
+            needed = lambda joint: any(product.read for product in joint.products)
+            summed = tuple(filter(needed, results)) if unread else results
+        sizes = [self.tokens * joint.width * self.summed for joint in summed]
+        return [*alike(GATHER, MODEL, gathers), *alike(SCATTER, MODEL, sizes)]
 
-    def _made_again_over_model(self, inputs: list[int], of_experts: bool) -> list[Collective]:
-        """The collectives of products that B makes again with selective recomputation. inputs:
-        widths of the column-parallel products' inputs, the MLP's last"""
-        gathered = [self.tokens * n * self.operand for n in inputs]
-        if of_experts:
-            gathered[-1] = self.tokens * inputs[-1] * self.item
-        again = self._gathered_again(inputs, of_experts)
-        scattered = [self.activation * self.summed] * self.layout.makes_again(ATTENTION_OUT)
+    def _gathered_bytes(self, joints: Iterable[Joint], rounded: bool = True) -> list[float]:
+        """Bytes of all-gathers. rounded: to FP8 before, if products are of that"""
+        fp8 = rounded and self.fp8 and self.fp8_weight_gradients
+        operand = self.number_of_fp8 if fp8 else self.item
         return [
-            *alike(GATHER, MODEL, [size for size, made in zip(gathered, again) if made]),
-            *alike(SCATTER, MODEL, scattered),
+            self.tokens * joint.width * (self.item if joint.experts else operand)
+            for joint in joints
         ]
 
-    def _gathered_again(self, inputs: list[int], of_experts: bool) -> list[bool]:
-        """Whether B gathers each of these inputs of column-parallel products, for products that it
-        makes again."""
+    def _made_again(self, joint: Joint) -> bool:
+        """True if B makes some of its products again, with selective recomputation."""
         again = self.layout.makes_again
-        of_mlp = again(MLP_IN)
-        if of_experts:
-            shared = again(MLP_IN) and self.model.shared_experts > 0
-            of_mlp = self._sends_in_b("B") or again(ROUTER) or shared
-        return [*[again(QKV)] * (len(inputs) - 1), of_mlp]
+        return any(
+            self._sends_in_b()
+            if product.experts and product.split == OUTPUTS
+            else product.read and again(product.makes)
+            for product in joint.products
+        )
 
-    def _unsplit_over_model(self, op: str, fused: bool) -> list[Collective]:
+    def _of_parameters(self, op: str, fused: bool, layer: Layer) -> list[Collective]:
         """The collectives of what several devices of `model` hold each: the rotated key of latent
         attention, key/value heads that they share (tensor.shared_columns), vectors and latents."""
-        m, rotated, collectives = self.model, self.tokens * self.model.rope_head_dim, []
-        sharing, qkv = self.layout.model // m.kv_heads, "qkv" in m.biases
-        if m.mla and op in "FR":
-            collectives = [Collective(GATHER, (MODEL,), rotated * self.item)]
-        elif m.mla and op == "B":  # the partitioner sums the rotated key's gradient
-            kind = SUM if self.cpu else SCATTER
-            collectives = [Collective(kind, (MODEL,), rotated * self.summed)]
-        elif not m.mla and sharing > 1 and not (fused and op == "B"):
+        m, collectives, sharing = self.model, [], self.layout.model // self.model.kv_heads
+        if m.rope_head_dim and op in "FRB":
+            # the partitioner sums the rotated key's gradient
+            kind = GATHER if op != "B" else SUM if self.cpu else SCATTER
+            number = self.summed if op == "B" else self.item
+            collectives = [Collective(kind, (MODEL,), self.tokens * m.rope_head_dim * number)]
+        if sharing > 1 and not (fused and op == "B"):
             kind, number = (SCATTER, self.summed) if op == "W" else (GATHER, self.item)
             matrix = self.number_of_fp8 if self.fp8 and op != "W" else number
-            sizes = [m.width * m.head_dim * matrix, m.head_dim * number][: 1 + qkv]
-            collectives = alike(kind, MODEL, sizes, 2, sharing)
+            sizes = [
+                array.size / m.kv_heads * (matrix if array.product else number)
+                for array in layer.arrays
+                if array.name.startswith(OF_KV_HEADS)
+            ]
+            collectives += alike(kind, MODEL, sizes, 1, sharing)
         if op == "W":
-            ranks = m.query_rank + m.kv_rank
-            heads = 2 * m.norm_vectors * m.head_dim * m.qk_norm
-            norms = (m.norm_vectors * 2 * m.width + heads + ranks) * FLOAT32
-            latents = (m.width + qkv) * (ranks + m.rope_head_dim) * self.summed
-            biases = m.width * self.summed * len({"out", "mlp"}.intersection(m.biases))
-            collectives += alike(SUM, MODEL, [norms, biases, latents])
+            of = joints(layer)
+            collectives += alike(SUM, MODEL, [of.float32 * FLOAT32, of.cast * self.summed])
         return collectives
 
     def _over_context(self, op: str, reuses: bool) -> list[Collective]:
         """The collectives of attention over a split sequence (parallel/context.py,
         parallel/ring.py). reuses: B has the keys and values that R has gathered."""
         m, shards, again = self.model, self.layout.context, self.layout.makes_again(ATTENTION)
+        # Selective remat saves nothing that was exchanged: B sends queries, keys and values once
+        # more, W the results.
         selective = self.layout.remat == SELECTIVE
         if op == "W" and (again or not (selective and self.context == "ulysses")):
             return []
         queries, heads = m.heads / self.layout.model, max(m.kv_heads / self.layout.model, 1.0)
         key, value = float(self.tokens * m.score_dim), float(self.tokens * m.output_dim)
+        sizes = [heads * key, heads * value]
         if self.context == "ring":
-            sizes, rounds = [heads * key, heads * value], shards - 1 - reuses
-            documents = [self.tokens * FLOAT32] * self.documents
+            several = self.layout.stage > 1
             # as XLA's CPU backend sends to the next device of a stage
-            kind, parts = (EXCHANGE, shards) if self.cpu and self.layout.stage > 1 else (PERMUTE, 1)
-            to_next = lambda sizes, times: alike(kind, CONTEXT, [parts * n for n in sizes], times)
-            last: float = FLOAT32
-            if self.layout.stage > 1:
-                sizes, last = [sum(sizes)], self.item
-            collectives = to_next([n * self.item for n in sizes] + documents, rounds)
+            kind, parts = (EXCHANGE, shards) if self.cpu and several else (PERMUTE, 1)
+            arrays, last = ([sum(sizes)], self.item) if several else (sizes, FLOAT32)
+            documents = [self.tokens * FLOAT32] * self.documents
+            messages = [([n * self.item for n in arrays] + documents, shards - 1 - reuses)]
             if op == "B":
-                collectives += to_next([n * FLOAT32 for n in sizes], shards - 1)
-                collectives += to_next([n * last for n in sizes], 1)
-            return collectives
+                messages += [([n * FLOAT32 for n in arrays], shards - 1)]
+                messages += [([n * last for n in arrays], 1)]
+            return [
+                Collective(kind, (CONTEXT,), parts * n, times)
+                for numbers, times in messages
+                for n in numbers
+            ]
         if self.context == "all_gather":
-            arrays = (key, value) if self.explicit else (key + value,)
-            sizes = [shards * heads * n * self.item for n in arrays]
-            gathers = [] if reuses else alike(GATHER, CONTEXT, sizes)
-            return gathers + alike(SCATTER, CONTEXT, sizes if op == "B" and self.explicit else [])
-        inputs, result = [queries * key, heads * key, heads * value], [queries * value]
-        # Selective remat saves nothing that was exchanged: B sends queries, keys and values once
-        # more, W the results.
-        both = inputs + result
-        once_more = inputs * selective + result * again
-        sizes = {"F": both, "R": both, "B": both + once_more, "W": result}[op]
-        return alike(EXCHANGE, CONTEXT, [n * self.item for n in sizes])
+            arrays = sizes if self.explicit else [(key + value) * heads]
+            gathered = [shards * n * self.item for n in arrays]
+            scattered = gathered if op == "B" and self.explicit else []
+            gathers = alike(GATHER, CONTEXT, [] if reuses else gathered)
+            return gathers + alike(SCATTER, CONTEXT, scattered)
+        inputs, result = [queries * key, *sizes], [queries * value]
+        sent = result if op == "W" else inputs + result
+        sent += (inputs * selective + result * again) if op == "B" else []
+        return alike(EXCHANGE, CONTEXT, [n * self.item for n in sent])
 
     def document_ids(self, op: str) -> list[Collective]:
         """The all-gather of the documents of a sequence's tokens, once for all layers of an op."""
-        is_gathered = self.documents and op in "FRB" and self.context != "ring"
-        return alike(GATHER, CONTEXT, [self.tokens * self.layout.context * FLOAT32] * is_gathered)
+        size = self.tokens * self.layout.context * FLOAT32
+        is_sent = self.documents and op in "FRB" and self.context != "ring"
+        return alike(GATHER, CONTEXT, [size] * is_sent)

@@ -23,7 +23,7 @@ from jaxtrain.planner.step.time_breakdown import (
 )
 
 FLOAT8, MXFLOAT8 = "float8", "mxfloat8"  # the keys of their peaks
-JOINTS = 4  # of a plain layer: two norms, two sums with the residual stream
+NORMS_AND_SUMS = 4  # of a plain layer: two norms, two sums with the residual stream
 BACKWARD_PASSES = 2.0  # passes of the backward over memory, for one of the forward
 
 
@@ -114,7 +114,7 @@ class LayerWork(StepPart):
         """Seconds of passes over activations besides products, forward."""
         model, framework, split = self.model, self.framework, self.layout.model
         layer = model.layer(dense)
-        outside = framework.passes / JOINTS * layer.joints * model.width
+        outside = framework.passes / NORMS_AND_SUMS * layer.norms_and_sums * model.width
         if framework.sequence_parallel:
             outside /= split
         inner = framework.inner_passes / 2 * layer.inner / split

@@ -103,7 +103,7 @@ class _Reading:
         self._products: list[Product] = []
         self._norms: set[Any] = set()  # what norms divide by
         self._scores = self._core = self._inner = 0.0
-        self._joints = 0
+        self._norms_and_sums = 0
         needed = self._read_by_backward()
         for equation in jaxpr.eqns:
             self._read(equation, needed)
@@ -119,7 +119,7 @@ class _Reading:
                     names=before.names + product.names, outputs=before.outputs + product.outputs
                 )
             products[key] = product
-        cores = (self._scores, self._core, self._joints, self._inner)
+        cores = (self._scores, self._core, self._norms_and_sums, self._inner)
         return Layer(arrays, tuple(products.values()), *cores, self._choices)
 
     def _read_by_backward(self) -> set[Any]:
@@ -149,7 +149,7 @@ class _Reading:
             self._norms.add(outputs[0])
         elif name in ("add", "mul") and len(tokens) == 2 and shape == self._stream:
             norms = self._norms.intersection(map(self._numbers_of, tokens))
-            self._joints += name == "add" or bool(norms)
+            self._norms_and_sums += name == "add" or bool(norms)
         if name in SAME and len(tokens) == 1:
             self._root[outputs[0]] = self._numbers_of(tokens[0])
 

@@ -40,10 +40,9 @@ def alike(
     sizes: Iterable[float],
     times: float = 1,
     devices: int = 0,
-    stride: int = 1,
 ) -> list[Collective]:
     """Collectives over one axis, one for each of these sizes."""
-    return [Collective(kind, (axis,), size, times, devices, stride) for size in sizes]
+    return [Collective(kind, (axis,), size, times, devices) for size in sizes]
 
 
 class Route(NamedTuple):
@@ -131,10 +130,7 @@ class Links:
                 continue
             count, stride = among or count, stride * apart
             span = count * stride
-            fits = [
-                not t.devices or layout.devices <= t.devices or _sharing(t, span) == span
-                for t in tiers
-            ]
+            fits = [layout.devices <= t.devices or _sharing(t, span) == span for t in tiers]
             tier = max(tier, fits.index(True) if any(fits) else len(tiers) - 1)
             near, devices = near * max(1, _sharing(tiers[0], span) // stride), devices * count
             outermost = outermost or axis

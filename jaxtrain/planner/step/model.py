@@ -80,7 +80,7 @@ class Layer:
     products: in the layer's order
     scores:   scores of attention for each pair of tokens: heads
     core:     multiplications in attention for each pair of tokens
-    joints:   norms of the residual stream, and sums with it
+    norms_and_sums: norms of the residual stream, and sums with it
     inner:    numbers of a token that elementwise work has between products, in and out
     choices:  experts that a token uses
     """
@@ -89,7 +89,7 @@ class Layer:
     products: tuple[Product, ...]
     scores: float
     core: float
-    joints: int
+    norms_and_sums: int
     inner: float
     choices: int
 

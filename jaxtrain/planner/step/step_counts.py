@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from jaxtrain.planner.step.collectives import Parameters, StepCollectives
+from jaxtrain.planner.step.layer_collectives import owner
 from jaxtrain.planner.step.layout import AXES
 from jaxtrain.planner.step.links import GATHER, MODEL, PERMUTE, STAGE, Collective, sent
 from jaxtrain.schedule.columns import (
@@ -45,10 +46,6 @@ class Entry:
     def bytes(self) -> int:
         """Bytes that a device sends in a step."""
         return round(self.count * sent(self.kind, self.size, self.devices))
-
-
-# The parameters that the layer's output alone needs, by the beginnings of their names.
-LAST_PRODUCTS = ("mlp.down", "mlp.shared_down")
 
 
 class LayerPass(NamedTuple):
@@ -97,33 +94,31 @@ class StepCounts:
     def layer_passes(self, stage: int) -> list[LayerPass]:
         """The passes of layers through ops on a stage; a single stage has R, B and W in one op
         (tick.Accumulate)."""
-        times, c = self.times(stage), self.collectives
-        if self.table is None:
-            return [
-                LayerPass(
-                    *("F" if op == "F" else "B", op, times[op], 0, layers, layers * (op == "R")),
-                    *(mode, lowest),
-                )
-                for mode, layers, lowest in self._ranges(c.model.layers)
-                for op in ("FRBW" if mode == "full" else "FBW")
-            ]
-        passes = []
-        for label, op, unit, count in self._ops_on_units(times):
-            stack = self.placement.stack_size(unit)
-            for mode, layers, lowest in self._ranges(self.placement.layer_count(unit, stage)):
-                # A layer outside of the loop over layers makes no output that nobody reads. None
-                # is outside where a stage runs the unit without a layer.
-                single = stack == 1 or c.layout.recomputation.recomputed(stack) == 1
-                outside = (single or c.gathers_in_ops) and all(self.placement.counts(unit))
-                if op == "R" and not lowest:
-                    continue
-                unread = (layers if c.layout.saves_inputs else int(outside)) * (op == "R")
-                passes.append(LayerPass(label, op, count, unit, layers, unread, mode, lowest))
+        passes, c, placement = [], self.collectives, self.placement
+        remat, every = c.layout.recomputation, self.table is None or c.layout.saves_inputs
+        for label, op, unit, times in self._ops_on_units(self.times(stage)):
+            stack, layers = placement.stack_size(unit), placement.layer_count(unit, stage)
+            # A layer outside of the loop over layers makes no output that nobody reads. None is
+            # outside where a stage runs the unit without a layer.
+            single = stack == 1 or remat.recomputed(stack) == 1
+            outside = (single or c.gathers_in_ops) and all(placement.counts(unit))
+            # The ranges of a unit's layers (runtime/layer_stack.py: LayerRange).
+            lower = remat.recomputed(layers)
+            for mode, count, lowest in (
+                (remat.mode, lower, True),
+                ("none", layers - lower, not lower),
+            ):
+                if count and (op != "R" or mode == "full"):
+                    unread = (count if every else int(outside)) * (op == "R")
+                    passes.append(LayerPass(label, op, times, unit, count, unread, mode, lowest))
         return passes
 
     def _ops_on_units(self, times: Mapping[str, int]) -> Iterator[tuple[str, str, int, int]]:
-        """(label, op, local unit, times) of each op of the table's cells; `FB` has two ops."""
-        assert self.table is not None, "one stage has no table"
+        """(label, op, local unit, times) of each op; the table's `FB` has two ops, and so has one
+        stage's B with R and W."""
+        if self.table is None:
+            yield from (("F" if op == "F" else "B", op, 0, times[op]) for op in "FRBW")
+            return
         for unit in range(self.placement.units_per_stage):
             for name in CELL_OPS:
                 op = "F" if name == "K" else name
@@ -131,14 +126,6 @@ class StepCounts:
         for name, (_, unit, b_unit) in overlapped_ops(self.table.table).items():
             yield "FB", "F", unit, times[name]
             yield "FB", "B", b_unit, times[name]
-
-    def _ranges(self, layers: int) -> list[tuple[str, int, bool]]:
-        """(mode of remat, number of layers, whether they are the lowest) of each range of a unit's
-        layers (runtime/layer_stack.py: LayerRange)."""
-        recomputation = self.collectives.layout.recomputation
-        recomputed = recomputation.recomputed(layers)
-        ranges = [(recomputation.mode, recomputed, True)] * (recomputed > 0)
-        return ranges + [("none", layers - recomputed, not recomputed)] * (recomputed < layers)
 
     # --- communication volume ------------------------------------------------------------------
 
@@ -153,8 +140,10 @@ class StepCounts:
 
     def busiest_stage(self) -> int:
         """The stage whose devices send most."""
-        sent_by = lambda stage: sum(entry.bytes for entry in self.volume(stage))
-        return max(range(self.collectives.layout.stage), key=sent_by)
+        return max(
+            range(self.collectives.layout.stage),
+            key=lambda stage: sum(entry.bytes for entry in self.volume(stage)),
+        )
 
     def _entries(self, ops: Iterable[tuple[str, float, Iterable[Collective]]]) -> list[Entry]:
         counts: collections.Counter = collections.Counter()
@@ -179,13 +168,20 @@ class StepCounts:
         c, times, one_stage = self.collectives, self.times(stage), self.table is None
         parameters = self._all_parameters()
         once = c.layout.zero == 3 and not c.gathers_in_ops
+        embed = self.parameters["embed"]
+        embedding = [
+            *c.lookup(embed["table"]),
+            c.stage_sum(),
+            *c.gathers(p for name, p in embed.items() if name == "positions"),
+            *self._dense_layers("F"),
+        ]
         ops = [
             (
                 "gather",
                 1.0,
                 [c.gathered(p) for p in parameters if once and p.shard and not p.as_zero3],
             ),
-            (EMBED, times[EMBED], self._embed()),
+            (EMBED, times[EMBED], embedding),
         ]
         for label, op, runs, unit, layers, unread, remat, lowest in self.layer_passes(stage):
             # On one stage R, B and W are one op, which reads parameters and documents once.
@@ -215,16 +211,19 @@ class StepCounts:
         c, layers = self.collectives, self.placement.stack_size(unit)
         stacks = self.parameters[f"layers/{unit}"]
         layer = {name: p._replace(size=p.size // layers) for name, p in stacks.items()}
-        unread = LAST_PRODUCTS if op == "R" and c.layout.saves_inputs else ()
+        # R of each layer from its own input does without the products that make its output.
+        unread = {
+            owner(name)
+            for product in c.model.layer().products
+            for name in product.names
+            if op == "R" and c.layout.saves_inputs and not product.read
+        }
         read = [
             p
             for name, p in layer.items()
-            if reads and (op != "W" or not p.matrix) and not name.startswith(unread)
+            if reads and (op != "W" or not p.matrix) and owner(name) not in unread
         ]
-        return [
-            *c.gathers(read),
-            *c.reductions_in_op([*layer.values()] if op == "W" else []),
-        ]
+        return [*c.gathers(read), *c.reductions_in_op(layer.values() if op == "W" else ())]
 
     def _messages(self, slotted: SlottedTable, stage: int) -> list[Collective]:
         table, c = slotted.table, self.collectives
@@ -232,15 +231,6 @@ class StepCounts:
         sent_to = [stage + step for step in permutes(table).values()]
         message = Collective(PERMUTE, (STAGE,), c.activation / c.layout.model * c.item)
         return [message for to in sent_to if goes_round or 0 <= to < table.stages]
-
-    def _embed(self) -> list[Collective]:
-        c, embed = self.collectives, self.parameters["embed"]
-        return [
-            *c.lookup(embed["table"]),
-            c.stage_sum(),
-            *c.gathers(p for name, p in embed.items() if name == "positions"),
-            *self._dense_layers("F"),
-        ]
 
     def _dense_layers(self, ops: str) -> list[Collective]:
         """Collectives of the dense layers before the first unit."""
@@ -256,16 +246,17 @@ class StepCounts:
 
     def _embed_gradient(self) -> list[Collective]:
         c, embed, one_stage = self.collectives, self.parameters["embed"], self.table is None
-        collectives = []
-        if c.model.dense_layers:  # they are run once more
-            # on one stage the embedding is still there
-            collectives += [] if one_stage else c.lookup(embed["table"])
-            collectives += self._dense_layers("FBW")
-        collectives += [c.stage_sum(), *c.lookup_gradient(embed["table"], same_op=one_stage)]
-        if "positions" in embed:
-            collectives.append(Collective(GATHER, (MODEL,), c.activation * c.item))
-            collectives += c.reductions_in_op([embed["positions"]])
-        return collectives
+        positions = [p for name, p in embed.items() if name == "positions"]
+        # Dense layers are run once more; on one stage the embedding is still there.
+        is_looked_up = c.model.dense_layers > 0 and not one_stage
+        return [
+            *(c.lookup(embed["table"]) if is_looked_up else ()),
+            *self._dense_layers("FBW"),
+            c.stage_sum(),
+            *c.lookup_gradient(embed["table"], same_op=one_stage),
+            *[Collective(GATHER, (MODEL,), c.activation * c.item)] * len(positions),
+            *c.reductions_in_op(positions),
+        ]
 
     def _head(self) -> list[Collective]:
         """Collectives of head and loss, and of the multi-token prediction modules, whose forward

@@ -141,7 +141,7 @@ def test_a_recipe_s_layer(recipe):
             (m.expert_width, m.width, m.experts, False),
         ]
         assert layer.experts == 3 * m.experts * m.width * m.expert_width
-    assert layer.joints == 4
+    assert layer.norms_and_sums == 4
 
 
 # --- layers with new parts ------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def test_a_new_part(block, parameters, multiplied, joints, inner, monkeypatch):
     layer_trace.layer_of.cache_clear()
     assert layer.size - plain.size == parameters
     assert layer.per_token - plain.per_token == multiplied
-    assert layer.joints - plain.joints == joints
+    assert layer.norms_and_sums - plain.norms_and_sums == joints
     assert layer.inner - plain.inner == inner
     names = {array.name for array in layer.arrays} - {array.name for array in plain.arrays}
     assert len(names) == 1

@@ -290,6 +290,9 @@ MORE = OVERLAPPED | {
     "FP8, expert and model, one value saved": Case(
         (1, 1, 2), changes={**FP8, **MOE, **saving("mlp_in")}
     ),
+    "FP8, expert and model, selective": Case(
+        (1, 1, 2), changes={**FP8, **MOE, "pipeline.remat": "selective"}
+    ),
     "context by heads, one value saved": Case(
         (1, 1, 1),
         changes={"mesh.context": 2, "parallel.context": "ulysses", **saving("mlp_in")},

@@ -1,0 +1,134 @@
+"""A layer's collectives over `model` follow from the description of its products and parameters."""
+
+import dataclasses
+
+import pytest
+
+from jaxtrain.config.saved_values import PRODUCTS
+from jaxtrain.planner.step.collectives import StepCollectives
+from jaxtrain.planner.step.layer_collectives import FLOAT32
+from jaxtrain.planner.step.layout import Layout
+from jaxtrain.planner.step.links import GATHER, SCATTER, SUM
+from jaxtrain.planner.step.model import INPUTS, OUTPUTS, Array, Layer, Model, Product, llama
+
+WIDTH, TOKENS, ITEM = 64, 32, 2
+MODEL = llama(4, WIDTH, 8, 8, 8, 192, 256, TOKENS)
+LAYER = MODEL.layer()
+ROW = TOKENS * WIDTH * ITEM  # bytes of an activation as wide as the layer
+SELECTIVE = {"remat": "selective", "stage": 2}
+NAMED = {**SELECTIVE, "save": PRODUCTS}  # as by default, but for products without a name
+
+
+def array(name: str, *shape: int, split: bool = False) -> Array:
+    """A parameter, whose last dimension `model` may split."""
+    axes = (*[""] * (len(shape) - 1), "model" * split)
+    return Array(name, shape, axes, len(shape) > 1, len(shape) > 1)
+
+
+def sent(monkeypatch, layer: Layer, op: str, unread: bool = False, **layout) -> dict[str, float]:
+    """Bytes by kind of a layer's collectives over `model`."""
+    monkeypatch.setattr(Model, "layer", lambda model, dense: layer)
+    step = StepCollectives(MODEL, Layout(model=4, **layout), ITEM, ITEM, 4, 4)
+    sizes = dict.fromkeys((GATHER, SCATTER, SUM), 0.0)
+    for kind, axes, size, times, *_ in step.layer(op, unread=unread):
+        assert axes == ("model",)
+        sizes[kind] += size * times
+    return sizes
+
+
+def with_part(arrays: tuple = (), products: tuple = ()) -> Layer:
+    """The layer with further parameters, and with products before its MLP's."""
+    before, after = LAYER.products[:2], LAYER.products[2:]
+    return dataclasses.replace(
+        LAYER, arrays=(*LAYER.arrays, *arrays), products=(*before, *products, *after)
+    )
+
+
+def changes(monkeypatch, layer: Layer, **layout) -> dict[tuple[str, str], float]:
+    """(op, kind) → bytes that a layer sends more than the plain one."""
+    return {
+        (op, kind): more
+        for op in "FRBW"
+        for kind, size in sent(monkeypatch, layer, op, **layout).items()
+        if (more := size - sent(monkeypatch, LAYER, op, **layout)[kind])
+    }
+
+
+@pytest.mark.parametrize(
+    "parameter, size",
+    [
+        (array("third_norm.scale", WIDTH), FLOAT32 * WIDTH),
+        (array("scale", 1), FLOAT32),
+        (array("attention.out.bias", WIDTH), ITEM * WIDTH),  # added in the compute type
+        (array("mixing.weight", WIDTH, 3), ITEM * WIDTH * 3),
+        (array("attention.query.bias", WIDTH, split=True), 0),
+    ],
+)
+def test_a_parameter_that_all_devices_have_is_summed(monkeypatch, parameter, size):
+    """Its gradient is, in W: a third norm, a learned number, a bias behind a row-parallel
+    product."""
+    expected = {("W", SUM): size} if size else {}
+    assert changes(monkeypatch, with_part((parameter,))) == expected
+
+
+def gate(makes: str = "", read: bool = True, value: int = 9) -> Layer:
+    """A layer whose attention's output has a gate. value: what it is made of"""
+    names = ("attention.gate.weight",)
+    return with_part(
+        (array(*names, WIDTH, WIDTH, split=True),),
+        (Product(names, WIDTH, WIDTH, OUTPUTS, value, makes=makes, read=read),),
+    )
+
+
+def test_a_gate_of_attention_s_input_shares_its_all_gather(monkeypatch):
+    """B makes the gate again, whose value has no name, although it has queries and keys."""
+    shared = gate(value=LAYER.products[0].value)
+    assert changes(monkeypatch, shared, stage=2) == {}
+    assert changes(monkeypatch, shared, **SELECTIVE) == {}
+    assert changes(monkeypatch, shared, **NAMED) == {("B", GATHER): ROW}
+
+
+def test_a_gate_of_another_value_gathers_it(monkeypatch):
+    """F and W gather what it reads, and B sums the gradient."""
+    gathered = {("F", GATHER): ROW, ("R", GATHER): ROW, ("B", SCATTER): ROW, ("W", GATHER): ROW}
+    assert changes(monkeypatch, gate(), stage=2) == gathered
+    named = {("B", GATHER): ROW} | gathered
+    assert changes(monkeypatch, gate(), **SELECTIVE) == gathered
+    assert changes(monkeypatch, gate(), **NAMED) == named  # B makes it again
+    assert changes(monkeypatch, gate("qkv"), **NAMED) == gathered
+    assert changes(monkeypatch, gate(read=False), **NAMED) == gathered
+
+
+def test_a_product_that_each_device_makes_of_its_tokens(monkeypatch):
+    """Nothing is gathered for it; its matrix's gradient is summed."""
+    names = ("attention.gate.weight",)
+    part = with_part((array(*names, WIDTH, 8),), (Product(names, WIDTH, 8, ""),))
+    assert changes(monkeypatch, part) == {("W", SUM): ITEM * WIDTH * 8}
+
+
+def test_a_norm_behind_the_last_product_reads_it(monkeypatch):
+    """R skips the sum of the last product's results where nothing reads them."""
+    *others, last = LAYER.products
+    assert last.split == INPUTS and not last.read
+    normed = dataclasses.replace(LAYER, products=(*others, last._replace(read=True)))
+    skipped = [sent(monkeypatch, of, "R", unread=True)[SCATTER] for of in (LAYER, normed)]
+    assert skipped == [ROW, 2 * ROW]
+
+
+def test_a_module_with_experts_gathers_once(monkeypatch):
+    """For router, routed and shared experts together, and none of its parameters is summed."""
+    model = dataclasses.replace(MODEL, experts=4, experts_per_token=2, shared_experts=1)
+    layer = dataclasses.replace(model, expert_width=32).layer()
+    assert [product.split for product in layer.products[2:]].count(OUTPUTS) == 2
+    for op in "FBW":
+        assert sent(monkeypatch, layer, op) == sent(monkeypatch, LAYER, op)
+
+
+def test_what_w_gathers_again_keeps_its_type():
+    """Where B has gathered the experts' input once more, W in its op gathers attention's alone, in
+    FP8."""
+    model = dataclasses.replace(MODEL, experts=4, experts_per_token=2, expert_width=32)
+    layout = Layout(model=4, remat="selective")
+    step = StepCollectives(model, layout, ITEM, ITEM, 4, 4, fp8=True)
+    sizes = [c.size for c in step.layer("W") if c.kind == GATHER and c.axes == ("model",)]
+    assert sizes == [TOKENS * WIDTH]
