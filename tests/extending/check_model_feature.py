@@ -14,3 +14,6 @@ leaves = jax.tree_util.tree_leaves_with_path(step.abstract_state().params)
 norms = [leaf for path, leaf in leaves if "output_norm" in str(path)]
 added = model_of(config.model, 16).parameters() - model_of(plain.model, 16).parameters()
 assert sum(leaf.size for leaf in norms) == added == 4 * 2 * config.model.width
+layers = [model_of(of.model, 16).layer() for of in (plain, config)]
+assert [layer.norms_and_sums for layer in layers] == [4, 6]
+assert [len(layer.arrays) for layer in layers] == [9, 11]
