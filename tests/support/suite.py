@@ -31,9 +31,8 @@ def in_part(nodeid: str, part: tuple[int, int]) -> bool:
 def turn(path: pathlib.Path) -> int:
     """When a test file's turn comes: whole runs first, then the rooms from the uppermost down. Long
     ones would run alone at the end."""
-    folder, *rest = path.relative_to(ROOT / "tests").parts
-    rooms = ["", *ROOMS[::-1]]
-    return rooms.index(folder) if folder in rooms else len(rooms) * bool(rest)
+    folder, rooms = str(path.parent.relative_to(ROOT / "tests")), [".", *ROOMS[::-1]]
+    return rooms.index(folder) if folder in rooms else len(rooms)
 
 
 def slowest_files(reports: Iterable[Any], workers: int) -> list[str]:

@@ -28,7 +28,7 @@ def test_whole_runs_come_first_and_then_the_rooms_from_above():
     files = [
         "test_train.py",
         "training/test_axes.py",
-        "costs/test_step_counts.py",
+        "planner/step/test_step_counts.py",
         "schedule/test_table.py",
         "support/test_suite.py",
     ]

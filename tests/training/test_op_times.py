@@ -17,7 +17,7 @@ from jaxtrain.config import (
 )
 from jaxtrain.config.unused import unused_settings
 from jaxtrain.pipeline import setup
-from jaxtrain.planner.step.hardware import load, to_json
+from jaxtrain.planner.step.hardware import load
 from jaxtrain.planner.step.step_model import step_model_of
 from jaxtrain.schedule.by_name import make_table
 from jaxtrain.schedule.columns import (
@@ -51,7 +51,7 @@ TIMES = (1.5, 2.25, 0.75, 0.0, 1.5, 3.0)
 def own_kind(file, tflops, *dtypes):
     """A file of a kind of device with such a peak for some types."""
     kind = dataclasses.replace(load("h100"), name="own", peak_tflops=dict.fromkeys(dtypes, tflops))
-    file.write_text(json.dumps(to_json(kind)))
+    file.write_text(json.dumps(dataclasses.asdict(kind)))
     return str(file)
 
 

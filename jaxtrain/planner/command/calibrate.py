@@ -63,8 +63,7 @@ NO_DATA_SHEET = Hardware(
     memory_gb_per_s=0.0,
     memory_reached=1.0,
     matmul=Matmul(1.0, (0.0, 0.0, 0.0)),
-    attention_forward=1.0,
-    attention_backward=1.0,
+    attention=(1.0, 1.0),
     launch_us=0.0,
     tiers=(),
     watts=0.0,
@@ -215,13 +214,13 @@ def calibrate(sizes: Sizes | None = None, report: Report = lambda what, done: No
         tier, fit_of_links = _links(bench, sizes, base, report)
         fits.append(fit_of_links)
         tiers = (tier, *tiers[1:])
-    reached = peak / base.peak(sizes.dtype)
+    reached = lambda rate: min(1.0, rate / base.peak(sizes.dtype))
     return dataclasses.replace(
         base,
-        matmul=dataclasses.replace(matmul, peak=min(1.0, reached)),
-        attention_forward=min(1.0, _attention_rate(sizes, forward) / base.peak(sizes.dtype)),
-        attention_backward=min(
-            1.0, ATTENTION_BACKWARD * _attention_rate(sizes, backward) / base.peak(sizes.dtype)
+        matmul=dataclasses.replace(matmul, peak=reached(peak)),
+        attention=(
+            reached(_attention_rate(sizes, forward)),
+            reached(ATTENTION_BACKWARD * _attention_rate(sizes, backward)),
         ),
         launch_us=1e6 * launch,
         tiers=tiers,
@@ -336,8 +335,7 @@ def summary(hardware: Hardware) -> list[str]:
         f"{hardware.name}: TFLOP/s {peaks}",
         f"products reach {hardware.matmul.peak:.0%}, half of it at m {m:.0f}, n {n:.0f} or k "
         f"{k:.0f}",
-        f"attention reaches {hardware.attention_forward:.0%} forward, "
-        f"{hardware.attention_backward:.0%} backward",
+        "attention reaches {:.0%} forward, {:.0%} backward".format(*hardware.attention),
         f"memory {hardware.streaming / 1e9:.3g} GB/s, an operation's launch "
         f"{hardware.launch_us:.1f} µs",
         *(
@@ -387,7 +385,7 @@ def main(argv: Sequence[str]) -> int:
         raise cli.FlagsError(unused)
     with SearchProgress("calibrating") as progress:
         hardware = calibrate(report=progress)
-    text = json.dumps(kinds.to_json(hardware), indent=2, ensure_ascii=False) + "\n"
+    text = json.dumps(dataclasses.asdict(hardware), indent=2, ensure_ascii=False) + "\n"
     cli.write_output(flags.out, text.encode())
     print("\n".join([*summary(hardware), f"written to {flags.out}: use --hardware={flags.out}"]))
     return ExitStatus.FINISHED

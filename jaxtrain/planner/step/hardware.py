@@ -38,11 +38,12 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from jaxtrain.config.sizes import GPU_MEMORY
 
+T = TypeVar("T")
 FOLDER = pathlib.Path(__file__).parent / "hardware"
 GIB = 2**30
 # GB/s one way of PCIe 3 × 16, and the part of a link to the host that large copies reach
@@ -57,8 +58,8 @@ PEAKS = (*DTYPES, "float16", "float8", "mxfloat8", "float4", "int8", "int4")
 MOST_DEVICES = 10**9  # that links join
 PART = (1e-6, 1.0, 0.8)
 SPEED = (1e-9, 1e6, 450.0)
-# Key of a figure → its least, its greatest and a usual value. What is beyond that is in another
-# unit, or a slip.
+# Last part of a figure's key → its least, its greatest and a usual value. What is beyond that is in
+# another unit, or a slip.
 FIGURES: Mapping[str, tuple[float, float, float]] = {
     "peak_tflops": (1e-9, 1e6, 989.0),
     "memory_gib": (1e-6, 1e6, 80.0),
@@ -67,8 +68,8 @@ FIGURES: Mapping[str, tuple[float, float, float]] = {
     "memory_reached": PART,
     "host_gb_per_s": SPEED,
     "disk_gb_per_s": SPEED,
-    "matmul.peak": PART,
-    "matmul.half": (0.0, 1e9, 128.0),
+    "peak": PART,
+    "half": (0.0, 1e9, 128.0),
     "attention": PART,
     "launch_us": (0.0, 1e9, 3.0),
     "clock_ghz": (0.0, 1e3, 1.75),
@@ -98,8 +99,8 @@ class Tier:
     name: str
     devices: int
     gb_per_s: float
-    reached: float
-    latency_us: float
+    reached: float = 1.0
+    latency_us: float = 0.0
 
     @property
     def bytes_per_s(self) -> float:
@@ -127,7 +128,7 @@ class Hardware:
     peak_tflops:    dense, by the type of the operands
     memory_gib, memory_usable: memory, and the part of it that a program's arrays may take
     memory_gb_per_s, memory_reached: bandwidth, and the part that is reached
-    attention_forward, attention_backward: parts of the peak that a fused kernel reaches
+    attention:      parts of the peak that a fused kernel reaches, forward and backward
     watts:          power under load, for energy; 0: not known
     clock_ghz:      10⁹ cycles a second that a TPU's compiler counts in; 0: not known
     host_gb_per_s:  bandwidth of copies to or from the host's memory, one way
@@ -143,8 +144,7 @@ class Hardware:
     memory_gb_per_s: float
     memory_reached: float
     matmul: Matmul
-    attention_forward: float
-    attention_backward: float
+    attention: tuple[float, float]
     launch_us: float
     tiers: tuple[Tier, ...]
     watts: float
@@ -234,7 +234,8 @@ def load(name: str) -> Hardware:
 def _completed(values: dict[str, Any]) -> dict[str, Any]:
     """A file's object with the figures of the kind that it is like. Raises ValueError for an
     unknown key, and where no kind has that name."""
-    _check_keys(values, (*_keys(), "like"), "")
+    names = (field.name for field in dataclasses.fields(Hardware))
+    _check_keys(values, (*names, "like"), "")
     if "like" not in values:
         return values
     name = values["like"]
@@ -255,71 +256,62 @@ def _nearest(name: str) -> str:
     several the shortest, of these the last. "" if that is less than three letters, and not all of
     one of them."""
     letters = lambda text: re.sub(r"[^a-z0-9]", "", text.lower())
-    shared = lambda kind: difflib.SequenceMatcher(None, letters(kind), letters(name))
-    longest = lambda kind: shared(kind).find_longest_match().size
+    matcher = lambda kind: difflib.SequenceMatcher(None, letters(kind), letters(name))
+    longest = lambda kind: matcher(kind).find_longest_match().size
     near = max(known(), key=lambda kind: (longest(kind), -len(letters(kind)), kind))
     enough = min(3, len(letters(near)), len(letters(name)))
     return near if longest(near) >= max(enough, 2) else ""
 
 
-def _keys() -> list[str]:
-    """The keys of a file besides `like`."""
-    names = [field.name for field in dataclasses.fields(Hardware)]
-    return [*(name for name in names if not name.startswith("attention_")), "attention"]
-
-
 def from_json(values: Mapping[str, Any]) -> Hardware:
     """A kind of device from a file's object, without `like`. Raises KeyError for a missing key,
     ValueError for an unknown one or an impossible value."""
-    values = {"memory_usable": GPU_MEMORY, **values}
-    _check_keys(values, _keys(), "")
-    tiers, peaks = _tiers(_list(values["tiers"], "tiers")), values["peak_tflops"]
-    _check_keys(peaks, PEAKS, "peak_tflops")
-    peaks = {key: _figure(peak, "peak_tflops", f"peak_tflops.{key}") for key, peak in peaks.items()}
-    if not any(dtype in peaks for dtype in DTYPES):
-        raise ValueError(f"peak_tflops has none of {', '.join(DTYPES)}")
-    matmul = values["matmul"]
-    _check_keys(matmul, [field.name for field in dataclasses.fields(Matmul)], "matmul")
-    m, n, k = (_figure(size, "matmul.half") for size in _list(matmul["half"], "matmul.half", 3))
-    attention = [_figure(part, "attention") for part in _list(values["attention"], "attention", 2)]
-    figures = {
-        field.name: _figure(values[field.name], field.name)
-        for field in dataclasses.fields(Hardware)
-        if field.name in FIGURES.keys() - {"peak_tflops"}
-        if field.name in values or field.default is dataclasses.MISSING
-    }
-    return Hardware(
-        name=_text(values["name"], "name"),
-        peak_tflops=peaks,
-        matmul=Matmul(_figure(matmul["peak"], "matmul.peak"), (m, n, k)),
-        attention_forward=attention[0],
-        attention_backward=attention[1],
-        tiers=tiers,
-        sources=tuple(
-            _text(source, "sources") for source in _list(values.get("sources", []), "sources")
-        ),
-        device_kind=_pattern(values.get("device_kind", "")),
-        **figures,
+    return _record(Hardware, {"memory_usable": GPU_MEMORY, "sources": [], **values})
+
+
+# --- figures of a file ----------------------------------------------------------------------------
+
+
+def _record(kind: Any, values: Any, key: str = "") -> Any:
+    """A dataclass of this kind from an object; fields that have a default may be left out."""
+    fields = dataclasses.fields(kind)
+    _check_keys(values, [field.name for field in fields], key)
+    return kind(
+        **{
+            field.name: READERS.get(field.name, _figure)(
+                values[field.name], f"{key}.{field.name}" if key else field.name
+            )
+            for field in fields
+            if field.name in values or field.default is dataclasses.MISSING
+        }
     )
 
 
-def _tiers(listed: Sequence[Any]) -> tuple[Tier, ...]:
+def _figure(value: Any, key: str, figure: str = "") -> float:
+    """The number of a key, within the limits of this figure, by default the key's last part. Raises
+    ValueError for anything else."""
+    least, most, usual = FIGURES[figure or key.rpartition(".")[2]]
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_number and least <= value <= most:
+        return float(value)
+    use = most if is_number and value > most else usual
+    raise ValueError(
+        f"{key}={_shown(value)} must be a number from {least:g} to {most:g}, such as {use:g}"
+    )
+
+
+def _peaks(values: Any, key: str) -> dict[str, float]:
+    """Peaks by type, one of DTYPES among them."""
+    _check_keys(values, PEAKS, key)
+    if not values.keys() & DTYPES:
+        raise ValueError(f"{key} has none of {', '.join(DTYPES)}")
+    return {dtype: _figure(peak, f"{key}.{dtype}", key) for dtype, peak in values.items()}
+
+
+def _tiers(values: Any, key: str) -> tuple[Tier, ...]:
     """Links that join ever more devices, the last any number."""
-    tiers = []
-    for at, values in enumerate(listed):
-        key = f"tiers[{at}]"
-        _check_keys(values, [field.name for field in dataclasses.fields(Tier)], key)
-        values, devices = {"reached": 1.0, "latency_us": 0.0} | values, values["devices"]
-        if type(devices) is not int or not 0 <= devices <= MOST_DEVICES:
-            raise ValueError(
-                f"{key}.devices={_shown(devices)} must be a whole number up to "
-                f"{MOST_DEVICES:,}, and 0 for the last tier"
-            )
-        figures = [
-            _figure(values[name], name, f"{key}.{name}")
-            for name in ("gb_per_s", "reached", "latency_us")
-        ]
-        tiers.append(Tier(_text(values["name"], f"{key}.name"), devices, *figures))
+    objects = enumerate(_list(lambda value, _: value, 0, values, key))
+    tiers = tuple(_record(Tier, each, f"{key}[{at}]") for at, each in objects)
     sizes = [tier.devices for tier in tiers]
     if not sizes or sizes[-1]:
         raise ValueError("the last of tiers joins any number of devices: devices 0")
@@ -327,24 +319,17 @@ def _tiers(listed: Sequence[Any]) -> tuple[Tier, ...]:
         raise ValueError(
             f"tiers have devices {', '.join(map(str, sizes))}, which must grow, and 0 for the last"
         )
-    return tuple(tiers)
+    return tiers
 
 
-# --- figures of a file ----------------------------------------------------------------------------
-
-
-def _figure(value: Any, figure: str, key: str = "") -> float:
-    """The number of a key, within the limits of this figure. Raises ValueError for anything
-    else."""
-    least, most, usual = FIGURES[figure]
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_number and least <= value <= most:
-        return float(value)
-    use = most if is_number and value > most else usual
-    raise ValueError(
-        f"{key or figure}={_shown(value)} must be a number from {least:g} to {most:g}, such "
-        f"as {use:g}"
-    )
+def _joined(value: Any, key: str) -> int:
+    """The number of devices that a tier joins."""
+    if type(value) is not int or not 0 <= value <= MOST_DEVICES:
+        raise ValueError(
+            f"{key}={_shown(value)} must be a whole number up to {MOST_DEVICES:,}, and 0 for the "
+            "last tier"
+        )
+    return value
 
 
 def _text(value: Any, key: str) -> str:
@@ -373,23 +358,31 @@ def _check_keys(values: Any, keys: Sequence[str], where: str) -> None:
             )
 
 
-def _pattern(value: Any) -> str:
+def _pattern(value: Any, key: str) -> str:
     """A regular expression. Raises ValueError for anything else."""
     try:
         return re.compile(value).pattern
     except (re.error, TypeError) as error:
-        raise ValueError(f"device_kind={value!r} must be a regular expression: {error}") from None
+        raise ValueError(f"{key}={value!r} must be a regular expression: {error}") from None
 
 
-def _list(value: Any, key: str, length: int = 0) -> Sequence[Any]:
-    """A list of this length; 0: of any. Raises ValueError for anything else."""
-    if not isinstance(value, (list, tuple)) or (length and len(value) != length):
+def _list(read: Callable[[Any, str], T], length: int, values: Any, key: str) -> tuple[T, ...]:
+    """The items of a list of this length, each read; 0: of any. Raises ValueError for anything
+    else."""
+    if not isinstance(values, (list, tuple)) or (length and len(values) != length):
         raise ValueError(f"{key} must be a list{f' of {length} numbers' * bool(length)}")
-    return value
+    return tuple(read(value, key) for value in values)
 
 
-def to_json(hardware: Hardware) -> dict[str, Any]:
-    """The object of a file that `from_json` reads as this."""
-    values = dataclasses.asdict(hardware)
-    values["attention"] = [values.pop("attention_forward"), values.pop("attention_backward")]
-    return values
+# Field → what reads its value, where that is no figure.
+READERS: Mapping[str, Callable[[Any, str], Any]] = {
+    "name": _text,
+    "device_kind": _pattern,
+    "peak_tflops": _peaks,
+    "matmul": functools.partial(_record, Matmul),
+    "half": functools.partial(_list, _figure, 3),
+    "attention": functools.partial(_list, _figure, 2),
+    "tiers": _tiers,
+    "devices": _joined,
+    "sources": functools.partial(_list, _text, 0),
+}

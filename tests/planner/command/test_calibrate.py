@@ -35,15 +35,14 @@ SIZES = [(m, n, k) for m in (64, 256, 1024) for n in (64, 256, 1024) for k in (6
 def test_a_file_that_the_planner_reads(tmp_path):
     said = []
     measured = calibrate.calibrate(TINY, lambda what, done: said.append((what, done)))
-    (tmp_path / "cpu.json").write_text(json.dumps(kinds.to_json(measured)))
+    (tmp_path / "cpu.json").write_text(json.dumps(dataclasses.asdict(measured)))
     hardware = kinds.load(str(tmp_path / "cpu.json"))
     assert hardware == measured
     assert {*hardware.peak_tflops} == {"bfloat16", "float32"} and all(
         0 < peak < 100 for peak in hardware.peak_tflops.values()
     )
     figures = (
-        hardware.attention_forward,
-        hardware.attention_backward,
+        *hardware.attention,
         hardware.streaming,
         hardware.memory,
         hardware.tiers[0].gb_per_s,

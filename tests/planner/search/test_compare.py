@@ -1,5 +1,6 @@
 """The planned step on the devices at hand, and the measured one beside it."""
 
+import dataclasses
 import json
 
 import pytest
@@ -9,7 +10,7 @@ from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.planner.command import main as command
 from jaxtrain.planner.search import layout_flag, predict
 from jaxtrain.planner.search.compare import PlannedStep, Trace, plan_at_hand, read
-from jaxtrain.planner.step.hardware import load, to_json
+from jaxtrain.planner.step.hardware import load
 from jaxtrain.run.files import PLANNED
 
 SETTINGS = {
@@ -50,7 +51,7 @@ def test_the_same_step_as_plan_has(config, by_file, tmp_path, capsys):
     if by_file:
         name, kind = str(tmp_path / "mine.json"), "cpu"
         (tmp_path / "mine.json").write_text(
-            json.dumps(to_json(load("a100-80gb")) | {"name": "mine"})
+            json.dumps(dataclasses.asdict(load("a100-80gb")) | {"name": "mine"})
         )
         config = configs.replace(config, {"train.hardware": name})
     at_hand = plan_at_hand(config, kind)
@@ -82,7 +83,7 @@ def test_no_plan_is_a_line_at_most(config):
 
 
 def test_a_type_without_a_peak(config, tmp_path):
-    values = to_json(load("h100")) | {"peak_tflops": {"bfloat16": 900.0}}
+    values = dataclasses.asdict(load("h100")) | {"peak_tflops": {"bfloat16": 900.0}}
     (tmp_path / "half.json").write_text(json.dumps(values))
     changes = {"train.hardware": str(tmp_path / "half.json"), "precision.compute": "float32"}
     (line,) = plan_at_hand(configs.replace(config, changes), "cpu").lines()
