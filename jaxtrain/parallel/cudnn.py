@@ -2,11 +2,15 @@
 mask of queries × keys.
 
 For cuDNN a document is a sequence that begins at an offset in the arrays ("ragged offsets", counted
-in numbers) and has a length. A call takes a fixed number of documents of each sequence: DOCUMENTS,
-or one for each TOKENS. A loop calls cuDNN until all documents are done: once, unless a sequence has
-more documents than that. Only the results for its documents are taken from a call. Its statistics
-for the backward are T numbers for each document that it can take; of these, the call returns only
-the numbers of the document's own tokens.
+in numbers) and has a length. A call takes a fixed number of documents: DOCUMENTS for each sequence
+of the batch, whichever sequences they are in. A loop calls cuDNN until all documents are done:
+once, unless the batch has more than that. Only the results for its documents are taken from a
+call. Its statistics for the backward are T numbers for each document that it can take; of these,
+the call returns only the numbers of the document's own tokens.
+
+For each document that a call can take, cuDNN launches blocks for T tokens, and its backward has a
+workspace of T · N · (8 · H + 4) bytes. With 32 for each sequence two sequences of `llama3_8b` had
+17.2 GB on an H100 (benchmarks/README.md).
 
     tokens      a a a a b b | c c d e e e       B = 2, T = 6, M = 4 documents
     lengths     4 2 2 1 | 3 0 0 0               of all documents of the call, one after the other
@@ -36,7 +40,7 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jaxtrain.parallel.context import Sight
 from jaxtrain.parallel.flash import Kernel
 
-DOCUMENTS, TOKENS = 32, 512
+DOCUMENTS = 8  # of a sequence, on average, in a call
 # Parameters of the primitives: no dropout, no bias, and no score modifier of jax 0.12.
 COMMON: dict[str, Any] = {
     "seed": 42,
@@ -52,14 +56,9 @@ def is_addressable(shape: tuple[int, ...]) -> bool:
     return math.prod(shape) < 1 << 31
 
 
-def documents_per_call(tokens: int) -> int:
-    """The number of documents of a sequence of `tokens` tokens that one call takes."""
-    return max(DOCUMENTS, tokens // TOKENS)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Documents:
-    """The documents of a call, M of each sequence.
+    """The documents of a call, M for each sequence.
 
     lengths: int32 [B, M]; starts: int32 [B, M + 1]; see the example above
     inside_BT:   whether a token is in a document of the call
@@ -78,25 +77,26 @@ class _Documents:
         return self.lengths.size
 
 
-def _index(segments_BT: jax.Array) -> jax.Array:
-    """The document of each token, counted in its sequence from 0, int32 [B, T]."""
+def _numbers(segments_BT: jax.Array) -> jax.Array:
+    """The document of each token, counted through the batch from 0, int32 [B, T]."""
     begins = segments_BT[:, 1:] != segments_BT[:, :-1]
-    return jnp.pad(jnp.cumsum(begins, 1, dtype=jnp.int32), ((0, 0), (1, 0)))
+    begins_BT = jnp.pad(begins, ((0, 0), (1, 0)), constant_values=True)
+    return jnp.cumsum(begins_BT, dtype=jnp.int32).reshape(segments_BT.shape) - 1
 
 
 def _documents(segments_BT: jax.Array, m: int, call: jax.Array | int = 0) -> _Documents:
-    """The documents of call 0, 1, …: the next M of each sequence."""
-    (b, t), index_BT = segments_BT.shape, _index(segments_BT) - call * m
+    """The documents of call 0, 1, …: the next B · M of the batch."""
+    b, t = segments_BT.shape
+    number_BT = _numbers(segments_BT) - call * b * m
     at = jnp.arange(t, dtype=jnp.int32)
-    changes = index_BT[:, 1:] != index_BT[:, :-1]
+    changes = number_BT[:, 1:] != number_BT[:, :-1]
     begins, ends = (
         jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True),
         jnp.pad(changes, ((0, 0), (0, 1)), constant_values=True),
     )
     position_BT = at - lax.cummax(jnp.where(begins, at, 0), 1)
-    inside_BT = (index_BT >= 0) & (index_BT < m)
-    number_B = jnp.clip(index_BT[:, -1] + 1, 0, m)
-    document_BT = jnp.where(inside_BT, index_BT + (jnp.cumsum(number_B) - number_B)[:, None], b * m)
+    inside_BT = (number_BT >= 0) & (number_BT < b * m)
+    document_BT = jnp.where(inside_BT, number_BT, b * m)
 
     def write(selected_BT, shape: tuple[int, int], rest: int, x_BT) -> jax.Array:
         """An entry for each document; tokens of no document write out of bounds, which is
@@ -120,14 +120,13 @@ def _in_calls(
     call: Callable[[_Documents], tuple],
     results: Sequence[jax.ShapeDtypeStruct],
 ) -> tuple:
-    """The results of call(documents) for all documents, M of each sequence at a time: arrays [B, T,
-    …] of these shapes."""
-    m = documents_per_call(segments_BT.shape[1])
-    calls = (_index(segments_BT)[:, -1].max() // m) + 1
+    """The results of call(documents) for all documents, M for each sequence at a time: arrays [B,
+    T, …] of these shapes."""
+    calls = _numbers(segments_BT)[-1, -1] // (DOCUMENTS * len(segments_BT)) + 1
 
     def step(state):
         n, *before = state
-        documents = _documents(segments_BT, m, n)
+        documents = _documents(segments_BT, DOCUMENTS, n)
         inside = lambda a: documents.inside_BT.reshape(
             documents.inside_BT.shape + (1,) * (a.ndim - 2)
         )

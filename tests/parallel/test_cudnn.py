@@ -161,7 +161,7 @@ def attend(q, k, v, g, own):
     [
         ({}, 4, 4),  # grouped heads, two sizes of heads: values are padded
         ({"key": 32}, 0, 4),  # whole sequences
-        ({"batch": 3}, 9, 4),  # more than a call has room for: three calls
+        ({"batch": 3}, 9, 3),  # more than a call has room for: three calls
         pytest.param({"key": 32, "kv_heads": 4}, 3, 8, marks=pytest.mark.full),
         pytest.param(
             {"key": 32, "value": 48, "kv_heads": 1, "batch": 4}, 2, 2, marks=pytest.mark.full
@@ -169,7 +169,7 @@ def attend(q, k, v, g, own):
     ],
 )
 def test_same_as_plain_xla(primitives, monkeypatch, shape, documents, room):
-    monkeypatch.setattr(cudnn, "documents_per_call", lambda tokens: room)
+    monkeypatch.setattr(cudnn, "DOCUMENTS", room)
     q, k, v, g = arrays(**{"tokens": 24, "heads": 4} | shape)
     own = segments(*q.shape[:2], documents) if documents else None
     got = attend(q, k, v, g, own)
@@ -190,10 +190,11 @@ def test_places_of_documents():
     np.testing.assert_array_equal(second.lengths.ravel(), [3, 0, 0, 0])
     np.testing.assert_array_equal(second.starts.ravel(), [9, 12, 12, 12, 12, 12])
     np.testing.assert_array_equal(second.document_BT, [[4] * 6, [4, 4, 4, 0, 0, 0]])
+    first = cudnn._documents(jnp.array([[7, 7, 7], [1, 2, 3]]), 2)
+    np.testing.assert_array_equal(first.lengths.ravel(), [3, 1, 1, 1])  # one call for 1 and 3
 
 
-def test_room_for_documents():
-    assert [cudnn.documents_per_call(n) for n in (128, 8192, 32768)] == [32, 32, 64]
+def test_offsets_fit_into_32_bits():
     assert cudnn.is_addressable((3, 131072, 32, 128)) and not cudnn.is_addressable(
         (4, 131072, 32, 128)
     )
