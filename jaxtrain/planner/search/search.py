@@ -280,7 +280,8 @@ def _works(space: Space) -> Iterator[StepModel]:
     model = transformer_of(resolved.model, resolved.data.sequence_length)
     dtype = resolved.precision.compute
     for mesh in meshes(space):
-        yield StepModel(model, mesh, framework(mesh.context), space.hardware, dtype)
+        of_context = framework(mesh.context)
+        yield StepModel(model, mesh, of_context, space.hardware, dtype, by_sequence=True)
 
 
 def _cuts(space: Space, offload: str) -> Iterator[StepModel]:

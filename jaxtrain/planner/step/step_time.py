@@ -225,7 +225,11 @@ def _state_numbers(
 @dataclasses.dataclass(frozen=True)
 class StepModel:
     """The step that is planned: a model with a layout, trained by a framework, on devices of one
-    kind."""
+    kind.
+
+    by_sequence: what layers save of a microbatch is taken to be that of one sequence times their
+        number, for searches, which have many sizes of microbatches (saved.py)
+    """
 
     model: Transformer
     layout: Layout
@@ -233,6 +237,7 @@ class StepModel:
     hardware: Hardware
     dtype: str = "bfloat16"
     optimizer: OptimizerConfig = OptimizerConfig()
+    by_sequence: bool = False
     _layers: dict[bool, dict[str, TimeBreakdown]] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from jaxtrain.config import ModelConfig
 from jaxtrain.config.saved_values import ATTENTION_OUT, LATENT, MLP_IN, QKV, ROUTER
 from jaxtrain.config.sizes import padded_vocabulary
 
@@ -91,6 +92,7 @@ class Transformer:
     capacity_factor, expert_room: capacity of the experts (layout.py)
     router_groups, router_group_limit: groups of experts, and those that a token may use
     predictions:  multi-token prediction modules, each with a layer of its own
+    config:       the config itself, resolved, from which the layer is traced (saved.py)
     """
 
     layers: int
@@ -122,6 +124,7 @@ class Transformer:
     router_group_limit: int = 1
     dense_layers: int = 0
     predictions: int = 0
+    config: ModelConfig = dataclasses.field(default=ModelConfig(), compare=False)
 
     @property
     def score_dim(self) -> int:
