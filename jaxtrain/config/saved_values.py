@@ -1,5 +1,5 @@
-"""The values of a layer that `pipeline.save` can name. models/ names them where they are made, and
-planner/step/ counts them. Standard library only."""
+"""The values of a layer that `pipeline.save` can name, and the bytes that a layer saves. models/
+names the values where they are made. Standard library only."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -13,6 +13,26 @@ class SavedValue(NamedTuple):
 
     doc: str
     exists: Callable[[ModelConfig], object] = lambda model: True
+
+
+class LayerBytes(NamedTuple):
+    """Bytes on a device that one layer saves of one microbatch.
+
+    residual_b, residual_w: from the forward, for B alone and for W
+    weight_stash: from B, for W
+    input:        the layer's input
+    gathered:     of the stash, the largest array that B has gathered over `model`
+    normed:       of `residual_w`, the largest array of the input's shape
+    remade:       of the stash, the largest such array in 32 bits: what a norm has made again
+    """
+
+    residual_b: int
+    residual_w: int
+    weight_stash: int
+    input: int
+    gathered: int
+    normed: int
+    remade: int
 
 
 LAYER_INPUT = "layer_input"

@@ -14,14 +14,13 @@ import contextlib
 import contextvars
 import functools
 import math
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxtrain.devices.torus import scatter_levels
 
@@ -115,7 +114,7 @@ def describe(mesh: Mesh) -> list[str]:
     return lines
 
 
-def manual_axes(mesh: Mesh) -> set[str]:
+def manual_axes(mesh: Mesh | AbstractMesh) -> set[str]:
     """The axes that the runtime handles: all of them if `model` has one device. The partitioner
     then has nothing to decide, and jax writes no sharding constraint after every operation (a third
     of a step's program)."""
@@ -206,9 +205,9 @@ def _is_cut_well(x: jax.Array, dim: int) -> bool:
 
 def _levels(axes: Sequence[str]) -> int:
     """`torus.scatter_levels` of the shards over the mesh axes, in the program that is traced; 0
-    where it is for other devices than TPUs."""
+    where it is for other devices than TPUs, or for absent ones."""
     mesh = _TRACED_FOR.get()
-    if mesh is None or not on_tpu():
+    if not isinstance(mesh, Mesh) or not on_tpu():
         return 0
     others = [axis for axis in AXES if axis not in axes]
     order = [AXES.index(axis) for axis in (*axes, *others)]
@@ -263,38 +262,41 @@ def _by_gloo() -> bool:
     return on_cpu() and jax.distributed.is_initialized()
 
 
-_TRACED_FOR: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar(
+class AbsentDevice(NamedTuple):
+    """A kind of device that a program is traced for, and of which none need be there; attributes as
+    of a `jax.Device`. compute_capability: of an NVIDIA GPU"""
+
+    platform: str
+    compute_capability: str = "9.0"
+
+
+_TRACED_FOR: contextvars.ContextVar[Mesh | AbsentDevice | None] = contextvars.ContextVar(
     "traced_for", default=None
 )
 
 
-# In the place of a mesh: a program is traced for a CPU, and jax is not asked for its devices.
-CPU_STAND_IN: Any = types.SimpleNamespace(
-    devices=np.array([types.SimpleNamespace(platform="cpu")], object)
-)
-
-
 @contextlib.contextmanager
-def traced_for(mesh: Mesh) -> Iterator[None]:
-    """A context in which a program for a mesh is traced: `traced_device()` is then one of its
-    devices. This machine need not have them: a program may be compiled ahead of time."""
-    token = _TRACED_FOR.set(mesh)
+def traced_for(target: Mesh | AbsentDevice) -> Iterator[None]:
+    """A context in which a program for a mesh, or for a kind of device, is traced:
+    `traced_device()` is then one of its devices, or the kind. This machine need not have them: a
+    program may be compiled ahead of time."""
+    token = _TRACED_FOR.set(target)
     try:
         yield
     finally:
         _TRACED_FOR.reset(token)
 
 
-def traced_device() -> jax.Device:
+def traced_device() -> jax.Device | AbsentDevice:
     """The device that a program is traced for: of `traced_for`, or else jax's default one."""
-    mesh = _TRACED_FOR.get()
-    if mesh is not None:
-        return mesh.devices.flat[0]
+    target = _TRACED_FOR.get()
+    if target is not None:
+        return target if isinstance(target, AbsentDevice) else target.devices.flat[0]
     device: Any = jax.config.jax_default_device or jax.devices()[0]  # type: ignore[attr-defined]
     return device
 
 
-def platform_of(device: jax.Device) -> str:
+def platform_of(device: jax.Device | AbsentDevice) -> str:
     """A device's platform as jax names it, but "rocm" for AMD's GPUs, so that "gpu" is NVIDIA's."""
     if device.platform != "gpu":
         return device.platform

@@ -53,7 +53,11 @@ def attend_by_cudnn_mask(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
     change no score, and the padding of the result is cut off.
     """
     (size, of_values), scale = (q_BTNH.shape[-1], v_BSKH.shape[-1]), q_BTNH.shape[-1] ** -0.5
-    filled = lambda a: jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, max(size, of_values) - a.shape[-1])))
+
+    def filled(a):
+        missing = max(size, of_values) - a.shape[-1]
+        # an array of its own, even where nothing is added: the backward would save it
+        return jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else a
 
     def kernel(q, k, v, m):
         result = jax.nn.dot_product_attention(

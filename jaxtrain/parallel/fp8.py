@@ -31,8 +31,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config.kernels import has_fp8
+from jaxtrain.config import PrecisionConfig
+from jaxtrain.config.kernels import QUANTIZED, has_fp8
 from jaxtrain.devices.mesh import manual_size
+from jaxtrain.parallel import replicas
 from jaxtrain.parallel.target_device import target_device
 
 FORMATS = {"e4m3": jnp.dtype(jnp.float8_e4m3fn), "e5m2": jnp.dtype(jnp.float8_e5m2)}
@@ -61,6 +63,19 @@ class Fp8:
     weight_gradients: bool = True
     axes: tuple[str, ...] = ()
     blocks: bool = False
+
+
+def fp8_of(precision: PrecisionConfig, independent_replicas: bool) -> Fp8 | None:
+    """The use of FP8 in a step; None where products are of the compute type."""
+    if precision.matmul not in QUANTIZED:
+        return None
+    return Fp8(
+        jnp.dtype(precision.compute),
+        FORMATS[precision.fp8_gradients],
+        precision.fp8_weight_gradients == "fp8",
+        replicas.sum_axes(independent_replicas),
+        precision.matmul == "mxfp8",
+    )
 
 
 @jax.tree_util.register_dataclass

@@ -5,7 +5,7 @@ import jax
 from jax._src.lib import cuda_versions
 
 from jaxtrain.config.kernels import GPU, TargetDevice
-from jaxtrain.devices.mesh import platform_of, traced_device
+from jaxtrain.devices.mesh import AbsentDevice, platform_of, traced_device
 
 
 def target_device() -> TargetDevice:
@@ -13,7 +13,7 @@ def target_device() -> TargetDevice:
     return target_device_of(traced_device())
 
 
-def target_device_of(device: jax.Device) -> TargetDevice:
+def target_device_of(device: jax.Device | AbsentDevice) -> TargetDevice:
     """The kind of a device."""
     platform = platform_of(device)
     if platform != GPU:

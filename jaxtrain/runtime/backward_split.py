@@ -18,6 +18,7 @@ Calls are inlined and inner scans unrolled; an inner `while` or kernel stays one
 (parallel/flash.py). What `jax.checkpoint` inside the layer recomputes stays in the backward.
 """
 
+import copy
 import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Sequence
@@ -214,7 +215,19 @@ class LayerSplit:
     ):
         self._cheap = CHEAP | recomputed
         self.layer, self.x = layer, jax.ShapeDtypeStruct(x.shape, x.dtype)
-        self._trace(layer, params, x, extra, keep)
+        self._trace(layer, params, x, extra)
+        self._cut(keep)
+
+    def recut(self, keep: KeepRule) -> "LayerSplit":
+        """The layer cut by another rule, without tracing it once more; at the same point of an
+        enclosing trace."""
+        other = copy.copy(self)
+        other._cut(keep)
+        return other
+
+    def _cut(self, keep: KeepRule) -> None:
+        """Decides what crosses, in one flat jaxpr, and has the equations of each op."""
+        self._flatten(keep)
         saved = self._saved_values(keep)
         self._stashed, for_weights = self._crossing_to_weights(saved)
         self._for_b = [a for a in saved if a not in for_weights]
@@ -231,9 +244,8 @@ class LayerSplit:
             LayerOp.BACKWARD: self._needed([self._dx, *self._dp], saved),
         }
 
-    def _trace(self, fn: Callable, params, x, extra, keep: KeepRule) -> None:
-        """Traces the layer and its vjp to one flat jaxpr, and finds the values that every op can
-        make, and those of the backward."""
+    def _trace(self, fn: Callable, params, x, extra) -> None:
+        """Traces the layer and its vjp."""
         leaves, tree = jax.tree.flatten(params)
         arrays, self._tree = jax.tree.flatten(params, is_leaf=is_quantized)
         extras, extra_tree = jax.tree.flatten(extra)
@@ -246,16 +258,22 @@ class LayerSplit:
             gradients, dx = vjp(args[-1])
             return [y, dx, *jax.tree.leaves(gradients)]
 
-        examples = [*leaves, *extras, x, x]
-        traced = jax.make_jaxpr(output_and_gradients)(*examples)
+        self._examples = [*leaves, *extras, x, x]
+        self._parameter_arrays = [len(jax.tree.leaves(a)) for a in arrays]
+        self._traced = jax.make_jaxpr(output_and_gradients)(*self._examples)
+
+    def _flatten(self, keep: KeepRule) -> None:
+        """Makes one flat jaxpr of the trace, and finds the values that every op can make, and those
+        of the backward."""
+        traced, n = self._traced, sum(self._parameter_arrays)
         inlined = lambda *args: inline(traced.jaxpr, traced.consts, args, keep)
-        closed = jax.make_jaxpr(inlined)(*examples)
+        closed = jax.make_jaxpr(inlined)(*self._examples)
         jaxpr = closed.jaxpr
         self._consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        self._params, self._extras = jaxpr.invars[:n], jaxpr.invars[n : n + e]
+        self._params, self._extras = jaxpr.invars[:n], jaxpr.invars[n:-2]
         arrays_of = iter(self._params)
-        self._arrays = [[next(arrays_of) for _ in jax.tree.leaves(a)] for a in arrays]
-        self._x, self._g = jaxpr.invars[n + e :]
+        self._arrays = [[next(arrays_of) for _ in range(k)] for k in self._parameter_arrays]
+        self._x, self._g = jaxpr.invars[-2:]
         self._maker = {out: equation for equation in jaxpr.eqns for out in equation.outvars}
         self._order = {id(equation): i for i, equation in enumerate(jaxpr.eqns)}
         self._has_fp8 = any(map(_is_fp8, self._maker))

@@ -29,16 +29,13 @@ from jaxtrain.devices.mesh import (
     psum,
     traced_for,
 )
-from jaxtrain.devices.sharding import BATCH_SPEC, constrain, local_shape, mesh_axes, restricted
+from jaxtrain.devices.sharding import BATCH_SPEC, constrain, mesh_axes, restricted
 from jaxtrain.models.layers import SPLIT
 from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.spec import Spec
 from jaxtrain.models.transformer import ModelParts
 from jaxtrain.parallel import collective_matmul, context, replicas
-from jaxtrain.parallel.fp8 import BITS, Fp8, Quantized, quantized_weights
-from jaxtrain.parallel.heads import row_major
-from jaxtrain.parallel.mxfp8 import blocked_weights
-from jaxtrain.parallel.tensor import TOKENS
+from jaxtrain.parallel.fp8 import Fp8, Quantized
 from jaxtrain.parallel.zero import (
     Reduction,
     Zero,
@@ -48,15 +45,17 @@ from jaxtrain.parallel.zero import (
     shard_shape,
     unsharded_shape,
 )
-from jaxtrain.runtime.backward_split import (
-    ACTIVATIONS,
-    LayerSplit,
-    keep_everything,
-    keep_named,
-    keep_products,
-)
+from jaxtrain.runtime.backward_split import LayerSplit
 from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, look_ahead
 from jaxtrain.runtime.layer_stack import LayerRange, LayerStack, RecomputedLayer, empty_pool
+from jaxtrain.runtime.saved_bytes import (
+    Layer,
+    as_used,
+    bytes_of,
+    examples,
+    in_manual_region,
+    keep_rule,
+)
 from jaxtrain.runtime.tick import Accumulate, Tick
 from jaxtrain.runtime.tick_state import Constants, ModelTree, Pools, TickState
 from jaxtrain.runtime.updates import PartsState, UpdateRules, Updates, parts_specs
@@ -220,40 +219,20 @@ class Runtime:
 
         sequences, tokens: shape of a microbatch on one group of `model` devices
         documents: a batch has segments and positions, so tokens attend within their document
-
-        Values in a slot are split over `model`, except those of the weight stash that B has
-        gathered for W: each device holds them unsplit.
         """
-        numbers = lambda n: jax.ShapeDtypeStruct((n, tokens), jnp.int32)
-        extra = (numbers(sequences), numbers(sequences)) if documents else (numbers(1), None)
         message = (sequences, tokens, self.parts.cfg.width)
-        ranges: list[LayerRange] = []
-
-        def trace():
-            ranges.extend(self._ranges(message, extra))
-            return jnp.zeros(())
-
-        # inside the manual region, where an op knows the experts and the context of all devices
-        manual = manual_axes(self.mesh)
-        run = jax.shard_map(
-            trace, mesh=self.mesh, in_specs=(), out_specs=P(), axis_names=manual, check_vma=False
-        )
-        with traced_for(self.mesh), collective_matmul.requested(self.collective_matmul):
-            jax.eval_shape(run)
-        model = self.mesh.shape[MODEL]
-        size = lambda arrays: sum(a.size * a.dtype.itemsize for a in arrays) // model
-        one = size([jax.ShapeDtypeStruct(message, self.compute)])
-        sizes = {"activation": one, "gradient": one}
-        for part in ranges:
-            split, layers = part.split, part.most(self.placement.sizes)
+        make = functools.partial(self._ranges, message, examples(sequences, tokens, documents))
+        sizes: dict[str, int] = {}
+        for part in in_manual_region(make, self.mesh, self.collective_matmul, self.mesh):
+            saved = bytes_of(part.split, self.mesh.shape[MODEL])
+            layers = part.most(self.placement.sizes)
+            sizes |= {"activation": saved.input, "gradient": saved.input}
             if part.layer_input:
-                sizes[part.layer_input] = layers * one
-            gathered = [a for a, g in zip(split.weight_stash, split.gathered, strict=True) if g]
-            stash = size(split.weight_stash) + size(gathered) * (model - 1)
+                sizes[part.layer_input] = layers * saved.input
             sizes |= {
-                part.residual_b: layers * size(split.residuals.for_b),
-                part.residual_w: layers * size(split.residuals.for_w),
-                part.weight_stash: layers * stash,
+                part.residual_b: layers * saved.residual_b,
+                part.residual_w: layers * saved.residual_w,
+                part.weight_stash: layers * saved.weight_stash,
             }
         return sizes
 
@@ -446,15 +425,9 @@ class Runtime:
         self, zero: Zero, spec: Spec, reduction: Reduction, a: jax.Array
     ) -> jax.Array | Quantized:
         """A parameter of this device, or a stack of them, in the form that products take."""
-        if not spec.cast:
-            return a
-        if self.fp8 is None or not spec.product:
-            return a.astype(self.compute)
-        if self.fp8.blocks:
-            return blocked_weights(a, self.fp8)
         named = {axis for part in zero.held(reduction) for axis in mesh_axes(part)}
         axes = [axis for axis in MANUAL_AXES if axis in named and axis != STAGE]
-        return quantized_weights(a, self.fp8, len(spec.shape), axes)
+        return as_used(spec, a, self.compute, self.fp8, axes)
 
     def _normalized(self, weights: jax.Array, target: float) -> tuple[jax.Array, jax.Array]:
         """Returns (the weights scaled so that they sum to `target` over the global batch of each
@@ -516,9 +489,6 @@ class Runtime:
             return tick(state, jax.tree.map(lambda column: column[0], ticks))
         return lax.scan(lambda state, columns: (tick(state, columns), None), state, ticks)[0]
 
-    def _layer(self, params, x, extra):
-        return row_major(self.parts.block(params)(row_major(x, TOKENS), *extra), TOKENS)
-
     def _extra_of_layer(self, extra, layer):
         """A layer's positions and segments; `layer` counts from the first after the dense ones."""
         positions, segments = extra
@@ -549,28 +519,10 @@ class Runtime:
     def _split(self, mode: str, message: tuple[int, ...], extra) -> LayerSplit | RecomputedLayer:
         """One layer cut into ops as this mode of remat says, for activations of this shape [B, T,
         D] on a device."""
-        x = jax.ShapeDtypeStruct(message, self.compute)
+        layer = Layer(self.parts, self.compute, self.fp8)
         if mode == "full" and self._ticks is None:
-            return RecomputedLayer(self._layer, self.parts.specs["layer"], x)
-        keep = keep_everything
-        if mode == "selective":
-            keep = keep_named(self.save) if self.save else keep_products
-        params = jax.tree.map(self._shape_as_used, self.parts.specs["layer"])
-        # A device has memory for more rows of experts than arrive, on average for half of them.
-        recomputed = ACTIVATIONS if self.parts.cfg.experts else frozenset()
-        return LayerSplit(self._layer, params, x, extra, keep, recomputed)
-
-    def _shape_as_used(self, spec: Spec) -> jax.ShapeDtypeStruct | Quantized:
-        """The shape of `_as_used` for one layer's parameter, unsharded."""
-        shape = local_shape(spec.axes, spec.padded)
-        if self.fp8 is None or not spec.product:
-            dtype = self.compute if spec.cast else jnp.dtype("float32")
-            return jax.ShapeDtypeStruct(shape, dtype)
-        if self.fp8.blocks:
-            weights = jax.ShapeDtypeStruct(shape, jnp.float32)
-            return jax.eval_shape(functools.partial(blocked_weights, use=self.fp8), weights)
-        bits = jax.ShapeDtypeStruct(shape, BITS)
-        return Quantized(bits, jax.ShapeDtypeStruct((), jnp.float32), use=self.fp8)
+            return RecomputedLayer(layer, layer.specs, jax.ShapeDtypeStruct(message, self.compute))
+        return layer.split(message, extra, keep_rule(mode, self.save))
 
     # ------------------------------------------------------------------ before the first tick
 

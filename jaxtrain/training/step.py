@@ -24,7 +24,6 @@ from jaxtrain.config import (
     ParallelConfig,
     PrecisionConfig,
 )
-from jaxtrain.config.kernels import QUANTIZED
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.devices import cluster, host_memory
 from jaxtrain.devices.compiler_options import (
@@ -40,7 +39,7 @@ from jaxtrain.devices.sharding import BATCH_SPEC, mesh_axes
 from jaxtrain.devices.state_file import StateFile
 from jaxtrain.models.transformer import ModelParts, build
 from jaxtrain.parallel import replicas
-from jaxtrain.parallel.fp8 import FORMATS, Fp8
+from jaxtrain.parallel.fp8 import Fp8, fp8_of
 from jaxtrain.parallel.zero import Zero
 from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.run.metrics import METRICS, host
@@ -396,19 +395,6 @@ def _runtime_of(
         compute=compute,
         fp8=fp8,
         collective_matmul=collective_matmul,
-    )
-
-
-def fp8_of(precision: PrecisionConfig, independent_replicas: bool) -> Fp8 | None:
-    """The use of FP8 in a step; None where products are of the compute type."""
-    if precision.matmul not in QUANTIZED:
-        return None
-    return Fp8(
-        jnp.dtype(precision.compute),
-        FORMATS[precision.fp8_gradients],
-        precision.fp8_weight_gradients == "fp8",
-        replicas.sum_axes(independent_replicas),
-        precision.matmul == "mxfp8",
     )
 
 

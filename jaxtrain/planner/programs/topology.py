@@ -42,8 +42,6 @@ CUBE = 4  # chips along each side of the cubes that optical switches join: v4 an
 POD_SIDE = 16  # chips along each side of a pod: v5e and v6e
 NODE = 8  # GPUs
 EXAMPLE = 64  # devices of a topology that an error suggests
-HOPPER = 9.0  # an H100's compute capability
-CUDNN = 91400  # 9.14, as jax counts
 MEMORY = ("argument", "temp", "output", "alias", "host_argument", "host_temp")  # XLA's analysis
 COST = ("flops", "bytes accessed")  # of XLA's analysis
 NONE = "none"  # version of a compiler that is not installed
@@ -316,15 +314,6 @@ def compile_config(
         return Compiled(pathlib.Path(folder, "program.txt").read_text(), **figures)
 
 
-def stand_in_for_cudnn() -> None:
-    """Makes jax, which asks before it lowers attention, find cuDNN and an H100."""
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
-    cudnn.check_cudnn_version = lambda: CUDNN
-    cudnn.check_compute_capability = lambda least: float(least) <= HOPPER
-    cudnn.is_cuda_compute_capability_equal = lambda wanted: float(wanted) == HOPPER
-
-
 def main(folder: str) -> None:
     """Compiles what request.json in a folder asks for.
 
@@ -334,19 +323,18 @@ def main(folder: str) -> None:
     from jax.experimental import topologies
 
     from jaxtrain.devices.mesh import make_mesh, sizes_of
+    from jaxtrain.parallel import cudnn
     from jaxtrain.training.step import make_step
 
     jax.config.update("jax_enable_compilation_cache", False)
     request = json.loads(pathlib.Path(folder, "request.json").read_text())
     topology, program = parse(request["topology"]), request["program"]
-    if topology.platform.backend == "gpu":
-        stand_in_for_cudnn()
     config = configs.from_dict(request["config"])
     devices = topologies.get_topology_desc(**topology.arguments()).devices
     mesh = make_mesh(sizes_of(config.mesh), devices)
     step = make_step(config, mesh)
     state = step.abstract_state()
-    with jax.set_mesh(mesh), jax.default_device(devices[0]):
+    with jax.set_mesh(mesh), jax.default_device(devices[0]), cudnn.stand_in():
         begin = time.time()
         if program == "train":
             lowered = step.lower()

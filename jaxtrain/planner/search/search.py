@@ -276,6 +276,7 @@ def _works(space: Space) -> Iterator[StepModel]:
             ),
             space.hardware,
             resolved.precision.compute,
+            by_sequence=True,
         )
     )
     for mesh in meshes(space):

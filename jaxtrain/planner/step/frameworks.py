@@ -62,6 +62,8 @@ class Framework:
                       them out of their stack
     sum_passes:       passes of W over the sums of a layer's gradients, in 32 bits
     fixed_s:          seconds of a step besides all this: its host, the loss, the norm of gradients
+    documents:        tokens attend within their document
+    beside_products:  `parallel.collective_matmul` as the config has it
     causal_rates:     its published rates count the half of attention's operations that a causal
                       mask leaves; otherwise all of them
     """
@@ -105,6 +107,8 @@ class Framework:
     weight_copies: float = 0.0
     sum_passes: float = 0.0
     fixed_s: float = 0.0
+    documents: bool = False
+    beside_products: str = "auto"
     causal_rates: bool = False
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.config import ModelConfig
-from jaxtrain.devices.mesh import CPU_STAND_IN, traced_for
+from jaxtrain.devices.mesh import AbsentDevice, traced_for
 from jaxtrain.devices.sharding import RULES
 from jaxtrain.models.spec import binder, is_spec, specs
 from jaxtrain.models.transformer import Block, build
@@ -73,7 +73,7 @@ def layer_of(cfg: ModelConfig, dense: bool) -> Layer:
     shapes.append(jax.ShapeDtypeStruct((1, TOKENS, cfg.width), jnp.bfloat16))
     shapes.append(jax.ShapeDtypeStruct((1, TOKENS), jnp.int32))
     forward = lambda *args: bind(jax.tree.unflatten(treedef, args[:-2]))(*args[-2:])
-    with traced_for(CPU_STAND_IN):
+    with traced_for(AbsentDevice("cpu")):
         closed = jax.make_jaxpr(forward)(*shapes)
         flat = lambda *args: inline(closed.jaxpr, closed.consts, args, lambda equation: True)
         jaxpr = jax.make_jaxpr(flat)(*shapes).jaxpr

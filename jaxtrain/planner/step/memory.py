@@ -22,20 +22,21 @@ Activations of our own runtime are in slots of five pools, each shared by a stag
                                     recomputed
 
 A table has a number of slots of each (schedule/slots.py); `estimated_slots` has closed forms for
-it. The bytes of a slot are those of the arrays that go from op to op when the layers are traced
-(runtime/backward_split.py), by their widths. With one stage layers save their inputs, or both
-residuals.
+it. The bytes of a slot are those of the arrays that go from op to op where a layer is cut (saved.py
+traces it). With one stage layers save their inputs, or both residuals.
 """
 
 import dataclasses
 import math
 from collections.abc import Mapping
 
+from jaxtrain.config import kernels
 from jaxtrain.config.sizes import SELECTIVE
-from jaxtrain.planner.step.layer_bytes import layer_bytes, made_norms, masks
-from jaxtrain.planner.step.layer_collectives import FLOAT32, FP8, scales_of
+from jaxtrain.planner.step.layer_collectives import FP8, scales_of
 from jaxtrain.planner.step.layout import routed_capacity, sent_by_gateway
+from jaxtrain.planner.step.saved import layer_bytes
 from jaxtrain.planner.step.settings import ITEM
+from jaxtrain.planner.step.step_model import platform_of
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.schedule.placement import spread
 
@@ -278,36 +279,35 @@ def transposed_pools(step: StepModel, slots: SlotCounts) -> float:
     model, layout = step.model, step.layout
     if layout.model == 1:
         return 0.0
-    layers = slots.layers - slots.saved_layers
-    stashed = slots.weight_stash * layers + slots.saved_stash * slots.saved_layers
-    stash = stashed * step.item * step.tokens
-    selective, made = layout.recomputation.mode == SELECTIVE, 0.0
-    if selective and any(made_norms(step, False, layout.saved_names)):
-        made = slots.weight_stash * layers * FLOAT32 * step.tokens * model.width / layout.model
+    layer, layers = layer_bytes(step), slots.layers - slots.saved_layers
+    saved, saved_layers = layer_bytes(step, remat="none"), slots.saved_layers
+    stashed, saved_stash = slots.weight_stash * layers, slots.saved_stash * saved_layers
     if layout.microbatch == 1:
         widths = model.hidden() * ("mlp" in model.biases) + model.width * ("out" in model.biases)
-        return max(stash * widths / layout.model, made)
-    normed = slots.residual_w * layers * (not selective) + slots.saved_w * slots.saved_layers
-    number = FLOAT32 if model.layer_norm else step.item
-    norms = number * normed * step.tokens * model.width / layout.model
-    return max(stash * model.width, norms, made)
+        biases = (stashed + saved_stash) * layer.input * widths / model.width
+        return max(biases, stashed * layer.remade)
+    gathered = stashed * layer.gathered + saved_stash * saved.gathered
+    norms = slots.saved_w * saved_layers * saved.normed
+    if layout.recomputation.mode != SELECTIVE:
+        norms += slots.residual_w * layers * layer.normed
+    return max(gathered, norms, stashed * layer.remade)
 
 
 def _saved_by_layers(step: StepModel) -> float:
     """Bytes that all layers save of a microbatch in the device's memory, with one stage."""
     if step.layout.offloads("activations"):
         return 0.0
-    saved, dense = layer_bytes(step), layer_bytes(step, dense=True)
-    layers, dense_layers = step.model.layers, step.model.dense_layers
-    recomputed, everything = (
-        step.layout.recomputation.recomputed(layers),
-        layer_bytes(step, remat="none"),
+    mode, layers = step.layout.recomputation.mode, step.model.layers
+    recomputed = step.layout.recomputation.recomputed(layers)
+
+    def of_layer(dense: bool, remat: str) -> float:
+        saved = layer_bytes(step, dense, remat)
+        return saved.input if remat == "full" else saved.residual_b + saved.residual_w
+
+    others = (layers - recomputed) * of_layer(False, "none")
+    return (
+        others + recomputed * of_layer(False, mode) + step.model.dense_layers * of_layer(True, mode)
     )
-    residuals = (layers - recomputed) * (everything.residual_b + everything.residual_w)
-    if step.layout.recomputation.mode == "full":
-        return residuals + recomputed * saved.input + dense_layers * dense.input
-    residuals += recomputed * (saved.residual_b + saved.residual_w)
-    return residuals + dense_layers * (dense.residual_b + dense.residual_w)
 
 
 def _layer_working(step: StepModel) -> float:
@@ -320,7 +320,7 @@ def _layer_working(step: StepModel) -> float:
     in two layouts.
     """
     model, layout, number = step.model, step.layout, step.framework.gradient_bytes
-    arrays = WIDE * step.item * _widest(step) + masks(step) + _of_gateway(step)
+    arrays = WIDE * step.item * _widest(step) + _masks(step) + _of_gateway(step)
     layer, scores = step.layer_parameters(), model.heads * model.score_dim
     if not step.reduces_in_ops or step.shards == 1:
         # the layer's largest matrix on a device, of all experts there together
@@ -334,6 +334,17 @@ def _layer_working(step: StepModel) -> float:
     layouts = 2 if layout.zero >= 3 else 1
     head = layouts * number * model.vocab_size * model.width / layout.model
     return arrays + number * layer + max(step.item * layer, gathered) + head
+
+
+def _masks(step: StepModel) -> float:
+    """Bytes of what hides keys from queries where `context` splits a sequence and a GPU's kernel is
+    given masks: XLA makes them in each op. A device has two pieces of a sequence, one of which
+    attends to half of it and one to all of it; each device of `model` has them."""
+    layout, length = step.layout, step.model.sequence
+    if layout.context == 1 or step.framework.context_by != "all_gather":
+        return 0.0
+    on_gpu = platform_of(step.hardware) == kernels.GPU
+    return on_gpu * step.item * layout.microbatch * 1.5 * length**2 / (2 * layout.context)
 
 
 def _of_gateway(step: StepModel) -> float:
@@ -373,13 +384,10 @@ def _head_working(step: StepModel, loss_chunk: int, shared: bool, layer_working:
     head = WIDE * step.item * step.tokens * model.width + logits + number * model.width * columns
     if not model.mtp_depth:
         return head
-    layer, gathered = (
-        layer_bytes(step, remat="none"),
-        step.item * are_sharded * step.layer_parameters(),
-    )
-    saved = model.mtp_depth * (layer.residual_b + layer.residual_w + gathered)
-    return saved + max(
-        head, layer_working + step.framework.gradient_bytes * are_sharded * step.layer_parameters()
+    layer, parameters = layer_bytes(step, remat="none"), are_sharded * step.layer_parameters()
+    each = layer.residual_b + layer.residual_w + step.item * parameters
+    return model.mtp_depth * each + max(
+        head, layer_working + step.framework.gradient_bytes * parameters
     )
 
 
@@ -389,10 +397,8 @@ def _dense_working(step: StepModel) -> float:
     layers, sharded = step.model.dense_layers, bool(step.axes_of_ends)
     if not layers or step.layout.stage == 1:
         return 0.0
-    saved, parameters = (
-        layer_bytes(step, dense=True, remat="none"),
-        step.layer_parameters(dense=True),
-    )
+    saved = layer_bytes(step, dense=True, remat="none")
+    parameters = step.layer_parameters(dense=True)
     of_one = saved.residual_b + saved.residual_w + step.item * sharded * parameters
     return layers * of_one + (step.item + step.framework.gradient_bytes * sharded) * parameters
 

@@ -180,15 +180,15 @@ class Model(ModelConfig):
 
     @functools.cached_property
     def _layer(self) -> Layer:
-        return _traces().layer_of(self._of_one_layer, dense=False)
+        return _traces().layer_of(self.of_one_layer, dense=False)
 
     @functools.cached_property
     def _dense_layer(self) -> Layer:
         has_experts = self.experts > 0
-        return _traces().layer_of(self._of_one_layer, dense=True) if has_experts else self._layer
+        return _traces().layer_of(self.of_one_layer, dense=True) if has_experts else self._layer
 
-    @property
-    def _of_one_layer(self) -> ModelConfig:
+    @functools.cached_property
+    def of_one_layer(self) -> ModelConfig:
         """The config of a model with one such layer, by which models of any depth share it."""
         settings = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(ModelConfig)

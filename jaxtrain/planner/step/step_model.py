@@ -142,6 +142,8 @@ def framework_of(config: Config, hardware: Hardware, assume: str = OURS) -> Fram
             gather_overlap=GATHER_OVERLAP.get(hardware.name, framework.gather_overlap),
             cell_overlap=_cell_overlap(config, hardware),
             collective_matmul=_collective_matmul(config, hardware),
+            documents=not config.data.attend_across_documents,
+            beside_products=config.parallel.collective_matmul,
             inner_steps=config.train.diloco_inner_steps,
             outer_bytes=OUTER_BYTES * (config.train.diloco_inner_steps > 0),
             sent_outer=4.0 if config.precision.outer == "float32" else 1.0,

@@ -42,6 +42,8 @@ class StepPart:
     """A part of the step that is planned: a model with a layout, trained by a framework, on devices
     of one kind.
 
+    by_sequence: what layers save of a microbatch is taken to be that of one sequence times their
+        number, for searches, which have many sizes of microbatches (saved.py)
     reads: the fields of the layout that the part depends on; it sees the defaults of the others
     """
 
@@ -51,6 +53,7 @@ class StepPart:
     hardware: Hardware
     dtype: str = "bfloat16"
     optimizer: OptimizerConfig = OptimizerConfig()
+    by_sequence: bool = False
     _parts: dict[Any, Any] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )

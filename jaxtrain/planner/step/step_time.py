@@ -33,7 +33,11 @@ from jaxtrain.schedule.placement import Placement, balanced
 
 class StepModel(StepPart):
     """The step that is planned: a model with a layout, trained by a framework, on devices of one
-    kind."""
+    kind.
+
+    by_sequence: what layers save of a microbatch is taken to be that of one sequence times their
+        number, for searches, which have many sizes of microbatches (saved.py)
+    """
 
     @functools.cached_property
     def layers(self) -> LayerTime:

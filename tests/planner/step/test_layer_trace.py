@@ -15,7 +15,7 @@ from support import ROOT
 from jaxtrain import config as configs
 from jaxtrain.config import Config, ModelConfig
 from jaxtrain.config.recipes import find_recipe, load_recipe
-from jaxtrain.devices.mesh import CPU_STAND_IN, traced_for
+from jaxtrain.devices.mesh import AbsentDevice, traced_for
 from jaxtrain.models import transformer
 from jaxtrain.models.attention import Attention
 from jaxtrain.models.layers import Dense, Norm, column_parallel
@@ -69,7 +69,7 @@ def split_of(cfg: ModelConfig, dense: bool, keep) -> LayerSplit:
     params = jax.tree.map(shape, specs(block), is_leaf=is_spec)
     x = jax.ShapeDtypeStruct((1, TOKENS, cfg.width), jnp.bfloat16)
     extra = jax.ShapeDtypeStruct((1, TOKENS), jnp.int32)
-    with traced_for(CPU_STAND_IN):
+    with traced_for(AbsentDevice("cpu")):
         return LayerSplit(lambda p, x, extra: bind(p)(x, extra), params, x, extra, keep)
 
 

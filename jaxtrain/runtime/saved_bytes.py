@@ -1,0 +1,185 @@
+"""The layer that the runtime cuts into ops, and the bytes that it saves by this cut: what the
+runtime's pools have, and what the planner counts, where no device need be there."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.config import ModelConfig, PrecisionConfig
+from jaxtrain.config.saved_values import LayerBytes
+from jaxtrain.config.sizes import SELECTIVE
+from jaxtrain.devices.mesh import AXES, MODEL, AbsentDevice, manual_axes, traced_for
+from jaxtrain.devices.sharding import local_shape
+from jaxtrain.models.spec import Spec
+from jaxtrain.models.transformer import ModelParts, build
+from jaxtrain.parallel import collective_matmul, cudnn
+from jaxtrain.parallel.fp8 import Fp8, Quantized, fp8_of, quantized_weights
+from jaxtrain.parallel.heads import row_major
+from jaxtrain.parallel.mxfp8 import blocked_weights
+from jaxtrain.parallel.tensor import TOKENS
+from jaxtrain.runtime.backward_split import (
+    ACTIVATIONS,
+    LayerSplit,
+    keep_everything,
+    keep_named,
+    keep_products,
+)
+from jaxtrain.runtime.equations import KeepRule
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One of a model's equal layers, as the runtime runs it.
+
+    compute: dtype of activations
+    fp8:     the use of FP8 in products with its matrices; None: they are of `compute`
+    dense:   of the layers before the first one that has experts
+    """
+
+    parts: ModelParts
+    compute: jnp.dtype
+    fp8: Fp8 | None = None
+    dense: bool = False
+
+    @property
+    def specs(self) -> dict:
+        return self.parts.specs["first"]["0"] if self.dense else self.parts.specs["layer"]
+
+    def __call__(self, params, x: jax.Array, extra) -> jax.Array:
+        """x [B, T, D] → the same shape and dtype. extra: (positions, segments or None)"""
+        block = self.parts.dense_block if self.dense else self.parts.block
+        return row_major(block(params)(row_major(x, TOKENS), *extra), TOKENS)
+
+    def split(self, message: tuple[int, ...], extra, keep: KeepRule) -> LayerSplit:
+        """The layer cut into ops, for activations of the shape `message`, [B, T, D], on a device.
+        keep: what its forward saves"""
+        x = jax.ShapeDtypeStruct(message, self.compute)
+        params = jax.tree.map(self._shape_as_used, self.specs)
+        # A device has memory for more rows of experts than arrive, on average for half of them.
+        recomputed = ACTIVATIONS if self.parts.cfg.experts else frozenset()
+        return LayerSplit(self, params, x, extra, keep, recomputed)
+
+    def _shape_as_used(self, spec: Spec) -> Any:
+        """The shape of one parameter in the form that products take, unsharded."""
+        held = jax.ShapeDtypeStruct(local_shape(spec.axes, spec.padded), jnp.float32)
+        return jax.eval_shape(lambda a: as_used(spec, a, self.compute, self.fp8), held)
+
+
+def as_used(
+    spec: Spec, a: jax.Array, compute: jnp.dtype, fp8: Fp8 | None, axes: Sequence[str] = ()
+) -> jax.Array | Quantized:
+    """A parameter, or a stack of them, in the form that products take. axes: of the mesh, that
+    split it in the manual region"""
+    if not spec.cast:
+        return a
+    if fp8 is None or not spec.product:
+        return a.astype(compute)
+    if fp8.blocks:
+        return blocked_weights(a, fp8)
+    return quantized_weights(a, fp8, len(spec.shape), axes)
+
+
+def keep_rule(mode: str, save: Sequence[str]) -> KeepRule:
+    """What the forward of a layer with this mode of remat saves: with selective the values of the
+    names in `save`, or without any the results of products; with others everything, for R makes it
+    again with full."""
+    if mode != SELECTIVE:
+        return keep_everything
+    return keep_named(save) if save else keep_products
+
+
+def examples(sequences: int, tokens: int, documents: bool) -> tuple[Any, Any]:
+    """The shapes of (positions, segments or None) of a microbatch on a device. documents: tokens
+    attend within their document"""
+    numbers = lambda n: jax.ShapeDtypeStruct((n, tokens), jnp.int32)
+    return (numbers(sequences), numbers(sequences)) if documents else (numbers(1), None)
+
+
+def in_manual_region(
+    make: Callable[[], list],
+    mesh: Mesh | AbstractMesh,
+    beside_products: str,
+    target: Mesh | AbsentDevice,
+) -> list:
+    """The list that `make` returns inside the manual region of a program for `target`, which is
+    traced and not compiled: there an op knows the experts and the context of all devices.
+
+    beside_products: `parallel.collective_matmul`
+    """
+    made = []
+
+    def trace() -> jax.Array:
+        made.extend(make())
+        return jnp.zeros(())
+
+    run = jax.shard_map(
+        trace, mesh=mesh, in_specs=(), out_specs=P(), axis_names=manual_axes(mesh), check_vma=False
+    )
+    with traced_for(target), collective_matmul.requested(beside_products), cudnn.stand_in():
+        jax.eval_shape(run)
+    return made
+
+
+def bytes_of(split: LayerSplit, model: int) -> LayerBytes:
+    """Bytes on each of `model` devices of what a layer saves of one microbatch.
+
+    Values are split over `model`, except those of the weight stash that B has gathered for W: each
+    device holds them unsplit.
+    """
+    size = lambda arrays: sum(a.size * a.dtype.itemsize for a in arrays) // model
+    largest = lambda arrays: max((size([a]) for a in arrays), default=0)
+    gathered = [a for a, g in zip(split.weight_stash, split.gathered, strict=True) if g]
+    whole = lambda arrays: [a for a in arrays if a.size == split.x.size]
+    return LayerBytes(
+        size(split.residuals.for_b),
+        size(split.residuals.for_w),
+        size(split.weight_stash) + size(gathered) * (model - 1),
+        size([split.x]),
+        largest(gathered) * model,
+        largest(whole(split.residuals.for_w)),
+        largest(a for a in whole(split.weight_stash) if a.dtype == jnp.float32),
+    )
+
+
+def saved_bytes(
+    cfg: ModelConfig,
+    precision: PrecisionConfig,
+    save: Sequence[str],
+    mesh_sizes: Sequence[int],
+    microbatch: tuple[int, int],
+    platform: str,
+    *,
+    dense: bool,
+    documents: bool,
+    context: str,
+    expert_nodes: int,
+    beside_products: str,
+) -> tuple[LayerBytes, LayerBytes]:
+    """What one layer of a resolved model saves of a microbatch on a device, which need not be
+    there: (everything, what selective recomputation saves).
+
+    save: as for `keep_rule`; mesh_sizes: in AXES' order; microbatch: sequences, and tokens of each,
+    on one group of `model` devices; platform: of the devices, by jax's name; context,
+    beside_products: `parallel.context` and `parallel.collective_matmul`
+    """
+    mesh = AbstractMesh(tuple(mesh_sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    parts = build(cfg, context=context, expert_nodes=expert_nodes)
+    layer = Layer(parts, jnp.dtype(precision.compute), fp8_of(precision, False), dense)
+    shape, extra = (*microbatch, cfg.width), examples(*microbatch, documents)
+
+    def splits() -> list[LayerSplit]:
+        everything = layer.split(shape, extra, keep_everything)
+        return [everything, everything.recut(keep_rule(SELECTIVE, save))]
+
+    # a thread of its own is in no mesh and no trace of the caller
+    with ThreadPoolExecutor(1) as alone:
+        device = AbsentDevice(platform)
+        traced = alone.submit(in_manual_region, splits, mesh, beside_products, device).result()
+    everything, selective = (bytes_of(split, mesh.shape[MODEL]) for split in traced)
+    return everything, selective
