@@ -40,8 +40,8 @@ from jaxtrain.planner.step.layout import Layout
 from jaxtrain.planner.step.memory import least_recomputed, memory
 from jaxtrain.planner.step.step_model import (
     OURS,
-    framework_of,
     platform_of,
+    settings_of,
     step_model_of,
     transformer_of,
 )
@@ -72,7 +72,7 @@ class Space:
 
     config:  the settings of the request; those of its layout are ignored
     recipe:  the config before the user's flags
-    assume:  the framework that runs the step, a name of frameworks.FRAMEWORKS
+    assume:  the framework that runs the step, a name of other_frameworks.FRAMEWORKS
     """
 
     config: Config
@@ -204,9 +204,9 @@ def _search(space: Space, offload: str) -> list[TimedLayout]:
 def _evaluated(space: Space, work: StepModel, layout: Layout, below: float) -> TimedLayout | None:
     """The layout with its step's seconds, if it fits, keeps the rules and takes less than
     `below`."""
-    work, capacity = dataclasses.replace(work, layout=layout), space.hardware.memory
+    work, capacity = work.on(layout), space.hardware.memory
     if layout.recomputation.mode != "none":
-        without = dataclasses.replace(work, layout=layout.with_remat("none"))
+        without = work.on(layout.with_remat("none"))
         # without recomputation it is faster, and tried
         if memory(without, space.config.model.loss_chunk).bytes <= capacity:
             return None
@@ -244,8 +244,8 @@ def _lower_bound(work: StepModel) -> float:
     """The least seconds that a stage's ops take, one after the other, with any table: those without
     recomputation, which may be of one layer alone, in overlapped cells where those save time."""
     layout, layers = work.layout.with_remat("none"), work.model.layers
-    least = dataclasses.replace(work, layout=dataclasses.replace(layout, zero=3))
-    each = sum(op.seconds for op in least.layer().values())
+    least = work.on(dataclasses.replace(layout, zero=3))
+    each = sum(op.seconds for op in least.layers.ops(False).values())
     # at most all cells are overlapped
     saved = least.saved_by_overlap() if layout.stage > 1 else 0.0
     return layout.microbatches * (math.ceil(layers / layout.stage) * each - saved)
@@ -257,8 +257,8 @@ def least_memory(space: Space) -> tuple[float, Layout] | None:
     least: tuple[float, Layout] | None = None
     for work in _works(space):
         smallest = dataclasses.replace(_smallest(space, work.layout), remat="full", offload="both")
-        for layout in _tables(dataclasses.replace(work, layout=smallest)):
-            tried = dataclasses.replace(work, layout=layout)
+        for layout in _tables(work.on(smallest)):
+            tried = work.on(layout)
             size = memory(tried, space.config.model.loss_chunk).bytes
             if not least or size < least[0]:
                 least = size, layout
@@ -272,15 +272,14 @@ def _works(space: Space) -> Iterator[StepModel]:
     """The step of each mesh, with one sequence in a microbatch."""
     resolved = space.config.resolve()
     # `context` may decide about the kernel of attention.
-    framework = functools.cache(
-        lambda context: framework_of(
+    settings = functools.cache(
+        lambda context: settings_of(
             cfg.replace(resolved, {"mesh.context": context}), space.hardware, space.assume
         )
     )
     model = transformer_of(resolved.model, resolved.data.sequence_length)
-    dtype = resolved.precision.compute
     for mesh in meshes(space):
-        yield StepModel(model, mesh, framework(mesh.context), space.hardware, dtype)
+        yield StepModel(model, mesh, settings(mesh.context), space.hardware)
 
 
 def _cuts(space: Space, offload: str) -> Iterator[StepModel]:
@@ -297,7 +296,7 @@ def _cuts(space: Space, offload: str) -> Iterator[StepModel]:
                 save=saved_with(space.config.pipeline, remat),
                 offload=offload,
             )
-            yield dataclasses.replace(work, layout=layout)
+            yield work.on(layout)
 
 
 def meshes(space: Space) -> Iterator[Layout]:

@@ -54,14 +54,14 @@ def layer_bytes(step: StepModel, dense: bool = False, remat: str = "") -> LayerB
     stash = saved.weight_stash - gathered * len(row_parallel.difference(model.biases))
     split, inputs = step.tokens / layout.model, item * width * step.tokens / layout.model
     for_b, for_w = saved.residual_b, saved.residual_w
-    if step.framework.fp8_blocks and step.framework.fp8_weight_gradients:
+    if step.settings.fp8_blocks and step.settings.fp8_weight_gradients:
         return LayerBytes(
             (for_b + for_w) * split + masks(step),
             step.tokens * _inputs(step) * (not selective),
             step.tokens * (_operands(step, dense) - _inputs(step) * (not selective)),
             inputs,
         )
-    if step.framework.fp8 and step.framework.fp8_weight_gradients:
+    if step.settings.fp8 and step.settings.fp8_weight_gradients:
         # the router reads its input in the compute type, and statistics of the norm before it
         scores, router = FLOAT32 * model.experts * experts, item * width * experts
         saved_norm = not selective or MLP_NORM in layout.saved_names
@@ -116,7 +116,7 @@ def _operands(step: StepModel, dense: bool) -> float:
     if experts and model.shared_experts:
         hidden = model.shared_experts * model.expert_width * (3 if model.gated else 2)
         numbers += 2 * model.width + hidden / split
-    return FP8 * scales_of(step.framework.fp8_blocks) * numbers
+    return FP8 * scales_of(step.settings.fp8_blocks) * numbers
 
 
 # --- bytes of a token ---------------------------------------------------------------------------
@@ -299,10 +299,10 @@ def _routed_all(step: StepModel, experts: bool) -> LayerBytes:
     width, hidden, arrays = _routed_sizes(step)
     if not experts:
         return LayerBytes(0.0, 0.0, 0.0)
-    if leaves_out_empty(step.model, step.layout) and not step.framework.fp8:
+    if leaves_out_empty(step.model, step.layout) and not step.settings.fp8:
         # the weighed activation and its gradient are one function of the first products
         return LayerBytes(arrays * hidden, hidden + width, arrays * hidden + width)
-    if step.framework.fp8 and step.framework.fp8_weight_gradients:
+    if step.settings.fp8 and step.settings.fp8_weight_gradients:
         rows, columns = FP8 * width / step.item, FP8 * hidden / step.item
         gradients = rows + arrays * columns
         if step.model.shared_experts:  # a barrier is between what F sends and what W reads
@@ -320,7 +320,7 @@ def _routed_named(step: StepModel, experts: bool, names: Collection[str]) -> Lay
         return LayerBytes(0.0, 0.0, 0.0)
     first = arrays * hidden * (MLP_IN in names)
     last = hidden * (MLP_HIDDEN in names)
-    if step.framework.fp8 and step.framework.fp8_weight_gradients:
+    if step.settings.fp8 and step.settings.fp8_weight_gradients:
         rows, columns = FP8 * width / step.item, FP8 * hidden / step.item
         received, stash = rows * (ROUTED in names), 2 * rows + (arrays + 1) * columns
         if step.model.shared_experts:  # a barrier is between what F sends and what W reads

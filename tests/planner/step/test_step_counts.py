@@ -20,7 +20,7 @@ from jaxtrain.planner.programs.compile_check import step_loops
 from jaxtrain.planner.programs.program import Program
 from jaxtrain.planner.programs.report import step_counts
 from jaxtrain.planner.step.collectives import EXCHANGE, sent
-from jaxtrain.planner.step.frameworks import ATTENTION_BACKWARD
+from jaxtrain.planner.step.settings import ATTENTION_BACKWARD
 from jaxtrain.planner.step.step_counts import Entry
 from jaxtrain.training.step import make_step
 

@@ -5,11 +5,11 @@ import random
 
 import pytest
 
-from jaxtrain.planner.step.frameworks import FRAMEWORKS
 from jaxtrain.planner.step.hardware import load
-from jaxtrain.planner.step.layer_time import LayerTime
+from jaxtrain.planner.step.layer_time import MeanLayer
 from jaxtrain.planner.step.layout import Layout
 from jaxtrain.planner.step.memory import memory
+from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.planner.step.transformer import Transformer
 
@@ -65,8 +65,8 @@ def test_a_part_depends_on_what_it_reads_alone(framework, experts):
 def test_a_part_is_computed_once_for_what_it_reads():
     step = StepModel(LLAMA, Layout(data=8, stage=4), FRAMEWORKS["jaxtrain"], load("h100"))
     changed = dataclasses.replace(step.layout, schedule="zb_h1", microbatches=8)
-    assert step.on(changed).part(LayerTime) is step.part(LayerTime)
+    assert step.on(changed).part(MeanLayer) is step.part(MeanLayer)
     other = dataclasses.replace(step, hardware=load("a100-80gb"))
-    assert other.part(LayerTime) is not step.part(LayerTime)
+    assert other.part(MeanLayer) is not step.part(MeanLayer)
     narrow = step.on(dataclasses.replace(step.layout, model=2))
-    assert narrow.part(LayerTime) is not step.part(LayerTime)
+    assert narrow.part(MeanLayer) is not step.part(MeanLayer)

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from jaxtrain.planner.step.collectives import EXCHANGE, GATHER, SUM, Collective
-from jaxtrain.planner.step.frameworks import FRAMEWORKS
 from jaxtrain.planner.step.hardware import load
 from jaxtrain.planner.step.layout import Layout
 from jaxtrain.planner.step.memory import memory
+from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.planner.step.transformer import Transformer
 
@@ -151,7 +151,7 @@ def test_experts_axis_sums_what_its_devices_share():
     their bytes."""
     one, four = (work(Layout(data=8 // e, expert=e, zero=1), MIXTRAL) for e in (1, 4))
     shared = MIXTRAL.parameters() - 32 * 8 * 3 * 4096 * 14336
-    assert four.device_parameters().all - four.device_parameters().experts == pytest.approx(
+    assert four.device.parameters().all - four.device.parameters().experts == pytest.approx(
         shared, rel=1e-6
     )
     rows = 1.1 * one.tokens * 2 * 4096 * 2  # the busiest device's, to two experts each, in 16 bits
@@ -200,8 +200,8 @@ def test_memory_beside_the_compiler_s(layout, gigabytes):
 def test_a_module_of_prediction_is_a_layer_and_a_join_where_the_head_is():
     """Beside the logits of its own."""
     one, more = (work(Layout(data=8), dataclasses.replace(LLAMA, predictions=n)) for n in (0, 2))
-    matmuls = lambda w: w.head().exposed["matmuls"]
-    layer = sum(op.exposed["matmuls"] for name, op in one.layer().items() if name != "R")
+    matmuls = lambda w: w.head.exposed["matmuls"]
+    layer = sum(op.exposed["matmuls"] for name, op in one.layers.ops(False).items() if name != "R")
     # without logits
     joins = more.model_flops() / 8 - one.model_flops() / 8 - 6 * 2 * 8192 * 128256 * 4096
     assert matmuls(more) > 3 * matmuls(one) + 2 * layer
@@ -210,10 +210,10 @@ def test_a_module_of_prediction_is_a_layer_and_a_join_where_the_head_is():
         seconds for part, seconds in w.step().exposed.items() if part not in ("data", "optimizer")
     )
     assert of_microbatch(more) - of_microbatch(one) == pytest.approx(
-        more.head().seconds - one.head().seconds
+        more.head.seconds - one.head.seconds
     )
     assert more.step().exposed["optimizer"] / one.step().exposed["optimizer"] == pytest.approx(
-        more.device_parameters().all / LLAMA.parameters()
+        more.device.parameters().all / LLAMA.parameters()
     )
 
 
@@ -223,7 +223,9 @@ def test_the_others_wait_for_the_busiest_device_of_expert():
     for expert, slower in ((4, True), (1, False)):
         layout, ours = Layout(data=8, expert=expert), FRAMEWORKS["jaxtrain"]
         even, busy = (
-            StepModel(MIXTRAL, layout, dataclasses.replace(ours, imbalance=n), load("h100")).layer()
+            StepModel(
+                MIXTRAL, layout, dataclasses.replace(ours, imbalance=n), load("h100")
+            ).layers.ops(False)
             for n in (1.0, 1.5)
         )
         assert (busy["F"].exposed["matmuls"] > 1.2 * even["F"].exposed["matmuls"]) == slower
