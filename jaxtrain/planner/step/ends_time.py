@@ -75,6 +75,7 @@ class EndsTime(StepPart):
         part = float(self.settings.rates.cell_overlap > 0), work.seconds
         return overlapped(messages.exposed, dict.fromkeys(messages.exposed, part))
 
+    @once
     def communication(self, shared: bool) -> TimeBreakdown:
         """Collectives of embedding, head and loss of one microbatch over `model` and `stage`.
 
