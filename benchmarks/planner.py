@@ -17,10 +17,10 @@ from collections.abc import Iterator
 FOLDER = pathlib.Path(__file__).parent / "published"
 sys.path.insert(0, str(FOLDER.parents[1]))
 
-from jaxtrain.planner.step.frameworks import FRAMEWORKS  # noqa: E402
 from jaxtrain.planner.step.hardware import load  # noqa: E402 (the path comes first)
 from jaxtrain.planner.step.layout import Layout  # noqa: E402
 from jaxtrain.planner.step.model import Model, gpt, llama  # noqa: E402
+from jaxtrain.planner.step.other_frameworks import FRAMEWORKS  # noqa: E402
 from jaxtrain.planner.step.step_time import StepModel  # noqa: E402
 
 
@@ -277,10 +277,10 @@ def main(argv: list[str]) -> None:
             f"{row.error:+.1%}",
         )
         if markdown:
-            print("| " + " | ".join((row.name, row.work.framework.name, *figures, shares)) + " |")
+            print("| " + " | ".join((row.name, row.work.settings.name, *figures, shares)) + " |")
         else:
             print(
-                f"{row.name:46} {row.work.framework.name:16} {figures[0]:>9} {figures[1]:>18} "
+                f"{row.name:46} {row.work.settings.name:16} {figures[0]:>9} {figures[1]:>18} "
                 f"{figures[2]:>8}  {shares}"
             )
     errors = [abs(row.error) for row in listed]

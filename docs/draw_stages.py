@@ -50,11 +50,11 @@ def stages() -> list[Stage]:
     config = configs.replace(recipe, {"mesh.data": DATA}).resolve()
     work = step_model_of(config, hardware.load(HARDWARE))
     placement = make_setup(with_op_times(config, work)).placement
-    layer = 1e3 * sum(op.seconds for op in work.mean_layer().values())
+    layer = 1e3 * sum(op.seconds for op in work.layers.mean(False).values())
     plain = dataclasses.replace(work.model, predictions=0)
-    head = dataclasses.replace(work, model=plain).head().seconds
-    first = ((DENSE, 1e3 * work.dense_layers().seconds),)
-    last = ((MODULE, 1e3 * (work.head().seconds - head)), (HEAD, 1e3 * head))
+    head = dataclasses.replace(work, model=plain).head.seconds
+    first = ((DENSE, 1e3 * work.dense_layers.seconds),)
+    last = ((MODULE, 1e3 * (work.head.seconds - head)), (HEAD, 1e3 * head))
     columns = []
     for stage in range(placement.stages):
         boxes = ((EXPERTS, layer),) * placement.layer_count(0, stage)

@@ -28,7 +28,7 @@ GROUPED = {
     "devices/state_stream.py": "training/test_streamed_update.py",
     "config/splash_backward.py": "config/test_kernels.py",
     "planner/step/collectives.py": "planner/step/test_step_counts.py",
-    "planner/step/frameworks.py": "planner/step/test_step_time.py",
+    "planner/step/other_frameworks.py": "planner/step/test_step_time.py",
     "planner/step/ends_time.py": "planner/step/test_step_time.py",
     "planner/step/layer_time.py": "planner/step/test_step_time.py",
     "planner/step/settings.py": "planner/step/test_step_model.py",

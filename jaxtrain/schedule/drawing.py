@@ -52,7 +52,6 @@ PARTS = {
     "bubble": "#dddddd",
     "host": "#a87c5f",
     "disk": "#5f3f2a",
-    "fixed": "#8f949a",
     "data": "#a6d854",
     "stage": "#d94f9a",
     "model": "#8f5fc4",

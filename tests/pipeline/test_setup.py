@@ -268,7 +268,7 @@ def test_dense_layers_first_take_time_with_the_embedding():
     # planned ones are those of the layers, which send nothing to experts
     planned = times_of(small.config((1, 2, 1), changes=changes | {"train.hardware": "h100"}))
     work = step_model_of(cfg, load("h100"))
-    assert planned.embed == pytest.approx(1e3 * work.dense_layers().seconds / 2, rel=1e-3)
+    assert planned.embed == pytest.approx(1e3 * work.dense_layers.seconds / 2, rel=1e-3)
 
 
 def test_stages_with_dense_layers_or_predictions_have_fewer_others():

@@ -37,9 +37,9 @@ from jaxtrain.planner.search.predict import exactly, predict
 from jaxtrain.planner.search.search import Space, best_plans, check_fits
 from jaxtrain.planner.search.what_if import advise
 from jaxtrain.planner.step import hardware
-from jaxtrain.planner.step.frameworks import FRAMEWORKS
 from jaxtrain.planner.step.hardware import Hardware, HardwareError
 from jaxtrain.planner.step.model import model_of
+from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
 from jaxtrain.planner.step.step_model import OURS, platform_of
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.schedule import drawing

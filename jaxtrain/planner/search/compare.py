@@ -15,7 +15,7 @@ from jaxtrain.config import Config
 from jaxtrain.planner.search.predict import Prediction, exactly, how_sure, predict
 from jaxtrain.planner.step.hardware import GIB
 from jaxtrain.planner.step.step_model import hardware_at_hand
-from jaxtrain.planner.step.time_breakdown import BUBBLE, COMMUNICATION_AXES, FIXED
+from jaxtrain.planner.step.time_breakdown import BUBBLE, COMMUNICATION_AXES
 from jaxtrain.run.files import PLANNED, read_json
 
 WORTH = 0.02  # of the step: smaller parts are not listed
@@ -23,7 +23,7 @@ WORTH = 0.02  # of the step: smaller parts are not listed
 COMMUNICATION, WAITING = "communication", "waiting"
 # Planned part → the measured part that it is compared with, if it has another name: a stage that
 # waits for another one does so in a message.
-WAITS = dict.fromkeys((BUBBLE, FIXED, "stage"), WAITING)
+WAITS = dict.fromkeys((BUBBLE, "stage"), WAITING)
 ANY_AXIS = dict.fromkeys(COMMUNICATION_AXES, COMMUNICATION)
 
 

@@ -77,13 +77,13 @@ def explained(prediction: Prediction, prices: Prices) -> list[str]:
     sequences = f"{layout.microbatch} sequence{'s'[: layout.microbatch > 1]}"
     batch = f"{layout.microbatches} microbatches of {sequences} on each of {layout.batch_shards}"
     busiest = (
-        f"  assumed: the experts of the busiest device receive {work.framework.imbalance:g} times "
+        f"  assumed: the experts of the busiest device receive {work.settings.imbalance:g} times "
         "the mean number of tokens"
     )
     return [
         f"layout: {layout_flag.text_of(layout_flag.of(prediction.config))}",
         f"  {layout.devices:,} × {work.hardware.name}, {layers}; {batch} batch shards",
-        f"  as the framework {work.framework.name}: {work.framework.text}",
+        f"  as the framework {work.settings.name}: {work.settings.text}",
         *[busiest] * (layout.expert > 1),
         *_memory(prediction),
         *_time(prediction),
@@ -134,8 +134,8 @@ def _time(prediction: Prediction) -> list[str]:
             line += f", {_seconds(hidden)} hidden behind other work"
         if exposed or hidden:
             lines.append(line)
-    counted = f"in full, as {work.framework.name} does"
-    if work.framework.causal_rates:
+    counted = f"in full, as {work.settings.name} does"
+    if work.settings.causal_rates:
         counted = "as masked"
     model, hardware = (figures[f"{kind}_tflops_per_device"] for kind in ("model", "hardware"))
     return [
@@ -151,7 +151,7 @@ def _overlap(prediction: Prediction) -> list[str]:
     work, layout = prediction.work, prediction.work.layout
     if not layout.overlap:
         return []
-    saved, covered = work.saved_by_overlap(), work.framework.cell_overlap
+    saved, covered = work.saved_by_overlap(), work.settings.rates.cell_overlap
     if not saved:
         why = "no tokens go to experts of other devices"
         if layout.expert > 1:
@@ -159,7 +159,7 @@ def _overlap(prediction: Prediction) -> list[str]:
         return [f"overlapped cells: no gain is expected, for {why}"]
     both = sum(work.ops()[op].seconds for op in "FB")
     config = cfg.replace(prediction.config, {"pipeline.overlap": False})
-    without = exactly(predict(config, work.hardware, work.framework.name)).seconds
+    without = exactly(predict(config, work.hardware, work.settings.name)).seconds
     return [
         f"overlapped cells: F and B of two microbatches are expected to take "
         f"{_seconds(both - saved)} a stage at the same time and {_seconds(both)} one after the "
@@ -197,7 +197,7 @@ def _recomputation(prediction: Prediction) -> list[str]:
         f"{gained(work)}{of_all}"
     ]
     interval = best_interval(work)
-    if mode == "full" and interval is not None and work.framework.slots:
+    if mode == "full" and interval is not None and work.settings.ours:
         lines.append(
             f"  by formula, units of {interval:.2g} layers (pipeline.layers_per_op) take least "
             "memory with full"

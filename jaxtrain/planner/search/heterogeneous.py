@@ -76,8 +76,8 @@ class HeterogeneousPlan:
         the layers of each stage."""
         work = step_model_of(self.config, self.groups[0].hardware)
         devices = sum(group.devices for group in self.groups)
-        peaks = (group.devices * group.hardware.peak(work.dtype) for group in self.groups)
-        mean = {work.dtype: sum(peaks) / devices / 1e12}
+        peaks = (group.devices * group.hardware.peak(work.settings.dtype) for group in self.groups)
+        mean = {work.settings.dtype: sum(peaks) / devices / 1e12}
         work = dataclasses.replace(
             work, hardware=dataclasses.replace(work.hardware, peak_tflops=mean)
         )
@@ -143,11 +143,11 @@ def plan(config: Config, groups: Sequence[Group], assume: str = OURS) -> Heterog
     m, loss_chunk = config.pipeline.microbatches, config.model.loss_chunk
     owners = _groups_of_stages(config.mesh.stage, groups)
     works = [step_model_of(config, group.hardware, assume) for group in owners]
-    ops = [{name: op.seconds for name, op in work.mean_layer().items()} for work in works]
+    ops = [{name: op.seconds for name, op in work.layers.mean(False).items()} for work in works]
     seconds = [sum(op.values()) for op in ops]
-    head, dense = max(work.head().seconds for work in works), works[0].dense_layers().seconds
+    head, dense = max(work.head.seconds for work in works), works[0].dense_layers.seconds
     fixed = [dense, *[0.0] * (len(works) - 1)]
-    fixed[-1] += 0.0 if works[-1].framework.vocabulary_parallel else head
+    fixed[-1] += 0.0 if works[-1].settings.vocabulary_parallel else head
     most = [_most_layers(work, loss_chunk) for work in works]
     layers = split_layers(config.model.layers, seconds, fixed, most)
     message = max(work.message() for work in works)
@@ -162,7 +162,7 @@ def plan(config: Config, groups: Sequence[Group], assume: str = OURS) -> Heterog
     clock = max(planned.counts(setup.times).seconds, *stage_s)
     staged = [_with_layers(work, n) for work, n in zip(works, layers, strict=True)]
     after = max(_after(work, busy) for work, busy in zip(staged, stage_s, strict=True))
-    after += m * max(work.end_collectives(shared).seconds for work in works)
+    after += m * max(work.ends.communication(shared).seconds for work in works)
     ideal = m * (config.model.layers / sum(1 / s for s in seconds) + (head + dense) / len(works))
     held = tuple(memory(work, loss_chunk).bytes for work in staged)
     return HeterogeneousPlan(

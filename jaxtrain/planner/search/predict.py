@@ -116,7 +116,7 @@ def step_figures(
     Attention is counted as in the framework's published rates; ours counts it causally.
     held: bytes of the fullest device; tokens: of the run
     """
-    device_seconds, peak = seconds * work.layout.devices, work.hardware.peak(work.dtype)
+    device_seconds, peak = seconds * work.layout.devices, work.hardware.peak(work.settings.dtype)
     model, hardware = work.model_flops() / device_seconds, work.hardware_flops() / device_seconds
     tokens_per_s = work.layout.batch * work.model.sequence / seconds
     return {
@@ -125,7 +125,7 @@ def step_figures(
         "hardware_tflops_per_device": hardware / 1e12,
         "mfu": model / peak,
         "hfu": hardware / peak,
-        "attention_flops": "causal" if work.framework.causal_rates else "full",
+        "attention_flops": "causal" if work.settings.causal_rates else "full",
         "memory_gib_per_device": held / GIB,
         "fits": fits,
         "bubble_fraction": bubble_fraction,
@@ -150,7 +150,7 @@ def predict(
     Raises ConfigError if our own runtime has no table for it.
     """
     work, slots = step_model_of(config, hardware, assume), None
-    if work.framework.slots:
+    if work.settings.ours:
         slots = PlannedTable(with_op_times(config, work)).slots()
     size = memory(work, config.model.loss_chunk, slots)
     return Prediction(config, work, work.step(), size, tokens)
@@ -284,7 +284,7 @@ def exactly(prediction: Prediction) -> Prediction:
     ConfigError for a schedule that is not made for these numbers.
     """
     work, layout = prediction.work, prediction.work.layout
-    if layout.stage == 1 or work.framework.name != OURS:
+    if layout.stage == 1 or work.settings.name != OURS:
         return prediction
     config = with_op_times(prediction.config, work)
     times = complete_times(
@@ -303,7 +303,7 @@ def exactly(prediction: Prediction) -> Prediction:
     # the update is an op of the table where that has several steps, and after the table otherwise
     idle = max(0.0, counts.seconds - times.update - busy.seconds)
     waits = work.hardware.waited(busy.seconds, idle) if shares_cores else idle
-    time = busy + work.end_collectives(table.vocabulary == "parallel") * layout.microbatches
+    time = busy + work.ends.communication(table.vocabulary == "parallel") * layout.microbatches
     time += TimeBreakdown({BUBBLE: waits}, hidden)
     time += work.outside_microbatches(busy, times.F, times.B + times.W)
     in_flight = max(peak_residuals(table)) / max(1, layout.repeats)
@@ -346,7 +346,7 @@ def _counts(setup: Setup, times: Times) -> TableCounts:
 
 def _stages(work: StepModel, counts: TableCounts, dense: bool = True) -> list[TimeBreakdown]:
     """The work of each stage. dense: with the layers before the first unit."""
-    ops, head = work.ops(), work.head()
+    ops, head = work.ops(), work.head
     stages = [head * heads for heads in counts.heads.tolist()]
     for op, times in zip(OPS, counts.ops.tolist(), strict=True):
         stages = [busy + ops[op.name] * n for busy, n in zip(stages, times, strict=True)]
@@ -357,7 +357,7 @@ def _stages(work: StepModel, counts: TableCounts, dense: bool = True) -> list[Ti
             for busy, n in zip(stages, counts.overlapped.tolist(), strict=True)
         ]
     if dense:
-        stages[0] += work.dense_layers() * work.layout.microbatches
+        stages[0] += work.dense_layers * work.layout.microbatches
     return stages
 
 

@@ -39,7 +39,7 @@ from jaxtrain.planner.step.layout import Layout
 from jaxtrain.planner.step.links import EXPERT, Links
 from jaxtrain.planner.step.memory import least_recomputed, memory
 from jaxtrain.planner.step.model import model_of
-from jaxtrain.planner.step.step_model import OURS, framework_of, platform_of, step_model_of
+from jaxtrain.planner.step.step_model import OURS, platform_of, settings_of, step_model_of
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.schedule.orders import GROWING, OVERLAPPED, SCHEDULES
 
@@ -67,7 +67,7 @@ class Space:
 
     config:  the settings of the request; those of its layout are ignored
     recipe:  the config before the user's flags
-    assume:  the framework that runs the step, a name of frameworks.FRAMEWORKS
+    assume:  the framework that runs the step, a name of other_frameworks.FRAMEWORKS
     """
 
     config: Config
@@ -240,7 +240,7 @@ def _lower_bound(work: StepModel) -> float:
     recomputation, which may be of one layer alone, in overlapped cells where those save time."""
     layout, layers = work.layout.with_remat("none"), work.model.layers
     least = work.on(dataclasses.replace(layout, zero=3))
-    each = sum(op.seconds for op in least.layer().values())
+    each = sum(op.seconds for op in least.layers.ops(False).values())
     # at most all cells are overlapped
     saved = least.saved_by_overlap() if layout.stage > 1 else 0.0
     return layout.microbatches * (math.ceil(layers / layout.stage) * each - saved)
@@ -267,18 +267,15 @@ def _works(space: Space) -> Iterator[StepModel]:
     """The step of each mesh, with one sequence in a microbatch."""
     resolved = space.config.resolve()
     # `context` may decide about the kernel of attention.
-    step = functools.cache(
-        lambda context: StepModel(
-            model_of(resolved.model, resolved.data.sequence_length),
-            Layout(),
-            framework_of(
-                cfg.replace(resolved, {"mesh.context": context}), space.hardware, space.assume
-            ),
-            space.hardware,
-            resolved.precision.compute,
-            by_sequence=True,
-        )
-    )
+    model = model_of(resolved.model, resolved.data.sequence_length)
+
+    @functools.cache
+    def step(context: int) -> StepModel:
+        config = cfg.replace(resolved, {"mesh.context": context})
+        settings = settings_of(config, space.hardware, space.assume)
+        settings = dataclasses.replace(settings, by_sequence=True)
+        return StepModel(model, Layout(), settings, space.hardware)
+
     for mesh in meshes(space):
         yield step(mesh.context).on(mesh)
 

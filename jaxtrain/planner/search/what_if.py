@@ -79,7 +79,7 @@ def single_changes(prediction: Prediction) -> list[Change]:
         if checks.first_violation(changed, environment) or changed.data.batch_size % pieces:
             continue
         resolved = changed.resolve()
-        other = step_model_of(resolved, work.hardware, work.framework.name)
+        other = step_model_of(resolved, work.hardware, work.settings.name)
         differs = {
             key: value for key, value in layout_flag.of(resolved).items() if value != layout[key]
         }

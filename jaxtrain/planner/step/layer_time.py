@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from jaxtrain.config.saved_values import ATTENTION as ATTENTION_CORE
+from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.planner.step.layer_collectives import FP8, scales_of
 from jaxtrain.planner.step.layout import AXES
-from jaxtrain.planner.step.links import CONTEXT, EXPERT, MODEL
-from jaxtrain.planner.step.model import INPUTS, OUTPUTS, Product
+from jaxtrain.planner.step.links import CONTEXT
+from jaxtrain.planner.step.model import EXPERT, INPUTS, MODEL, OUTPUTS, Product
 from jaxtrain.planner.step.overlapped_cell import Phases, most_saved, saved_by_pair
 from jaxtrain.planner.step.settings import ITEM
-from jaxtrain.planner.step.step_part import StepPart, once
+from jaxtrain.planner.step.step_part import StepPart, once, part
 from jaxtrain.planner.step.time_breakdown import (
     ATTENTION,
     MATMULS,
@@ -56,9 +57,9 @@ class LayerWork(StepPart):
             if product.experts:
                 local = product.experts / layout.expert
                 # Tokens of an expert on the busiest device of `expert`, for which the others wait.
-                busiest = self.framework.imbalance if layout.expert > 1 else 1.0
+                busiest = self.settings.imbalance if layout.expert > 1 else 1.0
                 tokens *= model.experts_per_token / local * busiest
-            fp8 = self.framework.fp8 and product.fp8
+            fp8 = self.settings.fp8 and product.fp8
             yield ProductTime(product, *self.product(tokens, n, k, local, fp8))
 
     def product(
@@ -67,7 +68,7 @@ class LayerWork(StepPart):
         """Seconds of so many products [m, k] · [k, n], and of the gradients of both operands. fp8:
         of FP8 where the hardware has that, with what it costs to quantize both activations."""
         hardware = self.hardware
-        flops = 2.0 * m * n * k / hardware.peak(self.dtype)
+        flops = 2.0 * m * n * k / hardware.peak(self.settings.dtype)
         moved = self.item * (m * k + k * n + m * n) / hardware.streaming
         launch, reached = 1e-6 * hardware.launch_us, hardware.matmul.reached
         seconds = [
@@ -76,11 +77,11 @@ class LayerWork(StepPart):
             max(flops / reached(k, n, m), moved) + launch,
         ]
         if fp8:
-            blocks = self.framework.fp8_blocks
+            blocks = self.settings.fp8_blocks
             key = MXFLOAT8 if blocks else FLOAT8
-            peak = hardware.peak_tflops.get(key, hardware.peak_tflops[self.dtype])
-            faster = hardware.peak_tflops[self.dtype] / peak
-            weights = faster if self.framework.fp8_weight_gradients else 1.0
+            peak = hardware.peak_tflops.get(key, hardware.peak_tflops[self.settings.dtype])
+            faster = hardware.peak_tflops[self.settings.dtype] / peak
+            weights = faster if self.settings.fp8_weight_gradients else 1.0
             # A pass finds the largest number, another one reads and writes; in blocks a pass for
             # each of two forms does both.
             written = 2 * FP8 * scales_of(blocks) if blocks else FP8
@@ -99,101 +100,80 @@ class LayerWork(StepPart):
         memory, forward. Fused kernels leave out what is masked, and keep scores on the chip."""
         model, layout, hardware = self.model, self.layout, self.hardware
         flops = layout.microbatch * model.attention_flops() / (layout.model * layout.context)
-        seconds = flops / hardware.peak(self.dtype)
-        if self.framework.fused_attention:
+        seconds = flops / hardware.peak(self.settings.dtype)
+        if self.settings.fused_attention:
             forward = 0.5 * seconds / hardware.attention[0]
-            products = self.framework.attention_backward
+            products = self.settings.attention_backward
             return forward, products * 0.5 * seconds / hardware.attention[1], 0.0
         seconds /= hardware.matmul.reached(model.sequence, model.sequence, model.score_dim)
         scores = self.tokens * model.sequence * model.layer().scores / layout.model
-        moved = self.item * self.framework.attention_passes * scores
+        moved = self.item * self.settings.attention_passes * scores
         return seconds, 2 * seconds, moved / hardware.streaming
 
     @once
     def passes(self, dense: bool) -> float:
         """Seconds of passes over activations besides products, forward."""
-        model, framework, split = self.model, self.framework, self.layout.model
+        model, rates, split = self.model, self.settings.rates, self.layout.model
         layer = model.layer(dense)
-        outside = framework.passes / NORMS_AND_SUMS * layer.norms_and_sums * model.width
-        if framework.sequence_parallel:
+        outside = rates.passes / NORMS_AND_SUMS * layer.norms_and_sums * model.width
+        if self.settings.sequence_parallel:
             outside /= split
-        inner = framework.inner_passes / 2 * layer.inner / split
+        inner = rates.inner_passes / 2 * layer.inner / split
         # operations, each of which reads and writes
-        started = (framework.passes + framework.inner_passes) / 2
+        started = (rates.passes + rates.inner_passes) / 2
         moved = self.item * self.tokens * (outside + inner)
         return moved / self.hardware.streaming + 1e-6 * self.hardware.launch_us * started
 
 
 class LayerTime(StepPart):
-    """Seconds of F, R, B and W of one layer and microbatch."""
+    """Seconds of one layer and microbatch, all of which have the layout's recomputation."""
 
-    reads = (
-        *(*AXES, "microbatch", "remat", "save", "zero", "expert_nodes", "repeats"),
-        "layers_per_op",
-    )
-
-    @functools.cached_property
-    def work(self) -> LayerWork:
-        """The layer's operations."""
-        return self.part(LayerWork)
+    reads = (*AXES, "microbatch", "remat", "save", "expert_nodes")
+    work = part(LayerWork)
 
     @once
-    def ops(self, dense: bool = False) -> dict[str, TimeBreakdown]:
-        """F, R, B and W of one layer and microbatch; R is what the layout's recomputation costs of
-        a layer that has it, and the others are those of the mean layer."""
-        recomputation, unread = self.layout.recomputation, self._unread
-        if recomputation.layers is None:
-            return self._ops_of_layer(dense, unread)
-        recomputed, others = (
-            self.on(self.layout.with_remat(mode)) for mode in (recomputation.mode, "none")
-        )
-        ops, fraction = recomputed._ops_of_layer(dense, unread), self.recomputed_fraction
-        for op, seconds in others._ops_of_layer(dense, unread).items():
-            if op != "R":
-                ops[op] = ops[op] * fraction + seconds * (1 - fraction)
-        return ops
+    def ops(
+        self, dense: bool, looped: bool, unread: float, pairs: tuple[float, float]
+    ) -> dict[str, TimeBreakdown]:
+        """F, R, B and W.
 
-    def mean(self, dense: bool = False) -> dict[str, TimeBreakdown]:
-        """F, R, B and W of the mean layer and a microbatch."""
-        ops = self.ops(dense)
-        return ops | {"R": ops["R"] * self.recomputed_fraction}
-
-    def _ops_of_layer(self, dense: bool, unread: float) -> dict[str, TimeBreakdown]:
-        """F, R, B and W where all layers have the same recomputation. unread: `_unread`"""
+        looped: the layer is one of several of an op, which a loop goes through
+        unread: the fraction of layers whose output nothing reads after R
+        pairs:  the fraction of R's messages to experts that is hidden, and the seconds of work
+                beside those of one layer
+        """
         products = self.work.products(dense)
         forward, inputs, weights = (
             sum(of_op) for of_op in zip(*(seconds for _, *seconds in products), strict=True)
         )
         attention, attention_back, scores = self.work.attention
-        passes = self.work.passes(dense)
+        passes, rates = self.work.passes(dense), self.settings.rates
         pass_over_weights = self.item * self.layer_parameters(dense) / self.hardware.streaming
-        looped = self._layers_of_unit() > 1
-        read = self.framework.weight_copies * pass_over_weights if looped else 0.0
-        sums = self.framework.sum_passes * pass_over_weights * 2 * ITEM / self.item
+        read = rates.weight_copies * pass_over_weights if looped else 0.0
+        sums = rates.sum_passes * pass_over_weights * 2 * ITEM / self.item
+        memory = passes + scores + read
         # The last product makes the layer's output. With one stage experts' gradients read theirs.
         read_anyway = self.model.experts and not dense and not self.layout.saves_inputs
-        last = sum(product.forward for product in products if not product.of.read)
-        skipped = 0.0 if read_anyway else unread * last
-        memory = passes + scores + read
-        core = {ATTENTION: attention, MEMORY: scores}
-        recomputed: dict[str, dict[str, float]] = {
-            "full": {MATMULS: forward - skipped, ATTENTION: attention, MEMORY: memory},
-            "selective": core if self.framework.recomputes_core else self._made_again(dense),
-            "none": {},
-        }
+        skipped = 0.0 if read_anyway else unread * self._last(dense)
+        full = {MATMULS: forward - skipped, ATTENTION: attention, MEMORY: memory}
+        again = self.made_again(dense) if self.layout.remat == SELECTIVE else {}
         memory_back = BACKWARD_PASSES * (passes + scores) + read
-        ops = {
+        ops: dict[str, dict[str, float]] = {
             "F": {MATMULS: forward, ATTENTION: attention, MEMORY: memory},
-            "R": recomputed[self.layout.recomputation.mode],
+            "R": full if self.layout.remat == "full" else again,
             "B": {MATMULS: inputs, ATTENTION: attention_back, MEMORY: memory_back},
             "W": {MATMULS: weights, MEMORY: sums},
         }
         return {
-            op: TimeBreakdown(parts) + self._layer_collectives(op, dense, parts, unread)
+            op: TimeBreakdown(parts) + self._collectives(op, dense, parts, unread, pairs)
             for op, parts in ops.items()
         }
 
-    def _made_again(self, dense: bool) -> dict[str, float]:
+    def _last(self, dense: bool) -> float:
+        """Seconds of the products that make the layer's output."""
+        return sum(p.forward for p in self.work.products(dense) if not p.of.read)
+
+    def made_again(self, dense: bool) -> dict[str, float]:
         """Seconds by part of what selective recomputation makes again: the products and the core of
         attention whose results a layer does not save, and passes over memory."""
         attention, _, scores = self.work.attention
@@ -208,39 +188,42 @@ class LayerTime(StepPart):
             MEMORY: self.work.passes(dense) + scores * core,
         }
 
-    def _layer_collectives(
-        self, op: str, dense: bool, parts: Mapping[str, float], unread: float
+    def flops_made_again(self, attention: float) -> float:
+        """Operations of a sequence that selective recomputation makes again. attention: those of
+        its core"""
+        again, model = self.layout.makes_again, self.model
+        products = 2.0 * model.sequence * model.layer().made_again(again)
+        return products + attention * again(ATTENTION_CORE)
+
+    @property
+    def fused(self) -> bool:
+        """True if R, B and W are one op."""
+        return self.layout.stage == 1 and self.layout.remat == "full"
+
+    def _collectives(
+        self,
+        op: str,
+        dense: bool,
+        parts: Mapping[str, float],
+        unread: float,
+        pairs: tuple[float, float],
     ) -> TimeBreakdown:
-        """Collectives of one layer's op. parts: its seconds; rings of keys and values overlap with
-        those of attention. unread: `_unread`"""
-        c, full = self.collectives, self.layout.remat == "full"
-        if op == "R" and not full:
+        """An op's collectives, in part hidden. parts: its seconds; rings of keys and values overlap
+        with those of attention. unread, pairs: as in `ops`"""
+        c = self.collectives
+        if op == "R" and self.layout.remat != "full":
             return TimeBreakdown()
-        fused = self.framework.slots and self.layout.stage == 1 and full
-        seconds = self.links.seconds(c.layer(op, fused=fused, dense=dense))
+        seconds = self.links.seconds(c.layer(op, fused=self.fused, dense=dense))
         if op == "R" and unread:
-            fewer = self.links.seconds(c.layer(op, True, fused, dense))
+            fewer = self.links.seconds(c.layer(op, True, self.fused, dense))
             seconds = {axis: s + unread * (fewer.get(axis, 0.0) - s) for axis, s in seconds.items()}
-        ring = float(self.framework.context_by == "ring" and self.hardware.alone <= 1)
-        overlap = self.framework.model_overlap, math.inf
-        if self.framework.collective_matmul:
+        ring = float(self.settings.context_by == "ring" and self.hardware.alone <= 1)
+        overlap = self.settings.rates.model_overlap, math.inf
+        if self.settings.collective_matmul:
             overlap = 1.0, self._beside_products(op, dense, seconds.get(MODEL, 0.0))
-        pairs = (0.0, 0.0) if dense or op != "R" else self._pairs_of_layers()
+        pairs = (0.0, 0.0) if dense or op != "R" else pairs
         overlaps = {MODEL: overlap, CONTEXT: (ring, parts.get(ATTENTION, 0.0)), EXPERT: pairs}
         return overlapped(seconds, overlaps)
-
-    def _pairs_of_layers(self) -> tuple[float, float]:
-        """The fraction of R's messages to experts that XLA covers, and the seconds of work beside
-        those of one layer, where R recomputes layers by twos: each from its own input, and in one
-        op (runtime/layer_stack.py)."""
-        layers = self.layout.recomputation.recomputed(max(self.layout.units(self.model.layers)))
-        by_twos = self.layout.saves_inputs and not self.collectives.gathers_in_ops
-        if not (self.model.experts and by_twos and layers > 1):
-            return 0.0, 0.0
-        phases = self.phases("F")
-        last = [p.forward for p in self.work.products(False) if not p.of.read]
-        saved = saved_by_pair(phases._replace(experts=phases.experts - sum(last)))
-        return self.framework.cell_overlap, saved * (layers - layers % 2) / layers
 
     def _beside_products(self, op: str, dense: bool, seconds: float) -> float:
         """Seconds of an op's collectives over `model` that go beside products: of each, up to those
@@ -261,31 +244,19 @@ class LayerTime(StepPart):
         return sum(min(each, fraction * getattr(product, work)) for product in split)
 
     @functools.cached_property
-    def _unread(self) -> float:
-        """Fraction of recomputed layers whose recomputation can skip the down projection, because
-        nothing reads its output: all of them where every layer's input was saved, as with one
-        stage; otherwise only the last one of a unit, when it runs outside the unit's loop."""
-        layout, layers = self.layout, self._layers_of_unit() * self.recomputed_fraction
-        gathers = layout.zero == 3 and self.shards > 1 and not self.framework.gathers_once
-        if not self.framework.slots:
-            return 0.0
-        if layout.stage == 1 or layout.saves_inputs:
-            return 1.0
-        return 1 / max(1.0, layers) if layers <= 1 or gathers else 0.0
-
-    def _layers_of_unit(self) -> float:
-        """The mean number of layers that an op of our own runtime goes through."""
-        return self.model.layers / len(self.layout.units(self.model.layers))
-
-    @functools.cached_property
     def saved_by_overlap(self) -> float:
-        """Seconds by which F and B of one microbatch each, in one layer, are expected to be shorter
-        in overlapped cells than one after the other (overlapped_cell.py). Nothing is measured."""
+        """Seconds by which F and B of one microbatch each are expected to be shorter in overlapped
+        cells than one after the other (overlapped_cell.py). Nothing is measured."""
         if not self.model.experts:
             return 0.0
-        partial = self.layout.recomputation.layers is not None
-        step = self.on(self.layout.with_remat("none")) if partial else self
-        return self.framework.cell_overlap * most_saved(step.phases("F"), step.phases("B"))
+        return self.settings.rates.cell_overlap * most_saved(self.phases("F"), self.phases("B"))
+
+    @functools.cached_property
+    def saved_by_pair(self) -> float:
+        """Seconds of messages to experts that have work beside them where R recomputes layers by
+        twos, for one layer."""
+        phases = self.phases("F")
+        return saved_by_pair(phases._replace(experts=phases.experts - self._last(False)))
 
     def phases(self, op: str) -> Phases:
         """The phases of a layer with experts in F or B."""
@@ -300,3 +271,72 @@ class LayerTime(StepPart):
         )
         dispatch, combine = (outward, back) if forward else (back, outward)
         return Phases(seconds[False], dispatch, seconds[True], combine)
+
+
+class MeanLayer(StepPart):
+    """Seconds of the mean layer and a microbatch, by the units of layers that ops go through, some
+    of whose layers may be recomputed."""
+
+    reads = (*LayerTime.reads, "zero", "repeats", "layers_per_op")
+
+    @once
+    def ops(self, dense: bool) -> dict[str, TimeBreakdown]:
+        """F, R, B and W. R is what the layout's recomputation costs of a layer that has it, and the
+        others are those of the mean layer."""
+        remat, looped = self.layout.recomputation, self._layers_of_unit > 1
+        arguments = dense, looped, self.unread, self._pairs()
+        ops, fraction = self._layer(remat.mode).ops(*arguments), self.recomputed_fraction
+        if remat.layers is None:
+            return ops
+        others = self._layer("none").ops(*arguments)
+        mixed = {op: ops[op] * fraction + others[op] * (1 - fraction) for op in ops}
+        return mixed | {"R": ops["R"]}
+
+    @once
+    def mean(self, dense: bool) -> dict[str, TimeBreakdown]:
+        """F, R, B and W, all of the mean layer."""
+        ops = self.ops(dense)
+        return ops | {"R": ops["R"] * self.recomputed_fraction}
+
+    @functools.cached_property
+    def total(self) -> TimeBreakdown:
+        """All that the mean layer takes."""
+        return sum(self.mean(False).values(), TimeBreakdown())
+
+    @property
+    def saved_by_overlap(self) -> float:
+        """Seconds that overlapped cells save in one layer."""
+        remat = self.layout.recomputation
+        return self._layer(remat.mode if remat.layers is None else "none").saved_by_overlap
+
+    def _layer(self, mode: str) -> LayerTime:
+        """A layer of this mode of recomputation."""
+        uniform = mode == self.layout.remat
+        return (self if uniform else self.on(self.layout.with_remat(mode))).part(LayerTime)
+
+    @property
+    def unread(self) -> float:
+        """Fraction of recomputed layers whose recomputation can skip the down projection, because
+        nothing reads its output: all of them where every layer's input was saved, as with one
+        stage; otherwise only the last one of a unit, when it runs outside the unit's loop."""
+        layers = self._layers_of_unit * self.recomputed_fraction
+        if self.layout.stage == 1 or self.layout.saves_inputs:
+            return 1.0
+        gathers = self.collectives.gathers_in_ops and self.shards > 1
+        return 1 / max(1.0, layers) if layers <= 1 or gathers else 0.0
+
+    @property
+    def _layers_of_unit(self) -> float:
+        """The mean number of layers that an op goes through."""
+        return self.model.layers / len(self.layout.units(self.model.layers))
+
+    def _pairs(self) -> tuple[float, float]:
+        """The fraction of R's messages to experts that XLA covers, and the seconds of work beside
+        those of one layer, where R recomputes layers by twos: each from its own input, and in one
+        op (runtime/layer_stack.py)."""
+        layers = max(self.layout.units(self.model.layers))
+        by_twos = self.layout.saves_inputs and not self.collectives.gathers_in_ops
+        if not (self.model.experts and by_twos and layers > 1):
+            return 0.0, 0.0
+        hidden = self._layer("full").saved_by_pair * (layers - layers % 2) / layers
+        return self.settings.rates.cell_overlap, hidden

@@ -32,16 +32,20 @@ from collections.abc import Mapping
 
 from jaxtrain.config import kernels
 from jaxtrain.config.sizes import SELECTIVE
-from jaxtrain.planner.step.layer_collectives import FP8, scales_of
+from jaxtrain.planner.step.layer_collectives import FLOAT32, FP8, scales_of
 from jaxtrain.planner.step.layout import routed_capacity, sent_by_gateway
+from jaxtrain.planner.step.other_frameworks import saved_by_others, working_of_others
+from jaxtrain.planner.step.parameters import MASTERS
 from jaxtrain.planner.step.saved import layer_bytes
-from jaxtrain.planner.step.settings import ITEM
 from jaxtrain.planner.step.step_model import platform_of
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.schedule.placement import spread
 
 # Buffers do not fit without gaps: XLA's peak for H100s over what is live, but for `working`.
 ALLOCATED = 1.01
+# bytes of a parameter of independent replicas: its value after the last exchange, and its
+# momentum, in 32 bits (training/diloco.py)
+OUTER_BYTES = 8.0
 MASTER = 4.0  # bytes of a parameter in 32 bits
 # Bytes of a logit: itself and its gradient in 32 bits, and 16 bits that products read
 LOGIT_BYTES = 10.0
@@ -103,13 +107,13 @@ def memory(
     loss_chunk: the most tokens whose logits exist at a time
     slots: the slots of our own runtime's table; None: those of the schedule's closed form
     """
-    layout, framework, shared, cast = step.layout, step.framework, None, 0
+    layout, settings, shared, cast = step.layout, step.settings, None, 0
     pools: dict[str, float] = {}
-    if framework.slots:
+    if settings.ours:
         slots = slots or estimated_slots(step)
         shared = bool(slots and slots.shares_vocabulary)
         # Weights of another type than the products' are cast before the loops, once.
-        cast = step.item * (step.item != framework.weight_bytes)
+        cast = step.item * (step.item != settings.weight_bytes)
         pools = _pools(step, slots) if slots else {}
         activations = sum(pools.values()) if slots else _saved_by_layers(step)
         working = _layer_working(step)
@@ -117,37 +121,37 @@ def memory(
         head = max(head, _dense_working(step))
         working += transposed_pools(step, slots) if slots else 0.0
     else:
-        activations, working = _framework_activations(step), _framework_working(step)
+        activations, working = saved_by_others(step), working_of_others(step)
         head = LOGIT_BYTES * min(step.tokens, loss_chunk) * step.model.vocab_size / layout.model
     layers = slots.stored_layers if slots else 0
-    held = step.device_parameters(layers, shared)
-    numbers = FP8 * scales_of(framework.fp8_blocks) * (1 + framework.fp8_blocks)  # for F and B
+    held = step.device.parameters(layers, shared)
+    numbers = FP8 * scales_of(settings.fp8_blocks) * (1 + settings.fp8_blocks)  # for F and B
     quantized = 0.0
-    if framework.fp8:
+    if settings.fp8:
         of_ends = 1.0 if held.sharded_ends is None else held.sharded_ends / held.ends
         products = held.layers + of_ends * _products_at_ends(step)
         quantized = (numbers - cast) * products
     of_layers = step.shards if layout.zero == 3 else 1
-    weights = step.sharded(held, of_layers)
-    gradients = step.sharded(held, step.shards if step.reduces_in_ops else 1)
-    state = framework.master_bytes * step.device_masters(layers, shared)
-    state += framework.moment_bytes * step.device_state(layers, shared)
+    weights = step.device.sharded(held, of_layers)
+    gradients = step.device.sharded(held, step.shards if step.reduces_in_ops else 1)
+    state = settings.master_bytes * step.device.numbers(MASTERS, layers, shared)
+    state += settings.moment_bytes * step.device.numbers(step.settings.optimizer, layers, shared)
     parts = {
-        "weights": (framework.weight_bytes + cast) * weights + quantized / of_layers,
-        "gradients": framework.gradient_bytes * gradients,
+        "weights": (settings.weight_bytes + cast) * weights + quantized / of_layers,
+        "gradients": FLOAT32 * gradients,
         "optimizer": state * (not layout.offloads("optimizer")),
     }
     if layout.steps > 1:
         # The values that updates change, in 32 bits, beside what ops read; these values and the
         # state before an update, until its step is known to be right; and in an update the shards
         # of its gradients. Where ops read 16 bits, the parameters' own memory is free for sums.
-        values = MASTER * step.device_masters(layers, shared)
+        values = MASTER * step.device.numbers(MASTERS, layers, shared)
         scattered = layout.zero > 0 and step.shards > 1
-        unused = framework.weight_bytes * weights if cast else 0.0
+        unused = settings.weight_bytes * weights if cast else 0.0
         parts["kept copy"] = max(values, state + (2 + scattered) * values - unused)
-    if framework.outer_bytes:
-        outer = held.layers + held.ends / step.parts_of_ends(max(layout.zero, 1), shared)
-        parts["outer"] = framework.outer_bytes * outer / step.shards
+    if settings.inner_steps:
+        outer = held.layers + held.ends / step.device.parts_of_ends(max(layout.zero, 1), shared)
+        parts["outer"] = OUTER_BYTES * outer / step.shards
     parts |= {"activations": activations, "working": working, "logits": max(0.0, head - working)}
     return MemoryBreakdown(parts, pools)
 
@@ -191,7 +195,7 @@ def estimated_slots(step: StepModel) -> SlotCounts | None:
         weight_stash=stashes,
         layers=layers,
         stored_layers=stored,
-        shares_vocabulary=step.framework.vocabulary_parallel,
+        shares_vocabulary=step.settings.vocabulary_parallel,
         saved_b=held,
         saved_w=held,
         saved_stash=stashes * (saved > 0),
@@ -319,7 +323,7 @@ def _layer_working(step: StepModel) -> float:
     the place of matrices and those of the layer before are on their way, as are those of the head,
     in two layouts.
     """
-    model, layout, number = step.model, step.layout, step.framework.gradient_bytes
+    model, layout, number = step.model, step.layout, FLOAT32
     arrays = WIDE * step.item * _widest(step) + _masks(step) + _of_gateway(step)
     layer, scores = step.layer_parameters(), model.heads * model.score_dim
     if not step.reduces_in_ops or step.shards == 1:
@@ -327,7 +331,7 @@ def _layer_working(step: StepModel) -> float:
         experts = model.expert_width * max(model.experts / layout.expert, model.shared_experts)
         columns = max(experts if model.experts else model.hidden(), scores) / layout.model
         return arrays + step.item * model.width * columns
-    number_read = FP8 if step.framework.fp8 else step.item
+    number_read = FP8 if step.settings.fp8 else step.item
     gathered = 2 * number_read * layer if layout.zero >= 3 else 0.0
     if layout.stage > 1:
         return arrays + max((step.item + number) * layer, gathered)
@@ -341,7 +345,7 @@ def _masks(step: StepModel) -> float:
     given masks: XLA makes them in each op. A device has two pieces of a sequence, one of which
     attends to half of it and one to all of it; each device of `model` has them."""
     layout, length = step.layout, step.model.sequence
-    if layout.context == 1 or step.framework.context_by != "all_gather":
+    if layout.context == 1 or step.settings.context_by != "all_gather":
         return 0.0
     on_gpu = platform_of(step.hardware) == kernels.GPU
     return on_gpu * step.item * layout.microbatch * 1.5 * length**2 / (2 * layout.context)
@@ -375,103 +379,27 @@ def _head_working(step: StepModel, loss_chunk: int, shared: bool, layer_working:
     gradient of the table, and where the table is sharded itself. Layers of multi-token prediction
     modules save all that they have: their backward, which comes after the loss, works as any
     layer's. shared: all stages share the head."""
-    model, layout, are_sharded = step.model, step.layout, bool(step.axes_of_ends)
+    model, layout, are_sharded = step.model, step.layout, bool(step.device.axes_of_ends)
     columns = model.vocab_size / layout.model / (layout.stage if shared else 1)
     scattered = are_sharded or (step.reduces_in_ops and step.shards > 1)
     # where the table is sharded its gradient is in two layouts: as it is made, and as it is sent
-    number = step.framework.gradient_bytes * (scattered + are_sharded) + step.item * are_sharded
+    number = FLOAT32 * (scattered + are_sharded) + step.item * are_sharded
     logits = LOGIT_BYTES * min(step.tokens, loss_chunk) * columns
     head = WIDE * step.item * step.tokens * model.width + logits + number * model.width * columns
     if not model.mtp_depth:
         return head
     layer, parameters = layer_bytes(step, remat="none"), are_sharded * step.layer_parameters()
     each = layer.residual_b + layer.residual_w + step.item * parameters
-    return model.mtp_depth * each + max(
-        head, layer_working + step.framework.gradient_bytes * parameters
-    )
+    return model.mtp_depth * each + max(head, layer_working + FLOAT32 * parameters)
 
 
 def _dense_working(step: StepModel) -> float:
     """Bytes of what the embedding's gradient has of the dense layers, which it runs once more: what
     they save, and, where they are sharded as in ZeRO-3, their matrices and the gradients of one."""
-    layers, sharded = step.model.dense_layers, bool(step.axes_of_ends)
+    layers, sharded = step.model.dense_layers, bool(step.device.axes_of_ends)
     if not layers or step.layout.stage == 1:
         return 0.0
     saved = layer_bytes(step, dense=True, remat="none")
     parameters = step.layer_parameters(dense=True)
     of_one = saved.residual_b + saved.residual_w + step.item * sharded * parameters
-    return layers * of_one + (step.item + step.framework.gradient_bytes * sharded) * parameters
-
-
-# --- other frameworks ---------------------------------------------------------------------------
-
-
-def _framework_activations(step: StepModel) -> float:
-    """Bytes that the fullest stage saves of its microbatches in flight, or of the one at work where
-    the host's memory has the others."""
-    layout, p, v = step.layout, step.layout.stage, step.layout.repeats
-    layers = math.ceil(step.model.layers / p) + step.model.dense_layers * (p == 1)
-    in_flight = 1.0
-    if p > 1 and not layout.offloads("activations"):
-        residuals = step.schedule_forms.residuals(p, v, layout.microbatches)
-        in_flight = min(float(layout.microbatches), residuals / v)
-    return _layer_activations(step) * layers * in_flight
-
-
-def _layer_activations(step: StepModel) -> float:
-    """Bytes that the mean layer saves of one microbatch on a device."""
-    recomputed, fraction = step.layout.recomputation, step.recomputed_fraction
-    others = (1 - fraction) * _activations_of_layer(step, "none") if fraction < 1 else 0.0
-    return fraction * _activations_of_layer(step, recomputed.mode) + others
-
-
-def _activations_of_layer(step: StepModel, remat: str) -> float:
-    """Bytes that one layer saves of one microbatch on a device with this mode of remat."""
-    model, layout, framework = step.model, step.layout, step.framework
-    split = layout.model if framework.sequence_parallel else 1
-    if not framework.fused_attention:
-        plain = "tensor" if layout.model > 1 else "none"
-        kinds = {"full": "full", "selective": "selective", "none": plain}
-        if framework.sequence_parallel:
-            kinds |= {"selective": "selective_sequence", "none": "sequence"}
-        sizes = model.sequence, layout.microbatch, model.width, model.heads, layout.model
-        return activation_bytes(kinds[remat], *sizes)
-    width = {"full": 1.0, "selective": 2.0, "none": 4.0}[remat] * model.width / split
-    arrays = {"full": 0, "selective": 1, "none": 2}[remat] * (2 if model.gated else 1)
-    # queries, keys, values, and the result
-    heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
-    inner = heads + model.hidden() * arrays if arrays else 0.0
-    return ITEM * step.tokens * (width + inner / layout.model)
-
-
-def activation_bytes(kind: str, s: int, b: int, h: int, a: int, t: int = 1) -> float:
-    """Bytes that one layer saves of a microbatch for its backward, in 16 bits (Korthikanti 2022,
-    arXiv:2205.05198, table 2): h width, a heads, s sequence, b microbatch, t tensor parallel.
-
-    kind: none, no parallelism; tensor; sequence, tensor and sequence parallelism; selective and
-    selective_sequence, where attention's core is recomputed; full, the layer's input alone.
-    """
-    scores = 5 * a * s / h
-    factor = {
-        "none": 34 + scores,
-        "tensor": 10 + 24 / t + scores / t,
-        "sequence": 34 / t + scores / t,
-        "selective": 10 + 24 / t,
-        "selective_sequence": 34 / t,
-        "full": 2.0,
-    }[kind]
-    return s * b * h * factor
-
-
-def _framework_working(step: StepModel) -> float:
-    """Bytes of one layer's backward: with ZeRO-3 its matrices and the next one's, gathered, and
-    their gradients before they are scattered, with the head's."""
-    model, layout, number = step.model, step.layout, step.framework.gradient_bytes
-    attention = (model.heads + 2 * model.kv_heads) * model.head_dim
-    widest = max(model.mlp_width * (2 if model.gated else 1), attention) / layout.model
-    layer = model.layer().size / layout.model / max(1, layout.expert)
-    matrices = ITEM * layer
-    if layout.zero >= 3 and layout.data > 1:
-        head = model.vocab_size * model.width / layout.model / layout.stage
-        matrices = (3 * ITEM + number) * layer + number * head
-    return matrices + ITEM * 4 * step.tokens * widest
+    return layers * of_one + (step.item + FLOAT32 * sharded) * parameters

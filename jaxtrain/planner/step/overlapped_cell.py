@@ -22,7 +22,7 @@ Computation is products and attention's core alone: passes over memory, and what
 not counted. Messages are assumed to slow no computation down, though transport takes processors of
 a GPU from the products. Collectives over `model` and `context` save nothing: none of them has
 products beside it as compiled for H100s. XLA covers only a part of the messages
-(`Framework.cell_overlap`).
+(`Rates.cell_overlap`).
 """
 
 from typing import NamedTuple

@@ -10,8 +10,8 @@ from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.config.sizes import SHARD_AXES, padded_vocabulary, scattered
 from jaxtrain.planner.step.collectives import Parameters
 from jaxtrain.planner.step.layout import AXES
-from jaxtrain.planner.step.links import CONTEXT, DATA, EXPERT, MODEL, REPLICA, STAGE
-from jaxtrain.planner.step.model import Array, Model
+from jaxtrain.planner.step.links import CONTEXT, DATA, REPLICA, STAGE
+from jaxtrain.planner.step.model import EXPERT, MODEL, Array, Model
 from jaxtrain.planner.step.step_part import StepPart, once
 from jaxtrain.planner.step.time_breakdown import COMMUNICATION_AXES
 
@@ -119,7 +119,13 @@ class ParameterGroups(NamedTuple):
 
 
 class DeviceState(StepPart):
-    """The numbers of parameters, of an optimizer's state and of masters on a device."""
+    """What a device holds: numbers of parameters, of an optimizer's state and of masters.
+
+    Where a method asks for them:
+    layers: that a device has memory for; those of the busiest stage if 0
+    shared: all stages share the tables at both ends; as the settings have it if None. Where they do
+            not, each stage has both tables.
+    """
 
     reads = (*AXES, "zero", "shards_ends")
 
@@ -127,10 +133,31 @@ class DeviceState(StepPart):
     def axes_of_ends(self) -> tuple[str, ...]:
         """The axes inside a stage over which what stands before and after the layers is sharded as
         in ZeRO-3, experts but for their own axis; () where it is not."""
-        if not (self.layout.shards_ends and self.framework.slots):
+        if not self.layout.shards_ends:
             return ()
         sizes = {axis: getattr(self.layout, axis) for axis in SHARD_AXES}
         return scattered((self.model.width,), [True], SHARD_AXES, False, sizes)[0]
+
+    @once
+    def parameters(self, layers: int = 0, shared: bool | None = None) -> DeviceParameters:
+        """The parameters of a device on the stage with most of them."""
+        model, layout, each = self.model, self.layout, self.layer_parameters()
+        layers, shared = self._defaults(layers, shared)
+        table = model.device_table_parameters(layout.model, layout.stage if shared else 1)
+        ends = self.tables(shared) * table + model.end_parameters
+        ends += model.dense_layers * self.layer_parameters(dense=True) + model.mtp_depth * each
+        experts = model.layer().experts / (layout.model * layout.expert)
+        sharded = self._numbers_at_ends(PARAMETERS, shared) if self.axes_of_ends else None
+        return DeviceParameters(layers * each, ends, layers * experts, sharded)
+
+    def _defaults(self, layers: int, shared: bool | None) -> tuple[int, bool]:
+        """`layers` and `shared` where they are not given."""
+        shared = self.settings.vocabulary_parallel if shared is None else shared
+        return layers or math.ceil(self.model.layers / self.layout.stage), shared
+
+    def tables(self, shared: bool) -> int:
+        """Tables of the vocabulary on the stage with most of them."""
+        return self.model.tables
 
     def sharded(self, held: DeviceParameters, shards: int) -> float:
         """The number of parameters on a device where ZeRO cuts layers into so many shards, and with
@@ -139,60 +166,21 @@ class DeviceState(StepPart):
             return held.all / shards
         return held.layers / shards + held.sharded_ends
 
-    @once
-    def parameters(self, layers: int = 0, shared: bool | None = None) -> DeviceParameters:
-        """The parameters of a device on the stage with most of them.
-
-        layers: that a device has memory for; those of the busiest stage if 0
-        shared: all stages share the tables at both ends; as the framework has it if None. Where
-                they do not, each stage of our own runtime has both tables; others' first and last
-                stage have one each.
-        """
-        model, layout, framework = self.model, self.layout, self.framework
-        layers = layers or math.ceil(model.layers / layout.stage)
-        shared = framework.vocabulary_parallel if shared is None else shared
-        table = model.device_table_parameters(layout.model, layout.stage if shared else 1)
-        ends = self._tables(shared) * table + model.end_parameters
-        ends += model.dense_layers * self.layer_parameters(dense=True)
-        ends += model.mtp_depth * self.layer_parameters()
-        experts = model.layer().experts / (layout.model * layout.expert)
-        sharded = self._numbers_at_ends(PARAMETERS, shared) if self.axes_of_ends else None
-        return DeviceParameters(layers * self.layer_parameters(), ends, layers * experts, sharded)
-
-    def _tables(self, shared: bool) -> int:
-        """Tables of the vocabulary on the stage with most of them."""
-        one_end = self.layout.stage > 1 and not shared and not self.framework.slots
-        return 1 if one_end else self.model.tables
+    def updated(self, layers: int = 0, shared: bool | None = None) -> float:
+        """The number of parameters that a device updates."""
+        held, zero = self.parameters(layers, shared), self.layout.zero
+        if self.axes_of_ends:
+            return self.sharded(held, self.shards)
+        updated = held.layers + held.ends / self.parts_of_ends(zero, shared)
+        return updated / self.shards if zero else updated
 
     @once
-    def optimizer_state(self, layers: int = 0, shared: bool | None = None) -> float:
-        """Numbers of the optimizer's state on a device of the stage with most of them, without
-        counts of updates. The arguments are those of `parameters`."""
-        model, layout = self.model, self.layout
-        if not self.framework.by_dimension:
-            record, layer = OPTIMIZERS[self.optimizer.name], model.layer()
-            numbers = sum(record.state_numbers(a.shape, self.optimizer) for a in layer.arrays)
-            held = self.parameters(layers, shared).all
-            return numbers / layer.size * held / (self.shards if layout.zero else 1)
-        return self._sharded_by_dimension(self.optimizer, layers, shared)
-
-    @once
-    def masters(self, layers: int = 0, shared: bool | None = None) -> float:
-        """Numbers of the masters that such a device has, if the framework has masters. The
-        arguments are those of `parameters`."""
-        layout = self.layout
-        if self.framework.by_dimension:
-            return self._sharded_by_dimension(MASTERS, layers, shared)
-        held = self.parameters(layers, shared)
-        updated = held.layers + held.ends / self.parts_of_ends(layout.zero, shared)
-        return updated / (self.shards if layout.zero else 1)
-
-    def _sharded_by_dimension(
-        self, of: OptimizerConfig | str, layers: int, shared: bool | None
+    def numbers(
+        self, of: OptimizerConfig | str, layers: int = 0, shared: bool | None = None
     ) -> float:
-        """Numbers of an optimizer's state, or of masters, on a device of the stage with most."""
-        shared = self.framework.vocabulary_parallel if shared is None else shared
-        layers = layers or math.ceil(self.model.layers / self.layout.stage)
+        """Numbers of an optimizer's state without counts of updates, or of MASTERS, on a device of
+        the stage with most of them."""
+        layers, shared = self._defaults(layers, shared)
         return layers * self._numbers(of, shared).layer + self._numbers_at_ends(of, shared)
 
     def _numbers(self, of: OptimizerConfig | str, shared: bool) -> StateNumbers:
@@ -202,41 +190,33 @@ class DeviceState(StepPart):
     def _numbers_at_ends(self, of: OptimizerConfig | str, shared: bool) -> float:
         """The numbers that a device has before and after its layers."""
         model, numbers = self.model, self._numbers(of, shared)
-        ends = numbers.ends + self._tables(shared) * numbers.table
+        ends = numbers.ends + self.tables(shared) * numbers.table
         return ends + (
             model.dense_layers * numbers.dense_layer + model.mtp_depth * numbers.predictor
         )
 
     def parts_of_ends(self, zero: int, shared: bool | None = None) -> int:
         """The number of shards into which stages cut the state of embedding and head; each stage
-        updates its own shard.
-
-        zero: ZeRO's stage; shared: as in `parameters`
-        """
-        shared = self.framework.vocabulary_parallel if shared is None else shared
+        updates its own shard. zero: ZeRO's stage"""
+        _, shared = self._defaults(0, shared)
         divides = self.model.width % (self.shards * self.layout.stage) == 0
-        return self.layout.stage if self.framework.slots and not shared and zero and divides else 1
+        return self.layout.stage if not shared and zero and divides else 1
 
     @functools.cached_property
     def groups(self) -> ParameterGroups:
         """The parameters of the device by group."""
-        model, layout, framework = self.model, self.layout, self.framework
-        held, axes = self.parameters(), self.axes_of_ends
+        model, layout, held, axes = self.model, self.layout, self.parameters(), self.axes_of_ends
         dense = 0.0 if axes else model.dense_layers * self.layer_parameters(dense=True)
         data = (DATA,) if self.shards > 1 else ()
         scatter = data if layout.zero else ()
-        replicas = () if framework.inner_steps else (REPLICA,)
+        replicas = () if self.settings.inner_steps else (REPLICA,)
         sums = tuple(a for a in (*replicas, DATA, CONTEXT) if a not in scatter)
         experts = Parameters(
             held.experts, scatter, sums, (STAGE, EXPERT, MODEL), scatter, data, product=True
         )
         size, ends = held.layers + dense - held.experts, held.ends - dense
         layers = experts._replace(size=size, sums=(*sums, EXPERT), split=(STAGE, MODEL))
-        if not framework.slots:
-            return ParameterGroups(
-                experts, layers._replace(size=size + ends), Parameters(0), Parameters(0)
-            )
-        stages = layout.stage if framework.vocabulary_parallel else 1
+        stages = layout.stage if self.settings.vocabulary_parallel else 1
         table = (
             0.0 if model.tied_embeddings else model.device_table_parameters(layout.model, stages)
         )

@@ -6,7 +6,7 @@ import functools
 from jaxtrain.config import ModelConfig, PrecisionConfig, kernels
 from jaxtrain.config.saved_values import LayerBytes
 from jaxtrain.config.sizes import SELECTIVE
-from jaxtrain.planner.step.frameworks import Framework
+from jaxtrain.planner.step.settings import StepSettings
 from jaxtrain.planner.step.step_model import platform_of
 from jaxtrain.planner.step.step_time import StepModel
 
@@ -14,27 +14,27 @@ from jaxtrain.planner.step.step_time import StepModel
 def layer_bytes(step: StepModel, dense: bool = False, remat: str = "") -> LayerBytes:
     """The bytes of one layer. dense: of the layers before those with experts; remat: the layout's
     if not given. Full recomputation saves all, in R instead of F."""
-    model, layout, framework = step.model, step.layout, step.framework
+    model, layout, settings = step.model, step.layout, step.settings
     platform, sequences = platform_of(step.hardware), layout.microbatch
-    traced = 1 if step.by_sequence else sequences
-    ring = layout.context > 1 and framework.context_by == "ring"
+    traced = 1 if settings.by_sequence else sequences
+    ring = layout.context > 1 and settings.context_by == "ring"
     # where a layer differs with the number of stages
     several = layout.stage > 1 and (ring or (layout.model > 1 and platform == kernels.TPU))
     part = sequences * model.sequence * model.width * step.item // (layout.context * layout.model)
     everything, selective = _traced(
         model.of_one_layer,
-        _precision(step.dtype, framework),
+        _precision(settings),
         layout.save if layout.recomputation.mode == SELECTIVE else (),
         (1, 1, 1 + several, layout.context, layout.expert, layout.model),
         (traced, model.sequence // layout.context),
         platform,
         dense and model.dense_layers > 0,
-        framework.documents,
-        framework.context_by if layout.context > 1 else "all_gather",
+        settings.documents,
+        settings.context_by if layout.context > 1 else "all_gather",
         layout.expert_nodes,
         layout.model > 1
         and kernels.multiplies_while_sending(
-            framework.beside_products, platform, layout.stage, part
+            settings.beside_products, platform, layout.stage, part
         ),
     )
     saved = selective if (remat or layout.recomputation.mode) == SELECTIVE else everything
@@ -42,11 +42,11 @@ def layer_bytes(step: StepModel, dense: bool = False, remat: str = "") -> LayerB
 
 
 @functools.lru_cache(2**6)
-def _precision(compute: str, framework: Framework) -> PrecisionConfig:
+def _precision(settings: StepSettings) -> PrecisionConfig:
     """The formats of a layer's numbers."""
-    matmul = "mxfp8" if framework.fp8_blocks else "fp8" if framework.fp8 else "compute"
-    weights = "fp8" if framework.fp8_weight_gradients else "compute"
-    return PrecisionConfig(compute=compute, matmul=matmul, fp8_weight_gradients=weights)
+    matmul = "mxfp8" if settings.fp8_blocks else "fp8" if settings.fp8 else "compute"
+    weights = "fp8" if settings.fp8_weight_gradients else "compute"
+    return PrecisionConfig(compute=settings.dtype, matmul=matmul, fp8_weight_gradients=weights)
 
 
 @functools.lru_cache(2**12)

@@ -1,8 +1,129 @@
-"""Bytes of the numbers that a step computes with."""
+"""What the step of a run is, whichever layout it has: the types of its numbers, its kernels, what
+its config chooses, and what is assumed of the compiled program."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+
+from jaxtrain.config import OptimizerConfig
+from jaxtrain.planner.step.layout import Layout
 
 ITEM = 2  # bytes of a number in 16 bits
+# products of attention's backward over the two of its forward: scores once more, and four
+ATTENTION_BACKWARD = 2.5
 
 
 def bytes_of(dtype: str) -> int:
     """Bytes of a number of a type as a config names it."""
     return 2 * ITEM if dtype == "float32" else ITEM
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What is assumed of the compiled program. "Passes" are reads and writes of an array in memory.
+
+    passes:         over a layer's [tokens, width], forward, besides its products: norms, residuals,
+                    dropout
+    inner_passes:   over what products make inside attention and MLP: copies by head, activation
+    logit_passes:   over a microbatch's logits in 32 bits: written, read for the loss, and for its
+                    gradient
+    weight_copies:  of F, R and B over a layer's weights, where a loop over layers copies them out
+                    of their stack
+    sum_passes:     of W over the sums of a layer's gradients, in 32 bits
+    model_overlap:  fraction of the time of `model`'s collectives that overlaps with products
+    data_overlap:   fraction of the sums of gradients that overlaps with the backward of the last
+                    microbatch
+    gather_overlap: fraction of ZeRO-3's all-gathers and reduce-scatters that overlaps with ops
+    cell_overlap:   fraction of the messages of routed tokens that overlap with products of the
+                    other microbatch in an overlapped cell
+    stage_overlap:  messages between stages overlap with ops
+    """
+
+    passes: float = 8.0
+    inner_passes: float = 2.0
+    logit_passes: float = 3.0
+    weight_copies: float = 0.0
+    sum_passes: float = 0.0
+    model_overlap: float = 0.0
+    data_overlap: float = 0.0
+    gather_overlap: float = 0.9
+    cell_overlap: float = 0.0
+    stage_overlap: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSettings:
+    """Settings of a step. The defaults are those of our own runtime.
+
+    name, text:       the framework that runs the step, and what differs in it
+    causal_rates:     rates count the half of attention's operations that a causal mask leaves;
+                      otherwise all of them
+    dtype:            `precision.compute`
+    sequence_parallel: what lies between products is split over `model`, too
+    fused_attention:  scores stay on the chip; otherwise they pass through memory
+    attention_passes: over the scores, forward, where they do
+    attention_backward: products of attention's backward over the two of its forward
+    vocabulary_parallel: embedding and head are split over the stages
+    weight_bytes, master_bytes, moment_bytes: bytes of a parameter as it is stored, of its 32-bit
+                      copy beside the optimizer's state, and of a number of that state
+    copied_bytes:     bytes of a copy of its master that an update writes
+    sent_gradient, sent_weight, sent_outer: bytes of a number that crosses `data`, and of one that
+                      independent replicas exchange
+    imbalance:        routed tokens of the busiest device's experts, over the mean
+    context_by:       attention over a split sequence, as `parallel.context`
+    collective_matmul: `model`'s collectives overlap with the products whose operands they gather or
+                      whose results they sum, and with nothing else
+    gathers_once:     ZeRO-3 gathers parameters once a step, not in each op
+    inner_steps:      steps between two exchanges of independent replicas; 0: replicas are not
+                      independent
+    fp8:              products with layers' matrices are of FP8
+    fp8_weight_gradients: also those that make weights' gradients
+    fp8_blocks:       blocks of their numbers have scales, and operands a form for each product
+    documents:        tokens attend within their document
+    beside_products:  `parallel.collective_matmul` as the config has it
+    by_sequence:      what layers save of a microbatch is taken to be that of one sequence times
+                      their number, for searches, which have many sizes of microbatches (saved.py)
+    ours:             our own runtime runs the step, which has tables and slots
+    changed:          the parts of a step that stand for ours
+    """
+
+    name: str = "jaxtrain"
+    text: str = "the step that this package compiles"
+    causal_rates: bool = True
+    dtype: str = "bfloat16"
+    optimizer: OptimizerConfig = OptimizerConfig()
+    sequence_parallel: bool = True
+    fused_attention: bool = True
+    attention_passes: float = 0.0
+    attention_backward: float = ATTENTION_BACKWARD
+    vocabulary_parallel: bool = True
+    weight_bytes: float = 4.0
+    master_bytes: float = 0.0
+    copied_bytes: float = 0.0
+    moment_bytes: float = 4.0
+    sent_gradient: float = 4.0
+    sent_weight: float = 4.0
+    sent_outer: float = 4.0
+    imbalance: float = 1.1
+    context_by: str = "all_gather"
+    collective_matmul: bool = False
+    gathers_once: bool = False
+    inner_steps: int = 0
+    fp8: bool = False
+    fp8_weight_gradients: bool = True
+    fp8_blocks: bool = False
+    documents: bool = False
+    beside_products: str = "auto"
+    by_sequence: bool = False
+    rates: Rates = Rates()
+    ours: ClassVar[bool] = True
+    changed: ClassVar[Mapping[type, type]] = {}
+
+    def shards(self, layout: Layout, width: int) -> int:
+        """ZeRO's shard count over `data`; 1 if it does not divide the model's width."""
+        return 1 if width % layout.data else layout.data
+
+    def reduces_in_ops(self, layout: Layout) -> bool:
+        """True if each microbatch's gradients are reduced: from ZeRO-2 on, and with ZeRO-1 where a
+        step is one microbatch on one stage (`Config.resolve`)."""
+        return layout.zero > 1 or (layout.zero == layout.stage == layout.microbatches == 1)

@@ -1,5 +1,5 @@
 """From a run's config to the `StepModel` whose time and memory are computed: the model's sizes,
-the layout, the framework and the hardware."""
+the layout, the settings and the hardware."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -14,11 +14,11 @@ from jaxtrain.config import (
 )
 from jaxtrain.config.kernels import QUANTIZED
 from jaxtrain.planner.step import hardware as kinds
-from jaxtrain.planner.step.frameworks import FRAMEWORKS, Framework
 from jaxtrain.planner.step.hardware import Hardware
 from jaxtrain.planner.step.layout import Layout
 from jaxtrain.planner.step.model import model_of
-from jaxtrain.planner.step.settings import bytes_of
+from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
+from jaxtrain.planner.step.settings import Rates, StepSettings, bytes_of
 from jaxtrain.planner.step.step_time import StepModel
 
 OURS = "jaxtrain"
@@ -28,9 +28,6 @@ WEIGHT_COPIES, SUM_PASSES = 2.0, 3.0
 # Passes over the scores in the forward, in units of 16 bits; the scores have 32. A product writes
 # them, a softmax reads them twice and writes them, a product reads them.
 SCORE_PASSES = 10.0
-# bytes of a parameter: its value after the last exchange, and its momentum, in 32 bits
-# (training/diloco.py)
-OUTER_BYTES = 8.0
 # Fraction of the messages of routed tokens that have products of the other microbatch between their
 # start and their done in an overlapped cell, as XLA compiles it for H100s (tests/runtime/
 # test_ahead.py): all of them; or where `model` splits layers, so that they do not wait for each
@@ -48,27 +45,25 @@ DIGITS = 4  # significant digits of an op time
 def step_model_of(config: Config, hardware: Hardware, assume: str = OURS) -> StepModel:
     """The step of a resolved config, none of whose mesh sizes is −1, on one kind of hardware.
 
-    assume: the framework that runs it, a name of frameworks.FRAMEWORKS
+    assume: the framework that runs it, a name of other_frameworks.FRAMEWORKS
     """
     return StepModel(
         model_of(config.model, config.data.sequence_length),
         layout_of(config.mesh, config.pipeline, config.parallel, config.data.batch_size),
-        framework_of(config, hardware, assume),
+        settings_of(config, hardware, assume),
         hardware,
-        config.precision.compute,
-        config.optimizer,
     )
 
 
 def _cell_overlap(config: Config, hardware: Hardware) -> float:
-    """Framework.cell_overlap of a config."""
+    """Rates.cell_overlap of a config."""
     if platform_of(hardware) != kernels.GPU:
         return 0.0
     return UNTIED_OVERLAP if config.mesh.model > 1 else CELL_OVERLAP
 
 
 def _collective_matmul(config: Config, hardware: Hardware) -> bool:
-    """Framework.collective_matmul of a config."""
+    """StepSettings.collective_matmul of a config."""
     if config.mesh.model == 1 or config.precision.matmul in QUANTIZED:
         return False
     layout = layout_of(config.mesh, config.pipeline, config.parallel, config.data.batch_size)
@@ -121,49 +116,14 @@ def layout_of(
     )
 
 
-def framework_of(config: Config, hardware: Hardware, assume: str = OURS) -> Framework:
-    """The framework named `assume`, with what a resolved config changes about it: the kernel of
-    attention, the stages that have embedding and head, the types and times of collectives, and the
-    state of independent replicas."""
-    framework = FRAMEWORKS[assume]
-    vocabulary = config.pipeline.vocabulary
-    if vocabulary != "auto":
-        framework = dataclasses.replace(framework, vocabulary_parallel=vocabulary == "parallel")
-    elif ends_with_layers(config.model):
-        framework = dataclasses.replace(framework, vocabulary_parallel=False)
+def settings_of(config: Config, hardware: Hardware, assume: str = OURS) -> StepSettings:
+    """The settings of the framework named `assume` with what a resolved config changes about them:
+    the types that it computes in, the optimizer, the kernel of attention, and the stages that have
+    embedding and head."""
+    settings, vocabulary = FRAMEWORKS[assume], config.pipeline.vocabulary
     if assume == OURS:
-        framework = dataclasses.replace(
-            framework,
-            sent_gradient=4.0 if config.precision.reduce == "float32" else 2.0,
-            # experts with a capacity compute that many tokens, whether they are there or not
-            imbalance=config.model.capacity_factor or framework.imbalance,
-            context_by=config.parallel.context,
-            gathers_once=config.parallel.gather == "step",
-            gather_overlap=GATHER_OVERLAP.get(hardware.name, framework.gather_overlap),
-            cell_overlap=_cell_overlap(config, hardware),
-            collective_matmul=_collective_matmul(config, hardware),
-            documents=not config.data.attend_across_documents,
-            beside_products=config.parallel.collective_matmul,
-            inner_steps=config.train.diloco_inner_steps,
-            outer_bytes=OUTER_BYTES * (config.train.diloco_inner_steps > 0),
-            sent_outer=4.0 if config.precision.outer == "float32" else 1.0,
-            fp8=config.precision.matmul in QUANTIZED,
-            fp8_blocks=config.precision.matmul == "mxfp8",
-            fp8_weight_gradients=config.precision.fp8_weight_gradients == "fp8",
-            moment_bytes=bytes_of(config.precision.moments),
-        )
-        if config.precision.params != "float32":
-            number = bytes_of(config.precision.params)
-            framework = dataclasses.replace(
-                framework,
-                weight_bytes=number,
-                sent_weight=number,
-                master_bytes=4.0 * (config.precision.masters == "float32"),
-            )
-        if platform_of(hardware) == kernels.CPU:
-            framework = dataclasses.replace(
-                framework, weight_copies=WEIGHT_COPIES, sum_passes=SUM_PASSES
-            )
+        settings = _settings_of_ours(config, hardware)
+    parallel = settings.vocabulary_parallel and not ends_with_layers(config.model)
     case = kernels.attention_case(
         kernels.TargetDevice(platform_of(hardware)),
         config.model,
@@ -172,18 +132,54 @@ def framework_of(config: Config, hardware: Hardware, assume: str = OURS) -> Fram
         config.parallel,
         config.precision,
     )
-    wanted = config.model.attention_kernel
+    wanted, backward = config.model.attention_kernel, settings.attention_backward
     chosen = kernels.attention_kernel(case, wanted).kernel if assume == OURS else ""
     if chosen == kernels.SPLASH:
-        backward = kernels.backward_of_splash(case, config.model.attention_backward)
-        framework = dataclasses.replace(framework, attention_backward=backward.products / 2)
-    if framework.fused_attention and _scores_pass_through_memory(case, wanted, assume):
-        framework = dataclasses.replace(
-            framework,
-            fused_attention=False,
-            attention_passes=framework.attention_passes or SCORE_PASSES,
-        )
-    return framework
+        splash = kernels.backward_of_splash(case, config.model.attention_backward)
+        backward = splash.products / 2
+    plain = settings.fused_attention and _scores_pass_through_memory(case, wanted, assume)
+    return dataclasses.replace(
+        settings,
+        dtype=config.precision.compute,
+        optimizer=config.optimizer,
+        vocabulary_parallel=parallel if vocabulary == "auto" else vocabulary == "parallel",
+        fused_attention=settings.fused_attention and not plain,
+        attention_passes=settings.attention_passes or SCORE_PASSES * plain,
+        attention_backward=backward,
+    )
+
+
+def _settings_of_ours(config: Config, hardware: Hardware) -> StepSettings:
+    """The settings of our own step by a resolved config, but for those of every framework."""
+    precision, on_cpu = config.precision, platform_of(hardware) == kernels.CPU
+    stored = bytes_of(precision.params)
+    masters = precision.params != "float32" and precision.masters == "float32"
+    return StepSettings(
+        weight_bytes=stored,
+        sent_weight=stored,
+        master_bytes=4.0 * masters,
+        copied_bytes=stored * masters,
+        moment_bytes=bytes_of(precision.moments),
+        sent_gradient=bytes_of(precision.reduce),
+        sent_outer=4.0 if precision.outer == "float32" else 1.0,
+        # experts with a capacity compute that many tokens, whether they are there or not
+        imbalance=config.model.capacity_factor or StepSettings.imbalance,
+        context_by=config.parallel.context,
+        collective_matmul=_collective_matmul(config, hardware),
+        gathers_once=config.parallel.gather == "step",
+        inner_steps=config.train.diloco_inner_steps,
+        documents=not config.data.attend_across_documents,
+        beside_products=config.parallel.collective_matmul,
+        fp8=precision.matmul in QUANTIZED,
+        fp8_blocks=precision.matmul == "mxfp8",
+        fp8_weight_gradients=precision.fp8_weight_gradients == "fp8",
+        rates=Rates(
+            gather_overlap=GATHER_OVERLAP.get(hardware.name, Rates.gather_overlap),
+            cell_overlap=_cell_overlap(config, hardware),
+            weight_copies=WEIGHT_COPIES * on_cpu,
+            sum_passes=SUM_PASSES * on_cpu,
+        ),
+    )
 
 
 def _scores_pass_through_memory(case: kernels.AttentionCase, wanted: str, assume: str) -> bool:

@@ -15,106 +15,40 @@ import functools
 import math
 import operator
 
-from jaxtrain.config.saved_values import ATTENTION as ATTENTION_CORE
+from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.planner.step.ends_time import EndsTime
-from jaxtrain.planner.step.layer_time import LayerTime
+from jaxtrain.planner.step.layer_time import LayerTime, MeanLayer
 from jaxtrain.planner.step.links import PERMUTE, STAGE, Collective
-from jaxtrain.planner.step.parameters import DeviceParameters, DeviceState
-from jaxtrain.planner.step.step_part import StepPart
-from jaxtrain.planner.step.time_breakdown import (
-    BUBBLE,
-    TimeBreakdown,
-    hidden_messages,
-)
+from jaxtrain.planner.step.parameters import DeviceState
+from jaxtrain.planner.step.step_part import StepPart, part
+from jaxtrain.planner.step.time_breakdown import BUBBLE, TimeBreakdown, hidden_messages
 from jaxtrain.planner.step.update import UpdateTime
 from jaxtrain.schedule.orders import PLACEMENTS, Schedule, StageTimes, closed_forms
 from jaxtrain.schedule.placement import Placement, balanced
 
 
 class StepModel(StepPart):
-    """The step that is planned: a model with a layout, trained by a framework, on devices of one
-    kind.
+    """The step that is planned: a model with a layout, run with these settings, on devices of one
+    kind."""
 
-    by_sequence: what layers save of a microbatch is taken to be that of one sequence times their
-        number, for searches, which have many sizes of microbatches (saved.py)
-    """
-
-    @functools.cached_property
-    def layers(self) -> LayerTime:
-        """F, R, B and W of one layer."""
-        return self.part(LayerTime)
+    layers, device = part(MeanLayer), part(DeviceState)
+    ends, outside = part(EndsTime), part(UpdateTime)
 
     @functools.cached_property
-    def device(self) -> DeviceState:
-        """What a device holds."""
-        return self.part(DeviceState)
-
-    @functools.cached_property
-    def ends(self) -> EndsTime:
-        """What stands before and after the layers."""
-        return self.part(EndsTime)
-
-    @functools.cached_property
-    def outside(self) -> UpdateTime:
-        """What is outside of the microbatches' ops."""
-        return self.part(UpdateTime)
-
-    # The parts' figures that others ask for.
-
-    def layer(self, dense: bool = False) -> dict[str, TimeBreakdown]:
-        return self.layers.ops(dense)
-
-    def mean_layer(self, dense: bool = False) -> dict[str, TimeBreakdown]:
-        return self.layers.mean(dense)
-
-    def saved_by_overlap(self) -> float:
-        """`LayerTime.saved_by_overlap` on an entire stage, of the mean number of layers."""
-        return self.layers.saved_by_overlap * self.model.layers / self.layout.stage
-
-    @functools.cached_property
-    def _head(self) -> TimeBreakdown:
+    def head(self) -> TimeBreakdown:
+        """Head, loss, embedding and multi-token prediction modules of one microbatch, forward and
+        backward, on the devices of one stage."""
         return self.ends.head(self.layers)
 
-    def head(self) -> TimeBreakdown:
-        return self._head
-
+    @functools.cached_property
     def dense_layers(self) -> TimeBreakdown:
+        """The layers before the first unit, of one microbatch: forward with the embedding, and
+        once more with its gradient."""
         return self.ends.dense_layers(self.layers)
 
-    def end_collectives(self, shared: bool) -> TimeBreakdown:
-        return self.ends.collectives_of_ends(shared)
-
-    def outside_microbatches(
-        self, busy: TimeBreakdown, forward: float, backward: float
-    ) -> TimeBreakdown:
-        return self.outside.outside_microbatches(busy, forward, backward)
-
-    def update_op(self) -> TimeBreakdown:
-        return self.outside.update_op()
-
-    def update(self) -> TimeBreakdown:
-        return self.outside.update()
-
-    @property
-    def axes_of_ends(self) -> tuple[str, ...]:
-        return self.device.axes_of_ends
-
-    def sharded(self, held: DeviceParameters, shards: int) -> float:
-        return self.device.sharded(held, shards)
-
-    def device_parameters(self, layers: int = 0, shared: bool | None = None) -> DeviceParameters:
-        return self.device.parameters(layers, shared)
-
-    def device_state(self, layers: int = 0, shared: bool | None = None) -> float:
-        return self.device.optimizer_state(layers, shared)
-
-    def device_masters(self, layers: int = 0, shared: bool | None = None) -> float:
-        return self.device.masters(layers, shared)
-
-    def parts_of_ends(self, zero: int, shared: bool | None = None) -> int:
-        return self.device.parts_of_ends(zero, shared)
-
-    # The step.
+    def saved_by_overlap(self) -> float:
+        """Seconds that overlapped cells save on an entire stage, of the mean number of layers."""
+        return self.layers.saved_by_overlap * self.model.layers / self.layout.stage
 
     def message(self) -> float:
         """Seconds of a microbatch's activations from a stage to its neighbour."""
@@ -123,14 +57,13 @@ class StepModel(StepPart):
 
     def message_bytes(self) -> float:
         """Bytes that a device sends of a message between stages."""
-        split = self.layout.model if self.framework.split_sends else 1
-        return self.item * self.tokens * self.model.width / split
+        return self.item * self.tokens * self.model.width / self.layout.model
 
     def step(self) -> TimeBreakdown:
         """The step, on the device that works most."""
         layout, m, several = self.layout, self.layout.microbatches, self.layout.stage > 1
-        ops, first, last = self.mean_layer(), self.dense_layers(), self.head()
-        layer = sum(ops.values(), TimeBreakdown())
+        ops, first, last = self.layers.mean(False), self.dense_layers, self.head
+        layer = self.layers.total
         forms = self.schedule_forms
         saved = self.layers.saved_by_overlap if layout.overlap else 0.0
         cells = forms.shared_cells(layout.stage, layout.repeats, m) / layout.repeats
@@ -138,10 +71,10 @@ class StepModel(StepPart):
             layer.seconds - saved * cells / m, first.seconds, last.seconds
         )
         saved_on_stage = saved * layers
-        shared = self.framework.vocabulary_parallel and several
+        shared = self.settings.vocabulary_parallel and several
         step = (layer * layers + first * has_first) * m
         step += last * has_last * (m / layout.stage if shared else m)
-        step += self.end_collectives(shared) * m
+        step += self.ends.communication(shared) * m
         step += hidden_messages(saved_on_stage * cells)
         seconds = {name: ops[name].seconds * layers for name in "FRBW"}
         times = StageTimes(**seconds, overlap=saved_on_stage)
@@ -151,6 +84,14 @@ class StepModel(StepPart):
             waits = TimeBreakdown({BUBBLE: self.hardware.waited(step.seconds, idle)})
             waits += self._messages(times.all)
         return step + waits + self.outside_microbatches(step, times.F, times.B + times.W)
+
+    def outside_microbatches(
+        self, busy: TimeBreakdown, forward: float, backward: float
+    ) -> TimeBreakdown:
+        """What is outside of the microbatches' ops. The arguments are those of
+        `UpdateTime.seconds`."""
+        recomputed = self.recomputed_fraction * (self.layout.recomputation.mode == "full")
+        return self.outside.seconds(busy, forward, backward, recomputed)
 
     def _busiest_stage(self, layer: float, first: float, last: float) -> tuple[int, bool, bool]:
         """Returns (the layers of the stage that works most; whether it has `first`, the dense
@@ -169,7 +110,7 @@ class StepModel(StepPart):
     @property
     def schedule_forms(self) -> Schedule:
         """The closed forms of the schedule; other frameworks have no overlapped cells."""
-        return closed_forms(self.layout.schedule, self.layout.overlap and self.framework.slots)
+        return closed_forms(self.layout.schedule, self.layout.overlap and self.settings.ours)
 
     @functools.cached_property
     def balanced(self) -> Placement | None:
@@ -177,14 +118,14 @@ class StepModel(StepPart):
         (pipeline/setup.py); None where layers are spread evenly."""
         model, layout = self.model, self.layout
         ends = model.dense_layers or model.mtp_depth
-        if not self.framework.slots or layout.stage == 1 or not ends:
+        if not self.settings.ours or layout.stage == 1 or not ends:
             return None
         stage_of = PLACEMENTS[self.schedule_forms.placement](layout.stage, max(1, layout.repeats))
         least = (0, *(1,) * (len(stage_of) - 2), 0)
-        layer = sum(op.seconds for op in self.mean_layer().values())
+        layer = sum(op.seconds for op in self.layers.mean(False).values())
         if layout.overlap:
             layer -= self.layers.saved_by_overlap
-        seconds = layer, self.dense_layers().seconds, self.head().seconds
+        seconds = layer, self.dense_layers.seconds, self.head.seconds
         sizes = balanced(model.layers, stage_of, least, *seconds)
         return Placement(model.layers, layout.stage, 1, stage_of, sizes)
 
@@ -193,7 +134,7 @@ class StepModel(StepPart):
         before any work. microbatch: seconds of a stage's work for one."""
         layout, each = self.layout, self.message()
         number = 2 * layout.microbatches * layout.repeats
-        if not self.framework.stage_overlap:
+        if not self.settings.rates.stage_overlap:
             return TimeBreakdown({STAGE: each * number})
         late = max(0.0, each - microbatch / layout.repeats / 2) * number
         exposed = late + 2 * each * (layout.stage - 1)
@@ -203,7 +144,7 @@ class StepModel(StepPart):
         """F, B, W and R of one microbatch on an entire stage; R if it recomputes all its layers.
         What no R op recomputes is part of B."""
         layers = self.model.layers / self.layout.stage
-        ops = {name: op * layers for name, op in self.layer().items()}
+        ops = {name: op * layers for name, op in self.layers.ops(False).items()}
         if self.layout.recomputation.mode != "full":
             ops["B"] += ops["R"] * self.recomputed_fraction
             ops["R"] = TimeBreakdown()
@@ -214,10 +155,10 @@ class StepModel(StepPart):
         the last one that the layout has, of F and B at once, of the optimizer's update, and of the
         embedding with the dense layers behind it, in the order of `pipeline.times`."""
         ops, layout = {name: op.seconds for name, op in self.ops().items()}, self.layout
-        times = ops["F"], ops["B"], ops["W"], self.message(), ops["R"], self.head().seconds
+        times = ops["F"], ops["B"], ops["W"], self.message(), ops["R"], self.head.seconds
         both = ops["F"] + ops["B"] - self.saved_by_overlap() if layout.overlap else 0.0
-        update = self.update_op().seconds if layout.steps > 1 else 0.0
-        later = [both, update, self.dense_layers().seconds / 2]
+        update = self.outside.op.seconds if layout.steps > 1 else 0.0
+        later = [both, update, self.dense_layers.seconds / 2]
         while later and not later[-1]:
             later.pop()
         return *times, *later
@@ -226,28 +167,24 @@ class StepModel(StepPart):
         """Operations of a step that the model itself needs, on all devices: forward, and twice that
         backward. Attention is counted as the framework's rates do."""
         tokens = self.layout.batch * self.model.sequence
-        return tokens * self.model.training_flops_per_token(self.framework.causal_rates)
+        return tokens * self.model.training_flops_per_token(self.settings.causal_rates)
 
     def tokens_at_peak(self) -> float:
         """Tokens a second of devices that train at their peak, attention counted causally: model
         FLOPs utilization is a step's tokens a second over these."""
-        peak = self.layout.devices * self.hardware.peak(self.dtype)
+        peak = self.layout.devices * self.hardware.peak(self.settings.dtype)
         return peak / self.model.training_flops_per_token()
 
     def hardware_flops(self) -> float:
         """Operations with those that layers recompute (Narayanan 2021, Korthikanti 2022)."""
-        model, causal = self.model, self.framework.causal_rates
+        model, causal = self.model, self.settings.causal_rates
         remat, fraction = self.layout.recomputation.mode, self.recomputed_fraction
         recomputed = 0.0
         if remat == "full":
             heads = model.vocab_size * model.width * (1 + model.mtp_depth)
             recomputed = model.sequence_flops(causal) - 2.0 * model.sequence * heads
-        elif remat == "selective" and self.framework.recomputes_core:
-            recomputed = model.layers * model.attention_flops() * (0.5 if causal else 1.0)
-        elif remat == "selective":
-            again = self.layout.makes_again
-            core = model.attention_flops() * (0.5 if causal else 1.0) * again(ATTENTION_CORE)
-            recomputed = model.layers * (
-                2.0 * model.sequence * model.layer().made_again(again) + core
-            )
+        elif remat == SELECTIVE:
+            attention = model.attention_flops() * (0.5 if causal else 1.0)
+            again = self.on(self.layout.with_remat(remat)).part(LayerTime).flops_made_again
+            recomputed = model.layers * again(attention)
         return self.model_flops() + self.layout.batch * fraction * recomputed

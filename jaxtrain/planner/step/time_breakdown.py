@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from jaxtrain.planner.step.links import CONTEXT, DATA, EXPERT, MODEL, REPLICA, STAGE
 
-MATMULS, ATTENTION, MEMORY, BUBBLE, OPTIMIZER, HOST, DISK, FIXED = (
+MATMULS, ATTENTION, MEMORY, BUBBLE, OPTIMIZER, HOST, DISK = (
     "matmuls",
     "attention",
     "memory",
@@ -13,7 +13,6 @@ MATMULS, ATTENTION, MEMORY, BUBBLE, OPTIMIZER, HOST, DISK, FIXED = (
     "optimizer",
     "host",
     "disk",
-    "fixed",
 )
 COMMUNICATION_AXES = (MODEL, CONTEXT, EXPERT, STAGE, DATA, REPLICA)
 
@@ -43,7 +42,9 @@ class TimeBreakdown:
         )
 
 
-def _sum(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+def _sum(a: Mapping[str, float], b: Mapping[str, float]) -> Mapping[str, float]:
+    if not a or not b:
+        return a or b
     return {**a, **{part: a.get(part, 0.0) + seconds for part, seconds in b.items()}}
 
 

@@ -28,7 +28,6 @@ PLAN = {
     "stage": 0.05,
     "data": 0.3,
     "model": 0.2,
-    "fixed": 0.0,
 }
 
 

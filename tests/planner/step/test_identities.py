@@ -2,11 +2,10 @@
 
 import pytest
 
-from jaxtrain.planner.step.frameworks import FRAMEWORKS
 from jaxtrain.planner.step.hardware import load
 from jaxtrain.planner.step.layout import Layout
-from jaxtrain.planner.step.memory import activation_bytes
 from jaxtrain.planner.step.model import gpt
+from jaxtrain.planner.step.other_frameworks import FRAMEWORKS, activation_bytes
 from jaxtrain.planner.step.step_time import StepModel
 
 DAY = 86400.0

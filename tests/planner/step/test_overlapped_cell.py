@@ -5,12 +5,14 @@ import itertools
 
 import pytest
 
-from jaxtrain.planner.step.frameworks import FRAMEWORKS
 from jaxtrain.planner.step.hardware import load
+from jaxtrain.planner.step.layer_time import LayerTime
 from jaxtrain.planner.step.layout import Layout
 from jaxtrain.planner.step.links import EXPERT
 from jaxtrain.planner.step.model import Model, llama
+from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
 from jaxtrain.planner.step.overlapped_cell import Phases, most_saved
+from jaxtrain.planner.step.settings import Rates, StepSettings
 from jaxtrain.planner.step.step_time import StepModel
 
 MIXTRAL = dataclasses.replace(
@@ -20,7 +22,7 @@ MIXTRAL = dataclasses.replace(
     expert_width=14336,
 )
 LAYOUT = Layout(stage=4, expert=8, microbatches=16, repeats=2, schedule="dualpipe_v", remat="none")
-ALL = dataclasses.replace(FRAMEWORKS["jaxtrain"], cell_overlap=1.0)
+ALL = StepSettings(rates=Rates(cell_overlap=1.0))
 
 
 def work(layout: Layout = LAYOUT, model: Model = MIXTRAL, framework=ALL) -> StepModel:
@@ -50,11 +52,11 @@ def test_fast_links_hide_all_messages_and_slow_ones_all_products():
     fast, slow = with_links(step, 1e3), with_links(step, 1e-5)
     messages = lambda of: sum(of.ops()[op].exposed[EXPERT] for op in "FB")
     assert fast.saved_by_overlap() == pytest.approx(messages(fast))
-    phases = [slow.layers.phases(op) for op in "FB"]
+    phases = [slow.part(LayerTime).phases(op) for op in "FB"]
     products = sum(phase.attention + phase.experts for phase in phases)
     assert slow.saved_by_overlap() == pytest.approx(products * 32 / 4)
     assert slow.saved_by_overlap() < messages(slow)
-    part = dataclasses.replace(ALL, cell_overlap=0.5)
+    part = StepSettings(rates=Rates(cell_overlap=0.5))
     assert work(framework=part).saved_by_overlap() == pytest.approx(step.saved_by_overlap() / 2)
 
 
@@ -88,5 +90,5 @@ def test_op_times():
     times = plain.op_times()
     assert len(times) == 6 and cells.op_times()[:6] == times == steps.op_times()[:6]
     assert cells.op_times()[6:] == (times[0] + times[1] - plain.saved_by_overlap(),)
-    assert steps.op_times()[6:] == (0.0, steps.update_op().seconds)
-    assert steps.update_op().seconds >= steps.update().seconds > 0
+    assert steps.op_times()[6:] == (0.0, steps.outside.op.seconds)
+    assert steps.outside.op.seconds >= steps.outside.update.seconds > 0

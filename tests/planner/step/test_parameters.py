@@ -11,7 +11,7 @@ from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.planner.search.predict import PlannedTable, with_op_times
 from jaxtrain.planner.step.hardware import load
-from jaxtrain.planner.step.step_model import framework_of, step_model_of
+from jaxtrain.planner.step.step_model import settings_of, step_model_of
 from jaxtrain.training.step import make_step
 
 LAYOUTS = {
@@ -68,12 +68,12 @@ def test_parameters_of_a_device(recipe, changes, layouts):
         work = step_model_of(config, load("h100"))
         slots = PlannedTable(with_op_times(config, work)).slots()
         held = (
-            work.device_parameters(slots.stored_layers, slots.shares_vocabulary)
+            work.device.parameters(slots.stored_layers, slots.shares_vocabulary)
             if slots
-            else work.device_parameters(shared=False)
+            else work.device.parameters(0, False)
         )
-        assert work.sharded(held, 1) == allocated, name
-        assert slots or work.device_parameters() == held, name
+        assert work.device.sharded(held, 1) == allocated, name
+        assert slots or work.device.parameters() == held, name
 
 
 @pytest.mark.parametrize(
@@ -85,4 +85,4 @@ def test_products_of_attentions_backward(hardware, backward, products):
     config = configs.replace(
         load_recipe(find_recipe("llama3_8b")), {"model.attention_backward": backward}
     ).resolve()
-    assert 2 * framework_of(config, load(hardware)).attention_backward == products
+    assert 2 * settings_of(config, load(hardware)).attention_backward == products

@@ -19,8 +19,8 @@ from jaxtrain.planner.programs.collectives import FEW
 from jaxtrain.planner.programs.compile_check import step_loops
 from jaxtrain.planner.programs.program import Program
 from jaxtrain.planner.programs.report import step_counts
-from jaxtrain.planner.step.frameworks import ATTENTION_BACKWARD
 from jaxtrain.planner.step.links import EXCHANGE, sent
+from jaxtrain.planner.step.settings import ATTENTION_BACKWARD
 from jaxtrain.planner.step.step_counts import Entry
 from jaxtrain.training.step import make_step
 

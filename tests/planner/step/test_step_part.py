@@ -2,16 +2,20 @@
 
 import dataclasses
 import random
+from collections.abc import Iterator
 
 import pytest
 
-from jaxtrain.planner.step.frameworks import FRAMEWORKS
+from jaxtrain.planner.step.ends_time import EndsTime
 from jaxtrain.planner.step.hardware import load
-from jaxtrain.planner.step.layer_time import LayerTime
+from jaxtrain.planner.step.layer_time import LayerTime, LayerWork, MeanLayer
 from jaxtrain.planner.step.layout import Layout
 from jaxtrain.planner.step.memory import memory
 from jaxtrain.planner.step.model import llama
+from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
+from jaxtrain.planner.step.parameters import DeviceState
 from jaxtrain.planner.step.step_time import StepModel
+from jaxtrain.planner.step.update import UpdateTime
 
 LLAMA = llama(32, 4096, 32, 8, 128, 14336, 128256, 8192)
 EXPERTS = dataclasses.replace(
@@ -41,32 +45,47 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("framework", ["jaxtrain", "megatron2022", "torchtitan"])
-@pytest.mark.parametrize("experts", [False, True])
-def test_a_part_depends_on_what_it_reads_alone(framework, experts):
-    """Whatever another layout has computed before, a step and its memory are those of a step that
-    shares nothing."""
-    model = EXPERTS if experts else LLAMA
-    rng, shared = random.Random(0), None
+KINDS = (LayerWork, LayerTime, MeanLayer, DeviceState, EndsTime, UpdateTime)
+
+
+def layouts(experts: bool) -> Iterator[Layout]:
+    rng = random.Random(0)
     assert VALUES.keys() == {field.name for field in dataclasses.fields(Layout)}
-    for _ in range(100):
+    for _ in range(60):
         layout = Layout(**{name: rng.choice(values) for name, values in VALUES.items()})
         if not experts or layout.expert == 1:
             layout = dataclasses.replace(layout, expert=1, expert_nodes=1)
         if layout.schedule != "dualpipe_v":
             layout = dataclasses.replace(layout, overlap=False)
-        alone = StepModel(model, layout, FRAMEWORKS[framework], load("h100"))
-        shared = shared.on(layout) if shared else alone
-        assert shared.step() == alone.step()
-        assert shared.op_times() == alone.op_times()
-        assert memory(shared).parts == memory(alone).parts
+        yield layout
+
+
+def figures(step: StepModel) -> tuple:
+    bytes_by_part = memory(step).parts
+    return step.step(), step.op_times(), step.hardware_flops(), bytes_by_part
+
+
+@pytest.mark.parametrize("framework", ["jaxtrain", "megatron2022", "zero3"])
+@pytest.mark.parametrize("experts", [False, True])
+def test_parts_read_what_they_say(framework, experts, monkeypatch):
+    """Steps that share parts, each of which sees what it reads of a layout alone, have the figures
+    of steps that share nothing and whose parts see all of the layout."""
+    settings = dataclasses.replace(FRAMEWORKS[framework], context_by="ring", imbalance=1.5)
+    step = StepModel(EXPERTS if experts else LLAMA, Layout(), settings, load("h100"))
+    shared = [figures(step.on(layout)) for layout in layouts(experts)]
+    for kind in KINDS:
+        assert set(kind.reads) < set(VALUES)
+        monkeypatch.setattr(kind, "reads", tuple(VALUES))
+    alone = (figures(dataclasses.replace(step, layout=layout)) for layout in layouts(experts))
+    for layout, of_shared, by_itself in zip(layouts(experts), shared, alone, strict=True):
+        assert of_shared == by_itself, layout
 
 
 def test_a_part_is_computed_once_for_what_it_reads():
     step = StepModel(LLAMA, Layout(data=8, stage=4), FRAMEWORKS["jaxtrain"], load("h100"))
     changed = dataclasses.replace(step.layout, schedule="zb_h1", microbatches=8)
-    assert step.on(changed).part(LayerTime) is step.part(LayerTime)
+    assert step.on(changed).part(MeanLayer) is step.part(MeanLayer)
     other = dataclasses.replace(step, hardware=load("a100-80gb"))
-    assert other.part(LayerTime) is not step.part(LayerTime)
+    assert other.part(MeanLayer) is not step.part(MeanLayer)
     narrow = step.on(dataclasses.replace(step.layout, model=2))
-    assert narrow.part(LayerTime) is not step.part(LayerTime)
+    assert narrow.part(MeanLayer) is not step.part(MeanLayer)

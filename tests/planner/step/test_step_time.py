@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
-from jaxtrain.planner.step.frameworks import FRAMEWORKS
 from jaxtrain.planner.step.hardware import load
 from jaxtrain.planner.step.layout import Layout
 from jaxtrain.planner.step.links import EXCHANGE, GATHER, SUM, Collective
 from jaxtrain.planner.step.memory import memory
 from jaxtrain.planner.step.model import Model, gpt, llama
+from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
 from jaxtrain.planner.step.step_time import StepModel
 
 LLAMA = llama(32, 4096, 32, 8, 128, 14336, 128256, 8192)
@@ -137,7 +137,7 @@ def test_experts_axis_sums_what_its_devices_share():
     their bytes."""
     one, four = (work(Layout(data=8 // e, expert=e, zero=1), MIXTRAL) for e in (1, 4))
     shared = MIXTRAL.parameters() - 32 * 8 * 3 * 4096 * 14336
-    assert four.device_parameters().all - four.device_parameters().experts == pytest.approx(
+    assert four.device.parameters().all - four.device.parameters().experts == pytest.approx(
         shared, rel=1e-6
     )
     rows = 1.1 * one.tokens * 2 * 4096 * 2  # the busiest device's, to two experts each, in 16 bits
@@ -186,8 +186,8 @@ def test_memory_beside_the_compiler_s(layout, gigabytes):
 def test_a_module_of_prediction_is_a_layer_and_a_join_where_the_head_is():
     """Beside the logits of its own."""
     one, more = (work(Layout(data=8), dataclasses.replace(LLAMA, mtp_depth=n)) for n in (0, 2))
-    matmuls = lambda w: w.head().exposed["matmuls"]
-    layer = sum(op.exposed["matmuls"] for name, op in one.layer().items() if name != "R")
+    matmuls = lambda w: w.head.exposed["matmuls"]
+    layer = sum(op.exposed["matmuls"] for name, op in one.layers.ops(False).items() if name != "R")
     # without logits
     joins = more.model_flops() / 8 - one.model_flops() / 8 - 6 * 2 * 8192 * 128256 * 4096
     assert matmuls(more) > 3 * matmuls(one) + 2 * layer
@@ -196,10 +196,10 @@ def test_a_module_of_prediction_is_a_layer_and_a_join_where_the_head_is():
         seconds for part, seconds in w.step().exposed.items() if part not in ("data", "optimizer")
     )
     assert of_microbatch(more) - of_microbatch(one) == pytest.approx(
-        more.head().seconds - one.head().seconds
+        more.head.seconds - one.head.seconds
     )
     assert more.step().exposed["optimizer"] / one.step().exposed["optimizer"] == pytest.approx(
-        more.device_parameters().all / LLAMA.parameters()
+        more.device.parameters().all / LLAMA.parameters()
     )
 
 
@@ -209,7 +209,9 @@ def test_the_others_wait_for_the_busiest_device_of_expert():
     for expert, slower in ((4, True), (1, False)):
         layout, ours = Layout(data=8, expert=expert), FRAMEWORKS["jaxtrain"]
         even, busy = (
-            StepModel(MIXTRAL, layout, dataclasses.replace(ours, imbalance=n), load("h100")).layer()
+            StepModel(
+                MIXTRAL, layout, dataclasses.replace(ours, imbalance=n), load("h100")
+            ).layers.ops(False)
             for n in (1.0, 1.5)
         )
         assert (busy["F"].exposed["matmuls"] > 1.2 * even["F"].exposed["matmuls"]) == slower

@@ -1,0 +1,304 @@
+"""Other frameworks that train transformers, as the differences of their steps from ours in time and
+memory: published runs, with which the planner is compared, were made by them.
+
+Each difference is physical: an array that is saved or passes through memory, an operation that
+waits. A framework has other settings and rates, and changes parts of a step.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+from jaxtrain.config import OptimizerConfig
+from jaxtrain.config.optimizers import OPTIMIZERS
+from jaxtrain.planner.step.collectives import Parameters, StepCollectives
+from jaxtrain.planner.step.ends_time import EndsTime
+from jaxtrain.planner.step.layer_collectives import FLOAT32
+from jaxtrain.planner.step.layer_time import LayerTime, MeanLayer
+from jaxtrain.planner.step.layout import Layout
+from jaxtrain.planner.step.links import DATA, Collective
+from jaxtrain.planner.step.parameters import DeviceState, ParameterGroups
+from jaxtrain.planner.step.settings import ITEM, Rates, StepSettings
+from jaxtrain.planner.step.step_part import once
+from jaxtrain.planner.step.step_time import StepModel
+from jaxtrain.planner.step.time_breakdown import ATTENTION, MEMORY, TimeBreakdown
+from jaxtrain.planner.step.update import UpdateTime
+
+
+class Layer(LayerTime):
+    """A layer that may recompute attention's core alone."""
+
+    settings: "Framework"
+    fused = False
+
+    def made_again(self, dense: bool) -> dict[str, float]:
+        """Seconds by part of what selective recomputation makes again."""
+        if not self.settings.recomputes_core:
+            return super().made_again(dense)
+        attention, _, scores = self.work.attention
+        return {ATTENTION: attention, MEMORY: scores}
+
+    def flops_made_again(self, attention: float) -> float:
+        """Operations of a sequence that selective recomputation makes again."""
+        return attention if self.settings.recomputes_core else super().flops_made_again(attention)
+
+
+class Layers(MeanLayer):
+    """Layers that are recomputed with their outputs."""
+
+    unread = 0.0
+
+
+class Device(DeviceState):
+    """What a device holds where ZeRO cuts flat buffers."""
+
+    axes_of_ends = ()
+
+    def tables(self, shared: bool) -> int:
+        """Tables of the vocabulary: the first and the last stage have one each."""
+        return 1 if self.layout.stage > 1 and not shared else self.model.tables
+
+    def parts_of_ends(self, zero: int, shared: bool | None = None) -> int:
+        """1: stages do not cut the state of embedding and head."""
+        return 1
+
+    @once
+    def numbers(
+        self, of: OptimizerConfig | str, layers: int = 0, shared: bool | None = None
+    ) -> float:
+        """Numbers of an optimizer's state, or of MASTERS, in proportion to the parameters."""
+        updated = self.updated(layers, shared)
+        if isinstance(of, str):
+            return updated
+        record, layer = OPTIMIZERS[of.name], self.model.layer()
+        return sum(record.state_numbers(a.shape, of) for a in layer.arrays) / layer.size * updated
+
+    @functools.cached_property
+    def groups(self) -> ParameterGroups:
+        """The parameters of the device: what stands before and after the layers is with these."""
+        ours = super().groups
+        size = sum(group.size for group in ours[1:])
+        none = Parameters(0)
+        return ParameterGroups(ours.experts, ours.layers._replace(size=size), none, none)
+
+
+class Ends(EndsTime):
+    """Ends of a step whose dense layers are among the others."""
+
+    def dense_layers(self, layer: MeanLayer) -> TimeBreakdown:
+        """The dense layers of one microbatch."""
+        each = sum(layer.mean(True).values(), TimeBreakdown())
+        return each * self.model.dense_layers if self.model.dense_layers else TimeBreakdown()
+
+    def collectives_of_ends(self, c: StepCollectives) -> list[Collective]:
+        """The collectives of a microbatch's embedding, head and loss."""
+        return [c.stage_sum(4)]
+
+
+class Update(UpdateTime):
+    """An update whose collectives may use one link of an island alone."""
+
+    settings: "Framework"
+
+    def _over_data(self, recomputed: float) -> float:
+        """Seconds of ZeRO's collectives over `data`: no R gathers."""
+        return super()._over_data(0.0)
+
+    def seconds_of_zero(self, collectives: Iterable[Collective]) -> float:
+        """Seconds over `data` of collectives of ZeRO in ops."""
+        one_link = self.settings.one_link if self.layout.zero == 3 else 0.0
+        return self.links.seconds(collectives, one_link).get(DATA, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Framework(StepSettings):
+    """Settings of another framework's step. It has no tables of slots; ZeRO cuts flat buffers
+    anywhere; only the stages at both ends have tables of the vocabulary.
+
+    one_link:         fraction of one link's bandwidth that ZeRO-3's collectives reach where they
+                      leave an island; 0: they use all links of the island
+    recomputes_core:  "selective" recomputes attention's core; otherwise all that is no product
+    """
+
+    causal_rates: bool = False
+    vocabulary_parallel: bool = False
+    weight_bytes: float = 2.0
+    master_bytes: float = 4.0
+    sent_weight: float = 2.0
+    rates: Rates = Rates(stage_overlap=False)
+    one_link: float = 0.0
+    recomputes_core: bool = False
+    ours: ClassVar[bool] = False
+    changed: ClassVar[Mapping[type, type]] = {
+        LayerTime: Layer,
+        MeanLayer: Layers,
+        DeviceState: Device,
+        EndsTime: Ends,
+        UpdateTime: Update,
+    }
+
+    def shards(self, layout: Layout, width: int) -> int:
+        """ZeRO's shard count over `data`."""
+        return layout.data
+
+    def reduces_in_ops(self, layout: Layout) -> bool:
+        """True if each microbatch's gradients are reduced: from ZeRO-2 on."""
+        return layout.zero > 1
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+def saved_by_others(step: StepModel) -> float:
+    """Bytes that the fullest stage saves of its microbatches in flight, or of the one at work where
+    the host's memory has the others."""
+    layout, p, v = step.layout, step.layout.stage, step.layout.repeats
+    layers = math.ceil(step.model.layers / p) + step.model.dense_layers * (p == 1)
+    in_flight = 1.0
+    if p > 1 and not layout.offloads("activations"):
+        residuals = step.schedule_forms.residuals(p, v, layout.microbatches)
+        in_flight = min(float(layout.microbatches), residuals / v)
+    return _layer_activations(step) * layers * in_flight
+
+
+def _layer_activations(step: StepModel) -> float:
+    """Bytes that the mean layer saves of one microbatch on a device."""
+    recomputed, fraction = step.layout.recomputation, step.recomputed_fraction
+    others = (1 - fraction) * _activations_of_layer(step, "none") if fraction < 1 else 0.0
+    return fraction * _activations_of_layer(step, recomputed.mode) + others
+
+
+def _activations_of_layer(step: StepModel, remat: str) -> float:
+    """Bytes that one layer saves of one microbatch on a device with this mode of remat."""
+    model, layout, settings = step.model, step.layout, step.settings
+    split = layout.model if settings.sequence_parallel else 1
+    if not settings.fused_attention:
+        plain = "tensor" if layout.model > 1 else "none"
+        kinds = {"full": "full", "selective": "selective", "none": plain}
+        if settings.sequence_parallel:
+            kinds |= {"selective": "selective_sequence", "none": "sequence"}
+        sizes = model.sequence, layout.microbatch, model.width, model.heads, layout.model
+        return activation_bytes(kinds[remat], *sizes)
+    width = {"full": 1.0, "selective": 2.0, "none": 4.0}[remat] * model.width / split
+    arrays = {"full": 0, "selective": 1, "none": 2}[remat] * (2 if model.gated else 1)
+    # queries, keys, values, and the result
+    heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
+    inner = heads + model.hidden() * arrays if arrays else 0.0
+    return ITEM * step.tokens * (width + inner / layout.model)
+
+
+def activation_bytes(kind: str, s: int, b: int, h: int, a: int, t: int = 1) -> float:
+    """Bytes that one layer saves of a microbatch for its backward, in 16 bits (Korthikanti 2022,
+    arXiv:2205.05198, table 2): h width, a heads, s sequence, b microbatch, t tensor parallel.
+
+    kind: none, no parallelism; tensor; sequence, tensor and sequence parallelism; selective and
+    selective_sequence, where attention's core is recomputed; full, the layer's input alone.
+    """
+    scores = 5 * a * s / h
+    factor = {
+        "none": 34 + scores,
+        "tensor": 10 + 24 / t + scores / t,
+        "sequence": 34 / t + scores / t,
+        "selective": 10 + 24 / t,
+        "selective_sequence": 34 / t,
+        "full": 2.0,
+    }[kind]
+    return s * b * h * factor
+
+
+def working_of_others(step: StepModel) -> float:
+    """Bytes of one layer's backward: with ZeRO-3 its matrices and the next one's, gathered, and
+    their gradients before they are scattered, with the head's."""
+    model, layout, number = step.model, step.layout, FLOAT32
+    attention = (model.heads + 2 * model.kv_heads) * model.head_dim
+    widest = max(model.mlp_width * (2 if model.gated else 1), attention) / layout.model
+    layer = model.layer().size / layout.model / max(1, layout.expert)
+    matrices = ITEM * layer
+    if layout.zero >= 3 and layout.data > 1:
+        head = model.vocab_size * model.width / layout.model / layout.stage
+        matrices = (3 * ITEM + number) * layer + number * head
+    return matrices + ITEM * 4 * step.tokens * widest
+
+
+# --- the frameworks -----------------------------------------------------------------------------
+
+_MEGATRON_2021 = Framework(
+    "megatron2021",
+    "no sequence parallelism; scores pass through memory; tensor's sums, gradients' sums and "
+    "messages are waited for; dropout",
+    fused_attention=False,
+    # product, scaled and masked softmax, dropout with its mask, product: written and read, in 16
+    # bits
+    attention_passes=6.5,
+    sequence_parallel=False,
+    recomputes_core=True,
+    # two norms (2 each), two residuals with dropout and bias (5 each)
+    rates=Rates(passes=14.0, inner_passes=3.0, logit_passes=8.0, stage_overlap=False),
+    sent_gradient=2.0,
+)
+_TORCHTITAN = Framework(
+    "torchtitan",
+    "FSDP whose all-gathers overlap with products, torch.compile: fused attention, separate passes "
+    "for norms and activations",
+    weight_bytes=4.0,
+    master_bytes=0.0,
+    rates=Rates(
+        passes=14.0, inner_passes=3.0, logit_passes=8.0, data_overlap=0.9, stage_overlap=False
+    ),
+)
+FRAMEWORKS: dict[str, StepSettings] = {
+    framework.name: framework
+    for framework in (
+        StepSettings(),
+        _MEGATRON_2021,
+        dataclasses.replace(
+            _MEGATRON_2021,
+            name="megatron2022",
+            text="as megatron2021, with sequence parallelism; selective recomputes attention's "
+            "core and nothing else",
+            sequence_parallel=True,
+        ),
+        Framework(
+            "megatron_core",
+            "sequence parallelism, fused attention, distributed optimizer; tensor's and "
+            "data's collectives overlap with products in part",
+            recomputes_core=True,
+            rates=Rates(14.0, 3.0, 8.0, model_overlap=0.6, data_overlap=0.9),
+            sent_gradient=2.0,
+        ),
+        Framework(
+            "maxtext",
+            "ZeRO-3 (fsdp) whose all-gathers overlap with products, fused attention, full "
+            "recomputation but for named matrices",
+            weight_bytes=4.0,
+            master_bytes=0.0,
+            rates=Rates(data_overlap=0.9, gather_overlap=0.95, stage_overlap=False),
+        ),
+        _TORCHTITAN,
+        dataclasses.replace(
+            _TORCHTITAN,
+            name="torchtitan_eager",
+            text="as torchtitan without torch.compile: each operation reads and writes its arrays, "
+            "casts to 32 bits in norms and rotation",
+            rates=Rates(40.0, 8.0, 12.0, data_overlap=0.9, stage_overlap=False),
+        ),
+        dataclasses.replace(
+            _TORCHTITAN,
+            name="llama3",
+            text="as torchtitan, in a pipeline whose messages overlap with ops; tensor's and "
+            "context's collectives are waited for",
+            causal_rates=True,
+            rates=Rates(14.0, 3.0, 8.0, data_overlap=0.9),
+        ),
+        dataclasses.replace(
+            _MEGATRON_2021,
+            name="zero3",
+            text="DeepSpeed's ZeRO-3 of 2021 without tensor parallelism: parameters gathered one "
+            "by one, over one adapter of each node",
+            rates=Rates(14.0, 3.0, 8.0, gather_overlap=0.78, stage_overlap=False),
+            one_link=0.85,  # many small tensors
+        ),
+    )
+}
