@@ -30,6 +30,7 @@ from jaxtrain.config.checks import Environment
 from jaxtrain.config.rules import divisors, near
 from jaxtrain.config.saved_values import saved_with
 from jaxtrain.config.settings import MOST_MICROBATCHES
+from jaxtrain.config.sizes import remat_of
 from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.search.layout_flag import LayoutError
 from jaxtrain.planner.search.predict import Prediction, exactly, predict
@@ -191,10 +192,12 @@ def _search(space: Space, offload: str) -> list[TimedLayout]:
     for least, work in sorted(bounds, key=operator.itemgetter(0)):
         if least >= bound:
             break
-        for layout in _tables(work):
+        tables = [_Table(space, work, layout) for layout in _tables(work)]
+        for remat, table in itertools.product(REMATS, tables):
+            layout = table.layout
             group = (layout.stage, layout.context, layout.expert, layout.model, layout.schedule)
             below = min(bound, best[group].seconds if group in best else math.inf)
-            if candidate := _evaluated(space, work, layout, below):
+            if candidate := table.evaluated(remat, below):
                 best[group] = candidate
                 if len(best) >= BEST:
                     bound = sorted(map(by_seconds, best.values()))[BEST - 1]
@@ -202,22 +205,45 @@ def _search(space: Space, offload: str) -> list[TimedLayout]:
     return sorted((_with_replicas(space, candidate) for candidate in ranked), key=by_seconds)
 
 
-def _evaluated(space: Space, work: StepModel, layout: Layout, below: float) -> TimedLayout | None:
-    """The layout with its step's seconds, if it fits, keeps the rules and takes less than
-    `below`."""
-    work, capacity = dataclasses.replace(work, layout=layout), space.hardware.memory
-    if layout.recomputation.mode != "none":
-        without = dataclasses.replace(work, layout=layout.with_remat("none"))
+@dataclasses.dataclass(frozen=True)
+class _Table:
+    """A layout, and what is known of it without recomputation."""
+
+    space: Space
+    work: StepModel
+    layout: Layout
+
+    def evaluated(self, remat: str, below: float) -> TimedLayout | None:
+        """The layout with this remat of the fewest layers and its step's seconds, if it fits, keeps
+        the rules and takes less than `below`; None with remat where it fits without."""
+        mode, capacity = remat_of(remat).mode, self.space.hardware.memory
         # without recomputation it is faster, and tried
-        if memory(without, space.config.model.loss_chunk).bytes <= capacity:
+        if self._seconds >= below or self._fits != (mode == "none"):
             return None
-        if without.step().seconds >= below:
+        save = saved_with(self.space.config.pipeline, remat)
+        work = self._step(dataclasses.replace(self.layout, remat=remat, save=save))
+        fewest = least_recomputed(work, self.space.config.model.loss_chunk, capacity)
+        if fewest is None:
             return None
-    fewest = least_recomputed(work, space.config.model.loss_chunk, capacity)
-    if fewest is None:
-        return None
-    layout, seconds = fewest.layout, fewest.step().seconds
-    return TimedLayout(layout, seconds) if seconds < below and _keeps_rules(space, layout) else None
+        layout, seconds = fewest.layout, fewest.step().seconds
+        fits = seconds < below and _keeps_rules(self.space, layout)
+        return TimedLayout(layout, seconds) if fits else None
+
+    def _step(self, layout: Layout) -> StepModel:
+        return dataclasses.replace(self.work, layout=layout)
+
+    @functools.cached_property
+    def _without(self) -> StepModel:
+        return self._step(self.layout.with_remat("none"))
+
+    @functools.cached_property
+    def _fits(self) -> bool:
+        size = memory(self._without, self.space.config.model.loss_chunk).bytes
+        return size <= self.space.hardware.memory
+
+    @functools.cached_property
+    def _seconds(self) -> float:
+        return self._without.step().seconds
 
 
 def _keeps_rules(space: Space, layout: Layout) -> bool:
@@ -237,7 +263,8 @@ def _with_replicas(space: Space, best: TimedLayout) -> TimedLayout:
             break
         changed = dataclasses.replace(layout, replica=replica, data=layout.data // replica)
         # as fast but for rounding is no reason for replicas
-        best = _evaluated(space, work, changed, best.seconds * (1 - 1e-9)) or best
+        table = _Table(space, work, changed)
+        best = table.evaluated(layout.remat, best.seconds * (1 - 1e-9)) or best
     return best
 
 
@@ -289,17 +316,16 @@ def _works(space: Space) -> Iterator[StepModel]:
 
 
 def _cuts(space: Space, offload: str) -> Iterator[StepModel]:
-    """The step of each mesh, microbatch and recomputation."""
+    """The step of each mesh and microbatch, without recomputation."""
     for work in _works(space):
         each = space.config.data.batch_size // work.layout.batch_shards
         sizes = [size for size in divisors(each) if size <= MOST_SEQUENCES]
-        for size, remat in itertools.product(sizes, REMATS):
+        for size in sizes:
             layout = dataclasses.replace(
                 work.layout,
                 microbatch=size,
                 microbatches=each // size,
-                remat=remat,
-                save=saved_with(space.config.pipeline, remat),
+                remat="none",
                 offload=offload,
             )
             yield dataclasses.replace(work, layout=layout)

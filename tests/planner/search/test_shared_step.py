@@ -24,7 +24,7 @@ def test_shared_parts_are_those_of_each_step(recipe, devices):
     works = search._cuts(Space(config, config, load("h100"), devices), "none")
     works = [w for w in works if max(w.layout.model, w.layout.microbatch) <= 2]  # with much alike
     layouts, compared = {}, 0
-    for work in draw.sample(works, 120):
+    for work in draw.choices(works, k=120):
         known = layouts.setdefault(work.layout.context, [])
         known += draw.sample(tables := list(search._tables(work)), min(4, len(tables)))
         for layout in draw.sample(known, min(3, len(known))):
