@@ -21,7 +21,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxtrain import config as cfg
@@ -30,7 +30,6 @@ from jaxtrain.config.checks import Environment
 from jaxtrain.config.rules import divisors, near
 from jaxtrain.config.saved_values import saved_with
 from jaxtrain.config.settings import MOST_MICROBATCHES
-from jaxtrain.config.sizes import remat_of
 from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.search.layout_flag import LayoutError
 from jaxtrain.planner.search.predict import Prediction, exactly, predict
@@ -188,62 +187,57 @@ def _search(space: Space, offload: str) -> list[TimedLayout]:
     until none can be among the fastest."""
     best: dict[tuple, TimedLayout] = {}
     bound, by_seconds = math.inf, operator.attrgetter("seconds")
+    group = operator.attrgetter("stage", "context", "expert", "model", "schedule")
+    below = lambda layout: min(
+        bound, best[group(layout)].seconds if group(layout) in best else math.inf
+    )
     bounds = [(_lower_bound(work), work) for work in _cuts(space, offload)]
     for least, work in sorted(bounds, key=operator.itemgetter(0)):
         if least >= bound:
             break
-        tables = [_Table(space, work, layout) for layout in _tables(work)]
-        for remat, table in itertools.product(REMATS, tables):
-            layout = table.layout
-            group = (layout.stage, layout.context, layout.expert, layout.model, layout.schedule)
-            below = min(bound, best[group].seconds if group in best else math.inf)
-            if candidate := table.evaluated(remat, below):
-                best[group] = candidate
-                if len(best) >= BEST:
-                    bound = sorted(map(by_seconds, best.values()))[BEST - 1]
+        for candidate in _faster(space, work, _tables(work), REMATS, below):
+            best[group(candidate.layout)] = candidate
+            if len(best) >= BEST:
+                bound = sorted(map(by_seconds, best.values()))[BEST - 1]
     ranked = sorted(best.values(), key=by_seconds)[:BEST]
     return sorted((_with_replicas(space, candidate) for candidate in ranked), key=by_seconds)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Table:
-    """A layout, and what is known of it without recomputation."""
+def _faster(
+    space: Space,
+    work: StepModel,
+    layouts: Iterable[Layout],
+    remats: Sequence[str],
+    below: Callable[[Layout], float],
+) -> Iterator[TimedLayout]:
+    """Yields those of the layouts that fit, keep the rules and take fewer seconds than `below`,
+    with the fewest layers recomputed: without recomputation, or where that does not fit with each
+    of the other modes.
 
-    space: Space
-    work: StepModel
-    layout: Layout
-
-    def evaluated(self, remat: str, below: float) -> TimedLayout | None:
-        """The layout with this remat of the fewest layers and its step's seconds, if it fits, keeps
-        the rules and takes less than `below`; None with remat where it fits without."""
-        mode, capacity = remat_of(remat).mode, self.space.hardware.memory
-        # without recomputation it is faster, and tried
-        if self._seconds >= below or self._fits != (mode == "none"):
-            return None
-        save = saved_with(self.space.config.pipeline, remat)
-        work = self._step(dataclasses.replace(self.layout, remat=remat, save=save))
-        fewest = least_recomputed(work, self.space.config.model.loss_chunk, capacity)
-        if fewest is None:
-            return None
-        layout, seconds = fewest.layout, fewest.step().seconds
-        fits = seconds < below and _keeps_rules(self.space, layout)
-        return TimedLayout(layout, seconds) if fits else None
-
-    def _step(self, layout: Layout) -> StepModel:
-        return dataclasses.replace(self.work, layout=layout)
-
-    @functools.cached_property
-    def _without(self) -> StepModel:
-        return self._step(self.layout.with_remat("none"))
-
-    @functools.cached_property
-    def _fits(self) -> bool:
-        size = memory(self._without, self.space.config.model.loss_chunk).bytes
-        return size <= self.space.hardware.memory
-
-    @functools.cached_property
-    def _seconds(self) -> float:
-        return self._without.step().seconds
+    below: by the layout; it may fall as layouts are found
+    """
+    capacity, loss_chunk = space.hardware.memory, space.config.model.loss_chunk
+    unfit = []
+    for layout in layouts:
+        step = dataclasses.replace(work, layout=layout.with_remat("none"))
+        # with any recomputation it is slower
+        if (seconds := step.step().seconds) >= below(layout):
+            continue
+        if memory(step, loss_chunk).bytes > capacity:
+            unfit.append((step, seconds))
+        elif "none" in remats and _keeps_rules(space, step.layout):
+            yield TimedLayout(step.layout, seconds)
+    for remat, (step, least) in itertools.product(remats, unfit):
+        if remat == "none" or least >= below(step.layout):
+            continue
+        save = saved_with(space.config.pipeline, remat)
+        step = dataclasses.replace(
+            step, layout=dataclasses.replace(step.layout, remat=remat, save=save)
+        )
+        fewest = least_recomputed(step, loss_chunk, capacity)
+        seconds = fewest.step().seconds if fewest else math.inf
+        if fewest and seconds < below(step.layout) and _keeps_rules(space, fewest.layout):
+            yield TimedLayout(fewest.layout, seconds)
 
 
 def _keeps_rules(space: Space, layout: Layout) -> bool:
@@ -258,13 +252,15 @@ def _with_replicas(space: Space, best: TimedLayout) -> TimedLayout:
     """The fastest of `best` and its variants that turn data shards into replicas."""
     layout = best.layout
     work = step_model_of(laid_out(space, layout).resolve(), space.hardware, space.assume)
-    for replica in divisors(layout.data)[1:]:
-        if replica > MOST_REPLICAS or space.config.train.diloco_inner_steps:
-            break
-        changed = dataclasses.replace(layout, replica=replica, data=layout.data // replica)
-        # as fast but for rounding is no reason for replicas
-        table = _Table(space, work, changed)
-        best = table.evaluated(layout.remat, best.seconds * (1 - 1e-9)) or best
+    changed = [
+        dataclasses.replace(layout, replica=replica, data=layout.data // replica)
+        for replica in divisors(layout.data)[1:]
+        if replica <= MOST_REPLICAS and not space.config.train.diloco_inner_steps
+    ]
+    # as fast but for rounding is no reason for replicas
+    below = lambda _: best.seconds * (1 - 1e-9)
+    for faster in _faster(space, work, changed, [layout.remat], below):
+        best = faster
     return best
 
 
