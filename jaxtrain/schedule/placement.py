@@ -11,6 +11,7 @@ none, has unused entries, which are zero, have no gradient, and are in no count,
 """
 
 import dataclasses
+import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -76,17 +77,18 @@ def balanced(
     layer, first, last: the time of a layer, and of what stands before the first one and after the
         last one, on their stages
     """
-    sizes, stages = list(least), range(max(stage_of) + 1)
-    busy = [0.0 for _ in stages]
+    sizes, busy = list(least), [0.0] * (max(stage_of) + 1)
     busy[stage_of[0]] += first
     busy[stage_of[-1]] += last
     for stage, size in zip(stage_of, sizes, strict=True):
         busy[stage] += layer * size
+    idlest = [(time, stage) for stage, time in enumerate(busy)]
+    heapq.heapify(idlest)
+    chunks = units_of(tuple(stage_of), len(busy))
     for _ in range(layers - sum(sizes)):
-        stage = min(stages, key=busy.__getitem__)
-        chunks = (chunk for chunk, of in enumerate(stage_of) if of == stage)
-        sizes[min(chunks, key=sizes.__getitem__)] += 1
-        busy[stage] += layer
+        time, stage = idlest[0]
+        sizes[min(chunks[stage], key=sizes.__getitem__)] += 1
+        heapq.heapreplace(idlest, (time + layer, stage))
     return tuple(sizes)
 
 

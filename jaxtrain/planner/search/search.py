@@ -21,7 +21,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxtrain import config as cfg
@@ -181,37 +181,55 @@ def _search(space: Space, offload: str) -> list[TimedLayout]:
     until none can be among the fastest."""
     best: dict[tuple, TimedLayout] = {}
     bound, by_seconds = math.inf, operator.attrgetter("seconds")
+    group = operator.attrgetter("stage", "context", "expert", "model", "schedule")
+    below = lambda layout: min(
+        bound, best[group(layout)].seconds if group(layout) in best else math.inf
+    )
     bounds = [(_lower_bound(work), work) for work in _cuts(space, offload)]
     for least, work in sorted(bounds, key=operator.itemgetter(0)):
         if least >= bound:
             break
-        for layout in _tables(work):
-            group = (layout.stage, layout.context, layout.expert, layout.model, layout.schedule)
-            below = min(bound, best[group].seconds if group in best else math.inf)
-            if candidate := _evaluated(space, work, layout, below):
-                best[group] = candidate
-                if len(best) >= BEST:
-                    bound = sorted(map(by_seconds, best.values()))[BEST - 1]
+        for candidate in _faster(space, work, _tables(work), REMATS, below):
+            best[group(candidate.layout)] = candidate
+            if len(best) >= BEST:
+                bound = sorted(map(by_seconds, best.values()))[BEST - 1]
     ranked = sorted(best.values(), key=by_seconds)[:BEST]
     return sorted((_with_replicas(space, candidate) for candidate in ranked), key=by_seconds)
 
 
-def _evaluated(space: Space, work: StepModel, layout: Layout, below: float) -> TimedLayout | None:
-    """The layout with its step's seconds, if it fits, keeps the rules and takes less than
-    `below`."""
-    work, capacity = work.on(layout), space.hardware.memory
-    if layout.recomputation.mode != "none":
-        without = work.on(layout.with_remat("none"))
-        # without recomputation it is faster, and tried
-        if memory(without, space.config.model.loss_chunk).bytes <= capacity:
-            return None
-        if without.step().seconds >= below:
-            return None
-    fewest = least_recomputed(work, space.config.model.loss_chunk, capacity)
-    if fewest is None:
-        return None
-    layout, seconds = fewest.layout, fewest.step().seconds
-    return TimedLayout(layout, seconds) if seconds < below and _keeps_rules(space, layout) else None
+def _faster(
+    space: Space,
+    work: StepModel,
+    layouts: Iterable[Layout],
+    remats: Sequence[str],
+    below: Callable[[Layout], float],
+) -> Iterator[TimedLayout]:
+    """Yields those of the layouts that fit, keep the rules and take fewer seconds than `below`,
+    with the fewest layers recomputed: without recomputation, or where that does not fit with each
+    of the other modes.
+
+    below: by the layout; it may fall as layouts are found
+    """
+    capacity, loss_chunk = space.hardware.memory, space.config.model.loss_chunk
+    unfit = []
+    for layout in layouts:
+        step = work.on(layout.with_remat("none"))
+        # with any recomputation it is slower
+        if (seconds := step.step().seconds) >= below(layout):
+            continue
+        if memory(step, loss_chunk).bytes > capacity:
+            unfit.append((step, seconds))
+        elif "none" in remats and _keeps_rules(space, step.layout):
+            yield TimedLayout(step.layout, seconds)
+    for remat, (step, least) in itertools.product(remats, unfit):
+        if remat == "none" or least >= below(step.layout):
+            continue
+        save = saved_with(space.config.pipeline, remat)
+        step = step.on(dataclasses.replace(step.layout, remat=remat, save=save))
+        fewest = least_recomputed(step, loss_chunk, capacity)
+        seconds = fewest.step().seconds if fewest else math.inf
+        if fewest and seconds < below(step.layout) and _keeps_rules(space, fewest.layout):
+            yield TimedLayout(fewest.layout, seconds)
 
 
 def _keeps_rules(space: Space, layout: Layout) -> bool:
@@ -226,12 +244,15 @@ def _with_replicas(space: Space, best: TimedLayout) -> TimedLayout:
     """The fastest of `best` and its variants that turn data shards into replicas."""
     layout = best.layout
     work = step_model_of(laid_out(space, layout).resolve(), space.hardware, space.assume)
-    for replica in divisors(layout.data)[1:]:
-        if replica > MOST_REPLICAS or space.config.train.diloco_inner_steps:
-            break
-        changed = dataclasses.replace(layout, replica=replica, data=layout.data // replica)
-        # as fast but for rounding is no reason for replicas
-        best = _evaluated(space, work, changed, best.seconds * (1 - 1e-9)) or best
+    changed = [
+        dataclasses.replace(layout, replica=replica, data=layout.data // replica)
+        for replica in divisors(layout.data)[1:]
+        if replica <= MOST_REPLICAS and not space.config.train.diloco_inner_steps
+    ]
+    # as fast but for rounding is no reason for replicas
+    below = lambda _: best.seconds * (1 - 1e-9)
+    for faster in _faster(space, work, changed, [layout.remat], below):
+        best = faster
     return best
 
 
@@ -281,17 +302,16 @@ def _works(space: Space) -> Iterator[StepModel]:
 
 
 def _cuts(space: Space, offload: str) -> Iterator[StepModel]:
-    """The step of each mesh, microbatch and recomputation."""
+    """The step of each mesh and microbatch, without recomputation."""
     for work in _works(space):
         each = space.config.data.batch_size // work.layout.batch_shards
         sizes = [size for size in divisors(each) if size <= MOST_SEQUENCES]
-        for size, remat in itertools.product(sizes, REMATS):
+        for size in sizes:
             layout = dataclasses.replace(
                 work.layout,
                 microbatch=size,
                 microbatches=each // size,
-                remat=remat,
-                save=saved_with(space.config.pipeline, remat),
+                remat="none",
                 offload=offload,
             )
             yield work.on(layout)
