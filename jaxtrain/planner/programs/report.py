@@ -158,8 +158,9 @@ def dry_run(
         lowered = step.lower()
         with clock.part(Part.COMPILING):
             compiled = lowered.compile()
-        seconds = clock.spent(Part.TRACING), clock.spent(Part.COMPILING)
-        lines = describe(config, step, compiled, *seconds)
+        lines = describe(
+            config, step, compiled, clock.spent(Part.TRACING), clock.spent(Part.COMPILING)
+        )
     counts, device = (
         step_counts(config, jax.default_backend() == "cpu"),
         mesh.devices.flat[0].device_kind,
@@ -172,9 +173,8 @@ def dry_run(
         lines.append(f"  {CPUS_COMPILER} {believed}")
     stage = counts.busiest_stage()
     entries = counts.volume(stage)
-    sizes = {name: int(size) for name, size in mesh.shape.items()}
     record = {
-        "mesh": sizes | {"devices": math.prod(sizes.values()), "device": device},
+        "mesh": dict(mesh.shape) | {"devices": mesh.size, "device": device},
         "stage": stage,
         "communication_volume": _as_dicts(entries),
         "exchange": _as_dicts(counts.exchange_volume()),
