@@ -36,7 +36,7 @@ CPUS_COMPILER = (
     "arrays and has no fused attention: right for these simulated devices; for a GPU or TPU believe"
 )
 
-# --- what lies on a device, and what it sends ----------------------------------------------------
+# --- what a step sends --------------------------------------------------------------------------
 
 
 def parameters_of(layout: ParameterLayout) -> dict[str, dict[str, Parameters]]:
