@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable
 
 from jaxtrain.run.files import LineFile, fresh, read_json_lines, replace_text
 from jaxtrain.run.wall_clock import Part, WallClock
-from jaxtrain.schedule.drawing import STARTS
+from jaxtrain.schedule.drawing import STARTS, stacked_bars
 
 GOODPUT_FILE, GOODPUT_PLOT = "goodput.jsonl", "goodput.png"
 # The next line is due after this fraction of the time that the start has lasted, between SHORTEST
@@ -329,18 +329,12 @@ def plot_goodput(workdir: str | os.PathLike) -> pathlib.Path | None:
     figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
     shares, starts = figure.subplots(1, 2, width_ratios=(1, 5))
     total = goodput.parts()
-    height, heights = 0.0, [0.0] * len(goodput.starts)
     numbers = [start.last.start for start in goodput.starts]
-    for name in [*STARTS, *sorted(total.keys() - STARTS.keys())]:
-        if not total.get(name):
-            continue
-        share = 100 * total[name] / goodput.wall_s()
-        label = f"{name.replace('_', ' ')} {share:.1f} %"
-        shares.bar([0], [share], bottom=[height], color=STARTS.get(name), label=label)
-        height += share
-        seconds = [start.parts().get(name, 0.0) for start in goodput.starts]
-        starts.bar(numbers, seconds, bottom=heights, color=STARTS.get(name))
-        heights = [low + added for low, added in zip(heights, seconds, strict=True)]
+    names = [name for name in [*STARTS, *sorted(total.keys() - STARTS.keys())] if total.get(name)]
+    share = {name: 100 * total[name] / goodput.wall_s() for name in names}
+    seconds = [{name: start.parts().get(name, 0.0) for name in names} for start in goodput.starts]
+    stacked_bars(shares, [0], [share], colours=STARTS)
+    stacked_bars(starts, numbers, seconds, colours=STARTS)
     shares.set(xticks=[], ylabel="% of the wall time of all starts", ylim=(0, 100))
     starts.set(xlabel="start", ylabel="seconds")
     # a single bar would fill the picture
@@ -350,7 +344,8 @@ def plot_goodput(workdir: str | os.PathLike) -> pathlib.Path | None:
         MaxNLocator(integer=True) if len(numbers) > MOST_LABELS else FixedLocator(numbers)
     )
     figure.legend(
-        *(reversed(labels) for labels in shares.get_legend_handles_labels()),
+        shares.containers[::-1],
+        [f"{name.replace('_', ' ')} {share[name]:.1f} %" for name in reversed(names)],
         loc="outside right upper",
         fontsize="small",
     )

@@ -6,12 +6,14 @@
                 microbatch
 
 The colour is the op's, its shade the chunk's: the lowest chunk of a stage is darkest. An outline
-joins the F and the B of an overlapped cell. Other pictures take their colours from here. No JAX.
+joins the F and the B of an overlapped cell. Other pictures take their colours and stacked bars from
+here. No JAX.
 """
 
 import html
 import io
 import textwrap
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -358,6 +360,24 @@ def _hex(colour: Colour) -> str:
 
 
 # --- PNG ------------------------------------------------------------------------------------------
+
+
+def stacked_bars(
+    axes: Any,
+    places: Sequence[float],
+    columns: Sequence[Mapping[str, float]],
+    width: float = 0.8,
+    colours: Mapping[str, str] = PARTS,
+) -> None:
+    """Adds stacked bars to matplotlib's axes, one a column, from the bottom up; a part has the same
+    colour in all of them."""
+    bottoms = [0.0] * len(columns)
+    for name in dict.fromkeys(name for column in columns for name in column):
+        heights = [column.get(name, 0.0) for column in columns]
+        if any(heights):
+            bars = {"label": name, "width": width, "color": colours.get(name)}
+            axes.bar(places, heights, bottom=bottoms, **bars)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
 
 
 def png(table: Table, timeline: Timeline, title: str) -> bytes:

@@ -2,14 +2,14 @@
 the devices are of several kinds. No jax."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.search.heterogeneous import HeterogeneousPlan
 from jaxtrain.planner.search.predict import Prediction
 from jaxtrain.planner.step.hardware import GIB
-from jaxtrain.schedule.drawing import PARTS
+from jaxtrain.schedule.drawing import PARTS, stacked_bars
 
 # Key of a layout → the value that a bar's name leaves out.
 USUAL = {
@@ -23,6 +23,7 @@ USUAL = {
     "offload": "none",
 }
 BAR, LEAST_WIDTH, MOST_WIDTH = 0.9, 7.0, 24.0  # inches of a bar with its margins, and of a picture
+WIDTH = 0.7  # of a bar, of the space that it has
 LETTERS = 9  # of a title in an inch
 LEAST_BARS = 4  # that the axes are wide enough for, at least
 MOST_LABELS = 32  # of stages
@@ -34,11 +35,16 @@ def of_layouts(predictions: Sequence[Prediction], model: str) -> Any:
 
     model: its name in the title.
     """
-    hardware = predictions[0].work.hardware
+    hardware, bars = predictions[0].work.hardware, range(len(predictions))
     figure, (above, below) = _figure(
         len(predictions), f"{model}, on {predictions[0].devices:,} × {hardware.name}, as planned"
     )
-    _bars(above, [{name: size / GIB for name, size in p.memory.parts.items()} for p in predictions])
+    stacked_bars(
+        above,
+        bars,
+        [{name: size / GIB for name, size in p.memory.parts.items()} for p in predictions],
+        WIDTH,
+    )
     above.axhline(
         hardware.memory / GIB,
         color="black",
@@ -46,10 +52,8 @@ def of_layouts(predictions: Sequence[Prediction], model: str) -> Any:
         linewidth=1,
         label="memory of a device",
     )
-    above.set_ylabel("GiB of the fullest device")
     seconds = [p.time.exposed for p in predictions]
-    _bars(below, seconds)
-    below.set_ylabel("seconds of a step")
+    stacked_bars(below, bars, seconds, WIDTH)
     below.margins(y=0.12)  # for the texts on the bars
     fastest = min(range(len(predictions)), key=lambda i: predictions[i].seconds)
     for i, parts in enumerate(seconds):
@@ -84,7 +88,7 @@ def of_groups(plan: HeterogeneousPlan, model: str) -> Any:
         members = range(start, start + group.devices // each)
         start = members.stop
         color, name = f"C{number}", group.hardware.name
-        bars = {"width": 0.7, "color": color}
+        bars = {"width": WIDTH, "color": color}
         above.bar(
             members,
             [plan.memory[stage] / GIB for stage in members],
@@ -101,12 +105,10 @@ def of_groups(plan: HeterogeneousPlan, model: str) -> Any:
         range(stages),
         waits,
         bottom=plan.stage_s,
-        width=0.7,
+        width=WIDTH,
         color=PARTS["bubble"],
         label="waiting, and what is outside the table",
     )
-    above.set_ylabel("GiB of the fullest device")
-    below.set_ylabel("seconds of a step")
     shown = range(0, stages, -(-stages // MOST_LABELS))
     below.set_xticks(shown, [f"{stage}\n({plan.layers[stage]})" for stage in shown], fontsize=8)
     below.set_xlabel("stage (its layers)")
@@ -121,7 +123,10 @@ def _figure(bars: float, title: str) -> tuple[Any, Any]:
     width = min(max(LEAST_WIDTH, 4 + BAR * bars), MOST_WIDTH)
     figure = Figure(figsize=(width, 8), layout="constrained")
     figure.suptitle(textwrap.fill(title, int(LETTERS * width)))
-    return figure, figure.subplots(2, 1, sharex=True)
+    above, below = figure.subplots(2, 1, sharex=True)
+    above.set_ylabel("GiB of the fullest device")
+    below.set_ylabel("seconds of a step")
+    return figure, (above, below)
 
 
 def _legends(*axes: Any) -> None:
@@ -132,17 +137,6 @@ def _legends(*axes: Any) -> None:
         each.legend(
             handles, wrapped, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8, reverse=True
         )
-
-
-def _bars(axes: Any, columns: Sequence[Mapping[str, float]]) -> None:
-    """Stacked bars, one a column; a part has the same colour in all of them."""
-    bottoms = [0.0] * len(columns)
-    for name in dict.fromkeys(name for column in columns for name in column):
-        heights = [column.get(name, 0.0) for column in columns]
-        if any(heights):
-            bars = {"label": name, "width": 0.7, "color": PARTS.get(name)}
-            axes.bar(range(len(columns)), heights, bottom=bottoms, **bars)
-        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
 
 
 def _name(prediction: Prediction) -> str:

@@ -23,7 +23,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxtrain.config import Config, ConfigError, checks, one_line
-from jaxtrain.config.checks import Environment
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, Reading, apply, read_flags, settled
 from jaxtrain.config.recipes import DEFAULT_RECIPE, find_recipe, load_recipe
@@ -47,7 +46,6 @@ from jaxtrain.planner.search.explain import aligned
 from jaxtrain.planner.search.predict import predict, with_op_times
 from jaxtrain.planner.search.what_if import fitting
 from jaxtrain.planner.step import hardware
-from jaxtrain.planner.step.hardware import GIB
 from jaxtrain.planner.step.links import sent
 from jaxtrain.planner.step.memory import MemoryBreakdown
 from jaxtrain.planner.step.step_counts import Entry
@@ -177,8 +175,8 @@ class CompileCheck:
         devices = f"{where.devices} × {platform.device_kind}{links * (platform.backend != 'gpu')}"
         versions = f"{platform.compiler}, jax {importlib.metadata.version('jax')}"
         seconds = f"traced in {compiled.tracing:.0f} s, compiled in {compiled.compiling:.0f} s"
-        big = self.total.compiled >= GIB
-        size = lambda n: "–" if n is None else f"{n / (GIB if big else 2**20):,.2f}"
+        big = self.total.compiled >= hardware.GIB
+        size = lambda n: "–" if n is None else f"{n / (hardware.GIB if big else 2**20):,.2f}"
         unit = "GiB" if big else "MiB"
         memory = [
             (f"memory per device, {unit}", "compiler", "planner"),
@@ -194,8 +192,8 @@ class CompileCheck:
             *aligned(memory, words=1),
             f"  the planner is {abs(self.error):.1%} {'below' if self.error < 0 else 'above'} the "
             f"compiler, {agrees} {AGREES:.0%}; as compiled it "
-            f"{'fits' if self.fits else 'does not fit'} the {self.capacity / GIB:,.1f} GiB that a "
-            f"device has for arrays ({split} {unit})",
+            f"{'fits' if self.fits else 'does not fit'} the {self.capacity / hardware.GIB:,.1f} "
+            f"GiB that a device has for arrays ({split} {unit})",
             *[
                 f"  to hold less memory XLA computes {self.repeated_products} products of the "
                 f"program once more: save less for the backward{RAISED[platform.backend]}"
@@ -397,7 +395,7 @@ def main(argv: Sequence[str]) -> int:
             file=sys.stderr,
             flush=True,
         )
-        known = Environment(devices.devices, devices.platform.backend)
+        known = checks.Environment(devices.devices, devices.platform.backend)
         with out_of_memory.named(functools.partial(fitting, config, known)):
             check = compile_check(config, devices, compile_config(devices, config))
     except Refused as error:

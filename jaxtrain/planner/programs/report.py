@@ -38,7 +38,7 @@ CPUS_COMPILER = (
     "arrays and has no fused attention: right for these simulated devices; for a GPU or TPU believe"
 )
 
-# --- what lies on a device, and what it sends ----------------------------------------------------
+# --- what a step sends --------------------------------------------------------------------------
 
 
 def parameters_of(layout: ParameterLayout) -> dict[str, dict[str, Parameters]]:
@@ -160,8 +160,9 @@ def dry_run(
         lowered = step.lower()
         with clock.part(Part.COMPILING):
             compiled = lowered.compile()
-        seconds = clock.spent(Part.TRACING), clock.spent(Part.COMPILING)
-        lines = describe(config, step, compiled, *seconds)
+        lines = describe(
+            config, step, compiled, clock.spent(Part.TRACING), clock.spent(Part.COMPILING)
+        )
     counts, device = (
         step_counts(config, jax.default_backend() == "cpu"),
         mesh.devices.flat[0].device_kind,
@@ -174,9 +175,8 @@ def dry_run(
         lines.append(f"  {CPUS_COMPILER} {believed}")
     stage = counts.busiest_stage()
     entries = counts.volume(stage)
-    sizes = {name: int(size) for name, size in mesh.shape.items()}
     record = {
-        "mesh": sizes | {"devices": math.prod(sizes.values()), "device": device},
+        "mesh": dict(mesh.shape) | {"devices": mesh.size, "device": device},
         "stage": stage,
         "communication_volume": _as_dicts(entries),
         "exchange": _as_dicts(counts.exchange_volume()),
