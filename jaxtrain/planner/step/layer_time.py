@@ -101,9 +101,8 @@ class LayerWork(StepPart):
         flops = layout.microbatch * model.attention_flops() / (layout.model * layout.context)
         seconds = flops / hardware.peak(self.dtype)
         if self.framework.fused_attention:
-            forward = 0.5 * seconds / hardware.attention_forward
-            products = self.framework.attention_backward
-            return forward, products * 0.5 * seconds / hardware.attention_backward, 0.0
+            forward, backward = (0.5 * seconds / reached for reached in hardware.attention)
+            return forward, self.framework.attention_backward * backward, 0.0
         seconds /= hardware.matmul.reached(model.sequence, model.sequence, model.score_dim)
         scores = self.tokens * model.sequence * model.layer().scores / layout.model
         moved = self.item * self.framework.attention_passes * scores
