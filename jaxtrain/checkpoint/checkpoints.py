@@ -31,6 +31,7 @@ from jaxtrain.checkpoint.local_restore import LocalFiles, LocalStep
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.restoring import choose_together, restore_newest
 from jaxtrain.checkpoint.retention import Retention
+from jaxtrain.checkpoint.saving import check_orbax
 from jaxtrain.checkpoint.steps import NONE, VERSION, CheckpointError, Meta, StepChoice, read_meta
 from jaxtrain.config import Config, ConfigError, fields, get, replace, sources, suggestion, to_dict
 from jaxtrain.config.checks import Environment, check_resume
@@ -77,6 +78,8 @@ class Checkpoints:
       workdir: the run's folder.
       before: only checkpoints of earlier steps than this are looked at; None: all are.
 
+    Raises OrbaxError where the installed Orbax cannot save them.
+
     saves: the persistent ones that this run saves, once `begin` has opened them.
     """
 
@@ -88,6 +91,7 @@ class Checkpoints:
         workdir: pathlib.Path,
         before: int | None = None,
     ):
+        check_orbax()
         self.directory = folder_of_checkpoints(config.checkpoint, workdir)
         self._config, self._unresolved, self._environment = config, unresolved, environment
         self._workdir, self._before = workdir, before

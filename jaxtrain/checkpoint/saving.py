@@ -15,7 +15,9 @@ those of the main thread. manager.py decides which steps stay.
 """
 
 import dataclasses
+import importlib.metadata
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -31,7 +33,10 @@ from jaxtrain.checkpoint.steps import ORBAX_UNFINISHED, CheckpointError, is_unfi
 from jaxtrain.checkpoint.storage import tree_handler
 from jaxtrain.checkpoint.stores import scheme_of
 from jaxtrain.devices import cluster
+from jaxtrain.run.exit_status import ExitStatus, RunError
 
+# Before this version of Orbax a save does not end, or fails.
+ORBAX = (0, 12, 5)
 # Seconds before each further attempt: a store that fails for half a minute costs no checkpoint.
 RETRY_WAITS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 
@@ -47,6 +52,23 @@ _ORBAX_METADATA = {
     "performance_metrics": {},
     "custom_metadata": {},
 }
+
+
+class OrbaxError(RunError):
+    """A version of Orbax that saves no checkpoints of ours; the text is one line."""
+
+    status = ExitStatus.BAD_CONFIG
+
+
+def check_orbax() -> None:
+    """Raises OrbaxError where the installed Orbax is older than ORBAX."""
+    version = importlib.metadata.version("orbax-checkpoint")
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < ORBAX:
+        needed = ".".join(map(str, ORBAX))
+        raise OrbaxError(
+            f"orbax-checkpoint {version} is installed, in which saves hang or fail: python -m pip "
+            f"install -U 'orbax-checkpoint>={needed}'"
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -29,10 +29,12 @@ from jax import lax
 
 # of a block: enough for a matmul unit, and a group of 2,000 rows computes 6 % too many on average
 MOST_ROWS = 256
-# The host waits some 20 µs for each block's turn, in which an H100 multiplies 100 rows of
-# 4096 × 14336.
+# A block's turn takes an H100 some 40 µs besides its product (benchmarks/README.md): the host waits
+# for the loop's condition and starts small kernels. In that time it multiplies 200 rows of
+# 4096 × 14336, so a group of 4,096 rows takes least in blocks of about 1,024; with 512 the last
+# block of a group computes half as many rows too many.
 MOST_ROWS_ON_GPU = 1024
-BLOCKS = 16  # in a group of mean size that has enough rows
+BLOCKS, BLOCKS_ON_GPU = 16, 8  # in a group of mean size that has enough rows
 # A block's sum, a matrix in float32, is read and written: 4096 × 7168 take an H100 72 µs, their
 # product with 256 rows 22 µs at 0.7 of the peak.
 BLOCKS_OF_WEIGHTS = 4
@@ -93,7 +95,8 @@ def _times_matrices(
     to `onto`, if given."""
     dtype = dtype or rows_RK.dtype
     rows, groups = rows_RK.shape[0], weights.shape[0]
-    size = block_rows(rows, groups, most_rows)
+    blocks = BLOCKS_ON_GPU if most_rows == MOST_ROWS_ON_GPU else BLOCKS
+    size = block_rows(rows, groups, most_rows, blocks)
     preferred = None if dtype == rows_RK.dtype else dtype
 
     def group(e, begin, end, out):

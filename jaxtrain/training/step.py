@@ -27,6 +27,7 @@ from jaxtrain.config import (
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.devices import cluster, host_memory
 from jaxtrain.devices.compiler_options import (
+    DENSE,
     FP8,
     GATHERS,
     GATHERS_WHOLE,
@@ -278,6 +279,7 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
         SIDE_BY_SIDE: mesh.shape["model"] == 1
         and (table.overlaps or (table.saves_inputs and model.experts > 0)),
         FP8: bool(fp8),
+        DENSE: not model.experts,
     }
     options = compiler_options(
         mesh.devices.flat[0], [name for name, yes in does.items() if yes], parallel.compiler_options

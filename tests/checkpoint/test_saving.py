@@ -55,6 +55,17 @@ def test_a_store_that_fails_for_a_while_costs_no_checkpoint(tmp_path, monkeypatc
     c.close()
 
 
+@pytest.mark.parametrize("version", ["0.12.4", "0.11.40", "0.12.5", "0.13.0rc1", "1.0"])
+def test_a_version_of_orbax_that_hangs_is_refused(monkeypatch, version):
+    """On the first GPU machine that ran this, every save of Orbax 0.12.4's kind hung for ever."""
+    monkeypatch.setattr(saving.importlib.metadata, "version", lambda package: version)
+    if version in ("0.12.4", "0.11.40"):
+        with pytest.raises(saving.OrbaxError, match=re.escape(f"orbax-checkpoint {version} is")):
+            saving.check_orbax()
+    else:
+        saving.check_orbax()
+
+
 def test_a_failed_save_is_reported_and_the_next_one_tries_again(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(saving, "RETRY_WAITS_S", (0.01, 0.01))
     layout, said = Layout(7), []

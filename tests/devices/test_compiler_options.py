@@ -9,12 +9,15 @@ from support import small
 
 from jaxtrain import config as configs
 from jaxtrain.devices.compiler_options import (
+    DENSE,
+    FP8,
     GATHERS,
     GATHERS_WHOLE,
     PLATFORMS,
     SIDE_BY_SIDE,
     compiler_options,
 )
+from jaxtrain.training import step as training_step
 from jaxtrain.training.step import make_step
 
 
@@ -46,6 +49,9 @@ def test_by_platform_and_generation():
     assert {twice, early} <= gathering
     side_by_side = compiler_options(Device("gpu"), [SIDE_BY_SIDE])
     assert side_by_side[early] is True and twice not in side_by_side
+    triton = "xla_gpu_enable_triton_gemm"
+    dense, fp8, experts = (compiler_options(Device("gpu"), does) for does in ([DENSE], [FP8], []))
+    assert dense[triton] is fp8[triton] is False and triton not in experts
     assert all(option.reason for options in PLATFORMS.values() for option in options)
 
 
@@ -78,6 +84,18 @@ def test_changes_come_last_and_have_types():
         and got["xla_gpu_enable_latency_hiding_scheduler"] is True
     )
     assert (got["xla_a"], got["xla_b"], got["xla_c"]) == (False, 0.5, "x=y")
+
+
+@pytest.mark.parametrize("model", [{}, {"model.experts": 4}])
+def test_products_of_dense_layers(monkeypatch, model):
+    """A step tells whether it has experts."""
+    told: list[list[str]] = []
+    monkeypatch.setattr(
+        training_step, "compiler_options", lambda device, does, changes: told.append(does) or {}
+    )
+    cfg = configs.replace(small.config(), model)
+    make_step(cfg, small.mesh_of(cfg))
+    assert (DENSE in told[0]) == (not model)
 
 
 def test_they_reach_the_compiler():

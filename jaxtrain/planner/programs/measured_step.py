@@ -65,11 +65,11 @@ OTHER = "other"
 HOST_MEMORY = 5  # the memory space of arrays in the host's memory
 ASYNCHRONOUS = ("-start", "-done", "-update")
 BODIES_COUNT = FREE | {"while", "conditional"}  # opcodes that take no time of their own
-# A GPU's kernels in graphs, which name no instruction, by their own names.
+# A GPU's kernels in graphs, which name no instruction, by their own names: those of libraries.
 KERNELS = (
     (re.compile(r"nccl", re.IGNORECASE), COMMUNICATION),
     (re.compile(r"memcpy ?(?:d2h|h2d)", re.IGNORECASE), HOST),
-    (re.compile(r"fmha|flash|cudnn.*(?:sdpa|attention)", re.IGNORECASE), ATTENTION),
+    (re.compile(r"fmha|flash|cudnn.*(?:sdpa|attention|fusion)", re.IGNORECASE), ATTENTION),
     (re.compile(r"gemm|nvjet|cutlass|cublas|xmma", re.IGNORECASE), MATMULS),
 )
 NAMED_ATTENTION = re.compile(rf"[/(]{SCOPE}[/)]")
@@ -102,14 +102,17 @@ class Kinds:
         self.program, self.mesh = Program(text), mesh
         self._axes = [name for name, size in mesh.items() if size > 1]
         self._kinds: dict[tuple[str, str], Kind | None] = {}
+        # XLA's own kernels have the names of their instructions, for C.
+        self._by_kernel = {re.sub(r"\W", "_", name): i for name, i in self.program.named.items()}
 
     def of(self, event: TraceEvent) -> Kind | None:
         """The kind of an event's instruction, or of its kernel where the program has no such name.
 
         None for a loop, whose time is that of its body.
         """
-        instruction = self.program.named.get(event.instruction)
-        key = event.instruction, "" if instruction else event.kernel
+        named = self.program.named.get(event.instruction)
+        key = event.instruction, "" if named else event.kernel
+        instruction = named or self._by_kernel.get(event.kernel)
         if key not in self._kinds and instruction:
             self._kinds[key] = self._of(instruction)
         elif key not in self._kinds:

@@ -102,9 +102,8 @@ class LayerWork(StepPart):
         flops = layout.microbatch * model.attention_flops() / (layout.model * layout.context)
         seconds = flops / hardware.peak(self.settings.dtype)
         if self.settings.fused_attention:
-            forward = 0.5 * seconds / hardware.attention[0]
-            products = self.settings.attention_backward
-            return forward, products * 0.5 * seconds / hardware.attention[1], 0.0
+            forward, backward = (0.5 * seconds / reached for reached in hardware.attention)
+            return forward, self.settings.attention_backward * backward, 0.0
         seconds /= hardware.matmul.reached(model.sequence, model.sequence, model.score_dim)
         scores = self.tokens * model.sequence * model.layer().scores / layout.model
         moved = self.item * self.settings.attention_passes * scores

@@ -123,7 +123,10 @@ def test_kinds_of_instructions():
         ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTN", "matmuls"),
         ("sm90_xmma_gemm_bf16bf16_bf16f32", "matmuls"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma", "attention"),
+        ("void cudnn::fusion::compute_dot_do_o_specialized<true, 64>(void const*)", "attention"),
         ("loop_add_fusion_7", "memory"),
+        ("step", "optimizer"),  # an instruction's name
+        ("sent_done", "stage"),
         ("MemcpyD2D", "memory"),
         ("MemcpyD2H", "host"),
         ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
