@@ -150,6 +150,7 @@ def bytes_of(split: LayerSplit, model: int) -> LayerBytes:
 def saved_bytes(
     cfg: ModelConfig,
     precision: PrecisionConfig,
+    mode: str,
     save: Sequence[str],
     mesh_sizes: Sequence[int],
     microbatch: tuple[int, int],
@@ -162,10 +163,10 @@ def saved_bytes(
     beside_products: str,
 ) -> tuple[LayerBytes, LayerBytes]:
     """What one layer of a resolved model saves of a microbatch on a device, which need not be
-    there: (everything, what selective recomputation saves).
+    there: (everything, what it saves with a mode of remat).
 
-    save: as for `keep_rule`; mesh_sizes: in AXES' order; microbatch: sequences, and tokens of each,
-    on one group of `model` devices; platform: of the devices, by jax's name; context,
+    mode, save: as for `keep_rule`; mesh_sizes: in AXES' order; microbatch: sequences, and tokens of
+    each, on one group of `model` devices; platform: of the devices, by jax's name; context,
     beside_products: `parallel.context` and `parallel.collective_matmul`
     """
     mesh = AbstractMesh(tuple(mesh_sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -175,11 +176,11 @@ def saved_bytes(
 
     def splits() -> list[LayerSplit]:
         everything = layer.split(shape, extra, keep_everything)
-        return [everything, everything.recut(keep_rule(SELECTIVE, save))]
+        return [everything, everything.recut(keep_rule(mode, save))]
 
     # a thread of its own is in no mesh and no trace of the caller
     with ThreadPoolExecutor(1) as alone:
         device = AbsentDevice(platform)
         traced = alone.submit(in_manual_region, splits, mesh, beside_products, device).result()
-    everything, selective = (bytes_of(split, mesh.shape[MODEL]) for split in traced)
-    return everything, selective
+    everything, saved = (bytes_of(split, mesh.shape[MODEL]) for split in traced)
+    return everything, saved

@@ -1,4 +1,5 @@
-"""The new kind of remat is a setting, has op times, and saves products but no kernel's results."""
+"""The new kind of remat is a setting, has op times, and saves products but no kernel's results; the
+planner has its bytes."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +7,9 @@ import jax.numpy as jnp
 from jaxtrain import config as configs
 from jaxtrain.config.checks import check
 from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.planner.step.hardware import load
+from jaxtrain.planner.step.saved import layer_bytes
+from jaxtrain.planner.step.step_model import step_model_of
 from jaxtrain.runtime.backward_split import keep_dots, keep_products
 
 changes = {"mesh.data": 1, "mesh.stage": 2, "pipeline.remat": "dots"}
@@ -21,3 +25,8 @@ def layer(x, weight):
 equations = jax.make_jaxpr(layer)(jnp.ones((2, 3)), jnp.ones((3, 3))).eqns
 assert [keep_products(equation) for equation in equations] == [True, True]
 assert [keep_dots(equation) for equation in equations] == [True, False]
+
+step = step_model_of(config, load("h100"))
+dots, selective, everything = (layer_bytes(step, remat=mode) for mode in ("", "selective", "none"))
+saved = [sum(of_mode[:2]) for of_mode in (dots, selective, everything)]
+assert saved == sorted(set(saved)), saved

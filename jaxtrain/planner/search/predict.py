@@ -245,7 +245,7 @@ class PlannedTable:
             several = setup.train_several.pool_sizes
             pools = {pool: max(number, several[pool]) for pool, number in pools.items()}
         return SlotCounts(
-            **pools,
+            pools,
             layers=most,
             saved_layers=(most - recomputed) * any(setup.table.saved),
             stored_layers=sum(map(placement.stack_size, range(placement.units_per_stage))),

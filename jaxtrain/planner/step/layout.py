@@ -14,7 +14,6 @@ from jaxtrain.config.sizes import (
     Remat,
     capacity_of,
     device_capacity,
-    exceeds_mean,
     remat_of,
 )
 from jaxtrain.planner.step.model import Model
@@ -132,12 +131,6 @@ def routed_capacity(model: Model, layout: Layout) -> int:
         most = capacity_of(model.sequence, choices, model.experts, factor)
         return model.experts * layout.microbatch * min(most, model.sequence // layout.context)
     return _capacity(model, layout, layout.expert)
-
-
-def leaves_out_empty(model: Model, layout: Layout) -> bool:
-    """True if work on single routed tokens leaves out empty capacity, unless it is in FP8."""
-    mean = layout.microbatch * (model.sequence // layout.context) * model.experts_per_token
-    return not model.capacity_factor and exceeds_mean(routed_capacity(model, layout), mean)
 
 
 def sent_by_gateway(model: Model, layout: Layout) -> int:

@@ -26,6 +26,7 @@ it. The bytes of a slot are those of the arrays that go from op to op where a la
 traces it). With one stage layers save their inputs, or both residuals.
 """
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -40,6 +41,7 @@ from jaxtrain.planner.step.saved import layer_bytes
 from jaxtrain.planner.step.step_model import platform_of
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.schedule.placement import spread
+from jaxtrain.schedule.slots import SAVED
 
 # Buffers do not fit without gaps: XLA's peak for H100s over what is live, but for `working`.
 ALLOCATED = 1.01
@@ -77,26 +79,23 @@ class SlotCounts:
 
     layers:             layers of the largest unit; a slot of residuals or of the stash has memory
                         for all of them
-    saved_layers:       those of them that save all, in slots of their own, where others are
-                        recomputed
     stored_layers:      layers whose parameters a device has memory for, the same on all stages
     shares_vocabulary:  embedding and head are split over the stages; otherwise every stage has
                         memory for both
+    saved_layers:       those of `layers` that save all, in slots of their own, where others are
+                        recomputed
     """
 
-    activation: float
-    gradient: float
-    residual_b: float
-    residual_w: float
-    weight_stash: float
+    pools: Mapping[str, float]
     layers: int
     stored_layers: int
     shares_vocabulary: bool
-    saved_b: float = 0
-    saved_w: float = 0
-    saved_stash: float = 0
     saved_layers: int = 0
-    layer_input: float = 0
+
+    def of_layers(self, pool: str) -> float:
+        """The slots of a pool, 0 if there is none, times the layers that each has memory for."""
+        layers = self.saved_layers if pool in SAVED else self.layers - self.saved_layers
+        return self.pools.get(pool, 0) * layers
 
 
 def memory(
@@ -186,22 +185,17 @@ def estimated_slots(step: StepModel) -> SlotCounts | None:
         pieces = math.ceil(layers / layout.layers_per_op)
     saved = sum(n - layout.recomputation.recomputed(n) for n in spread(layers, pieces))
     saved = 0 if layout.recomputation.mode == "none" else saved
-    held = residuals * (saved > 0)
-    return SlotCounts(
-        activation=residuals if full and not layout.saves_inputs else TRANSIT,
-        gradient=schedule.gradients(p, layout.microbatches),
-        residual_b=1 if full else residuals,
-        residual_w=stashes if full else residuals,
-        weight_stash=stashes,
-        layers=layers,
-        stored_layers=stored,
-        shares_vocabulary=step.settings.vocabulary_parallel,
-        saved_b=held,
-        saved_w=held,
-        saved_stash=stashes * (saved > 0),
-        saved_layers=saved,
-        layer_input=residuals * layout.saves_inputs,
-    )
+    pools = {
+        "activation": residuals if full and not layout.saves_inputs else TRANSIT,
+        "gradient": schedule.gradients(p, layout.microbatches),
+        "residual_b": 1 if full else residuals,
+        "residual_w": stashes if full else residuals,
+        "weight_stash": stashes,
+        "layer_input": residuals * layout.saves_inputs,
+        **dict(zip(SAVED, (residuals, residuals, stashes), strict=True)),
+    }
+    shared = step.settings.vocabulary_parallel
+    return SlotCounts(pools, layers, stored, shared, saved_layers=saved)
 
 
 def least_recomputed(step: StepModel, loss_chunk: int, capacity: float) -> StepModel | None:
@@ -218,13 +212,10 @@ def least_recomputed(step: StepModel, loss_chunk: int, capacity: float) -> StepM
         return step.on(layout)
 
     fits = lambda layers: memory(recomputing(layers), loss_chunk).bytes <= capacity
-    fewest, most = 1 if mode != "none" else max(units), max(units)
-    if not fits(most):
+    if not fits(most := max(units)):
         return None
-    while fewest < most:
-        middle = (fewest + most) // 2
-        fewest, most = (fewest, middle) if fits(middle) else (middle + 1, most)
-    return recomputing(fewest)
+    fewer = range(1 if mode != "none" else most, most)
+    return recomputing(fewer.start + bisect.bisect_left(fewer, True, key=fits))
 
 
 def best_interval(step: StepModel) -> float | None:
@@ -236,39 +227,30 @@ def best_interval(step: StepModel) -> float | None:
     if slots is None:
         return None
     layer = layer_bytes(step, remat="none")
-    rebuilt = slots.residual_b * layer.residual_b + slots.residual_w * layer.residual_w
-    rebuilt += slots.weight_stash * layer.weight_stash
+    stored = ("residual_b", "residual_w", "weight_stash")
+    rebuilt = sum(slots.pools[pool] * getattr(layer, pool) for pool in stored)
     layers = math.ceil(step.model.layers / step.layout.stage)
-    in_flight = slots.activation / max(1, step.layout.repeats)
+    in_flight = slots.pools["activation"] / max(1, step.layout.repeats)
     return min(layers, max(1.0, math.sqrt(in_flight * layers * layer.input / rebuilt)))
 
 
 def _pools(step: StepModel, slots: SlotCounts) -> dict[str, float]:
     """Bytes of each pool in the device's memory."""
-    layer, layers = layer_bytes(step), slots.layers - slots.saved_layers
-    saved, saved_layers = layer_bytes(step, remat="none"), slots.saved_layers
-    pools = {
-        "activation": slots.activation * layer.input,
-        "gradient": slots.gradient * layer.input,
-        "residual_b": slots.residual_b * layers * layer.residual_b,
-        "residual_w": slots.residual_w * layers * layer.residual_w,
-        "weight_stash": slots.weight_stash * layers * layer.weight_stash,
+    layer, saved = layer_bytes(step), layer_bytes(step, remat="none")
+    of_layers = {
+        "residual_b": layer.residual_b,
+        "residual_w": layer.residual_w,
+        "weight_stash": layer.weight_stash,
+        "layer_input": layer.input,
+        **dict(zip(SAVED, saved, strict=False)),
     }
-    if slots.layer_input:
-        pools["layer_input"] = slots.layer_input * layers * layer.input
-    if saved_layers:
-        pools |= {
-            "saved_b": slots.saved_b * saved_layers * saved.residual_b,
-            "saved_w": slots.saved_w * saved_layers * saved.residual_w,
-            "saved_stash": slots.saved_stash * saved_layers * saved.weight_stash,
-        }
-    if not step.layout.offloads("activations"):
-        return pools
+    pools = {pool: slots.pools[pool] * layer.input for pool in ("activation", "gradient")}
+    pools |= {pool: slots.of_layers(pool) * size for pool, size in of_layers.items()}
     inputs = ["residual_b", "residual_w"]
     if step.layout.recomputation.mode == "full":
-        inputs = ["layer_input" if slots.layer_input else "activation"]
-    offloaded = (*inputs, "saved_b", "saved_w")
-    return {pool: size for pool, size in pools.items() if pool not in offloaded}
+        inputs = ["layer_input" if slots.pools.get("layer_input") else "activation"]
+    offloaded = (*inputs, *SAVED[:2]) * step.layout.offloads("activations")
+    return {pool: size for pool, size in pools.items() if size and pool not in offloaded}
 
 
 def transposed_pools(step: StepModel, slots: SlotCounts) -> float:
@@ -283,17 +265,16 @@ def transposed_pools(step: StepModel, slots: SlotCounts) -> float:
     model, layout = step.model, step.layout
     if layout.model == 1:
         return 0.0
-    layer, layers = layer_bytes(step), slots.layers - slots.saved_layers
-    saved, saved_layers = layer_bytes(step, remat="none"), slots.saved_layers
-    stashed, saved_stash = slots.weight_stash * layers, slots.saved_stash * saved_layers
+    layer, saved = layer_bytes(step), layer_bytes(step, remat="none")
+    stashed, saved_stash = slots.of_layers("weight_stash"), slots.of_layers("saved_stash")
     if layout.microbatch == 1:
         widths = model.hidden() * ("mlp" in model.biases) + model.width * ("out" in model.biases)
         biases = (stashed + saved_stash) * layer.input * widths / model.width
         return max(biases, stashed * layer.remade)
     gathered = stashed * layer.gathered + saved_stash * saved.gathered
-    norms = slots.saved_w * saved_layers * saved.normed
+    norms = slots.of_layers("saved_w") * saved.normed
     if layout.recomputation.mode != SELECTIVE:
-        norms += slots.residual_w * layers * layer.normed
+        norms += slots.of_layers("residual_w") * layer.normed
     return max(gathered, norms, stashed * layer.remade)
 
 

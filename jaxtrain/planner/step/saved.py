@@ -10,10 +10,12 @@ from jaxtrain.planner.step.settings import StepSettings
 from jaxtrain.planner.step.step_model import platform_of
 from jaxtrain.planner.step.step_time import StepModel
 
+SAVE_ALL = ("none", "full")  # modes of remat whose residuals are all that the backward reads
+
 
 def layer_bytes(step: StepModel, dense: bool = False, remat: str = "") -> LayerBytes:
-    """The bytes of one layer. dense: of the layers before those with experts; remat: the layout's
-    if not given. Full recomputation saves all, in R instead of F."""
+    """The bytes of one layer. dense: of the layers before those with experts; remat: the mode, the
+    layout's if not given."""
     model, layout, settings = step.model, step.layout, step.settings
     platform, sequences = platform_of(step.hardware), layout.microbatch
     traced = 1 if settings.by_sequence else sequences
@@ -21,10 +23,14 @@ def layer_bytes(step: StepModel, dense: bool = False, remat: str = "") -> LayerB
     # where a layer differs with the number of stages
     several = layout.stage > 1 and (ring or (layout.model > 1 and platform == kernels.TPU))
     part = sequences * model.sequence * model.width * step.item // (layout.context * layout.model)
-    everything, selective = _traced(
+    mode, own = remat or layout.recomputation.mode, layout.recomputation.mode
+    # a trace is cut in two ways: with everything saved, and in this mode
+    cut = next((m for m in (mode, own) if m not in SAVE_ALL), SELECTIVE)
+    everything, saved = _traced(
         model.of_one_layer,
         _precision(settings),
-        layout.save if layout.recomputation.mode == SELECTIVE else (),
+        cut,
+        layout.save if cut == own else (),
         (1, 1, 1 + several, layout.context, layout.expert, layout.model),
         (traced, model.sequence // layout.context),
         platform,
@@ -37,8 +43,8 @@ def layer_bytes(step: StepModel, dense: bool = False, remat: str = "") -> LayerB
             settings.beside_products, platform, layout.stage, part
         ),
     )
-    saved = selective if (remat or layout.recomputation.mode) == SELECTIVE else everything
-    return LayerBytes(*(n * sequences // traced for n in saved))
+    of_mode = everything if mode in SAVE_ALL else saved
+    return LayerBytes(*(n * sequences // traced for n in of_mode))
 
 
 @functools.lru_cache(2**6)
@@ -53,6 +59,7 @@ def _precision(settings: StepSettings) -> PrecisionConfig:
 def _traced(
     model: ModelConfig,
     precision: PrecisionConfig,
+    mode: str,
     save: tuple[str, ...],
     mesh: tuple[int, ...],
     microbatch: tuple[int, int],
@@ -69,6 +76,7 @@ def _traced(
     return saved_bytes(
         model,
         precision,
+        mode,
         save,
         mesh,
         microbatch,

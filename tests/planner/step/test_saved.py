@@ -175,6 +175,7 @@ def test_one_trace_for_several_layouts(seed, hardware):
     traced = saved_bytes(
         config.model,
         config.precision,
+        "selective",
         config.pipeline.save,
         sizes_of(config.mesh),
         (config.sequences_per_microbatch // config.mesh.expert, tokens),
