@@ -14,17 +14,16 @@ from typing import ClassVar
 from jaxtrain.config import OptimizerConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.planner.step.collectives import Parameters, StepCollectives
-from jaxtrain.planner.step.ends_time import EndsTime
 from jaxtrain.planner.step.layer_collectives import FLOAT32
 from jaxtrain.planner.step.layer_time import LayerTime, MeanLayer
 from jaxtrain.planner.step.layout import Layout
 from jaxtrain.planner.step.links import DATA, Collective
+from jaxtrain.planner.step.outside_layers import EndsTime, UpdateTime
 from jaxtrain.planner.step.parameters import DeviceState, ParameterGroups
 from jaxtrain.planner.step.settings import ITEM, Rates, StepSettings
 from jaxtrain.planner.step.step_part import once
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.planner.step.time_breakdown import ATTENTION, MEMORY, TimeBreakdown
-from jaxtrain.planner.step.update import UpdateTime
 
 
 class Layer(LayerTime):

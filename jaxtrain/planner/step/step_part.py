@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 from jaxtrain.planner.step.collectives import StepCollectives
 from jaxtrain.planner.step.hardware import Hardware
@@ -24,10 +24,11 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 def once(method: Method) -> Method:
     """The method of a part, computed once for the same arguments, which are positional."""
+    name = method.__qualname__
 
     @functools.wraps(method)
     def remembered(self: "StepPart", *arguments: Any) -> Any:
-        results = vars(self).setdefault(method.__qualname__, {})
+        results = vars(self).setdefault(name, {})
         if arguments not in results:
             results[arguments] = method(self, *arguments)
         return results[arguments]
@@ -36,7 +37,7 @@ def once(method: Method) -> Method:
 
 
 def part(kind: type[Part]) -> functools.cached_property[Part]:
-    """The property of a part, or of a step, that is the part of this kind."""
+    """The property of a step, or of a part, that is its part of this kind."""
     return functools.cached_property(lambda step: step.part(kind))
 
 
@@ -56,12 +57,15 @@ class StepPart:
     )
     reads: ClassVar[tuple[str, ...]] = tuple(Layout.__dataclass_fields__)
 
-    def on(self, layout: Layout, kind: type[Part] | None = None) -> Any:
-        """The same, or what is of this kind, with another layout. Parts that both have are computed
-        once."""
-        other = (kind or type(self))(self.model, layout, self.settings, self.hardware)
-        object.__setattr__(other, "_parts", self._parts)
-        return other
+    def on(self, layout: Layout) -> Self:
+        """This step, or part, with another layout. It shares the parts of this one."""
+        return self._made(type(self), layout)
+
+    def _made(self, kind: type[Part], layout: Layout) -> Part:
+        """A step, or part, of a kind, which shares the parts of this one."""
+        made = kind(self.model, layout, self.settings, self.hardware)
+        object.__setattr__(made, "_parts", self._parts)
+        return made
 
     def part(self, kind: type[Part]) -> Part:
         """The step's part of this kind, whose `reads` are among this one's."""
@@ -69,7 +73,7 @@ class StepPart:
         key = kind, operator.attrgetter(*kind.reads)(self.layout)
         if key not in self._parts:
             layout = Layout(**dict(zip(kind.reads, key[1], strict=True)))
-            self._parts[key] = self.on(layout, kind)
+            self._parts[key] = self._made(kind, layout)
         return self._parts[key]
 
     @functools.cached_property

@@ -16,13 +16,12 @@ import math
 import operator
 
 from jaxtrain.config.sizes import SELECTIVE
-from jaxtrain.planner.step.ends_time import EndsTime
 from jaxtrain.planner.step.layer_time import LayerTime, MeanLayer
 from jaxtrain.planner.step.links import PERMUTE, STAGE, Collective
+from jaxtrain.planner.step.outside_layers import EndsTime, UpdateTime
 from jaxtrain.planner.step.parameters import DeviceState
 from jaxtrain.planner.step.step_part import StepPart, part
 from jaxtrain.planner.step.time_breakdown import BUBBLE, TimeBreakdown, hidden_messages
-from jaxtrain.planner.step.update import UpdateTime
 from jaxtrain.schedule.orders import PLACEMENTS, Schedule, StageTimes, closed_forms
 from jaxtrain.schedule.placement import Placement, balanced
 
@@ -32,7 +31,7 @@ class StepModel(StepPart):
     kind."""
 
     layers, device = part(MeanLayer), part(DeviceState)
-    ends, outside = part(EndsTime), part(UpdateTime)
+    ends, update = part(EndsTime), part(UpdateTime)
 
     @functools.cached_property
     def head(self) -> TimeBreakdown:
@@ -91,7 +90,7 @@ class StepModel(StepPart):
         """What is outside of the microbatches' ops. The arguments are those of
         `UpdateTime.seconds`."""
         recomputed = self.recomputed_fraction * (self.layout.recomputation.mode == "full")
-        return self.outside.seconds(busy, forward, backward, recomputed)
+        return self.update.seconds(busy, forward, backward, recomputed)
 
     def _busiest_stage(self, layer: float, first: float, last: float) -> tuple[int, bool, bool]:
         """Returns (the layers of the stage that works most; whether it has `first`, the dense
@@ -157,7 +156,7 @@ class StepModel(StepPart):
         ops, layout = {name: op.seconds for name, op in self.ops().items()}, self.layout
         times = ops["F"], ops["B"], ops["W"], self.message(), ops["R"], self.head.seconds
         both = ops["F"] + ops["B"] - self.saved_by_overlap() if layout.overlap else 0.0
-        update = self.outside.op.seconds if layout.steps > 1 else 0.0
+        update = self.update.op.seconds if layout.steps > 1 else 0.0
         later = [both, update, self.dense_layers.seconds / 2]
         while later and not later[-1]:
             later.pop()

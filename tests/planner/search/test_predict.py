@@ -192,4 +192,4 @@ def test_updates_in_the_table():
         assert three.time.exposed[part] == pytest.approx(one.time.exposed[part])
     assert three.time.exposed[BUBBLE] < one.time.exposed[BUBBLE]
     times = three.work.op_times()
-    assert len(times) == 8 and times[7] > one.work.outside.update.seconds
+    assert len(times) == 8 and times[7] > one.work.update.optimizer.seconds

@@ -90,5 +90,5 @@ def test_op_times():
     times = plain.op_times()
     assert len(times) == 6 and cells.op_times()[:6] == times == steps.op_times()[:6]
     assert cells.op_times()[6:] == (times[0] + times[1] - plain.saved_by_overlap(),)
-    assert steps.op_times()[6:] == (0.0, steps.outside.op.seconds)
-    assert steps.outside.op.seconds >= steps.outside.update.seconds > 0
+    assert steps.op_times()[6:] == (0.0, steps.update.op.seconds)
+    assert steps.update.op.seconds >= steps.update.optimizer.seconds > 0

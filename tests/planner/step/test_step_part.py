@@ -6,16 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from jaxtrain.planner.step.ends_time import EndsTime
 from jaxtrain.planner.step.hardware import load
 from jaxtrain.planner.step.layer_time import LayerTime, LayerWork, MeanLayer
 from jaxtrain.planner.step.layout import Layout
 from jaxtrain.planner.step.memory import memory
 from jaxtrain.planner.step.model import llama
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
+from jaxtrain.planner.step.outside_layers import EndsTime, UpdateTime
 from jaxtrain.planner.step.parameters import DeviceState
 from jaxtrain.planner.step.step_time import StepModel
-from jaxtrain.planner.step.update import UpdateTime
 
 LLAMA = llama(32, 4096, 32, 8, 128, 14336, 128256, 8192)
 EXPERTS = dataclasses.replace(

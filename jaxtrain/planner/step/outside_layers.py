@@ -1,0 +1,203 @@
+"""Seconds of a step outside of its layers: embedding, dense layers, head, loss and multi-token
+prediction modules of a microbatch; collectives of parameters and their gradients, and the
+optimizer."""
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+
+from jaxtrain.config.optimizers import OPTIMIZERS
+from jaxtrain.planner.step.collectives import StepCollectives
+from jaxtrain.planner.step.layer_collectives import FLOAT32
+from jaxtrain.planner.step.layer_time import LayerWork, MeanLayer
+from jaxtrain.planner.step.layout import AXES
+from jaxtrain.planner.step.links import DATA, Collective
+from jaxtrain.planner.step.parameters import DeviceState
+from jaxtrain.planner.step.step_part import StepPart, once, part
+from jaxtrain.planner.step.time_breakdown import (
+    DISK,
+    HOST,
+    MATMULS,
+    MEMORY,
+    OPTIMIZER,
+    TimeBreakdown,
+    overlapped,
+)
+
+
+class EndsTime(StepPart):
+    """Seconds of both ends of a microbatch."""
+
+    reads = (*AXES, "microbatch", "microbatches", "zero", "shards_ends")
+    device, work = part(DeviceState), part(LayerWork)
+
+    @functools.cached_property
+    def _logits(self) -> TimeBreakdown:
+        """The product with the output matrix, and the loss."""
+        width, columns = self.model.width, self.model.vocab_size / self.layout.model
+        passes = 4 * self.settings.rates.logit_passes * columns + 3 * self.item * width
+        products = sum(self.work.product(self.tokens, columns, width))
+        memory = self.tokens * passes / self.hardware.streaming
+        return TimeBreakdown({MATMULS: products, MEMORY: memory})
+
+    def head(self, layer: MeanLayer) -> TimeBreakdown:
+        """Head, loss, embedding and multi-token prediction modules of one microbatch, forward and
+        backward, on the devices of one stage. layer: the modules'"""
+        width, modules, logits = self.model.width, self.model.mtp_depth, self._logits
+        table, sharded = width * self.model.vocab_size / self.layout.model, self._sharded_at_end
+        if not modules:
+            return logits + sharded(table, 1, 1)
+        # A prediction module joins two streams of the width and has a layer.
+        held, product = self.layer_parameters() + 2 * width**2, self.work.product
+        joining = sum(product(self.tokens / self.layout.model, width, 2 * width))
+        ops = [op for name, op in layer.ops(False).items() if name != "R"]
+        module = sum(ops, TimeBreakdown({MATMULS: joining}))
+        # The sum of the matrix's gradient is beside the modules' backward, what the modules gather
+        # beside the head; the rest is waited for.
+        covered = sharded(table, 0, 1) + sharded(held, 1, 0)
+        waits = sharded(table, 1, 0) + sharded(held, 0, 1)
+        waits += self._overlapped_with(module, covered)
+        return logits * (1 + modules) + module * modules + waits
+
+    def dense_layers(self, layer: MeanLayer) -> TimeBreakdown:
+        """The layers before the first unit, of one microbatch: forward with the embedding, and
+        once more with its gradient."""
+        layers = self.model.dense_layers
+        if not layers:
+            return TimeBreakdown()
+        ops = layer.ops(True)
+        each = ops["F"] * 2 + ops["B"] + ops["W"]
+        sharded = self._sharded_at_end(self.layer_parameters(dense=True), 2, 1)
+        # a layer's are beside the products of the one before or after, where there is one
+        return each * layers + sharded + self._overlapped_with(each, sharded) * (layers - 1)
+
+    @once
+    def _sharded_at_end(self, size: float, gathers: int, sums: int) -> TimeBreakdown:
+        """Seconds in which an op of embedding or head gathers so many parameters, so many times,
+        and scatters the sums of their gradients, where these are sharded as in ZeRO-3."""
+        p = self.device.groups.ends._replace(size=size)
+        if not p.as_zero3:
+            return TimeBreakdown()
+        c = self.collectives
+        collectives = [*c.gathers([p] * gathers), *c.reductions_in_op([p] * sums)]
+        return TimeBreakdown(self.links.seconds(collectives))
+
+    def _overlapped_with(self, work: TimeBreakdown, messages: TimeBreakdown) -> TimeBreakdown:
+        """Messages of an op of embedding or head that have this work beside them: on GPUs, as for
+        overlapped cells; on TPUs they are synchronous."""
+        part = float(self.settings.rates.cell_overlap > 0), work.seconds
+        return overlapped(messages.exposed, dict.fromkeys(messages.exposed, part))
+
+    @once
+    def communication(self, shared: bool) -> TimeBreakdown:
+        """Collectives of embedding, head and loss of one microbatch over `model` and `stage`.
+
+        shared: all stages share both ends; otherwise those of the stage that has the head
+        """
+        seconds = self.seconds(shared and self.layout.stage > 1)
+        return TimeBreakdown({axis: s for axis, s in seconds.items() if axis != DATA})
+
+    @once
+    def seconds(self, shared: bool) -> dict[str, float]:
+        """Seconds by axis of the collectives of a microbatch's embedding, head and loss. shared: by
+        all stages"""
+        c = dataclasses.replace(self.collectives, shares_vocabulary=shared)
+        return self.links.seconds(self.collectives_of_ends(c))
+
+    def collectives_of_ends(self, c: StepCollectives) -> list[Collective]:
+        """The collectives of a microbatch's embedding, head and loss, of those of a step."""
+        collectives, one_stage = [c.stage_sum(4)], self.layout.stage == 1
+        collectives += c.loss() * (1 + self.model.mtp_depth)
+        if c.shares_vocabulary or one_stage:
+            table = self.device.groups.table
+            collectives += c.lookup(table) + c.lookup_gradient(table, same_op=one_stage)
+        return collectives
+
+
+class UpdateTime(StepPart):
+    """Seconds of the update and of the collectives around it."""
+
+    reads = (*EndsTime.reads, "offload", "disk")
+    device = part(DeviceState)
+
+    def seconds(
+        self, busy: TimeBreakdown, forward: float, backward: float, recomputed: float
+    ) -> TimeBreakdown:
+        """Collectives of parameters and their gradients (ZeRO's in each microbatch, sums after the
+        last one, what the update gathers, DiLoCo's), and the optimizer.
+
+        busy: a stage with its microbatches; forward, backward: seconds of one microbatch;
+        recomputed: the fraction of the layers that R recomputes
+        """
+        layout, rates = self.layout, self.settings.rates
+        overlap = rates.data_overlap, backward * layout.microbatches
+        if layout.zero == 3 and self.shards > 1:
+            overlap = rates.gather_overlap, busy.seconds
+        parts = overlapped({DATA: self._over_data(recomputed)}, {DATA: overlap})
+        after_update = forward if layout.zero else backward
+        for seconds, work in zip(self._around, (backward, after_update), strict=True):
+            parts += overlapped(seconds, {DATA: (rates.data_overlap, work)})
+        if self.settings.inner_steps:
+            exchange = self.collectives.outer_exchange(self.device.groups)
+            parts += TimeBreakdown(self.links.seconds(exchange)) * (1 / self.settings.inner_steps)
+        return parts + self.optimizer
+
+    @once
+    def _over_data(self, recomputed: float) -> float:
+        """Seconds of ZeRO's collectives over `data` in all microbatches, and of what is gathered
+        once."""
+        c, groups = self.collectives, self.device.groups
+        gathers = c.gathers(groups[:2])
+        in_r = recomputed * (self.layout.stage > 1)
+        collectives = gathers * 2 + [g._replace(times=g.times * in_r) for g in gathers]
+        collectives += c.reductions_in_op(groups[:2])
+        if not groups.ends.as_zero3:  # else in the ops of embedding and head
+            collectives += c.reductions_in_op([groups.ends])
+            collectives += c.gathers([groups.ends])  # of the input's table, vectors are sent
+        ends = self.part(EndsTime).seconds(c.shares_vocabulary).get(DATA, 0.0)
+        seconds = self.layout.microbatches * (self.seconds_of_zero(collectives) + ends)
+        if self.layout.zero < 3 or not self.settings.gathers_once:
+            return seconds
+        return seconds + self.seconds_of_zero(
+            c.gathered(p) for p in groups if p.shard and not p.as_zero3
+        )
+
+    def seconds_of_zero(self, collectives: Iterable[Collective]) -> float:
+        """Seconds over `data` of collectives of ZeRO in ops."""
+        return self.links.seconds(collectives).get(DATA, 0.0)
+
+    @functools.cached_property
+    def _around(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Seconds by axis of the sums of gradients before an update, and of the all-gathers of what
+        it has changed."""
+        c, groups = self.collectives, self.device.groups
+        sums = [collective for p in groups for collective in c.reductions(p)]
+        return self.links.seconds(sums), self.links.seconds(map(c.after_the_update, groups))
+
+    @functools.cached_property
+    def op(self) -> TimeBreakdown:
+        """The op that updates a stage's parameters in a table of several steps: sums of gradients,
+        the optimizer, all-gathers."""
+        return sum(map(TimeBreakdown, self._around), self.optimizer)
+
+    @functools.cached_property
+    def optimizer(self) -> TimeBreakdown:
+        """The optimizer's passes over its state, which comes from the host's memory or the disk and
+        goes back where it is offloaded. A disk's stream goes on while the devices update; only what
+        is longer counts. It begins when all gradients are there, since they are clipped by their
+        norm, so no other part of the step hides it but for the first buffers."""
+        layout, settings = self.layout, self.settings
+        parameters = self.device.updated()
+        # the parameter, or its master, is read and written; a copy of a master is written
+        value = 2 * (settings.master_bytes or settings.weight_bytes) + settings.copied_bytes
+        passes = FLOAT32 * (OPTIMIZERS[settings.optimizer.name].passes - 2) + value
+        state = 2 * settings.moment_bytes * self.device.numbers(settings.optimizer)
+        seconds = {OPTIMIZER: (passes * parameters + state) / self.hardware.streaming}
+        if layout.offloads("optimizer"):
+            moved = 2 * settings.master_bytes * parameters + state
+            if layout.disk:
+                streamed = moved / self.hardware.disk_bytes_per_s
+                seconds[DISK] = max(0.0, streamed - seconds[OPTIMIZER])
+            else:
+                seconds[HOST] = moved / self.hardware.host_bytes_per_s
+        return TimeBreakdown(seconds)
