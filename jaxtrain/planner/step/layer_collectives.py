@@ -64,11 +64,17 @@ class Joint(NamedTuple):
     products: tuple[Product, ...]
     experts: bool
 
+    @property
+    def read(self) -> bool:
+        """True if the backward reads what the products make."""
+        return any(product.read for product in self.products)
+
 
 class Joints(NamedTuple):
     """What a layer sends over `model`.
 
-    inputs, results: in the layer's order; F gathers the one and sums the other, B the other way
+    inputs, results: in the layer's order; F gathers the one and sums the other
+    gradients:       of inputs, which B sums where it gathers the results'
     by_module:       inputs where a module gathers once what it reads
     float32, cast:   numbers of parameters that all devices of `model` have but use on tokens of
                      their own, so that W sums their gradients: in float32, in the compute type
@@ -76,6 +82,7 @@ class Joints(NamedTuple):
 
     inputs: tuple[Joint, ...]
     results: tuple[Joint, ...]
+    gradients: tuple[Joint, ...]
     by_module: tuple[Joint, ...]
     float32: int
     cast: int
@@ -83,18 +90,23 @@ class Joints(NamedTuple):
 
 @functools.lru_cache(1024)
 def joints(layer: Layer) -> Joints:
-    """What a layer sends over `model`. Products of one value share what is gathered of it. A module
-    with experts gathers its input once for all that reads it, the router too, and sums the results
-    of all experts at once (experts.spread, experts.collect)."""
+    """What a layer sends over `model`. Products of one value share what is gathered of it, those of
+    one call the sum of its gradients. A module with experts gathers its input once for all that
+    reads it, the router too, and sums the results of all experts at once (experts.spread,
+    experts.collect)."""
     with_experts = {_module(product.names[0]) for product in layer.products if product.experts}
     inputs: dict[str | int, Joint] = {}
     results: dict[str | int, Joint] = {}
-    for number, product in enumerate(layer.products):
+    gradients: dict[str | int, Joint] = {}
+    for product in layer.products:
         module = _module(product.names[0])
-        experts, sums = module in with_experts, product.split == INPUTS
-        if product.split or experts:
-            group, width = (results, product.outputs) if sums else (inputs, product.inputs)
-            key = module if experts else number if sums else product.value
+        experts = module in with_experts
+        groups = [(inputs, product.value), (gradients, product.call)]
+        if product.split == INPUTS:
+            groups = [(results, product.call)]
+        for group, number in groups if product.split or experts else ():
+            width = product.outputs if group is results else product.inputs
+            key = module if experts else number
             joint = group.get(key) or Joint(width, (), experts)
             group[key] = joint._replace(products=(*joint.products, product))
     by_module = [
@@ -114,8 +126,9 @@ def joints(layer: Layer) -> Joints:
         if MODEL not in array.axes and _module(array.name) not in with_experts:
             # a vector that is added to a product has its type
             sizes[array.cast or owner(array.name) in owners] += array.size
-    both = tuple(inputs.values()), tuple(results.values())
-    return Joints(*both, tuple(by_module), sizes[False], sizes[True])
+    before, behind = tuple(inputs.values()), tuple(results.values())
+    summed = tuple(gradients.values())
+    return Joints(before, behind, summed, tuple(by_module), sizes[False], sizes[True])
 
 
 def _module(name: str) -> str:
@@ -298,29 +311,29 @@ class LayerCollectives(ExpertCollectives):
         fused:  F or R, B and W are one op, in which B and W reuse what was gathered before them
         dense:  the layer has an MLP for all tokens, in a model whose other layers have experts
         """
-        collectives = []
+        collectives, layer = [], self.model.layer(dense)
         if self.layout.model > 1:
-            layer = self.model.layer(dense)
             collectives += self._over_model(op, unread, fused, joints(layer))
             collectives += self._of_parameters(op, fused, layer) if self.explicit else []
         if self.layout.context > 1:
             collectives += self._over_context(op, fused and op == "B")
         if self.model.experts and not dense:
-            collectives += self._experts(op, unread)
+            is_read = any(joint.experts and joint.read for joint in joints(layer).results)
+            collectives += self._experts(op, unread and not is_read)
         return collectives
 
     def _over_model(self, op: str, unread: bool, fused: bool, layer: Joints) -> list[Collective]:
         """The collectives before and behind a layer's products. Without sequence parallelism two
         all-reduces send as many bytes."""
         inputs: Sequence[Joint] = layer.inputs if self.explicit else layer.by_module
-        results = layer.results
+        gradients, results = layer.gradients if self.explicit else inputs, layer.results
         if op == "B":
             # a gradient in blocks is rounded in two forms after it is gathered
             gathers = self._gathered_bytes(results, rounded=not self.fp8_blocks)
-            summed: Sequence[Joint] = inputs
+            summed: Sequence[Joint] = gradients
             if not fused:
                 gathers += self._gathered_bytes(filter(self._made_again, inputs))
-                summed = (*inputs, *filter(self._made_again, results))
+                summed = (*gradients, *filter(self._made_again, results))
             elif self.fp8_blocks:  # W's inputs are of another form than F's
                 gathers += self._gathered_bytes(inputs)
         elif op == "W":
@@ -331,8 +344,7 @@ class LayerCollectives(ExpertCollectives):
             gathers, summed = self._gathered_bytes(inputs), ()
         else:
             gathers = self._gathered_bytes(inputs)
-            needed = lambda joint: any(product.read for product in joint.products)
-            summed = tuple(filter(needed, results)) if unread else results
+            summed = tuple(joint for joint in results if joint.read or not unread)
         sizes = [self.tokens * joint.width * self.summed for joint in summed]
         return [*alike(GATHER, MODEL, gathers), *alike(SCATTER, MODEL, sizes)]
 

@@ -78,7 +78,23 @@ def layer_of(cfg: ModelConfig, dense: bool) -> Layer:
         flat = lambda *args: inline(closed.jaxpr, closed.consts, args, lambda equation: True)
         jaxpr = jax.make_jaxpr(flat)(*shapes).jaxpr
     arrays = _arrays(tree)
-    return _Reading(jaxpr, arrays, cfg.experts_per_token).layer(arrays)
+    return _Reading(jaxpr, arrays, cfg.experts_per_token, _calls(closed.jaxpr, arrays)).layer(
+        arrays
+    )
+
+
+def _calls(jaxpr: Any, arrays: tuple[Array, ...]) -> dict[str, int]:
+    """The number of the equation, such as `column_products`, that multiplies with a matrix, by the
+    matrix's name."""
+    names = {v: {array.name} for v, array in zip(jaxpr.invars, arrays, strict=False)}
+    calls: dict[str, int] = {}
+    for number, equation in enumerate(jaxpr.eqns):
+        used = set().union(*(names.get(a, ()) for a in variables(equation.invars)))
+        if has(equation, PRODUCTS | KERNELS):
+            calls |= dict.fromkeys(used, number)
+        else:
+            names |= dict.fromkeys(equation.outvars, used)
+    return calls
 
 
 class _Reading:
@@ -86,10 +102,11 @@ class _Reading:
     positions.
 
     choices: experts that a token uses
+    calls:   `_calls`
     """
 
-    def __init__(self, jaxpr: Any, arrays: tuple[Array, ...], choices: int):
-        self._jaxpr, self._choices = jaxpr, choices
+    def __init__(self, jaxpr: Any, arrays: tuple[Array, ...], choices: int, calls: dict[str, int]):
+        self._jaxpr, self._choices, self._calls = jaxpr, choices, calls
         # values that depend on parameters alone → the matrices among these
         self._fixed: dict[Any, tuple[Array, ...]] = dict.fromkeys(jaxpr.constvars, ())
         self._fixed |= dict.fromkeys(jaxpr.invars[len(arrays) + 1 :], ())
@@ -112,12 +129,11 @@ class _Reading:
         """The layer that has these arrays."""
         products: dict[Any, Product] = {}
         for product in self._products:  # matrices of one value and name as one
-            key = product._replace(names=(), outputs=0)
+            key = product._replace(names=(), outputs=0, call=0)
             if key in products:
                 before = products[key]
-                product = product._replace(
-                    names=before.names + product.names, outputs=before.outputs + product.outputs
-                )
+                names, columns = before.names + product.names, before.outputs + product.outputs
+                product = before._replace(names=names, outputs=columns)
             products[key] = product
         cores = (self._scores, self._core, self._norms_and_sums, self._inner)
         return Layer(arrays, tuple(products.values()), *cores, self._choices)
@@ -167,10 +183,10 @@ class _Reading:
         number = self._values.setdefault(value, len(self._values))
         names = tuple(m.name for m in matrices)
         self._product_of.update(dict.fromkeys(results, len(self._products)))
+        call = self._calls[first.name]
+        sizes = first.shape[-2], columns
         self._products.append(
-            Product(
-                names, first.shape[-2], columns, split, number, experts, "", read, first.product
-            )
+            Product(names, *sizes, split, number, call, experts, "", read, first.product)
         )
         times = self._choices if experts else 1
         if split == INPUTS and not in_attention(self._maker[value]):

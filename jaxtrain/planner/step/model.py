@@ -45,6 +45,8 @@ class Product(NamedTuple):
     split:   what `model` splits: OUTPUTS, of all tokens; INPUTS, whose results are summed; or "",
         nothing: each device multiplies its own tokens
     value:   the number of the activation: products of one share its all-gather
+    call:    the number of the call that makes it: products of one share the sum of the gradients of
+        their activation
     experts: experts that have such matrices, of which a token uses some; 0: all tokens use them
     makes:   the name of its result (config/saved_values.py); "" for a result without one
     read:    the backward reads the result
@@ -56,6 +58,7 @@ class Product(NamedTuple):
     outputs: int
     split: str
     value: int = 0
+    call: int = 0
     experts: int = 0
     makes: str = ""
     read: bool = True

@@ -71,21 +71,24 @@ def test_a_parameter_that_all_devices_have_is_summed(monkeypatch, parameter, siz
     assert changes(monkeypatch, with_part((parameter,))) == expected
 
 
-def gate(makes: str = "", read: bool = True, value: int = 9) -> Layer:
-    """A layer whose attention's output has a gate. value: what it is made of"""
+def gate(makes: str = "", read: bool = True, value: int = 90, call: int = 90) -> Layer:
+    """A layer whose attention's output has a gate. value: what it is made of; call: by which"""
     names = ("attention.gate.weight",)
     return with_part(
         (array(*names, WIDTH, WIDTH, split=True),),
-        (Product(names, WIDTH, WIDTH, OUTPUTS, value, makes=makes, read=read),),
+        (Product(names, WIDTH, WIDTH, OUTPUTS, value, call, makes=makes, read=read),),
     )
 
 
 def test_a_gate_of_attention_s_input_shares_its_all_gather(monkeypatch):
-    """B makes the gate again, whose value has no name, although it has queries and keys."""
-    shared = gate(value=LAYER.products[0].value)
+    """B makes the gate again, whose value has no name, although it has queries and keys. Gradients
+    of products of one call are one sum."""
+    attention = LAYER.products[0]
+    shared = gate(value=attention.value, call=attention.call)
     assert changes(monkeypatch, shared, stage=2) == {}
     assert changes(monkeypatch, shared, **SELECTIVE) == {}
     assert changes(monkeypatch, shared, **NAMED) == {("B", GATHER): ROW}
+    assert changes(monkeypatch, gate(value=attention.value)) == {("B", SCATTER): ROW}
 
 
 def test_a_gate_of_another_value_gathers_it(monkeypatch):
@@ -113,6 +116,19 @@ def test_a_norm_behind_the_last_product_reads_it(monkeypatch):
     normed = dataclasses.replace(LAYER, products=(*others, last._replace(read=True)))
     skipped = [sent(monkeypatch, of, "R", unread=True)[SCATTER] for of in (LAYER, normed)]
     assert skipped == [ROW, 2 * ROW]
+
+
+def test_a_norm_behind_experts_reads_what_they_send_back(monkeypatch):
+    """R, whose output nothing reads, brings the results back nevertheless."""
+    model = dataclasses.replace(MODEL, experts=4, experts_per_token=2, expert_width=32)
+    plain = model.layer()
+    normed = [product._replace(read=True) for product in plain.products]
+    exchanges = []
+    for layer in (plain, dataclasses.replace(plain, products=tuple(normed))):
+        monkeypatch.setattr(Model, "layer", lambda model, dense, of=layer: of)
+        step = StepCollectives(model, Layout(expert=2, stage=2), ITEM, ITEM, 4, 4)
+        exchanges.append(sum(c.size == 2 * ROW for c in step.layer("R", unread=True)))
+    assert exchanges == [1, 2]
 
 
 def test_a_module_with_experts_gathers_once(monkeypatch):
