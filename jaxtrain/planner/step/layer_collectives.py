@@ -74,7 +74,7 @@ class Joints(NamedTuple):
     """What a layer sends over `model`.
 
     inputs, results: in the layer's order; F gathers the one and sums the other
-    gradients:       of inputs, which B sums where it gathers the results'
+    by_call:         inputs where each call of products gathers its own, as B sums their gradients
     by_module:       inputs where a module gathers once what it reads
     float32, cast:   numbers of parameters that all devices of `model` have but use on tokens of
                      their own, so that W sums their gradients: in float32, in the compute type
@@ -82,7 +82,7 @@ class Joints(NamedTuple):
 
     inputs: tuple[Joint, ...]
     results: tuple[Joint, ...]
-    gradients: tuple[Joint, ...]
+    by_call: tuple[Joint, ...]
     by_module: tuple[Joint, ...]
     float32: int
     cast: int
@@ -97,11 +97,11 @@ def joints(layer: Layer) -> Joints:
     with_experts = {_module(product.names[0]) for product in layer.products if product.experts}
     inputs: dict[str | int, Joint] = {}
     results: dict[str | int, Joint] = {}
-    gradients: dict[str | int, Joint] = {}
+    by_call: dict[str | int, Joint] = {}
     for product in layer.products:
         module = _module(product.names[0])
         experts = module in with_experts
-        groups = [(inputs, product.value), (gradients, product.call)]
+        groups = [(inputs, product.value), (by_call, product.call)]
         if product.split == INPUTS:
             groups = [(results, product.call)]
         for group, number in groups if product.split or experts else ():
@@ -126,9 +126,8 @@ def joints(layer: Layer) -> Joints:
         if MODEL not in array.axes and _module(array.name) not in with_experts:
             # a vector that is added to a product has its type
             sizes[array.cast or owner(array.name) in owners] += array.size
-    before, behind = tuple(inputs.values()), tuple(results.values())
-    summed = tuple(gradients.values())
-    return Joints(before, behind, summed, tuple(by_module), sizes[False], sizes[True])
+    sent = tuple(inputs.values()), tuple(results.values()), tuple(by_call.values())
+    return Joints(*sent, tuple(by_module), sizes[False], sizes[True])
 
 
 def _module(name: str) -> str:
@@ -325,15 +324,17 @@ class LayerCollectives(ExpertCollectives):
     def _over_model(self, op: str, unread: bool, fused: bool, layer: Joints) -> list[Collective]:
         """The collectives before and behind a layer's products. Without sequence parallelism two
         all-reduces send as many bytes."""
-        inputs: Sequence[Joint] = layer.inputs if self.explicit else layer.by_module
-        gradients, results = layer.gradients if self.explicit else inputs, layer.results
+        calls, results = layer.by_call if self.explicit else layer.by_module, layer.results
+        # A value is gathered once; but each call rounds to FP8 on its own.
+        is_shared = self.explicit and not (self.fp8 and self.fp8_weight_gradients)
+        inputs: Sequence[Joint] = layer.inputs if is_shared else calls
         if op == "B":
             # a gradient in blocks is rounded in two forms after it is gathered
             gathers = self._gathered_bytes(results, rounded=not self.fp8_blocks)
-            summed: Sequence[Joint] = gradients
+            summed: Sequence[Joint] = calls
             if not fused:
                 gathers += self._gathered_bytes(filter(self._made_again, inputs))
-                summed = (*gradients, *filter(self._made_again, results))
+                summed = (*calls, *filter(self._made_again, results))
             elif self.fp8_blocks:  # W's inputs are of another form than F's
                 gathers += self._gathered_bytes(inputs)
         elif op == "W":

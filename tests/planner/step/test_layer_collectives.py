@@ -25,10 +25,12 @@ def array(name: str, *shape: int, split: bool = False) -> Array:
     return Array(name, shape, axes, len(shape) > 1, len(shape) > 1)
 
 
-def sent(monkeypatch, layer: Layer, op: str, unread: bool = False, **layout) -> dict[str, float]:
+def sent(
+    monkeypatch, layer: Layer, op: str, unread: bool = False, fp8: bool = False, **layout
+) -> dict[str, float]:
     """Bytes by kind of a layer's collectives over `model`."""
     monkeypatch.setattr(Model, "layer", lambda model, dense: layer)
-    step = StepCollectives(MODEL, Layout(model=4, **layout), ITEM, ITEM, 4, 4)
+    step = StepCollectives(MODEL, Layout(model=4, **layout), ITEM, ITEM, 4, 4, fp8=fp8)
     sizes = dict.fromkeys((GATHER, SCATTER, SUM), 0.0)
     for kind, axes, size, times, *_ in step.layer(op, unread=unread):
         assert axes == ("model",)
@@ -89,6 +91,9 @@ def test_a_gate_of_attention_s_input_shares_its_all_gather(monkeypatch):
     assert changes(monkeypatch, shared, **SELECTIVE) == {}
     assert changes(monkeypatch, shared, **NAMED) == {("B", GATHER): ROW}
     assert changes(monkeypatch, gate(value=attention.value)) == {("B", SCATTER): ROW}
+    called = {("F", GATHER): ROW / 2, ("R", GATHER): ROW / 2, ("W", GATHER): ROW / 2}
+    of_fp8 = changes(monkeypatch, gate(value=attention.value), fp8=True)
+    assert of_fp8 == called | {("B", SCATTER): ROW}  # each call rounds what it gathers
 
 
 def test_a_gate_of_another_value_gathers_it(monkeypatch):
