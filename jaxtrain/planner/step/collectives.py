@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from jaxtrain.config.sizes import OUTER_BLOCK
 from jaxtrain.planner.step.layer_collectives import FLOAT32, LayerCollectives
-from jaxtrain.planner.step.layer_collectives import FP8 as FP8
-from jaxtrain.planner.step.layer_collectives import scales_of as scales_of
 from jaxtrain.planner.step.layout import AXES
 from jaxtrain.planner.step.links import (
     EXCHANGE,
