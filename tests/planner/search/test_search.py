@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from jaxtrain import config as configs
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.planner.search import search
 from jaxtrain.planner.search.layout_flag import of
@@ -46,6 +47,16 @@ def test_layouts(recipe, devices):
         assert any(candidate.layout.replica > 1 for candidate in found), (
             "data 6 divides no width, data 2 does"
         )
+
+
+def test_layouts_are_compared_with_the_optimizer_of_the_config():
+    """Lion has half of AdamW's state."""
+    config = configs.replace(load_recipe(find_recipe("llama3_8b")), {"optimizer.name": "lion"})
+    space = Space(config, config, load("h100"), 8)
+    for work in search._works(space):
+        config = laid_out(space, work.layout).resolve()
+        held = memory(step_model_of(config, space.hardware)).parts["optimizer"]
+        assert memory(work).parts["optimizer"] == held > 0
 
 
 @pytest.mark.parametrize(
