@@ -34,9 +34,8 @@ from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.search.layout_flag import LayoutError
 from jaxtrain.planner.search.predict import Prediction, exactly, predict
 from jaxtrain.planner.search.shared_step import SharedStep
-from jaxtrain.planner.step import hardware
 from jaxtrain.planner.step.collectives import EXPERT, Links
-from jaxtrain.planner.step.hardware import GIB, Hardware
+from jaxtrain.planner.step.hardware import GIB, Hardware, known, load
 from jaxtrain.planner.step.layout import Layout
 from jaxtrain.planner.step.memory import least_recomputed, memory
 from jaxtrain.planner.step.step_model import (
@@ -57,8 +56,6 @@ MOST_MODEL, MOST_REPLICAS, MOST_SEQUENCES, MOST_REPEATS = 64, 16, 64, 8
 # where no layout fits: the largest multiple of the devices that is tried; how many other numbers of
 # devices are tried, and the most stages on them
 MOST_TIMES, MOST_NUMBERS, MOST_STAGES = 4096, 64, 512
-REMATS = ("none", "selective", "full")
-OFFLOADS = ("none", "optimizer", "activations", "both")
 TABLE_SETTINGS = {
     "pipeline.chunk_layers": (),
     "pipeline.times": (),
@@ -171,7 +168,7 @@ def by_offload(space: Space) -> Iterator[list[TimedLayout]]:
     """Yields for each offload, beginning with none, the layouts that fit by closed forms: the
     fastest first, at most BEST, one for each combination of stages, context, expert, model and
     schedule."""
-    return (_search(space, offload) for offload in OFFLOADS)
+    return (_search(space, offload) for offload in layout_flag.choices("offload"))
 
 
 def laid_out(space: Space, layout: Layout) -> Config:
@@ -191,11 +188,12 @@ def _search(space: Space, offload: str) -> list[TimedLayout]:
     below = lambda layout: min(
         bound, best[group(layout)].seconds if group(layout) in best else math.inf
     )
+    remats = layout_flag.choices("remat")[::-1]  # the fastest first
     bounds = [(_lower_bound(work), work) for work in _cuts(space, offload)]
     for least, work in sorted(bounds, key=operator.itemgetter(0)):
         if least >= bound:
             break
-        for candidate in _faster(space, work, _tables(work), REMATS, below):
+        for candidate in _faster(space, work, _tables(work), remats, below):
             best[group(candidate.layout)] = candidate
             if len(best) >= BEST:
                 bound = sorted(map(by_seconds, best.values()))[BEST - 1]
@@ -428,7 +426,7 @@ def _none_fits(space: Space) -> LayoutError:
         requests += [
             {"devices": space.devices * times} for times in multiples if times <= MOST_TIMES
         ]
-    kinds = sorted(map(hardware.load, hardware.known()), key=lambda kind: kind.memory)
+    kinds = sorted(map(load, known()), key=lambda kind: kind.memory)
     requests += [
         *({"hardware": kind.name} for kind in kinds),
         *({"config.model.layers": fewer} for fewer in _halves(layers)),
@@ -472,7 +470,7 @@ def _with_flags(space: Space, flags: dict[str, Any]) -> Space:
         for name, value in flags.items()
         if name.startswith("config.")
     }
-    kind = hardware.load(flags["hardware"]) if "hardware" in flags else space.hardware
+    kind = load(flags["hardware"]) if "hardware" in flags else space.hardware
     config = cfg.replace(space.config, settings)
     return dataclasses.replace(
         space, config=config, hardware=kind, devices=flags.get("devices", space.devices)
