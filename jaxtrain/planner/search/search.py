@@ -273,9 +273,9 @@ def _lower_bound(work: StepModel) -> float:
     return layout.microbatches * (math.ceil(layers / layout.stage) * each - saved)
 
 
-def least_memory(space: Space) -> tuple[float, Layout] | None:
-    """Returns (the least bytes that any layout needs on its fullest device, that layout); None if
-    no mesh has so many devices."""
+def least_memory(space: Space, enough: float = 0.0) -> tuple[float, Layout] | None:
+    """Returns (the least bytes that any layout needs on its fullest device, that layout), or the
+    first that needs no more than `enough`; None if no mesh has so many devices."""
     least: tuple[float, Layout] | None = None
     for work in _works(space):
         smallest = dataclasses.replace(_smallest(space, work.layout), remat="full", offload="both")
@@ -284,6 +284,8 @@ def least_memory(space: Space) -> tuple[float, Layout] | None:
             size = memory(tried, space.config.model.loss_chunk).bytes
             if not least or size < least[0]:
                 least = size, layout
+            if size <= enough:
+                return size, layout
     return least
 
 
@@ -481,6 +483,6 @@ def _fits(space: Space) -> bool:
     """True if a layout fits, by closed forms, and keeps all rules."""
     with contextlib.suppress(ConfigError, LayoutError):
         check(space)
-        least = least_memory(space)
+        least = least_memory(space, space.hardware.memory)
         return least is not None and least[0] <= space.hardware.memory
     return False
