@@ -279,14 +279,17 @@ def _on_other_hardware(prediction: Prediction) -> dict[str, float]:
     """Seconds of the step with each figure of the hardware doubled, by that change in words."""
     hardware = prediction.work.hardware
     peaks = {dtype: 2 * peak for dtype, peak in hardware.peak_tflops.items()}
+    times = lambda factor, tier: dataclasses.replace(tier, gb_per_s=factor * tier.gb_per_s)
     doubled: dict[str, dict[str, Any]] = {
         "twice the peak": {"peak_tflops": peaks},
         "twice the memory's bandwidth": {"memory_gb_per_s": 2 * hardware.memory_gb_per_s},
+        **{
+            f"twice the bandwidth of {tier.name}": {
+                "tiers": tuple(times(1 + (other is tier), other) for other in hardware.tiers)
+            }
+            for tier in hardware.tiers
+        },
     }
-    for at, tier in enumerate(hardware.tiers):
-        tiers = list(hardware.tiers)
-        tiers[at] = dataclasses.replace(tier, gb_per_s=2 * tier.gb_per_s)
-        doubled[f"twice the bandwidth of {tier.name}"] = {"tiers": tuple(tiers)}
     # closed forms, scaled as the table scales this step
     exact = prediction.seconds / prediction.work.step().seconds
     on = lambda figures: dataclasses.replace(

@@ -20,8 +20,7 @@ from jaxtrain.config.rules import divisors, near
 from jaxtrain.pipeline.setup import has_recompute_ops
 from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.search.predict import PlannedTable, how_sure, step_figures
-from jaxtrain.planner.step import hardware as kinds
-from jaxtrain.planner.step.hardware import Hardware, HardwareError
+from jaxtrain.planner.step.hardware import Hardware, HardwareError, known, load
 from jaxtrain.planner.step.memory import memory
 from jaxtrain.planner.step.step_model import OURS, step_model_of
 from jaxtrain.planner.step.step_time import StepModel
@@ -103,9 +102,9 @@ def parse(text: str) -> list[Group]:
     for at, word in enumerate(words):
         name, _, count = word.rpartition(":")
         if not name or not _whole_number(count):
-            words[at] = f"{name if name in kinds.known() else kinds.known()[0]}:{LIKELY}"
+            words[at] = f"{name if name in known() else known()[0]}:{LIKELY}"
             raise HardwareError(text, f"has {word!r}, which is no NAME:DEVICES", ",".join(words))
-        groups.append(Group(kinds.load(name), int(count)))
+        groups.append(Group(load(name), int(count)))
     return groups
 
 

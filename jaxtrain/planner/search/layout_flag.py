@@ -85,6 +85,11 @@ def read(text: str) -> Values:
     return values
 
 
+def choices(key: str) -> tuple[Any, ...]:
+    """The values that the key's setting can have; () where it has bounds instead."""
+    return tuple(cfg.fields()[SETTINGS[key]].metadata["choices"] or ())
+
+
 def _example(key: str) -> Any:
     return 1 if key == MICROBATCH or key in AXES else cfg.fields()[SETTINGS[key]].default
 
@@ -93,16 +98,14 @@ def _converted(key: str, text: str) -> tuple[Any, str]:
     """Returns (the value as its setting's type, ""), or, outside of the setting's bounds and
     choices, (one to use, the rule that is broken)."""
     path, value = SETTINGS[key], setting_value(SETTINGS[key], text)
-    field = cfg.fields()[path]
-    if choices := field.metadata["choices"]:
+    if names := [str(choice) for choice in choices(key)]:
         if cfg.is_choice(path, value):
             return value, ""
-        names = [str(choice) for choice in choices]
         nearest = difflib.get_close_matches(text, names, 1, 0.0)[0]
         return nearest, f"and the choices are {', '.join(names)}"
-    if isinstance(field.default, bool):
+    if isinstance(default := cfg.fields()[path].default, bool):
         is_bool = isinstance(value, bool)
-        return (value, "") if is_bool else (field.default, "and the choices are true, false")
+        return (value, "") if is_bool else (default, "and the choices are true, false")
     least = int(key != "repeats")  # repeats=0: as many as the schedule chooses
     if type(value) is int and least <= value <= cfg.LARGEST_INT:
         return value, ""

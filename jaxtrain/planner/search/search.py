@@ -33,12 +33,11 @@ from jaxtrain.config.settings import MOST_MICROBATCHES
 from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.search.layout_flag import LayoutError
 from jaxtrain.planner.search.predict import Prediction, exactly, predict
-from jaxtrain.planner.step import hardware
-from jaxtrain.planner.step.hardware import GIB, Hardware
+from jaxtrain.planner.step.hardware import GIB, Hardware, known, load
 from jaxtrain.planner.step.layout import Layout
 from jaxtrain.planner.step.links import EXPERT, Links
 from jaxtrain.planner.step.memory import least_recomputed, memory
-from jaxtrain.planner.step.model import model_of
+from jaxtrain.planner.step.model import EXPERT, model_of
 from jaxtrain.planner.step.step_model import OURS, platform_of, settings_of, step_model_of
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.schedule.orders import GROWING, OVERLAPPED, SCHEDULES
@@ -51,8 +50,6 @@ MOST_MODEL, MOST_REPLICAS, MOST_SEQUENCES, MOST_REPEATS = 64, 16, 64, 8
 # where no layout fits: the largest multiple of the devices that is tried; how many other numbers of
 # devices are tried, and the most stages on them
 MOST_TIMES, MOST_NUMBERS, MOST_STAGES = 4096, 64, 512
-REMATS = ("none", "selective", "full")
-OFFLOADS = ("none", "optimizer", "activations", "both")
 TABLE_SETTINGS = {
     "pipeline.chunk_layers": (),
     "pipeline.times": (),
@@ -165,7 +162,7 @@ def by_offload(space: Space) -> Iterator[list[TimedLayout]]:
     """Yields for each offload, beginning with none, the layouts that fit by closed forms: the
     fastest first, at most BEST, one for each combination of stages, context, expert, model and
     schedule."""
-    return (_search(space, offload) for offload in OFFLOADS)
+    return (_search(space, offload) for offload in layout_flag.choices("offload"))
 
 
 def laid_out(space: Space, layout: Layout) -> Config:
@@ -185,11 +182,12 @@ def _search(space: Space, offload: str) -> list[TimedLayout]:
     below = lambda layout: min(
         bound, best[group(layout)].seconds if group(layout) in best else math.inf
     )
+    remats = layout_flag.choices("remat")[::-1]  # the fastest first
     bounds = [(_lower_bound(work), work) for work in _cuts(space, offload)]
     for least, work in sorted(bounds, key=operator.itemgetter(0)):
         if least >= bound:
             break
-        for candidate in _faster(space, work, _tables(work), REMATS, below):
+        for candidate in _faster(space, work, _tables(work), remats, below):
             best[group(candidate.layout)] = candidate
             if len(best) >= BEST:
                 bound = sorted(map(by_seconds, best.values()))[BEST - 1]
@@ -267,9 +265,9 @@ def _lower_bound(work: StepModel) -> float:
     return layout.microbatches * (math.ceil(layers / layout.stage) * each - saved)
 
 
-def least_memory(space: Space) -> tuple[float, Layout] | None:
-    """Returns (the least bytes that any layout needs on its fullest device, that layout); None if
-    no mesh has so many devices."""
+def least_memory(space: Space, enough: float = 0.0) -> tuple[float, Layout] | None:
+    """Returns (the least bytes that any layout needs on its fullest device, that layout), or the
+    first that needs no more than `enough`; None if no mesh has so many devices."""
     least: tuple[float, Layout] | None = None
     for work in _works(space):
         smallest = dataclasses.replace(_smallest(space, work.layout), remat="full", offload="both")
@@ -278,6 +276,8 @@ def least_memory(space: Space) -> tuple[float, Layout] | None:
             size = memory(tried, space.config.model.loss_chunk).bytes
             if not least or size < least[0]:
                 least = size, layout
+            if size <= enough:
+                return size, layout
     return least
 
 
@@ -418,7 +418,7 @@ def _none_fits(space: Space) -> LayoutError:
         requests += [
             {"devices": space.devices * times} for times in multiples if times <= MOST_TIMES
         ]
-    kinds = sorted(map(hardware.load, hardware.known()), key=lambda kind: kind.memory)
+    kinds = sorted(map(load, known()), key=lambda kind: kind.memory)
     requests += [
         *({"hardware": kind.name} for kind in kinds),
         *({"config.model.layers": fewer} for fewer in _halves(layers)),
@@ -462,7 +462,7 @@ def _with_flags(space: Space, flags: dict[str, Any]) -> Space:
         for name, value in flags.items()
         if name.startswith("config.")
     }
-    kind = hardware.load(flags["hardware"]) if "hardware" in flags else space.hardware
+    kind = load(flags["hardware"]) if "hardware" in flags else space.hardware
     config = cfg.replace(space.config, settings)
     return dataclasses.replace(
         space, config=config, hardware=kind, devices=flags.get("devices", space.devices)
@@ -473,6 +473,6 @@ def _fits(space: Space) -> bool:
     """True if a layout fits, by closed forms, and keeps all rules."""
     with contextlib.suppress(ConfigError, LayoutError):
         check(space)
-        least = least_memory(space)
+        least = least_memory(space, space.hardware.memory)
         return least is not None and least[0] <= space.hardware.memory
     return False

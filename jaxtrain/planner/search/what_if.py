@@ -28,10 +28,10 @@ from jaxtrain.config.saved_values import LAYER_INPUT, saved_with
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.planner.search import compare, layout_flag
 from jaxtrain.planner.search.predict import Prediction, exactly, how_sure, predict
-from jaxtrain.planner.step import hardware
-from jaxtrain.planner.step.hardware import GIB, Hardware
+from jaxtrain.planner.step.hardware import GIB, Hardware, load
 from jaxtrain.planner.step.links import EXPERT
 from jaxtrain.planner.step.memory import memory
+from jaxtrain.planner.step.model import EXPERT
 from jaxtrain.planner.step.step_model import platform_of, step_model_of
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.run.files import CONFIG_FILE, PLANNED, read_json
@@ -40,7 +40,6 @@ from jaxtrain.run.metrics import METRICS_FILE, read_metrics
 from jaxtrain.run.wall_clock import Part
 from jaxtrain.schedule.orders import INTERLEAVED, ZERO_BUBBLE
 
-REMATS, ZEROS = ("none", "selective", "full"), (0, 1, 2, 3)
 # (axis that is halved, axis that is doubled)
 HALVED_FOR = (("model", "data"), ("stage", "data"), ("data", "model"), ("stage", "model"))
 
@@ -91,7 +90,7 @@ def single_changes(prediction: Prediction) -> list[Change]:
 
 def _candidates(mesh: MeshConfig, pipeline: PipelineConfig, zero: int) -> Iterator[dict[str, Any]]:
     """Settings for each single change, before any rule is checked."""
-    for remat in REMATS:
+    for remat in layout_flag.choices("remat")[::-1]:
         if remat != pipeline.remat:
             names = saved_with(pipeline, remat)
             kept = {} if names == pipeline.save else {"pipeline.save": names}
@@ -101,7 +100,9 @@ def _candidates(mesh: MeshConfig, pipeline: PipelineConfig, zero: int) -> Iterat
         counts = (recomputed.layers - 1, recomputed.layers + 1)
         yield from ({"pipeline.remat": f"{recomputed.mode}:{n}"} for n in counts if n)
     if mesh.data > 1:
-        yield from ({"parallel.zero": other} for other in ZEROS if other != zero)
+        yield from (
+            {"parallel.zero": other} for other in layout_flag.choices("zero") if other != zero
+        )
     yield from (
         {"pipeline.microbatches": n}
         for n in (2 * pipeline.microbatches, pipeline.microbatches // 2)
@@ -135,7 +136,6 @@ def _nodes_of_experts(work: StepModel) -> Iterator[dict[str, Any]]:
 
 # --- memory that was not there --------------------------------------------------------------------
 
-OFFLOADS = ("optimizer", "activations", "both")
 LESS = 0.9  # of the planned bytes, for a step that was planned to fit and does not
 
 
@@ -147,7 +147,7 @@ def fitting(config: Config, environment: Environment, asked: int, available: int
     device's, or the host's for all simulated ones. Where one program's arrays are more than the
     plan has for all, as on simulated devices, plans count as so much larger.
     """
-    device = dataclasses.replace(hardware.load("h100"), name=environment.platform)
+    device = dataclasses.replace(load("h100"), name=environment.platform)
     without_tables = dataclasses.replace(environment, rules=())
     changed = lambda changes: filled(cfg.replace(config, changes), environment.devices).resolve()
     planned = lambda settings: memory(step_model_of(settings, device), settings.model.loss_chunk)
@@ -174,8 +174,9 @@ def _smaller(config: Config, simulated: bool) -> list[dict[str, Any]]:
     and the host's memory last."""
     single = [*_candidates(config.mesh, config.pipeline, config.parallel.zero)]
     batch, count = config.data.batch_size, config.pipeline.microbatches
+    offloads = layout_flag.choices("offload")[1:]
     options = (
-        [] if simulated else [{"parallel.offload": name} for name in OFFLOADS],
+        [] if simulated else [{"parallel.offload": name} for name in offloads],
         [changes for changes in single if "parallel.zero" in changes],
         [changes for changes in single if "pipeline.remat" in changes],
         # with a bounded room for experts' tokens, other microbatches drop other tokens
