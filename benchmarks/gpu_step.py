@@ -115,7 +115,7 @@ def run(folder: pathlib.Path) -> dict:
     from jaxtrain.config.kernels import attention_case, describe
     from jaxtrain.devices.mesh import make_mesh, sizes_of
     from jaxtrain.parallel.target_device import target_device_of
-    from jaxtrain.planner.step.model import model_of
+    from jaxtrain.planner.layer.model import model_of
     from jaxtrain.training.optimizer import learning_rate
     from jaxtrain.training.state import initial_state
     from jaxtrain.training.step import make_step

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from jaxtrain.config import Config
-from jaxtrain.planner.step import hardware
+from jaxtrain.planner.layer import hardware
 
 OURS, TORCH = "jaxtrain", "torch"
 # The largest relative difference of two sides in the first step and in later ones, whose weights

@@ -5,15 +5,15 @@
          has one and a half (270), one of 2 a half. A permute to a neighbour goes over one link
     GPU  NVLink if all devices of the group are in one node, otherwise each GPU's network adapter
 
-Speeds of links are in jaxtrain/planner/step/hardware; nothing here was measured.
+Speeds of links are in jaxtrain/planner/layer/hardware; nothing here was measured.
 """
 
 import math
 from collections.abc import Mapping
 
+from jaxtrain.planner.layer.hardware import Hardware
+from jaxtrain.planner.layer.links import PERMUTE
 from jaxtrain.planner.programs.collectives import CompiledCollective
-from jaxtrain.planner.step.hardware import Hardware
-from jaxtrain.planner.step.links import PERMUTE
 
 RING = 4  # chips along a dimension of the smallest torus
 LEAST = 0.5  # of a ring: the link between two chips

@@ -81,8 +81,8 @@ def main() -> int:
     options = parser.parse_args()
     from jaxtrain import cli
     from jaxtrain.devices.startup import start_jax
+    from jaxtrain.planner.layer import hardware as kinds
     from jaxtrain.planner.search.predict import exactly, predict
-    from jaxtrain.planner.step import hardware as kinds
 
     configs = {}
     for layout in options.layouts.split(","):

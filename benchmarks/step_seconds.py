@@ -22,13 +22,13 @@ from waits import Message, Waits
 from jaxtrain.config import Config
 from jaxtrain.devices.mesh import AXES, batch_shards, sizes_of
 from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.planner.layer import hardware
+from jaxtrain.planner.layer.links import PERMUTE, sent
 from jaxtrain.planner.programs.collectives import CompiledCollective, collectives, step_collectives
 from jaxtrain.planner.programs.compile_check import step_loops
 from jaxtrain.planner.programs.loops import Executed, StepLoops, op_in
 from jaxtrain.planner.programs.program import GROUPED, Instruction, pairs
 from jaxtrain.planner.programs.topology import PLATFORMS, Compiled
-from jaxtrain.planner.step import hardware
-from jaxtrain.planner.step.links import PERMUTE, sent
 
 FLOATS = ("bf16", "f16", "f32")
 TPU_PRODUCTS = 0.93  # part of the peak that libtpu's estimate of large products comes to

@@ -29,8 +29,8 @@ from jaxtrain import show_schedule as schedule
 from jaxtrain.checkpoint import __main__ as checkpoint
 from jaxtrain.config.flags import SHARED_FLAGS, Flag
 from jaxtrain.planner.command import main as plan
+from jaxtrain.planner.layer import hardware
 from jaxtrain.planner.search import layout_flag
-from jaxtrain.planner.step import hardware
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.schedule import by_name
 

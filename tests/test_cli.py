@@ -21,7 +21,7 @@ from jaxtrain.config import flags
 from jaxtrain.config.recipes import load_recipe
 from jaxtrain.config.sizes import GPU_MEMORY
 from jaxtrain.devices import startup
-from jaxtrain.planner.step import hardware
+from jaxtrain.planner.layer import hardware
 
 EXTRA = (
     flags.Flag("prompt", "", "a text"),

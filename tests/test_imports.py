@@ -19,10 +19,10 @@ WITHOUT_JAX = (
         "devices.cluster_environment",
         "training.stored_op_times",
     ),
-    *("planner.step", "planner.search"),
+    *("planner.layer", "planner.step", "planner.search"),
 )
 PLANNED_TIMES = "jaxtrain.planner.step.op_times"
-WITH_JAX = ("data.loader", "planner.step.layer_trace")  # of those
+WITH_JAX = ("data.loader", "planner.layer.layer_trace")  # of those
 NEEDS_JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
 

@@ -13,11 +13,11 @@ from support import ROOT
 from support.step_text import CONFIG, STEP, TICKS
 
 from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.programs import topology
 from jaxtrain.planner.programs.program import Program
 from jaxtrain.planner.programs.report import step_counts
 from jaxtrain.planner.programs.topology import INSTALL_COMMAND, Platform, parse
-from jaxtrain.planner.step.hardware import load
 from jaxtrain.planner.step.step_model import milliseconds, step_model_of
 from jaxtrain.schedule.columns import columns
 

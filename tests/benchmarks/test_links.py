@@ -3,9 +3,9 @@
 import pytest
 from links import bytes_per_s
 
+from jaxtrain.planner.layer import hardware
 from jaxtrain.planner.programs.collectives import CompiledCollective
 from jaxtrain.planner.programs.program import Program
-from jaxtrain.planner.step import hardware
 
 MESH = {"data": 4, "stage": 2, "model": 8}
 

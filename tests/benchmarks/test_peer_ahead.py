@@ -11,8 +11,8 @@ from peer_cases import AXES, CASES
 from support.compilers import needs
 from support.windowed_text import FLOPS, ROLLED, TRIPS, WINDOWED
 
+from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.programs.topology import Compiled, Platform
-from jaxtrain.planner.step.hardware import load
 
 CLOCK = 1e9 * load("tpu-v5p").clock_ghz
 MEMORY = {"argument": 5, "temp": 7}

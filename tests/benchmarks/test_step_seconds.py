@@ -6,9 +6,9 @@ from support import small
 from support.step_text import CONFIG, STEP, TICKS
 
 from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.planner.layer import hardware
 from jaxtrain.planner.programs.compile_check import step_loops
 from jaxtrain.planner.programs.topology import Compiled
-from jaxtrain.planner.step import hardware
 from jaxtrain.schedule.columns import columns
 
 H100_BYTES_PER_S = 1e9 * hardware.load("h100").memory_gb_per_s

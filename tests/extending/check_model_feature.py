@@ -4,7 +4,7 @@ import jax
 from support import small
 
 from jaxtrain import config as configs
-from jaxtrain.planner.step.model import model_of
+from jaxtrain.planner.layer.model import model_of
 from jaxtrain.training.step import make_step
 
 config = small.config(changes={"model.output_norms": True})

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtrain import config as configs
 from jaxtrain.config.checks import check
 from jaxtrain.pipeline.setup import make_setup
-from jaxtrain.planner.step.hardware import load
+from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.step.saved import layer_bytes
 from jaxtrain.planner.step.step_model import step_model_of
 from jaxtrain.runtime.backward_split import keep_dots, keep_products

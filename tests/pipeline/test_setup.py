@@ -11,8 +11,8 @@ from jaxtrain.config import ConfigError
 from jaxtrain.config.checks import Environment, error_of
 from jaxtrain.pipeline.checks import RULES_WITH_TABLES
 from jaxtrain.pipeline.setup import make_setup, times_of
-from jaxtrain.planner.step.hardware import load
-from jaxtrain.planner.step.model import model_of
+from jaxtrain.planner.layer.hardware import load
+from jaxtrain.planner.layer.model import model_of
 from jaxtrain.planner.step.step_model import step_model_of
 from jaxtrain.schedule.by_name import make_table
 from jaxtrain.schedule.order_csv import to_order_csv

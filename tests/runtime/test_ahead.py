@@ -12,9 +12,9 @@ import pytest
 from support import ROOT, ahead
 from support.compilers import KINDS, compiled_for
 
+from jaxtrain.planner.layer.links import RAGGED
 from jaxtrain.planner.programs.collectives import collectives
 from jaxtrain.planner.programs.program import Instruction, Program
-from jaxtrain.planner.step.links import RAGGED
 
 SCHEDULES = {"interleaved": 2, "zb_h1": 1}  # with repeats
 

@@ -17,6 +17,6 @@ if tuple(map(int, importlib.metadata.version("jax").split(".")[:2])) < (0, 12):
 # The package's rooms from the lowest up; a room imports from those before it alone
 # (test_imports.py).
 ROOMS = (
-    "schedule config run devices data parallel models runtime planner/step pipeline training "
-    "generation checkpoint hf planner/search planner/programs planner/command"
+    "schedule config run devices data parallel models runtime planner/layer planner/step "
+    "pipeline training generation checkpoint hf planner/search planner/programs planner/command"
 ).split()

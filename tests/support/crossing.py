@@ -4,8 +4,8 @@ and their bytes."""
 from jax.sharding import Mesh
 
 from jaxtrain.devices.mesh import REPLICA
+from jaxtrain.planner.layer.links import sent
 from jaxtrain.planner.programs.program import Instruction, Program, along
-from jaxtrain.planner.step.links import sent
 
 
 def across(program: Program, mesh: Mesh) -> list[Instruction]:

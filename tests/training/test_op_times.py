@@ -17,7 +17,7 @@ from jaxtrain.config import (
 )
 from jaxtrain.config.unused import unused_settings
 from jaxtrain.pipeline import setup
-from jaxtrain.planner.step.hardware import load
+from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.step.step_model import step_model_of
 from jaxtrain.schedule.by_name import make_table
 from jaxtrain.schedule.columns import (

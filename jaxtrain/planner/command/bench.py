@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.config.rules import divisors
 from jaxtrain.devices import mesh as meshes
 from jaxtrain.parallel.attention import attend_causal
-from jaxtrain.planner.step.links import DATA, GATHER, PERMUTE, SCATTER, SUM, Collective
+from jaxtrain.planner.layer.links import DATA, GATHER, PERMUTE, SCATTER, SUM, Collective
 
 REPEATS = 3  # timings, of which the median counts
 SMALL = 16  # rows and columns of a product that takes no time beyond its launch

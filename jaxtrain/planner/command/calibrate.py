@@ -41,10 +41,10 @@ from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag
 from jaxtrain.config.sizes import GPU_MEMORY
 from jaxtrain.devices.startup import start_jax, unused_accelerator
 from jaxtrain.planner.command.bench import Bench, TimedCollectives, groups_of, without
-from jaxtrain.planner.step import hardware as kinds
-from jaxtrain.planner.step.hardware import FIGURES, GIB, Hardware, Matmul, Tier
-from jaxtrain.planner.step.layout import Layout
-from jaxtrain.planner.step.links import DATA, Links
+from jaxtrain.planner.layer import hardware as kinds
+from jaxtrain.planner.layer.hardware import FIGURES, GIB, Hardware, Matmul, Tier
+from jaxtrain.planner.layer.layout import Layout
+from jaxtrain.planner.layer.links import DATA, Links
 from jaxtrain.planner.step.settings import ATTENTION_BACKWARD
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus

@@ -30,15 +30,15 @@ from jaxtrain.config.mesh_rules import AXES
 from jaxtrain.config.recipes import recipe_text
 from jaxtrain.pipeline.checks import default_corpus
 from jaxtrain.planner.command import picture
+from jaxtrain.planner.layer import hardware
+from jaxtrain.planner.layer.hardware import Hardware, HardwareError
+from jaxtrain.planner.layer.model import model_of
 from jaxtrain.planner.search import heterogeneous, layout_flag, search
 from jaxtrain.planner.search.explain import Prices, explained, run_time, table
 from jaxtrain.planner.search.layout_flag import LayoutError
 from jaxtrain.planner.search.predict import exactly, predict
 from jaxtrain.planner.search.search import Space, best_plans, check_fits
 from jaxtrain.planner.search.what_if import advise
-from jaxtrain.planner.step import hardware
-from jaxtrain.planner.step.hardware import Hardware, HardwareError
-from jaxtrain.planner.step.model import model_of
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
 from jaxtrain.planner.step.step_model import OURS, platform_of
 from jaxtrain.run.exit_status import ExitStatus

@@ -5,10 +5,10 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from jaxtrain.planner.layer.hardware import GIB
 from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.search.heterogeneous import HeterogeneousPlan
 from jaxtrain.planner.search.predict import Prediction
-from jaxtrain.planner.step.hardware import GIB
 from jaxtrain.schedule.drawing import PARTS, stacked_bars
 
 # Key of a layout → the value that a bar's name leaves out.

@@ -1,5 +1,5 @@
 """Collectives of a compiled step, read from its text. Kinds are XLA's opcodes, by which
-planner/step/collectives.py names them, too."""
+planner/layer/collectives.py names them, too."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping

@@ -28,6 +28,8 @@ from jaxtrain.config.flags import Flag, Reading, apply, read_flags, settled
 from jaxtrain.config.recipes import DEFAULT_RECIPE, find_recipe, load_recipe
 from jaxtrain.devices.mesh import AXES, sizes_of
 from jaxtrain.pipeline.setup import Setup, make_setup
+from jaxtrain.planner.layer import hardware
+from jaxtrain.planner.layer.links import sent
 from jaxtrain.planner.programs import topology
 from jaxtrain.planner.programs.collectives import StepCollective, step_collectives
 from jaxtrain.planner.programs.loops import StepLoops
@@ -45,8 +47,6 @@ from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.search.explain import aligned
 from jaxtrain.planner.search.predict import predict, with_op_times
 from jaxtrain.planner.search.what_if import fitting
-from jaxtrain.planner.step import hardware
-from jaxtrain.planner.step.links import sent
 from jaxtrain.planner.step.memory import MemoryBreakdown
 from jaxtrain.planner.step.step_counts import Entry
 from jaxtrain.planner.step.step_model import step_model_of

@@ -19,12 +19,12 @@ from jaxtrain.config import Config, kernels
 from jaxtrain.devices.mesh import AXES, make_mesh, sizes_of
 from jaxtrain.devices.sharding import cut_count, mesh_axes
 from jaxtrain.pipeline.setup import Setup, make_setup
+from jaxtrain.planner.layer.collectives import Parameters, StepCollectives
+from jaxtrain.planner.layer.hardware import GIB
+from jaxtrain.planner.layer.layer_collectives import FLOAT32
+from jaxtrain.planner.layer.model import model_of
 from jaxtrain.planner.search.compare import plan_at_hand
 from jaxtrain.planner.search.explain import aligned
-from jaxtrain.planner.step.collectives import Parameters, StepCollectives
-from jaxtrain.planner.step.hardware import GIB
-from jaxtrain.planner.step.layer_collectives import FLOAT32
-from jaxtrain.planner.step.model import model_of
 from jaxtrain.planner.step.settings import bytes_of
 from jaxtrain.planner.step.step_counts import Entry, StepCounts
 from jaxtrain.planner.step.step_model import layout_of

@@ -31,8 +31,8 @@ from jaxtrain import config as configs
 from jaxtrain.config import Config
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.rules import divisors
+from jaxtrain.planner.layer import hardware
 from jaxtrain.planner.programs.program import Program
-from jaxtrain.planner.step import hardware
 
 HERE = pathlib.Path(__file__).parent
 REPOSITORY = HERE.parents[1]  # or where the package is installed
@@ -82,7 +82,7 @@ class Platform:
     package:     the distribution that contains the compiler
     backend:     "tpu" or "gpu"
     device_kind: jax's name of a device
-    hardware:    its file in planner/step/hardware
+    hardware:    its file in planner/layer/hardware
     sizes:       the number of a topology's dimensions
     """
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.config import Config
+from jaxtrain.planner.layer.hardware import GIB
 from jaxtrain.planner.search.predict import Prediction, exactly, how_sure, predict
-from jaxtrain.planner.step.hardware import GIB
 from jaxtrain.planner.step.step_model import hardware_at_hand
 from jaxtrain.planner.step.time_breakdown import BUBBLE, COMMUNICATION_AXES
 from jaxtrain.run.files import PLANNED, read_json

@@ -7,10 +7,10 @@ from decimal import Decimal
 from typing import Any
 
 from jaxtrain import config as cfg
+from jaxtrain.planner.layer.hardware import GIB
 from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.search.predict import Prediction, exactly, how_sure, predict
 from jaxtrain.planner.search.what_if import single_changes
-from jaxtrain.planner.step.hardware import GIB
 from jaxtrain.planner.step.memory import best_interval, memory
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.planner.step.time_breakdown import BUBBLE, COMMUNICATION_AXES

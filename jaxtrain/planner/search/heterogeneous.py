@@ -18,9 +18,9 @@ from jaxtrain.config import Config
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.rules import divisors, near
 from jaxtrain.pipeline.setup import has_recompute_ops
+from jaxtrain.planner.layer.hardware import Hardware, HardwareError, known, load
 from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.search.predict import PlannedTable, how_sure, step_figures
-from jaxtrain.planner.step.hardware import Hardware, HardwareError, known, load
 from jaxtrain.planner.step.memory import memory
 from jaxtrain.planner.step.step_model import OURS, step_model_of
 from jaxtrain.planner.step.step_time import StepModel

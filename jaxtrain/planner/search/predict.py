@@ -24,9 +24,9 @@ from jaxtrain import config as cfg
 from jaxtrain.config import Config, kernels
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.pipeline.setup import Setup, complete_times, has_recompute_ops, make_setup
+from jaxtrain.planner.layer.hardware import GIB, Hardware
+from jaxtrain.planner.layer.links import STAGE
 from jaxtrain.planner.search import layout_flag
-from jaxtrain.planner.step.hardware import GIB, Hardware
-from jaxtrain.planner.step.links import STAGE
 from jaxtrain.planner.step.memory import MemoryBreakdown, SlotCounts, memory
 from jaxtrain.planner.step.step_model import OURS, milliseconds, platform_of, step_model_of
 from jaxtrain.planner.step.step_time import StepModel

@@ -30,14 +30,14 @@ from jaxtrain.config.checks import Environment
 from jaxtrain.config.rules import divisors, near
 from jaxtrain.config.saved_values import saved_with
 from jaxtrain.config.settings import MOST_MICROBATCHES
+from jaxtrain.planner.layer.hardware import GIB, Hardware, known, load
+from jaxtrain.planner.layer.layout import Layout
+from jaxtrain.planner.layer.links import EXPERT, Links
+from jaxtrain.planner.layer.model import model_of
 from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.search.layout_flag import LayoutError
 from jaxtrain.planner.search.predict import Prediction, exactly, predict
-from jaxtrain.planner.step.hardware import GIB, Hardware, known, load
-from jaxtrain.planner.step.layout import Layout
-from jaxtrain.planner.step.links import EXPERT, Links
 from jaxtrain.planner.step.memory import least_recomputed, memory
-from jaxtrain.planner.step.model import EXPERT, model_of
 from jaxtrain.planner.step.step_model import OURS, platform_of, settings_of, step_model_of
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.schedule.orders import GROWING, OVERLAPPED, SCHEDULES

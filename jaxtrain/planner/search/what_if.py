@@ -26,12 +26,11 @@ from jaxtrain.config.mesh_rules import AXES, filled
 from jaxtrain.config.rules import divisors
 from jaxtrain.config.saved_values import LAYER_INPUT, saved_with
 from jaxtrain.config.sizes import remat_of
+from jaxtrain.planner.layer.hardware import GIB, Hardware, load
+from jaxtrain.planner.layer.links import EXPERT
 from jaxtrain.planner.search import compare, layout_flag
 from jaxtrain.planner.search.predict import Prediction, exactly, how_sure, predict
-from jaxtrain.planner.step.hardware import GIB, Hardware, load
-from jaxtrain.planner.step.links import EXPERT
 from jaxtrain.planner.step.memory import memory
-from jaxtrain.planner.step.model import EXPERT
 from jaxtrain.planner.step.step_model import platform_of, step_model_of
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.run.files import CONFIG_FILE, PLANNED, read_json

@@ -33,8 +33,8 @@ from collections.abc import Mapping
 
 from jaxtrain.config import kernels
 from jaxtrain.config.sizes import SELECTIVE
-from jaxtrain.planner.step.layer_collectives import FLOAT32, FP8, scales_of
-from jaxtrain.planner.step.layout import routed_capacity, sent_by_gateway
+from jaxtrain.planner.layer.layer_collectives import FLOAT32, FP8, scales_of
+from jaxtrain.planner.layer.layout import routed_capacity, sent_by_gateway
 from jaxtrain.planner.step.other_frameworks import saved_by_others, working_of_others
 from jaxtrain.planner.step.parameters import MASTERS
 from jaxtrain.planner.step.saved import layer_bytes

@@ -2,8 +2,8 @@
 sizes of a model by which other times follow. No jax."""
 
 from jaxtrain.config import Config
-from jaxtrain.planner.step.hardware import Hardware, HardwareError, load
-from jaxtrain.planner.step.model import Model, model_of
+from jaxtrain.planner.layer.hardware import Hardware, HardwareError, load
+from jaxtrain.planner.layer.model import Model, model_of
 from jaxtrain.planner.step.step_model import (
     hardware_at_hand,
     milliseconds,

@@ -13,11 +13,11 @@ from typing import ClassVar
 
 from jaxtrain.config import OptimizerConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
-from jaxtrain.planner.step.collectives import Parameters, StepCollectives
-from jaxtrain.planner.step.layer_collectives import FLOAT32
+from jaxtrain.planner.layer.collectives import Parameters, StepCollectives
+from jaxtrain.planner.layer.layer_collectives import FLOAT32
+from jaxtrain.planner.layer.layout import Layout
+from jaxtrain.planner.layer.links import DATA, Collective
 from jaxtrain.planner.step.layer_time import LayerTime, MeanLayer
-from jaxtrain.planner.step.layout import Layout
-from jaxtrain.planner.step.links import DATA, Collective
 from jaxtrain.planner.step.outside_layers import EndsTime, UpdateTime
 from jaxtrain.planner.step.parameters import DeviceState, ParameterGroups
 from jaxtrain.planner.step.settings import ITEM, Rates, StepSettings

@@ -7,11 +7,11 @@ import functools
 from collections.abc import Iterable
 
 from jaxtrain.config.optimizers import OPTIMIZERS
-from jaxtrain.planner.step.collectives import StepCollectives
-from jaxtrain.planner.step.layer_collectives import FLOAT32
+from jaxtrain.planner.layer.collectives import StepCollectives
+from jaxtrain.planner.layer.layer_collectives import FLOAT32
+from jaxtrain.planner.layer.layout import AXES
+from jaxtrain.planner.layer.links import DATA, Collective
 from jaxtrain.planner.step.layer_time import LayerWork, MeanLayer
-from jaxtrain.planner.step.layout import AXES
-from jaxtrain.planner.step.links import DATA, Collective
 from jaxtrain.planner.step.parameters import DeviceState
 from jaxtrain.planner.step.step_part import StepPart, once, part
 from jaxtrain.planner.step.time_breakdown import (

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from jaxtrain.config import OptimizerConfig
-from jaxtrain.planner.step.layout import Layout
+from jaxtrain.planner.layer.layout import Layout
 
 ITEM = 2  # bytes of a number in 16 bits
 # products of attention's backward over the two of its forward: scores once more, and four

@@ -10,10 +10,10 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from jaxtrain.planner.step.collectives import Parameters, StepCollectives
-from jaxtrain.planner.step.layer_collectives import owner
-from jaxtrain.planner.step.layout import AXES
-from jaxtrain.planner.step.links import GATHER, MODEL, PERMUTE, STAGE, Collective, sent
+from jaxtrain.planner.layer.collectives import Parameters, StepCollectives
+from jaxtrain.planner.layer.layer_collectives import owner
+from jaxtrain.planner.layer.layout import AXES
+from jaxtrain.planner.layer.links import GATHER, MODEL, PERMUTE, STAGE, Collective, sent
 from jaxtrain.schedule.columns import (
     CELL_OPS,
     EMBED,

@@ -13,10 +13,10 @@ from jaxtrain.config import (
     kernels,
 )
 from jaxtrain.config.kernels import QUANTIZED
-from jaxtrain.planner.step import hardware as kinds
-from jaxtrain.planner.step.hardware import Hardware
-from jaxtrain.planner.step.layout import Layout
-from jaxtrain.planner.step.model import model_of
+from jaxtrain.planner.layer import hardware as kinds
+from jaxtrain.planner.layer.hardware import Hardware
+from jaxtrain.planner.layer.layout import Layout
+from jaxtrain.planner.layer.model import model_of
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
 from jaxtrain.planner.step.settings import Rates, StepSettings, bytes_of
 from jaxtrain.planner.step.step_time import StepModel

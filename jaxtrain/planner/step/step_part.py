@@ -11,11 +11,11 @@ import operator
 from collections.abc import Callable
 from typing import Any, ClassVar, Self, TypeVar, cast
 
-from jaxtrain.planner.step.collectives import StepCollectives
-from jaxtrain.planner.step.hardware import Hardware
-from jaxtrain.planner.step.layout import AXES, Layout
-from jaxtrain.planner.step.links import Links
-from jaxtrain.planner.step.model import Model
+from jaxtrain.planner.layer.collectives import StepCollectives
+from jaxtrain.planner.layer.hardware import Hardware
+from jaxtrain.planner.layer.layout import AXES, Layout
+from jaxtrain.planner.layer.links import Links
+from jaxtrain.planner.layer.model import Model
 from jaxtrain.planner.step.settings import StepSettings, bytes_of
 
 Part = TypeVar("Part", bound="StepPart")

@@ -16,8 +16,8 @@ import math
 import operator
 
 from jaxtrain.config.sizes import SELECTIVE
+from jaxtrain.planner.layer.links import PERMUTE, STAGE, Collective
 from jaxtrain.planner.step.layer_time import LayerTime, MeanLayer
-from jaxtrain.planner.step.links import PERMUTE, STAGE, Collective
 from jaxtrain.planner.step.outside_layers import EndsTime, UpdateTime
 from jaxtrain.planner.step.parameters import DeviceState
 from jaxtrain.planner.step.step_part import StepPart, part

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
-from jaxtrain.planner.step.links import CONTEXT, DATA, EXPERT, MODEL, REPLICA, STAGE
+from jaxtrain.planner.layer.links import CONTEXT, DATA, EXPERT, MODEL, REPLICA, STAGE
 
 MATMULS, ATTENTION, MEMORY, BUBBLE, OPTIMIZER, HOST, DISK = (
     "matmuls",

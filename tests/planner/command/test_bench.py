@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jaxtrain.planner.command import bench
-from jaxtrain.planner.step.links import GATHER, PERMUTE, SCATTER, SUM
+from jaxtrain.planner.layer.links import GATHER, PERMUTE, SCATTER, SUM
 
 
 def test_seconds_of_devices_that_share_cores_are_cpu_seconds():

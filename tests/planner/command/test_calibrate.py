@@ -17,9 +17,9 @@ from support import ROOT
 from jaxtrain import cli
 from jaxtrain.planner.command import calibrate
 from jaxtrain.planner.command.bench import TimedCollectives
-from jaxtrain.planner.step import hardware as kinds
-from jaxtrain.planner.step.hardware import Matmul
-from jaxtrain.planner.step.links import DATA, GATHER, PERMUTE, SCATTER, SUM, Collective
+from jaxtrain.planner.layer import hardware as kinds
+from jaxtrain.planner.layer.hardware import Matmul
+from jaxtrain.planner.layer.links import DATA, GATHER, PERMUTE, SCATTER, SUM, Collective
 
 TINY = calibrate.Sizes(
     "float32",

@@ -15,8 +15,8 @@ from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import SHARED_FLAGS, apply, read_flags, settled
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.planner.command.main import main
+from jaxtrain.planner.layer.hardware import known, load
 from jaxtrain.planner.search import layout_flag, predict, search
-from jaxtrain.planner.step.hardware import known, load
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
 
 sys.path.append(str(ROOT / "scripts"))

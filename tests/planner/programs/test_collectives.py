@@ -4,11 +4,11 @@ import pytest
 from support.step_text import CONFIG, STEP, TICKS
 
 from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.planner.layer.links import sent as sent_bytes
 from jaxtrain.planner.programs.collectives import FEW, collectives, step_collectives
 from jaxtrain.planner.programs.compile_check import step_loops
 from jaxtrain.planner.programs.loops import StepLoops
 from jaxtrain.planner.programs.program import Program
-from jaxtrain.planner.step.links import sent as sent_bytes
 
 MESH = {"replica": 1, "data": 1, "stage": 2, "context": 1, "expert": 1, "model": 1}
 SIZE = 4 * 64 * 16 * 512  # bytes of the array that the step permutes

@@ -9,11 +9,11 @@ from support.step_text import CONFIG, STEP, TICKS
 
 from jaxtrain.config.errors import UsageError
 from jaxtrain.planner.command import main as plan_command
+from jaxtrain.planner.layer import hardware
 from jaxtrain.planner.programs import compile_check, topology
 from jaxtrain.planner.programs.program import Program
 from jaxtrain.planner.programs.report import step_counts
 from jaxtrain.planner.programs.topology import INSTALL_COMMAND, parse
-from jaxtrain.planner.step import hardware
 from jaxtrain.planner.step.memory import memory
 from jaxtrain.planner.step.step_model import step_model_of
 

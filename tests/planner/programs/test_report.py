@@ -11,9 +11,9 @@ from support import train_runs as runs
 from jaxtrain.config.checks import check_devices
 from jaxtrain.config.flags import apply
 from jaxtrain.config.recipes import load_recipe
+from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.programs.report import step_counts
 from jaxtrain.planner.search.predict import predict
-from jaxtrain.planner.step.hardware import load
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ others."""
 import pytest
 
 from jaxtrain.config.errors import UsageError
+from jaxtrain.planner.layer import hardware
 from jaxtrain.planner.programs import topology
 from jaxtrain.planner.programs.topology import PLATFORMS, fitting, parse
-from jaxtrain.planner.step import hardware
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import pytest
 from jaxtrain import config as configs
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.planner.command import main as command
+from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.search import layout_flag, predict
 from jaxtrain.planner.search.compare import PlannedStep, Trace, plan_at_hand, read
-from jaxtrain.planner.step.hardware import load
 from jaxtrain.run.files import PLANNED
 
 SETTINGS = {

@@ -6,10 +6,10 @@ import pytest
 
 from jaxtrain import config as configs
 from jaxtrain.config.recipes import find_recipe, load_recipe
+from jaxtrain.planner.layer.hardware import HardwareError, load
 from jaxtrain.planner.search import heterogeneous
 from jaxtrain.planner.search.heterogeneous import parse, plan, split_layers
 from jaxtrain.planner.search.predict import exactly, predict
-from jaxtrain.planner.step.hardware import HardwareError, load
 from jaxtrain.planner.step.step_model import step_model_of
 
 MIXED = "a100-80gb:512,h100:512"

@@ -7,6 +7,8 @@ import pytest
 
 from jaxtrain.config import replace
 from jaxtrain.config.recipes import find_recipe, load_recipe
+from jaxtrain.planner.layer.hardware import Hardware, Matmul, Tier, load
+from jaxtrain.planner.layer.links import EXPERT, STAGE
 from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.search.explain import Prices, explained
 from jaxtrain.planner.search.predict import (
@@ -16,8 +18,6 @@ from jaxtrain.planner.search.predict import (
     predict,
     with_op_times,
 )
-from jaxtrain.planner.step.hardware import Hardware, Matmul, Tier, load
-from jaxtrain.planner.step.links import EXPERT, STAGE
 from jaxtrain.planner.step.time_breakdown import BUBBLE
 
 STEPS = "pipeline.steps_per_program"

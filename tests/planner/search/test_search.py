@@ -6,10 +6,10 @@ import pytest
 
 from jaxtrain import config as configs
 from jaxtrain.config.recipes import find_recipe, load_recipe
+from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.search import search
 from jaxtrain.planner.search.layout_flag import of
 from jaxtrain.planner.search.search import Space, by_offload, laid_out
-from jaxtrain.planner.step.hardware import load
 from jaxtrain.planner.step.memory import memory
 from jaxtrain.planner.step.step_model import step_model_of
 

@@ -12,11 +12,11 @@ from jaxtrain.config import checks
 from jaxtrain.config.checks import Environment
 from jaxtrain.config.flags import apply, read_flags
 from jaxtrain.config.recipes import find_recipe, load_recipe
+from jaxtrain.planner.layer.hardware import GIB, load
 from jaxtrain.planner.search import layout_flag, what_if
 from jaxtrain.planner.search.compare import PlannedStep, Trace
 from jaxtrain.planner.search.predict import UNMEASURED, exactly, predict
 from jaxtrain.planner.search.what_if import AdviceError, read, single_changes
-from jaxtrain.planner.step.hardware import GIB, load
 from jaxtrain.run.files import PLANNED
 
 SETTINGS = {

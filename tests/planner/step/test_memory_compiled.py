@@ -13,10 +13,10 @@ from support.compilers import needs
 
 from jaxtrain import config as configs
 from jaxtrain.config.recipes import find_recipe, load_recipe
+from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.programs import compile_check
 from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.search.predict import Prediction, predict
-from jaxtrain.planner.step.hardware import load
 from jaxtrain.planner.step.memory import memory
 
 COMPILED = json.loads(pathlib.Path(__file__).with_name("compiled_memory.json").read_text())

@@ -12,8 +12,8 @@ from jaxtrain import config as configs
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.search.predict import predict
-from jaxtrain.planner.step.hardware import load
 from jaxtrain.training.state import bytes_per_device
 from jaxtrain.training.step import Step, make_step
 

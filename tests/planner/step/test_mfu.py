@@ -10,9 +10,9 @@ from support import ROOT
 from jaxtrain import config as configs
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.models import transformer
+from jaxtrain.planner.layer.hardware import known, load
+from jaxtrain.planner.layer.model import model_of as sizes_of_model
 from jaxtrain.planner.search.predict import predict
-from jaxtrain.planner.step.hardware import known, load
-from jaxtrain.planner.step.model import model_of as sizes_of_model
 from jaxtrain.planner.step.step_model import step_model_of
 from jaxtrain.training.reporting import Speedometer
 

@@ -15,8 +15,8 @@ from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.devices.mesh import AXES, make_mesh, sizes_of
 from jaxtrain.pipeline.setup import Setup, make_setup
+from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.search.predict import PlannedTable, with_op_times
-from jaxtrain.planner.step.hardware import load
 from jaxtrain.planner.step.memory import SlotCounts, memory
 from jaxtrain.planner.step.step_model import step_model_of
 from jaxtrain.training.optimizer import make_optimizer

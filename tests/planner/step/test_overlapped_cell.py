@@ -5,11 +5,11 @@ import itertools
 
 import pytest
 
-from jaxtrain.planner.step.hardware import load
+from jaxtrain.planner.layer.hardware import load
+from jaxtrain.planner.layer.layout import Layout
+from jaxtrain.planner.layer.links import EXPERT
+from jaxtrain.planner.layer.model import Model, llama
 from jaxtrain.planner.step.layer_time import LayerTime
-from jaxtrain.planner.step.layout import Layout
-from jaxtrain.planner.step.links import EXPERT
-from jaxtrain.planner.step.model import Model, llama
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
 from jaxtrain.planner.step.overlapped_cell import Phases, most_saved
 from jaxtrain.planner.step.settings import Rates, StepSettings

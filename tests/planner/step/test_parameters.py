@@ -9,8 +9,8 @@ import pytest
 from jaxtrain import config as configs
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.devices.mesh import make_mesh, sizes_of
+from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.search.predict import PlannedTable, with_op_times
-from jaxtrain.planner.step.hardware import load
 from jaxtrain.planner.step.step_model import settings_of, step_model_of
 from jaxtrain.training.step import make_step
 

@@ -20,8 +20,8 @@ from jaxtrain.config.sizes import remat_of
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.models.transformer import build
 from jaxtrain.parallel.fp8 import fp8_of
+from jaxtrain.planner.layer.hardware import Hardware, load
 from jaxtrain.planner.step import saved
-from jaxtrain.planner.step.hardware import Hardware, load
 from jaxtrain.planner.step.saved import layer_bytes
 from jaxtrain.planner.step.step_model import step_model_of
 from jaxtrain.runtime.runtime import Runtime
@@ -222,7 +222,7 @@ import dataclasses, jax
 from jax._src import xla_bridge
 from jaxtrain import config
 from jaxtrain.config.recipes import find_recipe, load_recipe
-from jaxtrain.planner.step.hardware import load
+from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.step.saved import layer_bytes
 from jaxtrain.planner.step.step_model import step_model_of
 

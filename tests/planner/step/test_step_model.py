@@ -4,7 +4,7 @@ import pytest
 from support import small
 
 from jaxtrain import config as configs
-from jaxtrain.planner.step.hardware import load
+from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.step.step_model import GATHER_OVERLAP, step_model_of
 
 

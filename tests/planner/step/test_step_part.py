@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from jaxtrain.planner.step.hardware import load
+from jaxtrain.planner.layer.hardware import load
+from jaxtrain.planner.layer.layout import Layout
+from jaxtrain.planner.layer.model import llama
 from jaxtrain.planner.step.layer_time import LayerTime, LayerWork, MeanLayer
-from jaxtrain.planner.step.layout import Layout
 from jaxtrain.planner.step.memory import memory
-from jaxtrain.planner.step.model import llama
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
 from jaxtrain.planner.step.outside_layers import EndsTime, UpdateTime
 from jaxtrain.planner.step.parameters import DeviceState

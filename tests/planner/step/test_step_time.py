@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from jaxtrain.planner.step.hardware import load
-from jaxtrain.planner.step.layout import Layout
-from jaxtrain.planner.step.links import EXCHANGE, GATHER, SUM, Collective
+from jaxtrain.planner.layer.hardware import load
+from jaxtrain.planner.layer.layout import Layout
+from jaxtrain.planner.layer.links import EXCHANGE, GATHER, SUM, Collective
+from jaxtrain.planner.layer.model import Model, gpt, llama
 from jaxtrain.planner.step.memory import memory
-from jaxtrain.planner.step.model import Model, gpt, llama
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
 from jaxtrain.planner.step.step_time import StepModel
 

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxtrain.config.sizes import OUTER_BLOCK
-from jaxtrain.planner.step.layer_collectives import FLOAT32, LayerCollectives
-from jaxtrain.planner.step.layout import AXES
-from jaxtrain.planner.step.links import (
+from jaxtrain.planner.layer.layer_collectives import FLOAT32, LayerCollectives
+from jaxtrain.planner.layer.layout import AXES
+from jaxtrain.planner.layer.links import (
     EXCHANGE,
     GATHER,
     MODEL,

@@ -19,7 +19,7 @@ from jaxtrain.devices.mesh import AbsentDevice, traced_for
 from jaxtrain.devices.sharding import RULES
 from jaxtrain.models.spec import binder, is_spec, specs
 from jaxtrain.models.transformer import Block, build
-from jaxtrain.planner.step.model import INPUTS, MODEL, OUTPUTS, Array, Layer, Product
+from jaxtrain.planner.layer.model import INPUTS, MODEL, OUTPUTS, Array, Layer, Product
 from jaxtrain.runtime.backward_split import VIEWS
 from jaxtrain.runtime.equations import KERNELS, NAME, PRODUCTS, has, in_attention, inline, variables
 

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from jaxtrain.planner.step.hardware import Tier, load
-from jaxtrain.planner.step.layout import Layout
-from jaxtrain.planner.step.links import EXCHANGE, GATHER, Collective, Links
+from jaxtrain.planner.layer.hardware import Tier, load
+from jaxtrain.planner.layer.layout import Layout
+from jaxtrain.planner.layer.links import EXCHANGE, GATHER, Collective, Links
 
 ISLANDS = dataclasses.replace(
     load("h100"), tiers=(Tier("inside", 8, 400.0, 1.0, 0.0), Tier("outside", 0, 50.0, 1.0, 0.0))

@@ -16,7 +16,7 @@ from jaxtrain.config.sizes import (
     device_capacity,
     remat_of,
 )
-from jaxtrain.planner.step.model import Model
+from jaxtrain.planner.layer.model import Model
 from jaxtrain.schedule.orders import ONE_CHUNK
 from jaxtrain.schedule.placement import cut, spread
 

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from jaxtrain.config.saved_values import PRODUCTS
-from jaxtrain.planner.step.collectives import StepCollectives
-from jaxtrain.planner.step.layer_collectives import FLOAT32
-from jaxtrain.planner.step.layout import Layout
-from jaxtrain.planner.step.links import GATHER, SCATTER, SUM
-from jaxtrain.planner.step.model import INPUTS, OUTPUTS, Array, Layer, Model, Product, llama
+from jaxtrain.planner.layer.collectives import StepCollectives
+from jaxtrain.planner.layer.layer_collectives import FLOAT32
+from jaxtrain.planner.layer.layout import Layout
+from jaxtrain.planner.layer.links import GATHER, SCATTER, SUM
+from jaxtrain.planner.layer.model import INPUTS, OUTPUTS, Array, Layer, Model, Product, llama
 
 WIDTH, TOKENS, ITEM = 64, 32, 2
 MODEL = llama(4, WIDTH, 8, 8, 8, 192, 256, TOKENS)

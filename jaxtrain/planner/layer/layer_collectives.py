@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 from jaxtrain.config.saved_values import ATTENTION, MLP_IN, ROUTED
 from jaxtrain.config.sizes import MX_BLOCK, SELECTIVE
-from jaxtrain.planner.step.layout import (
+from jaxtrain.planner.layer.layout import (
     Layout,
     nodes_of_token,
     routed_capacity,
     sent_by_gateway,
 )
-from jaxtrain.planner.step.links import (
+from jaxtrain.planner.layer.links import (
     CONTEXT,
     EXCHANGE,
     EXPERT,
@@ -35,7 +35,7 @@ from jaxtrain.planner.step.links import (
     Collective,
     alike,
 )
-from jaxtrain.planner.step.model import INPUTS, OUTPUTS, Layer, Model, Product
+from jaxtrain.planner.layer.model import INPUTS, OUTPUTS, Layer, Model, Product
 
 FLOAT32 = 4  # bytes of a float32 or an int32
 FP8 = 1

@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from jaxtrain.planner.step import hardware
-from jaxtrain.planner.step.hardware import HardwareError, from_json, known, load
+from jaxtrain.planner.layer import hardware
+from jaxtrain.planner.layer.hardware import HardwareError, from_json, known, load
 
 NAMED = {
     "a100-40gb",

@@ -20,8 +20,8 @@ from jaxtrain.models import transformer
 from jaxtrain.models.attention import Attention
 from jaxtrain.models.layers import Dense, Norm, column_parallel
 from jaxtrain.models.spec import Spec, binder, is_spec, parameter, specs
-from jaxtrain.planner.step import layer_trace
-from jaxtrain.planner.step.model import INPUTS, OUTPUTS, Model, llama, model_of
+from jaxtrain.planner.layer import layer_trace
+from jaxtrain.planner.layer.model import INPUTS, OUTPUTS, Model, llama, model_of
 from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, keep_named, keep_products
 from jaxtrain.runtime.equations import in_attention
 
@@ -214,7 +214,7 @@ def test_a_new_part(block, parameters, multiplied, joints, inner, monkeypatch):
 def test_no_device_is_asked_for():
     """jax has no devices after a layer is traced: several processes have yet to find each other."""
     code = (
-        "from jaxtrain.planner.step.model import llama\n"
+        "from jaxtrain.planner.layer.model import llama\n"
         "llama(2, 40, 4, 2, 12, 56, 257, 64).layer()\n"
         "from jax._src import xla_bridge\n"
         "assert not xla_bridge.backends_are_initialized()"

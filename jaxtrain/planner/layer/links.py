@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from jaxtrain.planner.step.hardware import Hardware, Tier
-from jaxtrain.planner.step.layout import AXES, Layout
+from jaxtrain.planner.layer.hardware import Hardware, Tier
+from jaxtrain.planner.layer.layout import AXES, Layout
 
 GATHER, SCATTER, SUM = "all-gather", "reduce-scatter", "all-reduce"
 EXCHANGE, PERMUTE, RAGGED = "all-to-all", "collective-permute", "ragged-all-to-all"

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.sizes import device_capacity
-from jaxtrain.planner.step.layout import Layout, nodes_of_token, routed_capacity
-from jaxtrain.planner.step.model import gpt
+from jaxtrain.planner.layer.layout import Layout, nodes_of_token, routed_capacity
+from jaxtrain.planner.layer.model import gpt
 
 
 def test_routed_capacity():

@@ -243,7 +243,7 @@ class Model(ModelConfig):
 
 def _traces() -> Any:
     """The module that reads layers: it imports jax, which flags that cannot work need not."""
-    return importlib.import_module("jaxtrain.planner.step.layer_trace")
+    return importlib.import_module("jaxtrain.planner.layer.layer_trace")
 
 
 @functools.lru_cache(maxsize=256)
