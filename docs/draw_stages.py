@@ -51,7 +51,7 @@ def stages() -> list[Stage]:
     work = step_model_of(config, hardware.load(HARDWARE))
     placement = make_setup(with_op_times(config, work)).placement
     layer = 1e3 * sum(op.seconds for op in work.layers.mean(False).values())
-    plain = dataclasses.replace(work.model, predictions=0)
+    plain = dataclasses.replace(work.model, mtp_depth=0)
     head = dataclasses.replace(work, model=plain).head.seconds
     first = ((DENSE, 1e3 * work.dense_layers.seconds),)
     last = ((MODULE, 1e3 * (work.head.seconds - head)), (HEAD, 1e3 * head))
