@@ -4,15 +4,17 @@ import dataclasses
 
 import pytest
 
+from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.planner.step.collectives import EXCHANGE, GATHER, SUM, Collective
 from jaxtrain.planner.step.frameworks import FRAMEWORKS
 from jaxtrain.planner.step.hardware import load
 from jaxtrain.planner.step.layout import Layout
 from jaxtrain.planner.step.memory import memory
+from jaxtrain.planner.step.step_model import transformer_of
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.planner.step.transformer import Transformer
 
-LLAMA = Transformer(32, 4096, 32, 8, 128, 14336, 128256, 8192)
+LLAMA = transformer_of(load_recipe(find_recipe("llama3_8b")).resolve().model, 8192)
 MIXTRAL = dataclasses.replace(
     LLAMA, experts=8, experts_per_token=2, expert_width=14336, vocab_size=32000
 )
