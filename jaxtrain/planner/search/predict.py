@@ -62,6 +62,7 @@ class Prediction:
     """A step: its time on the busiest device, and its memory on the fullest one.
 
     config:    resolved
+    slots:     of our own runtime's table; None without stages, and for other frameworks
     tokens:    of the run, None if not known
     in_flight: the most microbatches whose activations a stage holds, by the table that timed the
                step; None without one
@@ -70,9 +71,15 @@ class Prediction:
     config: Config
     work: StepModel
     time: TimeBreakdown
-    memory: MemoryBreakdown
+    slots: SlotCounts | None = None
     tokens: float | None = None
     in_flight: float | None = None
+
+    @functools.cached_property
+    def memory(self) -> MemoryBreakdown:
+        """By part. It is computed when it is asked for: a layer is traced for it, and a run that
+        compares its steps' time has no use for it."""
+        return memory(self.work, self.config.model.loss_chunk, self.slots)
 
     @property
     def devices(self) -> int:
@@ -152,8 +159,7 @@ def predict(
     work, slots = step_model_of(config, hardware, assume), None
     if work.settings.ours:
         slots = PlannedTable(with_op_times(config, work)).slots()
-    size = memory(work, config.model.loss_chunk, slots)
-    return Prediction(config, work, work.step(), size, tokens)
+    return Prediction(config, work, work.step(), slots, tokens)
 
 
 def with_op_times(config: Config, work: StepModel) -> Config:

@@ -180,11 +180,9 @@ def estimated_slots(step: StepModel) -> SlotCounts | None:
     if step.balanced:
         layers = max(step.balanced.sizes)
         stored = sum(map(step.balanced.stack_size, range(step.balanced.units_per_stage)))
-    full, pieces = layout.recomputation.mode == "full", 1
-    if layout.layers_per_op:
-        pieces = math.ceil(layers / layout.layers_per_op)
-    saved = sum(n - layout.recomputation.recomputed(n) for n in spread(layers, pieces))
-    saved = 0 if layout.recomputation.mode == "none" else saved
+    remat, full = layout.recomputation, layout.recomputation.mode == "full"
+    pieces = spread(layers, math.ceil(layers / (layout.layers_per_op or layers)))
+    saved = sum(n - remat.recomputed(n) for n in pieces) if remat.mode != "none" else 0
     pools = {
         "activation": residuals if full and not layout.saves_inputs else TRANSIT,
         "gradient": schedule.gradients(p, layout.microbatches),
@@ -325,11 +323,10 @@ def _masks(step: StepModel) -> float:
     """Bytes of what hides keys from queries where `context` splits a sequence and a GPU's kernel is
     given masks: XLA makes them in each op. A device has two pieces of a sequence, one of which
     attends to half of it and one to all of it; each device of `model` has them."""
-    layout, length = step.layout, step.model.sequence
-    if layout.context == 1 or step.settings.context_by != "all_gather":
+    layout, on_gpu = step.layout, platform_of(step.hardware) == kernels.GPU
+    if layout.context == 1 or step.settings.context_by != "all_gather" or not on_gpu:
         return 0.0
-    on_gpu = platform_of(step.hardware) == kernels.GPU
-    return on_gpu * step.item * layout.microbatch * 1.5 * length**2 / (2 * layout.context)
+    return step.item * layout.microbatch * 1.5 * step.model.sequence**2 / (2 * layout.context)
 
 
 def _of_gateway(step: StepModel) -> float:
