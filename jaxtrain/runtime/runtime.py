@@ -49,7 +49,7 @@ from jaxtrain.runtime.backward_split import LayerSplit
 from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, look_ahead
 from jaxtrain.runtime.layer_stack import LayerRange, LayerStack, RecomputedLayer, empty_pool
 from jaxtrain.runtime.saved_bytes import (
-    Layer,
+    RuntimeLayer,
     as_used,
     bytes_of,
     examples,
@@ -519,7 +519,7 @@ class Runtime:
     def _split(self, mode: str, message: tuple[int, ...], extra) -> LayerSplit | RecomputedLayer:
         """One layer cut into ops as this mode of remat says, for activations of this shape [B, T,
         D] on a device."""
-        layer = Layer(self.parts, self.compute, self.fp8)
+        layer = RuntimeLayer(self.parts, self.compute, self.fp8)
         if mode == "full" and self._ticks is None:
             return RecomputedLayer(layer, layer.specs, jax.ShapeDtypeStruct(message, self.compute))
         return layer.split(message, extra, keep_rule(mode, self.save))

@@ -34,7 +34,7 @@ from jaxtrain.runtime.equations import KeepRule
 
 
 @dataclasses.dataclass(frozen=True)
-class Layer:
+class RuntimeLayer:
     """One of a model's equal layers, as the runtime runs it.
 
     compute: dtype of activations
@@ -171,7 +171,7 @@ def saved_bytes(
     """
     mesh = AbstractMesh(tuple(mesh_sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     parts = build(cfg, context=context, expert_nodes=expert_nodes)
-    layer = Layer(parts, jnp.dtype(precision.compute), fp8_of(precision, False), dense)
+    layer = RuntimeLayer(parts, jnp.dtype(precision.compute), fp8_of(precision, False), dense)
     shape, extra = (*microbatch, cfg.width), examples(*microbatch, documents)
 
     def splits() -> list[LayerSplit]:
