@@ -389,9 +389,8 @@ def _laid_out(space: Space, text: str) -> Config:
             {"devices": count},
             [] if rest else [f"data={data} in --layout"],
         )
-    config = layout_flag.apply(space.config, values)
-    layout_flag.check(config, values, platform_of(space.hardware), space.recipe)
-    return config
+    known = Environment(None, platform_of(space.hardware), space.recipe)
+    return layout_flag.laid_out(space.config, values, known)
 
 
 def _with_devices(space: Space) -> Space:

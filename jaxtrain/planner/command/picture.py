@@ -78,15 +78,12 @@ def of_layouts(predictions: Sequence[Prediction], model: str) -> Any:
 
 def of_groups(plan: HeterogeneousPlan, model: str) -> Any:
     """Memory and time of each stage of a layout over groups of devices, in its group's colour."""
-    stages, each = len(plan.layers), sum(group.devices for group in plan.groups) // len(plan.layers)
+    stages = len(plan.layers)
     groups = " and ".join(f"{group.devices:,} × {group.hardware.name}" for group in plan.groups)
     figure, (above, below) = _figure(
         stages / 2, f"{model}, on {groups}: a step of {plan.seconds:.3g} s, as planned"
     )
-    start = 0
-    for number, group in enumerate(plan.groups):
-        members = range(start, start + group.devices // each)
-        start = members.stop
+    for number, (group, members) in enumerate(plan.stages()):
         color, name = f"C{number}", group.hardware.name
         bars = {"width": WIDTH, "color": color}
         above.bar(

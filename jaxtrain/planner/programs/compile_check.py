@@ -22,6 +22,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxtrain.config import Config, ConfigError, checks, one_line
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, Reading, apply, read_flags, settled
@@ -334,31 +336,26 @@ def _collectives(
     compiled: Iterable[StepCollective], planned: Iterable[Entry]
 ) -> list[CollectiveBytes]:
     """Bytes of collectives by kind and axes, those with most bytes first."""
-    in_plan = collections.Counter[tuple[str, str]]()
-    sending, size, asynchronous, overlapped = (
-        collections.defaultdict[tuple[str, str], float](float) for _ in range(4)
-    )
+    # sent as compiled and as planned; unsharded, and of these asynchronous and overlapped
+    sums = collections.defaultdict[tuple[str, str], np.ndarray](lambda: np.zeros(5))
     for each in compiled:
-        key = each.collective.kind, "·".join(each.collective.axes)
-        c = each.collective
-        sending[key] += each.run.times * sent(c.kind, c.sending, c.devices)
-        unsharded = each.run.times * each.collective.size
-        size[key] += unsharded
-        asynchronous[key] += unsharded * (each.overlapped is not None)
-        overlapped[key] += unsharded * bool(each.overlapped)
-    for entry in planned:
-        in_plan[entry.kind, "·".join(entry.axes)] += entry.bytes
-    keys = sorted({*sending, *in_plan}, key=lambda key: (-max(sending[key], in_plan[key]), key))
-    return [
-        CollectiveBytes(
-            *key,
-            round(sending[key]),
-            in_plan[key],
-            asynchronous[key] / (size[key] or 1),
-            overlapped[key] / (size[key] or 1),
+        c, times = each.collective, each.run.times
+        sums[c.kind, "·".join(c.axes)] += (
+            times * sent(c.kind, c.sending, c.devices),
+            0.0,
+            times * c.size,
+            times * c.size * (each.overlapped is not None),
+            times * c.size * bool(each.overlapped),
         )
-        for key in keys
+    for entry in planned:
+        sums[entry.kind, "·".join(entry.axes)][1] += entry.bytes
+    rows = [
+        CollectiveBytes(
+            *key, round(row[0]), round(row[1]), row[3] / (row[2] or 1), row[4] / (row[2] or 1)
+        )
+        for key, row in sums.items()
     ]
+    return sorted(rows, key=lambda row: (-max(row.compiled, row.planned), row.kind, row.axes))
 
 
 def _requested(reading: Reading) -> tuple[Topology, Config]:
@@ -372,8 +369,8 @@ def _requested(reading: Reading) -> tuple[Topology, Config]:
     platform, config = devices.platform, apply(recipe, reading.overrides)
     if text := reading.values["layout"]:
         values = layout_flag.read(text)
-        config = layout_flag.apply(config, values)
-        layout_flag.check(config, values, platform.backend, recipe)
+        known = checks.Environment(None, platform.backend, recipe)
+        config = layout_flag.laid_out(config, values, known)
     else:
         config = checks.check_devices(config, devices.devices, platform.backend)
     config = config.resolve()

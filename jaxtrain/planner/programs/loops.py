@@ -10,7 +10,6 @@ kernel.
 import collections
 import dataclasses
 import fractions
-import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -27,10 +26,6 @@ BLOCKS = re.compile(r"/row_blocks_(\d+)_(\d+)_(\d+)/")
 # Scope of parallel/filled_rows.py (capacity, mean rows, rows of a block).
 EXCESS = re.compile(r"/row_excess_(\d+)_(\d+)_(\d+)/")
 CALLS = "/document_calls/"
-
-
-def _of_last_weights(i: Instruction) -> bool:
-    return f"/{LAST_WEIGHTS}/" in i.op_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,16 +101,15 @@ class StepLoops:
             return fractions.Fraction(self._runs(op, loop)) / times
         raise ValueError(f"a loop without a known number of trips: {loop.text[:200]}")
 
-    @functools.cached_property
-    def _has_last_weights(self) -> bool:
-        return any(map(_of_last_weights, self.program.below(self.program.entry)))
+    def _has_last_weights(self, computation: str) -> bool:
+        return any(f"/{LAST_WEIGHTS}/" in i.op_name for i in self.program.below(computation))
 
     def _runs(self, op: str, loop: Instruction) -> int:
         """How often a step runs the loop of an op. A unit's last W may have a loop of its own."""
         runs = self.op_runs[op]
-        if not op.startswith("W") or not self._has_last_weights:
+        if not op.startswith("W") or not self._has_last_weights(self.program.entry):
             return runs
-        is_last = any(map(_of_last_weights, self.program.below(loop.calls["body"])))
+        is_last = self._has_last_weights(loop.calls["body"])
         return min(runs, 1) if is_last else runs - min(runs, 1)
 
     def op_of_loop(self, loop: Instruction) -> str | None:

@@ -29,7 +29,7 @@ them counts as communication.
 import collections
 import dataclasses
 import enum
-import math
+import itertools
 import pathlib
 import re
 import statistics
@@ -215,22 +215,21 @@ def shared_out(spans: Sequence[tuple[float, float, Kind]]) -> TimeBreakdown:
     """Seconds by part of what one device did. spans: begin, end and kind of each event."""
     changes = [(begin, kind, 1) for begin, end, kind in spans if end > begin]
     changes += [(end, kind, -1) for begin, end, kind in spans if end > begin]
+    changes.sort(key=lambda change: change[0])
     active: collections.Counter[Kind] = collections.Counter()
     exposed, hidden = (collections.defaultdict[str, float](float) for _ in range(2))
-    since = -math.inf
-    for moment, kind, change in sorted(changes, key=lambda change: change[0]):
-        if active and moment > since:
-            least = min(at.rank for at in active)
-            share = (moment - since) / sum(n for at, n in active.items() if at.rank is least)
-            for at, count in active.items():
-                if at.rank is least:
-                    exposed[at.part] += share * count
-                elif at.rank is Rank.COMMUNICATES:
-                    hidden[at.part] += moment - since
-        since = moment
+    for (since, kind, change), (until, _, _) in itertools.pairwise(changes):
         active[kind] += change
-        if not active[kind]:
-            del active[kind]
+        active = +active  # without those that have ended
+        if until == since:
+            continue
+        least = min((at.rank for at in active), default=None)
+        ranked = sum(count for at, count in active.items() if at.rank is least)
+        for at, count in active.items():
+            if at.rank is least:
+                exposed[at.part] += (until - since) * count / ranked
+            elif at.rank is Rank.COMMUNICATES:
+                hidden[at.part] += until - since
     return TimeBreakdown(dict(exposed), dict(hidden))
 
 

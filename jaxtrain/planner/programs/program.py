@@ -184,6 +184,7 @@ class Program:
 
     def __init__(self, text: str):
         self.computations: dict[str, list[Instruction]] = {}
+        self.named: dict[str, Instruction] = {}
         self.entry = computation = ""
         # A kernel's metadata may go over several lines.
         for line in re.sub(r"\n(?=\"|}})", "", text).splitlines():
@@ -209,14 +210,10 @@ class Program:
                     root=bool(root),
                     text=line.strip(),
                 )
-                self.computations[computation].append(instruction)
+                self.named[name] = self._offloaded(instruction)
+                self.computations[computation].append(self.named[name])
         if not self.entry:
             raise ValueError("this is no program: it has no entry")
-        self.named = {i.name: i for body in self.computations.values() for i in body}
-        self.computations = {
-            name: list(map(self._offloaded, body)) for name, body in self.computations.items()
-        }
-        self.named |= {i.name: i for body in self.computations.values() for i in body}
 
     def _offloaded(self, i: Instruction) -> Instruction:
         """An instruction; of a collective on a TPU's SparseCores, the start of an asynchronous one,

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxtrain.config import Config
 from jaxtrain.planner.layer.hardware import GIB
@@ -104,17 +104,12 @@ class Trace:
     hidden: Mapping[str, float]
 
 
-@dataclasses.dataclass(frozen=True)
-class Miss:
+class Miss(NamedTuple):
     """A part of the step as planned and as measured, seconds."""
 
     part: str
     planned_s: float
     measured_s: float
-
-    @property
-    def seconds(self) -> float:
-        return self.measured_s - self.planned_s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +152,7 @@ class PlannedStep:
         for part, seconds in self.trace.exposed.items():
             measured[names.get(part, part)] += seconds
         misses = [Miss(part, planned[part], measured[part]) for part in {**planned, **measured}]
-        return sorted(misses, key=lambda miss: -abs(miss.seconds))
+        return sorted(misses, key=lambda miss: -abs(miss.measured_s - miss.planned_s))
 
     def lines(self) -> list[str]:
         """The comparison as lines of text."""
@@ -174,18 +169,18 @@ class PlannedStep:
             for miss in misses
             if max(miss.planned_s, miss.measured_s) >= least
         )
-        largest = misses[0]
-        sign = "more" if largest.seconds > 0 else "less"
+        part, planned_s, measured_s = misses[0]
+        sign = "more" if measured_s > planned_s else "less"
         return [
             text,
             f"parts in s, planned → measured in traced steps of {self.trace.step_time_s:.4g} "
             f"s: {parts}",
-            f"largest miss: {largest.part}, {abs(largest.seconds):.3g} s {sign} than planned",
+            f"largest miss: {part}, {abs(measured_s - planned_s):.3g} s {sign} than planned",
         ]
 
     def as_json(self) -> str:
         """The text of planned.json: the fields, their ratio, and the largest miss."""
-        largest = next(map(dataclasses.asdict, self.misses()), None)
+        largest = next((miss._asdict() for miss in self.misses()), None)
         values = dataclasses.asdict(self) | {"ratio": self.ratio, "largest_miss": largest}
         return json.dumps(values, indent=1) + "\n"
 

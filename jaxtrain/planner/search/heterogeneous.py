@@ -7,8 +7,9 @@ slowest stage and every wait. No jax.
 """
 
 import bisect
+import collections
 import dataclasses
-import heapq
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -70,6 +71,13 @@ class HeterogeneousPlan:
     memory: tuple[float, ...]
     fits: bool
 
+    def stages(self) -> Iterator[tuple[Group, range]]:
+        """Each group with its stages."""
+        each = sum(group.devices for group in self.groups) // len(self.layers)
+        ends = itertools.accumulate(group.devices // each for group in self.groups)
+        for group, end in zip(self.groups, ends, strict=True):
+            yield group, range(end - group.devices // each, end)
+
     def figures(self, tokens: float | None) -> dict[str, Any]:
         """The object that --json prints for one kind of devices, with rates over the mean peak, and
         the layers of each stage."""
@@ -119,15 +127,13 @@ def split_layers(
     """
     if sum(min(m, layers) for m in most) < layers or min(most) < 1:
         most = [layers] * len(most)
-    given = [1] * len(seconds)
-    heap = [(fixed[s] + 2 * seconds[s], s) for s in range(len(seconds)) if most[s] > 1]
-    heapq.heapify(heap)
-    for _ in range(layers - len(seconds)):
-        end, stage = heapq.heappop(heap)
-        given[stage] += 1
-        if given[stage] < most[stage]:
-            heapq.heappush(heap, (end + seconds[stage], stage))
-    return given
+    ends = sorted(
+        (fixed[stage] + n * each, stage)
+        for stage, each in enumerate(seconds)
+        for n in range(2, min(most[stage], layers) + 1)
+    )
+    given = collections.Counter(stage for _, stage in ends[: layers - len(seconds)])
+    return [1 + given[stage] for stage in range(len(seconds))]
 
 
 def plan(config: Config, groups: Sequence[Group], assume: str = OURS) -> HeterogeneousPlan:
@@ -299,26 +305,17 @@ def _most_layers(work: StepModel, loss_chunk: int) -> int:
 def describe(plan: HeterogeneousPlan) -> list[str]:
     """The plan as lines of text: which stages have which layers, the step, and what is not yet
     possible."""
-    stage, lines = 0, []
-    each = sum(group.devices for group in plan.groups) // len(plan.layers)
-    for group in plan.groups:
-        count = group.devices // each
-        listed = ", ".join(map(str, plan.layers[stage : stage + count]))
-        lines.append(
-            f"{group.hardware.name}: stages {stage} to {stage + count - 1} with {listed} layers"
-        )
-        stage += count
-    lines.append(
-        f"step: {plan.seconds:.3g} s, {plan.seconds / plan.ideal_s:.2f} times that of all devices "
-        f"at work without a wait ({plan.ideal_s:.3g} s)"
-    )
-    if not plan.fits:
-        lines.append(
-            "does not fit: "
-            + ", ".join(f"stage {s} {size / 1e9:.1f} GB" for s, size in enumerate(plan.memory))
-        )
+    layers = lambda stages: ", ".join(str(plan.layers[stage]) for stage in stages)
+    needs = ", ".join(f"stage {s} {size / 1e9:.1f} GB" for s, size in enumerate(plan.memory))
     return [
-        *lines,
+        *(
+            f"{group.hardware.name}: stages {stages[0]} to {stages[-1]} with {layers(stages)} "
+            "layers"
+            for group, stages in plan.stages()
+        ),
+        f"step: {plan.seconds:.3g} s, {plan.seconds / plan.ideal_s:.2f} times that of all devices "
+        f"at work without a wait ({plan.ideal_s:.3g} s)",
+        *[f"does not fit: {needs}"] * (not plan.fits),
         *how_sure(plan.groups[0].hardware),
         "one program cannot do yet:",
         *(f"  {limit}" for limit in LIMITS),

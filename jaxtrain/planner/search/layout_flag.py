@@ -214,14 +214,13 @@ def _keeps_rules(config: Config, values: Values, environment: Environment = UNKN
     return checks.first_violation(apply(config, values), environment) is None
 
 
-def check(config: Config, values: Values, platform: str, recipe: Config) -> None:
-    """Raises LayoutError or ConfigError for the first rule of training that a config with this
-    layout breaks, with the nearest settings that keep all rules: in --layout where it has them,
+def laid_out(config: Config, values: Values, environment: Environment) -> Config:
+    """The config with this layout. Raises LayoutError or ConfigError for the first rule of training
+    that it breaks, with the nearest settings that keep all rules: in --layout where it has them,
     with its microbatch if that works."""
-    environment = Environment(None, platform, recipe)
-    error = checks.error_of(config, environment)
-    if not error:
-        return
+    config = apply(config, values)
+    if not (error := checks.error_of(config, environment)):
+        return config
     changes = error.fixes[0] if error.fixes else {}
     others = {path: value for path, value in changes.items() if path not in SETTINGS.values()}
     if len(others) == len(changes):

@@ -223,25 +223,9 @@ class AdviceError(UsageError):
     """A folder without the records that advice needs; the message is one line."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """The records of a run.
-
-    seconds: of a step, the median of the later half of the records
-    records: the number of records in that half
-    last:    the newest record of metrics.jsonl
-    """
-
-    config: Config
-    seconds: float
-    records: int
-    goodput: Goodput
-    last: Mapping[str, Any]
-
-
-def read(workdir: str | os.PathLike) -> Measured:
-    """The records of a run's folder. Raises AdviceError for records that are missing or that no run
-    writes."""
+def _config(workdir: str | os.PathLike) -> Config:
+    """The config of a run's folder. Raises AdviceError where it is missing or no run's, or where a
+    file of the run is none."""
     folder, shown = pathlib.Path(workdir), cfg.shown(str(workdir))
     # a pipe would be waited for, a device has no end
     for name in (CONFIG_FILE, METRICS_FILE, GOODPUT_FILE, PLANNED):
@@ -251,7 +235,7 @@ def read(workdir: str | os.PathLike) -> Measured:
                 "folder of a run"
             )
     try:
-        config = cfg.from_dict(read_json(folder / CONFIG_FILE, folder=folder))
+        return cfg.from_dict(read_json(folder / CONFIG_FILE, folder=folder))
     except OSError as error:
         raise AdviceError(
             f"--advise={shown} has no {CONFIG_FILE} ({error.strerror}): name the folder of a run"
@@ -259,20 +243,6 @@ def read(workdir: str | os.PathLike) -> Measured:
     except (ValueError, ConfigError, TypeError, AttributeError, RecursionError) as error:
         what = f"its {CONFIG_FILE} is no config ({' '.join(str(error).split())[:100]})"
         raise AdviceError(f"--advise={shown}: {what}: name the folder of a run") from None
-    records = [
-        record
-        for record in _records(workdir, METRICS_FILE, read_metrics)
-        if _is_seconds(record.get("step_time_s")) and record["step_time_s"]
-    ]
-    later = records[len(records) // 2 :] if len(records) > 2 else records[1:]
-    if not later:
-        raise AdviceError(
-            f"--advise={shown} has {len(records)} records with a step's time: let it run for some "
-            "steps more"
-        )
-    seconds = statistics.median(record["step_time_s"] for record in later)
-    goodput = _records(workdir, GOODPUT_FILE, lambda folder: Goodput(read_goodput(folder)))
-    return Measured(config, seconds, len(later), goodput, records[-1])
 
 
 def _records(
@@ -295,15 +265,23 @@ def _is_seconds(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
-def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list[str]:
-    """Advice as lines of text, from the records alone if the run's hardware is None. Raises
-    AdviceError."""
-    measured = read(workdir)
-    goodput = measured.goodput
-    lines = [
-        f"a step takes {measured.seconds:.4g} s, the median of {measured.records} records of "
-        "metrics.jsonl"
+def _from_records(workdir: str | os.PathLike) -> tuple[float, list[str]]:
+    """Seconds of a step, the median of the later half of the records, and what a run's records say
+    as lines of text. Raises AdviceError for records that are missing or that no run writes."""
+    records = [
+        record
+        for record in _records(workdir, METRICS_FILE, read_metrics)
+        if _is_seconds(record.get("step_time_s")) and record["step_time_s"]
     ]
+    later = records[len(records) // 2 :] if len(records) > 2 else records[1:]
+    if not later:
+        raise AdviceError(
+            f"--advise={cfg.shown(str(workdir))} has {len(records)} records with a step's time: "
+            "let it run for some steps more"
+        )
+    seconds = statistics.median(record["step_time_s"] for record in later)
+    goodput = _records(workdir, GOODPUT_FILE, lambda folder: Goodput(read_goodput(folder)))
+    lines = [f"a step takes {seconds:.4g} s, the median of {len(later)} records of metrics.jsonl"]
     if goodput.starts:
         lines.append(goodput.summary())
     if (wall_s := goodput.wall_s()) > 0:
@@ -313,9 +291,7 @@ def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list
             for name in sorted(losses.keys() & REMEDIES.keys(), key=lambda name: -losses[name])
             if losses[name] >= WORTH
         ]
-    slowest, behind_s = (
-        measured.last.get(name) for name in ("slowest_process", "slowest_behind_s")
-    )
+    slowest, behind_s = (records[-1].get(name) for name in ("slowest_process", "slowest_behind_s"))
     if isinstance(slowest, int) and _is_seconds(behind_s):
         lines.append(f"process {slowest} is behind the others by {behind_s:.3g} s a step")
     if record := compare.read(pathlib.Path(workdir)):
@@ -323,11 +299,19 @@ def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list
             f"after warm-up: {line}"
             for line in _records(workdir, PLANNED, lambda folder: record.lines())
         ]
+    return seconds, lines
+
+
+def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list[str]:
+    """Advice as lines of text, from the records alone if the run's hardware is None. Raises
+    AdviceError."""
+    config = _config(workdir)
+    measured_s, lines = _from_records(workdir)
     if hardware is None:
         return [*lines, "with --hardware=NAME the planner says what else the step could be"]
-    _check(workdir, measured.config, hardware)
-    now = exactly(predict(measured.config.resolve(), hardware))
-    ratio = measured.seconds / now.seconds
+    _check(workdir, config, hardware)
+    now = exactly(predict(config.resolve(), hardware))
+    ratio = measured_s / now.seconds
     lines.append(
         f"planned for {hardware.name}: {now.seconds:.4g} s; measured {ratio:.3g} times that"
     )

@@ -16,7 +16,7 @@ from jaxtrain.planner.layer.hardware import GIB, load
 from jaxtrain.planner.search import layout_flag, what_if
 from jaxtrain.planner.search.compare import PlannedStep, Trace
 from jaxtrain.planner.search.predict import UNMEASURED, exactly, predict
-from jaxtrain.planner.search.what_if import AdviceError, read, single_changes
+from jaxtrain.planner.search.what_if import AdviceError, single_changes
 from jaxtrain.run.files import PLANNED
 
 SETTINGS = {
@@ -193,7 +193,7 @@ def pipe(path):
 def test_a_folder_without_records(workdir, spoil, message):
     spoil(workdir)
     with pytest.raises(AdviceError, match=message) as error:
-        read(workdir)
+        what_if.advise(workdir)
     assert "\n" not in str(error.value)
 
 
