@@ -11,7 +11,7 @@ import collections
 import dataclasses
 
 from jaxtrain.config.saved_values import ATTENTION, QKV
-from jaxtrain.planner.step.settings import ATTENTION_BACKWARD
+from jaxtrain.planner.layer.settings import ATTENTION_BACKWARD
 from jaxtrain.planner.step.step_counts import StepCounts
 from jaxtrain.schedule.columns import EMBED, EMBED_GRADIENT, HEAD
 

@@ -30,7 +30,7 @@ GROUPED = {
     "planner/layer/collectives.py": "planner/step/test_step_counts.py",
     "planner/step/other_frameworks.py": "planner/step/test_step_time.py",
     "planner/step/layer_time.py": "planner/step/test_step_time.py",
-    "planner/step/settings.py": "planner/step/test_step_model.py",
+    "planner/layer/settings.py": "planner/step/test_step_model.py",
     "planner/step/time_breakdown.py": "planner/step/test_step_time.py",
     "planner/for_training.py": "test_imports.py",
     "planner/step/outside_layers.py": "planner/step/test_step_time.py",

@@ -45,7 +45,7 @@ from jaxtrain.planner.layer import hardware as kinds
 from jaxtrain.planner.layer.hardware import FIGURES, GIB, Hardware, Matmul, Tier
 from jaxtrain.planner.layer.layout import Layout
 from jaxtrain.planner.layer.links import DATA, Links
-from jaxtrain.planner.step.settings import ATTENTION_BACKWARD
+from jaxtrain.planner.layer.settings import ATTENTION_BACKWARD
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.progress import SearchProgress

@@ -5,7 +5,6 @@ check sum these collectives. Each function mirrors the code that it names: a col
 added to that code needs a line in the function. A test compares both with the compiled program.
 
     size          bytes of the unsharded array: an all-gather's result, the operand of the others
-    item          bytes of an activation's number
 """
 
 import math
@@ -13,7 +12,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxtrain.config.sizes import OUTER_BLOCK
-from jaxtrain.planner.layer.layer_collectives import FLOAT32, LayerCollectives
+from jaxtrain.planner.layer.layer_collectives import LayerCollectives
 from jaxtrain.planner.layer.layout import AXES
 from jaxtrain.planner.layer.links import (
     EXCHANGE,
@@ -26,6 +25,7 @@ from jaxtrain.planner.layer.links import (
     Collective,
     alike,
 )
+from jaxtrain.planner.layer.settings import FLOAT32
 
 
 class Parameters(NamedTuple):
@@ -118,14 +118,16 @@ class StepCollectives(LayerCollectives):
 
     def gathered(self, p: Parameters) -> Collective:
         """The all-gather of a parameter that ZeRO-3 has scattered."""
-        fp8 = self.fp8 and p.product
-        read = self.number_of_fp8 if fp8 else self.read if p.cast else FLOAT32
-        return Collective(GATHER, p.shard, p.size * read)
+        settings = self.settings
+        read = self.item if settings.ours else settings.sent_weight
+        if settings.fp8 and p.product:
+            read = settings.number_of_fp8
+        return Collective(GATHER, p.shard, p.size * (read if p.cast else FLOAT32))
 
     def reductions_in_op(self, parameters: Iterable[Parameters]) -> list[Collective]:
         """The reduce-scatters of one microbatch's gradients."""
         return [
-            Collective(SCATTER, p.shard, p.size * self.reduced)
+            Collective(SCATTER, p.shard, p.size * self.settings.sent_gradient)
             for p in parameters
             if p.in_ops(self.reduces_in_ops)
         ]
@@ -135,7 +137,7 @@ class StepCollectives(LayerCollectives):
         reduced."""
         reduced = p.shard if p.in_ops(self.reduces_in_ops) else ()
         scatter = tuple(axis for axis in p.scatter if axis not in reduced)
-        size = p.size * self.reduced / self.devices(reduced)
+        size = p.size * self.settings.sent_gradient / self.devices(reduced)
         share = size / self.devices(scatter)
         summed = [Collective(SUM, p.sums, share)]
         inside = tuple(axis for axis in p.sums if axis != REPLICA)
@@ -151,7 +153,7 @@ class StepCollectives(LayerCollectives):
         (training/step.py)."""
         scattered = p.shard if self.layout.zero == 3 or p.as_zero3 else ()  # as ops read it
         axes = tuple(axis for axis in p.scatter if axis not in scattered)
-        number = self.updated if p.cast else FLOAT32
+        number = self.settings.sent_weight if p.cast else FLOAT32
         return Collective(GATHER, axes, p.size / self.devices(scattered) * number)
 
     # --------------------------------------------- independent replicas (parallel/replicas.py)
@@ -160,21 +162,22 @@ class StepCollectives(LayerCollectives):
         """The collectives of `replicas.mean_across`, in which each device exchanges its shard over
         `replica` and then all-gathers inside the replica, and the all-gather of the parameters
         that this updates (training/diloco.py)."""
+        int8 = self.settings.precision.outer == "int8"
         collectives: list[Collective] = []
-        int8 = scales = 0
+        numbers = scales = 0
         for p in (p for p in parameters if p.size):
             part = math.ceil(p.size / self.devices(p.outer))
             copies = tuple(a for a in AXES if a != REPLICA and a not in (*p.split, *p.outer))
             share = math.ceil(part / self.devices(copies))
             block = min(OUTER_BLOCK, math.ceil(share / self.layout.replica))
             blocks = math.ceil(share / (self.layout.replica * block)) * self.layout.replica
-            int8 += blocks * block
+            numbers += blocks * block
             scales += blocks
             collectives += [
                 self.after_the_update(p._replace(scatter=p.outer)),
-                Collective(SUM, (REPLICA,), share * FLOAT32 * (not self.outer_int8)),
+                Collective(SUM, (REPLICA,), share * FLOAT32 * (not int8)),
                 Collective(GATHER, copies, part * FLOAT32),
             ]
-        for kind in (EXCHANGE, GATHER) if self.outer_int8 else ():
-            collectives += alike(kind, REPLICA, (int8, scales * FLOAT32))
+        for kind in (EXCHANGE, GATHER) if int8 else ():
+            collectives += alike(kind, REPLICA, (numbers, scales * FLOAT32))
         return collectives

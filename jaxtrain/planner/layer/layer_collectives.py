@@ -4,7 +4,6 @@ What is sent over `model` follows from the layer's products and parameters; atte
 mirror the code that they name. A test compares all of it with the compiled program.
 
     F, R, B, W    forward, recomputation, gradient of inputs, gradient of weights; of one layer
-    item          bytes of an activation's number
 """
 
 import collections
@@ -15,13 +14,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from jaxtrain.config.saved_values import ATTENTION, MLP_IN, ROUTED
-from jaxtrain.config.sizes import MX_BLOCK, SELECTIVE
-from jaxtrain.planner.layer.layout import (
-    Layout,
-    nodes_of_token,
-    routed_capacity,
-    sent_by_gateway,
-)
+from jaxtrain.config.sizes import SELECTIVE
+from jaxtrain.planner.layer.layout import nodes_of_token, routed_capacity, sent_by_gateway
 from jaxtrain.planner.layer.links import (
     CONTEXT,
     EXCHANGE,
@@ -35,17 +29,11 @@ from jaxtrain.planner.layer.links import (
     Collective,
     alike,
 )
-from jaxtrain.planner.layer.model import INPUTS, OUTPUTS, Layer, Model, Product
+from jaxtrain.planner.layer.model import INPUTS, OUTPUTS, Layer, Product
+from jaxtrain.planner.layer.settings import FLOAT32, FP8, PlannedStep
 
-FLOAT32 = 4  # bytes of a float32 or an int32
-FP8 = 1
 # Parameters that devices of `model` share where it has more devices than key/value heads.
 OF_KV_HEADS = ("attention.key.", "attention.value.")
-
-
-def scales_of(blocks: bool) -> float:
-    """Bytes of numbers in FP8 with those of their scales, over bytes of the numbers."""
-    return 1 + 1 / MX_BLOCK if blocks else 1.0
 
 
 # --- what a layer's description says about `model` ------------------------------------------------
@@ -141,50 +129,20 @@ def owner(name: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Activations:
-    """What the collectives of a model's step with a layout depend on, and the sizes of activations.
+class Activations(PlannedStep):
+    """What the collectives of a step depend on.
 
-    item:               bytes of an activation's number
-    read, reduced:      bytes of a parameter's number where an op gathers it, and of its gradient in
-                        a sum
-    updated:            bytes of a parameter's number that is gathered after the update
-    context:            `parallel.context`
-    explicit:           as our own runtime communicates: W gathers its inputs again, latents and
-                        shared heads are gathered, every device of `model` sends all routed tokens
     shares_vocabulary:  embedding and head are split over the stages
-    gathers_in_ops, reduces_in_ops: of ZeRO-3's parameters, and of each microbatch's gradients
-    documents:          tokens attend within their document alone
+    reduces_in_ops:     each microbatch's gradients are reduced
     loss_cuts:          parts of a microbatch whose logits exist at a time
-    imbalance:          routed tokens of the busiest device's experts, over the mean
     cpu:                as XLA's CPU backend lowers them: 16-bit numbers are summed in 32 bits, and
                         the experts' full capacity is sent
-    outer_int8:         replicas exchange int8 with scales
-    fp8:                operands of products with layers' matrices are gathered and sent in FP8
-    fp8_weight_gradients: also those of the products that make weights' gradients; otherwise
-                        activations are gathered before they are quantized
-    fp8_blocks:         blocks of numbers have their own scales, and operands a form for each
-                        product (parallel/mxfp8.py)
     """
 
-    model: Model
-    layout: Layout
-    item: float
-    read: float
-    reduced: float
-    updated: float
-    context: str = "all_gather"
-    explicit: bool = True
     shares_vocabulary: bool = False
-    gathers_in_ops: bool = False
     reduces_in_ops: bool = False
-    documents: bool = False
     loss_cuts: int = 1
-    imbalance: float = 1.0
     cpu: bool = False
-    outer_int8: bool = False
-    fp8: bool = False
-    fp8_weight_gradients: bool = True
-    fp8_blocks: bool = False
 
     def devices(self, axes: Iterable[str]) -> int:
         """The number of devices along these axes together."""
@@ -195,18 +153,13 @@ class Activations:
         """Bytes of an activation's number in a sum."""
         return FLOAT32 if self.cpu else self.item
 
-    @property
-    def number_of_fp8(self) -> float:
-        """Bytes of a number in FP8 with its part of a block's scale."""
-        return FP8 * scales_of(self.fp8_blocks)
+    @functools.cached_property
+    def gathers_in_ops(self) -> bool:
+        """Ops gather the parameters of ZeRO-3, and not a step once."""
+        return self.layout.zero == 3 and self.settings.parallel.gather == "layer"
 
     @functools.cached_property
-    def tokens(self) -> int:
-        """Tokens of a microbatch on one group of `model` devices."""
-        return self.layout.microbatch * (self.model.sequence // self.layout.context)
-
-    @functools.cached_property
-    def activation(self) -> int:
+    def activation(self) -> float:
         """Elements of a microbatch's activation on one group of `model` devices."""
         return self.tokens * self.model.width
 
@@ -233,7 +186,7 @@ class ExpertCollectives(Activations):
         """The collectives of routed tokens on their way to experts and back, and of their
         weights."""
         m, outward, back = self.model, *self.routed(op, unread)
-        if not self.explicit or op != "B":
+        if not self.settings.ours or op != "B":
             return [*outward, *back]
         weighted = float(self.tokens * m.experts_per_token)
         if self.layout.expert > 1 or m.capacity_factor:
@@ -244,8 +197,8 @@ class ExpertCollectives(Activations):
         """The all-to-alls of an op that send routed tokens, or their gradients, to experts, and
         those that bring results back. unread: nothing reads the layer's output"""
         m, layout, size = self.model, self.layout, self.model.width * self.item
-        if not self.explicit:  # each device of `model` sends its share
-            exchanged = float(self.tokens * m.experts_per_token) * self.imbalance
+        if not self.settings.ours:  # each device of `model` sends its share
+            exchanged = float(self.tokens * m.experts_per_token) * self.settings.imbalance
             each = [] if op == "W" else alike(EXCHANGE, EXPERT, [exchanged / layout.model * size])
             return each, each
         if op == "W" and (self._sends_in_b() or not layout.makes_again(ROUTED)):
@@ -269,7 +222,8 @@ class ExpertCollectives(Activations):
             return send([size]), []
         # B sends gradients of weights, and with selective recomputation F's once more
         again = op == "B" and layout.remat == SELECTIVE
-        rows = [m.width * FP8 if self.fp8 else size] * (1 + (op == "B" and self._sends_in_b()))
+        row = float(m.width * FP8) if self.settings.fp8 else size
+        rows = [row] * (1 + (op == "B" and self._sends_in_b()))
         return send(rows, 1 + again, op != "B" or again), send([size] * (not unread))
 
     def _hops(self) -> list[Hop]:
@@ -278,7 +232,7 @@ class ExpertCollectives(Activations):
         numbers go no further."""
         m, layout, nodes = self.model, self.layout, self.layout.expert_nodes
         choices, local = m.experts_per_token, layout.expert // nodes
-        inside = float(self.tokens * choices) * self.imbalance
+        inside = float(self.tokens * choices) * self.settings.imbalance
         if m.capacity_factor:
             inside = routed_capacity(m, layout)
         elif self.cpu:
@@ -287,13 +241,14 @@ class ExpertCollectives(Activations):
             inside = float(local * min(most, capacity))
         if nodes == 1:
             return [Hop(inside)]
-        across = nodes if self.cpu else nodes_of_token(m, nodes) * self.imbalance
+        across = nodes if self.cpu else nodes_of_token(m, nodes) * self.settings.imbalance
         return [Hop(across * self.tokens, choices, choices, nodes, local), Hop(inside, 1, 0, local)]
 
     def _sends_in_b(self) -> bool:
         """True if B sends tokens to experts once more, since selective remat has not saved them:
         for products that it makes again, and in FP8, where they wait for W."""
-        return self.layout.makes_again(ROUTED) and (self.fp8 or self.layout.makes_again(MLP_IN))
+        again = self.layout.makes_again
+        return again(ROUTED) and (self.settings.fp8 or again(MLP_IN))
 
 
 class LayerCollectives(ExpertCollectives):
@@ -313,7 +268,7 @@ class LayerCollectives(ExpertCollectives):
         collectives, layer = [], self.model.layer(dense)
         if self.layout.model > 1:
             collectives += self._over_model(op, unread, fused, joints(layer))
-            collectives += self._of_parameters(op, fused, layer) if self.explicit else []
+            collectives += self._of_parameters(op, fused, layer) if self.settings.ours else []
         if self.layout.context > 1:
             collectives += self._over_context(op, fused and op == "B")
         if self.model.experts and not dense:
@@ -324,23 +279,23 @@ class LayerCollectives(ExpertCollectives):
     def _over_model(self, op: str, unread: bool, fused: bool, layer: Joints) -> list[Collective]:
         """The collectives before and behind a layer's products. Without sequence parallelism two
         all-reduces send as many bytes."""
-        calls, results = layer.by_call if self.explicit else layer.by_module, layer.results
+        calls, results = layer.by_call if self.settings.ours else layer.by_module, layer.results
         # A value is gathered once; but each call rounds to FP8 on its own.
-        is_shared = self.explicit and not (self.fp8 and self.fp8_weight_gradients)
+        is_shared = self.settings.ours and not (self.settings.fp8_in_w)
         inputs: Sequence[Joint] = layer.inputs if is_shared else calls
         if op == "B":
             # a gradient in blocks is rounded in two forms after it is gathered
-            gathers = self._gathered_bytes(results, rounded=not self.fp8_blocks)
+            gathers = self._gathered_bytes(results, rounded=not self.settings.fp8_blocks)
             summed: Sequence[Joint] = calls
             if not fused:
                 gathers += self._gathered_bytes(filter(self._made_again, inputs))
                 summed = (*calls, *filter(self._made_again, results))
-            elif self.fp8_blocks:  # W's inputs are of another form than F's
+            elif self.settings.fp8_blocks:  # W's inputs are of another form than F's
                 gathers += self._gathered_bytes(inputs)
         elif op == "W":
             # W is in one op with B, which has gathered some of them; in blocks in another form
-            reuses = self.layout.stage == 1 and not self.fp8_blocks
-            read = () if fused or not self.explicit else inputs
+            reuses = self.layout.stage == 1 and not self.settings.fp8_blocks
+            read = () if fused or not self.settings.ours else inputs
             inputs = [joint for joint in read if not (reuses and self._made_again(joint))]
             gathers, summed = self._gathered_bytes(inputs), ()
         else:
@@ -351,8 +306,8 @@ class LayerCollectives(ExpertCollectives):
 
     def _gathered_bytes(self, joints: Iterable[Joint], rounded: bool = True) -> list[float]:
         """Bytes of all-gathers. rounded: to FP8 before, if products are of that"""
-        fp8 = rounded and self.fp8 and self.fp8_weight_gradients
-        operand = self.number_of_fp8 if fp8 else self.item
+        fp8 = rounded and self.settings.fp8_in_w
+        operand = self.settings.number_of_fp8 if fp8 else self.item
         return [
             self.tokens * joint.width * (self.item if joint.experts else operand)
             for joint in joints
@@ -379,7 +334,7 @@ class LayerCollectives(ExpertCollectives):
             collectives = [Collective(kind, (MODEL,), self.tokens * m.rope_head_dim * number)]
         if sharing > 1 and not (fused and op == "B"):
             kind, number = (SCATTER, self.summed) if op == "W" else (GATHER, self.item)
-            matrix = self.number_of_fp8 if self.fp8 and op != "W" else number
+            matrix = self.settings.number_of_fp8 if self.settings.fp8 and op != "W" else number
             sizes = [
                 array.size / m.kv_heads * (matrix if array.product else number)
                 for array in layer.arrays
@@ -398,17 +353,17 @@ class LayerCollectives(ExpertCollectives):
         # Selective remat saves nothing that was exchanged: B sends queries, keys and values once
         # more, W the results.
         selective = self.layout.remat == SELECTIVE
-        if op == "W" and (again or not (selective and self.context == "ulysses")):
+        if op == "W" and (again or not (selective and self.settings.parallel.context == "ulysses")):
             return []
         queries, heads = m.heads / self.layout.model, max(m.kv_heads / self.layout.model, 1.0)
         key, value = float(self.tokens * m.score_dim), float(self.tokens * m.output_dim)
         sizes = [heads * key, heads * value]
-        if self.context == "ring":
+        if self.settings.parallel.context == "ring":
             several = self.layout.stage > 1
             # as XLA's CPU backend sends to the next device of a stage
             kind, parts = (EXCHANGE, shards) if self.cpu and several else (PERMUTE, 1)
             arrays, last = ([sum(sizes)], self.item) if several else (sizes, FLOAT32)
-            documents = [self.tokens * FLOAT32] * self.documents
+            documents = [self.tokens * FLOAT32] * self.settings.documents
             messages = [([n * self.item for n in arrays] + documents, shards - 1 - reuses)]
             if op == "B":
                 messages += [([n * FLOAT32 for n in arrays], shards - 1)]
@@ -418,10 +373,10 @@ class LayerCollectives(ExpertCollectives):
                 for numbers, times in messages
                 for n in numbers
             ]
-        if self.context == "all_gather":
-            arrays = sizes if self.explicit else [(key + value) * heads]
+        if self.settings.parallel.context == "all_gather":
+            arrays = sizes if self.settings.ours else [(key + value) * heads]
             gathered = [shards * n * self.item for n in arrays]
-            scattered = gathered if op == "B" and self.explicit else []
+            scattered = gathered if op == "B" and self.settings.ours else []
             gathers = alike(GATHER, CONTEXT, [] if reuses else gathered)
             return gathers + alike(SCATTER, CONTEXT, scattered)
         inputs, result = [queries * key, *sizes], [queries * value]
@@ -432,5 +387,5 @@ class LayerCollectives(ExpertCollectives):
     def document_ids(self, op: str) -> list[Collective]:
         """The all-gather of the documents of a sequence's tokens, once for all layers of an op."""
         size = self.tokens * self.layout.context * FLOAT32
-        is_sent = self.documents and op in "FRB" and self.context != "ring"
-        return alike(GATHER, CONTEXT, [size] * is_sent)
+        gathers = op in "FRB" and self.settings.parallel.context != "ring"
+        return alike(GATHER, CONTEXT, [size] * (self.settings.documents and gathers))

@@ -15,19 +15,18 @@ import jax
 from jax.sharding import AbstractMesh
 from jax.stages import Compiled
 
-from jaxtrain.config import Config, kernels
+from jaxtrain.config import Config
 from jaxtrain.devices.mesh import AXES, make_mesh, sizes_of
 from jaxtrain.devices.sharding import cut_count, mesh_axes
 from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.planner.layer.collectives import Parameters, StepCollectives
 from jaxtrain.planner.layer.hardware import GIB
-from jaxtrain.planner.layer.layer_collectives import FLOAT32
 from jaxtrain.planner.layer.model import model_of
+from jaxtrain.planner.layer.settings import FLOAT32
 from jaxtrain.planner.search.compare import plan_at_hand
 from jaxtrain.planner.search.explain import aligned
-from jaxtrain.planner.step.settings import bytes_of
 from jaxtrain.planner.step.step_counts import Entry, StepCounts
-from jaxtrain.planner.step.step_model import layout_of
+from jaxtrain.planner.step.step_model import layout_of, settings_of_run
 from jaxtrain.run.wall_clock import Part, WallClock, start_record
 from jaxtrain.training.state import ParameterLayout
 from jaxtrain.training.step import Step, compiled_memory, make_layout, make_step
@@ -78,24 +77,17 @@ def step_counts(config: Config, cpu: bool = False) -> StepCounts:
         setup, abstract_mesh, config.model, parallel, precision, data.batch_size, independent
     )
     tokens = data.sequence_length // mesh.context
+    settings = dataclasses.replace(settings_of_run(config), imbalance=1.0)
+    if cpu:
+        settings = dataclasses.replace(settings, sent_gradient=FLOAT32, sent_weight=FLOAT32)
     collectives = StepCollectives(
         model_of(config.model, data.sequence_length),
         layout,
-        item=bytes_of(precision.compute),
-        read=bytes_of(precision.compute),
-        reduced=FLOAT32 if cpu else bytes_of(precision.reduce),
-        updated=FLOAT32 if cpu else bytes_of(precision.params),
-        context=parallel.context,
+        settings,
         shares_vocabulary=setup.shares_vocabulary,
-        gathers_in_ops=parallel.zero == 3 and parallel.gather == "layer",
         reduces_in_ops=parallel.reduce == "microbatch",
-        documents=not data.attend_across_documents,
         loss_cuts=cut_count(layout.microbatch, tokens, mesh.model, config.model.loss_chunk),
         cpu=cpu,
-        outer_int8=precision.outer == "int8",
-        fp8=precision.matmul in kernels.QUANTIZED,
-        fp8_blocks=precision.matmul == "mxfp8",
-        fp8_weight_gradients=precision.fp8_weight_gradients == "fp8",
     )
     return StepCounts(
         collectives, parameters_of(state), setup.placement, setup.train, state.independent_replicas

@@ -83,8 +83,9 @@ class HeterogeneousPlan:
         the layers of each stage."""
         work = step_model_of(self.config, self.groups[0].hardware)
         devices = sum(group.devices for group in self.groups)
-        peaks = (group.devices * group.hardware.peak(work.settings.dtype) for group in self.groups)
-        mean = {work.settings.dtype: sum(peaks) / devices / 1e12}
+        dtype = self.config.precision.compute
+        peaks = (group.devices * group.hardware.peak(dtype) for group in self.groups)
+        mean = {dtype: sum(peaks) / devices / 1e12}
         work = dataclasses.replace(
             work, hardware=dataclasses.replace(work.hardware, peak_tflops=mean)
         )

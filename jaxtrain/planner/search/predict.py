@@ -123,7 +123,8 @@ def step_figures(
     Attention is counted as in the framework's published rates; ours counts it causally.
     held: bytes of the fullest device; tokens: of the run
     """
-    device_seconds, peak = seconds * work.layout.devices, work.hardware.peak(work.settings.dtype)
+    device_seconds = seconds * work.layout.devices
+    peak = work.hardware.peak(work.settings.precision.compute)
     model, hardware = work.model_flops() / device_seconds, work.hardware_flops() / device_seconds
     tokens_per_s = work.layout.batch * work.model.sequence / seconds
     return {

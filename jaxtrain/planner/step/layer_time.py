@@ -8,12 +8,11 @@ from typing import NamedTuple
 
 from jaxtrain.config.saved_values import ATTENTION as ATTENTION_CORE
 from jaxtrain.config.sizes import SELECTIVE
-from jaxtrain.planner.layer.layer_collectives import FP8, scales_of
 from jaxtrain.planner.layer.layout import AXES
 from jaxtrain.planner.layer.links import CONTEXT
 from jaxtrain.planner.layer.model import EXPERT, INPUTS, MODEL, OUTPUTS, Product
+from jaxtrain.planner.layer.settings import ITEM
 from jaxtrain.planner.step.overlapped_cell import Phases, most_saved, saved_by_pair
-from jaxtrain.planner.step.settings import ITEM
 from jaxtrain.planner.step.step_part import StepPart, once, part
 from jaxtrain.planner.step.time_breakdown import (
     ATTENTION,
@@ -67,8 +66,8 @@ class LayerWork(StepPart):
     ) -> tuple[float, float, float]:
         """Seconds of so many products [m, k] · [k, n], and of the gradients of both operands. fp8:
         of FP8 where the hardware has that, with what it costs to quantize both activations."""
-        hardware = self.hardware
-        flops = 2.0 * m * n * k / hardware.peak(self.settings.dtype)
+        hardware, usual = self.hardware, self.hardware.peak_tflops[self.settings.precision.compute]
+        flops = 2.0 * m * n * k / (1e12 * usual)
         moved = self.item * (m * k + k * n + m * n) / hardware.streaming
         launch, reached = 1e-6 * hardware.launch_us, hardware.matmul.reached
         seconds = [
@@ -79,12 +78,11 @@ class LayerWork(StepPart):
         if fp8:
             blocks = self.settings.fp8_blocks
             key = MXFLOAT8 if blocks else FLOAT8
-            peak = hardware.peak_tflops.get(key, hardware.peak_tflops[self.settings.dtype])
-            faster = hardware.peak_tflops[self.settings.dtype] / peak
-            weights = faster if self.settings.fp8_weight_gradients else 1.0
+            faster = usual / hardware.peak_tflops.get(key, usual)
+            weights = faster if self.settings.fp8_in_w else 1.0
             # A pass finds the largest number, another one reads and writes; in blocks a pass for
             # each of two forms does both.
-            written = 2 * FP8 * scales_of(blocks) if blocks else FP8
+            written = self.settings.number_of_fp8 * (1 + blocks)
             passes = (2 * self.item + written) / hardware.streaming
             seconds = [
                 seconds[0] * faster + passes * m * k + 2 * launch,
@@ -100,7 +98,7 @@ class LayerWork(StepPart):
         memory, forward. Fused kernels leave out what is masked, and keep scores on the chip."""
         model, layout, hardware = self.model, self.layout, self.hardware
         flops = layout.microbatch * model.attention_flops() / (layout.model * layout.context)
-        seconds = flops / hardware.peak(self.settings.dtype)
+        seconds = flops / hardware.peak(self.settings.precision.compute)
         if self.settings.fused_attention:
             forward, backward = (0.5 * seconds / reached for reached in hardware.attention)
             return forward, self.settings.attention_backward * backward, 0.0
@@ -216,7 +214,7 @@ class LayerTime(StepPart):
         if op == "R" and unread:
             fewer = self.links.seconds(c.layer(op, True, self.fused, dense))
             seconds = {axis: s + unread * (fewer.get(axis, 0.0) - s) for axis, s in seconds.items()}
-        ring = float(self.settings.context_by == "ring" and self.hardware.alone <= 1)
+        ring = float(self.settings.parallel.context == "ring" and self.hardware.alone <= 1)
         overlap = self.settings.rates.model_overlap, math.inf
         if self.settings.collective_matmul:
             overlap = 1.0, self._beside_products(op, dense, seconds.get(MODEL, 0.0))

@@ -33,8 +33,8 @@ from collections.abc import Mapping
 
 from jaxtrain.config import kernels
 from jaxtrain.config.sizes import SELECTIVE
-from jaxtrain.planner.layer.layer_collectives import FLOAT32, FP8, scales_of
 from jaxtrain.planner.layer.layout import routed_capacity, sent_by_gateway
+from jaxtrain.planner.layer.settings import FLOAT32, FP8
 from jaxtrain.planner.step.other_frameworks import saved_by_others, working_of_others
 from jaxtrain.planner.step.parameters import MASTERS
 from jaxtrain.planner.step.saved import layer_bytes
@@ -124,7 +124,7 @@ def memory(
         head = LOGIT_BYTES * min(step.tokens, loss_chunk) * step.model.vocab_size / layout.model
     layers = slots.stored_layers if slots else 0
     held = step.device.parameters(layers, shared)
-    numbers = FP8 * scales_of(settings.fp8_blocks) * (1 + settings.fp8_blocks)  # for F and B
+    numbers = settings.number_of_fp8 * (1 + settings.fp8_blocks)  # for F and B
     quantized = 0.0
     if settings.fp8:
         of_ends = 1.0 if held.sharded_ends is None else held.sharded_ends / held.ends
@@ -132,7 +132,7 @@ def memory(
         quantized = (numbers - cast) * products
     of_layers = step.shards if layout.zero == 3 else 1
     weights = step.device.sharded(held, of_layers)
-    gradients = step.device.sharded(held, step.shards if step.reduces_in_ops else 1)
+    gradients = step.device.sharded(held, step.shards if step.collectives.reduces_in_ops else 1)
     state = settings.master_bytes * step.device.numbers(MASTERS, layers, shared)
     state += settings.moment_bytes * step.device.numbers(step.settings.optimizer, layers, shared)
     parts = {
@@ -305,7 +305,7 @@ def _layer_working(step: StepModel) -> float:
     model, layout, number = step.model, step.layout, FLOAT32
     arrays = WIDE * step.item * _widest(step) + _masks(step) + _of_gateway(step)
     layer, scores = step.layer_parameters(), model.heads * model.score_dim
-    if not step.reduces_in_ops or step.shards == 1:
+    if not step.collectives.reduces_in_ops or step.shards == 1:
         # the layer's largest matrix on a device, of all experts there together
         experts = model.expert_width * max(model.experts / layout.expert, model.shared_experts)
         columns = max(experts if model.experts else model.hidden(), scores) / layout.model
@@ -324,7 +324,7 @@ def _masks(step: StepModel) -> float:
     given masks: XLA makes them in each op. A device has two pieces of a sequence, one of which
     attends to half of it and one to all of it; each device of `model` has them."""
     layout, on_gpu = step.layout, platform_of(step.hardware) == kernels.GPU
-    if layout.context == 1 or step.settings.context_by != "all_gather" or not on_gpu:
+    if layout.context == 1 or step.settings.parallel.context != "all_gather" or not on_gpu:
         return 0.0
     return step.item * layout.microbatch * 1.5 * step.model.sequence**2 / (2 * layout.context)
 
@@ -359,7 +359,7 @@ def _head_working(step: StepModel, loss_chunk: int, shared: bool, layer_working:
     layer's. shared: all stages share the head."""
     model, layout, are_sharded = step.model, step.layout, bool(step.device.axes_of_ends)
     columns = model.vocab_size / layout.model / (layout.stage if shared else 1)
-    scattered = are_sharded or (step.reduces_in_ops and step.shards > 1)
+    scattered = are_sharded or (step.collectives.reduces_in_ops and step.shards > 1)
     # where the table is sharded its gradient is in two layouts: as it is made, and as it is sent
     number = FLOAT32 * (scattered + are_sharded) + step.item * are_sharded
     logits = LOGIT_BYTES * min(step.tokens, loss_chunk) * columns

@@ -14,13 +14,12 @@ from typing import ClassVar
 from jaxtrain.config import OptimizerConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.planner.layer.collectives import Parameters, StepCollectives
-from jaxtrain.planner.layer.layer_collectives import FLOAT32
 from jaxtrain.planner.layer.layout import Layout
 from jaxtrain.planner.layer.links import DATA, Collective
+from jaxtrain.planner.layer.settings import FLOAT32, ITEM, Rates, StepSettings
 from jaxtrain.planner.step.layer_time import LayerTime, MeanLayer
 from jaxtrain.planner.step.outside_layers import EndsTime, UpdateTime
 from jaxtrain.planner.step.parameters import DeviceState, ParameterGroups
-from jaxtrain.planner.step.settings import ITEM, Rates, StepSettings
 from jaxtrain.planner.step.step_part import once
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.planner.step.time_breakdown import ATTENTION, MEMORY, TimeBreakdown

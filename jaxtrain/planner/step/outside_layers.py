@@ -8,9 +8,9 @@ from collections.abc import Iterable
 
 from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.planner.layer.collectives import StepCollectives
-from jaxtrain.planner.layer.layer_collectives import FLOAT32
 from jaxtrain.planner.layer.layout import AXES
 from jaxtrain.planner.layer.links import DATA, Collective
+from jaxtrain.planner.layer.settings import FLOAT32
 from jaxtrain.planner.step.layer_time import LayerWork, MeanLayer
 from jaxtrain.planner.step.parameters import DeviceState
 from jaxtrain.planner.step.step_part import StepPart, once, part
@@ -156,7 +156,7 @@ class UpdateTime(StepPart):
             collectives += c.gathers([groups.ends])  # of the input's table, vectors are sent
         ends = self.part(EndsTime).seconds(c.shares_vocabulary).get(DATA, 0.0)
         seconds = self.layout.microbatches * (self.seconds_of_zero(collectives) + ends)
-        if self.layout.zero < 3 or not self.settings.gathers_once:
+        if self.layout.zero < 3 or self.settings.parallel.gather == "layer":
             return seconds
         return seconds + self.seconds_of_zero(
             c.gathered(p) for p in groups if p.shard and not p.as_zero3

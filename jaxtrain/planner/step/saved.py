@@ -6,7 +6,6 @@ import functools
 from jaxtrain.config import ModelConfig, PrecisionConfig, kernels
 from jaxtrain.config.saved_values import LayerBytes
 from jaxtrain.config.sizes import SELECTIVE
-from jaxtrain.planner.step.settings import StepSettings
 from jaxtrain.planner.step.step_model import platform_of
 from jaxtrain.planner.step.step_time import StepModel
 
@@ -19,7 +18,7 @@ def layer_bytes(step: StepModel, dense: bool = False, remat: str = "") -> LayerB
     model, layout, settings = step.model, step.layout, step.settings
     platform, sequences = platform_of(step.hardware), layout.microbatch
     traced = 1 if settings.by_sequence else sequences
-    ring = layout.context > 1 and settings.context_by == "ring"
+    ring = layout.context > 1 and settings.parallel.context == "ring"
     # where a layer differs with the number of stages
     several = layout.stage > 1 and (ring or (layout.model > 1 and platform == kernels.TPU))
     part = sequences * model.sequence * model.width * step.item // (layout.context * layout.model)
@@ -28,7 +27,7 @@ def layer_bytes(step: StepModel, dense: bool = False, remat: str = "") -> LayerB
     cut = next((m for m in (mode, own) if m not in SAVE_ALL), SELECTIVE)
     everything, saved = _traced(
         model.of_one_layer,
-        _precision(settings),
+        settings.precision,
         cut,
         layout.save if cut == own else (),
         (1, 1, 1 + several, layout.context, layout.expert, layout.model),
@@ -36,23 +35,15 @@ def layer_bytes(step: StepModel, dense: bool = False, remat: str = "") -> LayerB
         platform,
         dense and model.dense_layers > 0,
         settings.documents,
-        settings.context_by if layout.context > 1 else "all_gather",
+        settings.parallel.context if layout.context > 1 else "all_gather",
         layout.expert_nodes,
         layout.model > 1
         and kernels.multiplies_while_sending(
-            settings.beside_products, platform, layout.stage, part
+            settings.parallel.collective_matmul, platform, layout.stage, part
         ),
     )
     of_mode = everything if mode in SAVE_ALL else saved
     return LayerBytes(*(n * sequences // traced for n in of_mode))
-
-
-@functools.lru_cache(2**6)
-def _precision(settings: StepSettings) -> PrecisionConfig:
-    """The formats of a layer's numbers."""
-    matmul = "mxfp8" if settings.fp8_blocks else "fp8" if settings.fp8 else "compute"
-    weights = "fp8" if settings.fp8_weight_gradients else "compute"
-    return PrecisionConfig(compute=settings.dtype, matmul=matmul, fp8_weight_gradients=weights)
 
 
 @functools.lru_cache(2**12)

@@ -17,8 +17,8 @@ from jaxtrain.planner.layer import hardware as kinds
 from jaxtrain.planner.layer.hardware import Hardware
 from jaxtrain.planner.layer.layout import Layout
 from jaxtrain.planner.layer.model import model_of
+from jaxtrain.planner.layer.settings import Rates, StepSettings, bytes_of
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
-from jaxtrain.planner.step.settings import Rates, StepSettings, bytes_of
 from jaxtrain.planner.step.step_time import StepModel
 
 OURS = "jaxtrain"
@@ -122,7 +122,17 @@ def settings_of(config: Config, hardware: Hardware, assume: str = OURS) -> StepS
     embedding and head."""
     settings, vocabulary = FRAMEWORKS[assume], config.pipeline.vocabulary
     if assume == OURS:
-        settings = _settings_of_ours(config, hardware)
+        on_cpu = platform_of(hardware) == kernels.CPU
+        settings = dataclasses.replace(
+            settings_of_run(config),
+            collective_matmul=_collective_matmul(config, hardware),
+            rates=Rates(
+                gather_overlap=GATHER_OVERLAP.get(hardware.name, Rates.gather_overlap),
+                cell_overlap=_cell_overlap(config, hardware),
+                weight_copies=WEIGHT_COPIES * on_cpu,
+                sum_passes=SUM_PASSES * on_cpu,
+            ),
+        )
     parallel = settings.vocabulary_parallel and not ends_with_layers(config.model)
     case = kernels.attention_case(
         kernels.TargetDevice(platform_of(hardware)),
@@ -140,7 +150,7 @@ def settings_of(config: Config, hardware: Hardware, assume: str = OURS) -> StepS
     plain = settings.fused_attention and _scores_pass_through_memory(case, wanted, assume)
     return dataclasses.replace(
         settings,
-        dtype=config.precision.compute,
+        precision=dataclasses.replace(settings.precision, compute=config.precision.compute),
         optimizer=config.optimizer,
         vocabulary_parallel=parallel if vocabulary == "auto" else vocabulary == "parallel",
         fused_attention=settings.fused_attention and not plain,
@@ -149,9 +159,10 @@ def settings_of(config: Config, hardware: Hardware, assume: str = OURS) -> StepS
     )
 
 
-def _settings_of_ours(config: Config, hardware: Hardware) -> StepSettings:
-    """The settings of our own step by a resolved config, but for those of every framework."""
-    precision, on_cpu = config.precision, platform_of(hardware) == kernels.CPU
+def settings_of_run(config: Config) -> StepSettings:
+    """The settings of our own step by a resolved config, but for those that depend on the hardware
+    and those of every framework."""
+    precision = config.precision
     stored = bytes_of(precision.params)
     masters = precision.params != "float32" and precision.masters == "float32"
     return StepSettings(
@@ -161,24 +172,12 @@ def _settings_of_ours(config: Config, hardware: Hardware) -> StepSettings:
         copied_bytes=stored * masters,
         moment_bytes=bytes_of(precision.moments),
         sent_gradient=bytes_of(precision.reduce),
-        sent_outer=4.0 if precision.outer == "float32" else 1.0,
         # experts with a capacity compute that many tokens, whether they are there or not
         imbalance=config.model.capacity_factor or StepSettings.imbalance,
-        context_by=config.parallel.context,
-        collective_matmul=_collective_matmul(config, hardware),
-        gathers_once=config.parallel.gather == "step",
+        precision=precision,
+        parallel=config.parallel,
         inner_steps=config.train.diloco_inner_steps,
         documents=not config.data.attend_across_documents,
-        beside_products=config.parallel.collective_matmul,
-        fp8=precision.matmul in QUANTIZED,
-        fp8_blocks=precision.matmul == "mxfp8",
-        fp8_weight_gradients=precision.fp8_weight_gradients == "fp8",
-        rates=Rates(
-            gather_overlap=GATHER_OVERLAP.get(hardware.name, Rates.gather_overlap),
-            cell_overlap=_cell_overlap(config, hardware),
-            weight_copies=WEIGHT_COPIES * on_cpu,
-            sum_passes=SUM_PASSES * on_cpu,
-        ),
     )
 
 

@@ -15,8 +15,7 @@ from jaxtrain.planner.layer.collectives import StepCollectives
 from jaxtrain.planner.layer.hardware import Hardware
 from jaxtrain.planner.layer.layout import AXES, Layout
 from jaxtrain.planner.layer.links import Links
-from jaxtrain.planner.layer.model import Model
-from jaxtrain.planner.step.settings import StepSettings, bytes_of
+from jaxtrain.planner.layer.settings import PlannedStep
 
 Part = TypeVar("Part", bound="StepPart")
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -42,15 +41,12 @@ def part(kind: type[Part]) -> functools.cached_property[Part]:
 
 
 @dataclasses.dataclass(frozen=True)
-class StepPart:
+class StepPart(PlannedStep):
     """A part of the step of a model with a layout on devices of one kind.
 
     reads: the fields of the layout that the part depends on; it sees the defaults of the others
     """
 
-    model: Model
-    layout: Layout
-    settings: StepSettings
     hardware: Hardware
     _parts: dict[Any, Any] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -77,16 +73,6 @@ class StepPart:
         return self._parts[key]
 
     @functools.cached_property
-    def item(self) -> int:
-        """Bytes of an activation's number."""
-        return bytes_of(self.settings.dtype)
-
-    @functools.cached_property
-    def tokens(self) -> float:
-        """Tokens of a microbatch on one group of `model` devices."""
-        return self.layout.microbatch * self.model.sequence / self.layout.context
-
-    @functools.cached_property
     def links(self) -> Links:
         """The links between the devices."""
         key = Links, operator.attrgetter(*AXES)(self.layout)
@@ -96,34 +82,14 @@ class StepPart:
     def collectives(self) -> StepCollectives:
         """The collectives of the step."""
         layout, settings = self.layout, self.settings
-        return StepCollectives(
-            self.model,
-            layout,
-            item=self.item,
-            read=self.item if settings.ours else settings.sent_weight,
-            reduced=settings.sent_gradient,
-            updated=settings.sent_weight,
-            context=settings.context_by,
-            explicit=settings.ours,
-            shares_vocabulary=settings.vocabulary_parallel and layout.stage > 1,
-            gathers_in_ops=layout.zero == 3 and not settings.gathers_once,
-            reduces_in_ops=settings.reduces_in_ops(layout),
-            imbalance=settings.imbalance,
-            outer_int8=settings.sent_outer < settings.sent_weight,
-            fp8=settings.fp8,
-            fp8_weight_gradients=settings.fp8_weight_gradients,
-            fp8_blocks=settings.fp8_blocks,
-        )
+        shares = settings.vocabulary_parallel and layout.stage > 1
+        in_ops = settings.reduces_in_ops(layout)
+        return StepCollectives(self.model, layout, settings, shares, in_ops)
 
     @property
     def shards(self) -> int:
         """ZeRO's shard count over `data`."""
         return self.settings.shards(self.layout, self.model.width)
-
-    @property
-    def reduces_in_ops(self) -> bool:
-        """True if each microbatch's gradients are reduced."""
-        return self.settings.reduces_in_ops(self.layout)
 
     @property
     def recomputed_fraction(self) -> float:

@@ -171,7 +171,7 @@ class StepModel(StepPart):
     def tokens_at_peak(self) -> float:
         """Tokens a second of devices that train at their peak, attention counted causally: model
         FLOPs utilization is a step's tokens a second over these."""
-        peak = self.layout.devices * self.hardware.peak(self.settings.dtype)
+        peak = self.layout.devices * self.hardware.peak(self.settings.precision.compute)
         return peak / self.model.training_flops_per_token()
 
     def hardware_flops(self) -> float:

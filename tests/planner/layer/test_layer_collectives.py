@@ -4,15 +4,17 @@ import dataclasses
 
 import pytest
 
+from jaxtrain.config import PrecisionConfig
 from jaxtrain.config.saved_values import PRODUCTS
 from jaxtrain.planner.layer.collectives import StepCollectives
-from jaxtrain.planner.layer.layer_collectives import FLOAT32
 from jaxtrain.planner.layer.layout import Layout
 from jaxtrain.planner.layer.links import GATHER, SCATTER, SUM
 from jaxtrain.planner.layer.model import INPUTS, OUTPUTS, Array, Layer, Model, Product, llama
+from jaxtrain.planner.layer.settings import FLOAT32, StepSettings
 
 WIDTH, TOKENS, ITEM = 64, 32, 2
 MODEL = llama(4, WIDTH, 8, 8, 8, 192, 256, TOKENS)
+FP8 = StepSettings(precision=PrecisionConfig(matmul="fp8"))
 LAYER = MODEL.layer()
 ROW = TOKENS * WIDTH * ITEM  # bytes of an activation as wide as the layer
 SELECTIVE = {"remat": "selective", "stage": 2}
@@ -30,7 +32,7 @@ def sent(
 ) -> dict[str, float]:
     """Bytes by kind of a layer's collectives over `model`."""
     monkeypatch.setattr(Model, "layer", lambda model, dense: layer)
-    step = StepCollectives(MODEL, Layout(model=4, **layout), ITEM, ITEM, 4, 4, fp8=fp8)
+    step = StepCollectives(MODEL, Layout(model=4, **layout), FP8 if fp8 else StepSettings())
     sizes = dict.fromkeys((GATHER, SCATTER, SUM), 0.0)
     for kind, axes, size, times, *_ in step.layer(op, unread=unread):
         assert axes == ("model",)
@@ -131,7 +133,7 @@ def test_a_norm_behind_experts_reads_what_they_send_back(monkeypatch):
     exchanges = []
     for layer in (plain, dataclasses.replace(plain, products=tuple(normed))):
         monkeypatch.setattr(Model, "layer", lambda model, dense, of=layer: of)
-        step = StepCollectives(model, Layout(expert=2, stage=2), ITEM, ITEM, 4, 4)
+        step = StepCollectives(model, Layout(expert=2, stage=2), StepSettings(imbalance=1.0))
         exchanges.append(sum(c.size == 2 * ROW for c in step.layer("R", unread=True)))
     assert exchanges == [1, 2]
 
@@ -150,6 +152,6 @@ def test_what_w_gathers_again_keeps_its_type():
     FP8."""
     model = dataclasses.replace(MODEL, experts=4, experts_per_token=2, expert_width=32)
     layout = Layout(model=4, remat="selective")
-    step = StepCollectives(model, layout, ITEM, ITEM, 4, 4, fp8=True)
+    step = StepCollectives(model, layout, FP8)
     sizes = [c.size for c in step.layer("W") if c.kind == GATHER and c.axes == ("model",)]
     assert sizes == [TOKENS * WIDTH]

@@ -9,10 +9,10 @@ from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.layer.layout import Layout
 from jaxtrain.planner.layer.links import EXPERT
 from jaxtrain.planner.layer.model import Model, llama
+from jaxtrain.planner.layer.settings import Rates, StepSettings
 from jaxtrain.planner.step.layer_time import LayerTime
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
 from jaxtrain.planner.step.overlapped_cell import Phases, most_saved
-from jaxtrain.planner.step.settings import Rates, StepSettings
 from jaxtrain.planner.step.step_time import StepModel
 
 MIXTRAL = dataclasses.replace(

@@ -245,7 +245,7 @@ assert not xla_bridge.backends_are_initialized()
 
 traced = []
 def program(x):
-    other = dataclasses.replace(step, layout=step.layout.with_remat("selective"), dtype="bfloat16")
+    other = dataclasses.replace(step, layout=step.layout.with_remat("selective"))
     traced.append(layer_bytes(other))
     return x + 1
 mesh = jax.make_mesh((1,), ("x",))

@@ -16,11 +16,11 @@ from jaxtrain.config.saved_values import ATTENTION
 from jaxtrain.devices.mesh import AXES
 from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.planner.layer.links import EXCHANGE, sent
+from jaxtrain.planner.layer.settings import ATTENTION_BACKWARD
 from jaxtrain.planner.programs.collectives import FEW
 from jaxtrain.planner.programs.compile_check import step_loops
 from jaxtrain.planner.programs.program import Program
 from jaxtrain.planner.programs.report import step_counts
-from jaxtrain.planner.step.settings import ATTENTION_BACKWARD
 from jaxtrain.planner.step.step_counts import Entry
 from jaxtrain.training.step import make_step
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from jaxtrain.config import ParallelConfig
 from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.layer.layout import Layout
 from jaxtrain.planner.layer.model import llama
@@ -16,6 +17,7 @@ from jaxtrain.planner.step.outside_layers import EndsTime, UpdateTime
 from jaxtrain.planner.step.parameters import DeviceState
 from jaxtrain.planner.step.step_time import StepModel
 
+RING = ParallelConfig(context="ring")
 LLAMA = llama(32, 4096, 32, 8, 128, 14336, 128256, 8192)
 EXPERTS = dataclasses.replace(
     LLAMA, experts=8, experts_per_token=2, expert_width=1024, dense_layers=1, mtp_depth=1
@@ -69,7 +71,7 @@ def figures(step: StepModel) -> tuple:
 def test_parts_read_what_they_say(framework, experts, monkeypatch):
     """Steps that share parts, each of which sees what it reads of a layout alone, have the figures
     of steps that share nothing and whose parts see all of the layout."""
-    settings = dataclasses.replace(FRAMEWORKS[framework], context_by="ring", imbalance=1.5)
+    settings = dataclasses.replace(FRAMEWORKS[framework], parallel=RING, imbalance=1.5)
     step = StepModel(EXPERTS if experts else LLAMA, Layout(), settings, load("h100"))
     shared = [figures(step.on(layout)) for layout in layouts(experts)]
     for kind in KINDS:

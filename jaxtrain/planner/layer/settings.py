@@ -2,20 +2,26 @@
 its config chooses, and what is assumed of the compiled program."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import ClassVar
 
-from jaxtrain.config import OptimizerConfig
+from jaxtrain.config import OptimizerConfig, ParallelConfig, PrecisionConfig
+from jaxtrain.config.kernels import QUANTIZED
+from jaxtrain.config.sizes import MX_BLOCK
 from jaxtrain.planner.layer.layout import Layout
+from jaxtrain.planner.layer.model import Model
 
 ITEM = 2  # bytes of a number in 16 bits
+FLOAT32 = 4  # bytes of a float32 or an int32
+FP8 = 1
 # products of attention's backward over the two of its forward: scores once more, and four
 ATTENTION_BACKWARD = 2.5
 
 
 def bytes_of(dtype: str) -> int:
     """Bytes of a number of a type as a config names it."""
-    return 2 * ITEM if dtype == "float32" else ITEM
+    return FLOAT32 if dtype == "float32" else ITEM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +64,8 @@ class StepSettings:
     name, text:       the framework that runs the step, and what differs in it
     causal_rates:     rates count the half of attention's operations that a causal mask leaves;
                       otherwise all of them
-    dtype:            `precision.compute`
+    precision:        the types of numbers in products
+    parallel:         the use of the mesh axes, but for what the layout has
     sequence_parallel: what lies between products is split over `model`, too
     fused_attention:  scores stay on the chip; otherwise they pass through memory
     attention_passes: over the scores, forward, where they do
@@ -67,30 +74,26 @@ class StepSettings:
     weight_bytes, master_bytes, moment_bytes: bytes of a parameter as it is stored, of its 32-bit
                       copy beside the optimizer's state, and of a number of that state
     copied_bytes:     bytes of a copy of its master that an update writes
-    sent_gradient, sent_weight, sent_outer: bytes of a number that crosses `data`, and of one that
-                      independent replicas exchange
+    sent_gradient, sent_weight: bytes of a number that crosses `data`
     imbalance:        routed tokens of the busiest device's experts, over the mean
-    context_by:       attention over a split sequence, as `parallel.context`
     collective_matmul: `model`'s collectives overlap with the products whose operands they gather or
                       whose results they sum, and with nothing else
-    gathers_once:     ZeRO-3 gathers parameters once a step, not in each op
     inner_steps:      steps between two exchanges of independent replicas; 0: replicas are not
                       independent
-    fp8:              products with layers' matrices are of FP8
-    fp8_weight_gradients: also those that make weights' gradients
-    fp8_blocks:       blocks of their numbers have scales, and operands a form for each product
     documents:        tokens attend within their document
-    beside_products:  `parallel.collective_matmul` as the config has it
     by_sequence:      what layers save of a microbatch is taken to be that of one sequence times
                       their number, for searches, which have many sizes of microbatches (saved.py)
-    ours:             our own runtime runs the step, which has tables and slots
+    ours:             our own runtime runs the step, which has tables and slots. In a layer W
+                      gathers its inputs again, latents and shared heads are gathered, every device
+                      of `model` sends all routed tokens
     changed:          the parts of a step that stand for ours
     """
 
     name: str = "jaxtrain"
     text: str = "the step that this package compiles"
     causal_rates: bool = True
-    dtype: str = "bfloat16"
+    precision: PrecisionConfig = PrecisionConfig()
+    parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     sequence_parallel: bool = True
     fused_attention: bool = True
@@ -103,21 +106,36 @@ class StepSettings:
     moment_bytes: float = 4.0
     sent_gradient: float = 4.0
     sent_weight: float = 4.0
-    sent_outer: float = 4.0
     imbalance: float = 1.1
-    context_by: str = "all_gather"
     collective_matmul: bool = False
-    gathers_once: bool = False
     inner_steps: int = 0
-    fp8: bool = False
-    fp8_weight_gradients: bool = True
-    fp8_blocks: bool = False
     documents: bool = False
-    beside_products: str = "auto"
     by_sequence: bool = False
     rates: Rates = Rates()
     ours: ClassVar[bool] = True
     changed: ClassVar[Mapping[type, type]] = {}
+
+    @functools.cached_property
+    def fp8(self) -> bool:
+        """Operands of products with layers' matrices are of FP8, gathered and sent in it."""
+        return self.precision.matmul in QUANTIZED
+
+    @functools.cached_property
+    def fp8_blocks(self) -> bool:
+        """Blocks of these numbers have their own scales, and operands a form for each product
+        (parallel/mxfp8.py)."""
+        return self.precision.matmul == "mxfp8"
+
+    @functools.cached_property
+    def fp8_in_w(self) -> bool:
+        """Products that make weights' gradients are of FP8, too; otherwise activations are gathered
+        before they are quantized."""
+        return self.fp8 and self.precision.fp8_weight_gradients == "fp8"
+
+    @property
+    def number_of_fp8(self) -> float:
+        """Bytes of a number in FP8 with its part of a block's scale."""
+        return FP8 * (1 + self.fp8_blocks / MX_BLOCK)
 
     def shards(self, layout: Layout, width: int) -> int:
         """ZeRO's shard count over `data`; 1 if it does not divide the model's width."""
@@ -127,3 +145,22 @@ class StepSettings:
         """True if each microbatch's gradients are reduced: from ZeRO-2 on, and with ZeRO-1 where a
         step is one microbatch on one stage (`Config.resolve`)."""
         return layout.zero > 1 or (layout.zero == layout.stage == layout.microbatches == 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedStep:
+    """The step of a model with a layout, and the sizes of its activations."""
+
+    model: Model
+    layout: Layout
+    settings: StepSettings
+
+    @functools.cached_property
+    def item(self) -> int:
+        """Bytes of an activation's number."""
+        return bytes_of(self.settings.precision.compute)
+
+    @functools.cached_property
+    def tokens(self) -> float:
+        """Tokens of a microbatch on one group of `model` devices."""
+        return self.layout.microbatch * self.model.sequence / self.layout.context
