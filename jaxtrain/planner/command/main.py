@@ -363,10 +363,7 @@ def _refuse_others(flags: types.SimpleNamespace, known: Sequence[str], what: str
 def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, kind: Hardware) -> Space:
     """The space of the flags on this hardware. Raises UsageError for a type without a peak."""
     compute = config.precision.compute
-    if (
-        compute not in kind.peak_tflops
-        and compute in cfg.fields()["precision.compute"].metadata["choices"]
-    ):
+    if compute not in kind.peak_tflops:
         dtype = next(
             (dtype for dtype in ("bfloat16", "float32") if dtype in kind.peak_tflops), "bfloat16"
         )

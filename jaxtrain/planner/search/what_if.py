@@ -73,8 +73,7 @@ def single_changes(prediction: Prediction) -> list[Change]:
     candidates = _candidates(config.mesh, config.pipeline, config.parallel.zero)
     for settings in (*candidates, *_nodes_of_experts(work)):
         changed = cfg.replace(config, settings)
-        pieces = _pieces(changed.mesh, changed.pipeline)
-        if checks.first_violation(changed, environment) or changed.data.batch_size % pieces:
+        if checks.first_violation(changed, environment):
             continue
         resolved = changed.resolve()
         other = step_model_of(resolved, work.hardware, work.settings.name)
@@ -188,11 +187,6 @@ def _smaller(config: Config, simulated: bool) -> list[dict[str, Any]]:
     combined = itertools.product(*([{}, *option] for option in options))
     merged = (dict(itertools.chain(*(c.items() for c in each))) for each in combined)
     return sorted(merged, key=lambda changes: ("parallel.offload" in changes, len(changes)))
-
-
-def _pieces(mesh: MeshConfig, pipeline: PipelineConfig) -> int:
-    """The number of pieces into which replicas, shards and microbatches cut a step's batch."""
-    return mesh.replica * mesh.data * mesh.expert * pipeline.microbatches
 
 
 # --- advice from a run's records ------------------------------------------------------------------
@@ -354,10 +348,6 @@ def _check(workdir: str | os.PathLike, config: Config, hardware: Hardware) -> No
         rule = f"its {CONFIG_FILE} has {unknown[0]}, which is no size that the planner could take"
     elif refusal := checks.error_of(config, Environment(None, platform_of(hardware), config)):
         rule = f"its {CONFIG_FILE} is no run's: {str(refusal).partition(': use ')[0]}"
-    elif config.data.batch_size % (pieces := _pieces(config.mesh, config.pipeline)):
-        rule = (
-            f"its {CONFIG_FILE} cuts data.batch_size={config.data.batch_size} into {pieces} pieces"
-        )
     elif config.precision.compute not in hardware.peak_tflops:
         rule = f"precision.compute={config.precision.compute!r} has no peak on {hardware.name}"
     else:
