@@ -87,17 +87,14 @@ def _of_plane(plane: Any, module: str, device: int | None) -> Iterator[tuple[int
     device: number of the device whose plane it is; None for the host's plane, whose events name
         their devices
     """
-    lines = {line.name: line for line in plane.lines}
+    lines = {line.name: line.events for line in plane.lines}
     if device is not None and OPS in lines:
-        modules, ops, async_ops = (
-            lines[name].events if name in lines else () for name in (MODULES, OPS, ASYNC_OPS)
-        )
         runs = [
             (run.start_ns, run.start_ns + run.duration_ns)
-            for run in modules
+            for run in lines.get(MODULES, ())
             if run.name.split("(")[0] == module
         ]
-        for event in itertools.chain(ops, async_ops):
+        for event in itertools.chain(lines[OPS], lines.get(ASYNC_OPS, ())):
             if any(begin <= event.start_ns < end for begin, end in runs):
                 yield device, event, instruction_of(event.name)
         return
