@@ -213,36 +213,32 @@ REMEDIES: Mapping[str, str] = {
 }
 
 
-class AdviceError(UsageError):
-    """A folder without the records that advice needs; the message is one line."""
-
-
 def _config(workdir: str | os.PathLike) -> Config:
-    """The config of a run's folder. Raises AdviceError where it is missing or no run's, or where a
+    """The config of a run's folder. Raises UsageError where it is missing or no run's, or where a
     file of the run is none."""
     folder, shown = pathlib.Path(workdir), cfg.shown(str(workdir))
     # a pipe would be waited for, a device has no end
     for name in (CONFIG_FILE, METRICS_FILE, GOODPUT_FILE, PLANNED):
         if os.path.exists(folder / name) and not os.path.isfile(folder / name):
-            raise AdviceError(
+            raise UsageError(
                 f"--advise={str(workdir)!r}: its {name} is not a regular file: name the "
                 "folder of a run"
             )
     try:
         return cfg.from_dict(read_json(folder / CONFIG_FILE, folder=folder))
     except OSError as error:
-        raise AdviceError(
+        raise UsageError(
             f"--advise={shown} has no {CONFIG_FILE} ({error.strerror}): name the folder of a run"
         ) from None
     except (ValueError, ConfigError, TypeError, AttributeError, RecursionError) as error:
         what = f"its {CONFIG_FILE} is no config ({' '.join(str(error).split())[:100]})"
-        raise AdviceError(f"--advise={shown}: {what}: name the folder of a run") from None
+        raise UsageError(f"--advise={shown}: {what}: name the folder of a run") from None
 
 
 def _records(
     workdir: str | os.PathLike, name: str, read_file: Callable[[str | os.PathLike], T]
 ) -> T:
-    """The records of one file. Raises AdviceError if it cannot be read or is not what a run
+    """The records of one file. Raises UsageError if it cannot be read or is not what a run
     writes."""
     try:
         return read_file(workdir)
@@ -250,7 +246,7 @@ def _records(
         what = f"cannot be read ({error.strerror})"
     except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RecursionError):
         what = "is not what a run writes"
-    raise AdviceError(
+    raise UsageError(
         f"--advise={cfg.shown(str(workdir))}: its {name} {what}: name the folder of a run"
     )
 
@@ -261,7 +257,7 @@ def _is_seconds(value: object) -> bool:
 
 def _from_records(workdir: str | os.PathLike) -> tuple[float, list[str]]:
     """Seconds of a step, the median of the later half of the records, and what a run's records say
-    as lines of text. Raises AdviceError for records that are missing or that no run writes."""
+    as lines of text. Raises UsageError for records that are missing or that no run writes."""
     records = [
         record
         for record in _records(workdir, METRICS_FILE, read_metrics)
@@ -269,7 +265,7 @@ def _from_records(workdir: str | os.PathLike) -> tuple[float, list[str]]:
     ]
     later = records[len(records) // 2 :] if len(records) > 2 else records[1:]
     if not later:
-        raise AdviceError(
+        raise UsageError(
             f"--advise={cfg.shown(str(workdir))} has {len(records)} records with a step's time: "
             "let it run for some steps more"
         )
@@ -298,7 +294,7 @@ def _from_records(workdir: str | os.PathLike) -> tuple[float, list[str]]:
 
 def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list[str]:
     """Advice as lines of text, from the records alone if the run's hardware is None. Raises
-    AdviceError."""
+    UsageError."""
     config = _config(workdir)
     measured_s, lines = _from_records(workdir)
     if hardware is None:
@@ -337,7 +333,7 @@ def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list
 
 
 def _check(workdir: str | os.PathLike, config: Config, hardware: Hardware) -> None:
-    """Raises AdviceError for a config that the planner cannot take on this hardware."""
+    """Raises UsageError for a config that the planner cannot take on this hardware."""
     unknown = [
         f"mesh.{axis}={size}"
         for axis in AXES
@@ -352,7 +348,7 @@ def _check(workdir: str | os.PathLike, config: Config, hardware: Hardware) -> No
         rule = f"precision.compute={config.precision.compute!r} has no peak on {hardware.name}"
     else:
         return
-    raise AdviceError(
+    raise UsageError(
         f"--advise={cfg.shown(str(workdir))}: {rule}",
         {"hardware": ""},
         advice="for what the records alone say",
