@@ -96,7 +96,8 @@ def _of_plane(plane: Any, module: str, device: int | None) -> Iterator[tuple[int
         ]
         for event in itertools.chain(lines[OPS], lines.get(ASYNC_OPS, ())):
             if any(begin <= event.start_ns < end for begin, end in runs):
-                yield device, event, instruction_of(event.name)
+                # the instruction's name or its text: "%fusion.1 = f32[8] fusion(…)"
+                yield device, event, event.name.split(" = ")[0].strip().removeprefix("%")
         return
     for line in plane.lines:
         for event in line.events if device is None or line.name.startswith(STREAM) else ():
@@ -105,9 +106,3 @@ def _of_plane(plane: Any, module: str, device: int | None) -> Iterator[tuple[int
                 yield device, event, str(stats.get("hlo_op", ""))
             elif device is None and stats.get("hlo_module") == module and "hlo_op" in stats:
                 yield int(stats.get("device_ordinal", 0)), event, str(stats["hlo_op"])
-
-
-def instruction_of(name: str) -> str:
-    """The name of the instruction in the name of a TPU's event, which is the instruction's name or
-    its text: "%fusion.1 = f32[8] fusion(…)" → "fusion.1"."""
-    return name.split(" = ")[0].strip().removeprefix("%")
