@@ -236,22 +236,21 @@ class SecondsReader:
         scopes, messages = Scopes(self.loops), self._messages()
         alone = lambda i: self.seconds(Executed(i, 1.0, ()))
         waits = Waits(self.loops, alone, lambda i: messages.get(i.name)).once
-        for each in step_collectives(self.loops, self.mesh, self.product_flops):
-            c = each.collective
+        for c, run, overlapped in step_collectives(self.loops, self.mesh, self.product_flops):
             traffic = by_kind[
-                scopes.of(each.run.instruction, each.run.loops), c.kind, c.dtype, "·".join(c.axes)
+                scopes.of(run.instruction, run.loops), c.kind, c.dtype, "·".join(c.axes)
             ]
-            size, takes, name = each.run.times * c.size, self._takes(c), each.run.instruction.name
+            size, takes, name = run.times * c.size, self._takes(c), run.instruction.name
             waited = waits.get(name, 0.0) * takes / messages[name].seconds if takes else 0.0
             traffic.exposed += size * waited / takes if takes else 0.0
-            traffic.seconds += each.run.times * waited
-            traffic.times += each.run.times
+            traffic.seconds += run.times * waited
+            traffic.times += run.times
             traffic.bytes += size
-            traffic.sent += each.run.times * sent(c.kind, c.sending, c.devices)
-            if each.overlapped is not None:
+            traffic.sent += run.times * sent(c.kind, c.sending, c.devices)
+            if overlapped is not None:
                 traffic.asynchronous += size
-                traffic.hidden += size * (each.overlapped > 0)
-                traffic.flops += each.run.times * each.overlapped
+                traffic.hidden += size * (overlapped > 0)
+                traffic.flops += run.times * overlapped
         return dict(by_kind)
 
     def _messages(self) -> dict[str, Message]:

@@ -4,6 +4,7 @@ parses the flags, loop.py has the training loop."""
 import contextlib
 import dataclasses
 import functools
+import json
 import os
 import pathlib
 import signal
@@ -170,8 +171,8 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
                 return replay.replay(*run, folder, flags.replay, clock, config, environment)
             if not flags.dry_run:
                 return loop.run(*run, folder, clock, config, environment)
-            plan = dry_run(*run, clock, start_lines.before_a_dry_run)
-    cluster.log(plan.json() if flags.json else "\n".join(plan.lines()))
+            lines, record = dry_run(*run, clock, start_lines.before_a_dry_run)
+    cluster.log(json.dumps(record) if flags.json else "\n".join(lines))
     return ExitStatus.FINISHED
 
 

@@ -9,7 +9,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -166,7 +166,7 @@ class Bench:
         seconds = seconds_of(update, self.cores, not self.cpu, self.least)
         return 2.0 * size, without(seconds, self.call)
 
-    def collectives(self, group: int, size: int) -> list[TimedCollectives]:
+    def collectives(self, group: int, size: int) -> Iterator[TimedCollectives]:
         """Times of an all-gather with the reduce-scatter that undoes it, of an all-reduce and of a
         permute of `size` bytes, over all groups of `group` neighbours at once.
 
@@ -187,7 +187,6 @@ class Bench:
             ((SUM,), size, lambda x: jax.lax.psum(x, "group") * mean),
             ((PERMUTE,), size, lambda x: jax.lax.ppermute(x, "group", ring)),
         )
-        timed = []
         for kinds, shard, function in cases:
             loop = functools.partial(
                 jax.lax.fori_loop, 0, LOOPS, lambda _, x, function=function: function(x)
@@ -195,8 +194,7 @@ class Bench:
             arrays = self._arrays((shard // 4,), np.float32, mesh=mesh, axes=mesh.axis_names)
             seconds = without(self._seconds(loop, *arrays), self.call) / LOOPS
             collectives = tuple(Collective(kind, (DATA,), float(size)) for kind in kinds)
-            timed.append(TimedCollectives(group, collectives, seconds))
-        return timed
+            yield TimedCollectives(group, collectives, seconds)
 
 
 def groups_of(devices: int) -> list[int]:

@@ -34,7 +34,7 @@ from jaxtrain.planner.layer import hardware
 from jaxtrain.planner.layer.hardware import Hardware, HardwareError
 from jaxtrain.planner.layer.model import model_of
 from jaxtrain.planner.search import heterogeneous, layout_flag, search
-from jaxtrain.planner.search.explain import Prices, explained, run_time, table
+from jaxtrain.planner.search.explain import explained, run_time, table
 from jaxtrain.planner.search.layout_flag import LayoutError
 from jaxtrain.planner.search.predict import exactly, predict
 from jaxtrain.planner.search.search import Space, best_plans, check_fits
@@ -197,7 +197,7 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
     best, compared = plans[0], [*table(plans), ""] if len(plans) > 1 else []
     caution = NO_PLAN * (flags.assume != OURS) + UNFIT * (not best.fits)
     devices = f"{best.devices:,} × {kind.name}"
-    lines = lambda: [*compared, *explained(best, Prices(flags.price, flags.kwh_price))]
+    lines = lambda: [*compared, *explained(best, flags.price, flags.kwh_price)]
     image = lambda name: picture.of_layouts(plans, name)
     return _output(flags, config, recipe, kind, devices, caution, best.figures(), lines, image)
 
@@ -363,10 +363,7 @@ def _refuse_others(flags: types.SimpleNamespace, known: Sequence[str], what: str
 def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, kind: Hardware) -> Space:
     """The space of the flags on this hardware. Raises UsageError for a type without a peak."""
     compute = config.precision.compute
-    if (
-        compute not in kind.peak_tflops
-        and compute in cfg.fields()["precision.compute"].metadata["choices"]
-    ):
+    if compute not in kind.peak_tflops:
         dtype = next(
             (dtype for dtype in ("bfloat16", "float32") if dtype in kind.peak_tflops), "bfloat16"
         )

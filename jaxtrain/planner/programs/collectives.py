@@ -34,24 +34,12 @@ class CompiledCollective:
     sending: float
 
 
-@dataclasses.dataclass(frozen=True)
-class StepCollective:
-    """A collective of a step.
-
-    run:        the instruction that it is, or that fuses it
-    overlapped: FLOPs between its start and its done, or fused with it, run once; None for a
-                synchronous collective
-    """
-
-    collective: CompiledCollective
-    run: Executed
-    overlapped: float | None
-
-
 def step_collectives(
     loops: StepLoops, mesh: Mapping[str, int], flops: Callable[[Instruction], float]
-) -> Iterator[StepCollective]:
-    """The collectives of a step for a device of the loops' stage.
+) -> Iterator[tuple[CompiledCollective, Executed, float | None]]:
+    """The collectives of a step for a device of the loops' stage: each with the instruction that it
+    is, or that fuses it, and FLOPs between its start and its done, or fused with it, run once; None
+    for a synchronous collective.
 
     flops: FLOPs of an instruction, run once
     """
@@ -80,7 +68,7 @@ def step_collectives(
     for run in runs:
         for collective in collectives(loops.program, run.instruction, mesh, loops.stage):
             if run.times:
-                yield StepCollective(collective, run, overlapped(run.instruction))
+                yield collective, run, overlapped(run.instruction)
 
 
 def collectives(

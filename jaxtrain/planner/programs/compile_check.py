@@ -33,8 +33,8 @@ from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.planner.layer import hardware
 from jaxtrain.planner.layer.links import sent
 from jaxtrain.planner.programs import topology
-from jaxtrain.planner.programs.collectives import StepCollective, step_collectives
-from jaxtrain.planner.programs.loops import StepLoops
+from jaxtrain.planner.programs.collectives import CompiledCollective, step_collectives
+from jaxtrain.planner.programs.loops import Executed, StepLoops
 from jaxtrain.planner.programs.program import Program
 from jaxtrain.planner.programs.report import step_counts
 from jaxtrain.planner.programs.topology import (
@@ -333,19 +333,18 @@ def cast_bytes(program: Program) -> int:
 
 
 def _collectives(
-    compiled: Iterable[StepCollective], planned: Iterable[Entry]
+    compiled: Iterable[tuple[CompiledCollective, Executed, float | None]], planned: Iterable[Entry]
 ) -> list[CollectiveBytes]:
     """Bytes of collectives by kind and axes, those with most bytes first."""
     # sent as compiled and as planned; unsharded, and of these asynchronous and overlapped
     sums = collections.defaultdict[tuple[str, str], np.ndarray](lambda: np.zeros(5))
-    for each in compiled:
-        c, times = each.collective, each.run.times
+    for c, run, overlapped in compiled:
         sums[c.kind, "·".join(c.axes)] += (
-            times * sent(c.kind, c.sending, c.devices),
+            run.times * sent(c.kind, c.sending, c.devices),
             0.0,
-            times * c.size,
-            times * c.size * (each.overlapped is not None),
-            times * c.size * bool(each.overlapped),
+            run.times * c.size,
+            run.times * c.size * (overlapped is not None),
+            run.times * c.size * bool(overlapped),
         )
     for entry in planned:
         sums[entry.kind, "·".join(entry.axes)][1] += entry.bytes

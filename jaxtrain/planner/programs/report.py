@@ -6,9 +6,8 @@ is read and nothing is written. Its result is lines of text, or one JSON object 
 
 import collections
 import dataclasses
-import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -94,50 +93,17 @@ def step_counts(config: Config, cpu: bool = False) -> StepCounts:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class DryRun:
-    """A step that was compiled and not run.
-
-    record: the object that --json prints: mesh; the stage that sends most and its communication
-            volume; the collectives between independent replicas; the planned step, None for
-            unknown hardware; memory in bytes on a device; seconds of the command by part, as in
-            `wall_clock.start_record`
-    """
-
-    introduction: list[str]
-    entries: list[Entry]
-    record: dict[str, Any]
-
-    def lines(self) -> list[str]:
-        """The dry run as lines of text."""
-        kinds = ", ".join(
-            f"{kind} {n / MIB:,.1f}" for kind, n in self.record["memory"]["state"].items()
-        )
-        whose = (
-            f" of stage {self.record['stage']}, which sends most"
-            if self.record["mesh"]["stage"] > 1
-            else ""
-        )
-        return [
-            *self.introduction,
-            f"memory per device by kind, MiB: {kinds}",
-            "",
-            f"collectives of a device in a step{whose}:",
-            *_table(self.entries),
-        ]
-
-    def json(self) -> str:
-        """The dry run as one JSON object."""
-        return json.dumps(self.record)
-
-
 def dry_run(
     config: Config,
     setup: Setup,
     clock: WallClock,
     describe: Callable[[Config, Step, Compiled, float, float], list[str]],
-) -> DryRun:
-    """The dry run of a resolved config, whose tables are in `setup`, on this process's devices.
+) -> tuple[list[str], dict[str, Any]]:
+    """The dry run of a resolved config, whose tables are in `setup`, on this process's devices, as
+    lines of text and as the object that --json prints: mesh; the stage that sends most and its
+    communication volume; the collectives between independent replicas; the planned step, None for
+    unknown hardware; memory in bytes on a device; seconds of the command by part, as in
+    `wall_clock.start_record`.
 
     clock:    the command's
     describe: gives the lines about a step, its compiled program, and seconds of tracing and
@@ -179,7 +145,20 @@ def dry_run(
         },
         "seconds": start_record(clock),
     }
-    return DryRun(lines, entries, record)
+    return [*lines, *_described(record, entries)], record
+
+
+def _described(record: Mapping[str, Any], entries: list[Entry]) -> list[str]:
+    """Lines of text about a dry run's memory by kind, and its collectives."""
+    kinds = ", ".join(f"{kind} {n / MIB:,.1f}" for kind, n in record["memory"]["state"].items())
+    several = record["mesh"]["stage"] > 1
+    whose = f" of stage {record['stage']}, which sends most" * several
+    return [
+        f"memory per device by kind, MiB: {kinds}",
+        "",
+        f"collectives of a device in a step{whose}:",
+        *_table(entries),
+    ]
 
 
 def _as_dicts(entries: list[Entry]) -> list[dict[str, Any]]:

@@ -87,19 +87,17 @@ def _of_plane(plane: Any, module: str, device: int | None) -> Iterator[tuple[int
     device: number of the device whose plane it is; None for the host's plane, whose events name
         their devices
     """
-    lines = {line.name: line for line in plane.lines}
+    lines = {line.name: line.events for line in plane.lines}
     if device is not None and OPS in lines:
-        modules, ops, async_ops = (
-            lines[name].events if name in lines else () for name in (MODULES, OPS, ASYNC_OPS)
-        )
         runs = [
             (run.start_ns, run.start_ns + run.duration_ns)
-            for run in modules
+            for run in lines.get(MODULES, ())
             if run.name.split("(")[0] == module
         ]
-        for event in itertools.chain(ops, async_ops):
+        for event in itertools.chain(lines[OPS], lines.get(ASYNC_OPS, ())):
             if any(begin <= event.start_ns < end for begin, end in runs):
-                yield device, event, instruction_of(event.name)
+                # the instruction's name or its text: "%fusion.1 = f32[8] fusion(…)"
+                yield device, event, event.name.split(" = ")[0].strip().removeprefix("%")
         return
     for line in plane.lines:
         for event in line.events if device is None or line.name.startswith(STREAM) else ():
@@ -108,9 +106,3 @@ def _of_plane(plane: Any, module: str, device: int | None) -> Iterator[tuple[int
                 yield device, event, str(stats.get("hlo_op", ""))
             elif device is None and stats.get("hlo_module") == module and "hlo_op" in stats:
                 yield int(stats.get("device_ordinal", 0)), event, str(stats["hlo_op"])
-
-
-def instruction_of(name: str) -> str:
-    """The name of the instruction in the name of a TPU's event, which is the instruction's name or
-    its text: "%fusion.1 = f32[8] fusion(…)" → "fusion.1"."""
-    return name.split(" = ")[0].strip().removeprefix("%")

@@ -20,14 +20,6 @@ LARGE = 10**15  # the least number that is written as a power of ten
 LEAST_GAIN = 0.005  # the least gain that has a line, as a fraction of a step
 
 
-@dataclasses.dataclass(frozen=True)
-class Prices:
-    """US dollars for a device-hour and for a kilowatt-hour; 0 if unknown."""
-
-    device_hour: float = 0.0
-    kwh: float = 0.0
-
-
 def table(predictions: Sequence[Prediction]) -> list[str]:
     """Plans as lines of a table, without the keys that have their default in all of them."""
     layouts = [layout_flag.of(prediction.config) for prediction in predictions]
@@ -69,8 +61,9 @@ def aligned(cells: Sequence[Sequence[str]], words: int = 0) -> list[str]:
     ]
 
 
-def explained(prediction: Prediction, prices: Prices) -> list[str]:
-    """A plan as lines of text."""
+def explained(prediction: Prediction, price: float = 0, kwh_price: float = 0) -> list[str]:
+    """A plan as lines of text. price, kwh_price: US dollars for a device-hour and for a
+    kilowatt-hour; 0 if unknown."""
     work, layout = prediction.work, prediction.work.layout
     chunks = f" in {layout.repeats} chunks" if layout.repeats > 1 and layout.stage > 1 else ""
     layers = f"{work.model.layers / layout.stage:.4g} layers a stage{chunks}"
@@ -89,7 +82,7 @@ def explained(prediction: Prediction, prices: Prices) -> list[str]:
         *_time(prediction),
         *_overlap(prediction),
         *_recomputation(prediction),
-        *_run(prediction, prices),
+        _run(prediction, price, kwh_price),
         *how_sure(work.hardware),
         *_next(prediction),
     ]
@@ -209,7 +202,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def _run(prediction: Prediction, prices: Prices) -> list[str]:
+def _run(prediction: Prediction, price: float, kwh_price: float) -> str:
     """Time, energy and cost of the run, or of a billion tokens if its length is unknown."""
     tokens = prediction.tokens or 1e9
     seconds = Decimal(tokens) / Decimal(prediction.tokens_per_s)
@@ -222,14 +215,11 @@ def _run(prediction: Prediction, prices: Prices) -> list[str]:
         else "energy not known (the file of the device has no watts)"
     )
     line = f"{run_time(tokens, prediction.tokens_per_s)}, {amount(hours)} device-hours, {used}"
-    if prices.device_hour:
-        line += (
-            f", ${amount(hours * Decimal(prices.device_hour))} at ${prices.device_hour:g} a "
-            "device-hour"
-        )
-    if prices.kwh and energy:
-        line += f", ${amount(energy * Decimal(prices.kwh))} of energy at ${prices.kwh:g} a kWh"
-    return [line]
+    if price:
+        line += f", ${amount(hours * Decimal(price))} at ${price:g} a device-hour"
+    if kwh_price and energy:
+        line += f", ${amount(energy * Decimal(kwh_price))} of energy at ${kwh_price:g} a kWh"
+    return line
 
 
 def run_time(tokens: float, tokens_per_s: float) -> str:

@@ -81,14 +81,11 @@ class HeterogeneousPlan:
     def figures(self, tokens: float | None) -> dict[str, Any]:
         """The object that --json prints for one kind of devices, with rates over the mean peak, and
         the layers of each stage."""
-        work = step_model_of(self.config, self.groups[0].hardware)
-        devices = sum(group.devices for group in self.groups)
-        dtype = self.config.precision.compute
-        peaks = (group.devices * group.hardware.peak(dtype) for group in self.groups)
+        dtype, devices = self.config.precision.compute, sum(g.devices for g in self.groups)
+        peaks = (g.devices * g.hardware.peak(dtype) for g in self.groups)
         mean = {dtype: sum(peaks) / devices / 1e12}
-        work = dataclasses.replace(
-            work, hardware=dataclasses.replace(work.hardware, peak_tflops=mean)
-        )
+        hardware = dataclasses.replace(self.groups[0].hardware, peak_tflops=mean)
+        work = step_model_of(self.config, hardware)
         bubble, held = self.bubble_s / self.seconds, max(self.memory)
         figures = step_figures(work, self.seconds, bubble, held, self.fits, tokens)
         return figures | {"layout": layout_flag.of(self.config), "layers": self.layers}

@@ -73,8 +73,7 @@ def single_changes(prediction: Prediction) -> list[Change]:
     candidates = _candidates(config.mesh, config.pipeline, config.parallel.zero)
     for settings in (*candidates, *_nodes_of_experts(work)):
         changed = cfg.replace(config, settings)
-        pieces = _pieces(changed.mesh, changed.pipeline)
-        if checks.first_violation(changed, environment) or changed.data.batch_size % pieces:
+        if checks.first_violation(changed, environment):
             continue
         resolved = changed.resolve()
         other = step_model_of(resolved, work.hardware, work.settings.name)
@@ -190,11 +189,6 @@ def _smaller(config: Config, simulated: bool) -> list[dict[str, Any]]:
     return sorted(merged, key=lambda changes: ("parallel.offload" in changes, len(changes)))
 
 
-def _pieces(mesh: MeshConfig, pipeline: PipelineConfig) -> int:
-    """The number of pieces into which replicas, shards and microbatches cut a step's batch."""
-    return mesh.replica * mesh.data * mesh.expert * pipeline.microbatches
-
-
 # --- advice from a run's records ------------------------------------------------------------------
 
 T = TypeVar("T")
@@ -219,36 +213,32 @@ REMEDIES: Mapping[str, str] = {
 }
 
 
-class AdviceError(UsageError):
-    """A folder without the records that advice needs; the message is one line."""
-
-
 def _config(workdir: str | os.PathLike) -> Config:
-    """The config of a run's folder. Raises AdviceError where it is missing or no run's, or where a
+    """The config of a run's folder. Raises UsageError where it is missing or no run's, or where a
     file of the run is none."""
     folder, shown = pathlib.Path(workdir), cfg.shown(str(workdir))
     # a pipe would be waited for, a device has no end
     for name in (CONFIG_FILE, METRICS_FILE, GOODPUT_FILE, PLANNED):
         if os.path.exists(folder / name) and not os.path.isfile(folder / name):
-            raise AdviceError(
+            raise UsageError(
                 f"--advise={str(workdir)!r}: its {name} is not a regular file: name the "
                 "folder of a run"
             )
     try:
         return cfg.from_dict(read_json(folder / CONFIG_FILE, folder=folder))
     except OSError as error:
-        raise AdviceError(
+        raise UsageError(
             f"--advise={shown} has no {CONFIG_FILE} ({error.strerror}): name the folder of a run"
         ) from None
     except (ValueError, ConfigError, TypeError, AttributeError, RecursionError) as error:
         what = f"its {CONFIG_FILE} is no config ({' '.join(str(error).split())[:100]})"
-        raise AdviceError(f"--advise={shown}: {what}: name the folder of a run") from None
+        raise UsageError(f"--advise={shown}: {what}: name the folder of a run") from None
 
 
 def _records(
     workdir: str | os.PathLike, name: str, read_file: Callable[[str | os.PathLike], T]
 ) -> T:
-    """The records of one file. Raises AdviceError if it cannot be read or is not what a run
+    """The records of one file. Raises UsageError if it cannot be read or is not what a run
     writes."""
     try:
         return read_file(workdir)
@@ -256,7 +246,7 @@ def _records(
         what = f"cannot be read ({error.strerror})"
     except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RecursionError):
         what = "is not what a run writes"
-    raise AdviceError(
+    raise UsageError(
         f"--advise={cfg.shown(str(workdir))}: its {name} {what}: name the folder of a run"
     )
 
@@ -267,7 +257,7 @@ def _is_seconds(value: object) -> bool:
 
 def _from_records(workdir: str | os.PathLike) -> tuple[float, list[str]]:
     """Seconds of a step, the median of the later half of the records, and what a run's records say
-    as lines of text. Raises AdviceError for records that are missing or that no run writes."""
+    as lines of text. Raises UsageError for records that are missing or that no run writes."""
     records = [
         record
         for record in _records(workdir, METRICS_FILE, read_metrics)
@@ -275,7 +265,7 @@ def _from_records(workdir: str | os.PathLike) -> tuple[float, list[str]]:
     ]
     later = records[len(records) // 2 :] if len(records) > 2 else records[1:]
     if not later:
-        raise AdviceError(
+        raise UsageError(
             f"--advise={cfg.shown(str(workdir))} has {len(records)} records with a step's time: "
             "let it run for some steps more"
         )
@@ -304,7 +294,7 @@ def _from_records(workdir: str | os.PathLike) -> tuple[float, list[str]]:
 
 def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list[str]:
     """Advice as lines of text, from the records alone if the run's hardware is None. Raises
-    AdviceError."""
+    UsageError."""
     config = _config(workdir)
     measured_s, lines = _from_records(workdir)
     if hardware is None:
@@ -343,7 +333,7 @@ def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list
 
 
 def _check(workdir: str | os.PathLike, config: Config, hardware: Hardware) -> None:
-    """Raises AdviceError for a config that the planner cannot take on this hardware."""
+    """Raises UsageError for a config that the planner cannot take on this hardware."""
     unknown = [
         f"mesh.{axis}={size}"
         for axis in AXES
@@ -354,15 +344,11 @@ def _check(workdir: str | os.PathLike, config: Config, hardware: Hardware) -> No
         rule = f"its {CONFIG_FILE} has {unknown[0]}, which is no size that the planner could take"
     elif refusal := checks.error_of(config, Environment(None, platform_of(hardware), config)):
         rule = f"its {CONFIG_FILE} is no run's: {str(refusal).partition(': use ')[0]}"
-    elif config.data.batch_size % (pieces := _pieces(config.mesh, config.pipeline)):
-        rule = (
-            f"its {CONFIG_FILE} cuts data.batch_size={config.data.batch_size} into {pieces} pieces"
-        )
     elif config.precision.compute not in hardware.peak_tflops:
         rule = f"precision.compute={config.precision.compute!r} has no peak on {hardware.name}"
     else:
         return
-    raise AdviceError(
+    raise UsageError(
         f"--advise={cfg.shown(str(workdir))}: {rule}",
         {"hardware": ""},
         advice="for what the records alone say",

@@ -41,7 +41,7 @@ def test_times_are_those_of_what_was_asked_for(small):
 
 
 def test_collectives_over_groups(small):
-    timed = small.collectives(4, 1 << 12)
+    timed = list(small.collectives(4, 1 << 12))
     assert [[c.kind for c in each.collectives] for each in timed] == [
         [GATHER, SCATTER],
         [SUM],

@@ -18,12 +18,11 @@ def test_permutes_and_what_overlaps_with_them():
     """One is done before the ops begin; the other one waits for the ops of its tick."""
     loops = step_loops(Program(STEP), make_setup(CONFIG))
     early, late = step_collectives(loops, MESH, lambda i: float(i.opcode == "dot"))
-    assert {(c.run.times, c.collective.kind, c.collective.axes) for c in (early, late)} == {
+    assert {(run.times, c.kind, c.axes) for c, run, _ in (early, late)} == {
         (TICKS, "collective-permute", ("stage",))
     }
-    assert early.collective.size == early.collective.sending == SIZE
-    assert early.overlapped == 0
-    assert late.overlapped == pytest.approx(loops.op_runs["K0"] / TICKS)  # one dot in each forward
+    assert early[0].size == early[0].sending == SIZE and early[-1] == 0
+    assert late[-1] == pytest.approx(loops.op_runs["K0"] / TICKS)  # one dot in each forward
 
 
 ALONE = """HloModule jit_f
@@ -112,8 +111,6 @@ def test_collectives_on_the_sparse_cores(text):
     """One is under way from where its operand is there, and not from where it is made ready."""
     loops = StepLoops(Program(text), 0, {}, 0, ())
     mesh = dict.fromkeys(MESH, 1) | {"data": 2}
-    (found,) = step_collectives(loops, mesh, lambda i: float(i.opcode == "dot"))
-    kinds = (found.collective.kind, found.collective.axes, found.collective.dtype)
-    assert kinds == ("reduce-scatter", ("data",), "f32")
-    assert found.collective.size == 4 * 8 * 64 and found.run.times == 1
-    assert found.overlapped == 1
+    ((found, run, overlapped),) = step_collectives(loops, mesh, lambda i: float(i.opcode == "dot"))
+    assert (found.kind, found.axes, found.dtype) == ("reduce-scatter", ("data",), "f32")
+    assert found.size == 4 * 8 * 64 and run.times == overlapped == 1

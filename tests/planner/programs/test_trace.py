@@ -4,7 +4,7 @@ ones: test_measured_step.py."""
 import pytest
 from jax.profiler import ProfileData
 
-from jaxtrain.planner.programs.trace import TraceError, TraceEvent, events_of, instruction_of, read
+from jaxtrain.planner.programs.trace import TraceError, TraceEvent, events_of, read
 
 
 def plane(
@@ -104,10 +104,6 @@ def test_a_tpu():
     assert found(*planes) == {
         0: [("fusion.3", 0, 4), ("copy.1", 4, 2), ("fusion.3", 41, 4), ("all-gather-start.2", 1, 8)]
     }
-
-
-def test_names():
-    assert [instruction_of(name) for name in ("%a.1 = f32[] add(%x)", "a.1", "%a.1")] == ["a.1"] * 3
     assert TraceEvent("a", "k", 0.0, 1.0).end == 1.0
 
 

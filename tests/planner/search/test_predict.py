@@ -10,7 +10,7 @@ from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.planner.layer.hardware import Hardware, Matmul, Tier, load
 from jaxtrain.planner.layer.links import EXPERT, STAGE
 from jaxtrain.planner.search import layout_flag
-from jaxtrain.planner.search.explain import Prices, explained
+from jaxtrain.planner.search.explain import explained
 from jaxtrain.planner.search.predict import (
     PlannedTable,
     Prediction,
@@ -153,9 +153,9 @@ def test_overlapped_cells(remat):
     assert with_cells.seconds == pytest.approx(prediction.seconds, rel=0.1)
     both = with_cells.time.exposed[EXPERT] + hidden
     assert both == pytest.approx(apart.time.exposed[EXPERT]) and EXPERT not in apart.time.hidden
-    line = next(line for line in explained(with_cells, Prices()) if line.startswith("overlapped"))
+    line = next(line for line in explained(with_cells) if line.startswith("overlapped"))
     assert line.endswith(f"({with_cells.seconds / apart.seconds - 1:+.1%})")
-    assert not [line for line in explained(apart, Prices()) if line.startswith("overlapped")]
+    assert not [line for line in explained(apart) if line.startswith("overlapped")]
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
@@ -170,7 +170,7 @@ def test_overlapped_cells_that_gain_nothing():
     """On TPUs, and without messages to experts."""
     layout = f"{OVERLAPPED}true,remat=none"
     lines = [
-        explained(exactly(predicted(layout, load(kind), recipe)), Prices())
+        explained(exactly(predicted(layout, load(kind), recipe)))
         for kind, recipe, layout in (
             ("tpu-v5p", "mixtral_8x7b", layout),
             ("h100", "llama3_8b", layout.replace("expert", "data")),

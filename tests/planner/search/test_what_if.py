@@ -10,13 +10,14 @@ import pytest
 from jaxtrain import config as configs
 from jaxtrain.config import checks
 from jaxtrain.config.checks import Environment
+from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import apply, read_flags
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.planner.layer.hardware import GIB, load
 from jaxtrain.planner.search import layout_flag, what_if
 from jaxtrain.planner.search.compare import PlannedStep, Trace
 from jaxtrain.planner.search.predict import UNMEASURED, exactly, predict
-from jaxtrain.planner.search.what_if import AdviceError, single_changes
+from jaxtrain.planner.search.what_if import single_changes
 from jaxtrain.run.files import PLANNED
 
 SETTINGS = {
@@ -142,7 +143,7 @@ def test_what_the_planner_cannot_take(workdir, config, settings, message):
         json.dumps(configs.to_dict(configs.replace(config, settings)))
     )
     kind = dataclasses.replace(H100, peak_tflops={"bfloat16": 989.0})
-    with pytest.raises(AdviceError, match=message) as error:
+    with pytest.raises(UsageError, match=message) as error:
         what_if.advise(workdir, kind)
     assert str(error.value).endswith(
         ": use --hardware= for what the records alone say"
@@ -192,7 +193,7 @@ def pipe(path):
 )
 def test_a_folder_without_records(workdir, spoil, message):
     spoil(workdir)
-    with pytest.raises(AdviceError, match=message) as error:
+    with pytest.raises(UsageError, match=message) as error:
         what_if.advise(workdir)
     assert "\n" not in str(error.value)
 
