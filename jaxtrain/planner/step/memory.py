@@ -38,7 +38,6 @@ from jaxtrain.planner.layer.settings import FLOAT32, FP8
 from jaxtrain.planner.step.other_frameworks import saved_by_others, working_of_others
 from jaxtrain.planner.step.parameters import MASTERS
 from jaxtrain.planner.step.saved import layer_bytes
-from jaxtrain.planner.step.step_model import platform_of
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.schedule.placement import spread
 from jaxtrain.schedule.slots import SAVED
@@ -328,7 +327,7 @@ def _masks(step: StepModel) -> float:
     layout, length = step.layout, step.model.sequence
     if layout.context == 1 or step.settings.parallel.context != "all_gather":
         return 0.0
-    on_gpu = platform_of(step.hardware) == kernels.GPU
+    on_gpu = step.hardware.platform == kernels.GPU
     return on_gpu * step.item * layout.microbatch * 1.5 * length**2 / (2 * layout.context)
 
 
