@@ -17,9 +17,11 @@ from collections.abc import Iterator
 FOLDER = pathlib.Path(__file__).parent / "published"
 sys.path.insert(0, str(FOLDER.parents[1]))
 
+from model_forms import gpt, llama  # noqa: E402
+
 from jaxtrain.planner.layer.hardware import load  # noqa: E402 (the path comes first)
 from jaxtrain.planner.layer.layout import Layout  # noqa: E402
-from jaxtrain.planner.layer.model import Model, gpt, llama  # noqa: E402
+from jaxtrain.planner.layer.model import Model  # noqa: E402
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS  # noqa: E402
 from jaxtrain.planner.step.step_time import StepModel  # noqa: E402
 

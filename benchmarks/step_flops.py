@@ -78,7 +78,7 @@ def _layer(counts: StepCounts, op: str, output: bool = True, dense: bool = False
         routed = m.shared_experts + m.experts_per_token * layout.saves_inputs
         hidden = m.mlp_width if dense or not m.experts else routed * m.expert_width
         parameters -= m.width * hidden
-    shared = 0 if m.mla else 2 * m.head_dim * max(0, layout.model - m.kv_heads)
+    shared = 0 if m.attention == "mla" else 2 * m.head_dim * max(0, layout.model - m.kv_heads)
     products, copied = 2.0 * parameters * tokens, 2.0 * shared * m.width * tokens
     forward = m.attention_flops() / 2 * layout.microbatch / (layout.context * layout.model)
     attention = forward * {"B": ATTENTION_BACKWARD, "W": 0.0}.get(op, 1.0)
@@ -90,7 +90,7 @@ def _made_again(counts: StepCounts) -> Flops:
     """FLOPs of what B makes again in one layer and microbatch with selective recomputation."""
     m, layout = counts.collectives.model, counts.collectives.layout
     parameters = m.layer().made_again(layout.makes_again)
-    shared = 0 if m.mla else 2 * m.head_dim * max(0, layout.model - m.kv_heads)
+    shared = 0 if m.attention == "mla" else 2 * m.head_dim * max(0, layout.model - m.kv_heads)
     parameters += shared * m.width * layout.makes_again(QKV)
     forward = m.attention_flops() / 2 * layout.microbatch / (layout.context * layout.model)
     return Flops(2.0 * parameters * _tokens(counts), forward * layout.makes_again(ATTENTION))

@@ -40,7 +40,7 @@ from jaxtrain.planner.search.predict import exactly, predict
 from jaxtrain.planner.search.search import Space, best_plans, check_fits
 from jaxtrain.planner.search.what_if import advise
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
-from jaxtrain.planner.step.step_model import OURS, platform_of
+from jaxtrain.planner.step.step_model import OURS
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.schedule import drawing
 
@@ -280,7 +280,7 @@ def _output(
         changes["train.hardware"] = file  # which jax's name of the devices does not tell
     config, can_be = cfg.replace(config, changes), steps <= cfg.LARGEST_INT
     if flags.recipe or can_be:
-        checks.check(config, Environment(None, platform_of(kind), recipe))
+        checks.check(config, Environment(None, kind.platform, recipe))
     if flags.recipe:
         files[flags.recipe] = recipe_text(config, f"{name}, as planned for {devices}.").encode()
     if flags.png:
@@ -310,7 +310,7 @@ def _command(flags: types.SimpleNamespace, config: Config, recipe: Config, kind:
         cfg.flag_text("config", flags.config),
         WORKDIR,
         cfg.flags_of(config, recipe),
-        several.get(platform_of(kind)),
+        several.get(kind.platform),
     ]
     return " ".join(filter(None, words))
 
@@ -386,7 +386,7 @@ def _laid_out(space: Space, text: str) -> Config:
             {"devices": count},
             [] if rest else [f"data={data} in --layout"],
         )
-    known = Environment(None, platform_of(space.hardware), space.recipe)
+    known = Environment(None, space.hardware.platform, space.recipe)
     return layout_flag.laid_out(space.config, values, known)
 
 

@@ -102,13 +102,20 @@ class StepCollectives(LayerCollectives):
             *alike(SUM, STAGE, softmax if self.shares_vocabulary else (), n),
             Collective(GATHER, (MODEL,), self.activation / n * self.item, n),
             Collective(SCATTER, (MODEL,), self.activation / n * self.summed, n),
-            Collective(SUM, (MODEL,), self.model.norm_vectors * self.model.width * FLOAT32, n),
+            Collective(SUM, (MODEL,), self._summed_of_ends("head."), n),
         ]
 
     def joining(self) -> Collective:
         """The sum of the gradients of what joins two streams in a multi-token prediction module."""
-        norms = 3 * self.model.norm_vectors * self.model.width * FLOAT32
-        return Collective(SUM, (MODEL,), norms + 2 * self.model.width**2 * self.summed)
+        return Collective(SUM, (MODEL,), self._summed_of_ends("predictors.0."))
+
+    def _summed_of_ends(self, module: str) -> float:
+        """Bytes of the gradients of a module's parameters, which all devices of `model` have."""
+        return sum(
+            array.size * (self.summed if array.cast else FLOAT32)
+            for array in self.model.ends
+            if array.name.startswith(module)
+        )
 
     # ------------------------------------------------------------- parameters (parallel/zero.py)
 

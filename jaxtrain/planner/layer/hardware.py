@@ -41,6 +41,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from jaxtrain.config import kernels
 from jaxtrain.config.sizes import GPU_MEMORY
 
 T = TypeVar("T")
@@ -168,6 +169,12 @@ class Hardware:
         """The part of a device's peak that so many operations a second are (MFU, for those of the
         model); None where the peak is not known."""
         return flops_per_s / self.peak(dtype) if dtype in self.peak_tflops else None
+
+    @property
+    def platform(self) -> str:
+        """The platform by jax's name: tpu, cpu or gpu."""
+        family = self.name.lower()[:3]
+        return family if family in (kernels.TPU, kernels.CPU) else kernels.GPU
 
     @property
     def memory(self) -> float:

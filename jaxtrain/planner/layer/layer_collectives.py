@@ -52,11 +52,6 @@ class Joint(NamedTuple):
     products: tuple[Product, ...]
     experts: bool
 
-    @property
-    def read(self) -> bool:
-        """True if the backward reads what the products make."""
-        return any(product.read for product in self.products)
-
 
 class Joints(NamedTuple):
     """What a layer sends over `model`.
@@ -272,7 +267,8 @@ class LayerCollectives(ExpertCollectives):
         if self.layout.context > 1:
             collectives += self._over_context(op, fused and op == "B")
         if self.model.experts and not dense:
-            is_read = any(joint.experts and joint.read for joint in joints(layer).results)
+            outputs = [p for p in layer.products if p.experts and p.split == INPUTS]
+            is_read = any(product.read for product in outputs)
             collectives += self._experts(op, unread and not is_read)
         return collectives
 
@@ -300,7 +296,8 @@ class LayerCollectives(ExpertCollectives):
             gathers, summed = self._gathered_bytes(inputs), ()
         else:
             gathers = self._gathered_bytes(inputs)
-            summed = tuple(joint for joint in results if joint.read or not unread)
+            is_read = lambda joint: any(product.read for product in joint.products)
+            summed = tuple(joint for joint in results if not unread or is_read(joint))
         sizes = [self.tokens * joint.width * self.summed for joint in summed]
         return [*alike(GATHER, MODEL, gathers), *alike(SCATTER, MODEL, sizes)]
 
@@ -356,7 +353,8 @@ class LayerCollectives(ExpertCollectives):
         if op == "W" and (again or not (selective and self.settings.parallel.context == "ulysses")):
             return []
         queries, heads = m.heads / self.layout.model, max(m.kv_heads / self.layout.model, 1.0)
-        key, value = float(self.tokens * m.score_dim), float(self.tokens * m.output_dim)
+        key = float(self.tokens * m.score_dim)
+        value = float(self.tokens * m.value_head_dim) or key
         sizes = [heads * key, heads * value]
         if self.settings.parallel.context == "ring":
             several = self.layout.stage > 1

@@ -58,11 +58,6 @@ def ends_of(cfg: ModelConfig) -> tuple[Array, ...]:
     return tuple(array for array in arrays if array.name not in NO_ENDS)
 
 
-def parameters_of(cfg: ModelConfig) -> int:
-    """Model.parameters."""
-    return build(dataclasses.replace(cfg, mtp_depth=0)).parameter_count
-
-
 @functools.lru_cache(maxsize=64)
 def layer_of(cfg: ModelConfig, dense: bool) -> Layer:
     """A layer of a resolved model. dense: one of those before the layers that have experts"""

@@ -81,18 +81,14 @@ class Layout:
         return _units(layers, min(layers, self.stage * self.repeats), self.layers_per_op)
 
     @property
-    def saved_names(self) -> tuple[str, ...]:
-        """The names of the values that a layer with selective recomputation saves."""
-        return self.save or (*PRODUCTS, "")
-
-    @property
     def saves_inputs(self) -> bool:
         """True if F leaves the inputs of all layers that R recomputes, and not the unit's alone."""
         return self.stage > 1 and saves_layer_inputs(self.recomputation.mode, self.save)
 
     def makes_again(self, value: str) -> bool:
         """True if B, and no R, recomputes the value of this name in a layer that is recomputed."""
-        return self.recomputation.mode == SELECTIVE and value not in self.saved_names
+        saved = self.save or (*PRODUCTS, "")
+        return self.recomputation.mode == SELECTIVE and value not in saved
 
     def recomputed_fraction(self, layers: int) -> float:
         """The fraction of a model's layers, so many, on which `remat` has an effect."""

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxtrain.config import ModelConfig
-from jaxtrain.config.sizes import padded_vocabulary
 
 OUTPUTS, INPUTS = "outputs", "inputs"  # what `model` splits of a product's matrices
 EXPERT, MODEL = "expert", "model"  # mesh axes
@@ -31,10 +30,6 @@ class Array(NamedTuple):
     @property
     def size(self) -> int:
         return math.prod(self.shape)
-
-    def on_device(self, sizes: dict[str, int]) -> float:
-        """Its numbers on a device. sizes: of the mesh axes that split parameters"""
-        return self.size / math.prod(sizes.get(axis, 1) for axis in self.axes)
 
 
 class Product(NamedTuple):
@@ -63,11 +58,6 @@ class Product(NamedTuple):
     makes: str = ""
     read: bool = True
     fp8: bool = True
-
-    @property
-    def size(self) -> int:
-        """Parameters that a token is multiplied with, of one expert."""
-        return self.inputs * self.outputs
 
     @property
     def of_mlp(self) -> bool:
@@ -102,18 +92,13 @@ class Layer:
         return sum(array.size for array in self.arrays)
 
     @functools.cached_property
-    def experts(self) -> int:
-        """The number of parameters of all experts."""
-        return sum(array.size for array in self.arrays if EXPERT in array.axes)
-
-    @functools.cached_property
     def per_token(self) -> int:
         """Parameters that a token is multiplied with."""
         return sum(map(self.used, self.products))
 
     def used(self, product: Product) -> int:
         """Parameters of a product that a token is multiplied with."""
-        return product.size * (self.choices if product.experts else 1)
+        return product.inputs * product.outputs * (self.choices if product.experts else 1)
 
     def made_again(self, makes_again: Callable[[str], bool]) -> int:
         """Parameters of a token's products that are made again where those of such names are."""
@@ -125,7 +110,8 @@ class Layer:
 
     def on_device(self, model: int, expert: int) -> float:
         """Parameters on a device."""
-        return sum(a.on_device({MODEL: model, EXPERT: expert}) for a in self.arrays)
+        sizes = {MODEL: model, EXPERT: expert}
+        return sum(a.size / math.prod(sizes.get(axis, 1) for axis in a.axes) for a in self.arrays)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -140,36 +126,6 @@ class Model(ModelConfig):
         """Dimension of a head's queries and keys."""
         return self.head_dim + self.rope_head_dim
 
-    @property
-    def output_dim(self) -> int:
-        """Dimension of a head's values."""
-        return self.value_head_dim or self.score_dim
-
-    @property
-    def norm_vectors(self) -> int:
-        """Vectors of a norm, 2 with a bias."""
-        return 1 + ("norm" in self.biases)
-
-    @property
-    def tables(self) -> int:
-        """Tables of the vocabulary."""
-        return 1 if self.tied_embeddings else 2
-
-    @property
-    def gated(self) -> bool:
-        """An MLP has three matrices, and not two."""
-        return self.activation == "swiglu"
-
-    @property
-    def mla(self) -> bool:
-        """Attention goes through latents."""
-        return self.attention == "mla"
-
-    @property
-    def layer_norm(self) -> bool:
-        """Norms subtract the mean."""
-        return self.norm == "layernorm"
-
     def hidden(self, dense: bool = False) -> int:
         """Columns of the hidden layer that a token goes through: an MLP's, or all its experts'
         together. dense: as in `layer`"""
@@ -179,16 +135,14 @@ class Model(ModelConfig):
 
     def layer(self, dense: bool = False) -> Layer:
         """One layer. dense: of those before the layers that have experts"""
-        return self._dense_layer if dense else self._layer
+        return self._layers[dense]
 
     @functools.cached_property
-    def _layer(self) -> Layer:
-        return _traces().layer_of(self.of_one_layer, dense=False)
-
-    @functools.cached_property
-    def _dense_layer(self) -> Layer:
-        has_experts = self.experts > 0
-        return _traces().layer_of(self.of_one_layer, dense=True) if has_experts else self._layer
+    def _layers(self) -> tuple[Layer, Layer]:
+        """A layer, and one of those before the layers that have experts."""
+        layer = _traces().layer_of(self.of_one_layer, dense=False)
+        has_others = self.experts > 0 and self.dense_layers > 0
+        return layer, _traces().layer_of(self.of_one_layer, True) if has_others else layer
 
     @functools.cached_property
     def of_one_layer(self) -> ModelConfig:
@@ -204,19 +158,11 @@ class Model(ModelConfig):
         multi-token prediction modules."""
         return _traces().ends_of(self)
 
-    @functools.cached_property
-    def end_parameters(self) -> int:
-        """The number of parameters in `ends`."""
-        return sum(array.size for array in self.ends)
-
-    def device_table_parameters(self, model: int, stages: int = 1) -> float:
-        """Parameters of a table of the vocabulary on a device, split over `model` and stages."""
-        shards = model * stages
-        return padded_vocabulary(self.vocab_size, shards) * self.width / shards
-
     def parameters(self) -> int:
         """Parameters of the model without its multi-token prediction modules."""
-        return _traces().parameters_of(self)
+        from jaxtrain.models.transformer import build
+
+        return build(dataclasses.replace(self, mtp_depth=0)).parameter_count
 
     def attention_flops(self) -> float:
         """Forward operations of attention in one layer and sequence, where each token attends to
@@ -251,48 +197,3 @@ def model_of(config: ModelConfig, sequence: int) -> Model:
     """The model of a resolved config, with sequences of this length; the same object for the
     same config."""
     return Model(**vars(config), sequence=sequence)
-
-
-def llama(
-    layers: int,
-    width: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    mlp_width: int,
-    vocabulary: int,
-    sequence: int,
-) -> Model:
-    """A model of Llama's form: three matrices in an MLP, groups of heads, rotary positions."""
-    return Model(
-        layers,
-        width,
-        heads,
-        kv_heads,
-        head_dim,
-        mlp_width=mlp_width,
-        vocab_size=vocabulary,
-        sequence=sequence,
-    )
-
-
-def gpt(
-    width: int,
-    heads: int,
-    layers: int,
-    sequence: int = 2048,
-    vocabulary: int = 51200,
-    tied: bool = True,
-) -> Model:
-    """A model of GPT-2's form, as Megatron has it: two matrices in an MLP of four widths, learned
-    positions, biases."""
-    like = llama(layers, width, heads, heads, width // heads, 4 * width, vocabulary, sequence)
-    return dataclasses.replace(
-        like,
-        activation="gelu",
-        tied_embeddings=tied,
-        biases=("qkv", "out", "mlp", "norm"),
-        positions="learned",
-        max_positions=sequence,
-        norm="layernorm",
-    )

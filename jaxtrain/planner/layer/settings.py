@@ -76,8 +76,6 @@ class StepSettings:
     copied_bytes:     bytes of a copy of its master that an update writes
     sent_gradient, sent_weight: bytes of a number that crosses `data`
     imbalance:        routed tokens of the busiest device's experts, over the mean
-    collective_matmul: `model`'s collectives overlap with the products whose operands they gather or
-                      whose results they sum, and with nothing else
     inner_steps:      steps between two exchanges of independent replicas; 0: replicas are not
                       independent
     documents:        tokens attend within their document
@@ -107,7 +105,6 @@ class StepSettings:
     sent_gradient: float = 4.0
     sent_weight: float = 4.0
     imbalance: float = 1.1
-    collective_matmul: bool = False
     inner_steps: int = 0
     documents: bool = False
     by_sequence: bool = False

@@ -28,7 +28,7 @@ from jaxtrain.planner.layer.hardware import GIB, Hardware
 from jaxtrain.planner.layer.links import STAGE
 from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.step.memory import MemoryBreakdown, SlotCounts, memory
-from jaxtrain.planner.step.step_model import OURS, milliseconds, platform_of, step_model_of
+from jaxtrain.planner.step.step_model import OURS, milliseconds, step_model_of
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.planner.step.time_breakdown import BUBBLE, TimeBreakdown, hidden_messages
 from jaxtrain.schedule.clocks import Times, coupled_time
@@ -146,7 +146,7 @@ def step_figures(
 
 def how_sure(hardware: Hardware) -> list[str]:
     """UNMEASURED as lines of text; none for simulated devices, whose file was measured on them."""
-    return [UNMEASURED] * (platform_of(hardware) != kernels.CPU)
+    return [UNMEASURED] * (hardware.platform != kernels.CPU)
 
 
 def predict(

@@ -38,7 +38,7 @@ from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.search.layout_flag import LayoutError
 from jaxtrain.planner.search.predict import Prediction, exactly, predict
 from jaxtrain.planner.step.memory import least_recomputed, memory
-from jaxtrain.planner.step.step_model import OURS, platform_of, settings_of, step_model_of
+from jaxtrain.planner.step.step_model import OURS, settings_of, step_model_of
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.schedule.orders import GROWING, OVERLAPPED, SCHEDULES
 
@@ -235,7 +235,7 @@ def _keeps_rules(space: Space, layout: Layout) -> bool:
 
 
 def _environment(space: Space, layout: Layout) -> Environment:
-    return Environment(layout.devices, platform_of(space.hardware), space.recipe)
+    return Environment(layout.devices, space.hardware.platform, space.recipe)
 
 
 def _with_replicas(space: Space, best: TimedLayout) -> TimedLayout:

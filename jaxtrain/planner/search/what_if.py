@@ -31,7 +31,7 @@ from jaxtrain.planner.layer.links import EXPERT
 from jaxtrain.planner.search import compare, layout_flag
 from jaxtrain.planner.search.predict import Prediction, exactly, how_sure, predict
 from jaxtrain.planner.step.memory import memory
-from jaxtrain.planner.step.step_model import platform_of, step_model_of
+from jaxtrain.planner.step.step_model import step_model_of
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.run.files import CONFIG_FILE, PLANNED, read_json
 from jaxtrain.run.goodput import GOODPUT_FILE, REDONE, Goodput, read_goodput
@@ -69,7 +69,7 @@ def single_changes(prediction: Prediction) -> list[Change]:
     if chosen.resolve() == config:  # it may be another with another number of stages
         config = chosen
     exact, layout, changes = prediction.seconds / work.step().seconds, layout_flag.of(config), []
-    environment = Environment(prediction.devices, platform_of(work.hardware), config)
+    environment = Environment(prediction.devices, work.hardware.platform, config)
     candidates = _candidates(config.mesh, config.pipeline, config.parallel.zero)
     for settings in (*candidates, *_nodes_of_experts(work)):
         changed = cfg.replace(config, settings)
@@ -342,7 +342,7 @@ def _check(workdir: str | os.PathLike, config: Config, hardware: Hardware) -> No
     ]
     if unknown:
         rule = f"its {CONFIG_FILE} has {unknown[0]}, which is no size that the planner could take"
-    elif refusal := checks.error_of(config, Environment(None, platform_of(hardware), config)):
+    elif refusal := checks.error_of(config, Environment(None, hardware.platform, config)):
         rule = f"its {CONFIG_FILE} is no run's: {str(refusal).partition(': use ')[0]}"
     elif config.precision.compute not in hardware.peak_tflops:
         rule = f"precision.compute={config.precision.compute!r} has no peak on {hardware.name}"

@@ -192,11 +192,6 @@ class LayerTime(StepPart):
         products = 2.0 * model.sequence * model.layer().made_again(again)
         return products + attention * again(ATTENTION_CORE)
 
-    @property
-    def fused(self) -> bool:
-        """True if R, B and W are one op."""
-        return self.layout.stage == 1 and self.layout.remat == "full"
-
     def _collectives(
         self,
         op: str,
@@ -207,16 +202,18 @@ class LayerTime(StepPart):
     ) -> TimeBreakdown:
         """An op's collectives, in part hidden. parts: its seconds; rings of keys and values overlap
         with those of attention. unread, pairs: as in `ops`"""
-        c = self.collectives
-        if op == "R" and self.layout.remat != "full":
+        c, remat = self.collectives, self.layout.remat
+        if op == "R" and remat != "full":
             return TimeBreakdown()
-        seconds = self.links.seconds(c.layer(op, fused=self.fused, dense=dense))
+        # our R, B and W are one op
+        fused = self.settings.ours and self.layout.stage == 1 and remat == "full"
+        seconds = self.links.seconds(c.layer(op, fused=fused, dense=dense))
         if op == "R" and unread:
-            fewer = self.links.seconds(c.layer(op, True, self.fused, dense))
+            fewer = self.links.seconds(c.layer(op, True, fused, dense))
             seconds = {axis: s + unread * (fewer.get(axis, 0.0) - s) for axis, s in seconds.items()}
         ring = float(self.settings.parallel.context == "ring" and self.hardware.alone <= 1)
         overlap = self.settings.rates.model_overlap, math.inf
-        if self.settings.collective_matmul:
+        if self.multiplies_while_sending and not self.settings.fp8:
             overlap = 1.0, self._beside_products(op, dense, seconds.get(MODEL, 0.0))
         pairs = (0.0, 0.0) if dense or op != "R" else pairs
         overlaps = {MODEL: overlap, CONTEXT: (ring, parts.get(ATTENTION, 0.0)), EXPERT: pairs}

@@ -38,7 +38,6 @@ from jaxtrain.planner.layer.settings import FLOAT32, FP8
 from jaxtrain.planner.step.other_frameworks import saved_by_others, working_of_others
 from jaxtrain.planner.step.parameters import MASTERS
 from jaxtrain.planner.step.saved import layer_bytes
-from jaxtrain.planner.step.step_model import platform_of
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.schedule.placement import spread
 from jaxtrain.schedule.slots import SAVED
@@ -323,7 +322,7 @@ def _masks(step: StepModel) -> float:
     """Bytes of what hides keys from queries where `context` splits a sequence and a GPU's kernel is
     given masks: XLA makes them in each op. A device has two pieces of a sequence, one of which
     attends to half of it and one to all of it; each device of `model` has them."""
-    layout, on_gpu = step.layout, platform_of(step.hardware) == kernels.GPU
+    layout, on_gpu = step.layout, step.hardware.platform == kernels.GPU
     if layout.context == 1 or step.settings.parallel.context != "all_gather" or not on_gpu:
         return 0.0
     return step.item * layout.microbatch * 1.5 * step.model.sequence**2 / (2 * layout.context)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from jaxtrain.config import OptimizerConfig
+from jaxtrain.config import OptimizerConfig, ParallelConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.planner.layer.collectives import Parameters, StepCollectives
 from jaxtrain.planner.layer.layout import Layout
@@ -29,7 +29,6 @@ class Layer(LayerTime):
     """A layer that may recompute attention's core alone."""
 
     settings: "Framework"
-    fused = False
 
     def made_again(self, dense: bool) -> dict[str, float]:
         """Seconds by part of what selective recomputation makes again."""
@@ -56,7 +55,7 @@ class Device(DeviceState):
 
     def tables(self, shared: bool) -> int:
         """Tables of the vocabulary: the first and the last stage have one each."""
-        return 1 if self.layout.stage > 1 and not shared else self.model.tables
+        return 1 if self.layout.stage > 1 and not shared else super().tables(shared)
 
     def parts_of_ends(self, zero: int, shared: bool | None = None) -> int:
         """1: stages do not cut the state of embedding and head."""
@@ -126,6 +125,7 @@ class Framework(StepSettings):
     master_bytes: float = 4.0
     sent_weight: float = 2.0
     rates: Rates = Rates(stage_overlap=False)
+    parallel: ParallelConfig = ParallelConfig(collective_matmul="off")
     one_link: float = 0.0
     recomputes_core: bool = False
     ours: ClassVar[bool] = False
@@ -158,14 +158,12 @@ def saved_by_others(step: StepModel) -> float:
     if p > 1 and not layout.offloads("activations"):
         residuals = step.schedule_forms.residuals(p, v, layout.microbatches)
         in_flight = min(float(layout.microbatches), residuals / v)
-    return _layer_activations(step) * layers * in_flight
-
-
-def _layer_activations(step: StepModel) -> float:
-    """Bytes that the mean layer saves of one microbatch on a device."""
-    recomputed, fraction = step.layout.recomputation, step.recomputed_fraction
-    others = (1 - fraction) * _activations_of_layer(step, "none") if fraction < 1 else 0.0
-    return fraction * _activations_of_layer(step, recomputed.mode) + others
+    fraction = step.recomputed_fraction
+    parts = {layout.recomputation.mode: fraction, "none": 1 - fraction}
+    if layout.recomputation.mode == "none":
+        parts = {"none": 1.0}
+    each = sum(part and part * _activations_of_layer(step, remat) for remat, part in parts.items())
+    return each * layers * in_flight
 
 
 def _activations_of_layer(step: StepModel, remat: str) -> float:
@@ -180,7 +178,7 @@ def _activations_of_layer(step: StepModel, remat: str) -> float:
         sizes = model.sequence, layout.microbatch, model.width, model.heads, layout.model
         return activation_bytes(kinds[remat], *sizes)
     width = {"full": 1.0, "selective": 2.0, "none": 4.0}[remat] * model.width / split
-    arrays = {"full": 0, "selective": 1, "none": 2}[remat] * (2 if model.gated else 1)
+    arrays = {"full": 0, "selective": 1, "none": 2}[remat] * (1 + (model.activation == "swiglu"))
     # queries, keys, values, and the result
     heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
     inner = heads + model.hidden() * arrays if arrays else 0.0
@@ -211,7 +209,7 @@ def working_of_others(step: StepModel) -> float:
     their gradients before they are scattered, with the head's."""
     model, layout, number = step.model, step.layout, FLOAT32
     attention = (model.heads + 2 * model.kv_heads) * model.head_dim
-    widest = max(model.mlp_width * (2 if model.gated else 1), attention) / layout.model
+    widest = max(model.mlp_width * (1 + (model.activation == "swiglu")), attention) / layout.model
     layer = model.layer().size / layout.model / max(1, layout.expert)
     matrices = ITEM * layer
     if layout.zero >= 3 and layout.data > 1:

@@ -34,39 +34,35 @@ class DeviceParameters:
     experts: float
     sharded_ends: float | None = None
 
-    @property
-    def all(self) -> float:
-        return self.layers + self.ends
 
-
-class StateNumbers(NamedTuple):
-    """Numbers of an optimizer's state, or of masters, on a device: of a layer in a stage's stack,
-    and of what all stages have: an MLP layer, the layer of a prediction module, a table of the
-    vocabulary, and the rest of the ends."""
+class HeldNumbers(NamedTuple):
+    """Numbers of parameters, of an optimizer's state or of masters on a device: of a layer in a
+    stage's stack, and the part that experts have; of a table of the vocabulary; and of all that is
+    before and after a stage's layers."""
 
     layer: float
-    dense_layer: float
-    predictor: float
+    experts: float
     table: float
     ends: float
 
 
 @functools.lru_cache(maxsize=4096)
-def _state_numbers(
+def _held_numbers(
     model: Model,
     of: OptimizerConfig | str,
     sizes: tuple[int, ...],
     zero: bool,
     shared: bool,
     shards_ends: bool,
-) -> StateNumbers:
-    """The state where ZeRO shards a dimension of each array.
+    tables: int,
+) -> HeldNumbers:
+    """The numbers where ZeRO shards a dimension of each array.
 
     of: an optimizer's state; MASTERS, which are those of the matrices that products read; or
     PARAMETERS, which stages do not share
     sizes: of the axes in COMMUNICATION_AXES; zero: ZeRO's stage is at least 1; shared: each table
     is split over the stages; shards_ends: what stands before and after the layers has axes of its
-    own
+    own; tables: of the vocabulary
     """
     by_axis = dict(zip(COMMUNICATION_AXES, sizes, strict=True))
     optimizer = None if isinstance(of, str) else of
@@ -92,16 +88,16 @@ def _state_numbers(
         return sum(math.prod(parts[dim] for dim in dims) for dims in state)
 
     layer, dense_layer = model.layer().arrays, model.layer(dense=True).arrays
+    in_stack = [numbers(array, at_end=False, over_stage=False) for array in layer]
     by_axis["vocabulary"] = shards = by_axis[MODEL] * (by_axis[STAGE] if shared else 1)
     table = Array("table", (model.vocab_size, model.width), ("vocabulary", ""), True, False)
     padded = padded_vocabulary(model.vocab_size, shards), model.width
-    return StateNumbers(
-        sum(numbers(array, at_end=False, over_stage=False) for array in layer),
-        sum(map(numbers, dense_layer)),
-        sum(map(numbers, layer)),
-        numbers(table, over_stage=not shared, padded=padded),
-        sum(map(numbers, model.ends)),
-    )
+    of_table = numbers(table, over_stage=not shared, padded=padded)
+    ends = sum(map(numbers, model.ends)) + tables * of_table
+    ends += model.dense_layers * sum(map(numbers, dense_layer))
+    ends += model.mtp_depth * sum(map(numbers, layer))
+    experts = sum(n for n, array in zip(in_stack, layer, strict=True) if EXPERT in array.axes)
+    return HeldNumbers(sum(in_stack), experts, of_table, ends)
 
 
 class ParameterGroups(NamedTuple):
@@ -141,14 +137,10 @@ class DeviceState(StepPart):
     @once
     def parameters(self, layers: int = 0, shared: bool | None = None) -> DeviceParameters:
         """The parameters of a device on the stage with most of them."""
-        model, layout, each = self.model, self.layout, self.layer_parameters()
         layers, shared = self._defaults(layers, shared)
-        table = model.device_table_parameters(layout.model, layout.stage if shared else 1)
-        ends = self.tables(shared) * table + model.end_parameters
-        ends += model.dense_layers * self.layer_parameters(dense=True) + model.mtp_depth * each
-        experts = model.layer().experts / (layout.model * layout.expert)
-        sharded = self._numbers_at_ends(PARAMETERS, shared) if self.axes_of_ends else None
-        return DeviceParameters(layers * each, ends, layers * experts, sharded)
+        held = self._held(PARAMETERS, shared, zero=False)
+        sharded = self._held(PARAMETERS, shared).ends if self.axes_of_ends else None
+        return DeviceParameters(layers * held.layer, held.ends, layers * held.experts, sharded)
 
     def _defaults(self, layers: int, shared: bool | None) -> tuple[int, bool]:
         """`layers` and `shared` where they are not given."""
@@ -157,13 +149,13 @@ class DeviceState(StepPart):
 
     def tables(self, shared: bool) -> int:
         """Tables of the vocabulary on the stage with most of them."""
-        return self.model.tables
+        return 2 - self.model.tied_embeddings
 
     def sharded(self, held: DeviceParameters, shards: int) -> float:
         """The number of parameters on a device where ZeRO cuts layers into so many shards, and with
         them what stands before and after them, unless that has axes of its own."""
         if held.sharded_ends is None:
-            return held.all / shards
+            return (held.layers + held.ends) / shards
         return held.layers / shards + held.sharded_ends
 
     def updated(self, layers: int = 0, shared: bool | None = None) -> float:
@@ -181,19 +173,16 @@ class DeviceState(StepPart):
         """Numbers of an optimizer's state without counts of updates, or of MASTERS, on a device of
         the stage with most of them."""
         layers, shared = self._defaults(layers, shared)
-        return layers * self._numbers(of, shared).layer + self._numbers_at_ends(of, shared)
+        held = self._held(of, shared)
+        return layers * held.layer + held.ends
 
-    def _numbers(self, of: OptimizerConfig | str, shared: bool) -> StateNumbers:
-        sizes, zero = tuple(getattr(self.layout, a) for a in COMMUNICATION_AXES), self.layout.zero
-        return _state_numbers(self.model, of, sizes, zero > 0, shared, bool(self.axes_of_ends))
-
-    def _numbers_at_ends(self, of: OptimizerConfig | str, shared: bool) -> float:
-        """The numbers that a device has before and after its layers."""
-        model, numbers = self.model, self._numbers(of, shared)
-        ends = numbers.ends + self.tables(shared) * numbers.table
-        return ends + (
-            model.dense_layers * numbers.dense_layer + model.mtp_depth * numbers.predictor
-        )
+    def _held(
+        self, of: OptimizerConfig | str, shared: bool, zero: bool | None = None
+    ) -> HeldNumbers:
+        sizes = tuple(getattr(self.layout, a) for a in COMMUNICATION_AXES)
+        zero = self.layout.zero > 0 if zero is None else zero
+        at_ends = bool(self.axes_of_ends), self.tables(shared)
+        return _held_numbers(self.model, of, sizes, zero, shared, *at_ends)
 
     def parts_of_ends(self, zero: int, shared: bool | None = None) -> int:
         """The number of shards into which stages cut the state of embedding and head; each stage
@@ -216,10 +205,9 @@ class DeviceState(StepPart):
         )
         size, ends = held.layers + dense - held.experts, held.ends - dense
         layers = experts._replace(size=size, sums=(*sums, EXPERT), split=(STAGE, MODEL))
-        stages = layout.stage if self.settings.vocabulary_parallel else 1
-        table = (
-            0.0 if model.tied_embeddings else model.device_table_parameters(layout.model, stages)
-        )
+        shared = self.settings.vocabulary_parallel
+        stages = layout.stage if shared else 1
+        table = self._held(PARAMETERS, shared, zero=False).table * (not model.tied_embeddings)
         at_ends = layers._replace(product=False)
         if axes:
             sums = tuple(a for a in (*replicas, *SHARD_AXES, STAGE) if a not in axes)

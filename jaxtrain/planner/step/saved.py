@@ -6,7 +6,6 @@ import functools
 from jaxtrain.config import ModelConfig, PrecisionConfig, kernels
 from jaxtrain.config.saved_values import LayerBytes
 from jaxtrain.config.sizes import SELECTIVE
-from jaxtrain.planner.step.step_model import platform_of
 from jaxtrain.planner.step.step_time import StepModel
 
 SAVE_ALL = ("none", "full")  # modes of remat whose residuals are all that the backward reads
@@ -16,12 +15,11 @@ def layer_bytes(step: StepModel, dense: bool = False, remat: str = "") -> LayerB
     """The bytes of one layer. dense: of the layers before those with experts; remat: the mode, the
     layout's if not given."""
     model, layout, settings = step.model, step.layout, step.settings
-    platform, sequences = platform_of(step.hardware), layout.microbatch
+    platform, sequences = step.hardware.platform, layout.microbatch
     traced = 1 if settings.by_sequence else sequences
     ring = layout.context > 1 and settings.parallel.context == "ring"
     # where a layer differs with the number of stages
     several = layout.stage > 1 and (ring or (layout.model > 1 and platform == kernels.TPU))
-    part = sequences * model.sequence * model.width * step.item // (layout.context * layout.model)
     mode, own = remat or layout.recomputation.mode, layout.recomputation.mode
     # a trace is cut in two ways: with everything saved, and in this mode
     cut = next((m for m in (mode, own) if m not in SAVE_ALL), SELECTIVE)
@@ -37,10 +35,7 @@ def layer_bytes(step: StepModel, dense: bool = False, remat: str = "") -> LayerB
         settings.documents,
         settings.parallel.context if layout.context > 1 else "all_gather",
         layout.expert_nodes,
-        layout.model > 1
-        and kernels.multiplies_while_sending(
-            settings.parallel.collective_matmul, platform, layout.stage, part
-        ),
+        step.multiplies_while_sending,
     )
     of_mode = everything if mode in SAVE_ALL else saved
     return LayerBytes(*(n * sequences // traced for n in of_mode))

@@ -12,7 +12,6 @@ from jaxtrain.config import (
     ends_with_layers,
     kernels,
 )
-from jaxtrain.config.kernels import QUANTIZED
 from jaxtrain.planner.layer import hardware as kinds
 from jaxtrain.planner.layer.hardware import Hardware
 from jaxtrain.planner.layer.layout import Layout
@@ -52,25 +51,6 @@ def step_model_of(config: Config, hardware: Hardware, assume: str = OURS) -> Ste
         layout_of(config.mesh, config.pipeline, config.parallel, config.data.batch_size),
         settings_of(config, hardware, assume),
         hardware,
-    )
-
-
-def _cell_overlap(config: Config, hardware: Hardware) -> float:
-    """Rates.cell_overlap of a config."""
-    if platform_of(hardware) != kernels.GPU:
-        return 0.0
-    return UNTIED_OVERLAP if config.mesh.model > 1 else CELL_OVERLAP
-
-
-def _collective_matmul(config: Config, hardware: Hardware) -> bool:
-    """StepSettings.collective_matmul of a config."""
-    if config.mesh.model == 1 or config.precision.matmul in QUANTIZED:
-        return False
-    layout = layout_of(config.mesh, config.pipeline, config.parallel, config.data.batch_size)
-    tokens = layout.microbatch * config.data.sequence_length // config.mesh.context
-    part = tokens // config.mesh.model * config.model.width * bytes_of(config.precision.compute)
-    return kernels.multiplies_while_sending(
-        config.parallel.collective_matmul, platform_of(hardware), config.mesh.stage, part
     )
 
 
@@ -122,20 +102,20 @@ def settings_of(config: Config, hardware: Hardware, assume: str = OURS) -> StepS
     embedding and head."""
     settings, vocabulary = FRAMEWORKS[assume], config.pipeline.vocabulary
     if assume == OURS:
-        on_cpu = platform_of(hardware) == kernels.CPU
+        on_cpu = hardware.platform == kernels.CPU
+        covered = UNTIED_OVERLAP if config.mesh.model > 1 else CELL_OVERLAP
         settings = dataclasses.replace(
             settings_of_run(config),
-            collective_matmul=_collective_matmul(config, hardware),
             rates=Rates(
                 gather_overlap=GATHER_OVERLAP.get(hardware.name, Rates.gather_overlap),
-                cell_overlap=_cell_overlap(config, hardware),
+                cell_overlap=covered * (hardware.platform == kernels.GPU),
                 weight_copies=WEIGHT_COPIES * on_cpu,
                 sum_passes=SUM_PASSES * on_cpu,
             ),
         )
     parallel = settings.vocabulary_parallel and not ends_with_layers(config.model)
     case = kernels.attention_case(
-        kernels.TargetDevice(platform_of(hardware)),
+        kernels.TargetDevice(hardware.platform),
         config.model,
         config.data,
         config.mesh,
@@ -190,12 +170,3 @@ def _scores_pass_through_memory(case: kernels.AttentionCase, wanted: str, assume
     if case.device.platform == kernels.CPU:
         return False
     return kernels.attention_kernel(case).kernel == kernels.XLA
-
-
-def platform_of(hardware: Hardware) -> str:
-    """The platform of a hardware by jax's name: tpu, cpu or gpu."""
-    name = hardware.name.lower()
-    return next(
-        (platform for platform in (kernels.TPU, kernels.CPU) if name.startswith(platform)),
-        kernels.GPU,
-    )

@@ -11,6 +11,7 @@ import operator
 from collections.abc import Callable
 from typing import Any, ClassVar, Self, TypeVar, cast
 
+from jaxtrain.config import kernels
 from jaxtrain.planner.layer.collectives import StepCollectives
 from jaxtrain.planner.layer.hardware import Hardware
 from jaxtrain.planner.layer.layout import AXES, Layout
@@ -85,6 +86,16 @@ class StepPart(PlannedStep):
         shares = settings.vocabulary_parallel and layout.stage > 1
         in_ops = settings.reduces_in_ops(layout)
         return StepCollectives(self.model, layout, settings, shares, in_ops)
+
+    @functools.cached_property
+    def multiplies_while_sending(self) -> bool:
+        """`model`'s collectives overlap with the products whose operands they gather or whose
+        results they sum, and with nothing else (parallel/collective_matmul.py)."""
+        layout, requested = self.layout, self.settings.parallel.collective_matmul
+        part = int(self.tokens) * self.model.width * self.item // layout.model
+        return layout.model > 1 and kernels.multiplies_while_sending(
+            requested, self.hardware.platform, layout.stage, part
+        )
 
     @property
     def shards(self) -> int:

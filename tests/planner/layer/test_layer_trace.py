@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 from support import ROOT
 
+from benchmarks.model_forms import llama
 from jaxtrain import config as configs
 from jaxtrain.config import Config, ModelConfig
 from jaxtrain.config.recipes import find_recipe, load_recipe
@@ -21,7 +22,7 @@ from jaxtrain.models.attention import Attention
 from jaxtrain.models.layers import Dense, Norm, column_parallel
 from jaxtrain.models.spec import Spec, binder, is_spec, parameter, specs
 from jaxtrain.planner.layer import layer_trace
-from jaxtrain.planner.layer.model import INPUTS, OUTPUTS, Model, llama, model_of
+from jaxtrain.planner.layer.model import INPUTS, OUTPUTS, Model, model_of
 from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, keep_named, keep_products
 from jaxtrain.runtime.equations import in_attention
 
@@ -140,7 +141,8 @@ def test_a_recipe_s_layer(recipe):
             (m.width, 2 * m.expert_width, m.experts, True),
             (m.expert_width, m.width, m.experts, False),
         ]
-        assert layer.experts == 3 * m.experts * m.width * m.expert_width
+        sizes = (array.size for array in layer.arrays if "expert" in array.axes)
+        assert sum(sizes) == 3 * m.experts * m.width * m.expert_width
     assert layer.norms_and_sums == 4
 
 
@@ -214,8 +216,8 @@ def test_a_new_part(block, parameters, multiplied, joints, inner, monkeypatch):
 def test_no_device_is_asked_for():
     """jax has no devices after a layer is traced: several processes have yet to find each other."""
     code = (
-        "from jaxtrain.planner.layer.model import llama\n"
-        "llama(2, 40, 4, 2, 12, 56, 257, 64).layer()\n"
+        "from jaxtrain.planner.layer.model import Model\n"
+        "Model(2, 40, 4, 2, 12, mlp_width=56, vocab_size=257, sequence=64).layer()\n"
         "from jax._src import xla_bridge\n"
         "assert not xla_bridge.backends_are_initialized()"
     )

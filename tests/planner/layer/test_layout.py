@@ -6,9 +6,9 @@ import itertools
 import numpy as np
 import pytest
 
+from benchmarks.model_forms import gpt
 from jaxtrain.config.sizes import device_capacity
 from jaxtrain.planner.layer.layout import Layout, nodes_of_token, routed_capacity
-from jaxtrain.planner.layer.model import gpt
 
 
 def test_routed_capacity():

@@ -2,9 +2,9 @@
 
 import pytest
 
+from benchmarks.model_forms import gpt
 from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.layer.layout import Layout
-from jaxtrain.planner.layer.model import gpt
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS, activation_bytes
 from jaxtrain.planner.step.step_time import StepModel
 

@@ -5,10 +5,11 @@ import itertools
 
 import pytest
 
+from benchmarks.model_forms import llama
 from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.layer.layout import Layout
 from jaxtrain.planner.layer.links import EXPERT
-from jaxtrain.planner.layer.model import Model, llama
+from jaxtrain.planner.layer.model import Model
 from jaxtrain.planner.layer.settings import Rates, StepSettings
 from jaxtrain.planner.step.layer_time import LayerTime
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS

@@ -145,7 +145,9 @@ def program(config: Config) -> tuple[int, int, int, int]:
 
 
 def planned(config: Config, hardware: Hardware = SIMULATED, **changes):
-    return layer_bytes(dataclasses.replace(step_model_of(config, hardware), **changes))
+    step = step_model_of(config, hardware)
+    settings = dataclasses.replace(step.settings, **changes)
+    return layer_bytes(dataclasses.replace(step, settings=settings))
 
 
 def check(seed: int):
@@ -180,7 +182,7 @@ def test_one_trace_for_several_layouts(seed, hardware):
         config.pipeline.save,
         sizes_of(config.mesh),
         (config.sequences_per_microbatch // config.mesh.expert, tokens),
-        saved.platform_of(load(hardware)),
+        load(hardware).platform,
         dense=False,
         documents=not config.data.attend_across_documents,
         context=config.parallel.context,
@@ -241,11 +243,14 @@ settings = {"mesh.context": 2, "mesh.data": 1, "data.batch_size": 8, "mesh.model
 resolved = config.replace(load_recipe(find_recipe("tiny")), settings).resolve()
 step = step_model_of(resolved, load("h100"))
 saved = layer_bytes(step)
+precision = config.PrecisionConfig(compute="bfloat16")
+of_16_bits = dataclasses.replace(step.settings, precision=precision)
 assert not xla_bridge.backends_are_initialized()
 
 traced = []
 def program(x):
-    other = dataclasses.replace(step, layout=step.layout.with_remat("selective"))
+    layout = step.layout.with_remat("selective")
+    other = dataclasses.replace(step, layout=layout, settings=of_16_bits)
     traced.append(layer_bytes(other))
     return x + 1
 mesh = jax.make_mesh((1,), ("x",))

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from benchmarks.model_forms import llama
 from jaxtrain.config import ParallelConfig
 from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.layer.layout import Layout
-from jaxtrain.planner.layer.model import llama
 from jaxtrain.planner.step.layer_time import LayerTime, LayerWork, MeanLayer
 from jaxtrain.planner.step.memory import memory
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
