@@ -144,7 +144,9 @@ def program(config: Config) -> tuple[int, int, int, int]:
 
 
 def planned(config: Config, hardware: Hardware = SIMULATED, **changes):
-    return layer_bytes(dataclasses.replace(step_model_of(config, hardware), **changes))
+    step = step_model_of(config, hardware)
+    settings = dataclasses.replace(step.settings, **changes)
+    return layer_bytes(dataclasses.replace(step, settings=settings))
 
 
 def check(seed: int):
@@ -234,8 +236,9 @@ assert not xla_bridge.backends_are_initialized()
 
 traced = []
 def program(x):
-    other = dataclasses.replace(step, layout=step.layout.with_remat("selective"), dtype="bfloat16")
-    traced.append(layer_bytes(other))
+    settings = dataclasses.replace(step.settings, dtype="bfloat16")
+    other = dataclasses.replace(step, settings=settings)
+    traced.append(layer_bytes(other.on(step.layout.with_remat("selective"))))
     return x + 1
 mesh = jax.make_mesh((1,), ("x",))
 with jax.set_mesh(mesh):
