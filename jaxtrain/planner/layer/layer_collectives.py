@@ -35,7 +35,7 @@ from jaxtrain.planner.layer.links import (
     Collective,
     alike,
 )
-from jaxtrain.planner.layer.model import INPUTS, OUTPUTS, Layer, Model, Product
+from jaxtrain.planner.layer.model import INPUTS, OUTPUTS, Layer, Model, Product, module_of
 
 FLOAT32 = 4  # bytes of a float32 or an int32
 FP8 = 1
@@ -94,17 +94,17 @@ def joints(layer: Layer) -> Joints:
     one call the sum of its gradients. A module with experts gathers its input once for all that
     reads it, the router too, and sums the results of all experts at once (experts.spread,
     experts.collect)."""
-    with_experts = {_module(product.names[0]) for product in layer.products if product.experts}
+    with_experts = {module_of(product.names[0]) for product in layer.products if product.experts}
     inputs: dict[str | int, Joint] = {}
     results: dict[str | int, Joint] = {}
     by_call: dict[str | int, Joint] = {}
     for product in layer.products:
-        module = _module(product.names[0])
+        module = module_of(product.names[0])
         experts = module in with_experts
         groups = [(inputs, product.value), (by_call, product.call)]
         if product.split == INPUTS:
             groups = [(results, product.call)]
-        for group, number in groups if product.split or experts else ():
+        for group, number in groups if product.split in (INPUTS, OUTPUTS) or experts else ():
             width = product.outputs if group is results else product.inputs
             key = module if experts else number
             joint = group.get(key) or Joint(width, (), experts)
@@ -115,24 +115,20 @@ def joints(layer: Layer) -> Joints:
                 product
                 for joint in inputs.values()
                 for product in joint.products
-                if _module(product.names[0]) == _module(result.products[0].names[0])
+                if module_of(product.names[0]) == module_of(result.products[0].names[0])
             )
         )
         for result in results.values()
     ]
-    owners = {owner(name) for product in layer.products for name in product.names}
+    uses = collections.Counter(owner(name) for product in layer.products for name in product.names)
     sizes: collections.Counter = collections.Counter()
     for array in layer.arrays:
-        if MODEL not in array.axes and _module(array.name) not in with_experts:
-            # a vector that is added to a product has its type
-            sizes[array.cast or owner(array.name) in owners] += array.size
+        if MODEL not in array.axes and module_of(array.name) not in with_experts:
+            # a vector that is added to a product has its type; each product's part has a sum
+            times = uses[owner(array.name)]
+            sizes[array.cast or times > 0] += array.size * max(1, times)
     sent = tuple(inputs.values()), tuple(results.values()), tuple(by_call.values())
     return Joints(*sent, tuple(by_module), sizes[False], sizes[True])
-
-
-def _module(name: str) -> str:
-    """The module of a layer that has a parameter."""
-    return name.partition(".")[0]
 
 
 def owner(name: str) -> str:
@@ -330,7 +326,8 @@ class LayerCollectives(ExpertCollectives):
         inputs: Sequence[Joint] = layer.inputs if is_shared else calls
         if op == "B":
             # a gradient in blocks is rounded in two forms after it is gathered
-            gathers = self._gathered_bytes(results, rounded=not self.fp8_blocks)
+            gradients = {joint.products[0].gradient: joint for joint in results}.values()
+            gathers = self._gathered_bytes(gradients, rounded=not self.fp8_blocks)
             summed: Sequence[Joint] = calls
             if not fused:
                 gathers += self._gathered_bytes(filter(self._made_again, inputs))

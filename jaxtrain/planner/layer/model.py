@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from jaxtrain.config import ModelConfig
 from jaxtrain.config.sizes import padded_vocabulary
 
-OUTPUTS, INPUTS = "outputs", "inputs"  # what `model` splits of a product's matrices
+# what `model` splits of a product's matrices
+OUTPUTS, INPUTS, BATCH = "outputs", "inputs", "batch"
 EXPERT, MODEL = "expert", "model"  # mesh axes
 
 
@@ -42,8 +43,9 @@ class Product(NamedTuple):
 
     names:   of the matrices
     inputs, outputs: columns of the activation of a token, and of the results together
-    split:   what `model` splits: OUTPUTS, of all tokens; INPUTS, whose results are summed; or "",
-        nothing: each device multiplies its own tokens
+    split:   what `model` splits: OUTPUTS, of all tokens; INPUTS, whose results are summed; BATCH,
+        a dimension that activation and result have too, such as heads; or "", nothing: each device
+        multiplies its own tokens
     value:   the number of the activation: products of one share its all-gather
     call:    the number of the call that makes it: products of one share the sum of the gradients of
         their activation
@@ -51,6 +53,7 @@ class Product(NamedTuple):
     makes:   the name of its result (config/saved_values.py); "" for a result without one
     read:    the backward reads the result
     fp8:     it may be of FP8
+    gradient: the number of its result's gradient: products of one share its all-gather
     """
 
     names: tuple[str, ...]
@@ -63,6 +66,7 @@ class Product(NamedTuple):
     makes: str = ""
     read: bool = True
     fp8: bool = True
+    gradient: int = 0
 
     @property
     def size(self) -> int:
@@ -73,6 +77,11 @@ class Product(NamedTuple):
     def of_mlp(self) -> bool:
         """True in an MLP, or in the experts in its place."""
         return self.names[0].startswith("mlp.")
+
+
+def module_of(name: str) -> str:
+    """The module of a layer that has a parameter."""
+    return name.partition(".")[0]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
