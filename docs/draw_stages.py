@@ -19,8 +19,8 @@ from draw_idea import box, text  # noqa: E402
 from jaxtrain import config as configs  # noqa: E402
 from jaxtrain.config.recipes import find_recipe, load_recipe  # noqa: E402
 from jaxtrain.pipeline.setup import make_setup  # noqa: E402
-from jaxtrain.planner.search.predict import with_op_times  # noqa: E402
 from jaxtrain.planner.layer import hardware  # noqa: E402
+from jaxtrain.planner.search.predict import with_op_times  # noqa: E402
 from jaxtrain.planner.step.step_model import step_model_of  # noqa: E402
 from jaxtrain.schedule.drawing import PARTS  # noqa: E402
 

@@ -35,7 +35,7 @@ from jaxtrain.planner.layer.links import (
     Collective,
     alike,
 )
-from jaxtrain.planner.layer.model import INPUTS, OUTPUTS, Layer, Model, Product, module_of
+from jaxtrain.planner.layer.model import INPUTS, OUTPUTS, Layer, Model, Product
 
 FLOAT32 = 4  # bytes of a float32 or an int32
 FP8 = 1
@@ -94,19 +94,21 @@ def joints(layer: Layer) -> Joints:
     one call the sum of its gradients. A module with experts gathers its input once for all that
     reads it, the router too, and sums the results of all experts at once (experts.spread,
     experts.collect)."""
-    with_experts = {module_of(product.names[0]) for product in layer.products if product.experts}
+    with_experts = {_module(product.names[0]) for product in layer.products if product.experts}
     inputs: dict[str | int, Joint] = {}
     results: dict[str | int, Joint] = {}
     by_call: dict[str | int, Joint] = {}
+    gathered: dict[str, int] = {}  # a module with experts → the value that it gathers
     for product in layer.products:
-        module = module_of(product.names[0])
+        module = _module(product.names[0])
         experts = module in with_experts
-        groups = [(inputs, product.value), (by_call, product.call)]
-        if product.split == INPUTS:
-            groups = [(results, product.call)]
-        for group, number in groups if product.split in (INPUTS, OUTPUTS) or experts else ():
+        value = gathered.setdefault(module, product.value) if experts else product.value
+        call: str | int = module if experts else product.call
+        groups = (
+            [(results, call)] if product.split == INPUTS else [(inputs, value), (by_call, call)]
+        )
+        for group, key in groups if product.split in (INPUTS, OUTPUTS) or experts else ():
             width = product.outputs if group is results else product.inputs
-            key = module if experts else number
             joint = group.get(key) or Joint(width, (), experts)
             group[key] = joint._replace(products=(*joint.products, product))
     by_module = [
@@ -115,7 +117,7 @@ def joints(layer: Layer) -> Joints:
                 product
                 for joint in inputs.values()
                 for product in joint.products
-                if module_of(product.names[0]) == module_of(result.products[0].names[0])
+                if _module(product.names[0]) == _module(result.products[0].names[0])
             )
         )
         for result in results.values()
@@ -123,12 +125,17 @@ def joints(layer: Layer) -> Joints:
     uses = collections.Counter(owner(name) for product in layer.products for name in product.names)
     sizes: collections.Counter = collections.Counter()
     for array in layer.arrays:
-        if MODEL not in array.axes and module_of(array.name) not in with_experts:
+        if MODEL not in array.axes and _module(array.name) not in with_experts:
             # a vector that is added to a product has its type; each product's part has a sum
             times = uses[owner(array.name)]
             sizes[array.cast or times > 0] += array.size * max(1, times)
     sent = tuple(inputs.values()), tuple(results.values()), tuple(by_call.values())
     return Joints(*sent, tuple(by_module), sizes[False], sizes[True])
+
+
+def _module(name: str) -> str:
+    """The module of a layer that has a parameter."""
+    return name.partition(".")[0]
 
 
 def owner(name: str) -> str:
@@ -266,7 +273,8 @@ class ExpertCollectives(Activations):
         # B sends gradients of weights, and with selective recomputation F's once more
         again = op == "B" and layout.remat == SELECTIVE
         rows = [m.width * FP8 if self.fp8 else size] * (1 + (op == "B" and self._sends_in_b()))
-        return send(rows, 1 + again, op != "B" or again), send([size] * (not unread))
+        back = [size] * ((not unread) + (again and self._reads_experts))
+        return send(rows, 1 + again, op != "B" or again), send(back)
 
     def _hops(self) -> list[Hop]:
         """The steps of all tokens on their way to experts: one, or two, where a token goes to each
@@ -285,6 +293,13 @@ class ExpertCollectives(Activations):
             return [Hop(inside)]
         across = nodes if self.cpu else nodes_of_token(m, nodes) * self.imbalance
         return [Hop(across * self.tokens, choices, choices, nodes, local), Hop(inside, 1, 0, local)]
+
+    @functools.cached_property
+    def _reads_experts(self) -> bool:
+        """True if the backward reads what experts send back, which nothing saves."""
+        return any(
+            joint.experts and joint.read for joint in joints(self.model.layer(dense=False)).results
+        )
 
     def _sends_in_b(self) -> bool:
         """True if B sends tokens to experts once more, since selective remat has not saved them:
@@ -313,8 +328,7 @@ class LayerCollectives(ExpertCollectives):
         if self.layout.context > 1:
             collectives += self._over_context(op, fused and op == "B")
         if self.model.experts and not dense:
-            is_read = any(joint.experts and joint.read for joint in joints(layer).results)
-            collectives += self._experts(op, unread and not is_read)
+            collectives += self._experts(op, unread and not self._reads_experts)
         return collectives
 
     def _over_model(self, op: str, unread: bool, fused: bool, layer: Joints) -> list[Collective]:
@@ -326,7 +340,8 @@ class LayerCollectives(ExpertCollectives):
         inputs: Sequence[Joint] = layer.inputs if is_shared else calls
         if op == "B":
             # a gradient in blocks is rounded in two forms after it is gathered
-            gradients = {joint.products[0].gradient: joint for joint in results}.values()
+            by_gradient = {joint.products[0].gradient: joint for joint in results}
+            gradients = by_gradient.values() if is_shared or self.fp8_blocks else results
             gathers = self._gathered_bytes(gradients, rounded=not self.fp8_blocks)
             summed: Sequence[Joint] = calls
             if not fused:
@@ -357,11 +372,11 @@ class LayerCollectives(ExpertCollectives):
 
     def _made_again(self, joint: Joint) -> bool:
         """True if B makes some of its products again, with selective recomputation."""
-        again = self.layout.makes_again
+        again, selective = self.layout.makes_again, self.layout.remat == SELECTIVE
         return any(
             self._sends_in_b()
             if product.experts and product.split == OUTPUTS
-            else product.read and again(product.makes)
+            else product.read and (again(product.makes) or product.experts * selective > 0)
             for product in joint.products
         )
 

@@ -12,7 +12,6 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -32,7 +31,6 @@ from jaxtrain.planner.layer.model import (
     Array,
     Layer,
     Product,
-    module_of,
 )
 from jaxtrain.runtime.backward_split import VIEWS
 from jaxtrain.runtime.equations import KERNELS, NAME, PRODUCTS, has, in_attention, inline, variables
@@ -116,22 +114,8 @@ def _calls(jaxpr: Any, arrays: tuple[Array, ...]) -> dict[str, list[int]]:
 
 def _is_linear(equation: Any) -> bool:
     """True if the gradient of an equation does not read its operands."""
-    name = equation.primitive.name
-    return name in LINEAR or (name == "mul" and len(variables(equation.invars)) == 1)
-
-
-def _reshaped(
-    axes: Sequence[str], before: tuple[int, ...], after: tuple[int, ...]
-) -> tuple[str, ...]:
-    """What splits each dimension of a reshaped array: a part of a dimension that was split has its
-    first part split. axes: of the array before"""
-    begins = lambda shape: itertools.accumulate((1, *shape[:-1]), operator.mul)
-    split = {
-        n: axis for n, size, axis in zip(begins(before), before, axes, strict=True) if size > 1
-    }
-    return tuple(
-        split.get(n, "") * (size > 1) for n, size in zip(begins(after), after, strict=True)
-    )
+    by_constant = equation.primitive.name == "mul" and len(variables(equation.invars)) == 1
+    return by_constant or equation.primitive.name in LINEAR
 
 
 class _Reading:
@@ -158,46 +142,36 @@ class _Reading:
         self._product_of: dict[Any, int] = {}  # a product's result → its number
         self._values: dict[Any, int] = {}  # what products multiply, by number
         self._products: list[Product] = []
+        self._sums: dict[Any, Any] = {}  # a value → the sum that it is a part of, and no more
         self._norms: set[Any] = set()  # what norms divide by
         self._scores = self._core = self._inner = 0.0
         self._norms_and_sums = 0
         needed = self._read_by_backward()
-        self._gradients = self._shared_gradients()
         for equation in jaxpr.eqns:
             self._read(equation, needed)
 
     def layer(self, arrays: tuple[Array, ...]) -> Layer:
         """The layer that has these arrays."""
         products: dict[Any, Product] = {}
-        routed = {module_of(product.names[0]) for product in self._products if product.experts}
-        for product in self._products:  # matrices of one value, name and call, or module, as one
-            call = 0 if module_of(product.names[0]) in routed else product.call
-            key = product._replace(names=(), outputs=0, call=call, gradient=0)
-            if key in products:
-                before = products[key]
-                names, columns = before.names + product.names, before.outputs + product.outputs
-                product = before._replace(names=names, outputs=columns)
-            products[key] = product
+        for product in self._products:  # matrices of one value, call and name as one
+            key = product._replace(names=(), outputs=0, gradient=0)
+            others = products.get(key, key)
+            names, columns = others.names + product.names, others.outputs + product.outputs
+            products[key] = product._replace(names=names, outputs=columns)
         cores = (self._scores, self._core, self._norms_and_sums, self._inner)
         return Layer(arrays, tuple(products.values()), *cores, self._choices)
 
     def _read_by_backward(self) -> set[Any]:
         needed: set[Any] = set()
-        for equation in reversed(self._jaxpr.eqns):
-            if not _is_linear(equation) or not needed.isdisjoint(equation.outvars):
-                needed.update(variables(equation.invars))
-        return needed
-
-    def _shared_gradients(self) -> dict[Any, Any]:
-        """A value that is only added to others → their sum, whose gradient it has."""
         uses = collections.Counter(a for e in self._jaxpr.eqns for a in variables(e.invars))
-        gradients: dict[Any, Any] = {}
         for equation in reversed(self._jaxpr.eqns):
+            inputs, result = variables(equation.invars), equation.outvars[0]
+            if not _is_linear(equation) or not needed.isdisjoint(equation.outvars):
+                needed.update(inputs)
             if equation.primitive.name in SAME | {"add"}:
-                result = gradients.get(equation.outvars[0], equation.outvars[0])
-                alone = [a for a in variables(equation.invars) if uses[a] == 1]
-                gradients.update(dict.fromkeys(alone, result))
-        return gradients
+                alone = [a for a in inputs if uses[a] == 1]
+                self._sums.update(dict.fromkeys(alone, self._sums.get(result, result)))
+        return needed
 
     def _read(self, equation: Any, needed: set[Any]) -> None:
         inputs, outputs = variables(equation.invars), equation.outvars
@@ -229,43 +203,49 @@ class _Reading:
         return self._root.get(value, value)
 
     def _axes_of_result(self, equation: Any) -> tuple[str, ...]:
-        """What splits each dimension of an array that is made of parameters."""
-        name, result = equation.primitive.name, equation.outvars[0].aval.shape
+        """What splits each dimension of an array that is made of parameters. Of a dimension that is
+        reshaped to several the first is split."""
         operand = next(a for a in variables(equation.invars) if a in self._axes)
-        axes = self._axes[operand]
-        if name == "transpose":
+        axes, before, after = (
+            self._axes[operand],
+            operand.aval.shape,
+            equation.outvars[0].aval.shape,
+        )
+        if equation.primitive.name == "transpose":
             return tuple(axes[i] for i in equation.params["permutation"])
-        is_reshaped = name == "reshape" or len(axes) != len(result)
-        return _reshaped(axes, operand.aval.shape, result) if is_reshaped else axes
+        begins = lambda shape: itertools.accumulate((1, *shape[:-1]), operator.mul)
+        split = {
+            n: axis for n, size, axis in zip(begins(before), before, axes, strict=True) if size > 1
+        }
+        return tuple(
+            split.get(n, "") * (size > 1) for n, size in zip(begins(after), after, strict=True)
+        )
 
     def _add_product(self, equation: Any, parameters: tuple[Array, ...], read: bool) -> None:
         """Adds the product of a value with parameters that are used together: of the last
         dimensions, or in a plain product of any."""
-        first, batch, operands = parameters[0], (), variables(equation.invars)
+        first, operands = parameters[0], variables(equation.invars)
         experts, names = first.shape[0] * (EXPERT in first.axes), tuple(a.name for a in parameters)
-        if equation.primitive.name in PLAIN:
-            side, numbers = operands[1] in self._fixed, equation.params["dimension_numbers"]
-            value, array = operands[not side], operands[side]
-            if equation.primitive.name == CONVOLUTION:
-                contracted = numbers.rhs_spec[1:]
-            else:
-                contracted, batch = (dims[side] for dims in numbers)
-            axes, inputs = self._axes[array], math.prod(array.aval.shape[i] for i in contracted)
-            columns = array.aval.size // inputs // max(1, experts)
-        else:
-            contracted, axes, inputs = (-2,), first.axes, first.shape[-2]
-            columns = sum(a.shape[-1] for a in parameters)
-            tokens = [a for a in operands if a not in self._fixed]
-            value = next((a for a in tokens if a.aval.shape[-1:] == (inputs,)), tokens[0])
+        tokens = [a for a in operands if a not in self._fixed]
+        array = max((a for a in operands if a in self._axes), key=lambda a: a.aval.size)
+        axes, shape = self._axes[array], array.aval.shape
+        numbers, contracted, batch = equation.params.get("dimension_numbers"), [-2], []
+        if equation.primitive.name == CONVOLUTION:
+            contracted = numbers.rhs_spec[1:]
+        elif numbers:
+            contracted, batch = (dims[operands.index(array)] for dims in numbers)
+        inputs = math.prod(shape[i] for i in contracted)
+        columns = math.prod(shape) // inputs // max(1, experts)
         split = BATCH if MODEL in [axes[i] for i in batch] else OUTPUTS * (MODEL in axes)
         split = INPUTS if MODEL in [axes[i] for i in contracted] else split
+        value = next((a for a in tokens if a.aval.shape[-1:] == (inputs,)), tokens[0])
         value = self._numbers_of(value)
         number = self._values.setdefault(value, len(self._values))
         self._product_of.update(dict.fromkeys(equation.outvars, len(self._products)))
-        calls = self._calls[first.name]  # a parameter that is used again has several
-        call = calls.pop(0) if len(calls) > 1 else calls[0]
-        result = self._gradients.get(equation.outvars[0], equation.outvars[0])
-        gradient = self._values.setdefault(result, len(self._values))
+        calls = [0] if experts else self._calls[first.name]
+        call = calls.pop(0) if len(calls) > 1 else calls[0]  # of a parameter that is used again
+        result = equation.outvars[0]
+        gradient = self._values.setdefault(self._sums.get(result, result), len(self._values))
         fields = split, number, call, experts, "", read, first.product, gradient
         self._products.append(Product(names, inputs, columns, *fields))
         times = self._choices if experts else 1
@@ -297,8 +277,8 @@ class _Reading:
             value = todo.pop()
             number, maker = self._product_of.get(value), self._maker.get(value)
             if number is not None and not self._products[number].makes:
-                name = equation.params["name"]
-                self._products[number] = self._products[number]._replace(makes=name)
+                named = self._products[number]._replace(makes=equation.params["name"])
+                self._products[number] = named
             elif number is None and maker is not None and id(maker) not in seen:
                 seen.add(id(maker))
                 is_end = maker.primitive.name == NAME or not _is_linear(maker)

@@ -48,7 +48,7 @@ class Product(NamedTuple):
         multiplies its own tokens
     value:   the number of the activation: products of one share its all-gather
     call:    the number of the call that makes it: products of one share the sum of the gradients of
-        their activation
+        their activation; 0 for experts'
     experts: experts that have such matrices, of which a token uses some; 0: all tokens use them
     makes:   the name of its result (config/saved_values.py); "" for a result without one
     read:    the backward reads the result
@@ -77,11 +77,6 @@ class Product(NamedTuple):
     def of_mlp(self) -> bool:
         """True in an MLP, or in the experts in its place."""
         return self.names[0].startswith("mlp.")
-
-
-def module_of(name: str) -> str:
-    """The module of a layer that has a parameter."""
-    return name.partition(".")[0]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
