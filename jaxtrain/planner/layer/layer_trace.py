@@ -215,10 +215,10 @@ class _Reading:
             return tuple(axes[i] for i in equation.params["permutation"])
         begins = lambda shape: itertools.accumulate((1, *shape[:-1]), operator.mul)
         split = {
-            n: axis for n, size, axis in zip(begins(before), before, axes, strict=True) if size > 1
+            n: axis for n, size, axis in zip(begins(before), before, axes, strict=False) if size > 1
         }
         return tuple(
-            split.get(n, "") * (size > 1) for n, size in zip(begins(after), after, strict=True)
+            split.get(n, "") * (size > 1) for n, size in zip(begins(after), after, strict=False)
         )
 
     def _add_product(self, equation: Any, parameters: tuple[Array, ...], read: bool) -> None:

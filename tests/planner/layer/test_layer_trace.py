@@ -257,16 +257,17 @@ def test_a_product_over_any_dimensions(case, monkeypatch):
     assert product.experts == 0 and not product.read
 
 
-def test_a_reshaped_matrix_and_a_convolution(monkeypatch):
+def test_a_number_a_reshaped_matrix_and_a_convolution(monkeypatch):
     arrays = {
         "wide": Spec((4, 10, 40), HEADS),
         "near": Spec((3, 1, 40), ("latent", "latent", "width")),
+        "number": Spec((), (), constant=1.0),
     }
 
     def call(block, x_BTD, attention):
         wide, near = (a[...].astype(x_BTD.dtype) for a in (block.wide, block.near))
         kwargs = {"dimension_numbers": ("NWC", "WIO", "NWC"), "feature_group_count": 40}
-        x_BTD = x_BTD @ wide.reshape(40, 40).T
+        x_BTD = x_BTD * block.number[...].astype(x_BTD.dtype) @ wide.reshape(40, 40).T
         return jax.lax.conv_general_dilated(x_BTD, near, (1,), ((2, 0),), **kwargs)
 
     products = layer_with(monkeypatch, arrays, call).products
