@@ -75,9 +75,11 @@ def _layer(counts: StepCounts, op: str, output: bool = True, dense: bool = False
     m, layout, tokens = counts.collectives.model, counts.collectives.layout, _tokens(counts)
     parameters = m.layer(dense).per_token
     if not output:
-        routed = m.shared_experts + m.experts_per_token * layout.saves_inputs
-        hidden = m.mlp_width if dense or not m.experts else routed * m.expert_width
-        parameters -= m.width * hidden
+        parameters -= sum(
+            m.layer(dense).used(product)
+            for product in m.layer(dense).products
+            if not product.read and (layout.saves_inputs or not product.experts)
+        )
     shared = 0 if m.attention == "mla" else 2 * m.head_dim * max(0, layout.model - m.kv_heads)
     products, copied = 2.0 * parameters * tokens, 2.0 * shared * m.width * tokens
     forward = m.attention_flops() / 2 * layout.microbatch / (layout.context * layout.model)

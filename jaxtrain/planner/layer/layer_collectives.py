@@ -52,6 +52,11 @@ class Joint(NamedTuple):
     products: tuple[Product, ...]
     experts: bool
 
+    @property
+    def read(self) -> bool:
+        """True if the backward reads what the products make."""
+        return any(product.read for product in self.products)
+
 
 class Joints(NamedTuple):
     """What a layer sends over `model`.
@@ -81,15 +86,17 @@ def joints(layer: Layer) -> Joints:
     inputs: dict[str | int, Joint] = {}
     results: dict[str | int, Joint] = {}
     by_call: dict[str | int, Joint] = {}
+    gathered: dict[str, int] = {}  # a module with experts → the value that it gathers
     for product in layer.products:
         module = _module(product.names[0])
         experts = module in with_experts
-        groups = [(inputs, product.value), (by_call, product.call)]
-        if product.split == INPUTS:
-            groups = [(results, product.call)]
-        for group, number in groups if product.split or experts else ():
+        value = gathered.setdefault(module, product.value) if experts else product.value
+        call: str | int = module if experts else product.call
+        groups = (
+            [(results, call)] if product.split == INPUTS else [(inputs, value), (by_call, call)]
+        )
+        for group, key in groups if product.split in (INPUTS, OUTPUTS) or experts else ():
             width = product.outputs if group is results else product.inputs
-            key = module if experts else number
             joint = group.get(key) or Joint(width, (), experts)
             group[key] = joint._replace(products=(*joint.products, product))
     by_module = [
@@ -103,12 +110,13 @@ def joints(layer: Layer) -> Joints:
         )
         for result in results.values()
     ]
-    owners = {owner(name) for product in layer.products for name in product.names}
+    uses = collections.Counter(owner(name) for product in layer.products for name in product.names)
     sizes: collections.Counter = collections.Counter()
     for array in layer.arrays:
         if MODEL not in array.axes and _module(array.name) not in with_experts:
-            # a vector that is added to a product has its type
-            sizes[array.cast or owner(array.name) in owners] += array.size
+            # a vector that is added to a product has its type; each product's part has a sum
+            times = uses[owner(array.name)]
+            sizes[array.cast or times > 0] += array.size * max(1, times)
     sent = tuple(inputs.values()), tuple(results.values()), tuple(by_call.values())
     return Joints(*sent, tuple(by_module), sizes[False], sizes[True])
 
@@ -219,7 +227,8 @@ class ExpertCollectives(Activations):
         again = op == "B" and layout.remat == SELECTIVE
         row = float(m.width * FP8) if self.settings.fp8 else size
         rows = [row] * (1 + (op == "B" and self._sends_in_b()))
-        return send(rows, 1 + again, op != "B" or again), send([size] * (not unread))
+        back = [float(size)] * ((not unread) + (again and self._reads_experts))
+        return send(rows, 1 + again, op != "B" or again), send(back)
 
     def _hops(self) -> list[Hop]:
         """The steps of all tokens on their way to experts: one, or two, where a token goes to each
@@ -238,6 +247,13 @@ class ExpertCollectives(Activations):
             return [Hop(inside)]
         across = nodes if self.cpu else nodes_of_token(m, nodes) * self.settings.imbalance
         return [Hop(across * self.tokens, choices, choices, nodes, local), Hop(inside, 1, 0, local)]
+
+    @functools.cached_property
+    def _reads_experts(self) -> bool:
+        """True if the backward reads what experts send back, which nothing saves."""
+        return any(
+            joint.experts and joint.read for joint in joints(self.model.layer(dense=False)).results
+        )
 
     def _sends_in_b(self) -> bool:
         """True if B sends tokens to experts once more, since selective remat has not saved them:
@@ -267,9 +283,7 @@ class LayerCollectives(ExpertCollectives):
         if self.layout.context > 1:
             collectives += self._over_context(op, fused and op == "B")
         if self.model.experts and not dense:
-            outputs = [p for p in layer.products if p.experts and p.split == INPUTS]
-            is_read = any(product.read for product in outputs)
-            collectives += self._experts(op, unread and not is_read)
+            collectives += self._experts(op, unread and not self._reads_experts)
         return collectives
 
     def _over_model(self, op: str, unread: bool, fused: bool, layer: Joints) -> list[Collective]:
@@ -281,7 +295,10 @@ class LayerCollectives(ExpertCollectives):
         inputs: Sequence[Joint] = layer.inputs if is_shared else calls
         if op == "B":
             # a gradient in blocks is rounded in two forms after it is gathered
-            gathers = self._gathered_bytes(results, rounded=not self.settings.fp8_blocks)
+            by_gradient = {joint.products[0].gradient: joint for joint in results}
+            in_blocks = self.settings.fp8_blocks
+            gradients = by_gradient.values() if is_shared or in_blocks else results
+            gathers = self._gathered_bytes(gradients, rounded=not in_blocks)
             summed: Sequence[Joint] = calls
             if not fused:
                 gathers += self._gathered_bytes(filter(self._made_again, inputs))
@@ -296,8 +313,7 @@ class LayerCollectives(ExpertCollectives):
             gathers, summed = self._gathered_bytes(inputs), ()
         else:
             gathers = self._gathered_bytes(inputs)
-            is_read = lambda joint: any(product.read for product in joint.products)
-            summed = tuple(joint for joint in results if not unread or is_read(joint))
+            summed = tuple(joint for joint in results if not unread or joint.read)
         sizes = [self.tokens * joint.width * self.summed for joint in summed]
         return [*alike(GATHER, MODEL, gathers), *alike(SCATTER, MODEL, sizes)]
 
@@ -312,11 +328,11 @@ class LayerCollectives(ExpertCollectives):
 
     def _made_again(self, joint: Joint) -> bool:
         """True if B makes some of its products again, with selective recomputation."""
-        again = self.layout.makes_again
+        again, selective = self.layout.makes_again, self.layout.remat == SELECTIVE
         return any(
             self._sends_in_b()
             if product.experts and product.split == OUTPUTS
-            else product.read and again(product.makes)
+            else product.read and (again(product.makes) or product.experts * selective > 0)
             for product in joint.products
         )
 

@@ -6,9 +6,12 @@ depends on parameters alone, or on tokens. A product is an equation that multipl
 tokens with matrices; products of one value are one, as they share its all-gather.
 """
 
+import collections
 import dataclasses
 import functools
+import itertools
 import math
+import operator
 from typing import Any
 
 import jax
@@ -19,7 +22,16 @@ from jaxtrain.devices.mesh import AbsentDevice, traced_for
 from jaxtrain.devices.sharding import RULES
 from jaxtrain.models.spec import binder, is_spec, specs
 from jaxtrain.models.transformer import Block, build
-from jaxtrain.planner.layer.model import INPUTS, MODEL, OUTPUTS, Array, Layer, Product
+from jaxtrain.planner.layer.model import (
+    BATCH,
+    EXPERT,
+    INPUTS,
+    MODEL,
+    OUTPUTS,
+    Array,
+    Layer,
+    Product,
+)
 from jaxtrain.runtime.backward_split import VIEWS
 from jaxtrain.runtime.equations import KERNELS, NAME, PRODUCTS, has, in_attention, inline, variables
 
@@ -30,6 +42,8 @@ LINEAR = SAME | frozenset(
     "add sub add_any gather scatter scatter-add reduce_sum dynamic_slice dynamic_update_slice pad "
     "select_n".split()
 )
+CONVOLUTION = "conv_general_dilated"
+PLAIN = ("dot_general", CONVOLUTION)  # products of two arrays
 NO_ENDS = ("embed.table", "head.table")
 
 
@@ -78,18 +92,25 @@ def layer_of(cfg: ModelConfig, dense: bool) -> Layer:
     )
 
 
-def _calls(jaxpr: Any, arrays: tuple[Array, ...]) -> dict[str, int]:
-    """The number of the equation, such as `column_products`, that multiplies with a matrix, by the
-    matrix's name."""
+def _calls(jaxpr: Any, arrays: tuple[Array, ...]) -> dict[str, list[int]]:
+    """The numbers of the equations, such as `column_products`, that multiply with a parameter, by
+    the parameter's name."""
     names = {v: {array.name} for v, array in zip(jaxpr.invars, arrays, strict=False)}
-    calls: dict[str, int] = {}
+    calls: dict[str, list[int]] = {}
     for number, equation in enumerate(jaxpr.eqns):
         used = set().union(*(names.get(a, ()) for a in variables(equation.invars)))
-        if has(equation, PRODUCTS | KERNELS):
-            calls |= dict.fromkeys(used, number)
+        if has(equation, PRODUCTS | KERNELS | {CONVOLUTION}):
+            for name in used:
+                calls.setdefault(name, []).append(number)
         else:
             names |= dict.fromkeys(equation.outvars, used)
     return calls
+
+
+def _is_linear(equation: Any) -> bool:
+    """True if the gradient of an equation does not read its operands."""
+    by_constant = equation.primitive.name == "mul" and len(variables(equation.invars)) == 1
+    return by_constant or equation.primitive.name in LINEAR
 
 
 class _Reading:
@@ -100,19 +121,23 @@ class _Reading:
     calls:   `_calls`
     """
 
-    def __init__(self, jaxpr: Any, arrays: tuple[Array, ...], choices: int, calls: dict[str, int]):
+    def __init__(
+        self, jaxpr: Any, arrays: tuple[Array, ...], choices: int, calls: dict[str, list[int]]
+    ):
         self._jaxpr, self._choices, self._calls = jaxpr, choices, calls
-        # values that depend on parameters alone → the matrices among these
+        self._axes: dict[Any, tuple[str, ...]] = {}  # such a value → what splits its dimensions
+        # values that depend on parameters alone → these
         self._fixed: dict[Any, tuple[Array, ...]] = dict.fromkeys(jaxpr.constvars, ())
         self._fixed |= dict.fromkeys(jaxpr.invars[len(arrays) + 1 :], ())
         for variable, array in zip(jaxpr.invars, arrays, strict=False):
-            self._fixed[variable] = (array,) * (len(array.shape) > 1)
+            self._fixed[variable], self._axes[variable] = (array,), array.axes
         self._stream = jaxpr.invars[len(arrays)].aval.shape
         self._root: dict[Any, Any] = {}  # a value → the one whose numbers it has
         self._maker: dict[Any, Any] = {}  # a value → its equation
         self._product_of: dict[Any, int] = {}  # a product's result → its number
         self._values: dict[Any, int] = {}  # what products multiply, by number
         self._products: list[Product] = []
+        self._sums: dict[Any, Any] = {}  # a value → the sum that it is a part of, and no more
         self._norms: set[Any] = set()  # what norms divide by
         self._scores = self._core = self._inner = 0.0
         self._norms_and_sums = 0
@@ -123,35 +148,40 @@ class _Reading:
     def layer(self, arrays: tuple[Array, ...]) -> Layer:
         """The layer that has these arrays."""
         products: dict[Any, Product] = {}
-        for product in self._products:  # matrices of one value and name as one
-            key = product._replace(names=(), outputs=0, call=0)
-            if key in products:
-                before = products[key]
-                names, columns = before.names + product.names, before.outputs + product.outputs
-                product = before._replace(names=names, outputs=columns)
-            products[key] = product
+        for product in self._products:  # matrices of one value, call and name as one
+            key = product._replace(names=(), outputs=0, gradient=0)
+            others = products.get(key, key)
+            names, columns = others.names + product.names, others.outputs + product.outputs
+            products[key] = product._replace(names=names, outputs=columns)
         cores = (self._scores, self._core, self._norms_and_sums, self._inner)
         return Layer(arrays, tuple(products.values()), *cores, self._choices)
 
     def _read_by_backward(self) -> set[Any]:
         needed: set[Any] = set()
+        uses = collections.Counter(a for e in self._jaxpr.eqns for a in variables(e.invars))
         for equation in reversed(self._jaxpr.eqns):
-            linear = equation.primitive.name in LINEAR
-            if not linear or not needed.isdisjoint(equation.outvars):
-                needed.update(variables(equation.invars))
+            inputs, result = variables(equation.invars), equation.outvars[0]
+            if not _is_linear(equation) or not needed.isdisjoint(equation.outvars):
+                needed.update(inputs)
+            if equation.primitive.name in SAME | {"add"}:
+                alone = [a for a in inputs if uses[a] == 1]
+                self._sums.update(dict.fromkeys(alone, self._sums.get(result, result)))
         return needed
 
     def _read(self, equation: Any, needed: set[Any]) -> None:
         inputs, outputs = variables(equation.invars), equation.outvars
         tokens = [a for a in inputs if a not in self._fixed]
-        matrices = tuple(dict.fromkeys(m for a in inputs for m in self._fixed.get(a, ())))
+        parameters = tuple(dict.fromkeys(m for a in inputs for m in self._fixed.get(a, ())))
+        matrices = tuple(parameter for parameter in parameters if len(parameter.shape) > 1)
         name, shape = equation.primitive.name, outputs[0].aval.shape
         if not tokens:
-            self._fixed.update(dict.fromkeys(outputs, matrices))
+            self._fixed.update(dict.fromkeys(outputs, parameters))
+            if parameters:
+                self._axes.update(dict.fromkeys(outputs, self._axes_of_result(equation)))
             return
         self._maker.update(dict.fromkeys(outputs, equation))
-        if matrices and has(equation, PRODUCTS | KERNELS):
-            self._add_product(tokens, matrices, outputs, not needed.isdisjoint(outputs))
+        if matrices and has(equation, PRODUCTS | KERNELS) or parameters and name in PLAIN:
+            self._add_product(equation, matrices or parameters, not needed.isdisjoint(outputs))
         elif name in PRODUCTS and in_attention(equation):
             self._add_core(equation)
         elif name == NAME:
@@ -167,27 +197,61 @@ class _Reading:
     def _numbers_of(self, value: Any) -> Any:
         return self._root.get(value, value)
 
-    def _add_product(
-        self, tokens: list[Any], matrices: tuple[Array, ...], results: list[Any], read: bool
-    ) -> None:
-        """Adds the product of a value with matrices that are used together."""
-        first, columns = matrices[0], sum(m.shape[-1] for m in matrices)
-        value = self._numbers_of(next(a for a in tokens if a.aval.shape[-1:] == first.shape[-2:-1]))
-        experts = first.shape[0] if len(first.shape) > 2 else 0
-        split = OUTPUTS if first.axes[-1] == MODEL else INPUTS if first.axes[-2] == MODEL else ""
-        number = self._values.setdefault(value, len(self._values))
-        names = tuple(m.name for m in matrices)
-        self._product_of.update(dict.fromkeys(results, len(self._products)))
-        call = self._calls[first.name]
-        sizes = first.shape[-2], columns
-        self._products.append(
-            Product(names, *sizes, split, number, call, experts, "", read, first.product)
+    def _axes_of_result(self, equation: Any) -> tuple[str, ...]:
+        """What splits each dimension of an array that is made of parameters. Of a dimension that is
+        reshaped to several the first is split."""
+        operand = next(a for a in variables(equation.invars) if a in self._axes)
+        axes, before, after = (
+            self._axes[operand],
+            operand.aval.shape,
+            equation.outvars[0].aval.shape,
         )
+        if equation.primitive.name == "transpose":
+            return tuple(axes[i] for i in equation.params["permutation"])
+        begins = lambda shape: itertools.accumulate((1, *shape[:-1]), operator.mul)
+        split = {
+            n: axis for n, size, axis in zip(begins(before), before, axes, strict=False) if size > 1
+        }
+        return tuple(
+            split.get(n, "") * (size > 1) for n, size in zip(begins(after), after, strict=False)
+        )
+
+    def _add_product(self, equation: Any, parameters: tuple[Array, ...], read: bool) -> None:
+        """Adds the product of a value with parameters that are used together: of the last
+        dimensions, or in a plain product of any."""
+        first, operands = parameters[0], variables(equation.invars)
+        experts, names = first.shape[0] * (EXPERT in first.axes), tuple(a.name for a in parameters)
+        tokens = [a for a in operands if a not in self._fixed]
+        array = max((a for a in operands if a in self._axes), key=lambda a: a.aval.size)
+        axes, shape = self._axes[array], array.aval.shape
+        numbers, contracted, batch = equation.params.get("dimension_numbers"), [-2], []
+        if equation.primitive.name == CONVOLUTION:
+            contracted = numbers.rhs_spec[1:]
+        elif numbers:
+            contracted, batch = (dims[operands.index(array)] for dims in numbers)
+        inputs = math.prod(shape[i] for i in contracted)
+        columns = math.prod(shape) // inputs // max(1, experts)
+        split = BATCH if MODEL in [axes[i] for i in batch] else OUTPUTS * (MODEL in axes)
+        split = INPUTS if MODEL in [axes[i] for i in contracted] else split
+        value = next((a for a in tokens if a.aval.shape[-1:] == (inputs,)), tokens[0])
+        value = self._numbers_of(value)
+        number = self._values.setdefault(value, len(self._values))
+        self._product_of.update(dict.fromkeys(equation.outvars, len(self._products)))
+        calls = [0] if experts else self._calls[first.name]
+        call = calls.pop(0) if len(calls) > 1 else calls[0]  # of a parameter that is used again
+        result = equation.outvars[0]
+        gradient = self._values.setdefault(self._sums.get(result, result), len(self._values))
+        fields = split, number, call, experts, "", read, first.product, gradient
+        self._products.append(Product(names, inputs, columns, *fields))
         times = self._choices if experts else 1
-        if split == INPUTS and not in_attention(self._maker[value]):
-            self._inner += first.shape[-2] * times
-        elif split == OUTPUTS:
+        if split == INPUTS and not self._in_attention(value):
+            self._inner += inputs * times
+        elif split in (OUTPUTS, BATCH):
             self._inner += columns * times
+
+    def _in_attention(self, value: Any) -> bool:
+        """True for what attention's core has made."""
+        return value in self._maker and in_attention(self._maker[value])
 
     def _add_core(self, equation: Any) -> None:
         """Adds a product of attention: of queries and keys, or of scores and values."""
@@ -197,20 +261,20 @@ class _Reading:
         self._core += math.prod(result.aval.shape) * size / TOKENS**2
         self._scores = self._scores or math.prod(result.aval.shape) / TOKENS**2
         for operand in map(self._numbers_of, operands):
-            if not in_attention(self._maker[operand]):
+            if not self._in_attention(operand):
                 self._inner += math.prod(operand.aval.shape) / TOKENS
 
     def _name(self, equation: Any) -> None:
-        """Gives the name of a value to the products that it is made of without another name in
+        """Gives the name of a value to the products that it is a sum of, without another name in
         between."""
         todo, seen = [*variables(equation.invars)], set()
         while todo:
             value = todo.pop()
             number, maker = self._product_of.get(value), self._maker.get(value)
             if number is not None and not self._products[number].makes:
-                name = equation.params["name"]
-                self._products[number] = self._products[number]._replace(makes=name)
+                named = self._products[number]._replace(makes=equation.params["name"])
+                self._products[number] = named
             elif number is None and maker is not None and id(maker) not in seen:
                 seen.add(id(maker))
-                is_end = maker.primitive.name == NAME or in_attention(maker)
+                is_end = maker.primitive.name == NAME or not _is_linear(maker)
                 todo += () if is_end else variables(maker.invars)

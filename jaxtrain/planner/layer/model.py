@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from jaxtrain.config import ModelConfig
 
-OUTPUTS, INPUTS = "outputs", "inputs"  # what `model` splits of a product's matrices
+# what `model` splits of a product's matrices
+OUTPUTS, INPUTS, BATCH = "outputs", "inputs", "batch"
 EXPERT, MODEL = "expert", "model"  # mesh axes
 
 
@@ -37,15 +38,17 @@ class Product(NamedTuple):
 
     names:   of the matrices
     inputs, outputs: columns of the activation of a token, and of the results together
-    split:   what `model` splits: OUTPUTS, of all tokens; INPUTS, whose results are summed; or "",
-        nothing: each device multiplies its own tokens
+    split:   what `model` splits: OUTPUTS, of all tokens; INPUTS, whose results are summed; BATCH,
+        a dimension that activation and result have too, such as heads; or "", nothing: each device
+        multiplies its own tokens
     value:   the number of the activation: products of one share its all-gather
     call:    the number of the call that makes it: products of one share the sum of the gradients of
-        their activation
+        their activation; 0 for experts'
     experts: experts that have such matrices, of which a token uses some; 0: all tokens use them
     makes:   the name of its result (config/saved_values.py); "" for a result without one
     read:    the backward reads the result
     fp8:     it may be of FP8
+    gradient: the number of its result's gradient: products of one share its all-gather
     """
 
     names: tuple[str, ...]
@@ -58,6 +61,7 @@ class Product(NamedTuple):
     makes: str = ""
     read: bool = True
     fp8: bool = True
+    gradient: int = 0
 
     @property
     def of_mlp(self) -> bool:

@@ -10,7 +10,7 @@ from jaxtrain.config.saved_values import ATTENTION as ATTENTION_CORE
 from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.planner.layer.layout import AXES
 from jaxtrain.planner.layer.links import CONTEXT
-from jaxtrain.planner.layer.model import EXPERT, INPUTS, MODEL, OUTPUTS, Product
+from jaxtrain.planner.layer.model import BATCH, EXPERT, INPUTS, MODEL, OUTPUTS, Product
 from jaxtrain.planner.layer.settings import ITEM
 from jaxtrain.planner.step.overlapped_cell import Phases, most_saved, saved_by_pair
 from jaxtrain.planner.step.step_part import StepPart, once, part
@@ -51,7 +51,7 @@ class LayerWork(StepPart):
         model, layout = self.model, self.layout
         for product in model.layer(dense).products:
             k = product.inputs / (layout.model if product.split == INPUTS else 1)
-            n = product.outputs / (layout.model if product.split == OUTPUTS else 1)
+            n = product.outputs / (layout.model if product.split in (OUTPUTS, BATCH) else 1)
             tokens, local = self.tokens, 1.0
             if product.experts:
                 local = product.experts / layout.expert
@@ -228,7 +228,7 @@ class LayerTime(StepPart):
         split = [
             product
             for product in self.work.products(dense)
-            if product.of.split and not (routed and product.of.of_mlp)
+            if product.of.split in (INPUTS, OUTPUTS) and not (routed and product.of.of_mlp)
         ]
         if op == "W":  # what row-parallel products multiply was gathered by B
             split = [product for product in split if product.of.split == OUTPUTS]

@@ -117,6 +117,22 @@ def test_a_product_that_each_device_makes_of_its_tokens(monkeypatch):
     assert changes(monkeypatch, part) == {("W", SUM): ITEM * WIDTH * 8}
 
 
+def test_a_matrix_that_is_used_twice(monkeypatch):
+    """Each use has a sum of its gradient."""
+    uses = [Product(("mixing.weight",), WIDTH, 8, "", n, n) for n in (90, 91)]
+    part = with_part((array("mixing.weight", WIDTH, 8),), tuple(uses))
+    assert changes(monkeypatch, part) == {("W", SUM): 2 * ITEM * WIDTH * 8}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_results_of_one_sum_share_the_gather_of_its_gradient(monkeypatch, shared):
+    last = LAYER.products[-1]
+    more = last._replace(names=("more.down",), call=90, gradient=last.gradient if shared else 90)
+    sums = {("F", SCATTER): ROW, ("R", SCATTER): ROW}
+    gathers = {} if shared else {("B", GATHER): ROW}
+    assert changes(monkeypatch, with_part((), (more,))) == sums | gathers
+
+
 def test_a_norm_behind_the_last_product_reads_it(monkeypatch):
     """R skips the sum of the last product's results where nothing reads them."""
     *others, last = LAYER.products
@@ -143,7 +159,7 @@ def test_a_module_with_experts_gathers_once(monkeypatch):
     """For router, routed and shared experts together, and none of its parameters is summed."""
     model = dataclasses.replace(MODEL, experts=4, experts_per_token=2, shared_experts=1)
     layer = dataclasses.replace(model, expert_width=32).layer()
-    assert [product.split for product in layer.products[2:]].count(OUTPUTS) == 2
+    assert [product.split for product in layer.products[2:]].count(OUTPUTS) == 3
     for op in "FBW":
         assert sent(monkeypatch, layer, op) == sent(monkeypatch, LAYER, op)
 

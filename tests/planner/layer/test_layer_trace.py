@@ -19,10 +19,11 @@ from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.devices.mesh import AbsentDevice, traced_for
 from jaxtrain.models import transformer
 from jaxtrain.models.attention import Attention
-from jaxtrain.models.layers import Dense, Norm, column_parallel
+from jaxtrain.models.layers import Dense, Norm, column_parallel, named
 from jaxtrain.models.spec import Spec, binder, is_spec, parameter, specs
 from jaxtrain.planner.layer import layer_trace
-from jaxtrain.planner.layer.model import INPUTS, OUTPUTS, Model, model_of
+from jaxtrain.planner.layer.layer_collectives import joints
+from jaxtrain.planner.layer.model import BATCH, INPUTS, OUTPUTS, Layer, Model, model_of
 from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, keep_named, keep_products
 from jaxtrain.runtime.equations import in_attention
 
@@ -211,6 +212,93 @@ def test_a_new_part(block, parameters, multiplied, joints, inner, monkeypatch):
     assert len(names) == 1
     # the gradients of factor and norm read the last product's result
     assert layer.products[-1].read == (block is not Gated)
+
+
+def layer_with(monkeypatch, arrays: dict[str, Spec], call) -> Layer:
+    """SMALL's layer where a block has more arrays, and `call(block, x, attention)` in the place of
+    its own; attention is a function of a normed x."""
+
+    class Changed(transformer.Block):
+        def __init__(self, cfg, *args, **kwargs):
+            super().__init__(cfg, *args, **kwargs)
+            for name, spec in arrays.items():
+                setattr(self, name, parameter(spec))
+
+        def __call__(self, x_BTD, positions_BT):
+            return call(self, x_BTD, lambda y_BTD: self.attention(y_BTD, positions_BT))
+
+    layer_trace.layer_of.cache_clear()
+    monkeypatch.setattr(layer_trace, "Block", Changed)
+    layer = dataclasses.replace(SMALL).layer()
+    layer_trace.layer_of.cache_clear()
+    return layer
+
+
+HEADS = ("heads", "latent", "width")
+SHAPES = {
+    "transposed": ((8, 40), HEADS[1:], "btd,rd->btr", (40, 8, "")),
+    "vector": ((40,), HEADS[2:], "btd,d->bt", (40, 1, "")),
+    "to heads": ((40, 4, 6), ("width", *HEADS[:2]), "btd,dnh->btnh", (40, 24, OUTPUTS)),
+    "from heads": ((4, 10, 6), HEADS, "btnh,nhd->btd", (40, 6, INPUTS)),
+    "in heads": ((4, 10, 6), HEADS, "btnh,nhk->btnk", (10, 24, BATCH)),
+}
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_a_product_over_any_dimensions(case, monkeypatch):
+    """None of them is of experts, though some have three dimensions."""
+    shape, axes, formula, expected = SHAPES[case]
+
+    def call(block, x_BTD, attention):
+        x = x_BTD.reshape(*x_BTD.shape[:2], 4, 10) if formula.startswith("btnh") else x_BTD
+        y = jnp.einsum(formula, x, block.more[...].astype(x.dtype))
+        return x_BTD + y.reshape(*x.shape[:2], -1).sum(-1, keepdims=True)
+
+    (product,) = layer_with(monkeypatch, {"more": Spec(shape, axes)}, call).products
+    assert (product.inputs, product.outputs, product.split) == expected
+    assert product.experts == 0 and not product.read
+
+
+def test_a_number_a_reshaped_matrix_and_a_convolution(monkeypatch):
+    arrays = {
+        "wide": Spec((4, 10, 40), HEADS),
+        "near": Spec((3, 1, 40), ("latent", "latent", "width")),
+        "number": Spec((), (), constant=1.0),
+    }
+
+    def call(block, x_BTD, attention):
+        wide, near = (a[...].astype(x_BTD.dtype) for a in (block.wide, block.near))
+        kwargs = {"dimension_numbers": ("NWC", "WIO", "NWC"), "feature_group_count": 40}
+        x_BTD = x_BTD * block.number[...].astype(x_BTD.dtype) @ wide.reshape(40, 40).T
+        return jax.lax.conv_general_dilated(x_BTD, near, (1,), ((2, 0),), **kwargs)
+
+    products = layer_with(monkeypatch, arrays, call).products
+    assert [product[1:4] for product in products] == [(40, 40, OUTPUTS), (3, 40, "")]
+
+
+def test_calls_of_one_matrix_and_of_one_value(monkeypatch):
+    """The same MLP twice: each time it gathers and sums. Two calls that read one value share its
+    gather, and not the sum of its gradient."""
+    twice = layer_with(monkeypatch, {}, lambda block, x, _: block.mlp(block.mlp(x)))
+    assert [len(of) for of in joints(twice)[:3]] == [2, 2, 2]
+    side = layer_with(monkeypatch, {}, lambda block, x, attention: attention(x) + block.mlp(x))
+    assert [len(of) for of in joints(side)[:3]] == [1, 2, 2]
+    assert len({product.gradient for product in side.products if product.split == INPUTS}) == 1
+    plain = [product for product in SMALL.layer().products if product.split == INPUTS]
+    assert len({product.gradient for product in plain}) == 2
+
+
+def test_a_name_saves_the_products_that_it_is_a_sum_of(monkeypatch):
+    """A value behind a gate has them not: the backward reads both factors."""
+
+    def call(block, x_BTD, attention):
+        gate_BTD = block.mlp(x_BTD)
+        return named("mlp_norm", jax.nn.sigmoid(gate_BTD) * attention(x_BTD))
+
+    *_, gate, _, out = layer_with(monkeypatch, {}, call).products
+    assert gate.makes == out.makes == "" and gate.read and out.read
+    halved = layer_with(monkeypatch, {}, lambda block, x, _: named("qkv", 0.5 * block.mlp(x)))
+    assert halved.products[-1].makes == "qkv" and not halved.products[-1].read
 
 
 def test_no_device_is_asked_for():
