@@ -18,7 +18,7 @@ from jaxtrain.planner.step.step_model import hardware_at_hand
 from jaxtrain.planner.step.time_breakdown import BUBBLE, COMMUNICATION_AXES
 from jaxtrain.run.files import PLANNED, read_json
 
-WORTH = 0.02  # of the step: smaller parts are not listed
+WORTH = 0.02  # of a time: smaller parts and gains are not listed
 # Parts that are measured and not planned (measured_step.py).
 COMMUNICATION, WAITING = "communication", "waiting"
 # Planned part → the measured part that it is compared with, if it has another name: a stage that
@@ -147,10 +147,9 @@ class PlannedStep:
             return []
         names = (ANY_AXIS if COMMUNICATION in self.trace.exposed else {}) | WAITS
         planned, measured = (collections.defaultdict[str, float](float) for _ in range(2))
-        for part, seconds in self.planned.items():
-            planned[names.get(part, part)] += seconds
-        for part, seconds in self.trace.exposed.items():
-            measured[names.get(part, part)] += seconds
+        for sums, parts in ((planned, self.planned), (measured, self.trace.exposed)):
+            for part, seconds in parts.items():
+                sums[names.get(part, part)] += seconds
         misses = [Miss(part, planned[part], measured[part]) for part in {**planned, **measured}]
         return sorted(misses, key=lambda miss: -abs(miss.measured_s - miss.planned_s))
 

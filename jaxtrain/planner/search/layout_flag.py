@@ -142,10 +142,12 @@ def apply(config: Config, values: Values) -> Config:
         microbatches = _microbatches(batch, microbatches, values)
         if not microbatches:
             raise _undivided(config, values)
-    settings = {SETTINGS[axis]: 1 for axis in AXES} | {
-        SETTINGS[key]: value for key, value in values.items()
+    settings = {
+        **{SETTINGS[axis]: 1 for axis in AXES},
+        **{SETTINGS[key]: value for key, value in values.items()},
+        "mesh.elastic": False,
+        SETTINGS[MICROBATCH]: microbatches,
     }
-    settings |= {"mesh.elastic": False, SETTINGS[MICROBATCH]: microbatches}
     schedule = str(settings.get("pipeline.schedule", config.pipeline.schedule))
     if "remat" in values:
         settings["pipeline.save"] = saved_with(config.pipeline, values["remat"])

@@ -194,7 +194,6 @@ def _smaller(config: Config, simulated: bool) -> list[dict[str, Any]]:
 T = TypeVar("T")
 FAR = 1.5  # ratio of measured and planned step, either way, beyond which the plan does not apply
 MOST = 5  # changes that are listed
-WORTH = 0.02  # the least fraction of the step or of the wall time of a change that is listed
 
 # Part of the wall time → its remedy.
 REMEDIES: Mapping[str, str] = {
@@ -279,7 +278,7 @@ def _from_records(workdir: str | os.PathLike) -> tuple[float, list[str]]:
         lines += [
             f"{losses[name]:.1%} of the wall time: {REMEDIES[name]}"
             for name in sorted(losses.keys() & REMEDIES.keys(), key=lambda name: -losses[name])
-            if losses[name] >= WORTH
+            if losses[name] >= compare.WORTH
         ]
     slowest, behind_s = (records[-1].get(name) for name in ("slowest_process", "slowest_behind_s"))
     if isinstance(slowest, int) and _is_seconds(behind_s):
@@ -317,7 +316,7 @@ def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list
     changes = [
         change
         for change in single_changes(now)
-        if change.bytes <= hardware.memory and change.seconds <= now.seconds * (1 - WORTH)
+        if change.bytes <= hardware.memory and change.seconds <= now.seconds * (1 - compare.WORTH)
     ]
     if not changes:
         return [*lines, "no single change of the layout is planned to make it faster and to fit"]
