@@ -2,6 +2,7 @@
 runtime's pools have, and what the planner counts, where no device need be there."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -147,6 +148,7 @@ def bytes_of(split: LayerSplit, model: int) -> LayerBytes:
     )
 
 
+@functools.lru_cache(2**12)
 def saved_bytes(
     cfg: ModelConfig,
     precision: PrecisionConfig,
@@ -163,7 +165,7 @@ def saved_bytes(
     beside_products: str,
 ) -> tuple[LayerBytes, LayerBytes]:
     """What one layer of a resolved model saves of a microbatch on a device, which need not be
-    there: (everything, what it saves with a mode of remat).
+    there: (everything, what it saves with a mode of remat). A layer is traced once.
 
     mode, save: as for `keep_rule`; mesh_sizes: in AXES' order; microbatch: sequences, and tokens of
     each, on one group of `model` devices; platform: of the devices, by jax's name; context,

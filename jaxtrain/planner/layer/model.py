@@ -100,6 +100,13 @@ class Layer:
         """Parameters that a token is multiplied with."""
         return sum(map(self.used, self.products))
 
+    @functools.cached_property
+    def hidden(self) -> int:
+        """Columns of the hidden layer that a token goes through: an MLP's, or those of all its
+        experts together."""
+        last = [p for p in self.products if p.of_mlp and p.split == INPUTS]
+        return sum(p.inputs * (self.choices if p.experts else 1) for p in last)
+
     def used(self, product: Product) -> int:
         """Parameters of a product that a token is multiplied with."""
         return product.inputs * product.outputs * (self.choices if product.experts else 1)
@@ -129,13 +136,6 @@ class Model(ModelConfig):
     def score_dim(self) -> int:
         """Dimension of a head's queries and keys."""
         return self.head_dim + self.rope_head_dim
-
-    def hidden(self, dense: bool = False) -> int:
-        """Columns of the hidden layer that a token goes through: an MLP's, or all its experts'
-        together. dense: as in `layer`"""
-        if dense or not self.experts:
-            return self.mlp_width
-        return (self.experts_per_token + self.shared_experts) * self.expert_width
 
     def layer(self, dense: bool = False) -> Layer:
         """One layer. dense: of those before the layers that have experts"""

@@ -3,7 +3,7 @@ and the collectives of `model`, `context` and `expert`."""
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxtrain.config.saved_values import ATTENTION as ATTENTION_CORE
@@ -44,11 +44,7 @@ class LayerWork(StepPart):
     @once
     def products(self, dense: bool) -> tuple[ProductTime, ...]:
         """Each product of a layer; routed and shared experts have one each."""
-        return tuple(self._products(dense))
-
-    def _products(self, dense: bool) -> Iterator[ProductTime]:
-        """Each product of a layer; routed and shared experts have one each."""
-        model, layout = self.model, self.layout
+        model, layout, times = self.model, self.layout, []
         for product in model.layer(dense).products:
             k = product.inputs / (layout.model if product.split == INPUTS else 1)
             n = product.outputs / (layout.model if product.split in (OUTPUTS, BATCH) else 1)
@@ -59,7 +55,8 @@ class LayerWork(StepPart):
                 busiest = self.settings.imbalance if layout.expert > 1 else 1.0
                 tokens *= model.experts_per_token / local * busiest
             fp8 = self.settings.fp8 and product.fp8
-            yield ProductTime(product, *self.product(tokens, n, k, local, fp8))
+            times.append(ProductTime(product, *self.product(tokens, n, k, local, fp8)))
+        return tuple(times)
 
     def product(
         self, m: float, n: float, k: float, times: float = 1, fp8: bool = False

@@ -47,7 +47,6 @@ ALLOCATED = 1.01
 # bytes of a parameter of independent replicas: its value after the last exchange, and its
 # momentum, in 32 bits (training/diloco.py)
 OUTER_BYTES = 8.0
-MASTER = 4.0  # bytes of a parameter in 32 bits
 # Bytes of a logit: itself and its gradient in 32 bits, and 16 bits that products read
 LOGIT_BYTES = 10.0
 # Arrays of a microbatch that an op of our runtime has at once, each as wide as the layer and its
@@ -143,7 +142,7 @@ def memory(
         # The values that updates change, in 32 bits, beside what ops read; these values and the
         # state before an update, until its step is known to be right; and in an update the shards
         # of its gradients. Where ops read 16 bits, the parameters' own memory is free for sums.
-        values = MASTER * step.device.numbers(MASTERS, layers, shared)
+        values = FLOAT32 * step.device.numbers(MASTERS, layers, shared)
         scattered = layout.zero > 0 and step.shards > 1
         unused = settings.weight_bytes * weights if cast else 0.0
         parts["kept copy"] = max(values, state + (2 + scattered) * values - unused)
@@ -265,7 +264,9 @@ def transposed_pools(step: StepModel, slots: SlotCounts) -> float:
     layer, saved = layer_bytes(step), layer_bytes(step, remat="none")
     stashed, saved_stash = slots.of_layers("weight_stash"), slots.of_layers("saved_stash")
     if layout.microbatch == 1:
-        widths = model.hidden() * ("mlp" in model.biases) + model.width * ("out" in model.biases)
+        widths = model.layer().hidden * ("mlp" in model.biases) + model.width * (
+            "out" in model.biases
+        )
         biases = (stashed + saved_stash) * layer.input * widths / model.width
         return max(biases, stashed * layer.remade)
     gathered = stashed * layer.gathered + saved_stash * saved.gathered
@@ -307,7 +308,7 @@ def _layer_working(step: StepModel) -> float:
     if not step.collectives.reduces_in_ops or step.shards == 1:
         # the layer's largest matrix on a device, of all experts there together
         experts = model.expert_width * max(model.experts / layout.expert, model.shared_experts)
-        columns = max(experts if model.experts else model.hidden(), scores) / layout.model
+        columns = max(experts if model.experts else model.layer().hidden, scores) / layout.model
         return arrays + step.item * model.width * columns
     number_read = FP8 if step.settings.fp8 else step.item
     gathered = 2 * number_read * layer if layout.zero >= 3 else 0.0
@@ -344,7 +345,7 @@ def _widest(step: StepModel) -> float:
     model, layout = step.model, step.layout
     attention = model.heads * model.score_dim / layout.model
     if not model.experts:
-        return step.tokens * (model.width + max(model.hidden() / layout.model, attention))
+        return step.tokens * (model.width + max(model.layer().hidden / layout.model, attention))
     expert = model.expert_width / layout.model
     routed = routed_capacity(model, layout) * (model.width + expert)
     shared = step.tokens * (model.width + model.shared_experts * expert)

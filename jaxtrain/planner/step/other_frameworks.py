@@ -181,7 +181,7 @@ def _activations_of_layer(step: StepModel, remat: str) -> float:
     arrays = {"full": 0, "selective": 1, "none": 2}[remat] * (1 + (model.activation == "swiglu"))
     # queries, keys, values, and the result
     heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
-    inner = heads + model.hidden() * arrays if arrays else 0.0
+    inner = heads + model.layer().hidden * arrays if arrays else 0.0
     return ITEM * step.tokens * (width + inner / layout.model)
 
 
