@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from jaxtrain.config.saved_values import ATTENTION, MLP_IN, ROUTED
+from jaxtrain.config.saved_values import ATTENTION, MLP_IN, ROUTED, ROUTER
 from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.planner.layer.layout import nodes_of_token, routed_capacity, sent_by_gateway
 from jaxtrain.planner.layer.links import (
@@ -111,9 +111,11 @@ def joints(layer: Layer) -> Joints:
         for result in results.values()
     ]
     uses = collections.Counter(owner(name) for product in layer.products for name in product.names)
+    # routers have all tokens on every device
+    routers = tuple(p.names[0].removesuffix("weight") for p in layer.products if p.makes == ROUTER)
     sizes: collections.Counter = collections.Counter()
     for array in layer.arrays:
-        if MODEL not in array.axes and _module(array.name) not in with_experts:
+        if MODEL not in array.axes and not array.name.startswith(routers):
             # a vector that is added to a product has its type; each product's part has a sum
             times = uses[owner(array.name)]
             sizes[array.cast or times > 0] += array.size * max(1, times)

@@ -153,8 +153,8 @@ class _Reading:
             others = products.get(key, key)
             names, columns = others.names + product.names, others.outputs + product.outputs
             products[key] = product._replace(names=names, outputs=columns)
-        cores = (self._scores, self._core, self._norms_and_sums, self._inner)
-        return Layer(arrays, tuple(products.values()), *cores, self._choices)
+        figures = self._scores, self._core, self._norms_and_sums, self._inner, self._choices
+        return Layer(arrays, tuple(products.values()), *figures)
 
     def _read_by_backward(self) -> set[Any]:
         needed: set[Any] = set()
@@ -164,8 +164,7 @@ class _Reading:
             if not _is_linear(equation) or not needed.isdisjoint(equation.outvars):
                 needed.update(inputs)
             if equation.primitive.name in SAME | {"add"}:
-                alone = [a for a in inputs if uses[a] == 1]
-                self._sums.update(dict.fromkeys(alone, self._sums.get(result, result)))
+                self._sums |= {a: self._sums.get(result, result) for a in inputs if uses[a] == 1}
         return needed
 
     def _read(self, equation: Any, needed: set[Any]) -> None:
@@ -250,7 +249,6 @@ class _Reading:
             self._inner += columns * times
 
     def _in_attention(self, value: Any) -> bool:
-        """True for what attention's core has made."""
         return value in self._maker and in_attention(self._maker[value])
 
     def _add_core(self, equation: Any) -> None:
@@ -272,8 +270,8 @@ class _Reading:
             value = todo.pop()
             number, maker = self._product_of.get(value), self._maker.get(value)
             if number is not None and not self._products[number].makes:
-                named = self._products[number]._replace(makes=equation.params["name"])
-                self._products[number] = named
+                makes = equation.params["name"]
+                self._products[number] = self._products[number]._replace(makes=makes)
             elif number is None and maker is not None and id(maker) not in seen:
                 seen.add(id(maker))
                 is_end = maker.primitive.name == NAME or not _is_linear(maker)

@@ -147,12 +147,31 @@ def test_a_norm_behind_experts_reads_what_they_send_back(monkeypatch):
     model = dataclasses.replace(MODEL, experts=4, experts_per_token=2, expert_width=32)
     plain = model.layer()
     normed = [product._replace(read=True) for product in plain.products]
-    exchanges = []
+    exchanges, counts = [], []
     for layer in (plain, dataclasses.replace(plain, products=tuple(normed))):
         monkeypatch.setattr(Model, "layer", lambda model, dense, of=layer: of)
         step = StepCollectives(model, Layout(expert=2, stage=2), StepSettings(imbalance=1.0))
         exchanges.append(sum(c.size == 2 * ROW for c in step.layer("R", unread=True)))
+        for remat in ("none", "selective"):  # B has them sent back once more
+            step = StepCollectives(
+                model, Layout(expert=2, stage=2, model=2, remat=remat), ITEM, ITEM, 4, 4
+            )
+            back = [c.size == 2 * ROW for c in step.layer("B") if c.axes == ("expert",)]
+            scattered = [c.kind == SCATTER for c in step.layer("B")]
+            counts.append((sum(back), sum(scattered)))
     assert exchanges == [1, 2]
+    plain, normed = counts[:2], counts[2:]
+    assert normed[0] == plain[0] and normed[1] == (plain[1][0] + 1, plain[1][1] + 1)
+
+
+def test_an_mlp_beside_experts_shares_what_they_gather(monkeypatch):
+    layer = dataclasses.replace(MODEL, experts=4, experts_per_token=2, expert_width=32).layer()
+    router = next(product for product in layer.products if product.makes == "router")
+    beside = Product(("beside.up",), WIDTH, 8, OUTPUTS, router.value, 90)
+    more = dataclasses.replace(layer, products=(*layer.products, beside))
+    for op, summed in (("F", 0.0), ("B", ROW), ("W", 0.0)):
+        before, after = sent(monkeypatch, layer, op, stage=2), sent(monkeypatch, more, op, stage=2)
+        assert after == before | {SCATTER: before[SCATTER] + summed}
 
 
 def test_a_module_with_experts_gathers_once(monkeypatch):
@@ -162,6 +181,9 @@ def test_a_module_with_experts_gathers_once(monkeypatch):
     assert [product.split for product in layer.products[2:]].count(OUTPUTS) == 3
     for op in "FBW":
         assert sent(monkeypatch, layer, op) == sent(monkeypatch, LAYER, op)
+    gate = dataclasses.replace(layer, arrays=(*layer.arrays, array("mlp.out_gate", WIDTH, 1)))
+    of_gate = sent(monkeypatch, gate, "W")[SUM] - sent(monkeypatch, layer, "W")[SUM]
+    assert of_gate == ITEM * WIDTH  # of what each device multiplies its own tokens with
 
 
 def test_what_w_gathers_again_keeps_its_type():
