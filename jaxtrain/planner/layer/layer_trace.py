@@ -131,6 +131,8 @@ class _Reading:
         self._fixed |= dict.fromkeys(jaxpr.invars[len(arrays) + 1 :], ())
         for variable, array in zip(jaxpr.invars, arrays, strict=False):
             self._fixed[variable], self._axes[variable] = (array,), array.axes
+        # modules that have experts
+        self._routed = {a.name.partition(".")[0] for a in arrays if EXPERT in a.axes}
         self._stream = jaxpr.invars[len(arrays)].aval.shape
         self._root: dict[Any, Any] = {}  # a value → the one whose numbers it has
         self._maker: dict[Any, Any] = {}  # a value → its equation
@@ -236,7 +238,8 @@ class _Reading:
         value = self._numbers_of(value)
         number = self._values.setdefault(value, len(self._values))
         self._product_of.update(dict.fromkeys(equation.outvars, len(self._products)))
-        calls = [0] if experts else self._calls[first.name]
+        routed = first.name.partition(".")[0] in self._routed
+        calls = [0] if routed else self._calls[first.name]
         call = calls.pop(0) if len(calls) > 1 else calls[0]  # of a parameter that is used again
         result = equation.outvars[0]
         gradient = self._values.setdefault(self._sums.get(result, result), len(self._values))

@@ -43,7 +43,7 @@ class Product(NamedTuple):
         multiplies its own tokens
     value:   the number of the activation: products of one share its all-gather
     call:    the number of the call that makes it: products of one share the sum of the gradients of
-        their activation; 0 for experts'
+        their activation; 0 in a module with experts
     experts: experts that have such matrices, of which a token uses some; 0: all tokens use them
     makes:   the name of its result (config/saved_values.py); "" for a result without one
     read:    the backward reads the result

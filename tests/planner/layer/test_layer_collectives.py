@@ -178,7 +178,7 @@ def test_a_module_with_experts_gathers_once(monkeypatch):
     """For router, routed and shared experts together, and none of its parameters is summed."""
     model = dataclasses.replace(MODEL, experts=4, experts_per_token=2, shared_experts=1)
     layer = dataclasses.replace(model, expert_width=32).layer()
-    assert [product.split for product in layer.products[2:]].count(OUTPUTS) == 3
+    assert [product.split for product in layer.products[2:]].count(OUTPUTS) == 2
     for op in "FBW":
         assert sent(monkeypatch, layer, op) == sent(monkeypatch, LAYER, op)
     gate = dataclasses.replace(layer, arrays=(*layer.arrays, array("mlp.out_gate", WIDTH, 1)))
