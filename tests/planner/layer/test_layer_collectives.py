@@ -153,9 +153,8 @@ def test_a_norm_behind_experts_reads_what_they_send_back(monkeypatch):
         step = StepCollectives(model, Layout(expert=2, stage=2), StepSettings(imbalance=1.0))
         exchanges.append(sum(c.size == 2 * ROW for c in step.layer("R", unread=True)))
         for remat in ("none", "selective"):  # B has them sent back once more
-            step = StepCollectives(
-                model, Layout(expert=2, stage=2, model=2, remat=remat), ITEM, ITEM, 4, 4
-            )
+            layout = Layout(expert=2, stage=2, model=2, remat=remat)
+            step = StepCollectives(model, layout, StepSettings(imbalance=1.0))
             back = [c.size == 2 * ROW for c in step.layer("B") if c.axes == ("expert",)]
             scattered = [c.kind == SCATTER for c in step.layer("B")]
             counts.append((sum(back), sum(scattered)))

@@ -22,7 +22,6 @@ from jaxtrain.models.transformer import build
 from jaxtrain.parallel.fp8 import fp8_of
 from jaxtrain.planner.layer.hardware import Hardware, load
 from jaxtrain.planner.search.compare import plan_at_hand
-from jaxtrain.planner.step import saved
 from jaxtrain.planner.step.saved import layer_bytes
 from jaxtrain.planner.step.step_model import step_model_of
 from jaxtrain.runtime.runtime import Runtime
@@ -224,10 +223,10 @@ def test_a_run_traces_no_layer():
     """What a run compares its steps with has no use for bytes; they are traced when asked for."""
     settings = {"mesh.data": 8, "data.batch_size": 64, "model.mlp_width": 264}
     config = configs.replace(RECIPE, settings | {"train.hardware": "h100"}).resolve()
-    before = saved._traced.cache_info().misses
+    before = saved_bytes.cache_info().misses
     plan = plan_at_hand(config, "cpu").prediction
-    assert plan.seconds > 0 and saved._traced.cache_info().misses == before
-    assert plan.memory.bytes > 0 and saved._traced.cache_info().misses == before + 1
+    assert plan.seconds > 0 and saved_bytes.cache_info().misses == before
+    assert plan.memory.bytes > 0 and saved_bytes.cache_info().misses == before + 1
 
 
 ALONE = """
