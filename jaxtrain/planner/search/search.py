@@ -294,7 +294,10 @@ def _works(space: Space) -> Iterator[StepModel]:
     def step(context: int) -> StepModel:
         config = cfg.replace(resolved, {"mesh.context": context})
         settings = settings_of(config, space.hardware, space.assume)
-        settings = dataclasses.replace(settings, by_sequence=True)
+        # Layouts are ranked without products beside `model`'s messages: nobody has measured these
+        # between nodes. Those that are shown are timed with them.
+        parallel = dataclasses.replace(settings.parallel, collective_matmul="off")
+        settings = dataclasses.replace(settings, by_sequence=True, parallel=parallel)
         return StepModel(model, Layout(), settings, space.hardware)
 
     for mesh in meshes(space):
