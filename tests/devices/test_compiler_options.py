@@ -93,7 +93,7 @@ def test_products_of_dense_layers(monkeypatch, model):
     monkeypatch.setattr(
         training_step, "compiler_options", lambda device, does, changes: told.append(does) or {}
     )
-    cfg = configs.replace(small.config(), model)
+    cfg = configs.replace(small.config(), model).resolve()
     make_step(cfg, small.mesh_of(cfg))
     assert (DENSE in told[0]) == (not model)
 

@@ -308,7 +308,7 @@ LARGE = [
     ),
 ]
 SMALL = [
-    ["--config=mixtral_tiny", "--devices=16"],
+    pytest.param(["--config=mixtral_tiny", "--devices=16"], marks=pytest.mark.full),
     ["--config=tiny_diloco", "--devices=8"],
     ["--config=tiny", "--devices=7"],
     ["--config=tiny", "--devices=1"],

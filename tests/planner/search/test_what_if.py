@@ -254,6 +254,7 @@ def test_overlapped_cells_are_a_change():
     }
 
 
+@pytest.mark.full
 def test_islands_of_experts_are_nodes():
     """32 devices of experts lie on 4 islands of 8, or, beside 2 of `model`, on 8; 8 on one."""
     suggested, path = [], "parallel.expert_nodes"

@@ -115,7 +115,7 @@ def pools(config: configs.Config) -> dict[str, int]:
         ),
     ],
 )
-@pytest.mark.parametrize("matmul", ["compute", "fp8"])
+@pytest.mark.parametrize("matmul", ["compute", pytest.param("fp8", marks=pytest.mark.full)])
 def test_slots_of_layers(recipe, remat, values, matmul):
     """Layers with experts keep rows, as many as a device has room for, and `model` splits the
     hidden ones alone. A bias behind a row-parallel matrix sums a device's part of a gradient.
