@@ -30,7 +30,7 @@ from jaxtrain.planner.layer.links import (
     alike,
 )
 from jaxtrain.planner.layer.model import INPUTS, OUTPUTS, Layer, Product
-from jaxtrain.planner.layer.settings import FLOAT32, FP8, PlannedStep
+from jaxtrain.planner.layer.settings import FLOAT32, FP8, StepSizes
 
 # Parameters that devices of `model` share where it has more devices than key/value heads.
 OF_KV_HEADS = ("attention.key.", "attention.value.")
@@ -134,7 +134,7 @@ def owner(name: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Activations(PlannedStep):
+class Activations(StepSizes):
     """What the collectives of a step depend on.
 
     shares_vocabulary:  embedding and head are split over the stages

@@ -145,7 +145,7 @@ class StepSettings:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedStep:
+class StepSizes:
     """The step of a model with a layout, and the sizes of its activations."""
 
     model: Model

@@ -25,7 +25,7 @@ from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.planner.step.time_breakdown import ATTENTION, MEMORY, TimeBreakdown
 
 
-class Layer(LayerTime):
+class TheirLayer(LayerTime):
     """A layer that may recompute attention's core alone."""
 
     settings: "Framework"
@@ -130,7 +130,7 @@ class Framework(StepSettings):
     recomputes_core: bool = False
     ours: ClassVar[bool] = False
     changed: ClassVar[Mapping[type, type]] = {
-        LayerTime: Layer,
+        LayerTime: TheirLayer,
         MeanLayer: Layers,
         DeviceState: Device,
         EndsTime: Ends,

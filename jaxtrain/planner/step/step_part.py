@@ -16,7 +16,7 @@ from jaxtrain.planner.layer.collectives import StepCollectives
 from jaxtrain.planner.layer.hardware import Hardware
 from jaxtrain.planner.layer.layout import AXES, Layout
 from jaxtrain.planner.layer.links import Links
-from jaxtrain.planner.layer.settings import PlannedStep
+from jaxtrain.planner.layer.settings import StepSizes
 
 Part = TypeVar("Part", bound="StepPart")
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -42,7 +42,7 @@ def part(kind: type[Part]) -> functools.cached_property[Part]:
 
 
 @dataclasses.dataclass(frozen=True)
-class StepPart(PlannedStep):
+class StepPart(StepSizes):
     """A part of the step of a model with a layout on devices of one kind.
 
     reads: the fields of the layout that the part depends on; it sees the defaults of the others
