@@ -343,6 +343,7 @@ def test_search(plan, argv, tmp_path):
     assert to_dict(trained(found["command"])) == to_dict(planned)
 
 
+@pytest.mark.full  # a search over 1,024 devices
 def test_text(plan):
     lines = plan(*GPT3, "--devices=1024", "--tokens=300e9", "--price=2", "--kwh_price=0.1")[
         0
