@@ -54,7 +54,8 @@ VIEWS = frozenset(
     "broadcast_in_dim reshape transpose neg squeeze copy pvary pcast iota slice split "
     "concatenate sharding_constraint layout_constraint "
     "all_gather "  # costs no arithmetic either: a device saves its own part
-    "eq ne ge gt le lt and or not optimization_barrier".split()
+    "eq ne ge gt le lt and or not optimization_barrier "
+    "one_minus_square".split()  # of tanh, which a GELU's gradient needs in any case
 )
 # Values that cost one pass over their operands, which fuses with what reads them: they do not
 # cross if all of their operands do.
