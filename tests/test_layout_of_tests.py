@@ -36,6 +36,7 @@ GROUPED = {
     "planner/step/outside_layers.py": "planner/step/test_step_time.py",
     "planner/step/memory.py": "planner/step/test_memory_compiled.py",
     "planner/step/op_times.py": "pipeline/test_setup.py",
+    "planner/layer/layer.py": "planner/layer/test_layer_trace.py",
     "planner/layer/model.py": "planner/layer/test_layer_trace.py",
     "data/bad_records.py": "data/test_records.py",
     "devices/cluster_environment.py": "devices/test_cluster.py",

@@ -38,12 +38,15 @@ def check_run(config: Config, environment: Environment) -> None:
 def default_corpus(config: Config) -> dict[str, str]:
     """The settings of the corpus that are at their defaults in a config of more than LARGE
     parameters, with their placeholders; {} for smaller models."""
-    model = model_of(config.resolve().model, config.data.sequence_length)
-    return {
+    unset = {
         path: placeholder
         for path, placeholder in CORPUS.items()
-        if model.parameters() > LARGE and cfg.get(config, path) == cfg.fields()[path].default
+        if cfg.get(config, path) == cfg.fields()[path].default
     }
+    if not unset:
+        return {}
+    model = model_of(config.resolve().model, config.data.sequence_length)
+    return unset if model.parameters() > LARGE else {}
 
 
 def default_corpus_notes(config: Config) -> list[str]:

@@ -113,10 +113,10 @@ def in_manual_region(
 
     beside_products: `parallel.collective_matmul`
     """
-    made = []
+    results = []
 
     def trace() -> jax.Array:
-        made.extend(make())
+        results.extend(make())
         return jnp.zeros(())
 
     run = jax.shard_map(
@@ -124,7 +124,7 @@ def in_manual_region(
     )
     with traced_for(target), collective_matmul.requested(beside_products), cudnn.stand_in():
         jax.eval_shape(run)
-    return made
+    return results
 
 
 def bytes_of(split: LayerSplit, model: int) -> LayerBytes:

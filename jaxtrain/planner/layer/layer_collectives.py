@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from jaxtrain.config.saved_values import ATTENTION, MLP_IN, ROUTED, ROUTER
 from jaxtrain.config.sizes import SELECTIVE
+from jaxtrain.planner.layer.layer import INPUTS, OUTPUTS, Layer, Product
 from jaxtrain.planner.layer.layout import nodes_of_token, routed_capacity, sent_by_gateway
 from jaxtrain.planner.layer.links import (
     CONTEXT,
@@ -29,7 +30,6 @@ from jaxtrain.planner.layer.links import (
     Collective,
     alike,
 )
-from jaxtrain.planner.layer.model import INPUTS, OUTPUTS, Layer, Product
 from jaxtrain.planner.layer.settings import FLOAT32, FP8, StepSizes
 
 # Parameters that devices of `model` share where it has more devices than key/value heads.

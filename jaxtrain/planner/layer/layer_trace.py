@@ -22,7 +22,7 @@ from jaxtrain.devices.mesh import AbsentDevice, traced_for
 from jaxtrain.devices.sharding import RULES
 from jaxtrain.models.spec import binder, is_spec, specs
 from jaxtrain.models.transformer import Block, build
-from jaxtrain.planner.layer.model import (
+from jaxtrain.planner.layer.layer import (
     BATCH,
     EXPERT,
     INPUTS,

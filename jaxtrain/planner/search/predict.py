@@ -77,8 +77,8 @@ class Prediction:
 
     @functools.cached_property
     def memory(self) -> MemoryBreakdown:
-        """By part. It is computed when it is asked for: a layer is traced for it, and a run that
-        compares its steps' time has no use for it."""
+        """The memory by part, computed when it is asked for: a layer is traced for it, and a run
+        that compares its steps' time has no use for it."""
         return memory(self.work, self.config.model.loss_chunk, self.slots)
 
     @property

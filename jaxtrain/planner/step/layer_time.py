@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from jaxtrain.config.saved_values import ATTENTION as ATTENTION_CORE
 from jaxtrain.config.sizes import SELECTIVE
+from jaxtrain.planner.layer.layer import BATCH, EXPERT, INPUTS, MODEL, OUTPUTS, Product
 from jaxtrain.planner.layer.layout import AXES
 from jaxtrain.planner.layer.links import CONTEXT
-from jaxtrain.planner.layer.model import BATCH, EXPERT, INPUTS, MODEL, OUTPUTS, Product
 from jaxtrain.planner.layer.settings import ITEM
 from jaxtrain.planner.step.overlapped_cell import Phases, most_saved, saved_by_pair
 from jaxtrain.planner.step.step_part import StepPart, once, part

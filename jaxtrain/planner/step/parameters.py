@@ -9,9 +9,10 @@ from jaxtrain.config import OptimizerConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.config.sizes import SHARD_AXES, padded_vocabulary, scattered
 from jaxtrain.planner.layer.collectives import Parameters
+from jaxtrain.planner.layer.layer import EXPERT, MODEL, Array
 from jaxtrain.planner.layer.layout import AXES
 from jaxtrain.planner.layer.links import CONTEXT, DATA, REPLICA, STAGE
-from jaxtrain.planner.layer.model import EXPERT, MODEL, Array, Model
+from jaxtrain.planner.layer.model import Model
 from jaxtrain.planner.step.step_part import StepPart, once
 from jaxtrain.planner.step.time_breakdown import COMMUNICATION_AXES
 

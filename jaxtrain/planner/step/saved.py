@@ -20,14 +20,15 @@ def layer_bytes(step: StepModel, dense: bool = False, remat: str = "") -> LayerB
     ring = layout.context > 1 and settings.parallel.context == "ring"
     # where a layer differs with the number of stages
     several = layout.stage > 1 and (ring or (layout.model > 1 and platform == kernels.TPU))
-    mode, own = remat or layout.recomputation.mode, layout.recomputation.mode
+    of_layout = layout.recomputation.mode
+    mode = remat or of_layout
     # a trace is cut in two ways: with everything saved, and in this mode
-    cut = next((m for m in (mode, own) if m not in SAVE_ALL), SELECTIVE)
+    cut = next((m for m in (mode, of_layout) if m not in SAVE_ALL), SELECTIVE)
     everything, saved = saved_bytes(
         model.of_one_layer,
         settings.precision,
         cut,
-        layout.save if cut == own else (),
+        layout.save if cut == of_layout else (),
         (1, 1, 1 + several, layout.context, layout.expert, layout.model),
         (traced, model.sequence // layout.context),
         platform,

@@ -56,13 +56,13 @@ class StepPart(StepSizes):
 
     def on(self, layout: Layout) -> Self:
         """This step, or part, with another layout. It shares the parts of this one."""
-        return self._made(type(self), layout)
+        return self._of_kind(type(self), layout)
 
-    def _made(self, kind: type[Part], layout: Layout) -> Part:
+    def _of_kind(self, kind: type[Part], layout: Layout) -> Part:
         """A step, or part, of a kind, which shares the parts of this one."""
-        made = kind(self.model, layout, self.settings, self.hardware)
-        object.__setattr__(made, "_parts", self._parts)
-        return made
+        other = kind(self.model, layout, self.settings, self.hardware)
+        object.__setattr__(other, "_parts", self._parts)
+        return other
 
     def part(self, kind: type[Part]) -> Part:
         """The step's part of this kind, whose `reads` are among this one's."""
@@ -70,7 +70,7 @@ class StepPart(StepSizes):
         key = kind, operator.attrgetter(*kind.reads)(self.layout)
         if key not in self._parts:
             layout = Layout(**dict(zip(kind.reads, key[1], strict=True)))
-            self._parts[key] = self._made(kind, layout)
+            self._parts[key] = self._of_kind(kind, layout)
         return self._parts[key]
 
     @functools.cached_property

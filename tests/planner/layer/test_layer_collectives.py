@@ -8,9 +8,10 @@ from benchmarks.model_forms import llama
 from jaxtrain.config import PrecisionConfig
 from jaxtrain.config.saved_values import PRODUCTS
 from jaxtrain.planner.layer.collectives import StepCollectives
+from jaxtrain.planner.layer.layer import INPUTS, OUTPUTS, Array, Layer, Product
 from jaxtrain.planner.layer.layout import Layout
 from jaxtrain.planner.layer.links import GATHER, SCATTER, SUM
-from jaxtrain.planner.layer.model import INPUTS, OUTPUTS, Array, Layer, Model, Product
+from jaxtrain.planner.layer.model import Model
 from jaxtrain.planner.layer.settings import FLOAT32, StepSettings
 
 WIDTH, TOKENS, ITEM = 64, 32, 2

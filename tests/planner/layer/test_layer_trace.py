@@ -22,8 +22,9 @@ from jaxtrain.models.attention import Attention
 from jaxtrain.models.layers import Dense, Norm, column_parallel, named
 from jaxtrain.models.spec import Spec, binder, is_spec, parameter, specs
 from jaxtrain.planner.layer import layer_trace
+from jaxtrain.planner.layer.layer import BATCH, INPUTS, OUTPUTS, Layer
 from jaxtrain.planner.layer.layer_collectives import joints
-from jaxtrain.planner.layer.model import BATCH, INPUTS, OUTPUTS, Layer, Model, model_of
+from jaxtrain.planner.layer.model import Model, model_of
 from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, keep_named, keep_products
 from jaxtrain.runtime.equations import in_attention
 
