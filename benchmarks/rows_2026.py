@@ -1,0 +1,124 @@
+"""Published runs of 2025 and 2026: rows of a table that has the flags of `jaxtrain plan` for each,
+and what the planner says of them.
+
+A row without a framework has a part that no flag expresses; its remark names it. A column that the
+flags do not say is read as the source has it: the device, the framework's release.
+"""
+
+import csv
+import dataclasses
+import functools
+import pathlib
+import re
+from collections.abc import Iterator
+
+from jaxtrain import config as cfg
+from jaxtrain.config import Config
+from jaxtrain.config.checks import Environment
+from jaxtrain.config.flags import apply
+from jaxtrain.config.recipes import find_recipe, load_recipe
+from jaxtrain.planner.layer import hardware
+from jaxtrain.planner.layer.hardware import Hardware
+from jaxtrain.planner.search import layout_flag
+from jaxtrain.planner.search.predict import Prediction, predict
+from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
+
+# what a source calls a device → its file
+DEVICES = (
+    (r"TPU7x", "tpu-7x"),
+    (r"TPU (v\d\w?)", r"tpu-\1"),
+    (r"H100 .*\(A3\)", "h100-a3"),
+    (r"([A-Z]+\d+)", r"\1"),
+)
+RELEASE = re.compile(r"\((\d\d\.\d\d)")
+# a part of a model that no flag expresses, though the row has flags for the rest of it
+WITHOUT = ("windows", "sinks")
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishedRun:
+    """A row: the run's config and hardware, and its published rate.
+
+    values: the row's columns
+    """
+
+    values: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        values = self.values
+        return f"{values['model']} on {values['devices']} {self.device}, {self.precision}"
+
+    @property
+    def expressed(self) -> str:
+        """Why flags do not express the row; "" if they do."""
+        if not self.values["framework"]:
+            return self.values["remarks"]
+        return self.values["remarks"] if self.values["class"] == "MoE-window" else ""
+
+    @functools.cached_property
+    def device(self) -> str:
+        for pattern, name in DEVICES:
+            if match := re.search(pattern, self.values["device_kind"]):
+                return match.expand(name).lower()
+        raise ValueError(f"row {self.values['row']}: {self.values['device_kind']!r} is no device")
+
+    @functools.cached_property
+    def hardware(self) -> Hardware:
+        return hardware.load(self.device)
+
+    @property
+    def precision(self) -> str:
+        """What products are computed in: a choice of `precision.matmul`, or of `compute`."""
+        precision = self.config.precision
+        return precision.compute if precision.matmul == "compute" else precision.matmul
+
+    @property
+    def model_kind(self) -> str:
+        return "experts" if self.config.model.experts else "dense"
+
+    @property
+    def framework(self) -> str:
+        """The framework with its release, where the planner knows that, or the newest one that it
+        knows before it."""
+        name, release = self.values["framework"], RELEASE.search(self.values["source"])
+        known = sorted(each for each in FRAMEWORKS if each.startswith(f"{name}@"))
+        later = [each for each in known if release and each >= f"{name}@{release[1]}"]
+        return later[0] if later else name
+
+    @functools.cached_property
+    def config(self) -> Config:
+        values, recipe = self.values, load_recipe(find_recipe(self.values["recipe"]))
+        flags = [tuple(flag.split("=", 1)) for flag in values["flags"].split()]
+        config = apply(recipe, flags)
+        known = Environment(None, self.hardware.platform, recipe)
+        return layout_flag.laid_out(config, layout_flag.read(values["layout"]), known).resolve()
+
+    @functools.cached_property
+    def plan(self) -> Prediction:
+        return predict(self.config, self.hardware, self.framework)
+
+    @property
+    def published(self) -> float:
+        """Tokens a second of all devices, or TFLOP/s of a device."""
+        rate, unit = float(self.values["rate"]), self.values["rate_unit"]
+        each = 1 if "(all" in unit or unit.startswith("TFLOP") else int(self.values["devices"])
+        return rate * each
+
+    @property
+    def predicted(self) -> float:
+        """The same of the plan."""
+        work, seconds = self.plan.work, self.plan.seconds
+        if self.values["rate_unit"].startswith("TFLOP"):
+            return work.model_flops() / seconds / work.layout.devices / 1e12
+        return self.plan.tokens_per_s
+
+    @property
+    def error(self) -> float:
+        """The predicted speed over the published one, less 1."""
+        return self.predicted / self.published - 1
+
+
+def read(path: pathlib.Path) -> Iterator[PublishedRun]:
+    with path.open(newline="") as file:
+        yield from map(PublishedRun, csv.DictReader(file))
