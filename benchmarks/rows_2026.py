@@ -12,7 +12,6 @@ import pathlib
 import re
 from collections.abc import Iterator
 
-from jaxtrain import config as cfg
 from jaxtrain.config import Config
 from jaxtrain.config.checks import Environment
 from jaxtrain.config.flags import apply
