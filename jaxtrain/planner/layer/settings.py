@@ -75,6 +75,7 @@ class StepSettings:
                       copy beside the optimizer's state, and of a number of that state
     copied_bytes:     bytes of a copy of its master that an update writes
     sent_gradient, sent_weight: bytes of a number that crosses `data`
+    reduced_gradient: bytes of a gradient's number that an op reduces; 0: those of `sent_gradient`
     imbalance:        routed tokens of the busiest device's experts, over the mean
     inner_steps:      steps between two exchanges of independent replicas; 0: replicas are not
                       independent
@@ -104,6 +105,7 @@ class StepSettings:
     moment_bytes: float = 4.0
     sent_gradient: float = 4.0
     sent_weight: float = 4.0
+    reduced_gradient: float = 0.0
     imbalance: float = 1.1
     inner_steps: int = 0
     documents: bool = False

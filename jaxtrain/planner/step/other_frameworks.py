@@ -43,9 +43,14 @@ class TheirLayer(LayerTime):
 
 
 class Layers(MeanLayer):
-    """Layers that are recomputed with their outputs."""
+    """Layers that may be recomputed with their outputs."""
 
-    unread = 0.0
+    settings: "Framework"
+
+    @property
+    def unread(self) -> float:
+        """Fraction of recomputed layers without the products that make their outputs."""
+        return self.settings.unread
 
 
 class Device(DeviceState):
@@ -117,6 +122,8 @@ class Framework(StepSettings):
     one_link:         fraction of one link's bandwidth that ZeRO-3's collectives reach where they
                       leave an island; 0: they use all links of the island
     recomputes_core:  "selective" recomputes attention's core; otherwise all that is no product
+    unread:           fraction of fully recomputed layers whose output is not made again: 1 where
+                      XLA compiles the step, for nothing reads it
     """
 
     causal_rates: bool = False
@@ -128,6 +135,7 @@ class Framework(StepSettings):
     parallel: ParallelConfig = ParallelConfig(collective_matmul="off")
     one_link: float = 0.0
     recomputes_core: bool = False
+    unread: float = 0.0
     ours: ClassVar[bool] = False
     changed: ClassVar[Mapping[type, type]] = {
         LayerTime: TheirLayer,
@@ -270,7 +278,11 @@ FRAMEWORKS: dict[str, StepSettings] = {
             "recomputation but for named matrices",
             weight_bytes=4.0,
             master_bytes=0.0,
-            rates=Rates(data_overlap=0.9, gather_overlap=0.95, stage_overlap=False),
+            rates=Rates(
+                model_overlap=0.9, data_overlap=0.9, gather_overlap=0.95, stage_overlap=False
+            ),
+            unread=1.0,
+            reduced_gradient=2.0,  # as compiled (docs/parts.md)
         ),
         _TORCHTITAN,
         dataclasses.replace(
