@@ -3,13 +3,14 @@ its config chooses, and what is assumed of the compiled program."""
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
 from jaxtrain.config import OptimizerConfig, ParallelConfig, PrecisionConfig
 from jaxtrain.config.kernels import QUANTIZED
 from jaxtrain.config.sizes import MX_BLOCK
-from jaxtrain.planner.layer.layout import Layout
+from jaxtrain.planner.layer.layout import Layout, routed_capacity
 from jaxtrain.planner.layer.model import Model
 
 ITEM = 2  # bytes of a number in 16 bits
@@ -75,7 +76,8 @@ class StepSettings:
                       copy beside the optimizer's state, and of a number of that state
     copied_bytes:     bytes of a copy of its master that an update writes
     sent_gradient, sent_weight: bytes of a number that crosses `data`
-    imbalance:        routed tokens of the busiest device's experts, over the mean
+    imbalance:        routed tokens of the busiest device's experts, over the mean, where no room
+                      limits them
     inner_steps:      steps between two exchanges of independent replicas; 0: replicas are not
                       independent
     documents:        tokens attend within their document
@@ -161,3 +163,18 @@ class StepSizes:
     def tokens(self) -> float:
         """Tokens of a microbatch on one group of `model` devices."""
         return self.layout.microbatch * self.model.sequence / self.layout.context
+
+    @functools.cached_property
+    def busiest(self) -> float:
+        """Routed tokens of the busiest device's experts, for which the others wait, over the mean:
+        no more than its experts have room for, and the mean where a device has all experts."""
+        room = self.model.expert_room or math.inf
+        return min(self.settings.imbalance, room) if self.layout.expert > 1 else 1.0
+
+    @functools.cached_property
+    def routed_tokens(self) -> float:
+        """Rows that the busiest device's experts compute of a microbatch. Experts with a capacity
+        compute all of it, whether tokens are there or not."""
+        mean = self.tokens * self.model.experts_per_token
+        capacity = routed_capacity(self.model, self.layout)
+        return float(capacity) if self.model.capacity_factor else mean * self.busiest

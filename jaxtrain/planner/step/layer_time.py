@@ -51,9 +51,7 @@ class LayerWork(StepPart):
             tokens, local = self.tokens, 1.0
             if product.experts:
                 local = product.experts / layout.expert
-                # Tokens of an expert on the busiest device of `expert`, for which the others wait.
-                busiest = self.settings.imbalance if layout.expert > 1 else 1.0
-                tokens *= model.experts_per_token / local * busiest
+                tokens = self.routed_tokens / local
             fp8 = self.settings.fp8 and product.fp8
             times.append(ProductTime(product, *self.product(tokens, n, k, local, fp8)))
         return tuple(times)
