@@ -204,6 +204,8 @@ class ExpertCollectives(Activations):
         m, layout, size = self.model, self.layout, self.model.width * self.item
         if not self.settings.ours:  # each device of `model` sends its share
             sent = self.routed_tokens / layout.model * size
+            if self.settings.sends_once and not m.capacity_factor:
+                sent *= nodes_of_token(m, layout.expert) / m.experts_per_token
             each = [] if op == "W" else alike(EXCHANGE, EXPERT, [sent])
             return each, each
         if op == "W" and (self._sends_in_b() or not layout.makes_again(ROUTED)):

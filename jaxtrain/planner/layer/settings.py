@@ -34,6 +34,8 @@ class Rates:
     inner_passes:   over what products make inside attention and MLP: copies by head, activation
     logit_passes:   over a microbatch's logits in 32 bits: written, read for the loss, and for its
                     gradient
+    routed_passes:  over the rows of routed tokens, forward: they are gathered in the order of their
+                    experts, and summed back
     weight_copies:  of F, R and B over a layer's weights, where a loop over layers copies them out
                     of their stack
     sum_passes:     of W over the sums of a layer's gradients, in 32 bits
@@ -43,6 +45,12 @@ class Rates:
     gather_overlap: fraction of ZeRO-3's all-gathers and reduce-scatters that overlaps with ops
     cell_overlap:   fraction of the messages of routed tokens that overlap with products of the
                     other microbatch in an overlapped cell
+    expert_overlap: fraction of them that overlaps with work of another microbatch, without cells
+    host_ms:        milliseconds in which the host starts the operations of a layer with experts,
+                    forward and backward of one microbatch, but for those that round the operands
+                    of one expert
+    rounding_us:    microseconds in which it starts these for one operand, in blocks or with a scale
+                    for the tensor
     stage_overlap:  messages between stages overlap with ops
     """
 
@@ -56,6 +64,10 @@ class Rates:
     gather_overlap: float = 0.9
     cell_overlap: float = 0.0
     stage_overlap: bool = True
+    routed_passes: float = 2.0
+    expert_overlap: float = 0.0
+    host_ms: float = 0.0
+    rounding_us: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +90,9 @@ class StepSettings:
     sent_gradient, sent_weight: bytes of a number that crosses `data`
     imbalance:        routed tokens of the busiest device's experts, over the mean, where no room
                       limits them
+    fused_experts:    in MXFP8 one kernel multiplies, activates and rounds the rows of all experts,
+                      in a CUDA graph of the entire step
+    sends_once:       a token goes once to each device that has some of its experts
     inner_steps:      steps between two exchanges of independent replicas; 0: replicas are not
                       independent
     documents:        tokens attend within their document
@@ -107,6 +122,8 @@ class StepSettings:
     sent_gradient: float = 4.0
     sent_weight: float = 4.0
     imbalance: float = 1.1
+    fused_experts: bool = False
+    sends_once: bool = False
     inner_steps: int = 0
     documents: bool = False
     by_sequence: bool = False
@@ -130,6 +147,11 @@ class StepSettings:
         """Products that make weights' gradients are of FP8, too; otherwise activations are gathered
         before they are quantized."""
         return self.fp8 and self.precision.fp8_weight_gradients == "fp8"
+
+    @functools.cached_property
+    def fuses_experts(self) -> bool:
+        """One kernel makes the products of all experts."""
+        return self.fused_experts and self.precision.matmul == "mxfp8"
 
     @property
     def number_of_fp8(self) -> float:
