@@ -43,6 +43,8 @@ class Rates:
     cell_overlap:   fraction of the messages of routed tokens that overlap with products of the
                     other microbatch in an overlapped cell
     stage_overlap:  messages between stages overlap with ops
+    host_overlap:   fraction of an op's copies of what layers save, to the host's memory and back,
+                    that overlaps with the op's work
     """
 
     passes: float = 8.0
@@ -55,6 +57,7 @@ class Rates:
     gather_overlap: float = 0.9
     cell_overlap: float = 0.0
     stage_overlap: bool = True
+    host_overlap: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
