@@ -13,9 +13,11 @@ from jaxtrain.planner.layer.layout import AXES
 from jaxtrain.planner.layer.links import CONTEXT
 from jaxtrain.planner.layer.settings import ITEM
 from jaxtrain.planner.step.overlapped_cell import Phases, most_saved, saved_by_pair
+from jaxtrain.planner.step.saved import bytes_on_host
 from jaxtrain.planner.step.step_part import StepPart, once, part
 from jaxtrain.planner.step.time_breakdown import (
     ATTENTION,
+    HOST,
     MATMULS,
     MEMORY,
     TimeBreakdown,
@@ -134,7 +136,7 @@ class LayerWork(StepPart):
 class LayerTime(StepPart):
     """Seconds of one layer and microbatch, all of which have the layout's recomputation."""
 
-    reads = (*AXES, "microbatch", "remat", "save", "expert_nodes")
+    reads = (*AXES, "microbatch", "remat", "save", "expert_nodes", "offload")
     work = part(LayerWork)
 
     @once
@@ -170,10 +172,30 @@ class LayerTime(StepPart):
             "B": {MATMULS: inputs, ATTENTION: attention_back, MEMORY: memory_back},
             "W": {MATMULS: weights, MEMORY: sums},
         }
-        return {
+        seconds = {
             op: TimeBreakdown(parts) + self._collectives(op, dense, parts, unread, pairs)
             for op, parts in ops.items()
         }
+        if dense or not self.layout.saves_on_host:
+            return seconds
+        rate, copied = rates.host_overlap, self._copied()
+        beside = {op: {HOST: (rate, work.seconds)} for op, work in seconds.items()}
+        return {
+            op: work + overlapped({HOST: copied.get(op, 0.0)}, beside[op])
+            for op, work in seconds.items()
+        }
+
+    def _copied(self) -> dict[str, float]:
+        """Seconds by op of the copies of what the layer saves to the host's memory, and back to
+        what starts from it: R, or B, and W where that is an op of its own."""
+        speed, back = self.hardware.host_bytes_per_s, "R" if self.layout.remat == "full" else "B"
+        saved, for_w = (n / speed for n in self.on_host())
+        return {"F": saved, back: saved, "W": for_w * (self.layout.stage > 1)}
+
+    def on_host(self) -> tuple[float, float]:
+        """Bytes in the host's memory of what the layer saves of a microbatch: all of them, and
+        those that W reads."""
+        return bytes_on_host(self, self.layout.remat)
 
     def _last(self, dense: bool) -> float:
         """Seconds of the products that make the layer's output."""
