@@ -4,10 +4,9 @@ its config chooses, and what is assumed of the compiled program."""
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from jaxtrain.config import OptimizerConfig, ParallelConfig, PrecisionConfig
-from jaxtrain.config.kernels import QUANTIZED
 from jaxtrain.config.sizes import MX_BLOCK
 from jaxtrain.planner.layer.layout import Layout
 from jaxtrain.planner.layer.model import Model
@@ -15,6 +14,7 @@ from jaxtrain.planner.layer.model import Model
 ITEM = 2  # bytes of a number in 16 bits
 FLOAT32 = 4  # bytes of a float32 or an int32
 FP8 = 1
+NV_BLOCK = 16  # numbers of NVFP4 that share a scale of 8 bits
 # products of attention's backward over the two of its forward: scores once more, and four
 ATTENTION_BACKWARD = 2.5
 
@@ -22,6 +22,31 @@ ATTENTION_BACKWARD = 2.5
 def bytes_of(dtype: str) -> int:
     """Bytes of a number of a type as a config names it."""
     return FLOAT32 if dtype == "float32" else ITEM
+
+
+class ProductFormat(NamedTuple):
+    """How `precision.matmul` has the operands of products with layers' matrices.
+
+    peak:   its key in a hardware file's peaks
+    number: bytes of a number with its part of a block's scale
+    sent:   bytes of a weight's number as it is gathered
+    blocks: blocks of numbers have their own scales, and operands a form for each product
+    """
+
+    peak: str
+    number: float
+    sent: float
+    blocks: bool = False
+
+
+MX = FP8 * (1 + 1 / MX_BLOCK)
+FORMATS = {
+    "fp8": ProductFormat("float8", FP8, FP8),
+    "mxfp8": ProductFormat("mxfloat8", MX, MX, blocks=True),
+    # Megatron-Core cannot gather 4 bits yet (its guide to training in low precision).
+    "nvfp4": ProductFormat("float4", 0.5 + 1 / NV_BLOCK, ITEM, blocks=True),
+    "int8": ProductFormat("int8", 1.0, 1.0),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,15 +138,21 @@ class StepSettings:
     changed: ClassVar[Mapping[type, type]] = {}
 
     @functools.cached_property
+    def quantized(self) -> ProductFormat | None:
+        """The format of operands of products with layers' matrices, in which they are gathered and
+        sent, too; None for the compute type."""
+        return FORMATS.get(self.precision.matmul)
+
+    @functools.cached_property
     def fp8(self) -> bool:
-        """Operands of products with layers' matrices are of FP8, gathered and sent in it."""
-        return self.precision.matmul in QUANTIZED
+        """Operands of products with layers' matrices are of FP8, or of another such format."""
+        return self.quantized is not None
 
     @functools.cached_property
     def fp8_blocks(self) -> bool:
         """Blocks of these numbers have their own scales, and operands a form for each product
         (parallel/mxfp8.py)."""
-        return self.precision.matmul == "mxfp8"
+        return self.quantized is not None and self.quantized.blocks
 
     @functools.cached_property
     def fp8_in_w(self) -> bool:
@@ -131,8 +162,8 @@ class StepSettings:
 
     @property
     def number_of_fp8(self) -> float:
-        """Bytes of a number in FP8 with its part of a block's scale."""
-        return FP8 * (1 + self.fp8_blocks / MX_BLOCK)
+        """Bytes of a number in FP8, or another such format, with its part of a block's scale."""
+        return self.quantized.number if self.quantized else FP8
 
     def shards(self, layout: Layout, width: int) -> int:
         """ZeRO's shard count over `data`; 1 if it does not divide the model's width."""

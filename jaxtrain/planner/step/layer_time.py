@@ -22,7 +22,6 @@ from jaxtrain.planner.step.time_breakdown import (
     overlapped,
 )
 
-FLOAT8, MXFLOAT8 = "float8", "mxfloat8"  # the keys of their peaks
 NORMS_AND_SUMS = 4  # of a plain layer: two norms, two sums with the residual stream
 BACKWARD_PASSES = 2.0  # passes of the backward over memory, for one of the forward
 
@@ -72,14 +71,12 @@ class LayerWork(StepPart):
             max(flops / reached(m, k, n), moved) + launch,
             max(flops / reached(k, n, m), moved) + launch,
         ]
-        if fp8:
-            blocks = self.settings.fp8_blocks
-            key = MXFLOAT8 if blocks else FLOAT8
-            faster = usual / hardware.peak_tflops.get(key, usual)
+        if fp8 and (quantized := self.settings.quantized):
+            faster = usual / hardware.peak_tflops.get(quantized.peak, usual)
             weights = faster if self.settings.fp8_in_w else 1.0
             # A pass finds the largest number, another one reads and writes; in blocks a pass for
             # each of two forms does both.
-            written = self.settings.number_of_fp8 * (1 + blocks)
+            written = quantized.number * (1 + quantized.blocks)
             passes = (2 * self.item + written) / hardware.streaming
             seconds = [
                 seconds[0] * faster + passes * m * k + 2 * launch,
