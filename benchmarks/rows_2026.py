@@ -12,12 +12,15 @@ import pathlib
 import re
 from collections.abc import Iterator
 
+from errors_by_kind import Kind
+
 from jaxtrain.config import Config
 from jaxtrain.config.checks import Environment
+from jaxtrain.config.errors import ConfigError, UsageError
 from jaxtrain.config.flags import apply
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.planner.layer import hardware
-from jaxtrain.planner.layer.hardware import Hardware
+from jaxtrain.planner.layer.hardware import Hardware, HardwareError
 from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.search.predict import Prediction, predict
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
@@ -30,8 +33,6 @@ DEVICES = (
     (r"([A-Z]+\d+)", r"\1"),
 )
 RELEASE = re.compile(r"\((\d\d\.\d\d)")
-# a part of a model that no flag expresses, though the row has flags for the rest of it
-WITHOUT = ("windows", "sinks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,15 +46,27 @@ class PublishedRun:
 
     @property
     def name(self) -> str:
+        """The row's number, model and devices."""
         values = self.values
-        return f"{values['model']} on {values['devices']} {self.device}, {self.precision}"
+        text = f"{values['row']}: {values['model']} on {values['devices']} {self.device}"
+        return f"{text}, {self.precision}"
 
-    @property
-    def expressed(self) -> str:
-        """Why flags do not express the row; "" if they do."""
+    @functools.cached_property
+    def unplanned(self) -> str:
+        """Why no plan has the row's error: no flag expresses it, or its flags are refused; "" if
+        one has."""
         if not self.values["framework"]:
             return self.values["remarks"]
-        return self.values["remarks"] if self.values["class"] == "MoE-window" else ""
+        try:
+            self.plan  # noqa: B018 (an error says what is refused)
+        except (ConfigError, UsageError, HardwareError) as error:
+            return str(error)
+        return ""
+
+    @property
+    def approximate(self) -> bool:
+        """True if the model has windows and sinks, and is planned with full attention."""
+        return self.values["class"] == "MoE-window"
 
     @functools.cached_property
     def device(self) -> str:
@@ -73,8 +86,9 @@ class PublishedRun:
         return precision.compute if precision.matmul == "compute" else precision.matmul
 
     @property
-    def model_kind(self) -> str:
-        return "experts" if self.config.model.experts else "dense"
+    def kind(self) -> Kind:
+        model = "experts" if self.config.model.experts else "dense"
+        return Kind(self.device, model, self.precision, self.values["framework"])
 
     @property
     def framework(self) -> str:
@@ -101,6 +115,8 @@ class PublishedRun:
     def published(self) -> float:
         """Tokens a second of all devices, or TFLOP/s of a device."""
         rate, unit = float(self.values["rate"]), self.values["rate_unit"]
+        if unit == "s":
+            return self.plan.work.layout.batch * self.plan.work.model.sequence / rate
         each = 1 if "(all" in unit or unit.startswith("TFLOP") else int(self.values["devices"])
         return rate * each
 
@@ -116,6 +132,23 @@ class PublishedRun:
     def error(self) -> float:
         """The predicted speed over the published one, less 1."""
         return self.predicted / self.published - 1
+
+    @property
+    def figures(self) -> tuple[str, str]:
+        """The predicted and the published rate."""
+        each = "TFLOP/s" if self.values["rate_unit"].startswith("TFLOP") else "tokens/s"
+        return f"{self.predicted:,.0f}", f"{self.published:,.0f} {each}"
+
+    @property
+    def tflops(self) -> float:
+        """Planned TFLOP/s of a device, of the model's operations."""
+        work = self.plan.work
+        return work.model_flops() / self.plan.seconds / work.layout.devices / 1e12
+
+    @property
+    def seconds_by_part(self) -> dict[str, float]:
+        """Seconds of a step by part, but for what other work hides."""
+        return dict(self.plan.time.exposed)
 
 
 def read(path: pathlib.Path) -> Iterator[PublishedRun]:
