@@ -27,24 +27,36 @@ def bytes_of(dtype: str) -> int:
 class ProductFormat(NamedTuple):
     """How `precision.matmul` has the operands of products with layers' matrices.
 
-    peak:   its key in a hardware file's peaks
-    number: bytes of a number with its part of a block's scale
-    sent:   bytes of a weight's number as it is gathered
-    blocks: blocks of numbers have their own scales, and operands a form for each product
+    peak:    its key in a hardware file's peaks
+    number:  bytes of a number with its part of a block's scale
+    sent:    bytes of a weight's number as it is gathered
+    blocks:  blocks of numbers have their own scales, and operands a form for each product
+    scaled:  a tensor has a scale, for which a pass finds the largest number
+    reached: the part of its peak that products reach, over that of the compute type
+    overlaps: other frameworks' products overlap with messages of `model`
     """
 
     peak: str
     number: float
     sent: float
     blocks: bool = False
+    scaled: bool = True
+    reached: float = 1.0
+    overlaps: float = 1.0
+
+    def passes(self, item: int, forms: int) -> float:
+        """Bytes that are read and written for each number of an activation that is quantized: a
+        pass for the tensor's scale, and one for each form. item: bytes of a number before"""
+        return item * (self.scaled + forms) + self.number * forms
 
 
-MX = FP8 * (1 + 1 / MX_BLOCK)
+MX, NV = FP8 * (1 + 1 / MX_BLOCK), 0.5 + 1 / NV_BLOCK
+NV_REACHED = 0.8
 FORMATS = {
     "fp8": ProductFormat("float8", FP8, FP8),
-    "mxfp8": ProductFormat("mxfloat8", MX, MX, blocks=True),
-    # Megatron-Core cannot gather 4 bits yet (its guide to training in low precision).
-    "nvfp4": ProductFormat("float4", 0.5 + 1 / NV_BLOCK, ITEM, blocks=True),
+    "mxfp8": ProductFormat("mxfloat8", MX, MX, blocks=True, scaled=False),
+    # Megatron-Bridge gathers no 4 bits, and its recipes have no messages beside such products.
+    "nvfp4": ProductFormat("float4", NV, ITEM, blocks=True, reached=NV_REACHED, overlaps=2 / 3),
     "int8": ProductFormat("int8", 1.0, 1.0),
 }
 
@@ -106,6 +118,8 @@ class StepSettings:
     documents:        tokens attend within their document
     by_sequence:      what layers save of a microbatch is taken to be that of one sequence times
                       their number, for searches, which have many sizes of microbatches (saved.py)
+    fp8_forms:        copies of an activation in FP8: 2 where products that contract another
+                      dimension need it transposed
     ours:             our own runtime runs the step, which has tables and slots. In a layer W
                       gathers its inputs again, latents and shared heads are gathered, every device
                       of `model` sends all routed tokens
@@ -133,6 +147,7 @@ class StepSettings:
     inner_steps: int = 0
     documents: bool = False
     by_sequence: bool = False
+    fp8_forms: int = 1
     rates: Rates = Rates()
     ours: ClassVar[bool] = True
     changed: ClassVar[Mapping[type, type]] = {}
