@@ -391,7 +391,8 @@ def _laid_out(space: Space, text: str) -> Config:
             {"devices": count},
             [] if rest else [f"data={data} in --layout"],
         )
-    known = Environment(None, space.hardware.platform, space.recipe)
+    is_ours = space.assume == OURS
+    known = Environment(None, space.hardware.platform, space.recipe, is_ours=is_ours)
     return layout_flag.laid_out(space.config, values, known)
 
 

@@ -69,7 +69,8 @@ def single_changes(prediction: Prediction) -> list[Change]:
     if chosen.resolve() == config:  # it may be another with another number of stages
         config = chosen
     exact, layout, changes = prediction.seconds / work.step().seconds, layout_flag.of(config), []
-    environment = Environment(prediction.devices, work.hardware.platform, config)
+    is_ours = work.settings.ours
+    environment = Environment(prediction.devices, work.hardware.platform, config, is_ours=is_ours)
     candidates = _candidates(config.mesh, config.pipeline, config.parallel.zero)
     for settings in (*candidates, *_nodes_of_experts(work)):
         changed = cfg.replace(config, settings)

@@ -24,7 +24,6 @@ from jaxtrain.planner.step.time_breakdown import (
     overlapped,
 )
 
-FLOAT8, MXFLOAT8 = "float8", "mxfloat8"  # the keys of their peaks
 NORMS_AND_SUMS = 4  # of a plain layer: two norms, two sums with the residual stream
 BACKWARD_PASSES = 2.0  # passes of the backward over memory, for one of the forward
 
@@ -83,15 +82,11 @@ class LayerWork(StepPart):
             max(flops / reached(m, k, n), moved) + launch,
             max(flops / reached(k, n, m), moved) + launch,
         ]
-        if fp8:
-            blocks = self.settings.fp8_blocks
-            key = MXFLOAT8 if blocks else FLOAT8
-            faster = usual / hardware.peak_tflops.get(key, usual)
+        if fp8 and (quantized := self.settings.quantized):
+            faster = usual / hardware.peak_tflops.get(quantized.peak, usual) / quantized.reached
             weights = faster if self.settings.fp8_in_w else 1.0
-            # A pass finds the largest number, another one reads and writes; in blocks a pass for
-            # each of two forms does both.
-            written = self.settings.number_of_fp8 * (1 + blocks)
-            passes = (not fused) * (2 * self.item + written) / hardware.streaming
+            forms = max(1 + quantized.blocks, self.settings.fp8_forms)
+            passes = (not fused) * quantized.passes(self.item, forms) / hardware.streaming
             seconds = [
                 seconds[0] * faster + passes * m * k + 2 * launch,
                 seconds[1] * faster + passes * m * n + 2 * launch,
@@ -243,7 +238,11 @@ class LayerTime(StepPart):
             fewer = self.links.seconds(c.layer(op, True, fused, dense))
             seconds = {axis: s + unread * (fewer.get(axis, 0.0) - s) for axis, s in seconds.items()}
         ring = float(self.settings.parallel.context == "ring" and self.hardware.alone <= 1)
-        overlap = self.settings.rates.model_overlap, math.inf
+        quantized = self.settings.quantized
+        overlap = (
+            self.settings.rates.model_overlap * (quantized.overlaps if quantized else 1),
+            math.inf,
+        )
         if self.multiplies_while_sending and not self.settings.fp8:
             overlap = 1.0, self._beside_products(op, dense, seconds.get(MODEL, 0.0))
         pairs = (self.settings.rates.expert_overlap, math.inf) if dense or op != "R" else pairs

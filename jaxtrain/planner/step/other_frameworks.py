@@ -27,6 +27,7 @@ from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.planner.step.time_breakdown import (
     ATTENTION,
     LAUNCHES,
+    MATMULS,
     MEMORY,
     TimeBreakdown,
 )
@@ -83,6 +84,26 @@ class TheirLayer(LayerTime):
 
     def on_host(self) -> tuple[float, float]:
         return saved_of_layer(self, self.layout.remat)[1], 0.0
+
+
+class SavesByOperation(TheirLayer):
+    """A layer whose selective recomputation saves attention and every other product with a matrix:
+    torchtitan's `op`, whose saved operations are aten.mm, and no products in FP8 or of groups."""
+
+    def made_again(self, dense: bool) -> dict[str, float]:
+        """Seconds by part of what selective recomputation makes again."""
+        fp8, sizes = self.settings.fp8, {a.name: a.size for a in self.model.layer(dense).arrays}
+        products = [p for p in self.work.products(dense) if p.of.read]
+        matrices = [name for p in products for name in p.of.names]
+        again = set(matrices[not fp8 :: 2 - fp8])
+        size = lambda names: sum(map(sizes.__getitem__, names))
+        seconds = sum(
+            p.forward * (size(again.intersection(p.of.names)) / size(p.of.names))
+            if not p.of.experts
+            else p.forward
+            for p in products
+        )
+        return {MATMULS: seconds, MEMORY: self.work.passes(dense)}
 
 
 class Layers(MeanLayer):
@@ -290,13 +311,22 @@ _MEGATRON_2021 = Framework(
     rates=Rates(passes=14.0, inner_passes=3.0, logit_passes=8.0, stage_overlap=False),
     sent_gradient=2.0,
 )
-_TORCHTITAN = Framework(
+
+
+class TorchTitan(Framework):
+    """Settings of torchtitan's step."""
+
+    changed: ClassVar[Mapping[type, type]] = {**Framework.changed, LayerTime: SavesByOperation}
+
+
+_TORCHTITAN = TorchTitan(
     "torchtitan",
     "FSDP whose all-gathers overlap with products, torch.compile: fused attention, separate passes "
     "for norms and activations",
     sends_once=True,
     weight_bytes=4.0,
     master_bytes=0.0,
+    fp8_forms=2,  # products of weights' gradients read transposed operands
     rates=Rates(
         passes=14.0, inner_passes=3.0, logit_passes=8.0, data_overlap=0.9, stage_overlap=False
     ),
