@@ -133,7 +133,8 @@ class StepSettings:
                       limits them
     fused_experts:    in MXFP8 one kernel multiplies, activates and rounds the rows of all experts,
                       in a CUDA graph of the entire step
-    sends_once:       a token goes once to each device that has some of its experts
+    sends_once:       a token goes once to each device that has some of its experts, or where these
+                      lie in several nodes to each node
     inner_steps:      steps between two exchanges of independent replicas; 0: replicas are not
                       independent
     documents:        tokens attend within their document

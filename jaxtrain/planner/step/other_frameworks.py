@@ -16,7 +16,7 @@ from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.planner.layer.collectives import Parameters, StepCollectives
 from jaxtrain.planner.layer.layout import Layout
-from jaxtrain.planner.layer.links import DATA, Collective
+from jaxtrain.planner.layer.links import CONTEXT, DATA, EXPERT, REPLICA, Collective
 from jaxtrain.planner.layer.settings import FLOAT32, ITEM, Rates, StepSettings
 from jaxtrain.planner.step.layer_time import LayerTime, MeanLayer
 from jaxtrain.planner.step.outside_layers import EndsTime, UpdateTime
@@ -143,11 +143,17 @@ class Device(DeviceState):
 
     @functools.cached_property
     def groups(self) -> ParameterGroups:
-        """The parameters of the device: what stands before and after the layers is with these."""
-        ours = super().groups
+        """The parameters of the device: what stands before and after the layers is with these.
+        ZeRO cuts them over all devices that hold the same."""
+        ours, same = super().groups, (DATA, CONTEXT, EXPERT)
         size = sum(group.size for group in ours[1:])
-        none = Parameters(0)
-        return ParameterGroups(ours.experts, ours.layers._replace(size=size), none, none)
+        over = lambda group, axes: group._replace(
+            scatter=axes * (self.layout.zero > 0),
+            shard=axes * (self.layout.zero > 0),
+            sums=(REPLICA, *axes * (self.layout.zero == 0)),
+        )
+        none, layers = Parameters(0), ours.layers._replace(size=size)
+        return ParameterGroups(over(ours.experts, same[:2]), over(layers, same), none, none)
 
 
 class Ends(EndsTime):
@@ -173,9 +179,9 @@ class Update(UpdateTime):
         return super()._over_data(0.0)
 
     def seconds_of_zero(self, collectives: Iterable[Collective]) -> float:
-        """Seconds over `data` of collectives of ZeRO in ops."""
+        """Seconds of collectives of ZeRO in ops."""
         one_link = self.settings.one_link if self.layout.zero == 3 else 0.0
-        return self.links.seconds(collectives, one_link).get(DATA, 0.0)
+        return sum(self.links.seconds(collectives, one_link).values())
 
 
 @dataclasses.dataclass(frozen=True)

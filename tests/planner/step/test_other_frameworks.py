@@ -91,3 +91,40 @@ def test_the_ends_of_a_pipeline_are_two_stages():
     assert (layers, first, last) == (23, False, True)
     assert work._busiest_stage(1.0, 2.0, 1.0) == (23, True, False)
     assert step("megatron_core", model)._busiest_stage(1.0, 2.0, 1.0) == (46, True, True)
+
+
+def sent_to_experts(framework: str, expert: int) -> float:
+    """Seconds in which a layer of a sequence sends its tokens to experts on H100s, forward."""
+    settings = FRAMEWORKS[framework]
+    of = StepModel(QWEN, Layout(expert=expert), settings, load("h100"))
+    return of.links.seconds(of.collectives.routed("F")[0])["expert"]
+
+
+@pytest.mark.parametrize("framework", ["megatron_core", "torchtitan"])
+def test_a_token_goes_to_a_node_once(framework):
+    """Eight choices on 64 devices: over the network a row for each of eight nodes that has some, in
+    a node one for each device."""
+    rows = QWEN.sequence * nodes_of_token(QWEN, 8) * 2 * QWEN.width * 7 / 8
+    assert sent_to_experts(framework, 64) == pytest.approx(rows / 40e9, rel=0.05)
+    assert sent_to_experts(framework, 8) == pytest.approx(rows / 346.5e9, rel=0.1)
+
+
+def test_zero_goes_over_all_devices_that_hold_the_same():
+    """What is no expert is gathered over data, context and expert together, experts over data and
+    context; with one device of data it takes time, too."""
+    zero3 = lambda **layout: step("torchtitan", matmul="compute", hardware="h100", zero=3, **layout)
+    groups = zero3(data=2, context=2).device.groups
+    assert groups.layers.shard == groups.layers.scatter == ("data", "context", "expert")
+    assert groups.experts.shard == ("data", "context") and groups.experts.sums == ("replica",)
+    time = zero3().step()
+    assert time.exposed["data"] + time.hidden["data"] > 0
+    unsharded = step("megatron_core", zero=0, data=2).device.groups.layers
+    assert not unsharded.scatter and unsharded.sums == ("replica", "data", "context", "expert")
+
+
+def test_maxtext_makes_no_output_again():
+    """Full recomputation has no down projection, whose result nothing reads."""
+    of = step("maxtext", DENSE, "compute", "tpu-v5p", expert=1, data=8, zero=3)
+    products = {p.of.names[0]: p.forward for p in of.part(LayerWork).products(False)}
+    again = of.layers.ops(False)["R"].exposed["matmuls"]
+    assert again == pytest.approx(sum(products.values()) - products["mlp.down.weight"])
