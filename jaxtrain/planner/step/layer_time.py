@@ -83,7 +83,8 @@ class LayerWork(StepPart):
             max(flops / reached(k, n, m), moved) + launch,
         ]
         if fp8 and (quantized := self.settings.quantized):
-            faster = usual / hardware.peak_tflops.get(quantized.peak, usual) / quantized.reached
+            reach = quantized.reached * hardware.quantized_reached
+            faster = usual / hardware.peak_tflops.get(quantized.peak, usual) / reach
             weights = faster if self.settings.fp8_in_w else 1.0
             forms = max(1 + quantized.blocks, self.settings.fp8_forms)
             passes = (not fused) * quantized.passes(self.item, forms) / hardware.streaming

@@ -94,6 +94,7 @@ PLAIN = {  # figures that stand alone → the least and the most that is accepte
     "memory_reached": (1e-6, 1),
     "host_gb_per_s": (1e-9, 1e6),
     "clock_ghz": (0, 1e3),
+    "quantized_reached": (1e-6, 1),
     "launch_us": (0, 1e9),
     "watts": (0, 1e6),
     "alone": (1, 1e6),
