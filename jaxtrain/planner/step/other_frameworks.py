@@ -13,10 +13,10 @@ from typing import ClassVar
 
 from jaxtrain.config import OptimizerConfig, ParallelConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
-from jaxtrain.config.sizes import SELECTIVE
+from jaxtrain.config.sizes import SELECTIVE, SHARD_AXES
 from jaxtrain.planner.layer.collectives import Parameters, StepCollectives
 from jaxtrain.planner.layer.layout import Layout
-from jaxtrain.planner.layer.links import CONTEXT, DATA, EXPERT, REPLICA, Collective
+from jaxtrain.planner.layer.links import REPLICA, Collective
 from jaxtrain.planner.layer.settings import FLOAT32, ITEM, Rates, StepSettings
 from jaxtrain.planner.step.layer_time import LayerTime, MeanLayer
 from jaxtrain.planner.step.outside_layers import EndsTime, UpdateTime
@@ -145,15 +145,13 @@ class Device(DeviceState):
     def groups(self) -> ParameterGroups:
         """The parameters of the device: what stands before and after the layers is with these.
         ZeRO cuts them over all devices that hold the same."""
-        ours, same = super().groups, (DATA, CONTEXT, EXPERT)
-        size = sum(group.size for group in ours[1:])
+        ours, zero = super().groups, self.layout.zero > 0
         over = lambda group, axes: group._replace(
-            scatter=axes * (self.layout.zero > 0),
-            shard=axes * (self.layout.zero > 0),
-            sums=(REPLICA, *axes * (self.layout.zero == 0)),
+            scatter=axes * zero, shard=axes * zero, sums=(REPLICA, *axes * (not zero))
         )
-        none, layers = Parameters(0), ours.layers._replace(size=size)
-        return ParameterGroups(over(ours.experts, same[:2]), over(layers, same), none, none)
+        layers = ours.layers._replace(size=sum(group.size for group in ours[1:]))
+        groups = over(ours.experts, SHARD_AXES[:2]), over(layers, SHARD_AXES)
+        return ParameterGroups(*groups, Parameters(0), Parameters(0))
 
 
 class Ends(EndsTime):
