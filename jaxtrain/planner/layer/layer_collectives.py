@@ -203,7 +203,7 @@ class ExpertCollectives(Activations):
         those that bring results back. unread: nothing reads the layer's output"""
         m, layout, size = self.model, self.layout, self.model.width * self.item
         if not self.settings.ours:  # each device of `model` sends its share
-            sent = self.routed_tokens / layout.model * size
+            sent = self.routed_tokens * size / layout.model
             if self.settings.sends_once and not m.capacity_factor:
                 sent *= nodes_of_token(m, layout.expert) / m.experts_per_token
             each = [] if op == "W" else alike(EXCHANGE, EXPERT, [sent])

@@ -99,11 +99,8 @@ class StepModel(StepPart):
         placement, layout = self.balanced, self.layout
         if placement is None:  # both ends are of one stage, or of two
             one = layout.stage == 1
-            return (
-                math.ceil(self.model.layers / layout.stage),
-                one or first > last,
-                one or first <= last,
-            )
+            has_both = first > last or one, first <= last or one
+            return math.ceil(self.model.layers / layout.stage), *has_both
         held = [0] * layout.stage
         for stage, size in zip(placement.stage_of, placement.sizes, strict=True):
             held[stage] += size
