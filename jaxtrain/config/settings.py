@@ -449,7 +449,8 @@ class PipelineConfig:
         "what a layer with remat=selective saves beside its input, by name, such as "
         "attention,mlp_in; the rest is recomputed. Empty: the results of matmuls. With stages and "
         "remat=full, layer_input: each layer's input, and not the chunk's alone; takes memory, and "
-        "R makes no layer's output",
+        "R makes no layer's output. A name with :host, such as qkv:host, is of a value that lies "
+        "in the host's memory",
     )
     overlap: bool = setting(
         False,
@@ -566,8 +567,8 @@ class PrecisionConfig:
         "compute",
         "type of products with the matrices of layers: compute, fp8 with a scale for each tensor, "
         "or mxfp8 with one for each 32 numbers; embedding, head, router and attention's own "
-        "products stay",
-        choices=("compute", "fp8", "mxfp8"),
+        "products stay. nvfp4 and int8 are for plans of other frameworks (plan --assume)",
+        choices=("compute", "fp8", "mxfp8", "nvfp4", "int8"),
     )
     fp8_gradients: str = setting(
         "e5m2",

@@ -5,10 +5,9 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from jaxtrain.config import OptimizerConfig, ParallelConfig, PrecisionConfig
-from jaxtrain.config.kernels import QUANTIZED
 from jaxtrain.config.sizes import MX_BLOCK
 from jaxtrain.planner.layer.layout import Layout, routed_capacity
 from jaxtrain.planner.layer.model import Model
@@ -16,6 +15,7 @@ from jaxtrain.planner.layer.model import Model
 ITEM = 2  # bytes of a number in 16 bits
 FLOAT32 = 4  # bytes of a float32 or an int32
 FP8 = 1
+NV_BLOCK = 16  # numbers of NVFP4 that share a scale of 8 bits
 # products of attention's backward over the two of its forward: scores once more, and four
 ATTENTION_BACKWARD = 2.5
 
@@ -23,6 +23,43 @@ ATTENTION_BACKWARD = 2.5
 def bytes_of(dtype: str) -> int:
     """Bytes of a number of a type as a config names it."""
     return FLOAT32 if dtype == "float32" else ITEM
+
+
+class ProductFormat(NamedTuple):
+    """How `precision.matmul` has the operands of products with layers' matrices.
+
+    peak:    its key in a hardware file's peaks
+    number:  bytes of a number with its part of a block's scale
+    sent:    bytes of a weight's number as it is gathered
+    blocks:  blocks of numbers have their own scales, and operands a form for each product
+    scaled:  a tensor has a scale, for which a pass finds the largest number
+    reached: the part of its peak that products reach, over that of the compute type
+    overlaps: other frameworks' products overlap with messages of `model`
+    """
+
+    peak: str
+    number: float
+    sent: float
+    blocks: bool = False
+    scaled: bool = True
+    reached: float = 1.0
+    overlaps: float = 1.0
+
+    def passes(self, item: int, forms: int) -> float:
+        """Bytes that are read and written for each number of an activation that is quantized: a
+        pass for the tensor's scale, and one for each form. item: bytes of a number before"""
+        return item * (self.scaled + forms) + self.number * forms
+
+
+MX, NV = FP8 * (1 + 1 / MX_BLOCK), 0.5 + 1 / NV_BLOCK
+NV_REACHED = 0.8
+FORMATS = {
+    "fp8": ProductFormat("float8", FP8, FP8),
+    "mxfp8": ProductFormat("mxfloat8", MX, MX, blocks=True, scaled=False),
+    # Megatron-Bridge gathers no 4 bits, and its recipes have no messages beside such products.
+    "nvfp4": ProductFormat("float4", NV, ITEM, blocks=True, reached=NV_REACHED, overlaps=2 / 3),
+    "int8": ProductFormat("int8", 1.0, 1.0),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +89,8 @@ class Rates:
     rounding_us:    microseconds in which it starts these for one operand, in blocks or with a scale
                     for the tensor
     stage_overlap:  messages between stages overlap with ops
+    host_overlap:   fraction of an op's copies of what layers save, to the host's memory and back,
+                    that overlaps with the op's work
     """
 
     passes: float = 8.0
@@ -68,6 +107,7 @@ class Rates:
     expert_overlap: float = 0.0
     host_ms: float = 0.0
     rounding_us: tuple[float, float] = (0.0, 0.0)
+    host_overlap: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +138,8 @@ class StepSettings:
     documents:        tokens attend within their document
     by_sequence:      what layers save of a microbatch is taken to be that of one sequence times
                       their number, for searches, which have many sizes of microbatches (saved.py)
+    fp8_forms:        copies of an activation in FP8: 2 where products that contract another
+                      dimension need it transposed
     ours:             our own runtime runs the step, which has tables and slots. In a layer W
                       gathers its inputs again, latents and shared heads are gathered, every device
                       of `model` sends all routed tokens
@@ -127,20 +169,27 @@ class StepSettings:
     inner_steps: int = 0
     documents: bool = False
     by_sequence: bool = False
+    fp8_forms: int = 1
     rates: Rates = Rates()
     ours: ClassVar[bool] = True
     changed: ClassVar[Mapping[type, type]] = {}
 
     @functools.cached_property
+    def quantized(self) -> ProductFormat | None:
+        """The format of operands of products with layers' matrices, in which they are gathered and
+        sent, too; None for the compute type."""
+        return FORMATS.get(self.precision.matmul)
+
+    @functools.cached_property
     def fp8(self) -> bool:
-        """Operands of products with layers' matrices are of FP8, gathered and sent in it."""
-        return self.precision.matmul in QUANTIZED
+        """Operands of products with layers' matrices are of FP8, or of another such format."""
+        return self.quantized is not None
 
     @functools.cached_property
     def fp8_blocks(self) -> bool:
         """Blocks of these numbers have their own scales, and operands a form for each product
         (parallel/mxfp8.py)."""
-        return self.precision.matmul == "mxfp8"
+        return self.quantized is not None and self.quantized.blocks
 
     @functools.cached_property
     def fp8_in_w(self) -> bool:
@@ -150,8 +199,8 @@ class StepSettings:
 
     @property
     def number_of_fp8(self) -> float:
-        """Bytes of a number in FP8 with its part of a block's scale."""
-        return FP8 * (1 + self.fp8_blocks / MX_BLOCK)
+        """Bytes of a number in FP8, or another such format, with its part of a block's scale."""
+        return self.quantized.number if self.quantized else FP8
 
     def shards(self, layout: Layout, width: int) -> int:
         """ZeRO's shard count over `data`; 1 if it does not divide the model's width."""

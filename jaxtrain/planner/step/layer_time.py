@@ -14,16 +14,17 @@ from jaxtrain.planner.layer.layout import AXES, routed_capacity
 from jaxtrain.planner.layer.links import CONTEXT
 from jaxtrain.planner.layer.settings import FLOAT32, ITEM
 from jaxtrain.planner.step.overlapped_cell import Phases, most_saved, saved_by_pair
+from jaxtrain.planner.step.saved import bytes_on_host
 from jaxtrain.planner.step.step_part import StepPart, once, part
 from jaxtrain.planner.step.time_breakdown import (
     ATTENTION,
+    HOST,
     MATMULS,
     MEMORY,
     TimeBreakdown,
     overlapped,
 )
 
-FLOAT8, MXFLOAT8 = "float8", "mxfloat8"  # the keys of their peaks
 NORMS_AND_SUMS = 4  # of a plain layer: two norms, two sums with the residual stream
 TURN = 40e-6  # seconds of a turn of a loop with a number of turns that comes from data, on an H100
 BACKWARD_PASSES = 2.0  # passes of the backward over memory, for one of the forward
@@ -100,15 +101,11 @@ class LayerWork(StepPart):
             max(flops / hardware.matmul.reached(m, k, n), moved) + launch,
             max(flops / hardware.matmul.reached(k, n, m), moved) + launch,
         ]
-        if fp8:
-            blocks = self.settings.fp8_blocks
-            key = MXFLOAT8 if blocks else FLOAT8
-            faster = usual / hardware.peak_tflops.get(key, usual)
+        if fp8 and (quantized := self.settings.quantized):
+            faster = usual / hardware.peak_tflops.get(quantized.peak, usual) / quantized.reached
             weights = faster if self.settings.fp8_in_w else 1.0
-            # A pass finds the largest number, another one reads and writes; in blocks a pass for
-            # each of two forms does both.
-            written = self.settings.number_of_fp8 * (1 + blocks)
-            passes = (not fused) * (2 * self.item + written) / hardware.streaming
+            forms = max(1 + quantized.blocks, self.settings.fp8_forms)
+            passes = (not fused) * quantized.passes(self.item, forms) / hardware.streaming
             seconds = [
                 seconds[0] * faster + passes * m * k + 2 * launch,
                 seconds[1] * faster + passes * m * n + 2 * launch,
@@ -156,7 +153,7 @@ class LayerWork(StepPart):
 class LayerTime(StepPart):
     """Seconds of one layer and microbatch, all of which have the layout's recomputation."""
 
-    reads = (*AXES, "microbatch", "remat", "save", "expert_nodes")
+    reads = (*AXES, "microbatch", "remat", "save", "expert_nodes", "offload")
     work = part(LayerWork)
 
     @once
@@ -192,10 +189,30 @@ class LayerTime(StepPart):
             "B": {MATMULS: inputs, ATTENTION: attention_back, MEMORY: memory_back},
             "W": {MATMULS: weights, MEMORY: sums},
         }
-        return {
+        seconds = {
             op: TimeBreakdown(parts) + self._collectives(op, dense, parts, unread, pairs)
             for op, parts in ops.items()
         }
+        if dense or not self.layout.saves_on_host:
+            return seconds
+        rate, copied = rates.host_overlap, self._copied()
+        beside = {op: {HOST: (rate, work.seconds)} for op, work in seconds.items()}
+        return {
+            op: work + overlapped({HOST: copied.get(op, 0.0)}, beside[op])
+            for op, work in seconds.items()
+        }
+
+    def _copied(self) -> dict[str, float]:
+        """Seconds by op of the copies of what the layer saves to the host's memory, and back to
+        what starts from it: R, or B, and W where that is an op of its own."""
+        speed, back = self.hardware.host_bytes_per_s, "R" if self.layout.remat == "full" else "B"
+        saved, for_w = (n / speed for n in self.on_host())
+        return {"F": saved, back: saved, "W": for_w * (self.layout.stage > 1)}
+
+    def on_host(self) -> tuple[float, float]:
+        """Bytes in the host's memory of what the layer saves of a microbatch: all of them, and
+        those that W reads."""
+        return bytes_on_host(self, self.layout.remat)
 
     def _last(self, dense: bool) -> float:
         """Seconds of the products that make the layer's output."""
@@ -243,7 +260,11 @@ class LayerTime(StepPart):
             fewer = self.links.seconds(c.layer(op, True, fused, dense))
             seconds = {axis: s + unread * (fewer.get(axis, 0.0) - s) for axis, s in seconds.items()}
         ring = float(self.settings.parallel.context == "ring" and self.hardware.alone <= 1)
-        overlap = self.settings.rates.model_overlap, math.inf
+        quantized = self.settings.quantized
+        overlap = (
+            self.settings.rates.model_overlap * (quantized.overlaps if quantized else 1),
+            math.inf,
+        )
         if self.multiplies_while_sending and not self.settings.fp8:
             overlap = 1.0, self._beside_products(op, dense, seconds.get(MODEL, 0.0))
         pairs = (self.settings.rates.expert_overlap, math.inf) if dense or op != "R" else pairs

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from jaxtrain.config import OptimizerConfig, ParallelConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
+from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.planner.layer.collectives import Parameters, StepCollectives
 from jaxtrain.planner.layer.layout import Layout
 from jaxtrain.planner.layer.links import DATA, Collective
@@ -20,16 +21,20 @@ from jaxtrain.planner.layer.settings import FLOAT32, ITEM, Rates, StepSettings
 from jaxtrain.planner.step.layer_time import LayerTime, MeanLayer
 from jaxtrain.planner.step.outside_layers import EndsTime, UpdateTime
 from jaxtrain.planner.step.parameters import DeviceState, ParameterGroups
-from jaxtrain.planner.step.step_part import once
+from jaxtrain.planner.step.saved import layer_bytes
+from jaxtrain.planner.step.step_part import StepPart, once
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.planner.step.time_breakdown import (
     ATTENTION,
     LAUNCHES,
+    MATMULS,
     MEMORY,
     TimeBreakdown,
 )
 
 ROUNDED = 4  # operands of an expert's two products, forward and backward
+
+ON_ITS_WAY = 2  # layers whose copies to the host's memory or back a device has at once
 
 
 class TheirLayer(LayerTime):
@@ -58,14 +63,38 @@ class TheirLayer(LayerTime):
 
     def made_again(self, dense: bool) -> dict[str, float]:
         """Seconds by part of what selective recomputation makes again."""
-        if not self.settings.recomputes_core:
+        if not self.settings.recomputes_core or self.layout.save:
             return super().made_again(dense)
         attention, _, scores = self.work.attention
         return {ATTENTION: attention, MEMORY: scores}
 
     def flops_made_again(self, attention: float) -> float:
         """Operations of a sequence that selective recomputation makes again."""
-        return attention if self.settings.recomputes_core else super().flops_made_again(attention)
+        core = self.settings.recomputes_core and not self.layout.save
+        return attention if core else super().flops_made_again(attention)
+
+    def on_host(self) -> tuple[float, float]:
+        return saved_of_layer(self, self.layout.remat)[1], 0.0
+
+
+class SavesByOperation(TheirLayer):
+    """A layer whose selective recomputation saves attention and every other product with a matrix:
+    torchtitan's `op`, whose saved operations are aten.mm, and no products in FP8 or of groups."""
+
+    def made_again(self, dense: bool) -> dict[str, float]:
+        """Seconds by part of what selective recomputation makes again."""
+        fp8, sizes = self.settings.fp8, {a.name: a.size for a in self.model.layer(dense).arrays}
+        products = [p for p in self.work.products(dense) if p.of.read]
+        matrices = [name for p in products for name in p.of.names]
+        again = set(matrices[not fp8 :: 2 - fp8])
+        size = lambda names: sum(map(sizes.__getitem__, names))
+        seconds = sum(
+            p.forward * (size(again.intersection(p.of.names)) / size(p.of.names))
+            if not p.of.experts
+            else p.forward
+            for p in products
+        )
+        return {MATMULS: seconds, MEMORY: self.work.passes(dense)}
 
 
 class Layers(MeanLayer):
@@ -176,24 +205,37 @@ class Framework(StepSettings):
 
 
 def saved_by_others(step: StepModel) -> float:
-    """Bytes that the fullest stage saves of its microbatches in flight, or of the one at work where
-    the host's memory has the others."""
+    """Bytes that the fullest stage saves of its microbatches in flight, and of one layer what is on
+    its way to the host's memory and what comes back."""
     layout, p, v = step.layout, step.layout.stage, step.layout.repeats
     layers = math.ceil(step.model.layers / p) + step.model.dense_layers * (p == 1)
     in_flight = 1.0
-    if p > 1 and not layout.offloads("activations"):
+    if p > 1:
         residuals = step.schedule_forms.residuals(p, v, layout.microbatches)
         in_flight = min(float(layout.microbatches), residuals / v)
     fraction = step.recomputed_fraction
     parts = {layout.recomputation.mode: fraction, "none": 1 - fraction}
     if layout.recomputation.mode == "none":
         parts = {"none": 1.0}
-    each = sum(part and part * _activations_of_layer(step, remat) for remat, part in parts.items())
-    return each * layers * in_flight
+    saved = [(part, saved_of_layer(step, remat)) for remat, part in parts.items() if part]
+    each = sum(part * on_device for part, (on_device, _) in saved)
+    return each * layers * in_flight + ON_ITS_WAY * max(on_host for _, (_, on_host) in saved)
 
 
-def _activations_of_layer(step: StepModel, remat: str) -> float:
-    """Bytes that one layer saves of one microbatch on a device with this mode of remat."""
+def saved_of_layer(step: StepPart, remat: str) -> tuple[float, float]:
+    """Bytes that one layer saves of one microbatch with this mode of remat: in a device's memory,
+    and in its host's."""
+    layout, saved = step.layout, _activations_of_layer(step, remat)
+    on_host = saved * (layout.saves_on_host and remat == "full")
+    if remat == SELECTIVE and layout.save:
+        layer = layer_bytes(step)
+        saved, on_host = layer.residual_b + layer.residual_w, layer.host_b + layer.host_w
+    return (0.0, saved) if layout.offloads("activations") else (saved - on_host, on_host)
+
+
+def _activations_of_layer(step: StepPart, remat: str) -> float:
+    """Bytes that one layer saves of one microbatch with this mode of remat, without names in
+    `pipeline.save`."""
     model, layout, settings = step.model, step.layout, step.settings
     split = layout.model if settings.sequence_parallel else 1
     if not settings.fused_attention:
@@ -260,13 +302,22 @@ _MEGATRON_2021 = Framework(
     rates=Rates(passes=14.0, inner_passes=3.0, logit_passes=8.0, stage_overlap=False),
     sent_gradient=2.0,
 )
-_TORCHTITAN = Framework(
+
+
+class TorchTitan(Framework):
+    """Settings of torchtitan's step."""
+
+    changed: ClassVar[Mapping[type, type]] = {**Framework.changed, LayerTime: SavesByOperation}
+
+
+_TORCHTITAN = TorchTitan(
     "torchtitan",
     "FSDP whose all-gathers overlap with products, torch.compile: fused attention, separate passes "
     "for norms and activations",
     sends_once=True,
     weight_bytes=4.0,
     master_bytes=0.0,
+    fp8_forms=2,  # products of weights' gradients read transposed operands
     rates=Rates(
         passes=14.0, inner_passes=3.0, logit_passes=8.0, data_overlap=0.9, stage_overlap=False
     ),

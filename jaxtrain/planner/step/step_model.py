@@ -130,7 +130,7 @@ def settings_of(config: Config, hardware: Hardware, assume: str = OURS) -> StepS
     plain = settings.fused_attention and _scores_pass_through_memory(case, wanted, assume)
     return dataclasses.replace(
         settings,
-        precision=dataclasses.replace(settings.precision, compute=config.precision.compute),
+        precision=config.precision,
         optimizer=config.optimizer,
         vocabulary_parallel=parallel if vocabulary == "auto" else vocabulary == "parallel",
         fused_attention=settings.fused_attention and not plain,
