@@ -9,6 +9,7 @@ from jaxtrain.config import PrecisionConfig
 from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.layer.layout import Layout, nodes_of_token
 from jaxtrain.planner.step.layer_time import LayerWork
+from jaxtrain.planner.step.memory import memory
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
 from jaxtrain.planner.step.step_time import StepModel
 
@@ -91,3 +92,13 @@ def test_the_ends_of_a_pipeline_are_two_stages():
     assert (layers, first, last) == (23, False, True)
     assert work._busiest_stage(1.0, 2.0, 1.0) == (23, True, False)
     assert step("megatron_core", model)._busiest_stage(1.0, 2.0, 1.0) == (46, True, True)
+
+
+def test_memory_of_experts_in_a_format_that_our_products_do_not_take():
+    """What a layer saves by name is traced in the compute type."""
+    layout = {"microbatch": 1, "remat": "selective", "save": ("attention", "router")}
+    sizes = {
+        matmul: memory(step("megatron_core", matmul=matmul, **layout)).parts["activations"]
+        for matmul in ("compute", "mxfp8", "nvfp4")
+    }
+    assert len(set(sizes.values())) == 1
