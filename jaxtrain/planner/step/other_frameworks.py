@@ -43,32 +43,23 @@ class TheirLayer(LayerTime):
 
     settings: "Framework"
 
-    @functools.cached_property
-    def host(self) -> float:
-        """Seconds in which the host starts F of a layer with experts, or R; B and W take two times
-        as long. Where experts have no capacity, each one's operands are rounded on their own."""
-        rates, settings = self.settings.rates, self.settings
-        experts = self.model.experts / self.layout.expert * (not self.model.capacity_factor)
-        rounding = 1e-6 * rates.rounding_us[not settings.fp8_blocks] * ROUNDED * settings.fp8
-        host = 1e-3 * rates.host_ms + rounding * experts
-        return host / 3 * (not settings.fuses_experts)
-
     @once
     def ops(
         self, dense: bool, looped: bool, unread: float, pairs: tuple[float, float]
     ) -> dict[str, TimeBreakdown]:
-        """F, R, B and W: no shorter than the host takes to start them."""
-        ops = super().ops(dense, looped, unread, pairs)
-        host = self.host * bool(self.model.experts and not dense)
-        waits = {
-            "F": host,
-            "R": host * (self.layout.remat == "full"),
-            "B": 2 * host - ops["W"].seconds,
-        }
-        late = {
-            op: TimeBreakdown({LAUNCHES: max(0.0, s - ops[op].seconds)}) for op, s in waits.items()
-        }
-        return ops | {op: ops[op] + wait for op, wait in late.items() if wait.seconds}
+        """F, R, B and W. With experts no op is shorter than the host takes to start it: F and R a
+        third of its time, B and W two. Without a capacity it rounds the operands of each expert on
+        their own. Nothing is started where the entire step is a graph."""
+        ops, settings, model = super().ops(dense, looped, unread, pairs), self.settings, self.model
+        if dense or not model.experts or settings.fused_experts == settings.precision.matmul:
+            return ops
+        rounding = settings.rates.rounding_us[not settings.fp8_blocks] * ROUNDED * settings.fp8
+        experts = model.experts / self.layout.expert * (not model.capacity_factor)
+        host = (1e-3 * settings.rates.host_ms + 1e-6 * rounding * experts) / 3
+        recomputed = self.layout.remat == "full"
+        least = {"F": host, "R": host * recomputed, "B": 2 * host - ops["W"].seconds}
+        late = {op: max(0.0, seconds - ops[op].seconds) for op, seconds in least.items()}
+        return ops | {op: ops[op] + TimeBreakdown({LAUNCHES: s}) for op, s in late.items() if s}
 
     def made_again(self, dense: bool) -> dict[str, float]:
         """Seconds by part of what selective recomputation makes again."""
@@ -362,7 +353,7 @@ _MEGATRON_CORE_2026 = dataclasses.replace(
     name="megatron_core",
     text="sequence parallelism, fused attention, distributed optimizer; all collectives overlap "
     "with products in part; in MXFP8 experts are one kernel in a graph of the entire step",
-    fused_experts=True,
+    fused_experts="mxfp8",
     # 0.37 of the messages' time had products beside it on 16 H100 (Megatron-Bridge's notes of 2026)
     rates=dataclasses.replace(_MEGATRON_CORE.rates, expert_overlap=0.37, rounding_us=(120, 120)),
 )

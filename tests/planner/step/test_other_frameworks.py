@@ -9,6 +9,7 @@ from jaxtrain.config import PrecisionConfig
 from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.layer.layout import Layout, nodes_of_token
 from jaxtrain.planner.step.layer_time import LayerWork
+from jaxtrain.planner.step.memory import memory
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
 from jaxtrain.planner.step.step_time import StepModel
 
@@ -82,15 +83,23 @@ def test_one_kernel_of_all_experts_rounds_nothing_twice():
     assert step("megatron_core", matmul="fp8").step().exposed["launches"] > 0
 
 
-def test_the_ends_of_a_pipeline_are_two_stages():
-    """Dense layers before the others are on the first stage, the head and a module of prediction
-    on the last one: the longer of both counts."""
+def test_stages_with_dense_layers_or_the_head_have_fewer_other_layers():
+    """Layouts of Megatron's recipes are balanced by hand, as ours are."""
     model = dataclasses.replace(QWEN, layers=46, dense_layers=2, mtp_depth=1)
-    work = step("megatron_core", model, stage=2)
-    layers, first, last = work._busiest_stage(work.layers.total.seconds, 1.0, 2.0)
-    assert (layers, first, last) == (23, False, True)
-    assert work._busiest_stage(1.0, 2.0, 1.0) == (23, True, False)
-    assert step("megatron_core", model)._busiest_stage(1.0, 2.0, 1.0) == (46, True, True)
+    sizes = step("megatron_core", model, stage=4).balanced.sizes
+    assert sum(sizes) == 46 and sizes[0] < max(sizes) > sizes[-1]
+    assert step("megatron_core", model).balanced is None  # one stage
+    assert step("megatron_core", QWEN, stage=4).balanced is None  # nothing but layers and a head
+
+
+def test_memory_of_experts_in_a_format_that_our_products_do_not_take():
+    """What a layer saves by name is traced in the compute type."""
+    layout = {"microbatch": 1, "remat": "selective", "save": ("attention", "router")}
+    sizes = {
+        matmul: memory(step("megatron_core", matmul=matmul, **layout)).parts["activations"]
+        for matmul in ("compute", "mxfp8", "nvfp4")
+    }
+    assert len(set(sizes.values())) == 1
 
 
 def sent_to_experts(framework: str, expert: int) -> float:
