@@ -104,7 +104,7 @@ class PublishedRun:
         values, recipe = self.values, load_recipe(find_recipe(self.values["recipe"]))
         flags = [tuple(flag.split("=", 1)) for flag in values["flags"].split()]
         config = apply(recipe, flags)
-        known = Environment(None, self.hardware.platform, recipe)
+        known = Environment(None, self.hardware.platform, recipe, is_ours=False)
         return layout_flag.laid_out(config, layout_flag.read(values["layout"]), known).resolve()
 
     @functools.cached_property

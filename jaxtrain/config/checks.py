@@ -32,6 +32,8 @@ MOST_COMBINED = 7  # fixes, where no config is known to work
 TRAINED = ("model.", "data.", "optimizer.", "precision.", "train.steps", "train.diloco_inner_steps")
 UNTRAINED = ("model.attention_", "model.loss_chunk", "data.cache", "data.prefetch")
 NAMED = ("data.source", "data.tokenizer", "train.init_from")
+# Rules about the products of this trainer, which bind no other framework.
+OF_OUR_PRODUCTS = (rules.products_are_built, mesh_rules.blocks_divide)
 IS_WITHIN = {
     "at_least": operator.ge,
     "above": operator.gt,
@@ -49,6 +51,7 @@ class Environment:
     recipe:     the config before the command's flags, whose values are tried as fixes
     checkpoint: the config of the checkpoint that is resumed
     rules:      further rules, for configs that keep all others (pipeline/checks.py)
+    is_ours:    this trainer runs the config, and no other framework whose step is planned
     """
 
     devices: int | None = None
@@ -56,6 +59,7 @@ class Environment:
     recipe: Config = dataclasses.field(default_factory=Config)
     checkpoint: Config | None = None
     rules: tuple[Rule, ...] = ()
+    is_ours: bool = True
 
 
 UNKNOWN = Environment()
@@ -113,7 +117,8 @@ def _violations(
     on_mesh = filled(config, environment.devices)
     resolved = on_mesh.resolve()
     for rule in (*rules.RULES, *mesh_rules.RULES):
-        yield from rules.violations(rule, resolved)
+        if environment.is_ours or rule not in OF_OUR_PRODUCTS:
+            yield from rules.violations(rule, resolved)
     if environment.devices is not None:
         yield from mesh_rules.mesh_uses_devices(on_mesh.mesh, environment.devices)
     if config.model.attention_kernel == "cudnn" and environment.platform not in ("", "gpu"):

@@ -430,7 +430,7 @@ def _batch_divides(
     )
 
 
-def _blocks_divide(
+def blocks_divide(
     precision: PrecisionConfig,
     parallel: ParallelConfig,
     mesh: MeshConfig,
@@ -471,7 +471,7 @@ def _blocks_divide(
 
 
 RULES: tuple[Rule, ...] = (
-    _blocks_divide,
+    blocks_divide,
     _context_axis_divides,
     _expert_axis_divides,
     _expert_nodes,

@@ -628,7 +628,14 @@ def _run(train: TrainConfig, optimizer: OptimizerConfig) -> Iterator[Violation]:
         )
 
 
-def _products(precision: PrecisionConfig, model: ModelConfig) -> Iterator[Violation]:
+def products_are_built(precision: PrecisionConfig, model: ModelConfig) -> Iterator[Violation]:
+    if precision.matmul not in ("compute", *kernels.QUANTIZED):
+        yield Violation(
+            "precision.matmul",
+            "has no products in this trainer, only in plans of other frameworks (plan --assume)",
+            values_for("precision.matmul", ["mxfp8", "fp8", "compute"]),
+            show=3,
+        )
     missing = {
         f"model.experts={model.experts}": model.experts,
         "model.attention='mla'": model.attention == "mla",
@@ -734,7 +741,7 @@ RULES: tuple[Rule, ...] = (
     _sequence,
     _data,
     _compiler_options,
-    _products,
+    products_are_built,
     _pipeline,
     _several_steps,
     _saved_values,

@@ -567,8 +567,8 @@ class PrecisionConfig:
         "compute",
         "type of products with the matrices of layers: compute, fp8 with a scale for each tensor, "
         "or mxfp8 with one for each 32 numbers; embedding, head, router and attention's own "
-        "products stay",
-        choices=("compute", "fp8", "mxfp8"),
+        "products stay. nvfp4 and int8 are for plans of other frameworks (plan --assume)",
+        choices=("compute", "fp8", "mxfp8", "nvfp4", "int8"),
     )
     fp8_gradients: str = setting(
         "e5m2",

@@ -3,18 +3,19 @@ its config chooses, and what is assumed of the compiled program."""
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from jaxtrain.config import OptimizerConfig, ParallelConfig, PrecisionConfig
-from jaxtrain.config.kernels import QUANTIZED
 from jaxtrain.config.sizes import MX_BLOCK
-from jaxtrain.planner.layer.layout import Layout
+from jaxtrain.planner.layer.layout import Layout, routed_capacity
 from jaxtrain.planner.layer.model import Model
 
 ITEM = 2  # bytes of a number in 16 bits
 FLOAT32 = 4  # bytes of a float32 or an int32
 FP8 = 1
+NV_BLOCK = 16  # numbers of NVFP4 that share a scale of 8 bits
 # products of attention's backward over the two of its forward: scores once more, and four
 ATTENTION_BACKWARD = 2.5
 
@@ -22,6 +23,43 @@ ATTENTION_BACKWARD = 2.5
 def bytes_of(dtype: str) -> int:
     """Bytes of a number of a type as a config names it."""
     return FLOAT32 if dtype == "float32" else ITEM
+
+
+class ProductFormat(NamedTuple):
+    """How `precision.matmul` has the operands of products with layers' matrices.
+
+    peak:    its key in a hardware file's peaks
+    number:  bytes of a number with its part of a block's scale
+    sent:    bytes of a weight's number as it is gathered
+    blocks:  blocks of numbers have their own scales, and operands a form for each product
+    scaled:  a tensor has a scale, for which a pass finds the largest number
+    reached: the part of its peak that products reach, over that of the compute type
+    overlaps: other frameworks' products overlap with messages of `model`
+    """
+
+    peak: str
+    number: float
+    sent: float
+    blocks: bool = False
+    scaled: bool = True
+    reached: float = 1.0
+    overlaps: float = 1.0
+
+    def passes(self, item: int, forms: int) -> float:
+        """Bytes that are read and written for each number of an activation that is quantized: a
+        pass for the tensor's scale, and one for each form. item: bytes of a number before"""
+        return item * (self.scaled + forms) + self.number * forms
+
+
+MX, NV = FP8 * (1 + 1 / MX_BLOCK), 0.5 + 1 / NV_BLOCK
+NV_REACHED = 0.8
+FORMATS = {
+    "fp8": ProductFormat("float8", FP8, FP8),
+    "mxfp8": ProductFormat("mxfloat8", MX, MX, blocks=True, scaled=False),
+    # Megatron-Bridge gathers no 4 bits, and its recipes have no messages beside such products.
+    "nvfp4": ProductFormat("float4", NV, ITEM, blocks=True, reached=NV_REACHED, overlaps=2 / 3),
+    "int8": ProductFormat("int8", 1.0, 1.0),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +71,8 @@ class Rates:
     inner_passes:   over what products make inside attention and MLP: copies by head, activation
     logit_passes:   over a microbatch's logits in 32 bits: written, read for the loss, and for its
                     gradient
+    routed_passes:  over the rows of routed tokens, forward: they are gathered in the order of their
+                    experts, and summed back
     weight_copies:  of F, R and B over a layer's weights, where a loop over layers copies them out
                     of their stack
     sum_passes:     of W over the sums of a layer's gradients, in 32 bits
@@ -42,6 +82,12 @@ class Rates:
     gather_overlap: fraction of ZeRO-3's all-gathers and reduce-scatters that overlaps with ops
     cell_overlap:   fraction of the messages of routed tokens that overlap with products of the
                     other microbatch in an overlapped cell
+    expert_overlap: fraction of them that overlaps with work of another microbatch, without cells
+    host_ms:        milliseconds in which the host starts the operations of a layer with experts,
+                    forward and backward of one microbatch, but for those that round the operands
+                    of one expert
+    rounding_us:    microseconds in which it starts these for one operand, in blocks or with a scale
+                    for the tensor
     stage_overlap:  messages between stages overlap with ops
     host_overlap:   fraction of an op's copies of what layers save, to the host's memory and back,
                     that overlaps with the op's work
@@ -57,6 +103,10 @@ class Rates:
     gather_overlap: float = 0.9
     cell_overlap: float = 0.0
     stage_overlap: bool = True
+    routed_passes: float = 2.0
+    expert_overlap: float = 0.0
+    host_ms: float = 0.0
+    rounding_us: tuple[float, float] = (0.0, 0.0)
     host_overlap: float = 1.0
 
 
@@ -78,12 +128,18 @@ class StepSettings:
                       copy beside the optimizer's state, and of a number of that state
     copied_bytes:     bytes of a copy of its master that an update writes
     sent_gradient, sent_weight: bytes of a number that crosses `data`
-    imbalance:        routed tokens of the busiest device's experts, over the mean
+    imbalance:        routed tokens of the busiest device's experts, over the mean, where no room
+                      limits them
+    fused_experts:    in MXFP8 one kernel multiplies, activates and rounds the rows of all experts,
+                      in a CUDA graph of the entire step
+    sends_once:       a token goes once to each device that has some of its experts
     inner_steps:      steps between two exchanges of independent replicas; 0: replicas are not
                       independent
     documents:        tokens attend within their document
     by_sequence:      what layers save of a microbatch is taken to be that of one sequence times
                       their number, for searches, which have many sizes of microbatches (saved.py)
+    fp8_forms:        copies of an activation in FP8: 2 where products that contract another
+                      dimension need it transposed
     ours:             our own runtime runs the step, which has tables and slots. In a layer W
                       gathers its inputs again, latents and shared heads are gathered, every device
                       of `model` sends all routed tokens
@@ -108,23 +164,32 @@ class StepSettings:
     sent_gradient: float = 4.0
     sent_weight: float = 4.0
     imbalance: float = 1.1
+    fused_experts: bool = False
+    sends_once: bool = False
     inner_steps: int = 0
     documents: bool = False
     by_sequence: bool = False
+    fp8_forms: int = 1
     rates: Rates = Rates()
     ours: ClassVar[bool] = True
     changed: ClassVar[Mapping[type, type]] = {}
 
     @functools.cached_property
+    def quantized(self) -> ProductFormat | None:
+        """The format of operands of products with layers' matrices, in which they are gathered and
+        sent, too; None for the compute type."""
+        return FORMATS.get(self.precision.matmul)
+
+    @functools.cached_property
     def fp8(self) -> bool:
-        """Operands of products with layers' matrices are of FP8, gathered and sent in it."""
-        return self.precision.matmul in QUANTIZED
+        """Operands of products with layers' matrices are of FP8, or of another such format."""
+        return self.quantized is not None
 
     @functools.cached_property
     def fp8_blocks(self) -> bool:
         """Blocks of these numbers have their own scales, and operands a form for each product
         (parallel/mxfp8.py)."""
-        return self.precision.matmul == "mxfp8"
+        return self.quantized is not None and self.quantized.blocks
 
     @functools.cached_property
     def fp8_in_w(self) -> bool:
@@ -132,10 +197,15 @@ class StepSettings:
         before they are quantized."""
         return self.fp8 and self.precision.fp8_weight_gradients == "fp8"
 
+    @functools.cached_property
+    def fuses_experts(self) -> bool:
+        """One kernel makes the products of all experts."""
+        return self.fused_experts and self.precision.matmul == "mxfp8"
+
     @property
     def number_of_fp8(self) -> float:
-        """Bytes of a number in FP8 with its part of a block's scale."""
-        return FP8 * (1 + self.fp8_blocks / MX_BLOCK)
+        """Bytes of a number in FP8, or another such format, with its part of a block's scale."""
+        return self.quantized.number if self.quantized else FP8
 
     def shards(self, layout: Layout, width: int) -> int:
         """ZeRO's shard count over `data`; 1 if it does not divide the model's width."""
@@ -164,3 +234,18 @@ class StepSizes:
     def tokens(self) -> float:
         """Tokens of a microbatch on one group of `model` devices."""
         return self.layout.microbatch * self.model.sequence / self.layout.context
+
+    @functools.cached_property
+    def busiest(self) -> float:
+        """Routed tokens of the busiest device's experts, for which the others wait, over the mean:
+        no more than its experts have room for, and the mean where a device has all experts."""
+        room = self.model.expert_room or math.inf
+        return min(self.settings.imbalance, room) if self.layout.expert > 1 else 1.0
+
+    @functools.cached_property
+    def routed_tokens(self) -> float:
+        """Rows that the busiest device's experts compute of a microbatch. Experts with a capacity
+        compute all of it, whether tokens are there or not."""
+        mean = self.tokens * self.model.experts_per_token
+        capacity = routed_capacity(self.model, self.layout)
+        return float(capacity) if self.model.capacity_factor else mean * self.busiest

@@ -29,7 +29,7 @@ from jaxtrain.config.sizes import remat_of
 from jaxtrain.planner.layer.hardware import GIB, Hardware, load
 from jaxtrain.planner.layer.links import EXPERT
 from jaxtrain.planner.search import compare, layout_flag
-from jaxtrain.planner.search.predict import Prediction, exactly, how_sure, predict
+from jaxtrain.planner.search.predict import Prediction, exactly, predict
 from jaxtrain.planner.step.memory import memory
 from jaxtrain.planner.step.step_model import step_model_of
 from jaxtrain.planner.step.step_time import StepModel
@@ -69,7 +69,8 @@ def single_changes(prediction: Prediction) -> list[Change]:
     if chosen.resolve() == config:  # it may be another with another number of stages
         config = chosen
     exact, layout, changes = prediction.seconds / work.step().seconds, layout_flag.of(config), []
-    environment = Environment(prediction.devices, work.hardware.platform, config)
+    is_ours = work.settings.ours
+    environment = Environment(prediction.devices, work.hardware.platform, config, is_ours=is_ours)
     candidates = _candidates(config.mesh, config.pipeline, config.parallel.zero)
     for settings in (*candidates, *_nodes_of_experts(work)):
         changed = cfg.replace(config, settings)
@@ -312,7 +313,7 @@ def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list
     parts = ", ".join(
         f"{name} {seconds / now.seconds:.0%}" for name, seconds in compare.listed(now.time.exposed)
     )
-    lines += [*how_sure(hardware), f"planned parts: {parts}"]
+    lines += [*now.expected.lines(), f"planned parts: {parts}"]
     changes = [
         change
         for change in single_changes(now)

@@ -24,7 +24,6 @@ from jaxtrain.planner.step.time_breakdown import (
     overlapped,
 )
 
-FLOAT8, MXFLOAT8 = "float8", "mxfloat8"  # the keys of their peaks
 NORMS_AND_SUMS = 4  # of a plain layer: two norms, two sums with the residual stream
 BACKWARD_PASSES = 2.0  # passes of the backward over memory, for one of the forward
 
@@ -53,36 +52,41 @@ class LayerWork(StepPart):
             tokens, local = self.tokens, 1.0
             if product.experts:
                 local = product.experts / layout.expert
-                # Tokens of an expert on the busiest device of `expert`, for which the others wait.
-                busiest = self.settings.imbalance if layout.expert > 1 else 1.0
-                tokens *= model.experts_per_token / local * busiest
+                tokens = self.routed_tokens / local
             fp8 = self.settings.fp8 and product.fp8
-            times.append(ProductTime(product, *self.product(tokens, n, k, local, fp8)))
+            fused = product.experts > 0 and self.settings.fuses_experts
+            times.append(ProductTime(product, *self.product(tokens, n, k, local, fp8, fused)))
         return tuple(times)
 
     def product(
-        self, m: float, n: float, k: float, times: float = 1, fp8: bool = False
+        self,
+        m: float,
+        n: float,
+        k: float,
+        times: float = 1,
+        fp8: bool = False,
+        fused: bool = False,
     ) -> tuple[float, float, float]:
-        """Seconds of so many products [m, k] · [k, n], and of the gradients of both operands. fp8:
-        of FP8 where the hardware has that, with what it costs to quantize both activations."""
+        """Seconds of so many products [m, k] · [k, n], and of the gradients of both operands.
+
+        fp8:   of FP8 where the hardware has that, with what it costs to quantize both activations
+        fused: one kernel makes all products, of operands that other kernels have rounded
+        """
         hardware, usual = self.hardware, self.hardware.peak_tflops[self.settings.precision.compute]
         flops = 2.0 * m * n * k / (1e12 * usual)
         moved = self.item * (m * k + k * n + m * n) / hardware.streaming
         launch, reached = 1e-6 * hardware.launch_us, hardware.matmul.reached
+        launch /= times if fused else 1
         seconds = [
             max(flops / reached(m, n, k), moved) + launch,
             max(flops / reached(m, k, n), moved) + launch,
             max(flops / reached(k, n, m), moved) + launch,
         ]
-        if fp8:
-            blocks = self.settings.fp8_blocks
-            key = MXFLOAT8 if blocks else FLOAT8
-            faster = usual / hardware.peak_tflops.get(key, usual)
+        if fp8 and (quantized := self.settings.quantized):
+            faster = usual / hardware.peak_tflops.get(quantized.peak, usual) / quantized.reached
             weights = faster if self.settings.fp8_in_w else 1.0
-            # A pass finds the largest number, another one reads and writes; in blocks a pass for
-            # each of two forms does both.
-            written = self.settings.number_of_fp8 * (1 + blocks)
-            passes = (2 * self.item + written) / hardware.streaming
+            forms = max(1 + quantized.blocks, self.settings.fp8_forms)
+            passes = (not fused) * quantized.passes(self.item, forms) / hardware.streaming
             seconds = [
                 seconds[0] * faster + passes * m * k + 2 * launch,
                 seconds[1] * faster + passes * m * n + 2 * launch,
@@ -118,6 +122,9 @@ class LayerWork(StepPart):
         # operations, each of which reads and writes
         started = (rates.passes + rates.inner_passes) / 2
         moved = self.item * self.tokens * (outside + inner)
+        if model.experts and not dense:
+            rows = self.routed_tokens / (1 if self.settings.ours else split)
+            moved += self.item * rates.routed_passes * rows * model.width
         return moved / self.hardware.streaming + 1e-6 * self.hardware.launch_us * started
 
 
@@ -231,10 +238,14 @@ class LayerTime(StepPart):
             fewer = self.links.seconds(c.layer(op, True, fused, dense))
             seconds = {axis: s + unread * (fewer.get(axis, 0.0) - s) for axis, s in seconds.items()}
         ring = float(self.settings.parallel.context == "ring" and self.hardware.alone <= 1)
-        overlap = self.settings.rates.model_overlap, math.inf
+        quantized = self.settings.quantized
+        overlap = (
+            self.settings.rates.model_overlap * (quantized.overlaps if quantized else 1),
+            math.inf,
+        )
         if self.multiplies_while_sending and not self.settings.fp8:
             overlap = 1.0, self._beside_products(op, dense, seconds.get(MODEL, 0.0))
-        pairs = (0.0, 0.0) if dense or op != "R" else pairs
+        pairs = (self.settings.rates.expert_overlap, math.inf) if dense or op != "R" else pairs
         overlaps = {MODEL: overlap, CONTEXT: (ring, parts.get(ATTENTION, 0.0)), EXPERT: pairs}
         return overlapped(seconds, overlaps)
 

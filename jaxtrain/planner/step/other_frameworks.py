@@ -25,15 +25,51 @@ from jaxtrain.planner.step.parameters import DeviceParameters, DeviceState, Para
 from jaxtrain.planner.step.saved import layer_bytes
 from jaxtrain.planner.step.step_part import StepPart, once
 from jaxtrain.planner.step.step_time import StepModel
-from jaxtrain.planner.step.time_breakdown import ATTENTION, MEMORY, TimeBreakdown
+from jaxtrain.planner.step.time_breakdown import (
+    ATTENTION,
+    LAUNCHES,
+    MATMULS,
+    MEMORY,
+    TimeBreakdown,
+)
+
+ROUNDED = 4  # operands of an expert's two products, forward and backward
 
 ON_ITS_WAY = 2  # layers whose copies to the host's memory or back a device has at once
 
 
 class TheirLayer(LayerTime):
-    """A layer that may recompute attention's core alone."""
+    """A layer that may recompute attention's core alone, and whose operations the host starts one
+    by one."""
 
     settings: "Framework"
+
+    @functools.cached_property
+    def host(self) -> float:
+        """Seconds in which the host starts F of a layer with experts, or R; B and W take two times
+        as long. Where experts have no capacity, each one's operands are rounded on their own."""
+        rates, settings = self.settings.rates, self.settings
+        experts = self.model.experts / self.layout.expert * (not self.model.capacity_factor)
+        rounding = 1e-6 * rates.rounding_us[not settings.fp8_blocks] * ROUNDED * settings.fp8
+        host = 1e-3 * rates.host_ms + rounding * experts
+        return host / 3 * (not settings.fuses_experts)
+
+    @once
+    def ops(
+        self, dense: bool, looped: bool, unread: float, pairs: tuple[float, float]
+    ) -> dict[str, TimeBreakdown]:
+        """F, R, B and W: no shorter than the host takes to start them."""
+        ops = super().ops(dense, looped, unread, pairs)
+        host = self.host * bool(self.model.experts and not dense)
+        waits = {
+            "F": host,
+            "R": host * (self.layout.remat == "full"),
+            "B": 2 * host - ops["W"].seconds,
+        }
+        late = {
+            op: TimeBreakdown({LAUNCHES: max(0.0, s - ops[op].seconds)}) for op, s in waits.items()
+        }
+        return ops | {op: ops[op] + wait for op, wait in late.items() if wait.seconds}
 
     def made_again(self, dense: bool) -> dict[str, float]:
         """Seconds by part of what selective recomputation makes again."""
@@ -49,6 +85,26 @@ class TheirLayer(LayerTime):
 
     def on_host(self) -> tuple[float, float]:
         return saved_of_layer(self, self.layout.remat)[1], 0.0
+
+
+class SavesByOperation(TheirLayer):
+    """A layer whose selective recomputation saves attention and every other product with a matrix:
+    torchtitan's `op`, whose saved operations are aten.mm, and no products in FP8 or of groups."""
+
+    def made_again(self, dense: bool) -> dict[str, float]:
+        """Seconds by part of what selective recomputation makes again."""
+        fp8, sizes = self.settings.fp8, {a.name: a.size for a in self.model.layer(dense).arrays}
+        products = [p for p in self.work.products(dense) if p.of.read]
+        matrices = [name for p in products for name in p.of.names]
+        again = set(matrices[not fp8 :: 2 - fp8])
+        size = lambda names: sum(map(sizes.__getitem__, names))
+        seconds = sum(
+            p.forward * (size(again.intersection(p.of.names)) / size(p.of.names))
+            if not p.of.experts
+            else p.forward
+            for p in products
+        )
+        return {MATMULS: seconds, MEMORY: self.work.passes(dense)}
 
 
 class Layers(MeanLayer):
@@ -281,15 +337,46 @@ _MEGATRON_2021 = Framework(
     rates=Rates(passes=14.0, inner_passes=3.0, logit_passes=8.0, stage_overlap=False),
     sent_gradient=2.0,
 )
-_TORCHTITAN = Framework(
+
+
+class TorchTitan(Framework):
+    """Settings of torchtitan's step."""
+
+    changed: ClassVar[Mapping[type, type]] = {**Framework.changed, LayerTime: SavesByOperation}
+
+
+_TORCHTITAN = TorchTitan(
     "torchtitan",
     "FSDP whose all-gathers overlap with products, torch.compile: fused attention, separate passes "
     "for norms and activations",
+    sends_once=True,
     weight_bytes=4.0,
     master_bytes=0.0,
+    fp8_forms=2,  # products of weights' gradients read transposed operands
     rates=Rates(
         passes=14.0, inner_passes=3.0, logit_passes=8.0, data_overlap=0.9, stage_overlap=False
     ),
+)
+_MEGATRON_CORE = Framework(
+    "megatron_core@25.11",
+    "sequence parallelism, fused attention, distributed optimizer; tensor's and data's collectives "
+    "overlap with products in part, those of routed tokens with nothing; experts' operands are "
+    "rounded one by one",
+    recomputes_core=True,
+    sends_once=True,
+    rates=Rates(
+        14.0, 3.0, 8.0, model_overlap=0.6, data_overlap=0.9, host_ms=4.7, rounding_us=(120, 400)
+    ),
+    sent_gradient=2.0,
+)
+_MEGATRON_CORE_2026 = dataclasses.replace(
+    _MEGATRON_CORE,
+    name="megatron_core",
+    text="sequence parallelism, fused attention, distributed optimizer; all collectives overlap "
+    "with products in part; in MXFP8 experts are one kernel in a graph of the entire step",
+    fused_experts=True,
+    # 0.37 of the messages' time had products beside it on 16 H100 (Megatron-Bridge's notes of 2026)
+    rates=dataclasses.replace(_MEGATRON_CORE.rates, expert_overlap=0.37, rounding_us=(120, 120)),
 )
 FRAMEWORKS: dict[str, StepSettings] = {
     framework.name: framework
@@ -303,13 +390,21 @@ FRAMEWORKS: dict[str, StepSettings] = {
             "core and nothing else",
             sequence_parallel=True,
         ),
-        Framework(
-            "megatron_core",
-            "sequence parallelism, fused attention, distributed optimizer; tensor's and "
-            "data's collectives overlap with products in part",
-            recomputes_core=True,
-            rates=Rates(14.0, 3.0, 8.0, model_overlap=0.6, data_overlap=0.9),
-            sent_gradient=2.0,
+        _MEGATRON_CORE_2026,
+        dataclasses.replace(_MEGATRON_CORE_2026, name="megatron_core@26.08"),
+        dataclasses.replace(
+            _MEGATRON_CORE,
+            name="megatron_core@26.04",
+            rates=dataclasses.replace(_MEGATRON_CORE.rates, rounding_us=(120, 120)),
+        ),
+        _MEGATRON_CORE,
+        dataclasses.replace(
+            _MEGATRON_CORE,
+            name="pith_train",
+            text="as megatron_core@25.11, but one kernel multiplies or rounds rows of all experts, "
+            "and the host starts every operation",
+            # four layouts and two precisions take 8.4 to 9.4 ms
+            rates=dataclasses.replace(_MEGATRON_CORE.rates, host_ms=8.2, rounding_us=(0, 0)),
         ),
         Framework(
             "maxtext",

@@ -130,7 +130,7 @@ def settings_of(config: Config, hardware: Hardware, assume: str = OURS) -> StepS
     plain = settings.fused_attention and _scores_pass_through_memory(case, wanted, assume)
     return dataclasses.replace(
         settings,
-        precision=dataclasses.replace(settings.precision, compute=config.precision.compute),
+        precision=config.precision,
         optimizer=config.optimizer,
         vocabulary_parallel=parallel if vocabulary == "auto" else vocabulary == "parallel",
         fused_attention=settings.fused_attention and not plain,
@@ -152,8 +152,6 @@ def settings_of_run(config: Config) -> StepSettings:
         copied_bytes=stored * masters,
         moment_bytes=bytes_of(precision.moments),
         sent_gradient=bytes_of(precision.reduce),
-        # experts with a capacity compute that many tokens, whether they are there or not
-        imbalance=config.model.capacity_factor or StepSettings.imbalance,
         precision=precision,
         parallel=config.parallel,
         inner_steps=config.train.diloco_inner_steps,
