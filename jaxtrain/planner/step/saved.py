@@ -1,7 +1,7 @@
 """What a layer of our own runtime saves of a microbatch: the runtime's own cut of the layer, traced
 for devices that need not be there (runtime/saved_bytes.py). jax is imported for the first trace."""
 
-from jaxtrain.config import kernels
+from jaxtrain.config import PrecisionConfig, kernels
 from jaxtrain.config.saved_values import LayerBytes
 from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.planner.step.step_part import StepPart
@@ -21,12 +21,16 @@ def layer_bytes(step: StepPart, dense: bool = False, remat: str = "") -> LayerBy
     # where a layer differs with the number of stages
     several = layout.stage > 1 and (ring or (layout.model > 1 and platform == kernels.TPU))
     of_layout = layout.recomputation.mode
+    # Other frameworks save named values in the compute type, in formats that we have no products of.
+    precision = (
+        settings.precision if settings.ours else PrecisionConfig(compute=settings.precision.compute)
+    )
     mode = remat or of_layout
     # a trace is cut in two ways: with everything saved, and in this mode
     cut = next((m for m in (mode, of_layout) if m not in SAVE_ALL), SELECTIVE)
     everything, saved = saved_bytes(
         model.of_one_layer,
-        settings.precision,
+        precision,
         cut,
         layout.save if cut == of_layout else (),
         (1, 1, 1 + several, layout.context, layout.expert, layout.model),
