@@ -17,10 +17,10 @@ from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.planner.layer.collectives import Parameters, StepCollectives
 from jaxtrain.planner.layer.layout import Layout
 from jaxtrain.planner.layer.links import CONTEXT, DATA, EXPERT, REPLICA, Collective
-from jaxtrain.planner.layer.settings import FLOAT32, ITEM, Rates, StepSettings
+from jaxtrain.planner.layer.settings import ITEM, Rates, StepSettings
 from jaxtrain.planner.step.layer_time import LayerTime, MeanLayer
 from jaxtrain.planner.step.outside_layers import EndsTime, UpdateTime
-from jaxtrain.planner.step.parameters import DeviceState, ParameterGroups
+from jaxtrain.planner.step.parameters import DeviceParameters, DeviceState, ParameterGroups
 from jaxtrain.planner.step.saved import layer_bytes
 from jaxtrain.planner.step.step_part import StepPart, once
 from jaxtrain.planner.step.step_time import StepModel
@@ -121,6 +121,17 @@ class Device(DeviceState):
         """1: stages do not cut the state of embedding and head."""
         return 1
 
+    def sharded(self, held: DeviceParameters, shards: int) -> float:
+        """The number of parameters on a device where ZeRO cuts what is no expert into so many
+        shards, and experts into as many on each device of `expert`."""
+        others = held.layers - held.experts + held.ends
+        return others / shards + held.experts / max(1, shards // self.layout.expert)
+
+    def updated(self, layers: int = 0, shared: bool | None = None) -> float:
+        """The number of parameters that a device updates."""
+        shards = self.shards if self.layout.zero else 1
+        return self.sharded(self.parameters(layers, shared), shards)
+
     @once
     def numbers(
         self, of: OptimizerConfig | str, layers: int = 0, shared: bool | None = None
@@ -185,6 +196,8 @@ class Framework(StepSettings):
     recomputes_core:  "selective" recomputes attention's core; otherwise all that is no product
     unread:           fraction of fully recomputed layers whose output is not made again: 1 where
                       XLA compiles the step, for nothing reads it
+    by_matrix:        ZeRO-3 scatters a matrix's gradient before the next one's is made, as XLA
+                      orders them; otherwise those of a layer together, while the next is gathered
     """
 
     causal_rates: bool = False
@@ -197,6 +210,7 @@ class Framework(StepSettings):
     one_link: float = 0.0
     recomputes_core: bool = False
     unread: float = 0.0
+    by_matrix: bool = False
     ours: ClassVar[bool] = False
     changed: ClassVar[Mapping[type, type]] = {
         LayerTime: TheirLayer,
@@ -207,8 +221,8 @@ class Framework(StepSettings):
     }
 
     def shards(self, layout: Layout, width: int) -> int:
-        """ZeRO's shard count over `data`."""
-        return layout.data
+        """ZeRO's shard count of what is no expert: over all devices that hold the same."""
+        return layout.data * layout.context * layout.expert
 
     def reduces_in_ops(self, layout: Layout) -> bool:
         """True if each microbatch's gradients are reduced: from ZeRO-2 on."""
@@ -259,12 +273,17 @@ def _activations_of_layer(step: StepPart, remat: str) -> float:
             kinds |= {"selective": "selective_sequence", "none": "sequence"}
         sizes = model.sequence, layout.microbatch, model.width, model.heads, layout.model
         return activation_bytes(kinds[remat], *sizes)
-    width = {"full": 1.0, "selective": 2.0, "none": 4.0}[remat] * model.width / split
-    arrays = {"full": 0, "selective": 1, "none": 2}[remat] * (1 + (model.activation == "swiglu"))
+    # Without recomputation the inputs of products are saved, too: what norms have made, the hidden
+    # layer, and tokens as experts have received them.
+    saves_inputs, layer = remat == "none", model.layer()
+    number = saves_inputs * (settings.number_of_fp8 if settings.fp8 else ITEM)
+    arrays = (remat != "full") * (1 + (model.activation == "swiglu"))
+    width = (1 if remat == "full" else 2) * ITEM + 2 * number
     # queries, keys, values, and the result
-    heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
-    inner = heads + model.layer().hidden * arrays if arrays else 0.0
-    return ITEM * step.tokens * (width + inner / layout.model)
+    heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim * (remat != "full")
+    inner = ITEM * heads + layer.hidden * (ITEM * arrays + number)
+    routed = number * model.width * model.experts_per_token * (model.experts > 0)
+    return step.tokens * (width * model.width / split + (inner + routed) / layout.model)
 
 
 def activation_bytes(kind: str, s: int, b: int, h: int, a: int, t: int = 1) -> float:
@@ -287,17 +306,23 @@ def activation_bytes(kind: str, s: int, b: int, h: int, a: int, t: int = 1) -> f
 
 
 def working_of_others(step: StepModel) -> float:
-    """Bytes of one layer's backward: with ZeRO-3 its matrices and the next one's, gathered, and
-    their gradients before they are scattered, with the head's."""
-    model, layout, number = step.model, step.layout, FLOAT32
-    attention = (model.heads + 2 * model.kv_heads) * model.head_dim
-    widest = max(model.mlp_width * (1 + (model.activation == "swiglu")), attention) / layout.model
-    layer = model.layer().size / layout.model / max(1, layout.expert)
-    matrices = ITEM * layer
-    if layout.zero >= 3 and layout.data > 1:
-        head = model.vocab_size * model.width / layout.model / layout.stage
-        matrices = (3 * ITEM + number) * layer + number * head
-    return matrices + ITEM * 4 * step.tokens * widest
+    """Bytes of one layer's backward, or of the head's where that has more: the widest arrays of a
+    microbatch, and with ZeRO-3 what is gathered and the gradients before they are scattered."""
+    model, layout, settings, layer = step.model, step.layout, step.settings, step.model.layer()
+    parts, attention = layout.model, (model.heads + 2 * model.kv_heads) * model.head_dim
+    widest = max(layer.hidden * (1 + (model.activation == "swiglu")), attention) / parts
+    arrays, matrices = ITEM * 4 * step.tokens * widest, step.layer_parameters()
+    if layout.zero < 3 or layout.data == 1:
+        return arrays + ITEM * matrices
+    number = settings.number_of_fp8 if settings.fp8 else ITEM
+    head = ITEM * model.vocab_size * model.width / parts / layout.stage
+    if isinstance(settings, Framework) and settings.by_matrix:
+        largest = max(
+            a.size / parts / (layout.expert if EXPERT in a.axes else 1) for a in layer.arrays
+        )
+        return arrays + max(number * matrices + ITEM * largest, 2 * head)
+    # this layer's matrices and the next one's, its gradients, and these in the type of their sums
+    return arrays + (2 * number + ITEM + settings.sent_gradient) * matrices + head
 
 
 # --- the frameworks -----------------------------------------------------------------------------
@@ -389,6 +414,7 @@ FRAMEWORKS: dict[str, StepSettings] = {
             "maxtext",
             "ZeRO-3 (fsdp) whose all-gathers overlap with products, fused attention, full "
             "recomputation but for named matrices",
+            by_matrix=True,
             weight_bytes=4.0,
             master_bytes=0.0,
             rates=Rates(

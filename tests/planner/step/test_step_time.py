@@ -12,6 +12,7 @@ from jaxtrain.planner.layer.model import Model
 from jaxtrain.planner.step.layer_time import LayerWork
 from jaxtrain.planner.step.memory import memory
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
+from jaxtrain.planner.step.saved import layer_bytes
 from jaxtrain.planner.step.step_time import StepModel
 
 LLAMA = llama(32, 4096, 32, 8, 128, 14336, 128256, 8192)
@@ -132,6 +133,30 @@ def test_the_optimizer_s_state_takes_its_way_from_the_host_and_back():
         )
         host = 2 * 8.0 * LLAMA.parameters() / shards / load("h100").host_bytes_per_s
         assert away.seconds - there.seconds == away.exposed["host"] == pytest.approx(host)
+
+
+def test_saves_on_the_host_are_copied_there_in_f_and_back_in_the_backward():
+    """W, where it is an op of its own, reads its part once more. What is longer than an op's work
+    is waited for."""
+    save = ("layer_input", "qkv:host", "attention:host")
+    slow = dataclasses.replace(load("h100"), host_gb_per_s=1e-3)
+    for stage in (1, 2):
+        layout = Layout(stage=stage, remat="selective", save=save, microbatches=4)
+        fast = work(layout)
+        layer, layers = layer_bytes(fast), 4 * LLAMA.layers / stage
+        copied = 2 * (layer.host_b + layer.host_w) + (stage > 1) * layer.host_w
+        assert layer.host_b + layer.host_w == 8192 * (4 * 4096 + 4 * 1024 + 4 * 32)
+        here = work(dataclasses.replace(layout, save=("layer_input", "qkv", "attention"))).step()
+        seconds = copied * layers / fast.hardware.host_bytes_per_s
+        there = fast.step()
+        exposed = there.exposed["host"]
+        assert exposed + there.hidden["host"] == pytest.approx(seconds)
+        assert exposed == pytest.approx((1 - fast.settings.rates.host_overlap) * seconds)
+        if stage == 1:
+            assert there.seconds - here.seconds == pytest.approx(exposed)
+        waits = StepModel(LLAMA, layout, fast.settings, slow).step().exposed["host"]
+        least = copied * layers / slow.host_bytes_per_s
+        assert least - here.seconds < waits < least
 
 
 def test_experts_axis_sums_what_its_devices_share():
