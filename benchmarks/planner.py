@@ -1,25 +1,33 @@
 """The planner against published runs: the prediction, the published figure and the error, with the
-framework that made each run.
+framework that made each run, and the errors by kind of run.
 
-    python benchmarks/planner.py [--markdown]
+    python benchmarks/planner.py [--markdown] [--rows=FILE] [--write]
 
-The runs are those of published/*.csv. What a source does not state is assumed in the function that
-reads it. Figures are TFLOP/s a device, seconds a step or tokens/s a device, as published.
+The runs are those of published/*.csv; --rows names a table with the columns of rows_2026.csv, whose
+rows alone are predicted. What a source does not state is assumed in the function that reads it.
+Figures are TFLOP/s a device, seconds a step or tokens/s a device, as published. An error is the
+predicted speed over the published one, less 1.
+
+--write writes what plans and the documentation say of these errors: validation.json of the planner,
+the tables of docs/planning.md and docs/published.png.
 """
 
+import argparse
 import csv
 import dataclasses
 import pathlib
-import statistics
 import sys
 from collections.abc import Iterator
 
 FOLDER = pathlib.Path(__file__).parent / "published"
 sys.path.insert(0, str(FOLDER.parents[1]))
 
+import errors_by_kind  # noqa: E402 (the path comes first)
+import rows_2026  # noqa: E402
+from errors_by_kind import Kind, summary  # noqa: E402
 from model_forms import gpt, llama  # noqa: E402
 
-from jaxtrain.planner.layer.hardware import load  # noqa: E402 (the path comes first)
+from jaxtrain.planner.layer.hardware import load  # noqa: E402
 from jaxtrain.planner.layer.layout import Layout  # noqa: E402
 from jaxtrain.planner.layer.model import Model  # noqa: E402
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS  # noqa: E402
@@ -39,7 +47,6 @@ class Row:
     figure: str
     published: float
     counts: str = "hardware"
-    faster: bool = True  # a larger figure is better
 
     def predicted(self) -> float:
         seconds, devices = self.work.step().seconds, self.work.layout.devices
@@ -52,8 +59,31 @@ class Row:
 
     @property
     def error(self) -> float:
-        """The prediction over the published figure, less 1."""
-        return self.predicted() / self.published - 1
+        """The predicted speed over the published one, less 1."""
+        ratio = self.predicted() / self.published
+        return (1 / ratio if self.figure == "seconds" else ratio) - 1
+
+    @property
+    def kind(self) -> Kind:
+        work = self.work
+        model = "experts" if work.model.experts else "dense"
+        return Kind(work.hardware.name, model, "bfloat16", work.settings.name)
+
+    @property
+    def tflops(self) -> float:
+        """Planned TFLOP/s of a device, of the model's operations."""
+        work = self.work
+        return work.model_flops() / self.work.step().seconds / work.layout.devices / 1e12
+
+    @property
+    def seconds_by_part(self) -> dict[str, float]:
+        """Seconds of a step by part, but for what other work hides."""
+        return dict(self.work.step().exposed)
+
+    @property
+    def figures(self) -> tuple[str, str]:
+        """The predicted and the published figure."""
+        return f"{self.predicted():.1f}", f"{self.published:g} {UNITS[self.figure]}"
 
 
 def read(name: str) -> Iterator[dict[str, str]]:
@@ -113,7 +143,7 @@ def korthikanti2022() -> Iterator[Row]:
                 model_of(row), pipeline(row, remat), FRAMEWORKS[framework], load("a100-80gb")
             )
             name = f"Korthikanti 2022, {row['model']} on {row['gpus']} A100, {remat}"
-            yield Row(name, work, "seconds", float(row[column]), faster=False)
+            yield Row(name, work, "seconds", float(row[column]))
 
 
 def megatron_core() -> Iterator[Row]:
@@ -212,7 +242,6 @@ def gpus_jax() -> Iterator[Row]:
                 work,
                 "seconds",
                 float(row["step_seconds"]),
-                faster=False,
             )
         else:
             framework = FRAMEWORKS[
@@ -258,38 +287,78 @@ def rows() -> list[Row]:
 UNITS = {"tflops": "TFLOP/s", "seconds": "s", "tokens": "tokens/s"}
 
 
-def main(argv: list[str]) -> None:
-    listed, markdown = rows(), "--markdown" in argv
+def of_2026(path: pathlib.Path) -> list[rows_2026.PublishedRun]:
+    """The rows of a table with the columns of rows_2026.csv."""
+    return list(rows_2026.read(path))
+
+
+def groups_of(recent: list[rows_2026.PublishedRun]) -> dict[str, list]:
+    """Planned rows of a table as rows_2026.csv, by what an error of theirs says."""
+    planned = [run for run in recent if not run.unplanned]
+    return {
+        "rows of 2025 and 2026": [run for run in planned if not run.approximate],
+        errors_by_kind.APPROXIMATE: [run for run in planned if run.approximate],
+    }
+
+
+def groups() -> dict[str, list]:
+    """All runs that are predicted."""
+    recent = groups_of(of_2026(FOLDER / "rows_2026.csv"))
+    here = of_2026(FOLDER / "measured_here.csv")
+    return {"figures of papers up to 2025": rows(), **recent, "steps measured here": here}
+
+
+def lines(runs: list[Row | rows_2026.PublishedRun], markdown: bool) -> Iterator[str]:
+    """A line for each run that flags express."""
     if markdown:
-        print(
-            "| run | framework | predicted | published | error | where the time goes "
-            "|\n|---|---|---|---|---|---|"
-        )
-    for row in listed:
-        parts = row.work.step()
-        large = {
-            name: seconds / parts.seconds
-            for name, seconds in parts.exposed.items()
-            if seconds > 0.02 * parts.seconds
-        }
-        shares = ", ".join(f"{name} {share:.0%}" for name, share in large.items())
-        figures = (
-            f"{row.predicted():.1f}",
-            f"{row.published:g} {UNITS[row.figure]}",
-            f"{row.error:+.1%}",
-        )
+        yield "| run | framework | predicted | published | error | where the time goes |"
+        yield "|---|---|---|---|---|---|"
+    for run in runs:
+        parts = run.seconds_by_part
+        total = sum(parts.values())
+        shares = ", ".join(f"{n} {s / total:.0%}" for n, s in parts.items() if s > 0.02 * total)
+        predicted, published = run.figures
+        columns = (run.name, run.kind.framework, predicted, published, f"{run.error:+.1%}", shares)
+        widths = (-52, -16, 10, 22, 8, 0)
         if markdown:
-            print("| " + " | ".join((row.name, row.work.settings.name, *figures, shares)) + " |")
+            yield f"| {' | '.join(columns)} |"
         else:
-            print(
-                f"{row.name:46} {row.work.settings.name:16} {figures[0]:>9} {figures[1]:>18} "
-                f"{figures[2]:>8}  {shares}"
+            yield " ".join(
+                text.ljust(-width) if width < 0 else text.rjust(width)
+                for text, width in zip(columns, widths, strict=True)
             )
-    errors = [abs(row.error) for row in listed]
-    print(
-        f"\n{len(errors)} figures: median error {statistics.median(errors):.1%}, worst "
-        f"{max(errors):.1%}"
+
+
+def main(argv: list[str]) -> None:
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    arguments.add_argument("--markdown", action="store_true", help="print tables of Markdown")
+    arguments.add_argument("--rows", type=pathlib.Path, help="predict the rows of this table alone")
+    arguments.add_argument("--write", action="store_true", help="write what plans and docs say")
+    flags = arguments.parse_args(argv)
+    recent = of_2026(flags.rows or FOLDER / "rows_2026.csv")
+    by_name = groups_of(recent) if flags.rows else groups()
+    for name, runs in by_name.items():
+        print("\n".join((f"\n{name}\n", *lines(runs, flags.markdown))))
+    kinds = errors_by_kind.table(errors_by_kind.counted(by_name))
+    print("\n".join(("\nby kind of run\n", *kinds)))
+    print()
+    for name, runs in by_name.items():
+        print(f"{len(runs)} {name}: {summary([run.error for run in runs])}")
+    for name, runs in (
+        (
+            "not planned",
+            [f"{run.values['row']} ({run.unplanned})" for run in recent if run.unplanned],
+        ),
+        (
+            "ran, and planned not to fit",
+            [run.name for run in recent if not (run.unplanned or run.plan.fits)],
+        ),
+    ):
+        print(f"{len(runs)} {name}{': ' * bool(runs)}{'; '.join(runs)}")
+    if flags.write:
+        errors_by_kind.write(by_name)
 
 
 if __name__ == "__main__":

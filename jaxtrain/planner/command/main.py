@@ -120,7 +120,12 @@ FLAGS = (
         cfg.LARGEST_INT,
     ),
     Flag("layout", "", "evaluate this layout: KEY=VALUE,…; empty: search"),
-    Flag("assume", OURS, f"the framework that trains: {', '.join(FRAMEWORKS)}"),
+    Flag(
+        "assume",
+        OURS,
+        f"the framework that trains: {', '.join(FRAMEWORKS)}. With @ it is that release, without "
+        "one the newest",
+    ),
     Flag("tokens", 0.0, "tokens of the complete training; 0: unknown", at_least=0),
     Flag("price", 0.0, "US dollars per device-hour; 0: unknown", at_least=0),
     Flag("kwh_price", 0.0, "US dollars per kilowatt-hour; 0: unknown", at_least=0),
