@@ -33,6 +33,7 @@ from jaxtrain.planner.command import picture
 from jaxtrain.planner.layer import hardware
 from jaxtrain.planner.layer.hardware import Hardware, HardwareError
 from jaxtrain.planner.layer.model import model_of
+from jaxtrain.planner.layer.settings import FORMATS
 from jaxtrain.planner.search import heterogeneous, layout_flag, search
 from jaxtrain.planner.search.explain import explained, run_time, table
 from jaxtrain.planner.search.layout_flag import LayoutError
@@ -81,9 +82,11 @@ framework is our own.
   bubble_fraction               fraction of the step that is bubble
   tokens_per_s, train_days      days without a stop, null without --tokens
   note                          how sure the figures are, null for simulated devices
+  notes                         settings that differ from their defaults and that the plan does not
+                                follow
   layout                        the layout in the form of --layout
   command                       trains it; YOUR_… stand for what only you know. null if train.steps
-                                does not go so far"""
+                                does not go so far, or jaxtrain has no such products"""
 DEFAULT_HARDWARE = "h100"
 FILES = {"recipe": "planned.py", "png": "plan.png"}  # flags of files to write, and usual names
 # beginnings of settings that make another model or step, and are named where that is
@@ -278,19 +281,22 @@ def _output(
     file = flags.hardware.partition(":")[0]
     if "," not in flags.hardware and not (kind.device_kind and file in ("", *hardware.known())):
         changes["train.hardware"] = file  # which jax's name of the devices does not tell
-    config, can_be = cfg.replace(config, changes), steps <= cfg.LARGEST_INT
-    if flags.recipe or can_be:
-        checks.check(config, Environment(None, kind.platform, recipe))
+    config, known = cfg.replace(config, changes), Environment(None, kind.platform, recipe)
+    cannot = f"train.steps has at most {cfg.LARGEST_INT:,}" * (steps > cfg.LARGEST_INT)
+    if flags.assume != OURS and (broken := checks.first_violation(config, known)):
+        cannot = cannot or f"{broken.field}={cfg.get(config, broken.field)!r} {broken.rule}"
+    if flags.recipe or not cannot:
+        checks.check(config, known)
     if flags.recipe:
         files[flags.recipe] = recipe_text(config, f"{name}, as planned for {devices}.").encode()
     if flags.png:
         files[flags.png] = drawing.as_png(image(name))
-    command = _command(flags, config, recipe, kind) if can_be else None
+    command = None if cannot else _command(flags, config, recipe, kind)
     if flags.json:
         return Output([json.dumps({**figures, "command": command})], files)
-    train = [f"no command trains it: train.steps has at most {cfg.LARGEST_INT:,}"]
+    train = [*(f"note: {note}" for note in figures["notes"]), f"no command trains it: {cannot}"]
     if command:
-        train = [
+        train[-1:] = [
             f"to train it{caution}, {steps:,} steps of {size:,} tokens, filling in each YOUR_…:",
             *[ELSEWHERE] * (PROCESSES in command),
             f"  {command}",
@@ -362,7 +368,7 @@ def _refuse_others(flags: types.SimpleNamespace, known: Sequence[str], what: str
 
 def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, kind: Hardware) -> Space:
     """The space of the flags on this hardware. Raises UsageError for a type without a peak."""
-    compute = config.precision.compute
+    compute, matmul = config.precision.compute, config.precision.matmul
     if compute not in kind.peak_tflops:
         dtype = next(
             (dtype for dtype in ("bfloat16", "float32") if dtype in kind.peak_tflops), "bfloat16"
@@ -370,6 +376,13 @@ def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, kind: H
         raise UsageError(
             f"precision.compute={compute!r} has no peak on {kind.name}",
             {"config.precision.compute": dtype},
+        )
+    # This trainer rounds, and multiplies in the compute type, where a device has no such products.
+    known = [*(name for name, of in FORMATS.items() if of.peak in kind.peak_tflops), "compute"]
+    if flags.assume != OURS and matmul not in known:
+        raise UsageError(
+            f"precision.matmul={matmul!r} has no peak on {kind.name}",
+            {"config.precision.matmul": known[0]},
         )
     return Space(config, recipe, kind, flags.devices, flags.assume)
 
@@ -386,8 +399,7 @@ def _laid_out(space: Space, text: str) -> Config:
             {"devices": count},
             [] if rest else [f"data={data} in --layout"],
         )
-    is_ours = space.assume == OURS
-    known = Environment(None, space.hardware.platform, space.recipe, is_ours=is_ours)
+    known = Environment(None, space.hardware.platform, space.recipe, is_ours=space.assume == OURS)
     return layout_flag.laid_out(space.config, values, known)
 
 

@@ -23,7 +23,7 @@ from jaxtrain.planner.layer.hardware import Hardware, HardwareError, known, load
 from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.search.predict import PlannedTable, how_sure, step_figures
 from jaxtrain.planner.step.memory import memory
-from jaxtrain.planner.step.step_model import OURS, step_model_of
+from jaxtrain.planner.step.step_model import OURS, step_model_of, unfollowed
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.planner.step.time_breakdown import MATMULS, TimeBreakdown
 from jaxtrain.schedule.orders import ONE_CHUNK, SCHEDULES
@@ -59,6 +59,7 @@ class HeterogeneousPlan:
     bubble_s: seconds that the busiest stage waits
     memory:   bytes of the fullest device of each stage
     fits:     True if each stage has that memory
+    assume:   the framework that trains
     """
 
     config: Config
@@ -70,6 +71,7 @@ class HeterogeneousPlan:
     bubble_s: float
     memory: tuple[float, ...]
     fits: bool
+    assume: str = OURS
 
     def stages(self) -> Iterator[tuple[Group, range]]:
         """Each group with its stages."""
@@ -85,10 +87,14 @@ class HeterogeneousPlan:
         peaks = (g.devices * g.hardware.peak(dtype) for g in self.groups)
         mean = {dtype: sum(peaks) / devices / 1e12}
         hardware = dataclasses.replace(self.groups[0].hardware, peak_tflops=mean)
-        work = step_model_of(self.config, hardware)
+        work = step_model_of(self.config, hardware, self.assume)
         bubble, held = self.bubble_s / self.seconds, max(self.memory)
         figures = step_figures(work, self.seconds, bubble, held, self.fits, tokens)
-        return figures | {"layout": layout_flag.of(self.config), "layers": self.layers}
+        return figures | {
+            "layout": layout_flag.of(self.config),
+            "notes": unfollowed(self.config, work.settings),
+            "layers": self.layers,
+        }
 
 
 def is_groups(text: str) -> bool:
@@ -177,6 +183,7 @@ def plan(config: Config, groups: Sequence[Group], assume: str = OURS) -> Heterog
         stage_s=stage_s,
         bubble_s=clock - max(stage_s),
         memory=held,
+        assume=assume,
         fits=all(size <= work.hardware.memory for size, work in zip(held, works, strict=True)),
     )
 

@@ -62,7 +62,8 @@ class LayerWork(StepPart):
     ) -> tuple[float, float, float]:
         """Seconds of so many products [m, k] · [k, n], and of the gradients of both operands. fp8:
         of FP8 where the hardware has that, with what it costs to quantize both activations."""
-        hardware, usual = self.hardware, self.hardware.peak_tflops[self.settings.precision.compute]
+        hardware, of = self.hardware, self.settings.format
+        usual = hardware.peak_tflops[self.settings.precision.compute]
         flops = 2.0 * m * n * k / (1e12 * usual)
         moved = self.item * (m * k + k * n + m * n) / hardware.streaming
         launch, reached = 1e-6 * hardware.launch_us, hardware.matmul.reached
@@ -71,11 +72,13 @@ class LayerWork(StepPart):
             max(flops / reached(m, k, n), moved) + launch,
             max(flops / reached(k, n, m), moved) + launch,
         ]
-        if fp8 and (quantized := self.settings.quantized):
-            faster = usual / hardware.peak_tflops.get(quantized.peak, usual) / quantized.reached
+        if fp8:
+            faster = usual / hardware.peak_tflops.get(of.peak, usual) / of.reached
             weights = faster if self.settings.fp8_in_w else 1.0
-            forms = max(1 + quantized.blocks, self.settings.fp8_forms)
-            passes = quantized.passes(self.item, forms) / hardware.streaming
+            # A pass for the tensor's scale reads; one for each form reads and writes.
+            forms = max(1 + of.blocks, self.settings.fp8_forms)
+            moved = self.item * (of.scaled + forms) + of.number * forms
+            passes = moved / hardware.streaming
             seconds = [
                 seconds[0] * faster + passes * m * k + 2 * launch,
                 seconds[1] * faster + passes * m * n + 2 * launch,
@@ -204,8 +207,7 @@ class LayerTime(StepPart):
             fewer = self.links.seconds(c.layer(op, True, fused, dense))
             seconds = {axis: s + unread * (fewer.get(axis, 0.0) - s) for axis, s in seconds.items()}
         ring = float(self.settings.parallel.context == "ring" and self.hardware.alone <= 1)
-        quantized = self.settings.quantized
-        overlap = self.settings.rates.model_overlap * (quantized.overlaps if quantized else 1), math.inf
+        overlap = self.settings.rates.model_overlap * self.settings.format.overlaps, math.inf
         if self.multiplies_while_sending and not self.settings.fp8:
             overlap = 1.0, self._beside_products(op, dense, seconds.get(MODEL, 0.0))
         pairs = (0.0, 0.0) if dense or op != "R" else pairs

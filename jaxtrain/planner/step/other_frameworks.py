@@ -26,12 +26,16 @@ from jaxtrain.planner.step.time_breakdown import ATTENTION, MATMULS, MEMORY, Tim
 
 
 class TheirLayer(LayerTime):
-    """A layer that may recompute attention's core alone."""
+    """A layer that may recompute attention's core alone, or products by their kind."""
 
     settings: "Framework"
 
     def made_again(self, dense: bool) -> dict[str, float]:
         """Seconds by part of what selective recomputation makes again."""
+        if self.settings.recomputes_half:
+            part = lambda p: 1.0 if self.settings.fp8 or p.of.experts else 0.5
+            again = sum(p.forward * part(p) for p in self.work.products(dense) if p.of.read)
+            return {MATMULS: again, MEMORY: self.work.passes(dense)}
         if not self.settings.recomputes_core:
             return super().made_again(dense)
         attention, _, scores = self.work.attention
@@ -40,26 +44,6 @@ class TheirLayer(LayerTime):
     def flops_made_again(self, attention: float) -> float:
         """Operations of a sequence that selective recomputation makes again."""
         return attention if self.settings.recomputes_core else super().flops_made_again(attention)
-
-
-class SavesByOperation(TheirLayer):
-    """A layer whose selective recomputation saves attention and every other product with a matrix:
-    torchtitan's `op`, whose saved operations are aten.mm, and no products in FP8 or of groups."""
-
-    def made_again(self, dense: bool) -> dict[str, float]:
-        """Seconds by part of what selective recomputation makes again."""
-        fp8, sizes = self.settings.fp8, {a.name: a.size for a in self.model.layer(dense).arrays}
-        products = [p for p in self.work.products(dense) if p.of.read]
-        matrices = [name for p in products for name in p.of.names]
-        again = set(matrices[not fp8 :: 2 - fp8])
-        size = lambda names: sum(map(sizes.__getitem__, names))
-        seconds = sum(
-            p.forward * (size(again.intersection(p.of.names)) / size(p.of.names))
-            if not p.of.experts
-            else p.forward
-            for p in products
-        )
-        return {MATMULS: seconds, MEMORY: self.work.passes(dense)}
 
 
 class Layers(MeanLayer):
@@ -137,6 +121,8 @@ class Framework(StepSettings):
     one_link:         fraction of one link's bandwidth that ZeRO-3's collectives reach where they
                       leave an island; 0: they use all links of the island
     recomputes_core:  "selective" recomputes attention's core; otherwise all that is no product
+    recomputes_half:  "selective" saves attention and every other aten.mm, and recomputes the other
+                      products: all of those in FP8 or of groups of tokens
     """
 
     causal_rates: bool = False
@@ -148,6 +134,7 @@ class Framework(StepSettings):
     parallel: ParallelConfig = ParallelConfig(collective_matmul="off")
     one_link: float = 0.0
     recomputes_core: bool = False
+    recomputes_half: bool = False
     ours: ClassVar[bool] = False
     changed: ClassVar[Mapping[type, type]] = {
         LayerTime: TheirLayer,
@@ -254,19 +241,14 @@ _MEGATRON_2021 = Framework(
     rates=Rates(passes=14.0, inner_passes=3.0, logit_passes=8.0, stage_overlap=False),
     sent_gradient=2.0,
 )
-class TorchTitan(Framework):
-    """Settings of torchtitan's step."""
-
-    changed: ClassVar[Mapping[type, type]] = {**Framework.changed, LayerTime: SavesByOperation}
-
-
-_TORCHTITAN = TorchTitan(
+_TORCHTITAN = Framework(
     "torchtitan",
     "FSDP whose all-gathers overlap with products, torch.compile: fused attention, separate passes "
     "for norms and activations",
     weight_bytes=4.0,
     master_bytes=0.0,
     fp8_forms=2,  # products of weights' gradients read transposed operands
+    recomputes_half=True,
     rates=Rates(
         passes=14.0, inner_passes=3.0, logit_passes=8.0, data_overlap=0.9, stage_overlap=False
     ),
