@@ -7,6 +7,7 @@ import jax
 from jax.stages import Compiled
 
 from jaxtrain.config import Config, kernels
+from jaxtrain.config.saved_values import names_on_host
 from jaxtrain.config.sizes import device_capacity
 from jaxtrain.devices import mesh as meshes
 from jaxtrain.devices.mesh import DATA
@@ -57,9 +58,12 @@ def introduction(config: Config, step: Step) -> list[str]:
     if step.layout.offload:
         size = mebibytes(bytes_per_device(step.abstract_state(), host=True))
         offloaded.append(f"{size} MiB of the optimizer's state")
-    if config.parallel.offload in ("activations", "both"):
-        slots = f"slots {', '.join(step.host_pools)}"
-        offloaded.append(slots if step.setup.train else "what layers save for the backward")
+    if slots := step.slots_on_host():
+        offloaded.append(f"{mebibytes(sum(slots.values()))} MiB of slots {', '.join(slots)}")
+    elif config.parallel.offload in ("activations", "both"):
+        offloaded.append("what layers save for the backward")
+    elif names := names_on_host(config.pipeline.save):
+        offloaded.append(f"{', '.join(names)} of layers")
     if offloaded:
         lines.append(f"in the host's memory, for each device: {'; '.join(offloaded)}")
     if step.layout.disk:

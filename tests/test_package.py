@@ -19,7 +19,9 @@ from jaxtrain import __main__ as command
 from jaxtrain import __version__
 
 FILES = [
-    path for kind in ("py", "json", "txtpb") for path in (ROOT / "jaxtrain").rglob(f"*.{kind}")
+    path
+    for kind in ("py", "json", "html", "txtpb")
+    for path in (ROOT / "jaxtrain").rglob(f"*.{kind}")
 ]
 SOURCES = {path.relative_to(ROOT).as_posix() for path in FILES}
 RECIPES = {f"jaxtrain/configs/{path.name}" for path in (ROOT / "configs").glob("*.py")}

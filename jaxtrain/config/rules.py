@@ -34,7 +34,13 @@ from jaxtrain.config import (
     sources,
 )
 from jaxtrain.config.optimizers import OPTIMIZERS
-from jaxtrain.config.saved_values import LAYER_INPUT, goes_with, saved_values
+from jaxtrain.config.saved_values import (
+    LAYER_INPUT,
+    ON_HOST,
+    goes_with,
+    names_of,
+    saved_values,
+)
 from jaxtrain.config.sizes import SELECTIVE, remat_of
 from jaxtrain.schedule.orders import (
     OVERLAPPED,
@@ -452,6 +458,10 @@ def _several_steps(config: Config) -> Iterator[Violation]:
             "updates embedding and head on all stages in one op",
         ),
         "parallel.offload": (["none"], "has its slots and its state in the devices' memory"),
+        "pipeline.save": (
+            [names_of(config.pipeline.save)],
+            "has its slots in the devices' memory",
+        ),
         "train.diloco_inner_steps": ([0], "updates all replicas alike"),
         "precision.params": (["float32"], "updates parameters of float32"),
         "precision.moments": (["float32"], "updates moments of float32"),
@@ -468,8 +478,10 @@ def _several_steps(config: Config) -> Iterator[Violation]:
 
 def _saved_values(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Violation]:
     path, names = "pipeline.save", saved_values(model)
-    if wrong := [name for name in pipeline.save if name not in names]:
-        known = [name for name in pipeline.save if name in names]
+    entries = tuple(dict.fromkeys(pipeline.save))
+    named = names_of(entries)
+    if wrong := [name for name in named if name not in names]:
+        known = [name for name in pipeline.save if name.removesuffix(ON_HOST) in names]
         meant = difflib.get_close_matches(wrong[0], names, n=1, cutoff=0.5)
         yield Violation(
             path,
@@ -477,6 +489,10 @@ def _saved_values(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Viol
             f"{', '.join(names)}",
             values_for(path, [tuple(dict.fromkeys([*known, *meant])), ()]),
         )
+    if twice := [name for name in named if named.count(name) > 1]:
+        places = dict(zip(named, entries, strict=True))
+        rule = f"saves {twice[0]!r} on the device and on the host"
+        yield Violation(path, rule, values_for(path, [tuple(places.values())]))
     remat = remat_of(pipeline.remat)
     if goes_with(remat.mode, pipeline.save):
         return
@@ -488,7 +504,7 @@ def _saved_values(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Viol
     }[remat.mode]
     wanted = SELECTIVE
     fixes: list[dict[str, Any]] = [{"pipeline.remat": f"{SELECTIVE}{layers}"}, {path: ()}]
-    if tuple(pipeline.save) == (LAYER_INPUT,):
+    if named == (LAYER_INPUT,):
         wanted, fixes = "full", [{path: ()}, {"pipeline.remat": f"full{layers}"}]
     elif remat.mode == "full":
         fixes.insert(1, {path: (LAYER_INPUT,)})

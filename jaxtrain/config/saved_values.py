@@ -24,6 +24,7 @@ class LayerBytes(NamedTuple):
     gathered:     of the stash, the largest array that B has gathered over `model`
     normed:       of `residual_w`, the largest array of the input's shape
     remade:       of the stash, the largest such array in 32 bits: what a norm has made again
+    host_b, host_w: of `residual_b` and `residual_w`, what lies in the host's memory
     """
 
     residual_b: int
@@ -33,6 +34,8 @@ class LayerBytes(NamedTuple):
     gathered: int
     normed: int
     remade: int
+    host_b: int = 0
+    host_w: int = 0
 
 
 LAYER_INPUT = "layer_input"
@@ -46,8 +49,10 @@ ROUTER = "router"
 ROUTED = "routed"
 MLP_IN = "mlp_in"
 MLP_HIDDEN = "mlp_hidden"
+MLP_OUT = "mlp_out"
+ON_HOST = ":host"  # after a name in `pipeline.save`: the value is saved in the host's memory
 # what selective recomputation saves if no names are given: results of products with weights
-PRODUCTS = (LATENT, QKV, ATTENTION, ATTENTION_OUT, ROUTER, MLP_IN)
+PRODUCTS = (LATENT, QKV, ATTENTION, ATTENTION_OUT, ROUTER, MLP_IN, MLP_OUT)
 # in the order in which a layer makes them
 SAVED_VALUES: Mapping[str, SavedValue] = {
     LAYER_INPUT: SavedValue("the layer's input, which every selective recomputation saves"),
@@ -63,19 +68,30 @@ SAVED_VALUES: Mapping[str, SavedValue] = {
     ROUTED: SavedValue("tokens as experts have received them", lambda model: model.experts),
     MLP_IN: SavedValue("the first products of the MLP or the experts: up, and gate"),
     MLP_HIDDEN: SavedValue("the hidden layer of the MLP or the experts, before the last product"),
+    MLP_OUT: SavedValue("the product with the last matrix of the MLP or the experts"),
 }
+
+
+def names_of(save: Sequence[str]) -> tuple[str, ...]:
+    """The names in `pipeline.save`, without the memory that they name."""
+    return tuple(name.removesuffix(ON_HOST) for name in save)
+
+
+def names_on_host(save: Sequence[str]) -> tuple[str, ...]:
+    """The names of the values that `pipeline.save` has in the host's memory."""
+    return names_of([name for name in save if name.endswith(ON_HOST)])
 
 
 def saves_layer_inputs(mode: str, names: Sequence[str]) -> bool:
     """True if a pipeline with this mode of remat and these names in `pipeline.save` recomputes each
     layer from its own input, which F leaves, and not from the one of its unit."""
-    return mode == "full" and tuple(names) == (LAYER_INPUT,)
+    return mode == "full" and names_of(names) == (LAYER_INPUT,)
 
 
 def goes_with(mode: str, names: Sequence[str]) -> bool:
     """True if `pipeline.save` may have these names with this mode of remat: layers' inputs alone go
     with full recomputation, other names with selective."""
-    if tuple(names) == (LAYER_INPUT,):
+    if names_of(names) == (LAYER_INPUT,):
         return saves_layer_inputs(mode, names)
     return mode == SELECTIVE or not names
 

@@ -449,7 +449,8 @@ class PipelineConfig:
         "what a layer with remat=selective saves beside its input, by name, such as "
         "attention,mlp_in; the rest is recomputed. Empty: the results of matmuls. With stages and "
         "remat=full, layer_input: each layer's input, and not the chunk's alone; takes memory, and "
-        "R makes no layer's output",
+        "R makes no layer's output. A name with :host, such as qkv:host, is of a value that lies "
+        "in the host's memory",
     )
     overlap: bool = setting(
         False,

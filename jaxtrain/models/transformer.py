@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config import ModelConfig
-from jaxtrain.config.saved_values import ATTENTION_NORM, ATTENTION_OUT, MLP_NORM
+from jaxtrain.config.saved_values import ATTENTION_NORM, ATTENTION_OUT, MLP_NORM, MLP_OUT
 from jaxtrain.config.sizes import padded_vocabulary
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.attention import Attention
@@ -110,7 +110,8 @@ class Block(nnx.Module):
         """[B, T, D] → [B, T, D]."""
         y_BTD = named(ATTENTION_NORM, self.attention_norm(x_BTD))
         x_BTD = x_BTD + named(ATTENTION_OUT, self.attention(y_BTD, positions_BT, segments_BT))
-        x_BTD = x_BTD + self.mlp(named(MLP_NORM, self.mlp_norm(x_BTD)))
+        y_BTD = named(MLP_NORM, self.mlp_norm(x_BTD))
+        x_BTD = x_BTD + named(MLP_OUT, self.mlp(y_BTD))
         return constrain(x_BTD, SPLIT)
 
     def cached(self, x_BTD, positions_BT, cache, start):

@@ -38,6 +38,7 @@ from jaxtrain.runtime.equations import (
     NAME,
     PRODUCTS,
     RECOMPUTED,
+    HostRule,
     KeepRule,
     has,
     in_attention,
@@ -141,14 +142,14 @@ def keep_named(names: Sequence[str]) -> KeepRule:
     kernel's or loop's results, with the log-sum-exp, so that it attends once. A router's choices
     and scales of FP8 cross as by `keep_products`."""
 
-    def keep(equation) -> bool:
-        if equation.primitive.name == NAME:
-            return equation.params["name"] in (*names, KEPT_BY_TOKENS)
-        if ATTENTION in names and has(equation, KERNELS) and in_attention(equation):
-            return True
-        return _decides(equation)
+    return lambda equation: makes_named(names, equation) or _decides(equation)
 
-    return keep
+
+def makes_named(names: Sequence[str], equation) -> bool:
+    """True for the equation of a value of these names, or of attention's results if that is one."""
+    if equation.primitive.name == NAME:
+        return equation.params["name"] in names
+    return ATTENTION in names and has(equation, KERNELS) and in_attention(equation)
 
 
 def _decides(equation) -> bool:
@@ -198,9 +199,11 @@ class LayerSplit:
       keep: what may cross from the forward to the backward.
       recomputed: primitives whose results do not cross either if their operands do, though they
         cost more than the pass.
+      hosted: which residuals lie in the host's memory.
 
     x: shape and dtype of the layer's input
     residuals: Residuals of the shapes and dtypes of what the forward leaves
+    on_host: Residuals that say of each whether it lies in the host's memory
     weight_stash: shapes and dtypes of what B leaves for W; `gathered` says of each whether B has
         gathered it, so that the devices of `model` hold the same
     """
@@ -213,20 +216,21 @@ class LayerSplit:
         extra,
         keep: KeepRule = keep_everything,
         recomputed: frozenset[str] = frozenset(),
+        hosted: HostRule = lambda maker: False,
     ):
         self._cheap = CHEAP | recomputed
         self.layer, self.x = layer, jax.ShapeDtypeStruct(x.shape, x.dtype)
         self._trace(layer, params, x, extra)
-        self._cut(keep)
+        self._cut(keep, hosted)
 
-    def recut(self, keep: KeepRule) -> "LayerSplit":
-        """The layer cut by another rule, without tracing it once more; at the same point of an
+    def recut(self, keep: KeepRule, hosted: HostRule) -> "LayerSplit":
+        """The layer cut by other rules, without tracing it once more; at the same point of an
         enclosing trace."""
         other = copy.copy(self)
-        other._cut(keep)
+        other._cut(keep, hosted)
         return other
 
-    def _cut(self, keep: KeepRule) -> None:
+    def _cut(self, keep: KeepRule, hosted: HostRule) -> None:
         """Decides what crosses, in one flat jaxpr, and has the equations of each op."""
         self._flatten(keep)
         saved = self._saved_values(keep)
@@ -234,6 +238,8 @@ class LayerSplit:
         self._for_b = [a for a in saved if a not in for_weights]
         self._for_w = [a for a in saved if a in for_weights]
         self.residuals = Residuals(_shapes(self._for_b), _shapes(self._for_w))
+        places = lambda values: [hosted(self._maker.get(value)) for value in values]
+        self.on_host = Residuals(places(self._for_b), places(self._for_w))
         self.weight_stash = _shapes(self._stashed)
         self.gathered = list(map(self._is_gathered, self._stashed))
         self._equations = {

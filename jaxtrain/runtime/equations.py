@@ -31,6 +31,8 @@ RECOMPUTED = "recomputed"  # name scope of what jax.checkpoint recomputes in the
 
 # equation → True if its results may cross from the forward to the backward
 KeepRule = Callable[..., bool]
+# equation, or None for a layer's input → True if its results, saved, lie in the host's memory
+HostRule = Callable[..., bool]
 
 
 def in_attention(equation) -> bool:

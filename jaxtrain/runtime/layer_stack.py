@@ -50,25 +50,28 @@ def slot_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape if len(shape) < 4 else (*shape[:-2], shape[-2] * shape[-1])
 
 
-def empty_pool(slots: int, layers: int, shapes: Shapes, on_host: bool = False) -> Arrays:
+def empty_pool(slots: int, layers: int, shapes: Shapes, on_host: Sequence[bool] = ()) -> Arrays:
     """A pool of so many slots, each for arrays of these shapes of each of `layers` layers: [slots ·
-    layers, ...], in the memory of the device or the host. Nothing of it may be read before it is
-    written.
+    layers, ...], each in the memory of the device or the host. Nothing of it may be read before it
+    is written.
 
     One dimension for both: copies between a TPU and its host cut one dimension alone.
     """
     return [
-        host_memory.empty_pool((slots * layers, *slot_shape(a.shape)), a.dtype, on_host)
-        for a in shapes
+        host_memory.empty_pool((slots * layers, *slot_shape(a.shape)), a.dtype, there)
+        for a, there in zip(shapes, on_host or [False] * len(shapes), strict=True)
     ]
 
 
 class RecomputedLayer:
     """A layer whose backward runs it once more from its input, the one residual: full remat on one
-    stage. It has the methods of a LayerSplit that forward and backward at once need."""
+    stage. It has the methods of a LayerSplit that forward and backward at once need.
 
-    def __init__(self, layer: Callable, params, x: jax.ShapeDtypeStruct):
-        self.layer, self.residuals = layer, x
+    on_host: the input lies in the host's memory
+    """
+
+    def __init__(self, layer: Callable, params, x: jax.ShapeDtypeStruct, on_host: bool = False):
+        self.layer, self.residuals, self.on_host = layer, x, on_host
         self._reads = jax.tree.map(lambda _: True, params)
 
     def reads(self, op: LayerOp) -> Any:
@@ -548,12 +551,11 @@ class LayerStack:
 
     # ------------------------------------------------------------------ forward and backward
 
-    def output_saving(
-        self, params, x: jax.Array, extra, on_host: bool = False
-    ) -> tuple[jax.Array, list[Any]]:
+    def output_saving(self, params, x: jax.Array, extra) -> tuple[jax.Array, list[Any]]:
         """Returns (the unit's output, for each range of layers their residuals [layers, ...] in the
         device's or the host's memory)."""
-        if self._is_single and not on_host:
+        places = [each.split.on_host for each in self._ranges]
+        if self._is_single and not any(jax.tree.leaves(places)):
             (layers,) = self._ranges
             params = self._parameters(params, 0, LayerOp.FORWARD)
             y, values = layers.split.output_and_residuals(params, x, self._extra(extra, 0))
@@ -570,13 +572,10 @@ class LayerStack:
 
             return step
 
-        def room(a: jax.ShapeDtypeStruct, layers: int) -> jax.Array:
-            shape = (layers, *a.shape)
-            return host_memory.empty_pool(shape, a.dtype, on_host)
-
         def empty(layers: LayerRange) -> Any:
-            most = layers.most(self._counts)
-            return jax.tree.map(lambda a: room(a, most), layers.split.residuals)
+            most, split = layers.most(self._counts), layers.split
+            pool = lambda a, there: host_memory.empty_pool((most, *a.shape), a.dtype, there)
+            return jax.tree.map(pool, split.residuals, split.on_host)
 
         bodies = [(each, body(number, each)) for number, each in enumerate(self._ranges)]
         carry = (x, [empty(layers) for layers in self._ranges])

@@ -9,7 +9,7 @@ collectives the partitioner derives from the layers' logical axes.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.config.saved_values import LAYER_INPUT, names_on_host
 from jaxtrain.config.sizes import Remat
 from jaxtrain.devices import host_memory
 from jaxtrain.devices.mesh import (
@@ -53,6 +54,7 @@ from jaxtrain.runtime.saved_bytes import (
     as_used,
     bytes_of,
     examples,
+    host_rule,
     in_manual_region,
     keep_rule,
 )
@@ -116,6 +118,13 @@ class StepsResults:
     parts: PartsState
 
 
+class SlotBytes(NamedTuple):
+    """Bytes of a slot on a device and its host, and those on the host."""
+
+    all: int
+    on_host: int = 0
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Runtime:
     """Executes a table for a model on a mesh.
@@ -127,7 +136,8 @@ class Runtime:
     shares_vocabulary: embedding and head are split over the stages, which do their ops together
     remat: what the backward recomputes of a unit's lowest layers: full, everything from its input,
         which F saves; selective, everything but products with weights; none, nothing
-    save: the names of the values that selective saves, instead of products
+    save: the names of the values that selective saves, instead of products, or of the input that
+        full does, as `pipeline.save` has them
     loss_chunk: the most tokens whose logits exist at a time
     compute: dtype of activations
     independent_replicas: each replica has parameters of its own; they, losses and gradients have a
@@ -203,36 +213,38 @@ class Runtime:
         return self._in_manual_region(body, params, batch, columns, out_specs, (parts, specs))
 
     @property
-    def host_pools(self) -> tuple[str, ...]:
-        """The pools whose slots lie in the host's memory: what F saves, that is the units' inputs
-        where an R follows, and residuals; () without offload or with one stage."""
-        if not self.offload_activations or self.slotted is None:
-            return ()
-        table = self.slotted.table
-        inputs = ["residual_b", "residual_w"]
-        if self.remat.mode == "full":
-            inputs = ["layer_input" if table.saves_inputs else "activation"]
-        return (*inputs, *(("saved_b", "saved_w") if table.saved else ()))
+    def _input_on_host(self) -> str:
+        """The pool in the host's memory of the inputs that full recomputation starts from: those of
+        layers, or of units; "" where they are in the device's."""
+        if self.remat.mode != "full" or not (
+            self.offload_activations or LAYER_INPUT in names_on_host(self.save)
+        ):
+            return ""
+        return "layer_input" if self._saves_inputs else "activation"
 
-    def slot_bytes(self, sequences: int, tokens: int, documents: bool) -> dict[str, int]:
-        """Pool → bytes of one of its slots on a device.
+    def slot_bytes(self, sequences: int, tokens: int, documents: bool) -> dict[str, SlotBytes]:
+        """Pool → bytes of one of its slots.
 
         sequences, tokens: shape of a microbatch on one group of `model` devices
         documents: a batch has segments and positions, so tokens attend within their document
         """
         message = (sequences, tokens, self.parts.cfg.width)
         make = functools.partial(self._ranges, message, examples(sequences, tokens, documents))
-        sizes: dict[str, int] = {}
+        sizes: dict[str, SlotBytes] = {}
         for part in in_manual_region(make, self.mesh, self.collective_matmul, self.mesh):
             saved = bytes_of(part.split, self.mesh.shape[MODEL])
             layers = part.most(self.placement.sizes)
-            sizes |= {"activation": saved.input, "gradient": saved.input}
+            inputs = {"activation": saved.input, "gradient": saved.input}
             if part.layer_input:
-                sizes[part.layer_input] = layers * saved.input
+                inputs[part.layer_input] = layers * saved.input
             sizes |= {
-                part.residual_b: layers * saved.residual_b,
-                part.residual_w: layers * saved.residual_w,
-                part.weight_stash: layers * saved.weight_stash,
+                name: SlotBytes(size, size * (name == self._input_on_host))
+                for name, size in inputs.items()
+            }
+            sizes |= {
+                part.residual_b: SlotBytes(layers * saved.residual_b, layers * saved.host_b),
+                part.residual_w: SlotBytes(layers * saved.residual_w, layers * saved.host_w),
+                part.weight_stash: SlotBytes(layers * saved.weight_stash),
             }
         return sizes
 
@@ -477,7 +489,7 @@ class Runtime:
         )
         tick: Callable[[TickState, TickColumns], TickState]
         if self._ticks is None:
-            one = Accumulate(ends, stack(0), self.offload_activations, constants)
+            one = Accumulate(ends, stack(0), constants)
             tick = one.add_loss if state.gradients.head is None else one.add_gradients
         else:
             stacks = [stack(unit) for unit in range(self.placement.units_per_stage)]
@@ -521,8 +533,10 @@ class Runtime:
         D] on a device."""
         layer = RuntimeLayer(self.parts, self.compute, self.fp8)
         if mode == "full" and self._ticks is None:
-            return RecomputedLayer(layer, layer.specs, jax.ShapeDtypeStruct(message, self.compute))
-        return layer.split(message, extra, keep_rule(mode, self.save))
+            x = jax.ShapeDtypeStruct(message, self.compute)
+            return RecomputedLayer(layer, layer.specs, x, bool(self._input_on_host))
+        hosted = host_rule(mode, self.save, self.offload_activations)
+        return layer.split(message, extra, keep_rule(mode, self.save), hosted)
 
     # ------------------------------------------------------------------ before the first tick
 
@@ -559,15 +573,14 @@ class Runtime:
     ) -> TickState:
         """The state with the pools and the message buffers that the table uses."""
         slots = {pool: max(1, count) for pool, count in ticks.slotted.pool_sizes.items()}
-        host = self.host_pools
 
         def messages(name: str, layers: int = 1) -> jax.Array:
-            shape = (slots[name] * layers, *message)
-            pool = host_memory.empty_pool(shape, self.compute, name in host)
-            return pool if name in host else constrain(pool, (None, *SPLIT))
+            shape, on_host = (slots[name] * layers, *message), name == self._input_on_host
+            pool = host_memory.empty_pool(shape, self.compute, on_host)
+            return pool if on_host else constrain(pool, (None, *SPLIT))
 
-        def pool(name: str, layers: LayerRange, shapes) -> list[jax.Array]:
-            return empty_pool(slots[name], layers.most(self.placement.sizes), shapes, name in host)
+        def pool(name: str, layers: LayerRange, shapes, on_host=()) -> list[jax.Array]:
+            return empty_pool(slots[name], layers.most(self.placement.sizes), shapes, on_host)
 
         activation = messages("activation")
         names = {*ticks.result_buffers.values(), *ticks.permutes}
@@ -587,11 +600,11 @@ class Runtime:
                 layers = part.most(self.placement.sizes)
                 inputs = [messages(part.layer_input, layers)]
                 pools = dataclasses.replace(pools, layer_input=inputs)
-            split, residuals = part.split, part.split.residuals
+            split, residuals, there = part.split, part.split.residuals, part.split.on_host
             stash = pool(part.weight_stash, part, split.weight_stash)
             of_range = {
-                part.residual_b: pool(part.residual_b, part, residuals.for_b),
-                part.residual_w: pool(part.residual_w, part, residuals.for_w),
+                part.residual_b: pool(part.residual_b, part, residuals.for_b, there.for_b),
+                part.residual_w: pool(part.residual_w, part, residuals.for_w, there.for_w),
                 part.weight_stash: list(map(replicated, stash, split.gathered)),
             }
             pools = dataclasses.replace(pools, **of_range)

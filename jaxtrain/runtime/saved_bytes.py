@@ -3,6 +3,7 @@ runtime's pools have, and what the planner counts, where no device need be there
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config import ModelConfig, PrecisionConfig
-from jaxtrain.config.saved_values import LayerBytes
+from jaxtrain.config.saved_values import LAYER_INPUT, LayerBytes, names_of, names_on_host
 from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.devices.mesh import AXES, MODEL, AbsentDevice, manual_axes, traced_for
 from jaxtrain.devices.sharding import local_shape
@@ -30,8 +31,9 @@ from jaxtrain.runtime.backward_split import (
     keep_everything,
     keep_named,
     keep_products,
+    makes_named,
 )
-from jaxtrain.runtime.equations import KeepRule
+from jaxtrain.runtime.equations import HostRule, KeepRule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +59,16 @@ class RuntimeLayer:
         block = self.parts.dense_block if self.dense else self.parts.block
         return row_major(block(params)(row_major(x, TOKENS), *extra), TOKENS)
 
-    def split(self, message: tuple[int, ...], extra, keep: KeepRule) -> LayerSplit:
+    def split(
+        self, message: tuple[int, ...], extra, keep: KeepRule, hosted: HostRule
+    ) -> LayerSplit:
         """The layer cut into ops, for activations of the shape `message`, [B, T, D], on a device.
-        keep: what its forward saves"""
+        keep, hosted: what its forward saves, and what of that in the host's memory"""
         x = jax.ShapeDtypeStruct(message, self.compute)
         params = jax.tree.map(self._shape_as_used, self.specs)
         # A device has memory for more rows of experts than arrive, on average for half of them.
         recomputed = ACTIVATIONS if self.parts.cfg.experts else frozenset()
-        return LayerSplit(self, params, x, extra, keep, recomputed)
+        return LayerSplit(self, params, x, extra, keep, recomputed, hosted)
 
     def _shape_as_used(self, spec: Spec) -> Any:
         """The shape of one parameter in the form that products take, unsharded."""
@@ -92,7 +96,16 @@ def keep_rule(mode: str, save: Sequence[str]) -> KeepRule:
     again with full."""
     if mode != SELECTIVE:
         return keep_everything
-    return keep_named(save) if save else keep_products
+    return keep_named(names_of(save)) if save else keep_products
+
+
+def host_rule(mode: str, save: Sequence[str], offload: bool = False) -> HostRule:
+    """What of that lies in the host's memory: the values that `save` has there, with `offload` all;
+    with full the layer's input at most, from which R makes the rest in the device's memory."""
+    if offload and mode != "full":
+        return lambda maker: True
+    names = names_on_host(save) if mode == SELECTIVE else ()
+    return lambda maker: makes_named(names, maker) if maker else LAYER_INPUT in names
 
 
 def examples(sequences: int, tokens: int, documents: bool) -> tuple[Any, Any]:
@@ -135,6 +148,7 @@ def bytes_of(split: LayerSplit, model: int) -> LayerBytes:
     """
     size = lambda arrays: sum(a.size * a.dtype.itemsize for a in arrays) // model
     largest = lambda arrays: max((size([a]) for a in arrays), default=0)
+    hosted = lambda arrays, places: size(itertools.compress(arrays, places))
     gathered = [a for a, g in zip(split.weight_stash, split.gathered, strict=True) if g]
     whole = lambda arrays: [a for a in arrays if a.size == split.x.size]
     return LayerBytes(
@@ -145,6 +159,8 @@ def bytes_of(split: LayerSplit, model: int) -> LayerBytes:
         largest(gathered) * model,
         largest(whole(split.residuals.for_w)),
         largest(a for a in whole(split.weight_stash) if a.dtype == jnp.float32),
+        hosted(split.residuals.for_b, split.on_host.for_b),
+        hosted(split.residuals.for_w, split.on_host.for_w),
     )
 
 
@@ -177,8 +193,8 @@ def saved_bytes(
     shape, extra = (*microbatch, cfg.width), examples(*microbatch, documents)
 
     def splits() -> list[LayerSplit]:
-        everything = layer.split(shape, extra, keep_everything)
-        return [everything, everything.recut(keep_rule(mode, save))]
+        everything = layer.split(shape, extra, keep_everything, host_rule("none", ()))
+        return [everything, everything.recut(keep_rule(mode, save), host_rule(mode, save))]
 
     # a thread of its own is in no mesh and no trace of the caller
     with ThreadPoolExecutor(1) as alone:

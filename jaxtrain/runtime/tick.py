@@ -77,12 +77,10 @@ class Accumulate:
     """One microbatch on one stage, forward and backward at once: what a table with one stage is.
 
     stack: the model's only unit
-    on_host: what is saved for the backward lies in the host's memory
     """
 
     embedding_and_head: EmbeddingAndHead
     stack: LayerStack
-    on_host: bool
     constants: Constants
 
     def _constants(self, columns: TickColumns) -> tuple[Constants, jax.Array]:
@@ -112,7 +110,7 @@ class Accumulate:
         with jax.named_scope(EMBED):
             x = ends.embed(constants, microbatch)
         with jax.named_scope(cell_op("F", 0)):
-            y, saved = stack.output_saving(params, x, extra, self.on_host)
+            y, saved = stack.output_saving(params, x, extra)
         with jax.named_scope(HEAD):
             state, g = ends.loss_and_gradients(state, constants, microbatch, y)
         if ends.zero.reduces_in_ops and on_tpu():

@@ -24,6 +24,7 @@ from jaxtrain.config import (
     ParallelConfig,
     PrecisionConfig,
 )
+from jaxtrain.config.saved_values import names_of, names_on_host
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.devices import cluster, host_memory
 from jaxtrain.devices.compiler_options import (
@@ -44,7 +45,7 @@ from jaxtrain.parallel.fp8 import Fp8, fp8_of
 from jaxtrain.parallel.zero import Zero
 from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.run.metrics import METRICS, host
-from jaxtrain.runtime.runtime import LossesAndGradients, Runtime
+from jaxtrain.runtime.runtime import LossesAndGradients, Runtime, SlotBytes
 from jaxtrain.training import balance, diloco
 from jaxtrain.training.optimizer import (
     Optimizer,
@@ -107,9 +108,8 @@ class Step:
     combine_metrics: StepMetrics of each replica → those of the step; None if replicas are not
         independent
     abstract_batch: a batch's arrays [microbatches, sequences, tokens] as ShapeDtypeStructs
-    slot_bytes:   () → of a pipeline, pool of slots → bytes of one slot on a device
+    slot_bytes:   () → of a pipeline, pool of slots → bytes of one slot, of a device
                   (Runtime.slot_bytes); traces a layer
-    host_pools:   the pools in the host's memory
     """
 
     parts: ModelParts
@@ -124,8 +124,7 @@ class Step:
     exchange: Wrapped | None
     combine_metrics: Wrapped | None
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
-    slot_bytes: Callable[[], dict[str, int]]
-    host_pools: tuple[str, ...]
+    slot_bytes: Callable[[], dict[str, SlotBytes]]
     steps_per_program: int = 1
 
     @property
@@ -143,7 +142,16 @@ class Step:
         return NamedSharding(self.mesh, BATCH_SPEC)
 
     def slot_pools(self) -> dict[str, tuple[int, int]]:
-        """Kind of slot → their number on a device, bytes of each; empty with one stage."""
+        """Kind of slot → their number of a device, bytes of each; empty with one stage."""
+        return {kind: (number, each.all) for kind, (number, each) in self._slots().items()}
+
+    def slots_on_host(self) -> dict[str, int]:
+        """Kind of slot → bytes that a device has of it in the host's memory, if any; empty with one
+        stage."""
+        sizes = {kind: number * each.on_host for kind, (number, each) in self._slots().items()}
+        return {kind: size for kind, size in sizes.items() if size}
+
+    def _slots(self) -> dict[str, tuple[int, SlotBytes]]:
         if not self.setup.train:
             return {}
         size = self.slot_bytes()
@@ -181,7 +189,7 @@ class Step:
         }
         if self.setup.train:
             pools = {kind: number * each for kind, (number, each) in self.slot_pools().items()}
-            host["slots"] = sum(size for kind, size in pools.items() if kind in self.host_pools)
+            host["slots"] = sum(self.slots_on_host().values())
             kinds["slots"] = sum(pools.values()) - host["slots"]
         kinds |= {f"{kind} on the host": n for kind, n in host.items() if n}
         on_disk = bytes_on_disk(state)
@@ -248,7 +256,7 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
     Raises ConfigError for a schedule that does not fit, and for devices that cannot use the host's
     memory.
     """
-    _check_host_memory(config.parallel, mesh)
+    _check_host_memory(config, mesh)
     setup = setup or make_setup(config)
     model, data, parallel, precision = config.model, config.data, config.parallel, config.precision
     steps, skips = config.train.steps, config.train.on_nonfinite != "stop"
@@ -331,7 +339,6 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
             data.sequence_length // mesh.shape[CONTEXT],
             not data.attend_across_documents,
         ),
-        host_pools=runtime.host_pools,
         steps_per_program=setup.several.steps if setup.several else 1,
     )
 
@@ -541,17 +548,22 @@ def _finish(
     return finish
 
 
-def _check_host_memory(parallel: ParallelConfig, mesh: Mesh) -> None:
-    """Raises ConfigError if `parallel.offload` needs the host's memory and devices cannot use
-    it."""
-    on_host = "host" in (parallel.offload_to("optimizer"), parallel.offload_to("activations"))
-    if on_host and (has := host_memory.missing(mesh)):
-        device = mesh.devices.flat[0].device_kind
-        rule = f"needs memory of kind {host_memory.KIND}, and {device} has {has} alone"
-        fix = "optimizer" if parallel.offload_directory else "none"
+def _check_host_memory(config: Config, mesh: Mesh) -> None:
+    """Raises ConfigError if `parallel.offload` or `pipeline.save` needs the host's memory and
+    devices cannot use it."""
+    parallel, save = config.parallel, config.pipeline.save
+    if not (has := host_memory.missing(mesh)):
+        return
+    device = mesh.devices.flat[0].device_kind
+    rule = f"needs memory of kind {host_memory.KIND}, and {device} has {has} alone"
+    if "host" in (parallel.offload_to("optimizer"), parallel.offload_to("activations")):
+        path, value = "parallel.offload", parallel.offload
         raise ConfigError(
-            "parallel.offload", parallel.offload, rule, fixes=[{"parallel.offload": fix}]
+            path, value, rule, fixes=[{path: "optimizer" if parallel.offload_directory else "none"}]
         )
+    if names_on_host(save):
+        path = "pipeline.save"
+        raise ConfigError(path, ",".join(save), rule, fixes=[{path: names_of(save)}])
 
 
 def _abstract_batch(

@@ -459,6 +459,6 @@ def test_slots_are_as_large_as_is_said(changes, monkeypatch):
         step.slot_bytes(),
         ("activation", "gradient", "residual_b", "residual_w", "weight_stash"),
     )
-    assert {kind: max(1, step.setup.train.pool_sizes[kind]) * said[kind] for kind in kinds} == {
+    assert {kind: max(1, step.setup.train.pool_sizes[kind]) * said[kind].all for kind in kinds} == {
         kind: size(kind) for kind in kinds
     }

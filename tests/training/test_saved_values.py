@@ -43,7 +43,9 @@ LATENT = {
     "model.rope_head_dim": 4,
 }
 CASES = {
-    "zb_h1": Case((1, 2, 1), "zb_h1", 1, 4, save("attention", "mlp_in")),
+    "zb_h1, partly on the host": Case(
+        (1, 2, 1), "zb_h1", 1, 4, save("layer_input:host", "attention:host", "mlp_in")
+    ),
     "1f1b, of some layers, model": Case(
         (1, 2, 2),
         changes=SEVEN | save("qkv", "mlp_hidden", "attention_norm", remat="selective:2"),
@@ -64,6 +66,33 @@ CASES = {
     ),
     "latent attention": Case((2, 2, 1), changes=LATENT | save("latent", "attention")),
     "context": Case((1, 2, 1), changes={"mesh.context": 2} | save("attention", "mlp_in")),
+    "one stage, on the host": Case(
+        (1, 1, 1), changes=SEVEN | save("layer_input:host", "qkv:host", "mlp_in")
+    ),
+    "one stage, inputs on the host": Case(
+        (1, 1, 1), changes=SEVEN | save("layer_input:host", remat="full")
+    ),
+    "interleaved, of some layers on the host, model, ZeRO-2": Case(
+        (2, 2, 2),
+        "interleaved",
+        2,
+        4,
+        SEVEN | save("qkv:host", "mlp_in", remat="selective:1") | {"parallel.zero": 2},
+    ),
+    "dualpipe_v, experts on the host": Case(
+        (1, 2, 1),
+        "dualpipe_v",
+        2,
+        5,
+        TWO_EXPERTS | save("routed:host", "mlp_in:host") | {"pipeline.overlap": True},
+    ),
+    "inputs: zb_v, on the host, ZeRO-3": Case(
+        (2, 2, 1),
+        "zb_v",
+        2,
+        4,
+        SEVEN | save("layer_input:host", remat="full") | {"parallel.zero": 3},
+    ),
     "one stage, offloaded": Case(
         (1, 1, 1), changes=SEVEN | {"parallel.offload": "activations"} | save("attention_out")
     ),
@@ -84,7 +113,10 @@ CASES = {
     "inputs: offloaded": Case((1, 2, 1), changes=INPUTS | {"parallel.offload": "activations"}),
     "inputs: auto": Case((1, 4, 1), "auto", 1, 4, INPUTS),
 }
-ALWAYS = ["zb_h1"]  # inputs of layers: test_kinds_of_layers.py
+ALWAYS = [
+    "zb_h1, partly on the host",
+    "one stage, on the host",
+]  # inputs of layers: test_kinds_of_layers.py
 
 
 @pytest.mark.parametrize(
@@ -242,7 +274,15 @@ def test_selective_saves_what_these_names_save(name):
             for tree in (split.residuals.for_b, split.residuals.for_w, split.weight_stash)
         ]
 
-    assert PRODUCTS == ("latent", "qkv", "attention", "attention_out", "router", "mlp_in")
+    assert PRODUCTS == (
+        "latent",
+        "qkv",
+        "attention",
+        "attention_out",
+        "router",
+        "mlp_in",
+        "mlp_out",
+    )
     assert sizes(keep_named(PRODUCTS)) == pytest.approx(sizes(keep_products), rel=1e-3)
 
 
@@ -255,8 +295,25 @@ def test_selective_saves_what_these_names_save(name):
         (
             save("attention", "mlp_inn"),
             "names 'mlp_inn', which no layer of this model has: its values are layer_input, "
-            "attention_norm, qkv, attention, attention_out, mlp_norm, mlp_in, mlp_hidden: "
-            "use --config.pipeline.save=attention,mlp_in",
+            "attention_norm, qkv, attention, attention_out, mlp_norm, mlp_in, mlp_hidden, "
+            "mlp_out: use --config.pipeline.save=attention,mlp_in",
+        ),
+        (
+            save("attention:host", "mlp_inn:host"),
+            "mlp_out: use --config.pipeline.save=attention:host,mlp_in",
+        ),
+        (
+            save("qkv", "attention", "qkv:host"),
+            "saves 'qkv' on the device and on the host: "
+            "use --config.pipeline.save=qkv:host,attention",
+        ),
+        (
+            save("qkv:host", remat="full"),
+            "is for pipeline.remat='selective', and 'full' saves layer_input at most",
+        ),
+        (
+            save("qkv:host", **{"mesh.stage": 2, "pipeline.steps_per_program": 2}),
+            "has its slots in the devices' memory, unlike pipeline.save=('qkv:host',)",
         ),
         (save("router"), "names 'router', which no layer of this model has"),
         (

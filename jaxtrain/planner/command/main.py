@@ -11,6 +11,7 @@ Nothing is compiled and jax is not imported.
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib
 import itertools
 import json
@@ -35,15 +36,14 @@ from jaxtrain.planner.layer.hardware import Hardware, HardwareError
 from jaxtrain.planner.layer.model import model_of
 from jaxtrain.planner.layer.settings import FORMATS
 from jaxtrain.planner.search import heterogeneous, layout_flag, search
-from jaxtrain.planner.search.explain import explained, run_time, table
+from jaxtrain.planner.search.explain import aligned, amount, explained, table
 from jaxtrain.planner.search.layout_flag import LayoutError
-from jaxtrain.planner.search.predict import exactly, predict
+from jaxtrain.planner.search.predict import exactly, predict, with_op_times
 from jaxtrain.planner.search.search import Space, best_plans, check_fits
 from jaxtrain.planner.search.what_if import advise
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
 from jaxtrain.planner.step.step_model import OURS
 from jaxtrain.run.exit_status import ExitStatus
-from jaxtrain.schedule import drawing
 
 DESCRIPTION = """\
 usage: jaxtrain plan --config=NAME|FILE --hardware=NAME|FILE --devices=N [--tokens=N]
@@ -81,14 +81,22 @@ framework is our own.
   memory_gib_per_device         of the fullest device; fits: true if the device has so much
   bubble_fraction               fraction of the step that is bubble
   tokens_per_s, train_days      days without a stop, null without --tokens
-  note                          how sure the figures are, null for simulated devices
+  step_time_range_s             the least and the most that is expected; also tokens_per_s_range
+                                and train_days_range
+  validation                    the run's kind, how many published runs are of it, the error that 8
+                                of 10 keep, and the kinds behind that, the nearest if these are few
+  note                          the same in words
   notes                         settings that differ from their defaults and that the plan does not
                                 follow
   layout                        the layout in the form of --layout
   command                       trains it; YOUR_… stand for what only you know. null if train.steps
                                 does not go so far, or jaxtrain has no such products"""
 DEFAULT_HARDWARE = "h100"
-FILES = {"recipe": "planned.py", "png": "plan.png"}  # flags of files to write, and usual names
+FILES = {
+    "recipe": "planned.py",
+    "png": "plan.png",
+    "html": "plan.html",
+}  # flags of files to write, and usual names
 # beginnings of settings that make another model or step, and are named where that is
 OF_MODEL = ("model.", "precision.", "optimizer.name", "data.seq", "data.batch", "train.init_from")
 TRAIN, WORKDIR = "python -m jaxtrain.train", "--workdir=YOUR_WORKDIR"
@@ -123,7 +131,12 @@ FLAGS = (
         cfg.LARGEST_INT,
     ),
     Flag("layout", "", "evaluate this layout: KEY=VALUE,…; empty: search"),
-    Flag("assume", OURS, f"the framework that trains: {', '.join(FRAMEWORKS)}"),
+    Flag(
+        "assume",
+        OURS,
+        f"the framework that trains: {', '.join(FRAMEWORKS)}. With @ it is that release, without "
+        "one the newest",
+    ),
     Flag("tokens", 0.0, "tokens of the complete training; 0: unknown", at_least=0),
     Flag("price", 0.0, "US dollars per device-hour; 0: unknown", at_least=0),
     Flag("kwh_price", 0.0, "US dollars per kilowatt-hour; 0: unknown", at_least=0),
@@ -135,6 +148,7 @@ FLAGS = (
         "also those that the planner finds faster",
     ),
     Flag("png", "", "draw memory and time by part to this file; of groups of devices, by stage"),
+    Flag("html", "", "write the plan to this file as a page that needs nothing else"),
     Flag("json", False, "print the figures as one JSON object"),
 )
 
@@ -197,19 +211,31 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
     else:
         plans = best_plans(_with_devices(space), tokens)
         config = search.laid_out(space, plans[0].work.layout)
-    best, compared = plans[0], [*table(plans), ""] if len(plans) > 1 else []
+    best, cells = plans[0], table(plans)
     caution = NO_PLAN * (flags.assume != OURS) + UNFIT * (not best.fits)
-    devices = f"{best.devices:,} × {kind.name}"
-    lines = lambda: [*compared, *explained(best, flags.price, flags.kwh_price)]
-    image = lambda name: picture.of_layouts(plans, name)
-    return _output(flags, config, recipe, kind, devices, caution, best.figures(), lines, image)
+    lines = lambda: explained(best, flags.price, flags.kwh_price)
+    pictures = {
+        "png": lambda title, _: picture.png(picture.of_layouts(plans), title),
+        "html": lambda title, train: picture.page(
+            title,
+            best.figures(),
+            cells,
+            picture.of_layouts(plans),
+            with_op_times(best.config, best.work) if best.work.settings.ours else None,
+            lines(),
+            train,
+        ),
+    }
+    compared = [*map(str.rstrip, aligned(cells)), ""] if len(plans) > 1 else []
+    devices, text = f"{best.devices:,} × {kind.name}", lambda: [*compared, *lines()]
+    return _output(flags, config, recipe, kind, devices, caution, best.figures(), text, pictures)
 
 
 def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Output:
     """The output for a layout over groups of devices. Raises UsageError or ConfigError."""
     _refuse_others(
         flags,
-        ("config", "hardware", "devices", "layout", "assume", "tokens", "recipe", "png", "json"),
+        ("config", "hardware", "devices", "layout", "assume", "tokens", "json", *FILES),
         "groups of devices",
     )
     groups = _read(heterogeneous.parse, flags.hardware)
@@ -243,13 +269,18 @@ def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config
             f"--layout={flags.layout!r} does not go with --hardware={flags.hardware!r}: {error}"
         ) from None
     figures = plan.figures(flags.tokens or None)
-    run = [run_time(flags.tokens, figures["tokens_per_s"])] if flags.tokens else []
     chunks = {"pipeline.chunk_layers": plan.config.pipeline.chunk_layers}
-    lines = lambda: [*heterogeneous.describe(plan), *run]
-    image = lambda name: picture.of_groups(plan, name)
+    lines, bars = heterogeneous.describe(plan, flags.tokens), picture.of_groups(plan)
+    pictures = {
+        "png": lambda title, _: picture.png(bars, title, "stage (its layers)"),
+        "html": lambda title, train: picture.page(
+            title, figures, plan.table(), bars, plan.config, lines, train
+        ),
+    }
     caution = ONE_KIND * (len(groups) > 1) + UNFIT * (not plan.fits)
-    trained, kind, devices = cfg.replace(laid_out, chunks), groups[0].hardware, flags.hardware
-    return _output(flags, trained, recipe, kind, devices, caution, figures, lines, image)
+    trained, kind = cfg.replace(laid_out, chunks), groups[0].hardware
+    devices = " and ".join(f"{group.devices:,} × {group.hardware.name}" for group in groups)
+    return _output(flags, trained, recipe, kind, devices, caution, figures, lambda: lines, pictures)
 
 
 def _output(
@@ -261,20 +292,19 @@ def _output(
     caution: str,
     figures: Mapping[str, Any],
     lines: Callable[[], list[str]],
-    image: Callable[[str], Any],
+    pictures: Mapping[str, Callable[[str, list[str]], bytes]],
 ) -> Output:
     """The output of a plan: its figures or its lines, its command, and the requested files. The
     command and the recipe have steps for --tokens, and placeholders for what only the user knows.
 
     config:  of the plan, to be trained; not resolved
     kind:    of the devices; of groups the first one's
-    devices: their number and hardware, for the recipe
     caution: how the command does not do what was planned, to be read after "to train it"
-    image:   makes the picture of the plan from the name of what is planned
+    pictures: by their flag: makes the file from a title and the lines of the command
 
     Raises ConfigError if so many steps break a rule.
     """
-    name, files = _name(flags, config, recipe), {}
+    files, name = {}, f"{_name(flags, config, recipe)}, on {devices}"
     size = config.data.batch_size * config.data.sequence_length
     steps = math.ceil(flags.tokens / size) or config.train.steps
     changes = {**default_corpus(config), "train.steps": steps}
@@ -288,12 +318,8 @@ def _output(
     if flags.recipe or not cannot:
         checks.check(config, known)
     if flags.recipe:
-        files[flags.recipe] = recipe_text(config, f"{name}, as planned for {devices}.").encode()
-    if flags.png:
-        files[flags.png] = drawing.as_png(image(name))
+        files[flags.recipe] = recipe_text(config, f"{name}, as planned.").encode()
     command = None if cannot else _command(flags, config, recipe, kind)
-    if flags.json:
-        return Output([json.dumps({**figures, "command": command})], files)
     train = [*(f"note: {note}" for note in figures["notes"]), f"no command trains it: {cannot}"]
     if command:
         train[-1:] = [
@@ -301,6 +327,10 @@ def _output(
             *[ELSEWHERE] * (PROCESSES in command),
             f"  {command}",
         ]
+    for flag in filter(functools.partial(getattr, flags), pictures):
+        files[getattr(flags, flag)] = pictures[flag](f"{name}, as planned", train)
+    if flags.json:
+        return Output([json.dumps({**figures, "command": command})], files)
     return Output([*lines(), *train], files)
 
 
@@ -423,10 +453,11 @@ def _name(flags: types.SimpleNamespace, config: Config, recipe: Config) -> str:
     change the model, its numbers or the batch."""
     name = os.path.basename(flags.config).removesuffix(".py")
     count = model_of(config.resolve().model, config.data.sequence_length).parameters()
-    size = f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
     changed = [
         f"{path}={cfg.value_text(cfg.get(config, path))}"
         for path in cfg.fields()
         if path.startswith(OF_MODEL) and cfg.get(config, path) != cfg.get(recipe, path)
     ]
-    return f"{name}, {size} parameters" + f" ({', '.join(changed)})" * bool(changed)
+    return f"{name}, {amount(count, 'count')} parameters" + f" ({', '.join(changed)})" * bool(
+        changed
+    )

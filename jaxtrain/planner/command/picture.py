@@ -1,27 +1,86 @@
 """Pictures of plans: memory and time as stacked bars, one for each layout, or one for each stage if
-the devices are of several kinds. No jax."""
+the devices are of several kinds. `--png` draws them, `--html` puts them into a page, by the
+template page.html, that needs nothing else. No jax."""
 
+import html
+import pathlib
+import re
+import string
 import textwrap
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+from jaxtrain import config as cfg
+from jaxtrain.config import Config
+from jaxtrain.config.mesh_rules import AXES
 from jaxtrain.planner.layer.hardware import GIB
 from jaxtrain.planner.search import layout_flag
+from jaxtrain.planner.search.explain import amount
 from jaxtrain.planner.search.heterogeneous import HeterogeneousPlan
-from jaxtrain.planner.search.predict import Prediction
+from jaxtrain.planner.search.predict import SHORTENED, PlannedTable, Prediction
+from jaxtrain.planner.search.validation import KEYS
+from jaxtrain.schedule import drawing
 from jaxtrain.schedule.drawing import PARTS, stacked_bars
 
-# Key of a layout → the value that a bar's name leaves out.
-USUAL = {
-    "data": 1,
-    "stage": 1,
-    "model": 1,
-    "context": 1,
-    "expert": 1,
-    "replica": 1,
-    "repeats": 1,
-    "offload": "none",
-}
+WAITING = "waiting, and what is outside the table"
+COLOURS = PARTS | {WAITING: PARTS["bubble"]}
+
+
+class Bar(NamedTuple):
+    """A layout, or a stage of groups: GiB of the fullest device and seconds of a step, by part.
+
+    capacity: GiB of a device that arrays may take
+    """
+
+    name: str
+    gib: Mapping[str, float]
+    capacity: float
+    seconds: Mapping[str, float]
+
+
+def of_layouts(predictions: Sequence[Prediction]) -> list[Bar]:
+    """A bar for each layout."""
+    gib = lambda parts: {name: size / GIB for name, size in parts.items()}
+    return [
+        Bar(_name(p), gib(p.memory.parts), p.work.hardware.memory / GIB, p.time.exposed)
+        for p in predictions
+    ]
+
+
+def _name(prediction: Prediction) -> str:
+    values = layout_flag.of(prediction.config)
+    return "\n".join(
+        [
+            *(
+                f"{key} {values[key]}"
+                for key in (*AXES, "repeats", "offload")
+                if values[key] not in (1, "none")
+            ),
+            f"zero {values['zero']}",
+            f"microbatch {values['microbatch']}",
+            values["schedule"],
+            f"remat {values['remat']}",
+        ]
+    )
+
+
+def of_groups(plan: HeterogeneousPlan) -> list[Bar]:
+    """A bar for each stage of a layout over groups of devices; its part is named after these."""
+    none = {group.hardware.name: 0.0 for group in plan.groups}
+    return [
+        Bar(
+            f"{stage}\n({plan.layers[stage]})",
+            none | {group.hardware.name: plan.memory[stage] / GIB},
+            group.hardware.memory / GIB,
+            none | {group.hardware.name: busy, WAITING: plan.seconds - busy},
+        )
+        for group, stages in plan.stages()
+        for stage, busy in zip(stages, plan.stage_s[stages.start : stages.stop], strict=True)
+    ]
+
+
+# --- as a PNG -------------------------------------------------------------------------------------
+
 BAR, LEAST_WIDTH, MOST_WIDTH = 0.9, 7.0, 24.0  # inches of a bar with its margins, and of a picture
 WIDTH = 0.7  # of a bar, of the space that it has
 LETTERS = 9  # of a title in an inch
@@ -29,121 +88,152 @@ LEAST_BARS = 4  # that the axes are wide enough for, at least
 MOST_LABELS = 32  # of stages
 
 
-def of_layouts(predictions: Sequence[Prediction], model: str) -> Any:
-    """Memory of a device and time of a step, a bar for each layout, with the capacity and the
-    fastest marked.
+def png(bars: Sequence[Bar], title: str, below_axis: str = "") -> bytes:
+    """The bars as a PNG, with the capacity and, of several layouts, the fastest marked.
 
-    model: its name in the title.
+    below_axis: what the names of the bars are
     """
-    hardware, bars = predictions[0].work.hardware, range(len(predictions))
-    figure, (above, below) = _figure(
-        len(predictions), f"{model}, on {predictions[0].devices:,} × {hardware.name}, as planned"
-    )
-    stacked_bars(
-        above,
-        bars,
-        [{name: size / GIB for name, size in p.memory.parts.items()} for p in predictions],
-        WIDTH,
-    )
-    above.axhline(
-        hardware.memory / GIB,
+    from matplotlib.figure import Figure  # not pyplot: no display, no state
+
+    count = len(bars)
+    width = min(max(LEAST_WIDTH, 4 + BAR * count), MOST_WIDTH)
+    figure = Figure(figsize=(width, 8), layout="constrained")
+    figure.suptitle(textwrap.fill(title, int(LETTERS * width)))
+    above, below = figure.subplots(2, 1, sharex=True)
+    above.set_ylabel("GiB of the fullest device")
+    below.set(ylabel="seconds of a step", xlabel=below_axis)
+    stacked_bars(above, range(count), [bar.gib for bar in bars], WIDTH, COLOURS)
+    stacked_bars(below, range(count), [bar.seconds for bar in bars], WIDTH, COLOURS)
+    above.hlines(
+        [bar.capacity for bar in bars],
+        [i - 0.5 for i in range(count)],
+        [i + 0.5 for i in range(count)],
         color="black",
         linestyle="--",
         linewidth=1,
         label="memory of a device",
     )
-    seconds = [p.time.exposed for p in predictions]
-    stacked_bars(below, bars, seconds, WIDTH)
     below.margins(y=0.12)  # for the texts on the bars
-    fastest = min(range(len(predictions)), key=lambda i: predictions[i].seconds)
-    for i, parts in enumerate(seconds):
-        is_marked, height = i == fastest and len(predictions) > 1, sum(parts.values())
-        weight = "bold" if is_marked else "normal"
-        below.text(
-            i,
-            height,
-            f"{height:.3g} s" + "\nfastest" * is_marked,
-            ha="center",
-            va="bottom",
-            fontsize=8,
-            fontweight=weight,
-        )
-    below.set_xticks(range(len(predictions)), [_name(p) for p in predictions], fontsize=7)
-    margin = max(1.0, (LEAST_BARS - len(predictions)) / 2)  # keeps a single bar narrow
-    below.set_xlim(-margin, len(predictions) - 1 + margin)
-    below.get_xticklabels()[fastest].set_fontweight("bold" if len(predictions) > 1 else "normal")
-    _legends(above, below)
-    return figure
-
-
-def of_groups(plan: HeterogeneousPlan, model: str) -> Any:
-    """Memory and time of each stage of a layout over groups of devices, in its group's colour."""
-    stages = len(plan.layers)
-    groups = " and ".join(f"{group.devices:,} × {group.hardware.name}" for group in plan.groups)
-    figure, (above, below) = _figure(
-        stages / 2, f"{model}, on {groups}: a step of {plan.seconds:.3g} s, as planned"
-    )
-    for number, (group, members) in enumerate(plan.stages()):
-        color, name = f"C{number}", group.hardware.name
-        bars = {"width": WIDTH, "color": color}
-        above.bar(
-            members,
-            [plan.memory[stage] / GIB for stage in members],
-            label=f"needed on {name}",
-            **bars,
-        )
-        line = {"color": color, "linestyle": "--", "label": f"memory of {name}"}
-        above.hlines(group.hardware.memory / GIB, members.start - 0.5, members.stop - 0.5, **line)
-        below.bar(
-            members, [plan.stage_s[stage] for stage in members], label=f"work on {name}", **bars
-        )
-    waits = [plan.seconds - busy for busy in plan.stage_s]
-    below.bar(
-        range(stages),
-        waits,
-        bottom=plan.stage_s,
-        width=WIDTH,
-        color=PARTS["bubble"],
-        label="waiting, and what is outside the table",
-    )
-    shown = range(0, stages, -(-stages // MOST_LABELS))
-    below.set_xticks(shown, [f"{stage}\n({plan.layers[stage]})" for stage in shown], fontsize=8)
-    below.set_xlabel("stage (its layers)")
-    _legends(above, below)
-    return figure
-
-
-def _figure(bars: float, title: str) -> tuple[Any, Any]:
-    """A figure wide enough for this number of bars, and its two axes, which share x."""
-    from matplotlib.figure import Figure  # not pyplot: no display, no state
-
-    width = min(max(LEAST_WIDTH, 4 + BAR * bars), MOST_WIDTH)
-    figure = Figure(figsize=(width, 8), layout="constrained")
-    figure.suptitle(textwrap.fill(title, int(LETTERS * width)))
-    above, below = figure.subplots(2, 1, sharex=True)
-    above.set_ylabel("GiB of the fullest device")
-    below.set_ylabel("seconds of a step")
-    return figure, (above, below)
-
-
-def _legends(*axes: Any) -> None:
-    """Adds a legend to the right of each axes."""
-    for each in axes:
-        handles, labels = each.get_legend_handles_labels()
+    heights = [sum(bar.seconds.values()) for bar in bars]
+    texts = [f"{height:.3g} s" for height in heights]
+    fastest = heights.index(min(heights)) if len({*texts}) > 1 else -1
+    shown = range(0, count, -(-count // MOST_LABELS))
+    below.set_xticks(shown, [bars[i].name for i in shown], fontsize=7)
+    margin = max(1.0, (LEAST_BARS - count) / 2)  # keeps a single bar narrow
+    below.set_xlim(-margin, count - 1 + margin)
+    for i, label in zip(shown, below.get_xticklabels(), strict=True):
+        weight = "bold" if i == fastest else "normal"
+        label.set_fontweight(weight)
+        if count == 1 or fastest >= 0:  # stages all take as long as the step
+            below.text(
+                i,
+                heights[i],
+                texts[i] + "\nfastest" * (i == fastest),
+                ha="center",
+                va="bottom",
+                fontsize=8,
+                fontweight=weight,
+            )
+    for axes in (above, below):
+        handles, labels = axes.get_legend_handles_labels()
         wrapped = [textwrap.fill(label, 32) for label in labels]
-        each.legend(
+        axes.legend(
             handles, wrapped, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8, reverse=True
         )
+    return drawing.as_png(figure)
 
 
-def _name(prediction: Prediction) -> str:
-    values = layout_flag.of(prediction.config)
-    return "\n".join(
-        [
-            *(f"{key} {values[key]}" for key, usual in USUAL.items() if values[key] != usual),
-            f"zero {values['zero']}",
-            f"microbatch {values['microbatch']}",
-            values["schedule"],
-            f"remat {values['remat']}",
-        ]
+# --- as a page ------------------------------------------------------------------------------------
+
+ROUNDS = 2  # microbatches of the schedule's picture, in those that fill the pipeline
+OTHER = "#7a8fa6"  # the colour of a part that has none
+# a line "name: text" and the indented ones after it, and how these are shown
+CARD = re.compile(r"^(\S[^:\n]*): ?(.*)((?:\n .*)*)\n?", re.MULTILINE)
+SECTION = r"<section><h3>\1</h3><p>\2</p><pre>\3</pre></section>"
+
+
+def page(
+    title: str,
+    figures: Mapping[str, Any],
+    cells: Sequence[Sequence[str]],
+    bars: Sequence[Bar],
+    config: Config | None,
+    lines: Sequence[str],
+    train: Sequence[str],
+) -> bytes:
+    """The page of a plan.
+
+    figures: the object that --json prints
+    cells:   of a table, the first line with the columns' names
+    bars:    of the other lines of the table, for its columns GiB and seconds
+    config:  resolved, whose schedule is drawn; None for another framework's
+    lines:   the text, as CARD takes it
+    train:   lines about the command, and the command
+    """
+    behind = (
+        f"{runs['rows']:4}  {runs['error']:13.1%}  {', '.join(runs[key] for key in KEYS)}"
+        for runs in figures["validation"]["behind"]
+    )
+    gib = max(max(bar.capacity, sum(bar.gib.values())) for bar in bars)
+    seconds = max(sum(bar.seconds.values()) for bar in bars)
+    drawn = (
+        {"GiB": _bar(bar.gib, gib, bar.capacity), "seconds": _bar(bar.seconds, seconds)}
+        for bar in bars
+    )
+    rows = (
+        "".join(
+            f'<td class="{name}" data-name="{name}">{html.escape(cell)}{extra.get(name, "")}</td>'
+            for name, cell in zip(cells[0], line, strict=True)
+        )
+        for line, extra in zip(cells[1:], drawn, strict=True)
+    )
+    error = figures["validation"]["error"]
+    return (
+        string.Template(pathlib.Path(__file__).with_name("page.html").read_text("utf-8"))
+        .substitute(
+            title=html.escape(title),
+            lead=f"{amount(figures['step_time_s'], 'step', error)} a step, "
+            f"{amount(figures['tokens_per_s'], '', error)} tokens/s",
+            head="".join(f'<th class="{name}">{name}</th>' for name in cells[0]),
+            rows="</tr>\n<tr>".join(rows),
+            legend="".join(
+                f'<span><i style="background:{COLOURS.get(part, OTHER)}"></i>{html.escape(part)}'
+                "</span>"
+                for part in dict.fromkeys(
+                    part for bar in bars for part in {**bar.gib, **bar.seconds}
+                )
+            ),
+            cards=CARD.sub(SECTION, html.escape("\n".join(lines))),
+            behind=html.escape("\n".join(behind)),
+            schedule=_schedule(config),
+            told=html.escape(" ".join(train[:-1])),
+            command=html.escape(train[-1].strip()),
+        )
+        .encode()
+    )
+
+
+def _bar(parts: Mapping[str, float], most: float, end: float = 0.0) -> str:
+    """A bar of these parts on a scale to `most`, with a mark at `end`."""
+    pieces = (
+        f'<i style="width:{100 * size / most:.2f}%;background:{COLOURS.get(name, OTHER)}" '
+        f'title="{html.escape(name)} {size:.3g}"></i>'
+        for name, size in parts.items()
+        if size > 0
+    )
+    mark = f'<b style="left:{100 * end / most:.2f}%"></b>' * (end > 0)
+    return f'<div class="bar">{"".join(pieces)}{mark}</div>'
+
+
+def _schedule(config: Config | None) -> str:
+    """The first rounds of a step's table, as HTML."""
+    if config is None or config.mesh.stage == 1:
+        return "<p>One stage, or a framework whose tables are its own: nothing is drawn.</p>"
+    count, few = config.pipeline.microbatches, ROUNDS * config.mesh.stage
+    shown = min(count, few) if config.pipeline.schedule in SHORTENED else count
+    setup = PlannedTable(cfg.replace(config, {"pipeline.microbatches": shown})).setup
+    picture = drawing.svg(setup.table, setup.simulation().timeline_coupled, setup.table.name)
+    return (
+        f'<p class="soft">{shown} of the {count} microbatches of a step, by the exact clock</p>'
+        f'<div class="box white">{picture}</div>'
     )

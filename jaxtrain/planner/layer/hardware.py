@@ -21,7 +21,8 @@ programs reach. These are few and physical:
     tiers           links from the fastest to the slowest. devices: number of devices that the link
                     joins, 0 for any number; gb_per_s: the most that a device sends, one way;
                     reached: fraction of it that large collectives reach; latency_us: of one step of
-                    a ring
+                    a ring; sides: of the slice that is a torus of such links, 2 or 3, whose
+                    gb_per_s is that of one ring both ways; 0, no torus, if left out
 
     device_kind     a pattern of jax's name for such devices (`Device.device_kind`), by which a run
                     knows its devices; may be left out
@@ -95,13 +96,15 @@ class HardwareError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Tier:
-    """Links of one kind, which join `devices` devices; 0: any number."""
+    """Links of one kind, which join `devices` devices; 0: any number. sides: of the slice that is a
+    torus of these links (torus.py); 0 for no torus."""
 
     name: str
     devices: int
     gb_per_s: float
     reached: float = 1.0
     latency_us: float = 0.0
+    sides: int = 0
 
     @property
     def bytes_per_s(self) -> float:
@@ -329,12 +332,11 @@ def _tiers(values: Any, key: str) -> tuple[Tier, ...]:
     return tiers
 
 
-def _joined(value: Any, key: str) -> int:
-    """The number of devices that a tier joins."""
-    if type(value) is not int or not 0 <= value <= MOST_DEVICES:
+def _whole(most: int, zero: str, value: Any, key: str) -> int:
+    """A whole number up to the most. zero: what 0 stands for"""
+    if type(value) is not int or not 0 <= value <= most:
         raise ValueError(
-            f"{key}={_shown(value)} must be a whole number up to {MOST_DEVICES:,}, and 0 for the "
-            "last tier"
+            f"{key}={_shown(value)} must be a whole number up to {most:,}, and 0 for {zero}"
         )
     return value
 
@@ -390,6 +392,7 @@ READERS: Mapping[str, Callable[[Any, str], Any]] = {
     "half": functools.partial(_list, _figure, 3),
     "attention": functools.partial(_list, _figure, 2),
     "tiers": _tiers,
-    "devices": _joined,
+    "devices": functools.partial(_whole, MOST_DEVICES, "the last tier"),
+    "sides": functools.partial(_whole, 3, "links that are no torus"),
     "sources": functools.partial(_list, _text, 0),
 }

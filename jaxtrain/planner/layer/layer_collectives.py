@@ -203,8 +203,10 @@ class ExpertCollectives(Activations):
         those that bring results back. unread: nothing reads the layer's output"""
         m, layout, size = self.model, self.layout, self.model.width * self.item
         if not self.settings.ours:  # each device of `model` sends its share
-            exchanged = float(self.tokens * m.experts_per_token) * self.settings.imbalance
-            each = [] if op == "W" else alike(EXCHANGE, EXPERT, [exchanged / layout.model * size])
+            sent = self.routed_tokens / layout.model * size
+            if self.settings.sends_once and not m.capacity_factor:
+                sent *= nodes_of_token(m, layout.expert) / m.experts_per_token
+            each = [] if op == "W" else alike(EXCHANGE, EXPERT, [sent])
             return each, each
         if op == "W" and (self._sends_in_b() or not layout.makes_again(ROUTED)):
             return [], []
@@ -238,16 +240,14 @@ class ExpertCollectives(Activations):
         numbers go no further."""
         m, layout, nodes = self.model, self.layout, self.layout.expert_nodes
         choices, local = m.experts_per_token, layout.expert // nodes
-        inside = float(self.tokens * choices) * self.settings.imbalance
-        if m.capacity_factor:
-            inside = routed_capacity(m, layout)
-        elif self.cpu:
+        inside = self.routed_tokens
+        if self.cpu and not m.capacity_factor:
             most = nodes * self.tokens * min(choices, m.experts // layout.expert)
             capacity = min(sent_by_gateway(m, layout), routed_capacity(m, layout))
             inside = float(local * min(most, capacity))
         if nodes == 1:
             return [Hop(inside)]
-        across = nodes if self.cpu else nodes_of_token(m, nodes) * self.settings.imbalance
+        across = nodes if self.cpu else nodes_of_token(m, nodes) * self.busiest
         return [Hop(across * self.tokens, choices, choices, nodes, local), Hop(inside, 1, 0, local)]
 
     @functools.cached_property

@@ -8,7 +8,12 @@ import dataclasses
 import functools
 import math
 
-from jaxtrain.config.saved_values import PRODUCTS, saves_layer_inputs
+from jaxtrain.config.saved_values import (
+    PRODUCTS,
+    names_of,
+    names_on_host,
+    saves_layer_inputs,
+)
 from jaxtrain.config.sizes import (
     SELECTIVE,
     Remat,
@@ -87,7 +92,7 @@ class Layout:
 
     def makes_again(self, value: str) -> bool:
         """True if B, and no R, recomputes the value of this name in a layer that is recomputed."""
-        saved = self.save or (*PRODUCTS, "")
+        saved = names_of(self.save) or (*PRODUCTS, "")
         return self.recomputation.mode == SELECTIVE and value not in saved
 
     def recomputed_fraction(self, layers: int) -> float:
@@ -104,6 +109,12 @@ class Layout:
         """True where the optimizer's state ("optimizer") or what layers save ("activations") is in
         the host's memory, or the optimizer's state on the local disk (`disk`)."""
         return self.offload in (what, "both")
+
+    @property
+    def saves_on_host(self) -> bool:
+        """True if layers save values in the host's memory; with full recomputation, the inputs that
+        it starts from."""
+        return self.offloads("activations") or bool(names_on_host(self.save))
 
     def neighbours(self, axis: str) -> tuple[int, int]:
         """Returns (devices along an axis, their stride in the order of devices): `model` is

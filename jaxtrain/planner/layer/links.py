@@ -2,10 +2,12 @@
 layout."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from jaxtrain.planner.layer import torus
 from jaxtrain.planner.layer.hardware import Hardware, Tier
 from jaxtrain.planner.layer.layout import AXES, Layout
 
@@ -48,16 +50,20 @@ def alike(
 class Route(NamedTuple):
     """The links that collectives over some axes use.
 
-    axis:    the outermost of the axes
-    devices: along them together
-    tier:    the slowest links that are crossed
-    near:    devices of a ring that share an island of the first tier
+    axis:     the outermost of the axes
+    devices:  along them together
+    tier:     the slowest links that are crossed
+    near:     devices of a ring that share an island, beyond which the last tier begins
+    ring:     bytes a second that a device sends in a ring
+    exchange: seconds of an all-to-all for each byte that a device has
     """
 
     axis: str
     devices: int
     tier: Tier
     near: int
+    ring: float
+    exchange: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,31 +93,26 @@ class Links:
     def _each(self, route: Route, kind: str, size: float, one_link: float) -> float:
         """Seconds of one collective.
 
-        A permute between islands goes through one adapter. In an all-to-all a device sends to
-        neighbours in its island over the links inside, and at the same time to the others over its
-        adapter. A ring between islands is bound by the slower links. Simulated devices share one
-        memory, in which a sum takes as long as a message.
+        A permute goes one way, through one adapter or over one of the two links of a torus' ring.
+        In an all-to-all a device sends to neighbours in its island over the links inside, and at
+        the same time to the others over its adapter. A ring between islands is bound by the slower
+        links. Simulated devices share one memory, in which a sum takes as long as a message.
         """
-        tier, inside, count = route.tier, self.hardware.tiers[0], route.devices
-        latency = 1e-6 * tier.latency_us
-        bytes_per_s, passes = tier.bytes_per_s, 2 if kind == SUM else 1
+        tier, passes = route.tier, 2 if kind == SUM else 1
+        latency, bytes_per_s = 1e-6 * tier.latency_us, tier.bytes_per_s
         if kind == PERMUTE:
-            return size / bytes_per_s + latency
+            return size / bytes_per_s * (2 if tier.sides else 1) + latency
         if self.hardware.alone > 1:
             return passes * (size / bytes_per_s + latency) / 2
-        latency *= 2 * math.log2(count)
+        latency *= 2 * math.log2(route.devices)
         if kind in (EXCHANGE, RAGGED):
-            near = (route.near - 1) / inside.bytes_per_s
-            far = (count - route.near) / bytes_per_s
-            return size * max(near, far) / count + latency
-        if tier is not inside and one_link:
-            bytes_per_s *= one_link
-        elif tier is not inside:
-            bytes_per_s = min(bytes_per_s * route.near, inside.bytes_per_s)
-        return passes * (size * (count - 1) / count / bytes_per_s + latency)
+            return size * route.exchange + latency
+        alone = one_link and tier is not self.hardware.tiers[0]
+        bytes_per_s = bytes_per_s * one_link if alone else route.ring
+        return passes * (size * (1 - 1 / route.devices) / bytes_per_s + latency)
 
     def islands(self, axis: str) -> int:
-        """The islands of the first tier over which an axis lies."""
+        """The islands over which an axis lies, between which are the links of the last tier."""
         route = self.route((axis,))
         return route.devices // route.near if route.devices > 1 else 1
 
@@ -123,7 +124,8 @@ class Links:
         among, apart: of one axis, only so many of its devices, each that far from the one before
         """
         layout, tiers = self.layout, self.hardware.tiers
-        tier, near, devices, outermost = 0, 1, 1, ""
+        last, devices, outermost = 0, 1, ""
+        near = [1] * len(tiers)  # devices of a ring that share an island of each tier
         for axis in axes:
             count, stride = layout.neighbours(axis)
             if count == 1:
@@ -131,12 +133,36 @@ class Links:
             count, stride = among or count, stride * apart
             span = count * stride
             fits = [layout.devices <= t.devices or _sharing(t, span) == span for t in tiers]
-            tier = max(tier, fits.index(True) if any(fits) else len(tiers) - 1)
-            near, devices = near * max(1, _sharing(tiers[0], span) // stride), devices * count
+            last = max(last, fits.index(True) if any(fits) else len(tiers) - 1)
+            near = [
+                n * max(1, _sharing(t, span) // stride) for n, t in zip(near, tiers, strict=True)
+            ]
+            devices *= count
             outermost = outermost or axis
-        route = Route(outermost, devices, tiers[tier], near if tier else devices)
+        near[last:] = [devices] * (len(tiers) - last)
+        ring, exchange = math.inf, 0.0
+        for tier, of, below, joined in zip(tiers, self._shares, (1, *near), near, strict=False):
+            if joined > below:
+                links, crossing = zip(*(of.get(axis, (0.0, 0.0)) for axis in axes), strict=True)
+                ring = min(ring, tier.bytes_per_s * (sum(links) or 1.0) * below)
+                far = max(crossing) or (joined - below) / devices
+                exchange = max(exchange, far / tier.bytes_per_s)
+        route = Route(outermost, devices, tiers[last], near[-2:][0], ring, exchange)
         self._routes[axes, among, apart] = route
         return route
+
+    @functools.cached_property
+    def _shares(self) -> list[dict[str, tuple[float, float]]]:
+        """What each axis has of the links of each tier that is a torus; {} for the others. The
+        devices that the tier below joins are those of a chip."""
+        found, cores = [], 1
+        sizes = {axis: getattr(self.layout, axis) for axis in reversed(AXES)}
+        for tier in self.hardware.tiers:
+            chips = max(1, min(self.layout.devices, tier.devices) // cores)
+            shape = torus.shapes(chips, tier.sides)[0] if tier.sides else ()
+            found.append(torus.shares(shape, cores, sizes) if shape else {})
+            cores = tier.devices
+        return found
 
 
 def _sharing(tier: Tier, span: int) -> int:

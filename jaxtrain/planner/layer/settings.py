@@ -3,12 +3,13 @@ its config chooses, and what is assumed of the compiled program."""
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import ClassVar, NamedTuple
 
 from jaxtrain.config import OptimizerConfig, ParallelConfig, PrecisionConfig
 from jaxtrain.config.sizes import MX_BLOCK
-from jaxtrain.planner.layer.layout import Layout
+from jaxtrain.planner.layer.layout import Layout, routed_capacity
 from jaxtrain.planner.layer.model import Model
 
 ITEM = 2  # bytes of a number in 16 bits
@@ -66,6 +67,8 @@ class Rates:
     inner_passes:   over what products make inside attention and MLP: copies by head, activation
     logit_passes:   over a microbatch's logits in 32 bits: written, read for the loss, and for its
                     gradient
+    routed_passes:  over the rows of routed tokens, forward: they are gathered in the order of their
+                    experts, and summed back
     weight_copies:  of F, R and B over a layer's weights, where a loop over layers copies them out
                     of their stack
     sum_passes:     of W over the sums of a layer's gradients, in 32 bits
@@ -75,7 +78,15 @@ class Rates:
     gather_overlap: fraction of ZeRO-3's all-gathers and reduce-scatters that overlaps with ops
     cell_overlap:   fraction of the messages of routed tokens that overlap with products of the
                     other microbatch in an overlapped cell
+    expert_overlap: fraction of them that overlaps with work of another microbatch, without cells
+    host_ms:        milliseconds in which the host starts the operations of a layer with experts,
+                    forward and backward of one microbatch, but for those that round the operands
+                    of one expert
+    rounding_us:    microseconds in which it starts these for one operand, in blocks or with a scale
+                    for the tensor
     stage_overlap:  messages between stages overlap with ops
+    host_overlap:   fraction of an op's copies of what layers save, to the host's memory and back,
+                    that overlaps with the op's work
     """
 
     passes: float = 8.0
@@ -88,6 +99,11 @@ class Rates:
     gather_overlap: float = 0.9
     cell_overlap: float = 0.0
     stage_overlap: bool = True
+    routed_passes: float = 2.0
+    expert_overlap: float = 0.0
+    host_ms: float = 0.0
+    rounding_us: tuple[float, float] = (0.0, 0.0)
+    host_overlap: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +124,11 @@ class StepSettings:
                       copy beside the optimizer's state, and of a number of that state
     copied_bytes:     bytes of a copy of its master that an update writes
     sent_gradient, sent_weight: bytes of a number that crosses `data`
-    imbalance:        routed tokens of the busiest device's experts, over the mean
+    imbalance:        routed tokens of the busiest device's experts, over the mean, where no room
+                      limits them
+    fused_experts:    in MXFP8 one kernel multiplies, activates and rounds the rows of all experts,
+                      in a CUDA graph of the entire step
+    sends_once:       a token goes once to each device that has some of its experts
     inner_steps:      steps between two exchanges of independent replicas; 0: replicas are not
                       independent
     documents:        tokens attend within their document
@@ -140,6 +160,8 @@ class StepSettings:
     sent_gradient: float = 4.0
     sent_weight: float = 4.0
     imbalance: float = 1.1
+    fused_experts: bool = False
+    sends_once: bool = False
     inner_steps: int = 0
     documents: bool = False
     by_sequence: bool = False
@@ -164,6 +186,11 @@ class StepSettings:
         """Products that make weights' gradients are of FP8, too; otherwise activations are gathered
         before they are quantized."""
         return self.fp8 and self.precision.fp8_weight_gradients == "fp8"
+
+    @functools.cached_property
+    def fuses_experts(self) -> bool:
+        """One kernel makes the products of all experts."""
+        return self.fused_experts and self.precision.matmul == "mxfp8"
 
     def shards(self, layout: Layout, width: int) -> int:
         """ZeRO's shard count over `data`; 1 if it does not divide the model's width."""
@@ -195,3 +222,18 @@ class StepSizes:
     def tokens(self) -> float:
         """Tokens of a microbatch on one group of `model` devices."""
         return self.layout.microbatch * self.model.sequence / self.layout.context
+
+    @functools.cached_property
+    def busiest(self) -> float:
+        """Routed tokens of the busiest device's experts, for which the others wait, over the mean:
+        no more than its experts have room for, and the mean where a device has all experts."""
+        room = self.model.expert_room or math.inf
+        return min(self.settings.imbalance, room) if self.layout.expert > 1 else 1.0
+
+    @functools.cached_property
+    def routed_tokens(self) -> float:
+        """Rows that the busiest device's experts compute of a microbatch. Experts with a capacity
+        compute all of it, whether tokens are there or not."""
+        mean = self.tokens * self.model.experts_per_token
+        capacity = routed_capacity(self.model, self.layout)
+        return float(capacity) if self.model.capacity_factor else mean * self.busiest

@@ -14,7 +14,6 @@ import dataclasses
 import difflib
 import functools
 import importlib.metadata
-import itertools
 import json
 import math
 import os
@@ -30,16 +29,13 @@ from typing import Any
 from jaxtrain import config as configs
 from jaxtrain.config import Config
 from jaxtrain.config.errors import UsageError
-from jaxtrain.config.rules import divisors
-from jaxtrain.planner.layer import hardware
+from jaxtrain.planner.layer import hardware, torus
 from jaxtrain.planner.programs.program import Program
 
 HERE = pathlib.Path(__file__).parent
 REPOSITORY = HERE.parents[1]  # or where the package is installed
 REQUIREMENTS = "requirements-compilers.txt"
 INSTALL_COMMAND = f"python -m pip install --no-deps --target .venv-compilers -r {REQUIREMENTS}"
-CUBE = 4  # chips along each side of the cubes that optical switches join: v4 and v5p
-POD_SIDE = 16  # chips along each side of a pod: v5e and v6e
 NODE = 8  # GPUs
 EXAMPLE = 64  # devices of a topology that an error suggests
 MEMORY = ("argument", "temp", "output", "alias", "host_argument", "host_temp")  # XLA's analysis
@@ -127,7 +123,7 @@ class Platform:
         if self.backend == "gpu":
             return "1, 2, 4 or 8 GPUs in a node, 8 in each of several"
         most = (
-            f"of at most {POD_SIDE} chips"
+            f"of at most {torus.POD_SIDE} chips"
             if self.sizes == 2
             else f"with at most {self.largest_slice} chips in all"
         )
@@ -168,9 +164,7 @@ class Topology:
         """The dimensions, of three, along which a slice's links form a ring."""
         if self.platform.backend == "gpu":
             return (False,) * 3
-        if self.platform.sizes == 3:
-            return (all(size % CUBE == 0 for size in self.sizes),) * 3
-        return (*(size == POD_SIDE for size in self.sizes), False)
+        return (*torus.rings(self.sizes), False)[:3]
 
     @property
     def nearest(self) -> "Topology":
@@ -182,7 +176,7 @@ class Topology:
         sizes = [max(2, 2 * round(size / 2)) for size in self.sizes[:2]]
         sizes += [max(1, size) for size in self.sizes[2:]]
         if self.platform.sizes == 2:
-            sizes = [min(POD_SIDE, size) for size in sizes]
+            sizes = [min(torus.POD_SIDE, size) for size in sizes]
         while math.prod(sizes) > self.platform.largest_slice:
             longest = sizes.index(max(sizes))
             sizes[longest] = max(2, sizes[longest] // 4 * 2)
@@ -237,16 +231,11 @@ def fitting(name: str, devices: int) -> Topology:
     Raises UsageError if the platform has none.
     """
     platform = PLATFORMS[name]
-    topologies = (
-        Topology(platform, (devices // math.prod(sizes), *sizes))
-        for sizes in itertools.product(divisors(devices), repeat=platform.sizes - 1)
-        if devices % math.prod(sizes) == 0
-    )
+    topologies = (Topology(platform, sizes) for sizes in torus.shapes(devices, platform.sizes))
     possible = [topology for topology in topologies if topology == topology.nearest]
     if not possible:
         raise UsageError(f"no {name} topology has {devices} devices ({platform.rule})")
-    # Rings along all dimensions come first, then the closest to a cube, its short sides first.
-    return min(possible, key=lambda t: (not all(t.wrap), sum(t.sizes), t.sizes))
+    return possible[0]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -2,51 +2,91 @@
 changes that make it faster. No jax."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.planner.layer.hardware import GIB
+from jaxtrain.planner.layer.hardware import GIB, Hardware
 from jaxtrain.planner.search import layout_flag
-from jaxtrain.planner.search.predict import Prediction, exactly, how_sure, predict
+from jaxtrain.planner.search.predict import DAY, Prediction, exactly, predict
 from jaxtrain.planner.search.what_if import single_changes
 from jaxtrain.planner.step.memory import best_interval, memory
 from jaxtrain.planner.step.step_time import StepModel
-from jaxtrain.planner.step.time_breakdown import BUBBLE, COMMUNICATION_AXES
+from jaxtrain.planner.step.time_breakdown import BUBBLE, COMMUNICATION_AXES, MATMULS, MEMORY
 
-HOUR = 3600
-LARGE = 10**15  # the least number that is written as a power of ten
+HOUR, YEAR = 3600, 365.25 * DAY
+# numbers below and from which on a power of ten is written
+SMALL, LARGE = Decimal("0.001"), 10**15
+# what a number is → its units, the largest first: a unit has numbers from one of it on, and the
+# last one all others
+UNITS: Mapping[str, Sequence[tuple[float, str]]] = {
+    "": [(1, "")],
+    "count": [(1e12, " trillion"), (1e9, " billion"), (1e6, " million"), (1, "")],
+    "step": [(1, " s"), (0.001, " ms")],
+    "run": [(YEAR, " years"), (DAY, " days"), (HOUR, " hours"), (60, " minutes"), (1, " s")],
+    "energy": [(1000, " MWh"), (1, " kWh")],
+}
+# parts of a step in words, where a layout has more of one than another
+WORDS = {
+    BUBBLE: "pipeline bubble",
+    MATMULS: "products",
+    MEMORY: "passes over memory",
+    **{axis: f"waits for {axis}" for axis in COMMUNICATION_AXES},
+}
+BESIDE, WIDE = "beside the fastest", 56  # a table's last column, which is text, and its letters
 LEAST_GAIN = 0.005  # the least gain that has a line, as a fraction of a step
 
 
-def table(predictions: Sequence[Prediction]) -> list[str]:
-    """Plans as lines of a table, without the keys that have their default in all of them."""
-    layouts = [layout_flag.of(prediction.config) for prediction in predictions]
-    unused = {
-        "offload": "none",
-        "vocabulary": "auto",
-        "overlap": False,
-        "context": 1,
-        "expert": 1,
-        "replica": 1,
-    }
+def table(predictions: Sequence[Prediction]) -> list[list[str]]:
+    """Plans as lines of cells, the first with the columns' names, without the keys that have their
+    default in all plans. The last column says why a plan is slower than the first."""
+    layouts, several = [layout_flag.of(p.config) for p in predictions], len(predictions) > 1
     keys = [
-        key for key in layout_flag.KEYS if any(layout[key] != unused.get(key) for layout in layouts)
+        key
+        for key in layout_flag.KEYS
+        if any(layout[key] != layout_flag.USUAL.get(key) for layout in layouts)
     ]
-    lines = [[*keys, "GiB", "bubble", "MFU", "step"]]
-    for prediction, layout in zip(predictions, layouts, strict=True):
-        figures = prediction.figures()
-        lines.append(
+    return [
+        [
+            "",
+            *keys,
+            "GiB",
+            "bubble",
+            "MFU",
+            *["days"] * bool(predictions[0].tokens),
+            "seconds",
+            *[f"{BESIDE:{WIDE}}"] * several,
+        ],
+        *(
             [
+                str(number),
                 *(cfg.value_text(layout[key]) for key in keys),
-                f"{figures['memory_gib_per_device']:.1f}",
-                f"{figures['bubble_fraction']:.1%}",
-                f"{figures['mfu']:.1%}",
-                _seconds(prediction.seconds),
+                f"{p.memory.bytes / GIB:.1f}",
+                f"{p.bubble_fraction:.1%}",
+                f"{p.figures()['mfu']:.1%}",
+                *[amount(p.figures()["train_days"] or 0.0)] * bool(p.tokens),
+                amount(p.seconds),
+                *[(_slower(p, predictions[0]) if number > 1 else "the fastest").ljust(WIDE)]
+                * several,
             ]
-        )
-    return aligned(lines)
+            for number, (p, layout) in enumerate(zip(predictions, layouts, strict=True), 1)
+        ),
+    ]
+
+
+def _slower(prediction: Prediction, fastest: Prediction) -> str:
+    """Why a plan is slower than the fastest, and how much more memory it needs, in words."""
+    now, then = prediction.time.exposed, fastest.time.exposed
+    longer = {name: (now[name] - then.get(name, 0.0)) / fastest.seconds for name in now}
+    most = sorted(longer, key=longer.__getitem__, reverse=True)[:2]
+    more = (prediction.memory.bytes - fastest.memory.bytes) / GIB
+    return ", ".join(
+        [
+            *(f"{WORDS.get(n, n)} {longer[n]:+.1%}" for n in most if longer[n] >= LEAST_GAIN),
+            f"memory {abs(more):.3g} GiB {'more' if more > 0 else 'less'}",
+        ]
+    )
 
 
 def aligned(cells: Sequence[Sequence[str]], words: int = 0) -> list[str]:
@@ -70,20 +110,27 @@ def explained(prediction: Prediction, price: float = 0, kwh_price: float = 0) ->
     sequences = f"{layout.microbatch} sequence{'s'[: layout.microbatch > 1]}"
     batch = f"{layout.microbatches} microbatches of {sequences} on each of {layout.batch_shards}"
     busiest = (
-        f"  assumed: the experts of the busiest device receive {work.settings.imbalance:g} times "
-        "the mean number of tokens"
+        f"  assumed: the experts of the busiest device receive {work.busiest:g} times the mean "
+        "number of tokens"
     )
     return [
         f"layout: {layout_flag.text_of(layout_flag.of(prediction.config))}",
         f"  {layout.devices:,} × {work.hardware.name}, {layers}; {batch} batch shards",
         f"  as the framework {work.settings.name}: {work.settings.text}",
-        *[busiest] * (layout.expert > 1),
+        *[busiest] * (layout.expert > 1 and not work.model.capacity_factor),
         *_memory(prediction),
         *_time(prediction),
         *_overlap(prediction),
         *_recomputation(prediction),
-        _run(prediction, price, kwh_price),
-        *how_sure(work.hardware),
+        *run_lines(
+            [(layout.devices, work.hardware)],
+            prediction.tokens or 1e9,
+            prediction.tokens_per_s,
+            prediction.expected.error,
+            price,
+            kwh_price,
+        ),
+        *prediction.expected.lines(),
         *_next(prediction),
     ]
 
@@ -111,7 +158,7 @@ def _memory(prediction: Prediction) -> list[str]:
 
 def _time(prediction: Prediction) -> list[str]:
     time, work, figures = prediction.time, prediction.work, prediction.figures()
-    step = f"time: {_seconds(time.seconds)} a step"
+    step = f"time: {amount(time.seconds, 'step', prediction.expected.error)} a step"
     if prediction.in_flight is not None:
         step += (
             f", by the exact clock of its table; {_seconds(work.step().seconds)} by closed forms"
@@ -135,7 +182,7 @@ def _time(prediction: Prediction) -> list[str]:
         *lines,
         f"rate: {model:.1f} TFLOP/s a device, MFU {figures['mfu']:.1%}; {hardware:.1f} with "
         f"recomputation, HFU {figures['hfu']:.1%} (attention counted {counted}); "
-        f"{amount(Decimal(prediction.tokens_per_s))} tokens/s",
+        f"{amount(prediction.tokens_per_s, '', prediction.expected.error)} tokens/s",
     ]
 
 
@@ -186,7 +233,7 @@ def _recomputation(prediction: Prediction) -> list[str]:
 
     of_all = f"; {mode} of all layers {gained(every)}" if layers < most else ""
     lines = [
-        f"remat={layout.remat} recomputes {layers} of a unit's {most} layers, which "
+        f"recomputation: remat={layout.remat} recomputes {layers} of a unit's {most} layers, which "
         f"{gained(work)}{of_all}"
     ]
     interval = best_interval(work)
@@ -199,41 +246,46 @@ def _recomputation(prediction: Prediction) -> list[str]:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+    return amount(seconds, "step")
 
 
-def _run(prediction: Prediction, price: float, kwh_price: float) -> str:
-    """Time, energy and cost of the run, or of a billion tokens if its length is unknown."""
-    tokens = prediction.tokens or 1e9
-    seconds = Decimal(tokens) / Decimal(prediction.tokens_per_s)
-    hours = prediction.devices * seconds / HOUR
-    # in kWh; 0 where no power is known
-    energy = hours * Decimal(prediction.work.hardware.watts) / 1000
-    used = (
-        f"{amount(energy / 1000, 2)} MWh of the devices alone"
-        if energy
-        else "energy not known (the file of the device has no watts)"
-    )
-    line = f"{run_time(tokens, prediction.tokens_per_s)}, {amount(hours)} device-hours, {used}"
-    if price:
-        line += f", ${amount(hours * Decimal(price))} at ${price:g} a device-hour"
-    if kwh_price and energy:
-        line += f", ${amount(energy * Decimal(kwh_price))} of energy at ${kwh_price:g} a kWh"
-    return line
+def run_lines(
+    groups: Sequence[tuple[int, Hardware]],
+    tokens: float,
+    tokens_per_s: float,
+    error: float,
+    price: float = 0,
+    kwh_price: float = 0,
+) -> list[str]:
+    """Time, energy and cost of a run of so many tokens on groups of devices as lines of text."""
+    seconds = Decimal(tokens) / Decimal(tokens_per_s)
+    hours = sum(devices for devices, _ in groups) * seconds / HOUR
+    known = all(kind.watts for _, kind in groups)
+    energy = seconds / HOUR / 1000 * sum(n * Decimal(kind.watts) for n, kind in groups)  # in kWh
+    dollars = lambda cost, each: f"US${amount(cost, '', error)} at US${each:g} a"
+    return [
+        f"run: {amount(tokens, 'count')} tokens take {amount(seconds, 'run', error)}",
+        f"device-hours: {amount(hours, '', error)}",
+        f"energy: {amount(energy, 'energy', error)} of the devices alone"
+        if known
+        else "energy: not known (the file of the device has no watts)",
+        *[f"cost: {dollars(hours * Decimal(price), price)} device-hour"] * (price > 0),
+        *[f"cost of energy: {dollars(energy * Decimal(kwh_price), kwh_price)} kWh"]
+        * (kwh_price > 0 and known),
+    ]
 
 
-def run_time(tokens: float, tokens_per_s: float) -> str:
-    """The time that a run of so many tokens takes, as a line of text."""
-    hours = Decimal(tokens) / Decimal(tokens_per_s) / HOUR
-    text = f"{amount(hours / 24, 1)} days" if hours >= 24 else f"{amount(hours, 2)} hours"
-    return f"run: {tokens / 1e9:,.4g} billion tokens take {text}"
+def amount(number: Decimal | float, what: str = "", error: float = 0.0) -> str:
+    """A number ≥ 0 with three significant digits and its unit, and its range if it has an error.
 
-
-def amount(number: Decimal, digits: int = 0) -> str:
-    """A number ≥ 0 with `digits` decimals; a power of ten if it is too large or would round to
-    0."""
-    power = number >= LARGE or 0 < number < Decimal(5).scaleb(-digits - 1)
-    return f"{number:.3g}" if power else f"{number:,.{digits}f}"
+    what: a key of UNITS
+    """
+    units = UNITS[what]
+    size, unit = next((each for each in units if number >= each[0]), units[-1])
+    factors = (Decimal(by) / Decimal(size) for by in (1, 1 / (1 + error), 1 + error))
+    rounded = (Decimal(f"{Decimal(number) * factor:.3g}") for factor in factors)
+    middle, low, high = (f"{n:,f}" if not n or SMALL <= n < LARGE else f"{n:.3g}" for n in rounded)
+    return f"{middle}{unit}" + f" ({low} to {high})" * (error > 0)
 
 
 # --- what would change the answer -----------------------------------------------------------------

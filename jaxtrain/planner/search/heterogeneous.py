@@ -19,9 +19,11 @@ from jaxtrain.config import Config
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.rules import divisors, near
 from jaxtrain.pipeline.setup import has_recompute_ops
-from jaxtrain.planner.layer.hardware import Hardware, HardwareError, known, load
+from jaxtrain.planner.layer.hardware import GIB, Hardware, HardwareError, known, load
 from jaxtrain.planner.search import layout_flag
-from jaxtrain.planner.search.predict import PlannedTable, how_sure, step_figures
+from jaxtrain.planner.search.explain import amount, run_lines
+from jaxtrain.planner.search.predict import PlannedTable, step_figures
+from jaxtrain.planner.search.validation import expected
 from jaxtrain.planner.step.memory import memory
 from jaxtrain.planner.step.step_model import OURS, step_model_of, unfollowed
 from jaxtrain.planner.step.step_time import StepModel
@@ -57,12 +59,13 @@ class HeterogeneousPlan:
     ideal_s:  seconds of the same work at the sum of all speeds, without any wait
     stage_s:  seconds of each stage's work in a step
     bubble_s: seconds that the busiest stage waits
+    work:     of the group whose plans have the widest error
     memory:   bytes of the fullest device of each stage
     fits:     True if each stage has that memory
-    assume:   the framework that trains
     """
 
     config: Config
+    work: StepModel
     groups: tuple[Group, ...]
     layers: tuple[int, ...]
     seconds: float
@@ -71,7 +74,6 @@ class HeterogeneousPlan:
     bubble_s: float
     memory: tuple[float, ...]
     fits: bool
-    assume: str = OURS
 
     def stages(self) -> Iterator[tuple[Group, range]]:
         """Each group with its stages."""
@@ -80,14 +82,31 @@ class HeterogeneousPlan:
         for group, end in zip(self.groups, ends, strict=True):
             yield group, range(end - group.devices // each, end)
 
+    def table(self) -> list[list[str]]:
+        """The stages as lines of cells, the first with the columns' names."""
+        return [
+            ["stage", "device", "layers", "GiB", "seconds"],
+            *(
+                [
+                    f"{stage}",
+                    group.hardware.name,
+                    f"{self.layers[stage]}",
+                    f"{self.memory[stage] / GIB:.1f}",
+                    f"{self.stage_s[stage]:.3g}",
+                ]
+                for group, stages in self.stages()
+                for stage in stages
+            ),
+        ]
+
     def figures(self, tokens: float | None) -> dict[str, Any]:
         """The object that --json prints for one kind of devices, with rates over the mean peak, and
         the layers of each stage."""
         dtype, devices = self.config.precision.compute, sum(g.devices for g in self.groups)
         peaks = (g.devices * g.hardware.peak(dtype) for g in self.groups)
         mean = {dtype: sum(peaks) / devices / 1e12}
-        hardware = dataclasses.replace(self.groups[0].hardware, peak_tflops=mean)
-        work = step_model_of(self.config, hardware, self.assume)
+        hardware = dataclasses.replace(self.work.hardware, peak_tflops=mean)
+        work = dataclasses.replace(self.work, hardware=hardware)
         bubble, held = self.bubble_s / self.seconds, max(self.memory)
         figures = step_figures(work, self.seconds, bubble, held, self.fits, tokens)
         return figures | {
@@ -176,6 +195,7 @@ def plan(config: Config, groups: Sequence[Group], assume: str = OURS) -> Heterog
     held = tuple(memory(work, loss_chunk).bytes for work in staged)
     return HeterogeneousPlan(
         config=planned.config,
+        work=max(works, key=lambda work: expected(work).error),
         groups=tuple(groups),
         layers=tuple(layers),
         seconds=clock + after,
@@ -183,7 +203,6 @@ def plan(config: Config, groups: Sequence[Group], assume: str = OURS) -> Heterog
         stage_s=stage_s,
         bubble_s=clock - max(stage_s),
         memory=held,
-        assume=assume,
         fits=all(size <= work.hardware.memory for size, work in zip(held, works, strict=True)),
     )
 
@@ -307,10 +326,11 @@ def _most_layers(work: StepModel, loss_chunk: int) -> int:
     return bisect.bisect_left(range(1, work.model.layers + 1), True, key=exceeds)
 
 
-def describe(plan: HeterogeneousPlan) -> list[str]:
+def describe(plan: HeterogeneousPlan, tokens: float) -> list[str]:
     """The plan as lines of text: which stages have which layers, the step, and what is not yet
-    possible."""
+    possible. tokens: of the run; 0: not known."""
     layers = lambda stages: ", ".join(str(plan.layers[stage]) for stage in stages)
+    sure = expected(plan.work)
     needs = ", ".join(f"stage {s} {size / 1e9:.1f} GB" for s, size in enumerate(plan.memory))
     return [
         *(
@@ -318,10 +338,21 @@ def describe(plan: HeterogeneousPlan) -> list[str]:
             "layers"
             for group, stages in plan.stages()
         ),
-        f"step: {plan.seconds:.3g} s, {plan.seconds / plan.ideal_s:.2f} times that of all devices "
-        f"at work without a wait ({plan.ideal_s:.3g} s)",
+        f"step: {amount(plan.seconds, 'step', sure.error)}, "
+        f"{plan.seconds / plan.ideal_s:.2f} times that of all devices at work without a wait "
+        f"({plan.ideal_s:.3g} s)",
         *[f"does not fit: {needs}"] * (not plan.fits),
-        *how_sure(plan.groups[0].hardware),
+        *(
+            run_lines(
+                [(group.devices, group.hardware) for group in plan.groups],
+                tokens,
+                plan.figures(tokens)["tokens_per_s"],
+                sure.error,
+            )
+            if tokens
+            else ()
+        ),
+        *sure.lines(),
         "one program cannot do yet:",
         *(f"  {limit}" for limit in LIMITS),
     ]

@@ -41,6 +41,13 @@ SETTINGS = {
     "overlap": "pipeline.overlap",
 }
 KEYS = tuple(SETTINGS)
+# Key of a layout → the value that is not worth a column
+USUAL = {
+    **dict.fromkeys(("context", "expert", "replica"), 1),
+    "offload": "none",
+    "vocabulary": "auto",
+    "overlap": False,
+}
 BATCH_AXES = ("replica", "data", "expert")
 OTHER_NAMES = {
     "dp": "data",

@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, kernels
+from jaxtrain.config import Config
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.pipeline.setup import Setup, complete_times, has_recompute_ops, make_setup
 from jaxtrain.planner.layer.hardware import GIB, Hardware
 from jaxtrain.planner.layer.links import STAGE
 from jaxtrain.planner.search import layout_flag
+from jaxtrain.planner.search.validation import KEYS, Expected, expected
 from jaxtrain.planner.step.memory import MemoryBreakdown, SlotCounts, memory
 from jaxtrain.planner.step.step_model import OURS, milliseconds, step_model_of, unfollowed
 from jaxtrain.planner.step.step_time import StepModel
@@ -44,12 +45,6 @@ EARLY_PASSES = 10.0
 # only a part of the microbatches is scheduled. `auto` tries some fifty tables.
 CELLS, AUTO_CELLS = 2**12, 2**8
 LEAST_ROUNDS, AUTO_ROUNDS = 4, 2  # microbatches of such a part, in those that fill the pipeline
-# Stands with every plan for hardware.
-UNMEASURED = (
-    "a plan, not a measurement: on one H100, the only real device that was tried, plans of dense "
-    "steps were 3 to 14 % too long and one with experts 36 % too short; they missed step times of "
-    "132 published runs of 2025 and 2026 by 20 to 24 % in the median (docs/planning.md)"
-)
 # Schedules of shortened steps: all but a file's and those whose slots grow with the microbatches.
 SHORTENED = frozenset({*SCHEDULES, AUTO}.difference(GROWING))
 
@@ -74,6 +69,11 @@ class Prediction:
     slots: SlotCounts | None = None
     tokens: float | None = None
     in_flight: float | None = None
+
+    @functools.cached_property
+    def expected(self) -> Expected:
+        """The error that is expected of the plan."""
+        return expected(self.work)
 
     @functools.cached_property
     def memory(self) -> MemoryBreakdown:
@@ -127,7 +127,8 @@ def step_figures(
     device_seconds = seconds * work.layout.devices
     peak = work.hardware.peak(work.settings.precision.compute)
     model, hardware = work.model_flops() / device_seconds, work.hardware_flops() / device_seconds
-    tokens_per_s = work.layout.batch * work.model.sequence / seconds
+    tokens_per_s, sure = work.layout.batch * work.model.sequence / seconds, expected(work)
+    days = tokens / tokens_per_s / DAY if tokens else 0.0
     return {
         "step_time_s": seconds,
         "model_tflops_per_device": model / 1e12,
@@ -140,14 +141,23 @@ def step_figures(
         "bubble_fraction": bubble_fraction,
         "tokens_per_s": tokens_per_s,
         # JSON has no infinity
-        "train_days": min(tokens / tokens_per_s / DAY, sys.float_info.max) if tokens else None,
-        "note": "".join(how_sure(work.hardware)) or None,
+        "train_days": min(days, sys.float_info.max) if tokens else None,
+        "step_time_range_s": sure.range_of(seconds),
+        "tokens_per_s_range": sure.range_of(tokens_per_s),
+        "train_days_range": [min(end, sys.float_info.max) for end in sure.range_of(days)]
+        if tokens
+        else None,
+        "validation": {
+            "kind": dict(zip(KEYS, sure.kind, strict=True)),
+            "rows": sure.kinds.get(sure.kind, (0, 0.0))[0],
+            "error": sure.error,
+            "behind": [
+                dict(zip((*KEYS, "rows", "error"), (*kind, *runs), strict=True))
+                for kind, runs in sure.kinds.items()
+            ],
+        },
+        "note": "; ".join(map(str.strip, sure.lines())),
     }
-
-
-def how_sure(hardware: Hardware) -> list[str]:
-    """UNMEASURED as lines of text; none for simulated devices, whose file was measured on them."""
-    return [UNMEASURED] * (hardware.platform != kernels.CPU)
 
 
 def predict(

@@ -29,7 +29,7 @@ from jaxtrain.config.sizes import remat_of
 from jaxtrain.planner.layer.hardware import GIB, Hardware, load
 from jaxtrain.planner.layer.links import EXPERT
 from jaxtrain.planner.search import compare, layout_flag
-from jaxtrain.planner.search.predict import Prediction, exactly, how_sure, predict
+from jaxtrain.planner.search.predict import Prediction, exactly, predict
 from jaxtrain.planner.step.memory import memory
 from jaxtrain.planner.step.step_model import step_model_of
 from jaxtrain.planner.step.step_time import StepModel
@@ -315,7 +315,7 @@ def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list
     parts = ", ".join(
         f"{name} {seconds / now.seconds:.0%}" for name, seconds in compare.listed(now.time.exposed)
     )
-    lines += [*how_sure(hardware), f"planned parts: {parts}"]
+    lines += [*now.expected.lines(), f"planned parts: {parts}"]
     changes = [
         change
         for change in single_changes(now)

@@ -13,9 +13,11 @@ from jaxtrain.planner.layer.layout import AXES
 from jaxtrain.planner.layer.links import CONTEXT
 from jaxtrain.planner.layer.settings import ITEM
 from jaxtrain.planner.step.overlapped_cell import Phases, most_saved, saved_by_pair
+from jaxtrain.planner.step.saved import bytes_on_host
 from jaxtrain.planner.step.step_part import StepPart, once, part
 from jaxtrain.planner.step.time_breakdown import (
     ATTENTION,
+    HOST,
     MATMULS,
     MEMORY,
     TimeBreakdown,
@@ -50,23 +52,32 @@ class LayerWork(StepPart):
             tokens, local = self.tokens, 1.0
             if product.experts:
                 local = product.experts / layout.expert
-                # Tokens of an expert on the busiest device of `expert`, for which the others wait.
-                busiest = self.settings.imbalance if layout.expert > 1 else 1.0
-                tokens *= model.experts_per_token / local * busiest
+                tokens = self.routed_tokens / local
             fp8 = self.settings.fp8 and product.fp8
-            times.append(ProductTime(product, *self.product(tokens, n, k, local, fp8)))
+            fused = product.experts > 0 and self.settings.fuses_experts
+            times.append(ProductTime(product, *self.product(tokens, n, k, local, fp8, fused)))
         return tuple(times)
 
     def product(
-        self, m: float, n: float, k: float, times: float = 1, fp8: bool = False
+        self,
+        m: float,
+        n: float,
+        k: float,
+        times: float = 1,
+        fp8: bool = False,
+        fused: bool = False,
     ) -> tuple[float, float, float]:
-        """Seconds of so many products [m, k] · [k, n], and of the gradients of both operands. fp8:
-        of FP8 where the hardware has that, with what it costs to quantize both activations."""
+        """Seconds of so many products [m, k] · [k, n], and of the gradients of both operands.
+
+        fp8:   of FP8 where the hardware has that, with what it costs to quantize both activations
+        fused: one kernel makes all products, of operands that other kernels have rounded
+        """
         hardware, of = self.hardware, self.settings.format
         usual = hardware.peak_tflops[self.settings.precision.compute]
         flops = 2.0 * m * n * k / (1e12 * usual)
         moved = self.item * (m * k + k * n + m * n) / hardware.streaming
         launch, reached = 1e-6 * hardware.launch_us, hardware.matmul.reached
+        launch /= times if fused else 1
         seconds = [
             max(flops / reached(m, n, k), moved) + launch,
             max(flops / reached(m, k, n), moved) + launch,
@@ -77,8 +88,8 @@ class LayerWork(StepPart):
             weights = faster if self.settings.fp8_in_w else 1.0
             # A pass for the tensor's scale reads; one for each form reads and writes.
             forms = max(1 + of.blocks, self.settings.fp8_forms)
-            moved = self.item * (of.scaled + forms) + of.number * forms
-            passes = moved / hardware.streaming
+            rounded = self.item * (of.scaled + forms) + of.number * forms
+            passes = (not fused) * rounded / hardware.streaming
             seconds = [
                 seconds[0] * faster + passes * m * k + 2 * launch,
                 seconds[1] * faster + passes * m * n + 2 * launch,
@@ -114,13 +125,16 @@ class LayerWork(StepPart):
         # operations, each of which reads and writes
         started = (rates.passes + rates.inner_passes) / 2
         moved = self.item * self.tokens * (outside + inner)
+        if model.experts and not dense:
+            rows = self.routed_tokens / (1 if self.settings.ours else split)
+            moved += self.item * rates.routed_passes * rows * model.width
         return moved / self.hardware.streaming + 1e-6 * self.hardware.launch_us * started
 
 
 class LayerTime(StepPart):
     """Seconds of one layer and microbatch, all of which have the layout's recomputation."""
 
-    reads = (*AXES, "microbatch", "remat", "save", "expert_nodes")
+    reads = (*AXES, "microbatch", "remat", "save", "expert_nodes", "offload")
     work = part(LayerWork)
 
     @once
@@ -156,10 +170,30 @@ class LayerTime(StepPart):
             "B": {MATMULS: inputs, ATTENTION: attention_back, MEMORY: memory_back},
             "W": {MATMULS: weights, MEMORY: sums},
         }
-        return {
+        seconds = {
             op: TimeBreakdown(parts) + self._collectives(op, dense, parts, unread, pairs)
             for op, parts in ops.items()
         }
+        if dense or not self.layout.saves_on_host:
+            return seconds
+        rate, copied = rates.host_overlap, self._copied()
+        beside = {op: {HOST: (rate, work.seconds)} for op, work in seconds.items()}
+        return {
+            op: work + overlapped({HOST: copied.get(op, 0.0)}, beside[op])
+            for op, work in seconds.items()
+        }
+
+    def _copied(self) -> dict[str, float]:
+        """Seconds by op of the copies of what the layer saves to the host's memory, and back to
+        what starts from it: R, or B, and W where that is an op of its own."""
+        speed, back = self.hardware.host_bytes_per_s, "R" if self.layout.remat == "full" else "B"
+        saved, for_w = (n / speed for n in self.on_host())
+        return {"F": saved, back: saved, "W": for_w * (self.layout.stage > 1)}
+
+    def on_host(self) -> tuple[float, float]:
+        """Bytes in the host's memory of what the layer saves of a microbatch: all of them, and
+        those that W reads."""
+        return bytes_on_host(self, self.layout.remat)
 
     def _last(self, dense: bool) -> float:
         """Seconds of the products that make the layer's output."""
@@ -210,7 +244,7 @@ class LayerTime(StepPart):
         overlap = self.settings.rates.model_overlap * self.settings.format.overlaps, math.inf
         if self.multiplies_while_sending and not self.settings.fp8:
             overlap = 1.0, self._beside_products(op, dense, seconds.get(MODEL, 0.0))
-        pairs = (0.0, 0.0) if dense or op != "R" else pairs
+        pairs = (self.settings.rates.expert_overlap, math.inf) if dense or op != "R" else pairs
         overlaps = {MODEL: overlap, CONTEXT: (ring, parts.get(ATTENTION, 0.0)), EXPERT: pairs}
         return overlapped(seconds, overlaps)
 

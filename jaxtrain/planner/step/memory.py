@@ -37,7 +37,7 @@ from jaxtrain.planner.layer.layout import routed_capacity, sent_by_gateway
 from jaxtrain.planner.layer.settings import FLOAT32, FP8, ITEM
 from jaxtrain.planner.step.other_frameworks import saved_by_others, working_of_others
 from jaxtrain.planner.step.parameters import MASTERS
-from jaxtrain.planner.step.saved import layer_bytes
+from jaxtrain.planner.step.saved import bytes_on_host, layer_bytes
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.schedule.placement import spread
 from jaxtrain.schedule.slots import SAVED
@@ -236,18 +236,18 @@ def _pools(step: StepModel, slots: SlotCounts) -> dict[str, float]:
     """Bytes of each pool in the device's memory."""
     layer, saved = layer_bytes(step), layer_bytes(step, remat="none")
     of_layers = {
-        "residual_b": layer.residual_b,
-        "residual_w": layer.residual_w,
+        "residual_b": layer.residual_b - layer.host_b,
+        "residual_w": layer.residual_w - layer.host_w,
         "weight_stash": layer.weight_stash,
         "layer_input": layer.input,
         **dict(zip(SAVED, saved, strict=False)),
     }
     pools = {pool: slots.pools[pool] * layer.input for pool in ("activation", "gradient")}
     pools |= {pool: slots.of_layers(pool) * size for pool, size in of_layers.items()}
-    inputs = ["residual_b", "residual_w"]
+    offloaded = (*SAVED[:2], "residual_b", "residual_w") * step.layout.offloads("activations")
     if step.layout.recomputation.mode == "full":
-        inputs = ["layer_input" if slots.pools.get("layer_input") else "activation"]
-    offloaded = (*inputs, *SAVED[:2]) * step.layout.offloads("activations")
+        inputs = "layer_input" if slots.pools.get("layer_input") else "activation"
+        offloaded = (*offloaded[:2], *[inputs] * step.layout.saves_on_host)
     return {pool: size for pool, size in pools.items() if size and pool not in offloaded}
 
 
@@ -279,15 +279,15 @@ def transposed_pools(step: StepModel, slots: SlotCounts) -> float:
 
 
 def _saved_by_layers(step: StepModel) -> float:
-    """Bytes that all layers save of a microbatch in the device's memory, with one stage."""
-    if step.layout.offloads("activations"):
-        return 0.0
+    """Bytes that all layers save of a microbatch in the device's memory, with one stage. Dense
+    layers stand with the embedding, which nothing is offloaded of."""
     mode, layers = step.layout.recomputation.mode, step.model.layers
     recomputed = step.layout.recomputation.recomputed(layers)
 
     def of_layer(dense: bool, remat: str) -> float:
         saved = layer_bytes(step, dense, remat)
-        return saved.input if remat == "full" else saved.residual_b + saved.residual_w
+        there = 0.0 if dense else bytes_on_host(step, remat)[0]
+        return (saved.input if remat == "full" else saved.residual_b + saved.residual_w) - there
 
     others = (layers - recomputed) * of_layer(False, "none")
     return (

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from jaxtrain.config import OptimizerConfig, ParallelConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
+from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.planner.layer.collectives import Parameters, StepCollectives
 from jaxtrain.planner.layer.layout import Layout
 from jaxtrain.planner.layer.links import DATA, Collective
@@ -20,15 +21,54 @@ from jaxtrain.planner.layer.settings import FLOAT32, ITEM, Rates, StepSettings
 from jaxtrain.planner.step.layer_time import LayerTime, MeanLayer
 from jaxtrain.planner.step.outside_layers import EndsTime, UpdateTime
 from jaxtrain.planner.step.parameters import DeviceState, ParameterGroups
-from jaxtrain.planner.step.step_part import once
+from jaxtrain.planner.step.saved import layer_bytes
+from jaxtrain.planner.step.step_part import StepPart, once
 from jaxtrain.planner.step.step_time import StepModel
-from jaxtrain.planner.step.time_breakdown import ATTENTION, MATMULS, MEMORY, TimeBreakdown
+from jaxtrain.planner.step.time_breakdown import (
+    ATTENTION,
+    LAUNCHES,
+    MATMULS,
+    MEMORY,
+    TimeBreakdown,
+)
+
+ROUNDED = 4  # operands of an expert's two products, forward and backward
+
+ON_ITS_WAY = 2  # layers whose copies to the host's memory or back a device has at once
 
 
 class TheirLayer(LayerTime):
-    """A layer that may recompute attention's core alone, or products by their kind."""
+    """A layer that may recompute attention's core alone, or products by their kind, and whose
+    operations the host starts one by one."""
 
     settings: "Framework"
+
+    @functools.cached_property
+    def host(self) -> float:
+        """Seconds in which the host starts F of a layer with experts, or R; B and W take two times
+        as long. Where experts have no capacity, each one's operands are rounded on their own."""
+        rates, settings = self.settings.rates, self.settings
+        experts = self.model.experts / self.layout.expert * (not self.model.capacity_factor)
+        rounding = 1e-6 * rates.rounding_us[not settings.format.blocks] * ROUNDED * settings.fp8
+        host = 1e-3 * rates.host_ms + rounding * experts
+        return host / 3 * (not settings.fuses_experts)
+
+    @once
+    def ops(
+        self, dense: bool, looped: bool, unread: float, pairs: tuple[float, float]
+    ) -> dict[str, TimeBreakdown]:
+        """F, R, B and W: no shorter than the host takes to start them."""
+        ops = super().ops(dense, looped, unread, pairs)
+        host = self.host * bool(self.model.experts and not dense)
+        waits = {
+            "F": host,
+            "R": host * (self.layout.remat == "full"),
+            "B": 2 * host - ops["W"].seconds,
+        }
+        late = {
+            op: TimeBreakdown({LAUNCHES: max(0.0, s - ops[op].seconds)}) for op, s in waits.items()
+        }
+        return ops | {op: ops[op] + wait for op, wait in late.items() if wait.seconds}
 
     def made_again(self, dense: bool) -> dict[str, float]:
         """Seconds by part of what selective recomputation makes again."""
@@ -36,14 +76,18 @@ class TheirLayer(LayerTime):
             part = lambda p: 1.0 if self.settings.fp8 or p.of.experts else 0.5
             again = sum(p.forward * part(p) for p in self.work.products(dense) if p.of.read)
             return {MATMULS: again, MEMORY: self.work.passes(dense)}
-        if not self.settings.recomputes_core:
+        if not self.settings.recomputes_core or self.layout.save:
             return super().made_again(dense)
         attention, _, scores = self.work.attention
         return {ATTENTION: attention, MEMORY: scores}
 
     def flops_made_again(self, attention: float) -> float:
         """Operations of a sequence that selective recomputation makes again."""
-        return attention if self.settings.recomputes_core else super().flops_made_again(attention)
+        core = self.settings.recomputes_core and not self.layout.save
+        return attention if core else super().flops_made_again(attention)
+
+    def on_host(self) -> tuple[float, float]:
+        return saved_of_layer(self, self.layout.remat)[1], 0.0
 
 
 class Layers(MeanLayer):
@@ -157,24 +201,37 @@ class Framework(StepSettings):
 
 
 def saved_by_others(step: StepModel) -> float:
-    """Bytes that the fullest stage saves of its microbatches in flight, or of the one at work where
-    the host's memory has the others."""
+    """Bytes that the fullest stage saves of its microbatches in flight, and of one layer what is on
+    its way to the host's memory and what comes back."""
     layout, p, v = step.layout, step.layout.stage, step.layout.repeats
     layers = math.ceil(step.model.layers / p) + step.model.dense_layers * (p == 1)
     in_flight = 1.0
-    if p > 1 and not layout.offloads("activations"):
+    if p > 1:
         residuals = step.schedule_forms.residuals(p, v, layout.microbatches)
         in_flight = min(float(layout.microbatches), residuals / v)
     fraction = step.recomputed_fraction
     parts = {layout.recomputation.mode: fraction, "none": 1 - fraction}
     if layout.recomputation.mode == "none":
         parts = {"none": 1.0}
-    each = sum(part and part * _activations_of_layer(step, remat) for remat, part in parts.items())
-    return each * layers * in_flight
+    saved = [(part, saved_of_layer(step, remat)) for remat, part in parts.items() if part]
+    each = sum(part * on_device for part, (on_device, _) in saved)
+    return each * layers * in_flight + ON_ITS_WAY * max(on_host for _, (_, on_host) in saved)
 
 
-def _activations_of_layer(step: StepModel, remat: str) -> float:
-    """Bytes that one layer saves of one microbatch on a device with this mode of remat."""
+def saved_of_layer(step: StepPart, remat: str) -> tuple[float, float]:
+    """Bytes that one layer saves of one microbatch with this mode of remat: in a device's memory,
+    and in its host's."""
+    layout, saved = step.layout, _activations_of_layer(step, remat)
+    on_host = saved * (layout.saves_on_host and remat == "full")
+    if remat == SELECTIVE and layout.save:
+        layer = layer_bytes(step)
+        saved, on_host = layer.residual_b + layer.residual_w, layer.host_b + layer.host_w
+    return (0.0, saved) if layout.offloads("activations") else (saved - on_host, on_host)
+
+
+def _activations_of_layer(step: StepPart, remat: str) -> float:
+    """Bytes that one layer saves of one microbatch with this mode of remat, without names in
+    `pipeline.save`."""
     model, layout, settings = step.model, step.layout, step.settings
     split = layout.model if settings.sequence_parallel else 1
     if not settings.fused_attention:
@@ -245,6 +302,7 @@ _TORCHTITAN = Framework(
     "torchtitan",
     "FSDP whose all-gathers overlap with products, torch.compile: fused attention, separate passes "
     "for norms and activations",
+    sends_once=True,
     weight_bytes=4.0,
     master_bytes=0.0,
     fp8_forms=2,  # products of weights' gradients read transposed operands
@@ -252,6 +310,27 @@ _TORCHTITAN = Framework(
     rates=Rates(
         passes=14.0, inner_passes=3.0, logit_passes=8.0, data_overlap=0.9, stage_overlap=False
     ),
+)
+_MEGATRON_CORE = Framework(
+    "megatron_core@25.11",
+    "sequence parallelism, fused attention, distributed optimizer; tensor's and data's collectives "
+    "overlap with products in part, those of routed tokens with nothing; experts' operands are "
+    "rounded one by one",
+    recomputes_core=True,
+    sends_once=True,
+    rates=Rates(
+        14.0, 3.0, 8.0, model_overlap=0.6, data_overlap=0.9, host_ms=4.7, rounding_us=(120, 400)
+    ),
+    sent_gradient=2.0,
+)
+_MEGATRON_CORE_2026 = dataclasses.replace(
+    _MEGATRON_CORE,
+    name="megatron_core",
+    text="sequence parallelism, fused attention, distributed optimizer; all collectives overlap "
+    "with products in part; in MXFP8 experts are one kernel in a graph of the entire step",
+    fused_experts=True,
+    # 0.37 of the messages' time had products beside it on 16 H100 (Megatron-Bridge's notes of 2026)
+    rates=dataclasses.replace(_MEGATRON_CORE.rates, expert_overlap=0.37, rounding_us=(120, 120)),
 )
 FRAMEWORKS: dict[str, StepSettings] = {
     framework.name: framework
@@ -265,13 +344,21 @@ FRAMEWORKS: dict[str, StepSettings] = {
             "core and nothing else",
             sequence_parallel=True,
         ),
-        Framework(
-            "megatron_core",
-            "sequence parallelism, fused attention, distributed optimizer; tensor's and "
-            "data's collectives overlap with products in part",
-            recomputes_core=True,
-            rates=Rates(14.0, 3.0, 8.0, model_overlap=0.6, data_overlap=0.9),
-            sent_gradient=2.0,
+        _MEGATRON_CORE_2026,
+        dataclasses.replace(_MEGATRON_CORE_2026, name="megatron_core@26.08"),
+        dataclasses.replace(
+            _MEGATRON_CORE,
+            name="megatron_core@26.04",
+            rates=dataclasses.replace(_MEGATRON_CORE.rates, rounding_us=(120, 120)),
+        ),
+        _MEGATRON_CORE,
+        dataclasses.replace(
+            _MEGATRON_CORE,
+            name="pith_train",
+            text="as megatron_core@25.11, but one kernel multiplies or rounds rows of all experts, "
+            "and the host starts every operation",
+            # four layouts and two precisions take 8.4 to 9.4 ms
+            rates=dataclasses.replace(_MEGATRON_CORE.rates, host_ms=8.2, rounding_us=(0, 0)),
         ),
         Framework(
             "maxtext",

@@ -50,7 +50,9 @@ class EndsTime(StepPart):
         # A prediction module joins two streams of the width and has a layer.
         held, product = self.layer_parameters() + 2 * width**2, self.work.product
         joining = sum(product(self.tokens / self.layout.model, width, 2 * width))
-        ops = [op for name, op in layer.ops(False).items() if name != "R"]
+        # They save what they have in the device's memory: nothing of them is copied to the host's.
+        on_device = layer.on(dataclasses.replace(layer.layout, offload="none", save=()))
+        ops = [op for name, op in on_device.ops(False).items() if name != "R"]
         module = sum(ops, TimeBreakdown({MATMULS: joining}))
         # The sum of the matrix's gradient is beside the modules' backward, what the modules gather
         # beside the head; the rest is waited for.

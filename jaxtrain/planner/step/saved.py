@@ -4,12 +4,12 @@ for devices that need not be there (runtime/saved_bytes.py). jax is imported for
 from jaxtrain.config import kernels
 from jaxtrain.config.saved_values import LayerBytes
 from jaxtrain.config.sizes import SELECTIVE
-from jaxtrain.planner.step.step_time import StepModel
+from jaxtrain.planner.step.step_part import StepPart
 
 SAVE_ALL = ("none", "full")  # modes of remat whose residuals are all that the backward reads
 
 
-def layer_bytes(step: StepModel, dense: bool = False, remat: str = "") -> LayerBytes:
+def layer_bytes(step: StepPart, dense: bool = False, remat: str = "") -> LayerBytes:
     """The bytes of one layer. dense: of the layers before those with experts; remat: the mode, the
     layout's if not given."""
     from jaxtrain.runtime.saved_bytes import saved_bytes
@@ -40,3 +40,17 @@ def layer_bytes(step: StepModel, dense: bool = False, remat: str = "") -> LayerB
     )
     of_mode = everything if mode in SAVE_ALL else saved
     return LayerBytes(*(n * sequences // traced for n in of_mode))
+
+
+def bytes_on_host(step: StepPart, remat: str) -> tuple[float, float]:
+    """Bytes that the forward of one layer with this mode of remat leaves in the host's memory of a
+    microbatch: (all of them, those that W reads).
+
+    The layer's input stands for all that full recomputation starts from.
+    """
+    layout, layer = step.layout, layer_bytes(step, remat=remat)
+    if remat == "full":
+        return layer.input * layout.saves_on_host, 0.0
+    if layout.offloads("activations"):
+        return layer.residual_b + layer.residual_w, layer.residual_w
+    return layer.host_b + layer.host_w, layer.host_w

@@ -203,8 +203,6 @@ def settings_of_run(config: Config) -> StepSettings:
         copied_bytes=stored * masters,
         moment_bytes=bytes_of(precision.moments),
         sent_gradient=bytes_of(precision.reduce),
-        # experts with a capacity compute that many tokens, whether they are there or not
-        imbalance=config.model.capacity_factor or StepSettings.imbalance,
         precision=precision,
         parallel=config.parallel if chosen else automatic.parallel,
         inner_steps=config.train.diloco_inner_steps,

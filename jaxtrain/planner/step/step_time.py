@@ -97,8 +97,13 @@ class StepModel(StepPart):
         layers before the others, and `last`, the head), from the seconds of these for one
         microbatch."""
         placement, layout = self.balanced, self.layout
-        if placement is None:
-            return math.ceil(self.model.layers / layout.stage), True, True
+        if placement is None:  # both ends are of one stage, or of two
+            one = layout.stage == 1
+            return (
+                math.ceil(self.model.layers / layout.stage),
+                one or first > last,
+                one or first <= last,
+            )
         held = [0] * layout.stage
         for stage, size in zip(placement.stage_of, placement.sizes, strict=True):
             held[stage] += size

@@ -5,10 +5,11 @@ from collections.abc import Mapping
 
 from jaxtrain.planner.layer.links import CONTEXT, DATA, EXPERT, MODEL, REPLICA, STAGE
 
-MATMULS, ATTENTION, MEMORY, BUBBLE, OPTIMIZER, HOST, DISK = (
+MATMULS, ATTENTION, MEMORY, LAUNCHES, BUBBLE, OPTIMIZER, HOST, DISK = (
     "matmuls",
     "attention",
     "memory",
+    "launches",
     "bubble",
     "optimizer",
     "host",

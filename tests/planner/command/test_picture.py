@@ -1,7 +1,9 @@
 """`plan --png`: what a picture says, and that all of it can be read."""
 
+import html.parser
 import itertools
 import json
+import re
 
 import pytest
 from matplotlib.text import Text
@@ -115,12 +117,12 @@ def test_picture_of_groups(tmp_path, pictures):
     )
     figure = pictures[-1]
     assert " ".join(figure.get_suptitle().split()).startswith(
-        "gpt3_175b, 175 billion parameters, on 512 × a100-80gb and 512 × own: a step of "
+        "gpt3_175b, 175 billion parameters, on 512 × a100-80gb and 512 × own, as planned"
     )
     above, below = figure.axes
-    assert [len(bars) for bars in above.containers] == [4, 4] and [
-        len(bars) for bars in below.containers
-    ] == [4, 4, 8]
+    drawn = lambda axes: [[bar.get_height() > 0 for bar in bars] for bars in axes.containers]
+    first, second = [[True] * 4 + [False] * 4, [False] * 4 + [True] * 4]
+    assert drawn(above) == [first, second] and drawn(below) == [first, second, [True] * 8]
     assert len({bars[0].get_facecolor() for bars in below.containers}) == 3
     ends = [waits.get_y() + waits.get_height() for waits in below.containers[2]]
     assert ends == pytest.approx([ends[0]] * 8) and all(
@@ -155,3 +157,93 @@ def test_a_part_has_one_colour_and_the_title_says_what_flags_have_changed(tmp_pa
     assert all(len(of_part) == 1 for of_part in colours.values())
     assert len(set().union(*colours.values())) == len(colours)
     assert colours.keys() <= PARTS.keys()
+
+
+# --- as a page ------------------------------------------------------------------------------------
+
+
+class Page(html.parser.HTMLParser):
+    """The tags of a page in order, its text, and what it refers to; no tag is left open."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags, self.open, self.words, self.links = [], [], [], []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.links += [
+            value for name, value in attrs if name in ("src", "href", "action", "srcset")
+        ]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+PAGES = [
+    (["--config=tiny", "--devices=4"], 10, False),
+    (["--config=tiny", "--layout=data=2,stage=2,schedule=zb_h1,repeats=1"], 1, True),
+    (["--config=tiny", "--layout=stage=2,schedule=auto,repeats=0"], 1, True),
+    (["--config=gpt3_175b", "--hardware=a100-80gb", LAYOUT, "--assume=megatron2021"], 1, False),
+    (
+        [
+            "--config=gpt3_175b",
+            "--hardware=a100-80gb:512,h100:512",
+            "--layout=data=16,stage=8,model=8,microbatch=1,schedule=1f1b",
+        ],
+        8,
+        True,
+    ),
+]
+
+
+@pytest.mark.parametrize("flags, lines, drawn", PAGES, ids=[" ".join(f) for f, _, _ in PAGES])
+def test_page(tmp_path, capsys, flags, lines, drawn):
+    """A line for each layout or stage, the text of the plan, its schedule, and the command; and
+    nothing from outside."""
+    file = tmp_path / "plan.html"
+    assert main([*flags, "--tokens=1e9", f"--html={file}"]) == 0
+    printed, text = capsys.readouterr().out.splitlines(), file.read_text()
+    page = Page(text)
+    assert page.tags.count("tr") == 1 + lines and page.tags.count("svg") == drawn
+    assert not page.links and not re.search(r"url\(|@import|fetch\(|https?://(?!www.w3.org)", text)
+    words = " ".join("".join(page.words).split())
+    command = printed[-1].strip()
+    assert command in words and command.startswith("python -m jaxtrain.train")
+    report = printed[printed.index("") + 1 :] if "" in printed else printed
+    named = [line for line in report if line[0] != " " and ": " in line]
+    assert len(named) > 6 and "published runs" in words.lower()
+    for line in named[:-1]:
+        name, _, rest = line.partition(": ")
+        assert f"{name}{' '.join(rest.split())}" in words, line
+    assert "prefers-color-scheme: dark" in text and "$" not in re.sub(r"US\$", "", words)
+
+
+def test_a_page_shows_text_as_text(tmp_path, capsys):
+    """Names that look like tags or like places of the template."""
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps({"name": "<b>&$title", "like": "h100"}))
+    file = tmp_path / "plan.html"
+    layout = "--layout=data=2,stage=2,schedule=1f1b,repeats=1"
+    for hardware in (own, f"{own}:2,h100:2"):
+        assert main(["--config=tiny", f"--hardware={hardware}", layout, f"--html={file}"]) == 0
+        text = file.read_text()
+        assert "<b>&" not in text and "&lt;b&gt;&amp;$title" in text and Page(text)
+
+
+def test_a_page_and_a_picture_that_cannot_be_written_are_refused(tmp_path, capsys):
+    for flag in ("html", "png"):
+        for path in (tmp_path, tmp_path / "no" / "plan", "/proc/plan"):
+            assert main(["--config=tiny", "--devices=4", f"--{flag}={path}"]) == 2
+            assert f"--{flag}=" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]

@@ -9,7 +9,7 @@ from jaxtrain import config as configs
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.planner.command import main as command
 from jaxtrain.planner.layer.hardware import load
-from jaxtrain.planner.search import layout_flag, predict
+from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.search.compare import PlannedStep, Trace, plan_at_hand, read
 from jaxtrain.run.files import PLANNED
 
@@ -65,8 +65,8 @@ def test_the_same_step_as_plan_has(config, by_file, tmp_path, capsys):
         at_hand.prediction.seconds == printed["step_time_s"]
         and printed.items() <= at_hand.as_dict().items()
     )
-    line, note = at_hand.lines()
-    assert note == predict.UNMEASURED and line.startswith(
+    line, *sure = at_hand.lines()
+    assert sure == at_hand.prediction.expected.lines() and line.startswith(
         f"planned step: {printed['step_time_s']:.4g} s for {'mine' if by_file else 'h100'}, "
     )
 

@@ -67,7 +67,7 @@ def test_a_plan_that_does_not_fit():
     assert (
         not made.fits
         and sum(made.layers) == 64
-        and any("does not fit" in line for line in heterogeneous.describe(made))
+        and any("does not fit" in line for line in heterogeneous.describe(made, 0))
     )
 
 
@@ -101,7 +101,7 @@ def test_two_kinds(schedule, repeats):
     )
     assert max(made.layers[:4]) < min(made.layers[4:]) and made.fits
     assert max(made.stage_s) <= made.seconds <= 1.1 * made.ideal_s
-    assert heterogeneous.describe(made)[0].startswith("a100-80gb: stages 0 to 3 with ")
+    assert heterogeneous.describe(made, 0)[0].startswith("a100-80gb: stages 0 to 3 with ")
 
 
 def test_better_than_layers_cut_evenly():

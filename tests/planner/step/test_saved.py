@@ -39,11 +39,18 @@ def draw(seed: int) -> dict[str, Any]:
     """The settings of a random model and layout, which may break a rule."""
     of = random.Random(seed)
     some = lambda names: tuple(name for name in names if of.random() < 0.4)
+    placed = lambda names: tuple(name + of.choice(["", ":host"]) for name in names)
     experts, latent = of.random() < 0.5, of.random() < 0.3
     norm, heads = of.choice(["rmsnorm", "layernorm"]), of.choice([4, 8])
     biases = ["out", *["qkv"] * (not latent), *["mlp"] * (not experts)]
     names = ["attention_norm", "qkv", "attention", "attention_out", "mlp_norm", "mlp_in"]
-    names += ["mlp_hidden", *["latent"] * latent, *["router", "routed"] * experts]
+    names += [
+        "mlp_hidden",
+        "mlp_out",
+        "layer_input",
+        *["latent"] * latent,
+        *["router", "routed"] * experts,
+    ]
     tokens, remat = of.choice([256, 1024, 2048]), of.choice(["none", "selective"])
     of_experts = {
         "model.experts": 8,
@@ -87,7 +94,7 @@ def draw(seed: int) -> dict[str, Any]:
         "pipeline.microbatches": of.choice([2, 6]),
         "pipeline.repeats": 1,
         "pipeline.remat": remat,
-        "pipeline.save": some(names) if remat == "selective" else (),
+        "pipeline.save": placed(some(names)) if remat == "selective" else (),
         "precision.compute": of.choice(["bfloat16", "bfloat16", "float32"]),
         "precision.matmul": of.choice(["compute", "compute", "fp8", "mxfp8"]),
         "precision.fp8_weight_gradients": of.choice(["fp8", "compute"]),
@@ -112,9 +119,9 @@ def kept(seeds: range) -> list[int]:
     return [seed for seed in seeds if config_of(seed)]
 
 
-def program(config: Config) -> tuple[int, int, int, int]:
+def program(config: Config) -> tuple[int, ...]:
     """Bytes of the program's own slots, for a layer: residuals for B and for W, the stash, the
-    input."""
+    input; and in the host's memory those for B and for W."""
     sizes = sizes_of(config.mesh)
     mesh = make_mesh(sizes, jax.devices()[: math.prod(sizes)])
     parts = build(
@@ -140,7 +147,8 @@ def program(config: Config) -> tuple[int, int, int, int]:
     tokens = config.data.sequence_length // config.mesh.context
     with jax.set_mesh(mesh):
         slots = runtime.slot_bytes(sequences, tokens, not config.data.attend_across_documents)
-    return tuple(slots[pool] for pool in ("residual_b", "residual_w", "weight_stash", "activation"))
+    pools = "residual_b", "residual_w", "weight_stash", "activation"
+    return *(slots[pool].all for pool in pools), *(slots[pool].on_host for pool in pools[:2])
 
 
 def planned(config: Config, hardware: Hardware = SIMULATED, **changes):
@@ -152,7 +160,9 @@ def planned(config: Config, hardware: Hardware = SIMULATED, **changes):
 def check(seed: int):
     """The planner has the program's bytes, though it has no devices."""
     config = config_of(seed)
-    assert config and planned(config)[:4] == program(config), seed
+    assert config, seed
+    layer = planned(config)
+    assert (*layer[:4], layer.host_b, layer.host_w) == program(config), seed
 
 
 @pytest.mark.parametrize("seed", kept(range(9)))

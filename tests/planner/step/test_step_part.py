@@ -12,6 +12,7 @@ from jaxtrain.config.saved_values import LayerBytes
 from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.layer.layout import Layout
 from jaxtrain.planner.step import memory as memory_of_step
+from jaxtrain.planner.step import other_frameworks, saved
 from jaxtrain.planner.step.layer_time import LayerTime, LayerWork, MeanLayer
 from jaxtrain.planner.step.memory import memory
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
@@ -52,7 +53,8 @@ VALUES = {
 def no_layer_is_traced(monkeypatch):
     """What layers save is of no concern here."""
     nothing = LayerBytes(*[0] * len(LayerBytes._fields))
-    monkeypatch.setattr(memory_of_step, "layer_bytes", lambda *_, **__: nothing)
+    for module in (memory_of_step, saved, other_frameworks):
+        monkeypatch.setattr(module, "layer_bytes", lambda *_, **__: nothing)
 
 
 KINDS = (LayerWork, LayerTime, MeanLayer, DeviceState, EndsTime, UpdateTime)

@@ -9,6 +9,7 @@ from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.layer.layout import Layout
 from jaxtrain.planner.layer.links import EXCHANGE, GATHER, SUM, Collective
 from jaxtrain.planner.layer.model import Model
+from jaxtrain.planner.step.layer_time import LayerWork
 from jaxtrain.planner.step.memory import memory
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
 from jaxtrain.planner.step.step_time import StepModel
@@ -219,3 +220,23 @@ def test_the_others_wait_for_the_busiest_device_of_expert():
         assert busy["F"].exposed.get("expert", 0.0) == pytest.approx(
             1.5 * even["F"].exposed.get("expert", 0.0), rel=0.03
         )
+
+
+def test_experts_with_a_capacity_compute_all_of_it_and_no_room_is_exceeded():
+    """Also where a device has all experts, and in other frameworks: 1.25 times the products of a
+    capacity of 1. An imbalance changes neither these nor experts whose room is the mean."""
+
+    def products(framework="jaxtrain", expert=1, imbalance=1.1, **changes):
+        model = dataclasses.replace(MIXTRAL, **changes)
+        settings = dataclasses.replace(FRAMEWORKS[framework], imbalance=imbalance)
+        layout = Layout(data=8, expert=expert, microbatch=2)
+        step = StepModel(model, layout, settings, load("tpu-v6e"))
+        return step.part(LayerWork).products(False)[-1].forward
+
+    for framework in ("jaxtrain", "maxtext"):
+        for expert in (1, 4):
+            even, more = (products(framework, expert, capacity_factor=n) for n in (1.0, 1.25))
+            assert more / even == pytest.approx(1.25, rel=0.02)
+            assert more == products(framework, expert, imbalance=2.0, capacity_factor=1.25)
+    assert products(expert=4, expert_room=1.0) == pytest.approx(products(expert=4, imbalance=1.0))
+    assert products(expert=4, expert_room=4.0) == products(expert=4) > products(expert=1)
