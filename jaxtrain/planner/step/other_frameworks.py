@@ -246,7 +246,10 @@ def _activations_of_layer(step: StepPart, remat: str) -> float:
     # queries, keys, values, and the result
     heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
     inner = heads + model.layer().hidden * arrays if arrays else 0.0
-    return ITEM * step.tokens * (width + inner / layout.model)
+    # what products read: the results of both norms, and the hidden layer
+    read = 2 * model.width / split + model.layer().hidden / layout.model
+    less = (ITEM - settings.format.number) * read * (remat == "none")
+    return step.tokens * (ITEM * (width + inner / layout.model) - less)
 
 
 def activation_bytes(kind: str, s: int, b: int, h: int, a: int, t: int = 1) -> float:

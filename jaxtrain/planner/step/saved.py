@@ -1,6 +1,8 @@
 """What a layer of our own runtime saves of a microbatch: the runtime's own cut of the layer, traced
 for devices that need not be there (runtime/saved_bytes.py). jax is imported for the first trace."""
 
+import dataclasses
+
 from jaxtrain.config import kernels
 from jaxtrain.config.saved_values import LayerBytes
 from jaxtrain.config.sizes import SELECTIVE
@@ -26,7 +28,10 @@ def layer_bytes(step: StepPart, dense: bool = False, remat: str = "") -> LayerBy
     cut = next((m for m in (mode, of_layout) if m not in SAVE_ALL), SELECTIVE)
     everything, saved = saved_bytes(
         model.of_one_layer,
-        settings.precision,
+        # the runtime has not all formats that products of other frameworks have
+        settings.precision
+        if settings.ours
+        else dataclasses.replace(settings.precision, matmul="compute"),
         cut,
         layout.save if cut == of_layout else (),
         (1, 1, 1 + several, layout.context, layout.expert, layout.model),
