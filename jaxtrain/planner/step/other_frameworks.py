@@ -16,11 +16,11 @@ from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.config.sizes import SELECTIVE, SHARD_AXES
 from jaxtrain.planner.layer.collectives import Parameters, StepCollectives
 from jaxtrain.planner.layer.layout import Layout
-from jaxtrain.planner.layer.links import REPLICA, Collective
-from jaxtrain.planner.layer.settings import FLOAT32, ITEM, Rates, StepSettings
+from jaxtrain.planner.layer.links import EXPERT, REPLICA, Collective
+from jaxtrain.planner.layer.settings import ITEM, Rates, StepSettings
 from jaxtrain.planner.step.layer_time import LayerTime, MeanLayer
 from jaxtrain.planner.step.outside_layers import EndsTime, UpdateTime
-from jaxtrain.planner.step.parameters import DeviceState, ParameterGroups
+from jaxtrain.planner.step.parameters import DeviceParameters, DeviceState, ParameterGroups
 from jaxtrain.planner.step.saved import layer_bytes
 from jaxtrain.planner.step.step_part import StepPart, once
 from jaxtrain.planner.step.step_time import StepModel
@@ -38,40 +38,35 @@ ON_ITS_WAY = 2  # layers whose copies to the host's memory or back a device has 
 
 
 class TheirLayer(LayerTime):
-    """A layer that may recompute attention's core alone, and whose operations the host starts one
-    by one."""
+    """A layer that may recompute attention's core alone, or products by their kind, and whose
+    operations the host starts one by one."""
 
     settings: "Framework"
-
-    @functools.cached_property
-    def host(self) -> float:
-        """Seconds in which the host starts F of a layer with experts, or R; B and W take two times
-        as long. Where experts have no capacity, each one's operands are rounded on their own."""
-        rates, settings = self.settings.rates, self.settings
-        experts = self.model.experts / self.layout.expert * (not self.model.capacity_factor)
-        rounding = 1e-6 * rates.rounding_us[not settings.fp8_blocks] * ROUNDED * settings.fp8
-        host = 1e-3 * rates.host_ms + rounding * experts
-        return host / 3 * (not settings.fuses_experts)
 
     @once
     def ops(
         self, dense: bool, looped: bool, unread: float, pairs: tuple[float, float]
     ) -> dict[str, TimeBreakdown]:
-        """F, R, B and W: no shorter than the host takes to start them."""
-        ops = super().ops(dense, looped, unread, pairs)
-        host = self.host * bool(self.model.experts and not dense)
-        waits = {
-            "F": host,
-            "R": host * (self.layout.remat == "full"),
-            "B": 2 * host - ops["W"].seconds,
-        }
-        late = {
-            op: TimeBreakdown({LAUNCHES: max(0.0, s - ops[op].seconds)}) for op, s in waits.items()
-        }
-        return ops | {op: ops[op] + wait for op, wait in late.items() if wait.seconds}
+        """F, R, B and W. With experts no op is shorter than the host takes to start it: F and R a
+        third of its time, B and W two. Without a capacity it rounds the operands of each expert on
+        their own. Nothing is started where the entire step is a graph."""
+        ops, settings, model = super().ops(dense, looped, unread, pairs), self.settings, self.model
+        if dense or not model.experts or settings.fused_experts == settings.precision.matmul:
+            return ops
+        rounding = settings.rates.rounding_us[not settings.format.blocks] * ROUNDED * settings.fp8
+        experts = model.experts / self.layout.expert * (not model.capacity_factor)
+        host = (1e-3 * settings.rates.host_ms + 1e-6 * rounding * experts) / 3
+        recomputed = self.layout.remat == "full"
+        least = {"F": host, "R": host * recomputed, "B": 2 * host - ops["W"].seconds}
+        late = {op: max(0.0, seconds - ops[op].seconds) for op, seconds in least.items()}
+        return ops | {op: ops[op] + TimeBreakdown({LAUNCHES: s}) for op, s in late.items() if s}
 
     def made_again(self, dense: bool) -> dict[str, float]:
         """Seconds by part of what selective recomputation makes again."""
+        if self.settings.recomputes_half:
+            part = lambda p: 1.0 if self.settings.fp8 or p.of.experts else 0.5
+            again = sum(p.forward * part(p) for p in self.work.products(dense) if p.of.read)
+            return {MATMULS: again, MEMORY: self.work.passes(dense)}
         if not self.settings.recomputes_core or self.layout.save:
             return super().made_again(dense)
         attention, _, scores = self.work.attention
@@ -86,26 +81,6 @@ class TheirLayer(LayerTime):
         return saved_of_layer(self, self.layout.remat)[1], 0.0
 
 
-class SavesByOperation(TheirLayer):
-    """A layer whose selective recomputation saves attention and every other product with a matrix:
-    torchtitan's `op`, whose saved operations are aten.mm, and no products in FP8 or of groups."""
-
-    def made_again(self, dense: bool) -> dict[str, float]:
-        """Seconds by part of what selective recomputation makes again."""
-        fp8, sizes = self.settings.fp8, {a.name: a.size for a in self.model.layer(dense).arrays}
-        products = [p for p in self.work.products(dense) if p.of.read]
-        matrices = [name for p in products for name in p.of.names]
-        again = set(matrices[not fp8 :: 2 - fp8])
-        size = lambda names: sum(map(sizes.__getitem__, names))
-        seconds = sum(
-            p.forward * (size(again.intersection(p.of.names)) / size(p.of.names))
-            if not p.of.experts
-            else p.forward
-            for p in products
-        )
-        return {MATMULS: seconds, MEMORY: self.work.passes(dense)}
-
-
 class Layers(MeanLayer):
     """Layers that may be recomputed with their outputs."""
 
@@ -114,7 +89,7 @@ class Layers(MeanLayer):
     @property
     def unread(self) -> float:
         """Fraction of recomputed layers without the products that make their outputs."""
-        return self.settings.unread
+        return float(self.settings.by_xla)
 
 
 class Device(DeviceState):
@@ -129,6 +104,17 @@ class Device(DeviceState):
     def parts_of_ends(self, zero: int, shared: bool | None = None) -> int:
         """1: stages do not cut the state of embedding and head."""
         return 1
+
+    def sharded(self, held: DeviceParameters, shards: int) -> float:
+        """The number of parameters on a device where ZeRO cuts what is no expert into so many
+        shards, and experts into as many on each device of `expert`."""
+        others = held.layers - held.experts + held.ends
+        return others / shards + held.experts / max(1, shards // self.layout.expert)
+
+    def updated(self, layers: int = 0, shared: bool | None = None) -> float:
+        """The number of parameters that a device updates."""
+        shards = self.shards if self.layout.zero else 1
+        return self.sharded(self.parameters(layers, shared), shards)
 
     @once
     def numbers(
@@ -190,8 +176,11 @@ class Framework(StepSettings):
     one_link:         fraction of one link's bandwidth that ZeRO-3's collectives reach where they
                       leave an island; 0: they use all links of the island
     recomputes_core:  "selective" recomputes attention's core; otherwise all that is no product
-    unread:           fraction of fully recomputed layers whose output is not made again: 1 where
-                      XLA compiles the step, for nothing reads it
+    by_xla:           XLA compiles the step: full recomputation leaves out a layer's output, which
+                      nothing reads, and ZeRO-3 scatters a matrix's gradient before the next one's
+                      is made; otherwise those of a layer together, while the next is gathered
+    recomputes_half:  "selective" saves attention and every other aten.mm, and recomputes the other
+                      products: all of those in FP8 or of groups of tokens
     """
 
     causal_rates: bool = False
@@ -203,7 +192,8 @@ class Framework(StepSettings):
     parallel: ParallelConfig = ParallelConfig(collective_matmul="off")
     one_link: float = 0.0
     recomputes_core: bool = False
-    unread: float = 0.0
+    by_xla: bool = False
+    recomputes_half: bool = False
     ours: ClassVar[bool] = False
     changed: ClassVar[Mapping[type, type]] = {
         LayerTime: TheirLayer,
@@ -214,8 +204,8 @@ class Framework(StepSettings):
     }
 
     def shards(self, layout: Layout, width: int) -> int:
-        """ZeRO's shard count over `data`."""
-        return layout.data
+        """ZeRO's shard count of what is no expert: over all devices that hold the same."""
+        return layout.data * layout.context * layout.expert
 
     def reduces_in_ops(self, layout: Layout) -> bool:
         """True if each microbatch's gradients are reduced: from ZeRO-2 on."""
@@ -266,12 +256,17 @@ def _activations_of_layer(step: StepPart, remat: str) -> float:
             kinds |= {"selective": "selective_sequence", "none": "sequence"}
         sizes = model.sequence, layout.microbatch, model.width, model.heads, layout.model
         return activation_bytes(kinds[remat], *sizes)
-    width = {"full": 1.0, "selective": 2.0, "none": 4.0}[remat] * model.width / split
-    arrays = {"full": 0, "selective": 1, "none": 2}[remat] * (1 + (model.activation == "swiglu"))
+    # Without recomputation the inputs of products are saved, too: what norms have made, the hidden
+    # layer, and tokens as experts have received them.
+    saves_inputs, layer = remat == "none", model.layer()
+    number = saves_inputs * settings.format.number
+    arrays = (remat != "full") * (1 + (model.activation == "swiglu"))
+    width = (1 if remat == "full" else 2) * ITEM + 2 * number
     # queries, keys, values, and the result
-    heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
-    inner = heads + model.layer().hidden * arrays if arrays else 0.0
-    return ITEM * step.tokens * (width + inner / layout.model)
+    heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim * (remat != "full")
+    inner = ITEM * heads + layer.hidden * (ITEM * arrays + number)
+    routed = number * model.width * model.experts_per_token * (model.experts > 0)
+    return step.tokens * (width * model.width / split + (inner + routed) / layout.model)
 
 
 def activation_bytes(kind: str, s: int, b: int, h: int, a: int, t: int = 1) -> float:
@@ -294,17 +289,23 @@ def activation_bytes(kind: str, s: int, b: int, h: int, a: int, t: int = 1) -> f
 
 
 def working_of_others(step: StepModel) -> float:
-    """Bytes of one layer's backward: with ZeRO-3 its matrices and the next one's, gathered, and
-    their gradients before they are scattered, with the head's."""
-    model, layout, number = step.model, step.layout, FLOAT32
-    attention = (model.heads + 2 * model.kv_heads) * model.head_dim
-    widest = max(model.mlp_width * (1 + (model.activation == "swiglu")), attention) / layout.model
-    layer = model.layer().size / layout.model / max(1, layout.expert)
-    matrices = ITEM * layer
-    if layout.zero >= 3 and layout.data > 1:
-        head = model.vocab_size * model.width / layout.model / layout.stage
-        matrices = (3 * ITEM + number) * layer + number * head
-    return matrices + ITEM * 4 * step.tokens * widest
+    """Bytes of one layer's backward, or of the head's where that has more: the widest arrays of a
+    microbatch, and with ZeRO-3 what is gathered and the gradients before they are scattered."""
+    model, layout, settings, layer = step.model, step.layout, step.settings, step.model.layer()
+    parts, attention = layout.model, (model.heads + 2 * model.kv_heads) * model.head_dim
+    widest = max(layer.hidden * (1 + (model.activation == "swiglu")), attention) / parts
+    arrays, matrices = ITEM * 4 * step.tokens * widest, step.layer_parameters()
+    if layout.zero < 3 or layout.data == 1:
+        return arrays + ITEM * matrices
+    number = settings.format.number
+    head = ITEM * model.vocab_size * model.width / parts / layout.stage
+    if isinstance(settings, Framework) and settings.by_xla:
+        largest = max(
+            a.size / parts / (layout.expert if EXPERT in a.axes else 1) for a in layer.arrays
+        )
+        return arrays + max(number * matrices + ITEM * largest, 2 * head)
+    # this layer's matrices and the next one's, its gradients, and these in the type of their sums
+    return arrays + (2 * number + ITEM + settings.sent_gradient) * matrices + head
 
 
 # --- the frameworks -----------------------------------------------------------------------------
@@ -323,15 +324,7 @@ _MEGATRON_2021 = Framework(
     rates=Rates(passes=14.0, inner_passes=3.0, logit_passes=8.0, stage_overlap=False),
     sent_gradient=2.0,
 )
-
-
-class TorchTitan(Framework):
-    """Settings of torchtitan's step."""
-
-    changed: ClassVar[Mapping[type, type]] = {**Framework.changed, LayerTime: SavesByOperation}
-
-
-_TORCHTITAN = TorchTitan(
+_TORCHTITAN = Framework(
     "torchtitan",
     "FSDP whose all-gathers overlap with products, torch.compile: fused attention, separate passes "
     "for norms and activations",
@@ -339,6 +332,7 @@ _TORCHTITAN = TorchTitan(
     weight_bytes=4.0,
     master_bytes=0.0,
     fp8_forms=2,  # products of weights' gradients read transposed operands
+    recomputes_half=True,
     rates=Rates(
         passes=14.0, inner_passes=3.0, logit_passes=8.0, data_overlap=0.9, stage_overlap=False
     ),
@@ -360,7 +354,7 @@ _MEGATRON_CORE_2026 = dataclasses.replace(
     name="megatron_core",
     text="sequence parallelism, fused attention, distributed optimizer; all collectives overlap "
     "with products in part; in MXFP8 experts are one kernel in a graph of the entire step",
-    fused_experts=True,
+    fused_experts="mxfp8",
     # 0.37 of the messages' time had products beside it on 16 H100 (Megatron-Bridge's notes of 2026)
     rates=dataclasses.replace(_MEGATRON_CORE.rates, expert_overlap=0.37, rounding_us=(120, 120)),
 )
@@ -396,12 +390,12 @@ FRAMEWORKS: dict[str, StepSettings] = {
             "maxtext",
             "ZeRO-3 (fsdp) whose all-gathers overlap with products, fused attention, full "
             "recomputation but for named matrices",
+            by_xla=True,
             weight_bytes=4.0,
             master_bytes=0.0,
             rates=Rates(
                 model_overlap=0.9, data_overlap=0.9, gather_overlap=0.95, stage_overlap=False
             ),
-            unread=1.0,
             reduced_gradient=2.0,  # as compiled (docs/parts.md)
         ),
         _TORCHTITAN,
