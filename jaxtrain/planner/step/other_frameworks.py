@@ -38,8 +38,8 @@ ON_ITS_WAY = 2  # layers whose copies to the host's memory or back a device has 
 
 
 class TheirLayer(LayerTime):
-    """A layer that may recompute attention's core alone, and whose operations the host starts one
-    by one."""
+    """A layer that may recompute attention's core alone, or products by their kind, and whose
+    operations the host starts one by one."""
 
     settings: "Framework"
 
@@ -53,7 +53,7 @@ class TheirLayer(LayerTime):
         ops, settings, model = super().ops(dense, looped, unread, pairs), self.settings, self.model
         if dense or not model.experts or settings.fused_experts == settings.precision.matmul:
             return ops
-        rounding = settings.rates.rounding_us[not settings.fp8_blocks] * ROUNDED * settings.fp8
+        rounding = settings.rates.rounding_us[not settings.format.blocks] * ROUNDED * settings.fp8
         experts = model.experts / self.layout.expert * (not model.capacity_factor)
         host = (1e-3 * settings.rates.host_ms + 1e-6 * rounding * experts) / 3
         recomputed = self.layout.remat == "full"
@@ -63,6 +63,10 @@ class TheirLayer(LayerTime):
 
     def made_again(self, dense: bool) -> dict[str, float]:
         """Seconds by part of what selective recomputation makes again."""
+        if self.settings.recomputes_half:
+            part = lambda p: 1.0 if self.settings.fp8 or p.of.experts else 0.5
+            again = sum(p.forward * part(p) for p in self.work.products(dense) if p.of.read)
+            return {MATMULS: again, MEMORY: self.work.passes(dense)}
         if not self.settings.recomputes_core or self.layout.save:
             return super().made_again(dense)
         attention, _, scores = self.work.attention
@@ -75,26 +79,6 @@ class TheirLayer(LayerTime):
 
     def on_host(self) -> tuple[float, float]:
         return saved_of_layer(self, self.layout.remat)[1], 0.0
-
-
-class SavesByOperation(TheirLayer):
-    """A layer whose selective recomputation saves attention and every other product with a matrix:
-    torchtitan's `op`, whose saved operations are aten.mm, and no products in FP8 or of groups."""
-
-    def made_again(self, dense: bool) -> dict[str, float]:
-        """Seconds by part of what selective recomputation makes again."""
-        fp8, sizes = self.settings.fp8, {a.name: a.size for a in self.model.layer(dense).arrays}
-        products = [p for p in self.work.products(dense) if p.of.read]
-        matrices = [name for p in products for name in p.of.names]
-        again = set(matrices[not fp8 :: 2 - fp8])
-        size = lambda names: sum(map(sizes.__getitem__, names))
-        seconds = sum(
-            p.forward * (size(again.intersection(p.of.names)) / size(p.of.names))
-            if not p.of.experts
-            else p.forward
-            for p in products
-        )
-        return {MATMULS: seconds, MEMORY: self.work.passes(dense)}
 
 
 class Layers(MeanLayer):
@@ -198,6 +182,8 @@ class Framework(StepSettings):
                       XLA compiles the step, for nothing reads it
     by_matrix:        ZeRO-3 scatters a matrix's gradient before the next one's is made, as XLA
                       orders them; otherwise those of a layer together, while the next is gathered
+    recomputes_half:  "selective" saves attention and every other aten.mm, and recomputes the other
+                      products: all of those in FP8 or of groups of tokens
     """
 
     causal_rates: bool = False
@@ -211,6 +197,7 @@ class Framework(StepSettings):
     recomputes_core: bool = False
     unread: float = 0.0
     by_matrix: bool = False
+    recomputes_half: bool = False
     ours: ClassVar[bool] = False
     changed: ClassVar[Mapping[type, type]] = {
         LayerTime: TheirLayer,
@@ -276,7 +263,7 @@ def _activations_of_layer(step: StepPart, remat: str) -> float:
     # Without recomputation the inputs of products are saved, too: what norms have made, the hidden
     # layer, and tokens as experts have received them.
     saves_inputs, layer = remat == "none", model.layer()
-    number = saves_inputs * (settings.number_of_fp8 if settings.fp8 else ITEM)
+    number = saves_inputs * settings.format.number
     arrays = (remat != "full") * (1 + (model.activation == "swiglu"))
     width = (1 if remat == "full" else 2) * ITEM + 2 * number
     # queries, keys, values, and the result
@@ -314,7 +301,7 @@ def working_of_others(step: StepModel) -> float:
     arrays, matrices = ITEM * 4 * step.tokens * widest, step.layer_parameters()
     if layout.zero < 3 or layout.data == 1:
         return arrays + ITEM * matrices
-    number = settings.number_of_fp8 if settings.fp8 else ITEM
+    number = settings.format.number
     head = ITEM * model.vocab_size * model.width / parts / layout.stage
     if isinstance(settings, Framework) and settings.by_matrix:
         largest = max(
@@ -341,15 +328,7 @@ _MEGATRON_2021 = Framework(
     rates=Rates(passes=14.0, inner_passes=3.0, logit_passes=8.0, stage_overlap=False),
     sent_gradient=2.0,
 )
-
-
-class TorchTitan(Framework):
-    """Settings of torchtitan's step."""
-
-    changed: ClassVar[Mapping[type, type]] = {**Framework.changed, LayerTime: SavesByOperation}
-
-
-_TORCHTITAN = TorchTitan(
+_TORCHTITAN = Framework(
     "torchtitan",
     "FSDP whose all-gathers overlap with products, torch.compile: fused attention, separate passes "
     "for norms and activations",
@@ -357,6 +336,7 @@ _TORCHTITAN = TorchTitan(
     weight_bytes=4.0,
     master_bytes=0.0,
     fp8_forms=2,  # products of weights' gradients read transposed operands
+    recomputes_half=True,
     rates=Rates(
         passes=14.0, inner_passes=3.0, logit_passes=8.0, data_overlap=0.9, stage_overlap=False
     ),
