@@ -56,8 +56,11 @@ class TheirLayer(LayerTime):
         rounding = settings.rates.rounding_us[not settings.format.blocks] * ROUNDED * settings.fp8
         experts = model.experts / self.layout.expert * (not model.capacity_factor)
         host = (1e-3 * settings.rates.host_ms + 1e-6 * rounding * experts) / 3
-        recomputed = self.layout.remat == "full"
-        least = {"F": host, "R": host * recomputed, "B": 2 * host - ops["W"].seconds}
+        least = {
+            "F": host,
+            "R": host if self.layout.remat == "full" else 0.0,
+            "B": 2 * host - ops["W"].seconds,
+        }
         late = {op: max(0.0, seconds - ops[op].seconds) for op, seconds in least.items()}
         return ops | {op: ops[op] + TimeBreakdown({LAUNCHES: s}) for op, s in late.items() if s}
 
@@ -268,9 +271,10 @@ def _activations_of_layer(step: StepPart, remat: str) -> float:
     width = (1 if remat == "full" else 2) * ITEM + 2 * number
     # queries, keys, values, and the result
     heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim * (remat != "full")
-    inner = ITEM * heads + layer.hidden * (ITEM * arrays + number)
-    routed = number * model.width * model.experts_per_token * (model.experts > 0)
-    return step.tokens * (width * model.width / split + (inner + routed) / layout.model)
+    rows = step.routed_tokens / step.tokens if model.experts else 0.0
+    hidden = layer.hidden * (rows / model.experts_per_token if model.experts else 1.0)
+    inner = ITEM * heads + hidden * (ITEM * arrays + number) + number * model.width * rows
+    return step.tokens * (width * model.width / split + inner / layout.model)
 
 
 def activation_bytes(kind: str, s: int, b: int, h: int, a: int, t: int = 1) -> float:
