@@ -352,7 +352,8 @@ _MEGATRON_CORE = Framework(
     "rounded one by one",
     recomputes_core=True,
     sends_once=True,
-    # 0.37 of the messages' time had products beside it on 16 H100 (Megatron-Bridge's notes of 2026)
+    # 0.37 of the messages' time had products beside it on 16 H100 (Megatron-Bridge's notes of 2026).
+    # Layers of Qwen3 take 4.7 ms with a capacity, 12.6 and 13.3 in MXFP8 and 32 in FP8 without one.
     rates=Rates(
         14.0,
         3.0,
