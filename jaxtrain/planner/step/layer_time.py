@@ -267,7 +267,8 @@ class LayerTime(StepPart):
         overlap = self.settings.rates.model_overlap * self.settings.format.overlaps, math.inf
         if self.multiplies_while_sending and not self.settings.fp8:
             overlap = 1.0, self._beside_products(op, dense, seconds.get(MODEL, 0.0))
-        pairs = (self.settings.rates.expert_overlap, math.inf) if dense or op != "R" else pairs
+        elsewhere = self.settings.rates.expert_overlap[self.links.islands(EXPERT) > 1], math.inf
+        pairs = elsewhere if dense or op != "R" else pairs
         overlaps = {MODEL: overlap, CONTEXT: (ring, parts.get(ATTENTION, 0.0)), EXPERT: pairs}
         return overlapped(seconds, overlaps)
 
