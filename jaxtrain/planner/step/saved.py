@@ -21,7 +21,7 @@ def layer_bytes(step: StepPart, dense: bool = False, remat: str = "") -> LayerBy
     # where a layer differs with the number of stages
     several = layout.stage > 1 and (ring or (layout.model > 1 and platform == kernels.TPU))
     of_layout = layout.recomputation.mode
-    # Other frameworks save named values in the compute type, in formats that we have no products of.
+    # Other frameworks save named values in the compute type; of some formats we have no products.
     precision = (
         settings.precision if settings.ours else PrecisionConfig(compute=settings.precision.compute)
     )
@@ -52,9 +52,5 @@ def bytes_on_host(step: StepPart, remat: str) -> tuple[float, float]:
 
     The layer's input stands for all that full recomputation starts from.
     """
-    layout, layer = step.layout, layer_bytes(step, remat=remat)
-    if remat == "full":
-        return layer.input * layout.saves_on_host, 0.0
-    if layout.offloads("activations"):
-        return layer.residual_b + layer.residual_w, layer.residual_w
-    return layer.host_b + layer.host_w, layer.host_w
+    every = step.layout.offloads("activations") or remat == "full"
+    return layer_bytes(step, remat=remat).on_host(remat, every and step.layout.saves_on_host)
