@@ -16,7 +16,7 @@ from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.planner.layer.collectives import Parameters, StepCollectives
 from jaxtrain.planner.layer.layout import Layout
-from jaxtrain.planner.layer.links import DATA, Collective
+from jaxtrain.planner.layer.links import CONTEXT, DATA, EXPERT, REPLICA, Collective
 from jaxtrain.planner.layer.settings import ITEM, Rates, StepSettings
 from jaxtrain.planner.step.layer_time import LayerTime, MeanLayer
 from jaxtrain.planner.step.outside_layers import EndsTime, UpdateTime
@@ -43,32 +43,23 @@ class TheirLayer(LayerTime):
 
     settings: "Framework"
 
-    @functools.cached_property
-    def host(self) -> float:
-        """Seconds in which the host starts F of a layer with experts, or R; B and W take two times
-        as long. Where experts have no capacity, each one's operands are rounded on their own."""
-        rates, settings = self.settings.rates, self.settings
-        experts = self.model.experts / self.layout.expert * (not self.model.capacity_factor)
-        rounding = 1e-6 * rates.rounding_us[not settings.fp8_blocks] * ROUNDED * settings.fp8
-        host = 1e-3 * rates.host_ms + rounding * experts
-        return host / 3 * (not settings.fuses_experts)
-
     @once
     def ops(
         self, dense: bool, looped: bool, unread: float, pairs: tuple[float, float]
     ) -> dict[str, TimeBreakdown]:
-        """F, R, B and W: no shorter than the host takes to start them."""
-        ops = super().ops(dense, looped, unread, pairs)
-        host = self.host * bool(self.model.experts and not dense)
-        waits = {
-            "F": host,
-            "R": host * (self.layout.remat == "full"),
-            "B": 2 * host - ops["W"].seconds,
-        }
-        late = {
-            op: TimeBreakdown({LAUNCHES: max(0.0, s - ops[op].seconds)}) for op, s in waits.items()
-        }
-        return ops | {op: ops[op] + wait for op, wait in late.items() if wait.seconds}
+        """F, R, B and W. With experts no op is shorter than the host takes to start it: F and R a
+        third of its time, B and W two. Without a capacity it rounds the operands of each expert on
+        their own. Nothing is started where the entire step is a graph."""
+        ops, settings, model = super().ops(dense, looped, unread, pairs), self.settings, self.model
+        if dense or not model.experts or settings.fused_experts == settings.precision.matmul:
+            return ops
+        rounding = settings.rates.rounding_us[not settings.fp8_blocks] * ROUNDED * settings.fp8
+        experts = model.experts / self.layout.expert * (not model.capacity_factor)
+        host = (1e-3 * settings.rates.host_ms + 1e-6 * rounding * experts) / 3
+        recomputed = self.layout.remat == "full"
+        least = {"F": host, "R": host * recomputed, "B": 2 * host - ops["W"].seconds}
+        late = {op: max(0.0, seconds - ops[op].seconds) for op, seconds in least.items()}
+        return ops | {op: ops[op] + TimeBreakdown({LAUNCHES: s}) for op, s in late.items() if s}
 
     def made_again(self, dense: bool) -> dict[str, float]:
         """Seconds by part of what selective recomputation makes again."""
@@ -107,9 +98,14 @@ class SavesByOperation(TheirLayer):
 
 
 class Layers(MeanLayer):
-    """Layers that are recomputed with their outputs."""
+    """Layers that may be recomputed with their outputs."""
 
-    unread = 0.0
+    settings: "Framework"
+
+    @property
+    def unread(self) -> float:
+        """Fraction of recomputed layers without the products that make their outputs."""
+        return self.settings.unread
 
 
 class Device(DeviceState):
@@ -149,11 +145,17 @@ class Device(DeviceState):
 
     @functools.cached_property
     def groups(self) -> ParameterGroups:
-        """The parameters of the device: what stands before and after the layers is with these."""
-        ours = super().groups
+        """The parameters of the device: what stands before and after the layers is with these.
+        ZeRO cuts them over all devices that hold the same."""
+        ours, same = super().groups, (DATA, CONTEXT, EXPERT)
         size = sum(group.size for group in ours[1:])
-        none = Parameters(0)
-        return ParameterGroups(ours.experts, ours.layers._replace(size=size), none, none)
+        over = lambda group, axes: group._replace(
+            scatter=axes * (self.layout.zero > 0),
+            shard=axes * (self.layout.zero > 0),
+            sums=(REPLICA, *axes * (self.layout.zero == 0)),
+        )
+        none, layers = Parameters(0), ours.layers._replace(size=size)
+        return ParameterGroups(over(ours.experts, same[:2]), over(layers, same), none, none)
 
 
 class Ends(EndsTime):
@@ -179,9 +181,9 @@ class Update(UpdateTime):
         return super()._over_data(0.0)
 
     def seconds_of_zero(self, collectives: Iterable[Collective]) -> float:
-        """Seconds over `data` of collectives of ZeRO in ops."""
+        """Seconds of collectives of ZeRO in ops."""
         one_link = self.settings.one_link if self.layout.zero == 3 else 0.0
-        return self.links.seconds(collectives, one_link).get(DATA, 0.0)
+        return sum(self.links.seconds(collectives, one_link).values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +197,8 @@ class Framework(StepSettings):
     gathered, unscattered: layers whose matrices ZeRO-3 has gathered at once, and bytes of each of a
                       layer's parameters for gradients that wait to be scattered: of all of them,
                       and in the type of their sums, while the next layer is gathered
+    unread:           fraction of fully recomputed layers whose output is not made again: 1 where
+                      XLA compiles the step, for nothing reads it
     """
 
     causal_rates: bool = False
@@ -208,6 +212,7 @@ class Framework(StepSettings):
     recomputes_core: bool = False
     gathered: float = 2.0
     unscattered: float = 4.0
+    unread: float = 0.0
     ours: ClassVar[bool] = False
     changed: ClassVar[Mapping[type, type]] = {
         LayerTime: TheirLayer,
@@ -307,7 +312,7 @@ def working_of_others(step: StepModel) -> float:
     attention = (model.heads + 2 * model.kv_heads) * model.head_dim
     hidden = model.layer().hidden * (1 + (model.activation == "swiglu"))
     arrays = ITEM * 4 * step.tokens * max(hidden, attention) / layout.model
-    if layout.zero < 3 or layout.data == 1:
+    if layout.zero < 3 or step.shards == 1:
         return arrays + ITEM * step.layer_parameters()
     number = settings.number_of_fp8 if settings.fp8 else ITEM
     layer = (settings.gathered * number + settings.unscattered) * step.layer_parameters()
@@ -369,7 +374,7 @@ _MEGATRON_CORE_2026 = dataclasses.replace(
     name="megatron_core",
     text="sequence parallelism, fused attention, distributed optimizer; all collectives overlap "
     "with products in part; in MXFP8 experts are one kernel in a graph of the entire step",
-    fused_experts=True,
+    fused_experts="mxfp8",
     # 0.37 of the messages' time had products beside it on 16 H100 (Megatron-Bridge's notes of 2026)
     rates=dataclasses.replace(_MEGATRON_CORE.rates, expert_overlap=0.37, rounding_us=(120, 120)),
 )
@@ -410,7 +415,11 @@ FRAMEWORKS: dict[str, StepSettings] = {
             unscattered=ITEM / 3,
             weight_bytes=4.0,
             master_bytes=0.0,
-            rates=Rates(data_overlap=0.9, gather_overlap=0.95, stage_overlap=False),
+            rates=Rates(
+                model_overlap=0.9, data_overlap=0.9, gather_overlap=0.95, stage_overlap=False
+            ),
+            unread=1.0,
+            reduced_gradient=2.0,  # as compiled (docs/parts.md)
         ),
         _TORCHTITAN,
         dataclasses.replace(

@@ -16,21 +16,19 @@ def layer_bytes(step: StepPart, dense: bool = False, remat: str = "") -> LayerBy
 
     model, layout, settings = step.model, step.layout, step.settings
     platform, sequences = step.hardware.platform, layout.microbatch
+    # Other frameworks have experts in formats that our own products do not take.
+    in_compute = PrecisionConfig(compute=settings.precision.compute)
     traced = 1 if settings.by_sequence else sequences
     ring = layout.context > 1 and settings.parallel.context == "ring"
     # where a layer differs with the number of stages
     several = layout.stage > 1 and (ring or (layout.model > 1 and platform == kernels.TPU))
     of_layout = layout.recomputation.mode
-    # Other frameworks save named values in the compute type; of some formats we have no products.
-    precision = (
-        settings.precision if settings.ours else PrecisionConfig(compute=settings.precision.compute)
-    )
     mode = remat or of_layout
     # a trace is cut in two ways: with everything saved, and in this mode
     cut = next((m for m in (mode, of_layout) if m not in SAVE_ALL), SELECTIVE)
     everything, saved = saved_bytes(
         model.of_one_layer,
-        precision,
+        settings.precision if settings.ours else in_compute,
         cut,
         layout.save if cut == of_layout else (),
         (1, 1, 1 + several, layout.context, layout.expert, layout.model),

@@ -83,15 +83,60 @@ def test_one_kernel_of_all_experts_rounds_nothing_twice():
     assert step("megatron_core", matmul="fp8").step().exposed["launches"] > 0
 
 
-def test_the_ends_of_a_pipeline_are_two_stages():
-    """Dense layers before the others are on the first stage, the head and a module of prediction
-    on the last one: the longer of both counts."""
+def test_stages_with_dense_layers_or_the_head_have_fewer_other_layers():
+    """Layouts of Megatron's recipes are balanced by hand, as ours are."""
     model = dataclasses.replace(QWEN, layers=46, dense_layers=2, mtp_depth=1)
-    work = step("megatron_core", model, stage=2)
-    layers, first, last = work._busiest_stage(work.layers.total.seconds, 1.0, 2.0)
-    assert (layers, first, last) == (23, False, True)
-    assert work._busiest_stage(1.0, 2.0, 1.0) == (23, True, False)
-    assert step("megatron_core", model)._busiest_stage(1.0, 2.0, 1.0) == (46, True, True)
+    sizes = step("megatron_core", model, stage=4).balanced.sizes
+    assert sum(sizes) == 46 and sizes[0] < max(sizes) > sizes[-1]
+    assert step("megatron_core", model).balanced is None  # one stage
+    assert step("megatron_core", QWEN, stage=4).balanced is None  # nothing but layers and a head
+
+
+def test_memory_of_experts_in_a_format_that_our_products_do_not_take():
+    """What a layer saves by name is traced in the compute type."""
+    layout = {"microbatch": 1, "remat": "selective", "save": ("attention", "router")}
+    sizes = {
+        matmul: memory(step("megatron_core", matmul=matmul, **layout)).parts["activations"]
+        for matmul in ("compute", "mxfp8", "nvfp4")
+    }
+    assert len(set(sizes.values())) == 1
+
+
+def sent_to_experts(framework: str, expert: int) -> float:
+    """Seconds in which a layer of a sequence sends its tokens to experts on H100s, forward."""
+    settings = FRAMEWORKS[framework]
+    of = StepModel(QWEN, Layout(expert=expert), settings, load("h100"))
+    return of.links.seconds(of.collectives.routed("F")[0])["expert"]
+
+
+@pytest.mark.parametrize("framework", ["megatron_core", "torchtitan"])
+def test_a_token_goes_to_a_node_once(framework):
+    """Eight choices on 64 devices: over the network a row for each of eight nodes that has some, in
+    a node one for each device."""
+    rows = QWEN.sequence * nodes_of_token(QWEN, 8) * 2 * QWEN.width * 7 / 8
+    assert sent_to_experts(framework, 64) == pytest.approx(rows / 40e9, rel=0.05)
+    assert sent_to_experts(framework, 8) == pytest.approx(rows / 346.5e9, rel=0.1)
+
+
+def test_zero_goes_over_all_devices_that_hold_the_same():
+    """What is no expert is gathered over data, context and expert together, experts over data and
+    context; with one device of data it takes time, too."""
+    zero3 = lambda **layout: step("torchtitan", matmul="compute", hardware="h100", zero=3, **layout)
+    groups = zero3(data=2, context=2).device.groups
+    assert groups.layers.shard == groups.layers.scatter == ("data", "context", "expert")
+    assert groups.experts.shard == ("data", "context") and groups.experts.sums == ("replica",)
+    time = zero3().step()
+    assert time.exposed["data"] + time.hidden["data"] > 0
+    unsharded = step("megatron_core", zero=0, data=2).device.groups.layers
+    assert not unsharded.scatter and unsharded.sums == ("replica", "data", "context", "expert")
+
+
+def test_maxtext_makes_no_output_again():
+    """Full recomputation has no down projection, whose result nothing reads."""
+    of = step("maxtext", DENSE, "compute", "tpu-v5p", expert=1, data=8, zero=3)
+    products = {p.of.names[0]: p.forward for p in of.part(LayerWork).products(False)}
+    again = of.layers.ops(False)["R"].exposed["matmuls"]
+    assert again == pytest.approx(sum(products.values()) - products["mlp.down.weight"])
 
 
 # --- memory ---------------------------------------------------------------------------------------

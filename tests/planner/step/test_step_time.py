@@ -265,3 +265,17 @@ def test_experts_with_a_capacity_compute_all_of_it_and_no_room_is_exceeded():
             assert more == products(framework, expert, imbalance=2.0, capacity_factor=1.25)
     assert products(expert=4, expert_room=1.0) == pytest.approx(products(expert=4, imbalance=1.0))
     assert products(expert=4, expert_room=4.0) == products(expert=4) > products(expert=1)
+
+
+def test_our_loops_over_blocks_of_experts_rows_take_turns_on_gpus():
+    """A measured step of two layers of Mixtral on an H100 takes 0.673 s (benchmarks/README.md).
+    Experts with a capacity, TPUs' kernels and other frameworks have no such loops."""
+    two = dataclasses.replace(MIXTRAL, layers=2)
+    layout = Layout(microbatch=2, microbatches=2, remat="full")
+    assert work(layout, two).step().seconds == pytest.approx(0.673, rel=0.1)
+    turns = lambda model=two, **kinds: sum(
+        work(layout, model, **kinds).part(LayerWork).turns(4096, 4096 * 14336)
+    )
+    assert turns() > 3 * 4 * 40e-6
+    assert turns(hardware="tpu-v5p") == turns(framework="torchtitan") == 0
+    assert turns(dataclasses.replace(two, capacity_factor=1.0)) == 0
