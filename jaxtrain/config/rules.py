@@ -633,7 +633,7 @@ def products_are_built(precision: PrecisionConfig, model: ModelConfig) -> Iterat
         yield Violation(
             "precision.matmul",
             "has no products in this trainer, only in plans of other frameworks (plan --assume)",
-            values_for("precision.matmul", ["mxfp8", "fp8", "compute"]),
+            values_for("precision.matmul", ["fp8", "mxfp8", "compute"]),
             show=3,
         )
     missing = {

@@ -34,6 +34,7 @@ from jaxtrain.planner.command import picture
 from jaxtrain.planner.layer import hardware
 from jaxtrain.planner.layer.hardware import Hardware, HardwareError
 from jaxtrain.planner.layer.model import model_of
+from jaxtrain.planner.layer.settings import FORMATS
 from jaxtrain.planner.search import heterogeneous, layout_flag, search
 from jaxtrain.planner.search.explain import aligned, amount, explained, table
 from jaxtrain.planner.search.layout_flag import LayoutError
@@ -85,9 +86,11 @@ framework is our own.
   validation                    the run's kind, how many published runs are of it, the error that 8
                                 of 10 keep, and the kinds behind that, the nearest if these are few
   note                          the same in words
+  notes                         settings that differ from their defaults and that the plan does not
+                                follow
   layout                        the layout in the form of --layout
   command                       trains it; YOUR_… stand for what only you know. null if train.steps
-                                does not go so far"""
+                                does not go so far, or jaxtrain has no such products"""
 DEFAULT_HARDWARE = "h100"
 FILES = {
     "recipe": "planned.py",
@@ -308,15 +311,18 @@ def _output(
     file = flags.hardware.partition(":")[0]
     if "," not in flags.hardware and not (kind.device_kind and file in ("", *hardware.known())):
         changes["train.hardware"] = file  # which jax's name of the devices does not tell
-    config, can_be = cfg.replace(config, changes), steps <= cfg.LARGEST_INT
-    if flags.recipe or can_be:
-        checks.check(config, Environment(None, kind.platform, recipe))
+    config, known = cfg.replace(config, changes), Environment(None, kind.platform, recipe)
+    cannot = f"train.steps has at most {cfg.LARGEST_INT:,}" * (steps > cfg.LARGEST_INT)
+    if flags.assume != OURS and (broken := checks.first_violation(config, known)):
+        cannot = cannot or f"{broken.field}={cfg.get(config, broken.field)!r} {broken.rule}"
+    if flags.recipe or not cannot:
+        checks.check(config, known)
     if flags.recipe:
         files[flags.recipe] = recipe_text(config, f"{name}, as planned.").encode()
-    command = _command(flags, config, recipe, kind) if can_be else None
-    train = [f"no command trains it: train.steps has at most {cfg.LARGEST_INT:,}"]
+    command = None if cannot else _command(flags, config, recipe, kind)
+    train = [*(f"note: {note}" for note in figures["notes"]), f"no command trains it: {cannot}"]
     if command:
-        train = [
+        train[-1:] = [
             f"to train it{caution}, {steps:,} steps of {size:,} tokens, filling in each YOUR_…:",
             *[ELSEWHERE] * (PROCESSES in command),
             f"  {command}",
@@ -392,7 +398,7 @@ def _refuse_others(flags: types.SimpleNamespace, known: Sequence[str], what: str
 
 def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, kind: Hardware) -> Space:
     """The space of the flags on this hardware. Raises UsageError for a type without a peak."""
-    compute = config.precision.compute
+    compute, matmul = config.precision.compute, config.precision.matmul
     if compute not in kind.peak_tflops:
         dtype = next(
             (dtype for dtype in ("bfloat16", "float32") if dtype in kind.peak_tflops), "bfloat16"
@@ -400,6 +406,13 @@ def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, kind: H
         raise UsageError(
             f"precision.compute={compute!r} has no peak on {kind.name}",
             {"config.precision.compute": dtype},
+        )
+    # This trainer rounds, and multiplies in the compute type, where a device has no such products.
+    known = [*(name for name, of in FORMATS.items() if of.peak in kind.peak_tflops), "compute"]
+    if flags.assume != OURS and matmul not in known:
+        raise UsageError(
+            f"precision.matmul={matmul!r} has no peak on {kind.name}",
+            {"config.precision.matmul": known[0]},
         )
     return Space(config, recipe, kind, flags.devices, flags.assume)
 
@@ -416,8 +429,7 @@ def _laid_out(space: Space, text: str) -> Config:
             {"devices": count},
             [] if rest else [f"data={data} in --layout"],
         )
-    is_ours = space.assume == OURS
-    known = Environment(None, space.hardware.platform, space.recipe, is_ours=is_ours)
+    known = Environment(None, space.hardware.platform, space.recipe, is_ours=space.assume == OURS)
     return layout_flag.laid_out(space.config, values, known)
 
 

@@ -127,8 +127,8 @@ class StepCollectives(LayerCollectives):
         """The all-gather of a parameter that ZeRO-3 has scattered."""
         settings = self.settings
         read = self.item if settings.ours else settings.sent_weight
-        if settings.quantized and p.product:
-            read = settings.quantized.sent
+        if settings.fp8 and p.product:
+            read = settings.format.sent
         return Collective(GATHER, p.shard, p.size * (read if p.cast else FLOAT32))
 
     def reductions_in_op(self, parameters: Iterable[Parameters]) -> list[Collective]:

@@ -300,18 +300,18 @@ class LayerCollectives(ExpertCollectives):
         if op == "B":
             # a gradient in blocks is rounded in two forms after it is gathered
             by_gradient = {joint.products[0].gradient: joint for joint in results}
-            in_blocks = self.settings.fp8_blocks
+            in_blocks = self.settings.format.blocks
             gradients = by_gradient.values() if is_shared or in_blocks else results
             gathers = self._gathered_bytes(gradients, rounded=not in_blocks)
             summed: Sequence[Joint] = calls
             if not fused:
                 gathers += self._gathered_bytes(filter(self._made_again, inputs))
                 summed = (*calls, *filter(self._made_again, results))
-            elif self.settings.fp8_blocks:  # W's inputs are of another form than F's
+            elif self.settings.format.blocks:  # W's inputs are of another form than F's
                 gathers += self._gathered_bytes(inputs)
         elif op == "W":
             # W is in one op with B, which has gathered some of them; in blocks in another form
-            reuses = self.layout.stage == 1 and not self.settings.fp8_blocks
+            reuses = self.layout.stage == 1 and not self.settings.format.blocks
             read = () if fused or not self.settings.ours else inputs
             inputs = [joint for joint in read if not (reuses and self._made_again(joint))]
             gathers, summed = self._gathered_bytes(inputs), ()
@@ -324,7 +324,7 @@ class LayerCollectives(ExpertCollectives):
     def _gathered_bytes(self, joints: Iterable[Joint], rounded: bool = True) -> list[float]:
         """Bytes of all-gathers. rounded: to FP8 before, if products are of that"""
         fp8 = rounded and self.settings.fp8_in_w
-        operand = self.settings.number_of_fp8 if fp8 else self.item
+        operand = self.settings.format.number if fp8 else self.item
         return [
             self.tokens * joint.width * (self.item if joint.experts else operand)
             for joint in joints
@@ -351,7 +351,7 @@ class LayerCollectives(ExpertCollectives):
             collectives = [Collective(kind, (MODEL,), self.tokens * m.rope_head_dim * number)]
         if sharing > 1 and not (fused and op == "B"):
             kind, number = (SCATTER, self.summed) if op == "W" else (GATHER, self.item)
-            matrix = self.settings.number_of_fp8 if self.settings.fp8 and op != "W" else number
+            matrix = self.settings.format.number if self.settings.fp8 and op != "W" else number
             sizes = [
                 array.size / m.kv_heads * (matrix if array.product else number)
                 for array in layer.arrays

@@ -32,7 +32,7 @@ class ProductFormat(NamedTuple):
     number:  bytes of a number with its part of a block's scale
     sent:    bytes of a weight's number as it is gathered
     blocks:  blocks of numbers have their own scales, and operands a form for each product
-    scaled:  a tensor has a scale, for which a pass finds the largest number
+    scaled:  a tensor has a scale, for which a pass finds its largest number
     reached: the part of its peak that products reach, over that of the compute type
     overlaps: other frameworks' products overlap with messages of `model`
     """
@@ -45,15 +45,11 @@ class ProductFormat(NamedTuple):
     reached: float = 1.0
     overlaps: float = 1.0
 
-    def passes(self, item: int, forms: int) -> float:
-        """Bytes that are read and written for each number of an activation that is quantized: a
-        pass for the tensor's scale, and one for each form. item: bytes of a number before"""
-        return item * (self.scaled + forms) + self.number * forms
-
 
 MX, NV = FP8 * (1 + 1 / MX_BLOCK), 0.5 + 1 / NV_BLOCK
 NV_REACHED = 0.8
 FORMATS = {
+    "compute": ProductFormat("", ITEM, ITEM),
     "fp8": ProductFormat("float8", FP8, FP8),
     "mxfp8": ProductFormat("mxfloat8", MX, MX, blocks=True, scaled=False),
     # Megatron-Bridge gathers no 4 bits, and its recipes have no messages beside such products.
@@ -178,21 +174,15 @@ class StepSettings:
     changed: ClassVar[Mapping[type, type]] = {}
 
     @functools.cached_property
-    def quantized(self) -> ProductFormat | None:
-        """The format of operands of products with layers' matrices, in which they are gathered and
-        sent, too; None for the compute type."""
-        return FORMATS.get(self.precision.matmul)
+    def format(self) -> ProductFormat:
+        """The numbers in products with layers' matrices."""
+        return FORMATS[self.precision.matmul]
 
     @functools.cached_property
     def fp8(self) -> bool:
-        """Operands of products with layers' matrices are of FP8, or of another such format."""
-        return self.quantized is not None
-
-    @functools.cached_property
-    def fp8_blocks(self) -> bool:
-        """Blocks of these numbers have their own scales, and operands a form for each product
-        (parallel/mxfp8.py)."""
-        return self.quantized is not None and self.quantized.blocks
+        """Operands of products with layers' matrices are of FP8, or another format of few bits,
+        gathered and sent in it."""
+        return self.precision.matmul != "compute"
 
     @functools.cached_property
     def fp8_in_w(self) -> bool:
@@ -200,18 +190,16 @@ class StepSettings:
         before they are quantized."""
         return self.fp8 and self.precision.fp8_weight_gradients == "fp8"
 
-    @property
-    def number_of_fp8(self) -> float:
-        """Bytes of a number in FP8, or another such format, with its part of a block's scale."""
-        return self.quantized.number if self.quantized else FP8
-
     def shards(self, layout: Layout, width: int) -> int:
         """ZeRO's shard count over `data`; 1 if it does not divide the model's width."""
         return 1 if width % layout.data else layout.data
 
     def reduces_in_ops(self, layout: Layout) -> bool:
-        """True if each microbatch's gradients are reduced: from ZeRO-2 on, and with ZeRO-1 where a
-        step is one microbatch on one stage (`Config.resolve`)."""
+        """True if each microbatch's gradients are reduced: as `parallel.reduce` says, by default
+        from ZeRO-2 on, and with ZeRO-1 where a step is one microbatch on one stage
+        (`Config.resolve`)."""
+        if self.parallel.reduce != "auto":
+            return self.parallel.reduce == "microbatch"
         return layout.zero > 1 or (layout.zero == layout.stage == layout.microbatches == 1)
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from jaxtrain.config import Config
 from jaxtrain.planner.layer.hardware import GIB
 from jaxtrain.planner.search.predict import Prediction, exactly, predict
-from jaxtrain.planner.step.step_model import hardware_at_hand
+from jaxtrain.planner.step.step_model import hardware_at_hand, unfollowed
 from jaxtrain.planner.step.time_breakdown import BUBBLE, COMMUNICATION_AXES
 from jaxtrain.run.files import PLANNED, read_json
 
@@ -64,6 +64,7 @@ class PlanAtHand:
             f"planned step: {plan.seconds:.4g} s for {hardware.name}, {rate}: {parts}"
             f"{needs * (not plan.fits)}",
             *plan.expected.lines(),
+            *unfollowed(plan.config, plan.work.settings),
         ]
 
 

@@ -29,7 +29,7 @@ from jaxtrain.planner.layer.links import STAGE
 from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.search.validation import KEYS, Expected, expected
 from jaxtrain.planner.step.memory import MemoryBreakdown, SlotCounts, memory
-from jaxtrain.planner.step.step_model import OURS, milliseconds, step_model_of
+from jaxtrain.planner.step.step_model import OURS, milliseconds, step_model_of, unfollowed
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.planner.step.time_breakdown import BUBBLE, TimeBreakdown, hidden_messages
 from jaxtrain.schedule.clocks import Times, coupled_time
@@ -107,7 +107,8 @@ class Prediction:
         figures = step_figures(
             self.work, self.seconds, self.bubble_fraction, self.memory.bytes, self.fits, self.tokens
         )
-        return figures | {"layout": layout_flag.of(self.config)}
+        notes = unfollowed(self.config, self.work.settings)
+        return figures | {"layout": layout_flag.of(self.config), "notes": notes}
 
 
 def step_figures(

@@ -235,8 +235,9 @@ def _keeps_rules(space: Space, layout: Layout) -> bool:
 
 
 def _environment(space: Space, layout: Layout) -> Environment:
-    is_ours = space.assume == OURS
-    return Environment(layout.devices, space.hardware.platform, space.recipe, is_ours=is_ours)
+    return Environment(
+        layout.devices, space.hardware.platform, space.recipe, is_ours=space.assume == OURS
+    )
 
 
 def _with_replicas(space: Space, best: TimedLayout) -> TimedLayout:

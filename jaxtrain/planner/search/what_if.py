@@ -65,12 +65,14 @@ def single_changes(prediction: Prediction) -> list[Change]:
     Their times are closed forms, scaled by the ratio of this step's exact time to its closed form.
     """
     work, config = prediction.work, prediction.config
-    chosen = cfg.replace(config, {"parallel.ends": "auto"})
-    if chosen.resolve() == config:  # it may be another with another number of stages
-        config = chosen
+    for path in ("parallel.ends", "parallel.reduce"):
+        chosen = cfg.replace(config, {path: "auto"})
+        if chosen.resolve() == prediction.config:  # with another layout it may be another
+            config = chosen
     exact, layout, changes = prediction.seconds / work.step().seconds, layout_flag.of(config), []
-    is_ours = work.settings.ours
-    environment = Environment(prediction.devices, work.hardware.platform, config, is_ours=is_ours)
+    environment = Environment(
+        prediction.devices, work.hardware.platform, config, is_ours=work.settings.ours
+    )
     candidates = _candidates(config.mesh, config.pipeline, config.parallel.zero)
     for settings in (*candidates, *_nodes_of_experts(work)):
         changed = cfg.replace(config, settings)

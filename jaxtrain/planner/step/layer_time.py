@@ -91,7 +91,8 @@ class LayerWork(StepPart):
         routed: of experts. In some frameworks one kernel makes those of all experts, of operands
                 that it or the kernel before it has rounded
         """
-        hardware, usual = self.hardware, self.hardware.peak_tflops[self.settings.precision.compute]
+        hardware, of = self.hardware, self.settings.format
+        usual = hardware.peak_tflops[self.settings.precision.compute]
         flops = 2.0 * m * n * k / (1e12 * usual)
         moved = self.item * (m * k + k * n + m * n) / hardware.streaming
         fused = routed and self.settings.fused_experts == self.settings.precision.matmul
@@ -101,11 +102,13 @@ class LayerWork(StepPart):
             max(flops / hardware.matmul.reached(m, k, n), moved) + launch,
             max(flops / hardware.matmul.reached(k, n, m), moved) + launch,
         ]
-        if fp8 and (quantized := self.settings.quantized):
-            faster = usual / hardware.peak_tflops.get(quantized.peak, usual) / quantized.reached
+        if fp8:
+            faster = usual / hardware.peak_tflops.get(of.peak, usual) / of.reached
             weights = faster if self.settings.fp8_in_w else 1.0
-            forms = max(1 + quantized.blocks, self.settings.fp8_forms)
-            passes = (not fused) * quantized.passes(self.item, forms) / hardware.streaming
+            # A pass for the tensor's scale reads; one for each form reads and writes.
+            forms = max(1 + of.blocks, self.settings.fp8_forms)
+            rounded = self.item * (of.scaled + forms) + of.number * forms
+            passes = (not fused) * rounded / hardware.streaming
             seconds = [
                 seconds[0] * faster + passes * m * k + 2 * launch,
                 seconds[1] * faster + passes * m * n + 2 * launch,
@@ -258,11 +261,7 @@ class LayerTime(StepPart):
             fewer = self.links.seconds(c.layer(op, True, fused, dense))
             seconds = {axis: s + unread * (fewer.get(axis, 0.0) - s) for axis, s in seconds.items()}
         ring = float(self.settings.parallel.context == "ring" and self.hardware.alone <= 1)
-        quantized = self.settings.quantized
-        overlap = (
-            self.settings.rates.model_overlap * (quantized.overlaps if quantized else 1),
-            math.inf,
-        )
+        overlap = self.settings.rates.model_overlap * self.settings.format.overlaps, math.inf
         if self.multiplies_while_sending and not self.settings.fp8:
             overlap = 1.0, self._beside_products(op, dense, seconds.get(MODEL, 0.0))
         pairs = (self.settings.rates.expert_overlap, math.inf) if dense or op != "R" else pairs

@@ -34,7 +34,7 @@ from collections.abc import Mapping
 from jaxtrain.config import kernels
 from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.planner.layer.layout import routed_capacity, sent_by_gateway
-from jaxtrain.planner.layer.settings import FLOAT32, FP8
+from jaxtrain.planner.layer.settings import FLOAT32, FP8, ITEM
 from jaxtrain.planner.step.other_frameworks import saved_by_others, working_of_others
 from jaxtrain.planner.step.parameters import MASTERS
 from jaxtrain.planner.step.saved import bytes_on_host, layer_bytes
@@ -122,12 +122,14 @@ def memory(
         head = LOGIT_BYTES * min(step.tokens, loss_chunk) * step.model.vocab_size / layout.model
     layers = slots.stored_layers if slots else 0
     held = step.device.parameters(layers, shared)
-    numbers = settings.number_of_fp8 * (1 + settings.fp8_blocks)  # for F and B
+    numbers = settings.format.number * (1 + settings.format.blocks)  # for F and B
     quantized = 0.0
     if settings.fp8:
         of_ends = 1.0 if held.sharded_ends is None else held.sharded_ends / held.ends
         products = held.layers + of_ends * _products_at_ends(step)
-        quantized = (numbers - cast) * products
+        # Megatron's masters are beside parameters of the format that is gathered.
+        stored = settings.weight_bytes * (settings.master_bytes > 0) if not settings.ours else cast
+        quantized = (numbers - stored * (settings.format.sent < ITEM)) * products
     of_layers = step.shards if layout.zero == 3 else 1
     weights = step.device.sharded(held, of_layers)
     gradients = step.device.sharded(held, step.shards if step.collectives.reduces_in_ops else 1)
@@ -138,7 +140,7 @@ def memory(
         "gradients": (FLOAT32 if settings.ours else settings.sent_gradient) * gradients,
         "optimizer": state * (not layout.offloads("optimizer")),
     }
-    if layout.steps > 1:
+    if layout.steps > 1 and settings.ours:
         # The values that updates change, in 32 bits, beside what ops read; these values and the
         # state before an update, until its step is known to be right; and in an update the shards
         # of its gradients. Where ops read 16 bits, the parameters' own memory is free for sums.

@@ -38,8 +38,8 @@ ON_ITS_WAY = 2  # layers whose copies to the host's memory or back a device has 
 
 
 class TheirLayer(LayerTime):
-    """A layer that may recompute attention's core alone, and whose operations the host starts one
-    by one."""
+    """A layer that may recompute attention's core alone, or products by their kind, and whose
+    operations the host starts one by one."""
 
     settings: "Framework"
 
@@ -53,7 +53,7 @@ class TheirLayer(LayerTime):
         ops, settings, model = super().ops(dense, looped, unread, pairs), self.settings, self.model
         if dense or not model.experts or settings.fused_experts == settings.precision.matmul:
             return ops
-        rounding = settings.rates.rounding_us[not settings.fp8_blocks] * ROUNDED * settings.fp8
+        rounding = settings.rates.rounding_us[not settings.format.blocks] * ROUNDED * settings.fp8
         experts = model.experts / self.layout.expert * (not model.capacity_factor)
         host = (1e-3 * settings.rates.host_ms + 1e-6 * rounding * experts) / 3
         recomputed = self.layout.remat == "full"
@@ -63,6 +63,10 @@ class TheirLayer(LayerTime):
 
     def made_again(self, dense: bool) -> dict[str, float]:
         """Seconds by part of what selective recomputation makes again."""
+        if self.settings.recomputes_half:
+            part = lambda p: 1.0 if self.settings.fp8 or p.of.experts else 0.5
+            again = sum(p.forward * part(p) for p in self.work.products(dense) if p.of.read)
+            return {MATMULS: again, MEMORY: self.work.passes(dense)}
         if not self.settings.recomputes_core or self.layout.save:
             return super().made_again(dense)
         attention, _, scores = self.work.attention
@@ -75,26 +79,6 @@ class TheirLayer(LayerTime):
 
     def on_host(self) -> tuple[float, float]:
         return saved_of_layer(self, self.layout.remat)[1], 0.0
-
-
-class SavesByOperation(TheirLayer):
-    """A layer whose selective recomputation saves attention and every other product with a matrix:
-    torchtitan's `op`, whose saved operations are aten.mm, and no products in FP8 or of groups."""
-
-    def made_again(self, dense: bool) -> dict[str, float]:
-        """Seconds by part of what selective recomputation makes again."""
-        fp8, sizes = self.settings.fp8, {a.name: a.size for a in self.model.layer(dense).arrays}
-        products = [p for p in self.work.products(dense) if p.of.read]
-        matrices = [name for p in products for name in p.of.names]
-        again = set(matrices[not fp8 :: 2 - fp8])
-        size = lambda names: sum(map(sizes.__getitem__, names))
-        seconds = sum(
-            p.forward * (size(again.intersection(p.of.names)) / size(p.of.names))
-            if not p.of.experts
-            else p.forward
-            for p in products
-        )
-        return {MATMULS: seconds, MEMORY: self.work.passes(dense)}
 
 
 class Layers(MeanLayer):
@@ -199,6 +183,8 @@ class Framework(StepSettings):
                       and in the type of their sums, while the next layer is gathered
     unread:           fraction of fully recomputed layers whose output is not made again: 1 where
                       XLA compiles the step, for nothing reads it
+    recomputes_half:  "selective" saves attention and every other aten.mm, and recomputes the other
+                      products: all of those in FP8 or of groups of tokens
     """
 
     causal_rates: bool = False
@@ -213,6 +199,7 @@ class Framework(StepSettings):
     gathered: float = 2.0
     unscattered: float = 4.0
     unread: float = 0.0
+    recomputes_half: bool = False
     ours: ClassVar[bool] = False
     changed: ClassVar[Mapping[type, type]] = {
         LayerTime: TheirLayer,
@@ -275,7 +262,7 @@ def _activations_of_layer(step: StepPart, remat: str) -> float:
         return activation_bytes(kinds[remat], *sizes)
     # Without recomputation the inputs of products are saved, too: what norms have made, the hidden
     # layer, and tokens as experts have received them.
-    number = (settings.number_of_fp8 if settings.fp8 else ITEM) * (remat == "none")
+    number = settings.format.number * (remat == "none")
     arrays = (remat != "full") * (1 + (model.activation == "swiglu"))
     width = (1 if remat == "full" else 2) * ITEM + 2 * number
     # queries, keys, values, and the result
@@ -314,10 +301,9 @@ def working_of_others(step: StepModel) -> float:
     arrays = ITEM * 4 * step.tokens * max(hidden, attention) / layout.model
     if layout.zero < 3 or step.shards == 1:
         return arrays + ITEM * step.layer_parameters()
-    number = settings.number_of_fp8 if settings.fp8 else ITEM
-    layer = (settings.gathered * number + settings.unscattered) * step.layer_parameters()
+    number = settings.gathered * settings.format.sent + settings.unscattered
     head = 2 * ITEM * model.vocab_size * model.width / layout.model / layout.stage
-    return arrays + max(layer, head)
+    return arrays + max(number * step.layer_parameters(), head)
 
 
 # --- the frameworks -----------------------------------------------------------------------------
@@ -336,15 +322,7 @@ _MEGATRON_2021 = Framework(
     rates=Rates(passes=14.0, inner_passes=3.0, logit_passes=8.0, stage_overlap=False),
     sent_gradient=2.0,
 )
-
-
-class TorchTitan(Framework):
-    """Settings of torchtitan's step."""
-
-    changed: ClassVar[Mapping[type, type]] = {**Framework.changed, LayerTime: SavesByOperation}
-
-
-_TORCHTITAN = TorchTitan(
+_TORCHTITAN = Framework(
     "torchtitan",
     "FSDP whose all-gathers overlap with products, torch.compile: fused attention, separate passes "
     "for norms and activations",
@@ -353,6 +331,7 @@ _TORCHTITAN = TorchTitan(
     unscattered=6.0,
     master_bytes=0.0,
     fp8_forms=2,  # products of weights' gradients read transposed operands
+    recomputes_half=True,
     rates=Rates(
         passes=14.0, inner_passes=3.0, logit_passes=8.0, data_overlap=0.9, stage_overlap=False
     ),

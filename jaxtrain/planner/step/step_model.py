@@ -4,6 +4,7 @@ the layout, the settings and the hardware."""
 import dataclasses
 from collections.abc import Iterable
 
+from jaxtrain import config as cfg
 from jaxtrain.config import (
     Config,
     MeshConfig,
@@ -12,6 +13,7 @@ from jaxtrain.config import (
     ends_with_layers,
     kernels,
 )
+from jaxtrain.config.unused import without_use
 from jaxtrain.planner.layer import hardware as kinds
 from jaxtrain.planner.layer.hardware import Hardware
 from jaxtrain.planner.layer.layout import Layout
@@ -45,7 +47,41 @@ HOST_OVERLAP = {
     (kernels.GPU, False): (1.0, 0.43),
     (kernels.GPU, True): (0.6, 0.03),
     (kernels.TPU, False): (0.71, 0.86),
+    (kernels.TPU, True): (1.0, 0.75),
 }
+# A setting → what it decides of the step of another framework, whose own defaults stand where the
+# setting is at its default.
+DECIDED = {
+    "precision.params": ("weight_bytes", "master_bytes", "copied_bytes", "sent_weight"),
+    "precision.moments": ("moment_bytes",),
+    "precision.reduce": ("sent_gradient",),
+    "train.diloco_inner_steps": ("inner_steps",),
+}
+# Settings that a step reads and plans do not follow, as one line of each plan says: of any
+# framework, and of others than ours.
+OF_NO_PLAN = ("parallel.compiler_options",)
+OF_OURS = (
+    "model.router",
+    "model.router_normalize",
+    "model.router_groups",
+    "model.router_group_limit",
+    "model.expert_room",
+    "model.z_loss",
+    "model.norm",
+    "model.attention_backward",
+    "data.attend_across_documents",
+    "parallel.reduce",
+    "parallel.ends",
+    "parallel.collective_matmul",
+    "pipeline.steps_per_program",
+    "pipeline.overlap",
+    "pipeline.layers_per_op",
+    "pipeline.chunk_layers",
+    "pipeline.layer_costs",
+    "pipeline.permute",
+    "pipeline.times",
+    "pipeline.memory",
+)
 DIGITS = 4  # significant digits of an op time
 
 
@@ -106,10 +142,23 @@ def layout_of(
 
 def settings_of(config: Config, hardware: Hardware, assume: str = OURS) -> StepSettings:
     """The settings of the framework named `assume` with what a resolved config changes about them:
-    the types that it computes in, the optimizer, the kernel of attention, and the stages that have
-    embedding and head."""
+    the types of its numbers, the optimizer, the kernel of attention, the use of the mesh, and the
+    stages that have embedding and head.
+
+    A framework has its own types of weights, masters, moments and sums of gradients. They follow
+    the config where it has another type than this trainer's default: Megatron's weights have 16
+    bits and its masters 32, unless `precision.params` is not float32.
+    """
     settings, vocabulary = FRAMEWORKS[assume], config.pipeline.vocabulary
-    if assume == OURS:
+    if assume != OURS:
+        run, fields = settings_of_run(config), cfg.fields()
+        changed = [path for path in DECIDED if cfg.get(config, path) != fields[path].default]
+        settings = dataclasses.replace(
+            settings,
+            parallel=dataclasses.replace(config.parallel, collective_matmul="off"),
+            **{name: getattr(run, name) for path in changed for name in DECIDED[path]},
+        )
+    else:
         on_cpu = hardware.platform == kernels.CPU
         covered = UNTIED_OVERLAP if config.mesh.model > 1 else CELL_OVERLAP
         place = hardware.platform, config.mesh.stage > 1
@@ -153,6 +202,9 @@ def settings_of_run(config: Config) -> StepSettings:
     """The settings of our own step by a resolved config, but for those that depend on the hardware
     and those of every framework."""
     precision = config.precision
+    # "auto" where it is what the layout's own default stands for, which other layouts have, too
+    automatic = cfg.replace(config, {"parallel.reduce": "auto"})
+    chosen = config.parallel.reduce != automatic.resolve().parallel.reduce
     stored = bytes_of(precision.params)
     masters = precision.params != "float32" and precision.masters == "float32"
     return StepSettings(
@@ -163,7 +215,7 @@ def settings_of_run(config: Config) -> StepSettings:
         moment_bytes=bytes_of(precision.moments),
         sent_gradient=bytes_of(precision.reduce),
         precision=precision,
-        parallel=config.parallel,
+        parallel=config.parallel if chosen else automatic.parallel,
         inner_steps=config.train.diloco_inner_steps,
         documents=not config.data.attend_across_documents,
     )
@@ -178,3 +230,17 @@ def _scores_pass_through_memory(case: kernels.AttentionCase, wanted: str, assume
     if case.device.platform == kernels.CPU:
         return False
     return kernels.attention_kernel(case).kernel == kernels.XLA
+
+
+def unfollowed(config: Config, settings: StepSettings) -> list[str]:
+    """A line that names the settings of a resolved config which the plan of a framework's step does
+    not follow, among those that are not at their defaults and have a use; [] for none."""
+    idle, names = without_use(config), (*OF_NO_PLAN, *OF_OURS * (not settings.ours))
+    usual = cfg.replace(config, {path: cfg.fields()[path].default for path in names}).resolve()
+    changed = [
+        f"{path}={cfg.value_text(cfg.get(config, path))}"
+        for path in names
+        if path not in idle and cfg.get(config, path) != cfg.get(usual, path)
+    ]
+    text = f"a plan of the framework {settings.name} does not follow {', '.join(changed)}"
+    return [cfg.one_line(text)] * bool(changed)

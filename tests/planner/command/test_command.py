@@ -27,7 +27,7 @@ KEYS = (
     "step_time_s model_tflops_per_device hardware_tflops_per_device mfu hfu attention_flops "
     "memory_gib_per_device fits "
     "bubble_fraction tokens_per_s train_days step_time_range_s tokens_per_s_range "
-    "train_days_range validation note layout command"
+    "train_days_range validation note layout notes command"
 ).split()
 PUBLISHED = (
     "data=8,stage=16,model=8,microbatch=1,repeats=2,remat=selective,zero=1,schedule=interleaved"
