@@ -15,6 +15,7 @@ the tables of docs/planning.md and docs/published.png.
 import argparse
 import csv
 import dataclasses
+import math
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ import rows_2026  # noqa: E402
 from errors_by_kind import Kind, summary  # noqa: E402
 from model_forms import gpt, llama  # noqa: E402
 
+from jaxtrain.config.saved_values import ATTENTION_OUT, MLP_IN, QKV  # noqa: E402
 from jaxtrain.planner.layer.hardware import load  # noqa: E402
 from jaxtrain.planner.layer.layout import Layout  # noqa: E402
 from jaxtrain.planner.layer.model import Model  # noqa: E402
@@ -191,30 +193,41 @@ def zero3() -> Iterator[Row]:
         )
 
 
-# Sizes that give the named number of parameters: width, layers, MLP, heads of 256, sequences a
-# device.
-MAXTEXT_SIZES = {
-    ("16", "v5e"): (6144, 26, 24576, 24, 6),
-    ("32", "v5e"): (8192, 30, 32768, 32, 4),
-    ("64", "v5e"): (10240, 38, 40960, 40, 1),
-    ("32", "v5p"): (8192, 30, 32768, 32, 10),
-    ("64", "v5p"): (10240, 38, 40960, 40, 4),
-    ("128", "v5p"): (16384, 30, 65536, 64, 4),
+# MaxText's recipes (configs/tpu of its repository) by size and chip: sequences a device, devices of
+# its `tensor` axis, and recomputation.
+MAXTEXT_RECIPES = {
+    ("16", "v5e"): (6, 1, "full"),
+    ("32", "v5e"): (4, 1, "full"),
+    ("64", "v5e"): (2, 1, "full"),
+    ("32", "v5p"): (6, 4, "minimal"),
+    ("64", "v5p"): (3, 4, "minimal"),
+    ("128", "v5p"): (1, 8, "minimal"),
 }
+# what "minimal" saves: all products, and not attention's result
+MINIMAL = (QKV, ATTENTION_OUT, MLP_IN)
 
 
 def maxtext_tpu() -> Iterator[Row]:
-    """Assumed: products are kept, for a part of the peak that is above 3/4 leaves no room for
-    computing them again."""
+    """The sizes that MaxText's `global_parameter_scale` makes of its base of 1 B: of each three
+    doublings the first widens attention and the MLP, the second the model, and the third has twice
+    the layers (get_individual_scales)."""
     for row in read("maxtext_tpu"):
-        width, layers, mlp, heads, each = MAXTEXT_SIZES[row["params_billion"], row["chip"]]
-        devices = int(row["slice_chips"])
-        sizes = layers, width, heads, heads, 256, mlp
-        model = llama(*sizes, vocabulary=32768, sequence=int(row["seq"]))
-        layout = Layout(data=devices, microbatch=each, zero=3, remat="selective")
+        each, tensor, remat = MAXTEXT_RECIPES[row["params_billion"], row["chip"]]
+        thirds, further = divmod(int(math.log2(int(row["params_billion"]))), 3)
+        heads, width = 2 ** (thirds + (further > 0)), 2 ** (thirds + (further > 1))
+        sizes = 16 * 2**thirds, 2048 * width, 16 * heads, 16 * heads, 128, 7168 * heads
+        model = llama(*sizes, vocabulary=32000, sequence=int(row["seq"]))
+        layout = Layout(
+            data=int(row["slice_chips"]) // tensor,
+            model=tensor,
+            microbatch=each * tensor,
+            zero=3,
+            remat="full" if remat == "full" else "selective",
+            save=MINIMAL if remat == "minimal" else (),
+        )
         work = StepModel(model, layout, FRAMEWORKS["maxtext"], load(f"tpu-{row['chip']}"))
         yield Row(
-            f"MaxText, {row['params_billion']} B on {devices} {row['chip']}",
+            f"MaxText, {row['params_billion']} B on {row['slice_chips']} {row['chip']}",
             work,
             "tflops",
             float(row["tflops_per_chip"]),

@@ -19,7 +19,7 @@ from jaxtrain import config as cfg
 from jaxtrain.checkpoint import steps
 from jaxtrain.config import flags
 from jaxtrain.config.recipes import load_recipe
-from jaxtrain.config.sizes import GPU_MEMORY
+from jaxtrain.config.sizes import GPU_MEMORY, gpu_memory
 from jaxtrain.devices import startup
 from jaxtrain.planner.layer import hardware
 
@@ -688,6 +688,7 @@ def test_xla_flags_are_added_where_the_user_says_nothing():
         "--xla_dump_to=x",
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=3000",
         "--xla_cpu_collective_call_terminate_timeout_seconds=3000",
+        "--xla_gpu_memory_limit_slop_factor=100",
     ]
     once = dict(environment)
     startup.set_xla_flags(environment)
@@ -727,7 +728,13 @@ def test_jax_takes_as_much_of_a_gpus_memory_as_plans_count_with(monkeypatch, use
     own = 0.5 if "0.5" in user.values() else GPU_MEMORY
     assert options.get("memory_fraction") == (None if is_platform else own)
     h100 = hardware.load("h100")
-    assert h100.memory == GPU_MEMORY * h100.memory_gib * 2**30
+    assert h100.memory == own * h100.memory_gib * 2**30
+
+
+@pytest.mark.parametrize("text, fraction", [("4.0", 1.0), ("0", GPU_MEMORY), ("x", GPU_MEMORY)])
+def test_a_fraction_that_is_none_of_a_gpus_memory(text, fraction):
+    """More is memory of the host; jax refuses a text."""
+    assert gpu_memory({"XLA_CLIENT_MEM_FRACTION": text}) == fraction
 
 
 @pytest.mark.parametrize(

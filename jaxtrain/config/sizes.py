@@ -11,8 +11,22 @@ SELECTIVE = "selective"  # the mode of remat that saves products, or the values 
 MX_BLOCK = 32  # numbers that share a scale in products of MXFP8
 OUTER_BLOCK = 1024  # numbers that share a scale where replicas exchange int8
 # Fraction of a GPU's memory that arrays may take. Plans count with it, and every start has jax's
-# allocator take as much (devices/startup.py); the rest is for the driver, NCCL and kernels' code.
+# allocator take as much and XLA compile for as much (devices/startup.py); the rest is for the
+# driver, NCCL and kernels' code.
 GPU_MEMORY = 0.94
+# variables with the fraction of a GPU's memory that jax's allocator takes; jax refuses both at once
+MEMORY_FRACTION = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
+
+
+def gpu_memory(environment: Mapping[str, str]) -> float:
+    """The fraction of a GPU's memory that arrays may take: what the user has set for jax's
+    allocator, else GPU_MEMORY. More than 1 is memory of the host, which does not count."""
+    texts = filter(None, map(environment.get, MEMORY_FRACTION))
+    try:
+        fraction = float(next(texts, GPU_MEMORY))
+    except ValueError:  # jax says so where it starts
+        return GPU_MEMORY
+    return min(fraction, 1.0) if fraction > 0 else GPU_MEMORY
 
 
 class Remat(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxtrain.config import Config
-from jaxtrain.config.sizes import GPU_MEMORY
+from jaxtrain.config.sizes import GPU_MEMORY, MEMORY_FRACTION
 from jaxtrain.devices.cluster_environment import (
     SIMULATED_DEVICES,
     alike,
@@ -16,14 +16,15 @@ from jaxtrain.devices.cluster_environment import (
 )
 from jaxtrain.run import files, streams
 
-# variables with the fraction of a GPU's memory that jax's allocator takes; jax refuses both at once
-MEMORY_FRACTION = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
-# XLA's flags with the seconds after which a collective of CPU devices is given up
-COLLECTIVE_TIMEOUTS = (
-    "--xla_cpu_collective_call_warn_stuck_timeout_seconds",
-    "--xla_cpu_collective_call_terminate_timeout_seconds",
-    "--xla_cpu_collective_timeout_seconds",
-)
+XLA_FLAGS = {
+    # seconds after which a collective of CPU devices is given up
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 3000,
+    "--xla_cpu_collective_call_terminate_timeout_seconds": 3000,
+    "--xla_cpu_collective_timeout_seconds": 3000,
+    # per cent of what a GPU's allocator has left beside a program's arguments, beyond which XLA
+    # repeats products and does not send beside others
+    "--xla_gpu_memory_limit_slop_factor": 100,
+}
 
 
 def start_jax(namespace: types.SimpleNamespace, config: Config | None = None) -> None:
@@ -112,7 +113,8 @@ def set_xla_flags(environment: Any, side_by_side: bool = False) -> None:
     """Sets long timeouts of XLA's CPU collectives, and more threads, unless the user has set them:
     simulated devices share a few cores, and XLA ends the process when a collective waits too long
     (40 s) for its slowest device. Of a GPU's memory jax's allocator takes as much as plans count
-    with, unless the user has set that or chosen the one that takes none: jax's default is 75 %.
+    with, unless the user has set that or chosen the one that takes none: jax's default is 75 %. XLA
+    compiles for what the allocator takes; its default is 5 % less, behind the arguments.
 
     side_by_side: an op may have several collectives that do not depend on each other. A waiting
         collective holds a thread, and XLA makes one thread a device: if all wait, none remains for
@@ -120,7 +122,7 @@ def set_xla_flags(environment: Any, side_by_side: bool = False) -> None:
     """
     words = environment.get("XLA_FLAGS", "").split()
     names = {word.partition("=")[0] for word in words}
-    words += [f"{name}=3000" for name in COLLECTIVE_TIMEOUTS if name not in names]
+    words += [f"{name}={value}" for name, value in XLA_FLAGS.items() if name not in names]
     environment["XLA_FLAGS"] = " ".join(words)
     allocator = environment.get("XLA_PYTHON_CLIENT_ALLOCATOR", "")
     if not any(map(environment.get, MEMORY_FRACTION)) and allocator.lower() != "platform":

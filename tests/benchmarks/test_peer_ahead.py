@@ -16,7 +16,7 @@ from jaxtrain.planner.programs.topology import Compiled, Platform
 
 CLOCK = 1e9 * load("tpu-v5p").clock_ghz
 MEMORY = {"argument": 5, "temp": 7}
-LINK = 1e9 * load("tpu-v5p").tiers[0].gb_per_s / 2
+LINK = load("tpu-v5p").tiers[0].bytes_per_s / 2
 
 
 def summary(text: str, case: str = "model8") -> dict:

@@ -134,7 +134,11 @@ class StepCollectives(LayerCollectives):
     def reductions_in_op(self, parameters: Iterable[Parameters]) -> list[Collective]:
         """The reduce-scatters of one microbatch's gradients."""
         return [
-            Collective(SCATTER, p.shard, p.size * self.settings.sent_gradient)
+            Collective(
+                SCATTER,
+                p.shard,
+                p.size * (self.settings.reduced_gradient or self.settings.sent_gradient),
+            )
             for p in parameters
             if p.in_ops(self.reduces_in_ops)
         ]

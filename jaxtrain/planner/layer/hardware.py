@@ -7,7 +7,7 @@ programs reach. These are few and physical:
     matmul.half     [m, n, k]: a product whose m (n, k) is this long reaches half of that, because
                     of tiles at its edges and pipelines that fill
     attention       fractions of the peak that a fused kernel reaches, forward and backward
-    memory_usable   fraction of the memory that a program's arrays may take; GPU_MEMORY if left out
+    memory_usable   fraction of the memory that arrays may take; gpu_memory() if left out
     memory_reached  fraction of the memory's bandwidth that passes over large arrays reach
     host_gb_per_s   rate of copies between a device and its host's memory, one way; 16, as PCIe 3,
                     if left out
@@ -43,7 +43,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxtrain.config import kernels
-from jaxtrain.config.sizes import GPU_MEMORY
+from jaxtrain.config.sizes import gpu_memory
 
 T = TypeVar("T")
 FOLDER = pathlib.Path(__file__).parent / "hardware"
@@ -276,7 +276,7 @@ def _nearest(name: str) -> str:
 def from_json(values: Mapping[str, Any]) -> Hardware:
     """A kind of device from a file's object, without `like`. Raises KeyError for a missing key,
     ValueError for an unknown one or an impossible value."""
-    return _record(Hardware, {"memory_usable": GPU_MEMORY, "sources": [], **values})
+    return _record(Hardware, {"memory_usable": gpu_memory(os.environ), "sources": [], **values})
 
 
 # --- figures of a file ----------------------------------------------------------------------------

@@ -203,10 +203,12 @@ class ExpertCollectives(Activations):
         those that bring results back. unread: nothing reads the layer's output"""
         m, layout, size = self.model, self.layout, self.model.width * self.item
         if not self.settings.ours:  # each device of `model` sends its share
-            sent = self.routed_tokens / layout.model * size
+            nodes, sent = layout.expert_nodes, self.routed_tokens / layout.model * size
+            # to a node once, while the one before goes on from there to its devices
+            among = (nodes, layout.expert // nodes) if nodes > 1 else (0, 1)
             if self.settings.sends_once and not m.capacity_factor:
-                sent *= nodes_of_token(m, layout.expert) / m.experts_per_token
-            each = [] if op == "W" else alike(EXCHANGE, EXPERT, [sent])
+                sent *= nodes_of_token(m, among[0] or layout.expert) / m.experts_per_token
+            each = [Collective(EXCHANGE, (EXPERT,), sent, 1, *among)] * (op != "W")
             return each, each
         if op == "W" and (self._sends_in_b() or not layout.makes_again(ROUTED)):
             return [], []

@@ -155,14 +155,13 @@ class Links:
     def _shares(self) -> list[dict[str, tuple[float, float]]]:
         """What each axis has of the links of each tier that is a torus; {} for the others. The
         devices that the tier below joins are those of a chip."""
-        found, cores = [], 1
+        tiers, devices = self.hardware.tiers, self.layout.devices
         sizes = {axis: getattr(self.layout, axis) for axis in reversed(AXES)}
-        for tier in self.hardware.tiers:
-            chips = max(1, min(self.layout.devices, tier.devices) // cores)
-            shape = torus.shapes(chips, tier.sides)[0] if tier.sides else ()
-            found.append(torus.shares(shape, cores, sizes) if shape else {})
-            cores = tier.devices
-        return found
+        cores = (1, *(tier.devices for tier in tiers))
+        return [
+            torus.shares(min(devices, tier.devices) // n, tier.sides, n, sizes)
+            for tier, n in zip(tiers, cores, strict=False)
+        ]
 
 
 def _sharing(tier: Tier, span: int) -> int:

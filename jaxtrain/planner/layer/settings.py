@@ -124,11 +124,13 @@ class StepSettings:
                       copy beside the optimizer's state, and of a number of that state
     copied_bytes:     bytes of a copy of its master that an update writes
     sent_gradient, sent_weight: bytes of a number that crosses `data`
+    reduced_gradient: bytes of a gradient's number that an op reduces; 0: those of `sent_gradient`
     imbalance:        routed tokens of the busiest device's experts, over the mean, where no room
                       limits them
-    fused_experts:    in MXFP8 one kernel multiplies, activates and rounds the rows of all experts,
-                      in a CUDA graph of the entire step
-    sends_once:       a token goes once to each device that has some of its experts
+    fused_experts:    the `precision.matmul` in which one kernel multiplies, activates and rounds
+                      all experts' rows, in a CUDA graph of the entire step; "" for none
+    sends_once:       a token goes once to each device that has some of its experts, or where these
+                      lie in several nodes to each node
     inner_steps:      steps between two exchanges of independent replicas; 0: replicas are not
                       independent
     documents:        tokens attend within their document
@@ -159,8 +161,9 @@ class StepSettings:
     moment_bytes: float = 4.0
     sent_gradient: float = 4.0
     sent_weight: float = 4.0
+    reduced_gradient: float = 0.0
     imbalance: float = 1.1
-    fused_experts: bool = False
+    fused_experts: str = ""
     sends_once: bool = False
     inner_steps: int = 0
     documents: bool = False
@@ -186,11 +189,6 @@ class StepSettings:
         """Products that make weights' gradients are of FP8, too; otherwise activations are gathered
         before they are quantized."""
         return self.fp8 and self.precision.fp8_weight_gradients == "fp8"
-
-    @functools.cached_property
-    def fuses_experts(self) -> bool:
-        """One kernel makes the products of all experts."""
-        return self.fused_experts and self.precision.matmul == "mxfp8"
 
     def shards(self, layout: Layout, width: int) -> int:
         """ZeRO's shard count over `data`; 1 if it does not divide the model's width."""
@@ -234,6 +232,5 @@ class StepSizes:
     def routed_tokens(self) -> float:
         """Rows that the busiest device's experts compute of a microbatch. Experts with a capacity
         compute all of it, whether tokens are there or not."""
-        mean = self.tokens * self.model.experts_per_token
-        capacity = routed_capacity(self.model, self.layout)
-        return float(capacity) if self.model.capacity_factor else mean * self.busiest
+        capacity = self.model.capacity_factor and routed_capacity(self.model, self.layout)
+        return capacity or self.tokens * self.model.experts_per_token * self.busiest

@@ -20,8 +20,9 @@ POD_SIDE = 16  # chips along each side of a pod: v5e and v6e
 
 def rings(sides: Sequence[int]) -> tuple[bool, ...]:
     """For each side of a slice True if it is a ring."""
-    in_cubes = all(side % CUBE == 0 for side in sides)
-    return tuple(in_cubes if len(sides) == 3 else side == POD_SIDE for side in sides)
+    if len(sides) == 3:
+        return (all(side % CUBE == 0 for side in sides),) * 3
+    return tuple(side == POD_SIDE for side in sides)
 
 
 @functools.cache
@@ -34,7 +35,7 @@ def shapes(chips: int, sides: int) -> list[tuple[int, ...]]:
 
 
 def shares(
-    sides: Sequence[int], cores: int, sizes: Mapping[str, int]
+    chips: int, sides: int, cores: int, sizes: Mapping[str, int]
 ) -> dict[str, tuple[float, float]]:
     """For each mesh axis (the bandwidth that a collective over its devices has, over that of a
     ring; the bytes of an all-to-all on the busiest link, over those that a device has and a ring's
@@ -46,20 +47,22 @@ def shares(
     cores: devices of a chip, which have its links together and are laid out as one more side
     sizes: devices along each axis, the innermost first; what no side is left for is across slices
     """
-    free = [(side, 1, 1 + ring) for side, ring in zip(sides, rings(sides), strict=True)]
-    free, every = [*free, (cores, 1, 0)], range(len(sides) + 1)
-    subsets = [some for n in every for some in itertools.combinations(every, len(every) - n)]
-    found = {}
+    if not sides:
+        return {}
+    shape = shapes(max(1, chips), sides)[0]
+    # of each side: chips that are free, how far apart, and links to each one's neighbours
+    free = [*((n, 1, 1 + ring) for n, ring in zip(shape, rings(shape), strict=True)), (cores, 1, 0)]
+    every, found = range(len(free)), {}
+    subsets = [some for n in every for some in itertools.combinations(every, len(free) - n)]
     for axis, size in sizes.items():
         links, crossing = 0.0, 0.0
         of = (some for some in subsets if math.prod(free[at][0] for at in some) == size)
         for at in next(of, every):
-            (chips, apart, ways), part = free[at], math.gcd(size, free[at][0])
+            (n, apart, ways), part = free[at], math.gcd(size, free[at][0])
             if part > 1:
-                ways = min(ways, 1 + (part == chips))
+                ways = min(ways, 1 + (part == n))
                 links += ways / 2 / apart
                 crossing = max(crossing, ways and part * apart / ways / 2)
-                free[at] = chips // part, apart * part, min(ways, 1)
-                size //= part
+                size, free[at] = size // part, (n // part, apart * part, min(ways, 1))
         found[axis] = links, crossing
     return found

@@ -64,12 +64,6 @@ PARTS = {
     "activations": "slots",
 }
 MASTERS = "masters"  # the key of what the plan counts with the optimizer's state
-# XLA holds a step on GPUs to 80 % of the memory, less a margin.
-RAISED = {
-    "gpu": ", or if the step fits, raise XLA's limit with "
-    "parallel.compiler_options=xla_gpu_memory_limit_slop_factor=118 (95 by default)",
-    "tpu": "",
-}
 AGREES = 0.1  # of the compiler's memory
 FLAGS = (
     Flag("config", DEFAULT_RECIPE, "recipe: a Python file, or a shipped one's name"),
@@ -198,7 +192,7 @@ class CompileCheck:
             f"GiB that a device has for arrays ({split} {unit})",
             *[
                 f"  to hold less memory XLA computes {self.repeated_products} products of the "
-                f"program once more: save less for the backward{RAISED[platform.backend]}"
+                "program once more, and sends less beside others: save less for the backward"
             ]
             * bool(self.repeated_products),
             *self._collective_lines(),

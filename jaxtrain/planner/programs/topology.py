@@ -29,17 +29,20 @@ from typing import Any
 from jaxtrain import config as configs
 from jaxtrain.config import Config
 from jaxtrain.config.errors import UsageError
+from jaxtrain.devices.startup import set_xla_flags
 from jaxtrain.planner.layer import hardware, torus
 from jaxtrain.planner.programs.program import Program
 
 HERE = pathlib.Path(__file__).parent
-REPOSITORY = HERE.parents[1]  # or where the package is installed
+REPOSITORY = HERE.parents[2]  # or where the package is installed
 REQUIREMENTS = "requirements-compilers.txt"
 INSTALL_COMMAND = f"python -m pip install --no-deps --target .venv-compilers -r {REQUIREMENTS}"
 NODE = 8  # GPUs
 EXAMPLE = 64  # devices of a topology that an error suggests
 MEMORY = ("argument", "temp", "output", "alias", "host_argument", "host_temp")  # XLA's analysis
 COST = ("flops", "bytes accessed")  # of XLA's analysis
+# The part of a GPU's memory that XLA compiles for where it has no allocator's limit.
+WITHOUT_ALLOCATOR = 0.8
 NONE = "none"  # version of a compiler that is not installed
 # The environment of a process that compiles: libtpu looks for no chips and writes no logs.
 QUIET = {
@@ -186,10 +189,12 @@ class Topology:
         """The arguments of `jax.experimental.topologies.get_topology_desc` for the devices."""
         name, _, sizes = self.text.partition(":")
         if self.platform.backend == "gpu":
+            limit = hardware.load(self.platform.hardware).memory / WITHOUT_ALLOCATOR
+            target = (HERE / f"{name}.txtpb").read_text()
             return {
                 "platform": "cuda",
                 "topology": f"1x{sizes}",  # slices, hosts, GPUs
-                "target_config": (HERE / f"{name}.txtpb").read_text(),
+                "target_config": target.replace("MEMORY", f"{limit:.0f}"),
             }
         cores = {"chip_config_name": "megacore"} if self.platform.sizes == 3 else {}
         return {
@@ -285,6 +290,7 @@ def compile_config(
         **QUIET,
         "PYTHONPATH": os.pathsep.join(paths),
     }
+    set_xla_flags(environment)  # as a run has them
     request = {
         "topology": devices.text,
         "config": configs.to_dict(config),

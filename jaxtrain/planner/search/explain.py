@@ -109,15 +109,15 @@ def explained(prediction: Prediction, price: float = 0, kwh_price: float = 0) ->
     layers = f"{work.model.layers / layout.stage:.4g} layers a stage{chunks}"
     sequences = f"{layout.microbatch} sequence{'s'[: layout.microbatch > 1]}"
     batch = f"{layout.microbatches} microbatches of {sequences} on each of {layout.batch_shards}"
-    busiest = (
-        f"  assumed: the experts of the busiest device receive {work.busiest:g} times the mean "
-        "number of tokens"
-    )
     return [
         f"layout: {layout_flag.text_of(layout_flag.of(prediction.config))}",
         f"  {layout.devices:,} × {work.hardware.name}, {layers}; {batch} batch shards",
         f"  as the framework {work.settings.name}: {work.settings.text}",
-        *[busiest] * (layout.expert > 1 and not work.model.capacity_factor),
+        *[
+            f"  assumed: the experts of the busiest device receive {work.busiest:g} times the mean "
+            "number of tokens"
+        ]
+        * (layout.expert > 1 and not work.model.capacity_factor),
         *_memory(prediction),
         *_time(prediction),
         *_overlap(prediction),

@@ -6,12 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from jaxtrain.config import kernels
 from jaxtrain.config.saved_values import ATTENTION as ATTENTION_CORE
 from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.planner.layer.layer import BATCH, EXPERT, INPUTS, MODEL, OUTPUTS, Product
-from jaxtrain.planner.layer.layout import AXES
+from jaxtrain.planner.layer.layout import AXES, routed_capacity
 from jaxtrain.planner.layer.links import CONTEXT
-from jaxtrain.planner.layer.settings import ITEM
+from jaxtrain.planner.layer.settings import FLOAT32, ITEM
 from jaxtrain.planner.step.overlapped_cell import Phases, most_saved, saved_by_pair
 from jaxtrain.planner.step.saved import bytes_on_host
 from jaxtrain.planner.step.step_part import StepPart, once, part
@@ -25,6 +26,7 @@ from jaxtrain.planner.step.time_breakdown import (
 )
 
 NORMS_AND_SUMS = 4  # of a plain layer: two norms, two sums with the residual stream
+TURN = 40e-6  # seconds of a turn of a loop with a number of turns that comes from data, on an H100
 BACKWARD_PASSES = 2.0  # passes of the backward over memory, for one of the forward
 
 
@@ -53,10 +55,26 @@ class LayerWork(StepPart):
             if product.experts:
                 local = product.experts / layout.expert
                 tokens = self.routed_tokens / local
-            fp8 = self.settings.fp8 and product.fp8
-            fused = product.experts > 0 and self.settings.fuses_experts
-            times.append(ProductTime(product, *self.product(tokens, n, k, local, fp8, fused)))
+            fp8, routed = self.settings.fp8 and product.fp8, product.experts > 0
+            times.append(ProductTime(product, *self.product(tokens, n, k, local, fp8, routed)))
         return tuple(times)
+
+    def turns(self, rows: float, numbers: float) -> tuple[float, float, float]:
+        """Seconds that an expert's products take besides where loops go through its rows by blocks,
+        as ours do on GPUs (parallel/grouped.py): of the product, and of both gradients. Each turn
+        of the weights' gradient reads and writes its sum of so many numbers."""
+        by_blocks = self.settings.ours and not self.model.capacity_factor
+        if not by_blocks or self.hardware.platform != kernels.GPU:
+            return 0.0, 0.0, 0.0
+        from jaxtrain.parallel import grouped
+
+        device = routed_capacity(self.model, self.layout), self.model.experts // self.layout.expert
+        turns, of_sum = (
+            rows / grouped.block_rows(*device, grouped.MOST_ROWS_ON_GPU, blocks) + 0.5
+            for blocks in (grouped.BLOCKS_ON_GPU, grouped.BLOCKS_OF_WEIGHTS)
+        )
+        summed = TURN + 2 * FLOAT32 * numbers / self.hardware.streaming
+        return TURN * turns, TURN * turns, summed * of_sum
 
     def product(
         self,
@@ -65,23 +83,24 @@ class LayerWork(StepPart):
         k: float,
         times: float = 1,
         fp8: bool = False,
-        fused: bool = False,
+        routed: bool = False,
     ) -> tuple[float, float, float]:
         """Seconds of so many products [m, k] · [k, n], and of the gradients of both operands.
 
-        fp8:   of FP8 where the hardware has that, with what it costs to quantize both activations
-        fused: one kernel makes all products, of operands that other kernels have rounded
+        fp8:    of FP8 where the hardware has that, with what it costs to quantize both activations
+        routed: of experts. In some frameworks one kernel makes those of all experts, of operands
+                that it or the kernel before it has rounded
         """
         hardware, of = self.hardware, self.settings.format
         usual = hardware.peak_tflops[self.settings.precision.compute]
         flops = 2.0 * m * n * k / (1e12 * usual)
         moved = self.item * (m * k + k * n + m * n) / hardware.streaming
-        launch, reached = 1e-6 * hardware.launch_us, hardware.matmul.reached
-        launch /= times if fused else 1
+        fused = routed and self.settings.fused_experts == self.settings.precision.matmul
+        launch = 1e-6 * hardware.launch_us / (times if fused else 1)
         seconds = [
-            max(flops / reached(m, n, k), moved) + launch,
-            max(flops / reached(m, k, n), moved) + launch,
-            max(flops / reached(k, n, m), moved) + launch,
+            max(flops / hardware.matmul.reached(m, n, k), moved) + launch,
+            max(flops / hardware.matmul.reached(m, k, n), moved) + launch,
+            max(flops / hardware.matmul.reached(k, n, m), moved) + launch,
         ]
         if fp8:
             faster = usual / hardware.peak_tflops.get(of.peak, usual) / of.reached
@@ -95,7 +114,10 @@ class LayerWork(StepPart):
                 seconds[1] * faster + passes * m * n + 2 * launch,
                 seconds[2] * weights,
             ]
-        forward, inputs, of_weights = (times * s for s in seconds)
+        turns = self.turns(m, n * k) if routed else (0.0, 0.0, 0.0)
+        forward, inputs, of_weights = (
+            times * (s + turn) for s, turn in zip(seconds, turns, strict=True)
+        )
         return forward, inputs, of_weights
 
     @functools.cached_property
@@ -124,10 +146,10 @@ class LayerWork(StepPart):
         inner = rates.inner_passes / 2 * layer.inner / split
         # operations, each of which reads and writes
         started = (rates.passes + rates.inner_passes) / 2
-        moved = self.item * self.tokens * (outside + inner)
-        if model.experts and not dense:
-            rows = self.routed_tokens / (1 if self.settings.ours else split)
-            moved += self.item * rates.routed_passes * rows * model.width
+        # Our own devices of `model` have all routed tokens.
+        rows = 0 if dense or not model.experts else self.routed_tokens
+        routed = rates.routed_passes * rows * model.width / (1 if self.settings.ours else split)
+        moved = self.item * (self.tokens * (outside + inner) + routed)
         return moved / self.hardware.streaming + 1e-6 * self.hardware.launch_us * started
 
 

@@ -137,7 +137,7 @@ def memory(
     state += settings.moment_bytes * step.device.numbers(step.settings.optimizer, layers, shared)
     parts = {
         "weights": (settings.weight_bytes + cast) * weights + quantized / of_layers,
-        "gradients": FLOAT32 * gradients,
+        "gradients": (FLOAT32 if settings.ours else settings.sent_gradient) * gradients,
         "optimizer": state * (not layout.offloads("optimizer")),
     }
     if layout.steps > 1 and settings.ours:

@@ -16,11 +16,11 @@ from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.planner.layer.collectives import Parameters, StepCollectives
 from jaxtrain.planner.layer.layout import Layout
-from jaxtrain.planner.layer.links import DATA, Collective
-from jaxtrain.planner.layer.settings import FLOAT32, ITEM, Rates, StepSettings
+from jaxtrain.planner.layer.links import CONTEXT, DATA, EXPERT, REPLICA, Collective
+from jaxtrain.planner.layer.settings import ITEM, Rates, StepSettings
 from jaxtrain.planner.step.layer_time import LayerTime, MeanLayer
 from jaxtrain.planner.step.outside_layers import EndsTime, UpdateTime
-from jaxtrain.planner.step.parameters import DeviceState, ParameterGroups
+from jaxtrain.planner.step.parameters import DeviceParameters, DeviceState, ParameterGroups
 from jaxtrain.planner.step.saved import layer_bytes
 from jaxtrain.planner.step.step_part import StepPart, once
 from jaxtrain.planner.step.step_time import StepModel
@@ -43,32 +43,23 @@ class TheirLayer(LayerTime):
 
     settings: "Framework"
 
-    @functools.cached_property
-    def host(self) -> float:
-        """Seconds in which the host starts F of a layer with experts, or R; B and W take two times
-        as long. Where experts have no capacity, each one's operands are rounded on their own."""
-        rates, settings = self.settings.rates, self.settings
-        experts = self.model.experts / self.layout.expert * (not self.model.capacity_factor)
-        rounding = 1e-6 * rates.rounding_us[not settings.format.blocks] * ROUNDED * settings.fp8
-        host = 1e-3 * rates.host_ms + rounding * experts
-        return host / 3 * (not settings.fuses_experts)
-
     @once
     def ops(
         self, dense: bool, looped: bool, unread: float, pairs: tuple[float, float]
     ) -> dict[str, TimeBreakdown]:
-        """F, R, B and W: no shorter than the host takes to start them."""
-        ops = super().ops(dense, looped, unread, pairs)
-        host = self.host * bool(self.model.experts and not dense)
-        waits = {
-            "F": host,
-            "R": host * (self.layout.remat == "full"),
-            "B": 2 * host - ops["W"].seconds,
-        }
-        late = {
-            op: TimeBreakdown({LAUNCHES: max(0.0, s - ops[op].seconds)}) for op, s in waits.items()
-        }
-        return ops | {op: ops[op] + wait for op, wait in late.items() if wait.seconds}
+        """F, R, B and W. With experts no op is shorter than the host takes to start it: F and R a
+        third of its time, B and W two. Without a capacity it rounds the operands of each expert on
+        their own. Nothing is started where the entire step is a graph."""
+        ops, settings, model = super().ops(dense, looped, unread, pairs), self.settings, self.model
+        if dense or not model.experts or settings.fused_experts == settings.precision.matmul:
+            return ops
+        rounding = settings.rates.rounding_us[not settings.format.blocks] * ROUNDED * settings.fp8
+        experts = model.experts / self.layout.expert * (not model.capacity_factor)
+        host = (1e-3 * settings.rates.host_ms + 1e-6 * rounding * experts) / 3
+        recomputed = self.layout.remat == "full"
+        least = {"F": host, "R": host * recomputed, "B": 2 * host - ops["W"].seconds}
+        late = {op: max(0.0, seconds - ops[op].seconds) for op, seconds in least.items()}
+        return ops | {op: ops[op] + TimeBreakdown({LAUNCHES: s}) for op, s in late.items() if s}
 
     def made_again(self, dense: bool) -> dict[str, float]:
         """Seconds by part of what selective recomputation makes again."""
@@ -91,9 +82,14 @@ class TheirLayer(LayerTime):
 
 
 class Layers(MeanLayer):
-    """Layers that are recomputed with their outputs."""
+    """Layers that may be recomputed with their outputs."""
 
-    unread = 0.0
+    settings: "Framework"
+
+    @property
+    def unread(self) -> float:
+        """Fraction of recomputed layers without the products that make their outputs."""
+        return self.settings.unread
 
 
 class Device(DeviceState):
@@ -109,6 +105,17 @@ class Device(DeviceState):
         """1: stages do not cut the state of embedding and head."""
         return 1
 
+    def sharded(self, held: DeviceParameters, shards: int) -> float:
+        """The number of parameters on a device where ZeRO cuts what is no expert into so many
+        shards, and experts into as many on each device of `expert`."""
+        others = held.layers - held.experts + held.ends
+        return others / shards + held.experts / max(1, shards // self.layout.expert)
+
+    def updated(self, layers: int = 0, shared: bool | None = None) -> float:
+        """The number of parameters that a device updates."""
+        shards = self.shards if self.layout.zero else 1
+        return self.sharded(self.parameters(layers, shared), shards)
+
     @once
     def numbers(
         self, of: OptimizerConfig | str, layers: int = 0, shared: bool | None = None
@@ -122,11 +129,17 @@ class Device(DeviceState):
 
     @functools.cached_property
     def groups(self) -> ParameterGroups:
-        """The parameters of the device: what stands before and after the layers is with these."""
-        ours = super().groups
+        """The parameters of the device: what stands before and after the layers is with these.
+        ZeRO cuts them over all devices that hold the same."""
+        ours, same = super().groups, (DATA, CONTEXT, EXPERT)
         size = sum(group.size for group in ours[1:])
-        none = Parameters(0)
-        return ParameterGroups(ours.experts, ours.layers._replace(size=size), none, none)
+        over = lambda group, axes: group._replace(
+            scatter=axes * (self.layout.zero > 0),
+            shard=axes * (self.layout.zero > 0),
+            sums=(REPLICA, *axes * (self.layout.zero == 0)),
+        )
+        none, layers = Parameters(0), ours.layers._replace(size=size)
+        return ParameterGroups(over(ours.experts, same[:2]), over(layers, same), none, none)
 
 
 class Ends(EndsTime):
@@ -152,9 +165,9 @@ class Update(UpdateTime):
         return super()._over_data(0.0)
 
     def seconds_of_zero(self, collectives: Iterable[Collective]) -> float:
-        """Seconds over `data` of collectives of ZeRO in ops."""
+        """Seconds of collectives of ZeRO in ops."""
         one_link = self.settings.one_link if self.layout.zero == 3 else 0.0
-        return self.links.seconds(collectives, one_link).get(DATA, 0.0)
+        return sum(self.links.seconds(collectives, one_link).values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +178,10 @@ class Framework(StepSettings):
     one_link:         fraction of one link's bandwidth that ZeRO-3's collectives reach where they
                       leave an island; 0: they use all links of the island
     recomputes_core:  "selective" recomputes attention's core; otherwise all that is no product
+    unread:           fraction of fully recomputed layers whose output is not made again: 1 where
+                      XLA compiles the step, for nothing reads it
+    by_matrix:        ZeRO-3 scatters a matrix's gradient before the next one's is made, as XLA
+                      orders them; otherwise those of a layer together, while the next is gathered
     recomputes_half:  "selective" saves attention and every other aten.mm, and recomputes the other
                       products: all of those in FP8 or of groups of tokens
     """
@@ -178,6 +195,8 @@ class Framework(StepSettings):
     parallel: ParallelConfig = ParallelConfig(collective_matmul="off")
     one_link: float = 0.0
     recomputes_core: bool = False
+    unread: float = 0.0
+    by_matrix: bool = False
     recomputes_half: bool = False
     ours: ClassVar[bool] = False
     changed: ClassVar[Mapping[type, type]] = {
@@ -189,8 +208,8 @@ class Framework(StepSettings):
     }
 
     def shards(self, layout: Layout, width: int) -> int:
-        """ZeRO's shard count over `data`."""
-        return layout.data
+        """ZeRO's shard count of what is no expert: over all devices that hold the same."""
+        return layout.data * layout.context * layout.expert
 
     def reduces_in_ops(self, layout: Layout) -> bool:
         """True if each microbatch's gradients are reduced: from ZeRO-2 on."""
@@ -241,15 +260,17 @@ def _activations_of_layer(step: StepPart, remat: str) -> float:
             kinds |= {"selective": "selective_sequence", "none": "sequence"}
         sizes = model.sequence, layout.microbatch, model.width, model.heads, layout.model
         return activation_bytes(kinds[remat], *sizes)
-    width = {"full": 1.0, "selective": 2.0, "none": 4.0}[remat] * model.width / split
-    arrays = {"full": 0, "selective": 1, "none": 2}[remat] * (1 + (model.activation == "swiglu"))
+    # Without recomputation the inputs of products are saved, too: what norms have made, the hidden
+    # layer, and tokens as experts have received them.
+    saves_inputs, layer = remat == "none", model.layer()
+    number = saves_inputs * settings.format.number
+    arrays = (remat != "full") * (1 + (model.activation == "swiglu"))
+    width = (1 if remat == "full" else 2) * ITEM + 2 * number
     # queries, keys, values, and the result
-    heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
-    inner = heads + model.layer().hidden * arrays if arrays else 0.0
-    # what products read: the results of both norms, and the hidden layer
-    read = 2 * model.width / split + model.layer().hidden / layout.model
-    less = (ITEM - settings.format.number) * read * (remat == "none")
-    return step.tokens * (ITEM * (width + inner / layout.model) - less)
+    heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim * (remat != "full")
+    inner = ITEM * heads + layer.hidden * (ITEM * arrays + number)
+    routed = number * model.width * model.experts_per_token * (model.experts > 0)
+    return step.tokens * (width * model.width / split + (inner + routed) / layout.model)
 
 
 def activation_bytes(kind: str, s: int, b: int, h: int, a: int, t: int = 1) -> float:
@@ -272,17 +293,23 @@ def activation_bytes(kind: str, s: int, b: int, h: int, a: int, t: int = 1) -> f
 
 
 def working_of_others(step: StepModel) -> float:
-    """Bytes of one layer's backward: with ZeRO-3 its matrices and the next one's, gathered, and
-    their gradients before they are scattered, with the head's."""
-    model, layout, number = step.model, step.layout, FLOAT32
-    attention = (model.heads + 2 * model.kv_heads) * model.head_dim
-    widest = max(model.mlp_width * (1 + (model.activation == "swiglu")), attention) / layout.model
-    layer = model.layer().size / layout.model / max(1, layout.expert)
-    matrices = ITEM * layer
-    if layout.zero >= 3 and layout.data > 1:
-        head = model.vocab_size * model.width / layout.model / layout.stage
-        matrices = (3 * ITEM + number) * layer + number * head
-    return matrices + ITEM * 4 * step.tokens * widest
+    """Bytes of one layer's backward, or of the head's where that has more: the widest arrays of a
+    microbatch, and with ZeRO-3 what is gathered and the gradients before they are scattered."""
+    model, layout, settings, layer = step.model, step.layout, step.settings, step.model.layer()
+    parts, attention = layout.model, (model.heads + 2 * model.kv_heads) * model.head_dim
+    widest = max(layer.hidden * (1 + (model.activation == "swiglu")), attention) / parts
+    arrays, matrices = ITEM * 4 * step.tokens * widest, step.layer_parameters()
+    if layout.zero < 3 or layout.data == 1:
+        return arrays + ITEM * matrices
+    number = settings.format.number
+    head = ITEM * model.vocab_size * model.width / parts / layout.stage
+    if isinstance(settings, Framework) and settings.by_matrix:
+        largest = max(
+            a.size / parts / (layout.expert if EXPERT in a.axes else 1) for a in layer.arrays
+        )
+        return arrays + max(number * matrices + ITEM * largest, 2 * head)
+    # this layer's matrices and the next one's, its gradients, and these in the type of their sums
+    return arrays + (2 * number + ITEM + settings.sent_gradient) * matrices + head
 
 
 # --- the frameworks -----------------------------------------------------------------------------
@@ -331,7 +358,7 @@ _MEGATRON_CORE_2026 = dataclasses.replace(
     name="megatron_core",
     text="sequence parallelism, fused attention, distributed optimizer; all collectives overlap "
     "with products in part; in MXFP8 experts are one kernel in a graph of the entire step",
-    fused_experts=True,
+    fused_experts="mxfp8",
     # 0.37 of the messages' time had products beside it on 16 H100 (Megatron-Bridge's notes of 2026)
     rates=dataclasses.replace(_MEGATRON_CORE.rates, expert_overlap=0.37, rounding_us=(120, 120)),
 )
@@ -367,9 +394,14 @@ FRAMEWORKS: dict[str, StepSettings] = {
             "maxtext",
             "ZeRO-3 (fsdp) whose all-gathers overlap with products, fused attention, full "
             "recomputation but for named matrices",
+            by_matrix=True,
             weight_bytes=4.0,
             master_bytes=0.0,
-            rates=Rates(data_overlap=0.9, gather_overlap=0.95, stage_overlap=False),
+            rates=Rates(
+                model_overlap=0.9, data_overlap=0.9, gather_overlap=0.95, stage_overlap=False
+            ),
+            unread=1.0,
+            reduced_gradient=2.0,  # as compiled (docs/parts.md)
         ),
         _TORCHTITAN,
         dataclasses.replace(

@@ -1,9 +1,7 @@
 """What a layer of our own runtime saves of a microbatch: the runtime's own cut of the layer, traced
 for devices that need not be there (runtime/saved_bytes.py). jax is imported for the first trace."""
 
-import dataclasses
-
-from jaxtrain.config import kernels
+from jaxtrain.config import PrecisionConfig, kernels
 from jaxtrain.config.saved_values import LayerBytes
 from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.planner.step.step_part import StepPart
@@ -18,6 +16,8 @@ def layer_bytes(step: StepPart, dense: bool = False, remat: str = "") -> LayerBy
 
     model, layout, settings = step.model, step.layout, step.settings
     platform, sequences = step.hardware.platform, layout.microbatch
+    # Other frameworks have experts in formats that our own products do not take.
+    in_compute = PrecisionConfig(compute=settings.precision.compute)
     traced = 1 if settings.by_sequence else sequences
     ring = layout.context > 1 and settings.parallel.context == "ring"
     # where a layer differs with the number of stages
@@ -28,10 +28,7 @@ def layer_bytes(step: StepPart, dense: bool = False, remat: str = "") -> LayerBy
     cut = next((m for m in (mode, of_layout) if m not in SAVE_ALL), SELECTIVE)
     everything, saved = saved_bytes(
         model.of_one_layer,
-        # the runtime has not all formats that products of other frameworks have
-        settings.precision
-        if settings.ours
-        else dataclasses.replace(settings.precision, matmul="compute"),
+        settings.precision if settings.ours else in_compute,
         cut,
         layout.save if cut == of_layout else (),
         (1, 1, 1 + several, layout.context, layout.expert, layout.model),

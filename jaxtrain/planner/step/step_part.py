@@ -15,7 +15,7 @@ from jaxtrain.config import kernels
 from jaxtrain.planner.layer.collectives import StepCollectives
 from jaxtrain.planner.layer.hardware import Hardware
 from jaxtrain.planner.layer.layout import AXES, Layout
-from jaxtrain.planner.layer.links import Links
+from jaxtrain.planner.layer.links import EXPERT, Links
 from jaxtrain.planner.layer.settings import StepSizes
 
 Part = TypeVar("Part", bound="StepPart")
@@ -85,6 +85,8 @@ class StepPart(StepSizes):
         layout, settings = self.layout, self.settings
         shares = settings.vocabulary_parallel and layout.stage > 1
         in_ops = settings.reduces_in_ops(layout)
+        if settings.sends_once and layout.expert_nodes == 1:
+            layout = dataclasses.replace(layout, expert_nodes=self.links.islands(EXPERT))
         return StepCollectives(self.model, layout, settings, shares, in_ops)
 
     @functools.cached_property

@@ -97,13 +97,8 @@ class StepModel(StepPart):
         layers before the others, and `last`, the head), from the seconds of these for one
         microbatch."""
         placement, layout = self.balanced, self.layout
-        if placement is None:  # both ends are of one stage, or of two
-            one = layout.stage == 1
-            return (
-                math.ceil(self.model.layers / layout.stage),
-                one or first > last,
-                one or first <= last,
-            )
+        if placement is None:
+            return math.ceil(self.model.layers / layout.stage), True, True
         held = [0] * layout.stage
         for stage, size in zip(placement.stage_of, placement.sizes, strict=True):
             held[stage] += size
@@ -122,7 +117,7 @@ class StepModel(StepPart):
         (pipeline/setup.py); None where layers are spread evenly."""
         model, layout = self.model, self.layout
         ends = model.dense_layers or model.mtp_depth
-        if not self.settings.ours or layout.stage == 1 or not ends:
+        if layout.stage == 1 or not ends:
             return None
         stage_of = PLACEMENTS[self.schedule_forms.placement](layout.stage, max(1, layout.repeats))
         least = (0, *(1,) * (len(stage_of) - 2), 0)

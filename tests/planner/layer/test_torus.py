@@ -7,7 +7,7 @@ from jaxtrain.planner.layer.layout import Layout
 from jaxtrain.planner.layer.links import EXCHANGE, GATHER, PERMUTE, Collective, Links
 from jaxtrain.planner.layer.torus import rings, shapes
 
-ICI = {"tpu-v4": 90, "tpu-v5e": 100, "tpu-v5p": 200, "tpu-v6e": 200, "tpu-7x": 100}  # of a device
+ICI = {"tpu-v4": 100, "tpu-v5e": 100, "tpu-v5p": 200, "tpu-v6e": 200, "tpu-7x": 100}  # of a device
 
 
 def gb_per_s(name: str, axis: str, kind: str = GATHER, **layout: int) -> float:

@@ -126,7 +126,7 @@ rhs_contracting_dims={0}
     record = compile_check.compile_check(CONFIG, H100S, compiled)
     assert record.repeated_products == record.as_dict()["memory"]["repeated_products"] == 2
     (line,) = [line for line in record.lines() if "once more" in line]
-    assert "computes 2 products" in line and "slop_factor=118" in line
+    assert "computes 2 products" in line
 
 
 def test_collectives_compiled_and_planned():
@@ -255,6 +255,21 @@ def test_a_real_compile(platform, capsys):
         for name in ("compiled", "planned")
     )
     assert sent == pytest.approx(planned, rel=0.05)
+
+
+@compiled_for("h100")
+def test_a_plan_that_fits_is_compiled_as_planned(platform, capsys):
+    """73.8 of 75.2 GiB: no product is computed twice, and permutes run beside the ops."""
+    words = "--config=llama3_8b --topology=h100:1x8 --json --config.data.batch_size=14"
+    layout = "--layout=data=2,stage=4,microbatch=1,remat=none"
+    long = "--config.data.sequence_length=9728"
+    assert compile_check.main([*words.split(), layout, long]) == 0
+    values = json.loads(capsys.readouterr().out)
+    memory = values["memory"]
+    assert 0.97 < memory["planned"]["total"] / memory["usable"] < 1
+    assert memory["fits"] and memory["repeated_products"] == 0
+    (permute,) = [c for c in values["collectives"] if c["kind"] == "collective-permute"]
+    assert permute["overlapped"] == 1
 
 
 def test_a_program_of_several_steps_is_refused(capsys):

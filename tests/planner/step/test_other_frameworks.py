@@ -9,7 +9,8 @@ from jaxtrain.config import PrecisionConfig
 from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.layer.layout import Layout, nodes_of_token
 from jaxtrain.planner.step.layer_time import LayerWork
-from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
+from jaxtrain.planner.step.memory import memory
+from jaxtrain.planner.step.other_frameworks import FRAMEWORKS, ON_ITS_WAY
 from jaxtrain.planner.step.step_time import StepModel
 
 QWEN = dataclasses.replace(
@@ -82,12 +83,125 @@ def test_one_kernel_of_all_experts_rounds_nothing_twice():
     assert step("megatron_core", matmul="fp8").step().exposed["launches"] > 0
 
 
-def test_the_ends_of_a_pipeline_are_two_stages():
-    """Dense layers before the others are on the first stage, the head and a module of prediction
-    on the last one: the longer of both counts."""
+def test_stages_with_dense_layers_or_the_head_have_fewer_other_layers():
+    """Layouts of Megatron's recipes are balanced by hand, as ours are."""
     model = dataclasses.replace(QWEN, layers=46, dense_layers=2, mtp_depth=1)
-    work = step("megatron_core", model, stage=2)
-    layers, first, last = work._busiest_stage(work.layers.total.seconds, 1.0, 2.0)
-    assert (layers, first, last) == (23, False, True)
-    assert work._busiest_stage(1.0, 2.0, 1.0) == (23, True, False)
-    assert step("megatron_core", model)._busiest_stage(1.0, 2.0, 1.0) == (46, True, True)
+    sizes = step("megatron_core", model, stage=4).balanced.sizes
+    assert sum(sizes) == 46 and sizes[0] < max(sizes) > sizes[-1]
+    assert step("megatron_core", model).balanced is None  # one stage
+    assert step("megatron_core", QWEN, stage=4).balanced is None  # nothing but layers and a head
+
+
+def test_memory_of_experts_in_a_format_that_our_products_do_not_take():
+    """What a layer saves by name is traced in the compute type."""
+    layout = {"microbatch": 1, "remat": "selective", "save": ("attention", "router")}
+    sizes = {
+        matmul: memory(step("megatron_core", matmul=matmul, **layout)).parts["activations"]
+        for matmul in ("compute", "mxfp8", "nvfp4")
+    }
+    assert len(set(sizes.values())) == 1
+
+
+def sent_to_experts(framework: str, expert: int) -> float:
+    """Seconds in which a layer of a sequence sends its tokens to experts on H100s, forward."""
+    settings = FRAMEWORKS[framework]
+    of = StepModel(QWEN, Layout(expert=expert), settings, load("h100"))
+    return of.links.seconds(of.collectives.routed("F")[0])["expert"]
+
+
+@pytest.mark.parametrize("framework", ["megatron_core", "torchtitan"])
+def test_a_token_goes_to_a_node_once(framework):
+    """Eight choices on 64 devices: over the network a row for each of eight nodes that has some, in
+    a node one for each device."""
+    rows = QWEN.sequence * nodes_of_token(QWEN, 8) * 2 * QWEN.width * 7 / 8
+    assert sent_to_experts(framework, 64) == pytest.approx(rows / 40e9, rel=0.05)
+    assert sent_to_experts(framework, 8) == pytest.approx(rows / 346.5e9, rel=0.1)
+
+
+def test_zero_goes_over_all_devices_that_hold_the_same():
+    """What is no expert is gathered over data, context and expert together, experts over data and
+    context; with one device of data it takes time, too."""
+    zero3 = lambda **layout: step("torchtitan", matmul="compute", hardware="h100", zero=3, **layout)
+    groups = zero3(data=2, context=2).device.groups
+    assert groups.layers.shard == groups.layers.scatter == ("data", "context", "expert")
+    assert groups.experts.shard == ("data", "context") and groups.experts.sums == ("replica",)
+    time = zero3().step()
+    assert time.exposed["data"] + time.hidden["data"] > 0
+    unsharded = step("megatron_core", zero=0, data=2).device.groups.layers
+    assert not unsharded.scatter and unsharded.sums == ("replica", "data", "context", "expert")
+
+
+def test_maxtext_makes_no_output_again():
+    """Full recomputation has no down projection, whose result nothing reads."""
+    of = step("maxtext", DENSE, "compute", "tpu-v5p", expert=1, data=8, zero=3)
+    products = {p.of.names[0]: p.forward for p in of.part(LayerWork).products(False)}
+    again = of.layers.ops(False)["R"].exposed["matmuls"]
+    assert again == pytest.approx(sum(products.values()) - products["mlp.down.weight"])
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+LLAMA = llama(32, 4096, 32, 8, 128, 14336, 128256, 8192)
+TOKENS = 3 * LLAMA.sequence
+
+
+def memory_of(framework="maxtext", model=LLAMA, hardware="tpu-v6e", **layout):
+    layout = {"data": 8, "microbatch": 3, "zero": 3} | layout
+    work = StepModel(model, Layout(**layout), FRAMEWORKS[framework], load(hardware))
+    return work, memory(work).parts
+
+
+def test_names_say_what_a_layer_saves_and_where():
+    """MaxText's recipes for v6e: inputs, queries, keys, values and attention's output, kept or in
+    the host's memory, where two layers are on their way."""
+    names = ("layer_input", "qkv", "attention_out")
+    each = 2 * TOKENS * (4096 + 6144 + 4096)
+    _, kept = memory_of(remat="selective", save=names)
+    assert kept["activations"] == 32 * each
+    for save, here, there in (
+        (("layer_input:host", "qkv:host", "attention_out:host"), 0, each),
+        (("layer_input", "qkv:host", "attention_out"), 2 * TOKENS * 8192, 2 * TOKENS * 6144),
+        (("layer_input:host", "mlp_out:host"), 0, 2 * TOKENS * 4096),  # nothing reads the latter
+    ):
+        work, parts = memory_of(remat="selective", save=save)
+        assert parts["activations"] == 32 * here + ON_ITS_WAY * there
+        step, speed = work.step(), work.hardware.host_bytes_per_s
+        copied = step.exposed.get("host", 0) + step.hidden["host"]
+        assert copied == pytest.approx(32 * 2 * there / speed)
+
+
+@pytest.mark.parametrize("layout", [{"save": ("layer_input:host",)}, {"offload": "activations"}])
+def test_full_recomputation_from_the_host(layout):
+    for stage in (1, 4):
+        work, parts = memory_of(remat="full", stage=stage, microbatches=8, **layout)
+        assert parts["activations"] == ON_ITS_WAY * 2 * TOKENS * 4096
+        assert (
+            work.step().hidden["host"]
+            > 0
+            == memory_of(remat="full")[0].step().hidden.get("host", 0)
+        )
+
+
+def test_gradients_have_the_type_of_their_sums_and_all_that_hold_the_same_share_state():
+    """Experts' state is cut over `data` and `context`, the rest over `expert`, too."""
+    work, parts = memory_of("megatron_core", QWEN, "gb200", data=2, expert=8, context=2, zero=1)
+    held = work.device.parameters()
+    assert parts["gradients"] == parts["weights"] == 2 * (held.layers + held.ends)
+    others = held.layers - held.experts + held.ends
+    assert parts["optimizer"] == pytest.approx(12 * (others / 32 + held.experts / 4))
+    assert memory_of("torchtitan", hardware="h100")[1]["gradients"] == pytest.approx(
+        4 * LLAMA.parameters() / 8
+    )
+
+
+def test_zero_3_gathers_what_a_framework_has_at_once():
+    """XLA scatters each matrix's gradient as it is made; FSDP has a layer's, and the next layer's
+    matrices. A layer is wider than the head."""
+    model = llama(2, 8192, 64, 8, 128, 28672, 4096, 128)
+    layer, largest, head = model.layer().size, 8192 * 28672, 8192 * 4096
+    gathered = lambda name: memory_of(name, model)[1]["working"]
+    arrays = 2 * 4 * 3 * 128 * 2 * 28672
+    assert gathered("maxtext") == pytest.approx(arrays + 2 * layer + 2 * largest)
+    assert gathered("torchtitan") == pytest.approx(arrays + 10 * layer + 2 * head)
+    zero_2 = memory_of("torchtitan", model, zero=2)[1]["working"]
+    assert zero_2 == pytest.approx(arrays + 2 * layer)
