@@ -397,6 +397,7 @@ FRAMEWORKS: dict[str, StepSettings] = {
             by_matrix=True,
             weight_bytes=4.0,
             master_bytes=0.0,
+            fp8_forms=2,  # qwix has scales of rows for one gradient, of columns for the other
             rates=Rates(
                 model_overlap=0.9, data_overlap=0.9, gather_overlap=0.95, stage_overlap=False
             ),
