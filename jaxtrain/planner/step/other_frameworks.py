@@ -269,7 +269,7 @@ def _activations_of_layer(step: StepPart, remat: str) -> float:
     # queries, keys, values, and the result
     heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim * (remat != "full")
     rows = step.routed_tokens / step.tokens if model.experts else 0.0
-    hidden = layer.hidden * (rows / model.experts_per_token if model.experts else 1.0)
+    hidden = model.layer().hidden * (rows / model.experts_per_token if model.experts else 1.0)
     inner = ITEM * heads + hidden * (ITEM * arrays + number) + number * model.width * rows
     return step.tokens * (width * model.width / split + inner / layout.model)
 
@@ -345,7 +345,7 @@ _MEGATRON_CORE = Framework(
     "rounded one by one",
     recomputes_core=True,
     sends_once=True,
-    # 0.37 of the messages' time had products beside it on 16 H100 (Megatron-Bridge's notes of 2026).
+    # 0.37 of the messages' time had products beside it on 16 H100 (Megatron-Bridge, notes of 2026).
     # Layers of Qwen3 take 4.7 ms with a capacity, 12.6 and 13.3 in MXFP8 and 32 in FP8 without one.
     rates=Rates(
         14.0,
@@ -407,6 +407,7 @@ FRAMEWORKS: dict[str, StepSettings] = {
             unread=1.0,
             weight_bytes=4.0,
             master_bytes=0.0,
+            fp8_forms=2,  # qwix has scales of rows for one gradient, of columns for the other
             rates=Rates(
                 model_overlap=0.9, data_overlap=0.9, gather_overlap=0.95, stage_overlap=False
             ),
