@@ -130,6 +130,8 @@ class StepSettings:
                       limits them
     fused_experts:    the `precision.matmul` in which one kernel multiplies, activates and rounds
                       all experts' rows, in a CUDA graph of the entire step; "" for none
+    tile_rows:        rows of a tile in a kernel of all experts' products. An expert's rows begin
+                      and end inside of a tile, which is computed for both of its experts
     sends_once:       a token goes once to each device that has some of its experts, or where these
                       lie in several nodes to each node
     inner_steps:      steps between two exchanges of independent replicas; 0: replicas are not
@@ -165,6 +167,7 @@ class StepSettings:
     reduced_gradient: float = 0.0
     imbalance: float = 1.1
     fused_experts: str = ""
+    tile_rows: int = 0
     sends_once: bool = False
     inner_steps: int = 0
     documents: bool = False

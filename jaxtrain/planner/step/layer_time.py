@@ -55,6 +55,7 @@ class LayerWork(StepPart):
             if product.experts:
                 local = product.experts / layout.expert
                 tokens = self.routed_tokens / local
+                tokens += min(tokens, self.settings.tile_rows) * (not model.capacity_factor)
             fp8, routed = self.settings.fp8 and product.fp8, product.experts > 0
             times.append(ProductTime(product, *self.product(tokens, n, k, local, fp8, routed)))
         return tuple(times)
@@ -63,18 +64,18 @@ class LayerWork(StepPart):
         """Seconds that an expert's products take besides where loops go through its rows by blocks,
         as ours do on GPUs (parallel/grouped.py): of the product, and of both gradients. Each turn
         of the weights' gradient reads and writes its sum of so many numbers."""
-        by_blocks = self.settings.ours and not self.model.capacity_factor
-        if not by_blocks or self.hardware.platform != kernels.GPU:
+        on_gpu, model = self.hardware.platform == kernels.GPU, self.model
+        if not on_gpu or not self.settings.ours or model.capacity_factor:
             return 0.0, 0.0, 0.0
         from jaxtrain.parallel import grouped
 
-        device = routed_capacity(self.model, self.layout), self.model.experts // self.layout.expert
+        device = routed_capacity(model, self.layout), model.experts // self.layout.expert
         turns, of_sum = (
             rows / grouped.block_rows(*device, grouped.MOST_ROWS_ON_GPU, blocks) + 0.5
             for blocks in (grouped.BLOCKS_ON_GPU, grouped.BLOCKS_OF_WEIGHTS)
         )
-        summed = TURN + 2 * FLOAT32 * numbers / self.hardware.streaming
-        return TURN * turns, TURN * turns, summed * of_sum
+        summed = 2 * FLOAT32 * numbers / self.hardware.streaming
+        return TURN * turns, TURN * turns, of_sum * (TURN + summed)
 
     def product(
         self,
@@ -147,7 +148,7 @@ class LayerWork(StepPart):
         # operations, each of which reads and writes
         started = (rates.passes + rates.inner_passes) / 2
         # Our own devices of `model` have all routed tokens.
-        rows = 0 if dense or not model.experts else self.routed_tokens
+        rows = self.routed_tokens * (model.experts > 0 and not dense)
         routed = rates.routed_passes * rows * model.width / (1 if self.settings.ours else split)
         moved = self.item * (self.tokens * (outside + inner) + routed)
         return moved / self.hardware.streaming + 1e-6 * self.hardware.launch_us * started

@@ -352,8 +352,8 @@ _MEGATRON_CORE = Framework(
     "rounded one by one",
     recomputes_core=True,
     sends_once=True,
-    # 0.37 of the messages' time had products beside it on 16 H100 (Megatron-Bridge's notes of 2026).
-    # Layers of Qwen3 take 4.7 ms with a capacity, 12.6 and 13.3 in MXFP8 and 32 in FP8 without one.
+    # 0.37 of the messages' time had products beside it on 16 H100 (Megatron-Bridge's notes, 2026).
+    # Layers of Qwen3 take 4.7 ms with a capacity, 12.6 and 13.3 in MXFP8 and 32 in FP8 without.
     rates=Rates(
         14.0,
         3.0,
@@ -409,6 +409,7 @@ FRAMEWORKS: dict[str, StepSettings] = {
             "ZeRO-3 (fsdp) whose all-gathers overlap with products, fused attention, full "
             "recomputation but for named matrices",
             by_matrix=True,
+            tile_rows=512,  # the default; recipes have 128 to 512
             weight_bytes=4.0,
             master_bytes=0.0,
             rates=Rates(
