@@ -60,12 +60,13 @@ class LayerWork(StepPart):
             times.append(ProductTime(product, *self.product(tokens, n, k, local, fp8, routed)))
         return tuple(times)
 
-    def turns(self, rows: float, numbers: float) -> tuple[float, float, float]:
-        """Seconds that an expert's products take besides where loops go through its rows by blocks,
-        as ours do on GPUs (parallel/grouped.py): of the product, and of both gradients. Each turn
-        of the weights' gradient reads and writes its sum of so many numbers."""
+    def turns(self, rows: float, numbers: float, routed: bool) -> tuple[float, float, float]:
+        """Seconds that a product takes besides where loops go through the rows of an expert by
+        blocks, as ours do on GPUs (parallel/grouped.py): the product, and both gradients. Each turn
+        of the weights' gradient reads and writes its sum of so many numbers. routed: of an expert
+        """
         on_gpu, model = self.hardware.platform == kernels.GPU, self.model
-        if not on_gpu or not self.settings.ours or model.capacity_factor:
+        if not (routed and on_gpu and self.settings.ours) or model.capacity_factor:
             return 0.0, 0.0, 0.0
         from jaxtrain.parallel import grouped
 
@@ -116,9 +117,9 @@ class LayerWork(StepPart):
                 seconds[1] * faster + passes * m * n + 2 * launch,
                 seconds[2] * weights,
             ]
-        turns = self.turns(m, n * k) if routed else (0.0, 0.0, 0.0)
         forward, inputs, of_weights = (
-            times * (s + turn) for s, turn in zip(seconds, turns, strict=True)
+            times * (s + turn)
+            for s, turn in zip(seconds, self.turns(m, n * k, routed), strict=True)
         )
         return forward, inputs, of_weights
 
