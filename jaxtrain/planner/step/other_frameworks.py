@@ -84,17 +84,6 @@ class TheirLayer(LayerTime):
         return saved_of_layer(self, self.layout.remat)[1], 0.0
 
 
-class Layers(MeanLayer):
-    """Layers that may be recomputed with their outputs."""
-
-    settings: "Framework"
-
-    @property
-    def unread(self) -> float:
-        """Fraction of recomputed layers without the products that make their outputs."""
-        return float(self.settings.by_xla)
-
-
 class Device(DeviceState):
     """What a device holds where ZeRO cuts flat buffers."""
 
@@ -179,9 +168,6 @@ class Framework(StepSettings):
     one_link:         fraction of one link's bandwidth that ZeRO-3's collectives reach where they
                       leave an island; 0: they use all links of the island
     recomputes_core:  "selective" recomputes attention's core; otherwise all that is no product
-    by_xla:           XLA compiles the step: full recomputation leaves out a layer's output, which
-                      nothing reads, and ZeRO-3 scatters a matrix's gradient before the next one's
-                      is made; otherwise those of a layer together, while the next is gathered
     recomputes_half:  "selective" saves attention and every other aten.mm, and recomputes the other
                       products: all of those in FP8 or of groups of tokens
     """
@@ -200,7 +186,6 @@ class Framework(StepSettings):
     ours: ClassVar[bool] = False
     changed: ClassVar[Mapping[type, type]] = {
         LayerTime: TheirLayer,
-        MeanLayer: Layers,
         DeviceState: Device,
         EndsTime: Ends,
         UpdateTime: Update,
@@ -303,7 +288,7 @@ def working_of_others(step: StepModel) -> float:
         return arrays + ITEM * matrices
     number = settings.format.number
     head = ITEM * model.vocab_size * model.width / parts / layout.stage
-    if isinstance(settings, Framework) and settings.by_xla:
+    if settings.by_xla:
         largest = max(
             a.size / parts / (layout.expert if EXPERT in a.axes else 1) for a in layer.arrays
         )
@@ -348,7 +333,7 @@ _MEGATRON_CORE = Framework(
     "rounded one by one",
     recomputes_core=True,
     sends_once=True,
-    # 0.37 of the messages' time had products beside it on 16 H100 (Megatron-Bridge's notes of 2026).
+    # 0.37 of the messages' time had products beside it on 16 H100 (Megatron-Bridge's notes, 2026).
     # Layers of Qwen3 take 4.7 ms with a capacity, 12.6 and 13.3 in MXFP8 and 32 in FP8 without one.
     rates=Rates(
         14.0,
