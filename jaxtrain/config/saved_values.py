@@ -37,6 +37,15 @@ class LayerBytes(NamedTuple):
     host_b: int = 0
     host_w: int = 0
 
+    def on_host(self, remat: str, every: bool) -> tuple[int, int]:
+        """Bytes in the host's memory with this mode of remat, and those of them that W reads.
+        every: all that the forward leaves, which is the input with full, lies there"""
+        if remat == "full":
+            return self.input * every, 0
+        if every:
+            return self.residual_b + self.residual_w, self.residual_w
+        return self.host_b + self.host_w, self.host_w
+
 
 LAYER_INPUT = "layer_input"
 ATTENTION_NORM = "attention_norm"

@@ -278,6 +278,25 @@ def test_slots_on_the_host_leave_the_device(platform, remat):
     assert stays < on_its_way
 
 
+# Fractions of the bytes that go to the host, and back, with products beside them: what B fetches
+# first is waited for.
+BESIDE = {"h100": (0.6, 0.0), "v5p": (1.0, 0.5)}
+
+
+@compiled_for(*KINDS)
+def test_named_values_go_to_the_host_and_back_beside_products(platform):
+    """No copy of them is synchronous, and what is not named stays."""
+    names = {"pipeline.remat": "selective", "pipeline.save": ("layer_input", "qkv:host", "mlp_in")}
+    c = ahead.compile_step(platform, FEW | names)
+    assert 0 < c.on_host <= c.memory["host_temp"] < 1.1 * c.on_host
+    assert c.on_host < c.kinds["slots"]
+    moved = [i for i in c.program.below(c.tick) if i.opcode in ("copy", "dynamic-slice")]
+    assert not [i for i in moved if HOST in i.spaces]
+    for copies, least in zip(ahead.host_copies(c), BESIDE[platform], strict=True):
+        beside, size = map(sum, zip(*copies, strict=True))
+        assert beside >= least * size > 0 or least == 0 < size
+
+
 # of GPUs that are not there jax knows no memory, so arguments cannot be said to lie in the host's
 @compiled_for("v5p")
 def test_moments_on_the_host_leave_the_device_and_do_not_come_back_at_once(platform):

@@ -107,6 +107,22 @@ def compile_step(
     )
 
 
+def host_copies(c: CompiledTick) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Asynchronous copies to the host and from there: for each, its bytes if a product stands
+    between its start and its end, else 0, and its bytes."""
+    to_host, back = [], []
+    for name in {i.computation for i in c.program.below(c.tick)}:
+        here = c.program.computations[name]
+        for n, i in enumerate(here):
+            if 5 not in i.spaces or not i.opcode.endswith("-start"):
+                continue
+            ends = [m for m, j in enumerate(here) if i.name in j.operands and "-done" in j.opcode]
+            size = min(size for size in i.bytes_of_each if size > 64)
+            beside = size * any(map(c.multiplies, here[n : min(ends)]))
+            (to_host if "update" in i.text else back).append((beside, size))
+    return to_host, back
+
+
 def loop_around(program: Program, op: str) -> Instruction:
     """The innermost loop whose body has the loops of several ops, this one among them."""
     around = [

@@ -86,8 +86,8 @@ class Rates:
     rounding_us:    microseconds in which it starts these for one operand, in blocks or with a scale
                     for the tensor
     stage_overlap:  messages between stages overlap with ops
-    host_overlap:   fraction of an op's copies of what layers save, to the host's memory and back,
-                    that overlaps with the op's work
+    host_overlap:   fractions of the copies of what layers save that overlap with their op's work:
+                    to the host's memory, and back
     """
 
     passes: float = 8.0
@@ -104,7 +104,7 @@ class Rates:
     expert_overlap: tuple[float, float] = (0.0, 0.0)
     host_ms: float = 0.0
     rounding_us: tuple[float, float] = (0.0, 0.0)
-    host_overlap: float = 1.0
+    host_overlap: tuple[float, float] = (1.0, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,8 +136,7 @@ class StepSettings:
                       independent
     documents:        tokens attend within their document
     by_xla:           XLA compiles the step: full recomputation leaves out a layer's output, which
-                      nothing reads, and ZeRO-3 scatters a matrix's gradient before the next one's
-                      is made; otherwise those of a layer together, while the next is gathered
+                      nothing reads
     by_sequence:      what layers save of a microbatch is taken to be that of one sequence times
                       their number, for searches, which have many sizes of microbatches (saved.py)
     fp8_forms:        copies of an activation in FP8: 2 where products that contract another

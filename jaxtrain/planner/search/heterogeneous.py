@@ -109,9 +109,11 @@ class HeterogeneousPlan:
         work = dataclasses.replace(self.work, hardware=hardware)
         bubble, held = self.bubble_s / self.seconds, max(self.memory)
         figures = step_figures(work, self.seconds, bubble, held, self.fits, tokens)
+        # of the plan's own table
+        of_table = {f"pipeline.{name}": () for name in ("chunk_layers", "layer_costs", "times")}
         return figures | {
             "layout": layout_flag.of(self.config),
-            "notes": unfollowed(self.config, work.settings),
+            "notes": unfollowed(configs.replace(self.config, of_table), work.settings),
             "layers": self.layers,
         }
 

@@ -193,25 +193,23 @@ class LayerTime(StepPart):
             "B": {MATMULS: inputs, ATTENTION: attention_back, MEMORY: memory_back},
             "W": {MATMULS: weights, MEMORY: sums},
         }
-        seconds = {
-            op: TimeBreakdown(parts) + self._collectives(op, dense, parts, unread, pairs)
+        copies = self.layout.saves_on_host and not dense
+        return {
+            op: TimeBreakdown(parts)
+            + self._collectives(op, dense, parts, unread, pairs)
+            + (self._copies(op, sum(parts.values())) if copies else TimeBreakdown())
             for op, parts in ops.items()
         }
-        if dense or not self.layout.saves_on_host:
-            return seconds
-        rate, copied = rates.host_overlap, self._copied()
-        beside = {op: {HOST: (rate, work.seconds)} for op, work in seconds.items()}
-        return {
-            op: work + overlapped({HOST: copied.get(op, 0.0)}, beside[op])
-            for op, work in seconds.items()
-        }
 
-    def _copied(self) -> dict[str, float]:
-        """Seconds by op of the copies of what the layer saves to the host's memory, and back to
-        what starts from it: R, or B, and W where that is an op of its own."""
-        speed, back = self.hardware.host_bytes_per_s, "R" if self.layout.remat == "full" else "B"
-        saved, for_w = (n / speed for n in self.on_host())
-        return {"F": saved, back: saved, "W": for_w * (self.layout.stage > 1)}
+    def _copies(self, op: str, work: float) -> TimeBreakdown:
+        """The copies of an op, beside its work in part: F's of what the layer saves to the host's
+        memory, and back to what starts from it: R, or B, and W where that is an op of its own."""
+        saved, for_w = self.on_host()
+        moved = {"F": saved, "R" if self.layout.remat == "full" else "B": saved}
+        moved |= {"W": for_w * (self.layout.stage > 1)}
+        rate = self.settings.rates.host_overlap[op != "F"]
+        seconds = moved.get(op, 0.0) / self.hardware.host_bytes_per_s
+        return overlapped({HOST: seconds}, {HOST: (rate, work)})
 
     def on_host(self) -> tuple[float, float]:
         """Bytes in the host's memory of what the layer saves of a microbatch: all of them, and

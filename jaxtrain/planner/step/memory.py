@@ -124,11 +124,12 @@ def memory(
     held = step.device.parameters(layers, shared)
     numbers = settings.format.number * (1 + settings.format.blocks)  # for F and B
     quantized = 0.0
-    if settings.fp8:
+    # Without masters other frameworks quantize a layer's weights as it is gathered.
+    if settings.fp8 and (settings.ours or settings.master_bytes):
         of_ends = 1.0 if held.sharded_ends is None else held.sharded_ends / held.ends
         products = held.layers + of_ends * _products_at_ends(step)
         # Megatron's masters are beside parameters of the format that is gathered.
-        stored = settings.weight_bytes * (settings.master_bytes > 0) if not settings.ours else cast
+        stored = cast if settings.ours else settings.weight_bytes
         quantized = (numbers - stored * (settings.format.sent < ITEM)) * products
     of_layers = step.shards if layout.zero == 3 else 1
     weights = step.device.sharded(held, of_layers)

@@ -9,14 +9,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jaxtrain.config import OptimizerConfig, ParallelConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.config.sizes import SELECTIVE, SHARD_AXES
 from jaxtrain.planner.layer.collectives import Parameters, StepCollectives
 from jaxtrain.planner.layer.layout import Layout
-from jaxtrain.planner.layer.links import EXPERT, REPLICA, Collective
+from jaxtrain.planner.layer.links import REPLICA, Collective
 from jaxtrain.planner.layer.settings import ITEM, Rates, StepSettings
 from jaxtrain.planner.step.layer_time import LayerTime, MeanLayer
 from jaxtrain.planner.step.outside_layers import EndsTime, UpdateTime
@@ -168,6 +168,9 @@ class Framework(StepSettings):
     one_link:         fraction of one link's bandwidth that ZeRO-3's collectives reach where they
                       leave an island; 0: they use all links of the island
     recomputes_core:  "selective" recomputes attention's core; otherwise all that is no product
+    gathered, unscattered: layers whose matrices ZeRO-3 has gathered at once, and bytes of each of a
+                      layer's parameters for gradients that wait to be scattered: of all of them,
+                      and in the type of their sums, while the next layer is gathered
     recomputes_half:  "selective" saves attention and every other aten.mm, and recomputes the other
                       products: all of those in FP8 or of groups of tokens
     """
@@ -181,6 +184,8 @@ class Framework(StepSettings):
     parallel: ParallelConfig = ParallelConfig(collective_matmul="off")
     one_link: float = 0.0
     recomputes_core: bool = False
+    gathered: float = 2.0
+    unscattered: float = 4.0
     by_xla: bool = False
     recomputes_half: bool = False
     ours: ClassVar[bool] = False
@@ -213,9 +218,7 @@ def saved_by_others(step: StepModel) -> float:
         residuals = step.schedule_forms.residuals(p, v, layout.microbatches)
         in_flight = min(float(layout.microbatches), residuals / v)
     fraction = step.recomputed_fraction
-    parts = {layout.recomputation.mode: fraction, "none": 1 - fraction}
-    if layout.recomputation.mode == "none":
-        parts = {"none": 1.0}
+    parts = {"none": 1 - fraction} | {layout.recomputation.mode: fraction}
     saved = [(part, saved_of_layer(step, remat)) for remat, part in parts.items() if part]
     each = sum(part * on_device for part, (on_device, _) in saved)
     return each * layers * in_flight + ON_ITS_WAY * max(on_host for _, (_, on_host) in saved)
@@ -246,14 +249,13 @@ def _activations_of_layer(step: StepPart, remat: str) -> float:
         return activation_bytes(kinds[remat], *sizes)
     # Without recomputation the inputs of products are saved, too: what norms have made, the hidden
     # layer, and tokens as experts have received them.
-    saves_inputs, layer = remat == "none", model.layer()
-    number = saves_inputs * settings.format.number
+    number = settings.format.number * (remat == "none")
     arrays = (remat != "full") * (1 + (model.activation == "swiglu"))
     width = (1 if remat == "full" else 2) * ITEM + 2 * number
     # queries, keys, values, and the result
     heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim * (remat != "full")
     rows = step.routed_tokens / step.tokens if model.experts else 0.0
-    hidden = layer.hidden * (rows / model.experts_per_token if model.experts else 1.0)
+    hidden = model.layer().hidden * (rows / model.experts_per_token if model.experts else 1.0)
     inner = ITEM * heads + hidden * (ITEM * arrays + number) + number * model.width * rows
     return step.tokens * (width * model.width / split + inner / layout.model)
 
@@ -278,23 +280,18 @@ def activation_bytes(kind: str, s: int, b: int, h: int, a: int, t: int = 1) -> f
 
 
 def working_of_others(step: StepModel) -> float:
-    """Bytes of one layer's backward, or of the head's where that has more: the widest arrays of a
-    microbatch, and with ZeRO-3 what is gathered and the gradients before they are scattered."""
-    model, layout, settings, layer = step.model, step.layout, step.settings, step.model.layer()
-    parts, attention = layout.model, (model.heads + 2 * model.kv_heads) * model.head_dim
-    widest = max(layer.hidden * (1 + (model.activation == "swiglu")), attention) / parts
-    arrays, matrices = ITEM * 4 * step.tokens * widest, step.layer_parameters()
-    if layout.zero < 3 or layout.data == 1:
-        return arrays + ITEM * matrices
-    number = settings.format.number
-    head = ITEM * model.vocab_size * model.width / parts / layout.stage
-    if settings.by_xla:
-        largest = max(
-            a.size / parts / (layout.expert if EXPERT in a.axes else 1) for a in layer.arrays
-        )
-        return arrays + max(number * matrices + ITEM * largest, 2 * head)
-    # this layer's matrices and the next one's, its gradients, and these in the type of their sums
-    return arrays + (2 * number + ITEM + settings.sent_gradient) * matrices + head
+    """Bytes of one layer's backward: the widest arrays of a microbatch, and with ZeRO-3 what is
+    gathered and the gradients that wait to be scattered, or those of the head if they are more."""
+    model, layout = step.model, step.layout
+    settings: Any = step.settings
+    attention = (model.heads + 2 * model.kv_heads) * model.head_dim
+    hidden = model.layer().hidden * (1 + (model.activation == "swiglu"))
+    arrays = ITEM * 4 * step.tokens * max(hidden, attention) / layout.model
+    if layout.zero < 3 or step.shards == 1:
+        return arrays + ITEM * step.layer_parameters()
+    number = settings.gathered * settings.format.sent + settings.unscattered
+    head = 2 * ITEM * model.vocab_size * model.width / layout.model / layout.stage
+    return arrays + max(number * step.layer_parameters(), head)
 
 
 # --- the frameworks -----------------------------------------------------------------------------
@@ -319,6 +316,7 @@ _TORCHTITAN = Framework(
     "for norms and activations",
     sends_once=True,
     weight_bytes=4.0,
+    unscattered=6.0,
     master_bytes=0.0,
     fp8_forms=2,  # products of weights' gradients read transposed operands
     recomputes_half=True,
@@ -333,7 +331,7 @@ _MEGATRON_CORE = Framework(
     "rounded one by one",
     recomputes_core=True,
     sends_once=True,
-    # 0.37 of the messages' time had products beside it on 16 H100 (Megatron-Bridge's notes, 2026).
+    # 0.37 of the messages' time had products beside it on 16 H100 (Megatron-Bridge, notes of 2026).
     # Layers of Qwen3 take 4.7 ms with a capacity, 12.6 and 13.3 in MXFP8 and 32 in FP8 without one.
     rates=Rates(
         14.0,
@@ -389,9 +387,13 @@ FRAMEWORKS: dict[str, StepSettings] = {
             "maxtext",
             "ZeRO-3 (fsdp) whose all-gathers overlap with products, fused attention, full "
             "recomputation but for named matrices",
+            gathered=1.0,
+            # XLA scatters a matrix's gradient before it makes the next one's: a third of a layer's
+            unscattered=ITEM / 3,
             by_xla=True,
             weight_bytes=4.0,
             master_bytes=0.0,
+            fp8_forms=2,  # qwix has scales of rows for one gradient, of columns for the other
             rates=Rates(
                 model_overlap=0.9, data_overlap=0.9, gather_overlap=0.95, stage_overlap=False
             ),

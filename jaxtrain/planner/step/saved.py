@@ -50,9 +50,5 @@ def bytes_on_host(step: StepPart, remat: str) -> tuple[float, float]:
 
     The layer's input stands for all that full recomputation starts from.
     """
-    layout, layer = step.layout, layer_bytes(step, remat=remat)
-    if remat == "full":
-        return layer.input * layout.saves_on_host, 0.0
-    if layout.offloads("activations"):
-        return layer.residual_b + layer.residual_w, layer.residual_w
-    return layer.host_b + layer.host_w, layer.host_w
+    every = step.layout.offloads("activations") or remat == "full"
+    return layer_bytes(step, remat=remat).on_host(remat, every and step.layout.saves_on_host)

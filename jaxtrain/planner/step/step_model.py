@@ -40,6 +40,15 @@ CELL_OVERLAP, UNTIED_OVERLAP = 1.0, 0.75
 # libtpu compiles Llama 3 8B for 64 chips (docs/parts.md): by hardware; those that are left out are
 # taken to overlap as GPUs' do.
 GATHER_OVERLAP = {"tpu-v5p": 0.26}
+# Fractions, by bytes, of the copies of what layers save to the host and back that have products
+# beside them, as XLA compiles Llama 3 8B (tests/runtime/test_ahead.py), by platform and whether
+# there are several stages. What an op needs first is waited for.
+HOST_OVERLAP = {
+    (kernels.GPU, False): (1.0, 0.43),
+    (kernels.GPU, True): (0.6, 0.03),
+    (kernels.TPU, False): (0.71, 0.86),
+    (kernels.TPU, True): (1.0, 0.75),
+}
 # A setting → what it decides of the step of another framework, whose own defaults stand where the
 # setting is at its default.
 DECIDED = {
@@ -152,6 +161,7 @@ def settings_of(config: Config, hardware: Hardware, assume: str = OURS) -> StepS
     else:
         on_cpu = hardware.platform == kernels.CPU
         covered = UNTIED_OVERLAP if config.mesh.model > 1 else CELL_OVERLAP
+        place = hardware.platform, config.mesh.stage > 1
         settings = dataclasses.replace(
             settings_of_run(config),
             rates=Rates(
@@ -159,6 +169,7 @@ def settings_of(config: Config, hardware: Hardware, assume: str = OURS) -> StepS
                 cell_overlap=covered * (hardware.platform == kernels.GPU),
                 weight_copies=WEIGHT_COPIES * on_cpu,
                 sum_passes=SUM_PASSES * on_cpu,
+                host_overlap=HOST_OVERLAP.get(place, Rates.host_overlap),
             ),
         )
     parallel = settings.vocabulary_parallel and not ends_with_layers(config.model)
