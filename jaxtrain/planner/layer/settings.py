@@ -137,6 +137,8 @@ class StepSettings:
     inner_steps:      steps between two exchanges of independent replicas; 0: replicas are not
                       independent
     documents:        tokens attend within their document
+    by_xla:           XLA compiles the step: full recomputation leaves out a layer's output, which
+                      nothing reads
     by_sequence:      what layers save of a microbatch is taken to be that of one sequence times
                       their number, for searches, which have many sizes of microbatches (saved.py)
     fp8_forms:        copies of an activation in FP8: 2 where products that contract another
@@ -171,6 +173,7 @@ class StepSettings:
     sends_once: bool = False
     inner_steps: int = 0
     documents: bool = False
+    by_xla: bool = True
     by_sequence: bool = False
     fp8_forms: int = 1
     rates: Rates = Rates()

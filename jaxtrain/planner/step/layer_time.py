@@ -367,6 +367,8 @@ class MeanLayer(StepPart):
         nothing reads its output: all of them where every layer's input was saved, as with one
         stage; otherwise only the last one of a unit, when it runs outside the unit's loop."""
         layers = self._layers_of_unit * self.recomputed_fraction
+        if not self.settings.by_xla:
+            return 0.0
         if self.layout.stage == 1 or self.layout.saves_inputs:
             return 1.0
         gathers = self.collectives.gathers_in_ops and self.shards > 1

@@ -84,17 +84,6 @@ class TheirLayer(LayerTime):
         return saved_of_layer(self, self.layout.remat)[1], 0.0
 
 
-class Layers(MeanLayer):
-    """Layers that may be recomputed with their outputs."""
-
-    settings: "Framework"
-
-    @property
-    def unread(self) -> float:
-        """Fraction of recomputed layers without the products that make their outputs."""
-        return self.settings.unread
-
-
 class Device(DeviceState):
     """What a device holds where ZeRO cuts flat buffers."""
 
@@ -182,8 +171,6 @@ class Framework(StepSettings):
     gathered, unscattered: layers whose matrices ZeRO-3 has gathered at once, and bytes of each of a
                       layer's parameters for gradients that wait to be scattered: of all of them,
                       and in the type of their sums, while the next layer is gathered
-    unread:           fraction of fully recomputed layers whose output is not made again: 1 where
-                      XLA compiles the step, for nothing reads it
     recomputes_half:  "selective" saves attention and every other aten.mm, and recomputes the other
                       products: all of those in FP8 or of groups of tokens
     """
@@ -199,12 +186,11 @@ class Framework(StepSettings):
     recomputes_core: bool = False
     gathered: float = 2.0
     unscattered: float = 4.0
-    unread: float = 0.0
+    by_xla: bool = False
     recomputes_half: bool = False
     ours: ClassVar[bool] = False
     changed: ClassVar[Mapping[type, type]] = {
         LayerTime: TheirLayer,
-        MeanLayer: Layers,
         DeviceState: Device,
         EndsTime: Ends,
         UpdateTime: Update,
@@ -405,7 +391,7 @@ FRAMEWORKS: dict[str, StepSettings] = {
             gathered=1.0,
             # XLA scatters a matrix's gradient before it makes the next one's: a third of a layer's
             unscattered=ITEM / 3,
-            unread=1.0,
+            by_xla=True,
             weight_bytes=4.0,
             master_bytes=0.0,
             fp8_forms=2,  # qwix has scales of rows for one gradient, of columns for the other
