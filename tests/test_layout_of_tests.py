@@ -28,7 +28,6 @@ GROUPED = {
     "devices/state_stream.py": "training/test_streamed_update.py",
     "config/splash_backward.py": "config/test_kernels.py",
     "planner/layer/collectives.py": "planner/step/test_step_counts.py",
-    "planner/step/other_frameworks.py": "planner/step/test_step_time.py",
     "planner/step/layer_time.py": "planner/step/test_step_time.py",
     "planner/layer/settings.py": "planner/step/test_step_model.py",
     "planner/step/time_breakdown.py": "planner/step/test_step_time.py",

@@ -6,6 +6,8 @@ programs reach. These are few and physical:
     matmul.peak     fraction of the peak that large products reach
     matmul.half     [m, n, k]: a product whose m (n, k) is this long reaches half of that, because
                     of tiles at its edges and pipelines that fill
+    quantized_reached  fraction of its peak that a product of 8 or 4 bits reaches, over that of the
+                    compute type; 1 if left out
     attention       fractions of the peak that a fused kernel reaches, forward and backward
     memory_usable   fraction of the memory that arrays may take; gpu_memory() if left out
     memory_reached  fraction of the memory's bandwidth that passes over large arrays reach
@@ -73,6 +75,7 @@ FIGURES: Mapping[str, tuple[float, float, float]] = {
     "peak": PART,
     "half": (0.0, 1e9, 128.0),
     "attention": PART,
+    "quantized_reached": PART,
     "launch_us": (0.0, 1e9, 3.0),
     "clock_ghz": (0.0, 1e3, 1.75),
     "watts": (0.0, 1e6, 700.0),
@@ -133,6 +136,8 @@ class Hardware:
     memory_gib, memory_usable: memory, and the part of it that a program's arrays may take
     memory_gb_per_s, memory_reached: bandwidth, and the part that is reached
     attention:      parts of the peak that a fused kernel reaches, forward and backward
+    quantized_reached: the part of its peak that a product of 8 or 4 bits reaches, over that of the
+                    compute type
     watts:          power under load, for energy; 0: not known
     clock_ghz:      10⁹ cycles a second that a TPU's compiler counts in; 0: not known
     host_gb_per_s:  bandwidth of copies to or from the host's memory, one way
@@ -157,6 +162,7 @@ class Hardware:
     host_gb_per_s: float = HOST
     disk_gb_per_s: float = DISK
     clock_ghz: float = 0.0
+    quantized_reached: float = 1.0
     device_kind: str = ""
 
     def waited(self, busy: float, idle: float) -> float:

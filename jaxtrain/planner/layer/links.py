@@ -159,7 +159,7 @@ class Links:
         sizes = {axis: getattr(self.layout, axis) for axis in reversed(AXES)}
         cores = (1, *(tier.devices for tier in tiers))
         return [
-            torus.shares(min(devices, tier.devices) // n, tier.sides, n, sizes)
+            torus.shares(min(devices, tier.devices or devices) // n, tier.sides, n, sizes)
             for tier, n in zip(tiers, cores, strict=False)
         ]
 

@@ -78,7 +78,8 @@ class Rates:
     gather_overlap: fraction of ZeRO-3's all-gathers and reduce-scatters that overlaps with ops
     cell_overlap:   fraction of the messages of routed tokens that overlap with products of the
                     other microbatch in an overlapped cell
-    expert_overlap: fraction of them that overlaps with work of another microbatch, without cells
+    expert_overlap: fraction of them that overlaps with work of another microbatch without cells,
+                    inside a node and between nodes
     host_ms:        milliseconds in which the host starts the operations of a layer with experts,
                     forward and backward of one microbatch, but for those that round the operands
                     of one expert
@@ -100,7 +101,7 @@ class Rates:
     cell_overlap: float = 0.0
     stage_overlap: bool = True
     routed_passes: float = 2.0
-    expert_overlap: float = 0.0
+    expert_overlap: tuple[float, float] = (0.0, 0.0)
     host_ms: float = 0.0
     rounding_us: tuple[float, float] = (0.0, 0.0)
     host_overlap: tuple[float, float] = (1.0, 1.0)

@@ -20,9 +20,8 @@ POD_SIDE = 16  # chips along each side of a pod: v5e and v6e
 
 def rings(sides: Sequence[int]) -> tuple[bool, ...]:
     """For each side of a slice True if it is a ring."""
-    if len(sides) == 3:
-        return (all(side % CUBE == 0 for side in sides),) * 3
-    return tuple(side == POD_SIDE for side in sides)
+    in_cubes = all(side % CUBE == 0 for side in sides)
+    return tuple(in_cubes if len(sides) == 3 else side == POD_SIDE for side in sides)
 
 
 @functools.cache

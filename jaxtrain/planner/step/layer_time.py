@@ -103,7 +103,8 @@ class LayerWork(StepPart):
             max(flops / hardware.matmul.reached(k, n, m), moved) + launch,
         ]
         if fp8:
-            faster = usual / hardware.peak_tflops.get(of.peak, usual) / of.reached
+            reach = of.reached * hardware.quantized_reached
+            faster = usual / hardware.peak_tflops.get(of.peak, usual) / reach
             weights = faster if self.settings.fp8_in_w else 1.0
             # A pass for the tensor's scale reads; one for each form reads and writes.
             forms = max(1 + of.blocks, self.settings.fp8_forms)
@@ -264,7 +265,8 @@ class LayerTime(StepPart):
         overlap = self.settings.rates.model_overlap * self.settings.format.overlaps, math.inf
         if self.multiplies_while_sending and not self.settings.fp8:
             overlap = 1.0, self._beside_products(op, dense, seconds.get(MODEL, 0.0))
-        pairs = (self.settings.rates.expert_overlap, math.inf) if dense or op != "R" else pairs
+        elsewhere = self.settings.rates.expert_overlap[self.links.islands(EXPERT) > 1], math.inf
+        pairs = elsewhere if dense or op != "R" else pairs
         overlaps = {MODEL: overlap, CONTEXT: (ring, parts.get(ATTENTION, 0.0)), EXPERT: pairs}
         return overlapped(seconds, overlaps)
 

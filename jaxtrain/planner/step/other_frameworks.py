@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 
 from jaxtrain.config import OptimizerConfig, ParallelConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
-from jaxtrain.config.sizes import SELECTIVE
+from jaxtrain.config.sizes import SELECTIVE, SHARD_AXES
 from jaxtrain.planner.layer.collectives import Parameters, StepCollectives
 from jaxtrain.planner.layer.layout import Layout
-from jaxtrain.planner.layer.links import CONTEXT, DATA, EXPERT, REPLICA, Collective
+from jaxtrain.planner.layer.links import REPLICA, Collective
 from jaxtrain.planner.layer.settings import ITEM, Rates, StepSettings
 from jaxtrain.planner.step.layer_time import LayerTime, MeanLayer
 from jaxtrain.planner.step.outside_layers import EndsTime, UpdateTime
@@ -56,8 +56,11 @@ class TheirLayer(LayerTime):
         rounding = settings.rates.rounding_us[not settings.format.blocks] * ROUNDED * settings.fp8
         experts = model.experts / self.layout.expert * (not model.capacity_factor)
         host = (1e-3 * settings.rates.host_ms + 1e-6 * rounding * experts) / 3
-        recomputed = self.layout.remat == "full"
-        least = {"F": host, "R": host * recomputed, "B": 2 * host - ops["W"].seconds}
+        least = {
+            "F": host,
+            "R": host if self.layout.remat == "full" else 0.0,
+            "B": 2 * host - ops["W"].seconds,
+        }
         late = {op: max(0.0, seconds - ops[op].seconds) for op, seconds in least.items()}
         return ops | {op: ops[op] + TimeBreakdown({LAUNCHES: s}) for op, s in late.items() if s}
 
@@ -89,7 +92,7 @@ class Layers(MeanLayer):
     @property
     def unread(self) -> float:
         """Fraction of recomputed layers without the products that make their outputs."""
-        return self.settings.unread
+        return float(self.settings.by_xla)
 
 
 class Device(DeviceState):
@@ -131,15 +134,13 @@ class Device(DeviceState):
     def groups(self) -> ParameterGroups:
         """The parameters of the device: what stands before and after the layers is with these.
         ZeRO cuts them over all devices that hold the same."""
-        ours, same = super().groups, (DATA, CONTEXT, EXPERT)
-        size = sum(group.size for group in ours[1:])
+        ours, zero = super().groups, self.layout.zero > 0
         over = lambda group, axes: group._replace(
-            scatter=axes * (self.layout.zero > 0),
-            shard=axes * (self.layout.zero > 0),
-            sums=(REPLICA, *axes * (self.layout.zero == 0)),
+            scatter=axes * zero, shard=axes * zero, sums=(REPLICA, *axes * (not zero))
         )
-        none, layers = Parameters(0), ours.layers._replace(size=size)
-        return ParameterGroups(over(ours.experts, same[:2]), over(layers, same), none, none)
+        layers = ours.layers._replace(size=sum(group.size for group in ours[1:]))
+        groups = over(ours.experts, SHARD_AXES[:2]), over(layers, SHARD_AXES)
+        return ParameterGroups(*groups, Parameters(0), Parameters(0))
 
 
 class Ends(EndsTime):
@@ -178,11 +179,9 @@ class Framework(StepSettings):
     one_link:         fraction of one link's bandwidth that ZeRO-3's collectives reach where they
                       leave an island; 0: they use all links of the island
     recomputes_core:  "selective" recomputes attention's core; otherwise all that is no product
-    gathered, unscattered: layers whose matrices ZeRO-3 has gathered at once, and bytes of each of a
-                      layer's parameters for gradients that wait to be scattered: of all of them,
-                      and in the type of their sums, while the next layer is gathered
-    unread:           fraction of fully recomputed layers whose output is not made again: 1 where
-                      XLA compiles the step, for nothing reads it
+    by_xla:           XLA compiles the step: full recomputation leaves out a layer's output, which
+                      nothing reads, and ZeRO-3 scatters a matrix's gradient before the next one's
+                      is made; otherwise those of a layer together, while the next is gathered
     recomputes_half:  "selective" saves attention and every other aten.mm, and recomputes the other
                       products: all of those in FP8 or of groups of tokens
     """
@@ -196,9 +195,7 @@ class Framework(StepSettings):
     parallel: ParallelConfig = ParallelConfig(collective_matmul="off")
     one_link: float = 0.0
     recomputes_core: bool = False
-    gathered: float = 2.0
-    unscattered: float = 4.0
-    unread: float = 0.0
+    by_xla: bool = False
     recomputes_half: bool = False
     ours: ClassVar[bool] = False
     changed: ClassVar[Mapping[type, type]] = {
@@ -267,8 +264,9 @@ def _activations_of_layer(step: StepPart, remat: str) -> float:
     width = (1 if remat == "full" else 2) * ITEM + 2 * number
     # queries, keys, values, and the result
     heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim * (remat != "full")
-    inner = ITEM * heads + model.layer().hidden * (ITEM * arrays + number)
-    inner += number * model.width * model.experts_per_token * (model.experts > 0)
+    rows = step.routed_tokens / step.tokens if model.experts else 0.0
+    hidden = model.layer().hidden * (rows / model.experts_per_token if model.experts else 1.0)
+    inner = ITEM * heads + hidden * (ITEM * arrays + number) + number * model.width * rows
     return step.tokens * (width * model.width / split + inner / layout.model)
 
 
@@ -301,7 +299,10 @@ def working_of_others(step: StepModel) -> float:
     arrays = ITEM * 4 * step.tokens * max(hidden, attention) / layout.model
     if layout.zero < 3 or step.shards == 1:
         return arrays + ITEM * step.layer_parameters()
-    number = settings.gathered * settings.format.sent + settings.unscattered
+    # XLA scatters a matrix's gradient before it makes the next one's: a third of a layer's. Others
+    # have gathered the next layer, too, and have gradients in two types.
+    sent = settings.format.sent
+    number = sent + ITEM / 3 if settings.by_xla else 2 * sent + ITEM + settings.sent_gradient
     head = 2 * ITEM * model.vocab_size * model.width / layout.model / layout.stage
     return arrays + max(number * step.layer_parameters(), head)
 
@@ -328,7 +329,6 @@ _TORCHTITAN = Framework(
     "for norms and activations",
     sends_once=True,
     weight_bytes=4.0,
-    unscattered=6.0,
     master_bytes=0.0,
     fp8_forms=2,  # products of weights' gradients read transposed operands
     recomputes_half=True,
@@ -339,12 +339,21 @@ _TORCHTITAN = Framework(
 _MEGATRON_CORE = Framework(
     "megatron_core@25.11",
     "sequence parallelism, fused attention, distributed optimizer; tensor's and data's collectives "
-    "overlap with products in part, those of routed tokens with nothing; experts' operands are "
+    "overlap with products in part, those of routed tokens between nodes; experts' operands are "
     "rounded one by one",
     recomputes_core=True,
     sends_once=True,
+    # 0.37 of the messages' time had products beside it on 16 H100 (Megatron-Bridge's notes, 2026).
+    # Layers of Qwen3 take 4.7 ms with a capacity, 12.6 and 13.3 in MXFP8 and 32 in FP8 without one.
     rates=Rates(
-        14.0, 3.0, 8.0, model_overlap=0.6, data_overlap=0.9, host_ms=4.7, rounding_us=(120, 400)
+        14.0,
+        3.0,
+        8.0,
+        model_overlap=0.6,
+        data_overlap=0.9,
+        expert_overlap=(0.0, 0.37),
+        host_ms=4.7,
+        rounding_us=(120, 400),
     ),
     sent_gradient=2.0,
 )
@@ -354,8 +363,9 @@ _MEGATRON_CORE_2026 = dataclasses.replace(
     text="sequence parallelism, fused attention, distributed optimizer; all collectives overlap "
     "with products in part; in MXFP8 experts are one kernel in a graph of the entire step",
     fused_experts="mxfp8",
-    # 0.37 of the messages' time had products beside it on 16 H100 (Megatron-Bridge's notes of 2026)
-    rates=dataclasses.replace(_MEGATRON_CORE.rates, expert_overlap=0.37, rounding_us=(120, 120)),
+    rates=dataclasses.replace(
+        _MEGATRON_CORE.rates, expert_overlap=(0.37, 0.37), rounding_us=(120, 120)
+    ),
 )
 FRAMEWORKS: dict[str, StepSettings] = {
     framework.name: framework
@@ -389,15 +399,12 @@ FRAMEWORKS: dict[str, StepSettings] = {
             "maxtext",
             "ZeRO-3 (fsdp) whose all-gathers overlap with products, fused attention, full "
             "recomputation but for named matrices",
-            gathered=1.0,
-            # XLA scatters a matrix's gradient before it makes the next one's: a third of a layer's
-            unscattered=ITEM / 3,
+            by_xla=True,
             weight_bytes=4.0,
             master_bytes=0.0,
             rates=Rates(
                 model_overlap=0.9, data_overlap=0.9, gather_overlap=0.95, stage_overlap=False
             ),
-            unread=1.0,
             reduced_gradient=2.0,  # as compiled (docs/parts.md)
         ),
         _TORCHTITAN,

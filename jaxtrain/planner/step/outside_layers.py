@@ -7,9 +7,10 @@ import functools
 from collections.abc import Iterable
 
 from jaxtrain.config.optimizers import OPTIMIZERS
+from jaxtrain.config.sizes import SHARD_AXES
 from jaxtrain.planner.layer.collectives import StepCollectives
 from jaxtrain.planner.layer.layout import AXES
-from jaxtrain.planner.layer.links import CONTEXT, DATA, EXPERT, Collective
+from jaxtrain.planner.layer.links import DATA, Collective
 from jaxtrain.planner.layer.settings import FLOAT32
 from jaxtrain.planner.step.layer_time import LayerWork, MeanLayer
 from jaxtrain.planner.step.parameters import DeviceState
@@ -138,8 +139,7 @@ class UpdateTime(StepPart):
         parts = overlapped({DATA: self._over_data(recomputed)}, {DATA: overlap})
         after_update = forward if layout.zero else backward
         for seconds, work in zip(self._around, (backward, after_update), strict=True):
-            beside = rates.data_overlap, work
-            parts += overlapped(seconds, dict.fromkeys((DATA, CONTEXT, EXPERT), beside))
+            parts += overlapped(seconds, dict.fromkeys(SHARD_AXES, (rates.data_overlap, work)))
         if self.settings.inner_steps:
             exchange = self.collectives.outer_exchange(self.device.groups)
             parts += TimeBreakdown(self.links.seconds(exchange)) * (1 / self.settings.inner_steps)

@@ -22,6 +22,8 @@ NAMED = {
     "tpu-v5e",
     "tpu-v5p",
     "tpu-v6e",
+    "tpu-7x",
+    "h100-a3",
 }
 
 
@@ -92,6 +94,7 @@ PLAIN = {  # figures that stand alone → the least and the most that is accepte
     "memory_reached": (1e-6, 1),
     "host_gb_per_s": (1e-9, 1e6),
     "clock_ghz": (0, 1e3),
+    "quantized_reached": (1e-6, 1),
     "launch_us": (0, 1e9),
     "watts": (0, 1e6),
     "alone": (1, 1e6),
@@ -173,6 +176,13 @@ PLAIN = {  # figures that stand alone → the least and the most that is accepte
             "must be a whole number up to 1,000,000,000",
         ),
         ({"tiers": [TIERS[0] | {"speed": 1}, TIERS[1]]}, "the key 'speed' of tiers[0] is unknown"),
+        *(
+            (
+                {"tiers": [TIERS[0] | {"sides": sides}, TIERS[1]]},
+                f"tiers[0].sides={sides!r} must be a whole number up to 3, and 0 for links that",
+            )
+            for sides in (4, -1, 2.0, True, "3", None)
+        ),
         ({"tiers": [5]}, "tiers[0] must be an object"),
         (
             {"tiers": [TIERS[0], TIERS[0] | {"devices": 4}, TIERS[1]]},
@@ -272,6 +282,7 @@ def test_the_nearest_is_named_if_it_is_near(name, near):
         ("TPU v5", "tpu-v5p", 459),
         ("TPU v6 lite", "tpu-v6e", 918),
         ("TPU v6e", "tpu-v6e", 918),
+        ("TPU7x", "tpu-7x", 1153.5),
         ("cpu", None, 0),
         ("Some Future Chip", None, 0),
     ],
@@ -286,6 +297,15 @@ def test_kinds_by_the_names_that_jax_gives_them(kind, name, teraflops):
     assert matches == ([name] if name else [])
     found = hardware.of_device(kind)
     assert (found and found.name) == name and (found is None or found.peak() == teraflops * 1e12)
+
+
+def test_a_device_of_ironwood_is_half_of_a_chip():
+    """Of 2,307 TFLOP/s in bfloat16, 4,614 in FP8, 192 GiB, 7,380 GB/s, 9,216 chips."""
+    half = load("tpu-7x")
+    assert (2 * half.peak(), 2 * half.peak("float8")) == (2307e12, 4614e12)
+    assert (2 * half.memory_gib, 2 * half.memory_gb_per_s) == (192, 7380)
+    chip, ici, _ = half.tiers
+    assert chip.devices == 2 and ici.devices == 2 * 9216 and ici.sides == 3
 
 
 def test_float32_runs_as_the_file_says():

@@ -205,3 +205,16 @@ def test_zero_3_gathers_what_a_framework_has_at_once():
     assert gathered("torchtitan") == pytest.approx(arrays + 10 * layer)
     zero_2 = memory_of("torchtitan", model, zero=2)[1]["working"]
     assert zero_2 == pytest.approx(arrays + 2 * layer)
+
+
+def test_layers_save_as_many_rows_of_experts_as_these_compute():
+    """By a capacity, and on the busiest device without one."""
+    none = {"remat": "none"}
+    saved = lambda expert=8, **changes: memory(
+        step(
+            "maxtext", dataclasses.replace(QWEN, expert_room=0.0, **changes), **none, expert=expert
+        )
+    ).parts["activations"]
+    even, more = saved(capacity_factor=1.0), saved(capacity_factor=1.5)
+    assert 1.25 * even < more < 1.5 * even
+    assert saved(expert=1) < saved() < 1.1 * saved(expert=1)
