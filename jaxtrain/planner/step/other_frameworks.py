@@ -114,11 +114,6 @@ class Device(DeviceState):
         others = held.layers - held.experts + held.ends
         return others / shards + held.experts / max(1, shards // self.layout.expert)
 
-    def updated(self, layers: int = 0, shared: bool | None = None) -> float:
-        """The number of parameters that a device updates."""
-        shards = self.shards if self.layout.zero else 1
-        return self.sharded(self.parameters(layers, shared), shards)
-
     @once
     def numbers(
         self, of: OptimizerConfig | str, layers: int = 0, shared: bool | None = None
