@@ -207,11 +207,10 @@ class LayerTime(StepPart):
         """The copies of an op, beside its work in part: F's of what the layer saves to the host's
         memory, and back to what starts from it: R, or B, and W where that is an op of its own."""
         saved, for_w = self.on_host()
-        moved = {"F": saved, "R" if self.layout.remat == "full" else "B": saved}
-        moved |= {"W": for_w * (self.layout.stage > 1)}
-        rate = self.settings.rates.host_overlap[op != "F"]
-        seconds = moved.get(op, 0.0) / self.hardware.host_bytes_per_s
-        return overlapped({HOST: seconds}, {HOST: (rate, work)})
+        back = "R" if self.layout.remat == "full" else "B"
+        moved = {"F": saved, back: saved, "W": for_w * (self.layout.stage > 1)}.get(op, 0.0)
+        beside = self.settings.rates.host_overlap[op != "F"], work
+        return overlapped({HOST: moved / self.hardware.host_bytes_per_s}, {HOST: beside})
 
     def on_host(self) -> tuple[float, float]:
         """Bytes in the host's memory of what the layer saves of a microbatch: all of them, and
