@@ -62,7 +62,7 @@ def introduction(config: Config, step: Step) -> list[str]:
         offloaded.append(f"{mebibytes(sum(slots.values()))} MiB of slots {', '.join(slots)}")
     elif config.parallel.offload in ("activations", "both"):
         offloaded.append("what layers save for the backward")
-    elif names := names_on_host(config.pipeline.save):
+    elif (names := names_on_host(config.pipeline.save)) and not step.setup.train:
         offloaded.append(f"{', '.join(names)} of layers")
     if offloaded:
         lines.append(f"in the host's memory, for each device: {'; '.join(offloaded)}")

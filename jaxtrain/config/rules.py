@@ -480,9 +480,11 @@ def _saved_values(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Viol
     path, names = "pipeline.save", saved_values(model)
     entries = tuple(dict.fromkeys(pipeline.save))
     named = names_of(entries)
-    if wrong := [name for name in named if name not in names]:
-        known = [name for name in pipeline.save if name.removesuffix(ON_HOST) in names]
-        meant = difflib.get_close_matches(wrong[0], names, n=1, cutoff=0.5)
+    if wrong := [name for name in entries if name.removesuffix(ON_HOST) not in names]:
+        known = [name for name in entries if name not in wrong]
+        place = ON_HOST * wrong[0].endswith(ON_HOST)
+        close = difflib.get_close_matches(wrong[0].removesuffix(ON_HOST), names, n=1, cutoff=0.5)
+        meant = [name + place for name in close]
         yield Violation(
             path,
             f"names {wrong[0]!r}, which no layer of this model has: its values are "

@@ -8,7 +8,7 @@ error of rules.py or mesh_rules.py. Standard library only.
 import dataclasses
 import math
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ends_with_layers, sources
@@ -16,6 +16,7 @@ from jaxtrain.config.kernels import QUANTIZED, TPU
 from jaxtrain.config.mesh_rules import AXES
 from jaxtrain.config.optimizers import OPTIMIZERS, READS
 from jaxtrain.config.rules import OF_EXPERTS
+from jaxtrain.config.saved_values import MLP_OUT, ON_HOST, names_of, names_on_host
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.schedule.order_csv import is_order_file
 from jaxtrain.schedule.orders import CSV, default_repeats
@@ -362,7 +363,16 @@ def unused_settings(config: Config, platform: str = "") -> list[str]:
         subject = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
         verb = "have" if len(names) > 1 else "has"
         notes.append(cfg.one_line(f"{subject} {verb} no use {reason}"))
-    return [*notes, *_more_layers_than_there_are(config)]
+    return [*notes, *_more_layers_than_there_are(config), *_names_without_use(config)]
+
+
+def _names_without_use(config: Config) -> Iterator[str]:
+    """Lines about names in `pipeline.save`."""
+    save, offload = config.pipeline.save, config.parallel.offload
+    if MLP_OUT in names_of(save):
+        yield f"pipeline.save={MLP_OUT} saves nothing: no backward reads it"
+    if names_on_host(save) and config.parallel.offload_to("activations") == "host":
+        yield f"{ON_HOST} in pipeline.save has no use with parallel.offload={offload}"
 
 
 def _more_layers_than_there_are(config: Config) -> list[str]:

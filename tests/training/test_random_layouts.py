@@ -72,7 +72,7 @@ LAYOUT: dict[str, tuple] = {
     "parallel.offload": ("none", "none", "none", "optimizer", "activations", "both"),
     "pipeline.overlap": (False, True),
     "pipeline.remat": ("none", "selective", "full", "full:1", "selective:1"),
-    "pipeline.save": ((), (), ("layer_input",), ("attention",), ("mlp_in", "qkv")),
+    "pipeline.save": ((), (), ("layer_input",), ("attention",), ("mlp_in:host", "qkv")),
     "pipeline.vocabulary": ("auto", "parallel", "end_stages"),
     "pipeline.layers_per_op": (0, 0, 1, 2),
     "pipeline.permute": ("auto", "auto", "early"),

@@ -300,8 +300,9 @@ def test_selective_saves_what_these_names_save(name):
         ),
         (
             save("attention:host", "mlp_inn:host"),
-            "mlp_out: use --config.pipeline.save=attention:host,mlp_in",
+            "mlp_out: use --config.pipeline.save=attention:host,mlp_in:host",
         ),
+        (save(":host"), "names ':host', which no layer of this model has"),
         (
             save("qkv", "attention", "qkv:host"),
             "saves 'qkv' on the device and on the host: "
@@ -347,6 +348,17 @@ def test_refused(changes, message):
     with pytest.raises(configs.ConfigError) as error:
         checks.check(config, Environment(1, "cpu", configs.Config()))
     assert message in str(error.value)
+
+
+def test_names_without_use():
+    on_host = save("mlp_out", "qkv:host")
+    notes = lambda **changes: " ".join(
+        note for note in unused_settings(small.config(changes=on_host | changes)) if "save" in note
+    )
+    assert notes() == "pipeline.save=mlp_out saves nothing: no backward reads it"
+    assert notes(**{"parallel.offload": "activations", "pipeline.save": ("qkv:host",)}) == (
+        ":host in pipeline.save has no use with parallel.offload=activations"
+    )
 
 
 def test_more_layers_than_a_unit_has():

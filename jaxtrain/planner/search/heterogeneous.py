@@ -109,11 +109,15 @@ class HeterogeneousPlan:
         work = dataclasses.replace(self.work, hardware=hardware)
         bubble, held = self.bubble_s / self.seconds, max(self.memory)
         figures = step_figures(work, self.seconds, bubble, held, self.fits, tokens)
-        # of the plan's own table
-        of_table = {f"pipeline.{name}": () for name in ("chunk_layers", "layer_costs", "times")}
         return figures | {
             "layout": layout_flag.of(self.config),
-            "notes": unfollowed(configs.replace(self.config, of_table), work.settings),
+            # of layers' cut the plan has its own table, whichever framework trains
+            "notes": unfollowed(
+                configs.replace(
+                    self.config, {"pipeline.chunk_layers": (), "pipeline.layer_costs": ()}
+                ),
+                work.settings,
+            ),
             "layers": self.layers,
         }
 

@@ -84,17 +84,6 @@ class TheirLayer(LayerTime):
         return saved_of_layer(self, self.layout.remat)[1], 0.0
 
 
-class Layers(MeanLayer):
-    """Layers that may be recomputed with their outputs."""
-
-    settings: "Framework"
-
-    @property
-    def unread(self) -> float:
-        """Fraction of recomputed layers without the products that make their outputs."""
-        return self.settings.unread
-
-
 class Device(DeviceState):
     """What a device holds where ZeRO cuts flat buffers."""
 
@@ -113,11 +102,6 @@ class Device(DeviceState):
         shards, and experts into as many on each device of `expert`."""
         others = held.layers - held.experts + held.ends
         return others / shards + held.experts / max(1, shards // self.layout.expert)
-
-    def updated(self, layers: int = 0, shared: bool | None = None) -> float:
-        """The number of parameters that a device updates."""
-        shards = self.shards if self.layout.zero else 1
-        return self.sharded(self.parameters(layers, shared), shards)
 
     @once
     def numbers(
@@ -179,11 +163,9 @@ class Framework(StepSettings):
     one_link:         fraction of one link's bandwidth that ZeRO-3's collectives reach where they
                       leave an island; 0: they use all links of the island
     recomputes_core:  "selective" recomputes attention's core; otherwise all that is no product
-    gathered, unscattered: layers whose matrices ZeRO-3 has gathered at once, and bytes of each of a
-                      layer's parameters for gradients that wait to be scattered: of all of them,
-                      and in the type of their sums, while the next layer is gathered
-    unread:           fraction of fully recomputed layers whose output is not made again: 1 where
-                      XLA compiles the step, for nothing reads it
+    by_xla:           XLA compiles the step: full recomputation leaves out a layer's output, which
+                      nothing reads, and ZeRO-3 scatters a matrix's gradient before the next one's
+                      is made; otherwise those of a layer together, while the next is gathered
     recomputes_half:  "selective" saves attention and every other aten.mm, and recomputes the other
                       products: all of those in FP8 or of groups of tokens
     """
@@ -197,14 +179,11 @@ class Framework(StepSettings):
     parallel: ParallelConfig = ParallelConfig(collective_matmul="off")
     one_link: float = 0.0
     recomputes_core: bool = False
-    gathered: float = 2.0
-    unscattered: float = 4.0
-    unread: float = 0.0
+    by_xla: bool = False
     recomputes_half: bool = False
     ours: ClassVar[bool] = False
     changed: ClassVar[Mapping[type, type]] = {
         LayerTime: TheirLayer,
-        MeanLayer: Layers,
         DeviceState: Device,
         EndsTime: Ends,
         UpdateTime: Update,
@@ -303,7 +282,10 @@ def working_of_others(step: StepModel) -> float:
     arrays = ITEM * 4 * step.tokens * max(hidden, attention) / layout.model
     if layout.zero < 3 or step.shards == 1:
         return arrays + ITEM * step.layer_parameters()
-    number = settings.gathered * settings.format.sent + settings.unscattered
+    # XLA scatters a matrix's gradient before it makes the next one's: a third of a layer's. Others
+    # have gathered the next layer, too, and have gradients in two types.
+    sent = settings.format.sent
+    number = sent + ITEM / 3 if settings.by_xla else 2 * sent + ITEM + settings.sent_gradient
     head = 2 * ITEM * model.vocab_size * model.width / layout.model / layout.stage
     return arrays + max(number * step.layer_parameters(), head)
 
@@ -330,7 +312,6 @@ _TORCHTITAN = Framework(
     "for norms and activations",
     sends_once=True,
     weight_bytes=4.0,
-    unscattered=6.0,
     master_bytes=0.0,
     fp8_forms=2,  # products of weights' gradients read transposed operands
     recomputes_half=True,
@@ -345,7 +326,7 @@ _MEGATRON_CORE = Framework(
     "rounded one by one",
     recomputes_core=True,
     sends_once=True,
-    # 0.37 of the messages' time had products beside it on 16 H100 (Megatron-Bridge, notes of 2026).
+    # 0.37 of the messages' time had products beside it on 16 H100 (Megatron-Bridge's notes, 2026).
     # Layers of Qwen3 take 4.7 ms with a capacity, 12.6 and 13.3 in MXFP8 and 32 in FP8 without one.
     rates=Rates(
         14.0,
@@ -401,10 +382,8 @@ FRAMEWORKS: dict[str, StepSettings] = {
             "maxtext",
             "ZeRO-3 (fsdp) whose all-gathers overlap with products, fused attention, full "
             "recomputation but for named matrices",
-            gathered=1.0,
-            # XLA scatters a matrix's gradient before it makes the next one's: a third of a layer's
-            unscattered=ITEM / 3,
-            unread=1.0,
+            tile_rows=512,  # the default; recipes have 128 to 512
+            by_xla=True,
             weight_bytes=4.0,
             master_bytes=0.0,
             fp8_forms=2,  # qwix has scales of rows for one gradient, of columns for the other

@@ -162,10 +162,9 @@ class DeviceState(StepPart):
     def updated(self, layers: int = 0, shared: bool | None = None) -> float:
         """The number of parameters that a device updates."""
         held, zero = self.parameters(layers, shared), self.layout.zero
-        if self.axes_of_ends:
-            return self.sharded(held, self.shards)
-        updated = held.layers + held.ends / self.parts_of_ends(zero, shared)
-        return updated / self.shards if zero else updated
+        ends = held.ends / self.parts_of_ends(zero, shared)
+        shards = self.shards if zero or self.axes_of_ends else 1
+        return self.sharded(dataclasses.replace(held, ends=ends), shards)
 
     @once
     def numbers(

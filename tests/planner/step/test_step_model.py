@@ -1,6 +1,7 @@
 """What a config's step is assumed to be by its framework and the hardware that it is planned for;
 and that no setting is ignored in silence."""
 
+import functools
 import math
 import random
 
@@ -19,9 +20,11 @@ from jaxtrain.planner.search.predict import exactly, predict
 from jaxtrain.planner.step.memory import memory
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
 from jaxtrain.planner.step.step_model import (
+    DECIDED,
     GATHER_OVERLAP,
     OF_OURS,
     OURS,
+    settings_of_run,
     step_model_of,
     unfollowed,
 )
@@ -181,6 +184,9 @@ LISTS = {
     "model.nope_layers": [(0,)],
     "parallel.compiler_options": [("xla_gpu_enable_latency_hiding_scheduler=true",)],
 }
+# Where stages do not share the vocabulary, the first and the last have a table each, tied or not.
+# The sum of both gradients is a message that plans of others leave out (docs/limits.md).
+LEFT_OUT = ("model.tied_embeddings",)
 SETTINGS = [path for path in configs.fields() if path.startswith(GROUPS)]
 
 
@@ -203,6 +209,7 @@ def drawn(seed: int, bases, devices: int = 0) -> tuple[str, Config, Config]:
             return path, base, changed
 
 
+@functools.cache
 def figures(config: Config, framework: str) -> tuple[float, float]:
     """Seconds and bytes of a plan for H100s."""
     plan = exactly(predict(config.resolve(), load("h100"), framework))
@@ -215,17 +222,23 @@ def named(path: str, config: Config, framework: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(6), *[pytest.param(n, marks=pytest.mark.full) for n in range(6, 400)]]
+    "seed", [*range(6), *[pytest.param(n, marks=pytest.mark.full) for n in range(6, 120)]]
 )
 def test_a_setting_that_changes_our_plan_changes_others_or_a_line_says_so(seed):
     path, base, changed = drawn(seed, BASES)
     ours = figures(base, OURS) != figures(changed, OURS)
     for framework in random.Random(seed).sample(OTHERS, 2):
         theirs = figures(base, framework) != figures(changed, framework)
-        assert theirs or not ours or named(path, changed, framework), (path, framework)
+        own = [getattr(FRAMEWORKS[framework], name) for name in DECIDED.get(path, ())]
+        asked = [
+            getattr(settings_of_run(changed.resolve()), name) for name in DECIDED.get(path, ())
+        ]
+        same = bool(own) and own == asked or path in LEFT_OUT
+        assert theirs or not ours or named(path, changed, framework) or same, (path, framework)
         assert not (theirs and path in OF_OURS), (path, framework)
 
 
+@functools.cache
 def lowered(config: Config) -> tuple[float, float, int]:
     """FLOPs, bytes read and written, and bytes of the arguments of the program of a step on one
     device, as it is before XLA compiles it."""
@@ -250,7 +263,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(3), *[pytest.param(n, marks=pytest.mark.full) for n in range(3, 100)]]
+    "seed", [*range(3), *[pytest.param(n, marks=pytest.mark.full) for n in range(3, 60)]]
 )
 def test_a_setting_that_changes_our_program_changes_its_plan_or_a_line_says_so(seed):
     path, base, changed = drawn(1000 + seed, PROGRAMS)
