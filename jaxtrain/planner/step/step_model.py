@@ -59,7 +59,7 @@ DECIDED = {
 }
 # Settings that a step reads and plans do not follow, as one line of each plan says: of any
 # framework, and of others than ours.
-OF_NO_PLAN = ("parallel.compiler_options",)
+OF_NO_PLAN = ("parallel.compiler_options", "train.on_nonfinite")
 OF_OURS = (
     "model.router",
     "model.router_normalize",
