@@ -106,8 +106,9 @@ class Links:
         latency *= 2 * math.log2(route.devices)
         if kind in (EXCHANGE, RAGGED):
             return size * route.exchange + latency
-        alone = one_link * bytes_per_s * (tier is not self.hardware.tiers[0])
-        return passes * (size * (1 - 1 / route.devices) / (alone or route.ring) + latency)
+        alone = one_link and tier is not self.hardware.tiers[0]
+        bytes_per_s = bytes_per_s * one_link if alone else route.ring
+        return passes * (size * (1 - 1 / route.devices) / bytes_per_s + latency)
 
     def islands(self, axis: str) -> int:
         """The islands over which an axis lies, between which are the links of the last tier."""
