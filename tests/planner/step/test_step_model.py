@@ -272,7 +272,7 @@ def test_a_setting_that_changes_our_program_changes_its_plan_or_a_line_says_so(s
     if same and not named(path, changed, OURS) and path not in without_use(changed):
         # Most elementwise work joins other loops when it is compiled: casts of gradients, which one
         # device does not send, are 3 % of the bytes before.
-        for now, then, most in zip(lowered(base), lowered(changed), (0.02, 0.05, 0.0), strict=True):
+        for now, then, most in zip(lowered(base), lowered(changed), (0.03, 0.05, 0.0), strict=True):
             assert now == pytest.approx(then, rel=most), path
 
 
