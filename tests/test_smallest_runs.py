@@ -124,7 +124,9 @@ RUNS = {
         ["--layouts=data8", "--rounds=1", f"--hardware={HERE}/hardware.json", "--", *MODEL],
         ("planned s", "\ndata8 "),
     ),
-    "benchmarks/planner.py": Smallest([], ("26 figures", "by kind of run")),
+    "benchmarks/planner.py": Smallest(
+        [f"--rows={ROOT}/benchmarks/published/measured_here.csv"], ("by kind of run",)
+    ),
     "benchmarks/vocabulary.py": Smallest(
         ["--vocabulary=257", "--stages=4", "--", *MODEL, *STAGES], ("zb_v", "\nparallel ")
     ),

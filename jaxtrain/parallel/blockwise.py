@@ -26,20 +26,18 @@ from jaxtrain.parallel.flash import MASKED, Kernel, delta
 # of attention block by block: from this number on it was no slower on CPU (benchmarks/README.md)
 LEAST_KEYS = 1024
 LEAST_BLOCK = 64  # tokens
+MOST_BLOCKS = 1 << 15  # whose pairs an int32 counts
 SCORES = 1 << 24  # at a time, over the batch and the heads
 
 
 def block_size(batch_heads: int, chunk: int, keys: int) -> int:
     """Tokens of a block, a divisor of `chunk`: a 64th of the keys, at least 256, but no more than
-    make SCORES for `batch_heads` (batch × heads). A chunk without such a divisor of LEAST_BLOCK or
-    more is one block."""
-    most = max(LEAST_BLOCK, min(max(256, keys // 64), math.isqrt(SCORES // batch_heads)))
+    make SCORES for `batch_heads` (batch × heads), and in any case so many that the keys have
+    MOST_BLOCKS at most. A chunk without such a divisor of LEAST_BLOCK or more is one block."""
+    least = max(LEAST_BLOCK, -(-keys // MOST_BLOCKS))
+    most = max(least, min(max(256, keys // 64), math.isqrt(SCORES // batch_heads)))
     return next(
-        (
-            n
-            for n in range(min(chunk, most), 0, -1)
-            if chunk % n == 0 and n >= min(chunk, LEAST_BLOCK)
-        ),
+        (n for n in range(min(chunk, most), 0, -1) if chunk % n == 0 and n >= min(chunk, least)),
         chunk,
     )
 

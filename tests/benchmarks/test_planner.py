@@ -15,12 +15,6 @@ def test_errors():
     assert max(errors.values()) < 0.2, max(errors, key=errors.get)
 
 
-def test_the_table(capsys):
-    planner.main(["--markdown"])
-    out = capsys.readouterr().out
-    assert "| Megatron 2021, 145.6 B on 1536 A100" in out and out.count("median error") > 3
-
-
 def test_the_documentation_and_the_file_of_plans_have_today_s_errors():
     """`python benchmarks/planner.py --write` brings them up to date."""
     groups = planner.groups()
@@ -35,8 +29,9 @@ def test_a_row_of_another_table_is_predicted(tmp_path, capsys):
     lines = (planner.FOLDER / "rows_2026.csv").read_text().splitlines()
     chosen = [line for line in lines if line.startswith(("row,", "40,", "145,", "16,"))]
     (path := tmp_path / "rows.csv").write_text("\n".join(chosen))
-    planner.main([f"--rows={path}"])
+    planner.main([f"--rows={path}", "--markdown"])
     out = capsys.readouterr().out
+    assert "| 145: Llama-3-70B on 64 h100, bfloat16 | torchtitan | " in out
     assert "2 rows of 2025 and 2026" in out and "1 not planned: 16 (" in out
 
 

@@ -55,6 +55,9 @@ def test_size_of_a_block(block):
     assert blockwise.block_size(32, 8192, 131072) == 512  # no more scores at a time
     assert blockwise.block_size(1, 1000, 1000) == 250
     assert blockwise.block_size(1, 1021, 1021) == 1021  # a prime
+    # pairs of blocks are counted in 32 bits, whatever divides the chunk
+    for keys in (99_999_999, 64 * 1_562_501, 1 << 27):
+        assert (keys // blockwise.block_size(4, keys, keys)) ** 2 < 2**31
     assert [blockwise.is_long(8, n, n) for n in (512, 1021, 1023, 1024, 1031)] == [
         False,
         False,

@@ -2,7 +2,6 @@
 layout."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -125,6 +124,7 @@ class Links:
         """
         layout, tiers = self.layout, self.hardware.tiers
         last, devices, outermost = 0, 1, ""
+        sizes = tuple((axis, getattr(layout, axis)) for axis in reversed(AXES))
         near = [1] * len(tiers)  # devices of a ring that share an island of each tier
         for axis in axes:
             count, stride = layout.neighbours(axis)
@@ -140,28 +140,19 @@ class Links:
             devices *= count
             outermost = outermost or axis
         near[last:] = [devices] * (len(tiers) - last)
-        ring, exchange = math.inf, 0.0
-        for tier, of, below, joined in zip(tiers, self._shares, (1, *near), near, strict=False):
+        ring, exchange, cores = math.inf, 0.0, 1  # the devices of a chip share its links
+        for tier, below, joined in zip(tiers, (1, *near), near, strict=False):
             if joined > below:
-                links, crossing = zip(*(of.get(axis, (0.0, 0.0)) for axis in axes), strict=True)
-                ring = min(ring, tier.bytes_per_s * (sum(links) or 1.0) * below)
+                chips = min(layout.devices, tier.devices or layout.devices) // cores
+                shares = torus.shares(chips, tier.sides, cores, sizes) if tier.sides else {}
+                links, crossing = zip(*(shares.get(axis, (0, 0)) for axis in axes), strict=True)
+                ring = min(ring, tier.bytes_per_s * (sum(links) or 1) * below)
                 far = max(crossing) or (joined - below) / devices
                 exchange = max(exchange, far / tier.bytes_per_s)
+            cores = tier.devices
         route = Route(outermost, devices, tiers[last], near[-2:][0], ring, exchange)
         self._routes[axes, among, apart] = route
         return route
-
-    @functools.cached_property
-    def _shares(self) -> list[dict[str, tuple[float, float]]]:
-        """What each axis has of the links of each tier that is a torus; {} for the others. The
-        devices that the tier below joins are those of a chip."""
-        tiers, devices = self.hardware.tiers, self.layout.devices
-        sizes = {axis: getattr(self.layout, axis) for axis in reversed(AXES)}
-        cores = (1, *(tier.devices for tier in tiers))
-        return [
-            torus.shares(min(devices, tier.devices or devices) // n, tier.sides, n, sizes)
-            for tier, n in zip(tiers, cores, strict=False)
-        ]
 
 
 def _sharing(tier: Tier, span: int) -> int:

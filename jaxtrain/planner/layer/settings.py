@@ -15,7 +15,6 @@ from jaxtrain.planner.layer.model import Model
 ITEM = 2  # bytes of a number in 16 bits
 FLOAT32 = 4  # bytes of a float32 or an int32
 FP8 = 1
-NV_BLOCK = 16  # numbers of NVFP4 that share a scale of 8 bits
 # products of attention's backward over the two of its forward: scores once more, and four
 ATTENTION_BACKWARD = 2.5
 
@@ -46,14 +45,15 @@ class ProductFormat(NamedTuple):
     overlaps: float = 1.0
 
 
-MX, NV = FP8 * (1 + 1 / MX_BLOCK), 0.5 + 1 / NV_BLOCK
-NV_REACHED = 0.8
+# with the part of a scale of 8 bits, which 32 numbers of MXFP8 share, and 16 of NVFP4
+MX, NV = FP8 * (1 + 1 / MX_BLOCK), 0.5 + 1 / 16
 FORMATS = {
     "compute": ProductFormat("", ITEM, ITEM),
     "fp8": ProductFormat("float8", FP8, FP8),
     "mxfp8": ProductFormat("mxfloat8", MX, MX, blocks=True, scaled=False),
-    # Megatron-Bridge gathers no 4 bits, and its recipes have no messages beside such products.
-    "nvfp4": ProductFormat("float4", NV, ITEM, blocks=True, reached=NV_REACHED, overlaps=2 / 3),
+    # Megatron-Bridge gathers no 4 bits, and its recipes send messages of `model` beside products in
+    # the backward alone. reached: fitted to two dense runs on GB300s; 0.6 to 1 are possible.
+    "nvfp4": ProductFormat("float4", NV, ITEM, blocks=True, reached=0.8, overlaps=2 / 3),
     "int8": ProductFormat("int8", 1.0, 1.0),
 }
 
@@ -130,11 +130,15 @@ class StepSettings:
                       limits them
     fused_experts:    the `precision.matmul` in which one kernel multiplies, activates and rounds
                       all experts' rows, in a CUDA graph of the entire step; "" for none
+    tile_rows:        rows of a tile in a kernel of all experts' products. An expert's rows begin
+                      and end inside of a tile, which is computed for both of its experts
     sends_once:       a token goes once to each device that has some of its experts, or where these
                       lie in several nodes to each node
     inner_steps:      steps between two exchanges of independent replicas; 0: replicas are not
                       independent
     documents:        tokens attend within their document
+    by_xla:           XLA compiles the step: full recomputation leaves out a layer's output, which
+                      nothing reads
     by_sequence:      what layers save of a microbatch is taken to be that of one sequence times
                       their number, for searches, which have many sizes of microbatches (saved.py)
     fp8_forms:        copies of an activation in FP8: 2 where products that contract another
@@ -165,9 +169,11 @@ class StepSettings:
     reduced_gradient: float = 0.0
     imbalance: float = 1.1
     fused_experts: str = ""
+    tile_rows: int = 0
     sends_once: bool = False
     inner_steps: int = 0
     documents: bool = False
+    by_xla: bool = True
     by_sequence: bool = False
     fp8_forms: int = 1
     rates: Rates = Rates()

@@ -10,7 +10,7 @@ links of all of them at once (Austin et al. 2025, How to Scale Your Model, chapt
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from jaxtrain.config.rules import divisors
 
@@ -33,8 +33,9 @@ def shapes(chips: int, sides: int) -> list[tuple[int, ...]]:
     return sorted(found, key=lambda shape: (not all(rings(shape)), sum(shape), shape))
 
 
+@functools.cache
 def shares(
-    chips: int, sides: int, cores: int, sizes: Mapping[str, int]
+    chips: int, sides: int, cores: int, sizes: tuple[tuple[str, int], ...]
 ) -> dict[str, tuple[float, float]]:
     """For each mesh axis (the bandwidth that a collective over its devices has, over that of a
     ring; the bytes of an all-to-all on the busiest link, over those that a device has and a ring's
@@ -44,24 +45,22 @@ def shares(
     A side that is no ring has half of the bandwidth. Groups that lie between each other share it.
 
     cores: devices of a chip, which have its links together and are laid out as one more side
-    sizes: devices along each axis, the innermost first; what no side is left for is across slices
+    sizes: axes and the devices along each, the innermost first; what no side is left for is across
+           slices
     """
-    if not sides:
-        return {}
     shape = shapes(max(1, chips), sides)[0]
     # of each side: chips that are free, how far apart, and links to each one's neighbours
     free = [*((n, 1, 1 + ring) for n, ring in zip(shape, rings(shape), strict=True)), (cores, 1, 0)]
     every, found = range(len(free)), {}
     subsets = [some for n in every for some in itertools.combinations(every, len(free) - n)]
-    for axis, size in sizes.items():
-        links, crossing = 0.0, 0.0
+    for axis, size in sizes:
+        parts = [(0.0, 0.0)]
         of = (some for some in subsets if math.prod(free[at][0] for at in some) == size)
         for at in next(of, every):
             (n, apart, ways), part = free[at], math.gcd(size, free[at][0])
             if part > 1:
                 ways = min(ways, 1 + (part == n))
-                links += ways / 2 / apart
-                crossing = max(crossing, ways and part * apart / ways / 2)
+                parts.append((ways / 2 / apart, ways and part * apart / ways / 2))
                 size, free[at] = size // part, (n // part, apart * part, min(ways, 1))
-        found[axis] = links, crossing
+        found[axis] = sum(links for links, _ in parts), max(crossing for _, crossing in parts)
     return found

@@ -111,7 +111,13 @@ class HeterogeneousPlan:
         figures = step_figures(work, self.seconds, bubble, held, self.fits, tokens)
         return figures | {
             "layout": layout_flag.of(self.config),
-            "notes": unfollowed(self.config, work.settings),
+            # of layers' cut the plan has its own table, whichever framework trains
+            "notes": unfollowed(
+                configs.replace(
+                    self.config, {"pipeline.chunk_layers": (), "pipeline.layer_costs": ()}
+                ),
+                work.settings,
+            ),
             "layers": self.layers,
         }
 

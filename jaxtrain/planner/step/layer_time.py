@@ -55,26 +55,28 @@ class LayerWork(StepPart):
             if product.experts:
                 local = product.experts / layout.expert
                 tokens = self.routed_tokens / local
+                tokens += min(tokens, self.settings.tile_rows) * (not model.capacity_factor)
             fp8, routed = self.settings.fp8 and product.fp8, product.experts > 0
             times.append(ProductTime(product, *self.product(tokens, n, k, local, fp8, routed)))
         return tuple(times)
 
-    def turns(self, rows: float, numbers: float) -> tuple[float, float, float]:
-        """Seconds that an expert's products take besides where loops go through its rows by blocks,
-        as ours do on GPUs (parallel/grouped.py): of the product, and of both gradients. Each turn
-        of the weights' gradient reads and writes its sum of so many numbers."""
-        by_blocks = self.settings.ours and not self.model.capacity_factor
-        if not by_blocks or self.hardware.platform != kernels.GPU:
+    def turns(self, rows: float, numbers: float, routed: bool) -> tuple[float, float, float]:
+        """Seconds that a product takes besides where loops go through the rows of an expert by
+        blocks, as ours do on GPUs (parallel/grouped.py): the product, and both gradients. Each turn
+        of the weights' gradient reads and writes its sum of so many numbers. routed: of an expert
+        """
+        on_gpu, model = self.hardware.platform == kernels.GPU, self.model
+        if not (routed and on_gpu and self.settings.ours) or model.capacity_factor:
             return 0.0, 0.0, 0.0
         from jaxtrain.parallel import grouped
 
-        device = routed_capacity(self.model, self.layout), self.model.experts // self.layout.expert
+        device = routed_capacity(model, self.layout), model.experts // self.layout.expert
         turns, of_sum = (
             rows / grouped.block_rows(*device, grouped.MOST_ROWS_ON_GPU, blocks) + 0.5
             for blocks in (grouped.BLOCKS_ON_GPU, grouped.BLOCKS_OF_WEIGHTS)
         )
-        summed = TURN + 2 * FLOAT32 * numbers / self.hardware.streaming
-        return TURN * turns, TURN * turns, summed * of_sum
+        summed = 2 * FLOAT32 * numbers / self.hardware.streaming
+        return TURN * turns, TURN * turns, of_sum * (TURN + summed)
 
     def product(
         self,
@@ -115,9 +117,9 @@ class LayerWork(StepPart):
                 seconds[1] * faster + passes * m * n + 2 * launch,
                 seconds[2] * weights,
             ]
-        turns = self.turns(m, n * k) if routed else (0.0, 0.0, 0.0)
         forward, inputs, of_weights = (
-            times * (s + turn) for s, turn in zip(seconds, turns, strict=True)
+            times * (s + turn)
+            for s, turn in zip(seconds, self.turns(m, n * k, routed), strict=True)
         )
         return forward, inputs, of_weights
 
@@ -148,7 +150,7 @@ class LayerWork(StepPart):
         # operations, each of which reads and writes
         started = (rates.passes + rates.inner_passes) / 2
         # Our own devices of `model` have all routed tokens.
-        rows = 0 if dense or not model.experts else self.routed_tokens
+        rows = self.routed_tokens * (model.experts > 0 and not dense)
         routed = rates.routed_passes * rows * model.width / (1 if self.settings.ours else split)
         moved = self.item * (self.tokens * (outside + inner) + routed)
         return moved / self.hardware.streaming + 1e-6 * self.hardware.launch_us * started
@@ -364,6 +366,8 @@ class MeanLayer(StepPart):
         nothing reads its output: all of them where every layer's input was saved, as with one
         stage; otherwise only the last one of a unit, when it runs outside the unit's loop."""
         layers = self._layers_of_unit * self.recomputed_fraction
+        if not self.settings.by_xla:
+            return 0.0
         if self.layout.stage == 1 or self.layout.saves_inputs:
             return 1.0
         gathers = self.collectives.gathers_in_ops and self.shards > 1

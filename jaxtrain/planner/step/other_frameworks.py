@@ -84,17 +84,6 @@ class TheirLayer(LayerTime):
         return saved_of_layer(self, self.layout.remat)[1], 0.0
 
 
-class Layers(MeanLayer):
-    """Layers that may be recomputed with their outputs."""
-
-    settings: "Framework"
-
-    @property
-    def unread(self) -> float:
-        """Fraction of recomputed layers without the products that make their outputs."""
-        return float(self.settings.by_xla)
-
-
 class Device(DeviceState):
     """What a device holds where ZeRO cuts flat buffers."""
 
@@ -195,7 +184,6 @@ class Framework(StepSettings):
     ours: ClassVar[bool] = False
     changed: ClassVar[Mapping[type, type]] = {
         LayerTime: TheirLayer,
-        MeanLayer: Layers,
         DeviceState: Device,
         EndsTime: Ends,
         UpdateTime: Update,
@@ -394,9 +382,11 @@ FRAMEWORKS: dict[str, StepSettings] = {
             "maxtext",
             "ZeRO-3 (fsdp) whose all-gathers overlap with products, fused attention, full "
             "recomputation but for named matrices",
+            tile_rows=512,  # the default; recipes have 128 to 512
             by_xla=True,
             weight_bytes=4.0,
             master_bytes=0.0,
+            fp8_forms=2,  # qwix has scales of rows for one gradient, of columns for the other
             rates=Rates(
                 model_overlap=0.9, data_overlap=0.9, gather_overlap=0.95, stage_overlap=False
             ),

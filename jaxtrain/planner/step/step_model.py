@@ -63,9 +63,6 @@ OF_NO_PLAN = ("parallel.compiler_options",)
 OF_OURS = (
     "model.router",
     "model.router_normalize",
-    "model.router_groups",
-    "model.router_group_limit",
-    "model.expert_room",
     "model.z_loss",
     "model.norm",
     "model.attention_backward",

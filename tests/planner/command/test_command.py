@@ -700,3 +700,32 @@ def test_every_kind_of_devices(plan):
             )["step_time_s"]
             > 0
         )
+
+
+def test_a_precision_that_other_frameworks_alone_have(plan, tmp_path):
+    flags = ("--config=llama3_8b", "--layout=data=8,zero=1", "--config.precision.matmul=nvfp4")
+    rule = "precision.matmul='nvfp4' has no products in this trainer"
+    assert plan(*flags, "--hardware=b200")[1].startswith(f"error: {rule}, only in plans of")
+    theirs = (*flags, "--assume=megatron_core")
+    refused = "'nvfp4' has no peak on h100: use --config.precision.matmul=fp8\n"
+    assert plan(*theirs, "--hardware=h100")[1].endswith(refused)
+    assert rule in plan(*theirs, "--hardware=b200", f"--recipe={tmp_path / 'recipe.py'}")[1]
+    assert not list(tmp_path.iterdir())
+    on_b200 = (*theirs, "--hardware=b200")
+    assert plan(*on_b200)[0].splitlines()[-1].startswith(f"no command trains it: {rule}")
+    found = json.loads(plan(*on_b200, "--json")[0])
+    bfloat16 = json.loads(plan(*on_b200, "--config.precision.matmul=compute", "--json")[0])
+    assert found["command"] is None and bfloat16["command"]
+    assert found["step_time_s"] < 0.7 * bfloat16["step_time_s"]
+
+
+def test_a_plan_names_what_it_does_not_follow(plan):
+    flags = ("--config=llama3_8b", "--hardware=h100", "--layout=data=2,stage=4", "--json")
+    theirs = "--assume=megatron_core", "--config.pipeline.layers_per_op=4"
+    (note,) = json.loads(plan(*flags, *theirs)[0])["notes"]
+    assert "megatron_core does not follow" in note and "pipeline.layers_per_op=4" in note
+    assert f"note: {note}" in plan(*flags[:-1], *theirs)[0].splitlines()
+    assert json.loads(plan(*flags, theirs[1])[0])["notes"] == []
+    groups = (flags[0], "--hardware=h100:4,a100-80gb:4", *flags[2:], theirs[0])
+    (note,) = json.loads(plan(*groups)[0])["notes"]
+    assert note.endswith("does not follow data.attend_across_documents=false")

@@ -218,3 +218,19 @@ def test_layers_save_as_many_rows_of_experts_as_these_compute():
     even, more = saved(capacity_factor=1.0), saved(capacity_factor=1.5)
     assert 1.25 * even < more < 1.5 * even
     assert saved(expert=1) < saved() < 1.1 * saved(expert=1)
+
+
+def test_a_tile_of_rows_is_computed_for_both_of_its_experts():
+    """Half as many rows again with 1,024 rows of an expert and tiles of 512, but not where experts
+    have a capacity, and at most as many again, where matrices are read for longer."""
+
+    def products(tile, microbatch, **changes):
+        model, layout = dataclasses.replace(QWEN, **changes), {"microbatch": microbatch}
+        work = step("maxtext", model, expert=1, **layout)
+        settings = dataclasses.replace(work.settings, tile_rows=tile)
+        work = StepModel(work.model, work.layout, settings, load("tpu-v6e"))
+        return sum(p.forward for p in work.part(LayerWork).products(False) if p.of.experts)
+
+    more = lambda *args, **changes: products(512, *args, **changes) / products(0, *args, **changes)
+    assert 1.4 < more(microbatch=4) < 1.5 and 1.2 < more(microbatch=1) < 2.0
+    assert more(microbatch=4, capacity_factor=1.0) == 1.0

@@ -274,7 +274,7 @@ def test_our_loops_over_blocks_of_experts_rows_take_turns_on_gpus():
     layout = Layout(microbatch=2, microbatches=2, remat="full")
     assert work(layout, two).step().seconds == pytest.approx(0.673, rel=0.1)
     turns = lambda model=two, **kinds: sum(
-        work(layout, model, **kinds).part(LayerWork).turns(4096, 4096 * 14336)
+        work(layout, model, **kinds).part(LayerWork).turns(4096, 4096 * 14336, True)
     )
     assert turns() > 3 * 4 * 40e-6
     assert turns(hardware="tpu-v5p") == turns(framework="torchtitan") == 0
