@@ -82,10 +82,8 @@ def of_groups(plan: HeterogeneousPlan) -> list[Bar]:
 # --- as a PNG -------------------------------------------------------------------------------------
 
 BAR, LEAST_WIDTH, MOST_WIDTH = 0.9, 7.0, 24.0  # inches of a bar with its margins, and of a picture
-WIDTH = 0.7  # of a bar, of the space that it has
-LETTERS = 9  # of a title in an inch
-LEAST_BARS = 4  # that the axes are wide enough for, at least
-MOST_LABELS = 32  # of stages
+WIDTH, LETTERS = 0.7, 9  # of a bar, of the space that it has; of a title in an inch
+LEAST_BARS, MOST_LABELS = 4, 32  # bars that axes are wide enough for, at least; names below them
 
 
 def png(bars: Sequence[Bar], title: str, below_axis: str = "") -> bytes:
@@ -170,12 +168,15 @@ def page(
     lines:   the text, as CARD takes it
     train:   lines about the command, and the command
     """
+    sure = figures["validation"]
     behind = (
         f"{runs['rows']:4}  {runs['error']:13.1%}  {', '.join(runs[key] for key in KEYS)}"
-        for runs in figures["validation"]["behind"]
+        for runs in sure["behind"]
     )
-    gib = max(max(bar.capacity, sum(bar.gib.values())) for bar in bars)
-    seconds = max(sum(bar.seconds.values()) for bar in bars)
+    gib, seconds = (
+        max(max(sum(bar.gib.values()), bar.capacity) for bar in bars),
+        max(sum(bar.seconds.values()) for bar in bars),
+    )
     drawn = (
         {"GiB": _bar(bar.gib, gib, bar.capacity), "seconds": _bar(bar.seconds, seconds)}
         for bar in bars
@@ -187,13 +188,12 @@ def page(
         )
         for line, extra in zip(cells[1:], drawn, strict=True)
     )
-    error = figures["validation"]["error"]
     return (
         string.Template(pathlib.Path(__file__).with_name("page.html").read_text("utf-8"))
         .substitute(
             title=html.escape(title),
-            lead=f"{amount(figures['step_time_s'], 'step', error)} a step, "
-            f"{amount(figures['tokens_per_s'], '', error)} tokens/s",
+            lead=f"{amount(figures['step_time_s'], 'step', sure['error'])} a step, "
+            f"{amount(figures['tokens_per_s'], '', sure['error'])} tokens/s",
             head="".join(f'<th class="{name}">{name}</th>' for name in cells[0]),
             rows="</tr>\n<tr>".join(rows),
             legend="".join(
@@ -221,8 +221,8 @@ def _bar(parts: Mapping[str, float], most: float, end: float = 0.0) -> str:
         for name, size in parts.items()
         if size > 0
     )
-    mark = f'<b style="left:{100 * end / most:.2f}%"></b>' * (end > 0)
-    return f'<div class="bar">{"".join(pieces)}{mark}</div>'
+    mark = [f'<b style="left:{100 * end / most:.2f}%"></b>'] * (end > 0)
+    return f'<div class="bar">{"".join([*pieces, *mark])}</div>'
 
 
 def _schedule(config: Config | None) -> str:

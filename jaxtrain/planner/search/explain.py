@@ -160,18 +160,17 @@ def _time(prediction: Prediction) -> list[str]:
     time, work, figures = prediction.time, prediction.work, prediction.figures()
     step = f"time: {amount(time.seconds, 'step', prediction.expected.error)} a step"
     if prediction.in_flight is not None:
-        step += (
-            f", by the exact clock of its table; {_seconds(work.step().seconds)} by closed forms"
-        )
+        closed = amount(work.step().seconds, "step")
+        step += f", by the exact clock of its table; {closed} by closed forms"
     lines = [step]
     for name in dict.fromkeys([*time.exposed, *time.hidden]):
         exposed, hidden = time.exposed.get(name, 0.0), time.hidden.get(name, 0.0)
-        line = f"  {name:14} {_seconds(exposed):>10}  {exposed / time.seconds:6.1%}"
+        line = f"  {name:14} {amount(exposed, 'step'):>10}  {exposed / time.seconds:6.1%}"
         if name in COMMUNICATION_AXES:
             tier = work.links.route((name,)).tier
             line += f"  {getattr(work.layout, name)} devices over {tier.name}"
         if hidden:
-            line += f", {_seconds(hidden)} hidden behind other work"
+            line += f", {amount(hidden, 'step')} hidden behind other work"
         if exposed or hidden:
             lines.append(line)
     counted = f"in full, as {work.settings.name} does"
@@ -202,9 +201,9 @@ def _overlap(prediction: Prediction) -> list[str]:
     without = exactly(predict(config, work.hardware, work.settings.name)).seconds
     return [
         f"overlapped cells: F and B of two microbatches are expected to take "
-        f"{_seconds(both - saved)} a stage at the same time and {_seconds(both)} one after the "
-        f"other, the step {_seconds(prediction.seconds)} and {_seconds(without)} "
-        f"({prediction.seconds / without - 1:+.1%})",
+        f"{amount(both - saved, 'step')} a stage at the same time and {amount(both, 'step')} one "
+        f"after the other, the step {amount(prediction.seconds, 'step')} and "
+        f"{amount(without, 'step')} ({prediction.seconds / without - 1:+.1%})",
         f"  expected, not measured: {covered:.0%} of the experts' messages have products beside "
         "them as compiled, and are taken to slow no product down; F and B by themselves are taken "
         "to hide none",
@@ -228,7 +227,7 @@ def _recomputation(prediction: Prediction) -> list[str]:
     def gained(step: StepModel) -> str:
         saved = (size(none) - size(step)) / GIB
         costs = (step.step().seconds - none.step().seconds) * prediction.seconds / closed
-        seconds = _seconds(costs) if costs > 0 else "nothing that closed forms know of"
+        seconds = amount(costs, "step") if costs > 0 else "nothing that closed forms know of"
         return f"saves {saved:.2f} GiB and costs {seconds}"
 
     of_all = f"; {mode} of all layers {gained(every)}" if layers < most else ""
@@ -243,10 +242,6 @@ def _recomputation(prediction: Prediction) -> list[str]:
             "memory with full"
         )
     return lines
-
-
-def _seconds(seconds: float) -> str:
-    return amount(seconds, "step")
 
 
 def run_lines(
@@ -294,7 +289,7 @@ def amount(number: Decimal | float, what: str = "", error: float = 0.0) -> str:
 def _next(prediction: Prediction) -> list[str]:
     """The next bottlenecks: the hardware figures whose doubling gains most, and faster layouts."""
     now, capacity = prediction.seconds, prediction.work.hardware.memory
-    gain = lambda text, seconds: f"  {text}: {_seconds(seconds)} ({seconds / now - 1:+.1%})"
+    gain = lambda text, seconds: f"  {text}: {amount(seconds, 'step')} ({seconds / now - 1:+.1%})"
     most = now * (1 - LEAST_GAIN)
     on_hardware = sorted(_on_other_hardware(prediction).items(), key=lambda change: change[1])
     faster = [change for change in single_changes(prediction) if change.seconds < most]

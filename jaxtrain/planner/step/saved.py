@@ -26,18 +26,20 @@ def layer_bytes(step: StepPart, dense: bool = False, remat: str = "") -> LayerBy
     mode = remat or of_layout
     # a trace is cut in two ways: with everything saved, and in this mode
     cut = next((m for m in (mode, of_layout) if m not in SAVE_ALL), SELECTIVE)
+    # a dense layer is the same on all devices of `expert`, whose batch is cut
+    experts = not (dense and model.dense_layers)
     everything, saved = saved_bytes(
         model.of_one_layer,
         settings.precision if settings.ours else in_compute,
         cut,
         layout.save if cut == of_layout else (),
-        (1, 1, 1 + several, layout.context, layout.expert, layout.model),
+        (1, 1, 1 + several, layout.context, layout.expert if experts else 1, layout.model),
         (traced, model.sequence // layout.context),
         platform,
-        dense=dense and model.dense_layers > 0,
+        dense=not experts,
         documents=settings.documents,
         context=settings.parallel.context if layout.context > 1 else "all_gather",
-        expert_nodes=layout.expert_nodes,
+        expert_nodes=layout.expert_nodes if experts else 1,
         beside_products="on" if step.multiplies_while_sending else "off",
     )
     of_mode = everything if mode in SAVE_ALL else saved

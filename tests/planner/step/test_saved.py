@@ -277,3 +277,46 @@ def test_without_devices():
     assert done.returncode == 0, done.stderr
     devices, *inputs = map(int, done.stdout.split())
     assert devices == 1 and inputs[0] == 2 * inputs[1] > 0
+
+
+def test_a_dense_layer_is_traced_once_for_all_sizes_of_expert():
+    """It saves the same however many devices have the experts of the other layers."""
+    config = load_recipe(find_recipe("deepseek_tiny"))
+    works = [
+        step_model_of(
+            configs.replace(
+                config,
+                {
+                    **{f"mesh.{axis}": 1 for axis in ("data", "stage", "model", "context")},
+                    "mesh.expert": expert,
+                    "data.batch_size": 2 * expert,
+                    "pipeline.microbatches": 1,
+                    "pipeline.repeats": 1,
+                },
+            ).resolve(),
+            load("h100"),
+        )
+        for expert in (2, 4)
+    ]
+    first = layer_bytes(works[0], dense=True)
+    traced = saved_bytes.cache_info().misses
+    assert layer_bytes(works[1], dense=True) == first
+    assert saved_bytes.cache_info().misses == traced
+    work, by_expert = works[1], []
+    for expert in (1, 4):
+        sizes, microbatch = (1, 1, 1, 1, expert, 1), (work.layout.microbatch, work.model.sequence)
+        of_kind = {"dense": True, "documents": False, "context": "all_gather", "expert_nodes": 1}
+        by_expert.append(
+            saved_bytes(
+                work.model.of_one_layer,
+                work.settings.precision,
+                "selective",
+                (),
+                sizes,
+                microbatch,
+                "gpu",
+                beside_products="off",
+                **of_kind,
+            )
+        )
+    assert by_expert[0] == by_expert[1]
