@@ -192,6 +192,28 @@ def test_a_device_without_a_host_memory_is_refused(monkeypatch):
         == f"parallel.offload='both' needs memory of kind remote_host, {has}: use "
         "--config.parallel.offload=none"
     )
+    saves = small.config(changes={"pipeline.remat": "selective", "pipeline.save": ("qkv:host",)})
+    with pytest.raises(ConfigError) as raised:
+        make_step(saves, small.mesh_of(saves))
+    assert f"of kind remote_host, {has}: use --config.pipeline.save=qkv" in str(raised.value)
+
+
+def test_named_values_alone_lie_on_the_host():
+    """Of pipeline.save the queries, keys and values, in all slots of all layers."""
+    save = {"pipeline.remat": "selective", "pipeline.save": ("qkv:host", "mlp_in")}
+    cfg = small.config((1, 2, 1), "zb_h1", 1, 4, save)
+    step = make_step(cfg, small.mesh_of(cfg))
+    with jax.set_mesh(step.mesh):
+        traced = step.gradients.trace(step.abstract_state().params, step.abstract_batch)
+    (region,) = [e for e in traced.jaxpr.jaxpr.eqns if e.primitive.name == "shard_map"]
+    (scan,) = [e for e in region.params["jaxpr"].eqns if e.primitive.name == "scan"]
+    avals = [v.aval for v in scan.outvars]
+    there = [a for a in avals if a.memory_space == jax.memory.Space.Host]
+    tokens, heads = cfg.data.sequence_length, cfg.model.heads * cfg.model.head_dim
+    kv_heads = cfg.model.kv_heads * cfg.model.head_dim
+    assert sorted(a.shape[-1] for a in there) == sorted([heads, kv_heads, kv_heads])
+    assert {a.shape[-2] for a in there} == {tokens}
+    assert small.nbytes(there) == sum(step.slots_on_host().values()) > 0
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.planner.step.time_breakdown import MATMULS, TimeBreakdown
 from jaxtrain.schedule.orders import ONE_CHUNK, SCHEDULES
 
+OF_TABLE = ("pipeline.chunk_layers", "pipeline.layer_costs", "pipeline.times")
 LIKELY = 8  # devices of a group whose number cannot be read
 # What one program over devices of two kinds cannot do, as XLA and jax are.
 LIMITS = (
@@ -111,12 +112,9 @@ class HeterogeneousPlan:
         figures = step_figures(work, self.seconds, bubble, held, self.fits, tokens)
         return figures | {
             "layout": layout_flag.of(self.config),
-            # of layers' cut the plan has its own table, whichever framework trains
+            # the plan has its own table, whichever framework trains
             "notes": unfollowed(
-                configs.replace(
-                    self.config, {"pipeline.chunk_layers": (), "pipeline.layer_costs": ()}
-                ),
-                work.settings,
+                configs.replace(self.config, dict.fromkeys(OF_TABLE, ())), work.settings
             ),
             "layers": self.layers,
         }

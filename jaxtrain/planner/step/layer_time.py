@@ -206,8 +206,7 @@ class LayerTime(StepPart):
     def _copies(self, op: str, work: float) -> TimeBreakdown:
         """The copies of an op, beside its work in part: F's of what the layer saves to the host's
         memory, and back to what starts from it: R, or B, and W where that is an op of its own."""
-        saved, for_w = self.on_host()
-        back = "R" if self.layout.remat == "full" else "B"
+        (saved, for_w), back = self.on_host(), "R" if self.layout.remat == "full" else "B"
         moved = {"F": saved, back: saved, "W": for_w * (self.layout.stage > 1)}.get(op, 0.0)
         beside = self.settings.rates.host_overlap[op != "F"], work
         return overlapped({HOST: moved / self.hardware.host_bytes_per_s}, {HOST: beside})

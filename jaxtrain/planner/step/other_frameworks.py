@@ -100,8 +100,8 @@ class Device(DeviceState):
     def sharded(self, held: DeviceParameters, shards: int) -> float:
         """The number of parameters on a device where ZeRO cuts what is no expert into so many
         shards, and experts into as many on each device of `expert`."""
-        others = held.layers - held.experts + held.ends
-        return others / shards + held.experts / max(1, shards // self.layout.expert)
+        experts = held.experts / max(1, shards // self.layout.expert)
+        return experts + (held.layers - held.experts + held.ends) / shards
 
     @once
     def numbers(

