@@ -109,7 +109,6 @@ def memory(
     enough: bytes; where other parts are more, no layer is traced for what it saves
     """
     layout, settings, shared, cast = step.layout, step.settings, None, 0
-    pools: dict[str, float] = {}
     if settings.ours:
         slots = slots or estimated_slots(step)
         shared = bool(slots and slots.shares_vocabulary)
@@ -117,11 +116,12 @@ def memory(
         cast = step.item * (step.item != settings.weight_bytes)
     layers = slots.stored_layers if slots else 0
     held = step.device.parameters(layers, shared)
-    numbers = settings.number_of_fp8 * (1 + settings.fp8_blocks)  # for F and B
     quantized = 0.0
     if settings.fp8:
         of_ends = 1.0 if held.sharded_ends is None else held.sharded_ends / held.ends
-        quantized = (numbers - cast) * (held.layers + of_ends * _products_at_ends(step))
+        quantized = (
+            settings.number_of_fp8 * (1 + settings.fp8_blocks) - cast  # for F and B
+        ) * (held.layers + of_ends * _products_at_ends(step))
     of_layers = step.shards if layout.zero == 3 else 1
     weights = step.device.sharded(held, of_layers)
     gradients = step.device.sharded(held, step.shards if step.collectives.reduces_in_ops else 1)
@@ -145,14 +145,14 @@ def memory(
         parts["outer"] = OUTER_BYTES * outer / step.shards
     working = _layer_working(step) if settings.ours else working_of_others(step)
     if sum(parts.values()) + working > enough:
-        return MemoryBreakdown(parts | {"working": working}, pools)
+        return MemoryBreakdown(parts | {"working": working}, {})
     if settings.ours:
         pools = _pools(step, slots) if slots else {}
         activations = sum(pools.values()) if slots else _saved_by_layers(step)
         head = max(_head_working(step, loss_chunk, bool(shared), working), _dense_working(step))
         working += transposed_pools(step, slots) if slots else 0.0
     else:
-        activations = saved_by_others(step)
+        activations, pools = saved_by_others(step), {}
         head = LOGIT_BYTES * min(step.tokens, loss_chunk) * step.model.vocab_size / layout.model
     parts |= {"activations": activations, "working": working, "logits": max(0.0, head - working)}
     return MemoryBreakdown(parts, pools)
