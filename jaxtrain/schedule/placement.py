@@ -11,6 +11,7 @@ none, has unused entries, which are zero, have no gradient, and are in no count,
 """
 
 import dataclasses
+import functools
 import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -63,10 +64,11 @@ def spread(layers: int, chunks: int, costs: Sequence[float] = ()) -> tuple[int, 
     return tuple(reversed(sizes))
 
 
+@functools.lru_cache(2**12)
 def balanced(
     layers: int,
-    stage_of: Sequence[int],
-    least: Sequence[int],
+    stage_of: tuple[int, ...],
+    least: tuple[int, ...],
     layer: float,
     first: float,
     last: float,

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import gc
 import importlib
 import itertools
 import json
@@ -164,6 +165,8 @@ def main(argv: Sequence[str]) -> int:
     if command := next((flag for flag in argv if flag in COMMANDS), ""):
         module = importlib.import_module(f"jaxtrain.planner.{COMMANDS[command]}")
         return int(module.main([flag for flag in argv if flag != command]))
+    # A search makes millions of objects and few circles: to look for these took a quarter of it.
+    gc.set_threshold(200_000, 50, 100)
     output = cli.parse_unchecked(argv, DESCRIPTION, FLAGS, planned)
     for path, content in output.files.items():
         cli.write_output(path, content)

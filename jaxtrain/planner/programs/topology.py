@@ -190,11 +190,12 @@ class Topology:
         name, _, sizes = self.text.partition(":")
         if self.platform.backend == "gpu":
             limit = hardware.load(self.platform.hardware).memory / WITHOUT_ALLOCATOR
-            target = (HERE / f"{name}.txtpb").read_text()
             return {
                 "platform": "cuda",
                 "topology": f"1x{sizes}",  # slices, hosts, GPUs
-                "target_config": target.replace("MEMORY", f"{limit:.0f}"),
+                "target_config": (HERE / f"{name}.txtpb")
+                .read_text()
+                .replace("MEMORY", f"{limit:.0f}"),
             }
         cores = {"chip_config_name": "megacore"} if self.platform.sizes == 3 else {}
         return {

@@ -215,8 +215,10 @@ def _faster(
         # with any recomputation it is slower
         if (seconds := step.step().seconds) >= below(layout):
             continue
-        if memory(step, loss_chunk).bytes > capacity:
-            unfit.append((step, seconds))
+        held = memory(step, loss_chunk, enough=capacity)
+        if held.bytes > capacity:
+            # what is too much without activations is so with any recomputation
+            unfit += [(step, seconds)] * ("activations" in held.parts)
         elif "none" in remats and _keeps_rules(space, step.layout):
             yield TimedLayout(step.layout, seconds)
     for remat, (step, least) in itertools.product(remats, unfit):

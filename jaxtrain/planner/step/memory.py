@@ -97,29 +97,23 @@ class SlotCounts:
 
 
 def memory(
-    step: StepModel, loss_chunk: int = 2048, slots: SlotCounts | None = None
+    step: StepModel,
+    loss_chunk: int = 2048,
+    slots: SlotCounts | None = None,
+    enough: float = math.inf,
 ) -> MemoryBreakdown:
     """Bytes of a step by part on the fullest device.
 
     loss_chunk: the most tokens whose logits exist at a time
     slots: the slots of our own runtime's table; None: those of the schedule's closed form
+    enough: bytes; where other parts are more, no layer is traced for what it saves
     """
     layout, settings, shared, cast = step.layout, step.settings, None, 0
-    pools: dict[str, float] = {}
     if settings.ours:
         slots = slots or estimated_slots(step)
         shared = bool(slots and slots.shares_vocabulary)
         # Weights of another type than the products' are cast before the loops, once.
         cast = step.item * (step.item != settings.weight_bytes)
-        pools = _pools(step, slots) if slots else {}
-        activations = sum(pools.values()) if slots else _saved_by_layers(step)
-        working = _layer_working(step)
-        head = _head_working(step, loss_chunk, shared, working)
-        head = max(head, _dense_working(step))
-        working += transposed_pools(step, slots) if slots else 0.0
-    else:
-        activations, working = saved_by_others(step), working_of_others(step)
-        head = LOGIT_BYTES * min(step.tokens, loss_chunk) * step.model.vocab_size / layout.model
     layers = slots.stored_layers if slots else 0
     held = step.device.parameters(layers, shared)
     numbers = settings.format.number * (1 + settings.format.blocks)  # for F and B
@@ -147,11 +141,22 @@ def memory(
         # of its gradients. Where ops read 16 bits, the parameters' own memory is free for sums.
         values = FLOAT32 * step.device.numbers(MASTERS, layers, shared)
         scattered = layout.zero > 0 and step.shards > 1
-        unused = settings.weight_bytes * weights if cast else 0.0
+        unused = settings.weight_bytes * weights * bool(cast)
         parts["kept copy"] = max(values, state + (2 + scattered) * values - unused)
     if settings.inner_steps:
         outer = held.layers + held.ends / step.device.parts_of_ends(max(layout.zero, 1), shared)
         parts["outer"] = OUTER_BYTES * outer / step.shards
+    working = _layer_working(step) if settings.ours else working_of_others(step)
+    if sum(parts.values()) + working > enough:
+        return MemoryBreakdown(parts | {"working": working}, {})
+    if settings.ours:
+        pools = _pools(step, slots) if slots else {}
+        activations = sum(pools.values()) if slots else _saved_by_layers(step)
+        head = max(_head_working(step, loss_chunk, bool(shared), working), _dense_working(step))
+        working += transposed_pools(step, slots) if slots else 0.0
+    else:
+        activations, pools = saved_by_others(step), {}
+        head = LOGIT_BYTES * min(step.tokens, loss_chunk) * step.model.vocab_size / layout.model
     parts |= {"activations": activations, "working": working, "logits": max(0.0, head - working)}
     return MemoryBreakdown(parts, pools)
 
@@ -159,7 +164,7 @@ def memory(
 def _products_at_ends(step: StepModel) -> float:
     """Parameters before and after a device's layers that multiply in FP8."""
     model = step.model
-    return model.dense_layers * step.layer_parameters(dense=True) + model.mtp_depth * (
+    return model.dense_layers * step.layer_parameters(True) + model.mtp_depth * (
         step.layer_parameters() + 2 * model.width**2
     )
 
@@ -210,7 +215,7 @@ def least_recomputed(step: StepModel, loss_chunk: int, capacity: float) -> StepM
         layout = step.layout.with_remat(mode if every else f"{mode}:{layers}")
         return step.on(layout)
 
-    fits = lambda layers: memory(recomputing(layers), loss_chunk).bytes <= capacity
+    fits = lambda layers: memory(recomputing(layers), loss_chunk, enough=capacity).bytes <= capacity
     if not fits(most := max(units)):
         return None
     fewer = range(1 if mode != "none" else most, most)
@@ -381,6 +386,6 @@ def _dense_working(step: StepModel) -> float:
     if not layers or step.layout.stage == 1:
         return 0.0
     saved = layer_bytes(step, dense=True, remat="none")
-    parameters = step.layer_parameters(dense=True)
+    parameters = step.layer_parameters(True)
     of_one = saved.residual_b + saved.residual_w + step.item * sharded * parameters
     return layers * of_one + (step.item + FLOAT32 * sharded) * parameters

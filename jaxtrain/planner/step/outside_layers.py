@@ -41,6 +41,7 @@ class EndsTime(StepPart):
         memory = self.tokens * passes / self.hardware.streaming
         return TimeBreakdown({MATMULS: products, MEMORY: memory})
 
+    @once
     def head(self, layer: MeanLayer) -> TimeBreakdown:
         """Head, loss, embedding and multi-token prediction modules of one microbatch, forward and
         backward, on the devices of one stage. layer: the modules'"""
@@ -62,6 +63,7 @@ class EndsTime(StepPart):
         waits += self._overlapped_with(module, covered)
         return logits * (1 + modules) + module * modules + waits
 
+    @once
     def dense_layers(self, layer: MeanLayer) -> TimeBreakdown:
         """The layers before the first unit, of one microbatch: forward with the embedding, and
         once more with its gradient."""
@@ -70,7 +72,7 @@ class EndsTime(StepPart):
             return TimeBreakdown()
         ops = layer.ops(True)
         each = ops["F"] * 2 + ops["B"] + ops["W"]
-        sharded = self._sharded_at_end(self.layer_parameters(dense=True), 2, 1)
+        sharded = self._sharded_at_end(self.layer_parameters(True), 2, 1)
         # a layer's are beside the products of the one before or after, where there is one
         return each * layers + sharded + self._overlapped_with(each, sharded) * (layers - 1)
 

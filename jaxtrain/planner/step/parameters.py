@@ -195,7 +195,7 @@ class DeviceState(StepPart):
     def groups(self) -> ParameterGroups:
         """The parameters of the device by group."""
         model, layout, held, axes = self.model, self.layout, self.parameters(), self.axes_of_ends
-        dense = 0.0 if axes else model.dense_layers * self.layer_parameters(dense=True)
+        dense = 0.0 if axes else model.dense_layers * self.layer_parameters(True)
         data = (DATA,) if self.shards > 1 else ()
         scatter = data if layout.zero else ()
         replicas = () if self.settings.inner_steps else (REPLICA,)

@@ -4,46 +4,60 @@ for devices that need not be there (runtime/saved_bytes.py). jax is imported for
 from jaxtrain.config import PrecisionConfig, kernels
 from jaxtrain.config.saved_values import LayerBytes
 from jaxtrain.config.sizes import SELECTIVE
-from jaxtrain.planner.step.step_part import StepPart
+from jaxtrain.planner.step.step_part import StepPart, once
 
 SAVE_ALL = ("none", "full")  # modes of remat whose residuals are all that the backward reads
+
+
+class SavedBytes(StepPart):
+    """What layers save."""
+
+    reads = ("stage", "context", "expert", "model", "microbatch", "remat", "save", "expert_nodes")
+
+    @once
+    def of_layer(self, dense: bool, remat: str) -> LayerBytes:
+        """The bytes of one layer, as in `layer_bytes`."""
+        from jaxtrain.runtime.saved_bytes import saved_bytes
+
+        model, layout, settings = self.model, self.layout, self.settings
+        platform, sequences = self.hardware.platform, layout.microbatch
+        in_compute = PrecisionConfig(compute=settings.precision.compute)
+        traced = 1 if settings.by_sequence else sequences
+        # where a layer differs with the number of stages
+        several = layout.stage > 1 and (
+            (layout.context > 1 and settings.parallel.context == "ring")
+            or (layout.model > 1 and platform == kernels.TPU)
+        )
+        of_layout = layout.recomputation.mode
+        mode, dense = remat or of_layout, dense and model.dense_layers > 0
+        # a trace is cut in two ways: with everything saved, and in this mode
+        cut = next((m for m in (mode, of_layout) if m not in SAVE_ALL), SELECTIVE)
+        # devices of `expert` have a dense layer each
+        expert, nodes = (1, 1) if dense else (layout.expert, layout.expert_nodes)
+        everything, saved = saved_bytes(
+            model.of_one_layer,
+            # other frameworks have experts in formats that our own products do not take
+            settings.precision if settings.ours else in_compute,
+            cut,
+            layout.save if cut == of_layout else (),
+            (1, 1, 1 + several, layout.context, expert, layout.model),
+            (traced, model.sequence // layout.context),
+            platform,
+            dense=dense,
+            documents=settings.documents,
+            context=settings.parallel.context if layout.context > 1 else "all_gather",
+            expert_nodes=nodes,
+            beside_products="on" if self.multiplies_while_sending else "off",
+        )
+        return LayerBytes(
+            *(n * sequences // traced for n in (everything if mode in SAVE_ALL else saved))
+        )
 
 
 def layer_bytes(step: StepPart, dense: bool = False, remat: str = "") -> LayerBytes:
     """The bytes of one layer. dense: of the layers before those with experts; remat: the mode, the
     layout's if not given."""
-    from jaxtrain.runtime.saved_bytes import saved_bytes
-
-    model, layout, settings = step.model, step.layout, step.settings
-    platform, sequences = step.hardware.platform, layout.microbatch
-    # Other frameworks have experts in formats that our own products do not take.
-    in_compute = PrecisionConfig(compute=settings.precision.compute)
-    traced = 1 if settings.by_sequence else sequences
-    ring = layout.context > 1 and settings.parallel.context == "ring"
-    # where a layer differs with the number of stages
-    several = layout.stage > 1 and (ring or (layout.model > 1 and platform == kernels.TPU))
-    of_layout = layout.recomputation.mode
-    mode = remat or of_layout
-    # a trace is cut in two ways: with everything saved, and in this mode
-    cut = next((m for m in (mode, of_layout) if m not in SAVE_ALL), SELECTIVE)
-    # a dense layer is the same on all devices of `expert`, whose batch is cut
-    experts = not (dense and model.dense_layers)
-    everything, saved = saved_bytes(
-        model.of_one_layer,
-        settings.precision if settings.ours else in_compute,
-        cut,
-        layout.save if cut == of_layout else (),
-        (1, 1, 1 + several, layout.context, layout.expert if experts else 1, layout.model),
-        (traced, model.sequence // layout.context),
-        platform,
-        dense=not experts,
-        documents=settings.documents,
-        context=settings.parallel.context if layout.context > 1 else "all_gather",
-        expert_nodes=layout.expert_nodes if experts else 1,
-        beside_products="on" if step.multiplies_while_sending else "off",
-    )
-    of_mode = everything if mode in SAVE_ALL else saved
-    return LayerBytes(*(n * sequences // traced for n in of_mode))
+    return step.part(SavedBytes).of_layer(dense, remat)
 
 
 def bytes_on_host(step: StepPart, remat: str) -> tuple[float, float]:

@@ -41,9 +41,10 @@ def part(kind: type[Part]) -> functools.cached_property[Part]:
     return functools.cached_property(lambda step: step.part(kind))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class StepPart(StepSizes):
-    """A part of the step of a model with a layout on devices of one kind.
+    """A part of the step of a model with a layout on devices of one kind. It equals itself alone,
+    and so may be an argument of what is computed once.
 
     reads: the fields of the layout that the part depends on; it sees the defaults of the others
     """
@@ -109,6 +110,7 @@ class StepPart(StepSizes):
         """The fraction of the layers that the layout's recomputation concerns."""
         return self.layout.recomputed_fraction(self.model.layers)
 
+    @once
     def layer_parameters(self, dense: bool = False) -> float:
         """Parameters of one layer on a device."""
         return self.model.layer(dense).on_device(self.layout.model, self.layout.expert)
