@@ -689,6 +689,7 @@ def test_xla_flags_are_added_where_the_user_says_nothing():
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=3000",
         "--xla_cpu_collective_call_terminate_timeout_seconds=3000",
         "--xla_gpu_memory_limit_slop_factor=100",
+        "--xla_gpu_enable_command_buffer=-CUDNN",
     ]
     once = dict(environment)
     startup.set_xla_flags(environment)
