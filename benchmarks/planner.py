@@ -297,6 +297,7 @@ def rows() -> list[Row]:
     return [row for source in sources for row in source()]
 
 
+NOT_FITTED = "rows of 2025 and 2026 that nothing was fitted to"
 UNITS = {"tflops": "TFLOP/s", "seconds": "s", "tokens": "tokens/s"}
 
 
@@ -318,7 +319,13 @@ def groups() -> dict[str, list]:
     """All runs that are predicted."""
     recent = groups_of(of_2026(FOLDER / "rows_2026.csv"))
     here = of_2026(FOLDER / "measured_here.csv")
-    return {"figures of papers up to 2025": rows(), **recent, "steps measured here": here}
+    others = of_2026(FOLDER / "not_fitted_2026.csv")
+    return {
+        "figures of papers up to 2025": rows(),
+        **recent,
+        NOT_FITTED: others,
+        "steps measured here": here,
+    }
 
 
 def lines(runs: list[Row | rows_2026.PublishedRun], markdown: bool) -> Iterator[str]:
