@@ -116,6 +116,7 @@ class Layer:
             if product.read and makes_again(product.makes)
         )
 
+    @functools.lru_cache(2**10)  # noqa: B019 (a command has two layers)
     def on_device(self, model: int, expert: int) -> float:
         """Parameters on a device."""
         sizes = {MODEL: model, EXPERT: expert}
