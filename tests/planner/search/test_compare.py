@@ -93,7 +93,7 @@ def test_a_plan_that_does_not_fit(config):
     one = configs.replace(config, {"mesh.data": 1, "mesh.stage": 1, "mesh.model": 1})
     at_hand = plan_at_hand(one, "NVIDIA H100")
     assert not at_hand.prediction.fits and at_hand.lines()[0].endswith(
-        " GiB a device, and 75.2 are there"
+        " GiB a device, and 74.4 are there"
     )
     assert "it needs" not in plan_at_hand(config, "NVIDIA H200").lines()[0]
 
