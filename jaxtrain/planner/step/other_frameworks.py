@@ -234,12 +234,8 @@ def _activations_of_layer(step: StepPart, remat: str) -> float:
     model, layout, settings = step.model, step.layout, step.settings
     split = layout.model if settings.sequence_parallel else 1
     if not settings.fused_attention:
-        plain = "tensor" if layout.model > 1 else "none"
-        kinds = {"full": "full", "selective": "selective", "none": plain}
-        if settings.sequence_parallel:
-            kinds |= {"selective": "selective_sequence", "none": "sequence"}
         sizes = model.sequence, layout.microbatch, model.width, model.heads, layout.model
-        return activation_bytes(kinds[remat], *sizes)
+        return activation_bytes(remat, settings.sequence_parallel, *sizes)
     # Without recomputation the inputs of products are saved, too: what norms have made, the hidden
     # layer, and tokens as experts have received them.
     number = settings.format.number * (remat == "none")
@@ -253,23 +249,19 @@ def _activations_of_layer(step: StepPart, remat: str) -> float:
     return step.tokens * (width * model.width / split + inner / layout.model)
 
 
-def activation_bytes(kind: str, s: int, b: int, h: int, a: int, t: int = 1) -> float:
-    """Bytes that one layer saves of a microbatch for its backward, in 16 bits (Korthikanti 2022,
-    arXiv:2205.05198, table 2): h width, a heads, s sequence, b microbatch, t tensor parallel.
+def activation_bytes(
+    remat: str, sequence_parallel: bool, s: int, b: int, h: int, a: int, t: int
+) -> float:
+    """Bytes that one layer saves of a microbatch for its backward, in 16 bits, where scores pass
+    through memory (Korthikanti 2022, arXiv:2205.05198, table 2): h width, a heads, s sequence, b
+    microbatch, t tensor parallel.
 
-    kind: none, no parallelism; tensor; sequence, tensor and sequence parallelism; selective and
-    selective_sequence, where attention's core is recomputed; full, the layer's input alone.
+    remat: "selective" recomputes attention's core, with its scores; "full" saves the layer's input
     """
-    scores = 5 * a * s / h
-    factor = {
-        "none": 34 + scores,
-        "tensor": 10 + 24 / t + scores / t,
-        "sequence": 34 / t + scores / t,
-        "selective": 10 + 24 / t,
-        "selective_sequence": 34 / t,
-        "full": 2.0,
-    }[kind]
-    return s * b * h * factor
+    factor = 34 / t if sequence_parallel else 10 + 24 / t
+    if remat == "none":
+        factor += 5 * a * s / h / t
+    return s * b * h * (2.0 if remat == "full" else factor)
 
 
 def working_of_others(step: StepModel) -> float:
