@@ -8,7 +8,7 @@ waits. A framework has other settings and rates, and changes parts of a step.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from jaxtrain.config import OptimizerConfig, ParallelConfig
@@ -19,7 +19,7 @@ from jaxtrain.planner.layer.layout import Layout
 from jaxtrain.planner.layer.links import REPLICA, Collective
 from jaxtrain.planner.layer.settings import ITEM, Rates, StepSettings
 from jaxtrain.planner.step.layer_time import LayerTime, MeanLayer
-from jaxtrain.planner.step.outside_layers import EndsTime, UpdateTime
+from jaxtrain.planner.step.outside_layers import EndsTime
 from jaxtrain.planner.step.parameters import DeviceParameters, DeviceState, ParameterGroups
 from jaxtrain.planner.step.saved import layer_bytes
 from jaxtrain.planner.step.step_part import StepPart, once
@@ -140,28 +140,11 @@ class Ends(EndsTime):
         return [c.stage_sum(4)]
 
 
-class Update(UpdateTime):
-    """An update whose collectives may use one link of an island alone."""
-
-    settings: "Framework"
-
-    def _over_data(self, recomputed: float) -> float:
-        """Seconds of ZeRO's collectives over `data`: no R gathers."""
-        return super()._over_data(0.0)
-
-    def seconds_of_zero(self, collectives: Iterable[Collective]) -> float:
-        """Seconds of collectives of ZeRO in ops."""
-        one_link = self.settings.one_link if self.layout.zero == 3 else 0.0
-        return sum(self.links.seconds(collectives, one_link).values())
-
-
 @dataclasses.dataclass(frozen=True)
 class Framework(StepSettings):
     """Settings of another framework's step. It has no tables of slots; ZeRO cuts flat buffers
     anywhere; only the stages at both ends have tables of the vocabulary.
 
-    one_link:         fraction of one link's bandwidth that ZeRO-3's collectives reach where they
-                      leave an island; 0: they use all links of the island
     recomputes_core:  "selective" recomputes attention's core; otherwise all that is no product
     by_xla:           XLA compiles the step: full recomputation leaves out a layer's output, which
                       nothing reads, and ZeRO-3 scatters a matrix's gradient before the next one's
@@ -177,7 +160,6 @@ class Framework(StepSettings):
     sent_weight: float = 2.0
     rates: Rates = Rates(stage_overlap=False)
     parallel: ParallelConfig = ParallelConfig(collective_matmul="off")
-    one_link: float = 0.0
     recomputes_core: bool = False
     by_xla: bool = False
     recomputes_half: bool = False
@@ -186,7 +168,6 @@ class Framework(StepSettings):
         LayerTime: TheirLayer,
         DeviceState: Device,
         EndsTime: Ends,
-        UpdateTime: Update,
     }
 
     def shards(self, layout: Layout, width: int) -> int:

@@ -151,7 +151,8 @@ class UpdateTime(StepPart):
         once."""
         c, groups = self.collectives, self.device.groups
         gathers = c.gathers(groups[:2])
-        in_r = recomputed * (self.layout.stage > 1)
+        # R is part of B on one stage, and other frameworks keep for B what R has gathered
+        in_r = recomputed * (self.layout.stage > 1 and self.settings.ours)
         collectives = gathers * 2 + [g._replace(times=g.times * in_r) for g in gathers]
         collectives += c.reductions_in_op(groups[:2])
         if not groups.ends.as_zero3:  # else in the ops of embedding and head
@@ -166,8 +167,9 @@ class UpdateTime(StepPart):
         )
 
     def seconds_of_zero(self, collectives: Iterable[Collective]) -> float:
-        """Seconds over `data` of collectives of ZeRO in ops."""
-        return self.links.seconds(collectives).get(DATA, 0.0)
+        """Seconds of collectives of ZeRO in ops."""
+        one_link = self.settings.one_link * (self.layout.zero == 3)
+        return sum(self.links.seconds(collectives, one_link).values())
 
     @functools.cached_property
     def _around(self) -> tuple[dict[str, float], dict[str, float]]:
