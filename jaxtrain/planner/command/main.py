@@ -19,7 +19,7 @@ import math
 import os
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from jaxtrain import cli
 from jaxtrain import config as cfg
@@ -32,7 +32,7 @@ from jaxtrain.config.recipes import recipe_text
 from jaxtrain.pipeline.checks import default_corpus
 from jaxtrain.planner.command import picture
 from jaxtrain.planner.layer import hardware
-from jaxtrain.planner.layer.hardware import Hardware, HardwareError
+from jaxtrain.planner.layer.hardware import Hardware
 from jaxtrain.planner.layer.model import model_of
 from jaxtrain.planner.layer.settings import FORMATS
 from jaxtrain.planner.search import heterogeneous, layout_flag, search
@@ -155,7 +155,6 @@ FLAGS = (
 
 # Flags that stand for commands with flags of their own, which import jax.
 COMMANDS = {"--calibrate": "command.calibrate", "--compile": "programs.compile_check"}
-T = TypeVar("T")
 
 
 @cli.command
@@ -185,7 +184,7 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
     if flags.advise:
         _refuse_others(flags, ("config", "advise", "hardware"), "--advise")
         return Output(
-            advise(flags.advise, _read(hardware.load, flags.hardware) if flags.hardware else None)
+            advise(flags.advise, hardware.load(flags.hardware) if flags.hardware else None)
         )
     if flags.assume not in FRAMEWORKS:
         raise UsageError(
@@ -200,7 +199,7 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
             raise ConfigError(path, value, wrong.rule, fixes=[*wrong.fixes])
     if heterogeneous.is_groups(flags.hardware):
         return _planned_groups(flags, config, recipe)
-    kind = _read(hardware.load, flags.hardware or DEFAULT_HARDWARE)
+    kind = hardware.load(flags.hardware or DEFAULT_HARDWARE)
     space, tokens = _space(config, recipe, flags, kind), flags.tokens or None
     if flags.layout:
         config = _laid_out(space, flags.layout)
@@ -238,7 +237,7 @@ def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config
         ("config", "hardware", "devices", "layout", "assume", "tokens", "json", *FILES),
         "groups of devices",
     )
-    groups = _read(heterogeneous.parse, flags.hardware)
+    groups = heterogeneous.parse(flags.hardware)
     space = [_space(config, recipe, flags, group.hardware) for group in groups][0]
     count = sum(group.devices for group in groups)
     if flags.devices not in (0, count):
@@ -372,17 +371,6 @@ def _layout_of_groups(
             heterogeneous.plan(config, groups, space.assume)
             return LayoutError(rule, {"layout": text})
     return LayoutError(rule, {"hardware": text_of_groups.split(",")[0].rpartition(":")[0]})
-
-
-def _read(read: Callable[[str], T], text: str) -> T:
-    """The hardware or groups of --hardware. Raises UsageError."""
-    try:
-        return read(text)
-    except HardwareError as error:
-        raise UsageError(
-            f"--hardware={cfg.shown(text)} {error.rule}",
-            {"hardware": error.use} if error.use else {},
-        ) from None
 
 
 def _refuse_others(flags: types.SimpleNamespace, known: Sequence[str], what: str) -> None:
