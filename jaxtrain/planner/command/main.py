@@ -37,7 +37,6 @@ from jaxtrain.planner.layer.model import model_of
 from jaxtrain.planner.layer.settings import FORMATS
 from jaxtrain.planner.search import heterogeneous, layout_flag, search
 from jaxtrain.planner.search.explain import aligned, amount, explained, table
-from jaxtrain.planner.search.layout_flag import LayoutError
 from jaxtrain.planner.search.predict import exactly, predict, with_op_times
 from jaxtrain.planner.search.search import Space, best_plans, check_fits
 from jaxtrain.planner.search.what_if import advise
@@ -356,12 +355,12 @@ def _layout_of_groups(
     groups: Sequence[heterogeneous.Group],
     values: layout_flag.Values,
     text_of_groups: str,
-) -> LayoutError:
+) -> UsageError:
     """The error with the nearest layout over these groups that works, one that fits before others.
     If none works, it has the devices of the first group alone."""
     working = []
     for tried in itertools.islice(heterogeneous.layouts(space.config, groups, values), MOST_TRIED):
-        with contextlib.suppress(LayoutError, ConfigError):
+        with contextlib.suppress(UsageError, ConfigError):
             working.append((text := layout_flag.text_of(tried), _laid_out(space, text).resolve()))
     for text, config in sorted(
         working,
@@ -369,8 +368,8 @@ def _layout_of_groups(
     ):
         with contextlib.suppress(ConfigError, ValueError):
             heterogeneous.plan(config, groups, space.assume)
-            return LayoutError(rule, {"layout": text})
-    return LayoutError(rule, {"hardware": text_of_groups.split(",")[0].rpartition(":")[0]})
+            return UsageError(rule, {"layout": text})
+    return UsageError(rule, {"hardware": text_of_groups.split(",")[0].rpartition(":")[0]})
 
 
 def _refuse_others(flags: types.SimpleNamespace, known: Sequence[str], what: str) -> None:
@@ -406,12 +405,12 @@ def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, kind: H
 
 
 def _laid_out(space: Space, text: str) -> Config:
-    """The config with the layout of --layout, not resolved. Raises LayoutError or ConfigError."""
+    """The config with the layout of --layout, not resolved. Raises UsageError or ConfigError."""
     values = layout_flag.read(text)
     count = layout_flag.devices(values)
     if space.devices and space.devices != count:
         data, rest = divmod(space.devices, count // values.get("data", 1))
-        raise LayoutError(
+        raise UsageError(
             f"--devices={space.devices} and --layout, which is for {count}, are not the same "
             "number",
             {"devices": count},
