@@ -225,7 +225,7 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
         ),
     }
     compared = [*map(str.rstrip, aligned(cells)), ""] if len(plans) > 1 else []
-    devices, text = f"{best.devices:,} × {kind.name}", lambda: [*compared, *lines()]
+    devices, text = f"{best.work.layout.devices:,} × {kind.name}", lambda: [*compared, *lines()]
     return _output(flags, config, recipe, kind, devices, caution, best.figures(), text, pictures)
 
 

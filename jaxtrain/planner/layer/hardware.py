@@ -175,11 +175,6 @@ class Hardware:
         """Operations a second. Raises KeyError for a type whose peak is not known."""
         return 1e12 * self.peak_tflops[dtype]
 
-    def utilization(self, flops_per_s: float, dtype: str) -> float | None:
-        """The part of a device's peak that so many operations a second are (MFU, for those of the
-        model); None where the peak is not known."""
-        return flops_per_s / self.peak(dtype) if dtype in self.peak_tflops else None
-
     @property
     def platform(self) -> str:
         """The platform by jax's name: tpu, cpu or gpu."""

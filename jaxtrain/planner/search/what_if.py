@@ -71,7 +71,7 @@ def single_changes(prediction: Prediction) -> list[Change]:
             config = chosen
     exact, layout, changes = prediction.seconds / work.step().seconds, layout_flag.of(config), []
     environment = Environment(
-        prediction.devices, work.hardware.platform, config, is_ours=work.settings.ours
+        work.layout.devices, work.hardware.platform, config, is_ours=work.settings.ours
     )
     candidates = _candidates(config.mesh, config.pipeline, config.parallel.zero)
     for settings in (*candidates, *_nodes_of_experts(work)):

@@ -79,7 +79,6 @@ OF_OURS = (
     "pipeline.times",
     "pipeline.memory",
 )
-DIGITS = 4  # significant digits of an op time
 
 
 def step_model_of(config: Config, hardware: Hardware, assume: str = OURS) -> StepModel:
@@ -98,7 +97,7 @@ def step_model_of(config: Config, hardware: Hardware, assume: str = OURS) -> Ste
 def milliseconds(times: Iterable[float]) -> tuple[float, ...]:
     """Seconds as milliseconds, rounded to four significant digits, in the form of
     `pipeline.times`."""
-    return tuple(float(f"{1e3 * seconds:.{DIGITS}g}") for seconds in times)
+    return tuple(float(f"{1e3 * seconds:.4g}") for seconds in times)
 
 
 def hardware_at_hand(name: str, device_kind: str) -> Hardware | None:
