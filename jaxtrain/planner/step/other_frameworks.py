@@ -66,18 +66,18 @@ class TheirLayer(LayerTime):
 
     def made_again(self, dense: bool) -> dict[str, float]:
         """Seconds by part of what selective recomputation makes again."""
-        if self.settings.recomputes_half:
+        if self.settings.recomputes == "half":
             part = lambda p: 1.0 if self.settings.fp8 or p.of.experts else 0.5
             again = sum(p.forward * part(p) for p in self.work.products(dense) if p.of.read)
             return {MATMULS: again, MEMORY: self.work.passes(dense)}
-        if not self.settings.recomputes_core or self.layout.save:
+        if self.settings.recomputes != "core" or self.layout.save:
             return super().made_again(dense)
         attention, _, scores = self.work.attention
         return {ATTENTION: attention, MEMORY: scores}
 
     def flops_made_again(self, attention: float) -> float:
         """Operations of a sequence that selective recomputation makes again."""
-        core = self.settings.recomputes_core and not self.layout.save
+        core = self.settings.recomputes == "core" and not self.layout.save
         return attention if core else super().flops_made_again(attention)
 
     def on_host(self) -> tuple[float, float]:
@@ -145,12 +145,12 @@ class Framework(StepSettings):
     """Settings of another framework's step. It has no tables of slots; ZeRO cuts flat buffers
     anywhere; only the stages at both ends have tables of the vocabulary.
 
-    recomputes_core:  "selective" recomputes attention's core; otherwise all that is no product
+    recomputes:       what "selective" recomputes: "core", attention's core; "half", every other
+                      aten.mm, and all products in FP8 or of groups of tokens; "" all that is no
+                      product
     by_xla:           XLA compiles the step: full recomputation leaves out a layer's output, which
                       nothing reads, and ZeRO-3 scatters a matrix's gradient before the next one's
                       is made; otherwise those of a layer together, while the next is gathered
-    recomputes_half:  "selective" saves attention and every other aten.mm, and recomputes the other
-                      products: all of those in FP8 or of groups of tokens
     """
 
     causal_rates: bool = False
@@ -160,9 +160,8 @@ class Framework(StepSettings):
     sent_weight: float = 2.0
     rates: Rates = Rates(stage_overlap=False)
     parallel: ParallelConfig = ParallelConfig(collective_matmul="off")
-    recomputes_core: bool = False
+    recomputes: str = ""
     by_xla: bool = False
-    recomputes_half: bool = False
     ours: ClassVar[bool] = False
     changed: ClassVar[Mapping[type, type]] = {
         LayerTime: TheirLayer,
@@ -274,7 +273,7 @@ _MEGATRON_2021 = Framework(
     # bits
     attention_passes=6.5,
     sequence_parallel=False,
-    recomputes_core=True,
+    recomputes="core",
     # two norms (2 each), two residuals with dropout and bias (5 each)
     rates=Rates(passes=14.0, inner_passes=3.0, logit_passes=8.0, stage_overlap=False),
     sent_gradient=2.0,
@@ -287,7 +286,7 @@ _TORCHTITAN = Framework(
     weight_bytes=4.0,
     master_bytes=0.0,
     fp8_forms=2,  # products of weights' gradients read transposed operands
-    recomputes_half=True,
+    recomputes="half",
     rates=Rates(
         passes=14.0, inner_passes=3.0, logit_passes=8.0, data_overlap=0.9, stage_overlap=False
     ),
@@ -297,7 +296,7 @@ _MEGATRON_CORE = Framework(
     "sequence parallelism, fused attention, distributed optimizer; tensor's and data's collectives "
     "overlap with products in part, those of routed tokens between nodes; experts' operands are "
     "rounded one by one",
-    recomputes_core=True,
+    recomputes="core",
     sends_once=True,
     # 0.37 of the messages' time had products beside it on 16 H100 (Megatron-Bridge's notes, 2026).
     # Layers of Qwen3 take 4.7 ms with a capacity, 12.6 and 13.3 in MXFP8 and 32 in FP8 without one.
