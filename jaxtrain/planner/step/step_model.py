@@ -181,7 +181,9 @@ def settings_of(config: Config, hardware: Hardware, assume: str = OURS) -> StepS
     if chosen == kernels.SPLASH:
         splash = kernels.backward_of_splash(case, config.model.attention_backward)
         backward = splash.products / 2
-    plain = settings.fused_attention and _scores_pass_through_memory(case, wanted, assume)
+    # on a CPU fused kernels stand for plain XLA: a file of `--calibrate` has measured that
+    plain = wanted == kernels.XLA or (chosen == kernels.XLA and hardware.platform != kernels.CPU)
+    plain = plain and settings.fused_attention
     return dataclasses.replace(
         settings,
         precision=config.precision,
@@ -214,17 +216,6 @@ def settings_of_run(config: Config) -> StepSettings:
         inner_steps=config.train.diloco_inner_steps,
         documents=not config.data.attend_across_documents,
     )
-
-
-def _scores_pass_through_memory(case: kernels.AttentionCase, wanted: str, assume: str) -> bool:
-    """True if attention has no fused kernel: plain XLA is asked for, or, in our own framework, no
-    other kernel takes the case. wanted: model.attention_kernel"""
-    if wanted != "auto" or assume != OURS:
-        return wanted == kernels.XLA
-    # a file of `--calibrate`: plain XLA is what it has measured
-    if case.device.platform == kernels.CPU:
-        return False
-    return kernels.attention_kernel(case).kernel == kernels.XLA
 
 
 def unfollowed(config: Config, settings: StepSettings) -> list[str]:
