@@ -14,12 +14,11 @@ from typing import Any, ClassVar
 from jaxtrain.config import OptimizerConfig, ParallelConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.config.sizes import SELECTIVE, SHARD_AXES
-from jaxtrain.planner.layer.collectives import Parameters, StepCollectives
+from jaxtrain.planner.layer.collectives import Parameters
 from jaxtrain.planner.layer.layout import Layout
-from jaxtrain.planner.layer.links import REPLICA, Collective
+from jaxtrain.planner.layer.links import REPLICA
 from jaxtrain.planner.layer.settings import ITEM, Rates, StepSettings
-from jaxtrain.planner.step.layer_time import LayerTime, MeanLayer
-from jaxtrain.planner.step.outside_layers import EndsTime
+from jaxtrain.planner.step.layer_time import LayerTime
 from jaxtrain.planner.step.parameters import DeviceParameters, DeviceState, ParameterGroups
 from jaxtrain.planner.step.saved import layer_bytes
 from jaxtrain.planner.step.step_part import StepPart, once
@@ -127,19 +126,6 @@ class Device(DeviceState):
         return ParameterGroups(*groups, Parameters(0), Parameters(0))
 
 
-class Ends(EndsTime):
-    """Ends of a step whose dense layers are among the others."""
-
-    def dense_layers(self, layer: MeanLayer) -> TimeBreakdown:
-        """The dense layers of one microbatch."""
-        each = sum(layer.mean(True).values(), TimeBreakdown())
-        return each * self.model.dense_layers if self.model.dense_layers else TimeBreakdown()
-
-    def collectives_of_ends(self, c: StepCollectives) -> list[Collective]:
-        """The collectives of a microbatch's embedding, head and loss."""
-        return [c.stage_sum(4)]
-
-
 @dataclasses.dataclass(frozen=True)
 class Framework(StepSettings):
     """Settings of another framework's step. It has no tables of slots; ZeRO cuts flat buffers
@@ -166,7 +152,6 @@ class Framework(StepSettings):
     changed: ClassVar[Mapping[type, type]] = {
         LayerTime: TheirLayer,
         DeviceState: Device,
-        EndsTime: Ends,
     }
 
     def shards(self, layout: Layout, width: int) -> int:

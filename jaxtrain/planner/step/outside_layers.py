@@ -64,10 +64,12 @@ class EndsTime(StepPart):
 
     def dense_layers(self, layer: MeanLayer) -> TimeBreakdown:
         """The layers before the first unit, of one microbatch: forward with the embedding, and
-        once more with its gradient."""
+        once more with its gradient. Other frameworks have them among all layers."""
         layers = self.model.dense_layers
         if not layers:
             return TimeBreakdown()
+        if not self.settings.ours:
+            return sum(layer.mean(True).values(), TimeBreakdown()) * layers
         ops = layer.ops(True)
         each = ops["F"] * 2 + ops["B"] + ops["W"]
         sharded = self._sharded_at_end(self.layer_parameters(dense=True), 2, 1)
@@ -108,8 +110,11 @@ class EndsTime(StepPart):
         return self.links.seconds(self.collectives_of_ends(c))
 
     def collectives_of_ends(self, c: StepCollectives) -> list[Collective]:
-        """The collectives of a microbatch's embedding, head and loss, of those of a step."""
+        """The collectives of a microbatch's embedding, head and loss, of those of a step; of other
+        frameworks without those of the table."""
         collectives, one_stage = [c.stage_sum(4)], self.layout.stage == 1
+        if not self.settings.ours:
+            return collectives
         collectives += c.loss() * (1 + self.model.mtp_depth)
         if c.shares_vocabulary or one_stage:
             table = self.device.groups.table

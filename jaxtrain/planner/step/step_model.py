@@ -181,9 +181,8 @@ def settings_of(config: Config, hardware: Hardware, assume: str = OURS) -> StepS
     if chosen == kernels.SPLASH:
         splash = kernels.backward_of_splash(case, config.model.attention_backward)
         backward = splash.products / 2
-    # on a CPU fused kernels stand for plain XLA: a file of `--calibrate` has measured that
+    # not on CPUs: what a file of `--calibrate` has for attention was measured in plain XLA
     plain = wanted == kernels.XLA or (chosen == kernels.XLA and hardware.platform != kernels.CPU)
-    plain = plain and settings.fused_attention
     return dataclasses.replace(
         settings,
         precision=config.precision,
