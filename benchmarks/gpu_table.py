@@ -62,11 +62,9 @@ def side(
     seconds, initial = statistics.median(steps), rounds[0]
     speed = about["batch_size"] * about["sequence_length"] / seconds
     kind = hardware.of_device(device)
-    used = (
-        None
-        if flops_per_token is None or kind is None
-        else kind.utilization(speed * flops_per_token, about["compute"])
-    )
+    used = None
+    if flops_per_token is not None and kind and about["compute"] in kind.peak_tflops:
+        used = speed * flops_per_token / kind.peak(about["compute"])
     start = initial["first_s"] + initial.get("trace_s", 0.0) + initial.get("compile_s", 0.0)
     return Side(
         seconds,

@@ -20,7 +20,7 @@ from jaxtrain.config.errors import ConfigError, UsageError
 from jaxtrain.config.flags import apply
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.planner.layer import hardware
-from jaxtrain.planner.layer.hardware import Hardware, HardwareError
+from jaxtrain.planner.layer.hardware import Hardware
 from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.search.predict import Prediction, predict
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
@@ -59,7 +59,7 @@ class PublishedRun:
             return self.values["remarks"]
         try:
             self.plan  # noqa: B018 (an error says what is refused)
-        except (ConfigError, UsageError, HardwareError) as error:
+        except (ConfigError, UsageError) as error:
             return str(error)
         return ""
 

@@ -93,7 +93,7 @@ def _hardware_is_known(train: TrainConfig, precision: PrecisionConfig) -> Iterat
         peaks = load(train.hardware).peak_tflops
     except HardwareError as error:
         yield Violation(
-            path, error.rule, values_for(path, filter(None, [error.use])) or [{path: ""}]
+            path, error.problem, values_for(path, filter(None, [error.use])) or [{path: ""}]
         )
         return
     if compute not in peaks:

@@ -20,7 +20,7 @@ import math
 import os
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from jaxtrain import cli
 from jaxtrain import config as cfg
@@ -33,12 +33,11 @@ from jaxtrain.config.recipes import recipe_text
 from jaxtrain.pipeline.checks import default_corpus
 from jaxtrain.planner.command import picture
 from jaxtrain.planner.layer import hardware
-from jaxtrain.planner.layer.hardware import Hardware, HardwareError
+from jaxtrain.planner.layer.hardware import Hardware
 from jaxtrain.planner.layer.model import model_of
 from jaxtrain.planner.layer.settings import FORMATS
 from jaxtrain.planner.search import heterogeneous, layout_flag, search
 from jaxtrain.planner.search.explain import aligned, amount, explained, table
-from jaxtrain.planner.search.layout_flag import LayoutError
 from jaxtrain.planner.search.predict import exactly, predict, with_op_times
 from jaxtrain.planner.search.search import Space, best_plans, check_fits
 from jaxtrain.planner.search.what_if import advise
@@ -156,7 +155,6 @@ FLAGS = (
 
 # Flags that stand for commands with flags of their own, which import jax.
 COMMANDS = {"--calibrate": "command.calibrate", "--compile": "programs.compile_check"}
-T = TypeVar("T")
 
 
 @cli.command
@@ -188,7 +186,7 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
     if flags.advise:
         _refuse_others(flags, ("config", "advise", "hardware"), "--advise")
         return Output(
-            advise(flags.advise, _read(hardware.load, flags.hardware) if flags.hardware else None)
+            advise(flags.advise, hardware.load(flags.hardware) if flags.hardware else None)
         )
     if flags.assume not in FRAMEWORKS:
         raise UsageError(
@@ -203,7 +201,7 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
             raise ConfigError(path, value, wrong.rule, fixes=[*wrong.fixes])
     if heterogeneous.is_groups(flags.hardware):
         return _planned_groups(flags, config, recipe)
-    kind = _read(hardware.load, flags.hardware or DEFAULT_HARDWARE)
+    kind = hardware.load(flags.hardware or DEFAULT_HARDWARE)
     space, tokens = _space(config, recipe, flags, kind), flags.tokens or None
     if flags.layout:
         config = _laid_out(space, flags.layout)
@@ -230,7 +228,7 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
         ),
     }
     compared = [*map(str.rstrip, aligned(cells)), ""] if len(plans) > 1 else []
-    devices, text = f"{best.devices:,} × {kind.name}", lambda: [*compared, *lines()]
+    devices, text = f"{best.work.layout.devices:,} × {kind.name}", lambda: [*compared, *lines()]
     return _output(flags, config, recipe, kind, devices, caution, best.figures(), text, pictures)
 
 
@@ -241,7 +239,7 @@ def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config
         ("config", "hardware", "devices", "layout", "assume", "tokens", "json", *FILES),
         "groups of devices",
     )
-    groups = _read(heterogeneous.parse, flags.hardware)
+    groups = heterogeneous.parse(flags.hardware)
     space = [_space(config, recipe, flags, group.hardware) for group in groups][0]
     count = sum(group.devices for group in groups)
     if flags.devices not in (0, count):
@@ -360,12 +358,12 @@ def _layout_of_groups(
     groups: Sequence[heterogeneous.Group],
     values: layout_flag.Values,
     text_of_groups: str,
-) -> LayoutError:
+) -> UsageError:
     """The error with the nearest layout over these groups that works, one that fits before others.
     If none works, it has the devices of the first group alone."""
     working = []
     for tried in itertools.islice(heterogeneous.layouts(space.config, groups, values), MOST_TRIED):
-        with contextlib.suppress(LayoutError, ConfigError):
+        with contextlib.suppress(UsageError, ConfigError):
             working.append((text := layout_flag.text_of(tried), _laid_out(space, text).resolve()))
     for text, config in sorted(
         working,
@@ -373,19 +371,8 @@ def _layout_of_groups(
     ):
         with contextlib.suppress(ConfigError, ValueError):
             heterogeneous.plan(config, groups, space.assume)
-            return LayoutError(rule, {"layout": text})
-    return LayoutError(rule, {"hardware": text_of_groups.split(",")[0].rpartition(":")[0]})
-
-
-def _read(read: Callable[[str], T], text: str) -> T:
-    """The hardware or groups of --hardware. Raises UsageError."""
-    try:
-        return read(text)
-    except HardwareError as error:
-        raise UsageError(
-            f"--hardware={cfg.shown(text)} {error.rule}",
-            {"hardware": error.use} if error.use else {},
-        ) from None
+            return UsageError(rule, {"layout": text})
+    return UsageError(rule, {"hardware": text_of_groups.split(",")[0].rpartition(":")[0]})
 
 
 def _refuse_others(flags: types.SimpleNamespace, known: Sequence[str], what: str) -> None:
@@ -421,12 +408,12 @@ def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, kind: H
 
 
 def _laid_out(space: Space, text: str) -> Config:
-    """The config with the layout of --layout, not resolved. Raises LayoutError or ConfigError."""
+    """The config with the layout of --layout, not resolved. Raises UsageError or ConfigError."""
     values = layout_flag.read(text)
     count = layout_flag.devices(values)
     if space.devices and space.devices != count:
         data, rest = divmod(space.devices, count // values.get("data", 1))
-        raise LayoutError(
+        raise UsageError(
             f"--devices={space.devices} and --layout, which is for {count}, are not the same "
             "number",
             {"devices": count},

@@ -45,6 +45,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxtrain.config import kernels
+from jaxtrain.config.errors import UsageError, shown
 from jaxtrain.config.sizes import gpu_memory
 
 T = TypeVar("T")
@@ -86,15 +87,15 @@ FIGURES: Mapping[str, tuple[float, float, float]] = {
 }
 
 
-class HardwareError(Exception):
+class HardwareError(UsageError):
     """A kind of device that is not known, or a file that does not describe one, in one line.
 
-    rule: what is wrong, to be read after the name; use: a name that may be meant, "" if none is
+    problem: what is wrong, to be read after the name; use: a name that may be meant, "" if none is
     """
 
-    def __init__(self, name: str, rule: str, use: str = ""):
-        self.rule, self.use = rule, use
-        super().__init__(f"--hardware={name!r} {rule}" + (f": use --hardware={use}" if use else ""))
+    def __init__(self, name: str, problem: str, use: str = ""):
+        self.problem, self.use = problem, use
+        super().__init__(f"--hardware={shown(name)} {problem}", {"hardware": use} if use else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,11 +175,6 @@ class Hardware:
         """Operations a second. Raises KeyError for a type whose peak is not known."""
         return 1e12 * self.peak_tflops[dtype]
 
-    def utilization(self, flops_per_s: float, dtype: str) -> float | None:
-        """The part of a device's peak that so many operations a second are (MFU, for those of the
-        model); None where the peak is not known."""
-        return flops_per_s / self.peak(dtype) if dtype in self.peak_tflops else None
-
     @property
     def platform(self) -> str:
         """The platform by jax's name: tpu, cpu or gpu."""
@@ -229,10 +225,10 @@ def load(name: str) -> Hardware:
                 name, f"is not known ({', '.join(known())}, or a JSON file)", _nearest(name)
             )
         path = FOLDER / f"{name}.json"
+    # a pipe would be waited for, a device has no end
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise HardwareError(name, "is not a regular file")
     try:
-        # a pipe would be waited for, a device has no end
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise HardwareError(name, "is not a regular file")
         with path.open("rb") as file:  # it has some 2,000 bytes
             return from_json(_completed(json.loads(file.read(10**6))))
     except OSError as error:

@@ -158,7 +158,6 @@ class Links:
 def _sharing(tier: Tier, span: int) -> int:
     """The least number of `span` consecutive devices that share an island, over all starting
     positions. A job may take a power of two of an island with another number: 64 of 72."""
-    if not tier.devices:
-        return span
-    power = 2 ** int(math.log2(tier.devices))
+    power = 1 << max(0, tier.devices.bit_length() - 1)
+    # 0 devices stand for any number: all of them share it, and gcd(span, 0) is span
     return max(math.gcd(span, tier.devices), math.gcd(span, power))

@@ -141,6 +141,8 @@ class StepSettings:
                       nothing reads
     by_sequence:      what layers save of a microbatch is taken to be that of one sequence times
                       their number, for searches, which have many sizes of microbatches (saved.py)
+    one_link:         fraction of one link's bandwidth that ZeRO-3's collectives reach where they
+                      leave an island; 0: they use all links of the island
     fp8_forms:        copies of an activation in FP8: 2 where products that contract another
                       dimension need it transposed
     ours:             our own runtime runs the step, which has tables and slots. In a layer W
@@ -175,6 +177,7 @@ class StepSettings:
     documents: bool = False
     by_xla: bool = True
     by_sequence: bool = False
+    one_link: float = 0.0
     fp8_forms: int = 1
     rates: Rates = Rates()
     ours: ClassVar[bool] = True

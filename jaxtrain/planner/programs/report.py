@@ -7,7 +7,7 @@ is read and nothing is written. Its result is lines of text, or one JSON object 
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -121,18 +121,15 @@ def dry_run(
         lines = describe(
             config, step, compiled, clock.spent(Part.TRACING), clock.spent(Part.COMPILING)
         )
-    counts, device = (
-        step_counts(config, jax.default_backend() == "cpu"),
-        mesh.devices.flat[0].device_kind,
-    )
-    planned = plan_at_hand(config, device)
-    if jax.default_backend() == "cpu":
+    on_cpu, device = jax.default_backend() == "cpu", mesh.devices.flat[0].device_kind
+    counts, planned = step_counts(config, on_cpu), plan_at_hand(config, device)
+    if on_cpu:
         believed = "python -m jaxtrain.plan"
         if plan := planned.prediction:
             believed = f"the plan: {plan.memory.bytes / GIB:.1f} GiB on {plan.work.hardware.name}"
         lines.append(f"  {CPUS_COMPILER} {believed}")
     stage = counts.busiest_stage()
-    entries = counts.volume(stage)
+    entries, state = counts.volume(stage), step.state_memory(config.parallel.reduce == "microbatch")
     record = {
         "mesh": dict(mesh.shape) | {"devices": mesh.size, "device": device},
         "stage": stage,
@@ -141,24 +138,19 @@ def dry_run(
         "planned": planned.as_dict(),
         "memory": {
             "compiled": compiled_memory(compiled),
-            "state": step.state_memory(config.parallel.reduce == "microbatch"),
+            "state": state,
         },
         "seconds": start_record(clock),
     }
-    return [*lines, *_described(record, entries)], record
-
-
-def _described(record: Mapping[str, Any], entries: list[Entry]) -> list[str]:
-    """Lines of text about a dry run's memory by kind, and its collectives."""
-    kinds = ", ".join(f"{kind} {n / MIB:,.1f}" for kind, n in record["memory"]["state"].items())
-    several = record["mesh"]["stage"] > 1
-    whose = f" of stage {record['stage']}, which sends most" * several
+    kinds = ", ".join(f"{kind} {n / MIB:,.1f}" for kind, n in state.items())
+    whose = f" of stage {stage}, which sends most" * (config.mesh.stage > 1)
     return [
+        *lines,
         f"memory per device by kind, MiB: {kinds}",
         "",
         f"collectives of a device in a step{whose}:",
         *_table(entries),
-    ]
+    ], record
 
 
 def _as_dicts(entries: list[Entry]) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from jaxtrain.planner.search.explain import amount, run_lines
 from jaxtrain.planner.search.predict import PlannedTable, step_figures
 from jaxtrain.planner.search.validation import expected
 from jaxtrain.planner.step.memory import memory
-from jaxtrain.planner.step.step_model import OURS, step_model_of, unfollowed
+from jaxtrain.planner.step.step_model import OURS, step_model_of
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.planner.step.time_breakdown import MATMULS, TimeBreakdown
 from jaxtrain.schedule.orders import ONE_CHUNK, SCHEDULES
@@ -109,15 +109,10 @@ class HeterogeneousPlan:
         hardware = dataclasses.replace(self.work.hardware, peak_tflops=mean)
         work = dataclasses.replace(self.work, hardware=hardware)
         bubble, held = self.bubble_s / self.seconds, max(self.memory)
-        figures = step_figures(work, self.seconds, bubble, held, self.fits, tokens)
-        return figures | {
-            "layout": layout_flag.of(self.config),
-            # the plan has its own table, whichever framework trains
-            "notes": unfollowed(
-                configs.replace(self.config, dict.fromkeys(OF_TABLE, ())), work.settings
-            ),
-            "layers": self.layers,
-        }
+        # the plan has its own table, whichever framework trains
+        config = configs.replace(self.config, dict.fromkeys(OF_TABLE, ()))
+        figures = step_figures(config, work, self.seconds, bubble, held, self.fits, tokens)
+        return figures | {"layers": self.layers}
 
 
 def is_groups(text: str) -> bool:

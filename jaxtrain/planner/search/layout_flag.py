@@ -62,12 +62,8 @@ MOST_TRIED = 16  # layouts near one whose batch does not divide
 Values = dict[str, Any]  # by key
 
 
-class LayoutError(UsageError):
-    """A layout that cannot work; the text is one line and ends with the flags of one that can."""
-
-
 def read(text: str) -> Values:
-    """The values that `--layout` names, by key. Raises LayoutError for any other text."""
+    """The values that `--layout` names, by key. Raises UsageError for any other text."""
     values: Values = {}
     words = list(filter(None, (word.strip() for word in text.split(","))))
     for at, word in enumerate(words):
@@ -86,7 +82,7 @@ def read(text: str) -> Values:
             rule, instead = f"names {key} twice", []
         else:
             rule, instead = f"has no value for {key}", [text_of({key: _example(key)})]
-        raise LayoutError(
+        raise UsageError(
             f"--layout {rule}", {"layout": ",".join([*words[:at], *instead, *words[at + 1 :]])}
         )
     return values
@@ -143,7 +139,7 @@ def devices(values: Mapping[str, Any]) -> int:
 
 
 def apply(config: Config, values: Values) -> Config:
-    """The config with this layout. Raises LayoutError if the batch does not divide."""
+    """The config with this layout. Raises UsageError if the batch does not divide."""
     batch, microbatches = config.data.batch_size, config.pipeline.microbatches
     if isinstance(batch, int) and batch > 0:  # otherwise `check` refuses the config's batch
         microbatches = _microbatches(batch, microbatches, values)
@@ -174,7 +170,7 @@ def _microbatches(batch: int, count: int, values: Values) -> int:
     return count if count > 0 and not rest and each % values.get(MICROBATCH, count) == 0 else 0
 
 
-def _undivided(config: Config, values: Values) -> LayoutError:
+def _undivided(config: Config, values: Values) -> UsageError:
     """The error for a batch that does not divide, with the nearest layout with which it does."""
     batch, parts, count = config.data.batch_size, shards(values), config.pipeline.microbatches
     split = [f"{axis}={values[axis]}" for axis in BATCH_AXES if values.get(axis, 1) > 1]
@@ -194,9 +190,9 @@ def _undivided(config: Config, values: Values) -> LayoutError:
     tried = list(itertools.islice(_dividing(batch, count, values), MOST_TRIED))
     working = [layout for layout in tried if _keeps_rules(config, layout)] or tried
     if working:
-        return LayoutError(f"--layout{rule}", {"layout": text_of(working[0])})
+        return UsageError(f"--layout{rule}", {"layout": text_of(working[0])})
     multiple = parts * values.get(MICROBATCH, max(1, count))
-    return LayoutError(
+    return UsageError(
         f"--layout{rule}", {"config.data.batch_size": -(-batch // multiple) * multiple}
     )
 
@@ -224,7 +220,7 @@ def _keeps_rules(config: Config, values: Values, environment: Environment = UNKN
 
 
 def laid_out(config: Config, values: Values, environment: Environment) -> Config:
-    """The config with this layout. Raises LayoutError or ConfigError for the first rule of training
+    """The config with this layout. Raises UsageError or ConfigError for the first rule of training
     that it breaks, with the nearest settings that keep all rules: in --layout where it has them,
     with its microbatch if that works."""
     config = apply(config, values)
@@ -244,4 +240,4 @@ def laid_out(config: Config, values: Values, environment: Environment) -> Config
     if not _keeps_rules(cfg.replace(config, others), use, environment):
         use = named | {MICROBATCH: fixed[MICROBATCH]}
     flags = {"layout": text_of(use)} | {f"config.{path}": value for path, value in others.items()}
-    raise LayoutError(str(error).rpartition(": use ")[0], flags)
+    raise UsageError(str(error).rpartition(": use ")[0], flags)

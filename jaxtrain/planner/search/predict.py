@@ -82,10 +82,6 @@ class Prediction:
         return memory(self.work, self.config.model.loss_chunk, self.slots)
 
     @property
-    def devices(self) -> int:
-        return self.work.layout.devices
-
-    @property
     def seconds(self) -> float:
         return self.time.seconds
 
@@ -104,14 +100,14 @@ class Prediction:
 
     def figures(self) -> dict[str, Any]:
         """The object that --json prints."""
-        figures = step_figures(
-            self.work, self.seconds, self.bubble_fraction, self.memory.bytes, self.fits, self.tokens
+        memory = self.memory.bytes, self.fits
+        return step_figures(
+            self.config, self.work, self.seconds, self.bubble_fraction, *memory, self.tokens
         )
-        notes = unfollowed(self.config, self.work.settings)
-        return figures | {"layout": layout_flag.of(self.config), "notes": notes}
 
 
 def step_figures(
+    config: Config,
     work: StepModel,
     seconds: float,
     bubble_fraction: float,
@@ -119,7 +115,7 @@ def step_figures(
     fits: bool,
     tokens: float | None,
 ) -> dict[str, Any]:
-    """The figures that --json prints of a step that takes so many seconds.
+    """The figures that --json prints of a resolved config's step that takes so many seconds.
 
     Attention is counted as in the framework's published rates; ours counts it causally.
     held: bytes of the fullest device; tokens: of the run
@@ -157,6 +153,8 @@ def step_figures(
             ],
         },
         "note": "; ".join(map(str.strip, sure.lines())),
+        "layout": layout_flag.of(config),
+        "notes": unfollowed(config, work.settings),
     }
 
 

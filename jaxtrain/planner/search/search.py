@@ -27,6 +27,7 @@ from typing import Any
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, checks, shards_ends
 from jaxtrain.config.checks import Environment
+from jaxtrain.config.errors import UsageError
 from jaxtrain.config.rules import divisors, near
 from jaxtrain.config.saved_values import saved_with
 from jaxtrain.config.settings import MOST_MICROBATCHES
@@ -35,7 +36,6 @@ from jaxtrain.planner.layer.layout import Layout
 from jaxtrain.planner.layer.links import EXPERT, Links
 from jaxtrain.planner.layer.model import model_of
 from jaxtrain.planner.search import layout_flag
-from jaxtrain.planner.search.layout_flag import LayoutError
 from jaxtrain.planner.search.predict import Prediction, exactly, predict
 from jaxtrain.planner.step.memory import least_recomputed, memory
 from jaxtrain.planner.step.step_model import OURS, settings_of, step_model_of
@@ -87,7 +87,7 @@ def best_plans(space: Space, tokens: float | None) -> list[Prediction]:
 
     tokens: the tokens of the complete training, from which its days follow; None: not known
 
-    Raises LayoutError if no layout fits, with the nearest request that has a plan; ConfigError for
+    Raises UsageError if no layout fits, with the nearest request that has a plan; ConfigError for
     a config that breaks a rule with every layout.
     """
     check(space)
@@ -133,10 +133,10 @@ def check_fits(space: Space) -> None:
 
 def check(space: Space) -> None:
     """Raises ConfigError for a config that breaks a rule of training with every layout, and
-    LayoutError for a setting that belongs to one layout."""
+    UsageError for a setting that belongs to one layout."""
     for path in TABLE_SETTINGS:
         if (value := cfg.get(space.config, path)) != cfg.get(space.recipe, path):
-            raise LayoutError(
+            raise UsageError(
                 f"{cfg.flag_text(f'config.{path}', value)} is of one layout, which the planner is "
                 "to find",
                 {f"config.{path}": cfg.get(space.recipe, path)},
@@ -391,7 +391,7 @@ def _tables(work: StepModel) -> Iterator[Layout]:
 # --- where none fits ----------------------------------------------------------------------------
 
 
-def _none_fits(space: Space) -> LayoutError:
+def _none_fits(space: Space) -> UsageError:
     """The error for a search without a result, with the first request that works: another number of
     devices, a larger batch, other hardware, fewer layers, shorter sequences."""
     least = least_memory(space)
@@ -434,7 +434,7 @@ def _none_fits(space: Space) -> LayoutError:
             for n in _halves(space.config.data.sequence_length)
         ),
     ]
-    return LayoutError(
+    return UsageError(
         rule,
         next((flags for flags in requests if _fits(_with_flags(space, flags))), {"config": "tiny"}),
     )
@@ -478,7 +478,7 @@ def _with_flags(space: Space, flags: dict[str, Any]) -> Space:
 
 def _fits(space: Space) -> bool:
     """True if a layout fits, by closed forms, and keeps all rules."""
-    with contextlib.suppress(ConfigError, LayoutError):
+    with contextlib.suppress(ConfigError, UsageError):
         check(space)
         least = least_memory(space, space.hardware.memory)
         return least is not None and least[0] <= space.hardware.memory

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ConfigError, MeshConfig, PipelineConfig, checks, kernels
+from jaxtrain.config import Config, MeshConfig, PipelineConfig, checks, kernels
 from jaxtrain.config.checks import Environment
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.mesh_rules import AXES, filled
@@ -71,7 +71,7 @@ def single_changes(prediction: Prediction) -> list[Change]:
             config = chosen
     exact, layout, changes = prediction.seconds / work.step().seconds, layout_flag.of(config), []
     environment = Environment(
-        prediction.devices, work.hardware.platform, config, is_ours=work.settings.ours
+        work.layout.devices, work.hardware.platform, config, is_ours=work.settings.ours
     )
     candidates = _candidates(config.mesh, config.pipeline, config.parallel.zero)
     for settings in (*candidates, *_nodes_of_experts(work)):
@@ -215,41 +215,21 @@ REMEDIES: Mapping[str, str] = {
 }
 
 
-def _config(workdir: str | os.PathLike) -> Config:
-    """The config of a run's folder. Raises UsageError where it is missing or no run's, or where a
-    file of the run is none."""
-    folder, shown = pathlib.Path(workdir), cfg.shown(str(workdir))
-    # a pipe would be waited for, a device has no end
-    for name in (CONFIG_FILE, METRICS_FILE, GOODPUT_FILE, PLANNED):
-        if os.path.exists(folder / name) and not os.path.isfile(folder / name):
-            raise UsageError(
-                f"--advise={str(workdir)!r}: its {name} is not a regular file: name the "
-                "folder of a run"
-            )
+def _read(workdir: str | os.PathLike, name: str, read_file: Callable[[str | os.PathLike], T]) -> T:
+    """What one file of a run's folder says. Raises UsageError if it cannot be read or is not what a
+    run writes."""
+    path = pathlib.Path(workdir, name)
     try:
-        return cfg.from_dict(read_json(folder / CONFIG_FILE, folder=folder))
+        # a pipe would be waited for, a device has no end
+        if os.path.isfile(path) or not os.path.exists(path):
+            return read_file(workdir)
+        problem = "is not a regular file"
     except OSError as error:
-        raise UsageError(
-            f"--advise={shown} has no {CONFIG_FILE} ({error.strerror}): name the folder of a run"
-        ) from None
-    except (ValueError, ConfigError, TypeError, AttributeError, RecursionError) as error:
-        what = f"its {CONFIG_FILE} is no config ({' '.join(str(error).split())[:100]})"
-        raise UsageError(f"--advise={shown}: {what}: name the folder of a run") from None
-
-
-def _records(
-    workdir: str | os.PathLike, name: str, read_file: Callable[[str | os.PathLike], T]
-) -> T:
-    """The records of one file. Raises UsageError if it cannot be read or is not what a run
-    writes."""
-    try:
-        return read_file(workdir)
-    except OSError as error:
-        what = f"cannot be read ({error.strerror})"
-    except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RecursionError):
-        what = "is not what a run writes"
+        problem = f"cannot be read ({error.strerror})"
+    except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RecursionError) as e:
+        problem = f"is not what a run writes ({' '.join(str(e).split())[:100]})"
     raise UsageError(
-        f"--advise={cfg.shown(str(workdir))}: its {name} {what}: name the folder of a run"
+        f"--advise={cfg.shown(str(workdir))}: its {name} {problem}: name the folder of a run"
     )
 
 
@@ -262,7 +242,7 @@ def _from_records(workdir: str | os.PathLike) -> tuple[float, list[str]]:
     as lines of text. Raises UsageError for records that are missing or that no run writes."""
     records = [
         record
-        for record in _records(workdir, METRICS_FILE, read_metrics)
+        for record in _read(workdir, METRICS_FILE, read_metrics)
         if _is_seconds(record.get("step_time_s")) and record["step_time_s"]
     ]
     later = records[len(records) // 2 :] if len(records) > 2 else records[1:]
@@ -272,7 +252,7 @@ def _from_records(workdir: str | os.PathLike) -> tuple[float, list[str]]:
             "let it run for some steps more"
         )
     seconds = statistics.median(record["step_time_s"] for record in later)
-    goodput = _records(workdir, GOODPUT_FILE, lambda folder: Goodput(read_goodput(folder)))
+    goodput = _read(workdir, GOODPUT_FILE, lambda folder: Goodput(read_goodput(folder)))
     lines = [f"a step takes {seconds:.4g} s, the median of {len(later)} records of metrics.jsonl"]
     if goodput.starts:
         lines.append(goodput.summary())
@@ -286,18 +266,23 @@ def _from_records(workdir: str | os.PathLike) -> tuple[float, list[str]]:
     slowest, behind_s = (records[-1].get(name) for name in ("slowest_process", "slowest_behind_s"))
     if isinstance(slowest, int) and _is_seconds(behind_s):
         lines.append(f"process {slowest} is behind the others by {behind_s:.3g} s a step")
-    if record := compare.read(pathlib.Path(workdir)):
-        lines += [
-            f"after warm-up: {line}"
-            for line in _records(workdir, PLANNED, lambda folder: record.lines())
-        ]
+    planned = _read(
+        workdir,
+        PLANNED,
+        lambda folder: record.lines() if (record := compare.read(pathlib.Path(folder))) else [],
+    )
+    lines += [f"after warm-up: {line}" for line in planned]
     return seconds, lines
 
 
 def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list[str]:
     """Advice as lines of text, from the records alone if the run's hardware is None. Raises
     UsageError."""
-    config = _config(workdir)
+    config = _read(
+        workdir,
+        CONFIG_FILE,
+        lambda folder: cfg.from_dict(read_json(pathlib.Path(folder, CONFIG_FILE), folder=folder)),
+    )
     measured_s, lines = _from_records(workdir)
     if hardware is None:
         return [*lines, "with --hardware=NAME the planner says what else the step could be"]

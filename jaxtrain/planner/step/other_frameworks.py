@@ -8,18 +8,17 @@ waits. A framework has other settings and rates, and changes parts of a step.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from jaxtrain.config import OptimizerConfig, ParallelConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.config.sizes import SELECTIVE, SHARD_AXES
-from jaxtrain.planner.layer.collectives import Parameters, StepCollectives
+from jaxtrain.planner.layer.collectives import Parameters
 from jaxtrain.planner.layer.layout import Layout
-from jaxtrain.planner.layer.links import REPLICA, Collective
+from jaxtrain.planner.layer.links import REPLICA
 from jaxtrain.planner.layer.settings import ITEM, Rates, StepSettings
-from jaxtrain.planner.step.layer_time import LayerTime, MeanLayer
-from jaxtrain.planner.step.outside_layers import EndsTime, UpdateTime
+from jaxtrain.planner.step.layer_time import LayerTime
 from jaxtrain.planner.step.parameters import DeviceParameters, DeviceState, ParameterGroups
 from jaxtrain.planner.step.saved import layer_bytes
 from jaxtrain.planner.step.step_part import StepPart, once
@@ -66,18 +65,18 @@ class TheirLayer(LayerTime):
 
     def made_again(self, dense: bool) -> dict[str, float]:
         """Seconds by part of what selective recomputation makes again."""
-        if self.settings.recomputes_half:
+        if self.settings.recomputes == "half":
             part = lambda p: 1.0 if self.settings.fp8 or p.of.experts else 0.5
             again = sum(p.forward * part(p) for p in self.work.products(dense) if p.of.read)
             return {MATMULS: again, MEMORY: self.work.passes(dense)}
-        if not self.settings.recomputes_core or self.layout.save:
+        if self.settings.recomputes != "core" or self.layout.save:
             return super().made_again(dense)
         attention, _, scores = self.work.attention
         return {ATTENTION: attention, MEMORY: scores}
 
     def flops_made_again(self, attention: float) -> float:
         """Operations of a sequence that selective recomputation makes again."""
-        core = self.settings.recomputes_core and not self.layout.save
+        core = self.settings.recomputes == "core" and not self.layout.save
         return attention if core else super().flops_made_again(attention)
 
     def on_host(self) -> tuple[float, float]:
@@ -127,47 +126,17 @@ class Device(DeviceState):
         return ParameterGroups(*groups, Parameters(0), Parameters(0))
 
 
-class Ends(EndsTime):
-    """Ends of a step whose dense layers are among the others."""
-
-    def dense_layers(self, layer: MeanLayer) -> TimeBreakdown:
-        """The dense layers of one microbatch."""
-        each = sum(layer.mean(True).values(), TimeBreakdown())
-        return each * self.model.dense_layers if self.model.dense_layers else TimeBreakdown()
-
-    def collectives_of_ends(self, c: StepCollectives) -> list[Collective]:
-        """The collectives of a microbatch's embedding, head and loss."""
-        return [c.stage_sum(4)]
-
-
-class Update(UpdateTime):
-    """An update whose collectives may use one link of an island alone."""
-
-    settings: "Framework"
-
-    def _over_data(self, recomputed: float) -> float:
-        """Seconds of ZeRO's collectives over `data`: no R gathers."""
-        return super()._over_data(0.0)
-
-    def seconds_of_zero(self, collectives: Iterable[Collective]) -> float:
-        """Seconds of collectives of ZeRO in ops."""
-        one_link = self.settings.one_link if self.layout.zero == 3 else 0.0
-        return sum(self.links.seconds(collectives, one_link).values())
-
-
 @dataclasses.dataclass(frozen=True)
 class Framework(StepSettings):
     """Settings of another framework's step. It has no tables of slots; ZeRO cuts flat buffers
     anywhere; only the stages at both ends have tables of the vocabulary.
 
-    one_link:         fraction of one link's bandwidth that ZeRO-3's collectives reach where they
-                      leave an island; 0: they use all links of the island
-    recomputes_core:  "selective" recomputes attention's core; otherwise all that is no product
+    recomputes:       what "selective" recomputes: "core", attention's core; "half", every other
+                      aten.mm, and all products in FP8 or of groups of tokens; "" all that is no
+                      product
     by_xla:           XLA compiles the step: full recomputation leaves out a layer's output, which
                       nothing reads, and ZeRO-3 scatters a matrix's gradient before the next one's
                       is made; otherwise those of a layer together, while the next is gathered
-    recomputes_half:  "selective" saves attention and every other aten.mm, and recomputes the other
-                      products: all of those in FP8 or of groups of tokens
     """
 
     causal_rates: bool = False
@@ -177,16 +146,12 @@ class Framework(StepSettings):
     sent_weight: float = 2.0
     rates: Rates = Rates(stage_overlap=False)
     parallel: ParallelConfig = ParallelConfig(collective_matmul="off")
-    one_link: float = 0.0
-    recomputes_core: bool = False
+    recomputes: str = ""
     by_xla: bool = False
-    recomputes_half: bool = False
     ours: ClassVar[bool] = False
     changed: ClassVar[Mapping[type, type]] = {
         LayerTime: TheirLayer,
         DeviceState: Device,
-        EndsTime: Ends,
-        UpdateTime: Update,
     }
 
     def shards(self, layout: Layout, width: int) -> int:
@@ -234,12 +199,8 @@ def _activations_of_layer(step: StepPart, remat: str) -> float:
     model, layout, settings = step.model, step.layout, step.settings
     split = layout.model if settings.sequence_parallel else 1
     if not settings.fused_attention:
-        plain = "tensor" if layout.model > 1 else "none"
-        kinds = {"full": "full", "selective": "selective", "none": plain}
-        if settings.sequence_parallel:
-            kinds |= {"selective": "selective_sequence", "none": "sequence"}
         sizes = model.sequence, layout.microbatch, model.width, model.heads, layout.model
-        return activation_bytes(kinds[remat], *sizes)
+        return activation_bytes(remat, settings.sequence_parallel, *sizes)
     # Without recomputation the inputs of products are saved, too: what norms have made, the hidden
     # layer, and tokens as experts have received them.
     number = settings.format.number * (remat == "none")
@@ -253,23 +214,19 @@ def _activations_of_layer(step: StepPart, remat: str) -> float:
     return step.tokens * (width * model.width / split + inner / layout.model)
 
 
-def activation_bytes(kind: str, s: int, b: int, h: int, a: int, t: int = 1) -> float:
-    """Bytes that one layer saves of a microbatch for its backward, in 16 bits (Korthikanti 2022,
-    arXiv:2205.05198, table 2): h width, a heads, s sequence, b microbatch, t tensor parallel.
+def activation_bytes(
+    remat: str, sequence_parallel: bool, s: int, b: int, h: int, a: int, t: int
+) -> float:
+    """Bytes that one layer saves of a microbatch for its backward, in 16 bits, where scores pass
+    through memory (Korthikanti 2022, arXiv:2205.05198, table 2): h width, a heads, s sequence, b
+    microbatch, t tensor parallel.
 
-    kind: none, no parallelism; tensor; sequence, tensor and sequence parallelism; selective and
-    selective_sequence, where attention's core is recomputed; full, the layer's input alone.
+    remat: "selective" recomputes attention's core, with its scores; "full" saves the layer's input
     """
-    scores = 5 * a * s / h
-    factor = {
-        "none": 34 + scores,
-        "tensor": 10 + 24 / t + scores / t,
-        "sequence": 34 / t + scores / t,
-        "selective": 10 + 24 / t,
-        "selective_sequence": 34 / t,
-        "full": 2.0,
-    }[kind]
-    return s * b * h * factor
+    factor = 34 / t if sequence_parallel else 10 + 24 / t
+    if remat == "none":
+        factor += 5 * a * s / h / t
+    return s * b * h * (2.0 if remat == "full" else factor)
 
 
 def working_of_others(step: StepModel) -> float:
@@ -301,7 +258,7 @@ _MEGATRON_2021 = Framework(
     # bits
     attention_passes=6.5,
     sequence_parallel=False,
-    recomputes_core=True,
+    recomputes="core",
     # two norms (2 each), two residuals with dropout and bias (5 each)
     rates=Rates(passes=14.0, inner_passes=3.0, logit_passes=8.0, stage_overlap=False),
     sent_gradient=2.0,
@@ -314,7 +271,7 @@ _TORCHTITAN = Framework(
     weight_bytes=4.0,
     master_bytes=0.0,
     fp8_forms=2,  # products of weights' gradients read transposed operands
-    recomputes_half=True,
+    recomputes="half",
     rates=Rates(
         passes=14.0, inner_passes=3.0, logit_passes=8.0, data_overlap=0.9, stage_overlap=False
     ),
@@ -324,7 +281,7 @@ _MEGATRON_CORE = Framework(
     "sequence parallelism, fused attention, distributed optimizer; tensor's and data's collectives "
     "overlap with products in part, those of routed tokens between nodes; experts' operands are "
     "rounded one by one",
-    recomputes_core=True,
+    recomputes="core",
     sends_once=True,
     # 0.37 of the messages' time had products beside it on 16 H100 (Megatron-Bridge's notes, 2026).
     # Layers of Qwen3 take 4.7 ms with a capacity, 12.6 and 13.3 in MXFP8 and 32 in FP8 without one.

@@ -66,10 +66,12 @@ class EndsTime(StepPart):
     @once
     def dense_layers(self, layer: MeanLayer) -> TimeBreakdown:
         """The layers before the first unit, of one microbatch: forward with the embedding, and
-        once more with its gradient."""
+        once more with its gradient. Other frameworks have them among all layers."""
         layers = self.model.dense_layers
         if not layers:
             return TimeBreakdown()
+        if not self.settings.ours:
+            return sum(layer.mean(True).values(), TimeBreakdown()) * layers
         ops = layer.ops(True)
         each = ops["F"] * 2 + ops["B"] + ops["W"]
         sharded = self._sharded_at_end(self.layer_parameters(True), 2, 1)
@@ -110,8 +112,11 @@ class EndsTime(StepPart):
         return self.links.seconds(self.collectives_of_ends(c))
 
     def collectives_of_ends(self, c: StepCollectives) -> list[Collective]:
-        """The collectives of a microbatch's embedding, head and loss, of those of a step."""
+        """The collectives of a microbatch's embedding, head and loss, of those of a step; of other
+        frameworks without those of the table."""
         collectives, one_stage = [c.stage_sum(4)], self.layout.stage == 1
+        if not self.settings.ours:
+            return collectives
         collectives += c.loss() * (1 + self.model.mtp_depth)
         if c.shares_vocabulary or one_stage:
             table = self.device.groups.table
@@ -153,7 +158,8 @@ class UpdateTime(StepPart):
         once."""
         c, groups = self.collectives, self.device.groups
         gathers = c.gathers(groups[:2])
-        in_r = recomputed * (self.layout.stage > 1)
+        # R is part of B on one stage, and other frameworks keep for B what R has gathered
+        in_r = recomputed * (self.layout.stage > 1 and self.settings.ours)
         collectives = gathers * 2 + [g._replace(times=g.times * in_r) for g in gathers]
         collectives += c.reductions_in_op(groups[:2])
         if not groups.ends.as_zero3:  # else in the ops of embedding and head
@@ -168,8 +174,9 @@ class UpdateTime(StepPart):
         )
 
     def seconds_of_zero(self, collectives: Iterable[Collective]) -> float:
-        """Seconds over `data` of collectives of ZeRO in ops."""
-        return self.links.seconds(collectives).get(DATA, 0.0)
+        """Seconds of collectives of ZeRO in ops."""
+        one_link = self.settings.one_link * (self.layout.zero == 3)
+        return sum(self.links.seconds(collectives, one_link).values())
 
     @functools.cached_property
     def _around(self) -> tuple[dict[str, float], dict[str, float]]:

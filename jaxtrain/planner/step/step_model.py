@@ -79,7 +79,6 @@ OF_OURS = (
     "pipeline.times",
     "pipeline.memory",
 )
-DIGITS = 4  # significant digits of an op time
 
 
 def step_model_of(config: Config, hardware: Hardware, assume: str = OURS) -> StepModel:
@@ -98,7 +97,7 @@ def step_model_of(config: Config, hardware: Hardware, assume: str = OURS) -> Ste
 def milliseconds(times: Iterable[float]) -> tuple[float, ...]:
     """Seconds as milliseconds, rounded to four significant digits, in the form of
     `pipeline.times`."""
-    return tuple(float(f"{1e3 * seconds:.{DIGITS}g}") for seconds in times)
+    return tuple(float(f"{1e3 * seconds:.4g}") for seconds in times)
 
 
 def hardware_at_hand(name: str, device_kind: str) -> Hardware | None:
@@ -182,7 +181,8 @@ def settings_of(config: Config, hardware: Hardware, assume: str = OURS) -> StepS
     if chosen == kernels.SPLASH:
         splash = kernels.backward_of_splash(case, config.model.attention_backward)
         backward = splash.products / 2
-    plain = settings.fused_attention and _scores_pass_through_memory(case, wanted, assume)
+    # not on CPUs: what a file of `--calibrate` has for attention was measured in plain XLA
+    plain = wanted == kernels.XLA or (chosen == kernels.XLA and hardware.platform != kernels.CPU)
     return dataclasses.replace(
         settings,
         precision=config.precision,
@@ -215,17 +215,6 @@ def settings_of_run(config: Config) -> StepSettings:
         inner_steps=config.train.diloco_inner_steps,
         documents=not config.data.attend_across_documents,
     )
-
-
-def _scores_pass_through_memory(case: kernels.AttentionCase, wanted: str, assume: str) -> bool:
-    """True if attention has no fused kernel: plain XLA is asked for, or, in our own framework, no
-    other kernel takes the case. wanted: model.attention_kernel"""
-    if wanted != "auto" or assume != OURS:
-        return wanted == kernels.XLA
-    # a file of `--calibrate`: plain XLA is what it has measured
-    if case.device.platform == kernels.CPU:
-        return False
-    return kernels.attention_kernel(case).kernel == kernels.XLA
 
 
 def unfollowed(config: Config, settings: StepSettings) -> list[str]:

@@ -162,9 +162,9 @@ def pipe(path):
 @pytest.mark.parametrize(
     "spoil, message",
     [
-        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
-        (lambda folder: (folder / "config.json").write_text("{"), "its config.json is no config"),
-        (lambda folder: (folder / "config.json").write_text("5"), "its config.json is no config"),
+        (lambda folder: (folder / "config.json").unlink(), "its config.json cannot be read"),
+        (lambda folder: (folder / "config.json").write_text("{"), "its config.json is not what"),
+        (lambda folder: (folder / "config.json").write_text("5"), "its config.json is not what"),
         (lambda folder: (folder / "metrics.jsonl").unlink(), "has 0 records with a step's time"),
         (
             lambda folder: (
