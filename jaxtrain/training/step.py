@@ -143,14 +143,15 @@ class Step:
 
     def slot_pools(self) -> dict[str, tuple[int, int]]:
         """Kind of slot → their number of a device, bytes of each; empty with one stage."""
-        return {kind: (number, each.all) for kind, (number, each) in self._slots().items()}
+        return {kind: (number, each.all) for kind, (number, each) in self._slots.items()}
 
     def slots_on_host(self) -> dict[str, int]:
         """Kind of slot → bytes that a device has of it in the host's memory, if any; empty with one
         stage."""
-        sizes = {kind: number * each.on_host for kind, (number, each) in self._slots().items()}
+        sizes = {kind: number * each.on_host for kind, (number, each) in self._slots.items()}
         return {kind: size for kind, size in sizes.items() if size}
 
+    @functools.cached_property
     def _slots(self) -> dict[str, tuple[int, SlotBytes]]:
         if not self.setup.train:
             return {}

@@ -4,13 +4,10 @@ operations of its ops (runtime/backward_split.py), of random models and of layer
 import dataclasses
 import math
 import random
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
-from support import ROOT
 
 from benchmarks.model_forms import llama
 from jaxtrain import config as configs
@@ -300,17 +297,6 @@ def test_a_name_saves_the_products_that_it_is_a_sum_of(monkeypatch):
     assert gate.makes == out.makes == "" and gate.read and out.read
     halved = layer_with(monkeypatch, {}, lambda block, x, _: named("qkv", 0.5 * block.mlp(x)))
     assert halved.products[-1].makes == "qkv" and not halved.products[-1].read
-
-
-def test_no_device_is_asked_for():
-    """jax has no devices after a layer is traced: several processes have yet to find each other."""
-    code = (
-        "from jaxtrain.planner.layer.model import Model\n"
-        "Model(2, 40, 4, 2, 12, mlp_width=56, vocab_size=257, sequence=64).layer()\n"
-        "from jax._src import xla_bridge\n"
-        "assert not xla_bridge.backends_are_initialized()"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_the_same_config_is_traced_once():

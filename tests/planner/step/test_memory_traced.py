@@ -59,10 +59,15 @@ def pools(config: configs.Config) -> dict[str, int]:
     return {pool: size for pool, size in on_device.items() if size}
 
 
+def for_full(*case):
+    """A case whose parts others have in other pairs."""
+    return pytest.param(*case, marks=pytest.mark.full)
+
+
 @pytest.mark.parametrize(
     ("recipe", "remat", "values"),
     [
-        ("mixtral_tiny", "none", {"model.expert_room": 1.0, "model.qk_norm": True}),
+        for_full("mixtral_tiny", "none", {"model.expert_room": 1.0, "model.qk_norm": True}),
         ("mixtral_tiny", "full", {"model.expert_room": 2.0, "mesh.model": 2}),
         (
             "mixtral_tiny",
@@ -74,13 +79,15 @@ def pools(config: configs.Config) -> dict[str, int]:
                 "model.biases": ("out",),
             },
         ),
-        ("mixtral_tiny", "selective", {"model.expert_room": 2.0, "model.shared_experts": 1}),
+        for_full(
+            "mixtral_tiny", "selective", {"model.expert_room": 2.0, "model.shared_experts": 1}
+        ),
         ("mixtral_tiny", "full", {"model.capacity_factor": 1.5}),
         # latent attention and a shared expert
-        ("deepseek_tiny", "full", {"model.expert_room": 2.0}),
+        for_full("deepseek_tiny", "full", {"model.expert_room": 2.0}),
         ("deepseek_tiny", "selective", {"mesh.model": 2}),
-        ("mixtral_tiny", "selective", {"mesh.expert": 1, "model.activation": "gelu"}),
-        ("tiny", "selective", {"mesh.expert": 1}),
+        for_full("mixtral_tiny", "selective", {"mesh.expert": 1, "model.activation": "gelu"}),
+        for_full("tiny", "selective", {"mesh.expert": 1}),
         ("tiny", "none", {"mesh.expert": 1, "mesh.model": 2, "model.kv_heads": 4}),
         ("tiny", "selective", {"mesh.expert": 1, "pipeline.save": ("attention:host", "mlp_in")}),
         (
@@ -104,8 +111,10 @@ def pools(config: configs.Config) -> dict[str, int]:
         ("tiny", "selective:1", {"mesh.expert": 1, "parallel.offload": "activations"}),
         # gelu, and shared experts, whose activations B makes again
         ("mixtral_tiny", "none", {"model.activation": "gelu", "model.shared_experts": 1}),
-        ("mixtral_tiny", "selective", {"model.activation": "gelu", "model.expert_room": 2.0}),
-        ("deepseek_tiny", "none", {"model.expert_room": 2.0}),
+        for_full(
+            "mixtral_tiny", "selective", {"model.activation": "gelu", "model.expert_room": 2.0}
+        ),
+        for_full("deepseek_tiny", "none", {"model.expert_room": 2.0}),
         # biases of one row-parallel matrix, layernorm
         (
             "tiny",

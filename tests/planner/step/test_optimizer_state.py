@@ -3,7 +3,6 @@ allocates, for every optimizer and every stage of ZeRO."""
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import pytest
@@ -19,6 +18,7 @@ from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.search.predict import PlannedTable, with_op_times
 from jaxtrain.planner.step import memory as memory_of_step
+from jaxtrain.planner.step import saved
 from jaxtrain.planner.step.memory import SlotCounts, memory
 from jaxtrain.planner.step.step_model import step_model_of
 from jaxtrain.training.optimizer import make_optimizer
@@ -54,6 +54,7 @@ MODELS = {
         WITH_EXPERTS,
     ),
 }
+ZERO, ZERO_OF_16_BITS = (0, 1, 2, 3), (0, 1, 3)
 COUNTS = 8  # bytes of the two counts of updates
 
 
@@ -61,7 +62,8 @@ COUNTS = 8  # bytes of the two counts of updates
 def no_layer_is_traced(monkeypatch):
     """What layers save is of no concern here."""
     nothing = LayerBytes(*[0] * len(LayerBytes._fields))
-    monkeypatch.setattr(memory_of_step, "layer_bytes", lambda *_, **__: nothing)
+    for module in (memory_of_step, saved):
+        monkeypatch.setattr(module, "layer_bytes", lambda *_, **__: nothing)
 
 
 def config_of(model: str, layout: dict[str, int], optimizer: str, zero: int) -> configs.Config:
@@ -88,18 +90,35 @@ def tables(model: str, layout: str) -> tuple[Setup, SlotCounts | None]:
     ).slots()
 
 
+def turns_of(stages: tuple[int, ...]) -> list:
+    """Which stages of ZeRO go with which layouts: in turn 0 each layout has one, in all turns
+    together every one. The other turns are for --full."""
+    return small.named([0], range(1, len(stages)))
+
+
+def layouts(model: str, turn: int, stages: tuple[int, ...]) -> list[tuple[str, dict, int]]:
+    """(name, sizes of axes, stage of ZeRO) of each layout of a model."""
+    return [
+        (name, sizes, stages[([*WITH_EXPERTS].index(name) + turn) % len(stages)])
+        for name, sizes in MODELS[model][2].items()
+    ]
+
+
 # every model and every optimizer; all pairs with --full
 STATES = {
     f"{model}-{optimizer}": (model, optimizer) for model in MODELS for optimizer in OPTIMIZERS
 }
 SAMPLE = ["gpt-adafactor", "mixtral-adafactor", "deepseek-adamw", "gpt-lion"]
+OTHERS = sorted({*STATES} - {*SAMPLE})
 
 
-@pytest.mark.parametrize("case", small.named(SAMPLE, sorted({*STATES} - {*SAMPLE})))
-def test_state_of_a_device(case):
+@pytest.mark.parametrize("turn", turns_of(ZERO))
+@pytest.mark.parametrize("case", small.named(SAMPLE, OTHERS))
+def test_state_of_a_device(case, turn):
     """The planner's closed form has the bytes of the arrays, which are the dry run's too."""
     model, optimizer = STATES[case]
-    for (name, sizes), zero in itertools.product(MODELS[model][2].items(), range(4)):
+    # the cases begin with different stages: each layout meets each stage in the sample, too
+    for name, sizes, zero in layouts(model, turn + [*SAMPLE, *OTHERS].index(case), ZERO):
         config, (setup, slots) = config_of(model, sizes, optimizer, zero), tables(model, name)
         mesh = AbstractMesh(sizes_of(config.mesh), AXES)
         layout = make_layout(setup, mesh, config.model, config.parallel, config.precision, 8, False)
@@ -125,12 +144,13 @@ FORMS = {
 }
 
 
+@pytest.mark.parametrize("turn", turns_of(ZERO_OF_16_BITS))
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("model", MODELS)
-def test_16_bit_state_of_a_device(model, form):
+def test_16_bit_state_of_a_device(model, form, turn):
     """Masters and moments to the byte, what ops read but for vectors and routers, which the plan
     counts as 16-bit numbers: they are less than 3 % of these models."""
-    for (name, sizes), zero in itertools.product(MODELS[model][2].items(), (0, 1, 3)):
+    for name, sizes, zero in layouts(model, turn + [*FORMS].index(form), ZERO_OF_16_BITS):
         config, (setup, slots) = config_of(model, sizes, "adamw", zero), tables(model, name)
         config = configs.replace(config, FORMS[form] | {"precision.compute": "bfloat16"})
         mesh = AbstractMesh(sizes_of(config.mesh), AXES)

@@ -95,9 +95,10 @@ CASES = {
     "overlapped, stage and expert, sharded ends": Case(
         (1, 2, 1),
         microbatches=8,
-        changes={**MOE, **NONE, **ENDS_WITH_LAYERS, "model.layers": 4, "pipeline.overlap": True},
+        changes={**MOE, **NONE, **ENDS_WITH_LAYERS, "model.layers": 4, "pipeline.overlap": True}
+        | small.PLAIN_LAYER,
     ),
-}  # fmt: skip
+}
 OVERLAPPED = {
     "overlapped, stage and expert": Case(
         (1, 2, 1),
