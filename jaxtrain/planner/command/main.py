@@ -42,7 +42,7 @@ from jaxtrain.planner.search.predict import exactly, predict, with_op_times
 from jaxtrain.planner.search.search import Space, best_plans, check_fits
 from jaxtrain.planner.search.what_if import advise
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
-from jaxtrain.planner.step.step_model import OURS
+from jaxtrain.planner.step.step_model import OURS, with_allocator
 from jaxtrain.run.exit_status import ExitStatus
 
 DESCRIPTION = """\
@@ -83,7 +83,7 @@ framework is our own.
   tokens_per_s, train_days      days without a stop, null without --tokens
   step_time_range_s             the least and the most that is expected; also tokens_per_s_range
                                 and train_days_range
-  validation                    the run's kind, how many published runs are of it, the error that 8
+  validation                    the run's kind, how many measured runs are of it, the error that 8
                                 of 10 keep, and the kinds behind that, the nearest if these are few
   note                          the same in words
   notes                         settings that differ from their defaults and that the plan does not
@@ -404,7 +404,7 @@ def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, kind: H
             f"precision.matmul={matmul!r} has no peak on {kind.name}",
             {"config.precision.matmul": known[0]},
         )
-    return Space(config, recipe, kind, flags.devices, flags.assume)
+    return Space(config, recipe, with_allocator(kind, flags.assume), flags.devices, flags.assume)
 
 
 def _laid_out(space: Space, text: str) -> Config:

@@ -139,6 +139,8 @@ class StepSettings:
     documents:        tokens attend within their document
     by_xla:           XLA compiles the step: full recomputation leaves out a layer's output, which
                       nothing reads
+    memory_usable:    fraction of a GPU's memory that arrays may take, where jax's allocator is not
+                      the one that takes it; 0: where it is
     by_sequence:      what layers save of a microbatch is taken to be that of one sequence times
                       their number, for searches, which have many sizes of microbatches (saved.py)
     one_link:         fraction of one link's bandwidth that ZeRO-3's collectives reach where they
@@ -176,6 +178,7 @@ class StepSettings:
     inner_steps: int = 0
     documents: bool = False
     by_xla: bool = True
+    memory_usable: float = 0.0
     by_sequence: bool = False
     one_link: float = 0.0
     fp8_forms: int = 1

@@ -43,7 +43,7 @@ class Expected:
 
     def lines(self) -> list[str]:
         """The error and the runs behind it as lines of text."""
-        runs = lambda count: f"{count or 'no'} published run{'s'[: count > 1]}"
+        runs = lambda count: f"{count or 'no'} measured run{'s'[: count > 1]}"
         own = f"{runs(self.kinds.get(self.kind, (0,))[0])} of this kind ({', '.join(self.kind)})"
         near = [f"{', '.join(kind)} ({runs(n)}, {e:.1%})" for kind, (n, e) in self.kinds.items()]
         if len(near) == 1:

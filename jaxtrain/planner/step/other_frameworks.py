@@ -141,6 +141,8 @@ class Framework(StepSettings):
 
     causal_rates: bool = False
     vocabulary_parallel: bool = False
+    # PyTorch's allocator has no limit: CUDA's context and NCCL's buffers have 2 to 5 GB beside it
+    memory_usable: float = 0.97
     weight_bytes: float = 2.0
     master_bytes: float = 4.0
     sent_weight: float = 2.0
@@ -340,6 +342,7 @@ FRAMEWORKS: dict[str, StepSettings] = {
             "ZeRO-3 (fsdp) whose all-gathers overlap with products, fused attention, full "
             "recomputation but for named matrices",
             tile_rows=512,  # the default; recipes have 128 to 512
+            memory_usable=0.0,
             by_xla=True,
             weight_bytes=4.0,
             master_bytes=0.0,

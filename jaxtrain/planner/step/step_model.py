@@ -2,6 +2,7 @@
 the layout, the settings and the hardware."""
 
 import dataclasses
+import os
 from collections.abc import Iterable
 
 from jaxtrain import config as cfg
@@ -13,6 +14,7 @@ from jaxtrain.config import (
     ends_with_layers,
     kernels,
 )
+from jaxtrain.config.sizes import gpu_memory
 from jaxtrain.config.unused import without_use
 from jaxtrain.planner.layer import hardware as kinds
 from jaxtrain.planner.layer.hardware import Hardware
@@ -86,12 +88,22 @@ def step_model_of(config: Config, hardware: Hardware, assume: str = OURS) -> Ste
 
     assume: the framework that runs it, a name of other_frameworks.FRAMEWORKS
     """
+    hardware = with_allocator(hardware, assume)
     return StepModel(
         model_of(config.model, config.data.sequence_length),
         layout_of(config.mesh, config.pipeline, config.parallel, config.data.batch_size),
         settings_of(config, hardware, assume),
         hardware,
     )
+
+
+def with_allocator(hardware: Hardware, assume: str) -> Hardware:
+    """The hardware of which arrays may take what the allocator of a framework takes, unless its
+    file says what."""
+    part, usual = FRAMEWORKS[assume].memory_usable, gpu_memory(os.environ)
+    if not part or hardware.platform != kernels.GPU or hardware.memory_usable != usual:
+        return hardware
+    return dataclasses.replace(hardware, memory_usable=part)
 
 
 def milliseconds(times: Iterable[float]) -> tuple[float, ...]:

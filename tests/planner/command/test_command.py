@@ -267,7 +267,7 @@ def test_the_command_has_what_the_user_has_named(plan, tmp_path):
         assert config.train.hardware == str(file) and config.train.steps == 250_000
         assert (config.data.source, config.data.tokenizer) == ("my texts/*.txt", "a'b.json")
         assert "YOUR_DATA" not in found["command"] and flag in found["command"]
-        assert found["note"].startswith("how sure: no published run of this kind")
+        assert found["note"].startswith("how sure: no measured run of this kind")
 
 
 def test_no_command_trains_more_steps_than_there_are(plan, tmp_path):
@@ -289,7 +289,7 @@ def test_what_a_command_does_not_do_as_planned_is_said(plan):
     assert "to train it, though it does not fit, 95,000 steps of" in plan(*GPT3, layout)[0]
     other = plan(*GPT3, f"--layout={PUBLISHED}", "--assume=megatron2021")[0]
     assert "to train it with jaxtrain, which this is no plan of, 95,000 steps" in other
-    assert other.count("how sure: 7 published runs of this kind") == 1
+    assert other.count("how sure: 7 measured runs of this kind") == 1
 
 
 # --- the search -----------------------------------------------------------------------------------

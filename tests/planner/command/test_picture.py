@@ -222,7 +222,7 @@ def test_page(tmp_path, capsys, flags, lines, drawn):
     assert command in words and command.startswith("python -m jaxtrain.train")
     report = printed[printed.index("") + 1 :] if "" in printed else printed
     named = [line for line in report if line[0] != " " and ": " in line]
-    assert len(named) > 6 and "published runs" in words.lower()
+    assert len(named) > 6 and "measured runs" in words.lower()
     for line in named[:-1]:
         name, _, rest = line.partition(": ")
         assert f"{name}{' '.join(rest.split())}" in words, line

@@ -64,7 +64,7 @@ def test_a_kind_of_enough_runs_has_their_error(rows):
     sure = planned("megatron_core", "h100").expected
     assert sure.error == pytest.approx(0.08) and [*sure.kinds] == [sure.kind]
     assert sure.lines() == [
-        "how sure: 9 published runs of this kind (dense, megatron_core, h100, bfloat16), 8 of 10 "
+        "how sure: 9 measured runs of this kind (dense, megatron_core, h100, bfloat16), 8 of 10 "
         "within 8.0% of their plans"
     ]
     assert sure.range_of(1.08) == pytest.approx([1.0, 1.08**2])
@@ -97,7 +97,7 @@ def test_a_kind_of_few_runs_has_the_widest_error_of_the_nearest(
     assert sure.kinds.get(sure.kind, (0,))[0] == own
     assert ", ".join([*sure.kinds][0]).endswith(nearest)
     first, *rest = sure.lines()
-    assert f"{own or 'no'} published run" in first and bool(rest) == (behind > 1)
+    assert f"{own or 'no'} measured run" in first and bool(rest) == (behind > 1)
     assert not rest or rest[0].startswith("  nearest: ")
 
 
