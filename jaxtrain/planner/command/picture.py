@@ -188,29 +188,23 @@ def page(
         )
         for line, extra in zip(cells[1:], drawn, strict=True)
     )
-    return (
-        string.Template(pathlib.Path(__file__).with_name("page.html").read_text("utf-8"))
-        .substitute(
-            title=html.escape(title),
-            lead=f"{amount(figures['step_time_s'], 'step', sure['error'])} a step, "
-            f"{amount(figures['tokens_per_s'], '', sure['error'])} tokens/s",
-            head="".join(f'<th class="{name}">{name}</th>' for name in cells[0]),
-            rows="</tr>\n<tr>".join(rows),
-            legend="".join(
-                f'<span><i style="background:{COLOURS.get(part, OTHER)}"></i>{html.escape(part)}'
-                "</span>"
-                for part in dict.fromkeys(
-                    part for bar in bars for part in {**bar.gib, **bar.seconds}
-                )
-            ),
-            cards=CARD.sub(SECTION, html.escape("\n".join(lines))),
-            behind=html.escape("\n".join(behind)),
-            schedule=_schedule(config),
-            told=html.escape(" ".join(train[:-1])),
-            command=html.escape(train[-1].strip()),
-        )
-        .encode()
-    )
+    template = string.Template(pathlib.Path(__file__).with_name("page.html").read_text("utf-8"))
+    return template.substitute(
+        title=html.escape(title),
+        lead=f"{amount(figures['step_time_s'], 'step', sure['error'])} a step, "
+        f"{amount(figures['tokens_per_s'], '', sure['error'])} tokens/s",
+        head="".join(f'<th class="{name}">{name}</th>' for name in cells[0]),
+        rows="</tr>\n<tr>".join(rows),
+        legend="".join(
+            f'<span><i style="background:{COLOURS.get(part, OTHER)}"></i>{html.escape(part)}</span>'
+            for part in dict.fromkeys(part for bar in bars for part in {**bar.gib, **bar.seconds})
+        ),
+        cards=CARD.sub(SECTION, html.escape("\n".join(lines))),
+        behind=html.escape("\n".join(behind)),
+        schedule=_schedule(config),
+        told=html.escape(" ".join(train[:-1])),
+        command=html.escape(train[-1].strip()),
+    ).encode()
 
 
 def _bar(parts: Mapping[str, float], most: float, end: float = 0.0) -> str:

@@ -138,9 +138,11 @@ class StepSettings:
                       independent
     documents:        tokens attend within their document
     by_xla:           XLA compiles the step: full recomputation leaves out a layer's output, which
-                      nothing reads
-    memory_usable:    fraction of a GPU's memory that arrays may take, where jax's allocator is not
-                      the one that takes it; 0: where it is
+                      nothing reads, and ZeRO-3 scatters a matrix's gradient before the next one's
+                      is made; otherwise those of a layer together, while the next is gathered
+    recomputes:       what "selective" recomputes: "core", attention's core where `pipeline.save`
+                      names nothing; "half", every other aten.mm, and all products in FP8 or of
+                      groups of tokens, but not attention; "", all that is no product
     by_sequence:      what layers save of a microbatch is taken to be that of one sequence times
                       their number, for searches, which have many sizes of microbatches (saved.py)
     one_link:         fraction of one link's bandwidth that ZeRO-3's collectives reach where they
@@ -178,7 +180,7 @@ class StepSettings:
     inner_steps: int = 0
     documents: bool = False
     by_xla: bool = True
-    memory_usable: float = 0.0
+    recomputes: str = ""
     by_sequence: bool = False
     one_link: float = 0.0
     fp8_forms: int = 1

@@ -29,8 +29,8 @@ def shapes(chips: int, sides: int) -> list[tuple[int, ...]]:
     """All slices of so many chips with so many sides: those with rings along all sides first, then
     the closest to a cube, its short sides first."""
     factors = itertools.product(divisors(chips), repeat=sides - 1)
-    found = [(chips // math.prod(f), *f) for f in factors if chips % math.prod(f) == 0]
-    return sorted(found, key=lambda shape: (not all(rings(shape)), sum(shape), shape))
+    slices = [(chips // math.prod(f), *f) for f in factors if chips % math.prod(f) == 0]
+    return sorted(slices, key=lambda shape: (not all(rings(shape)), sum(shape), shape))
 
 
 @functools.cache
@@ -51,16 +51,16 @@ def shares(
     shape = shapes(max(1, chips), sides)[0]
     # of each side: chips that are free, how far apart, and links to each one's neighbours
     free = [*((n, 1, 1 + ring) for n, ring in zip(shape, rings(shape), strict=True)), (cores, 1, 0)]
-    every, found = range(len(free)), {}
+    every, by_axis = range(len(free)), {}
     subsets = [some for n in every for some in itertools.combinations(every, len(free) - n)]
     for axis, size in sizes:
         parts = [(0.0, 0.0)]
-        of = (some for some in subsets if math.prod(free[at][0] for at in some) == size)
-        for at in next(of, every):
+        whole = (some for some in subsets if math.prod(free[at][0] for at in some) == size)
+        for at in next(whole, every):
             (n, apart, ways), part = free[at], math.gcd(size, free[at][0])
             if part > 1:
                 ways = min(ways, 1 + (part == n))
                 parts.append((ways / 2 / apart, ways and part * apart / ways / 2))
                 size, free[at] = size // part, (n // part, apart * part, min(ways, 1))
-        found[axis] = sum(links for links, _ in parts), max(crossing for _, crossing in parts)
-    return found
+        by_axis[axis] = sum(links for links, _ in parts), max(crossing for _, crossing in parts)
+    return by_axis

@@ -298,11 +298,14 @@ def compile_config(
         "options": dict(options or {}),
         "program": program,
     }
-    command = [sys.executable, "-m", "jaxtrain.planner.programs.topology"]
     with tempfile.TemporaryDirectory() as folder:
         pathlib.Path(folder, "request.json").write_text(json.dumps(request))
         done = subprocess.run(
-            [*command, folder], env=environment, capture_output=True, text=True, timeout=LONGEST
+            [sys.executable, "-m", "jaxtrain.planner.programs.topology", folder],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LONGEST,
         )
         if done.returncode:
             raise Refused(f"{devices.text} {program}\n{done.stderr[-6000:]}")

@@ -366,12 +366,11 @@ def _stages(work: StepModel, counts: TableCounts, dense: bool = True) -> list[Ti
     stages = [head * heads for heads in counts.heads.tolist()]
     for op, times in zip(OPS, counts.ops.tolist(), strict=True):
         stages = [busy + ops[op.name] * n for busy, n in zip(stages, times, strict=True)]
-    if counts.overlapped.any():
-        saved = work.saved_by_overlap()
-        stages = [
-            busy + hidden_messages(saved * n)
-            for busy, n in zip(stages, counts.overlapped.tolist(), strict=True)
-        ]
+    saved = work.saved_by_overlap()
+    stages = [
+        busy + hidden_messages(saved * n)
+        for busy, n in zip(stages, counts.overlapped.tolist(), strict=True)
+    ]
     if dense:
         stages[0] += work.dense_layers * work.layout.microbatches
     return stages

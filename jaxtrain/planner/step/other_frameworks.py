@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jaxtrain.config import OptimizerConfig, ParallelConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
@@ -39,8 +39,6 @@ ON_ITS_WAY = 2  # layers whose copies to the host's memory or back a device has 
 class TheirLayer(LayerTime):
     """A layer that may recompute attention's core alone, or products by their kind, and whose
     operations the host starts one by one."""
-
-    settings: "Framework"
 
     @once
     def ops(
@@ -129,26 +127,15 @@ class Device(DeviceState):
 @dataclasses.dataclass(frozen=True)
 class Framework(StepSettings):
     """Settings of another framework's step. It has no tables of slots; ZeRO cuts flat buffers
-    anywhere; only the stages at both ends have tables of the vocabulary.
-
-    recomputes:       what "selective" recomputes: "core", attention's core; "half", every other
-                      aten.mm, and all products in FP8 or of groups of tokens; "" all that is no
-                      product
-    by_xla:           XLA compiles the step: full recomputation leaves out a layer's output, which
-                      nothing reads, and ZeRO-3 scatters a matrix's gradient before the next one's
-                      is made; otherwise those of a layer together, while the next is gathered
-    """
+    anywhere; only the stages at both ends have tables of the vocabulary."""
 
     causal_rates: bool = False
     vocabulary_parallel: bool = False
-    # PyTorch's allocator has no limit: CUDA's context and NCCL's buffers have 2 to 5 GB beside it
-    memory_usable: float = 0.97
     weight_bytes: float = 2.0
     master_bytes: float = 4.0
     sent_weight: float = 2.0
     rates: Rates = Rates(stage_overlap=False)
     parallel: ParallelConfig = ParallelConfig(collective_matmul="off")
-    recomputes: str = ""
     by_xla: bool = False
     ours: ClassVar[bool] = False
     changed: ClassVar[Mapping[type, type]] = {
@@ -234,8 +221,7 @@ def activation_bytes(
 def working_of_others(step: StepModel) -> float:
     """Bytes of one layer's backward: the widest arrays of a microbatch, and with ZeRO-3 what is
     gathered and the gradients that wait to be scattered, or those of the head if they are more."""
-    model, layout = step.model, step.layout
-    settings: Any = step.settings
+    model, layout, settings = step.model, step.layout, step.settings
     attention = (model.heads + 2 * model.kv_heads) * model.head_dim
     hidden = model.layer().hidden * (1 + (model.activation == "swiglu"))
     arrays = ITEM * 4 * step.tokens * max(hidden, attention) / layout.model
@@ -342,7 +328,6 @@ FRAMEWORKS: dict[str, StepSettings] = {
             "ZeRO-3 (fsdp) whose all-gathers overlap with products, fused attention, full "
             "recomputation but for named matrices",
             tile_rows=512,  # the default; recipes have 128 to 512
-            memory_usable=0.0,
             by_xla=True,
             weight_bytes=4.0,
             master_bytes=0.0,

@@ -100,10 +100,10 @@ def step_model_of(config: Config, hardware: Hardware, assume: str = OURS) -> Ste
 def with_allocator(hardware: Hardware, assume: str) -> Hardware:
     """The hardware of which arrays may take what the allocator of a framework takes, unless its
     file says what."""
-    part, usual = FRAMEWORKS[assume].memory_usable, gpu_memory(os.environ)
-    if not part or hardware.platform != kernels.GPU or hardware.memory_usable != usual:
+    of_jax = FRAMEWORKS[assume].by_xla or hardware.platform != kernels.GPU
+    if of_jax or hardware.memory_usable != gpu_memory(os.environ):
         return hardware
-    return dataclasses.replace(hardware, memory_usable=part)
+    return dataclasses.replace(hardware, memory_usable=TORCH_MEMORY)
 
 
 def milliseconds(times: Iterable[float]) -> tuple[float, ...]:
