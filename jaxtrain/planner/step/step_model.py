@@ -25,6 +25,9 @@ from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
 from jaxtrain.planner.step.step_time import StepModel
 
 OURS = "jaxtrain"
+# Fraction of a GPU's memory for arrays with PyTorch's allocator, which has no limit: CUDA's context
+# and NCCL's buffers have 2 to 5 GB.
+TORCH_MEMORY = 0.97
 # XLA's CPU backend copies a layer's weights out of their stack, and adds gradients that it has
 # written.
 WEIGHT_COPIES, SUM_PASSES = 2.0, 3.0
