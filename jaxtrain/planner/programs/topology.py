@@ -1,9 +1,8 @@
 """Topologies of devices that need not be there, and a step compiled for them; nothing is run.
 
 A topology is written as the sizes of a TPU slice (`v5p:8x8x8`, `v5e:16x16`) or as GPU nodes
-(`h100:128x8`). A TPU's links form rings where optical switches or the pod join a dimension's ends:
-on v4 and v5p if every dimension is a multiple of 4, on v5e and v6e along a dimension of 16 (Google
-Cloud's documentation of each chip; libtpu has to be told).
+(`h100:128x8`). libtpu has to be told along which dimensions a slice's links form rings
+(planner/layer/torus.py).
 
 The compilers come with jax's own packages and need neither a device nor a driver. They would look
 for devices in a process that has some, so they run in a separate one,
