@@ -42,7 +42,6 @@ MEMORY = ("argument", "temp", "output", "alias", "host_argument", "host_temp")  
 COST = ("flops", "bytes accessed")  # of XLA's analysis
 # The part of a GPU's memory that XLA compiles for where it has no allocator's limit.
 WITHOUT_ALLOCATOR = 0.8
-NONE = "none"  # version of a compiler that is not installed
 # The environment of a process that compiles: libtpu looks for no chips and writes no logs.
 QUIET = {
     "JAX_PLATFORMS": "cpu",
@@ -94,14 +93,14 @@ class Platform:
     @property
     def missing(self) -> bool:
         """True if neither the environment nor the compilers' folder has the compiler."""
-        return self.version == NONE
+        return not self.version
 
     @property
     def version(self) -> str:
-        """The version of the installed compiler; NONE if it is missing."""
+        """The version of the installed compiler; "" if it is missing."""
         path = [str(compilers()), *sys.path]
         packages = importlib.metadata.distributions(name=self.package, path=path)
-        return next((package.version for package in packages), NONE)
+        return next((package.version for package in packages), "")
 
     @property
     def compiler(self) -> str:
