@@ -100,8 +100,14 @@ class HardwareError(UsageError):
 
 @dataclasses.dataclass(frozen=True)
 class Tier:
-    """Links of one kind, which join `devices` devices; 0: any number. sides: of the slice that is a
-    torus of these links (torus.py); 0 for no torus."""
+    """Links of one kind.
+
+    devices:    that they join; 0: any number
+    gb_per_s, reached: the most that a device sends, one way, and the part that large collectives
+                reach
+    latency_us: of one step of a ring
+    sides:      of the slice that is a torus of these links (torus.py); 0 for no torus
+    """
 
     name: str
     devices: int
@@ -136,7 +142,11 @@ class Hardware:
     peak_tflops:    dense, by the type of the operands
     memory_gib, memory_usable: memory, and the part of it that a program's arrays may take
     memory_gb_per_s, memory_reached: bandwidth, and the part that is reached
-    attention:      parts of the peak that a fused kernel reaches, forward and backward
+    matmul, attention: parts of the peak that products reach, and that a fused kernel of attention
+                    reaches, forward and backward
+    launch_us:      time between two operations of a program
+    tiers:          links, from the fastest to the slowest
+    sources:        of these figures
     quantized_reached: the part of its peak that a product of 8 or 4 bits reaches, over that of the
                     compute type
     watts:          power under load, for energy; 0: not known

@@ -35,6 +35,7 @@ class Layout:
     microbatch: sequences of a microbatch on a data shard; microbatches: of them in a step
     shards_ends: what stands before and after the layers is sharded (`parallel.ends`)
     expert_nodes: that `expert` spans, where tokens go to experts in two steps; 1: in one
+    disk: the optimizer's state that is offloaded is on the local disk, not in the host's memory
     steps: of a program (`pipeline.steps_per_program`)
     overlap: F and B of two microbatches share cells (`pipeline.overlap`)
     """

@@ -102,8 +102,10 @@ class CollectiveBytes:
 class CompileCheck:
     """A resolved config's step, compiled and planned.
 
+    topology, compiled: the devices, and the step's program for them
+    parts:    of a device's memory
     capacity: bytes that a device has for arrays
-    stage:    the stage whose devices send most, whose collectives these are
+    stage:    of so many `stages` the one whose devices send most, whose collectives these are
     """
 
     topology: Topology

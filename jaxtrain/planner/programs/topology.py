@@ -1,9 +1,8 @@
 """Topologies of devices that need not be there, and a step compiled for them; nothing is run.
 
 A topology is written as the sizes of a TPU slice (`v5p:8x8x8`, `v5e:16x16`) or as GPU nodes
-(`h100:128x8`). A TPU's links form rings where optical switches or the pod join a dimension's ends:
-on v4 and v5p if every dimension is a multiple of 4, on v5e and v6e along a dimension of 16 (Google
-Cloud's documentation of each chip; libtpu has to be told).
+(`h100:128x8`). libtpu has to be told along which dimensions a slice's links form rings
+(planner/layer/torus.py).
 
 The compilers come with jax's own packages and need neither a device nor a driver. They would look
 for devices in a process that has some, so they run in a separate one,
@@ -43,7 +42,6 @@ MEMORY = ("argument", "temp", "output", "alias", "host_argument", "host_temp")  
 COST = ("flops", "bytes accessed")  # of XLA's analysis
 # The part of a GPU's memory that XLA compiles for where it has no allocator's limit.
 WITHOUT_ALLOCATOR = 0.8
-NONE = "none"  # version of a compiler that is not installed
 # The environment of a process that compiles: libtpu looks for no chips and writes no logs.
 QUIET = {
     "JAX_PLATFORMS": "cpu",
@@ -95,14 +93,14 @@ class Platform:
     @property
     def missing(self) -> bool:
         """True if neither the environment nor the compilers' folder has the compiler."""
-        return self.version == NONE
+        return not self.version
 
     @property
     def version(self) -> str:
-        """The version of the installed compiler; NONE if it is missing."""
+        """The version of the installed compiler; "" if it is missing."""
         path = [str(compilers()), *sys.path]
         packages = importlib.metadata.distributions(name=self.package, path=path)
-        return next((package.version for package in packages), NONE)
+        return next((package.version for package in packages), "")
 
     @property
     def compiler(self) -> str:

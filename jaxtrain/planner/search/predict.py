@@ -100,9 +100,14 @@ class Prediction:
 
     def figures(self) -> dict[str, Any]:
         """The object that --json prints."""
-        memory = self.memory.bytes, self.fits
         return step_figures(
-            self.config, self.work, self.seconds, self.bubble_fraction, *memory, self.tokens
+            self.config,
+            self.work,
+            self.seconds,
+            self.bubble_fraction,
+            self.memory.bytes,
+            self.fits,
+            self.tokens,
         )
 
 

@@ -188,8 +188,15 @@ def _activations_of_layer(step: StepPart, remat: str) -> float:
     model, layout, settings = step.model, step.layout, step.settings
     split = layout.model if settings.sequence_parallel else 1
     if not settings.fused_attention:
-        sizes = model.sequence, layout.microbatch, model.width, model.heads, layout.model
-        return activation_bytes(remat, settings.sequence_parallel, *sizes)
+        return activation_bytes(
+            remat,
+            settings.sequence_parallel,
+            model.sequence,
+            layout.microbatch,
+            model.width,
+            model.heads,
+            layout.model,
+        )
     # Without recomputation the inputs of products are saved, too: what norms have made, the hidden
     # layer, and tokens as experts have received them.
     number = settings.format.number * (remat == "none")

@@ -113,7 +113,7 @@ class EndsTime(StepPart):
 
     def collectives_of_ends(self, c: StepCollectives) -> list[Collective]:
         """The collectives of a microbatch's embedding, head and loss, of those of a step; of other
-        frameworks without those of the table."""
+        frameworks the sums over stages alone."""
         collectives, one_stage = [c.stage_sum(4)], self.layout.stage == 1
         if not self.settings.ours:
             return collectives
