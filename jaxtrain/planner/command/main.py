@@ -30,6 +30,7 @@ from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import SHARED_FLAGS, Flag
 from jaxtrain.config.mesh_rules import AXES
 from jaxtrain.config.recipes import recipe_text
+from jaxtrain.config.unused import unused_settings
 from jaxtrain.pipeline.checks import default_corpus
 from jaxtrain.planner.command import picture
 from jaxtrain.planner.layer import hardware
@@ -213,13 +214,14 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
         plans = best_plans(_with_devices(space), tokens)
         config = search.laid_out(space, plans[0].work.layout)
     best, cells = plans[0], table(plans)
+    figures = _with_notes(best.figures(), space.config, config, kind)
     caution = NO_PLAN * (flags.assume != OURS) + UNFIT * (not best.fits)
     lines = lambda: explained(best, flags.price, flags.kwh_price)
     pictures = {
         "png": lambda title, _: picture.png(picture.of_layouts(plans), title),
         "html": lambda title, train: picture.page(
             title,
-            best.figures(),
+            figures,
             cells,
             picture.of_layouts(plans),
             with_op_times(best.config, best.work) if best.work.settings.ours else None,
@@ -229,7 +231,7 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
     }
     compared = [*map(str.rstrip, aligned(cells)), ""] if len(plans) > 1 else []
     devices, text = f"{best.work.layout.devices:,} × {kind.name}", lambda: [*compared, *lines()]
-    return _output(flags, config, recipe, kind, devices, caution, best.figures(), text, pictures)
+    return _output(flags, config, recipe, kind, devices, caution, figures, text, pictures)
 
 
 def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Output:
@@ -269,7 +271,9 @@ def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config
         raise refused(
             f"--layout={flags.layout!r} does not go with --hardware={flags.hardware!r}: {error}"
         ) from None
-    figures = plan.figures(flags.tokens or None)
+    figures = _with_notes(
+        plan.figures(flags.tokens or None), space.config, laid_out, groups[0].hardware
+    )
     chunks = {"pipeline.chunk_layers": plan.config.pipeline.chunk_layers}
     lines, bars = heterogeneous.describe(plan, flags.tokens), picture.of_groups(plan)
     pictures = {
@@ -282,6 +286,23 @@ def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config
     trained, kind = cfg.replace(laid_out, chunks), groups[0].hardware
     devices = " and ".join(f"{group.devices:,} × {group.hardware.name}" for group in groups)
     return _output(flags, trained, recipe, kind, devices, caution, figures, lambda: lines, pictures)
+
+
+def _with_notes(
+    figures: Mapping[str, Any], given: Config, config: Config, kind: Hardware
+) -> Mapping[str, Any]:
+    """The figures of a plan, with a note for each setting that has no use in its config, and for
+    names in `pipeline.save` that do not go with its recomputation.
+
+    given, config: as the flags have it, and as the layout has changed it; not resolved
+    """
+    save, remat = given.pipeline.save, config.pipeline.remat
+    left_out = (
+        f"pipeline.save={cfg.value_text(save)} does not go with remat={remat}, so this plan is "
+        "without it"
+    )
+    unused = [left_out] * (save != config.pipeline.save) + unused_settings(config, kind.platform)
+    return {**figures, "notes": [*figures["notes"], *unused]}
 
 
 def _output(

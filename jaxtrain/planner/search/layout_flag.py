@@ -158,6 +158,8 @@ def apply(config: Config, values: Values) -> Config:
         settings["pipeline.overlap"] = False
     if "repeats" not in values and not fits_repeats(schedule, config.pipeline.repeats):
         settings["pipeline.repeats"] = default_repeats(schedule)
+    if settings.get("pipeline.repeats") == values.get("stage", 1) == 1:
+        settings["pipeline.repeats"] = 0  # the default, which is one chunk
     return cfg.replace(config, settings)
 
 

@@ -188,7 +188,7 @@ def _activations_of_layer(step: StepPart, remat: str) -> float:
     model, layout, settings = step.model, step.layout, step.settings
     split = layout.model if settings.sequence_parallel else 1
     if not settings.fused_attention:
-        return activation_bytes(
+        plain = activation_bytes(
             remat,
             settings.sequence_parallel,
             model.sequence,
@@ -197,16 +197,17 @@ def _activations_of_layer(step: StepPart, remat: str) -> float:
             model.heads,
             layout.model,
         )
+        return plain * step.item / ITEM
     # Without recomputation the inputs of products are saved, too: what norms have made, the hidden
     # layer, and tokens as experts have received them.
-    number = settings.format.number * (remat == "none")
+    number = (settings.format.number if settings.fp8 else step.item) * (remat == "none")
     arrays = (remat != "full") * (1 + (model.activation == "swiglu"))
-    width = (1 if remat == "full" else 2) * ITEM + 2 * number
+    width = (1 if remat == "full" else 2) * step.item + 2 * number
     # queries, keys, values, and the result
     heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim * (remat != "full")
     rows = step.routed_tokens / step.tokens if model.experts else 0.0
     hidden = model.layer().hidden * (rows / model.experts_per_token if model.experts else 1.0)
-    inner = ITEM * heads + hidden * (ITEM * arrays + number) + number * model.width * rows
+    inner = step.item * (heads + hidden * arrays) + number * (hidden + model.width * rows)
     return step.tokens * (width * model.width / split + inner / layout.model)
 
 
@@ -231,14 +232,14 @@ def working_of_others(step: StepModel) -> float:
     model, layout, settings = step.model, step.layout, step.settings
     attention = (model.heads + 2 * model.kv_heads) * model.head_dim
     hidden = model.layer().hidden * (1 + (model.activation == "swiglu"))
-    arrays = ITEM * 4 * step.tokens * max(hidden, attention) / layout.model
+    arrays = step.item * 4 * step.tokens * max(hidden, attention) / layout.model
     if layout.zero < 3 or step.shards == 1:
-        return arrays + ITEM * step.layer_parameters()
+        return arrays + step.item * step.layer_parameters()
     # XLA scatters a matrix's gradient before it makes the next one's: a third of a layer's. Others
     # have gathered the next layer, too, and have gradients in two types.
     sent = settings.format.sent
     number = sent + ITEM / 3 if settings.by_xla else 2 * sent + ITEM + settings.sent_gradient
-    head = 2 * ITEM * model.vocab_size * model.width / layout.model / layout.stage
+    head = 2 * step.item * model.vocab_size * model.width / layout.model / layout.stage
     return arrays + max(number * step.layer_parameters(), head)
 
 

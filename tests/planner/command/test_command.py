@@ -729,3 +729,18 @@ def test_a_plan_names_what_it_does_not_follow(plan):
     groups = (flags[0], "--hardware=h100:4,a100-80gb:4", *flags[2:], theirs[0])
     (note,) = json.loads(plan(*groups)[0])["notes"]
     assert note.endswith("does not follow data.attend_across_documents=false")
+
+
+def test_settings_without_use_in_a_plan_are_named(plan):
+    """As training names them; and saves that are not of the layout's recomputation."""
+    flags = ("--config=llama3_8b", "--hardware=h100", "--json")
+    notes = lambda *more: json.loads(plan(*flags, *more)[0])["notes"]
+    idle = notes("--layout=data=8", "--config.model.capacity_factor=2")
+    assert idle == ["model.capacity_factor=2.0 has no use with model.experts=0"]
+    (dropped,) = notes(
+        "--layout=data=2,stage=4,remat=selective", "--config.pipeline.save=layer_input:host"
+    )
+    assert dropped.startswith("pipeline.save=layer_input:host does not go with remat=selective")
+    assert notes("--layout=data=2,stage=4,remat=full,repeats=1") == []
+    # one chunk on one stage is the default, of which nothing needs to be said, searched or not
+    assert notes("--layout=data=8,repeats=1") == notes("--devices=64") == []

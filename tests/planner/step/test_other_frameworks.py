@@ -10,7 +10,12 @@ from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.layer.layout import Layout, nodes_of_token
 from jaxtrain.planner.step.layer_time import LayerWork
 from jaxtrain.planner.step.memory import memory
-from jaxtrain.planner.step.other_frameworks import FRAMEWORKS, ON_ITS_WAY
+from jaxtrain.planner.step.other_frameworks import (
+    FRAMEWORKS,
+    ON_ITS_WAY,
+    saved_by_others,
+    working_of_others,
+)
 from jaxtrain.planner.step.step_time import StepModel
 
 QWEN = dataclasses.replace(
@@ -234,3 +239,17 @@ def test_a_tile_of_rows_is_computed_for_both_of_its_experts():
     more = lambda *args, **changes: products(512, *args, **changes) / products(0, *args, **changes)
     assert 1.4 < more(microbatch=4) < 1.5 and 1.2 < more(microbatch=1) < 2.0
     assert more(microbatch=4, capacity_factor=1.0) == 1.0
+
+
+@pytest.mark.parametrize("framework", ["megatron2021", "megatron_core", "maxtext"])
+@pytest.mark.parametrize("remat", ["none", "full", "selective"])
+def test_activations_have_the_type_of_products(framework, remat):
+    """And what a backward works with, but for the weights and gradients of a ZeRO-3 layer."""
+    of = {}
+    for compute in ("bfloat16", "float32"):
+        work = step(framework, LLAMA, "compute", "h100", data=8, remat=remat)
+        precision = dataclasses.replace(work.settings.precision, compute=compute)
+        settings = dataclasses.replace(work.settings, precision=precision)
+        work = dataclasses.replace(work, settings=settings)
+        of[compute] = saved_by_others(work), working_of_others(work)
+    assert of["float32"] == tuple(2 * part for part in of["bfloat16"])
