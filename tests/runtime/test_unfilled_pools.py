@@ -75,7 +75,7 @@ def test_gradients(monkeypatch, name):
         made.append(shape)
         return jnp.full(shape, jnp.nan, dtype)
 
-    config = (CASES | ON_GPUS)[name].config()
+    config = (CASES | ON_GPUS)[name].config(small.PLAIN_LAYER)
     expected = reference(config, 1)
     monkeypatch.setattr(layer_stack, "on_nvidia_gpu", lambda: name in ON_GPUS)
     monkeypatch.setattr(host_memory, "empty_pool", wrong)

@@ -37,7 +37,7 @@ BFLOAT16 = {"precision.compute": "bfloat16", "optimizer.clip_norm": plain_loop.C
 def compiled(form: str, mesh: tuple[int, int, int]):
     """(config, step, its train program compiled); with 16-bit products."""
     # each dimension divides, so ZeRO scatters all matrices
-    case = Case(mesh, microbatches=4, changes={"model.vocab_size": 64})
+    case = Case(mesh, microbatches=4, changes={"model.vocab_size": 64} | small.PLAIN_LAYER)
     cfg = case.config(BFLOAT16 | FORMS[form])
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
@@ -162,7 +162,8 @@ def test_a_mesh_rounds_as_one_device(case):
     other neighbour: the numbers of 16 bits are the same but for one in a hundred (a sign of lion's
     turns where a gradient is rounding alone), and so are the losses to 1e-3."""
     form, layout = OF_MESHES[case]
-    cfg = LAYOUTS[layout].config({"optimizer.clip_norm": plain_loop.CLIP} | FORMS[form])
+    clipped = {"optimizer.clip_norm": plain_loop.CLIP}
+    cfg = LAYOUTS[layout].config(clipped | FORMS[form] | small.PLAIN_LAYER)
     alone = {
         "mesh.data": 1,
         "mesh.stage": 1,

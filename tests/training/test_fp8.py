@@ -33,7 +33,9 @@ MX = {
 }
 CASES = {
     "data, stage and model": Case(
-        (2, 2, 2), "zb_h1", changes={"pipeline.remat": "selective", "parallel.zero": 3}
+        (2, 2, 2),
+        "zb_h1",
+        changes=small.PLAIN_LAYER | {"pipeline.remat": "selective", "parallel.zero": 3},
     ),
 }
 MORE = {

@@ -42,6 +42,7 @@ def test_optimizer_on_a_mesh(case):
     name, layout = CASES[case]
     cfg = LAYOUTS[layout].config(
         {"optimizer.name": name, "optimizer.clip_norm": plain_loop.CLIP, **SETTINGS[name]}
+        | small.PLAIN_LAYER
     )
     expected, got = plain_loop.reference(cfg), plain_loop.train(cfg)
     if not OPTIMIZERS[name].momentum:

@@ -57,7 +57,7 @@ ALWAYS = [
     "name", small.named(ALWAYS, [name for name in CASES if name not in ALWAYS])
 )
 def test_gradients(name):
-    config = CASES[name].config()
+    config = CASES[name].config(small.PLAIN_LAYER)
     assert_same(gradients(config), reference(config, 1))
 
 
@@ -74,7 +74,7 @@ def test_none_and_all_of_the_layers(of):
 
     def program(text: str) -> str:
         case = Case((1, stages, 1), changes=remat(text, **{"model.layers": 2 * stages}))
-        config = case.config()
+        config = case.config(small.PLAIN_LAYER)
         step = make_step(config, small.mesh_of(config))
         lowered = step.gradients.lower(step.abstract_state().params, step.abstract_batch)
         return lowered.as_text()

@@ -143,7 +143,7 @@ def test_slots_of_layers(recipe, remat, values, matmul):
     "values",
     [
         {"pipeline.remat": "full"},
-        {"pipeline.remat": "selective", "mesh.model": 1},
+        pytest.param({"pipeline.remat": "selective", "mesh.model": 1}, marks=pytest.mark.full),
         {"pipeline.remat": "selective", "pipeline.save": ("attention", "mlp_in")},
     ],
     ids=["full", "selective", "named"],
