@@ -135,7 +135,7 @@ def test_a_part_has_one_colour_and_the_title_says_what_flags_have_changed(tmp_pa
     """Whatever parts a picture has, and whether it is a part of memory or of time."""
     changed = ("--config.model.layers=40", "--config.model.width=5120", "--config.model.heads=40")
     for flags in (
-        ("--config=tiny", "--hardware=h100", "--devices=4"),
+        ("--config=tiny", "--hardware=h100", "--layout=data=2,stage=2,microbatch=1"),
         ("--config=llama3_8b", *changed, "--hardware=h100", "--layout=data=64,zero=3,microbatch=1"),
         ("--config=mixtral_tiny", "--hardware=tpu-v5e", "--layout=data=2,stage=2,expert=2"),
     ):
