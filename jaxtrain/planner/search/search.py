@@ -18,10 +18,11 @@ best layouts.
 import contextlib
 import dataclasses
 import functools
+import heapq
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxtrain import config as cfg
@@ -37,7 +38,7 @@ from jaxtrain.planner.layer.links import EXPERT, Links
 from jaxtrain.planner.layer.model import model_of
 from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.search.predict import Prediction, exactly, predict
-from jaxtrain.planner.step.memory import least_recomputed, memory
+from jaxtrain.planner.step.memory import bounded, least_recomputed, memory
 from jaxtrain.planner.step.step_model import OURS, settings_of, step_model_of
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.schedule.orders import GROWING, OVERLAPPED, SCHEDULES
@@ -50,6 +51,10 @@ MOST_MODEL, MOST_REPLICAS, MOST_SEQUENCES, MOST_REPEATS = 64, 16, 64, 8
 # where no layout fits: the largest multiple of the devices that is tried; how many other numbers of
 # devices are tried, and the most stages on them
 MOST_TIMES, MOST_NUMBERS, MOST_STAGES = 4096, 64, 512
+# A layout that waits: the least seconds of its step, its place among equally fast ones, its step,
+# and what is to be found out: its tables, whether it fits with a mode of remat, or nothing.
+Waiting = tuple[float, tuple, StepModel, str]
+CUT, FITS = "cut", "fits"
 TABLE_SETTINGS = {
     "pipeline.chunk_layers": (),
     "pipeline.times": (),
@@ -174,62 +179,69 @@ def laid_out(space: Space, layout: Layout) -> Config:
 
 
 def _search(space: Space, offload: str) -> list[TimedLayout]:
-    """The fastest layouts with this offload. Cuts are tried in the order of their lower bounds,
-    until none can be among the fastest."""
+    """The fastest layouts with this offload."""
     best: dict[tuple, TimedLayout] = {}
-    bound, by_seconds = math.inf, operator.attrgetter("seconds")
     group = operator.attrgetter("stage", "context", "expert", "model", "schedule")
-    below = lambda layout: min(
-        bound, best[group(layout)].seconds if group(layout) in best else math.inf
-    )
     remats = layout_flag.choices("remat")[::-1]  # the fastest first
     bounds = [(_lower_bound(work), work) for work in _cuts(space, offload)]
-    for least, work in sorted(bounds, key=operator.itemgetter(0)):
-        if least >= bound:
-            break
-        for candidate in _faster(space, work, _tables(work), remats, below):
-            best[group(candidate.layout)] = candidate
-            if len(best) >= BEST:
-                bound = sorted(map(by_seconds, best.values()))[BEST - 1]
-    ranked = sorted(best.values(), key=by_seconds)[:BEST]
-    return sorted((_with_replicas(space, candidate) for candidate in ranked), key=by_seconds)
+    waiting: list[Waiting] = [(n, (n, i), work, CUT) for i, (n, work) in enumerate(bounds)]
+    found = _fitting(space, waiting, remats, lambda layout: group(layout) in best)
+    for candidate in itertools.islice(found, BEST):
+        best[group(candidate.layout)] = candidate
+    replicated = (_with_replicas(space, candidate) for candidate in best.values())
+    return sorted(replicated, key=operator.attrgetter("seconds"))
 
 
-def _faster(
+def _fitting(
     space: Space,
-    work: StepModel,
-    layouts: Iterable[Layout],
+    waiting: list[Waiting],
     remats: Sequence[str],
-    below: Callable[[Layout], float],
+    passed_over: Callable[[Layout], bool],
 ) -> Iterator[TimedLayout]:
-    """Yields those of the layouts that fit, keep the rules and take fewer seconds than `below`,
-    with the fewest layers recomputed: without recomputation, or where that does not fit with each
-    of the other modes.
+    """Yields the layouts that fit and keep the rules, the fastest first, with the fewest layers
+    recomputed: without recomputation, or where that does not fit with each of the other modes.
 
-    below: by the layout; it may fall as layouts are found
+    Each waits by the least seconds that it may take, so that memory, for which a layer is traced,
+    is asked for only where a layout may be the next.
+
+    passed_over: by the layout; it may become true as layouts are found
     """
     capacity, loss_chunk = space.hardware.memory, space.config.model.loss_chunk
-    unfit = []
-    for layout in layouts:
-        step = work.on(layout.with_remat("none"))
-        # with any recomputation it is slower
-        if (seconds := step.step().seconds) >= below(layout):
+    heapq.heapify(waiting)
+    while waiting:
+        least, order, step, state = heapq.heappop(waiting)
+        if state == CUT:
+            for i, layout in enumerate(_tables(step)):
+                timed = step.on(layout.with_remat("none"))
+                heapq.heappush(waiting, (timed.step().seconds, (*order, 0, i), timed, "none"))
+        elif passed_over(step.layout):
             continue
-        held = memory(step, loss_chunk, enough=capacity)
-        if held.bytes > capacity:
+        elif state == FITS:
+            yield TimedLayout(step.layout, least)
+        elif state == "none":
+            held = memory(bounded(step), loss_chunk, enough=capacity)
+            if held.bytes <= capacity:
+                held = memory(step, loss_chunk, enough=capacity)
+            if held.bytes <= capacity:
+                if "none" in remats and _keeps_rules(space, step.layout):
+                    yield TimedLayout(step.layout, least)
             # what is too much without activations is so with any recomputation
-            unfit += [(step, seconds)] * ("activations" in held.parts)
-        elif "none" in remats and _keeps_rules(space, step.layout):
-            yield TimedLayout(step.layout, seconds)
-    for remat, (step, least) in itertools.product(remats, unfit):
-        if remat == "none" or least >= below(step.layout):
-            continue
-        save = saved_with(space.config.pipeline, remat)
-        step = step.on(dataclasses.replace(step.layout, remat=remat, save=save))
-        fewest = least_recomputed(step, loss_chunk, capacity)
-        seconds = fewest.step().seconds if fewest else math.inf
-        if fewest and seconds < below(step.layout) and _keeps_rules(space, fewest.layout):
-            yield TimedLayout(fewest.layout, seconds)
+            elif "activations" in held.parts:
+                for i, remat in enumerate(remats):
+                    save = saved_with(space.config.pipeline, remat)
+                    every = step.on(dataclasses.replace(step.layout, remat=remat, save=save))
+                    if remat != "none" and (
+                        fewest := least_recomputed(bounded(every), loss_chunk, capacity)
+                    ):
+                        seconds = min(
+                            each.step().seconds for each in (step.on(fewest.layout), every)
+                        )
+                        place = (*order[:2], 1 + i, *order[3:])
+                        heapq.heappush(waiting, (max(least, seconds), place, every, remat))
+        elif (fewest := least_recomputed(step, loss_chunk, capacity)) and _keeps_rules(
+            space, fewest.layout
+        ):
+            heapq.heappush(waiting, (fewest.step().seconds, order, fewest, FITS))
 
 
 def _keeps_rules(space: Space, layout: Layout) -> bool:
@@ -251,11 +263,15 @@ def _with_replicas(space: Space, best: TimedLayout) -> TimedLayout:
         for replica in divisors(layout.data)[1:]
         if replica <= MOST_REPLICAS and not space.config.train.diloco_inner_steps
     ]
+    waiting = [
+        (each.step().seconds, (0, 0, 0, i), each, "none")
+        for i, each in enumerate(work.on(layout.with_remat("none")) for layout in changed)
+    ]
     # as fast but for rounding is no reason for replicas
-    below = lambda _: best.seconds * (1 - 1e-9)
-    for faster in _faster(space, work, changed, [layout.remat], below):
-        best = faster
-    return best
+    most = best.seconds * (1 - 1e-9)
+    waiting = [each for each in waiting if each[0] < most]
+    faster = next(_fitting(space, waiting, [layout.remat], lambda _: False), best)
+    return faster if faster.seconds < most else best
 
 
 def _lower_bound(work: StepModel) -> float:

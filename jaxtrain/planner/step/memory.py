@@ -30,6 +30,7 @@ import bisect
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import cast
 
 from jaxtrain.config import kernels
 from jaxtrain.config.sizes import SELECTIVE
@@ -37,7 +38,8 @@ from jaxtrain.planner.layer.layout import routed_capacity, sent_by_gateway
 from jaxtrain.planner.layer.settings import FLOAT32, FP8, ITEM
 from jaxtrain.planner.step.other_frameworks import saved_by_others, working_of_others
 from jaxtrain.planner.step.parameters import MASTERS
-from jaxtrain.planner.step.saved import bytes_on_host, layer_bytes
+from jaxtrain.planner.step.saved import LeastSaved, SavedBytes, bytes_on_host, layer_bytes
+from jaxtrain.planner.step.step_part import Part
 from jaxtrain.planner.step.step_time import StepModel
 from jaxtrain.schedule.placement import spread
 from jaxtrain.schedule.slots import SAVED
@@ -220,6 +222,22 @@ def least_recomputed(step: StepModel, loss_chunk: int, capacity: float) -> StepM
         return None
     fewer = range(1 if mode != "none" else most, most)
     return recomputing(fewer.start + bisect.bisect_left(fewer, True, key=fits))
+
+
+class _BoundedStep(StepModel):
+    """A step whose layers save at most what they do."""
+
+    def part(self, kind: type[Part]) -> Part:
+        return super().part(cast(type[Part], LeastSaved) if kind is SavedBytes else kind)
+
+
+def bounded(step: StepModel) -> StepModel:
+    """The step with a memory of at most its own, for which few layers are traced; the step itself
+    where arrays go to the host's memory."""
+    layout = step.layout
+    if layout.offload != "none" or layout.saves_on_host or not step.settings.ours:
+        return step
+    return step.of_kind(_BoundedStep, layout)
 
 
 def best_interval(step: StepModel) -> float | None:

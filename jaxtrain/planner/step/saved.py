@@ -1,11 +1,16 @@
 """What a layer of our own runtime saves of a microbatch: the runtime's own cut of the layer, traced
 for devices that need not be there (runtime/saved_bytes.py). jax is imported for the first trace."""
 
+import dataclasses
+
 from jaxtrain.config import PrecisionConfig, kernels
 from jaxtrain.config.saved_values import LayerBytes
 from jaxtrain.config.sizes import SELECTIVE
 from jaxtrain.planner.step.step_part import StepPart, once
 
+# Part of what one device saves that a mesh's devices save together at least: attention for several
+# stages may save less.
+SURELY = 0.85
 SAVE_ALL = ("none", "full")  # modes of remat whose residuals are all that the backward reads
 
 
@@ -52,6 +57,23 @@ class SavedBytes(StepPart):
         return LayerBytes(
             *(n * sequences // traced for n in (everything if mode in SAVE_ALL else saved))
         )
+
+
+class LeastSaved(SavedBytes):
+    """At most what layers save, for any mesh by the trace of one sequence on one device, or two of
+    `expert`: devices of `context` and `model` split a value, or each have all of it."""
+
+    @once
+    def of_layer(self, dense: bool, remat: str) -> LayerBytes:
+        """At most the bytes of one layer, as in `layer_bytes`."""
+        layout, settings = self.layout, dataclasses.replace(self.settings, by_sequence=True)
+        experts, parts = min(layout.expert, 2), layout.context * layout.model
+        one = dataclasses.replace(
+            layout, stage=1, context=1, expert=experts, model=1, expert_nodes=1
+        )
+        saved = SavedBytes(self.model, one, settings, self.hardware).of_layer(dense, remat)
+        least = (int(SURELY * size) // parts for size in saved[:3])
+        return LayerBytes(*least, saved.input // parts, 0, 0, 0)
 
 
 def layer_bytes(step: StepPart, dense: bool = False, remat: str = "") -> LayerBytes:

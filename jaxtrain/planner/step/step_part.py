@@ -57,9 +57,9 @@ class StepPart(StepSizes):
 
     def on(self, layout: Layout) -> Self:
         """This step, or part, with another layout. It shares the parts of this one."""
-        return self._of_kind(type(self), layout)
+        return self.of_kind(type(self), layout)
 
-    def _of_kind(self, kind: type[Part], layout: Layout) -> Part:
+    def of_kind(self, kind: type[Part], layout: Layout) -> Part:
         """A step, or part, of a kind, which shares the parts of this one."""
         other = kind(self.model, layout, self.settings, self.hardware)
         object.__setattr__(other, "_parts", self._parts)
@@ -71,7 +71,7 @@ class StepPart(StepSizes):
         key = kind, operator.attrgetter(*kind.reads)(self.layout)
         if key not in self._parts:
             layout = Layout(**dict(zip(kind.reads, key[1], strict=True)))
-            self._parts[key] = self._of_kind(kind, layout)
+            self._parts[key] = self.of_kind(kind, layout)
         return self._parts[key]
 
     @functools.cached_property
