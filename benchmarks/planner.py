@@ -357,7 +357,10 @@ def main(argv: list[str]) -> None:
     arguments.add_argument("--rows", type=pathlib.Path, help="predict the rows of this table alone")
     arguments.add_argument("--write", action="store_true", help="write what plans and docs say")
     flags = arguments.parse_args(argv)
-    recent = of_2026(flags.rows or FOLDER / "rows_2026.csv")
+    try:
+        recent = of_2026(flags.rows or FOLDER / "rows_2026.csv")
+    except rows_2026.RowError as error:
+        arguments.error(f"--rows={flags.rows} {error}")
     by_name = groups_of(recent) if flags.rows else groups()
     for name, runs in by_name.items():
         print("\n".join((f"\n{name}\n", *lines(runs, flags.markdown))))

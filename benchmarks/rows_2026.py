@@ -8,13 +8,14 @@ flags do not say is read as the source has it: the device, the framework's relea
 import csv
 import dataclasses
 import functools
+import math
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from errors_by_kind import Kind
 
-from jaxtrain.config import Config
+from jaxtrain.config import Config, fields
 from jaxtrain.config.checks import Environment
 from jaxtrain.config.errors import ConfigError, UsageError
 from jaxtrain.config.flags import apply
@@ -32,7 +33,17 @@ DEVICES = (
     (r"H100 .*\(A3\)", "h100-a3"),
     (r"([A-Z]+\d+)", r"\1"),
 )
+# columns that are read, and the units of `rate`: of a step, of a device, or of all of them
+COLUMNS = (
+    *("row", "source", "model", "devices", "device_kind", "class", "rate", "rate_unit"),
+    *("framework", "recipe", "flags", "layout", "remarks"),
+)
+UNITS = re.compile(r"s|(TFLOP|tokens)/s(/\w+| \(all.*\))")
 RELEASE = re.compile(r"\((\d\d\.\d\d)")
+
+
+class RowError(Exception):
+    """A table or a row that cannot be planned, as one line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +67,7 @@ class PublishedRun:
         """Why no plan has the row's error: no flag expresses it, or its flags are refused; "" if
         one has."""
         if not self.values["framework"]:
-            return self.values["remarks"]
+            return self.values["remarks"] or "no framework"
         try:
             self.plan  # noqa: B018 (an error says what is refused)
         except (ConfigError, UsageError) as error:
@@ -152,5 +163,42 @@ class PublishedRun:
 
 
 def read(path: pathlib.Path) -> Iterator[PublishedRun]:
-    with path.open(newline="") as file:
-        yield from map(PublishedRun, csv.DictReader(file))
+    """The rows of a table. Raises RowError for a table that cannot be read, or a row in which
+    something that no plan refuses is wrong."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = csv.DictReader(file, strict=True)
+            if missing := [name for name in COLUMNS if name not in (rows.fieldnames or ())]:
+                raise RowError(f"has no column {', '.join(missing)}")
+            for row in rows:
+                if wrong := wrong_value({name: value or "" for name, value in row.items()}):
+                    raise RowError(f"row {row['row']!r} (line {rows.line_num}): {wrong}")
+                yield PublishedRun({name: row[name] or "" for name in COLUMNS})
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise RowError(f"cannot be read as a table: {error}") from None
+
+
+def wrong_value(values: Mapping[str, str]) -> str:
+    """What is wrong with a row of a framework; "" for nothing, and for rows without one, which are
+    not planned."""
+    if not (framework := values["framework"]):
+        return ""
+    if framework not in FRAMEWORKS or "@" in framework:
+        known = ", ".join(name for name in FRAMEWORKS if "@" not in name)
+        return f"framework {framework!r} is not known ({known}; a release is read in source)"
+    if not any(re.search(pattern, values["device_kind"]) for pattern, _ in DEVICES):
+        return f"device_kind {values['device_kind']!r} is no device"
+    if not re.fullmatch(r"[1-9]\d*", values["devices"]):
+        return f"devices {values['devices']!r} is no number of devices"
+    try:
+        rate = float(values["rate"])
+    except ValueError:
+        rate = math.nan
+    if not 0 < rate < math.inf:
+        return f"rate {values['rate']!r} is no positive number"
+    if not UNITS.fullmatch(values["rate_unit"]):
+        return f"rate_unit {values['rate_unit']!r} is not s, TFLOP/s/… or tokens/s/…"
+    settings = [flag.partition("=") for flag in values["flags"].split()]
+    if wrong := ["".join(parts) for parts in settings if not parts[1] or parts[0] not in fields()]:
+        return f"flags {wrong[0]!r} is no SETTING=VALUE"
+    return ""

@@ -43,3 +43,32 @@ def test_a_row_of_another_table_is_predicted(tmp_path, capsys):
 def test_a_layout_uses_the_run_s_devices_and_batch(row):
     assert str(row.work.layout.devices) in row.name.replace(",", "") or "torchtitan" in row.name
     assert row.work.layout.microbatches >= 1
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [
+        ("framework", "caffe", "framework 'caffe' is not known (jaxtrain, megatron2021, "),
+        ("framework", "megatron_core@25.11", "a release is read in source)"),
+        ("device_kind", "", "device_kind '' is no device"),
+        ("devices", "0", "devices '0' is no number of devices"),
+        ("rate", "nan", "rate 'nan' is no positive number"),
+        ("rate", "-5", "rate '-5' is no positive number"),
+        ("rate_unit", "parsecs", "rate_unit 'parsecs' is not s, TFLOP/s/… or tokens/s/…"),
+        ("flags", "model.layers", "flags 'model.layers' is no SETTING=VALUE"),
+        ("flags", "model.wings=2", "flags 'model.wings=2' is no SETTING=VALUE"),
+        ("rate", None, "has no column rate"),
+        ("", "", "cannot be read as a table"),
+    ],
+)
+def test_a_damaged_table_is_refused_in_one_line(tmp_path, capsys, column, value, said):
+    path = tmp_path / "rows.csv"
+    if column:
+        (row,) = (row for row in planner.read("rows_2026") if row["row"] == "40")
+        row[column] = value
+        text = "\n".join(",".join(f'"{cell}"' for cell in cells) for cells in (row, row.values()))
+        path.write_text(text.replace('"rate",', "") if value is None else text)
+    with pytest.raises(SystemExit) as ended:
+        planner.main([f"--rows={path}"])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 2 and f"--rows={path}" in error and said in error
