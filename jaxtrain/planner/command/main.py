@@ -195,7 +195,11 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
             {"assume": difflib.get_close_matches(flags.assume, FRAMEWORKS, 1, 0.0)[0]},
         )
     for flag, otherwise in FILES.items():
-        cli.check_output(flag, getattr(flags, flag), otherwise)
+        cli.check_output(flag, path := getattr(flags, flag), otherwise)
+        if path and path in [getattr(flags, other) for other in FILES if other < flag]:
+            raise UsageError(
+                f"--{flag}={cfg.shown(path)} is another flag's file", {flag: otherwise}
+            )
     for path in cfg.fields():  # also of those that a layout replaces
         value = cfg.get(config, path)
         if wrong := checks.field_violation(path, value, cfg.get(recipe, path)):
@@ -296,13 +300,18 @@ def _with_notes(
 
     given, config: as the flags have it, and as the layout has changed it; not resolved
     """
-    save, remat = given.pipeline.save, config.pipeline.remat
     left_out = (
-        f"pipeline.save={cfg.value_text(save)} does not go with remat={remat}, so this plan is "
-        "without it"
+        f"pipeline.save={cfg.value_text(given.pipeline.save)} does not go with "
+        f"remat={config.pipeline.remat}, so this plan is without it"
     )
-    unused = [left_out] * (save != config.pipeline.save) + unused_settings(config, kind.platform)
-    return {**figures, "notes": [*figures["notes"], *unused]}
+    return {
+        **figures,
+        "notes": [
+            *figures["notes"],
+            *[left_out] * (given.pipeline.save != config.pipeline.save),
+            *unused_settings(config, kind.platform),
+        ],
+    }
 
 
 def _output(

@@ -744,3 +744,10 @@ def test_settings_without_use_in_a_plan_are_named(plan):
     assert notes("--layout=data=2,stage=4,remat=full,repeats=1") == []
     # one chunk on one stage is the default, of which nothing needs to be said, searched or not
     assert notes("--layout=data=8,repeats=1") == notes("--devices=64") == []
+
+
+def test_one_file_for_two_flags_is_refused(plan, tmp_path):
+    flags = ("--config=tiny", "--hardware=h100", "--devices=8", f"--png={tmp_path / 'a'}")
+    for other in ("html", "recipe"):
+        error = plan(*flags, f"--{other}={tmp_path / 'a'}")[1]
+        assert "is another flag's file: use --" in error and not list(tmp_path.iterdir())
