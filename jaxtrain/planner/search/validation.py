@@ -5,7 +5,8 @@ A kind of run is dense or with experts, and has a framework, a device and a prec
 fewer than LEAST runs goes by the nearest kinds, with as many runs together: first those of another
 precision, then of another device, then of another framework, then all. Of these the widest error
 counts, so that such a plan is never said to be surer than one that runs stand behind. Our own
-program was measured on one device, so it goes by all dense kinds or by all with experts.
+program was measured on one device, so it goes by all dense kinds or by all with experts, as a plan
+for a device does that no run was on.
 """
 
 import dataclasses
@@ -64,10 +65,11 @@ def expected(work: StepModel) -> Expected:
         work.hardware.name,
         types.compute if types.matmul == "compute" else types.matmul,
     )
+    unknown = kind[2] not in {other[2] for other in rows}  # no run was on such a device
     differs = lambda other: [a != b for a, b in zip(other, kind, strict=True)][::-1]
     pools = (
         sorted((other for other in rows if other[:same] == kind[:same]), key=differs)
-        for same in range(1 if work.settings.ours else len(kind), -1, -1)
+        for same in range(1 if work.settings.ours or unknown else len(kind), -1, -1)
     )
     pool = next(pool for pool in pools if sum(len(rows[other]) for other in pool) >= LEAST)
     kinds = {
