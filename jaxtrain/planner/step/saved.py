@@ -72,8 +72,8 @@ class LeastSaved(SavedBytes):
             layout, stage=1, context=1, expert=experts, model=1, expert_nodes=1
         )
         saved = SavedBytes(self.model, one, settings, self.hardware).of_layer(dense, remat)
-        least = (int(SURELY * size) // parts for size in saved[:3])
-        return LayerBytes(*least, saved.input // parts, 0, 0, 0)
+        b, w, stash = (int(SURELY * size) // parts for size in saved[:3])
+        return LayerBytes(b, w, stash, saved.input // parts, 0, 0, 0)
 
 
 def layer_bytes(step: StepPart, dense: bool = False, remat: str = "") -> LayerBytes:
