@@ -182,14 +182,13 @@ def _search(space: Space, offload: str) -> list[TimedLayout]:
     """The fastest layouts with this offload."""
     best: dict[tuple, TimedLayout] = {}
     group = operator.attrgetter("stage", "context", "expert", "model", "schedule")
+    bounds = ((_lower_bound(work), work) for work in _cuts(space, offload))
+    waiting = [(least, (least, i), work, CUT) for i, (least, work) in enumerate(bounds)]
     remats = layout_flag.choices("remat")[::-1]  # the fastest first
-    bounds = [(_lower_bound(work), work) for work in _cuts(space, offload)]
-    waiting: list[Waiting] = [(n, (n, i), work, CUT) for i, (n, work) in enumerate(bounds)]
     found = _fitting(space, waiting, remats, lambda layout: group(layout) in best)
     for candidate in itertools.islice(found, BEST):
-        best[group(candidate.layout)] = candidate
-    replicated = (_with_replicas(space, candidate) for candidate in best.values())
-    return sorted(replicated, key=operator.attrgetter("seconds"))
+        best[group(candidate.layout)] = _with_replicas(space, candidate)
+    return sorted(best.values(), key=operator.attrgetter("seconds"))
 
 
 def _fitting(
@@ -206,7 +205,7 @@ def _fitting(
 
     passed_over: by the layout; it may become true as layouts are found
     """
-    capacity, loss_chunk = space.hardware.memory, space.config.model.loss_chunk
+    fits = lambda step: least_recomputed(step, space.config.model.loss_chunk, space.hardware.memory)
     heapq.heapify(waiting)
     while waiting:
         least, order, step, state = heapq.heappop(waiting)
@@ -218,30 +217,18 @@ def _fitting(
             continue
         elif state == FITS:
             yield TimedLayout(step.layout, least)
+        elif (state != "none" or fits(bounded(step))) and (fewest := fits(step)):
+            if state in remats and _keeps_rules(space, fewest.layout):
+                heapq.heappush(waiting, (fewest.step().seconds, order, fewest, FITS))
         elif state == "none":
-            held = memory(bounded(step), loss_chunk, enough=capacity)
-            if held.bytes <= capacity:
-                held = memory(step, loss_chunk, enough=capacity)
-            if held.bytes <= capacity:
-                if "none" in remats and _keeps_rules(space, step.layout):
-                    yield TimedLayout(step.layout, least)
-            # what is too much without activations is so with any recomputation
-            elif "activations" in held.parts:
-                for i, remat in enumerate(remats):
-                    save = saved_with(space.config.pipeline, remat)
-                    every = step.on(dataclasses.replace(step.layout, remat=remat, save=save))
-                    if remat != "none" and (
-                        fewest := least_recomputed(bounded(every), loss_chunk, capacity)
-                    ):
-                        seconds = min(
-                            each.step().seconds for each in (step.on(fewest.layout), every)
-                        )
-                        place = (*order[:2], 1 + i, *order[3:])
-                        heapq.heappush(waiting, (max(least, seconds), place, every, remat))
-        elif (fewest := least_recomputed(step, loss_chunk, capacity)) and _keeps_rules(
-            space, fewest.layout
-        ):
-            heapq.heappush(waiting, (fewest.step().seconds, order, fewest, FITS))
+            for i, remat in enumerate(each for each in remats if each != "none"):
+                save = saved_with(space.config.pipeline, remat)
+                every = step.on(dataclasses.replace(step.layout, remat=remat, save=save))
+                if fewest := fits(bounded(every)):  # it is slower
+                    steps = step.on(fewest.layout), every
+                    seconds = max(least, min(each.step().seconds for each in steps))
+                    place = (*order[:2], 1 + i, *order[3:])
+                    heapq.heappush(waiting, (seconds, place, every, remat))
 
 
 def _keeps_rules(space: Space, layout: Layout) -> bool:
@@ -258,18 +245,18 @@ def _with_replicas(space: Space, best: TimedLayout) -> TimedLayout:
     """The fastest of `best` and its variants that turn data shards into replicas."""
     layout = best.layout
     work = step_model_of(laid_out(space, layout).resolve(), space.hardware, space.assume)
-    changed = [
-        dataclasses.replace(layout, replica=replica, data=layout.data // replica)
-        for replica in divisors(layout.data)[1:]
-        if replica <= MOST_REPLICAS and not space.config.train.diloco_inner_steps
-    ]
-    waiting = [
-        (each.step().seconds, (0, 0, 0, i), each, "none")
-        for i, each in enumerate(work.on(layout.with_remat("none")) for layout in changed)
-    ]
     # as fast but for rounding is no reason for replicas
     most = best.seconds * (1 - 1e-9)
-    waiting = [each for each in waiting if each[0] < most]
+    changed = (
+        dataclasses.replace(layout, replica=replica, data=layout.data // replica, remat="none")
+        for replica in divisors(layout.data)[1:]
+        if replica <= MOST_REPLICAS and not space.config.train.diloco_inner_steps
+    )
+    waiting = [
+        (seconds, (0, 0, 0, i), step, "none")
+        for i, step in enumerate(map(work.on, changed))
+        if (seconds := step.step().seconds) < most
+    ]
     faster = next(_fitting(space, waiting, [layout.remat], lambda _: False), best)
     return faster if faster.seconds < most else best
 

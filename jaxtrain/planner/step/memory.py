@@ -233,11 +233,9 @@ class _BoundedStep(StepModel):
 
 def bounded(step: StepModel) -> StepModel:
     """The step with a memory of at most its own, for which few layers are traced; the step itself
-    where arrays go to the host's memory."""
-    layout = step.layout
-    if layout.offload != "none" or layout.saves_on_host or not step.settings.ours:
-        return step
-    return step.of_kind(_BoundedStep, layout)
+    where arrays go to the host's memory, or another framework runs it."""
+    on_host = step.layout.offload != "none" or step.layout.saves_on_host
+    return step if on_host or not step.settings.ours else step.of_kind(_BoundedStep, step.layout)
 
 
 def best_interval(step: StepModel) -> float | None:

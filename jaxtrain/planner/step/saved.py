@@ -72,8 +72,9 @@ class LeastSaved(SavedBytes):
             layout, stage=1, context=1, expert=experts, model=1, expert_nodes=1
         )
         saved = SavedBytes(self.model, one, settings, self.hardware).of_layer(dense, remat)
-        b, w, stash = (int(SURELY * size) // parts for size in saved[:3])
-        return LayerBytes(b, w, stash, saved.input // parts, 0, 0, 0)
+        surely = SURELY if layout.stage > 1 and parts > 1 else 1.0
+        b, w, stash, x = (int(surely * size / parts) for size in saved[:4])
+        return LayerBytes(b, w, stash, x, gathered=0, normed=0, remade=0)
 
 
 def layer_bytes(step: StepPart, dense: bool = False, remat: str = "") -> LayerBytes:
