@@ -23,7 +23,7 @@ from jaxtrain.models.transformer import build
 from jaxtrain.parallel.fp8 import fp8_of
 from jaxtrain.planner.layer.hardware import Hardware, load
 from jaxtrain.planner.search.compare import plan_at_hand
-from jaxtrain.planner.step.saved import layer_bytes
+from jaxtrain.planner.step.saved import LeastSaved, layer_bytes
 from jaxtrain.planner.step.step_model import step_model_of
 from jaxtrain.runtime.runtime import Runtime
 from jaxtrain.runtime.saved_bytes import saved_bytes
@@ -207,6 +207,19 @@ def test_one_trace_for_several_layouts(case):
     assert planned(config, load(hardware)) in traced
 
 
+@pytest.mark.parametrize("seed", kept(range(100, 106)) + [207, 352])
+def test_bounded_by_one_device(seed):
+    """What a search takes before it traces a layout is at most what a layer of that saves, and no
+    small part of it."""
+    step = step_model_of(config_of(seed), load(("h100", "tpu-v5p")[seed % 2]))
+    for remat in ("", "none"):
+        saved = layer_bytes(step, remat=remat)
+        least = step.part(LeastSaved).of_layer(False, remat)
+        for read in (lambda of: of.residual_b + of.residual_w, lambda of: of.weight_stash):
+            assert read(saved) / 4 < read(least) <= read(saved)
+        assert least.input <= saved.input
+
+
 BY_SEQUENCE = 1e-3  # of the bytes: counts and offsets that do not grow with the sequences
 
 
@@ -251,7 +264,7 @@ from jax._src import xla_bridge
 from jaxtrain import config
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.planner.layer.hardware import load
-from jaxtrain.planner.step.saved import layer_bytes
+from jaxtrain.planner.step.saved import LeastSaved, layer_bytes
 from jaxtrain.planner.step.step_model import step_model_of
 
 settings = {"mesh.context": 2, "mesh.data": 1, "data.batch_size": 8, "mesh.model": 2}
