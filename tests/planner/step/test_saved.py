@@ -207,7 +207,9 @@ def test_one_trace_for_several_layouts(case):
     assert planned(config, load(hardware)) in traced
 
 
-@pytest.mark.parametrize("seed", kept(range(100, 106)) + [207, 352])
+@pytest.mark.parametrize(
+    "seed", [101, *(pytest.param(seed, marks=pytest.mark.full) for seed in kept(range(200, 212)))]
+)
 def test_bounded_by_one_device(seed):
     """What a search takes before it traces a layout is at most what a layer of that saves, and no
     small part of it."""
