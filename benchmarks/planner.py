@@ -15,6 +15,7 @@ the tables of docs/planning.md and docs/published.png.
 import argparse
 import csv
 import dataclasses
+import functools
 import math
 import pathlib
 import sys
@@ -25,6 +26,7 @@ sys.path.insert(0, str(FOLDER.parents[1]))
 
 import errors_by_kind  # noqa: E402 (the path comes first)
 import rows_2026  # noqa: E402
+from arguments import fail  # noqa: E402
 from errors_by_kind import Kind, summary  # noqa: E402
 from model_forms import gpt, llama  # noqa: E402
 
@@ -301,8 +303,9 @@ NOT_FITTED = "rows of 2025 and 2026 that nothing was fitted to"
 UNITS = {"tflops": "TFLOP/s", "seconds": "s", "tokens": "tokens/s"}
 
 
+@functools.cache
 def of_2026(path: pathlib.Path) -> list[rows_2026.PublishedRun]:
-    """The rows of a table with the columns of rows_2026.csv."""
+    """The rows of a table with the columns of rows_2026.csv, each of which is planned once."""
     return list(rows_2026.read(path))
 
 
@@ -360,7 +363,7 @@ def main(argv: list[str]) -> None:
     try:
         recent = of_2026(flags.rows or FOLDER / "rows_2026.csv")
     except rows_2026.RowError as error:
-        arguments.error(f"--rows={flags.rows} {error}")
+        fail(f"--rows={flags.rows} {error}")
     by_name = groups_of(recent) if flags.rows else groups()
     for name, runs in by_name.items():
         print("\n".join((f"\n{name}\n", *lines(runs, flags.markdown))))

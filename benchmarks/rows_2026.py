@@ -134,10 +134,8 @@ class PublishedRun:
     @property
     def predicted(self) -> float:
         """The same of the plan."""
-        work, seconds = self.plan.work, self.plan.seconds
-        if self.values["rate_unit"].startswith("TFLOP"):
-            return work.model_flops() / seconds / work.layout.devices / 1e12
-        return self.plan.tokens_per_s
+        of_flops = self.values["rate_unit"].startswith("TFLOP")
+        return self.tflops if of_flops else self.plan.tokens_per_s
 
     @property
     def error(self) -> float:

@@ -58,8 +58,8 @@ def empty_pool(slots: int, layers: int, shapes: Shapes, on_host: Sequence[bool] 
     One dimension for both: copies between a TPU and its host cut one dimension alone.
     """
     return [
-        host_memory.empty_pool((slots * layers, *slot_shape(a.shape)), a.dtype, there)
-        for a, there in zip(shapes, on_host or [False] * len(shapes), strict=True)
+        host_memory.empty_pool((slots * layers, *slot_shape(a.shape)), a.dtype, hosted)
+        for a, hosted in zip(shapes, on_host or [False] * len(shapes), strict=True)
     ]
 
 
@@ -574,7 +574,7 @@ class LayerStack:
 
         def empty(layers: LayerRange) -> Any:
             most, split = layers.most(self._counts), layers.split
-            pool = lambda a, there: host_memory.empty_pool((most, *a.shape), a.dtype, there)
+            pool = lambda a, hosted: host_memory.empty_pool((most, *a.shape), a.dtype, hosted)
             return jax.tree.map(pool, split.residuals, split.on_host)
 
         bodies = [(each, body(number, each)) for number, each in enumerate(self._ranges)]

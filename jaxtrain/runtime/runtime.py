@@ -600,11 +600,11 @@ class Runtime:
                 layers = part.most(self.placement.sizes)
                 inputs = [messages(part.layer_input, layers)]
                 pools = dataclasses.replace(pools, layer_input=inputs)
-            split, residuals, there = part.split, part.split.residuals, part.split.on_host
+            split, residuals, hosted = part.split, part.split.residuals, part.split.on_host
             stash = pool(part.weight_stash, part, split.weight_stash)
             of_range = {
-                part.residual_b: pool(part.residual_b, part, residuals.for_b, there.for_b),
-                part.residual_w: pool(part.residual_w, part, residuals.for_w, there.for_w),
+                part.residual_b: pool(part.residual_b, part, residuals.for_b, hosted.for_b),
+                part.residual_w: pool(part.residual_w, part, residuals.for_w, hosted.for_w),
                 part.weight_stash: list(map(replicated, stash, split.gathered)),
             }
             pools = dataclasses.replace(pools, **of_range)

@@ -5,7 +5,7 @@ for.
                       ─ --devices ─→  the best of all layouts
 
 Closed forms (planner/step) come first, then the schedule's table with its slots and exact clock.
-Nothing is compiled and jax is not imported.
+Nothing is compiled: jax traces layers, for which it needs no device.
 """
 
 import contextlib

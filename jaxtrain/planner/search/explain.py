@@ -41,11 +41,11 @@ LEAST_GAIN = 0.005  # the least gain that has a line, as a fraction of a step
 def table(predictions: Sequence[Prediction]) -> list[list[str]]:
     """Plans as lines of cells, the first with the columns' names, without the keys that have their
     default in all plans. The last column says why a plan is slower than the first."""
-    layouts, several = [layout_flag.of(p.config) for p in predictions], len(predictions) > 1
+    figures, several = [p.figures() for p in predictions], len(predictions) > 1
     keys = [
         key
         for key in layout_flag.KEYS
-        if any(layout[key] != layout_flag.USUAL.get(key) for layout in layouts)
+        if any(of["layout"][key] != layout_flag.USUAL.get(key) for of in figures)
     ]
     return [
         [
@@ -61,16 +61,16 @@ def table(predictions: Sequence[Prediction]) -> list[list[str]]:
         *(
             [
                 str(number),
-                *(cfg.value_text(layout[key]) for key in keys),
+                *(cfg.value_text(of["layout"][key]) for key in keys),
                 f"{p.memory.bytes / GIB:.1f}",
                 f"{p.bubble_fraction:.1%}",
-                f"{p.figures()['mfu']:.1%}",
-                *[amount(p.figures()["train_days"] or 0.0)] * bool(p.tokens),
+                f"{of['mfu']:.1%}",
+                *[amount(of["train_days"] or 0.0)] * bool(p.tokens),
                 amount(p.seconds),
                 *[(_slower(p, predictions[0]) if number > 1 else "the fastest").ljust(WIDE)]
                 * several,
             ]
-            for number, (p, layout) in enumerate(zip(predictions, layouts, strict=True), 1)
+            for number, (p, of) in enumerate(zip(predictions, figures, strict=True), 1)
         ),
     ]
 
@@ -80,11 +80,11 @@ def _slower(prediction: Prediction, fastest: Prediction) -> str:
     now, then = prediction.time.exposed, fastest.time.exposed
     longer = {name: (now[name] - then.get(name, 0.0)) / fastest.seconds for name in now}
     most = sorted(longer, key=longer.__getitem__, reverse=True)[:2]
-    more = (prediction.memory.bytes - fastest.memory.bytes) / GIB
+    extra = (prediction.memory.bytes - fastest.memory.bytes) / GIB
     return ", ".join(
         [
             *(f"{WORDS.get(n, n)} {longer[n]:+.1%}" for n in most if longer[n] >= LEAST_GAIN),
-            f"memory {abs(more):.3g} GiB {'more' if more > 0 else 'less'}",
+            f"memory {abs(extra):.3g} GiB {'more' if extra > 0 else 'less'}",
         ]
     )
 

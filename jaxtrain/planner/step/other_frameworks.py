@@ -67,15 +67,19 @@ class TheirLayer(LayerTime):
             part = lambda p: 1.0 if self.settings.fp8 or p.of.experts else 0.5
             again = sum(p.forward * part(p) for p in self.work.products(dense) if p.of.read)
             return {MATMULS: again, MEMORY: self.work.passes(dense)}
-        if self.settings.recomputes != "core" or self.layout.save:
+        if not self._recomputes_core:
             return super().made_again(dense)
         attention, _, scores = self.work.attention
         return {ATTENTION: attention, MEMORY: scores}
 
     def flops_made_again(self, attention: float) -> float:
         """Operations of a sequence that selective recomputation makes again."""
-        core = self.settings.recomputes == "core" and not self.layout.save
-        return attention if core else super().flops_made_again(attention)
+        return attention if self._recomputes_core else super().flops_made_again(attention)
+
+    @property
+    def _recomputes_core(self) -> bool:
+        """Selective recomputation makes attention's core again, and nothing else."""
+        return self.settings.recomputes == "core" and not self.layout.save
 
     def on_host(self) -> tuple[float, float]:
         return saved_of_layer(self, self.layout.remat)[1], 0.0

@@ -27,7 +27,6 @@ class SavedBytes(StepPart):
 
         model, layout, settings = self.model, self.layout, self.settings
         platform, sequences = self.hardware.platform, layout.microbatch
-        in_compute = PrecisionConfig(compute=settings.precision.compute)
         traced = 1 if settings.by_sequence else sequences
         # where a layer differs with the number of stages
         several = layout.stage > 1 and (
@@ -43,7 +42,9 @@ class SavedBytes(StepPart):
         everything, saved = saved_bytes(
             model.of_one_layer,
             # other frameworks have experts in formats that our own products do not take
-            settings.precision if settings.ours else in_compute,
+            settings.precision
+            if settings.ours
+            else PrecisionConfig(compute=settings.precision.compute),
             cut,
             layout.save if cut == of_layout else (),
             (1, 1, 1 + several, layout.context, expert, layout.model),
