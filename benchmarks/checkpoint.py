@@ -56,11 +56,11 @@ def measure(options: argparse.Namespace, folder: pathlib.Path) -> None:
     start_jax(namespace)
     import jax
 
-    from jaxtrain.checkpoint.layout import Shards, stored_arrays
     from jaxtrain.checkpoint.local import LocalCheckpointer
     from jaxtrain.checkpoint.manager import Checkpointer
+    from jaxtrain.checkpoint.regions import Shards, stored_arrays
     from jaxtrain.checkpoint.retention import Retention
-    from jaxtrain.config.checks import check_devices
+    from jaxtrain.config.rules.checks import check_devices
     from jaxtrain.data.loader import Loader
     from jaxtrain.data.tokens import prepare
     from jaxtrain.devices.mesh import make_mesh, sizes_of

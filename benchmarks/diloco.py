@@ -64,7 +64,7 @@ def bytes_a_step(flags: list[str]) -> float:
     from support.crossing import bytes_sent
 
     from jaxtrain import cli
-    from jaxtrain.config import checks
+    from jaxtrain.config.rules import checks
     from jaxtrain.devices.mesh import make_mesh, sizes_of
     from jaxtrain.planner.programs.program import Program
     from jaxtrain.training.step import make_step

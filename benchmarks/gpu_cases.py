@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxtrain import config as configs
-from jaxtrain.config import Config, ConfigError, checks
+from jaxtrain.config import Config, ConfigError
 from jaxtrain.config.flags import apply
 from jaxtrain.config.recipes import find_recipe, load_recipe
+from jaxtrain.config.rules import checks
 
 OURS, TORCH, KERNELS = "jaxtrain", "torch", "kernels"
 WEIGHTS, BATCHES = "weights", "batches.npz"  # in a case's folder

@@ -67,7 +67,7 @@ def attention(
     """b sequences of t tokens, n heads of size h and k of keys and values; documents of random
     lengths, eight in a sequence on average."""
     from jaxtrain.config.kernels import AttentionCase, attention_kernel
-    from jaxtrain.parallel.attention import attend_causal
+    from jaxtrain.parallel.attention.attend import attend_causal
     from jaxtrain.parallel.target_device import target_device
 
     def attend(kernel: str, q, k, v, segments=None):
@@ -110,7 +110,7 @@ def products(
     one.
     """
     from jaxtrain.config.kernels import BLOCKS, PRODUCTS, product_kernel
-    from jaxtrain.parallel.experts import KERNELS
+    from jaxtrain.parallel.experts.experts import KERNELS
     from jaxtrain.parallel.target_device import target_device
 
     shares = np.random.default_rng(0).dirichlet(np.full(groups - 1, 4.0))

@@ -30,7 +30,7 @@ def batches(config: Config, count: int) -> dict[str, np.ndarray]:
     """`count` batches of a made-up corpus, packed as the trainer packs: token frequencies by Zipf's
     law, documents of random lengths."""
     from jaxtrain.data.bad_records import Skipped
-    from jaxtrain.data.packing import Sequences
+    from jaxtrain.data.document_packing import Sequences
     from jaxtrain.data.tokenizer import NoTokenizer
     from jaxtrain.data.tokens import Corpus
 
@@ -116,9 +116,9 @@ def run(folder: pathlib.Path) -> dict:
     from jaxtrain.devices.mesh import make_mesh, sizes_of
     from jaxtrain.parallel.target_device import target_device_of
     from jaxtrain.planner.layer.model import model_of
-    from jaxtrain.training.optimizer import learning_rate
     from jaxtrain.training.state import initial_state
     from jaxtrain.training.step import make_step
+    from jaxtrain.training.update.optimizer import learning_rate
 
     mesh = make_mesh(sizes_of(config.mesh), jax.devices()[:1])
     with jax.set_mesh(mesh):

@@ -191,7 +191,7 @@ def imported(argv: list[str]) -> None:
     start_jax(namespace)
     import jax
 
-    from jaxtrain.config.checks import check_devices
+    from jaxtrain.config.rules.checks import check_devices
     from jaxtrain.devices import cluster
     from jaxtrain.devices.mesh import make_mesh, sizes_of
     from jaxtrain.hf import importing

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from jaxtrain.planner.layer.hardware import Hardware
 from jaxtrain.planner.layer.links import PERMUTE
-from jaxtrain.planner.programs.collectives import CompiledCollective
+from jaxtrain.planner.programs.compiled_collectives import CompiledCollective
 
 RING = 4  # chips along a dimension of the smallest torus
 LEAST = 0.5  # of a ring: the link between two chips

@@ -33,8 +33,8 @@ SETTINGS = {
 def compiled(recipe, settings: dict[str, str], length: int, mode: str) -> dict:
     """Seconds to compile and bytes on a device for one length and mode."""
     from jaxtrain import config as configs
-    from jaxtrain.config import checks
     from jaxtrain.config.flags import apply
+    from jaxtrain.config.rules import checks
     from jaxtrain.planner.programs.topology import compile_config, fitting
 
     settings = settings | {"data.sequence_length": str(length), "parallel.context": mode}

@@ -93,7 +93,7 @@ def measure(options) -> dict:
     from jaxtrain.devices.mesh import make_mesh, sizes_of
     from jaxtrain.training.state import initial_state
     from jaxtrain.training.step import make_step
-    from jaxtrain.training.streamed_update import CompiledUpdate, Guard
+    from jaxtrain.training.update.streamed_update import CompiledUpdate, Guard
 
     changes = {
         "model.layers": options.layers[0],

@@ -14,8 +14,9 @@ import dataclasses
 from ahead import DENSE, FLAT, LAYOUTS, SEPARATE, STAGES
 
 from jaxtrain import config as configs
-from jaxtrain.config import Config, checks
+from jaxtrain.config import Config
 from jaxtrain.config.recipes import find_recipe, load_recipe
+from jaxtrain.config.rules import checks
 from jaxtrain.planner.programs.topology import Topology, fitting
 
 PLATFORM, CHIPS = "v5p", 64

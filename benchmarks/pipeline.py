@@ -60,10 +60,10 @@ def main(argv: list[str]) -> None:
     start_jax(namespace)
     import jax
 
-    from jaxtrain.config.checks import check_devices
+    from jaxtrain.config.rules.checks import check_devices
     from jaxtrain.devices.mesh import make_mesh, sizes_of
     from jaxtrain.schedule.columns import columns
-    from jaxtrain.training.op_times import (
+    from jaxtrain.training.measured_op_times import (
         TICKS,
         in_order,
         measure,

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping
 from errors_by_kind import Kind
 
 from jaxtrain.config import Config, fields
-from jaxtrain.config.checks import Environment
 from jaxtrain.config.errors import ConfigError, UsageError
 from jaxtrain.config.flags import apply
 from jaxtrain.config.recipes import find_recipe, load_recipe
+from jaxtrain.config.rules.checks import Environment
 from jaxtrain.planner.layer import hardware
 from jaxtrain.planner.layer.hardware import Hardware
 from jaxtrain.planner.search import layout_flag

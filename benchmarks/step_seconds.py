@@ -24,8 +24,12 @@ from jaxtrain.devices.mesh import AXES, batch_shards, sizes_of
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.planner.layer import hardware
 from jaxtrain.planner.layer.links import PERMUTE, sent
-from jaxtrain.planner.programs.collectives import CompiledCollective, collectives, step_collectives
 from jaxtrain.planner.programs.compile_check import step_loops
+from jaxtrain.planner.programs.compiled_collectives import (
+    CompiledCollective,
+    collectives,
+    step_collectives,
+)
 from jaxtrain.planner.programs.loops import Executed, StepLoops, op_in
 from jaxtrain.planner.programs.program import GROUPED, Instruction, pairs
 from jaxtrain.planner.programs.topology import PLATFORMS, Compiled

@@ -20,16 +20,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ConfigError, checks
-from jaxtrain.config.checks import Environment
+from jaxtrain.config import Config, ConfigError
 from jaxtrain.config.errors import PLACEHOLDER, UsageError, unfilled
 from jaxtrain.config.flags import SHARED_FLAGS, Flag, Reading, apply, read_flags, settled
 from jaxtrain.config.recipes import find_recipe, load_recipe
+from jaxtrain.config.rules import checks
+from jaxtrain.config.rules.checks import Environment
 from jaxtrain.devices import cluster_environment
 from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES
 from jaxtrain.devices.startup import start_jax
-from jaxtrain.hf.files import CONFIG, SOURCE, tokenizer_of
-from jaxtrain.pipeline.checks import RULES, RULES_WITH_TABLES
+from jaxtrain.hf.source_files import CONFIG, SOURCE, tokenizer_of
+from jaxtrain.pipeline.run_checks import RULES, RULES_WITH_TABLES
 from jaxtrain.run import out_of_memory
 from jaxtrain.run.exit_status import ExitStatus, RunError
 

@@ -31,20 +31,21 @@ from jaxtrain.checkpoint.steps import (
     read_meta,
     trained_group,
 )
-from jaxtrain.config import Config, checks, to_dict
+from jaxtrain.config import Config, to_dict
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, Reading, read_flags
 from jaxtrain.config.recipes import config_text
+from jaxtrain.config.rules import checks
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.devices.cluster_environment import read_environment
 from jaxtrain.generate import find_checkpoint, understand
 from jaxtrain.hf.exporting import export_folder
 from jaxtrain.hf.fields import HfError, read_json
-from jaxtrain.hf.files import CONFIG, SOURCE, TENSORS, TOKENIZER
 from jaxtrain.hf.model_config import differing, family_of, read_model, write_model
-from jaxtrain.hf.rules import PublishedTensor
 from jaxtrain.hf.run_config import Published, read_published, started_from
 from jaxtrain.hf.safetensors_folder import DTYPES
+from jaxtrain.hf.source_files import CONFIG, SOURCE, TENSORS, TOKENIZER
+from jaxtrain.hf.tensor_rules import PublishedTensor
 from jaxtrain.hf.tokenizer_files import exported_files, token_ids, tokenizer_of_run
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus

@@ -44,11 +44,11 @@ from jaxtrain.checkpoint.subject import NoCheckpointsError, some_run, step_folde
 from jaxtrain.config import Config, ModelConfig
 from jaxtrain.config.errors import UsageError, flag_text
 from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag
-from jaxtrain.config.mesh_rules import kv_heads_fit, mlp_widths
-from jaxtrain.config.rules import divisors, near
+from jaxtrain.config.rules.mesh_rules import kv_heads_fit, mlp_widths
+from jaxtrain.config.rules.rules import divisors, near
 from jaxtrain.devices import startup
 from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES, read_environment
-from jaxtrain.hf.files import SOURCE
+from jaxtrain.hf.source_files import SOURCE
 from jaxtrain.run import out_of_memory, streams
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.wall_clock import imports_without_collection

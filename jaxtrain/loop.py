@@ -20,15 +20,15 @@ from jaxtrain import cli
 from jaxtrain.checkpoint.checkpoints import Checkpoints, TrainedCorpus
 from jaxtrain.checkpoint.restoring import load_parameters
 from jaxtrain.config import Config, PipelineConfig
-from jaxtrain.config.checks import Environment
 from jaxtrain.config.recipes import config_text
+from jaxtrain.config.rules.checks import Environment
 from jaxtrain.data.loader import Feed, make_loaders, prepare_corpus
 from jaxtrain.data.tokens import Corpus, bigram_entropy
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.devices.state_file import StateFileError
 from jaxtrain.generation.text import sample_text
-from jaxtrain.hf import files, importing
+from jaxtrain.hf import importing, source_files
 from jaxtrain.hf.fields import HfError
 from jaxtrain.hf.importing import PublishedWeights
 from jaxtrain.hf.tokenizer_files import tokenizer_of_run
@@ -524,7 +524,7 @@ def _write_settings(
     with warned(folder / CONFIG_FILE, cluster.log):
         replace_text(folder / CONFIG_FILE, config_text(config))
     if weights:
-        with warned(folder / files.SOURCE, cluster.log):
+        with warned(folder / source_files.SOURCE, cluster.log):
             weights.keep(folder)
     if stored_op_times.worth_storing(config.mesh, config.pipeline, given):
         devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"

@@ -22,8 +22,8 @@ from jaxtrain import config as cfg
 from jaxtrain.checkpoint.checkpoints import Checkpoints, folder_of_checkpoints
 from jaxtrain.checkpoint.steps import TO_TRAIN, choose
 from jaxtrain.config import CheckpointConfig, Config, OptimizerConfig, TrainConfig
-from jaxtrain.config.checks import Environment
 from jaxtrain.config.errors import UsageError
+from jaxtrain.config.rules.checks import Environment
 from jaxtrain.data.loader import make_loaders
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
@@ -35,8 +35,8 @@ from jaxtrain.run.intervals import Intervals
 from jaxtrain.run.metrics import METRICS, read_metrics
 from jaxtrain.run.wall_clock import Part, WallClock
 from jaxtrain.start_lines import introduction
-from jaxtrain.training.optimizer import learning_rate
 from jaxtrain.training.step import make_step, start_compiling
+from jaxtrain.training.update.optimizer import learning_rate
 
 FIGURES = {name: metric.title for name, metric in METRICS.items() if metric.replayed}
 # by precision.compute: the relative change of a figure that another order of sums can cause

@@ -26,9 +26,10 @@ from jaxtrain.config.flags import Flag, UsageError
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.progress import SearchProgress
-from jaxtrain.schedule import by_name, drawing, search
+from jaxtrain.schedule import by_name, drawing, table_search
 from jaxtrain.schedule.clocks import NotFused, Times
-from jaxtrain.schedule.order_csv import read_schedule, to_order_csv
+from jaxtrain.schedule.files.order_csv import read_schedule, to_order_csv
+from jaxtrain.schedule.files.table_csv import to_csv
 from jaxtrain.schedule.orders import (
     AUTO,
     CSV,
@@ -41,10 +42,9 @@ from jaxtrain.schedule.orders import (
     fits_repeats,
     may_overlap,
 )
-from jaxtrain.schedule.several_steps import repeated
+from jaxtrain.schedule.repeated_table import repeated
 from jaxtrain.schedule.simulate import comparison, figures, simulate, summary
 from jaxtrain.schedule.table import ROUNDING, VOCABULARIES, Table, TableError
-from jaxtrain.schedule.table_csv import to_csv
 from jaxtrain.schedule.table_spec import TableSpec, memory_of
 from jaxtrain.schedule.validator import check
 
@@ -404,7 +404,7 @@ def read_times(flags: types.SimpleNamespace) -> Times:
 
 
 def make(
-    request: ScheduleRequest, name: str, repeats: Sequence[int], report: search.Report
+    request: ScheduleRequest, name: str, repeats: Sequence[int], report: table_search.Report
 ) -> Table:
     """The checked table of a schedule; of `auto`, the best with any of these numbers of chunks on a
     stage."""
@@ -421,7 +421,7 @@ def make(
 
 
 def make_one_step(
-    request: ScheduleRequest, name: str, repeats: Sequence[int], report: search.Report
+    request: ScheduleRequest, name: str, repeats: Sequence[int], report: table_search.Report
 ) -> Table:
     """The table of one step, not checked; arguments as of `make`."""
     file = request.file
@@ -446,7 +446,11 @@ def make_one_step(
         )
         for count in repeats
     ]
-    return search.search(specs, report) if name == AUTO else by_name.named_table(specs[0], report)
+    return (
+        table_search.search(specs, report)
+        if name == AUTO
+        else by_name.named_table(specs[0], report)
+    )
 
 
 def shown_by(request: ScheduleRequest) -> Shown:
@@ -459,7 +463,7 @@ def shown_by(request: ScheduleRequest) -> Shown:
     try:
         with SearchProgress(flags.schedule if not flags.compare else "all schedules") as progress:
             return compare(request, progress) if flags.compare else one(request, progress)
-    except search.MemoryTooSmall as error:
+    except table_search.MemoryTooSmall as error:
         raise UsageError(
             f"--memory={flags.memory:g} is too little for any table found",
             {"memory": error.least * (flags.repeats or 1)},
@@ -468,12 +472,12 @@ def shown_by(request: ScheduleRequest) -> Shown:
         raise UsageError(f"--{error}", {"fused_backward": False}) from None
 
 
-def one(request: ScheduleRequest, report: search.Report) -> Shown:
+def one(request: ScheduleRequest, report: table_search.Report) -> Shown:
     """The output for one schedule."""
     flags, spec = request.flags, request.spec
     repeats: Sequence[int] = (spec.repeats or max(1, default_repeats(spec.schedule)),)
     if spec.schedule == AUTO and not spec.repeats:
-        repeats = search.ANY_REPEATS
+        repeats = table_search.ANY_REPEATS
     table = make(request, spec.schedule, repeats, report)
     report("clocks and slots", 1.0)
     result = simulate(table, spec.times, fused_backward=flags.fused_backward)
@@ -506,7 +510,7 @@ def one(request: ScheduleRequest, report: search.Report) -> Shown:
 # --- all schedules --------------------------------------------------------------------------------
 
 
-def compare(request: ScheduleRequest, progress: search.Report) -> Shown:
+def compare(request: ScheduleRequest, progress: table_search.Report) -> Shown:
     """All schedules, best first: those within the memory bound by coupled time, then the others.
     Each has the number of chunks asked for if it is made for that, else the fewest."""
     flags, spec, requested = request.flags, request.spec, request.spec.repeats
@@ -514,11 +518,11 @@ def compare(request: ScheduleRequest, progress: search.Report) -> Shown:
         name: (requested if fits_repeats(name, requested) else default_repeats(name),)
         for name in SCHEDULES
     }
-    repeats[AUTO] = sorted({*itertools.chain(*repeats.values()), *search.ANY_REPEATS})
+    repeats[AUTO] = sorted({*itertools.chain(*repeats.values()), *table_search.ANY_REPEATS})
     listed, done = [], 0.0
     for name, counts in repeats.items():
         part = 0.5 if name == AUTO else 0.5 / len(SCHEDULES)
-        table = make(request, name, counts, search.part_of(progress, done, part))
+        table = make(request, name, counts, table_search.part_of(progress, done, part))
         done += part
         fused = flags.fused_backward and name in FUSED
         values = figures(table, simulate(table, spec.times, fused_backward=fused))

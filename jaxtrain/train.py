@@ -14,14 +14,15 @@ import types
 from collections.abc import Sequence
 
 from jaxtrain import BEGAN, cli
-from jaxtrain.config import Config, ConfigError, checks, flags, one_line, replace
-from jaxtrain.config.checks import Environment
+from jaxtrain.config import Config, ConfigError, flags, one_line, replace
 from jaxtrain.config.errors import UsageError
-from jaxtrain.config.mesh_rules import elastic_notes, filled
-from jaxtrain.config.unused import unused_settings
+from jaxtrain.config.rules import checks
+from jaxtrain.config.rules.checks import Environment
+from jaxtrain.config.rules.mesh_rules import elastic_notes, filled
+from jaxtrain.config.rules.unused import unused_settings
 from jaxtrain.devices import nccl, startup
 from jaxtrain.devices.cluster_environment import job, several_processes
-from jaxtrain.pipeline.checks import RULES_WITH_TABLES, check_run, default_corpus_notes
+from jaxtrain.pipeline.run_checks import RULES_WITH_TABLES, check_run, default_corpus_notes
 from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.run import out_of_memory, peers, streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
@@ -196,7 +197,7 @@ def prepare(
     Raises OpTimesError, and ConfigError as `find_tables`.
     """
     from jaxtrain.devices import cluster
-    from jaxtrain.training.op_times import known_times, measured_times
+    from jaxtrain.training.measured_op_times import known_times, measured_times
 
     times = known_times(filled(config, environment.devices).resolve(), folder)
     ready = find_tables(replace(config, {"pipeline.times": times or ()}), environment)

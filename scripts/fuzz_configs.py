@@ -18,12 +18,13 @@ from typing import Any
 
 from jaxtrain import cli, train
 from jaxtrain import config as cfg
-from jaxtrain.config import ConfigError, checks
-from jaxtrain.config.checks import Environment, first_violation
+from jaxtrain.config import ConfigError
 from jaxtrain.config.flags import SHARED_FLAGS, apply, read_flags
-from jaxtrain.config.mesh_rules import AXES, filled
 from jaxtrain.config.recipes import load_recipe
-from jaxtrain.pipeline.checks import RULES_WITH_TABLES
+from jaxtrain.config.rules import checks
+from jaxtrain.config.rules.checks import Environment, first_violation
+from jaxtrain.config.rules.mesh_rules import AXES, filled
+from jaxtrain.pipeline.run_checks import RULES_WITH_TABLES
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.run.exit_status import RunError
 from jaxtrain.schedule.orders import SCHEDULES

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.config import Config, ConfigError, replace
-from jaxtrain.config.checks import Environment, first_violation
-from jaxtrain.config.mesh_rules import AXES, filled
+from jaxtrain.config.rules.checks import Environment, first_violation
+from jaxtrain.config.rules.mesh_rules import AXES, filled
 from jaxtrain.config.settings import BIASED
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.schedule.orders import SCHEDULES

@@ -29,8 +29,9 @@ from jaxtrain import cli, convert, generate, launch, train
 from jaxtrain import show_schedule as schedule_command
 from jaxtrain.__main__ import COMMANDS
 from jaxtrain.checkpoint import __main__ as checkpoint_command
-from jaxtrain.config import Config, checks, fields
+from jaxtrain.config import Config, fields
 from jaxtrain.config.flags import read_flags
+from jaxtrain.config.rules import checks
 from jaxtrain.devices import cluster_environment
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.planner.command import main as plan_command

@@ -21,7 +21,7 @@ WITHOUT_JAX = (
     ),
     *("planner.layer", "planner.step", "planner.search"),
 )
-PLANNED_TIMES = "jaxtrain.planner.step.op_times"
+PLANNED_TIMES = "jaxtrain.planner.step.planned_op_times"
 WITH_JAX = ("data.loader", "planner.layer.layer_trace")  # of those
 NEEDS_JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 

@@ -11,7 +11,7 @@ from jaxtrain import config as configs
 from jaxtrain import replay
 from jaxtrain.replay import Recorded, ReplayError, batches_of, refuse_unknown_step
 from jaxtrain.run.exit_status import ExitStatus
-from jaxtrain.training.optimizer import learning_rate
+from jaxtrain.training.update.optimizer import learning_rate
 
 NONE = "none of its steps can be replayed: none is logged after a checkpoint"
 FOLDER = pathlib.Path("runs/tiny")

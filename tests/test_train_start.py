@@ -9,9 +9,9 @@ from support import small
 
 from jaxtrain import loop, replay, train
 from jaxtrain.config import ConfigError
-from jaxtrain.config.checks import Environment
+from jaxtrain.config.rules.checks import Environment
 from jaxtrain.devices import cluster
-from jaxtrain.pipeline.checks import RULES_WITH_TABLES
+from jaxtrain.pipeline.run_checks import RULES_WITH_TABLES
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.planner import for_training
 from jaxtrain.run.exit_status import ExitStatus

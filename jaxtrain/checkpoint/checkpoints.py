@@ -25,17 +25,17 @@ import jax
 from etils import epath
 
 from jaxtrain.checkpoint import stores
-from jaxtrain.checkpoint.layout import Shards, stored_arrays
 from jaxtrain.checkpoint.local import LocalCheckpointer, run_name
 from jaxtrain.checkpoint.local_restore import LocalFiles, LocalStep
 from jaxtrain.checkpoint.manager import Checkpointer
+from jaxtrain.checkpoint.regions import Shards, stored_arrays
 from jaxtrain.checkpoint.restoring import choose_together, restore_newest
 from jaxtrain.checkpoint.retention import Retention
 from jaxtrain.checkpoint.saving import check_orbax
 from jaxtrain.checkpoint.steps import NONE, VERSION, CheckpointError, Meta, StepChoice, read_meta
 from jaxtrain.config import Config, ConfigError, fields, get, replace, sources, suggestion, to_dict
-from jaxtrain.config.checks import Environment, check_resume
-from jaxtrain.config.resume import changes, violations
+from jaxtrain.config.rules.checks import Environment, check_resume
+from jaxtrain.config.rules.resume import changes, violations
 from jaxtrain.config.settings import CheckpointConfig
 from jaxtrain.devices import cluster
 from jaxtrain.run.exit_status import ExitStatus, RunError

@@ -32,7 +32,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from jaxtrain.checkpoint.layout import Shard, Shards
+from jaxtrain.checkpoint.regions import Shard, Shards
 from jaxtrain.checkpoint.steps import CheckpointError
 from jaxtrain.checkpoint.storage import to_host
 from jaxtrain.run.files import MOST_BYTES, open_regular, parse_json, replace_text

@@ -28,8 +28,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.checkpoint.layout import Leaf, Shard, Shards
 from jaxtrain.checkpoint.local import DamagedError, Place, files_of, read_index, read_shard
+from jaxtrain.checkpoint.regions import Leaf, Shard, Shards
 from jaxtrain.checkpoint.steps import CheckpointError, Meta
 from jaxtrain.devices import cluster, host_memory
 from jaxtrain.devices.mesh import psum

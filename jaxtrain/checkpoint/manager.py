@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.checkpoint import retention, stores
-from jaxtrain.checkpoint.layout import stored_arrays
+from jaxtrain.checkpoint.regions import stored_arrays
 from jaxtrain.checkpoint.retention import NEWEST_THREE, Retention
 from jaxtrain.checkpoint.saving import Outcome, Save, SaveThread
 from jaxtrain.checkpoint.steps import (

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.checkpoint import stores
-from jaxtrain.checkpoint.layout import StoredArray, stored_arrays
 from jaxtrain.checkpoint.manifest import STATE
+from jaxtrain.checkpoint.regions import StoredArray, stored_arrays
 from jaxtrain.checkpoint.steps import (
     NONE,
     TO_TRAIN,
@@ -35,8 +35,8 @@ from jaxtrain.config import Config, ModelConfig, PrecisionConfig
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import AXES, CONTEXT, MODEL, REPLICA, make_mesh
 from jaxtrain.devices.state_file import is_on_disk
-from jaxtrain.training.optimizer import make_optimizer
 from jaxtrain.training.state import ParameterLayout, abstract_state, stored_shapes
+from jaxtrain.training.update.optimizer import make_optimizer
 
 # --- the step -------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ _STEP = re.compile("0|[1-9][0-9]{0,9}")
 
 VERSION = 3  # of the metas that this code writes
 # Groups of a state's arrays, before the "/" of their names: the parameters of all replicas, and
-# those of independent replicas' last exchange (training/diloco.py).
+# those of independent replicas' last exchange (training/update/diloco.py).
 PARAMETERS, ANCHOR = "params", "anchor"
 
 # The keys that a complete step's meta has, with their types.

@@ -25,7 +25,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
-from jaxtrain.checkpoint.layout import (
+from jaxtrain.checkpoint.regions import (
     Bounds,
     Leaf,
     StoredArray,

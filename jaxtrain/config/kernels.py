@@ -83,7 +83,7 @@ class AttentionCase:
     queries:    number of queries, in the shortest piece of a split sequence; keys: number of keys
     documents:  whether tokens attend inside their document only
     context:    "" for unsplit sequences, else how split ones attend: "all_gather" or "ring"
-                (parallel/context.py), or "cache" in generation
+                (parallel/attention/context.py), or "cache" in generation
     """
 
     device: TargetDevice
@@ -233,7 +233,7 @@ def attention_kernel(case: AttentionCase, wanted: str = "auto") -> KernelChoice:
 
     `splash` by name is that kernel on any platform, interpreted where there is no TPU; `cudnn` is
     either of its two entries. Nothing is raised: a kernel that was asked for and does not take the
-    case is refused before anything is traced (config/rules.py).
+    case is refused before anything is traced (config/rules/rules.py).
     """
     if wanted in (SPLASH, XLA):
         interpreted = wanted == SPLASH and case.device.platform != TPU

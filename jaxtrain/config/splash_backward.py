@@ -2,7 +2,7 @@
 
     two kernels   jax's: one for the gradient of queries, one for those of keys and values. Both
                   compute the scores and their gradients: seven products in all
-    fused         parallel/splash_fused.py: one kernel with five products. It goes through the keys
+    fused         parallel/attention/splash_fused.py: one kernel with five products. It goes through the keys
                   for each block of queries, and sums the gradients of all these keys and values in
                   vector memory, float32
 

@@ -31,7 +31,7 @@ import jax
 import numpy as np
 
 from jaxtrain.config import DataConfig, TrainConfig
-from jaxtrain.data.packing import Sequences
+from jaxtrain.data.document_packing import Sequences
 from jaxtrain.data.row_log import RowLog
 from jaxtrain.data.tokenizer import prompt_ids
 from jaxtrain.data.tokens import Corpus, DataError, prepare

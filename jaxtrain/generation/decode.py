@@ -7,7 +7,7 @@
                  └────────────────┴───────────┴──────────────┘
 Every query sees the slots up to its own. So the slots after the newest token, which may hold
 padding of an earlier call, are never read, and are overwritten later. The devices of `context`
-share the slots (parallel/kv_cache.py).
+share the slots (parallel/attention/kv_cache.py).
 
 generation/sampling.py chooses the next token. Without a cache, sequences go through
 transformer.logits.
@@ -23,7 +23,7 @@ from jax import lax
 from jaxtrain.devices.sharding import Axes, constrain
 from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.transformer import ModelParts
-from jaxtrain.parallel import kv_cache
+from jaxtrain.parallel.attention import kv_cache
 
 Cache = tuple[jax.Array, ...]
 

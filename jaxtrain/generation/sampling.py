@@ -27,7 +27,7 @@ from jaxtrain.devices.mesh import AXES, make_mesh
 from jaxtrain.devices.sharding import named, shards
 from jaxtrain.generation.decode import cache_axes, empty_cache, extend, next_logits, tied_table
 from jaxtrain.models.transformer import ModelParts
-from jaxtrain.parallel.kv_cache import SLOT
+from jaxtrain.parallel.attention.kv_cache import SLOT
 
 BURST = 32  # the most tokens that one call of the decoding program makes
 # the most tokens of a prompt that one call reads: its attention scores are [heads, PIECE, slots]

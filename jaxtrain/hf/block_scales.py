@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxtrain.hf.fields import Fields
-from jaxtrain.hf.files import QUANTIZATION
+from jaxtrain.hf.source_files import QUANTIZATION
 
 SUFFIX = "_scale_inv"  # behind the name of a weight
 # Types of tensors are those of the files, whatever these say.

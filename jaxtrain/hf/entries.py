@@ -19,8 +19,8 @@ from jaxtrain import config as cfg
 from jaxtrain.config import ModelConfig
 from jaxtrain.config.settings import BIASED
 from jaxtrain.hf.fields import MISSING, Fields
-from jaxtrain.hf.files import REMOTE_CODE
 from jaxtrain.hf.rope_parameters import SCALINGS, Settings, read_rope, write_rope
+from jaxtrain.hf.source_files import REMOTE_CODE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,10 +25,10 @@ from jaxtrain.checkpoint.reading import Array
 from jaxtrain.checkpoint.steps import CheckpointError
 from jaxtrain.checkpoint.stores import no_damage
 from jaxtrain.hf.fields import HfError
-from jaxtrain.hf.files import CONFIG
-from jaxtrain.hf.rules import PublishedTensor, Rule
 from jaxtrain.hf.safetensors_folder import DTYPES
 from jaxtrain.hf.safetensors_writer import TensorEntry, sync_folder, write_synced, write_tensors
+from jaxtrain.hf.source_files import CONFIG
+from jaxtrain.hf.tensor_rules import PublishedTensor, Rule
 
 BLOCK_BYTES = 2**25  # of a tensor in memory
 PIECE_BYTES = 2**25  # of a checkpoint's array, read at a time; pieces have at most that many

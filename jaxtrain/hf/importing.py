@@ -21,20 +21,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.checkpoint.layout import StoredArray, cut_piece, piece_shape, stored_arrays
+from jaxtrain.checkpoint.regions import StoredArray, cut_piece, piece_shape, stored_arrays
 from jaxtrain.checkpoint.restoring import expected_arrays
 from jaxtrain.checkpoint.steps import ANCHOR, PARAMETERS
 from jaxtrain.checkpoint.storage import HostArray, Parts, nested, on_devices
 from jaxtrain.config import Config
 from jaxtrain.devices import cluster
 from jaxtrain.devices.state_file import DiskArray, is_on_disk
-from jaxtrain.hf import files
+from jaxtrain.hf import source_files
 from jaxtrain.hf.block_scales import SUFFIX, dequantized, scales_region, scales_shape
 from jaxtrain.hf.families.family import prediction_modules
 from jaxtrain.hf.fields import HfError
-from jaxtrain.hf.rules import PublishedTensor, Rule
 from jaxtrain.hf.run_config import Published, read_published
 from jaxtrain.hf.safetensors_folder import DTYPES, FP8, Region, SafetensorsFolder
+from jaxtrain.hf.tensor_rules import PublishedTensor, Rule
 from jaxtrain.run import streams
 from jaxtrain.training.state import TrainState, stored_shapes, with_working
 from jaxtrain.training.step import Step
@@ -75,7 +75,7 @@ class PublishedWeights:
         types = {name: self.folder.dtype(self.name(name)) for name in names}
         # the type of an export, for which quantised numbers are bfloat16
         types = {name: "BF16" if dtype == FP8 else dtype for name, dtype in types.items()}
-        files.keep(self.published.files, self.published.values, types, run)
+        source_files.keep(self.published.files, self.published.values, types, run)
 
     def blocks(self, tensor: str, region: Region) -> Iterator[tuple[Region, np.ndarray]]:
         """The numbers of a region of a tensor by runs of its rows, each of about READ_BYTES.

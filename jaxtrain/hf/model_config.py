@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ModelConfig, checks, unused
+from jaxtrain.config import Config, ModelConfig
 from jaxtrain.config.errors import shown
+from jaxtrain.config.rules import checks, unused
 from jaxtrain.hf.block_scales import read_block
 from jaxtrain.hf.families import FAMILIES
 from jaxtrain.hf.families.family import Family

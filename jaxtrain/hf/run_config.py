@@ -19,15 +19,15 @@ from typing import Any
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, ModelConfig
-from jaxtrain.config.checks import field_violation
 from jaxtrain.config.flags import apply
+from jaxtrain.config.rules.checks import field_violation
 from jaxtrain.config.sources import holds_tokens
 from jaxtrain.hf.block_scales import Block, read_block
 from jaxtrain.hf.families.family import Family, prediction_modules
 from jaxtrain.hf.fields import Fields, HfError, read_json
-from jaxtrain.hf.files import CONFIG, SLOW_TOKENIZERS, TOKENIZER, small_files, tokenizer_of
 from jaxtrain.hf.model_config import FREE, differing, read_model
 from jaxtrain.hf.safetensors_folder import INDEX, SINGLE, SafetensorsFolder
+from jaxtrain.hf.source_files import CONFIG, SLOW_TOKENIZERS, TOKENIZER, small_files, tokenizer_of
 from jaxtrain.run.files import CONFIG_FILE
 
 ADAPTER = "adapter_config.json"

@@ -28,8 +28,8 @@ from jaxtrain.data.tokenizer import (
     open_tokenizer,
 )
 from jaxtrain.hf.fields import HfError
-from jaxtrain.hf.files import CONFIG, GENERATION, TOKENIZER, small_files
 from jaxtrain.hf.run_config import Published
+from jaxtrain.hf.source_files import CONFIG, GENERATION, TOKENIZER, small_files
 
 END_OF_BYTES = "<|endoftext|>"
 

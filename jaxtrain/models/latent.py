@@ -27,16 +27,16 @@ from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.layers import Dense, Norm, column_parallel, gather_sequence, named
 from jaxtrain.models.rotary import Rotary, score_factor
 from jaxtrain.models.spec import CacheSlot
-from jaxtrain.parallel import kv_cache
-from jaxtrain.parallel.attention import HEADS, attend, attend_causal
-from jaxtrain.parallel.heads import row_major
+from jaxtrain.parallel.attention import kv_cache
+from jaxtrain.parallel.attention.attend import HEADS, attend, attend_causal
+from jaxtrain.parallel.attention.heads import row_major
 
 
 class LatentAttention(nnx.Module):
     """Causal self-attention through latents.
 
     context: how it reaches the tokens of other devices, where a sequence is split over the mesh's
-        context axis (parallel/context.py)
+        context axis (parallel/attention/context.py)
     """
 
     def __init__(self, cfg: ModelConfig, residual_std: float, context: str = "all_gather"):

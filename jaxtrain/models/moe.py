@@ -13,7 +13,9 @@ from jaxtrain.config.saved_values import MLP_HIDDEN, MLP_IN, ROUTED, ROUTER
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.layers import GATHERED, matmul, matrix, named
 from jaxtrain.models.spec import Parameter, Spec, parameter
-from jaxtrain.parallel import context, experts, fp8
+from jaxtrain.parallel import fp8
+from jaxtrain.parallel.attention import context
+from jaxtrain.parallel.experts import experts
 from jaxtrain.parallel.tensor import flat
 
 # Added to a sum of scores, all of which may be next to 0, before it divides them (DeepSeek-V3's
@@ -154,7 +156,7 @@ class MoE(nnx.Module):
     `shared_experts` that all tokens use.
 
     batch_size: sequences in a step, over which the router's losses are a mean.
-    nodes: that the experts' devices span, for rows that go in two steps (parallel/experts.py).
+    nodes: that the experts' devices span, for rows that go in two steps (parallel/experts/experts.py).
     """
 
     def __init__(self, cfg: ModelConfig, residual_std: float, batch_size: int, nodes: int = 1):

@@ -30,7 +30,7 @@ import numpy as np
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.devices.sharding import constrain
-from jaxtrain.parallel.heads import orders_by_heads
+from jaxtrain.parallel.attention.heads import orders_by_heads
 
 NOT_ROTATED = -1  # the position of all tokens in a layer without rotary positions
 

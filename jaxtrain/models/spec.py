@@ -27,7 +27,7 @@ class Spec:
     exact:    a matrix that is used in float32, whatever the compute type
     product:  a matrix whose products may be of FP8 (parallel/fp8.py)
     counts:   its "gradient" is a number of tokens, by which the step moves it
-        (training/balance.py)
+        (training/update/balance.py)
 
     Raises ValueError for axes that do not fit the shape, and for padding of any dimension but the
     first.

@@ -19,7 +19,7 @@ from jaxtrain.config import ModelConfig
 from jaxtrain.config.saved_values import ATTENTION_NORM, ATTENTION_OUT, MLP_NORM, MLP_OUT
 from jaxtrain.config.sizes import padded_vocabulary
 from jaxtrain.devices.sharding import constrain
-from jaxtrain.models.attention import Attention
+from jaxtrain.models.grouped_query import Attention
 from jaxtrain.models.latent import LatentAttention
 from jaxtrain.models.layers import (
     MLP,
@@ -260,9 +260,9 @@ def build(
     model_shards, stage_shards: devices over which `model`, and `stage` where all stages share the
         vocabulary, split it; it is padded for their product.
     context: how attention reaches the tokens of other devices, where a sequence is split over the
-        mesh's context axis (parallel/context.py).
+        mesh's context axis (parallel/attention/context.py).
     batch_size: sequences in a step, over which the routers' losses are a mean.
-    expert_nodes: the nodes that experts' devices span (parallel/experts.py).
+    expert_nodes: the nodes that experts' devices span (parallel/experts/experts.py).
     """
     padded = padded_vocabulary(cfg.vocab_size, model_shards * stage_shards)
     vocab = "staged_vocab" if stage_shards > 1 else "vocab"

@@ -35,8 +35,8 @@ from jaxtrain.devices.mesh import (
     psum_scatter,
 )
 from jaxtrain.devices.sharding import is_split, mesh_axes, spec
+from jaxtrain.parallel.attention.heads import row_major
 from jaxtrain.parallel.fp8 import Quantized, mapped
-from jaxtrain.parallel.heads import row_major
 from jaxtrain.parallel.replicas import sum_inside_first
 
 

@@ -13,21 +13,21 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from jaxtrain.config import Config, ConfigError, ModelConfig, PipelineConfig, ends_with_layers
-from jaxtrain.config.rules import values_for
+from jaxtrain.config.rules.rules import values_for
 from jaxtrain.config.saved_values import saves_layer_inputs
 from jaxtrain.config.sizes import remat_of
-from jaxtrain.planner.step.op_times import Model, load, model_of, op_times
-from jaxtrain.schedule import by_name, search
+from jaxtrain.planner.step.planned_op_times import Model, load, model_of, op_times
+from jaxtrain.schedule import by_name, table_search
 from jaxtrain.schedule.clocks import Times
-from jaxtrain.schedule.order_csv import read_schedule
+from jaxtrain.schedule.files.order_csv import read_schedule
 from jaxtrain.schedule.orders import CSV, ONE_CHUNK, PLACEMENTS, SCHEDULES, ChunkOrders
 from jaxtrain.schedule.packing import PACKINGS
 from jaxtrain.schedule.placement import Placement, balanced, cut, spread
-from jaxtrain.schedule.search import ANY_REPEATS, Report, part_of
-from jaxtrain.schedule.several_steps import repeated, same_sums
+from jaxtrain.schedule.repeated_table import repeated, same_sums
 from jaxtrain.schedule.simulate import Simulation, simulate
 from jaxtrain.schedule.slots import SlottedTable, assign_slots
 from jaxtrain.schedule.table import VOCABULARIES, Table
+from jaxtrain.schedule.table_search import ANY_REPEATS, Report, part_of
 from jaxtrain.schedule.table_spec import Cost, TableSpec, cost, memory_of
 from jaxtrain.schedule.validator import check
 
@@ -196,7 +196,7 @@ _SETUPS: dict[Config, Setup] = {}  # of the last configs, oldest first
 MOST_SETUPS = 16
 
 
-def make_setup(config: Config, report: Report = search.silent) -> Setup:
+def make_setup(config: Config, report: Report = table_search.silent) -> Setup:
     """The tables of a resolved config whose mesh is known; the same object as long as it is one of
     the last MOST_SETUPS.
 
@@ -246,7 +246,7 @@ class _Search:
             candidates = self._candidates(memory)
         except ConfigError:
             raise
-        except search.MemoryTooSmall as error:
+        except table_search.MemoryTooSmall as error:
             if pipeline.memory:
                 raise ConfigError(
                     "pipeline.memory",
@@ -326,11 +326,11 @@ class _Search:
             for chunks in self._cuts(number):
                 try:
                     candidates.append(self._candidate(number, chunks, vocabulary, memory, part))
-                except search.MemoryTooSmall as error:
+                except table_search.MemoryTooSmall as error:
                     too_small.append(error.least)
             done += number
         if not candidates:
-            raise search.MemoryTooSmall(memory or 0.0, min(too_small))
+            raise table_search.MemoryTooSmall(memory or 0.0, min(too_small))
         return candidates
 
     @functools.cached_property

@@ -15,7 +15,7 @@ keep are recomputed. The weight stash is saved by B for W: the gradients that W 
 values that B has recomputed.
 
 Calls are inlined and inner scans unrolled; an inner `while` or kernel stays one equation
-(parallel/flash.py). What `jax.checkpoint` inside the layer recomputes stays in the backward.
+(parallel/attention/flash.py). What `jax.checkpoint` inside the layer recomputes stays in the backward.
 """
 
 import copy
@@ -29,8 +29,8 @@ import numpy as np
 
 from jaxtrain.config.saved_values import ATTENTION
 from jaxtrain.parallel import fp8
+from jaxtrain.parallel.attention.heads import KEPT_BY_HEADS, KEPT_BY_TOKENS
 from jaxtrain.parallel.fp8 import BITS, is_quantized
-from jaxtrain.parallel.heads import KEPT_BY_HEADS, KEPT_BY_TOKENS
 from jaxtrain.runtime.equations import (
     BLOCK_PRODUCTS,
     ELEMENTWISE,

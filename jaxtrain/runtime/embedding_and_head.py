@@ -28,7 +28,8 @@ from jaxtrain.devices.mesh import STAGE, psum
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.transformer import ModelParts, add_position_gradient
-from jaxtrain.parallel import context, fp8
+from jaxtrain.parallel import fp8
+from jaxtrain.parallel.attention import context
 from jaxtrain.parallel.tensor import add_lookup_gradient
 from jaxtrain.parallel.zero import (
     Zero,

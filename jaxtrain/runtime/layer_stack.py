@@ -21,7 +21,7 @@ from jax import lax
 from jaxtrain.devices import host_memory
 from jaxtrain.devices.mesh import on_nvidia_gpu
 from jaxtrain.parallel import fp8
-from jaxtrain.parallel.heads import as_written
+from jaxtrain.parallel.attention.heads import as_written
 from jaxtrain.parallel.zero import Zero, gather, in_memory_order, in_order, reduce_in_op
 from jaxtrain.runtime.backward_split import LayerOp, Residuals
 from jaxtrain.runtime.interleave import OpInParts, side_by_side

@@ -35,7 +35,8 @@ from jaxtrain.models.layers import SPLIT
 from jaxtrain.models.rotary import layer_positions
 from jaxtrain.models.spec import Spec
 from jaxtrain.models.transformer import ModelParts
-from jaxtrain.parallel import collective_matmul, context, replicas
+from jaxtrain.parallel import collective_matmul, replicas
+from jaxtrain.parallel.attention import context
 from jaxtrain.parallel.fp8 import Fp8, Quantized
 from jaxtrain.parallel.zero import (
     Reduction,

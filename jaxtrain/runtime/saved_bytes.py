@@ -20,9 +20,10 @@ from jaxtrain.devices.mesh import AXES, MODEL, AbsentDevice, manual_axes, traced
 from jaxtrain.devices.sharding import local_shape
 from jaxtrain.models.spec import Spec
 from jaxtrain.models.transformer import ModelParts, build
-from jaxtrain.parallel import collective_matmul, cudnn
+from jaxtrain.parallel import collective_matmul
+from jaxtrain.parallel.attention import cudnn
+from jaxtrain.parallel.attention.heads import row_major
 from jaxtrain.parallel.fp8 import Fp8, Quantized, fp8_of, quantized_weights
-from jaxtrain.parallel.heads import row_major
 from jaxtrain.parallel.mxfp8 import blocked_weights
 from jaxtrain.parallel.tensor import TOKENS
 from jaxtrain.runtime.backward_split import (

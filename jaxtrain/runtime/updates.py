@@ -1,5 +1,5 @@
 """The optimizer's update as an op of a tick, where a table has several steps
-(schedule/several_steps.py).
+(schedule/repeated_table.py).
 
 Two ops update parameters: `update_layers` a stage's layers, as soon as its last W of the step is
 done, and `update_ends` embedding and head, on all stages in one tick. They reduce the gradients

@@ -5,12 +5,12 @@
                                                                         dualpipe_v, auto, csv:FILE
     make_forward_table(stage_of, stages, microbatches, …)               evaluation
 
-orders.py has the orders, packing.py packs them into ticks, search.py has the search. No JAX here.
+orders.py has the orders, packing.py packs them into ticks, table_search.py has the search. No JAX here.
 """
 
 from jaxtrain.schedule import orders as orders_
-from jaxtrain.schedule import search
-from jaxtrain.schedule.order_csv import read_schedule
+from jaxtrain.schedule import table_search
+from jaxtrain.schedule.files.order_csv import read_schedule
 from jaxtrain.schedule.orders import AUTO, CSV, OVERLAPPED, SCHEDULES, ChunkOrders, fits_repeats
 from jaxtrain.schedule.packing import PACKINGS, Tasks, pack_into_ticks
 from jaxtrain.schedule.table import ROUNDING, Table, TableShape
@@ -32,7 +32,7 @@ def check_repeats(schedule: str, stages: int, repeats: int) -> None:
     )
 
 
-def make_table(spec: TableSpec, report: search.Report = search.silent) -> Table:
+def make_table(spec: TableSpec, report: table_search.Report = table_search.silent) -> Table:
     """The training table for a spec. `report` is told the progress of the search.
 
     On one stage every schedule is gradient accumulation. Raises ValueError for numbers that do not
@@ -44,7 +44,7 @@ def make_table(spec: TableSpec, report: search.Report = search.silent) -> Table:
     if spec.permute not in PERMUTES:
         raise ValueError(f"permute={spec.permute!r} is unknown: use {', '.join(PERMUTES)}")
     if spec.schedule == AUTO:
-        return search.search([spec], report)
+        return table_search.search([spec], report)
     if spec.schedule.startswith(CSV):
         path = spec.schedule.removeprefix(CSV)
         schedule = read_schedule(path)
@@ -67,14 +67,14 @@ def make_table(spec: TableSpec, report: search.Report = search.silent) -> Table:
     return named_table(spec, report)
 
 
-def named_table(spec: TableSpec, report: search.Report = search.silent) -> Table:
+def named_table(spec: TableSpec, report: table_search.Report = table_search.silent) -> Table:
     """The table of a named schedule, by `packed`."""
     sizes = (spec.stages, spec.repeats, spec.microbatches)
     return packed(orders_.named_orders(spec.schedule, *sizes, spec.overlap), spec, report)
 
 
 def packed(
-    chunk_orders: ChunkOrders, spec: TableSpec, report: search.Report = search.silent
+    chunk_orders: ChunkOrders, spec: TableSpec, report: table_search.Report = table_search.silent
 ) -> Table:
     """The table of these orders, in the packing of least coupled time that takes no more memory
     than late permutes do."""

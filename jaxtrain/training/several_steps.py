@@ -1,7 +1,7 @@
 """Several steps as one program without a barrier between them (`pipeline.steps_per_program`), with
 the results of one step at a time, bit for bit.
 
-The table of several steps (schedule/several_steps.py) updates a stage's parameters before the norm
+The table of several steps (schedule/repeated_table.py) updates a stage's parameters before the norm
 of all gradients is known, as if nothing were clipped or skipped. After a step's last update its
 loss and norm are compared (runtime/updates.py). If the step should have been clipped or skipped,
 the table ends there: this step and those after it run one at a time from the state before it, which
@@ -21,8 +21,8 @@ from jaxtrain.config import OptimizerConfig
 from jaxtrain.models.spec import is_spec
 from jaxtrain.runtime.runtime import Runtime, StepsResults
 from jaxtrain.runtime.updates import PartsState, Rule, UpdateRules
-from jaxtrain.training.optimizer import make_optimizer, parts_of, updates_made
 from jaxtrain.training.state import ParameterLayout, TrainState
+from jaxtrain.training.update.optimizer import make_optimizer, parts_of, updates_made
 
 StepMetrics = dict[str, jax.Array]
 # (state, a batch for each step, steps to run one at a time or 0) → (state, metrics [steps])

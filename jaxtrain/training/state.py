@@ -14,11 +14,11 @@ ZeRO's stage decides what is replicated over the data shards and what is scatter
     masters=float32   the parameters are float32 masters, which lie with the optimizer's state:
                       scattered as it is, on the host if it is. The state has a further tree,
                       `working`: the matrices that ops read. A checkpoint does not have it
-    masters=none      the parameters themselves are of 16 bits (training/rounding.py)
+    masters=none      the parameters themselves are of 16 bits (training/update/rounding.py)
 
 Vectors and routers, which no product of the compute type reads, are float32 in both cases.
 
-With independent replicas (training/diloco.py) parameters and optimizer state have a leading
+With independent replicas (training/update/diloco.py) parameters and optimizer state have a leading
 dimension [replicas], sharded over `replica`, and the state has two further trees: `anchor`, the
 parameters of the last exchange, and `outer_momentum`.
 """
@@ -49,7 +49,7 @@ from jaxtrain.models.transformer import ModelParts, build
 from jaxtrain.parallel import replicas
 from jaxtrain.parallel.zero import Reduction, Zero, reduction_of, sum_of_squares
 from jaxtrain.schedule.placement import Placement
-from jaxtrain.training.optimizer import Optimizer, parts_of
+from jaxtrain.training.update.optimizer import Optimizer, parts_of
 
 _programs = itertools.count()
 

@@ -46,13 +46,6 @@ from jaxtrain.parallel.zero import Zero
 from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.run.metrics import METRICS, host
 from jaxtrain.runtime.runtime import LossesAndGradients, Runtime, SlotBytes
-from jaxtrain.training import balance, diloco
-from jaxtrain.training.optimizer import (
-    Optimizer,
-    learning_rate,
-    make_optimizer,
-    updates_made,
-)
 from jaxtrain.training.several_steps import StepsTogether, train_several
 from jaxtrain.training.state import (
     ParameterLayout,
@@ -61,7 +54,14 @@ from jaxtrain.training.state import (
     bytes_on_disk,
     bytes_per_device,
 )
-from jaxtrain.training.streamed_update import (
+from jaxtrain.training.update import balance, diloco
+from jaxtrain.training.update.optimizer import (
+    Optimizer,
+    learning_rate,
+    make_optimizer,
+    updates_made,
+)
+from jaxtrain.training.update.streamed_update import (
     CompiledUpdate,
     Guard,
     StreamedUpdate,
@@ -103,7 +103,7 @@ class Step:
                   single ones too; None for one step
     evaluate:     (params, batch) → Losses, of TrainState.trained
     gradients:    (params, batch) → LossesAndGradients, without an optimizer
-    exchange:     TrainState → TrainState, of independent replicas (training/diloco.py), or None;
+    exchange:     TrainState → TrainState, of independent replicas (training/update/diloco.py), or None;
                   donates the state
     combine_metrics: StepMetrics of each replica → those of the step; None if replicas are not
         independent

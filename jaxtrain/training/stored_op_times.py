@@ -7,7 +7,7 @@ No jax.
 
 All processes and every restart take the times of the file, whatever the devices and the version of
 the code, so the run's table stays the same. Times are measured or planned anew only if a setting in
-"of" has changed, such as the mesh or the model. They are measured in training/op_times.py.
+"of" has changed, such as the mesh or the model. They are measured in training/measured_op_times.py.
 """
 
 import json

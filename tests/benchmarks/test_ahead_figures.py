@@ -14,7 +14,8 @@ from step_seconds import StepSeconds
 from support.compilers import needs
 
 from jaxtrain import config as configs
-from jaxtrain.config import Config, checks
+from jaxtrain.config import Config
+from jaxtrain.config.rules import checks
 from jaxtrain.planner.programs.topology import PLATFORMS, compile_config, fitting
 
 DEVICES = 16

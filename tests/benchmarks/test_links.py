@@ -4,7 +4,7 @@ import pytest
 from links import bytes_per_s
 
 from jaxtrain.planner.layer import hardware
-from jaxtrain.planner.programs.collectives import CompiledCollective
+from jaxtrain.planner.programs.compiled_collectives import CompiledCollective
 from jaxtrain.planner.programs.program import Program
 
 MESH = {"data": 4, "stage": 2, "model": 8}

@@ -17,7 +17,6 @@ from support.checkpoint_processes import run_together
 from support.checkpoint_state import Layout, assert_same, shards_of, state
 
 from jaxtrain.checkpoint import local
-from jaxtrain.checkpoint.layout import Leaf
 from jaxtrain.checkpoint.local import (
     DamagedError,
     LocalCheckpointer,
@@ -27,6 +26,7 @@ from jaxtrain.checkpoint.local import (
     run_name,
 )
 from jaxtrain.checkpoint.local_restore import LocalFiles, Restored, give_copies
+from jaxtrain.checkpoint.regions import Leaf
 
 LAYOUT = Layout(7, stages=2, chunks=2, data=2, model=2)
 

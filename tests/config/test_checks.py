@@ -9,8 +9,9 @@ from support import ROOT
 from support.broken_settings import ALLOWED, BASE, RULES, offer
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ConfigError, addresses, checks, flags
-from jaxtrain.config.checks import Environment
+from jaxtrain.config import Config, ConfigError, addresses, flags
+from jaxtrain.config.rules import checks
+from jaxtrain.config.rules.checks import Environment
 
 
 def error_of(changes: dict, devices: int | None = None, base: Config = BASE) -> ConfigError:

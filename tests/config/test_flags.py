@@ -14,9 +14,9 @@ from jaxtrain import cli, convert, generate, launch, train
 from jaxtrain import config as cfg
 from jaxtrain import show_schedule as schedule
 from jaxtrain.checkpoint import __main__ as checkpoint
-from jaxtrain.config.checks import field_violation
 from jaxtrain.config.errors import ConfigError, UsageError
 from jaxtrain.config.flags import SHARED_FLAGS, Flag, read_flags, setting_value, settled
+from jaxtrain.config.rules.checks import field_violation
 from jaxtrain.planner.command import calibrate
 from jaxtrain.planner.command import main as plan
 from jaxtrain.planner.programs import compile_check

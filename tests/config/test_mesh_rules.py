@@ -4,7 +4,8 @@ everything else is an error as before."""
 import pytest
 
 from jaxtrain import config as cfg
-from jaxtrain.config import ConfigError, checks, mesh_rules
+from jaxtrain.config import ConfigError
+from jaxtrain.config.rules import checks, mesh_rules
 
 BASE = cfg.replace(
     cfg.Config(), {"mesh.elastic": True, "data.batch_size": 96, "pipeline.microbatches": 2}

@@ -6,9 +6,10 @@ import pytest
 from support.broken_settings import BASE, offer
 
 from jaxtrain import config as cfg
-from jaxtrain.config import ConfigError, checks
-from jaxtrain.config.checks import Environment
-from jaxtrain.config.resume import changes
+from jaxtrain.config import ConfigError
+from jaxtrain.config.rules import checks
+from jaxtrain.config.rules.checks import Environment
+from jaxtrain.config.rules.resume import changes
 
 
 @pytest.mark.parametrize(

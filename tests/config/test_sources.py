@@ -9,8 +9,9 @@ import socket
 import pytest
 
 from jaxtrain import config as cfg
-from jaxtrain.config import ConfigError, checks, sources
-from jaxtrain.config.unused import unused_settings
+from jaxtrain.config import ConfigError, sources
+from jaxtrain.config.rules import checks
+from jaxtrain.config.rules.unused import unused_settings
 
 
 @pytest.fixture

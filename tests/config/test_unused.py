@@ -7,10 +7,10 @@ from support import ROOT, effects
 from support.broken_settings import BASE, UNUSED
 
 from jaxtrain import config as cfg
-from jaxtrain.config import checks
-from jaxtrain.config.mesh_rules import filled
 from jaxtrain.config.recipes import find_recipe, load_recipe
-from jaxtrain.config.unused import USES, unused_settings
+from jaxtrain.config.rules import checks
+from jaxtrain.config.rules.mesh_rules import filled
+from jaxtrain.config.rules.unused import USES, unused_settings
 
 
 @pytest.mark.parametrize("changes, note", UNUSED, ids=[str(changes) for changes, _ in UNUSED])

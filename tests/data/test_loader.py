@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain.data import packing
+from jaxtrain.data import document_packing
+from jaxtrain.data.document_packing import Sequences
 from jaxtrain.data.loader import Feed, Loader
-from jaxtrain.data.packing import Sequences
 from jaxtrain.data.row_log import RowLog, read_rows
 from jaxtrain.data.tokens import DataError, prepare
 
@@ -280,15 +280,16 @@ jax.config.update("jax_num_cpu_devices", 4)
 process, port, source, cache = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
 jax.distributed.initialize(f"localhost:{port}", 2, process)
 import numpy as np
-from jaxtrain.data import loader, packing, tokens
+from jaxtrain.data import loader, tokens
+from jaxtrain.data import document_packing
 data = types.SimpleNamespace(
     source=source, tokenizer="bytes", sequence_length=8, batch_size=8, seed=0,
     attend_across_documents=True, prefetch=2, loss_mask=("q",), text_fields=("q", "text"),
     validation_fraction=0.1, bad_records="stop", token_dtype="uint16", cache=cache,
 )
 corpus = tokens.prepare(data, 257, progress=False)
-read, seen = packing.Sequences.__getitem__, []
-packing.Sequences.__getitem__ = lambda sequences, r: seen.append(r) or read(sequences, r)
+read, seen = document_packing.Sequences.__getitem__, []
+document_packing.Sequences.__getitem__ = lambda sequences, r: seen.append(r) or read(sequences, r)
 mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
 with loader.Loader(corpus, data, "train", sharding, 2) as batches:
@@ -494,7 +495,7 @@ def test_errors_surface_at_their_batch(config, corpus, monkeypatch, prefetch):
 
     with Loader(corpus, config(prefetch=prefetch), "train", sharding()) as loader:
         bad = loader._index(2 * BATCH + 3)
-        monkeypatch.setattr(packing.Sequences, "__getitem__", failing)
+        monkeypatch.setattr(document_packing.Sequences, "__getitem__", failing)
         batches = loader.iterate(0)
         next(batches), next(batches)
         with pytest.raises(OSError, match="the disk is gone"):

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 
 from jaxtrain import config as configs
 from jaxtrain.config.optimizers import OPTIMIZERS
-from jaxtrain.config.unused import unused_settings
+from jaxtrain.config.rules.unused import unused_settings
 from jaxtrain.models.spec import Spec
-from jaxtrain.training.optimizer import make_optimizer
+from jaxtrain.training.update.optimizer import make_optimizer
 
 changes = {"optimizer.name": "sgd", "optimizer.epsilon": 1e-6, "optimizer.clip_norm": 0.0}
 config = configs.replace(configs.Config(), changes)

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain import config as configs
-from jaxtrain.config.checks import check
+from jaxtrain.config.rules.checks import check
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.step.saved import layer_bytes

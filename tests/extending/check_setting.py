@@ -1,8 +1,8 @@
 """The setting is a flag, its rule names a fix that works, and it is reported where it is unused."""
 
 from jaxtrain import config as configs
-from jaxtrain.config.checks import error_of
-from jaxtrain.config.unused import unused_settings
+from jaxtrain.config.rules.checks import error_of
+from jaxtrain.config.rules.unused import unused_settings
 
 both = {"optimizer.decay_from": 6, "optimizer.decay_steps": 4}
 config = configs.replace(configs.Config(), {"optimizer.schedule": "constant", **both})

@@ -24,7 +24,7 @@ from jaxtrain.config import Config, to_dict
 from jaxtrain.hf import exporting
 from jaxtrain.hf.exporting import export_folder
 from jaxtrain.hf.fields import HfError
-from jaxtrain.hf.rules import PublishedTensor, Rule
+from jaxtrain.hf.tensor_rules import PublishedTensor, Rule
 from jaxtrain.training.state import initial_state, stored_shapes
 from jaxtrain.training.step import make_step
 

@@ -9,7 +9,7 @@ from support.hf_models import CONFIGS, llama_tensors, stored_array
 from jaxtrain.hf import exporting
 from jaxtrain.hf.exporting import tensor_rows
 from jaxtrain.hf.families.family import COUNTERS
-from jaxtrain.hf.rules import check_coverage
+from jaxtrain.hf.tensor_rules import check_coverage
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -14,10 +14,10 @@ from support.hf_imported import complete, imported
 from support.hf_models import CONFIGS, llama_tensors, write_llama
 
 from jaxtrain import convert
-from jaxtrain.checkpoint.layout import regions, stored_arrays
+from jaxtrain.checkpoint.regions import regions, stored_arrays
 from jaxtrain.checkpoint.restoring import restore
 from jaxtrain.config import Config, replace
-from jaxtrain.config.mesh_rules import filled
+from jaxtrain.config.rules.mesh_rules import filled
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.hf import importing, safetensors_folder
 from jaxtrain.hf.fields import HfError

@@ -7,9 +7,10 @@ import pytest
 from support.hf_models import CONFIGS
 from support.hf_published import PUBLISHED
 
-from jaxtrain.config import Config, ModelConfig, checks, replace
+from jaxtrain.config import Config, ModelConfig, replace
 from jaxtrain.config.recipes import load_recipe, shipped_recipes
-from jaxtrain.hf import files
+from jaxtrain.config.rules import checks
+from jaxtrain.hf import source_files
 from jaxtrain.hf.families import FAMILIES
 from jaxtrain.hf.fields import HfError
 from jaxtrain.hf.model_config import FREE, differing, read_model, write_model
@@ -260,8 +261,8 @@ def test_remote_code_of_a_known_family_is_noted_and_not_published(name, tmp_path
     quantised = any(note.startswith("quantization_config is left out") for note in notes)
     assert quantised == ("quantization_config" in values)
     (tmp_path / "config.json").write_text(json.dumps(values))
-    files.keep(files.small_files(tmp_path), values, {}, tmp_path / "run")
-    published = json.loads((tmp_path / "run" / files.SOURCE / "config.json").read_text())
+    source_files.keep(source_files.small_files(tmp_path), values, {}, tmp_path / "run")
+    published = json.loads((tmp_path / "run" / source_files.SOURCE / "config.json").read_text())
     assert {*values} - {*published} == {"auto_map", "quantization_config"} & {*values}
 
 

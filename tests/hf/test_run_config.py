@@ -8,13 +8,13 @@ from support.hf_models import CONFIGS
 
 from jaxtrain.config import Config, ConfigError, replace, to_dict
 from jaxtrain.hf.fields import HfError
-from jaxtrain.hf.files import CONFIG, TOKENIZER
 from jaxtrain.hf.run_config import (
     read_origin,
     read_published,
     started_from,
 )
 from jaxtrain.hf.safetensors_folder import INDEX, SINGLE
+from jaxtrain.hf.source_files import CONFIG, TOKENIZER
 from jaxtrain.run.files import CONFIG_FILE
 
 

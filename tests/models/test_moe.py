@@ -17,7 +17,7 @@ from jaxtrain.config.sizes import capacity_of, device_capacity
 from jaxtrain.devices.mesh import AXES, EXPERT, MANUAL_AXES, make_mesh
 from jaxtrain.models.moe import MoE, Router, with_counts, with_loss
 from jaxtrain.models.spec import binder, specs
-from jaxtrain.parallel import filled_rows
+from jaxtrain.parallel.experts import filled_rows
 from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, keep_products
 
 B, T, D, ROWS = 3, 8, 6, 12

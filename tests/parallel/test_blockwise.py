@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.parallel import blockwise, flash
-from jaxtrain.parallel.attention import attend_causal, grouped_attention
-from jaxtrain.parallel.context import CAUSAL, Sight
+from jaxtrain.parallel.attention import blockwise, flash
+from jaxtrain.parallel.attention.attend import attend_causal, grouped_attention
+from jaxtrain.parallel.attention.context import CAUSAL, Sight
 
 BATCH, LENGTH, HEADS = 2, 24, 6
 

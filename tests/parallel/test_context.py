@@ -12,8 +12,8 @@ from support.small import Case
 from support.ticks_text import executed
 
 from jaxtrain.config import replace
-from jaxtrain.parallel import blockwise, context
-from jaxtrain.planner.programs.collectives import collectives
+from jaxtrain.parallel.attention import blockwise, context
+from jaxtrain.planner.programs.compiled_collectives import collectives
 from jaxtrain.planner.programs.program import Program
 from jaxtrain.runtime.runtime import Runtime
 from jaxtrain.training.step import make_step

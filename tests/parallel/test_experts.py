@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.devices.mesh import AXES, EXPERT, make_mesh
-from jaxtrain.parallel import experts
+from jaxtrain.parallel.experts import experts
 
 DEVICES, MOST, ROOM = 4, 5, 18
 

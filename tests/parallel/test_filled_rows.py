@@ -10,7 +10,7 @@ from support import small
 
 from jaxtrain.config import sizes
 from jaxtrain.config.sizes import exceeds_mean
-from jaxtrain.parallel.filled_rows import on_rows
+from jaxtrain.parallel.experts.filled_rows import on_rows
 
 ROWS, WIDTH = 50, 3
 

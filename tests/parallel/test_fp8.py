@@ -11,7 +11,8 @@ import pytest
 from support.small import normal
 
 from jaxtrain.models import layers
-from jaxtrain.parallel import experts, fp8
+from jaxtrain.parallel import fp8
+from jaxtrain.parallel.experts import experts
 from jaxtrain.parallel.fp8 import FORMATS, Fp8
 
 E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)

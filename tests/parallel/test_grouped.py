@@ -12,7 +12,7 @@ from support import small
 
 from jaxtrain.config import sizes as config_sizes
 from jaxtrain.config.kernels import BLOCKS, LARGE_BLOCKS, MEGABLOX
-from jaxtrain.parallel import experts, grouped, megablox
+from jaxtrain.parallel.experts import experts, grouped, megablox
 from jaxtrain.planner.programs.program import Program
 
 INPUTS, OUTPUTS = 24, 40

@@ -11,9 +11,9 @@ from support import attended
 from support.attended import arrays, segments
 
 from jaxtrain.config import splash_backward
-from jaxtrain.parallel import flash, splash
-from jaxtrain.parallel.attention import attend_cached
-from jaxtrain.parallel.context import Sight
+from jaxtrain.parallel.attention import flash, splash
+from jaxtrain.parallel.attention.attend import attend_cached
+from jaxtrain.parallel.attention.context import Sight
 
 
 @pytest.fixture(autouse=True)

@@ -8,17 +8,17 @@ from support import small
 
 from jaxtrain import config as configs
 from jaxtrain.config import ConfigError
-from jaxtrain.config.checks import Environment, error_of
-from jaxtrain.pipeline.checks import RULES_WITH_TABLES
+from jaxtrain.config.rules.checks import Environment, error_of
+from jaxtrain.pipeline.run_checks import RULES_WITH_TABLES
 from jaxtrain.pipeline.setup import make_setup, times_of
 from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.layer.model import model_of
 from jaxtrain.planner.step.step_model import step_model_of
 from jaxtrain.schedule.by_name import make_table
-from jaxtrain.schedule.order_csv import to_order_csv
+from jaxtrain.schedule.files.order_csv import to_order_csv
+from jaxtrain.schedule.files.table_csv import to_csv
 from jaxtrain.schedule.orders import SCHEDULES
 from jaxtrain.schedule.table import Op
-from jaxtrain.schedule.table_csv import to_csv
 from jaxtrain.schedule.table_spec import TableSpec
 
 

@@ -13,7 +13,7 @@ from support import ROOT, ahead
 from support.compilers import KINDS, compiled_for
 
 from jaxtrain.planner.layer.links import RAGGED
-from jaxtrain.planner.programs.collectives import collectives
+from jaxtrain.planner.programs.compiled_collectives import collectives
 from jaxtrain.planner.programs.program import Instruction, Program
 
 SCHEDULES = {"interleaved": 2, "zb_h1": 1}  # with repeats

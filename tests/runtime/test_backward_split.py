@@ -15,9 +15,9 @@ from support.small import nbytes, normal
 
 from jaxtrain.config.kernels import TargetDevice
 from jaxtrain.devices.mesh import AXES, make_mesh
-from jaxtrain.models import attention as models_attention
+from jaxtrain.models import grouped_query as models_attention
 from jaxtrain.models import rotary, transformer
-from jaxtrain.parallel import attention, blockwise
+from jaxtrain.parallel.attention import blockwise
 from jaxtrain.runtime.backward_split import (
     LayerOp,
     LayerSplit,

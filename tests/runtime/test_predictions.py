@@ -171,7 +171,8 @@ def test_where_the_modules_stand():
 
 
 def test_a_table_of_ones_own_that_shares_the_head(tmp_path):
-    from jaxtrain.schedule import by_name, table_csv
+    from jaxtrain.schedule import by_name
+    from jaxtrain.schedule.files import table_csv
     from jaxtrain.schedule.table_spec import TableSpec
 
     file = tmp_path / "mine.csv"

@@ -12,8 +12,8 @@ from support import plain_loop, small
 from support.pipeline_tables import random_table
 
 from jaxtrain.config import Config
+from jaxtrain.schedule.files.table_csv import to_csv
 from jaxtrain.schedule.table import Table
-from jaxtrain.schedule.table_csv import to_csv
 from jaxtrain.schedule.validator import check
 
 LAYERS = 9

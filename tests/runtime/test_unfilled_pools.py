@@ -15,7 +15,7 @@ from support.small import Case
 from jaxtrain.config import kernels, sizes
 from jaxtrain.devices import host_memory
 from jaxtrain.devices.mesh import partitioned
-from jaxtrain.parallel import experts, filled_rows
+from jaxtrain.parallel.experts import experts, filled_rows
 from jaxtrain.runtime import layer_stack
 from jaxtrain.training.step import make_step
 

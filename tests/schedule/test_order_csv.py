@@ -7,10 +7,10 @@ import pytest
 from support import in_transformers, pytorch_files
 
 from jaxtrain.schedule.by_name import make_table, packed
-from jaxtrain.schedule.order_csv import is_order_file, read_schedule, to_order_csv
+from jaxtrain.schedule.files.order_csv import is_order_file, read_schedule, to_order_csv
+from jaxtrain.schedule.files.table_csv import to_csv
 from jaxtrain.schedule.orders import SCHEDULES, ChunkOrders
 from jaxtrain.schedule.table import Op, Table
-from jaxtrain.schedule.table_csv import to_csv
 from jaxtrain.schedule.table_spec import TableSpec
 from jaxtrain.schedule.validator import check
 

@@ -9,8 +9,8 @@ import pytest
 from support.pipeline_tables import grid, random_table
 
 from jaxtrain.schedule.by_name import make_table
+from jaxtrain.schedule.files.table_csv import read_csv, to_csv
 from jaxtrain.schedule.table import Op
-from jaxtrain.schedule.table_csv import read_csv, to_csv
 from jaxtrain.schedule.table_spec import TableSpec
 
 COLUMNS = ("op", "local_unit", "microbatch", "permute", "head", "embed", "embed_gradient")

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxtrain import config as cfg
 from jaxtrain.config import ConfigError, flags
-from jaxtrain.config.mesh_rules import AXES
+from jaxtrain.config.rules.mesh_rules import AXES
 
 BASE = cfg.replace(
     cfg.Config(),

@@ -14,8 +14,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain import config as configs
-from jaxtrain.checkpoint.layout import Shards, stored_arrays
 from jaxtrain.checkpoint.manager import Checkpointer
+from jaxtrain.checkpoint.regions import Shards, stored_arrays
 from jaxtrain.checkpoint.restoring import restore
 from jaxtrain.checkpoint.retention import Retention
 from jaxtrain.checkpoint.steps import choose

@@ -8,8 +8,8 @@ import jax
 from jaxtrain.config import Config
 from jaxtrain.pipeline.setup import Setup
 from jaxtrain.planner.layer.links import sent
-from jaxtrain.planner.programs.collectives import collectives
 from jaxtrain.planner.programs.compile_check import step_loops
+from jaxtrain.planner.programs.compiled_collectives import collectives
 from jaxtrain.planner.programs.loops import op_in
 from jaxtrain.planner.programs.program import Instruction, Program
 from jaxtrain.training.step import Step, make_step

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jaxtrain import config as cfg
 from jaxtrain.checkpoint.retention import Retention
 from jaxtrain.config import Config, ConfigError
-from jaxtrain.config.checks import Environment, first_violation
+from jaxtrain.config.rules.checks import Environment, first_violation
 from jaxtrain.data.loader import Loader
 from jaxtrain.data.tokens import prepare
 from jaxtrain.devices.mesh import make_mesh, sizes_of

@@ -10,7 +10,7 @@ import pathlib
 from unittest import mock
 
 from jaxtrain import cli, loop, train
-from jaxtrain.config.checks import Environment
+from jaxtrain.config.rules.checks import Environment
 from jaxtrain.run.metrics import read_metrics
 from jaxtrain.run.wall_clock import WallClock
 from support import ROOT

@@ -18,8 +18,8 @@ from jaxtrain.checkpoint.storage import nested
 from jaxtrain.config import Config, replace
 from jaxtrain.generation.sampling import Sampler, Sampling
 from jaxtrain.hf.model_config import family_of, read_model
-from jaxtrain.hf.rules import PublishedTensor, Rule
 from jaxtrain.hf.run_config import read_published
+from jaxtrain.hf.tensor_rules import PublishedTensor, Rule
 from jaxtrain.models import transformer
 from jaxtrain.training.state import ParameterLayout
 from support import hf_reference

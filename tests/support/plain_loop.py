@@ -22,8 +22,8 @@ import optax
 from jaxtrain.config import Config
 from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.models import transformer
-from jaxtrain.training.optimizer import learning_rate
 from jaxtrain.training.step import make_step
+from jaxtrain.training.update.optimizer import learning_rate
 from support import small
 
 STEPS, LONG = 4, 10  # of most tests, and of the matrices with --full

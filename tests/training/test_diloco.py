@@ -26,8 +26,8 @@ from jaxtrain.devices.mesh import REPLICA, make_mesh
 from jaxtrain.models import transformer
 from jaxtrain.parallel import replicas
 from jaxtrain.planner.programs.program import Program
-from jaxtrain.training.optimizer import make_optimizer
 from jaxtrain.training.step import Step, combine_replicas, make_step, step_metrics
+from jaxtrain.training.update.optimizer import make_optimizer
 
 STEPS, INNER = 7, 3
 

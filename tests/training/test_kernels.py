@@ -6,7 +6,7 @@ from support.plain_loop import CLIP, STEPS, assert_same, gradients, reference, t
 from support.small import Case
 
 from jaxtrain.config import replace
-from jaxtrain.parallel import splash
+from jaxtrain.parallel.attention import splash
 
 APART = {"data.attend_across_documents": False}
 SPLASH = {

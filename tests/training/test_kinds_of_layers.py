@@ -21,7 +21,8 @@ from jaxtrain.checkpoint.restoring import restore
 from jaxtrain.config import Config
 from jaxtrain.config.recipes import load_recipe
 from jaxtrain.pipeline.setup import make_setup
-from jaxtrain.schedule import by_name, order_csv, table_csv
+from jaxtrain.schedule import by_name
+from jaxtrain.schedule.files import order_csv, table_csv
 from jaxtrain.schedule.table_spec import TableSpec
 from jaxtrain.training.state import TrainState, stored_shapes
 from jaxtrain.training.step import Step, make_step

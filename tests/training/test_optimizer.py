@@ -8,7 +8,7 @@ import pytest
 
 from jaxtrain.config import OptimizerConfig
 from jaxtrain.models.spec import Spec
-from jaxtrain.training.optimizer import learning_rate, make_optimizer
+from jaxtrain.training.update.optimizer import learning_rate, make_optimizer
 
 
 def rates(steps: int, **fields) -> list[float]:

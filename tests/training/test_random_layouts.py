@@ -13,8 +13,9 @@ import pytest
 from support import matrix, plain_loop, small
 
 from jaxtrain import config as configs
-from jaxtrain.config import Config, ConfigError, checks
-from jaxtrain.config.mesh_rules import AXES
+from jaxtrain.config import Config, ConfigError
+from jaxtrain.config.rules import checks
+from jaxtrain.config.rules.mesh_rules import AXES
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.training.step import CompiledSteps, make_step
 

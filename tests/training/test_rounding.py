@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support import small
 
-from jaxtrain.training.rounding import random_bits, rounded
+from jaxtrain.training.update.rounding import random_bits, rounded
 
 KEY = jnp.array([3, 5], jnp.uint32)
 BFLOAT16 = jnp.dtype("bfloat16")

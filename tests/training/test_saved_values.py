@@ -12,10 +12,10 @@ from support.plain_loop import assert_same, gradients, reference
 from support.small import Case
 
 from jaxtrain import config as configs
-from jaxtrain.config import checks
-from jaxtrain.config.checks import Environment
+from jaxtrain.config.rules import checks
+from jaxtrain.config.rules.checks import Environment
+from jaxtrain.config.rules.unused import unused_settings
 from jaxtrain.config.saved_values import LAYER_INPUT, PRODUCTS, SAVED_VALUES, saved_values
-from jaxtrain.config.unused import unused_settings
 from jaxtrain.models import transformer
 from jaxtrain.runtime.backward_split import (
     LayerOp,

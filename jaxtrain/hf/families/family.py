@@ -20,7 +20,7 @@ from jaxtrain.hf.entries import (
     Training,
 )
 from jaxtrain.hf.fields import Fields
-from jaxtrain.hf.rules import PublishedTensor, Rule, check_coverage, published_tensors
+from jaxtrain.hf.tensor_rules import PublishedTensor, Rule, check_coverage, published_tensors
 
 # Counts that training keeps among the parameters; no published model has them.
 COUNTERS = ("mlp/router/load", "mlp/router/dropped")

@@ -17,7 +17,7 @@ from jaxtrain.hf.entries import (
     Training,
 )
 from jaxtrain.hf.families.family import COMMON, Family, layers_of
-from jaxtrain.hf.rules import Rule
+from jaxtrain.hf.tensor_rules import Rule
 
 
 def _gpt2_rules(model: ModelConfig, config: Mapping[str, Any]) -> Iterator[Rule]:

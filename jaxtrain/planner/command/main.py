@@ -24,23 +24,24 @@ from typing import Any
 
 from jaxtrain import cli
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ConfigError, checks, kernels
-from jaxtrain.config.checks import Environment
+from jaxtrain.config import Config, ConfigError, kernels
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import SHARED_FLAGS, Flag
-from jaxtrain.config.mesh_rules import AXES
 from jaxtrain.config.recipes import recipe_text
-from jaxtrain.config.unused import unused_settings
-from jaxtrain.pipeline.checks import default_corpus
+from jaxtrain.config.rules import checks
+from jaxtrain.config.rules.checks import Environment
+from jaxtrain.config.rules.mesh_rules import AXES
+from jaxtrain.config.rules.unused import unused_settings
+from jaxtrain.pipeline.run_checks import default_corpus
 from jaxtrain.planner.command import picture
 from jaxtrain.planner.layer import hardware
 from jaxtrain.planner.layer.hardware import Hardware
 from jaxtrain.planner.layer.model import model_of
 from jaxtrain.planner.layer.settings import FORMATS
-from jaxtrain.planner.search import heterogeneous, layout_flag, search
+from jaxtrain.planner.search import heterogeneous, layout_flag, layout_search
 from jaxtrain.planner.search.explain import aligned, amount, explained, table
+from jaxtrain.planner.search.layout_search import Space, best_plans, check_fits
 from jaxtrain.planner.search.predict import exactly, predict, with_op_times
-from jaxtrain.planner.search.search import Space, best_plans, check_fits
 from jaxtrain.planner.search.what_if import advise
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
 from jaxtrain.planner.step.step_model import OURS, with_allocator
@@ -216,7 +217,7 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
         return Output([])
     else:
         plans = best_plans(_with_devices(space), tokens)
-        config = search.laid_out(space, plans[0].work.layout)
+        config = layout_search.laid_out(space, plans[0].work.layout)
     best, cells = plans[0], table(plans)
     figures = _with_notes(best.figures(), space.config, config, kind)
     caution = NO_PLAN * (flags.assume != OURS) + UNFIT * (not best.fits)
@@ -253,7 +254,7 @@ def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config
             f"--devices={flags.devices} is not the {count} of --hardware={flags.hardware!r}",
             {"devices": count},
         )
-    search.check(space)
+    layout_search.check(space)
     values = layout_flag.read(flags.layout)
     refused = lambda rule: _layout_of_groups(rule, space, groups, values, flags.hardware)
     if not flags.layout:

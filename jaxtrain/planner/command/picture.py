@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config
-from jaxtrain.config.mesh_rules import AXES
+from jaxtrain.config.rules.mesh_rules import AXES
 from jaxtrain.planner.layer.hardware import GIB
 from jaxtrain.planner.search import layout_flag
 from jaxtrain.planner.search.explain import amount

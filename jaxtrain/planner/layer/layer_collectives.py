@@ -185,7 +185,7 @@ class Hop(NamedTuple):
 
 
 class ExpertCollectives(Activations):
-    """The collectives of a layer's experts (parallel/experts.py)."""
+    """The collectives of a layer's experts (parallel/experts/experts.py)."""
 
     def _experts(self, op: str, unread: bool) -> list[Collective]:
         """The collectives of routed tokens on their way to experts and back, and of their
@@ -364,8 +364,8 @@ class LayerCollectives(ExpertCollectives):
         return collectives
 
     def _over_context(self, op: str, reuses: bool) -> list[Collective]:
-        """The collectives of attention over a split sequence (parallel/context.py,
-        parallel/ring.py). reuses: B has the keys and values that R has gathered."""
+        """The collectives of attention over a split sequence (parallel/attention/context.py,
+        parallel/attention/ring.py). reuses: B has the keys and values that R has gathered."""
         m, shards, again = self.model, self.layout.context, self.layout.makes_again(ATTENTION)
         # Selective remat saves nothing that was exchanged: B sends queries, keys and values once
         # more, W the results.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from jaxtrain.planner.layer import torus
+from jaxtrain.planner.layer import torus_links
 from jaxtrain.planner.layer.hardware import Hardware, Tier
 from jaxtrain.planner.layer.layout import AXES, Layout
 
@@ -144,7 +144,7 @@ class Links:
         for tier, below, joined in zip(tiers, (1, *near), near, strict=False):
             if joined > below:
                 chips = min(layout.devices, tier.devices or layout.devices) // cores
-                shares = torus.shares(chips, tier.sides, cores, sizes) if tier.sides else {}
+                shares = torus_links.shares(chips, tier.sides, cores, sizes) if tier.sides else {}
                 links, crossing = zip(*(shares.get(axis, (0, 0)) for axis in axes), strict=True)
                 ring = min(ring, tier.bytes_per_s * (sum(links) or 1) * below)
                 far = max(crossing) or (joined - below) / devices

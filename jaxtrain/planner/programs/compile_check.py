@@ -24,16 +24,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config import Config, ConfigError, checks, one_line
+from jaxtrain.config import Config, ConfigError, one_line
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, Reading, apply, read_flags, settled
 from jaxtrain.config.recipes import DEFAULT_RECIPE, find_recipe, load_recipe
+from jaxtrain.config.rules import checks
 from jaxtrain.devices.mesh import AXES, sizes_of
 from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.planner.layer import hardware
 from jaxtrain.planner.layer.links import sent
 from jaxtrain.planner.programs import topology
-from jaxtrain.planner.programs.collectives import CompiledCollective, step_collectives
+from jaxtrain.planner.programs.compiled_collectives import CompiledCollective, step_collectives
 from jaxtrain.planner.programs.loops import Executed, StepLoops
 from jaxtrain.planner.programs.program import Program
 from jaxtrain.planner.programs.report import step_counts

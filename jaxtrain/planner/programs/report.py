@@ -18,7 +18,7 @@ from jaxtrain.config import Config
 from jaxtrain.devices.mesh import AXES, make_mesh, sizes_of
 from jaxtrain.devices.sharding import cut_count, mesh_axes
 from jaxtrain.pipeline.setup import Setup, make_setup
-from jaxtrain.planner.layer.collectives import Parameters, StepCollectives
+from jaxtrain.planner.layer.collective_time import Parameters, StepCollectives
 from jaxtrain.planner.layer.hardware import GIB
 from jaxtrain.planner.layer.model import model_of
 from jaxtrain.planner.layer.settings import FLOAT32

@@ -2,7 +2,7 @@
 
 A topology is written as the sizes of a TPU slice (`v5p:8x8x8`, `v5e:16x16`) or as GPU nodes
 (`h100:128x8`). libtpu has to be told along which dimensions a slice's links form rings
-(planner/layer/torus.py).
+(planner/layer/torus_links.py).
 
 The compilers come with jax's own packages and need neither a device nor a driver. They would look
 for devices in a process that has some, so they run in a separate one,
@@ -29,7 +29,7 @@ from jaxtrain import config as configs
 from jaxtrain.config import Config
 from jaxtrain.config.errors import UsageError
 from jaxtrain.devices.startup import set_xla_flags
-from jaxtrain.planner.layer import hardware, torus
+from jaxtrain.planner.layer import hardware, torus_links
 from jaxtrain.planner.programs.program import Program
 
 HERE = pathlib.Path(__file__).parent
@@ -124,7 +124,7 @@ class Platform:
         if self.backend == "gpu":
             return "1, 2, 4 or 8 GPUs in a node, 8 in each of several"
         most = (
-            f"of at most {torus.POD_SIDE} chips"
+            f"of at most {torus_links.POD_SIDE} chips"
             if self.sizes == 2
             else f"with at most {self.largest_slice} chips in all"
         )
@@ -165,7 +165,7 @@ class Topology:
         """The dimensions, of three, along which a slice's links form a ring."""
         if self.platform.backend == "gpu":
             return (False,) * 3
-        return (*torus.rings(self.sizes), False)[:3]
+        return (*torus_links.rings(self.sizes), False)[:3]
 
     @property
     def nearest(self) -> "Topology":
@@ -177,7 +177,7 @@ class Topology:
         sizes = [max(2, 2 * round(size / 2)) for size in self.sizes[:2]]
         sizes += [max(1, size) for size in self.sizes[2:]]
         if self.platform.sizes == 2:
-            sizes = [min(torus.POD_SIDE, size) for size in sizes]
+            sizes = [min(torus_links.POD_SIDE, size) for size in sizes]
         while math.prod(sizes) > self.platform.largest_slice:
             longest = sizes.index(max(sizes))
             sizes[longest] = max(2, sizes[longest] // 4 * 2)
@@ -235,7 +235,9 @@ def fitting(name: str, devices: int) -> Topology:
     Raises UsageError if the platform has none.
     """
     platform = PLATFORMS[name]
-    topologies = (Topology(platform, sizes) for sizes in torus.shapes(devices, platform.sizes))
+    topologies = (
+        Topology(platform, sizes) for sizes in torus_links.shapes(devices, platform.sizes)
+    )
     possible = [topology for topology in topologies if topology == topology.nearest]
     if not possible:
         raise UsageError(f"no {name} topology has {devices} devices ({platform.rule})")
@@ -320,7 +322,7 @@ def main(folder: str) -> None:
     from jax.experimental import topologies
 
     from jaxtrain.devices.mesh import make_mesh, sizes_of
-    from jaxtrain.parallel import cudnn
+    from jaxtrain.parallel.attention import cudnn
     from jaxtrain.training.step import make_step
 
     jax.config.update("jax_enable_compilation_cache", False)

@@ -17,7 +17,7 @@ from typing import Any
 from jaxtrain import config as configs
 from jaxtrain.config import Config
 from jaxtrain.config.errors import UsageError
-from jaxtrain.config.rules import divisors, near
+from jaxtrain.config.rules.rules import divisors, near
 from jaxtrain.pipeline.setup import has_recompute_ops
 from jaxtrain.planner.layer.hardware import GIB, Hardware, HardwareError, known, load
 from jaxtrain.planner.search import layout_flag

@@ -14,12 +14,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, checks
-from jaxtrain.config.checks import UNKNOWN, Environment
+from jaxtrain.config import Config
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import setting_value
-from jaxtrain.config.mesh_rules import AXES, filled
-from jaxtrain.config.rules import divisors, near
+from jaxtrain.config.rules import checks
+from jaxtrain.config.rules.checks import UNKNOWN, Environment
+from jaxtrain.config.rules.mesh_rules import AXES, filled
+from jaxtrain.config.rules.rules import divisors, near
 from jaxtrain.config.saved_values import saved_with
 from jaxtrain.schedule.orders import default_repeats, fits_repeats, may_overlap
 

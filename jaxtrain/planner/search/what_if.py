@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, MeshConfig, PipelineConfig, checks, kernels
-from jaxtrain.config.checks import Environment
+from jaxtrain.config import Config, MeshConfig, PipelineConfig, kernels
 from jaxtrain.config.errors import UsageError
-from jaxtrain.config.mesh_rules import AXES, filled
-from jaxtrain.config.rules import divisors
+from jaxtrain.config.rules import checks
+from jaxtrain.config.rules.checks import Environment
+from jaxtrain.config.rules.mesh_rules import AXES, filled
+from jaxtrain.config.rules.rules import divisors
 from jaxtrain.config.saved_values import LAYER_INPUT, saved_with
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.planner.layer.hardware import GIB, Hardware, load

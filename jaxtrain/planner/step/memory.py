@@ -47,7 +47,7 @@ from jaxtrain.schedule.slots import SAVED
 # Buffers do not fit without gaps: XLA's peak for H100s over what is live, but for `working`.
 ALLOCATED = 1.01
 # bytes of a parameter of independent replicas: its value after the last exchange, and its
-# momentum, in 32 bits (training/diloco.py)
+# momentum, in 32 bits (training/update/diloco.py)
 OUTER_BYTES = 8.0
 # Bytes of a logit: itself and its gradient in 32 bits, and 16 bits that products read
 LOGIT_BYTES = 10.0

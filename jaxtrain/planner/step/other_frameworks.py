@@ -14,7 +14,7 @@ from typing import ClassVar
 from jaxtrain.config import OptimizerConfig, ParallelConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.config.sizes import SELECTIVE, SHARD_AXES
-from jaxtrain.planner.layer.collectives import Parameters
+from jaxtrain.planner.layer.collective_time import Parameters
 from jaxtrain.planner.layer.layout import Layout
 from jaxtrain.planner.layer.links import REPLICA
 from jaxtrain.planner.layer.settings import ITEM, Rates, StepSettings

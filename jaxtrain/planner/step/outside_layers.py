@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.config.sizes import SHARD_AXES
-from jaxtrain.planner.layer.collectives import StepCollectives
+from jaxtrain.planner.layer.collective_time import StepCollectives
 from jaxtrain.planner.layer.layout import AXES
 from jaxtrain.planner.layer.links import DATA, Collective
 from jaxtrain.planner.layer.settings import FLOAT32

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jaxtrain.config import OptimizerConfig
 from jaxtrain.config.optimizers import OPTIMIZERS
 from jaxtrain.config.sizes import SHARD_AXES, padded_vocabulary, scattered
-from jaxtrain.planner.layer.collectives import Parameters
+from jaxtrain.planner.layer.collective_time import Parameters
 from jaxtrain.planner.layer.layer import EXPERT, MODEL, Array
 from jaxtrain.planner.layer.layout import AXES
 from jaxtrain.planner.layer.links import CONTEXT, DATA, REPLICA, STAGE

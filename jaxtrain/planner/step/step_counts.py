@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from jaxtrain.planner.layer.collectives import Parameters, StepCollectives
+from jaxtrain.planner.layer.collective_time import Parameters, StepCollectives
 from jaxtrain.planner.layer.layer_collectives import owner
 from jaxtrain.planner.layer.layout import AXES
 from jaxtrain.planner.layer.links import GATHER, MODEL, PERMUTE, STAGE, Collective, sent

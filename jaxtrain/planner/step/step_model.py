@@ -14,8 +14,8 @@ from jaxtrain.config import (
     ends_with_layers,
     kernels,
 )
+from jaxtrain.config.rules.unused import without_use
 from jaxtrain.config.sizes import gpu_memory
-from jaxtrain.config.unused import without_use
 from jaxtrain.planner.layer import hardware as kinds
 from jaxtrain.planner.layer.hardware import Hardware
 from jaxtrain.planner.layer.layout import Layout

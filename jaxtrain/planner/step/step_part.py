@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Self, TypeVar, cast
 
 from jaxtrain.config import kernels
-from jaxtrain.planner.layer.collectives import StepCollectives
+from jaxtrain.planner.layer.collective_time import StepCollectives
 from jaxtrain.planner.layer.hardware import Hardware
 from jaxtrain.planner.layer.layout import AXES, Layout
 from jaxtrain.planner.layer.links import EXPERT, Links

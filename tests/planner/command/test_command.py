@@ -10,13 +10,13 @@ import pytest
 from support import ROOT
 
 from jaxtrain.config import Config, replace, to_dict
-from jaxtrain.config.checks import check_devices
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import SHARED_FLAGS, apply, read_flags, settled
 from jaxtrain.config.recipes import find_recipe, load_recipe
+from jaxtrain.config.rules.checks import check_devices
 from jaxtrain.planner.command.main import main
 from jaxtrain.planner.layer.hardware import known, load
-from jaxtrain.planner.search import layout_flag, predict, search
+from jaxtrain.planner.search import layout_flag, predict
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
 
 sys.path.append(str(ROOT / "scripts"))

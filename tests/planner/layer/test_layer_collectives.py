@@ -7,7 +7,7 @@ import pytest
 from benchmarks.model_forms import llama
 from jaxtrain.config import PrecisionConfig
 from jaxtrain.config.saved_values import PRODUCTS
-from jaxtrain.planner.layer.collectives import StepCollectives
+from jaxtrain.planner.layer.collective_time import StepCollectives
 from jaxtrain.planner.layer.layer import INPUTS, OUTPUTS, Array, Layer, Product
 from jaxtrain.planner.layer.layout import Layout
 from jaxtrain.planner.layer.links import GATHER, SCATTER, SUM

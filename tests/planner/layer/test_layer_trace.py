@@ -15,7 +15,7 @@ from jaxtrain.config import Config, ModelConfig
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.devices.mesh import AbsentDevice, traced_for
 from jaxtrain.models import transformer
-from jaxtrain.models.attention import Attention
+from jaxtrain.models.grouped_query import Attention
 from jaxtrain.models.layers import Dense, Norm, column_parallel, named
 from jaxtrain.models.spec import Spec, binder, is_spec, parameter, specs
 from jaxtrain.planner.layer import layer_trace

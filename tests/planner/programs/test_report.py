@@ -8,9 +8,9 @@ import pytest
 from support import hardware_file
 from support import train_runs as runs
 
-from jaxtrain.config.checks import check_devices
 from jaxtrain.config.flags import apply
 from jaxtrain.config.recipes import load_recipe
+from jaxtrain.config.rules.checks import check_devices
 from jaxtrain.planner.layer.hardware import load
 from jaxtrain.planner.programs.report import step_counts
 from jaxtrain.planner.search.predict import predict

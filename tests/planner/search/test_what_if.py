@@ -8,11 +8,11 @@ import shlex
 import pytest
 
 from jaxtrain import config as configs
-from jaxtrain.config import checks
-from jaxtrain.config.checks import Environment
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import apply, read_flags
 from jaxtrain.config.recipes import find_recipe, load_recipe
+from jaxtrain.config.rules import checks
+from jaxtrain.config.rules.checks import Environment
 from jaxtrain.planner.layer.hardware import GIB, load
 from jaxtrain.planner.search import layout_flag, what_if
 from jaxtrain.planner.search.compare import PlannedStep, Trace

@@ -21,9 +21,9 @@ from jaxtrain.planner.step import memory as memory_of_step
 from jaxtrain.planner.step import saved
 from jaxtrain.planner.step.memory import SlotCounts, memory
 from jaxtrain.planner.step.step_model import step_model_of
-from jaxtrain.training.optimizer import make_optimizer
 from jaxtrain.training.state import abstract_state, bytes_per_device
 from jaxtrain.training.step import make_layout, make_step
+from jaxtrain.training.update.optimizer import make_optimizer
 
 LAYOUTS = {
     "data 8": {"data": 8},

@@ -15,8 +15,9 @@ import pytest
 from support import small
 
 from jaxtrain import config as configs
-from jaxtrain.config import Config, checks
+from jaxtrain.config import Config
 from jaxtrain.config.recipes import find_recipe, load_recipe
+from jaxtrain.config.rules import checks
 from jaxtrain.config.sizes import remat_of
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.models.transformer import build

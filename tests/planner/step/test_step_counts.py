@@ -17,8 +17,8 @@ from jaxtrain.devices.mesh import AXES
 from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.planner.layer.links import EXCHANGE, sent
 from jaxtrain.planner.layer.settings import ATTENTION_BACKWARD
-from jaxtrain.planner.programs.collectives import FEW
 from jaxtrain.planner.programs.compile_check import step_loops
+from jaxtrain.planner.programs.compiled_collectives import FEW
 from jaxtrain.planner.programs.program import Program
 from jaxtrain.planner.programs.report import step_counts
 from jaxtrain.planner.step.step_counts import Entry

@@ -10,10 +10,11 @@ import pytest
 from support import small
 
 from jaxtrain import config as configs
-from jaxtrain.config import Config, checks
-from jaxtrain.config.checks import Environment
+from jaxtrain.config import Config
 from jaxtrain.config.recipes import find_recipe, load_recipe
-from jaxtrain.config.unused import without_use
+from jaxtrain.config.rules import checks
+from jaxtrain.config.rules.checks import Environment
+from jaxtrain.config.rules.unused import without_use
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.planner.layer.hardware import load

@@ -1,0 +1,409 @@
+"""Checks of a config, and the nearest flags that work.
+
+    config, environment ─► the first broken rule ─► its fixes, the best first ─► the first after
+                           which every rule holds
+
+`check` raises for the first broken rule. Rules of a single setting come first, then those between
+settings, then those of the devices, the checkpoint and the rest of the environment. If no fix of
+the rule is enough, it is combined with fixes of the rules that are broken next, depth first and the
+fewest settings first; as the last resort settings go back to the recipe's values. The search is
+bounded by the number of configs that it tries, never by time, so that all processes suggest the
+same. No jax.
+"""
+
+import dataclasses
+import difflib
+import itertools
+import math
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jaxtrain import config as cfg
+from jaxtrain.config import Config, ConfigError
+from jaxtrain.config.rules import mesh_rules, resume, rules
+from jaxtrain.config.rules.mesh_rules import filled
+from jaxtrain.config.rules.rules import Changes, Rule, Violation, near, values_for
+
+MOST_CONFIGS = 4_000  # looked at, some 50 µs each
+MOST_FIXES = 24  # of a rule
+MOST_COMBINED = 7  # fixes, where no config is known to work
+# Settings that decide what is trained; those of `model` and `data` that do not; and those that no
+# other value can stand for.
+TRAINED = ("model.", "data.", "optimizer.", "precision.", "train.steps", "train.diloco_inner_steps")
+UNTRAINED = ("model.attention_", "model.loss_chunk", "data.cache", "data.prefetch")
+NAMED = ("data.source", "data.tokenizer", "train.init_from")
+# Rules about the products of this trainer, which bind no other framework.
+OF_OUR_PRODUCTS = (rules.products_are_built, mesh_rules.blocks_divide)
+IS_WITHIN = {
+    "at_least": operator.ge,
+    "above": operator.gt,
+    "at_most": operator.le,
+    "below": operator.lt,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """The surroundings against which a config is checked, besides its own rules. What is unknown is
+    not checked.
+
+    devices:    the number of devices; platform: their platform by jax's name
+    recipe:     the config before the command's flags, whose values are tried as fixes
+    checkpoint: the config of the checkpoint that is resumed
+    rules:      further rules, for configs that keep all others (pipeline/run_checks.py)
+    is_ours:    this trainer runs the config, and no other framework whose step is planned
+    """
+
+    devices: int | None = None
+    platform: str = ""
+    recipe: Config = dataclasses.field(default_factory=Config)
+    checkpoint: Config | None = None
+    rules: tuple[Rule, ...] = ()
+    is_ours: bool = True
+
+
+UNKNOWN = Environment()
+
+
+def check(config: Config, environment: Environment = UNKNOWN) -> None:
+    """Raises ConfigError for the first broken rule."""
+    if error := error_of(config, environment):
+        raise error
+
+
+def check_devices(config: Config, device_count: int, platform: str = "gpu") -> Config:
+    """The config with the mesh's -1 filled in for this number of devices, and every rule checked
+    with it.
+
+    platform: of the devices, as jax names it. Raises ConfigError if the mesh does not use all
+    the devices, the batch does not divide over them, or they have no such kernel.
+    """
+    check(config, Environment(device_count, platform))
+    return filled(config, device_count)
+
+
+def check_resume(stored: Config, config: Config, environment: Environment = UNKNOWN) -> None:
+    """Raises ConfigError naming the first field in which a config may not differ from the `stored`
+    one of the checkpoint that it resumes."""
+    environment = dataclasses.replace(environment, checkpoint=stored)
+    # tables take long, and a run's have been made
+    if first_violation(config, dataclasses.replace(environment, rules=())):
+        check(config, environment)
+
+
+def error_of(config: Config, environment: Environment = UNKNOWN) -> ConfigError | None:
+    """The error for the first broken rule; its first fix are the settings after which every rule
+    holds. None if every rule holds."""
+    violation = first_violation(config, environment)
+    return _Search(config, environment).error(violation) if violation else None
+
+
+def first_violation(config: Config, environment: Environment = UNKNOWN) -> Violation | None:
+    """The first broken rule of a config; None if every rule holds."""
+    return next(_violations(config, environment, cfg.fields()), None)
+
+
+def _violations(
+    config: Config, environment: Environment, paths: Iterable[str]
+) -> Iterator[Violation]:
+    """The violations of a config, in order. Only the first is certain, because later rules rely on
+    earlier ones. paths: the settings whose own values are checked."""
+    for path in paths:
+        value, of_recipe = cfg.get(config, path), cfg.get(environment.recipe, path)
+        if violation := field_violation(path, value, of_recipe):
+            yield violation
+    yield from mesh_rules.axes_have_sizes(config.mesh)
+    yield from rules.head_size_is_whole(config.model)
+    on_mesh = filled(config, environment.devices)
+    resolved = on_mesh.resolve()
+    for rule in (*rules.RULES, *mesh_rules.RULES):
+        if environment.is_ours or rule not in OF_OUR_PRODUCTS:
+            yield from rules.violations(rule, resolved)
+    if environment.devices is not None:
+        yield from mesh_rules.mesh_uses_devices(on_mesh.mesh, environment.devices)
+    if config.model.attention_kernel == "cudnn" and environment.platform not in ("", "gpu"):
+        path = "model.attention_kernel"
+        yield Violation(
+            path,
+            f"is for NVIDIA GPUs, and the devices here are of platform {environment.platform!r}",
+            [{path: "auto"}],
+        )
+    if environment.checkpoint:
+        yield from resume.violations(resolved, environment.checkpoint.resolve())
+    for rule in environment.rules:
+        yield from rules.violations(rule, resolved)
+
+
+def model_violation(config: Config) -> Violation | None:
+    """The first broken rule of a config's model, whatever its corpus and its devices are."""
+    for path in cfg.fields():
+        if path.startswith("model.") and (
+            violation := field_violation(path, cfg.get(config, path), cfg.fields()[path].default)
+        ):
+            return violation
+    if violation := next(rules.head_size_is_whole(config.model), None):
+        return violation
+    resolved = config.resolve()
+    of_models = [rule for rule in rules.RULES if rules.groups_of(rule)[0] == "model"]
+    violations = itertools.chain.from_iterable(
+        rules.violations(rule, resolved) for rule in of_models
+    )
+    return next((each for each in violations if each.field.startswith("model.")), None)
+
+
+# --- a setting on its own -------------------------------------------------------------------------
+
+
+def field_violation(path: str, value: Any, of_recipe: Any) -> Violation | None:
+    """The first fault of a value whatever the other settings are: its type, choices and bounds,
+    which stand at its field in settings.py. of_recipe: the recipe's value, tried as a fix."""
+    field = cfg.fields()[path]
+    usual = [of_recipe, field.default]
+    try:
+        cfg.convert(path, value)
+    except ConfigError as error:
+        others = [] if path.startswith(TRAINED) else values_for(path, usual)
+        return Violation(path, error.rule, [*error.fixes, *others])
+    if isinstance(value, str) and "\0" in value:  # recipes may have one, and no path can
+        return Violation(path, "holds a NUL character", values_for(path, usual))
+    choices = field.metadata["choices"]
+    if choices and isinstance(value, tuple):
+        for name in value:
+            if name not in choices:
+                return _unknown_name(path, value, name, choices)
+    elif choices:
+        return None if cfg.is_choice(path, value) else _wrong_choice(path, value, choices)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return _out_of_bounds(path, value, usual)
+    if cfg.item_type(field.type) in (int, float):
+        has_zeros = path in ("pipeline.times", "pipeline.chunk_layers", "model.nope_layers")
+        if all(0 <= v <= cfg.LARGEST_INT and (v or has_zeros) for v in value):
+            return None
+        least = "below 0" if has_zeros else "that is not above 0"
+        rule = f"has a number {least} or above {cfg.LARGEST_INT}"
+        return Violation(path, rule, [{path: field.default}])
+    if isinstance(value, tuple) and (len(set(value)) < len(value) or "" in value):
+        names = tuple(dict.fromkeys(v for v in value if v))
+        rule = "has an empty or repeated name"
+        return Violation(path, rule, values_for(path, [names, field.default]))
+    return None
+
+
+def _wrong_choice(path: str, value: Any, choices: tuple) -> Violation:
+    metadata = cfg.fields()[path].metadata
+    if not isinstance(value, str):
+        words = [repr(choice) for choice in choices]
+        rule = f"is not built: the choices are {', '.join(words[:-1])} or {words[-1]}"
+        return Violation(path, rule, values_for(path, near(value, choices)))
+    name, colon, _ = value.partition(":")
+    if colon and name in metadata["counted"]:
+        rule = f"needs a whole number from 0 to {cfg.LARGEST_INT} behind its colon"
+        return Violation(path, rule, values_for(path, [f"{name}:1", name]))
+    if reason := metadata["refused"].get(value):
+        return Violation(path, reason, values_for(path, choices), len(choices))
+    close = difflib.get_close_matches(value, choices, n=len(choices), cutoff=0.75)
+    show = 1 if close else len(choices)
+    return Violation(path, "is unknown", values_for(path, close or choices), show)
+
+
+def _unknown_name(path: str, value: tuple, name: str, choices: tuple) -> Violation:
+    """A tuple's item that is none of the choices. The fixes: the closest choice in its place, or
+    the tuple without it."""
+    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.65)
+    fixed = (other for item in value for other in (close if item == name else [item]))
+    rule = f"names {cfg.shown(name)}, which is none of {', '.join(choices)}"
+    return Violation(path, rule, [{path: tuple(dict.fromkeys(fixed))}])
+
+
+def _out_of_bounds(path: str, value: float, usual: list[Any]) -> Violation | None:
+    field = cfg.fields()[path]
+    kind: Any = field.type
+    bounds = field.metadata["bounds"]
+    if kind is int and abs(value) > cfg.LARGEST_INT:
+        values = [*usual, cfg.LARGEST_INT]
+        if not path.startswith(("model.", "data.", "mesh.", "pipeline.")):
+            values.reverse()  # nobody wants the largest size, but perhaps as many steps
+        return Violation(path, f"is larger than {cfg.LARGEST_INT}", values_for(path, values))
+    if not math.isfinite(value):
+        return Violation(path, "is not a finite number", [{path: field.default}])
+    limits = {name: limit for name, limit in bounds.items() if limit is not None}
+    if all(IS_WITHIN[name](value, limit) for name, limit in limits.items()):
+        return None
+    rule = " and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in limits.items())
+    known = [bounds["at_least"], bounds["at_most"], *usual]
+    ends = [kind(end) for end in known if isinstance(end, int | float)]
+    ends.sort(key=lambda end: abs(end - value))
+    return Violation(path, f"must be {rule}", values_for(path, ends))
+
+
+# --- suggestions ----------------------------------------------------------------------------------
+
+
+class _Search:
+    """The search for changes of a config after which every rule holds in its environment.
+
+    lenient: rules between settings that no flag mends are passed over, and said on their own
+    """
+
+    def __init__(self, config: Config, environment: Environment, lenient: bool = False):
+        self.config, self.environment, self.lenient = config, environment, lenient
+        self.walked = 0  # configs
+        self.kept: tuple[str, ...] = ()  # beginnings of the settings that no fix may change
+        self._known: dict[str, tuple[Changes, ...] | None] = {}
+        self._wrong = {
+            path: wrong
+            for path in cfg.fields()
+            for of_recipe in [cfg.get(environment.recipe, path)]
+            if (wrong := field_violation(path, cfg.get(config, path), of_recipe))
+        }
+
+    def error(self, violation: Violation) -> ConfigError:
+        """The error for a broken rule, with changes after which every rule holds, or every one that
+        any flag mends."""
+        field, checkpoint = violation.field, self.environment.checkpoint
+        changes = self.fewest_changes()
+        if not changes and violation.fixes:
+            of_recipe = {
+                path: cfg.get(self.environment.recipe, path)
+                for path, wrong in self._wrong.items()
+                if not wrong.fixes
+            }
+            changes = _Search(
+                cfg.replace(self.config, of_recipe), self.environment, lenient=True
+            ).fewest_changes()
+        order = [field, *cfg.fields()]
+        changes = {path: changes[path] for path in sorted(changes, key=order.index)}
+        text = cfg.suggestion(changes, self.other_values(violation, changes))
+        if checkpoint and (
+            violation.rule.startswith(resume.CANNOT) or (violation.fixes and not changes)
+        ):
+            text = f"{text} (or another --workdir)" if changes else self._elsewhere()
+        return ConfigError(field, cfg.get(self.config, field), violation.rule, text, [changes])
+
+    def _elsewhere(self) -> str:
+        """Where the config works if no change of it does: with fewer devices, or another folder."""
+        most = self.environment.devices or 1
+        numbers = range(most - 1, max(0, most - 1 - MOST_FIXES), -1)
+        fewer = (dataclasses.replace(self.environment, devices=number) for number in numbers)
+        if works := next((e for e in fewer if not first_violation(self.config, e)), None):
+            is_cpu = works.platform == "cpu"
+            return f"--cpu_devices={works.devices}" if is_cpu else f"{works.devices} devices"
+        return "another --workdir"
+
+    def fewest_changes(self) -> Changes:
+        """The fewest fixes of broken rules that work together, or the settings that go back to
+        another config, where these are only one, or fewer by more than one. Empty where nothing
+        works.
+
+        Fixes that leave alone what is trained have precedence, up to two of them, and nothing is
+        suggested in place of a published model's settings."""
+        self.kept = TRAINED
+        if changes := self._walk({}, 1) or self._walk({}, 2):
+            return self._needed(changes)
+        self.kept = ("model.",) if self.config.train.init_from else ()
+        self._known.clear()
+        if changes := self._walk({}, 1):
+            return changes
+        restored = (self._restored(other) for other in _known_to_work(self.environment))
+        last_resort = min(filter(None, restored), key=len, default={})
+        if len(last_resort) == 1:
+            return last_resort
+        for most in range(2, (len(last_resort) or MOST_COMBINED) + 2):
+            if changes := self._walk({}, most):
+                return self._needed(changes)
+        return last_resort
+
+    def other_values(self, violation: Violation, changes: Changes) -> list:
+        """Further values that work for the one setting that is changed, as many as the rule shows;
+        none where several are changed or the rule is about another one."""
+        field = violation.field
+        if list(changes) != [field] or isinstance(changes[field], tuple):
+            return []
+        fixes = itertools.islice(violation.fixes, MOST_FIXES)
+        offered = dict.fromkeys(fix[field] for fix in fixes if list(fix) == [field])
+        others = (
+            value
+            for value in offered
+            if value not in (changes[field], -1) and self.passes({field: value})
+        )
+        values = [*itertools.islice(others, violation.show - 1)]
+        return sorted(values) if type(changes[field]) is int else values
+
+    def passes(self, changes: Changes) -> bool:
+        """True if every rule holds after these changes."""
+        return self._fixes(changes) is None
+
+    def _walk(self, changes: Changes, most: int) -> Changes | None:
+        """Changes that work, these and at most so many fixes beyond them: the first that a
+        depth-first walk over the fixes of broken rules comes to."""
+        fixes = self._fixes(changes)
+        if fixes is None:
+            return changes
+        for fix in fixes if most else ():
+            if not changes.keys() & fix.keys():
+                if self.walked >= MOST_CONFIGS:
+                    return None
+                self.walked += 1
+                if result := self._walk(changes | fix, most - 1):
+                    return result
+        return None
+
+    def _fixes(self, changes: Changes) -> tuple[Changes, ...] | None:
+        """The fixes of the first rule that is broken after these changes; None if every rule
+        holds."""
+        key = repr(sorted(changes.items()))
+        if key not in self._known:
+            config = cfg.replace(self.config, changes)
+            paths = [path for path in cfg.fields() if path in changes or path in self._wrong]
+            violation = next(
+                (
+                    each
+                    for each in _violations(config, self.environment, paths)
+                    if not self.lenient or each.fixes or each.field in self._wrong
+                ),
+                None,
+            )
+            fixes = itertools.islice(violation.fixes, MOST_FIXES) if violation else ()
+            kept = lambda path: path.startswith(self.kept) and not path.startswith(UNTRAINED)
+            allowed = tuple(fix for fix in fixes if not any(map(kept, fix)))
+            self._known[key] = allowed if violation else None
+        return self._known[key]
+
+    def _restored(self, other: Config) -> Changes | None:
+        """The settings in which the config has to become like one that works, none without need;
+        None if that one does not work here."""
+        pairs = {path: (cfg.get(self.config, path), cfg.get(other, path)) for path in cfg.fields()}
+        changes = {
+            path: new
+            for path, (old, new) in pairs.items()
+            if repr(old) != repr(new) and not path.startswith((*NAMED, *self.kept))
+            if not (path in self._wrong and path.startswith(TRAINED))
+        }
+        return self._needed(changes) if self.passes(changes) else None
+
+    def _needed(self, changes: Changes) -> Changes:
+        """Changes that work without those that are not needed; the model's are dropped first."""
+        for path in sorted(changes, key=[*cfg.fields()].index):
+            fewer = {other: value for other, value in changes.items() if other != path}
+            if self.passes(fewer):
+                return self._needed(fewer)
+        return changes
+
+
+def _known_to_work(environment: Environment) -> Iterator[Config]:
+    """Configs that nearly always work: the checkpoint's, the recipe, the defaults, and each of them
+    with data parallelism alone."""
+    for config in (environment.checkpoint, environment.recipe, Config()):
+        if config is None:
+            continue
+        yield config
+        shards = environment.devices or 1
+        plain = dataclasses.replace(
+            config,
+            mesh=cfg.MeshConfig(),
+            parallel=cfg.ParallelConfig(),
+            pipeline=cfg.PipelineConfig(),
+        )
+        batch = max(1, config.data.batch_size // shards) * shards
+        yield cfg.replace(plain, {"data.batch_size": batch, "train.diloco_inner_steps": 0})

@@ -1,0 +1,70 @@
+"""A checkpoint's config and that of the run that resumes it: the settings that may differ, and
+those that do. No jax."""
+
+from collections.abc import Iterator
+
+from jaxtrain import config as cfg
+from jaxtrain.config import Config
+from jaxtrain.config.optimizers import OPTIMIZERS
+from jaxtrain.config.rules.rules import Violation
+
+# Fixed: what the parameters' shapes, the model's function, the data's position and the optimizer's
+# state depend on. That is all of model and data but _FREE, and these:
+_FIXED = ("optimizer.name", "train.seed")
+_FREE = (
+    "model.attention_kernel",
+    "model.loss_chunk",
+    "model.init_std",
+    "model.mtp_weight",
+    "data.cache",
+    "data.prefetch",
+    # the corpus's checksum says whether these matter
+    "data.source",
+    "data.bad_records",
+    # DeepSeek-V3 sets the first to 0 towards the end
+    "model.balance_rate",
+    "model.balance_loss",
+    "model.z_loss",
+)
+CANNOT = "cannot continue a checkpoint"
+
+
+def violations(config: Config, stored: Config) -> Iterator[Violation]:
+    """The fields in which a resolved config may not differ from the stored one of its checkpoint,
+    data's first, for model.max_positions follows data.sequence_length."""
+    free = {*_FREE}
+    if config.model.positions == "rotary":
+        free.add("model.max_positions")
+    if config.model.expert_room and stored.model.expert_room:
+        free.add("model.expert_room")  # a checkpoint has other parameters with and without it
+    optimizer = OPTIMIZERS[config.optimizer.name]
+    fixed = {*_FIXED, *(f"optimizer.{setting}" for setting in optimizer.fixed)}
+    if config.train.diloco_inner_steps and stored.train.diloco_inner_steps:
+        fixed.add("mesh.replica")  # independent replicas have parameters of their own
+    elif config.train.diloco_inner_steps or stored.train.diloco_inner_steps:
+        fixed.add("train.diloco_inner_steps")
+    for path in sorted(cfg.fields(), key=lambda path: not path.startswith("data.")):
+        value = cfg.get(stored, path)
+        matters = path in fixed or (path.startswith(("model.", "data.")) and path not in free)
+        if matters and value != cfg.get(config, path):
+            yield Violation(path, f"{CANNOT} of {path}={value!r}", [{path: value}])
+
+
+def changes(stored: Config, config: Config) -> list[str]:
+    """The differences between a checkpoint's config and the one that resumes it: lines such as
+    "optimizer.learning_rate: 0.003 → 0.1".
+
+    Both with their dependent defaults and the mesh's sizes filled in. A setting that the checkpoint
+    does not know had its default.
+    """
+    stored, config = stored.resolve(), config.resolve()
+    pairs = ((path, cfg.get(stored, path), cfg.get(config, path)) for path in cfg.fields())
+    return [
+        f"{path}: {_text(before)} → {_text(after)}"
+        for path, before, after in pairs
+        if before != after
+    ]
+
+
+def _text(value: object) -> str:
+    return cfg.value_text(value) or ("none" if isinstance(value, tuple) else "''")

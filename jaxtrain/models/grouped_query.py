@@ -1,0 +1,90 @@
+"""Grouped-query causal attention.
+
+Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension.
+"""
+
+import jax
+from flax import nnx
+
+from jaxtrain.config import ModelConfig
+from jaxtrain.config.saved_values import ATTENTION, QKV
+from jaxtrain.devices.sharding import constrain
+from jaxtrain.models.layers import Dense, Norm, column_parallel, named
+from jaxtrain.models.rotary import Rotary
+from jaxtrain.models.spec import CacheSlot
+from jaxtrain.parallel.attention import kv_cache
+from jaxtrain.parallel.attention.attend import HEADS, KV_HEADS, attend_cached, attend_causal
+from jaxtrain.parallel.attention.heads import heads_first, kept_by_heads, orders_by_heads, row_major
+from jaxtrain.parallel.tensor import attention_kv_heads, shared_columns
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with N query heads in K groups.
+
+    context: how it reaches the tokens of other devices, where a sequence is split over the mesh's
+        context axis (parallel/attention/context.py)
+    """
+
+    def __init__(self, cfg: ModelConfig, residual_std: float, context: str = "all_gather"):
+        self.heads, self.kv_heads, self.head_dim = cfg.heads, cfg.kv_heads, cfg.head_dim
+        self.rotary = (
+            Rotary(cfg, cfg.rotary_dim or cfg.head_dim) if cfg.positions == "rotary" else None
+        )
+        self.kernel, self.context = cfg.attention_kernel, context
+        self.backward = cfg.attention_backward
+        d, n, k = cfg.width, cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
+        self.query = Dense(d, n, ("width", "heads"), cfg.init_std, "qkv" in cfg.biases)
+        self.key = Dense(d, k, ("width", "kv_heads"), cfg.init_std, "qkv" in cfg.biases)
+        self.value = Dense(d, k, ("width", "kv_heads"), cfg.init_std, "qkv" in cfg.biases)
+        self.out = Dense(n, d, ("heads", "width"), residual_std, "out" in cfg.biases)
+        norm = lambda: Norm(cfg, self.head_dim, "latent") if cfg.qk_norm else None
+        self.query_norm, self.key_norm = norm(), norm()
+
+    def project(self, x_BTD, positions_BT):
+        """Returns queries [B, T, N, H], keys and values [B, T, K, H].
+
+        Queries and keys are normed where the model has `qk_norm`, then rotated where positions are
+        rotary. K is at least the number of devices that heads are split over.
+        """
+        split = lambda y, n: y.reshape(*y.shape[:2], n, self.head_dim)
+        change = lambda layer, a: a if layer is self.query else shared_columns(a, self.kv_heads)
+        products = column_parallel(x_BTD, self.query, self.key, self.value, change=change)
+        q, k, v = (named(QKV, row_major(product)) for product in products)
+        q_BTNH = constrain(split(q, self.heads), HEADS)
+        k_BTKH, v_BTKH = (
+            constrain(split(a, attention_kv_heads(self.kv_heads)), KV_HEADS) for a in (k, v)
+        )
+        if orders_by_heads():
+            q_BTNH, k_BTKH, v_BTKH = map(heads_first, (q_BTNH, k_BTKH, v_BTKH))
+        if self.query_norm is not None:
+            q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
+        if self.rotary is not None:
+            q_BTNH, k_BTKH = (self.rotary(a, positions_BT) for a in (q_BTNH, k_BTKH))
+        if orders_by_heads():
+            return kept_by_heads(q_BTNH), kept_by_heads(k_BTKH), kept_by_heads(v_BTKH)
+        return row_major(q_BTNH), row_major(k_BTKH), row_major(v_BTKH)
+
+    def __call__(self, x_BTD, positions_BT, segments_BT=None) -> jax.Array:
+        """[B, T, D] → [B, T, D], sequences from their beginning. With segments (int32 [B, T]) a
+        token sees its own segment alone."""
+        q, k, v = self.project(x_BTD, positions_BT)
+        y = attend_causal(q, k, v, segments_BT, self.context, self.kernel, self.backward)
+        y = named(ATTENTION, y)
+        return self.out.row_parallel(y.reshape(*y.shape[:2], -1))
+
+    @staticmethod
+    def cache_slots(cfg: ModelConfig) -> tuple[CacheSlot, ...]:
+        """The slots of keys and of values in a cache, on the mesh of this point of the trace."""
+        shape = (attention_kv_heads(cfg.kv_heads), cfg.head_dim)
+        return (CacheSlot(shape, ("kv_heads", None)),) * 2
+
+    def cached(self, x_BTD, positions_BT, cache, start):
+        """Returns (the output [B, T, D], the cache with these tokens), for tokens at positions
+        `start` and on.
+
+        cache: keys and values of the tokens before, [B, S, K, H] each.
+        """
+        q, k, v = self.project(x_BTD, positions_BT)
+        cache = [kv_cache.write(old, new, start) for old, new in zip(cache, (k, v), strict=True)]
+        y = attend_cached(q, cache[0].astype(q.dtype), cache[1].astype(q.dtype), start, self.kernel)
+        return self.out.row_parallel(y.reshape(*y.shape[:2], -1)), cache

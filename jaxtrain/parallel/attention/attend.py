@@ -1,0 +1,227 @@
+"""Attention over all devices: the choice of a kernel, and of the collectives for a split sequence.
+
+`attend_causal` is what the models call. The table of config/kernels.py says which kernel. An
+unsplit sequence goes to the kernel as it is; one that is split over `context` goes by gathering the
+keys, by exchanging tokens for heads (ulysses) or around a ring (parallel/attention/context.py). `attend` is
+attention in plain XLA that computes all scores, for short sequences and for a cache.
+
+Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.config.kernels import (
+    CUDNN,
+    CUDNN_MASK,
+    SPLASH,
+    TPU,
+    XLA,
+    AttentionCase,
+    attention_kernel,
+)
+from jaxtrain.devices.sharding import constrain, shards
+from jaxtrain.parallel.attention import blockwise, context, cudnn, flash, kv_cache, ring, splash
+from jaxtrain.parallel.attention.flash import Kernel
+from jaxtrain.parallel.attention.heads import over_heads
+from jaxtrain.parallel.target_device import target_device
+
+HEADS = ("batch", "token", "heads", None)
+KV_HEADS = ("batch", "token", "kv_heads", None)
+# The scope of attention in the program: planner/programs/measured_step.py tells its products in a
+# profile by it.
+SCOPE = "attention"
+
+
+def attend(q_BTNH, k_BSKH, v_BSKH, mask=None, mask_is_causal: bool = False) -> jax.Array:
+    """Scaled dot-product attention in plain XLA → [B, T, N, H of v]. Keys and values may have a
+    head for several query heads, and values another size than keys.
+
+    mask: bool [B or 1, 1, T, S], true where a query sees a key; None: causal, with T = S
+    mask_is_causal: no query of the mask sees a later key (T = S), so most of the scores above the
+        diagonal are not computed; the result is the same
+    """
+    return constrain(grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask, mask_is_causal), HEADS)
+
+
+def attend_by_cudnn_mask(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
+    """`attend` by cuDNN, which adds the mask to the scores as numbers.
+
+    jax's function wants keys and values of one size: the smaller ones are padded with zeros, which
+    change no score, and the padding of the result is cut off.
+    """
+    (size, of_values), scale = (q_BTNH.shape[-1], v_BSKH.shape[-1]), q_BTNH.shape[-1] ** -0.5
+
+    def filled(a):
+        missing = max(size, of_values) - a.shape[-1]
+        # an array of its own, even where nothing is added: the backward would save it
+        return jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else a
+
+    def kernel(q, k, v, m):
+        result = jax.nn.dot_product_attention(
+            *map(filled, (q, k, v)), mask=m, scale=scale, implementation="cudnn"
+        )
+        return result[..., :of_values]
+
+    return constrain(over_heads(kernel, q_BTNH, k_BSKH, v_BSKH, mask), HEADS)
+
+
+def causal_blocks(tokens: int) -> int:
+    """The number of equal blocks into which causal attention cuts the queries: 4 or 2 if each has
+    at least 128 tokens, else 1. A block needs no keys after its end, so n blocks compute (n + 1) /
+    2n of the scores."""
+    return next(n for n in (4, 2, 1) if n == 1 or (tokens % n == 0 and tokens // n >= 128))
+
+
+def grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask=None, mask_is_causal: bool = False) -> jax.Array:
+    """`attend` without the result's sharding.
+
+    `jax.nn.dot_product_attention` would have the heads of a group as a fifth dimension, and
+    transposes for it: 5 % of a training step on CPU (benchmarks/README.md).
+    """
+    t, s = q_BTNH.shape[1], k_BSKH.shape[1]
+    if mask is not None and not mask_is_causal:
+        return _block_attention(q_BTNH, k_BSKH, v_BSKH, mask)
+    mask = jnp.tril(jnp.ones((t, s), bool))[None, None] if mask is None else mask
+    n = causal_blocks(t)
+    blocks = [(i * t // n, (i + 1) * t // n) for i in range(n)]
+    out = [
+        _block_attention(q_BTNH[:, a:b], k_BSKH[:, :b], v_BSKH[:, :b], mask[:, :, a:b, :b])
+        for a, b in blocks
+    ]
+    return jnp.concatenate(out, 1) if n > 1 else out[0]
+
+
+def _block_attention(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
+    """Attention of one block of queries. The softmax is in float32; its sum divides the product
+    with the values, which has fewer columns than the scores. The query heads that share keys are
+    rows of one matmul."""
+    b, t, n, h = q_BTNH.shape
+    s, k = k_BSKH.shape[1:3]
+    # rows R: group, token
+    q_BKRH = (
+        q_BTNH.reshape(b, t, k, n // k, h).transpose(0, 2, 3, 1, 4).reshape(b, k, n // k * t, h)
+    )
+    scores = (
+        jnp.einsum("bkrh,bskh->bkrs", q_BKRH, k_BSKH, preferred_element_type=jnp.float32) * h**-0.5
+    )
+    scores = jnp.where(mask[:, :, None], scores.reshape(b, k, n // k, t, s), -1e30).reshape(
+        scores.shape
+    )
+    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
+    out_BKRH = jnp.einsum(
+        "bkrs,bskh->bkrh", weights.astype(v_BSKH.dtype), v_BSKH, preferred_element_type=jnp.float32
+    )
+    out_BKRH = (out_BKRH / weights.sum(-1, keepdims=True)).astype(v_BSKH.dtype)
+    return out_BKRH.reshape(b, k, n // k, t, -1).transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1)
+
+
+@functools.partial(jax.named_call, name=SCOPE)
+def attend_causal(
+    q, k, v, segments_BT, way: str, requested: str, backward: str = "auto"
+) -> jax.Array:
+    """Causal self-attention of complete sequences → [B, T, N, H of v], also where `context` splits
+    them. q, k, v [B, T, heads, size of a head] are of this device's tokens.
+
+    segments_BT: int32, the document of each token, which sees no token of another document; None: a
+        sequence is one document
+    way:       parallel.context, the collectives for sequences that `context` splits
+    requested: model.attention_kernel; config/kernels.py chooses the kernel for the devices that the
+        program is traced for
+    backward:  model.attention_backward
+    """
+    parts = context.size()
+    in_pieces = parts > 1 and way != "ulysses"
+    case = AttentionCase(
+        target_device(),
+        bits=8 * q.dtype.itemsize,
+        key_size=q.shape[-1],
+        value_size=v.shape[-1],
+        queries=q.shape[1] // 2 if in_pieces else q.shape[1] * parts,
+        keys=q.shape[1] * parts,
+        documents=segments_BT is not None,
+        context=way if in_pieces else "",
+    )
+    chosen = attention_kernel(case, requested).kernel
+    kernel = _flash_kernel(chosen, q.shape, case, backward)
+    unsplit = functools.partial(_attend_unsplit, kernel, chosen)
+    if parts == 1:
+        return unsplit(q, k, v, segments_BT)
+    if way == "ulysses":
+        return context.attend_by_heads(unsplit, q, k, v, segments_BT)
+    if way == "ring":  # in XLA always by blocks, however few keys a device has
+        return constrain(ring.attend(kernel or blockwise.KERNEL, q, k, v, segments_BT), HEADS)
+    if kernel:
+        return constrain(
+            context.attend_by_gather(functools.partial(flash.attend, kernel), q, k, v, segments_BT),
+            HEADS,
+        )
+    return context.attend_by_halves(
+        attend_by_cudnn_mask if chosen == CUDNN_MASK else attend, q, k, v, segments_BT
+    )
+
+
+def attend_cached(q, k, v, start, requested: str) -> jax.Array:
+    """Attention of T tokens to S slots of a cache: query t sees slots up to start + t. Splash
+    attends for a prompt's many tokens if it is the chosen kernel; otherwise plain XLA does. Each
+    device of `context` attends to its own slots (parallel/attention/kv_cache.py).
+
+    requested: model.attention_kernel
+    """
+    (t, s), device = (q.shape[1], k.shape[1]), target_device()
+    local_slots = s // shards(kv_cache.SLOT)
+    case = AttentionCase(
+        device,
+        8 * q.dtype.itemsize,
+        q.shape[-1],
+        v.shape[-1],
+        queries=t,
+        keys=local_slots,
+        documents=False,
+        context="cache",
+    )
+    if attention_kernel(case, requested).kernel == SPLASH and splash.takes(t, local_slots):
+        kernel = splash.kernel(interpret=device.platform != TPU)
+        return constrain(kv_cache.attend_by_kernel(kernel, q, k, v, start), HEADS)
+    mask = jnp.arange(s)[None, None, None, :] <= start + jnp.arange(t)[None, None, :, None]
+    return attend(q, k, v, mask)
+
+
+def _attend_unsplit(kernel: Kernel | None, chosen: str, q, k, v, segments) -> jax.Array:
+    """Causal attention over sequences that lie on one device unsplit."""
+    if kernel:
+        return constrain(
+            flash.attend(
+                kernel, q, k, v, context.CAUSAL, None if segments is None else (segments, segments)
+            ),
+            HEADS,
+        )
+    mask, t = None, q.shape[1]
+    if segments is not None:
+        mask = (segments[:, None, :, None] == segments[:, None, None, :]) & jnp.tril(
+            jnp.ones((t, t), bool)
+        )
+    return (
+        attend_by_cudnn_mask(q, k, v, mask)
+        if chosen == CUDNN_MASK
+        else attend(q, k, v, mask, mask_is_causal=True)
+    )
+
+
+def _flash_kernel(
+    chosen: str, shape: tuple[int, ...], case: AttentionCase, backward: str
+) -> Kernel | None:
+    """The kernel that never has all scores in memory, for queries of `shape` [B, T, N, H]; None
+    where plain XLA computes them for few tokens, and for cuDNN with a mask."""
+    batch_heads = shape[0] * shape[2]
+    if not case.context:
+        batch_heads = batch_heads * shape[1] // case.keys
+    if chosen == SPLASH:
+        return splash.kernel(case.device.platform != TPU, backward)
+    if chosen == CUDNN and (not case.documents or cudnn.is_addressable(shape)):
+        return cudnn.KERNEL
+    if chosen in (XLA, CUDNN) and blockwise.is_long(batch_heads, case.queries, case.keys):
+        return blockwise.KERNEL
+    return None

@@ -1,0 +1,210 @@
+"""Causal attention block by block in plain XLA: memory does not grow with queries × keys.
+
+The algorithm is FlashAttention-2 (Dao 2023, section 3.1). A loop goes over the pairs of a block of
+queries and a block of keys in which some query sees some key. The forward (algorithm 1) computes
+one block of scores at a time and carries the softmax's largest score and sum along. The backward
+(algorithm 2, with its formulas in parallel/attention/flash.py) computes the scores once more, and sums the
+gradients. Statistics and sums are float32, matmuls have the arrays' type. The loop is a `while`,
+not a scan, so that runtime/backward_split.py does not cut it: it is one equation in the forward and
+one in the backward.
+
+Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension
+of queries and keys, V of values; in blocks I of queries and J of keys: X tokens of a block, R rows
+(the heads of a group × tokens).
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtrain.parallel.attention.context import Sight
+from jaxtrain.parallel.attention.flash import MASKED, Kernel, delta
+
+# of attention block by block: from this number on it was no slower on CPU (benchmarks/README.md)
+LEAST_KEYS = 1024
+LEAST_BLOCK = 64  # tokens
+MOST_BLOCKS = 1 << 15  # whose pairs an int32 counts
+SCORES = 1 << 24  # at a time, over the batch and the heads
+
+
+def block_size(batch_heads: int, chunk: int, keys: int) -> int:
+    """Tokens of a block, a divisor of `chunk`: a 64th of the keys, at least 256, but no more than
+    make SCORES for `batch_heads` (batch × heads), and in any case so many that the keys have
+    MOST_BLOCKS at most. A chunk without such a divisor of LEAST_BLOCK or more is one block."""
+    least = max(LEAST_BLOCK, -(-keys // MOST_BLOCKS))
+    most = max(least, min(max(256, keys // 64), math.isqrt(SCORES // batch_heads)))
+    return next(
+        (n for n in range(min(chunk, most), 0, -1) if chunk % n == 0 and n >= min(chunk, least)),
+        chunk,
+    )
+
+
+def is_long(batch_heads: int, chunk: int, keys: int) -> bool:
+    """True if attention to this number of keys, in chunks of this length, goes block by block."""
+    return keys >= LEAST_KEYS and block_size(batch_heads, chunk, keys) < chunk
+
+
+class _Blocks:
+    """Arrays cut into blocks; blocks of queries and of keys have one size."""
+
+    def __init__(self, q, k, sight: Sight, segments):
+        self.batch, self.tokens, self.heads, self.head_dim = q.shape
+        self.groups = k.shape[2]
+        full_chunks = jnp.asarray(sight.full_chunks, jnp.int32)
+        chunk = self.tokens // len(full_chunks)
+        self.size = block_size(self.batch * self.heads, chunk, k.shape[1])
+        n = chunk // self.size
+        self.steps = sight.pairs * n * n + (
+            n * (n + 1) // 2 * len(full_chunks) if sight.diagonal else 0
+        )
+        on_diagonal = jnp.arange(1, chunk + 1) if sight.diagonal else jnp.zeros(chunk, jnp.int32)
+        # the number of keys, from the lowest on, that a query sees
+        self.limit_IX = (full_chunks[:, None] * chunk + on_diagonal).reshape(-1, self.size)
+        counts = -(-self.limit_IX[:, -1] // self.size)
+        self._of_queries = jnp.repeat(
+            jnp.arange(len(counts)), counts, total_repeat_length=self.steps
+        )
+        self._of_keys = jnp.arange(self.steps) - (jnp.cumsum(counts) - counts)[self._of_queries]
+        cut = lambda a: jnp.swapaxes(a.reshape(self.batch, -1, self.size), 0, 1)
+        self._segments = None if segments is None else [cut(a) for a in segments]
+
+    def queries(self, a_BTNH):
+        """[B, T, N, …] → [I, B, K, R, …]."""
+        a = a_BTNH.reshape(
+            self.batch, -1, self.size, self.groups, self.heads // self.groups, *a_BTNH.shape[3:]
+        )
+        a = jnp.moveaxis(a, (1, 0, 3, 4, 2), range(5))
+        return a.reshape(*a.shape[:3], -1, *a.shape[5:])
+
+    def from_queries(self, a_IBKR):
+        """The inverse of `queries`: [I, B, K, R, …] → [B, T, N, …]."""
+        a = a_IBKR.reshape(
+            *a_IBKR.shape[:3], self.heads // self.groups, self.size, *a_IBKR.shape[4:]
+        )
+        return jnp.moveaxis(a, range(5), (1, 0, 3, 4, 2)).reshape(
+            self.batch, self.tokens, self.heads, *a_IBKR.shape[4:]
+        )
+
+    def keys(self, a_BSKH):
+        """[B, S, K, H] → [J, B, K, X, H]."""
+        return jnp.transpose(
+            a_BSKH.reshape(self.batch, -1, self.size, *a_BSKH.shape[2:]), (1, 0, 3, 2, 4)
+        )
+
+    def from_keys(self, a_JBKXH):
+        """The inverse of `keys`: [J, B, K, X, H] → [B, S, K, H]."""
+        return a_JBKXH.transpose(1, 0, 3, 2, 4).reshape(
+            self.batch, -1, self.groups, a_JBKXH.shape[-1]
+        )
+
+    def scores(self, q_BKRH, k_BKXH, i, j):
+        """Masked scores of a block of queries and a block of keys, float32 [B, K, R, X]."""
+        s = (
+            jnp.einsum("bkrh,bkxh->bkrx", q_BKRH, k_BKXH, preferred_element_type=jnp.float32)
+            * self.head_dim**-0.5
+        )
+        seen = j * self.size + jnp.arange(self.size) < self.limit_IX[i][:, None]
+        if self._segments is not None:
+            of_queries, of_keys = (
+                a[n][:, None, None] for a, n in zip(self._segments, (i, j), strict=True)
+            )
+            seen = seen & (of_queries[..., :, None] == of_keys[..., None, :])
+        by_head = s.reshape(self.batch, self.groups, -1, self.size, self.size)
+        return jnp.where(seen, by_head, MASKED).reshape(s.shape)
+
+    def loop(self, step, carry: Any):
+        """The carry after step(i, j, whether j is the lowest for i, carry) for every pair of a
+        block i of queries and j of keys."""
+
+        def body(state):
+            n, carry = state
+            i, j = self._of_queries[n], self._of_keys[n]
+            return n + 1, step(i, j, j == 0, carry)
+
+        return lax.while_loop(lambda state: state[0] < self.steps, body, (0, carry))[1]
+
+
+def output_and_lse(
+    q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None, dtype=jnp.float32
+) -> tuple[jax.Array, jax.Array]:
+    """Output [B, T, N, V] of `dtype`, and log-sum-exp of the scores, float32 [B, T, N], about −1e30
+    for a query that sees nothing."""
+    blocks = _Blocks(q_BTNH, k_BSKH, sight, segments)
+    q, k, v = blocks.queries(q_BTNH), blocks.keys(k_BSKH), blocks.keys(v_BSKV)
+    blocks_shape, block = q.shape[:4], q.shape[1:4]
+    begin = jnp.zeros((*block, v.shape[-1])), jnp.full(block, MASKED), jnp.zeros(block)
+
+    def step(i, j, begins, carry):
+        *running, out, lse = carry
+        sums, top, total = (
+            jnp.where(begins, start, previous)
+            for start, previous in zip(begin, running, strict=True)
+        )
+        scores = blocks.scores(q[i], k[j], i, j)
+        highest = jnp.maximum(top, scores.max(-1))
+        powers, shrink = jnp.exp(scores - highest[..., None]), jnp.exp(top - highest)
+        total = total * shrink + powers.sum(-1)
+        update = jnp.einsum(
+            "bkrx,bkxv->bkrv", powers.astype(v.dtype), v[j], preferred_element_type=jnp.float32
+        )
+        sums = sums * shrink[..., None] + update
+        return (
+            sums,
+            highest,
+            total,
+            out.at[i].set((sums / total[..., None]).astype(dtype)),
+            lse.at[i].set(highest + jnp.log(total)),
+        )
+
+    *_, out, lse = blocks.loop(
+        step,
+        (*begin, jnp.zeros((*blocks_shape, v.shape[-1]), dtype), jnp.full(blocks_shape, MASKED)),
+    )
+    return blocks.from_queries(out), blocks.from_queries(lse)
+
+
+def gradients(
+    q_BTNH,
+    k_BSKH,
+    v_BSKV,
+    g_BTNV,
+    out_BTNV,
+    lse_BTN,
+    sight: Sight,
+    segments=None,
+    dtype=jnp.float32,
+):
+    """Gradients of queries, of `dtype`, and of keys and values, float32. Output and `lse` may be
+    those of more keys than these."""
+    blocks = _Blocks(q_BTNH, k_BSKH, sight, segments)
+    q, g, lse, inner = (
+        blocks.queries(a) for a in (q_BTNH, g_BTNV, lse_BTN, delta(g_BTNV, out_BTNV))
+    )
+    k, v = blocks.keys(k_BSKH), blocks.keys(v_BSKV)
+    product = lambda subscripts, a, b: jnp.einsum(
+        subscripts, a, b, preferred_element_type=jnp.float32
+    )
+
+    def step(i, j, begins, carry):
+        dq_block, dq, dk, dv = carry
+        weights = jnp.exp(blocks.scores(q[i], k[j], i, j) - lse[i][..., None])
+        by_scores = (
+            weights
+            * (product("bkrv,bkxv->bkrx", g[i], v[j]) - inner[i][..., None])
+            * blocks.head_dim**-0.5
+        )
+        weights, by_scores = weights.astype(g.dtype), by_scores.astype(q.dtype)
+        dq_block = jnp.where(begins, 0.0, dq_block) + product("bkrx,bkxh->bkrh", by_scores, k[j])
+        dk = dk.at[j].add(product("bkrx,bkrh->bkxh", by_scores, q[i]))
+        dv = dv.at[j].add(product("bkrx,bkrv->bkxv", weights, g[i]))
+        return dq_block, dq.at[i].set(dq_block.astype(dtype)), dk, dv
+
+    zeros = lambda a: jnp.zeros(a.shape, jnp.float32)
+    _, dq, dk, dv = blocks.loop(step, (zeros(q[0]), jnp.zeros(q.shape, dtype), zeros(k), zeros(v)))
+    return blocks.from_queries(dq), blocks.from_keys(dk), blocks.from_keys(dv)
+
+
+KERNEL = Kernel(output_and_lse, gradients)

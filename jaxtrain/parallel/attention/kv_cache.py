@@ -1,0 +1,123 @@
+"""A cache of keys and values in generation, whose slots the devices of `context` share:
+
+      slots       0 … S/2 − 1              S/2 … S − 1
+                 ┌───────────────────────┬──────────────┬─────────┐
+                 │ device 0              │ device 1     │ unused  │
+                 └───────────────────────┴──────────────┴─────────┘
+      scores of the same queries to its own slots, on each device
+                       m = max over devices of m_i
+                       output = Σ exp(m_i − m) · values_i / Σ exp(m_i − m) · sum_i
+
+Scores and sums in plain XLA (`attention.attend`) need no code for that: the partitioner makes
+all-reduces of the maximum, the sum and the weighted values, which have no dimension of slots
+(flash-decoding; Dao et al. 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html). This
+module has what the partitioner does badly, writing into a split dimension, for which it would
+gather the cache; and attention by a kernel, which it cannot split.
+
+Shape suffixes: B batch, T query tokens, S slots, N heads, K key/value heads, H head dimension of
+keys, V of values.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.devices.mesh import BATCH_AXES, CONTEXT, MODEL
+from jaxtrain.devices.sharding import shards
+from jaxtrain.parallel.attention.context import Sight
+from jaxtrain.parallel.attention.flash import Kernel
+from jaxtrain.parallel.attention.heads import on_each_device
+
+SLOT = "slot"  # the logical axis of a cache's slots
+
+
+def write(layer: jax.Array, tokens: jax.Array, start: jax.Array) -> jax.Array:
+    """A layer's array of a cache, [B, S, …], with tokens [B, T, …] in its slots from `start` on.
+    Each device writes those that belong into its slots: nothing is communicated.
+
+    start: int32 scalar; start + T must not exceed S: XLA would silently write the tokens to earlier
+        slots.
+    """
+    tokens = tokens.astype(layer.dtype)
+    if shards(SLOT) == 1:
+        return lax.dynamic_update_slice_in_dim(layer, tokens, start, 1)
+
+    def device_part(layer, tokens, start):
+        slots, count = layer.shape[1], tokens.shape[1]
+        first, width = _window(slots, count, start)
+        slot = lax.axis_index(CONTEXT) * slots + first + jnp.arange(width)
+        old = lax.dynamic_slice_in_dim(layer, first, width, 1)
+        new = jnp.take(tokens, slot - start, 1, mode="clip")
+        is_token = (slot >= start) & (slot < start + count)
+        is_token = is_token.reshape(-1, *(1,) * (layer.ndim - 2))
+        return lax.dynamic_update_slice_in_dim(layer, jnp.where(is_token, new, old), first, 1)
+
+    return _on_own_slots(device_part, P(None, CONTEXT), (layer,), tokens, start)
+
+
+def put_back(
+    cache: jax.Array, layer: jax.Array, index: jax.Array, start: jax.Array, count: int
+) -> jax.Array:
+    """A cache's array [L, B, S, …] with `count` slots of layer `index` from `start` on taken from
+    `layer` [B, S, …], whose other slots are those of the cache. Only these are written: an array
+    that a loop carries is updated in place, not copied layer by layer."""
+
+    def copied(cache, layer, index, first, width):
+        window = lax.dynamic_slice_in_dim(layer, first, width, 1)[None]
+        place = (index, 0, first, *(0,) * (cache.ndim - 3))
+        return lax.dynamic_update_slice(cache, window, place)
+
+    if shards(SLOT) == 1:
+        return copied(cache, layer, index, start, count)
+
+    def device_part(cache, layer, index, start):
+        return copied(cache, layer[0], index, *_window(layer.shape[2], count, start))
+
+    # as arrays of one rank, whose slots are the same dimension
+    return _on_own_slots(device_part, P(None, None, CONTEXT), (cache, layer[None]), index, start)
+
+
+def _window(slots: int, count: int, start: jax.Array) -> tuple[jax.Array, int]:
+    """(first, width): slots of this device, of its `slots`, among which are all its own of the
+    `count` slots from `start` on. The width is the same on all devices."""
+    width = min(slots, count)
+    begin = start - lax.axis_index(CONTEXT) * slots  # may lie before or after this device's slots
+    return jnp.clip(begin, 0, slots - width), width
+
+
+def _on_own_slots(fn: Callable, split: P, arrays: tuple, *same: jax.Array) -> jax.Array:
+    """fn(*arrays, *same) on each device's own slots. The partitioner has the other axes."""
+    return jax.shard_map(
+        fn,
+        in_specs=((split,) * len(arrays) + (P(),) * len(same)),
+        out_specs=split,
+        axis_names={CONTEXT},
+        check_vma=False,
+    )(*arrays, *same)
+
+
+def attend_by_kernel(kernel: Kernel, q_BTNH, k_BSKH, v_BSKV, start) -> jax.Array:
+    """Attention of T queries to the slots of a cache → [B, T, N, V]: query t sees slots up to
+    start + t. kernel: one that takes `Sight.start` (splash)."""
+    start = jnp.asarray(start, jnp.int32)
+    if shards(SLOT) == 1:
+        attend = lambda q, k, v, start: kernel.forward(
+            q, k, v, Sight((0,), start=start), dtype=v.dtype
+        )[0]
+        return on_each_device(attend, (q_BTNH, k_BSKH, v_BSKV), (start,))
+
+    def device_part(q, k, v, start):
+        # A device whose slots no query sees yet has a negative start, and a weight of 0.
+        sight = Sight((0,), start=start - lax.axis_index(CONTEXT) * k.shape[1])
+        out_BTNV, lse_BTN = kernel.forward(q, k, v, sight, dtype=jnp.float32)
+        weight_BTN = jnp.exp(lse_BTN - lax.pmax(lse_BTN, CONTEXT))
+        out_BTNV = lax.psum(out_BTNV * weight_BTN[..., None], CONTEXT)
+        return (out_BTNV / lax.psum(weight_BTN, CONTEXT)[..., None]).astype(v.dtype)
+
+    queries, slots = P(BATCH_AXES, None, MODEL), P(BATCH_AXES, CONTEXT, MODEL)
+    return jax.shard_map(
+        device_part, in_specs=(queries, slots, slots, P()), out_specs=queries, check_vma=False
+    )(q_BTNH, k_BSKH, v_BSKV, start)

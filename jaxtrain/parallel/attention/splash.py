@@ -1,0 +1,289 @@
+"""Attention on TPUs by the splash kernel that comes with jax
+(jax.experimental.pallas.ops.tpu.splash_attention).
+
+The kernel goes over a grid of heads × blocks of queries × blocks of keys of one sequence. We give
+it the batch as one sequence, all sequences concatenated, and for each block of queries the blocks
+of keys of its own sequence. An array says which of these are computed:
+
+    run[query block, key block]   any query of the block sees any key of the block by position, and
+                                  their documents overlap
+
+so blocks above the diagonal or in other documents cost nothing, even if `context` splits the
+sequence and the device's index decides what its queries see. Inside a block the kernel compares
+positions and segments, so there is never a mask. For each step of the grid `next` names the block
+that is needed next, and the kernel fetches it meanwhile.
+
+jax's gradient of the kernel is not used: it saves everything in the kernel's layout, and does not
+take the log-sum-exp of further keys, which the ring needs. The backward is one fused kernel or two
+(config/splash_backward.py). Without a TPU the kernel is interpreted, which is for tests, because a
+step takes minutes.
+
+Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension
+of queries and keys, V of values; X, Y blocks of queries, of keys in a sequence.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
+
+from jaxtrain.config.splash_backward import FUSED, MOST, STEP, block_size, splash_backward
+from jaxtrain.parallel.attention import splash_fused
+from jaxtrain.parallel.attention.context import Sight
+from jaxtrain.parallel.attention.flash import MASKED, Kernel, delta
+
+LANES = STEP  # numbers in a row of a TPU's registers: blocks are multiples of it
+
+
+def takes(queries: int, keys: int) -> bool:
+    """True if LANES divides these numbers of tokens, so that they can be cut into blocks."""
+    return queries % LANES == keys % LANES == 0
+
+
+def _sees(last_key: jax.Array, key: jax.Array) -> jax.Array:
+    """The mask inside a block; the kernel calls `last_key` a query's position."""
+    return last_key >= key
+
+
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """The pairs of blocks of queries and of keys that are computed.
+
+    queries, keys: tokens of a block
+    last_T:        the last key that a query sees, −1 for none
+    run_BXY:       whether a block of queries meets a block of keys
+    key_tokens:    keys of a sequence
+    """
+
+    queries: int
+    keys: int
+    last_T: jax.Array
+    run_BXY: jax.Array
+    key_tokens: int
+
+    @property
+    def _starts_B(self) -> jax.Array:
+        return jnp.arange(self.run_BXY.shape[0], dtype=jnp.int32)
+
+    @property
+    def _positions(self) -> jax.Array:
+        """int32 [B · T]: the last key that a query sees, counted through the batch."""
+        return (self._starts_B[:, None] * self.key_tokens + self.last_T).reshape(-1)
+
+    def of_queries(self) -> mask_info.MaskInfo:
+        """For kernels that go through the keys for a block of queries: steps [1, B · X, Y]."""
+        b, x, y = self.run_BXY.shape
+        following, lowest = _next_of(
+            self.run_BXY.reshape(b * x, y), jnp.repeat(self._starts_B, x) * y
+        )
+        # the next block of queries, or the lowest one of the next head
+        after = jnp.roll(lowest, -1)[:, None]
+        return self._info(
+            self.run_BXY.reshape(b * x, y), jnp.where(following < 0, after, following), b * y
+        )
+
+    def of_keys(self) -> mask_info.MaskInfo:
+        """For the kernel that goes through the queries for a block of keys: steps [1, X, B · Y]."""
+        b, x, y = self.run_BXY.shape
+        run = self.run_BXY.transpose(0, 2, 1).reshape(b * y, x)
+        following, lowest = _next_of(run, jnp.repeat(self._starts_B, y) * x)
+        # the same for the next head
+        return self._info(run.T, jnp.where(following < 0, lowest[:, None], following).T, b * x)
+
+    def of_some_keys(self, start: int, end: int) -> "_Blocks":
+        """The pairs with keys from `start` to `end`, multiples of a block."""
+        run_BXY = self.run_BXY[:, :, start // self.keys : end // self.keys]
+        return dataclasses.replace(
+            self, last_T=self.last_T - start, run_BXY=run_BXY, key_tokens=end - start
+        )
+
+    def _info(self, run, following, blocks: int) -> mask_info.MaskInfo:
+        """The arrays that the kernel reads before its steps: small integers, for scalar memory."""
+        small = jnp.int8 if blocks <= 1 << 7 else jnp.int16 if blocks <= 1 << 15 else jnp.int32
+        positions: Any = self._positions
+        return mask_info.MaskInfo(
+            following[None].astype(small), None, run[None].astype(jnp.int8), None, positions
+        )
+
+
+def _next_of(run: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(of each step of bool [rows, steps], the earliest step from it on in its row that is run, −1
+    for none; of each row, its earliest step that is run, or its last one for none). Steps count
+    from block `start` [rows] on."""
+    steps = run.shape[1]
+    at = lax.cummin(jnp.where(run, jnp.arange(steps, dtype=jnp.int32), steps), 1, reverse=True)
+    return jnp.where(at < steps, at + start[:, None], -1), start + jnp.minimum(at[:, 0], steps - 1)
+
+
+def _blocks(q, k, sight: Sight, segments, most_queries: int, most_keys: int) -> _Blocks:
+    tokens, keys, full_chunks = q.shape[1], k.shape[1], jnp.asarray(sight.full_chunks, jnp.int32)
+    chunk = tokens // len(full_chunks)
+    by_query = jnp.arange(chunk, dtype=jnp.int32) if sight.diagonal else jnp.full(chunk, -1)
+    last_T = (full_chunks[:, None] * chunk + by_query).reshape(-1) + (
+        0 if sight.start is None else sight.start
+    )
+    x, y = block_size(chunk, most_queries), block_size(keys, most_keys)
+    run_XY = jnp.arange(keys // y) * y <= last_T.reshape(-1, x)[:, -1:]
+    run_BXY = jnp.broadcast_to(run_XY, (len(q), *run_XY.shape))
+    if segments is not None:
+        of_queries, of_keys = (
+            a.reshape(len(q), -1, size) for a, size in zip(segments, (x, y), strict=True)
+        )
+        earliest = of_queries.min(-1)[:, :, None] <= of_keys.max(-1)[:, None]
+        run_BXY &= earliest & (of_queries.max(-1)[:, :, None] >= of_keys.min(-1)[:, None])
+    return _Blocks(x, y, last_T, run_BXY, keys)
+
+
+def _to_kernel(a_BTNH: jax.Array) -> jax.Array:
+    """[B, T, heads, …] → [heads, B · T, …]."""
+    a = jnp.moveaxis(a_BTNH, 2, 0)
+    return a.reshape(a.shape[0], -1, *a.shape[3:])
+
+
+def _from_kernel(a: jax.Array, batch: int) -> jax.Array:
+    """The inverse of `_to_kernel`."""
+    return jnp.moveaxis(a.reshape(a.shape[0], batch, -1, *a.shape[2:]), 0, 2)
+
+
+def _scaled(q: jax.Array) -> jax.Array:
+    """Queries times H^-1/2, which the kernel leaves to its caller."""
+    return (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(q.dtype)
+
+
+def _segment_ids(segments) -> splash.SegmentIds | None:
+    return None if segments is None else splash.SegmentIds(*(a.reshape(-1) for a in segments))
+
+
+COMMON: dict[str, Any] = {
+    "mask_value": splash.DEFAULT_MASK_VALUE,
+    "is_mqa": False,
+    "mask_function": _sees,
+    "attn_logits_soft_cap": None,
+}
+LAYOUTS = {f"{name}_layout": splash.QKVLayout.HEAD_DIM_MINOR for name in "qkv"}
+
+
+def _forward(
+    q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None, dtype=jnp.float32, *, interpret: bool
+):
+    blocks = _blocks(q_BTNH, k_BSKH, sight, segments, MOST, MOST)
+    sizes = splash.BlockSizes(
+        block_q=blocks.queries, block_kv=blocks.keys, block_kv_compute=block_size(blocks.keys, 512)
+    )
+    run: Any = splash._splash_attention_forward
+    out, (lse,) = run(
+        blocks.of_queries(),
+        *map(_to_kernel, (_scaled(q_BTNH), k_BSKH, v_BSKV)),
+        _segment_ids(segments),
+        sinks=None,
+        block_sizes=sizes,
+        residual_checkpoint_name=None,
+        save_residuals=True,
+        interpret=interpret,
+        **COMMON,
+    )
+    out, lse = (_from_kernel(a, len(q_BTNH)) for a in (out, lse))
+    if sight.diagonal and sight.start is None:  # every query sees its own key at least
+        return out.astype(dtype), lse
+    sees_any = lse > MASKED  # NaN where no step of the grid ran
+    return jnp.where(sees_any[..., None], out, 0).astype(dtype), jnp.where(sees_any, lse, MASKED)
+
+
+def _backward(
+    q_BTNH,
+    k_BSKH,
+    v_BSKV,
+    g_BTNV,
+    out_BTNV,
+    lse_BTN,
+    sight: Sight,
+    segments=None,
+    dtype=jnp.float32,
+    *,
+    wanted: str,
+    interpret: bool,
+):
+    choice = splash_backward(wanted, k_BSKH.shape[1], q_BTNH.shape[3], v_BSKV.shape[3])
+    arrays = (
+        _scaled(q_BTNH),
+        k_BSKH,
+        v_BSKV,
+        g_BTNV.astype(q_BTNH.dtype),
+        lse_BTN,
+        delta(g_BTNV, out_BTNV),
+    )
+    if choice.kernels == FUSED:
+        return _fused(arrays, sight, segments, choice.call_keys, dtype, interpret)
+    dq, dk, dv = _by_two_kernels(arrays, sight, segments, interpret)
+    return (dq.astype(jnp.float32) * q_BTNH.shape[-1] ** -0.5).astype(dtype), dk, dv
+
+
+def _by_two_kernels(arrays, sight: Sight, segments, interpret: bool):
+    """Gradients of scaled queries, of keys and of values. arrays: scaled q, k, v, the gradient of
+    the output [B, T or S, heads, …], lse and delta [B, T, N]"""
+    q_BTNH, k_BSKH, *_ = arrays
+    q, k, v, g, lse, inner = map(_to_kernel, arrays)
+    arguments = q, k, v, _segment_ids(segments), None, lse, g, inner
+    blocks = _blocks(q_BTNH, k_BSKH, sight, segments, MOST, 512)
+    common = COMMON | LAYOUTS | {"interpret": interpret}
+    dq = splash._splash_attention_bwd_dq(
+        *arguments, bq=blocks.queries, bkv=blocks.keys, mask_info=blocks.of_queries(), **common
+    )
+    blocks = _blocks(q_BTNH, k_BSKH, sight, segments, MOST, MOST)
+    _, dk, dv = splash._splash_attention_bwd_dkv(
+        *arguments,
+        bq=blocks.queries,
+        bkv=blocks.keys,
+        bkv_compute=block_size(blocks.keys, 512),
+        mask_info=blocks.of_keys(),
+        use_fused_bwd_kernel=False,
+        **common,
+    )
+    return tuple(_from_kernel(a, len(q_BTNH)) for a in (dq, dk, dv))
+
+
+def _fused(arrays, sight: Sight, segments, call_keys: int, dtype, interpret: bool):
+    """Gradients of queries, of `dtype`, of keys and of values by the fused kernel. arrays: as of
+    `_by_two_kernels`; call_keys: the keys of a call"""
+    q_BTNH, k_BSKH, *_ = arrays
+    batch, keys = k_BSKH.shape[:2]
+    q, k, v, *others = map(_to_kernel, arrays)
+    blocks = _blocks(q_BTNH, k_BSKH, sight, segments, MOST, MOST)
+    dq: Any = None
+    by_keys = []
+    for start in range(0, keys, call_keys):
+        last = start + call_keys == keys
+        dq, *of_keys = splash_fused.gradients(
+            (q, *(_some_keys(a, batch, start, call_keys) for a in (k, v)), *others),
+            blocks.of_some_keys(start, start + call_keys),
+            segments and (segments[0], segments[1][:, start : start + call_keys]),
+            dq,
+            dtype if last else jnp.float32,
+            q.shape[-1] ** -0.5 if last else 1.0,
+            interpret,
+        )
+        by_keys.append([_from_kernel(a, batch) for a in of_keys])
+    joined = (a[0] if len(a) == 1 else jnp.concatenate(a, 1) for a in zip(*by_keys, strict=True))
+    return _from_kernel(dq, batch), *joined
+
+
+def _some_keys(a: jax.Array, batch: int, start: int, number: int) -> jax.Array:
+    """So many keys of each sequence, [heads, B · number, …], of an array [heads, B · S, …]."""
+    if a.shape[1] == batch * number:
+        return a
+    by_sequence = a.reshape(a.shape[0], batch, -1, *a.shape[2:])[:, :, start : start + number]
+    return by_sequence.reshape(a.shape[0], batch * number, *a.shape[2:])
+
+
+@functools.cache
+def kernel(interpret: bool, backward: str = "auto") -> Kernel:
+    """The kernel. interpret: off a TPU. backward: model.attention_backward"""
+    return Kernel(
+        functools.partial(_forward, interpret=interpret),
+        functools.partial(_backward, wanted=backward, interpret=interpret),
+    )

@@ -1,0 +1,180 @@
+"""The backward of splash (parallel/attention/splash.py) as one Pallas kernel with five products.
+
+The grid is key/value heads × sequences × query heads of the key/value head × blocks of queries ×
+blocks of keys. All is summed in vector memory, in float32:
+
+    dQ of a block of queries           over the blocks of keys, the innermost steps
+    dK and dV of a sequence's keys     over all steps of a key/value head and sequence, then copied
+                                       to memory
+
+so no partial gradient passes through memory. More keys than have room take several calls: a call
+begins with the dQ of the one before. Scores are computed with keys in rows and queries in columns,
+S = K Qᵀ, so that what belongs to a query is a row: two of the products then need no transpose.
+
+Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension
+of queries and keys, V of values; X, Y blocks of queries, of keys in a sequence.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxtrain.config.splash_backward import STEP, block_size
+
+HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # the score of a pair that is masked
+NAME = "splash_mha_bwd_fused_{keys}_keys"  # benchmarks/step_seconds.py reads it
+ROWS = 512  # keys whose scores are computed at once
+BY_COLUMNS = (((1,), (1,)), ((), ()))  # a bᵀ
+BY_ROWS = (((0,), (0,)), ((), ()))  # aᵀ b
+
+
+def _product(a, b, contracted=(((1,), (0,)), ((), ()))):
+    return lax.dot_general(a, b, contracted, preferred_element_type=jnp.float32)
+
+
+def _kernel(
+    fetched_ref,
+    run_ref,
+    q_ref,
+    k_ref,
+    v_ref,
+    g_ref,
+    lse_ref,
+    delta_ref,
+    last_key_ref,
+    of_queries_ref,
+    of_keys_ref,
+    before_ref,
+    dq_ref,
+    dk_ref,
+    dv_ref,
+    dq_sum,
+    dk_sum,
+    dv_sum,
+    *,
+    rows: int,
+    scale: float,
+):
+    """A step of the grid. fetched, run: int32 [B · X · Y]. before: the dQ of earlier calls, or
+    None. The others are blocks, and of dK and dV the entire arrays in memory."""
+    head, sequence, group, x, y = map(pl.program_id, range(5))
+    groups, blocks_q, blocks_k = map(pl.num_programs, (2, 3, 4))
+    block, keys = k_ref.shape[0], dk_sum.shape[0]
+
+    @pl.when((group == 0) & (x == 0) & (y == 0))
+    def start_keys():
+        dk_sum[...] = jnp.zeros_like(dk_sum)
+        dv_sum[...] = jnp.zeros_like(dv_sum)
+
+    @pl.when(y == 0)
+    def start_queries():
+        dq_sum[...] = jnp.zeros_like(dq_sum) if before_ref is None else before_ref[...]
+
+    def add(part: int):
+        q, g = q_ref[...], g_ref[...]
+        rows_of_part, first = pl.ds(part * rows, rows), y * block + part * rows
+        k, v = k_ref[rows_of_part, :], v_ref[rows_of_part, :]
+        scores = _product(k, q, BY_COLUMNS)
+        sees = last_key_ref[...] >= first + lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+        if of_keys_ref is not None:
+            segments = jnp.tile(of_keys_ref[rows_of_part, :], (1, scores.shape[1] // STEP))
+            sees &= segments == of_queries_ref[...]
+        p = jnp.exp(jnp.where(sees, scores, HIDDEN) - lse_ref[...])
+        at = pl.ds(pl.multiple_of(first, rows), rows)
+        dv_sum[at, :] += _product(p.astype(g.dtype), g)
+        ds = ((_product(v, g, BY_COLUMNS) - delta_ref[...]) * p).astype(q.dtype)
+        dk_sum[at, :] += _product(ds, q)
+        dq_sum[...] += _product(ds, k, BY_ROWS)
+
+    @pl.when(run_ref[(sequence * blocks_q + x) * blocks_k + y] != 0)
+    def run():
+        for part in range(block // rows):
+            add(part)
+
+    @pl.when(y == blocks_k - 1)
+    def end_queries():
+        dq_ref[...] = (dq_sum[...] * scale).astype(dq_ref.dtype)
+
+    @pl.when((group == groups - 1) & (x == blocks_q - 1) & (y == blocks_k - 1))
+    def end_keys():
+        at = pl.ds(pl.multiple_of(sequence * keys, keys), keys)
+        pltpu.sync_copy(dk_sum, dk_ref.at[head, at])
+        pltpu.sync_copy(dv_sum, dv_ref.at[head, at])
+
+
+def gradients(
+    arrays,
+    blocks,
+    segments,
+    before: jax.Array | None,
+    dtype,
+    scale: float,
+    interpret: bool,
+):
+    """Gradients of queries, of `dtype`, and of keys and values, float32, each [heads, tokens, size
+    of a head].
+
+    arrays:   scaled q [N, B · T, H], k [K, B · S, H], v [K, B · S, V], the gradient of the output
+              [N, B · T, V], lse and delta [N, B · T]
+    blocks:   the pairs of blocks that are computed (splash.Blocks)
+    segments: int32 ([B, T], [B, S]) or None
+    before:   the gradient of queries by other keys, not scaled, or None
+    scale:    what the sum of the gradients of queries is multiplied with
+    """
+    q, k, v, g, lse, delta = arrays
+    batch, x, y = blocks.run_BXY.shape
+    group, bq, bk, keys = len(q) // len(k), blocks.queries, blocks.keys, blocks.key_tokens
+    info = blocks.of_queries()
+    steps = [a[0].reshape(-1).astype(jnp.int32) for a in (info.data_next, info.block_mask)]
+
+    of_query = lambda h, b, n, i, j, *_: (h * group + n, b * x + i, 0)
+    row = lambda h, b, n, i, j, *_: (h * group + n, 0, b * x + i)
+    shared_row = lambda h, b, n, i, j, *_: (0, b * x + i)
+    fetched = lambda fetch, b, i, j: fetch[(b * x + i) * y + j]
+    of_key = lambda h, b, n, i, j, fetch, *_: (h, fetched(fetch, b, i, j), 0)
+    column = lambda h, b, n, i, j, fetch, *_: (fetched(fetch, b, i, j), 0)
+
+    in_queries = lambda a: pl.BlockSpec((None, bq, a.shape[-1]), of_query)
+    in_keys = lambda a: pl.BlockSpec((None, bk, a.shape[-1]), of_key)
+    in_rows, in_shared_row = pl.BlockSpec((None, 1, bq), row), pl.BlockSpec((1, bq), shared_row)
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    of_queries = of_keys = None
+    if segments is not None:
+        of_queries = segments[0].reshape(1, -1)
+        of_keys = lax.broadcast_in_dim(segments[1].reshape(-1), (k.shape[1], STEP), (0,))
+    last_key = jnp.tile(blocks.last_T, batch)[None]
+    operands: tuple[Any, ...] = (
+        *(q, k, v, g, lse[:, None], delta[:, None]),
+        *(last_key, of_queries, of_keys, before),
+    )
+    in_specs = (
+        *(in_queries(q), in_keys(k), in_keys(v), in_queries(g), in_rows, in_rows),
+        in_shared_row,
+        None if of_queries is None else in_shared_row,
+        None if of_keys is None else pl.BlockSpec((bk, STEP), column),
+        None if before is None else in_queries(before),
+    )
+    sums = [pltpu.VMEM((n, a.shape[-1]), jnp.float32) for n, a in ((bq, q), (keys, k), (keys, v))]
+    return pl.pallas_call(
+        functools.partial(_kernel, rows=block_size(bk, ROWS), scale=scale),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(len(k), batch, group, x, y),
+            in_specs=in_specs,
+            out_specs=(in_queries(q), whole, whole),
+            scratch_shapes=sums,
+        ),
+        out_shape=(
+            jax.ShapeDtypeStruct(q.shape, dtype),
+            *(jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (k, v)),
+        ),
+        # Each key/value head begins with sums of its own, so a chip's cores may share the heads.
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", *("arbitrary",) * 4)),
+        interpret=interpret,
+        name=NAME.format(keys=keys),
+    )(*steps, *operands)

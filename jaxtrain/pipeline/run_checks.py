@@ -1,0 +1,126 @@
+"""Rules about the other things that a run needs: files, hardware, tables. No jax."""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Iterator
+
+from jaxtrain import config as cfg
+from jaxtrain.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    TrainConfig,
+    sources,
+)
+from jaxtrain.config.rules import checks
+from jaxtrain.config.rules.checks import Environment
+from jaxtrain.config.rules.rules import Rule, Violation, values_for
+from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.planner.step.planned_op_times import HardwareError, load, model_of
+from jaxtrain.schedule.orders import CSV, SCHEDULES
+
+# Parameters beyond which nobody means to train on the default corpus.
+LARGE = 100_000_000
+# Settings of the corpus → what stands for them until their user says what they are.
+CORPUS = {"data.source": "YOUR_DATA", "data.tokenizer": "YOUR_TOKENIZER"}
+
+
+def check_run(config: Config, environment: Environment) -> None:
+    """Raises ConfigError for the first broken rule, of settings, devices and the files that the
+    config names. No table is made for it, but its fixes keep the environment's rules, too."""
+    if checks.first_violation(config, dataclasses.replace(environment, rules=RULES)):
+        checks.check(config, environment)
+
+
+def default_corpus(config: Config) -> dict[str, str]:
+    """The settings of the corpus that are at their defaults in a config of more than LARGE
+    parameters, with their placeholders; {} for smaller models."""
+    unset = {
+        path: placeholder
+        for path, placeholder in CORPUS.items()
+        if cfg.get(config, path) == cfg.fields()[path].default
+    }
+    if not unset:
+        return {}
+    model = model_of(config.resolve().model, config.data.sequence_length)
+    return unset if model.parameters() > LARGE else {}
+
+
+def default_corpus_notes(config: Config) -> list[str]:
+    """A line for a config of more than LARGE parameters that trains on the default corpus."""
+    flags = cfg.suggestion(default_corpus(config))
+    return [
+        f"a model of more than {LARGE // 10**6} million parameters trains on Python's own library "
+        f"or by bytes, the defaults for small trials: {flags} say what it is for"
+    ] * bool(flags)
+
+
+def _source_exists(data: DataConfig) -> Iterator[Violation]:
+    try:
+        sources.check(data.source)
+    except ConfigError as error:
+        yield Violation(error.field, error.rule, error.fixes)
+
+
+def _tokenizer_exists(data: DataConfig) -> Iterator[Violation]:
+    path, value = "data.tokenizer", data.tokenizer
+    file = pathlib.Path(os.path.expanduser(value))
+    if value in ("none", "bytes") or os.path.isfile(file):
+        return
+    rule = "is neither 'bytes' nor an existing path"
+    if value and os.path.exists(file):
+        rule = "is not a regular file"
+    yield Violation(path, rule, values_for(path, sources.similar_files(file)))
+
+
+def _schedule_exists(pipeline: PipelineConfig) -> Iterator[Violation]:
+    path, schedule = "pipeline.schedule", pipeline.schedule
+    file = pathlib.Path(schedule.removeprefix(CSV))
+    if schedule.startswith(CSV) and not file.is_file():
+        rule = "names no file (python -m jaxtrain.schedule --csv=FILE writes one)"
+        names = [*(CSV + name for name in sources.similar_files(file)), *SCHEDULES]
+        yield Violation(path, rule, values_for(path, names))
+
+
+def _hardware_is_known(train: TrainConfig, precision: PrecisionConfig) -> Iterator[Violation]:
+    path, compute = "train.hardware", precision.compute
+    if not train.hardware:
+        return
+    try:
+        peaks = load(train.hardware).peak_tflops
+    except HardwareError as error:
+        yield Violation(
+            path, error.problem, values_for(path, filter(None, [error.use])) or [{path: ""}]
+        )
+        return
+    if compute not in peaks:
+        yield Violation(
+            path,
+            f"has no peak for precision.compute={compute!r}",
+            [*values_for("precision.compute", peaks), {path: ""}],
+        )
+
+
+def tables_can_be_made(config: Config) -> Iterator[Violation]:
+    """The tables of a config can be made. Only a file's table and a bound on memory can be refused
+    (setup.py)."""
+    pipeline = config.pipeline
+    if config.mesh.stage < 1 or not (pipeline.schedule.startswith(CSV) or pipeline.memory):
+        return
+    try:
+        make_setup(config)
+    except ConfigError as error:
+        yield Violation(error.field, error.rule, error.fixes, show=2)
+
+
+RULES: tuple[Rule, ...] = (
+    _source_exists,
+    _tokenizer_exists,
+    _schedule_exists,
+    _hardware_is_known,
+)
+# a suggestion has to keep this one too, which may take long
+RULES_WITH_TABLES: tuple[Rule, ...] = (*RULES, tables_can_be_made)
