@@ -31,9 +31,10 @@ from second_reader import second_reader_lines  # noqa: E402
 from step_seconds import StepSeconds  # noqa: E402
 
 from jaxtrain import config as configs  # noqa: E402
-from jaxtrain.config import Config, checks  # noqa: E402
+from jaxtrain.config import Config  # noqa: E402
 from jaxtrain.config.flags import Flag, apply, read_flags  # noqa: E402
 from jaxtrain.config.recipes import RecipeError, find_recipe, load_recipe  # noqa: E402
+from jaxtrain.config.rules import checks  # noqa: E402
 from jaxtrain.planner.programs.topology import (  # noqa: E402
     INSTALL_COMMAND,
     PLATFORMS,

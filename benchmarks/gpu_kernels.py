@@ -67,7 +67,7 @@ def attention(
     """b sequences of t tokens, n heads of size h and k of keys and values; documents of random
     lengths, eight in a sequence on average."""
     from jaxtrain.config.kernels import AttentionCase, attention_kernel
-    from jaxtrain.parallel.attention.attend import attend_causal
+    from jaxtrain.parallel.attention.causal import attend_causal
     from jaxtrain.parallel.target_device import target_device
 
     def attend(kernel: str, q, k, v, segments=None):

@@ -1,5 +1,6 @@
 """Tests stand where one looks: a module ROOM/MODULE.py is tested in tests/ROOM/test_MODULE.py, the
-modules ROOM/FOLDER/*.py in tests/ROOM/test_FOLDER.py, and others in the file that GROUPED names.
+modules ROOM/FOLDER/*.py in the same place or in tests/ROOM/test_FOLDER.py, and others in the file
+that GROUPED names.
 
 Each other file of a room's tests is about several of its modules, and its docstring says what. The
 tests of whole commands and scripts stand beside the rooms' folders; benchmarks/, chaos/, extending/
@@ -46,9 +47,8 @@ GROUPED = {
     "hf/rope_parameters.py": "hf/test_model_config.py",
     "hf/tensor_rules.py": "hf/test_families.py",
     "loop.py": "test_train.py",
-    "parallel/attention/attend.py": "models/test_attention.py",
+    "parallel/attention/causal.py": "models/test_grouped_query.py",
     "parallel/attention/flash.py": "parallel/test_blockwise.py",
-    "parallel/experts/megablox.py": "parallel/test_grouped.py",
     "parallel/replicas.py": "training/test_diloco.py",
     "parallel/attention/ring.py": "parallel/test_context.py",
     "parallel/attention/splash_fused.py": "parallel/test_splash.py",
@@ -66,7 +66,7 @@ GROUPED = {
     "schedule/packing.py": "schedule/test_orders.py",
     "schedule/table_spec.py": "schedule/test_orders.py",
     "training/update/balance.py": "training/test_experts.py",
-    "training/stored_op_times.py": "training/test_op_times.py",
+    "training/stored_op_times.py": "training/test_measured_op_times.py",
     "training/step.py": "training/test_variants.py",
     "runtime/equations.py": "runtime/test_backward_split.py",
 }
@@ -82,7 +82,9 @@ def own_tests(module: str) -> str:
     """The path of a module's tests below tests/, if it has a file of its own."""
     folder, _, name = module.rpartition("/")
     if "/" in folder and folder not in ROOMS:
-        return f"{folder.replace('/', '/test_')}.py"
+        room, _, group = folder.partition("/")
+        alone = f"{room}/test_{name}"
+        return alone if (TESTS / alone).exists() else f"{room}/test_{group}.py"
     return f"{folder}/test_{name}" if folder else f"test_{name}"
 
 

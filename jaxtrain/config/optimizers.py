@@ -1,7 +1,8 @@
 """The optimizers that `optimizer.name` may name: a record of each has all in which it differs.
 
 Clipping by the global norm, decay of weights and the learning rate are the same for all
-(training/update/optimizer.py). This module works without jax, so jax and optax are arguments of `make`.
+(training/update/optimizer.py). This module works without jax, so jax and optax are arguments of
+`make`.
 """
 
 import dataclasses

@@ -81,8 +81,9 @@ def is_large(rows: int) -> bool:
 
 
 def exceeds_mean(rows: int, mean: int) -> bool:
-    """True if work on single rows of experts leaves out empty ones (parallel/experts/filled_rows.py),
-    where there is memory for `rows`. mean: the mean number of rows; 0 if all are worked on."""
+    """True if work on single rows of experts leaves out empty ones
+    (parallel/experts/filled_rows.py), where there is memory for `rows`. mean: the mean number of
+    rows; 0 if all are worked on."""
     return 0 < mean < rows and is_large(rows)
 
 

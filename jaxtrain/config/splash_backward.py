@@ -2,9 +2,9 @@
 
     two kernels   jax's: one for the gradient of queries, one for those of keys and values. Both
                   compute the scores and their gradients: seven products in all
-    fused         parallel/attention/splash_fused.py: one kernel with five products. It goes through the keys
-                  for each block of queries, and sums the gradients of all these keys and values in
-                  vector memory, float32
+    fused         parallel/attention/splash_fused.py: one kernel with five products. It goes through
+                  the keys for each block of queries, and sums the gradients of all these keys and
+                  values in vector memory, float32
 
 SUM_BYTES of vector memory have the sums of some thousand keys. Longer sequences take several calls,
 each with a part of the keys; the gradient of queries goes through memory from one to the next in

@@ -13,7 +13,7 @@ from jaxtrain.models.layers import Dense, Norm, column_parallel, named
 from jaxtrain.models.rotary import Rotary
 from jaxtrain.models.spec import CacheSlot
 from jaxtrain.parallel.attention import kv_cache
-from jaxtrain.parallel.attention.attend import HEADS, KV_HEADS, attend_cached, attend_causal
+from jaxtrain.parallel.attention.causal import HEADS, KV_HEADS, attend_cached, attend_causal
 from jaxtrain.parallel.attention.heads import heads_first, kept_by_heads, orders_by_heads, row_major
 from jaxtrain.parallel.tensor import attention_kv_heads, shared_columns
 

@@ -28,7 +28,7 @@ from jaxtrain.models.layers import Dense, Norm, column_parallel, gather_sequence
 from jaxtrain.models.rotary import Rotary, score_factor
 from jaxtrain.models.spec import CacheSlot
 from jaxtrain.parallel.attention import kv_cache
-from jaxtrain.parallel.attention.attend import HEADS, attend, attend_causal
+from jaxtrain.parallel.attention.causal import HEADS, attend, attend_causal
 from jaxtrain.parallel.attention.heads import row_major
 
 

@@ -156,7 +156,8 @@ class MoE(nnx.Module):
     `shared_experts` that all tokens use.
 
     batch_size: sequences in a step, over which the router's losses are a mean.
-    nodes: that the experts' devices span, for rows that go in two steps (parallel/experts/experts.py).
+    nodes: that the experts' devices span, for rows that go in two steps
+    (parallel/experts/experts.py).
     """
 
     def __init__(self, cfg: ModelConfig, residual_std: float, batch_size: int, nodes: int = 1):

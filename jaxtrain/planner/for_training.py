@@ -1,8 +1,8 @@
 """What the trainer's commands ask the planner for: the plan beside a run, the comparison with the
 measured step, the dry run, and flags that fit where memory was not there.
 
-Rooms below the planner's ask for op times and kinds of devices (planner/step/planned_op_times.py). No other
-module of the planner is imported outside of it (tests/test_imports.py).
+Rooms below the planner's ask for op times and kinds of devices (planner/step/planned_op_times.py).
+No other module of the planner is imported outside of it (tests/test_imports.py).
 """
 
 from jaxtrain.planner.programs.measured_step import AfterWarmUp

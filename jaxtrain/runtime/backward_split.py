@@ -15,7 +15,8 @@ keep are recomputed. The weight stash is saved by B for W: the gradients that W 
 values that B has recomputed.
 
 Calls are inlined and inner scans unrolled; an inner `while` or kernel stays one equation
-(parallel/attention/flash.py). What `jax.checkpoint` inside the layer recomputes stays in the backward.
+(parallel/attention/flash.py). What `jax.checkpoint` inside the layer recomputes stays in the
+backward.
 """
 
 import copy

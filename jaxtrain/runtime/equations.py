@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jaxtrain.devices.mesh import DEVICE_PART
-from jaxtrain.parallel.attention import attend
+from jaxtrain.parallel.attention import causal
 from jaxtrain.parallel.experts.filled_rows import FILLED_ROWS, ROWS_IN_ORDER
 
 ELEMENTWISE = frozenset({FILLED_ROWS})  # work on filled rows
@@ -17,8 +17,8 @@ ON_ROWS = ELEMENTWISE | {ROWS_IN_ORDER}
 BLOCK_PRODUCTS = frozenset({"scaled_matmul_wrapper"})  # jax.nn.scaled_matmul
 PRODUCTS = frozenset({"dot_general"}) | BLOCK_PRODUCTS
 MESSAGES = frozenset({"all_to_all", "ragged_all_to_all"})
-# Attention by parallel/attention/blockwise.py, splash.py, cudnn.py and jax's function for cuDNN; products by
-# groups.
+# Attention by parallel/attention/blockwise.py, splash.py, cudnn.py and jax's function for cuDNN;
+# products by groups.
 KERNELS = frozenset(
     "while pallas_call dot_product_attention_fwd dot_product_attention_fwd_wrapper".split()
 )
@@ -37,12 +37,12 @@ HostRule = Callable[..., bool]
 
 def in_attention(equation) -> bool:
     """True inside the name scope of attention's core."""
-    return attend.SCOPE in str(equation.source_info.name_stack)
+    return causal.SCOPE in str(equation.source_info.name_stack)
 
 
 def bind(equation, values):
     """Evaluates one equation, inside attention's name scope if it has that."""
-    scope = jax.named_scope(attend.SCOPE) if in_attention(equation) else None
+    scope = jax.named_scope(causal.SCOPE) if in_attention(equation) else None
     with scope or contextlib.nullcontext():
         params = equation.primitive.get_bind_params(equation.params)
         out = equation.primitive.bind(*values, **params)
@@ -140,8 +140,8 @@ def _is_filled_rows_call(equation, names: frozenset = ON_ROWS) -> bool:
 
 
 def is_on_rows(equation, names: frozenset = ON_ROWS) -> bool:
-    """True for work on filled rows (parallel/experts/filled_rows.py), on each device's part. names: of its
-    call"""
+    """True for work on filled rows (parallel/experts/filled_rows.py), on each device's part. names:
+    of its call"""
     return _is_filled_rows_call(equation, names) or (
         is_part(equation)
         and any(_is_filled_rows_call(e, names) for inner in inside(equation) for e in inner.eqns)

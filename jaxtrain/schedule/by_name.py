@@ -5,7 +5,8 @@
                                                                         dualpipe_v, auto, csv:FILE
     make_forward_table(stage_of, stages, microbatches, …)               evaluation
 
-orders.py has the orders, packing.py packs them into ticks, table_search.py has the search. No JAX here.
+orders.py has the orders, packing.py packs them into ticks, table_search.py has the search. No JAX
+here.
 """
 
 from jaxtrain.schedule import orders as orders_

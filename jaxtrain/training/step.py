@@ -103,8 +103,8 @@ class Step:
                   single ones too; None for one step
     evaluate:     (params, batch) → Losses, of TrainState.trained
     gradients:    (params, batch) → LossesAndGradients, without an optimizer
-    exchange:     TrainState → TrainState, of independent replicas (training/update/diloco.py), or None;
-                  donates the state
+    exchange:     TrainState → TrainState, of independent replicas (training/update/diloco.py), or
+                  None; donates the state
     combine_metrics: StepMetrics of each replica → those of the step; None if replicas are not
         independent
     abstract_batch: a batch's arrays [microbatches, sequences, tokens] as ShapeDtypeStructs

@@ -895,7 +895,8 @@ def test_stdlib(config, capsys):
 def test_imports_are_light(start_python):
     """Start-up: neither jax nor what only some sources need."""
     code = (
-        "import sys, jaxtrain.data.document_packing; print(*sorted({'jax', 'grain', 'pyarrow', 'absl'} & "
+        "import sys, jaxtrain.data.document_packing; "
+        "print(*sorted({'jax', 'grain', 'pyarrow', 'absl'} & "
         "set(sys.modules)))"
     )
     process = start_python(code)

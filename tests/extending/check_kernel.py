@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.parallel.attention.attend import attend, attend_causal
+from jaxtrain.parallel.attention.causal import attend, attend_causal
 
 q, k, v = (jnp.asarray(np.random.default_rng(i).normal(size=(1, 8, 2, 4))) for i in range(3))
 result = jax.jit(lambda *a: attend_causal(*a, None, "all_gather", "float32"))(q, k, v)

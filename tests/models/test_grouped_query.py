@@ -9,7 +9,7 @@ from jaxtrain.config import ModelConfig
 from jaxtrain.models.grouped_query import Attention
 from jaxtrain.models.rotary import Rotary
 from jaxtrain.models.spec import binder, specs
-from jaxtrain.parallel.attention.attend import attend, causal_blocks
+from jaxtrain.parallel.attention.causal import attend, causal_blocks
 
 BATCH, LENGTH, WIDTH, HEAD = 2, 9, 12, 4
 

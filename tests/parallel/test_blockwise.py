@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.parallel.attention import blockwise, flash
-from jaxtrain.parallel.attention.attend import attend_causal, grouped_attention
+from jaxtrain.parallel.attention.causal import attend_causal, grouped_attention
 from jaxtrain.parallel.attention.context import CAUSAL, Sight
 
 BATCH, LENGTH, HEADS = 2, 24, 6

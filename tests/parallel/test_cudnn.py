@@ -8,7 +8,7 @@ import pytest
 from support import attended
 from support.attended import arrays, segments
 
-from jaxtrain.parallel.attention import attend, cudnn, flash
+from jaxtrain.parallel.attention import causal, cudnn, flash
 from jaxtrain.parallel.attention.context import CAUSAL
 
 CAUSAL_MASK, PADDING_CAUSAL = cudnn.cudnn.MaskType.CAUSAL, cudnn.cudnn.MaskType.PADDING_CAUSAL
@@ -215,7 +215,7 @@ def test_by_a_mask_heads_of_two_sizes_are_filled_up(sizes, monkeypatch):
     arrays = tuple(jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
     mask = jnp.tril(jnp.ones((12, 12), bool))[None, None]
     outputs, gradients = [], []
-    for attend in (attend.attend_by_cudnn_mask, attend.attend):
+    for attend in (causal.attend_by_cudnn_mask, causal.attend):
         outputs.append(attend(*arrays, mask))
         gradients.append(
             jax.grad(lambda *a, f=attend: (f(*a, mask) ** 2).sum(), (0, 1, 2))(*arrays)

@@ -13,7 +13,7 @@ from support.small import Case
 from jaxtrain.devices.mesh import BATCH_AXES, MANUAL_AXES, STAGE, make_mesh
 from jaxtrain.models import grouped_query as models_attention
 from jaxtrain.models import rotary
-from jaxtrain.parallel.attention import attend
+from jaxtrain.parallel.attention import causal
 from jaxtrain.parallel.attention.heads import heads_first, over_heads
 
 HEADS, KV_HEADS, LENGTH = 8, 4, 6
@@ -33,7 +33,7 @@ def mask():
 def kernel(q, k, v, mask):
     """Stands in for a library's: it fails on more heads than one device has."""
     kernel.heads.append((q.shape[2], k.shape[2]))
-    return attend.grouped_attention(q, k, v, mask)
+    return causal.grouped_attention(q, k, v, mask)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def loss(q, k, v, mask):
 
 def expected(q, k, v, m):
     def plain(q, k, v):
-        y = attend.grouped_attention(q, k, v, m)
+        y = causal.grouped_attention(q, k, v, m)
         return (y * jnp.cos(jnp.arange(y.size).reshape(y.shape))).sum(), y
 
     (_, y), gradients = jax.jit(jax.value_and_grad(plain, (0, 1, 2), has_aux=True))(q, k, v)
@@ -121,7 +121,7 @@ def test_in_an_op_that_only_one_stage_runs(masked):
 
 def test_without_a_mesh():
     np.testing.assert_array_equal(
-        over_heads(kernel, *arrays(), None), attend.grouped_attention(*arrays())
+        over_heads(kernel, *arrays(), None), causal.grouped_attention(*arrays())
     )
 
 
@@ -132,13 +132,13 @@ def test_attention_takes_this_way_for_a_library_kernel(monkeypatch):
     def stand_in(q, k, v, mask, scale, implementation):
         assert scale == q.shape[3] ** -0.5
         calls.append((q.shape[2], implementation))
-        return attend.grouped_attention(q, k, v, mask)
+        return causal.grouped_attention(q, k, v, mask)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
     with jax.set_mesh(make_mesh((1, 1, 1, 1, 1, 4), jax.devices()[:4])):
-        got = jax.jit(attend.attend_by_cudnn_mask)(*arrays(), mask())
+        got = jax.jit(causal.attend_by_cudnn_mask)(*arrays(), mask())
         np.testing.assert_allclose(
-            got, attend.grouped_attention(*arrays(), mask()), rtol=1e-5, atol=1e-5
+            got, causal.grouped_attention(*arrays(), mask()), rtol=1e-5, atol=1e-5
         )
     assert calls == [(2, "cudnn")]
 

@@ -10,7 +10,7 @@ from support.small import normal
 from jaxtrain.devices.mesh import make_mesh
 from jaxtrain.devices.sharding import named
 from jaxtrain.parallel.attention import kv_cache
-from jaxtrain.parallel.attention.attend import attend_cached
+from jaxtrain.parallel.attention.causal import attend_cached
 
 LAYERS, BATCH, SLOTS, SIZE = 3, 2, 12, 5
 AXES = ("layer", "batch", kv_cache.SLOT, None)

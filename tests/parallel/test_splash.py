@@ -12,7 +12,7 @@ from support.attended import arrays, segments
 
 from jaxtrain.config import splash_backward
 from jaxtrain.parallel.attention import flash, splash
-from jaxtrain.parallel.attention.attend import attend_cached
+from jaxtrain.parallel.attention.causal import attend_cached
 from jaxtrain.parallel.attention.context import Sight
 
 

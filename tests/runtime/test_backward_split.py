@@ -17,7 +17,7 @@ from jaxtrain.config.kernels import TargetDevice
 from jaxtrain.devices.mesh import AXES, make_mesh
 from jaxtrain.models import grouped_query as models_attention
 from jaxtrain.models import rotary, transformer
-from jaxtrain.parallel.attention import blockwise
+from jaxtrain.parallel.attention import blockwise, causal
 from jaxtrain.runtime.backward_split import (
     LayerOp,
     LayerSplit,
@@ -226,7 +226,7 @@ def test_attention_by_a_kernel_stays_whole(kernel, platform, keep, monkeypatch):
     """One call in F (and in K and R, which are the same op), and one of the kernel's gradient in
     B; none in W. What crosses is no mask, no place of a document and
     nothing else than activations, each once."""
-    monkeypatch.setattr(attention, "target_device", lambda: TargetDevice(platform))
+    monkeypatch.setattr(causal, "target_device", lambda: TargetDevice(platform))
     for module in (rotary, models_attention):
         monkeypatch.setattr(module, "orders_by_heads", lambda: platform == "tpu")
     tokens, changes = (

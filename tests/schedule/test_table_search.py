@@ -209,7 +209,7 @@ def test_the_larger_a_table_the_fewer_list_schedules_and_all_named_ones():
 
 def test_a_cut_search_is_no_worse_than_the_named_schedules(monkeypatch):
     monkeypatch.setattr(
-        search,
+        table_search,
         "RULES",
         (
             (4, table_search.RULES[0][1]),

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.parallel.attention.attend import grouped_attention
+from jaxtrain.parallel.attention.causal import grouped_attention
 
 
 def arrays(

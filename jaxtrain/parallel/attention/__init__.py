@@ -1,1 +1,1 @@
-"""TODO"""
+"""Attention: the choice of a kernel, the kernels, and a sequence split over `context`."""

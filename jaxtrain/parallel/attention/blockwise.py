@@ -3,10 +3,10 @@
 The algorithm is FlashAttention-2 (Dao 2023, section 3.1). A loop goes over the pairs of a block of
 queries and a block of keys in which some query sees some key. The forward (algorithm 1) computes
 one block of scores at a time and carries the softmax's largest score and sum along. The backward
-(algorithm 2, with its formulas in parallel/attention/flash.py) computes the scores once more, and sums the
-gradients. Statistics and sums are float32, matmuls have the arrays' type. The loop is a `while`,
-not a scan, so that runtime/backward_split.py does not cut it: it is one equation in the forward and
-one in the backward.
+(algorithm 2, with its formulas in parallel/attention/flash.py) computes the scores once more, and
+sums the gradients. Statistics and sums are float32, matmuls have the arrays' type. The loop is a
+`while`, not a scan, so that runtime/backward_split.py does not cut it: it is one equation in the
+forward and one in the backward.
 
 Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension
 of queries and keys, V of values; in blocks I of queries and J of keys: X tokens of a block, R rows

@@ -6,8 +6,8 @@ once more, a block at a time (FlashAttention-2, Dao 2023, algorithm 2),
 
     P = exp(S − lse)    dV = Pᵀ dO    dS = P ∘ (dO Vᵀ − delta)    dQ = dS K    dK = dSᵀ Q
 
-The kernels are in parallel/attention/blockwise.py (plain XLA), parallel/attention/splash.py (TPUs) and
-parallel/attention/cudnn.py (NVIDIA GPUs).
+The kernels are in parallel/attention/blockwise.py (plain XLA), parallel/attention/splash.py (TPUs)
+and parallel/attention/cudnn.py (NVIDIA GPUs).
 
 Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension
 of queries and keys, V of values.

@@ -1,8 +1,8 @@
 """Ring attention (Liu et al. 2023): keys and values pass from device to device along the `context`
 axis, and each device attends to those that it has.
 
-Device i of c has chunks i and 2c − 1 − i of the sequence (parallel/attention/context.py). When it has the
-keys of device r,
+Device i of c has chunks i and 2c − 1 − i of the sequence (parallel/attention/context.py). When it
+has the keys of device r,
 
     r < i    all its queries see the lower chunk of the keys
     r > i    the queries of its upper chunk see both chunks of the keys

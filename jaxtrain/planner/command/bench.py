@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.rules.rules import divisors
 from jaxtrain.devices import mesh as meshes
-from jaxtrain.parallel.attention.attend import attend_causal
+from jaxtrain.parallel.attention.causal import attend_causal
 from jaxtrain.planner.layer.links import DATA, GATHER, PERMUTE, SCATTER, SUM, Collective
 
 REPEATS = 3  # timings, of which the median counts

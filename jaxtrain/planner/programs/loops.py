@@ -21,7 +21,8 @@ SCOPE = re.compile(
     r"[/(](?:([FK]B)\d+_\d+|([FKRBW])\d+|(take|send|stay)_\w+|(reduce)_gradients"
     r"|(embed_gradient|embed|head|permute|optimizer)(?:_EARLY|_LATE)?)(?=[/)]|$)"
 )
-# Scopes of parallel/experts/grouped.py (capacity, groups, rows of a block) and of parallel/attention/cudnn.py.
+# Scopes of parallel/experts/grouped.py (capacity, groups, rows of a block) and of
+# parallel/attention/cudnn.py.
 BLOCKS = re.compile(r"/row_blocks_(\d+)_(\d+)_(\d+)/")
 # Scope of parallel/experts/filled_rows.py (capacity, mean rows, rows of a block).
 EXCESS = re.compile(r"/row_excess_(\d+)_(\d+)_(\d+)/")

@@ -40,7 +40,7 @@ from jax.stages import Compiled
 
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import AXES, sizes_of
-from jaxtrain.parallel.attention.attend import SCOPE
+from jaxtrain.parallel.attention.causal import SCOPE
 from jaxtrain.planner.programs.loops import op_in
 from jaxtrain.planner.programs.program import FREE, GROUPED, Instruction, Program, along
 from jaxtrain.planner.programs.trace import Events, TraceError, TraceEvent, read

@@ -62,8 +62,9 @@ class LayerWork(StepPart):
 
     def turns(self, rows: float, numbers: float, routed: bool) -> tuple[float, float, float]:
         """Seconds that a product takes besides where loops go through the rows of an expert by
-        blocks, as ours do on GPUs (parallel/experts/grouped.py): the product, and both gradients. Each turn
-        of the weights' gradient reads and writes its sum of so many numbers. routed: of an expert
+        blocks, as ours do on GPUs (parallel/experts/grouped.py): the product, and both gradients.
+        Each turn of the weights' gradient reads and writes its sum of so many numbers. routed: of
+        an expert
         """
         on_gpu, model = self.hardware.platform == kernels.GPU, self.model
         if not (routed and on_gpu and self.settings.ours) or model.capacity_factor:

@@ -1,7 +1,7 @@
 """The communication volume of a step: its collectives by op, as the schedule's table runs them.
 
-The table has the number of times that a stage runs an op, collectives.py the collectives in an op.
-Nothing is traced or compiled. Collectives of a few bytes (the loss, the norm of the gradients,
+The table has the number of times that a stage runs an op, collective_time.py the collectives in an
+op. Nothing is traced or compiled. Collectives of a few bytes (the loss, the norm of the gradients,
 counts) are left out. With several stages the counts are one stage's.
 """
 
@@ -33,7 +33,7 @@ from jaxtrain.schedule.table import Permute, wraps
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """Collectives of an op that are alike: over mesh axes, among `devices` of them, `count` times a
-    step, of `size` bytes (collectives.py)."""
+    step, of `size` bytes (collective_time.py)."""
 
     op: str
     kind: str

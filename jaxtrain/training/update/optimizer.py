@@ -93,7 +93,8 @@ def make_optimizer(
     learning rate, which depends on the number of updates.
 
     A number is computed in float32. Where the parameter or the moment is of 16 bits, it is rounded
-    up or down at random (training/update/rounding.py), since the nearest number is often the old one.
+    up or down at random (training/update/rounding.py), since the nearest number is often the old
+    one.
 
     specs: a pytree like the parameters, of Specs. Stacks are leaves [stages, layers, ...] under
         "layers". moments: type of the arrays of the state

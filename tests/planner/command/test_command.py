@@ -16,7 +16,7 @@ from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.config.rules.checks import check_devices
 from jaxtrain.planner.command.main import main
 from jaxtrain.planner.layer.hardware import known, load
-from jaxtrain.planner.search import layout_flag, predict
+from jaxtrain.planner.search import layout_flag, layout_search, predict
 from jaxtrain.planner.step.other_frameworks import FRAMEWORKS
 
 sys.path.append(str(ROOT / "scripts"))
@@ -427,7 +427,7 @@ def test_a_large_batch(plan):
 
 def test_a_model_that_fits_nowhere(plan, monkeypatch):
     """The numbers that are named work."""
-    monkeypatch.setattr(search, "MOST_TIMES", 1)
+    monkeypatch.setattr(layout_search, "MOST_TIMES", 1)
     large = [
         "--config=tiny",
         "--config.model.width=4096",

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from support import hardware_file
 
 from jaxtrain.config import Config, MeshConfig, ModelConfig, PipelineConfig, TrainConfig, replace
-from jaxtrain.parallel.attention.attend import attend_causal
+from jaxtrain.parallel.attention.causal import attend_causal
 from jaxtrain.planner.programs.measured_step import (
     LEAST,
     STEPS_MEASURED,

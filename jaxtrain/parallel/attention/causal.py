@@ -2,8 +2,8 @@
 
 `attend_causal` is what the models call. The table of config/kernels.py says which kernel. An
 unsplit sequence goes to the kernel as it is; one that is split over `context` goes by gathering the
-keys, by exchanging tokens for heads (ulysses) or around a ring (parallel/attention/context.py). `attend` is
-attention in plain XLA that computes all scores, for short sequences and for a cache.
+keys, by exchanging tokens for heads (ulysses) or around a ring (parallel/attention/context.py).
+`attend` is attention in plain XLA that computes all scores, for short sequences and for a cache.
 
 Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension.
 """
