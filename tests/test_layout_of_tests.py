@@ -68,6 +68,8 @@ GROUPED = {
     "schedule/table_spec.py": "schedule/test_orders.py",
     "training/update/balance.py": "training/test_experts.py",
     "training/stored_op_times.py": "training/test_measured_op_times.py",
+    "training/initial_values.py": "training/test_state.py",
+    "training/parameter_layout.py": "training/test_state.py",
     "training/step.py": "training/test_variants.py",
     "runtime/equations.py": "runtime/test_backward_split.py",
 }

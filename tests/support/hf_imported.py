@@ -21,7 +21,7 @@ from jaxtrain.hf.model_config import family_of, read_model
 from jaxtrain.hf.run_config import read_published
 from jaxtrain.hf.tensor_rules import PublishedTensor, TensorRule
 from jaxtrain.models import transformer
-from jaxtrain.training.state import ParameterLayout
+from jaxtrain.training.parameter_layout import ParameterLayout
 from support import hf_reference
 
 PARAMETERS = "params/"

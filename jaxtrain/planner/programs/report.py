@@ -27,7 +27,7 @@ from jaxtrain.planner.search.explain import aligned
 from jaxtrain.planner.step.step_counts import CollectiveCount, StepCounts
 from jaxtrain.planner.step.step_model import layout_of, settings_of_run
 from jaxtrain.run.wall_clock import Part, WallClock, start_record
-from jaxtrain.training.state import ParameterLayout
+from jaxtrain.training.parameter_layout import ParameterLayout
 from jaxtrain.training.step import Step, compiled_memory, make_layout, make_step
 
 MIB = 2**20
