@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 
@@ -27,11 +27,8 @@ from jaxtrain.data.loader import Feed, Loader, make_loaders, prepare_corpus
 from jaxtrain.data.tokens import Corpus
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
-from jaxtrain.devices.state_file import StateFileError
-from jaxtrain.hf import importing, source_files
-from jaxtrain.hf.fields import HfError
+from jaxtrain.hf import source_files
 from jaxtrain.hf.importing import PublishedWeights
-from jaxtrain.hf.tokenizer_files import tokenizer_of_run
 from jaxtrain.pipeline.setup import Setup
 from jaxtrain.planner.for_training import AfterWarmUp, fitting, plan_at_hand
 from jaxtrain.run import out_of_memory
@@ -47,6 +44,7 @@ from jaxtrain.run.speculation import Speculation
 from jaxtrain.run.wall_clock import Phase, WallClock
 from jaxtrain.run.watchdog import Watchdog
 from jaxtrain.run_end import draw_losses, log_results, what_next
+from jaxtrain.run_state import make_state, open_weights, prepared_state, state_on_disk
 from jaxtrain.start_lines import beginning, introduction, when_compiled
 from jaxtrain.training import stored_op_times
 from jaxtrain.training.evaluation import Evaluation
@@ -55,7 +53,7 @@ from jaxtrain.training.profile import Profile, trace_folder
 from jaxtrain.training.recovery import DetectorState, SpikeDetector
 from jaxtrain.training.reporting import Pending, Reporter, Speedometer
 from jaxtrain.training.requests import Request, Requests, no_request
-from jaxtrain.training.state import TrainState, initial_state
+from jaxtrain.training.state import TrainState
 from jaxtrain.training.step import Programs, Step, StepMetrics, make_step, start_compiling
 
 
@@ -110,7 +108,7 @@ def run(
         # --- checkpoint and corpus ---
         checkpoints = open_folder(config, unresolved, environment, folder)
         chosen = checkpoints.choose()
-        weights = _open_weights(config, chosen.start.resumes)
+        weights = open_weights(config, chosen.start.resumes)
         corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
         chosen.check_corpus(corpus)
         if chosen.start.step >= config.train.steps:
@@ -125,7 +123,7 @@ def run(
         with jax.set_mesh(mesh), contextlib.ExitStack() as closing:  # until the last step is saved
             step = make_step(config, mesh, setup)
             closing.enter_context(state_on_disk(step))
-            begin = functools.partial(_begin, config, step, weights)
+            begin = functools.partial(make_state, config, step, weights)
             candidates = chosen.candidates(step, corpus, begin)
             resumes = candidates.expected.resumes
 
@@ -150,7 +148,7 @@ def run(
             cluster.log(*introduction(config, step), corpus.describe())
             programs = when_compiled(step, clock, compiling, others)
             cluster.log(*batches.remarks(), *held_out.remarks())
-            new_state = functools.partial(_new_state, begin, imported, initial)
+            new_state = functools.partial(prepared_state, begin, imported, initial)
             state, start = candidates.restore(new_state)
             _write_settings(config, unresolved.pipeline, folder, weights)
 
@@ -160,12 +158,8 @@ def run(
             context = RunContext(config, folder, clock, goodput, signals, watchdog)
             ready = ReadyStep(step, programs, batches, evaluation)
             trainer = Trainer(context, ready, candidates, start, state)
-            del (
-                imported,
-                initial,
-                new_state,
-                state,
-            )  # the trainer's alone: its memory can be freed there
+            # the trainer's alone: its memory can be freed there
+            del imported, initial, new_state, state
             closing.callback(trainer.close)
             closing.enter_context(signals.deferred())  # a signal asks the loop to stop from now on
             trainer.train()
@@ -388,17 +382,6 @@ class Trainer:
                 closing.callback(each.close)
 
 
-def _open_weights(config: Config, resumes: bool) -> PublishedWeights | None:
-    """The published weights that a new run starts from; None for a run that resumes, or starts from
-    random ones. Every process must call this. Raises HfError in all of them."""
-    if resumes or not config.train.init_from:
-        return None
-    weights = importing.open_together(config)
-    run = cluster.in_all(lambda: tokenizer_of_run(weights.published, config), HfError)
-    cluster.log(*(f"note: {note}" for note in run.notes))
-    return weights
-
-
 def _loaders(
     config: Config, step: Step, corpus: Corpus, folder: pathlib.Path
 ) -> tuple[Loader, Loader]:
@@ -413,40 +396,6 @@ def _loaders(
 def _evaluation(step: Step, held_out: Loader, executor: concurrent.futures.Executor) -> Evaluation:
     params = step.abstract_state().trained
     return Evaluation(step.evaluate, params, held_out.specification(), held_out.iterate, executor)
-
-
-def _begin(config: Config, step: Step, weights: PublishedWeights | None) -> TrainState:
-    """The state before the first step; every process must call this. weights: of
-    `train.init_from`, if they are open"""
-    if step.layout.disk:
-        step.layout.disk.clear()
-    if config.train.init_from:
-        return importing.read_together(weights or importing.open_together(config), step)
-    return initial_state(step.layout, step.optimizer, config.train.seed)
-
-
-def _new_state(
-    begin: Callable[[], TrainState],
-    imported: TrainState | None,
-    initial: concurrent.futures.Future[TrainState] | None,
-) -> TrainState:
-    """The state of a new run: imported before, or initialized while the step was compiled; or made
-    now, if all local checkpoints that the run expected turned out to be damaged."""
-    return imported or (initial.result() if initial else begin())
-
-
-@contextlib.contextmanager
-def state_on_disk(step: Step) -> Iterator[None]:
-    """A context in which the file of the optimizer's state is open, if that is on disk. Every
-    process must call this. Raises StateFileError in all of them."""
-    file = step.layout.disk
-    if not file:
-        yield
-        return
-    with contextlib.closing(file):
-        cluster.in_all(file.open, StateFileError)
-        cluster.log(file.describe())
-        yield
 
 
 def _together(status: ExitStatus) -> ExitStatus:

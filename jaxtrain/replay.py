@@ -27,13 +27,13 @@ from jaxtrain.config.rules.checks import Environment
 from jaxtrain.data.loader import make_loaders, prepare_corpus
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
-from jaxtrain.loop import state_on_disk
 from jaxtrain.pipeline.setup import Setup
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.files import CONFIG_FILE, read_json
 from jaxtrain.run.intervals import Intervals
 from jaxtrain.run.metrics import METRICS, read_metrics
 from jaxtrain.run.wall_clock import Phase, WallClock
+from jaxtrain.run_state import state_on_disk
 from jaxtrain.start_lines import introduction, when_compiled
 from jaxtrain.training.step import make_step, start_compiling
 from jaxtrain.training.update.optimizer import learning_rate

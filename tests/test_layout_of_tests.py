@@ -53,6 +53,7 @@ GROUPED = {
     "parallel/attention/ring.py": "parallel/test_context.py",
     "parallel/attention/splash_fused.py": "parallel/test_splash.py",
     "run_end.py": "test_train.py",
+    "run_state.py": "test_init_from.py",
     "plan.py": "planner/command/test_command.py",
     "planner/command/main.py": "planner/command/test_command.py",
     "planner/search/explain.py": "planner/command/test_command.py",

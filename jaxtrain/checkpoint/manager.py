@@ -1,6 +1,6 @@
-"""The checkpoints that a run saves while it trains. `RunCheckpoints` decides what is saved, and goes
-back to an earlier step; `Checkpointer` begins and ends the save of a persistent one, and sets aside
-or deletes steps.
+"""The checkpoints that a run saves while it trains. `RunCheckpoints` saves the state, and goes back
+to an earlier step. `Checkpointer` begins and ends the save of a persistent checkpoint, and sets
+steps aside or deletes them.
 
     RunCheckpoints.save      the numbers are good     no: nothing is saved
       Checkpointer.save      is this step saved already? the copies to the host (storage.py)
@@ -180,8 +180,8 @@ class RunCheckpoints:
         else:
             state = self._new_state()
         at = choice.step or 0
-        # Only now that an earlier step is restored: a run that ends before this line finds the later
-        # steps at its next start, with the detector's state in them, and decides as here.
+        # Only now that an earlier step is restored: a run that ends before this line finds the
+        # later steps at its next start, with the detector's state in them, and decides as here.
         self.persistent.set_aside_after(at, f"the run went back to step {at}")
         position = choice.meta.position if fault.batch is None else fault.batch + 1
         detector = DetectorState.from_json(choice.meta.memory)
