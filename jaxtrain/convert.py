@@ -142,8 +142,8 @@ def from_hf(command_line: Reading) -> None:
     workdir = pathlib.Path(command_line.namespace.workdir)
     places.check(config, str(workdir))
     _start_on_host()
-    from jaxtrain.checkpoint.checkpoints import folder_of_checkpoints
     from jaxtrain.checkpoint.manager import Checkpointer
+    from jaxtrain.checkpoint.resuming import folder_of_checkpoints
     from jaxtrain.hf import importing
 
     checkpoints = folder_of_checkpoints(config.checkpoint, workdir)

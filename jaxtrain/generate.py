@@ -41,7 +41,7 @@ from jaxtrain.checkpoint.steps import (
     what_is_wrong,
 )
 from jaxtrain.checkpoint.subject import NoCheckpointsError, some_run, step_folder
-from jaxtrain.config import Config, ModelConfig
+from jaxtrain.config import Config, MeshConfig, ModelConfig
 from jaxtrain.config.errors import UsageError, flag_text
 from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag
 from jaxtrain.config.rules.mesh_rules import kv_heads_fit, mlp_widths
@@ -352,6 +352,7 @@ def load(flags: types.SimpleNamespace) -> Loaded:
     import jax
 
     from jaxtrain.checkpoint.restoring import load_parameters, wrong_arrays
+    from jaxtrain.devices.mesh import make_mesh, sizes_of
     from jaxtrain.generation.sampling import Sampler
 
     wrong, damaged = functools.partial(wrong_arrays, trained_alone=True), dict[int, str]()
@@ -360,6 +361,8 @@ def load(flags: types.SimpleNamespace) -> Loaded:
         config, tokenizer, ids = prompted(folder, step, flags)
         check_model(config.model, len(ids), flags)
         check_devices(len(jax.devices()), config.model, flags)
+        sizes = sizes_of(MeshConfig(data=1, context=flags.context, model=flags.model))
+        mesh = make_mesh(sizes, jax.devices()[: device_count(flags)])
         try:
             with read_errors(folder):
                 layout, params = load_parameters(
@@ -368,8 +371,7 @@ def load(flags: types.SimpleNamespace) -> Loaded:
                     config.model,
                     config.precision,
                     config.train.diloco_inner_steps > 0,
-                    jax.devices()[: device_count(flags)],
-                    flags.context,
+                    mesh,
                 )
         except DamageError as error:
             if flags.step >= 0:

@@ -27,7 +27,7 @@ from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.run import out_of_memory, peers, streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.progress import SearchProgress
-from jaxtrain.run.wall_clock import Part, WallClock, imports_without_collection
+from jaxtrain.run.wall_clock import Phase, WallClock, imports_without_collection
 from jaxtrain.training import stored_op_times
 
 DESCRIPTION = """
@@ -149,7 +149,7 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
             cluster.log(*nccl.describe(nccl.version(), gpus, jax.process_count(), flags.old_nccl))
         if writes and jax.process_count() > 1:
             places.check_together(config, flags.workdir)
-        clock.enter(Part.TABLE)
+        clock.enter(Phase.TABLE)
         folder = pathlib.Path(flags.workdir)
         environment = Environment(
             jax.device_count(), jax.default_backend(), flags.recipe, rules=RULES_WITH_TABLES

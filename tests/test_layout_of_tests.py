@@ -17,7 +17,7 @@ TESTS = ROOT / "tests"
 GROUPED = {
     "__main__.py": "test_package.py",
     "checkpoint/__main__.py": "checkpoint/test_command.py",
-    "checkpoint/checkpoints.py": "checkpoint/test_manager.py",
+    "checkpoint/resuming.py": "checkpoint/test_damage.py",
     "checkpoint/local_restore.py": "checkpoint/test_local.py",
     "checkpoint/manifest.py": "checkpoint/test_steps.py",
     "checkpoint/reading.py": "checkpoint/test_command.py",
@@ -53,6 +53,8 @@ GROUPED = {
     "parallel/replicas.py": "training/test_diloco.py",
     "parallel/attention/ring.py": "parallel/test_context.py",
     "parallel/attention/splash_fused.py": "parallel/test_splash.py",
+    "run_end.py": "test_train.py",
+    "run_state.py": "test_init_from.py",
     "plan.py": "planner/command/test_command.py",
     "planner/command/main.py": "planner/command/test_command.py",
     "planner/search/explain.py": "planner/command/test_command.py",

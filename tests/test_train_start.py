@@ -89,7 +89,7 @@ def test_memory_that_is_not_there(of, tmp_path, monkeypatch, capsys):
         )
 
     module = {"dry_run": for_training, "replay": replay, "run": loop}[of]
-    monkeypatch.setattr(module, "Checkpoints" if module is loop else of, refused)
+    monkeypatch.setattr(module, "open_folder" if module is loop else of, refused)
     byes = []
     monkeypatch.setattr(loop.Watchdog, "say_bye", lambda watchdog, *bye: byes.append(bye))
     monkeypatch.setattr(train.startup, "start_jax", lambda *_: None)

@@ -15,6 +15,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
+import tensorstore as ts
 from etils import epath
 
 from jaxtrain import cli
@@ -268,7 +269,7 @@ class Opened:
     folder: epath.Path
     meta: Meta
     config: Config
-    arrays: Mapping[str, reading.Array]
+    arrays: Mapping[str, ts.TensorStore]
 
 
 def _open(folder: epath.Path) -> Opened:
@@ -304,7 +305,7 @@ def show(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
     return ExitStatus.FINISHED
 
 
-def _statistics(array: reading.Array) -> tuple[str, str, str, str]:
+def _statistics(array: ts.TensorStore) -> tuple[str, str, str, str]:
     try:
         s = reading.statistics(array)
     except DatabaseError as error:

@@ -158,13 +158,13 @@ class StepChoice:
         return ", ".join(map(str, self.unrecognized))
 
 
-Shapes = Mapping[str, tuple[int, ...]]  # array → shape
+ArrayShapes = Mapping[str, tuple[int, ...]]  # array → shape
 NONE: Mapping[int, str] = {}
 # (meta, shapes of the arrays) of a step → a text with its fault; "" if it has none
-StepCheck = Callable[[Meta, Shapes], str]
+StepCheck = Callable[[Meta, ArrayShapes], str]
 
 
-def nothing_wrong(meta: Meta, shapes: Shapes) -> str:
+def nothing_wrong(meta: Meta, shapes: ArrayShapes) -> str:
     """The StepCheck that accepts every step."""
     return ""
 

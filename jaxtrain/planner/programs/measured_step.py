@@ -1,7 +1,7 @@
 """The measured step of a run, and its time by the planner's parts, from a trace of its devices.
 
 A listener of the loop times the steps after warm-up, once in each start of the run, and process 0
-writes them with the planned step. The time for that is not a step's, but Part.OTHER of the loop;
+writes them with the planned step. The time for that is not a step's, but Phase.OTHER of the loop;
 the other processes wait outside of any step, because a step in which they waited would count as
 hung.
 
@@ -55,7 +55,7 @@ from jaxtrain.planner.step.time_breakdown import (
     TimeBreakdown,
 )
 from jaxtrain.run.files import PLANNED, replace_text, warned
-from jaxtrain.run.wall_clock import STEPS, Part, WallClock
+from jaxtrain.run.wall_clock import STEPS, Phase, WallClock
 from jaxtrain.training.profile import WARM_UP, Profile
 from jaxtrain.training.recovery import Rollback
 
@@ -288,7 +288,7 @@ class AfterWarmUp:
     def _report(self, plan: Prediction, at: int) -> None:
         """Logs and writes the comparison, once."""
         self._plan = None
-        with self._clock.part(Part.OTHER):
+        with self._clock.phase(Phase.OTHER):
             if cluster.is_main():
                 step = PlannedStep(
                     at,

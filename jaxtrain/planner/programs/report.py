@@ -26,7 +26,7 @@ from jaxtrain.planner.search.compare import plan_at_hand
 from jaxtrain.planner.search.explain import aligned
 from jaxtrain.planner.step.step_counts import CollectiveCount, StepCounts
 from jaxtrain.planner.step.step_model import layout_of, settings_of_run
-from jaxtrain.run.wall_clock import Part, WallClock, start_record
+from jaxtrain.run.wall_clock import Phase, WallClock, start_record
 from jaxtrain.training.parameter_layout import ParameterLayout
 from jaxtrain.training.step import Step, compiled_memory, make_layout, make_step
 
@@ -111,15 +111,15 @@ def dry_run(
 
     Raises ConfigError for a step that cannot be made.
     """
-    clock.enter(Part.TRACING)
+    clock.enter(Phase.TRACING)
     mesh = make_mesh(sizes_of(config.mesh))
     with jax.set_mesh(mesh):
         step = make_step(config, mesh, setup)
         lowered = step.lower()
-        with clock.part(Part.COMPILING):
+        with clock.phase(Phase.COMPILING):
             compiled = lowered.compile()
         lines = describe(
-            config, step, compiled, clock.spent(Part.TRACING), clock.spent(Part.COMPILING)
+            config, step, compiled, clock.spent(Phase.TRACING), clock.spent(Phase.COMPILING)
         )
     on_cpu, device = jax.default_backend() == "cpu", mesh.devices.flat[0].device_kind
     counts, planned = step_counts(config, on_cpu), plan_at_hand(config, device)
