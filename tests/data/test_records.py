@@ -7,8 +7,8 @@ import re
 import pytest
 
 from jaxtrain.config import sources
-from jaxtrain.data import documents, records
-from jaxtrain.data.bad_records import PLACES, SET_FIELDS, Skipped
+from jaxtrain.data.reading import documents, json_text, records
+from jaxtrain.data.reading.bad_records import PLACES, SET_FIELDS, Skipped
 from jaxtrain.data.tokenizer import DataError
 
 BLOCKS = pytest.mark.parametrize("block", [1, 7, 64, 1 << 20])
@@ -169,8 +169,8 @@ def test_a_malformed_item_is_not_looked_for_to_the_end(write, monkeypatch):
     """Of a large file no more is read than shows that an item is malformed."""
     path = write("a.json", '[{"text": x}, ' + '{"text": "y"},' * 500_000)
     read = []
-    more = records._JsonText._more
-    monkeypatch.setattr(records._JsonText, "_more", lambda text: read.append(1) or more(text))
+    more = json_text.JsonText._more
+    monkeypatch.setattr(json_text.JsonText, "_more", lambda text: read.append(1) or more(text))
     assert "not valid JSON" in failure(path)
     assert len(read) <= 4
 
