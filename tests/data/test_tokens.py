@@ -22,7 +22,7 @@ import tokenizers
 from jaxtrain.config.sources import Source
 from jaxtrain.data import cache as caches
 from jaxtrain.data import encode, tokens
-from jaxtrain.data.reading import compressed, documents, records
+from jaxtrain.data.reading import compressed, documents, json_text
 from jaxtrain.data.reading.records import File
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.data.tokens import DataError, bigram_entropy, prepare
@@ -515,7 +515,7 @@ def test_source_that_changes_while_it_is_read(
         (tokens, "CHUNK"),
         (compressed, "BLOCK"),
         (documents, "BLOCK"),
-        (records, "BLOCK"),
+        (json_text, "BLOCK"),
     ):
         monkeypatch.setattr(module, size, 100)
     append, calls = tokens.CorpusWriter.append, []
