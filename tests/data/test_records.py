@@ -7,7 +7,7 @@ import re
 import pytest
 
 from jaxtrain.config import sources
-from jaxtrain.data.reading import documents, json_text, records
+from jaxtrain.data.reading import documents, json_text
 from jaxtrain.data.reading.bad_records import PLACES, SET_FIELDS, Skipped
 from jaxtrain.data.tokenizer import DataError
 
