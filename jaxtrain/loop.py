@@ -19,9 +19,8 @@ import jax
 from jaxtrain import cli
 from jaxtrain.checkpoint.checkpoints import Checkpoints, TrainedCorpus
 from jaxtrain.checkpoint.restoring import load_parameters
-from jaxtrain.config import Config, PipelineConfig
+from jaxtrain.config import PipelineConfig, ResolvedConfig
 from jaxtrain.config.recipes import config_text
-from jaxtrain.config.rules.checks import Environment
 from jaxtrain.data.loader import Feed, make_loaders, prepare_corpus
 from jaxtrain.data.tokens import Corpus, bigram_entropy
 from jaxtrain.devices import cluster
@@ -32,7 +31,7 @@ from jaxtrain.hf import importing, source_files
 from jaxtrain.hf.fields import HfError
 from jaxtrain.hf.importing import PublishedWeights
 from jaxtrain.hf.tokenizer_files import tokenizer_of_run
-from jaxtrain.pipeline.setup import Setup
+from jaxtrain.pipeline.prepared_run import PreparedRun
 from jaxtrain.planner.for_training import AfterWarmUp, fitting, plan_at_hand
 from jaxtrain.run import out_of_memory
 from jaxtrain.run.exit_status import ExitStatus
@@ -61,33 +60,23 @@ from jaxtrain.training.step import Programs, Step, StepMetrics, make_step, start
 SAMPLE_TEMPERATURE = 0.8
 
 
-def run(
-    config: Config,
-    setup: Setup,
-    folder: pathlib.Path,
-    clock: WallClock,
-    unresolved: Config,
-    environment: Environment,
-) -> ExitStatus:
+def run(run: PreparedRun, clock: WallClock) -> ExitStatus:
     """Trains until `train.steps`, or until SIGTERM or Ctrl-C, and leaves a checkpoint. Continues
-    from the newest complete checkpoint of `folder`.
-
-    config: resolved; setup: its tables; clock: of the command
-    unresolved: the config before it was resolved, from which an error's suggestions start
-    environment: what these suggestions have to fit
+    from the newest complete checkpoint in the run's folder. clock: of the command
 
     Raises FolderError if another run uses the folder. Before anything is compiled or written:
     FlagsError, DataError, ChangedCorpusError or CheckpointError for a config that does not fit
     the checkpoint or the corpus, and if no checkpoint is complete; HfError for a published model
     that is damaged. Raises NumbersError if numbers are not good and the run cannot go back.
     """
+    config, folder = run.config, run.folder
     clock.enter(Part.DATA)
     with (
         _watched(config.train.hang_after, folder, clock) as (signals, watchdog),
-        out_of_memory.named(functools.partial(fitting, unresolved, environment)),
+        out_of_memory.named(functools.partial(fitting, run.requested, run.environment)),
         contextlib.ExitStack() as lasting,
     ):
-        checkpoints = Checkpoints(config, unresolved, environment, folder)
+        checkpoints = Checkpoints(run)
         checkpoints.choose()
         weights = _open_weights(config, checkpoints.resumes)
         corpus = checked_corpus(config, checkpoints)
@@ -99,7 +88,7 @@ def run(
         clock.enter(Part.TRACING)
         mesh = make_mesh(sizes_of(config.mesh))
         with jax.set_mesh(mesh), contextlib.ExitStack() as closing:
-            step = make_step(config, mesh, setup)
+            step = make_step(config, mesh, run.setup)
             closing.enter_context(state_on_disk(step))
             begin = functools.partial(_begin, config, step, weights)
             checkpoints.attach(step, begin)
@@ -114,7 +103,7 @@ def run(
             # XLA compiles most of a program on one core
             executor = lasting.enter_context(concurrent.futures.ThreadPoolExecutor(2))
             trainer.compile_and_restore(executor, state)
-            _write_settings(config, unresolved.pipeline, folder, weights)
+            _write_settings(config, run.requested.pipeline, folder, weights)
             trainer.open(goodput, signals, watchdog, closing)
             trainer.train()
             status = trainer.finish(executor)
@@ -135,7 +124,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config,
+        config: ResolvedConfig,
         folder: pathlib.Path,
         clock: WallClock,
         step: Step,
@@ -389,7 +378,7 @@ class Trainer:
         cluster.log(f"sample, temperature {SAMPLE_TEMPERATURE}:\n{train.sample_prompt}{text}")
 
 
-def _what_next(config: Config, folder: pathlib.Path, corpus: Corpus) -> list[str]:
+def _what_next(config: ResolvedConfig, folder: pathlib.Path, corpus: Corpus) -> list[str]:
     """The last lines of a run that has all its steps: its files, and the next commands."""
     train, model = config.train, config.model
     # The sample's prompt was encoded; an empty one is an end of document, which ids may not have.
@@ -404,7 +393,7 @@ def _what_next(config: Config, folder: pathlib.Path, corpus: Corpus) -> list[str
     return next_commands(str(folder), generate, train_on, jax.process_count())
 
 
-def _open_weights(config: Config, resumes: bool) -> PublishedWeights | None:
+def _open_weights(config: ResolvedConfig, resumes: bool) -> PublishedWeights | None:
     """The published weights that a new run starts from; None for a run that resumes, or starts from
     random ones. Every process must call this. Raises HfError in all of them."""
     if resumes or not config.train.init_from:
@@ -415,8 +404,8 @@ def _open_weights(config: Config, resumes: bool) -> PublishedWeights | None:
     return weights
 
 
-def checked_corpus(config: Config, checkpoints: Checkpoints) -> Corpus:
-    """The corpus of a resolved config. Raises DataError, and ChangedCorpusError if the checkpoint
+def checked_corpus(config: ResolvedConfig, checkpoints: Checkpoints) -> Corpus:
+    """The corpus of a run. Raises DataError, and ChangedCorpusError if the checkpoint
     was trained on another one."""
     corpus = prepare_corpus(config.data, config.model.vocab_size, config.train)
     checkpoints.check_corpus(
@@ -425,7 +414,7 @@ def checked_corpus(config: Config, checkpoints: Checkpoints) -> Corpus:
     return corpus
 
 
-def _begin(config: Config, step: Step, weights: PublishedWeights | None) -> TrainState:
+def _begin(config: ResolvedConfig, step: Step, weights: PublishedWeights | None) -> TrainState:
     """The state before the first step; every process must call this. weights: of
     `train.init_from`, if they are open"""
     if step.layout.disk:
@@ -514,7 +503,10 @@ def _timed(
 
 
 def _write_settings(
-    config: Config, given: PipelineConfig, folder: pathlib.Path, weights: PublishedWeights | None
+    config: ResolvedConfig,
+    given: PipelineConfig,
+    folder: pathlib.Path,
+    weights: PublishedWeights | None,
 ) -> None:
     """Writes, in process 0, config.json, the small files of a published model, and op_times.json
     for op times that were not `given` by the user."""

@@ -33,11 +33,21 @@ from jaxtrain.checkpoint.restoring import choose_together, restore_newest
 from jaxtrain.checkpoint.retention import Retention
 from jaxtrain.checkpoint.saving import check_orbax
 from jaxtrain.checkpoint.steps import NONE, VERSION, CheckpointError, Meta, StepChoice, read_meta
-from jaxtrain.config import Config, ConfigError, fields, get, replace, sources, suggestion, to_dict
-from jaxtrain.config.rules.checks import Environment, check_resume
+from jaxtrain.config import (
+    ConfigError,
+    StoredConfig,
+    fields,
+    get,
+    replace,
+    sources,
+    suggestion,
+    to_dict,
+)
+from jaxtrain.config.rules.checks import check_resume
 from jaxtrain.config.rules.resume import changes, violations
 from jaxtrain.config.settings import CheckpointConfig
 from jaxtrain.devices import cluster
+from jaxtrain.pipeline.prepared_run import PreparedRun
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.intervals import Intervals
 from jaxtrain.training.parameter_checks import Finiteness
@@ -72,10 +82,7 @@ class Checkpoints:
     program.
 
     Args:
-      config: the run's, resolved.
-      unresolved: the config before it was resolved, from which an error's suggestions start.
-      environment: what these suggestions have to fit.
-      workdir: the run's folder.
+      run: the run, whose requested config is changed by what an error suggests.
       before: only checkpoints of earlier steps than this are looked at; None: all are.
 
     Raises OrbaxError where the installed Orbax cannot save them.
@@ -83,18 +90,10 @@ class Checkpoints:
     saves: the persistent ones that this run saves, once `begin` has opened them.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        unresolved: Config,
-        environment: Environment,
-        workdir: pathlib.Path,
-        before: int | None = None,
-    ):
+    def __init__(self, run: PreparedRun, before: int | None = None):
         check_orbax()
-        self.directory = folder_of_checkpoints(config.checkpoint, workdir)
-        self._config, self._unresolved, self._environment = config, unresolved, environment
-        self._workdir, self._before = workdir, before
+        self.directory = folder_of_checkpoints(run.config.checkpoint, run.folder)
+        self._run, self._config, self._before = run, run.config, before
         self._choice = StepChoice()
         self._candidates: list[LocalStep] = []  # newest first
         self._local_files: LocalFiles | None = None
@@ -195,7 +194,8 @@ class Checkpoints:
         if not local:
             return
         name, self._start = cluster.from_main(
-            lambda: (run_name(self._workdir, self.directory), secrets.token_hex(4)), CheckpointError
+            lambda: (run_name(self._run.folder, self.directory), secrets.token_hex(4)),
+            CheckpointError,
         )
         shards = Shards(stored_arrays(*self._laid_out(step)))
         self._local_files = LocalFiles(pathlib.Path(local) / name, shards)
@@ -240,7 +240,7 @@ class Checkpoints:
         stored, folder = self._stored_config(meta), self._config.train.init_from
         of_model = (
             violation
-            for violation in violations(self._config, stored.resolve())
+            for violation in violations(self._config, stored)
             if folder and violation.field.startswith("model.")
         )
         if violation := next(of_model, None):
@@ -249,18 +249,18 @@ class Checkpoints:
                 f"{get(self._config, violation.field)!r} {violation.rule}"
             )
             raise ConfigError("train.init_from", folder, rule, "another --workdir")
-        check_resume(stored, self._unresolved, self._environment)
+        check_resume(stored, self._run.requested, self._run.environment)
 
-    def _stored_config(self, meta: Meta) -> Config:
+    def _stored_config(self, meta: Meta) -> StoredConfig:
         """The config in a meta, with the run's path of the tokenizer if that is the same file, and
         with all of its data for a published model's checkpoint, which has seen none."""
         stored, name = meta.stored_config(), self._config.data.tokenizer
         if not meta.step and not meta.checksum:
             free = [path for path in fields() if path.startswith("data.")]
-            return replace(stored, {path: get(self._config, path) for path in free})
+            return replace(stored, {path: get(self._config, path) for path in free}).to_store()
         file, digest = pathlib.Path(os.path.expanduser(name)), meta.tokenizer.get("sha256")
         if digest and file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == digest:
-            return replace(stored, {"data.tokenizer": name})
+            return replace(stored, {"data.tokenizer": name}).to_store()
         return stored
 
     def _why_not(self, meta: Meta) -> str:
