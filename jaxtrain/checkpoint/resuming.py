@@ -48,12 +48,22 @@ from jaxtrain.checkpoint.steps import (
     choose,
     read_meta,
 )
-from jaxtrain.config import Config, ConfigError, fields, get, replace, sources, suggestion
-from jaxtrain.config.rules.checks import Environment, check_resume
+from jaxtrain.config import (
+    ConfigError,
+    ResolvedConfig,
+    StoredConfig,
+    fields,
+    get,
+    replace,
+    sources,
+    suggestion,
+)
+from jaxtrain.config.rules.checks import check_resume
 from jaxtrain.config.rules.resume import changes, violations
 from jaxtrain.config.settings import CheckpointConfig
 from jaxtrain.data.tokens import Corpus
 from jaxtrain.devices import cluster
+from jaxtrain.pipeline.prepared_run import PreparedRun
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.training.state import TrainState, stored_shapes, with_working
 from jaxtrain.training.step import Step
@@ -70,18 +80,11 @@ def folder_of_checkpoints(settings: CheckpointConfig, workdir: pathlib.Path) -> 
     return stores.folder(settings.directory or workdir / "checkpoints")
 
 
-def open_folder(
-    config: Config,
-    unresolved: Config,
-    environment: Environment,
-    workdir: pathlib.Path,
-    before: int | None = None,
-) -> "CheckpointFolder":
-    """The persistent checkpoints of the run in `workdir`; arguments as the fields of
-    CheckpointFolder. Raises OrbaxError where the installed Orbax cannot save them."""
+def open_folder(run: PreparedRun, before: int | None = None) -> "CheckpointFolder":
+    """The persistent checkpoints of a run; before: as in CheckpointFolder. Raises OrbaxError where
+    the installed Orbax cannot save them."""
     check_orbax()
-    directory = folder_of_checkpoints(config.checkpoint, workdir)
-    return CheckpointFolder(config, unresolved, environment, workdir, directory, before)
+    return CheckpointFolder(run, folder_of_checkpoints(run.config.checkpoint, run.folder), before)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,22 +112,21 @@ class StartPoint:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CheckpointFolder:
-    """The folder of a run's persistent checkpoints, and the config that is to go on from one.
+    """The folder of a run's persistent checkpoints, and the run that is to go on from one.
 
-    config: the run's, resolved
-    unresolved: the config before it was resolved, from which an error's suggestions start
-    environment: what these suggestions have to fit
-    workdir: the run's folder
-    directory: the folder or address of the checkpoints
+    run: its config has to fit the checkpoint; an error's suggestions are changes of the requested
+    one directory: the folder or address of the checkpoints
     before: only checkpoints of earlier steps than this are looked at; None: all are
     """
 
-    config: Config
-    unresolved: Config
-    environment: Environment
-    workdir: pathlib.Path
+    run: PreparedRun
     directory: epath.Path
     before: int | None = None
+
+    @property
+    def config(self) -> ResolvedConfig:
+        """The run's config."""
+        return self.run.config
 
     def choose(self, damaged: Mapping[int, str] = NONE) -> "ChosenStep":
         """The newest complete persistent checkpoint; a ChosenStep without one for a new run.
@@ -156,7 +158,7 @@ class CheckpointFolder:
         stored, folder = self._stored_config(meta), self.config.train.init_from
         of_model = (
             violation
-            for violation in violations(self.config, stored.resolve())
+            for violation in violations(self.config, stored)
             if folder and violation.field.startswith("model.")
         )
         # A model's settings come from train.init_from, so that is the setting to change.
@@ -166,18 +168,20 @@ class CheckpointFolder:
                 f"{get(self.config, violation.field)!r} {violation.rule}"
             )
             raise ConfigError("train.init_from", folder, rule, "another --workdir")
-        check_resume(stored, self.unresolved, self.environment)
+        check_resume(stored, self.run.requested, self.run.environment)
 
-    def _stored_config(self, meta: Meta) -> Config:
+    def _stored_config(self, meta: Meta) -> StoredConfig:
         """The config in a meta, with the run's path of the tokenizer if that is the same file, and
         with all of its data for a published model's checkpoint, which has seen none."""
         stored, name = meta.stored_config(), self.config.data.tokenizer
         if not meta.step and not meta.checksum:
             data_settings = [path for path in fields() if path.startswith("data.")]
-            return replace(stored, {path: get(self.config, path) for path in data_settings})
+            return replace(
+                stored, {path: get(self.config, path) for path in data_settings}
+            ).to_store()
         file, digest = pathlib.Path(os.path.expanduser(name)), meta.tokenizer.get("sha256")
         if digest and file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == digest:
-            return replace(stored, {"data.tokenizer": name})
+            return replace(stored, {"data.tokenizer": name}).to_store()
         return stored
 
 
@@ -241,7 +245,7 @@ class ChosenStep:
             # of a start bear one token: files of two starts are never combined.
             name, start_id = cluster.from_main(
                 lambda: (
-                    run_name(self.folder.workdir, self.folder.directory),
+                    run_name(self.folder.run.folder, self.folder.directory),
                     secrets.token_hex(4),
                 ),
                 CheckpointError,
