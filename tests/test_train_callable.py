@@ -20,7 +20,7 @@ import threading
 
 from jaxtrain.config.recipes import load_recipe
 from jaxtrain.run.exit_status import RunError
-from jaxtrain.train import train
+from jaxtrain.train_command import train
 
 handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 found = {}
@@ -95,7 +95,7 @@ import sys
 
 import jax
 
-from jaxtrain.train import train
+from jaxtrain.train_command import train
 
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 flags = ["--config=recipe.py", "--workdir=run", "--config.train.steps=3"]

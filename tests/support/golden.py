@@ -9,7 +9,8 @@ import json
 import pathlib
 from unittest import mock
 
-from jaxtrain import cli, loop, train
+from jaxtrain import cli, loop
+from jaxtrain import train_command as train
 from jaxtrain.config.rules.checks import Environment
 from jaxtrain.run.metrics import read_metrics
 from jaxtrain.run.wall_clock import WallClock
