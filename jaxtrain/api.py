@@ -89,10 +89,9 @@ def train(
     Raises RunError, with the status that the command would exit with.
 
     >>> import jaxtrain
-    >>> run = jaxtrain.train("tiny", TINY, workdir="runs/a")  # doctest: +ELLIPSIS
-    mesh: ...
-    >>> run.status.name, sorted(run.losses)
-    ('FINISHED', [1, 2, 3])
+    >>> run = jaxtrain.train("mine.py", {"train.steps": 20}, workdir="runs/first")
+    >>> run.status.name, run.losses[20] < 5
+    ('FINISHED', True)
     """
     argv, given = _command_line(recipe, changes, workdir=workdir, cpu_devices=cpu_devices)
     with _refusals():
@@ -132,7 +131,7 @@ def make_step(
     and errors as of `train`.
 
     >>> import jaxtrain
-    >>> step = jaxtrain.make_step("tiny", TINY)
+    >>> step = jaxtrain.make_step("mine.py", {"model.layers": 1, "mesh.stage": 1})
     >>> state = step.initial_state()
     >>> for number in range(3):
     ...     state, metrics = step.train(state, step.batch(number))
@@ -209,8 +208,8 @@ def generate(
     Raises RunError.
 
     >>> import jaxtrain
-    >>> text = jaxtrain.generate("runs/a", "def ", tokens=8, temperature=0)
-    >>> text == jaxtrain.generate("runs/a", "def ", tokens=8, temperature=0)
+    >>> text = jaxtrain.generate("runs/first", "def ", tokens=8, temperature=0)
+    >>> len(text) <= 8
     True
     """
     asked = {"prompt": prompt, "tokens": tokens, "temperature": temperature, "top_k": top_k}
@@ -251,11 +250,11 @@ def plan(
     Raises RunError, also where no layout fits.
 
     >>> import jaxtrain
-    >>> best = jaxtrain.plan("gpt2_124m", hardware="h100", devices=8)[0]
-    >>> best.fits, best.work.layout.devices, 0.05 < best.seconds < 5
+    >>> (plan,) = jaxtrain.plan("gpt2_124m", hardware="h100", layout="data=8,microbatch=4")
+    >>> plan.fits, plan.work.layout.devices, 0.05 < plan.seconds < 5
     (True, 8, True)
-    >>> sorted(best.figures())[:3]
-    ['attention_flops', 'bubble_fraction', 'command']
+    >>> sorted(plan.figures())[:3]
+    ['attention_flops', 'bubble_fraction', 'fits']
     """
     from jaxtrain.planner.command import main as planner
 
