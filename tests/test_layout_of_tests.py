@@ -23,6 +23,8 @@ GROUPED = {
     "checkpoint/reading.py": "checkpoint/test_command.py",
     "checkpoint/storage.py": "checkpoint/test_damage.py",
     "checkpoint/subject.py": "checkpoint/test_command.py",
+    "generate_command.py": "test_generate.py",
+    "train_command.py": "test_train.py",
     "config/addresses.py": "checkpoint/test_stores.py",
     "config/errors.py": "config/test_flags.py",
     "config/rules/rules.py": "config/test_checks.py",
