@@ -85,7 +85,7 @@ def write(step: epath.Path) -> None:
     """Writes the manifest of a step, of which everything else is written. Raises OSError or
     DatabaseError where that cannot be read, or where an array lacks pieces: one of the processes
     has not written, or elsewhere."""
-    pieces = _pieces(read_database(step / STATE))
+    pieces = _pieces(read_database(step / STATE).values)
 
     def look(path: str) -> StoredFile:
         size = size_within(step, path)
@@ -163,12 +163,9 @@ def damages(step: epath.Path, files: Files) -> Iterator[str]:
     yield from filter(None, _at_once(damage, list(files)))
 
 
-def damages_between_pieces(
-    step: epath.Path, files: Files, values: Sequence["DatabaseValue"]
-) -> Iterator[str]:
-    """The damage between the pieces of files that have some, file by file, in words. values: of the
-    step's database."""
-    pieces = _pieces(values)
+def damages_between_pieces(step: epath.Path, files: Files, database: "Database") -> Iterator[str]:
+    """The damage between the pieces of files that have some, file by file, in words."""
+    pieces = _pieces(database.values)
 
     def damage(path: str) -> str:
         try:
@@ -244,8 +241,17 @@ class DatabaseValue:
     stop: int = 0
 
 
-def read_database(folder: epath.Path) -> list[DatabaseValue]:
-    """All values of the newest version of the database in a state's folder.
+@dataclasses.dataclass(frozen=True)
+class Database:
+    """The newest version of a state's database. shapes: array → shape, by the names in memory,
+    "params/embed/table"."""
+
+    values: list[DatabaseValue]
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+def read_database(folder: epath.Path) -> Database:
+    """The database in a state's folder.
 
     Raises DatabaseError if something of it is missing, cut off or damaged, or if an array lacks
     pieces. The numbers are not looked at.
@@ -273,11 +279,10 @@ def read_database(folder: epath.Path) -> list[DatabaseValue]:
         raise DatabaseError(f"cannot be read: {error.strerror}") from None
     except ValueError as error:  # TensorStore's, for whatever it cannot make sense of
         raise DatabaseError(no_damage(error) or "is damaged") from None
-    shapes(values)
-    return values
+    return Database(values, shapes_of(values))
 
 
-def shapes(values: Sequence[DatabaseValue]) -> dict[str, tuple[int, ...]]:
+def shapes_of(values: Sequence[DatabaseValue]) -> dict[str, tuple[int, ...]]:
     """Array → shape, by the names in memory, "params/embed/table". Raises DatabaseError for a
     description without a shape, and for an array that lacks pieces: zeros are stored, too."""
     sizes = {v.key: v.stop - v.start if v.inline is None else len(v.inline) for v in values}

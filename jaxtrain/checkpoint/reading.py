@@ -5,14 +5,14 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import tensorstore as ts
 from etils import epath
 
 from jaxtrain.checkpoint import manifest, retention, steps
-from jaxtrain.checkpoint.manifest import STATE, DatabaseError, DatabaseValue, ManifestError
+from jaxtrain.checkpoint.manifest import STATE, Database, DatabaseError, ManifestError
 from jaxtrain.checkpoint.steps import CheckpointError, UnrecognizedEntry
 from jaxtrain.checkpoint.stores import kvstore, no_damage
 
@@ -46,16 +46,14 @@ class Difference:
     count: int
 
 
-def open_arrays(folder: epath.Path, values: Sequence[DatabaseValue]) -> dict[str, ts.TensorStore]:
+def open_arrays(folder: epath.Path, database: Database) -> dict[str, ts.TensorStore]:
     """Opens the arrays of a step, by name; their numbers are not read yet.
-
-    values: the entries of the step's database
 
     Raises DatabaseError for a damaged description, CheckpointError for one that cannot be read.
     """
     context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
     opening = {}
-    for value in values:
+    for value in database.values:
         key, _, description = value.key.rpartition("/")
         if description == "zarr.json":
             store = {"driver": "ocdbt", "base": kvstore(folder / STATE), "path": f"{key}/"}
@@ -144,12 +142,12 @@ def damages(folder: epath.Path, progress: Callable[[int, int], object]) -> Itera
         yield str(error)
     yield from manifest.damages(folder, files)
     try:
-        values = manifest.read_database(folder / STATE)
-        arrays = open_arrays(folder, values)
+        database = manifest.read_database(folder / STATE)
+        arrays = open_arrays(folder, database)
     except DatabaseError as error:
         yield f"{STATE} {error}"
         return
-    yield from manifest.damages_between_pieces(folder, files, values)
+    yield from manifest.damages_between_pieces(folder, files, database)
     total, done = sum(map(nbytes, arrays.values())), 0
     for name, array in arrays.items():
         for index, numbers in read(array):

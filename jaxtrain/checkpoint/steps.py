@@ -177,9 +177,9 @@ def what_is_wrong(step: str | os.PathLike, meta: Meta, wrong: StepCheck = nothin
         files = manifest.read(folder)
         if damage := next(manifest.damages(folder, files), ""):
             return damage
-        values = manifest.read_database(folder / STATE)
-        between_pieces = next(manifest.damages_between_pieces(folder, files, values), "")
-        return between_pieces or wrong(meta, manifest.shapes(values))
+        database = manifest.read_database(folder / STATE)
+        between_pieces = next(manifest.damages_between_pieces(folder, files, database), "")
+        return between_pieces or wrong(meta, database.shapes)
     except ManifestError as error:
         return str(error)
     except DatabaseError as error:

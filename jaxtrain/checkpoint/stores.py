@@ -17,7 +17,6 @@ import errno
 import functools
 import logging
 import os
-import pathlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +27,7 @@ from etils import epath
 from jaxtrain.config import addresses
 from jaxtrain.config.flags import UsageError
 from jaxtrain.run.exit_status import ExitStatus, RunError
-from jaxtrain.run.files import MOST_BYTES, belongs, open_regular
+from jaxtrain.run.files import MOST_BYTES, open_regular, read_regular
 
 _PROTOCOLS = {"s3": "s3", "gs": "gcs"}  # as fsspec calls them
 _PLACEHOLDER = "/.object_store/"  # stands for "s3://" while Orbax builds the spec of a local folder
@@ -169,21 +168,21 @@ def bytes_of(path: epath.Path) -> int:
 
 def size_within(folder: epath.Path, name: str) -> int:
     """The bytes of a folder's file. Raises FileNotFoundError, and OSError for what is no regular
-    file, or lies outside of the folder (`files.belongs`): the name or a link leads there."""
+    file, or lies outside of the folder (`files.open_regular`): the name or a link leads there."""
     if scheme_of(path := folder / name):
         return bytes_of(path)
-    if not belongs(pathlib.Path(os.path.realpath(path)), folder):
-        raise OSError(errno.EXDEV, f"it lies outside of {folder}", os.fspath(path))
-    with open_regular(path) as file:
+    with open_regular(path, folder) as file:
         return os.fstat(file.fileno()).st_size
 
 
 def read_within(folder: epath.Path, name: str) -> bytes:
     """The bytes of a folder's file. Errors as of `size_within`, and OSError for one of more than
     MOST_BYTES."""
-    if size_within(folder, name) > MOST_BYTES:
+    if not scheme_of(path := folder / name):
+        return read_regular(path, MOST_BYTES, folder)
+    if bytes_of(path) > MOST_BYTES:
         raise OSError(errno.EFBIG, f"it has more than {MOST_BYTES:,} bytes", name)
-    return (folder / name).read_bytes()
+    return path.read_bytes()
 
 
 def remove(path: epath.Path) -> None:
