@@ -750,7 +750,7 @@ def test_an_accelerator_without_its_package_is_one_line(monkeypatch, file, name,
         f"{name} is here, and jax has no working package for it: JAXTRAIN_EXTRAS={extra} "
         "scripts/train.sh"
     )
-    assert (ROOT / f"requirements-{extra}.txt").is_file() and "\n" not in said
+    assert (ROOT / f"requirements/{extra}.txt").is_file() and "\n" not in said
     assert not startup.unused_accelerator(flags(8), lambda path: path == file)
     assert not startup.unused_accelerator(flags(0), lambda path: False)
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from by_hand.fuzz_configs import suggested
 from etils import epath
 from support import ROOT, small
 from support.damage import damage_numbers
@@ -32,10 +33,6 @@ from jaxtrain.devices.mesh import make_mesh
 from jaxtrain.models import transformer
 from jaxtrain.training.state import stored_shapes
 from jaxtrain.training.step import make_step
-
-sys.path.append(str(ROOT / "scripts"))
-
-from fuzz_configs import suggested
 
 VOCABULARY = 61
 

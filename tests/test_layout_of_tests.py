@@ -3,8 +3,9 @@ modules ROOM/FOLDER/*.py in the same place or in tests/ROOM/test_FOLDER.py, and 
 that GROUPED names.
 
 Each other file of a room's tests is about several of its modules, and its docstring says what. The
-tests of whole commands and scripts stand beside the rooms' folders; benchmarks/, chaos/, extending/
-and launch/ test scripts, kills, docs/extending.md and the templates of scripts/launch.
+tests of whole commands and scripts stand beside the rooms' folders; benchmarks/, by_hand/,
+chaos/, extending/ and launch/ test scripts, fuzzers, kills, docs/extending.md and the templates of
+scripts/launch.
 """
 
 import ast
@@ -69,10 +70,12 @@ GROUPED = {
     "schedule/table_spec.py": "schedule/test_orders.py",
     "training/update/balance.py": "training/test_experts.py",
     "training/stored_op_times.py": "training/test_measured_op_times.py",
+    "training/initial_values.py": "training/test_state.py",
+    "training/parameter_layout.py": "training/test_state.py",
     "training/step.py": "training/test_variants.py",
     "runtime/equations.py": "runtime/test_backward_split.py",
 }
-OTHER_FOLDERS = {"benchmarks", "chaos", "extending", "golden", "launch", "support"}
+OTHER_FOLDERS = {"benchmarks", "by_hand", "chaos", "extending", "golden", "launch", "support"}
 MODULES = {
     str(path.relative_to(ROOT / "jaxtrain")): path
     for path in (ROOT / "jaxtrain").rglob("*.py")

@@ -18,7 +18,8 @@ from jaxtrain.checkpoint.storage import read_tree
 from jaxtrain.config import Config, ModelConfig, PrecisionConfig
 from jaxtrain.devices.mesh import AXES, REPLICA, make_mesh
 from jaxtrain.devices.state_file import is_on_disk
-from jaxtrain.training.state import ParameterLayout, abstract_state, stored_shapes
+from jaxtrain.training.parameter_layout import ParameterLayout
+from jaxtrain.training.state import abstract_state, stored_parameters, stored_shapes
 from jaxtrain.training.update.optimizer import make_optimizer
 
 # --- the arrays that a config makes ---------------------------------------------------------------
@@ -136,7 +137,7 @@ def load_parameters(
         layout.shardings,
     )
     name = trained_group(independent_replicas)
-    restored = restore(directory, step, {name: abstract}, {name: layout.stored})[name]
+    restored = restore(directory, step, {name: abstract}, {name: stored_parameters(layout)})[name]
     specs, layers = layout.specs, restored["layers"].pop("0")
     compute = jnp.dtype(precision.compute)
     with jax.set_mesh(mesh):  # the caller may be inside another one

@@ -63,7 +63,7 @@ class Piece(NamedTuple):
 
 Pieces = Iterator[Piece | BadRecord]
 # (file and line, text, decoded value) of a JSON value
-Entry = tuple[str, str, Any] | BadRecord
+JsonValue = tuple[str, str, Any] | BadRecord
 
 
 # --- JSONL ----------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def read_jsonl(file: File, runs: Runs, scratch: pathlib.Path) -> Pieces:
         yield from _documents(_lines(stream, file.path), "a line", runs, stream)
 
 
-def _lines(stream: Reader, path: str) -> Iterator[Entry]:
+def _lines(stream: Reader, path: str) -> Iterator[JsonValue]:
     """The values of lines, without blank ones."""
     for number, line in enumerate(stream, 1):
         if number == 1:
@@ -84,7 +84,7 @@ def _lines(stream: Reader, path: str) -> Iterator[Entry]:
             yield _parse(line, f"{path}:{number}")
 
 
-def _parse(line: bytes, where: str) -> Entry:
+def _parse(line: bytes, where: str) -> JsonValue:
     try:
         text = line.decode().rstrip()
         return where, text, json.loads(text)
@@ -97,7 +97,7 @@ def _parse(line: bytes, where: str) -> Entry:
         return BadRecord(where, f"JSON that cannot be read: {str(error).splitlines()[0]}")
 
 
-def _documents(entries: Iterator[Entry], what: str, runs: Runs, stream: Reader) -> Pieces:
+def _documents(entries: Iterator[JsonValue], what: str, runs: Runs, stream: Reader) -> Pieces:
     """The pieces of values that must be objects, and the errors of those that are bad. what: a
     value, in words"""
     for entry in entries:
@@ -222,7 +222,7 @@ class _JsonText:
                     raw, self._at = self._text[self._at : end], end
                     return raw, value
 
-    def entry(self) -> Iterator[Entry]:
+    def entry(self) -> Iterator[JsonValue]:
         """Reads the JSON value that begins here. Behind a bad one it goes on where brackets and
         quotes say that it ends; raises BadRecord if they do not."""
         where = self.where
@@ -298,7 +298,7 @@ def _has_records_as_lines(path: str) -> bool:
         return "\n" not in raw and not text.rest_of_line.strip()
 
 
-def _values(text: _JsonText) -> Iterator[Entry]:
+def _values(text: _JsonText) -> Iterator[JsonValue]:
     """Values one after the other. A mark that only lists and objects have is a bad one."""
     while mark := text.peek():
         yield from text.entry()
@@ -306,7 +306,7 @@ def _values(text: _JsonText) -> Iterator[Entry]:
             text.skip()
 
 
-def _items(text: _JsonText) -> Iterator[Entry]:
+def _items(text: _JsonText) -> Iterator[JsonValue]:
     """The items of a list."""
     text.skip()
     following = text.peek()

@@ -28,7 +28,7 @@ from jaxtrain.hf.fields import HfError
 from jaxtrain.hf.safetensors_folder import DTYPES
 from jaxtrain.hf.safetensors_writer import TensorEntry, sync_folder, write_synced, write_tensors
 from jaxtrain.hf.source_files import CONFIG
-from jaxtrain.hf.tensor_rules import PublishedTensor, Rule
+from jaxtrain.hf.tensor_rules import PublishedTensor, TensorRule
 
 BLOCK_BYTES = 2**25  # of a tensor in memory
 PIECE_BYTES = 2**25  # of a checkpoint's array, read at a time; pieces have at most that many
@@ -143,7 +143,7 @@ def tensor_rows(
         yield block.reshape(tensor.shape) if not tensor.shape else block
 
 
-def _windows(rule: Rule, rows: range, array: ts.TensorStore) -> Iterator[tuple[range, ...]]:
+def _windows(rule: TensorRule, rows: range, array: ts.TensorStore) -> Iterator[tuple[range, ...]]:
     """The windows of an array that hold a rule's part of some rows of its tensor. Each has pieces
     of the array as they are stored, as many as PIECE_BYTES allow, and one at least."""
     window = rule.window(rows, array.shape)
@@ -158,7 +158,7 @@ def _windows(rule: Rule, rows: range, array: ts.TensorStore) -> Iterator[tuple[r
     yield from itertools.product(*spans)
 
 
-def _read(rule: Rule, window: Sequence[range], array: ts.TensorStore) -> np.ndarray:
+def _read(rule: TensorRule, window: Sequence[range], array: ts.TensorStore) -> np.ndarray:
     """The numbers in a window of the rule's layer and expert. Raises CheckpointError if they cannot
     be read."""
     index: Any = (*rule.index, *(slice(span.start, span.stop) for span in window))

@@ -46,9 +46,10 @@ from jaxtrain.parallel.zero import Zero
 from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.run.metrics import METRICS, host
 from jaxtrain.runtime.runtime import LossesAndGradients, Runtime, SlotBytes
+from jaxtrain.training.initial_values import random_keys
+from jaxtrain.training.parameter_layout import ParameterLayout
 from jaxtrain.training.several_steps import StepsTogether, train_several
 from jaxtrain.training.state import (
-    ParameterLayout,
     TrainState,
     abstract_state,
     bytes_on_disk,
@@ -69,7 +70,7 @@ from jaxtrain.training.update.streamed_update import (
     streamed_update,
 )
 
-# The use of random keys that the initial values have not (ParameterLayout.keys).
+# The use of random keys that the initial values have not (random_keys).
 ROUNDING = 1
 
 # Float32 scalars by their names in METRICS; of independent replicas arrays [replicas].
@@ -265,7 +266,7 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
     compute = jnp.dtype(precision.compute)
     layout = make_layout(setup, mesh, model, parallel, precision, data.batch_size, independent)
     layout = dataclasses.replace(layout, optimizer=config.optimizer)
-    keys = layout.keys(config.train.seed, ROUNDING)
+    keys = random_keys(layout, config.train.seed, ROUNDING)
     optimizer = make_optimizer(
         config.optimizer, steps, layout.specs, precision.moments, layout.offload, keys
     )

@@ -6,10 +6,10 @@
         --config.data.source=/shared/data/text --config.data.tokenizer=/shared/data/tokenizer.json
 
 On TPUs: --topology=4x4x4 --accelerator=TPU-V5P instead of --gpus_per_worker. On CPU devices:
---cpu_devices=N (rehearse_ray.py). Run it where `ray.init()` finds the cluster; jaxtrain is in the
-workers' environment. Ray retries a failure whatever it is, so only what can go on is a failure here
-(https://docs.ray.io/en/latest/train/user-guides/fault-tolerance.html); the rest ends the job with
-its status.
+--cpu_devices=N (tests/by_hand/rehearse_ray.py). Run it where `ray.init()` finds the cluster;
+jaxtrain is in the workers' environment. Ray retries a failure whatever it is, so only what can go
+on is a failure here (https://docs.ray.io/en/latest/train/user-guides/fault-tolerance.html); the
+rest ends the job with its status.
 """
 
 import argparse

@@ -4,11 +4,10 @@ that is wrong is said at once."""
 import contextlib
 import itertools
 import shlex
-import sys
 import types
 
 import pytest
-from support import ROOT
+from by_hand.fuzz_configs import suggested
 
 from jaxtrain import cli, convert, generate, launch, train
 from jaxtrain import config as cfg
@@ -21,9 +20,6 @@ from jaxtrain.planner.command import calibrate
 from jaxtrain.planner.command import main as plan
 from jaxtrain.planner.programs import compile_check
 from jaxtrain.run.exit_status import RunError
-
-sys.path.insert(0, str(ROOT / "scripts"))
-from fuzz_configs import suggested
 
 COMMANDS = {
     "train": (*SHARED_FLAGS, *train.FLAGS),

@@ -179,10 +179,12 @@ def measured_parts(events: Events, kinds: Kinds, steps: int, step_time_s: float)
 
 
 def without_waiting(events: Events, kinds: Kinds) -> Events:
-    """The events in order, each collective without the wait for the last of these devices.
+    """The events of each device by their beginning, with the time that a collective waits for
+    other devices cut off at its front.
 
-    The n-th event of an instruction is the same collective on all devices that run it equally
-    often: stages run the collectives of their ops as often as their tables say.
+    The n-th event of an instruction is the same collective on all devices that run the instruction
+    equally often (stages run it as often as their tables say). The device that entered last did not
+    wait, so its event, the shortest of them, is the collective's own time.
     """
     ordered = {
         device: sorted(of_device, key=lambda event: event.begin)

@@ -24,10 +24,10 @@ from jaxtrain.planner.layer.model import model_of
 from jaxtrain.planner.layer.settings import FLOAT32
 from jaxtrain.planner.search.compare import plan_at_hand
 from jaxtrain.planner.search.explain import aligned
-from jaxtrain.planner.step.step_counts import Entry, StepCounts
+from jaxtrain.planner.step.step_counts import CollectiveCount, StepCounts
 from jaxtrain.planner.step.step_model import layout_of, settings_of_run
 from jaxtrain.run.wall_clock import Phase, WallClock, start_record
-from jaxtrain.training.state import ParameterLayout
+from jaxtrain.training.parameter_layout import ParameterLayout
 from jaxtrain.training.step import Step, compiled_memory, make_layout, make_step
 
 MIB = 2**20
@@ -153,11 +153,11 @@ def dry_run(
     ], record
 
 
-def _as_dicts(entries: list[Entry]) -> list[dict[str, Any]]:
+def _as_dicts(entries: list[CollectiveCount]) -> list[dict[str, Any]]:
     return [dataclasses.asdict(entry) | {"bytes": entry.bytes} for entry in entries]
 
 
-def _table(entries: list[Entry]) -> list[str]:
+def _table(entries: list[CollectiveCount]) -> list[str]:
     cells = [
         ("op", "collective", "over", "devices", "times", "KiB each", "MiB sent"),
         *(

@@ -2,7 +2,7 @@
 """A rehearsal of slurm.sbatch under a real Slurm on this machine: failures, requeues by exit
 status, and the end.
 
-    sudo .venv/bin/python scripts/launch/rehearse_slurm.py [--install] [--python=PYTHON]
+    sudo .venv/bin/python tests/by_hand/rehearse_slurm.py [--install] [--python=PYTHON]
 
 It needs root, Debian or Ubuntu, and the packages slurmctld, slurmd, slurm-client and munge:
 --install installs them by apt-get. Two slurmd with names, ports and folders of their own are two

@@ -1,5 +1,5 @@
-"""scripts/fuzz_configs.py: what the trainer suggests for random configs that cannot work is true,
-and the drawing is not idle."""
+"""tests/by_hand/fuzz_configs.py: what the trainer suggests for random configs that cannot
+work is true, and the drawing is not idle."""
 
 import concurrent.futures
 import os
@@ -10,9 +10,7 @@ import sys
 import pytest
 from support import ROOT
 
-sys.path.append(str(ROOT / "scripts"))
-
-import fuzz_configs
+from by_hand import fuzz_configs
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -68,12 +66,12 @@ def test_every_process_suggests_the_same():
         "--config.pipeline.schedule=auto",
         "--config.pipeline.repeats=0",
     ]
-    code = f"import fuzz_configs; print(fuzz_configs.refusal_of({flags}, 4))"
+    code = f"from by_hand import fuzz_configs; print(fuzz_configs.refusal_of({flags}, 4))"
     said = []
     for seed in ("1", "2", "3"):
         environment = os.environ | {
             "PYTHONHASHSEED": seed,
-            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "scripts"))),
+            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))),
         }
         said.append(
             subprocess.run(

@@ -1,15 +1,10 @@
-"""scripts/fuzz_tokenizers.py: a corpus has the ids that the library makes of each entire document,
-and begins and ends it as the post-processor says; and that the script sees what is wrong."""
+"""tests/by_hand/fuzz_tokenizers.py: a corpus has the ids that the library makes of each entire
+document, and begins and ends it as the post-processor says; and that the script
+sees what is wrong."""
 
 import random
-import sys
 
-from support import ROOT
-
-sys.path.append(str(ROOT / "scripts"))
-
-import fuzz_tokenizers
-
+from by_hand import fuzz_tokenizers
 from jaxtrain.data import encode
 from jaxtrain.data.records import Piece
 

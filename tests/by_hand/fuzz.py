@@ -3,7 +3,7 @@
 are refused with flags that work; and random command lines of all commands, which end as they
 should.
 
-    scripts/fuzz.py [--seed=N] [--valid=200] [--invalid=2000] [--dry_run=50] [--commands=400]
+    tests/by_hand/fuzz.py [--seed=N] [--valid=200] [--invalid=2000] [--dry_run=50] [--commands=400]
                     [--jobs=2] [--folder=runs/fuzz/SEED]
 
 A valid case is a model and a layout of it (fuzz_valid.py). It trains two steps on simulated
@@ -41,13 +41,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import fuzz_commands  # noqa: E402 (the path comes first)
-import fuzz_configs  # noqa: E402
-import fuzz_valid  # noqa: E402
-
+from by_hand import fuzz_commands, fuzz_configs, fuzz_valid  # noqa: E402 (the path comes first)
 from jaxtrain.config import get, value_text  # noqa: E402
 from jaxtrain.run import streams  # noqa: E402 (the path comes first)
 from jaxtrain.run.metrics import read_metrics  # noqa: E402

@@ -1,5 +1,5 @@
-"""scripts/fuzz_checkpoints.py: some of its cases, and that it notices a command that counts what is
-not complete."""
+"""tests/by_hand/fuzz_checkpoints.py: some of its cases, and that it notices a
+command that counts what is not complete."""
 
 import dataclasses
 import sys
@@ -7,18 +7,15 @@ import sys
 import jax
 import numpy as np
 import pytest
-from support import ROOT, small
+from support import small
 
+from by_hand import fuzz_checkpoints
 from jaxtrain import config as configs
 from jaxtrain.checkpoint import retention, steps
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.steps import Meta
 from jaxtrain.training.state import stored_shapes
 from jaxtrain.training.step import make_step
-
-sys.path.append(str(ROOT / "scripts"))
-
-import fuzz_checkpoints
 
 CONFIG = small.config((1, 2, 1)).resolve()
 

@@ -2,7 +2,7 @@
 """A rehearsal of ray_train.py on this machine's CPU: two workers, one of which is killed; Ray
 starts both again, and the run ends.
 
-    python scripts/launch/rehearse_ray.py [--install] [--packages=FOLDER]
+    python tests/by_hand/rehearse_ray.py [--install] [--packages=FOLDER]
 
 Ray and what it imports are in FOLDER (build/ray): jaxtrain's own environment stays as it is.
 --install puts them there by pip, some 100 MB. The exit status is 1 where something was not seen,

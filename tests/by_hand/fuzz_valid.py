@@ -1,5 +1,5 @@
 """Random configs that work: a model with its data, and layouts of it over a mesh. Drawn for
-scripts/fuzz.py; nothing is run here.
+tests/by_hand/fuzz.py; nothing is run here.
 
 What is drawn must be one training on every layout, in float32: DiLoCo, sums in 16 bits and cuDNN
 are left out.

@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Random config.json's of published families through jaxtrain convert and through transformers.
 
-    scripts/fuzz_hf.py [--seed=N] [--cases=40] [--families=llama,gpt2] [--folder=runs/fuzz_hf/SEED]
+    tests/by_hand/fuzz_hf.py [--seed=N] [--cases=40] [--families=llama,gpt2]
+                             [--folder=runs/fuzz_hf/SEED]
 
 transformers makes a model of each config.json (fuzz_hf_configs.py), with random weights. jaxtrain
 either refuses it by a line that names a field, and fuzz_hf_configs.py knows why it may, or imports
@@ -11,7 +12,7 @@ one case in five, gradients and greedy continuations are compared, too.
 
 What has been run is in FOLDER/results.jsonl: started again, the same command goes on. The files of
 cases that failed stay in FOLDER/cases, and the exit status is 1 if there are any. It needs
-.venv-transformers (requirements-transformers.txt).
+.venv-transformers (requirements/transformers.txt).
 """
 
 import argparse
@@ -28,14 +29,13 @@ import sys
 import traceback
 from typing import Any
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from support import COMPILE_QUICKLY  # noqa: E402 (the path comes first)
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", COMPILE_QUICKLY)
 
-import fuzz_hf_configs  # noqa: E402 (the path comes first)
 import jax  # noqa: E402 (after its environment)
 import numpy as np  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
@@ -47,6 +47,7 @@ from support.hf_imported import (  # noqa: E402 (the path comes first)
 )
 from support.in_transformers import run_script  # noqa: E402
 
+from by_hand import fuzz_hf_configs  # noqa: E402 (the path comes first)
 from jaxtrain import convert  # noqa: E402
 from jaxtrain.hf.families import FAMILIES  # noqa: E402
 

@@ -1,18 +1,14 @@
-"""scripts/fuzz_published.py: what it draws is hostile, and what it judges as a fault is one. The
-script itself runs the real commands."""
+"""tests/by_hand/fuzz_published.py: what it draws is hostile, and what it judges as a fault is
+one. The script itself runs the real commands."""
 
 import random
 import shutil
-import sys
 
 import pytest
-from support import ROOT
 from support.hf_models import write_llama
 
-sys.path.append(str(ROOT / "scripts"))
-
-import fuzz_published
-from fuzz_published import MODEL, OUTSIDE, SECRET, Ended
+from by_hand import fuzz_published
+from by_hand.fuzz_published import MODEL, OUTSIDE, SECRET, Ended
 
 GOOD = Ended(0, "ab\nstopped: at --tokens=3\n", 0.5, 2.0, False, [])
 

@@ -1,5 +1,5 @@
 """Random configs that cannot work, and whether what the trainer says about them is true: for
-scripts/fuzz.py; nothing is trained here.
+tests/by_hand/fuzz.py; nothing is trained here.
 
 `draw_invalid` draws flags over configs/tiny.py that are refused on so many simulated devices.
 `refusal_holds` asks the trainer's own checks, in this process and without jax, takes the flags out
@@ -29,7 +29,7 @@ from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.run.exit_status import RunError
 from jaxtrain.schedule.orders import SCHEDULES
 
-RECIPE = pathlib.Path(__file__).resolve().parent.parent / "configs" / "tiny.py"
+RECIPE = pathlib.Path(__file__).resolve().parents[2] / "configs" / "tiny.py"
 DEVICES = (1, 2, 3, 4, 6, 7, 8, 8, 8, 12, 16)
 ODD_SIZES = (
     -7,

@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Random hostile files in a published model and in a run's folder, through the real commands.
 
-    scripts/fuzz_published.py [--seed=N] [--cases=400] [--only=N] [--folder=runs/fuzz_published]
+    tests/by_hand/fuzz_published.py [--seed=N] [--cases=400] [--only=N]
+                                    [--folder=runs/fuzz_published]
 
 A case is a copy of a tiny published model, or of a tiny run, with one to three hostile files: links
 out of the folder, pipes, devices, sockets, sparse files, damaged bytes, JSON and headers of
@@ -33,7 +34,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from support import COMPILE_QUICKLY  # noqa: E402 (the path comes first)
 

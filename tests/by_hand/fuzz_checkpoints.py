@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Random damages, links, copies and permissions in the checkpoints of a tiny run.
 
-    scripts/fuzz_checkpoints.py [--seed=N] [--cases=300] [--first=0] [--real_every=5] [--folder=F]
+    tests/by_hand/fuzz_checkpoints.py [--seed=N] [--cases=300] [--first=0] [--real_every=5]
+                                      [--folder=F]
 
 A run of three checkpoints is trained once. Each case is a copy of it, in which one to three damages
 are drawn: files that are cut, flipped, deleted, extended, swapped between steps, or replaced by
@@ -36,7 +37,7 @@ import time
 import traceback
 from collections.abc import Callable
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 

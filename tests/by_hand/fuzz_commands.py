@@ -1,5 +1,5 @@
 """Random command lines over all six commands, plausible and hostile values mixed: drawn and judged
-here, for scripts/fuzz.py.
+here, for tests/by_hand/fuzz.py.
 
 Whatever a command line is, it has to end by itself, with a status that docs/operations.md lists and
 without a traceback. A refusal is one line, and the flags that it suggests are not refused when they
@@ -21,8 +21,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import fuzz_configs
-
+from by_hand import fuzz_configs
 from jaxtrain import config as cfg
 from jaxtrain import generate, launch, train
 from jaxtrain import show_schedule as schedule
@@ -34,7 +33,7 @@ from jaxtrain.planner.search import layout_flag
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.schedule import by_name
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 PATIENCE = 60.0  # CPU-seconds that no command line that is drawn here should take
 STARTED = "failed with status"  # what the launcher says of a process, in place of an error
 WAIT = 240.0  # seconds after which a command is stopped: other work may share the cores
@@ -181,7 +180,7 @@ def write_inputs(folder: pathlib.Path) -> None:
     (folder / "recipe.py").write_text((ROOT / "configs" / "tiny.py").read_text())
     (folder / "broken.py").write_text("def get_config():\n    return 1 / 0\n")
     (folder / "hardware.json").write_text(
-        (ROOT / "jaxtrain" / "costs" / "hardware" / "h100.json").read_text()
+        (ROOT / "jaxtrain" / "planner" / "layer" / "hardware" / "h100.json").read_text()
     )
     odd = json.loads((folder / "hardware.json").read_text())
     (folder / "odd.json").write_text(

@@ -1,5 +1,5 @@
-"""scripts/try_docs.py: which commands it finds, its parts, what it makes of a command's end, and
-what it remembers. All of them: --full."""
+"""tests/by_hand/try_docs.py: which commands it finds, its parts, what it makes of a command's
+end, and what it remembers. All of them: --full."""
 
 import json
 import subprocess
@@ -8,10 +8,8 @@ import sys
 import pytest
 from support import ROOT
 
-sys.path.append(str(ROOT / "scripts"))
-
-import try_docs
-from try_docs import STEPS, Command, Ended
+from by_hand import try_docs
+from by_hand.try_docs import STEPS, Command, Ended
 
 COMMANDS = try_docs.commands()
 

@@ -1,14 +1,8 @@
-"""scripts/fuzz.py: some of its cases, and that it sees what is wrong."""
-
-import sys
+"""tests/by_hand/fuzz.py: some of its cases, and that it sees what is wrong."""
 
 import pytest
-from support import ROOT
 
-sys.path.append(str(ROOT / "scripts"))
-
-import fuzz
-import fuzz_valid
+from by_hand import fuzz, fuzz_valid
 
 SEED = 11
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Random tokenizer.json files: the ids of a corpus are those of the tokenizers library itself.
 
-    scripts/fuzz_tokenizers.py [--seed=N] [--cases=100] [--long]
+    tests/by_hand/fuzz_tokenizers.py [--seed=N] [--cases=100] [--long]
 
 A case is a tokenizer of a published kind (byte-level BPE, BPE of whole texts as Llama 2's, Unigram,
 WordPiece, WordLevel) with what such files have: prefixes, regexes, odd added tokens, truncation,
@@ -23,7 +23,7 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors, trainers
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from jaxtrain.data import encode  # noqa: E402 (the path comes first)

@@ -2,7 +2,7 @@
 """Every command of README.md and docs/features.md, run to its promised end in a folder of its own,
 but for scripts/test.sh.
 
-    scripts/try_docs.sh [--part=K/N] [--list] [--folder=runs/try_docs] [--patience=1800]
+    tests/by_hand/try_docs.sh [--part=K/N] [--list] [--folder=runs/try_docs] [--patience=1800]
 
 A command that trains takes 20 steps, 20 further ones where its run has some, and has to have logged
 the last of them; --replay does the last step of a run again; a file that a flag names has to be
@@ -27,7 +27,7 @@ import sys
 import time
 import zlib
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from jaxtrain.run import streams  # noqa: E402 (the path comes first)

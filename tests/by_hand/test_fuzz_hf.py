@@ -1,18 +1,15 @@
-"""scripts/fuzz_hf.py: random config.json's of published families are read, and written again, or
-refused by a field; some of its cases against transformers; and that it sees what is wrong."""
+"""tests/by_hand/fuzz_hf.py: random config.json's of published families are read, and written
+again, or refused by a field; some of its cases against transformers; and
+that it sees what is wrong."""
 
 import json
 import re
 import sys
 
 import pytest
-from support import ROOT, in_transformers
+from support import in_transformers
 
-sys.path.append(str(ROOT / "scripts"))
-
-import fuzz_hf
-import fuzz_hf_configs
-
+from by_hand import fuzz_hf, fuzz_hf_configs
 from jaxtrain.config import Config, replace
 from jaxtrain.hf.families import FAMILIES
 from jaxtrain.hf.fields import HfError
