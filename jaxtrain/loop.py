@@ -232,7 +232,7 @@ class Trainer:
         self.requests = Requests(
             step.mesh,
             context.signals,
-            self.checkpoints,
+            self.checkpoints.persistent,
             config.checkpoint.minutes,
             config.checkpoint.grace,
         )

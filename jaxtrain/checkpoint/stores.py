@@ -11,6 +11,8 @@ has its step's name from the beginning, and becomes a step when its manifest exi
 written last (steps.py, saving.py).
 
 Orbax 0.12.8 builds TensorStore's specs for gs:// alone; `_teach_orbax` adds s3://.
+
+Begin with `folder`, which every path or URL of a user goes through.
 """
 
 import errno
@@ -91,6 +93,7 @@ def folder(path: str | os.PathLike) -> epath.Path:
     scheme = scheme_of(path)
     if not scheme:
         return epath.Path(path).expanduser()
+    # fsspec would list a folder once and believe that for good, but other processes write there.
     options: dict[str, Any] = {"use_listings_cache": False}
     if scheme == "s3":
         options["config_kwargs"] = _TIMEOUTS
@@ -124,6 +127,7 @@ def move(source: epath.Path, target: epath.Path) -> None:
     if not scheme_of(source):
         os.rename(source, target)
         return
+    # Copied entirely before anything is deleted: a kill in between leaves both, and loses nothing.
     for name in files_below(source):
         (source / name).copy(target / name)
     source.rmtree()
@@ -208,6 +212,7 @@ def kvstore(folder: str | os.PathLike) -> dict[str, Any]:
     path, scheme = os.fspath(folder), scheme_of(folder)
     if not scheme:
         return {"driver": "file", "path": f"{epath.Path(folder).absolute()}/"}
+    # s3://BUCKET/PATH → "BUCKET" and "PATH/"
     bucket, _, key = path.partition("://")[2].partition("/")
     spec: dict[str, Any] = {"bucket": bucket, "path": f"{key.rstrip('/')}/"}
     if scheme == "gs":
